@@ -1,0 +1,215 @@
+"""Sample -> Batch -> Pack: ragged trajectories, aligned columns, packed micro-batches, and the way back.
+
+Shapes: B sequences, T columns of the longest one, L packed tokens, P scored pairs.
+"""
+
+import heapq
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Sample:
+    """One training sequence of n tokens; a trajectory is one or several of them."""
+
+    tokens: list[int]  # [n]
+    mask: list[int]  # [n] 1 = sampled by the policy, so trained
+    logps: list[float]  # [n] the engine's log-probability of each sampled token, 0 elsewhere
+    rewards: list[float]  # [n] the reward, at the token that earned it
+    group: int  # the prompt it answers
+    trajectory: int  # several sequences of one trajectory are in order of time
+
+
+@dataclass
+class Batch:
+    """Columns [B, T], right-padded. Column t reads inputs[:, :t+1] and predicts targets[:, t]: tokens are shifted here,
+    once, and every other column sits beside the token that is predicted.
+
+    Tokens [5, 6, 7, 2] with mask [0, 0, 1, 1] become inputs [5, 6, 7], targets [6, 7, 2], mask [0, 1, 1].
+    """
+
+    inputs: Tensor  # [B, T] int64
+    targets: Tensor  # [B, T] int64
+    mask: Tensor  # [B, T] float32, 1 = trained
+    engine_logps: Tensor  # [B, T]
+    rewards: Tensor  # [B, T]
+    group: Tensor  # [B] int64
+    trajectory: Tensor  # [B] int64
+    old_logps: Tensor | None = None  # [B, T] of the policy that starts the update
+    ref_logps: Tensor | None = None  # [B, T]
+    values: Tensor | None = None  # [B, T] of the critic that starts the update
+    advantages: Tensor | None = None  # [B, T]
+    returns: Tensor | None = None  # [B, T]
+    weights: Tensor | None = None  # [B, T] of each token in the mean that the loss is
+
+    def select(self, rows) -> "Batch":
+        """The same columns of some rows only."""
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{name: None if column is None else column[rows] for name, column in columns.items()})
+
+
+@dataclass
+class Pack:
+    """One micro-batch of one process. Segment s is tokens[cu_seqlens[s]:cu_seqlens[s+1]] and attends causally to itself;
+    a prefix (a, b, c, d) lets tokens a..b attend to all of tokens c..d as well: answers to the prompt they share.
+
+    Pairs, not positions, are scored: where a prompt is shared, its last hidden state predicts every answer's first token.
+    """
+
+    tokens: Tensor  # [1, L] int64
+    positions: Tensor  # [1, L] int64
+    cu_seqlens: list[int]  # segment boundaries, from 0 to L
+    prefixes: list[tuple[int, int, int, int]]
+    hidden: Tensor  # [P] int64, index of the hidden state
+    targets: Tensor  # [P] int64, the token it should predict
+    rows: Tensor  # [P] int64, which row of the packed rows it belongs to
+    columns: Tensor  # [P] int64
+
+
+def collate(samples: list[Sample]) -> Batch:
+    """Ragged samples to columns. A sample of one token has nothing to predict and becomes an all-masked row."""
+    width = max([len(sample.tokens) - 1 for sample in samples] + [1])
+
+    def column(values, dtype):
+        out = torch.zeros(len(samples), width, dtype=dtype)
+        for row, value in zip(out, values, strict=True):
+            row[: len(value)] = torch.tensor(value, dtype=dtype)
+        return out
+
+    return Batch(
+        inputs=column([sample.tokens[:-1] for sample in samples], torch.int64),
+        targets=column([sample.tokens[1:] for sample in samples], torch.int64),
+        mask=column([sample.mask[1:] for sample in samples], torch.float32),
+        engine_logps=column([sample.logps[1:] for sample in samples], torch.float32),
+        rewards=column([sample.rewards[1:] for sample in samples], torch.float32),
+        group=torch.tensor([sample.group for sample in samples]),
+        trajectory=torch.tensor([sample.trajectory for sample in samples]),
+    )
+
+
+def spans(batch: Batch) -> list[tuple[int, int]]:
+    """(prompt, end) of each row: the columns before the first trained one plus that one, and the last trained one plus
+    one. What lies behind is never run. A row with nothing to train is (0, 0)."""
+    trained = batch.mask > 0
+    first = trained.int().argmax(1)
+    last = trained.shape[1] - trained.flip(1).int().argmax(1)
+    return [(f + 1, e) if t else (0, 0) for f, e, t in zip(first.tolist(), last.tolist(), trained.any(1).tolist())]
+
+
+def plan(batch: Batch, budget: int, num_ranks: int, share_prompts: bool = True) -> list[list[list[int]]]:
+    """Which rows each data-parallel rank runs in each micro-batch: `plan[micro][rank]` is a list of rows.
+
+    Longest-first greedy into the fewest bins that keep every one within `budget` tokens; every rank gets the same number
+    of micro-batches, some of them empty when there are fewer rows than ranks. Bins of similar size meet in one
+    micro-batch, since FSDP makes ranks wait for each other in each.
+    """
+    lengths = spans(batch)
+    longest = max(end for _, end in lengths)
+    if longest > budget:
+        raise ValueError(f"a sequence of {longest} tokens does not fit max_length_per_device={budget}")
+    units = _units(batch, lengths, budget, num_ranks, share_prompts)
+    total = sum(cost for cost, _ in units)
+    num_micro = max(1, -(-total // (budget * num_ranks)))
+    while (bins := _fill(units, num_micro * num_ranks))[0][0] > budget:
+        num_micro += 1
+    return [[rows for _, rows in bins[i : i + num_ranks]] for i in range(0, len(bins), num_ranks)]
+
+
+def _units(batch, lengths, budget, num_ranks, share_prompts):
+    """(tokens, rows) that stay together: a group with its shared prompt, cut where it would leave ranks without work."""
+    share = budget if not share_prompts else min(budget, sum(end for _, end in lengths) // num_ranks + 1)
+    units, current, key = [], None, None
+    prompts = [tuple(inputs[:p].tolist()) for inputs, (p, _) in zip(batch.inputs, lengths, strict=True)]
+    for row, (prompt, end) in sorted(enumerate(lengths), key=lambda item: (batch.group[item[0]].item(), item[0])):
+        if end == 0:
+            continue
+        row_key = (batch.group[row].item(), prompts[row])
+        if share_prompts and row_key == key and current[0] + end - prompt <= share:
+            current[0] += end - prompt
+            current[1].append(row)
+        else:
+            current, key = [end, [row]], row_key
+            units.append(current)
+    return units
+
+
+def _fill(units, num_bins):
+    """Longest-processing-time-first: the next largest unit goes to the emptiest bin. Bins come back largest first."""
+    heap = [(0, i, []) for i in range(num_bins)]
+    for cost, rows in sorted(units, key=lambda unit: (-unit[0], unit[1])):
+        load, i, members = heapq.heappop(heap)
+        heapq.heappush(heap, (load + cost, i, members + rows))
+    return [(load, rows) for load, _, rows in sorted(heap, key=lambda item: (-item[0], item[1]))]
+
+
+def pack(batch: Batch, share_prompts: bool = True) -> Pack:
+    """All rows of `batch` in one packed sequence, without padding. Rows of a group with equal prompts follow each other
+    and run the prompt once when `share_prompts`.
+
+    Two answers [3, 4] and [5] to the prompt [1, 2]: nothing is predicted from their last tokens, so tokens [1, 2, 3],
+    segments 0:2 and 2:3, prefix (2, 3, 0, 2), and the pairs (1, 3), (2, 4), (1, 5) of hidden state and target.
+    """
+    tokens, positions, cu_seqlens, prefixes = [], [], [0], []
+    hidden, targets, rows, columns = [], [], [], []
+
+    def segment(inputs, start):
+        tokens.append(inputs)
+        positions.append(torch.arange(start, start + len(inputs)))
+        cu_seqlens.append(cu_seqlens[-1] + len(inputs))
+
+    key = None
+    for row, (prompt, end) in enumerate(spans(batch)):
+        if end == 0:
+            continue
+        inputs = batch.inputs[row]
+        head = (batch.group[row].item(), inputs[:prompt].tolist()) if share_prompts else None
+        if head is None or head != key:
+            key, at = head, cu_seqlens[-1]
+            segment(inputs[: prompt if share_prompts else end], 0)
+        tail = cu_seqlens[-1]
+        if share_prompts and end > prompt:
+            segment(inputs[prompt:end], prompt)
+            if prefixes and prefixes[-1][2] == at:
+                prefixes[-1] = (prefixes[-1][0], cu_seqlens[-1], at, at + prompt)
+            else:
+                prefixes.append((tail, cu_seqlens[-1], at, at + prompt))
+        scored = batch.mask[row].nonzero().squeeze(1)
+        hidden.append(
+            torch.where(scored < prompt, at + scored, tail + scored - prompt) if share_prompts else at + scored
+        )
+        targets.append(batch.targets[row, scored])
+        rows.append(torch.full_like(scored, row))
+        columns.append(scored)
+    if not tokens:  # a rank without rows still runs the model, so that collectives meet: one token, nothing scored
+        segment(torch.zeros(1, dtype=torch.int64), 0)
+    none = torch.zeros(0, dtype=torch.int64)
+    return Pack(
+        tokens=torch.cat(tokens)[None],
+        positions=torch.cat(positions)[None],
+        cu_seqlens=cu_seqlens,
+        prefixes=prefixes,
+        hidden=torch.cat([none, *hidden]),
+        targets=torch.cat([none, *targets]),
+        rows=torch.cat([none, *rows]),
+        columns=torch.cat([none, *columns]),
+    )
+
+
+def unpack(pack: Pack, scores: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Scores of the pairs [P] back to columns `shape` = [b, T], 0 where nothing is scored; differentiable."""
+    return scores.new_zeros(shape).index_put((pack.rows, pack.columns), scores)
+
+
+def minibatches(batch: Batch, count: int, seed: int) -> list[Batch]:
+    """`batch` in `count` parts of nearly equal numbers of trajectories, shuffled by `seed`; none of them empty.
+
+    All sequences of a trajectory stay together, so that sequence averages mean the same in every part.
+    """
+    if count == 1:
+        return [batch]
+    trajectories = batch.trajectory.unique()
+    count = min(count, len(trajectories))
+    order = trajectories[torch.randperm(len(trajectories), generator=torch.Generator().manual_seed(seed))]
+    return [batch.select(torch.isin(batch.trajectory, part)) for part in order.tensor_split(count)]

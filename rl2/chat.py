@@ -1,0 +1,92 @@
+"""Chat templates: messages -> tokens, and the tokens that new messages add to a conversation.
+
+Sampled tokens are never tokenised again: a conversation grows by appending tokens, or it starts anew.
+"""
+
+from jinja2 import TemplateError
+
+PROBE = "rl2probe"
+
+
+def encode_prompt(tokenizer, messages, tools=None) -> list[int]:
+    """Tokens of a conversation up to where the assistant speaks; of a plain string, its own tokens (see `render`)."""
+    return tokenize(tokenizer, render(tokenizer, messages, tools))
+
+
+def render(tokenizer, messages, tools=None) -> str:
+    """The template's text of `messages` with the generation prompt.
+
+    A plain string passes as it is, after the beginning-of-sequence token if the tokenizer puts one before plain text.
+    Messages with the role "tool" become the user's where the template refuses that role or drops their content.
+    Raises ValueError when the template refuses the messages.
+    """
+    if isinstance(messages, str):
+        bos = tokenizer.bos_token
+        prepends = bos is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+        return bos + messages if prepends and not messages.startswith(bos) else messages
+    # A probe, since templates may trim or escape the real content.
+    probes = [{**message, "content": PROBE} if _is_tool(message) else message for message in messages]
+    if probes != messages and not _has_tool_role(tokenizer, probes, tools):
+        messages = [{**message, "role": "user"} if _is_tool(message) else message for message in messages]
+    try:
+        return _apply(tokenizer, messages, tools)
+    except (TemplateError, TypeError) as error:  # TypeError: a template that adds a list or None to text
+        raise ValueError(f"the chat template refuses these messages ({error}): {str(messages)[:500]}") from error
+
+
+def _is_tool(message) -> bool:
+    return message.get("role") == "tool"
+
+
+def _has_tool_role(tokenizer, probes, tools) -> bool:
+    try:
+        return PROBE in _apply(tokenizer, probes, tools)
+    except (TemplateError, TypeError):
+        return False
+
+
+def _apply(tokenizer, messages, tools) -> str:
+    return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+
+
+def tokenize(tokenizer, text: str | list[str]):
+    """Token ids of a rendered text, or of each text of a list (in parallel, by fast tokenizers)."""
+    # The template writes its special tokens itself: adding them again would start with two.
+    return tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+def extend(tokenizer, tokens, messages, new_messages, tools=None) -> list[int] | None:
+    """The tokens that `new_messages` add: turn separators, the messages, the next generation prompt.
+
+    `tokens` is everything so far, ending with the sampled turn, which is the last of `messages`. If that turn was cut
+    off by the length limit and has no end-of-turn token, the template's own is the first of the new tokens.
+
+    decode(tokens + new) is then the template's text of the whole conversation, up to what the tokenizer normalises.
+    None when no tokens could make it so: the template rewrites or drops what was there (reasoning of earlier turns,
+    spaces around the content), or the model sampled what no template writes (another end of turn, a special token in
+    its text). The caller then starts a new training sequence from `encode_prompt(messages + new_messages)`.
+    """
+    before = _exact(tokenizer, tokens)
+    whole = _exact(tokenizer, encode_prompt(tokenizer, messages + new_messages, tools))
+    new = tokenize(tokenizer, whole[len(before) :])
+    # This also refuses what a tokenizer does to a text without the one before it, such as starting it with a space.
+    return new if _exact(tokenizer, list(tokens) + new) == whole else None
+
+
+def _exact(tokenizer, tokens) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def decode(tokenizer, tokens) -> str:
+    """Text of a completion as the env and the template see it: no special tokens, no spaces cleaned up."""
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def stop_token_ids(tokenizer, generation_config_eos) -> list[int]:
+    """Every id that ends a turn, ascending: the tokenizer's and those of the model's `generation_config.eos_token_id`
+    (an int, a list or None; chat models often name several there, of which the tokenizer knows one)."""
+    eos = generation_config_eos if isinstance(generation_config_eos, list) else [generation_config_eos]
+    ids = {*eos, tokenizer.eos_token_id} - {None}
+    if not ids:
+        raise ValueError("neither the tokenizer nor generation_config has an eos_token: set one in the model folder")
+    return sorted(ids)

@@ -1,0 +1,139 @@
+"""Checkpoints that are whole or absent, exact resume, and a stop that saves."""
+
+import json
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from .parallel.mesh import any_rank, gather_objects
+
+
+class Checkpoints:
+    """`folder`/step_N holds everything the run needs to go on after step N. Several nodes need a shared folder.
+
+    A checkpoint is written under another name and renamed when every process has finished and the disk has it: what is
+    called step_N is whole, whenever the run was killed. The newest `keep` stay (None = all).
+    """
+
+    def __init__(self, folder: str | os.PathLike, keep: int | None = None):
+        self.folder, self.keep = Path(folder), keep
+
+    def steps(self) -> list[int]:
+        """The steps that can be resumed, oldest first."""
+        return sorted(int(path.name[5:]) for path in self.folder.glob("step_*") if path.name[5:].isdigit())
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step_{step}"
+
+    def save(self, step: int, workers: dict, config: str) -> None:
+        """Writes the workers (name -> Worker) after `step` steps. All processes must call."""
+        partial = self.folder / f"step_{step}.partial"
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier()
+        dcp.save({name: worker.state_dict() for name, worker in workers.items()}, checkpoint_id=partial)
+        torch.save(_random_states(), partial / f"random_{dist.get_rank()}.pt")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (partial / "config.yaml").write_text(config)
+            (partial / "run.json").write_text(json.dumps({"step": step, "world_size": dist.get_world_size()}))
+            _sync(partial)
+            shutil.rmtree(self.path(step), ignore_errors=True)
+            partial.rename(self.path(step))
+            _sync(self.folder)
+            for old in self.steps()[: -self.keep] if self.keep else []:
+                shutil.rmtree(self.path(old))
+        dist.barrier()
+
+    def load(self, path: str | os.PathLike, workers: dict) -> int:
+        """Restores the workers and the random states from a step_N folder; returns its step. The number of processes may
+        differ from the one that saved: then each process keeps its own random states."""
+        path = Path(path)
+        run = json.loads((path / "run.json").read_text())
+        state = {name: worker.state_dict() for name, worker in workers.items()}
+        dcp.load(state, checkpoint_id=path)
+        for name, worker in workers.items():
+            worker.load_state_dict(state[name])
+        if run["world_size"] == dist.get_world_size():
+            _set_random_states(torch.load(path / f"random_{dist.get_rank()}.pt", weights_only=False))
+        return run["step"]
+
+
+def find_checkpoint(resume: str, folder: str | os.PathLike) -> Path | None:
+    """The step_N folder that `trainer.resume` means (auto, off, or a step_N folder or one that holds some)."""
+    if resume == "off":
+        return None
+    given = None if resume == "auto" else Path(resume)
+    if given is not None and given.suffix != ".partial" and (given / "run.json").exists():
+        return given
+    places = [Path(folder)] if given is None else [given, given / "checkpoints"]
+    for place in map(Checkpoints, places):
+        if place.steps():
+            return place.path(place.steps()[-1])
+    if given is not None:
+        raise ValueError(
+            f"trainer.resume={resume}: no complete checkpoint (step_N) there; give a step_N folder, auto or off"
+        )
+    return None
+
+
+def _random_states():
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def _set_random_states(states):
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _sync(folder):
+    """Waits until the disk has every file of the folder, and the folder's own list of them."""
+    for path in [*folder.iterdir(), folder]:
+        if path.is_file() or path == folder:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+
+class StopSignal:
+    """Turns Ctrl-C and SIGTERM into a wish that the loop grants at the end of its step, on all processes together."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.wanted = device, False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number, frame):
+        # torchrun passes on a signal that the terminal has already sent to all, so only a lone process may be told twice.
+        if self.wanted and "TORCHELASTIC_RUN_ID" not in os.environ:
+            raise KeyboardInterrupt
+        if not self.wanted and dist.get_rank() == 0:
+            print(
+                "\nstopping: this step will be finished and saved. If torchrun's patience (30 s) ends first,"
+                " the last checkpoint stands.",
+                flush=True,
+            )
+        self.wanted = True
+
+    def __bool__(self) -> bool:
+        """Whether any process was told to stop. All processes must ask."""
+        return any_rank(self.wanted, self.device)
+
+
+def assert_same_everywhere(value) -> None:
+    """Every process must hold the same value: a layout or a data set that differs between nodes would deadlock later."""
+    values = gather_objects(value)
+    if any(other != values[0] for other in values):
+        raise ValueError(f"processes disagree: {values}; do all nodes see the same files and arguments?")

@@ -1,0 +1,170 @@
+"""The token model: a Hugging Face body, a head that scores chosen tokens only, and how both are sharded.
+
+Shapes: L packed tokens, P scored pairs, E hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from .parallel.attention import PackedAttention
+
+HEAD_CHUNK = 2**24  # logits held at a time: 64 MiB in fp32
+# What changes the logits after the head, or what a token sees, and is not computed here.
+UNSUPPORTED = {
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+}
+
+
+@dataclass
+class Scores:
+    """What a model says of the scored tokens: pairs [P], or columns [B, T] once unpacked. A loss sees whole sequences."""
+
+    logps: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+
+
+class TokenModel(nn.Module):
+    """`hf` with its head replaced by scores of (hidden state, target) pairs, so that [L, V] logits never exist."""
+
+    def __init__(self, hf: nn.Module):
+        super().__init__()
+        self.hf = hf
+        self.is_critic = hf.get_output_embeddings() is None
+
+    def forward(self, pack, temperature: float = 1.0, entropy: bool = False) -> Scores:
+        attend = PackedAttention(pack.cu_seqlens, pack.prefixes, pack.tokens.device)
+        body = self.hf.base_model(pack.tokens, position_ids=pack.positions, use_cache=False, attend=attend)
+        hidden = body.last_hidden_state[0, pack.hidden]  # [P, E]
+        if self.is_critic:
+            return Scores(values=self.hf.score(hidden).squeeze(-1).float())
+        weight = self.hf.get_output_embeddings().weight
+        logps, entropies = _Head.apply(hidden, weight, pack.targets, temperature, entropy)
+        return Scores(logps=logps, entropy=entropies if entropy else None)
+
+
+class _Head(torch.autograd.Function):
+    """log softmax(hidden @ weight.T / temperature) at the targets, and its entropy, a chunk of rows at a time.
+
+    Backward recomputes each chunk's logits z. With p = softmax(z), d logp_t / dz = 1[t] - p and dH / dz = -p (log p + H).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature, with_entropy):
+        num = len(hidden)
+        logps, entropy, lse = (torch.zeros(num, device=hidden.device) for _ in range(3))
+        for rows in _chunks(num, len(weight)):
+            logits = _logits(hidden[rows], weight, temperature)
+            logps[rows] = logits.gather(1, targets[rows, None]).squeeze(1)
+            top = logits.max(1, keepdim=True).values
+            exp = logits.sub_(top).exp_() if not with_entropy else (logits - top).exp_()
+            total = exp.sum(1)
+            lse[rows] = total.log() + top.squeeze(1)
+            if with_entropy:
+                entropy[rows] = lse[rows] - exp.mul_(logits).sum(1) / total
+        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
+        ctx.temperature, ctx.with_entropy = temperature, with_entropy
+        return logps - lse, entropy
+
+    @staticmethod
+    def backward(ctx, d_logps, d_entropy):
+        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        d_hidden = torch.zeros_like(hidden)
+        d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for rows in _chunks(len(hidden), len(weight)):
+            logits = _logits(hidden[rows], weight, ctx.temperature).sub_(lse[rows, None])  # log p
+            probs = logits.exp() if ctx.with_entropy else logits.exp_()
+            if ctx.with_entropy:
+                scale = logits.add_(entropy[rows, None]).mul_(d_entropy[rows, None]).add_(d_logps[rows, None])
+                d_logits = probs.mul_(scale).neg_()
+            else:
+                d_logits = probs.mul_(-d_logps[rows, None])
+            d_logits.scatter_add_(1, targets[rows, None], d_logps[rows, None])
+            d_logits = d_logits.div_(ctx.temperature).to(hidden.dtype)
+            d_hidden[rows] = d_logits @ weight
+            d_weight += d_logits.T @ hidden[rows]
+        return d_hidden, d_weight.to(weight.dtype), None, None, None
+
+
+def _logits(hidden, weight, temperature):
+    logits = (hidden @ weight.T).float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _chunks(num, vocabulary):
+    size = max(1, HEAD_CHUNK // vocabulary)
+    return [slice(start, start + size) for start in range(0, num, size)]
+
+
+def load_model(name: str, critic: bool, dtype: torch.dtype, checkpointing: bool, mesh, masters: bool) -> TokenModel:
+    """A Hugging Face causal LM (or a critic: its body with a scalar head) sharded over `mesh` with FSDP2.
+
+    The first process reads the weights and scatters them, so a node holds one full copy, not one a process. `masters`:
+    parameters are kept in fp32 and cast to `dtype` for compute; else they are kept in `dtype`.
+    """
+    cls = AutoModelForSequenceClassification if critic else AutoModelForCausalLM
+    config = AutoConfig.from_pretrained(name, **({"num_labels": 1} if critic else {}))
+    stored = config.dtype
+    _check(name, config)
+    held = torch.float32 if masters else dtype
+    full = None
+    if mesh.rank == 0:
+        # The value head of a critic made from a language model is new, and drawn from the seed set before.
+        full = cls.from_pretrained(name, config=config, dtype=held).state_dict()
+    with init_empty_weights(include_buffers=False):
+        hf = cls.from_config(config, attn_implementation="rl2", dtype=held)
+    hf.tie_weights()  # which meta parameters do not survive
+    hf.config.dtype = stored or dtype  # what an export is written in
+    model = TokenModel(hf).train(masters)
+    _shard(model, mesh, dtype if masters else None, checkpointing)
+    _scatter(model, full, mesh)
+    return model
+
+
+def _check(name, config):
+    for key, neutral in UNSUPPORTED.items():
+        if getattr(config, key, neutral) not in (neutral, None):
+            raise ValueError(
+                f"{name} sets {key}={getattr(config, key)}, which rl2 does not compute: choose another model"
+            )
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(config, "use_sliding_window", False):
+        raise ValueError(
+            f"{name} has attention layers of the kinds {sorted(kinds)}; rl2 computes full causal attention only"
+        )
+
+
+def _shard(model, mesh, dtype, checkpointing):
+    kinds = model.hf._no_split_modules or ()
+    layers = [module for module in model.hf.modules() if type(module).__name__ in kinds]
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
+    for layer in layers:
+        if checkpointing:  # around forward, so FSDP's hooks stay outside and parameter names stay the same
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        # One shard has nothing to free between forward and backward.
+        fully_shard(layer, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=mesh.fsdp.size(-1) > 1)
+    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy)
+
+
+def _scatter(model, full, mesh):
+    """Gives every parameter its values: `full` holds them by name on the first process and is None elsewhere."""
+    buffers = dict(model.named_buffers())
+    model.to_empty(device=mesh.device)
+    model.hf.tie_weights()
+    for name, buffer in buffers.items():
+        model.get_buffer(name).copy_(buffer)
+    for name, parameter in model.hf.named_parameters():
+        value = torch.empty(parameter.shape, dtype=parameter.dtype) if full is None else full.pop(name)
+        value = distribute_tensor(value.to(mesh.device), parameter.device_mesh, parameter.placements)
+        parameter.data.copy_(value)

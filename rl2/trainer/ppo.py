@@ -1,0 +1,259 @@
+"""PPO and GRPO: `torchrun --nproc_per_node=N -m rl2.trainer.ppo key=value`. `train` is the algorithm; read it first."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from .. import algorithms, chat
+from ..batch import Batch, collate, minibatches
+from ..checkpoint import Checkpoints, StopSignal, find_checkpoint
+from ..data import Prompts, check_ppo_row, load_rows
+from ..metrics import Metrics, prepare_folder
+from ..model import Scores
+from ..parallel.mesh import init
+from ..rollout.engine_local import LocalEngine
+from ..rollout.env import FailureLog, load_env, preflight
+from ..rollout.rollout import Rollout, gather_samples, summarise
+from ..worker import Worker, compute_dtype
+from .config import PPOConfig, dump, parse, validate_ppo
+
+
+def train(run) -> None:
+    """The whole algorithm. Every process holds the same `batch` and runs the same lines; forward, backward and generate
+    are what the workers and engines split."""
+    config, metrics, actor, critic = run.config, run.metrics, run.actor, run.critic
+    train_params = vars(config.rollout.train_sampling_params)
+    for step in range(run.step + 1, run.num_steps + 1):
+        with metrics.phase("rollout"):
+            prompts = run.prompts.batch(step - 1)
+            trajectories = run.rollout(prompts, train_params, config.data.responses_per_prompt, "train", step)
+            batch = collate(gather_samples(trajectories))
+            run.engine.sleep()
+        logged = summarise(trajectories)
+        with metrics.phase("infer"):
+            if run.reference is not None:
+                batch.ref_logps = run.reference.infer(batch, run.temperature).logps
+            if config.actor.update_per_rollout > 1 or config.kl.type == "reward":
+                batch.old_logps = actor.infer(batch, run.temperature).logps
+            if critic is not None:
+                batch.values = critic.infer(batch).values
+        logged |= add_advantages(batch, config)
+        with metrics.phase("update"):
+            if critic is not None:
+                logged |= run.update(critic, "critic", batch, config.critic, value_loss(config.critic), step)
+            logged |= run.update(actor, "actor", batch, config.actor, policy_loss(config), step)
+        with metrics.phase("sync"):
+            run.engine.wake()
+            run.engine.load(actor.weights(run.engine.dtype), actor.version)
+        stopping = bool(run.stop)
+        logged |= run.evaluate(step, last=stopping or step == run.num_steps)
+        run.finish_step(step, trajectories, batch, logged, stopping)
+        if stopping:
+            break
+
+
+def add_advantages(batch: Batch, config) -> dict[str, float]:
+    """Fills batch.advantages (and returns); the estimators are in algorithms.py."""
+    rewards, kl, adv = batch.rewards, config.kl, config.adv
+    logged = {
+        "rollout/zero_variance": algorithms.zero_variance_share(
+            rewards, batch.mask, batch.group, batch.trajectory
+        ).item()
+    }
+    if kl.type == "reward":
+        penalty = algorithms.kl_estimate(batch.old_logps, batch.ref_logps, kl.reward_estimator) * batch.mask
+        rewards = rewards - kl.coef * penalty
+        logged["actor/kl"] = (penalty.sum() / batch.mask.sum().clamp(min=1)).item()
+    if adv.estimator == "gae":
+        batch.advantages, batch.returns = algorithms.gae(
+            rewards, batch.values, batch.mask, batch.trajectory, adv.gamma, adv.lamda
+        )
+        if adv.norm_var:
+            batch.advantages = algorithms.whiten(batch.advantages, batch.mask)
+    else:
+        batch.advantages = algorithms.group_advantages(
+            rewards, batch.mask, batch.group, batch.trajectory, adv.norm_var
+        )
+    return logged
+
+
+def policy_loss(config):
+    """The actor's loss on whole sequences [b, T]: clipped policy gradient, KL and entropy terms, mismatch metrics."""
+    actor, kl = config.actor, config.kl
+
+    def loss_fn(batch: Batch, scores: Scores):
+        # One update a rollout starts from the policy that sampled: its log-probabilities are the current ones.
+        old_logps = scores.logps.detach() if batch.old_logps is None else batch.old_logps
+        correction = None
+        if actor.correction != "none":
+            correction = algorithms.correction_weights(
+                old_logps, batch.engine_logps, batch.mask, actor.correction, actor.correction_cap
+            )
+        loss, metrics = algorithms.policy_loss(
+            scores.logps, old_logps, batch.advantages, batch.mask, batch.weights,
+            actor.clip, actor.clip_high, actor.dual_clip, actor.loss, correction,
+        )  # fmt: skip
+        mismatch = algorithms.mismatch(old_logps, batch.engine_logps, batch.weights)
+        metrics |= {f"mismatch_{name}": value for name, value in mismatch.items()}
+        if kl.type == "loss":
+            estimate = algorithms.kl_estimate(scores.logps, batch.ref_logps, kl.loss_estimator)
+            metrics["kl"] = (estimate * batch.weights).sum()
+            loss = loss + kl.coef * metrics["kl"]
+            metrics["kl"] = metrics["kl"].detach()
+        if scores.entropy is not None:
+            metrics["entropy"] = (scores.entropy * batch.weights).sum()
+            loss = loss - actor.entropy * metrics["entropy"]
+            metrics["entropy"] = metrics["entropy"].detach()
+        return loss, metrics
+
+    return loss_fn
+
+
+def value_loss(critic):
+    """The critic's clipped squared error on whole sequences."""
+
+    def loss_fn(batch: Batch, scores: Scores):
+        return algorithms.value_loss(scores.values, batch.values, batch.returns, batch.weights, critic.clip)
+
+    return loss_fn
+
+
+class Run:
+    """What `train` works with, made from the config: workers, engine, data, and the books that are kept."""
+
+    def __init__(self, config: PPOConfig):
+        self.config = config
+        rows = load_rows(config.data.path, check=check_ppo_row)
+        env = load_env(config.rollout.env_path, config.rollout.env_timeout)
+        for warning in preflight(env, rows, config.rollout.max_turns):
+            print(f"warning: {warning}", flush=True)
+        self.device = init()
+        name = config.actor.model_name
+        self.tokenizer = AutoTokenizer.from_pretrained(name)
+        self._prepare_data(rows)
+        torch.manual_seed(config.trainer.seed)
+        self._make_workers()
+        self._make_rollout(env)
+        self.temperature = config.rollout.train_sampling_params.temperature
+        self.stop = StopSignal(self.device)
+        self._resume()
+
+    def _prepare_data(self, rows):
+        data, first = self.config.data, dist.get_rank() == 0
+        size = data.prompts_per_rollout
+        self.prompts = Prompts(rows, self.tokenizer, data.max_length, data.shuffle, data.seed, size, first)
+        self.num_steps = self.prompts.num_steps(self.config.trainer.n_epochs)
+        if self.config.trainer.max_steps is not None:
+            self.num_steps = min(self.num_steps, self.config.trainer.max_steps)
+        self.test_prompts = []
+        if data.test_path:
+            rows = load_rows(data.test_path, "test", check_ppo_row)
+            self.test_prompts = list(Prompts(rows, self.tokenizer, data.max_length, False, 0, 1, first))
+
+    def _make_workers(self):
+        config, device = self.config, self.device
+        num = self.num_steps - config.actor.freeze_steps
+        self.actor = Worker(config.actor, device, num_updates=num * config.actor.update_per_rollout)
+        self.reference = Worker(config.actor, device) if config.kl.coef else None
+        self.workers, self.critic = {"actor": self.actor}, None
+        if config.adv.estimator == "gae":
+            num = self.num_steps - config.critic.freeze_steps
+            self.critic = Worker(config.critic, device, True, num * config.critic.update_per_rollout)
+            self.workers["critic"] = self.critic
+
+    def _make_rollout(self, env):
+        config, name = self.config, self.config.actor.model_name
+        deterministic = config.trainer.deterministic
+        deterministic = self.device.type == "cpu" if deterministic is None else deterministic
+        dtype = compute_dtype(config.actor.dtype, self.device)
+        self.engine = LocalEngine(name, dtype, self.device, config.rollout.max_running, deterministic)
+        stops = chat.stop_token_ids(self.tokenizer, GenerationConfig.from_pretrained(name).eos_token_id)
+        for params in (config.rollout.train_sampling_params, config.rollout.test_sampling_params):
+            params.stop_token_ids = sorted({*params.stop_token_ids, *stops})
+        self.failures = FailureLog(config.rollout.max_env_failures)
+        limit = config.actor.max_length_per_device * config.actor.sp_size
+        self.rollout = Rollout(
+            self.engine, env, self.tokenizer, self.failures, config.rollout.max_turns, limit,
+            config.trainer.seed, deterministic,
+        )  # fmt: skip
+
+    def _resume(self):
+        trainer = self.config.trainer
+        self.checkpoints = Checkpoints(f"{trainer.save_dir}/checkpoints", trainer.keep_checkpoints)
+        found = find_checkpoint(trainer.resume, self.checkpoints.folder)
+        self.step = self.checkpoints.load(found, self.workers) if found else 0
+        if dist.get_rank() == 0:
+            prepare_folder(trainer.save_dir, self.step)
+            with open(f"{trainer.save_dir}/config.yaml", "w") as file:
+                file.write(dump(self.config))
+        dist.barrier()
+        wandb = {"project": trainer.project, "name": trainer.experiment_name}
+        self.metrics = Metrics(trainer.save_dir, self.step, self.num_steps, None if trainer.disable_wandb else wandb)
+        if found:
+            self.metrics.say(f"resumed from {found}: {self.step} of {self.num_steps} steps are done")
+        self.engine.load(self.actor.weights(self.engine.dtype), self.actor.version)
+        if self.step == 0:
+            logged = self.evaluate(0, last=False)
+            if logged:
+                self.metrics.log(0, logged)
+
+    def update(self, worker, name: str, batch: Batch, section, loss_fn, step: int) -> dict[str, float]:
+        """`update_per_rollout` optimizer steps of one worker; their mean metrics, by `name`/metric."""
+        if step <= section.freeze_steps:
+            return {}
+        average = getattr(section, "average", "token")
+        constant = getattr(section, "average_constant", None)
+        entropy = name == "actor" and (section.log_entropy or section.entropy != 0)
+        results = []
+        for mini in minibatches(batch, section.update_per_rollout, seed=step):
+            mini.weights = algorithms.loss_weights(mini.mask, mini.trajectory, average, constant)
+            results.append(worker.update(mini, loss_fn, self.temperature, entropy))
+        logged = {f"{name}/{key}": sum(r[key] for r in results) / len(results) for key in results[0]}
+        return logged
+
+    def evaluate(self, step: int, last: bool) -> dict[str, float]:
+        """Plays the test prompts once at the start, every `test_freq` steps and at the end."""
+        every = self.config.trainer.test_freq
+        if not self.test_prompts or not (last or step == 0 or (every and step % every == 0)):
+            return {}
+        with self.metrics.phase("test"):
+            params = vars(self.config.rollout.test_sampling_params)
+            trajectories = self.rollout(self.test_prompts, params, 1, "test", step)
+            logged = {f"test/{key}": value for key, value in summarise(trajectories).items()}
+        self.metrics.write_trajectories("test", step, [trajectory.record() for trajectory in trajectories])
+        return logged
+
+    def finish_step(self, step, trajectories, batch, logged, stopping):
+        """Trajectories and metrics to disk, then the checkpoints that are due."""
+        advantages = (batch.advantages * batch.mask).sum(1) / batch.mask.sum(1).clamp(min=1)
+        of = dict(zip(batch.trajectory.tolist(), advantages.tolist(), strict=True))
+        records = [{**trajectory.record(), "advantage": of[trajectory.id]} for trajectory in trajectories]
+        self.metrics.write_trajectories("train", step, records)
+        with self.metrics.phase("save"):
+            every = self.config.trainer.save_freq
+            if stopping or (every and step % every == 0):
+                self.checkpoints.save(step, self.workers, dump(self.config))
+        self.metrics.log(step, logged)
+        self.step = step
+
+    def close(self) -> None:
+        self.engine.close()
+        self.metrics.close()
+
+
+def main(argv=None) -> None:
+    config = parse(PPOConfig, sys.argv[1:] if argv is None else argv, validate_ppo)
+    AutoConfig.from_pretrained(config.actor.model_name)
+    run = Run(config)
+    train(run)
+    folder = f"{config.trainer.save_dir}/model"
+    run.actor.export(folder, run.tokenizer)
+    run.metrics.say(f"model saved to {folder}")
+    run.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""A worker: one sharded model with what it does. The actor, the reference and the critic are workers.
+
+It knows no loss, no engine and no rollout. Every process calls the same methods with the same Batch; only the forward
+and backward inside are split.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from .batch import Batch, pack, plan, unpack
+from .model import Scores, load_model
+from .parallel.mesh import make_mesh, sum_
+
+Loss = Callable[[Batch, Scores], tuple[Tensor, dict[str, Tensor]]]
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bf16 where the machine is fast at it, fp32 elsewhere."""
+    if name != "auto":
+        return getattr(torch, name)
+    fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+class Worker:
+    """`section` is the worker's part of the config; `num_updates` how many updates the schedule is laid out for (0 = a
+    frozen model without an optimizer, the reference)."""
+
+    def __init__(self, section, device: torch.device, critic: bool = False, num_updates: int = 0):
+        self.section, self.num_updates = section, num_updates
+        self.mesh = make_mesh(device, section.fsdp_size)
+        self.dtype = compute_dtype(section.dtype, device)
+        trained = num_updates > 0
+        checkpointing = trained and section.gradient_checkpointing
+        self.model = load_model(section.model_name, critic, self.dtype, checkpointing, self.mesh, masters=trained)
+        self.version = 0  # how many updates the weights have seen
+        self.optimizer = None
+        if trained:
+            # Fused even on the CPU: one pass over the memory instead of ten.
+            self.optimizer = torch.optim.AdamW(
+                self.model.parameters(), lr=section.lr, weight_decay=section.weight_decay, fused=True
+            )
+
+    @torch.no_grad()
+    def infer(self, batch: Batch, temperature: float = 1.0, entropy: bool = False) -> Scores:
+        """The model's scores of every trained token, as columns [B, T] on every process."""
+        self.load("model")
+        shape = batch.mask.shape
+        names = ["values"] if self.model.is_critic else ["logps", "entropy"] if entropy else ["logps"]
+        columns = {name: torch.zeros(shape, device=self.mesh.device) for name in names}
+        budget = self.section.max_inference_length_per_device or self.section.max_length_per_device
+        for rows in self._micro_batches(batch, budget):
+            part = batch.select(rows)
+            for name, column in vars(self._score(part, temperature, entropy)).items():
+                if column is not None:
+                    columns[name][rows] = column
+        self.offload("model")
+        # Each cell was computed by one process and is 0 on the others: the sum gathers, and rounds nothing.
+        return Scores(**{name: sum_(column).cpu() for name, column in columns.items()})
+
+    def update(self, batch: Batch, loss_fn: Loss, temperature: float = 1.0, entropy: bool = False) -> dict[str, float]:
+        """One optimizer step on `batch`. `loss_fn(rows of the batch, their scores [b, T])` returns a sum over tokens that
+        `batch.weights` have already divided by the global count, and metrics that are such sums too: neither the number
+        of processes nor the micro-batches can change the gradient. Returns the metrics with loss, grad_norm, lr, skipped.
+        """
+        self.load("model")
+        totals = {}
+        for rows in self._micro_batches(batch, self.section.max_length_per_device):
+            part = batch.select(rows)
+            scores = self._score(part, temperature, entropy)
+            loss, metrics = loss_fn(part, scores)
+            (loss * self.mesh.size).backward()  # FSDP averages gradients over its processes; this makes it a sum
+            for name, value in {"loss": loss.detach(), **metrics}.items():
+                totals[name] = totals.get(name, 0.0) + value.float()
+        names = sorted(totals)
+        sums = sum_(torch.stack([totals[name].to(self.mesh.device) for name in names]))
+        norm, lr = self._step()
+        self.offload("model")
+        skipped = float(not math.isfinite(norm))
+        return {**dict(zip(names, sums.tolist(), strict=True)), "grad_norm": norm, "lr": lr, "skipped": skipped}
+
+    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by its Hugging Face name, whole and in `dtype`, one at a time. All processes must iterate."""
+        self.load("model")
+        for name, parameter in self.model.hf.named_parameters():
+            yield name, parameter.detach().to(dtype).full_tensor()
+        self.offload("model")
+
+    def export(self, folder: str, tokenizer) -> None:
+        """Writes the model as a Hugging Face folder; the first process writes, all must call."""
+        stored = self.model.hf.config.dtype
+        full = {}
+        for name, tensor in self.weights(stored):
+            if self.mesh.rank == 0:
+                full[name] = tensor.cpu()
+        if self.mesh.rank == 0:
+            self.model.hf.save_pretrained(folder, state_dict=full)
+            tokenizer.save_pretrained(folder)
+        dist.barrier()
+
+    def state_dict(self) -> dict:
+        """What a resumed run needs of this worker: weights, optimizer and version, sharded."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "version": self.version}
+
+    def load_state_dict(self, state: dict) -> None:
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        self.version = state["version"]
+
+    def load(self, what: str) -> None:
+        self._move(what, self.mesh.device)
+
+    def offload(self, what: str) -> None:
+        """Moves the model or the optimizer's state to host memory if the config asks for it."""
+        if getattr(self.section, f"offload_{what}"):
+            self._move(what, torch.device("cpu"))
+
+    def _move(self, what, device):
+        if self.mesh.device.type == "cpu":
+            return
+        if what == "model":
+            self.model.to(device)
+        elif self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                state.update({key: value.to(device) for key, value in state.items() if key != "step"})
+
+    def _micro_batches(self, batch, budget):
+        parts = plan(batch, budget, self.mesh.size, self.section.share_prompts)
+        return [micro[self.mesh.rank] for micro in parts]
+
+    def _score(self, part, temperature, entropy):
+        """The scores of the rows as columns, with their gradient."""
+        packed = pack(part, self.section.share_prompts)
+        moved = {k: v.to(self.mesh.device) for k, v in vars(packed).items() if isinstance(v, Tensor)}
+        packed = replace(packed, **moved)
+        scores = self.model(packed, temperature, entropy)
+        return Scores(**{k: v if v is None else unpack(packed, v, part.mask.shape) for k, v in vars(scores).items()})
+
+    def _step(self) -> tuple[float, float]:
+        """Clips, steps and clears the gradient; a gradient that is not finite is dropped, and nothing moves."""
+        self.load("optimizer")
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = get_total_norm(gradients)
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        lr = self.section.lr * schedule(
+            self.version, self.num_updates, self.section.warmup_ratio, self.section.scheduler
+        )
+        if math.isfinite(norm):
+            clip_grads_with_norm_(self.model.parameters(), self.section.max_grad_norm, torch.tensor(norm))
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.version += 1
+        self.optimizer.zero_grad()
+        self.offload("optimizer")
+        return norm, lr
+
+
+def schedule(done: int, total: int, warmup_ratio: float, kind: str) -> float:
+    """The learning rate's factor after `done` of `total` updates: a linear rise to 1, then constant, linear or cosine to 0."""
+    warmup = math.ceil(warmup_ratio * total)
+    if done < warmup:
+        return (done + 1) / warmup
+    progress = (done - warmup) / max(1, total - warmup)
+    return {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[kind]

@@ -1,0 +1,77 @@
+"""What several tests share: tiny random models, a tokenizer, samples, and launches of several processes."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.decoders import Fuse
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+
+from rl2.batch import Sample
+
+ROOT = Path(__file__).resolve().parent.parent
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a printable character, the three ChatML tokens before them: 98 in all."""
+    specials = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+    vocab = {token: i for i, token in enumerate([*specials, "\n", *map(chr, range(32, 127))])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>")
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    fast.chat_template = CHATML
+    return fast
+
+
+def make_model(folder, family="llama", tied=True, seed=0, **overrides) -> str:
+    """A random causal LM with the tokenizer above, saved in `folder`."""
+    settings = {
+        "vocab_size": 98, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": tied, "eos_token_id": 2,
+        "bos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.2, "head_dim": 8,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    config = CONFIGS[family](**{**settings, **overrides})
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def make_samples(seed=0, num_groups=4, group_size=3, longest=20) -> list[Sample]:
+    """Groups with a common prompt and ragged, partly masked answers."""
+    rng = random.Random(seed)
+    samples = []
+    for group in range(num_groups):
+        prompt = [rng.randrange(3, 98) for _ in range(rng.randint(1, longest))]
+        for _ in range(group_size):
+            answer = [rng.randrange(3, 98) for _ in range(rng.randint(1, longest))]
+            mask = [0] * len(prompt) + [1] + [int(rng.random() < 0.7) for _ in answer[1:]]
+            logps = [-rng.random() if m else 0.0 for m in mask]
+            samples.append(Sample(prompt + answer, mask, logps, [0.0] * len(mask), group, len(samples)))
+    return samples
+
+
+def run(*command, check=True, env=None, timeout=300) -> subprocess.CompletedProcess:
+    """A Python program in a process of its own, one thread."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **(env or {})}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], env=env, capture_output=True, text=True, timeout=timeout
+    )
+    assert not check or done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    return done
+
+
+def torchrun(world, *command, **options) -> subprocess.CompletedProcess:
+    """The same under torchrun with `world` processes on a port of its own."""
+    return run("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", *command, **options)

@@ -1,0 +1,45 @@
+"""Run under torchrun by test_checkpoint.py: two AdamW steps with a checkpoint between them, or the second one from it."""
+
+import sys
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from parity import SECTION, make_batch, policy_loss, value_loss
+from transformers import AutoTokenizer
+
+from rl2.checkpoint import Checkpoints
+from rl2.parallel.mesh import init
+from rl2.worker import Worker
+
+
+def main(mode, name, folder):
+    device, batch = init(), make_batch()
+    changes = {"model_name": name, "lr": 1e-3, "warmup_ratio": 0.5, "fsdp_size": 1 if mode == "hybrid" else 0}
+    section = SimpleNamespace(**{**SECTION, **changes})
+    torch.manual_seed(0)
+    workers = {"actor": Worker(section, device, False, 8), "critic": Worker(section, device, True, 8)}
+    losses = {"actor": policy_loss, "critic": value_loss}
+    checkpoints = Checkpoints(folder)
+
+    def step():
+        told = {k: w.update(batch, losses[k], entropy=k == "actor") for k, w in workers.items()}
+        weights = {(k, name): p for k, w in workers.items() for name, p in w.weights(torch.float32)}
+        return {"told": told, "weights": weights, "drawn": torch.rand(3)}
+
+    if mode == "save":
+        step()
+        checkpoints.save(1, workers, "config")
+        workers["actor"].export(f"{folder}/export", AutoTokenizer.from_pretrained(name))
+        exported = dict(workers["actor"].weights(torch.float32))
+    else:
+        assert checkpoints.load(checkpoints.path(1), workers) == 1
+        exported = None
+    result = {**step(), "exported": exported, "versions": [w.version for w in workers.values()]}
+    if dist.get_rank() == 0:
+        torch.save(result, f"{folder}/{mode}_{dist.get_world_size()}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,70 @@
+"""Run under torchrun by test_worker.py: one SGD step of every layout of this world size, saved to a file."""
+
+import sys
+from itertools import product
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from common import make_samples
+
+from rl2.batch import collate
+from rl2.parallel.mesh import init
+from rl2.worker import Worker
+
+SECTION = {
+    "fsdp_size": 0, "dtype": "float32", "gradient_checkpointing": False, "max_length_per_device": 4096,
+    "max_inference_length_per_device": None, "share_prompts": True, "lr": 0.1, "weight_decay": 0.0, "max_grad_norm": 0.05,
+    "warmup_ratio": 0.0, "scheduler": "constant", "offload_model": False, "offload_optimizer": False,
+}  # fmt: skip
+
+
+def make_batch():
+    batch = collate(make_samples(seed=1, num_groups=3, group_size=3))
+    torch.manual_seed(0)
+    batch.advantages = torch.randn(batch.mask.shape) * batch.mask
+    batch.weights = batch.mask / batch.mask.sum()
+    return batch
+
+
+def policy_loss(batch, scores):
+    loss = -((scores.logps * batch.advantages + 0.1 * scores.entropy) * batch.weights).sum()
+    return loss, {"entropy": (scores.entropy * batch.weights).sum().detach()}
+
+
+def value_loss(batch, scores):
+    return ((scores.values - batch.advantages).square() * batch.weights).sum(), {}
+
+
+def one_step(name, critic, device, batch, **changes):
+    section = SimpleNamespace(**{**SECTION, "model_name": name, **changes})
+    torch.manual_seed(0)
+    worker = Worker(section, device, critic, num_updates=10)
+    worker.optimizer = torch.optim.SGD(worker.model.parameters(), lr=section.lr)
+    before = worker.infer(batch, 0.9, entropy=not critic)
+    metrics = worker.update(batch, value_loss if critic else policy_loss, 0.9, entropy=not critic)
+    weights = dict(worker.weights(torch.float32))
+    return {"scores": vars(before), "metrics": metrics, "weights": weights, "version": worker.version}
+
+
+def main(name, out):
+    device = init()
+    batch, results = make_batch(), {}
+    sizes = [0] if dist.get_world_size() == 1 else [0, 1]
+    budgets = {"one": 4096, "many": 60}
+    for critic, share, budget, fsdp, checkpointing in product(
+        [False, True], [True, False], budgets, sizes, [False, True]
+    ):
+        if checkpointing and budget == "one":
+            continue
+        results[critic, share, budget, fsdp, checkpointing] = one_step(
+            name, critic, device, batch, share_prompts=share, max_length_per_device=budgets[budget], fsdp_size=fsdp,
+            gradient_checkpointing=checkpointing,
+        )  # fmt: skip
+    if dist.get_rank() == 0:
+        torch.save(results, out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Installs rl2 with its test dependencies in .venv and runs every test that needs no GPU: bash tests/run.sh [pytest arguments]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source examples/install.sh test
+ruff check .
+ruff format --check .
+# One thread a process: several run at once, and threads that share a core wait for each other.
+OMP_NUM_THREADS=1 python -m pytest -x -q --durations=15 tests "$@"

@@ -1,0 +1,83 @@
+"""Packed attention against one softmax a document, values and gradients, with and without shared prompts."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from rl2.parallel.attention import PackedAttention
+
+
+def reference(q, k, v, sees, scale):
+    """Plain attention under a boolean [L, L] mask; q [1, H, L, D], k and v [1, G, L, D] -> [1, L, H, D]."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~sees, float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def layout(rng, num_groups, longest):
+    """Prompts, each followed by a few answers that see it: (cu_seqlens, prefixes, who sees whom)."""
+    cu, prefixes = [0], []
+    for _ in range(num_groups):
+        start = cu[-1]
+        cu.append(start + rng.randint(1, longest))
+        end = cu[-1]
+        for _ in range(rng.randint(0, 4)):
+            cu.append(cu[-1] + rng.randint(1, longest))
+        if cu[-1] > end:
+            prefixes.append((end, cu[-1], start, end))
+    sees = torch.zeros(cu[-1], cu[-1], dtype=torch.bool)
+    for a, b in pairwise(cu):
+        sees[a:b, a:b] = torch.ones(b - a, b - a).tril().bool()
+    for a, b, c, d in prefixes:
+        sees[a:b, c:d] = True
+    return cu, prefixes, sees
+
+
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 4, 16), (6, 2, 24), (9, 3, 64), (2, 1, 80)])
+@pytest.mark.parametrize("longest", [1, 9, 200])
+def test_packed_attention_equals_full_attention(heads, groups, size, longest):
+    rng = random.Random(longest * heads)
+    cu, prefixes, sees = layout(rng, 4, longest)
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(1, n, cu[-1], size, dtype=torch.float32, requires_grad=True) for n in (heads, groups, groups)
+    ]
+    out = PackedAttention(cu, prefixes, torch.device("cpu"))(None, *inputs, 0.3)
+    grad = torch.randn_like(out)
+    got = torch.autograd.grad(out, inputs, grad)
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    expected_out = reference(*doubles, sees, 0.3)
+    expected = torch.autograd.grad(expected_out, doubles, grad.double())
+    torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=1e-5)
+    for name, a, b in zip("qkv", got, expected, strict=True):
+        assert (a.double() - b).abs().max() <= 1e-5 * max(1, b.abs().max()), name
+
+
+def test_bf16_is_within_its_rounding():
+    cu, prefixes, sees = layout(random.Random(3), 3, 60)
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, n, cu[-1], 32).bfloat16().requires_grad_() for n in (4, 2, 2)]
+    out = PackedAttention(cu, prefixes, torch.device("cpu"))(None, *inputs, 0.2)
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    expected = reference(*doubles, sees, 0.2)
+    grad = torch.randn_like(expected)
+    assert (out.double() - expected).abs().max() < 0.02 * expected.abs().max()
+    for a, b in zip(
+        torch.autograd.grad(out, inputs, grad.bfloat16()), torch.autograd.grad(expected, doubles, grad), strict=True
+    ):
+        assert (a.double() - b).abs().max() < 0.02 * b.abs().max()
+
+
+def test_poisoned_neighbours_do_not_leak():
+    cu, prefixes, _ = layout(random.Random(5), 3, 40)
+    a, b = prefixes[0][2], prefixes[0][1]  # the first group
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, cu[-1], 16) for _ in range(3))
+    attend = PackedAttention(cu, prefixes, torch.device("cpu"))
+    clean = attend(None, q, k, v, 0.2)[:, a:b]
+    for x in (q, k, v):
+        x[:, :, b:] = float("nan")
+    assert torch.equal(attend(None, q, k, v, 0.2)[:, a:b], clean)

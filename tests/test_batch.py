@@ -1,0 +1,147 @@
+"""Columns, plans and packs, against their definitions on random ragged data."""
+
+import random
+
+import pytest
+import torch
+
+from rl2.batch import Sample, collate, minibatches, pack, plan, spans, unpack
+
+
+def make_samples(rng, num_groups=4, group_size=3, longest=20):
+    """Groups with a common prompt; some trajectories train tokens in the middle only, some nothing at all."""
+    samples = []
+    for group in range(num_groups):
+        prompt = [rng.randrange(1, 90) for _ in range(rng.randint(1, longest))]
+        for _ in range(group_size):
+            answer = [rng.randrange(1, 90) for _ in range(rng.randint(1, longest))]
+            mask = [rng.random() < 0.7 for _ in answer]
+            mask[0] = True
+            tokens = prompt + answer
+            mask = [0] * len(prompt) + [int(m and rng.random() < 0.95) for m in mask]
+            logps = [-rng.random() if m else 0.0 for m in mask]
+            samples.append(Sample(tokens, mask, logps, [float(m) for m in mask], group, len(samples)))
+    return samples
+
+
+def test_columns_sit_beside_the_predicted_token():
+    batch = collate(
+        [
+            Sample([5, 6, 7, 2], [0, 0, 1, 1], [0, 0, -0.5, -0.25], [0, 0, 0, 1.0], 3, 8),
+            Sample([9], [0], [0], [0], 3, 9),
+        ]
+    )
+    assert batch.inputs.tolist() == [[5, 6, 7], [0, 0, 0]]
+    assert batch.targets.tolist() == [[6, 7, 2], [0, 0, 0]]
+    assert batch.mask.tolist() == [[0, 1, 1], [0, 0, 0]]
+    assert batch.engine_logps.tolist() == [[0, -0.5, -0.25], [0, 0, 0]]
+    assert batch.rewards.tolist() == [[0, 0, 1], [0, 0, 0]]
+    assert spans(batch) == [(2, 3), (0, 0)]
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("seed", range(20))
+def test_every_scored_pair_is_packed_once_with_its_own_history(seed, share):
+    batch = collate(make_samples(random.Random(seed)))
+    packed = pack(batch, share)
+    tokens, positions = packed.tokens[0].tolist(), packed.positions[0].tolist()
+    starts = packed.cu_seqlens
+    assert starts[0] == 0 and starts[-1] == len(tokens)
+    pairs = torch.stack([packed.rows, packed.columns], 1)
+    assert sorted(pairs.tolist()) == batch.mask.nonzero().tolist()
+    for at, target, row, column in zip(
+        *(x.tolist() for x in (packed.hidden, packed.targets, packed.rows, packed.columns)), strict=True
+    ):
+        # What the hidden state has seen: its segment up to itself, behind the prefix its segment may have.
+        segment = max(s for s in range(len(starts) - 1) if starts[s] <= at)
+        seen = tokens[starts[segment] : at + 1]
+        for a, b, c, d in packed.prefixes:
+            if a <= at < b:
+                seen = tokens[c:d] + seen
+        assert seen == batch.inputs[row, : column + 1].tolist()
+        assert positions[at] == column and target == batch.targets[row, column]
+    if share:
+        assert len(tokens) < pack(batch, False).tokens.shape[1]
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("seed", range(10))
+def test_unpack_inverts_pack(seed, share):
+    batch = collate(make_samples(random.Random(seed)))
+    packed = pack(batch, share)
+    column = torch.randn(batch.mask.shape) * batch.mask
+    scores = column[packed.rows, packed.columns].requires_grad_()
+    back = unpack(packed, scores, batch.mask.shape)
+    assert torch.equal(back, column)
+    back.sum().backward()
+    assert torch.equal(scores.grad, torch.ones_like(scores))
+
+
+def test_worked_example_of_a_shared_prompt():
+    one = Sample([1, 2, 3, 4], [0, 0, 1, 1], [0] * 4, [0] * 4, 0, 0)
+    two = Sample([1, 2, 5], [0, 0, 1], [0] * 3, [0] * 3, 0, 1)
+    packed = pack(collate([one, two]))
+    assert packed.tokens.tolist() == [[1, 2, 3]] and packed.cu_seqlens == [0, 2, 3]
+    assert packed.prefixes == [(2, 3, 0, 2)]
+    assert list(zip(packed.hidden.tolist(), packed.targets.tolist(), strict=True)) == [(1, 3), (2, 4), (1, 5)]
+
+
+def test_a_rank_without_rows_gets_a_pack_that_scores_nothing():
+    batch = collate(make_samples(random.Random(0)))
+    packed = pack(batch.select([]))
+    assert packed.tokens.shape == (1, 1) and len(packed.hidden) == 0
+    assert unpack(packed, torch.zeros(0), (0, 5)).shape == (0, 5)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_plan_runs_every_row_once_within_the_budget(seed, num_ranks, share):
+    samples = make_samples(random.Random(seed), num_groups=6)
+    samples.append(Sample([4], [0], [0.0], [0.0], 6, len(samples)))
+    batch = collate(samples)
+    budget = 60
+    plans = plan(batch, budget, num_ranks, share)
+    assert all(len(micro) == num_ranks for micro in plans)
+    rows = sorted(row for micro in plans for part in micro for row in part)
+    assert rows == batch.mask.any(1).nonzero().squeeze(1).tolist()
+    for micro in plans:
+        for part in micro:
+            assert pack(batch.select(part), share).tokens.shape[1] <= budget
+
+
+def test_plan_is_balanced_on_a_long_tailed_run():
+    rng = random.Random(0)
+    lengths = [min(16000, max(200, int(rng.lognormvariate(7.6, 0.9)))) for _ in range(512)]
+    samples = [
+        Sample([1] * (n + 1), [0] * n + [1], [0.0] * (n + 1), [0.0] * (n + 1), i, i) for i, n in enumerate(lengths)
+    ]
+    plans = plan(collate(samples), 32768, 8, share_prompts=False)
+    loads = [[sum(lengths[row] for row in part) for part in micro] for micro in plans]
+    slowest = sum(max(micro) for micro in loads)
+    assert slowest <= 1.03 * sum(lengths) / 8
+    assert len(plans) == -(-sum(lengths) // (8 * 32768))
+
+
+def test_fewer_groups_than_ranks_are_cut_so_that_all_work():
+    batch = collate(make_samples(random.Random(1), num_groups=1, group_size=8))
+    (micro,) = plan(batch, 1000, 4)
+    assert all(micro)
+
+
+def test_a_sequence_over_the_budget_is_named():
+    with pytest.raises(ValueError, match=r"12 tokens.*max_length_per_device=10"):
+        plan(collate([Sample([1] * 13, [0] * 12 + [1], [0] * 13, [0] * 13, 0, 0)]), 10, 1)
+
+
+@pytest.mark.parametrize("count", [1, 4, 12, 40])
+def test_minibatches_keep_trajectories_whole_and_leave_none_empty(count):
+    samples = make_samples(random.Random(0), num_groups=5, group_size=5)
+    for i, sample in enumerate(samples):
+        sample.trajectory = i // 2  # two sequences a trajectory
+    parts = minibatches(collate(samples), count, seed=3)
+    assert len(parts) == min(count, 13)
+    sets = [set(part.trajectory.tolist()) for part in parts]
+    assert all(sets) and sum(map(len, sets)) == 13 and len(set.union(*sets)) == 13
+    assert sum(len(part.inputs) for part in parts) == 25
+    assert max(map(len, sets)) - min(map(len, sets)) <= 1

@@ -1,0 +1,227 @@
+"""Chat templates on a byte-level tokenizer, which gives back any text exactly."""
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from rl2 import chat
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+NO_NEWLINE = CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>'")
+LLAMA = (  # trims contents, starts with <|bos|>, gives a tool's result as JSON under another role
+    "{{ bos_token }}{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|eot|>' }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ '<|im_start|>ipython\n' + (m.content | tojson) + '<|eot|>' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n\n' + (m.content | trim) + '<|eot|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}"
+)
+QWEN = (  # drops the reasoning of turns before the last question; a tool's result is no question
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{% set content = m.content %}"
+    "{% if m.role == 'assistant' and loop.index0 < ns.last %}"
+    "{% set content = m.content.split('</think>')[-1] %}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+ONLY_USER_AND_ASSISTANT = (
+    "{% for m in messages %}"
+    "{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('unknown role') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+DROPS_OTHER_ROLES = (
+    "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+HIDDEN = [byte for byte in range(256) if byte not in PRINTABLE]
+BYTES = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(HIDDEN)}  # as GPT-2's
+QUESTION = [{"role": "user", "content": "What is the sum? é ✓"}]
+
+
+def make_tokenizer(template=CHATML, eos="<|im_end|>", adds_bos=False, prefix_space=False):
+    vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "the")]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    names = ["<|bos|>", "<|im_start|>", "<|im_end|>", "<|eot|>", "<|endoftext|>"]
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    if adds_bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<|bos|> $A", special_tokens=[("<|bos|>", backend.token_to_id("<|bos|>"))]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|bos|>", eos_token=eos, chat_template=template
+    )
+
+
+def rendered(tokenizer, messages):
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def text_of(tokenizer, tokens):
+    return tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def bytewise(tokenizer, text):
+    """One token a byte: not what the tokenizer itself would give for a text with "the" in it."""
+    return tokenizer.convert_tokens_to_ids([BYTES[byte] for byte in text.encode()])
+
+
+def turn(tokenizer, prompt_messages, reply, end, tools=None):
+    """(tokens, messages) after a sampled reply, as the rollout makes them."""
+    completion = bytewise(tokenizer, reply) + ([tokenizer.convert_tokens_to_ids(end)] if end else [])
+    tokens = chat.encode_prompt(tokenizer, prompt_messages, tools) + completion
+    return tokens, prompt_messages + [{"role": "assistant", "content": chat.decode(tokenizer, completion)}]
+
+
+def test_prompt_is_the_templates_text_with_its_special_tokens_as_one_token_each():
+    tokenizer = make_tokenizer()
+    tokens = chat.encode_prompt(tokenizer, QUESTION)
+    assert type(tokens) is list and type(tokens[0]) is int
+    assert text_of(tokenizer, tokens) == "<|im_start|>user\nWhat is the sum? é ✓<|im_end|>\n<|im_start|>assistant\n"
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert (tokens.count(start), tokens.count(end)) == (2, 1)
+
+
+def test_bos_of_a_template_is_not_doubled():
+    tokenizer = make_tokenizer(LLAMA, "<|eot|>", adds_bos=True)
+    assert chat.encode_prompt(tokenizer, QUESTION).count(tokenizer.bos_token_id) == 1
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_plain_string_gets_no_template_and_the_tokenizers_own_bos(adds_bos):
+    tokenizer = make_tokenizer(adds_bos=adds_bos)
+    assert text_of(tokenizer, chat.encode_prompt(tokenizer, "2+2=")) == "<|bos|>" * adds_bos + "2+2="
+    assert text_of(tokenizer, chat.encode_prompt(tokenizer, "<|bos|>2+2=")) == "<|bos|>2+2="
+
+
+def test_tools_reach_the_template_in_prompt_and_extension():
+    tokenizer = make_tokenizer(LLAMA, "<|eot|>")
+    tools = [{"type": "function", "function": {"name": "calc"}}]
+    assert '"calc"' in text_of(tokenizer, chat.encode_prompt(tokenizer, QUESTION, tools))
+    tokens, messages = turn(tokenizer, QUESTION, "4", "<|eot|>", tools)
+    again = [{"role": "user", "content": "Sure?"}]
+    assert chat.extend(tokenizer, tokens, messages, again, tools) is not None
+    assert chat.extend(tokenizer, tokens, messages, again) is None  # the system message would be gone
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+@pytest.mark.parametrize(
+    "template, end", [(CHATML, "<|im_end|>"), (NO_NEWLINE, "<|im_end|>"), (LLAMA, "<|eot|>"), (QWEN, "<|im_end|>")]
+)
+def test_extension_completes_the_templates_text_and_keeps_sampled_tokens(template, end, role):
+    tokenizer = make_tokenizer(template, end)
+    tokens, messages = turn(tokenizer, QUESTION, "the other: the 4", end)
+    for content in ["the result\n is 5 ✓", "  and more  "]:
+        new_messages = [{"role": role, "content": content}]
+        new = chat.extend(tokenizer, tokens, messages, new_messages)
+        assert text_of(tokenizer, tokens + new) == rendered(tokenizer, messages + new_messages)
+        assert tokenizer.convert_tokens_to_ids(end) in new
+        reply = bytewise(tokenizer, "the last") + [tokenizer.convert_tokens_to_ids(end)]
+        tokens, messages = tokens + new + reply, messages + new_messages
+        messages.append({"role": "assistant", "content": chat.decode(tokenizer, reply)})
+    assert bytewise(tokenizer, "the other: the 4") != chat.tokenize(tokenizer, "the other: the 4")
+
+
+def test_hand_worked_extension():
+    tokenizer = make_tokenizer()
+    tokens, messages = turn(tokenizer, QUESTION, "4", "<|im_end|>")
+    new = chat.extend(tokenizer, tokens, messages, [{"role": "user", "content": "Sure?"}])
+    assert text_of(tokenizer, new) == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_cut_off_turn_is_ended_by_the_first_new_token():
+    tokenizer = make_tokenizer()
+    tokens, messages = turn(tokenizer, QUESTION, "the 4", None)
+    new = chat.extend(tokenizer, tokens, messages, [{"role": "tool", "content": "5"}])
+    assert new[0] == tokenizer.eos_token_id
+    assert text_of(tokenizer, new) == "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_dropped_reasoning_starts_a_new_sequence_but_a_tool_call_keeps_it():
+    tokenizer = make_tokenizer(QWEN)
+    tokens, messages = turn(tokenizer, QUESTION, "<think>hm</think>4", "<|im_end|>")
+    assert chat.extend(tokenizer, tokens, messages, [{"role": "user", "content": "Sure?"}]) is None
+    new = chat.extend(tokenizer, tokens, messages, [{"role": "tool", "content": "5"}])
+    assert text_of(tokenizer, tokens + new).count("<think>hm</think>4") == 1
+
+
+@pytest.mark.parametrize(
+    "template, reply, end",
+    [
+        (LLAMA, " 4 ", "<|eot|>"),  # the template trims
+        (CHATML, "4", "<|endoftext|>"),  # not how the template ends a turn
+    ],
+)
+def test_what_the_template_would_not_write_starts_a_new_sequence(template, reply, end):
+    tokenizer = make_tokenizer(template)
+    tokens, messages = turn(tokenizer, QUESTION, reply, end)
+    assert chat.extend(tokenizer, tokens, messages, [{"role": "user", "content": "Sure?"}]) is None
+
+
+def test_special_token_sampled_inside_the_text_starts_a_new_sequence():
+    tokenizer = make_tokenizer()
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    completion = [*bytewise(tokenizer, "4"), start, *bytewise(tokenizer, "2"), end]
+    messages = QUESTION + [{"role": "assistant", "content": chat.decode(tokenizer, completion)}]
+    assert messages[-1]["content"] == "42"
+    tokens = chat.encode_prompt(tokenizer, QUESTION) + completion
+    assert chat.extend(tokenizer, tokens, messages, [{"role": "user", "content": "Sure?"}]) is None
+
+
+def test_broken_character_survives_in_tokens():
+    tokenizer = make_tokenizer()
+    completion = bytewise(tokenizer, "✓")[:2] + [tokenizer.eos_token_id]
+    messages = QUESTION + [{"role": "assistant", "content": chat.decode(tokenizer, completion)}]
+    tokens = chat.encode_prompt(tokenizer, QUESTION) + completion
+    new_messages = [{"role": "user", "content": "Sure?"}]
+    new = chat.extend(tokenizer, tokens, messages, new_messages)
+    assert text_of(tokenizer, tokens + new) == rendered(tokenizer, messages + new_messages)
+
+
+def test_tokenizer_that_puts_a_space_before_text_never_drifts():
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}", prefix_space=True)
+    tokens = chat.encode_prompt(tokenizer, [{"role": "user", "content": "ab"}])
+    assert text_of(tokenizer, tokens) == " ab"
+    assert (
+        chat.extend(tokenizer, tokens, [{"role": "user", "content": "ab"}], [{"role": "user", "content": "c"}]) is None
+    )
+
+
+@pytest.mark.parametrize("template", [ONLY_USER_AND_ASSISTANT, DROPS_OTHER_ROLES])
+def test_tool_message_becomes_the_users_where_the_template_has_no_tools(template):
+    tokenizer = make_tokenizer(template)
+    tokens, messages = turn(tokenizer, QUESTION, "4", "<|im_end|>")
+    new = chat.extend(tokenizer, tokens, messages, [{"role": "tool", "content": "5"}])
+    assert text_of(tokenizer, new) == "\n<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_refusal_of_a_template_is_told_in_words():
+    tokenizer = make_tokenizer(ONLY_USER_AND_ASSISTANT)
+    with pytest.raises(ValueError, match="refuses these messages.*unknown role.*judge"):
+        chat.encode_prompt(tokenizer, [{"role": "judge", "content": "x"}])
+    with pytest.raises(ValueError, match="refuses these messages"):
+        chat.encode_prompt(tokenizer, [{"role": "user", "content": [{"type": "text", "text": "x"}]}])
+
+
+def test_decode_skips_special_tokens_and_keeps_spaces():
+    tokenizer = make_tokenizer()
+    assert chat.decode(tokenizer, [*bytewise(tokenizer, " a , b ."), tokenizer.eos_token_id]) == " a , b ."
+
+
+def test_stop_token_ids():
+    tokenizer = make_tokenizer()
+    eos = tokenizer.eos_token_id
+    assert chat.stop_token_ids(tokenizer, None) == [eos]
+    assert chat.stop_token_ids(tokenizer, 3) == [3, eos]
+    assert chat.stop_token_ids(tokenizer, [eos, 7, 3]) == [3, 7, eos]
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="eos_token"):
+        chat.stop_token_ids(tokenizer, None)

@@ -1,0 +1,246 @@
+"""Rows from every format, what is said of malformed ones, and the order of prompts."""
+
+import csv
+import json
+from collections import Counter
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rl2.data import Prompts, check_ppo_row, load_rows
+
+TEMPLATE = "{{ tools }}{% for m in messages %} {{ m.content }}{% endfor %}{% if add_generation_prompt %} ?{% endif %}"
+ROWS = [
+    {"messages": [{"role": "user", "content": f"what is {i}\u2028?"}], "answer": str(i), "level": "easy"}
+    for i in range(3)
+]
+
+
+def make_tokenizer():
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "None": 1, "?": 2, "w": 3}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", chat_template=TEMPLATE)
+
+
+def make_rows(lengths):
+    return [{"messages": [{"role": "user", "content": "w " * n}], "answer": n} for n in lengths]
+
+
+def write(file, rows):
+    suffix = file.suffix
+    if suffix == ".json":
+        file.write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8-sig")
+    elif suffix == ".jsonl":
+        file.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n", encoding="utf-8")
+    elif suffix == ".csv":
+        with open(file, "w", newline="", encoding="utf-8") as out:
+            writer = csv.DictWriter(out, rows[0])
+            writer.writeheader()
+            writer.writerows({**row, "messages": json.dumps(row["messages"])} for row in rows)
+    elif suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    else:
+        table = pyarrow.Table.from_pylist(rows)
+        new = pyarrow.ipc.new_stream if "stream" in file.name else pyarrow.ipc.new_file
+        with new(str(file), table.schema) as out:
+            out.write_table(table)
+    return str(file)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.csv", "a.parquet", "stream.arrow", "file.arrow"])
+def test_every_format_gives_the_same_rows(tmp_path, name):
+    assert load_rows(write(tmp_path / name, ROWS), check=check_ppo_row) == ROWS
+
+
+def test_json_may_hold_lines(tmp_path):
+    (tmp_path / "a.json").write_text("\n".join(map(json.dumps, ROWS)))
+    assert load_rows(str(tmp_path / "a.json")) == ROWS
+
+
+def test_folder_gives_its_files_in_order_or_those_of_the_split(tmp_path):
+    write(tmp_path / "b.jsonl", ROWS[2:])
+    write(tmp_path / "a.parquet", ROWS[:2])
+    (tmp_path / "README.md").write_text("not data")
+    assert load_rows(str(tmp_path)) == ROWS
+    write(tmp_path / "train-00000.json", ROWS[:1])
+    write(tmp_path / "training.json", ROWS[1:])
+    assert load_rows(str(tmp_path)) == ROWS[:1]
+    (tmp_path / "test").mkdir()
+    write(tmp_path / "test" / "x.csv", ROWS[1:2])
+    assert load_rows(str(tmp_path), split="test") == ROWS[1:2]
+
+
+def test_nulls_that_columnar_files_add_to_structs_are_dropped(tmp_path):
+    rows = [
+        {
+            "messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "y", "name": "calc"}],
+            "tools": [{"name": "a", "parameters": {"p": "int"}}, {"name": "b", "parameters": {"q": "int"}}],
+            "answer": None,
+        }
+    ]
+    assert load_rows(write(tmp_path / "a.parquet", rows)) == rows
+
+
+def test_messages_and_tools_may_be_json_text_and_other_text_is_a_plain_prompt(tmp_path):
+    messages, tools = [{"role": "user", "content": "x"}], [{"name": "calc"}]
+    texts = {"messages": " " + json.dumps(messages), "tools": json.dumps(tools), "answer": 1}
+    plain = {"messages": "[1, 2] are", "tools": "", "answer": "[{}]"}
+    assert load_rows(write(tmp_path / "a.jsonl", [texts, plain])) == [
+        {"messages": messages, "tools": tools, "answer": 1},
+        {"messages": "[1, 2] are", "tools": None, "answer": "[{}]"},
+    ]
+
+
+GOOD = '{"messages": [{"role": "user", "content": "x"}], "answer": 1}'
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ('{"messages": [', "expected JSON"),
+        ("[1]", r"expected a JSON object, got \[1\]"),
+        ('{"answer": 1}', "column 'messages' is missing; the row has answer"),
+        ('{"messages": [], "answer": 1}', r"column 'messages': expected .* not empty, got \[\]"),
+        ('{"messages": "", "answer": 1}', "column 'messages': expected .* not empty, got ''"),
+        ('{"messages": 5, "answer": 1}', "column 'messages': expected text or a list of messages, .* got 5"),
+        ('{"messages": ["hi"], "answer": 1}', "column 'messages': expected {'role': .*got 'hi'"),
+        ('{"messages": [{"content": "x"}], "answer": 1}', "column 'messages': expected {'role'"),
+        ('{"messages": [{"role": "user", "content": 3}], "answer": 1}', "column 'messages': expected content"),
+        ('{"messages": [{"role": "user"}], "answer": 1}', "column 'messages': expected content"),
+        ('{"messages": "[{\\"role\\": 1", "answer": 1}', "column 'messages': expected JSON"),
+        ('{"messages": [{"role": "assistant", "content": "4"}], "answer": 1}', "last message is the assistant's"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "column 'answer' is missing; the row has messages"),
+        ('{"messages": "x", "answer": 1, "tools": "{"}', "column 'tools': expected JSON"),
+    ],
+)
+def test_malformed_row_names_file_row_and_column(tmp_path, line, said):
+    file = tmp_path / "a.jsonl"
+    file.write_text(f"{GOOD}\n\n{line}\n{GOOD}")
+    with pytest.raises(ValueError, match=rf"(?s)\(1\):.*{file}, row 3: .*{said}"):
+        load_rows(str(file), check=check_ppo_row)
+
+
+def test_tool_calls_need_no_content():
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "calc"}}]}
+    check_ppo_row({"messages": [call, {"role": "tool", "content": "5"}], "answer": None})
+
+
+def test_first_problems_are_listed_together_with_their_number(tmp_path):
+    rows = [{"messages": "x"}] * 7 + [{"messages": "x", "answer": 0}]
+    with pytest.raises(ValueError) as error:
+        load_rows(write(tmp_path / "a.parquet", rows[:7]), check=check_ppo_row)
+    lines = str(error.value).splitlines()
+    assert "(7)" in lines[0] and len(lines) == 7 and "a.parquet, row 5" in lines[5] and lines[6] == "... and 2 more"
+
+
+def test_csv_row_is_named_by_its_first_line(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text('messages,answer\n"two\nlines",1\nx\ny,1\nz,1,2\n')
+    with pytest.raises(ValueError) as error:
+        load_rows(str(file))
+    _, fewer, more = str(error.value).splitlines()
+    assert f"{file}, row 4: expected a cell for each column of the header, got fewer" in fewer
+    assert f"{file}, row 6:" in more and "got more" in more
+
+
+def test_csv_cell_may_be_long(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text(f"messages,answer\n{'w' * 200_000},1\n")
+    assert len(load_rows(str(file))[0]["messages"]) == 200_000
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("a.jsonl", b"", "has no rows"),
+        ("a.json", b"[]", "has no rows"),
+        ("a.json", b'[\n{"a": 1},\n{"a"}]', "not a readable json file: .* line 3"),
+        ("a.jsonl", b'{"a": "\xff"}', "not a readable jsonl file: .*utf-8"),
+        ("a.parquet", b"PAR?", "not a readable parquet file"),
+        ("a.arrow", b"nonsense", "not a readable arrow file"),
+        ("a.txt", b"x", "expected a file that ends in one of .json, .jsonl"),
+    ],
+)
+def test_unusable_file_is_refused_in_words(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{tmp_path / name}.*{said}"):
+        load_rows(str(tmp_path / name))
+
+
+def test_missing_file_empty_folder_and_unknown_hub_name_are_refused(tmp_path, monkeypatch):
+    for path in ("nowhere/a.jsonl", "./nowhere", str(tmp_path / "nowhere")):
+        with pytest.raises(ValueError, match=f"{path}: no such file or folder$"):
+            load_rows(path)
+    with pytest.raises(ValueError, match="this folder has no file that ends in"):
+        load_rows(str(tmp_path))
+
+    def load_dataset(name, config, split):
+        if name != "owner/set":
+            raise FileNotFoundError(f"{name} is not on the hub")
+        return [{"name": name, "config": config, "split": split}]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert load_rows("owner/set:main", "test") == [{"name": "owner/set", "config": "main", "split": "test"}]
+    with pytest.raises(ValueError, match="data path other/set: .*the hub says: other/set is not on the hub"):
+        load_rows("other/set")
+
+
+def test_prompts_are_the_templates_tokens_and_tools_pass_through():
+    rows = make_rows([2]) + [{"messages": "w w", "answer": 0}, {**make_rows([1])[0], "tools": [{"w": 0}]}]
+    prompts = Prompts(rows, make_tokenizer(), 20, False, 0, 1)
+    tools = [0, 3, 0, 0, 0]  # [{' w ': 0 }]
+    assert [prompt.tokens for prompt in prompts] == [[1, 3, 3, 2], [3, 3], [*tools, 3, 2]]
+    assert all(type(token) is int for token in prompts[0].tokens)
+    assert [(prompt.index, prompt.row) for prompt in prompts] == list(enumerate(rows))
+
+
+def test_long_prompts_are_dropped_and_counted():
+    rows = make_rows([3, 9, 4, 10])  # two tokens more with None and ?
+    prompts = Prompts(rows, make_tokenizer(), 6, False, 0, 2)
+    assert (len(prompts), prompts.num_dropped) == (2, 2)
+    assert [(prompt.index, prompt.row["answer"]) for prompt in prompts.batch(0)] == [(0, 3), (2, 4)]
+    with pytest.raises(ValueError, match="data.max_length=4 leaves none of the 4 .*shortest has 5 .*longest 12"):
+        Prompts(rows, make_tokenizer(), 4, False, 0, 2)
+
+
+def test_more_rows_than_one_chunk(monkeypatch):
+    monkeypatch.setattr("rl2.data.CHUNK", 3)
+    prompts = Prompts(make_rows(range(1, 9)), make_tokenizer(), 99, False, 0, 8)
+    assert [len(prompt.tokens) for prompt in prompts.batch(0)] == [n + 2 for n in range(1, 9)]
+
+
+def test_row_that_the_template_refuses_is_named():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no such role') }}"
+    with pytest.raises(ValueError, match=r"row 0 \(from 0\): .*no such role"):
+        Prompts(make_rows([1]), tokenizer, 9, False, 0, 1)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 12), st.integers(1, 15), st.integers(1, 3), st.booleans())
+def test_each_epoch_holds_every_prompt_once_and_batches_need_only_the_step(n, batch_size, n_epochs, shuffle):
+    def make():
+        return Prompts(make_rows([1] * n), make_tokenizer(), 9, shuffle, 5, batch_size)
+
+    prompts = make()
+    num_steps = prompts.num_steps(n_epochs)
+    assert num_steps == max(1, n * n_epochs // batch_size)
+    order = [prompt.index for step in range(num_steps + n) for prompt in prompts.batch(step)]
+    for start in range(0, len(order) - n + 1, n):
+        assert Counter(order[start : start + n]) == Counter(range(n))
+    assert [prompt.index for prompt in make().batch(num_steps)] == order[num_steps * batch_size :][:batch_size]
+    if not shuffle:
+        assert order[:n] == list(range(n))
+
+
+def test_order_differs_by_epoch_and_seed():
+    def order(seed, epoch):
+        return [p.index for p in Prompts(make_rows([1] * 50), make_tokenizer(), 9, True, seed, 50).batch(epoch)]
+
+    assert len({tuple(order(seed, epoch)) for seed in range(2) for epoch in range(2)}) == 4
+    assert order(0, 1) == order(0, 1)

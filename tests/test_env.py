@@ -1,0 +1,431 @@
+"""Env files that work, that cannot, and that misbehave; and the env files that come with rl2."""
+
+import asyncio
+import copy
+import logging
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rl2.rollout.env import MAX_THREADS, Env, EnvError, FailureLog, load_env, preflight
+
+ENVS = Path(__file__).resolve().parent.parent / "envs"
+ROW = {"messages": [{"role": "user", "content": "1+1="}], "answer": 2, "level": "easy", "tags": ["a"]}
+REPLY = [*ROW["messages"], {"role": "assistant", "content": "2"}]
+
+
+def load(tmp_path, text, timeout=5.0):
+    file = tmp_path / "env.py"
+    file.write_text(text)
+    return load_env(str(file), timeout)
+
+
+def score(env, row=ROW):
+    return asyncio.run(env.score(REPLY, row))
+
+
+def failure(env_or_function, row=ROW):
+    env = env_or_function if isinstance(env_or_function, Env) else Env(env_or_function, timeout=5.0)
+    with pytest.raises(EnvError) as error:
+        score(env, row)
+    return error.value
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_reward_fn_is_called_by_the_names_it_asks_for(tmp_path, prefix):
+    text = (
+        "def reward_fn(answer, messages, level, seed=7, *, tags):\n"
+        "    seen = answer, messages[-1]['content'], level, seed, tags\n"
+        "    return {'seen': float(seen == (2, '2', 'easy', 7, ['a']))}"
+    )
+    assert score(load(tmp_path, prefix + text)) == {"seen": 1.0}
+
+
+def test_keyword_arguments_get_all_other_columns_but_not_the_rows_own_messages():
+    def reward_fn(messages, answer, **columns):
+        return columns == {"level": "easy", "tags": ["a"]} and messages == REPLY
+
+    assert score(Env(reward_fn)) == {"reward": 1.0}
+
+
+def test_conversation_does_not_come_from_the_row():
+    assert score(Env(lambda messages: len(messages)), {"answer": 2}) == {"reward": 2.0}
+
+
+def test_callable_object_may_be_async():
+    class Judge:
+        async def __call__(self, messages, answer):
+            return 0.5
+
+    assert score(Env(Judge())) == {"reward": 0.5}
+
+
+@pytest.mark.parametrize(
+    "value, parts", [(1, {"reward": 1.0}), (True, {"reward": 1.0}), ({"a": 1, "b": 0.5}, {"a": 1.0, "b": 0.5})]
+)
+def test_reward_types(value, parts):
+    result = score(Env(lambda messages: value))
+    assert result == parts and all(type(part) is float for part in result.values())
+
+
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        (None, "expected reward to be a number, got None"),
+        ("1", "expected reward to be a number, got '1' .str"),
+        (float("nan"), "expected reward to be finite, got nan"),
+        (float("-inf"), "expected reward to be finite, got -inf"),
+        (10**400, "expected reward to be finite"),
+        ({}, "expected a number or a dict of numbers"),
+        ({1: 1.0}, "expected a number or a dict of numbers"),
+        ({"a": 1.0, "b": None}, "expected b to be a number, got None"),
+        ({"a": float("inf")}, "expected a to be finite"),
+    ],
+)
+def test_bad_reward_is_an_env_error(value, said):
+    with pytest.raises(EnvError, match=said):
+        score(Env(lambda messages: value))
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_failure_carries_the_users_traceback_and_nothing_of_ours(tmp_path, prefix):
+    env = load(
+        tmp_path, f"def help(m):\n    return m['nothing']\n{prefix}def reward_fn(messages):\n    return help({{}})\n"
+    )
+    error = failure(env)
+    text = str(error)
+    assert text.startswith("reward_fn raised:\nTraceback") and text.strip().endswith("KeyError: 'nothing'")
+    assert f'"{tmp_path / "env.py"}", line 4, in reward_fn' in text and "line 2, in help" in text
+    assert "rollout/env.py" not in text
+    assert (str(pickle.loads(pickle.dumps(error))), pickle.loads(pickle.dumps(error)).kind) == (text, error.kind)
+
+
+def test_stop_iteration_and_self_cancellation_are_failures_too():
+    async def cancels(messages):
+        raise asyncio.CancelledError
+
+    start = time.monotonic()
+    assert "StopIteration" in str(failure(lambda messages: next(iter([]))))
+    assert "cancelled itself" in str(failure(cancels))
+    assert time.monotonic() - start < 2
+
+
+def test_row_without_a_needed_column_costs_its_trajectory_only():
+    assert "reward_fn needs level" in str(failure(Env(lambda messages, level: 1.0), {"messages": "x", "answer": 1}))
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_env_may_change_what_it_is_given(tmp_path, prefix):
+    body = "messages[0]['content'] = tags.pop()\n    messages.clear()\n    return 1"
+    env = load(tmp_path, f"{prefix}def reward_fn(messages, tags):\n    {body}")
+    reply, row = copy.deepcopy(REPLY), copy.deepcopy(ROW)
+    asyncio.run(env.score(reply, row))
+    assert (reply, row) == (REPLY, ROW)
+
+
+def test_sync_calls_run_together_and_leave_the_event_loop_free():
+    def slow(messages):
+        time.sleep(0.2)
+        return 1.0
+
+    async def main():
+        ticks = 0
+        env = Env(slow)
+        calls = asyncio.gather(*(env.score(REPLY, ROW) for _ in range(4)))
+        while not calls.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        return ticks
+
+    start = time.monotonic()
+    assert asyncio.run(main()) > 5
+    assert time.monotonic() - start < 0.6
+
+
+def test_async_function_that_blocks_leaves_the_callers_loop_free(tmp_path):
+    env = load(
+        tmp_path, "import time\nasync def reward_fn(messages):\n    time.sleep(0.5)\n    return 1.0", timeout=0.1
+    )
+    start = time.monotonic()
+    assert "did not return within" in str(failure(env))
+    assert time.monotonic() - start < 0.4
+
+
+def test_async_state_outlives_the_callers_loop(tmp_path):
+    env = load(
+        tmp_path,
+        "import asyncio\nloops = set()\n"
+        "async def reward_fn(messages):\n    loops.add(asyncio.get_running_loop())\n    return len(loops)",
+    )
+    assert [score(env), score(env)] == [{"reward": 1.0}, {"reward": 1.0}]
+
+
+def test_calls_that_hang_time_out_and_take_no_place_for_ever(monkeypatch):
+    release, uncaught = threading.Event(), []
+    monkeypatch.setattr(threading, "excepthook", uncaught.append)
+
+    def hangs(messages, answer):
+        if answer == "hang":
+            release.wait(20)
+        return 1.0
+
+    env = Env(hangs, timeout=0.2)
+
+    async def main():
+        rows = [{**ROW, "answer": "hang"}] * (2 * MAX_THREADS) + [ROW]
+        return await asyncio.gather(*(env.score(REPLY, row) for row in rows), return_exceptions=True)
+
+    *hung, last = asyncio.run(main())
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name == "reward_fn":
+            thread.join()
+    assert not uncaught  # a result that comes too late is dropped
+    assert last == {"reward": 1.0}
+    assert all(isinstance(error, EnvError) and "env_timeout=0.2 s" in str(error) for error in hung)
+
+
+def test_waiting_for_a_thread_is_not_hanging():
+    running, most = set(), 0
+
+    def slow(messages):
+        nonlocal most
+        running.add(threading.get_ident())
+        most = max(most, len(running))
+        time.sleep(0.05)
+        running.discard(threading.get_ident())
+        return 1.0
+
+    env = Env(slow, timeout=0.3)
+
+    async def main():
+        return await asyncio.gather(*(env.score(REPLY, ROW) for _ in range(10 * MAX_THREADS)))
+
+    for _ in range(2):  # each in an event loop of its own
+        assert len(asyncio.run(main())) == 10 * MAX_THREADS
+    assert 1 < most <= MAX_THREADS
+
+
+def test_hung_call_does_not_keep_the_process_from_exiting(tmp_path):
+    (tmp_path / "env.py").write_text("import time\ndef reward_fn(messages):\n    time.sleep(60)")
+    code = (
+        "import asyncio, sys\nfrom rl2.rollout.env import EnvError, load_env\n"
+        "try:\n    asyncio.run(load_env(sys.argv[1], 0.1).score([], {}))\nexcept EnvError:\n    print('failed')"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "env.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ENVS.parent)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "failed\n", "")
+
+
+def test_interact_returns_messages_of_its_own():
+    kept = [{"role": "tool", "content": "5"}]
+    env = Env(lambda messages: 0, lambda messages, level: kept)
+    result = asyncio.run(env.interact(REPLY, ROW))
+    kept[0]["content"] = "changed"
+    assert result == [{"role": "tool", "content": "5"}]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, "5", {"role": "tool", "content": "5"}, [5], [{"role": "tool"}], [{"content": "5"}], REPLY]
+    + [[{"role": "tool", "content": "5", "extra": object()}]],
+)
+def test_bad_messages_are_an_env_error(value):
+    env = Env(lambda messages: 0, lambda messages: value)
+    with pytest.raises(EnvError, match="interact: "):
+        asyncio.run(env.interact(REPLY, ROW))
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("def reward_fn(:", r"env.py:1: .*def reward_fn\(:"),
+        ("import nothing_such", "fails on import:\n(?s:.*)line 1(?s:.*)No module named 'nothing_such'"),
+        ("x = 1", r"expected a function reward_fn\(messages, answer\), found none"),
+        ("reward_fn = 3", "reward_fn: expected a function, got 3"),
+        ("def reward_fn(answer): pass", r"reward_fn\(answer\): expected a parameter called messages"),
+        ("def reward_fn(messages, /, answer): pass", "arguments are passed by name"),
+        ("def reward_fn(messages): pass\ninteract = []", "interact: expected a function"),
+    ],
+)
+def test_env_file_that_cannot_work_is_refused(tmp_path, text, said):
+    with pytest.raises(ValueError, match=said) as error:
+        load(tmp_path, text)
+    assert "importlib" not in str(error.value)
+
+
+def test_missing_file_and_other_files_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="nothing.py: no such file"):
+        load_env(str(tmp_path / "nothing.py"))
+    (tmp_path / "env.txt").write_text("x")
+    with pytest.raises(ValueError, match="expected a Python file"):
+        load_env(str(tmp_path / "env.txt"))
+
+
+def test_env_files_of_one_name_do_not_meet_and_may_import_neighbours(tmp_path):
+    envs = []
+    for value in (1, 2):
+        folder = tmp_path / str(value)
+        folder.mkdir()
+        (folder / f"neighbour{value}.py").write_text(f"VALUE = {value}")
+        envs.append(load(folder, f"from neighbour{value} import VALUE\ndef reward_fn(messages): return VALUE"))
+    assert [score(env)["reward"] for env in envs] == [1.0, 2.0]
+
+
+def test_env_file_may_use_dataclasses(tmp_path):
+    env = load(
+        tmp_path,
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom typing import ClassVar\n"
+        "@dataclass\nclass Point:\n    x: int\n    y: ClassVar[int] = 0\n"
+        "def reward_fn(messages): return Point(1).x",
+    )
+    assert score(env) == {"reward": 1.0}
+
+
+def test_failure_log_tells_each_kind_once_and_stops_the_run_above_the_share(tmp_path, caplog):
+    env = load(tmp_path, "def reward_fn(messages, answer):\n    raise KeyError(answer)")
+    log = FailureLog(max_share=0.5)
+    with caplog.at_level(logging.WARNING):
+        for answer in range(3):
+            log.record(failure(env, {**ROW, "answer": answer}))
+        log.record(failure(lambda messages: None))
+    assert log.count == 4 and len(caplog.records) == 2 and "KeyError: 0" in caplog.text
+    log.check(0, 0)
+    log.check(4, 8)
+    with pytest.raises(
+        RuntimeError, match="(?s)failed on 5 of 8 .*max_env_failures=0.5.*expected reward to be a number"
+    ):
+        log.check(5, 8)
+    with pytest.raises(RuntimeError, match="log of the other processes"):
+        FailureLog(0).check(1, 8)
+
+
+def test_preflight_accepts_what_works_and_warns_of_what_is_idle():
+    env = Env(lambda messages, answer: 0, lambda messages: [])
+    assert preflight(env, [ROW, ROW], 2) == []
+    assert ["interact()" in warning for warning in preflight(env, [ROW], 1)] == [True]
+    assert preflight(Env(lambda messages: len(messages[0]["content"])), [{"messages": "1+1=", "answer": 2}], 1) == []
+
+
+@pytest.mark.parametrize(
+    "reward_fn, interact, rows, max_turns, said",
+    [
+        (lambda messages: 0, None, [ROW], 2, r"max_turns=2, but the env file has no interact"),
+        (lambda messages: 0, lambda messages: [], [{"messages": "x", "answer": 1}], 2, "plain strings"),
+        (
+            lambda messages, level: 0,
+            None,
+            [ROW, {"messages": "x"}],
+            1,
+            "reward_fn needs column 'level', which 1 .*first 1",
+        ),
+        (lambda messages: float("nan"), None, [ROW], 1, "finite"),
+        (lambda messages: messages[-1]["content"] and None, None, [ROW], 1, "(?s)reply '', .*got ''.*42.*got None"),
+        (
+            lambda messages, answer: 1 / answer,
+            None,
+            [ROW, {**ROW, "answer": 0}],
+            1,
+            "(?s)test_env.py.*DivisionError",
+        ),
+        (lambda messages: 0, lambda messages: None, [ROW], 2, "interact: expected a list"),
+    ],
+)
+def test_preflight_refuses_what_cannot_work(reward_fn, interact, rows, max_turns, said):
+    with pytest.raises(ValueError, match=said):
+        preflight(Env(reward_fn, interact), rows, max_turns)
+
+
+def test_preflight_does_not_call_interact_for_single_turns():
+    assert preflight(Env(lambda messages: 0, lambda messages: 1 / 0), [ROW], 1)
+
+
+@pytest.fixture(scope="module")
+def arithmetic():
+    return load_env(str(ENVS / "arithmetic.py"))
+
+
+@pytest.fixture(scope="module")
+def calculator():
+    return load_env(str(ENVS / "calculator.py"))
+
+
+@pytest.mark.parametrize(
+    "reply, answer, reward",
+    [
+        ("7", 7, 1.0),
+        ("3 + 4 = 7.", "7", 1.0),
+        ("7 is 3 + 4", 7, 0.0),
+        ("-2", -2, 1.0),
+        ("3-5=-2", -2, 1.0),
+        ("5-3", 3, 1.0),
+        ("(2+4)-3", -3, 0.0),
+        ("$1,234", 1234, 1.0),
+        ("1,2,34", 34, 1.0),
+        ("1,2345", 2345, 1.0),
+        ("4.5", 5, 0.0),
+        ("7.0", 7, 1.0),
+        ("答案是-7。", -7, 1.0),
+        ("1,200", "1,200", 1.0),
+        ("no number", 0, 0.0),
+        ("", 0, 0.0),
+    ],
+)
+def test_arithmetic_reward(arithmetic, calculator, reply, answer, reward):
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}]
+    assert arithmetic.reward_fn(messages, answer) == calculator.reward_fn(messages, answer) == reward
+
+
+@pytest.mark.parametrize(
+    "expression, result",
+    [
+        ("3*(4+5)", "27"),
+        (" -2**2 ", "-4"),
+        ("7/2", "3.5"),
+        ("6/2", "3"),
+        ("7//2 + 7%4", "6"),
+        ("1/0", "error: division by zero"),
+        ("9**9**9", "error: the power is too large"),
+        ("2.5**99999", "error: the power is too large"),
+        ("(-8)**0.5", "error: the root of a negative number"),
+        ("*".join(["8**255"] * 28), "error: Exceeds the limit"),
+        ("1" * 201, "error: the expression is longer"),
+        ("(" * 200, "error: not an expression"),
+        ("3+", "error: not an expression"),
+        ("__import__('os')", "error: only numbers"),
+        ("x", "error: only numbers"),
+        ("True", "error: only numbers"),
+        ("'a'*9", "error: only numbers"),
+        ("~1", "error: only numbers"),
+        ("1 < 2", "error: only numbers"),
+    ],
+)
+def test_calculator_answers_a_call(calculator, expression, result):
+    messages = [{"role": "assistant", "content": f"Let me see: <calc>{expression}</calc>"}]
+    [message] = asyncio.run(calculator.interact(messages, ROW))
+    assert message["role"] == "tool" and message["content"].startswith(result)
+    if not result.startswith("error"):
+        assert message["content"] == result
+
+
+def test_calculator_answers_all_calls_in_one_message_and_ends_without(calculator):
+    two = [{"role": "assistant", "content": "<calc>1+1</calc> and <calc>2+\n2</calc>"}]
+    assert calculator.interact_fn(two) == [{"role": "tool", "content": "2\nerror: not an expression"}]
+    assert calculator.interact_fn([{"role": "assistant", "content": "<calc>1+1"}]) == []
+
+
+def test_call_is_no_answer_and_the_last_reply_counts(calculator):
+    def reward(*replies):
+        return calculator.reward_fn([{"role": "assistant", "content": reply} for reply in replies], 2)
+
+    assert (reward("<calc>2</calc>"), reward("<calc>1+1</calc>", "2"), reward("2", "3")) == (0.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["arithmetic.py", "calculator.py"])
+def test_ready_env_files_pass_preflight(name):
+    assert preflight(load_env(str(ENVS / name)), [ROW], 2 if name == "calculator.py" else 1) == []

@@ -1,0 +1,41 @@
+"""The chunked head and the packed model against plain log-softmax and plain forwards."""
+
+import pytest
+import torch
+
+from rl2 import model as model_module
+from rl2.model import _Head
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk_rows", [1, 7, 1000])
+def test_chunked_head_equals_log_softmax(monkeypatch, temperature, chunk_rows):
+    monkeypatch.setattr(model_module, "HEAD_CHUNK", chunk_rows * 37)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(23, 8, requires_grad=True), torch.randn(37, 8, requires_grad=True)
+    targets = torch.randint(37, (23,))
+    d_logps, d_entropy = torch.randn(23), torch.randn(23)
+    for with_entropy in (False, True):
+        logps, entropy = _Head.apply(hidden, weight, targets, temperature, with_entropy)
+        doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+        log_p = (doubles[0] @ doubles[1].T / temperature).log_softmax(-1)
+        plain = log_p.gather(1, targets[:, None])[:, 0]
+        plain_entropy = -(log_p.exp() * log_p).sum(-1)
+        torch.testing.assert_close(logps.double(), plain, rtol=0, atol=1e-5)
+        loss, expected = (logps * d_logps).sum(), (plain * d_logps).sum()
+        if with_entropy:
+            torch.testing.assert_close(entropy.double(), plain_entropy, rtol=0, atol=1e-5)
+            loss, expected = loss + (entropy * d_entropy).sum(), expected + (plain_entropy * d_entropy).sum()
+        got = torch.autograd.grad(loss, (hidden, weight))
+        for a, b in zip(got, torch.autograd.grad(expected, doubles), strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-4)
+
+
+def test_extreme_logits_stay_finite():
+    hidden = torch.tensor([[200.0], [-200.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0], [0.0]], requires_grad=True)
+    logps, entropy = _Head.apply(hidden, weight, torch.tensor([0, 0]), 1.0, True)
+    torch.testing.assert_close(logps, torch.tensor([0.0, -400.0]))
+    torch.testing.assert_close(entropy, torch.zeros(2))
+    (logps + entropy).sum().backward()
+    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()

@@ -1,0 +1,151 @@
+"""Trajectories with a scripted engine: masks token by token, rewards, several turns, failures."""
+
+import asyncio
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from common import make_tokenizer
+
+from rl2 import chat
+from rl2.data import Prompts
+from rl2.parallel.mesh import init
+from rl2.rollout.env import FailureLog, load_env
+from rl2.rollout.rollout import Rollout, gather_samples, summarise
+
+PARAMS = {"max_new_tokens": 16}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    init()
+    yield
+    dist.destroy_process_group()
+
+
+class ScriptedEngine:
+    """Says `script(turn, seed)`; a reply is (text, finish reason)."""
+
+    max_running = 4
+
+    def __init__(self, tokenizer, script):
+        self.tokenizer, self.script, self.loop = tokenizer, script, asyncio.new_event_loop()
+        self.prompts, self.in_flight, self.most_in_flight = [], 0, 0
+
+    async def generate(self, prompt, params, seed):
+        self.prompts.append((seed, list(prompt)))
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        await asyncio.sleep(0.001)
+        self.in_flight -= 1
+        text, reason = self.script(seed[-1], seed)
+        tokens = chat.tokenize(self.tokenizer, text) + ([self.tokenizer.eos_token_id] if reason == "stop" else [])
+        logps = [-0.1 * (i + 1) for i in range(len(tokens))]
+        return SimpleNamespace(tokens=tokens, logps=logps, finish_reason=reason, version=0)
+
+
+def make(tmp_path, script, env, max_turns=1, num_prompts=1, deterministic=True, max_length=400):
+    (tmp_path / "env.py").write_text(textwrap.dedent(env))
+    tokenizer = make_tokenizer()
+    rows = [{"messages": [{"role": "user", "content": f"q{i}"}], "answer": str(i)} for i in range(num_prompts)]
+    engine = ScriptedEngine(tokenizer, script)
+    failures = FailureLog(1.0)
+    env = load_env(tmp_path / "env.py", 5)
+    rollout = Rollout(engine, env, tokenizer, failures, max_turns, max_length, 0, deterministic)
+    return rollout, list(Prompts(rows, tokenizer, 100, False, 0, 1)), tokenizer
+
+
+TOOL_ENV = """
+    def interact(messages):
+        call = messages[-1]["content"]
+        return [{"role": "tool", "content": call[1:] + "!"}] if call.startswith("=") else []
+    def reward_fn(messages, answer):
+        return {"right": 1.0, "turns": 0.25 * sum(m["role"] == "assistant" for m in messages)}
+"""
+
+
+def test_two_turns_are_masked_token_by_token(tmp_path):
+    rollout, prompts, tokenizer = make(tmp_path, lambda turn, _: [("=7", "stop"), ("ok", "stop")][turn], TOOL_ENV, 3)
+    (trajectory,) = rollout(prompts, PARAMS, 1, "train", 1)
+    (sample,) = trajectory.samples
+    text = [tokenizer.decode([token]) for token in sample.tokens]
+    told = "".join(
+        "#" if m and t in ("<|im_end|>",) else t if m else "." for t, m in zip(text, sample.mask, strict=True)
+    )
+    assert "".join(text) == (
+        "<|im_start|>user\nq0<|im_end|>\n<|im_start|>assistant\n=7<|im_end|>\n"
+        "<|im_start|>tool\n7!<|im_end|>\n<|im_start|>assistant\nok<|im_end|>"
+    )
+    assert told.replace(".", "") == "=7#ok#"
+    assert told.index("=") == text.index("=") and told.endswith("ok#")
+    assert [round(x, 1) for x in sample.logps if x] == [-0.1, -0.2, -0.3, -0.1, -0.2, -0.3]
+    assert all((logp != 0) == bool(m) for logp, m in zip(sample.logps, sample.mask, strict=True))
+    assert sample.rewards == [0.0] * (len(text) - 1) + [1.5]
+    assert trajectory.rewards == {"right": 1.0, "turns": 0.5} and trajectory.num_turns == 2
+    assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_the_second_prompt_is_the_sampled_tokens_themselves(tmp_path):
+    rollout, prompts, _ = make(tmp_path, lambda turn, _: [("=7", "stop"), ("ok", "stop")][turn], TOOL_ENV, 2)
+    (trajectory,) = rollout(prompts, PARAMS, 1, "train", 1)
+    (_, first), (_, second) = rollout.engine.prompts
+    assert second[: len(first)] == first and trajectory.samples[0].tokens[: len(second)] == second
+
+
+def test_a_template_that_rewrites_history_starts_a_new_sequence(tmp_path):
+    rollout, prompts, tokenizer = make(tmp_path, lambda turn, _: [("=abc", "stop"), ("ok", "stop")][turn], TOOL_ENV, 2)
+    tokenizer.chat_template = (  # earlier assistant turns lose their text
+        "{% for m in messages %}{{ m['role'] + ':' + (m['content'] if m['role'] != 'assistant' else '') + '<|im_end|>' }}"
+        "{% endfor %}{{ 'assistant:' }}"
+    )
+    prompts = list(Prompts([prompts[0].row], tokenizer, 100, False, 0, 1))
+    (trajectory,) = rollout(prompts, PARAMS, 1, "train", 1)
+    first, second = trajectory.samples
+    assert tokenizer.decode(first.tokens) == "user:q0<|im_end|>assistant:=abc<|im_end|>"
+    assert tokenizer.decode(second.tokens) == (
+        "user:q0<|im_end|>assistant:<|im_end|>tool:abc!<|im_end|>assistant:ok<|im_end|>"
+    )
+    assert sum(first.mask) == 5 and sum(second.mask) == 3
+    assert sum(first.rewards) == 0 and second.rewards[-1] == 1.5
+    assert first.trajectory == second.trajectory == trajectory.id
+
+
+def test_length_limits_end_a_trajectory(tmp_path):
+    rollout, prompts, _ = make(tmp_path, lambda turn, _: ("=1", "length"), TOOL_ENV, 4)
+    assert rollout(prompts, PARAMS, 1, "train", 1)[0].num_turns == 1
+    rollout, prompts, _ = make(tmp_path, lambda turn, _: ("=1", "stop"), TOOL_ENV, 9, max_length=90)
+    (trajectory,) = rollout(prompts, PARAMS, 1, "train", 1)
+    assert 1 < trajectory.num_turns < 9 and trajectory.finish_reason == "length"
+    assert len(trajectory.samples[0].tokens) <= 90 and sum(trajectory.samples[0].rewards) > 0
+
+
+def test_a_failed_environment_costs_its_trajectory_only(tmp_path):
+    env = """
+        def reward_fn(messages, answer):
+            if answer == "1":
+                raise RuntimeError("boom")
+            return 1.0
+    """
+    rollout, prompts, _ = make(tmp_path, lambda turn, _: ("hi", "stop"), env, num_prompts=3)
+    trajectories = rollout(prompts, PARAMS, 2, "train", 1)
+    assert [t.finish_reason for t in trajectories] == ["stop", "stop", "failed", "failed", "stop", "stop"]
+    samples = gather_samples(trajectories)
+    assert [sum(s.mask) for s in samples] == [3, 3, 0, 0, 3, 3]
+    told = summarise(trajectories)
+    assert told["reward/mean"] == 1.0 and told["rollout/failed"] == pytest.approx(1 / 3)
+    assert rollout.failures.count == 2 and "boom" in str(rollout.failures.last)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_groups_are_complete_ordered_and_differently_seeded(tmp_path, deterministic):
+    env = "def reward_fn(messages, answer): return float(answer)"
+    rollout, prompts, _ = make(tmp_path, lambda *_: ("x", "stop"), env, num_prompts=9, deterministic=deterministic)
+    trajectories = rollout(prompts, PARAMS, 3, "train", 5)
+    assert [t.id for t in trajectories] == list(range(27))
+    assert [t.group for t in trajectories] == [i // 3 for i in range(27)]
+    assert [t.reward for t in trajectories] == [float(i // 3) for i in range(27)]
+    seeds = [seed for seed, _ in rollout.engine.prompts]
+    assert len(set(seeds)) == 27 and rollout.engine.most_in_flight >= 6
+    again = rollout(prompts, PARAMS, 3, "test", 5)
+    assert len(again) == 27 and not {seed for seed, _ in rollout.engine.prompts[27:]} & set(seeds)

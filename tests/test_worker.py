@@ -1,0 +1,84 @@
+"""Every layout of the worker against a plain padded Hugging Face forward in this process."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import make_model, torchrun
+from parity import SECTION, make_batch, policy_loss
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rl2.parallel.mesh import init
+from rl2.worker import Worker, schedule
+
+
+def reference(name, critic):
+    """The same step on padded rows of a plain model: scores, loss, gradient norm and weights after it."""
+    batch = make_batch()
+    torch.manual_seed(0)
+    cls, more = (AutoModelForSequenceClassification, {"num_labels": 1}) if critic else (AutoModelForCausalLM, {})
+    model = cls.from_pretrained(name, dtype=torch.float32, **more)
+    hidden = model.base_model(batch.inputs, attention_mask=torch.ones_like(batch.inputs)).last_hidden_state
+    scores = {"logps": None, "entropy": None, "values": None}
+    if critic:
+        scores["values"] = model.score(hidden)[..., 0] * batch.mask
+        loss = ((scores["values"] - batch.advantages).square() * batch.weights).sum()
+    else:
+        log_p = (model.lm_head(hidden) / 0.9).log_softmax(-1)
+        scores["logps"] = log_p.gather(2, batch.targets[..., None])[..., 0] * batch.mask
+        scores["entropy"] = -(log_p.exp() * log_p).sum(-1) * batch.mask
+        loss = -((scores["logps"] * batch.advantages + 0.1 * scores["entropy"]) * batch.weights).sum()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), SECTION["max_grad_norm"])
+    torch.optim.SGD(model.parameters(), lr=SECTION["lr"]).step()
+    return scores, loss.item(), norm.item(), dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen3", False)])
+def test_every_layout_equals_one_padded_process(tmp_path, world, family, tied):
+    name = make_model(tmp_path / "model", family, tied)
+    torchrun(world, "tests/parity.py", name, tmp_path / "out")
+    results = torch.load(tmp_path / "out")
+    assert len(results) == (12 if world == 1 else 24)
+    expected = {critic: reference(name, critic) for critic in (False, True)}
+    for (critic, *layout), result in results.items():
+        scores, loss, norm, weights = expected[critic]
+        for key, column in result["scores"].items():
+            assert (column is None) == (scores[key] is None)
+            if column is not None:
+                torch.testing.assert_close(column, scores[key].detach(), rtol=0, atol=2e-5, msg=f"{layout} {key}")
+        assert result["metrics"]["loss"] == pytest.approx(loss, abs=1e-5), layout
+        assert result["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5), layout
+        assert result["version"] == 1
+        assert result["weights"].keys() == weights.keys()
+        for key, weight in result["weights"].items():
+            torch.testing.assert_close(weight, weights[key].detach(), rtol=0, atol=1e-6, msg=f"{layout} {key}")
+
+
+def test_schedules_start_above_zero_and_end_where_they_say():
+    assert [schedule(n, 10, 0.3, "constant") for n in (0, 1, 2, 3, 9)] == [1 / 3, 2 / 3, 1, 1, 1]
+    assert [schedule(n, 10, 0.0, "linear") for n in (0, 5, 10)] == [1, 0.5, 0]
+    assert [schedule(n, 10, 0.2, "cosine") for n in (0, 2, 6, 10)] == pytest.approx([0.5, 1, 0.5, 0])
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path):
+    name, batch = make_model(tmp_path / "model"), make_batch()
+    worker = Worker(SimpleNamespace(**{**SECTION, "model_name": name, "warmup_ratio": 1.0}), init(), False, 4)
+    try:
+        before = {key: weight.clone() for key, weight in worker.weights(torch.float32)}
+
+        def broken(part, scores):
+            loss, metrics = policy_loss(part, scores)
+            return loss * float("inf"), metrics
+
+        told = worker.update(batch, broken, entropy=True)
+        assert told["skipped"] == 1 and worker.version == 0
+        assert all(torch.equal(weight, before[key]) for key, weight in worker.weights(torch.float32))
+        told = worker.update(batch, policy_loss, entropy=True)
+        assert told["skipped"] == 0 and worker.version == 1
+        assert told["lr"] == SECTION["lr"] / 4  # the schedule had not moved either
+        assert any(not torch.equal(weight, before[key]) for key, weight in worker.weights(torch.float32))
+    finally:
+        dist.destroy_process_group()
