@@ -95,7 +95,8 @@ def spans(batch: Batch) -> list[tuple[int, int]]:
     trained = batch.mask > 0
     first = trained.int().argmax(1)
     last = trained.shape[1] - trained.flip(1).int().argmax(1)
-    return [(f + 1, e) if t else (0, 0) for f, e, t in zip(first.tolist(), last.tolist(), trained.any(1).tolist())]
+    columns = zip(first.tolist(), last.tolist(), trained.any(1).tolist(), strict=True)
+    return [(f + 1, e) if t else (0, 0) for f, e, t in columns]
 
 
 def plan(batch: Batch, budget: int, num_ranks: int, share_prompts: bool = True) -> list[list[list[int]]]:

@@ -7,11 +7,18 @@ and backward inside are split.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -48,6 +55,8 @@ class Worker:
             self.optimizer = torch.optim.AdamW(
                 self.model.parameters(), lr=section.lr, weight_decay=section.weight_decay, fused=True
             )
+            if section.optimizer_dir:
+                self._import_optimizer(section.optimizer_dir)
 
     @torch.no_grad()
     def infer(self, batch: Batch, temperature: float = 1.0, entropy: bool = False) -> Scores:
@@ -94,8 +103,9 @@ class Worker:
             yield name, parameter.detach().to(dtype).full_tensor()
         self.offload("model")
 
-    def export(self, folder: str, tokenizer) -> None:
-        """Writes the model as a Hugging Face folder; the first process writes, all must call."""
+    def export(self, folder: str, tokenizer, optimizer: bool = False) -> None:
+        """Writes the model as a Hugging Face folder, and the optimizer's state to its `optimizer` sub-folder, which
+        `optimizer_dir` reads. All processes must call; the first one writes the model."""
         stored = self.model.hf.config.dtype
         full = {}
         for name, tensor in self.weights(stored):
@@ -104,7 +114,17 @@ class Worker:
         if self.mesh.rank == 0:
             self.model.hf.save_pretrained(folder, state_dict=full)
             tokenizer.save_pretrained(folder)
+        if optimizer:
+            dcp.save(
+                {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)}, checkpoint_id=f"{folder}/optimizer"
+            )
         dist.barrier()
+
+    def _import_optimizer(self, folder):
+        folder = f"{folder}/optimizer" if Path(folder, "optimizer").is_dir() else folder
+        state = {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
+        dcp.load(state, checkpoint_id=folder)
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
 
     def state_dict(self) -> dict:
         """What a resumed run needs of this worker: weights, optimizer and version, sharded."""
@@ -112,9 +132,7 @@ class Worker:
         return {"model": model, "optimizer": optimizer, "version": self.version}
 
     def load_state_dict(self, state: dict) -> None:
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.version = state["version"]
 
     def load(self, what: str) -> None:

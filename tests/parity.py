@@ -16,6 +16,7 @@ SECTION = {
     "fsdp_size": 0, "dtype": "float32", "gradient_checkpointing": False, "max_length_per_device": 4096,
     "max_inference_length_per_device": None, "share_prompts": True, "lr": 0.1, "weight_decay": 0.0, "max_grad_norm": 0.05,
     "warmup_ratio": 0.0, "scheduler": "constant", "offload_model": False, "offload_optimizer": False,
+    "optimizer_dir": None,
 }  # fmt: skip
 
 

@@ -42,9 +42,7 @@ def test_packed_attention_equals_full_attention(heads, groups, size, longest):
     rng = random.Random(longest * heads)
     cu, prefixes, sees = layout(rng, 4, longest)
     torch.manual_seed(0)
-    inputs = [
-        torch.randn(1, n, cu[-1], size, dtype=torch.float32, requires_grad=True) for n in (heads, groups, groups)
-    ]
+    inputs = [torch.randn(1, n, cu[-1], size, dtype=torch.float32, requires_grad=True) for n in (heads, groups, groups)]
     out = PackedAttention(cu, prefixes, torch.device("cpu"))(None, *inputs, 0.3)
     grad = torch.randn_like(out)
     got = torch.autograd.grad(out, inputs, grad)

@@ -56,9 +56,7 @@ def make_tokenizer(template=CHATML, eos="<|im_end|>", adds_bos=False, prefix_spa
         backend.post_processor = processors.TemplateProcessing(
             single="<|bos|> $A", special_tokens=[("<|bos|>", backend.token_to_id("<|bos|>"))]
         )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<|bos|>", eos_token=eos, chat_template=template
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|bos|>", eos_token=eos, chat_template=template)
 
 
 def rendered(tokenizer, messages):

@@ -130,7 +130,7 @@ def test_env_may_change_what_it_is_given(tmp_path, prefix):
 
 def test_sync_calls_run_together_and_leave_the_event_loop_free():
     def slow(messages):
-        time.sleep(0.2)
+        time.sleep(0.5)
         return 1.0
 
     async def main():
@@ -144,16 +144,14 @@ def test_sync_calls_run_together_and_leave_the_event_loop_free():
 
     start = time.monotonic()
     assert asyncio.run(main()) > 5
-    assert time.monotonic() - start < 0.6
+    assert time.monotonic() - start < 1.5  # one after the other: 2
 
 
 def test_async_function_that_blocks_leaves_the_callers_loop_free(tmp_path):
-    env = load(
-        tmp_path, "import time\nasync def reward_fn(messages):\n    time.sleep(0.5)\n    return 1.0", timeout=0.1
-    )
+    env = load(tmp_path, "import time\nasync def reward_fn(messages):\n    time.sleep(2)\n    return 1.0", timeout=0.1)
     start = time.monotonic()
     assert "did not return within" in str(failure(env))
-    assert time.monotonic() - start < 0.4
+    assert time.monotonic() - start < 1.5
 
 
 def test_async_state_outlives_the_callers_loop(tmp_path):
@@ -174,7 +172,7 @@ def test_calls_that_hang_time_out_and_take_no_place_for_ever(monkeypatch):
             release.wait(20)
         return 1.0
 
-    env = Env(hangs, timeout=0.2)
+    env = Env(hangs, timeout=0.4)
 
     async def main():
         rows = [{**ROW, "answer": "hang"}] * (2 * MAX_THREADS) + [ROW]
@@ -187,7 +185,7 @@ def test_calls_that_hang_time_out_and_take_no_place_for_ever(monkeypatch):
             thread.join()
     assert not uncaught  # a result that comes too late is dropped
     assert last == {"reward": 1.0}
-    assert all(isinstance(error, EnvError) and "env_timeout=0.2 s" in str(error) for error in hung)
+    assert all(isinstance(error, EnvError) and "env_timeout=0.4 s" in str(error) for error in hung)
 
 
 def test_waiting_for_a_thread_is_not_hanging():
@@ -201,13 +199,13 @@ def test_waiting_for_a_thread_is_not_hanging():
         running.discard(threading.get_ident())
         return 1.0
 
-    env = Env(slow, timeout=0.3)
+    env = Env(slow, timeout=0.5)
 
     async def main():
-        return await asyncio.gather(*(env.score(REPLY, ROW) for _ in range(10 * MAX_THREADS)))
+        return await asyncio.gather(*(env.score(REPLY, ROW) for _ in range(16 * MAX_THREADS)))
 
     for _ in range(2):  # each in an event loop of its own
-        assert len(asyncio.run(main())) == 10 * MAX_THREADS
+        assert len(asyncio.run(main())) == 16 * MAX_THREADS
     assert 1 < most <= MAX_THREADS
 
 

@@ -50,7 +50,7 @@ def make(tmp_path, script, env, max_turns=1, num_prompts=1, deterministic=True, 
     tokenizer = make_tokenizer()
     rows = [{"messages": [{"role": "user", "content": f"q{i}"}], "answer": str(i)} for i in range(num_prompts)]
     engine = ScriptedEngine(tokenizer, script)
-    failures = FailureLog(1.0)
+    failures = FailureLog(0.5)
     env = load_env(tmp_path / "env.py", 5)
     rollout = Rollout(engine, env, tokenizer, failures, max_turns, max_length, 0, deterministic)
     return rollout, list(Prompts(rows, tokenizer, 100, False, 0, 1)), tokenizer
@@ -132,7 +132,7 @@ def test_a_failed_environment_costs_its_trajectory_only(tmp_path):
     assert [t.finish_reason for t in trajectories] == ["stop", "stop", "failed", "failed", "stop", "stop"]
     samples = gather_samples(trajectories)
     assert [sum(s.mask) for s in samples] == [3, 3, 0, 0, 3, 3]
-    told = summarise(trajectories)
+    told = summarise(trajectories, rollout.failures)
     assert told["reward/mean"] == 1.0 and told["rollout/failed"] == pytest.approx(1 / 3)
     assert rollout.failures.count == 2 and "boom" in str(rollout.failures.last)
 
@@ -149,3 +149,17 @@ def test_groups_are_complete_ordered_and_differently_seeded(tmp_path, determinis
     assert len(set(seeds)) == 27 and rollout.engine.most_in_flight >= 6
     again = rollout(prompts, PARAMS, 3, "test", 5)
     assert len(again) == 27 and not {seed for seed, _ in rollout.engine.prompts[27:]} & set(seeds)
+
+
+def test_too_many_failures_stop_the_run_with_the_reason(tmp_path):
+    env = "def reward_fn(messages, answer): return 1 / 0"
+    rollout, prompts, _ = make(tmp_path, lambda *_: ("x", "stop"), env, num_prompts=2)
+    with pytest.raises(RuntimeError, match=r"4 of 4 .*max_env_failures=0.5(.|\n)*ZeroDivisionError"):
+        summarise(rollout(prompts, PARAMS, 2, "train", 1), rollout.failures)
+
+
+def test_messages_the_template_refuses_are_the_environments_failure(tmp_path):
+    rollout, prompts, tokenizer = make(tmp_path, lambda turn, _: ("=7", "stop"), TOOL_ENV, 3)
+    tokenizer.chat_template = "{{ raise_exception('no tools here') if messages|length > 1 }}"
+    (trajectory,) = rollout(prompts, PARAMS, 1, "train", 1)
+    assert trajectory.finish_reason == "failed" and "no tools here" in str(rollout.failures.last)

@@ -108,11 +108,7 @@ class Rollout:
                 answer = await self.env.interact(messages, row)
                 if not answer:
                     break
-                tools = row.get("tools")
-                new = chat.extend(self.tokenizer, sample.tokens, messages, answer, tools)
-                # None: the template rewrote what came before, and what follows trains as a sequence of its own.
-                told = [] if new is None else sample.tokens
-                new = chat.encode_prompt(self.tokenizer, messages + answer, tools) if new is None else new
+                told, new = self._continue(sample.tokens, messages, answer, row.get("tools"))
                 if len(told) + len(new) + params["max_new_tokens"] > self.max_length:
                     trajectory.finish_reason = "length"
                     break
@@ -132,6 +128,17 @@ class Rollout:
         sample = Sample([], [], [], [], trajectory.group, trajectory.id)
         trajectory.samples.append(sample)
         return sample
+
+    def _continue(self, tokens, messages, answer, tools) -> tuple[list[int], list[int]]:
+        """The tokens the next turn goes on from, and the new ones. Where the template rewrites what came before, the
+        first are none, and what follows trains as a sequence of its own."""
+        try:
+            new = chat.extend(self.tokenizer, tokens, messages, answer, tools)
+            return (
+                (tokens, new) if new is not None else ([], chat.encode_prompt(self.tokenizer, messages + answer, tools))
+            )
+        except ValueError as error:  # the template refuses the environment's messages
+            raise EnvError(str(error)) from error
 
     def _reward(self, trajectory):
         """The reward sits on the last token that was sampled; a sequence the policy said nothing in is dropped."""
@@ -153,11 +160,13 @@ def gather_samples(trajectories: list[Trajectory]) -> list[Sample]:
     return sorted((sample for part in parts for sample in part), key=lambda sample: sample.trajectory)
 
 
-def summarise(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Rewards and lengths over the trajectories of every process; failed ones count as failed and nothing else."""
+def summarise(trajectories: list[Trajectory], failures) -> dict[str, float]:
+    """Rewards and lengths over the trajectories of every process; failed ones count as failed and nothing else, and stop
+    the run when they are too many."""
     told = [{k: v for k, v in trajectory.record().items() if k != "messages"} for trajectory in trajectories]
     told = [record for part in gather_objects(told) for record in part]
     scored = [record for record in told if record["finish_reason"] != "failed"]
+    failures.check(len(told) - len(scored), len(told))
 
     def mean(values):
         values = list(values)

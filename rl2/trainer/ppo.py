@@ -4,7 +4,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from .. import algorithms, chat
 from ..batch import Batch, collate, minibatches
@@ -17,7 +17,7 @@ from ..rollout.engine_local import LocalEngine
 from ..rollout.env import FailureLog, load_env, preflight
 from ..rollout.rollout import Rollout, gather_samples, summarise
 from ..worker import Worker, compute_dtype
-from .config import PPOConfig, dump, parse, validate_ppo
+from .config import PPOConfig, dump, parse, user_errors, validate_ppo
 
 
 def train(run) -> None:
@@ -31,7 +31,7 @@ def train(run) -> None:
             trajectories = run.rollout(prompts, train_params, config.data.responses_per_prompt, "train", step)
             batch = collate(gather_samples(trajectories))
             run.engine.sleep()
-        logged = summarise(trajectories)
+        logged = summarise(trajectories, run.failures)
         with metrics.phase("infer"):
             if run.reference is not None:
                 batch.ref_logps = run.reference.infer(batch, run.temperature).logps
@@ -73,9 +73,7 @@ def add_advantages(batch: Batch, config) -> dict[str, float]:
         if adv.norm_var:
             batch.advantages = algorithms.whiten(batch.advantages, batch.mask)
     else:
-        batch.advantages = algorithms.group_advantages(
-            rewards, batch.mask, batch.group, batch.trajectory, adv.norm_var
-        )
+        batch.advantages = algorithms.group_advantages(rewards, batch.mask, batch.group, batch.trajectory, adv.norm_var)
     return logged
 
 
@@ -209,9 +207,16 @@ class Run:
         results = []
         for mini in minibatches(batch, section.update_per_rollout, seed=step):
             mini.weights = algorithms.loss_weights(mini.mask, mini.trajectory, average, constant)
-            results.append(worker.update(mini, loss_fn, self.temperature, entropy))
-        logged = {f"{name}/{key}": sum(r[key] for r in results) / len(results) for key in results[0]}
-        return logged
+            share = 1.0
+            if name == "actor" and not entropy and self.config.kl.type != "loss":
+                # A token without advantage (every answer of its group earned the same) moves nothing: it is not run.
+                # The loss is the same mean over all tokens; the metrics are of those that were run.
+                mini.mask = mini.mask * (mini.advantages != 0)
+                share = (mini.weights * mini.mask).sum().item() or 1.0
+            told = worker.update(mini, loss_fn, self.temperature, entropy)
+            whole = ("loss", "grad_norm", "lr", "skipped")
+            results.append({key: value if key in whole else value / share for key, value in told.items()})
+        return {f"{name}/{key}": sum(told[key] for told in results) / len(results) for key in results[0]}
 
     def evaluate(self, step: int, last: bool) -> dict[str, float]:
         """Plays the test prompts once at the start, every `test_freq` steps and at the end."""
@@ -221,7 +226,7 @@ class Run:
         with self.metrics.phase("test"):
             params = vars(self.config.rollout.test_sampling_params)
             trajectories = self.rollout(self.test_prompts, params, 1, "test", step)
-            logged = {f"test/{key}": value for key, value in summarise(trajectories).items()}
+            logged = {f"test/{key}": value for key, value in summarise(trajectories, self.failures).items()}
         self.metrics.write_trajectories("test", step, [trajectory.record() for trajectory in trajectories])
         return logged
 
@@ -235,24 +240,30 @@ class Run:
             every = self.config.trainer.save_freq
             if stopping or (every and step % every == 0):
                 self.checkpoints.save(step, self.workers, dump(self.config))
+            for worker in self.workers.values():
+                if worker.section.save_freq and step % worker.section.save_freq == 0:
+                    folder = f"{worker.section.save_dir}/step_{step}"
+                    worker.export(folder, self.tokenizer, worker.section.save_optimizer)
         self.metrics.log(step, logged)
         self.step = step
 
-    def close(self) -> None:
+    def finish(self) -> None:
+        """The final model, and a clean end."""
+        folder = f"{self.config.trainer.save_dir}/model"
+        self.actor.export(folder, self.tokenizer)
+        self.metrics.say(f"model saved to {folder}")
         self.engine.close()
         self.metrics.close()
+        dist.destroy_process_group()
 
 
-def main(argv=None) -> None:
-    config = parse(PPOConfig, sys.argv[1:] if argv is None else argv, validate_ppo)
-    AutoConfig.from_pretrained(config.actor.model_name)
-    run = Run(config)
-    train(run)
-    folder = f"{config.trainer.save_dir}/model"
-    run.actor.export(folder, run.tokenizer)
-    run.metrics.say(f"model saved to {folder}")
-    run.close()
-    dist.destroy_process_group()
+def main() -> None:
+    config = parse(PPOConfig, sys.argv[1:], validate_ppo, "rl2.trainer.ppo")
+    config.critic.model_name = config.critic.model_name or config.actor.model_name
+    with user_errors():
+        run = Run(config)
+        train(run)
+        run.finish()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,244 @@
+"""The mathematics: KL estimates, advantages, losses. Pure functions of tensors and plain values.
+
+Shapes: B sequences, T columns (each beside the token that is predicted), N trajectories, S sampled tokens of the
+longest trajectory, G groups. `mask` [B, T] is 1 where the policy sampled the token and it is trained; `trajectory` [B]
+says which sequences are one conversation, in order of time; `group` [B] which answer the same prompt. Whatever finite
+values stand where mask or weights are 0 are ignored, however large. Losses and metrics are sums weighted by `weights`
+[B, T] of `loss_weights`, so that summing them over any split of the rows gives the value of the whole.
+"""
+
+import torch
+from torch import Tensor
+
+
+def _where(mask, values):
+    """Values where the mask is set, 0 elsewhere, before anything that could overflow."""
+    return torch.where(mask > 0, values, 0.0)
+
+
+def _exp(x):
+    """e^x, finite in fp32 and bf16 for any finite x: an infinite ratio whose gradient the clip stops would be 0 * inf.
+    No ratio that is still of use is near the bound."""
+    return x.clamp(max=80).exp()
+
+
+def _sum_by(index, values, num):
+    """[num]: the sum of the values of each index."""
+    return values.new_zeros(num).index_add(0, index, values)
+
+
+def kl_estimate(logps: Tensor, ref_logps: Tensor, estimator: str) -> Tensor:
+    """KL(policy || reference) of each sampled token, from d = logp - ref_logp: k1 = d, k2 = d^2 / 2,
+    k3 = exp(-d) - 1 + d (Schulman, "Approximating KL divergence", 2020). In a loss, k2's on-policy gradient is the KL
+    gradient, k3's is not, and k1's is 0 in expectation. In a reward, k1 is unbiased."""
+    d = (logps - ref_logps).clamp(-1e4, 1e4)  # far from any real one: keeps what stands at padding finite
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return d.square() / 2
+    if estimator == "k3":
+        return _exp(-d) - 1 + d
+    raise ValueError(f"KL estimator {estimator!r}: choose k1, k2 or k3")
+
+
+def trajectory_rewards(rewards: Tensor, trajectory: Tensor) -> Tensor:
+    """The reward of each distinct trajectory [N], in ascending order of their numbers: the sum over all its columns."""
+    ids, index = trajectory.unique(return_inverse=True)
+    return _sum_by(index, rewards.sum(1), len(ids))
+
+
+def _groups(rewards, mask, group, trajectory):
+    """The trajectory of each row [B]; of each trajectory its group, its reward, and 1.0 if it counts [N]: those with
+    nothing to train do not. Their environment failed, and their reward means nothing."""
+    ids, index = trajectory.unique(return_inverse=True)
+    member = torch.zeros_like(ids).scatter(0, index, group.unique(return_inverse=True)[1])
+    counts = (_sum_by(index, mask.sum(1), len(ids)) > 0).to(rewards.dtype)
+    return index, member, trajectory_rewards(_where(mask, rewards), trajectory), counts
+
+
+def _spread(member, totals, counts):
+    """Each group's largest reward minus its smallest [G]; exactly 0 for equal ones, -inf for a group without any."""
+    member, totals, num_groups = member[counts > 0], totals[counts > 0], int(member.max()) + 1
+    infinite = totals.new_full((num_groups,), float("inf"))
+    return (-infinite).scatter_reduce(0, member, totals, "amax") - infinite.scatter_reduce(0, member, totals, "amin")
+
+
+def group_advantages(rewards: Tensor, mask: Tensor, group: Tensor, trajectory: Tensor, norm_var: bool) -> Tensor:
+    """[B, T]: the reward of the trajectory minus the mean of its group (Dr. GRPO, arXiv:2503.20783). `norm_var` divides
+    by the group's standard deviation + 1e-4 (GRPO, arXiv:2402.03300; unbiased and with this epsilon, as TRL does).
+    Trajectories with nothing to train do not count. A group of one, or of equal rewards, gets exactly 0."""
+    index, member, totals, counts = _groups(rewards, mask, group, trajectory)
+    spread = _spread(member, totals, counts)
+    sizes = _sum_by(member, counts, len(spread))
+    means = _sum_by(member, totals, len(spread)) / sizes.clamp(min=1)
+    # Equal rewards by their spread, not by their mean: 0.1 + 0.1 + 0.1 is not 3 * 0.1.
+    advantages = torch.where(spread[member] > 0, (totals - means[member]) * counts, 0.0)
+    if norm_var:
+        variances = _sum_by(member, advantages.square(), len(spread)) / (sizes - 1).clamp(min=1)
+        advantages = advantages / (variances.sqrt() + 1e-4)[member]
+    return advantages[index, None] * mask
+
+
+def zero_variance_share(rewards: Tensor, mask: Tensor, group: Tensor, trajectory: Tensor) -> Tensor:
+    """The share of groups whose trajectories all have the same reward, a single one included: without a critic they
+    teach nothing. Trajectories with nothing to train do not count, nor groups without any other."""
+    _, member, totals, counts = _groups(rewards, mask, group, trajectory)
+    spread = _spread(member, totals, counts)
+    return (spread == 0).sum() / (spread >= 0).sum().clamp(min=1)
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, trajectory: Tensor, gamma: float, lamda: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [B, T] of generalised advantage estimation (arXiv:1506.02438) over sampled tokens only:
+    delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lamda A_{t+1}, return = A + V, where t + 1 is the next
+    sampled token of the trajectory, in its next sequence if need be, and V behind the last one is 0."""
+    index = trajectory.unique(return_inverse=True)[1]
+    order = index.argsort(stable=True)  # a trajectory's rows follow each other, in order of time
+    row, column = mask[order].nonzero(as_tuple=True)
+    row = order[row]
+    # Rows [5 6 . 7] and [. 8 9 .] of one trajectory become the line [5 6 7 8 9]: [B, T] -> [N, S].
+    owner = index[row]
+    lengths = torch.bincount(owner)
+    place = torch.arange(len(owner), device=owner.device) - (lengths.cumsum(0) - lengths)[owner]
+    shape = (len(lengths), int(lengths.max()) if len(lengths) else 0)
+    r, v = (x.new_zeros(shape).index_put((owner, place), x[row, column]) for x in (rewards, values))
+    deltas = r - v
+    deltas[:, :-1] += gamma * v[:, 1:]
+    line, later = torch.zeros_like(v), v.new_zeros(len(v))
+    for t in reversed(range(v.shape[1])):
+        later = deltas[:, t] + gamma * lamda * later
+        line[:, t] = later
+    advantages = torch.zeros_like(values).index_put((row, column), line[owner, place])
+    return advantages, advantages + _where(mask, values)
+
+
+def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Mean 0 and (unbiased) standard deviation 1 over the sampled tokens of the batch, 0 elsewhere. Equal advantages
+    and a single one become 0. The 1e-8 under the root is that of OpenAI's and TRL's PPO."""
+    chosen = advantages[mask > 0].double()  # in fp32 the mean of equal values may differ from them, and be blown up
+    if len(chosen) < 2:
+        return torch.zeros_like(advantages)
+    scaled = (advantages.double() - chosen.mean()) * (chosen.var() + 1e-8).rsqrt()
+    return _where(mask, scaled).to(advantages.dtype)
+
+
+def loss_weights(mask: Tensor, trajectory: Tensor, average: str, constant: int | None = None) -> Tensor:
+    """The weight [B, T] of each token in the mean that a loss is, over the rows of one optimizer step. `token`: all
+    trained tokens alike (DAPO, arXiv:2503.14476); `sequence`: the mean over trajectories of each one's token mean (GRPO,
+    arXiv:2402.03300); `constant`: the sum over tokens divided by trajectories * `constant`, a length (Dr. GRPO,
+    arXiv:2503.20783), so that the weights, and with them metrics, do not sum to 1. Trajectories without a trained token
+    do not count; where there is no other, all weights are 0."""
+    ids, index = trajectory.unique(return_inverse=True)
+    lengths = _sum_by(index, mask.sum(1), len(ids))
+    num = (lengths > 0).sum().clamp(min=1)
+    if average == "token":
+        return mask / mask.sum().clamp(min=1)
+    if average == "sequence":
+        return mask / (lengths.clamp(min=1)[index, None] * num)
+    if average != "constant":
+        raise ValueError(f"average {average!r}: choose token, sequence or constant")
+    if not constant or constant < 0:
+        raise ValueError(f"the constant of average 'constant' is {constant}: give a length, such as max_new_tokens")
+    return mask / (num * constant)
+
+
+def policy_loss(
+    logps: Tensor,
+    old_logps: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    clip: float,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
+    loss: str = "ppo",
+    correction: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The surrogate of the policy gradient, a weighted sum over [B, T], and its metrics.
+
+    With rho = exp(logp - old_logp), `ppo`: -min(A rho, A clip(rho, 1 - clip, 1 + clip_high)) (arXiv:1707.06347), at most
+    dual_clip * |A| where A < 0 (arXiv:1912.09729; dual_clip > 1). `gspo`: the same with the row's geometric mean of rho
+    in place of rho, the gradient flowing through each token's own logp (GSPO-token, arXiv:2507.18071). `cispo`:
+    -sg(min(rho, 1 + clip_high)) A logp (arXiv:2506.13585). `clip_high` None is `clip`. `correction` [B, T] of
+    `correction_weights` multiplies each token's loss. Only `logps` gets a gradient.
+
+    Metrics: clip_ratio, the share of tokens whose gradient (cispo: whose rho) was clipped; approx_kl, k3 of
+    KL(old || new); ratio, the mean rho that the loss used.
+    """
+    log_ratio = _where(mask, logps - old_logps.detach())
+    approx_kl = kl_estimate(-log_ratio.detach(), torch.zeros_like(log_ratio), "k3")
+    advantages = _where(mask, advantages).detach()
+    if loss == "gspo":
+        mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        log_ratio = mean.detach() + (log_ratio - log_ratio.detach())
+    ratio, high = _exp(log_ratio), 1 + (clip if clip_high is None else clip_high)
+    if loss == "cispo":
+        losses = -ratio.detach().clamp(max=high) * advantages * _where(mask, logps)
+        clipped = ratio > high
+    elif loss in ("ppo", "gspo"):
+        bounded = ratio.clamp(1 - clip, high)
+        losses = -torch.minimum(advantages * ratio, advantages * bounded)
+        clipped = advantages * ratio > advantages * bounded
+        if dual_clip is not None:
+            limit = torch.where(advantages < 0, -dual_clip * advantages, float("inf"))
+            clipped = clipped | (losses > limit)
+            losses = torch.minimum(losses, limit)
+    else:
+        raise ValueError(f"policy loss {loss!r}: choose ppo, gspo or cispo")
+    if correction is not None:
+        losses = losses * _where(mask, correction).detach()
+    metrics = {"clip_ratio": clipped, "approx_kl": approx_kl, "ratio": ratio.detach()}
+    return (losses * weights).sum(), {name: (value * weights).sum() for name, value in metrics.items()}
+
+
+def correction_weights(old_logps: Tensor, engine_logps: Tensor, mask: Tensor, kind: str, cap: float) -> Tensor:
+    """What each token's loss is multiplied by [B, T] because the engine sampled it with another probability than the
+    trainer computes: from rho = exp(old_logp - engine_logp), detached, never from the current logps.
+
+    `token_tis`: min(rho, cap), truncated importance sampling (Yao et al., "Your efficient RL framework secretly brings
+    you off-policy RL training", 2025); `token_mask`: rho, or 0 outside [1/cap, cap] (IcePop, arXiv:2510.18855);
+    `sequence_mask`: the product of the row's rho, or 0 above cap (TRL); `geometric_mask`: 1, or 0 for a row whose
+    geometric mean of rho is outside [1/cap, cap].
+    """
+    log_rho = _where(mask, old_logps - engine_logps).detach()
+    if kind == "token_tis":
+        return _exp(log_rho).clamp(max=cap)
+    if kind == "token_mask":
+        rho = _exp(log_rho)
+        return torch.where((rho >= 1 / cap) & (rho <= cap), rho, 0.0)
+    total = log_rho.sum(1, keepdim=True)
+    if kind == "sequence_mask":
+        rho = _exp(total)
+        return torch.where(rho <= cap, rho, 0.0).expand_as(log_rho)
+    if kind == "geometric_mask":
+        rho = _exp(total / mask.sum(1, keepdim=True).clamp(min=1))
+        return ((rho >= 1 / cap) & (rho <= cap)).to(log_rho.dtype).expand_as(log_rho)
+    raise ValueError(f"correction {kind!r}: choose token_tis, token_mask, sequence_mask or geometric_mask")
+
+
+def mismatch(old_logps: Tensor, engine_logps: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """How far the trainer's log-probabilities of the sampled tokens are from the engine's: mean absolute difference, k1
+    and k3 of KL(engine || trainer), and the share of tokens whose ratio leaves [0.9, 1.1]."""
+    log_rho = _where(weights, old_logps - engine_logps).detach()
+    rho, zeros = _exp(log_rho), torch.zeros_like(log_rho)
+    found = {
+        "logp_difference": log_rho.abs(),
+        "kl_k1": kl_estimate(zeros, log_rho, "k1"),
+        "kl_k3": kl_estimate(zeros, log_rho, "k3"),
+        "outside": (rho < 0.9) | (rho > 1.1),
+    }
+    return {name: (value * weights).sum() for name, value in found.items()}
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The weighted sum of max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), without the 1/2 that TRL and verl
+    put before it. Metrics: clip_ratio, the share of tokens where the clipped error is the larger; value, the mean V."""
+    values, old_values, returns = (_where(weights, x) for x in (values, old_values.detach(), returns.detach()))
+    bounded = values.clamp(old_values - clip, old_values + clip)
+    plain, clipped = (values - returns).square(), (bounded - returns).square()
+    metrics = {"clip_ratio": clipped > plain, "value": values}
+    loss = (torch.maximum(plain, clipped) * weights).sum()
+    return loss, {name: (value.detach() * weights).sum() for name, value in metrics.items()}

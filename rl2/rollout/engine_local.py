@@ -1,0 +1,419 @@
+"""The embedded engine: continuous batching in plain torch around any Hugging Face causal LM, in the trainer's process.
+
+A request waits for a slot, its prompt but for the last token is prefilled (once for all requests with that prompt), and
+then every step feeds one token of every slot and samples the next. A slot that is done is refilled before the next step.
+
+Bits: kernels choose their order of summation by shape, so a row's rounding can depend on how many rows and keys share
+its call, though not on what the others hold. With `deterministic` every call has a constant shape: all slots decode in
+every step, busy or not, attention goes over pages of PAGE keys, and each prompt is prefilled alone. Tokens and logps are
+then bit-equal whatever else is in flight.
+
+Shapes: S slots, n rows of a step (the first n slots), H query heads, G key heads, D head size, N pages, P keys a page,
+V vocabulary.
+"""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from ..parallel.attention import PackedAttention
+
+PAGE = 64  # keys
+BLOCK = 64  # tokens of the vocabulary that are summed before the search
+ROWS = 8  # without `deterministic`, a step has a multiple of this many rows
+PREFILL = 2048  # tokens of prompts that are prefilled in one forward, without `deterministic`
+DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": None, "stop_token_ids": ()}
+
+
+@dataclass
+class Generation:
+    """What was sampled, the stop token included. logps are of softmax(logits / temperature), before top_p and top_k."""
+
+    tokens: list[int]
+    logps: list[float]
+    finish_reason: str  # stop | length | abort
+    version: int
+
+
+@dataclass(eq=False)
+class _Prompt:
+    tokens: tuple[int, ...]
+    waiting: int = 0  # requests with this prompt that have no slot yet
+    kv: dict | None = None  # layer -> keys and values [G, L - 1, D], while requests wait for it
+
+
+@dataclass(eq=False)
+class _Request:
+    prompt: _Prompt
+    params: dict
+    noise: np.ndarray  # uniform, one for each new token
+    future: asyncio.Future
+    tokens: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+
+    def next_input(self) -> tuple[int, int, float]:
+        """The token to feed, its position, and the noise that draws the one after it."""
+        token = self.tokens[-1] if self.tokens else self.prompt.tokens[-1]
+        return token, len(self.prompt.tokens) + len(self.tokens) - 1, self.noise[len(self.tokens)]
+
+    def append(self, token: int, logp: float) -> str | None:
+        """Returns why this was the last token, or None."""
+        self.tokens.append(token)
+        self.logps.append(logp)
+        if token in self.params["stop_token_ids"]:
+            return "stop"
+        return "length" if len(self.tokens) == self.params["max_new_tokens"] else None
+
+
+class LocalEngine:
+    """`dtype`: of weights and keys. `max_running`: slots. `max_length`: the most tokens of a prompt and its answer, if
+    less than the model's positions. `loop` is the event loop that every `generate` must run on."""
+
+    def __init__(self, model_name, dtype, device, max_running=64, deterministic=True, max_length=None):
+        self.model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype, attn_implementation="rl2")
+        self.model.to(device).eval().requires_grad_(False)
+        self.device, self.max_running, self.deterministic = torch.device(device), max_running, deterministic
+        self.max_length = min(x for x in (max_length, _positions(self.model.config), math.inf) if x)
+        self.loop = asyncio.new_event_loop()
+        self.version: int | None = 0  # None: a load failed half way
+        self.waiting: deque[_Request] = deque()
+        self.slots: list[_Request | None] = [None] * max_running
+        self.prompts: dict[tuple, _Prompt] = {}  # those that requests wait with
+        self.cache: _Cache | None = _Cache(max_running)  # None: asleep
+        self._task = None
+        self._prepack()
+
+    async def generate(self, prompt: list[int], params: dict, seed: tuple[int, ...], share=None) -> Generation:
+        """Samples an answer to the token ids `prompt`. `params`: see DEFAULTS; temperature 0 is greedy, top_k -1 off.
+        The noise of new token i is a function of `seed` and i alone. `share` is for engines that have to be told which
+        requests have a prompt in common; here equal prompts are found. ValueError for what can never be answered."""
+        assert asyncio.get_running_loop() is self.loop, "generate runs on engine.loop only"
+        assert self.cache is not None, "generate on a sleeping engine: call wake first"
+        assert self.version is not None, "the weights are incomplete: the last load failed"
+        params = self._check(prompt, params)
+        noise = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).random(params["max_new_tokens"])
+        key = tuple(prompt)
+        request = _Request(self.prompts.setdefault(key, _Prompt(key)), params, noise, self.loop.create_future())
+        request.prompt.waiting += 1
+        self.waiting.append(request)
+        if self._task is None or self._task.done():
+            self._task = self.loop.create_task(self._run())
+        return await request.future
+
+    def sleep(self):
+        """Gives back the memory of keys and values, and on a GPU that of the weights."""
+        assert not self.in_flight, f"sleep with {self.in_flight} requests in flight"
+        self.cache = None
+        self._unpack()
+        if self.device.type != "cpu":
+            self.model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def wake(self):
+        """Ready again, with the weights it slept with."""
+        self.model.to(self.device)
+        self.cache = _Cache(self.max_running)
+        self._prepack()
+
+    def load(self, named_tensors: Iterable[tuple[str, Tensor]], version: int):
+        """Copies full tensors with Hugging Face names into the model. ValueError for an unknown or missing name or a
+        wrong shape, after which only a complete load makes the engine usable. A tied head may be left out."""
+        assert not self.in_flight, f"load with {self.in_flight} requests in flight"
+        self.version = None
+        targets = self.model.state_dict(keep_vars=True)
+        missing = {id(tensor): name for name, tensor in targets.items()}
+        for name, tensor in named_tensors:
+            if name not in targets:
+                raise ValueError(f"weight {name} is unknown to {type(self.model).__name__}")
+            if tensor.shape != targets[name].shape:
+                raise ValueError(f"weight {name} is {list(tensor.shape)}, expected {list(targets[name].shape)}")
+            targets[name].data.copy_(tensor)
+            missing.pop(id(targets[name]), None)
+        if missing:
+            raise ValueError(f"{len(missing)} weights did not arrive: {sorted(missing.values())[:5]}")
+        self.version = version
+        if self.cache is not None:
+            self._prepack()
+
+    def close(self):
+        """Cancels what is in flight and lets go of all memory."""
+        for request in (*self.waiting, *filter(None, self.slots)):
+            request.future.cancel()
+        self.model = self.cache = None
+        if not self.loop.is_running():
+            self.loop.close()
+
+    @property
+    def in_flight(self) -> int:
+        return sum(not request.future.done() for request in (*self.waiting, *filter(None, self.slots)))
+
+    def _check(self, prompt, params) -> dict:
+        unknown = set(params) - set(DEFAULTS)
+        params = {**DEFAULTS, **params}
+        new, vocabulary = params["max_new_tokens"], self.model.get_input_embeddings().num_embeddings
+        if unknown:
+            raise ValueError(f"sampling parameters {sorted(unknown)} are unknown; there are {sorted(DEFAULTS)}")
+        if not isinstance(new, int) or new < 1:
+            raise ValueError(f"max_new_tokens={new}: expected at least 1")
+        if not params["temperature"] >= 0 or not 0 < params["top_p"] <= 1:
+            raise ValueError(f"temperature={params['temperature']}, top_p={params['top_p']}: expected >= 0 and (0, 1]")
+        if params["top_k"] != -1 and params["top_k"] < 1:
+            raise ValueError(f"top_k={params['top_k']}: expected at least 1, or -1 for off")
+        if not prompt:
+            raise ValueError("the prompt has no tokens")
+        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+            raise ValueError(f"prompt token ids {min(prompt)} to {max(prompt)}: the vocabulary is 0 to {vocabulary - 1}")
+        if len(prompt) + new > self.max_length:
+            raise ValueError(f"prompt of {len(prompt)} + max_new_tokens={new} exceeds {self.max_length} tokens")
+        return params
+
+    async def _run(self):
+        """Steps while there are requests. Others on the loop run between steps."""
+        try:
+            while self._admit():
+                self._step()
+                await asyncio.sleep(0)
+        except Exception as error:  # whatever it is, those who wait must hear of it
+            for request in (*self.waiting, *filter(None, self.slots)):
+                if not request.future.done():
+                    request.future.set_exception(error)
+            self.waiting.clear()
+            self.prompts.clear()
+            self.slots = [None] * self.max_running
+            self.cache = _Cache(self.max_running)  # it may hold NaN
+
+    def _admit(self) -> bool:
+        """Fills free slots, first come first served. Returns whether any slot is busy."""
+        self.slots = [None if request is None or request.future.done() else request for request in self.slots]
+        free = deque(slot for slot, request in enumerate(self.slots) if request is None)
+        admitted: dict[_Prompt, list[int]] = {}
+        while self.waiting and free:
+            request = self.waiting.popleft()
+            request.prompt.waiting -= 1
+            if not request.future.done():  # else it was cancelled
+                admitted.setdefault(request.prompt, []).append(free[0])
+                self.slots[free.popleft()] = request
+            elif not request.prompt.waiting:
+                self.prompts.pop(request.prompt.tokens, None)
+        new = [prompt for prompt in admitted if prompt.kv is None]
+        for batch in [[prompt] for prompt in new] if self.deterministic else _batches(new):
+            self._prefill(batch)
+        for prompt, slots in admitted.items():
+            self.cache.write(prompt.kv, slots)
+            if not prompt.waiting:
+                prompt.kv = None
+                self.prompts.pop(prompt.tokens)
+        return any(self.slots)
+
+    @torch.inference_mode()
+    def _prefill(self, prompts: list[_Prompt]):
+        """The keys and values of all but the last token of each prompt: that one is the first to be decoded."""
+        ends = np.cumsum([0, *(len(prompt.tokens) - 1 for prompt in prompts)]).tolist()
+        recorder = _Recorder(ends, [], self.device)
+        if ends[-1]:
+            tokens = [token for prompt in prompts for token in prompt.tokens[:-1]]
+            positions = [position for prompt in prompts for position in range(len(prompt.tokens) - 1)]
+            inputs = torch.tensor([tokens, positions], device=self.device)
+            self.model.base_model(inputs[:1], position_ids=inputs[1:], use_cache=False, attend=recorder)
+        for prompt, start, end in zip(prompts, ends, ends[1:], strict=False):
+            prompt.kv = {layer: [x[:, start:end] for x in kv] for layer, kv in recorder.kv.items()}
+
+    @torch.inference_mode()
+    def _step(self):
+        """One token for every busy slot."""
+        requests = self.slots[: self._num_rows()]
+        tokens, positions, noise = zip(*(r.next_input() if r else (0, 0, 0.0) for r in requests), strict=True)
+        self.cache.begin(torch.tensor(positions, device=self.device), max(positions))
+        inputs = torch.tensor([tokens, positions], device=self.device)[:, :, None]  # [2, n, 1]
+        logits = self.model(inputs[0], position_ids=inputs[1], use_cache=False, attend=self.cache).logits[:, -1]
+        settings = [
+            torch.tensor([r.params[key] if r else DEFAULTS[key] for r in requests], device=self.device)
+            for key in ("temperature", "top_p", "top_k")
+        ]
+        drawn = sample(logits, torch.tensor(noise, dtype=torch.float64, device=self.device), *settings)
+        for slot, (request, *new) in enumerate(zip(requests, *(x.tolist() for x in drawn), strict=True)):
+            if request is not None and (reason := request.append(*new)):
+                self.slots[slot] = None
+                if not request.future.done():
+                    request.future.set_result(Generation(request.tokens, request.logps, reason, self.version))
+
+    def _num_rows(self) -> int:
+        """How many of the slots to decode. Without `deterministic` the busy ones move to the front."""
+        if self.deterministic:
+            return self.max_running
+        busy = [slot for slot, request in enumerate(self.slots) if request]
+        num = min(-(-len(busy) // ROWS) * ROWS, self.max_running)
+        free = (slot for slot in range(num) if self.slots[slot] is None)
+        for slot in reversed(busy):
+            if slot >= num:
+                to = next(free)
+                self.cache.move(slot, to)
+                self.slots[to], self.slots[slot] = self.slots[slot], None
+        return num
+
+    def _prepack(self):
+        """Gives linear layers weights in the layout that oneDNN's kernels want, which it otherwise makes in each call:
+        at 64 rows 1.25 times as fast, at 8 rows twice."""
+        ops = torch.ops.mkldnn
+        if self.device.type != "cpu" or not hasattr(ops, "_linear_pointwise"):
+            return
+        for module in self.model.modules():
+            if type(module) is nn.Linear and _can_pack(module.weight.dtype):
+                packed = ops._reorder_linear_weight(module.weight, self.max_running)
+                module.forward = partial(_packed_linear, packed, module.bias)
+
+    def _unpack(self):
+        for module in self.model.modules():
+            if type(module) is nn.Linear:
+                module.__dict__.pop("forward", None)
+
+
+class _Recorder(PackedAttention):
+    """Attention of a prefill that keeps the keys and values: layer -> [G, L, D] each."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.kv = {}
+
+    def __call__(self, module, query, key, value, scaling):
+        self.kv[module.layer_idx] = [key[0], value[0]]
+        return super().__call__(module, query, key, value, scaling)
+
+
+class _Cache:
+    """Keys and values of all slots, [N, S, G, P, D] each a layer, and the attention of one new token a slot on them.
+
+    Scores are fp32 whatever the dtype, as in flash attention: some models' (Qwen2's) are too large for bf16.
+    """
+
+    def __init__(self, num_slots: int):
+        self.num_slots, self.layers = num_slots, {}
+
+    def begin(self, positions: Tensor, last: int):
+        """What all layers of a step share: where the new tokens [n] go, and which keys they see."""
+        self.slots = torch.arange(len(positions), device=positions.device)
+        self.page, self.offset = positions // PAGE, positions % PAGE
+        self.num_pages = last // PAGE + 1
+        seen = torch.arange(self.num_pages * PAGE, device=positions.device) <= positions[:, None]
+        self.mask = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)[:, None]  # [n, 1, N * P]
+
+    def __call__(self, module, query, key, value, scaling):
+        """query [n, H, 1, D], key and value [n, G, 1, D] -> [n, 1, H, D]."""
+        (n, heads), groups = query.shape[:2], key.shape[1]
+        keys, values = self._reserve(module.layer_idx, [key, value], self.num_pages)
+        for pages, new in ((keys, key), (values, value)):
+            pages[self.page, self.slots, :, self.offset] = new[:, :, 0]
+        query = query.float().reshape(n * groups, heads // groups, -1)  # those of a key head as one matrix: no repeat
+        scores = torch.cat(
+            [query @ page[:n].flatten(0, 1).float().transpose(1, 2) for page in keys[: self.num_pages]], -1
+        )
+        probs = scores.mul_(scaling).view(n, heads, -1).add_(self.mask).softmax(-1).to(value.dtype)
+        probs = probs.view(n * groups, heads // groups, -1).split(PAGE, -1)
+        out = sum((prob @ page[:n].flatten(0, 1)).float() for prob, page in zip(probs, values, strict=False))
+        return out.to(value.dtype).view(n, 1, heads, -1)
+
+    def write(self, kv: dict, slots: list[int]):
+        """A prompt's keys and values [G, L, D] a layer into each of these slots, from the start."""
+        for layer, new in kv.items():
+            length = new[0].shape[1]
+            num_pages = -(-length // PAGE)
+            for pages, x in zip(self._reserve(layer, new, num_pages), new, strict=True):
+                padded = F.pad(x, (0, 0, 0, num_pages * PAGE - length)).unflatten(1, (num_pages, PAGE))
+                pages[:num_pages, slots] = padded.transpose(0, 1)[:, None]
+
+    def move(self, source: int, target: int):
+        for pages in (x for layer in self.layers.values() for x in layer):
+            pages[:, target] = pages[:, source]
+
+    def _reserve(self, layer: int, like: list[Tensor], num_pages: int) -> list[Tensor]:
+        """The layer's pages, at least so many. New ones are zero: what is masked is multiplied by 0, and must be finite."""
+        held = self.layers.setdefault(
+            layer, [x.new_zeros(0, self.num_slots, x.shape[-3], PAGE, x.shape[-1]) for x in like]
+        )
+        if (more := num_pages - len(held[0])) > 0:
+            held[:] = [torch.cat([x, x.new_zeros(more, *x.shape[1:])]) for x in held]
+        return held
+
+
+def sample(logits: Tensor, noise: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [n, V], uniform noise [n] float64, settings [n] -> tokens [n], logps [n] float32.
+
+    Inverse CDF: the token whose share of the cumulative weights holds the noise, searched first among sums of BLOCK
+    tokens, then in its block. One pass of exp over the vocabulary serves the draw and the log-probability.
+    RuntimeError if the logits are not finite.
+    """
+    rows = torch.arange(len(logits), device=logits.device)
+    greedy = temperature == 0
+    temperature = torch.where(greedy, 1.0, temperature)
+    x = logits.to(torch.float32, copy=True).div_(temperature[:, None])
+    top = x.amax(-1, keepdim=True)
+    weights = F.pad(x.sub_(top).exp_(), (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))  # [n, V / BLOCK, BLOCK]
+    sums = weights.sum(-1).double()
+    total = sums.sum(-1)
+    if not total.isfinite().all():
+        raise RuntimeError("the model's logits are not finite: its weights have diverged")
+    restricted = ((top_p < 1) | (top_k > 0)).nonzero()[:, 0]
+    if len(restricted):
+        settings = (top_p[restricted], top_k[restricted])
+        weights[restricted] = _truncate(weights[restricted].flatten(1), *settings).view_as(weights[restricted])
+        sums = weights.sum(-1).double()
+    cumulative = sums.cumsum(-1)
+    target = noise * cumulative[:, -1]
+    block = _search(cumulative, target)
+    within = weights[rows, block].double().cumsum(-1)
+    tokens = block * BLOCK + _search(within, target - (cumulative - sums)[rows, block])
+    if greedy.any():
+        tokens = torch.where(greedy, logits.argmax(-1), tokens)
+    logps = logits[rows, tokens].float() / temperature - top[:, 0] - total.log()
+    return tokens, logps.float()
+
+
+def _search(cumulative: Tensor, target: Tensor) -> Tensor:
+    """Per row the first index whose cumulative weight exceeds the target, kept within [0, all): so its weight is not 0."""
+    highest = torch.nextafter(cumulative[:, -1], torch.zeros_like(target))
+    return torch.searchsorted(cumulative, target.clamp_min(0).minimum(highest)[:, None], right=True)[:, 0]
+
+
+def _truncate(weights: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """weights [n, V] with 0 outside the `top_k` likeliest tokens and outside the fewest that hold `top_p` of all weight.
+    Both look at the whole distribution, as in SGLang."""
+    ordered, index = weights.sort(-1, descending=True, stable=True)
+    before = ordered.double().cumsum(-1) - ordered
+    limit = torch.where(top_k > 0, top_k, weights.shape[1])[:, None]
+    outside = before > top_p[:, None] * weights.double().sum(-1, keepdim=True)
+    outside |= torch.arange(weights.shape[1], device=weights.device) >= limit
+    return weights.masked_fill(outside.scatter(1, index, outside), 0)
+
+
+def _batches(prompts: list[_Prompt]) -> list[list[_Prompt]]:
+    """Cut where PREFILL tokens are reached."""
+    batches, size = [], PREFILL
+    for prompt in prompts:
+        if size + len(prompt.tokens) > PREFILL:
+            batches.append([])
+            size = 0
+        batches[-1].append(prompt)
+        size += len(prompt.tokens)
+    return batches
+
+
+def _positions(config) -> int | None:
+    return getattr(config, "max_position_embeddings", None)
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    supported = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    return dtype == torch.float32 or (dtype in supported and getattr(torch.ops.mkldnn, supported[dtype])())
+
+
+def _packed_linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -1,0 +1,618 @@
+"""The config: typed sections, one dataclass each, every key explained beside it; Hydra's override grammar; and the
+checks that find every problem before a model is loaded.
+
+`parse(PPOConfig, argv, validate_ppo)` is the entry that all trainers share.
+"""
+
+import ast
+import difflib
+import inspect
+import os
+import shutil
+import sys
+import textwrap
+import traceback
+from contextlib import contextmanager
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import MISSING, OmegaConf, StringNode
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+
+
+def choice(*values: str):
+    """A field that takes one of `values`; the first is the default."""
+    return field(default=values[0], metadata={"choices": values})
+
+
+@dataclass
+class DataConfig:
+    path: str = MISSING
+    """training rows: a json, jsonl, csv, parquet or arrow file, a folder of them, or a Hugging Face dataset name"""
+    test_path: str | None = None
+    """rows to evaluate on, at the start, every trainer.test_freq steps and at the end"""
+    max_length: int = 1024
+    """longest prompt that is kept, in tokens; longer ones are dropped and counted"""
+    prompts_per_rollout: int = 32
+    """prompts of one step"""
+    responses_per_prompt: int = 8
+    """answers sampled for each prompt: a group"""
+    shuffle: bool = True
+    """a new order every epoch, a function of data.seed"""
+    seed: int = 0
+    """of the order of the data"""
+
+
+@dataclass
+class WorkerConfig:
+    model_name: str = MISSING
+    """a Hugging Face causal LM: a folder or a hub name"""
+    optimizer_dir: str | None = None
+    """a folder written by save_optimizer to start the optimizer from"""
+    dtype: str = choice("auto", "float32", "bfloat16")
+    """what is computed in; auto is bfloat16 where the machine is fast at it; the weights trained are always float32"""
+    fsdp_size: int = 0
+    """processes that share one copy of the model; 0 = all; fewer keeps several copies (hybrid sharding)"""
+    sp_size: int = 1
+    """processes that share each sequence (ring attention)"""
+    tp_size: int = 1
+    """processes that share each matrix (tensor parallelism)"""
+    gradient_checkpointing: bool = True
+    """recompute each layer in the backward pass: less memory, about a third more time"""
+    max_length_per_device: int = 8192
+    """tokens of one micro-batch on one process; also the longest sequence"""
+    max_inference_length_per_device: int | None = None
+    """the same for passes without a gradient; by default the same number"""
+    share_prompts: bool = True
+    """run the prompt of a group once for all its answers in a micro-batch; exact, up to rounding"""
+    update_per_rollout: int = 1
+    """optimizer steps (mini-batches) for each rollout"""
+    clip: float = 0.2
+    """how far the probability ratio (actor) or the value (critic) may move in one rollout"""
+    lr: float = 1e-6
+    """learning rate of AdamW"""
+    weight_decay: float = 0.0
+    """of AdamW"""
+    max_grad_norm: float = 1.0
+    """gradients are scaled down to this norm"""
+    warmup_ratio: float = 0.0
+    """share of all updates in which the learning rate rises linearly"""
+    scheduler: str = choice("constant", "linear", "cosine")
+    """the learning rate after the warm-up: constant, or falling to 0"""
+    freeze_steps: int = 0
+    """first steps in which this worker is not updated"""
+    offload_model: bool = False
+    """keep the weights in host memory while they are not used (GPU)"""
+    offload_optimizer: bool = False
+    """keep the optimizer in host memory while it is not used (GPU)"""
+    save_dir: str | None = None
+    """export this worker as Hugging Face folders step_N here, for use elsewhere"""
+    save_freq: int | None = None
+    """steps between these exports"""
+    save_optimizer: bool = False
+    """export the optimizer with it"""
+
+
+@dataclass
+class ActorConfig(WorkerConfig):
+    clip_high: float | None = None
+    """the upper clip, if it differs from clip (DAPO: 0.28)"""
+    dual_clip: float | None = None
+    """bounds the loss of a bad answer by this times its advantage, e.g. 3"""
+    loss: str = choice("ppo", "gspo", "cispo")
+    """the policy loss: clipped token ratios, clipped sequence ratios, or clipped importance weights"""
+    average: str = choice("token", "sequence", "constant")
+    """the mean that the loss is: over tokens (DAPO), over sequences of token means (GRPO), or over a constant length"""
+    average_constant: int | None = None
+    """the length that average=constant divides by, in tokens (Dr. GRPO: the longest answer)"""
+    correction: str = choice("none", "token_tis", "token_mask", "sequence_mask", "geometric_mask")
+    """for the engine's probabilities differing from the trainer's: truncated importance weights, or masks"""
+    correction_cap: float = 2.0
+    """the cap of the correction's ratio"""
+    entropy: float = 0.0
+    """coefficient of an entropy bonus"""
+    log_entropy: bool = False
+    """log the policy's entropy; costs a little in the head"""
+
+
+@dataclass
+class CriticConfig(WorkerConfig):
+    model_name: str | None = None
+    """the model the critic starts from; by default the actor's"""
+    lr: float = 5e-6
+    """learning rate of AdamW"""
+
+
+@dataclass
+class SamplingParams:
+    temperature: float = 1.0
+    """the logits are divided by it, in the engine and in training; 0 (tests only) is greedy"""
+    top_p: float = 1.0
+    """sample from the most likely tokens that hold this much probability"""
+    top_k: int = -1
+    """sample from so many most likely tokens; -1 = all"""
+    max_new_tokens: int = 512
+    """longest answer of one turn"""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """tokens that end a turn, besides the model's own"""
+
+
+@dataclass
+class TestSamplingParams(SamplingParams):
+    temperature: float = 0.0
+    """0 is greedy"""
+
+
+@dataclass
+class RolloutConfig:
+    engine: str = choice("auto", "local", "sglang")
+    """who generates: auto and local are the embedded engine on plain torch"""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """further arguments of SGLang's engine, as rollout.engine_args.NAME=VALUE"""
+    tp_size: int = 1
+    """GPUs of one SGLang engine"""
+    gpu_memory_utilization: float = 0.6
+    """share of the GPU's memory that SGLang may take"""
+    max_running: int = 64
+    """sequences that one engine decodes at a time"""
+    train_sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    test_sampling_params: TestSamplingParams = field(default_factory=TestSamplingParams)
+    max_turns: int = 1
+    """most assistant turns of a trajectory; more than 1 calls the env's interact"""
+    env_path: str = MISSING
+    """a Python file with reward_fn(messages, answer), and interact(messages) for several turns"""
+    env_timeout: float = 30.0
+    """seconds that one call of the env may take"""
+    max_env_failures: float = 0.1
+    """share of a step's trajectories whose env may fail; more stops the run"""
+
+
+@dataclass
+class KLConfig:
+    coef: float = 0.0
+    """weight of the KL divergence from the starting model; 0 loads no reference model"""
+    type: str | None = field(default=None, metadata={"choices": ("reward", "loss")})
+    """where it goes: subtracted from the reward, or added to the loss"""
+    reward_estimator: str = choice("k1", "k2", "k3")
+    """estimator with type=reward"""
+    loss_estimator: str = field(default="k2", metadata={"choices": ("k1", "k2", "k3")})
+    """estimator with type=loss; k2 has the gradient of the KL"""
+
+
+@dataclass
+class AdvConfig:
+    estimator: str = choice("reinforce", "gae")
+    """reinforce: the reward minus its group's mean, no critic (GRPO); gae: with a critic (PPO)"""
+    gamma: float = 1.0
+    """discount of gae"""
+    lamda: float = 1.0
+    """lambda of gae"""
+    norm_var: bool = False
+    """divide by the standard deviation: of the group (reinforce: GRPO; off: Dr. GRPO) or of the batch (gae)"""
+
+
+@dataclass
+class TrainerConfig:
+    project: str = "rl2"
+    """project in wandb"""
+    experiment_name: str = "default"
+    """name of the run"""
+    n_epochs: int = 1
+    """passes over the training rows"""
+    max_steps: int | None = None
+    """stop after so many steps, if that is sooner"""
+    disable_wandb: bool = False
+    """no wandb; it is skipped anyway where it is not installed or not logged in"""
+    deterministic: bool | None = None
+    """rollouts that repeat bit for bit on the same layout; by default on a CPU only"""
+    save_dir: str = "runs/${trainer.experiment_name}"
+    """everything the run writes"""
+    save_freq: int | None = None
+    """steps between checkpoints that a run resumes from; Ctrl-C writes one too"""
+    keep_checkpoints: int | None = 2
+    """how many of the newest are kept; null = all"""
+    resume: str = "auto"
+    """auto: go on from the newest checkpoint in save_dir, if any; off; or the folder of a checkpoint"""
+    test_freq: int | None = None
+    """steps between evaluations on data.test_path; by default only before and after"""
+    seed: int = 0
+    """of sampling and of new weights"""
+
+
+@dataclass
+class PPOConfig:
+    data: DataConfig = field(default_factory=DataConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    kl: KLConfig = field(default_factory=KLConfig)
+    adv: AdvConfig = field(default_factory=AdvConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+
+def parse(root: type, argv: list[str], validate, usage: str = "rl2.trainer.ppo"):
+    """The config that the arguments ask for, as a `root`. `--help` and `--cfg job` print and exit; problems, all of
+    them in one message, exit with 2. `validate(config, set_keys, world_size)` returns (problems, warnings)."""
+    if {"-h", "--help"} & set(argv):
+        print(explain(root, usage))
+        sys.exit(0)
+    options, overrides, problems = _options(argv)
+    config = OmegaConf.structured(root)
+    set_keys = set()
+    for key, value, source in _recipe(options, problems) + _overrides(overrides, problems):
+        problem = _set(config, key, value)
+        set_keys.add(key)
+        if problem:
+            problems.append(problem + source)
+    missing = [] if "--cfg" in options else sorted(OmegaConf.missing_keys(config))
+    problems += [f"{key} is missing: {_docs(root)[key]}" for key in missing]
+    if not problems:
+        problems += _choices(root, config)
+    if "--cfg" in options and not problems:
+        print(OmegaConf.to_yaml(config, resolve=True), end="")
+        sys.exit(0)
+    warnings = []
+    if not problems:
+        result = OmegaConf.to_object(config)
+        problems, warnings = validate(result, set_keys, int(os.environ.get("WORLD_SIZE", "1")))
+    first = os.environ.get("RANK", "0") == "0"
+    if problems and first:
+        print(f"{len(problems)} problem{'s' * (len(problems) > 1)} in the configuration:", file=sys.stderr)
+        print("\n".join(f"  - {problem}" for problem in problems), file=sys.stderr)
+    if problems:
+        sys.exit(2)
+    for warning in warnings if first else []:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    return result
+
+
+@contextmanager
+def user_errors():
+    """Shows what rl2 itself refuses as one message, and everything else with its traceback."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if Path(__file__).parents[1] not in Path(frames[-1].filename).parents:
+            raise
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+def dump(config) -> str:
+    """The config as YAML that --config-name reads back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _options(argv):
+    """--cfg, --config-dir and --config-name (as `--name value` or `--name=value`), the overrides, and what is wrong."""
+    options, overrides, problems, words = {}, [], [], list(argv)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if name in ("--cfg", "--config-dir", "--config-name"):
+            options[name] = value if equals else (words.pop(0) if words else "")
+        elif word.startswith("-"):
+            problems.append(
+                f"{word} is no option: there are --help, --cfg job, --config-dir DIR and --config-name NAME"
+            )
+        else:
+            overrides.append(word)
+    if options.get("--cfg", "job") != "job":
+        problems.append(f"--cfg {options['--cfg']}: the only choice is job")
+    return options, overrides, problems
+
+
+def _recipe(options, problems):
+    """(key, value, where it was written) of each entry of the recipe file."""
+    if "--config-name" not in options:
+        if "--config-dir" in options:
+            problems.append("--config-dir needs --config-name: the file in that folder, with or without .yaml")
+        return []
+    name = options["--config-name"]
+    path = Path(options.get("--config-dir", "."), name if name.endswith((".yaml", ".yml")) else name + ".yaml")
+    if not path.is_file():
+        problems.append(f"--config-name {name}: there is no file {path}")
+        return []
+    try:
+        recipe = OmegaConf.to_container(OmegaConf.load(path))
+    except (YAMLError, OmegaConfBaseException) as error:
+        problems.append(f"{path} is not readable YAML: {error}")
+        return []
+    return [(key, value, f" (in {path})") for key, value in _flatten(recipe or {})]
+
+
+def _flatten(tree, prefix=""):
+    for key, value in tree.items():
+        deeper = isinstance(value, dict) and value and prefix + key != "rollout.engine_args"
+        yield from _flatten(value, f"{prefix}{key}.") if deeper else [(prefix + str(key), value)]
+
+
+def _overrides(words, problems):
+    """(key, value, "") of each key=value argument."""
+    found, parser = [], OverridesParser.create()
+    for word in words:
+        key, equals, text = word.partition("=")
+        if key[:1] in "+~" or not equals:
+            remedy = "write key=value; every key exists already, so + and ~ are not needed"
+            problems.append(f"{word!r} sets no key: {remedy}")
+            continue
+        try:
+            override = parser.parse_override(word)
+        except HydraException:
+            quoted = text.replace('"', '\\"')
+            problems.append(f"{word} cannot be read: put quotes in quotes where a value has spaces, commas, "
+                            f"parentheses or =, as in '{key}=\"{quoted}\"'")  # fmt: skip
+            continue
+        if override.is_sweep_override():
+            problems.append(f"{word} names several values, and a run has one: for a list write {key}=[{text}]")
+        else:
+            found.append((override.key_or_group, override.value(), ""))
+    return found
+
+
+def _set(config, key, value) -> str | None:
+    """Sets one key; returns what is wrong with it."""
+    if key.startswith("rollout.engine_args."):
+        OmegaConf.update(config, key, value, force_add=True)
+        return None
+    known = dict(_leaves(config))
+    if key not in known:
+        near = difflib.get_close_matches(key, known, 3, 0.75)
+        last = key.rpartition(".")[2]
+        near += [k for k in known if k.rpartition(".")[2] == last and k not in near]
+        near = near or [k for k in known if difflib.get_close_matches(last, [k.rpartition(".")[2]], 1, 0.7)]
+        hint = f": did you mean {' or '.join(near[:3])}?" if near else "; --help lists all"
+        return f"unknown key {key}={value}{hint}"
+    if isinstance(value, bool) and isinstance(known[key], StringNode):
+        return f"{key}={value}: this is text, so quote it: '{'off' if not value else 'on'}'"
+    try:
+        OmegaConf.update(config, key, value, force_add=False)
+    except OmegaConfBaseException as error:
+        return f"{key}={value}: {str(error).splitlines()[0]}"
+    return None
+
+
+def _leaves(config, prefix=""):
+    """(dotted key, node) of everything that can be set."""
+    for key in config:
+        node = config._get_node(key)
+        if OmegaConf.is_dict(node) and OmegaConf.get_type(node) is not dict:
+            yield from _leaves(node, f"{prefix}{key}.")
+        else:
+            yield prefix + key, node
+
+
+def _walk(section, prefix=""):
+    """(dotted key, field, the class it stands in) of all fields below a config class."""
+    for entry in fields(section):
+        kind = entry.default_factory if entry.default_factory is not NO_DEFAULT else None
+        if is_dataclass(kind):
+            yield from _walk(kind, f"{prefix}{entry.name}.")
+        else:
+            yield prefix + entry.name, entry, section
+
+
+def _choices(root, config) -> list[str]:
+    problems = []
+    for key, entry, _ in _walk(root):
+        value, choices = OmegaConf.select(config, key, throw_on_missing=False), entry.metadata.get("choices")
+        if choices and value is not None and value not in choices:
+            problems.append(f"{key}={value}: choose {', '.join(choices[:-1])} or {choices[-1]}")
+    return problems
+
+
+def _docs(root) -> dict[str, str]:
+    """Key -> the string under its field, read from the source; a class without one takes its parents'."""
+    texts = {}
+    for key, entry, section in _walk(root):
+        for cls in section.__mro__[:-1]:
+            body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+            for statement, following in zip(body, body[1:], strict=False):
+                named = isinstance(statement, ast.AnnAssign) and statement.target.id == entry.name
+                if named and key not in texts and isinstance(following, ast.Expr):
+                    texts[key] = following.value.value
+    return texts
+
+
+def explain(root: type, usage: str) -> str:
+    """The help: every key with its default, its choices and what it is."""
+    width = min(120, shutil.get_terminal_size().columns)
+    lines = [f"torchrun --nproc_per_node=N -m {usage} key=value ...     (python -m {usage} for one process)", ""]
+    lines += ["--cfg job prints the resolved config; --config-dir DIR --config-name NAME starts from a YAML recipe;"]
+    lines += ["values with spaces, commas, = or parentheses need quotes in quotes: 'key=\"a value\"'."]
+    defaults, docs, section = OmegaConf.structured(root), _docs(root), None
+    for key, entry, _ in _walk(root):
+        if key.split(".")[0] != section:
+            section = key.split(".")[0]
+            lines += ["", section]
+        value = OmegaConf.to_container(defaults)
+        for part in key.split("."):
+            value = value[part]
+        shown = "(required)" if value == "???" else "(none)" if value is None else value
+        choices = entry.metadata.get("choices")
+        text = docs[key] + (f" [{' | '.join(choices)}]" if choices else "")
+        lines += [f"  {key}={shown}", *textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+    return "\n".join(lines)
+
+
+# What later releases bring: key -> (the values that work now, what to do).
+NOT_YET = {
+    "actor.sp_size": ((1,), "ring attention comes with a later release; raise max_length_per_device instead"),
+    "critic.sp_size": ((1,), "ring attention comes with a later release; raise max_length_per_device instead"),
+    "actor.tp_size": ((1,), "tensor parallelism comes with a later release; FSDP shards the model over all processes"),
+    "critic.tp_size": ((1,), "tensor parallelism comes with a later release; FSDP shards the model over all processes"),
+    "rollout.engine": (("auto", "local"), "SGLang comes with a later release; use rollout.engine=local"),
+    "rollout.tp_size": ((1,), "it belongs to SGLang, which comes with a later release"),
+    "rollout.gpu_memory_utilization": ((0.6,), "it belongs to SGLang, which comes with a later release"),
+    "rollout.engine_args": (({},), "they belong to SGLang, which comes with a later release"),
+}
+WORKER_POSITIVE = ("max_length_per_device", "max_inference_length_per_device", "update_per_rollout", "clip", "lr",
+                   "max_grad_norm", "save_freq", "sp_size", "tp_size")  # fmt: skip
+WORKER_NOT_NEGATIVE = ("fsdp_size", "weight_decay", "freeze_steps", "warmup_ratio")
+POSITIVE = (
+    "data.max_length", "data.prompts_per_rollout", "data.responses_per_prompt", "actor.clip_high",
+    "actor.average_constant", "actor.dual_clip",
+    "rollout.max_running", "rollout.max_turns", "rollout.env_timeout", "rollout.train_sampling_params.temperature",
+    "rollout.train_sampling_params.max_new_tokens", "rollout.test_sampling_params.max_new_tokens", "trainer.n_epochs",
+    "trainer.max_steps", "trainer.save_freq", "trainer.keep_checkpoints", "trainer.test_freq",
+)  # fmt: skip
+NOT_NEGATIVE = ("kl.coef", "actor.entropy", "rollout.max_env_failures", "adv.gamma", "adv.lamda", "data.seed",
+                "rollout.test_sampling_params.temperature", "trainer.seed")  # fmt: skip
+AT_MOST_ONE = ("rollout.max_env_failures", "adv.gamma", "adv.lamda", "rollout.train_sampling_params.top_p",
+               "rollout.test_sampling_params.top_p", "actor.warmup_ratio", "critic.warmup_ratio")  # fmt: skip
+
+
+def validate_ppo(config: PPOConfig, set_keys: set[str], world_size: int) -> tuple[list[str], list[str]]:
+    """(problems, warnings) of a config whose keys and types are right."""
+    workers = ["actor"] + ["critic"] * (config.adv.estimator == "gae")
+    problems = check_numbers(config, POSITIVE, NOT_NEGATIVE, AT_MOST_ONE)
+    for name in workers:
+        problems += check_worker(config, name, world_size)
+    problems += _check_paths(config) + _check_lengths(config, workers) + _check_sizes(config)
+    problems += [
+        f"{key}={_get(config, key)} does not work yet: {remedy}"
+        for key, (working, remedy) in NOT_YET.items()
+        if _get(config, key) not in working
+    ]
+    for needed, keys, reason in _uses(config):
+        prefixes = tuple(key for key in keys if key.endswith("."))
+        vain = sorted(key for key in set_keys if not needed and (key in keys or key.startswith(prefixes)))
+        problems += [f"{key}={_get(config, key)} has no effect {reason}" for key in vain]
+    return problems, _warnings(config, set_keys)
+
+
+def _get(config, key):
+    for part in key.split("."):
+        config = config[part] if isinstance(config, dict) else getattr(config, part)
+    return config
+
+
+def check_numbers(config, positive, not_negative, at_most_one) -> list[str]:
+    """What leaves its range; None is allowed."""
+    bad = [f"{key}={_get(config, key)}: it must be above 0" for key in positive if not (_get(config, key) or 1) > 0
+           or _get(config, key) == 0 and _get(config, key) is not None]  # fmt: skip
+    bad += [f"{key}={_get(config, key)}: it must not be below 0" for key in not_negative if _get(config, key) < 0]
+    return bad + [f"{key}={_get(config, key)}: it must not be above 1" for key in at_most_one if _get(config, key) > 1]
+
+
+def check_worker(config, name: str, world_size: int) -> list[str]:
+    """What is wrong with one worker's section."""
+    worker = getattr(config, name)
+    problems = check_numbers(
+        config, [f"{name}.{key}" for key in WORKER_POSITIVE], [f"{name}.{key}" for key in WORKER_NOT_NEGATIVE], ()
+    )
+    if worker.fsdp_size > 0 and world_size % worker.fsdp_size:
+        valid = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        problems.append(
+            f"{name}.fsdp_size={worker.fsdp_size} does not divide the {world_size} processes: choose {valid} or 0"
+        )
+    if (worker.save_freq is None) != (worker.save_dir is None):
+        problems.append(f"{name}.save_dir={worker.save_dir} and {name}.save_freq={worker.save_freq} need each other")
+    return problems
+
+
+def _check_paths(config) -> list[str]:
+    problems = []
+    for key in ("data.path", "data.test_path"):
+        path = _get(config, key)
+        if (
+            path
+            and not Path(path).expanduser().exists()
+            and (path.endswith(DATA_SUFFIXES) or path.startswith(("/", ".", "~")))
+        ):
+            problems.append(f"{key}={path}: no such file or folder")
+    for key in ("actor.model_name", "critic.model_name"):
+        name = _get(config, key)
+        if name and Path(name).is_dir() and not Path(name, "config.json").exists():
+            problems.append(f"{key}={name}: this folder holds no model (no config.json)")
+        elif name and not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+            problems.append(f"{key}={name}: no such folder; a model of the hub is owner/name")
+    env = Path(config.rollout.env_path).expanduser()
+    if not env.is_file() or env.suffix != ".py":
+        problems.append(f"rollout.env_path={env}: no such Python file; copy one of envs/ to start from")
+    for key in ("actor.optimizer_dir", "critic.optimizer_dir"):
+        if _get(config, key) and not Path(_get(config, key)).is_dir():
+            problems.append(f"{key}={_get(config, key)}: no such folder")
+    resume = config.trainer.resume
+    if resume not in ("auto", "off") and not Path(resume).is_dir():
+        problems.append(f"trainer.resume={resume}: choose auto, off or the folder of a checkpoint")
+    return problems
+
+
+def _check_lengths(config, workers) -> list[str]:
+    turns, answer = config.rollout.max_turns, config.rollout.train_sampling_params.max_new_tokens
+    longest, problems = config.data.max_length + turns * answer, []
+    for name in workers:
+        worker = getattr(config, name)
+        for key in ("max_length_per_device", "max_inference_length_per_device"):
+            limit = getattr(worker, key)
+            if limit and longest > limit * worker.sp_size:
+                problems.append(
+                    f"{name}.{key}={limit} is shorter than a trajectory may get: data.max_length {config.data.max_length}"
+                    f" + {turns} x max_new_tokens {answer} = {longest}; raise it, or lower the others"
+                )
+    return problems
+
+
+def _check_sizes(config) -> list[str]:
+    problems, data, actor = [], config.data, config.actor
+    if config.adv.estimator == "reinforce" and data.responses_per_prompt == 1:
+        problems.append("data.responses_per_prompt=1 leaves adv.estimator=reinforce no group to compare with: "
+                        "every advantage would be 0; sample 2 or more, or use adv.estimator=gae")  # fmt: skip
+    trajectories = data.prompts_per_rollout * data.responses_per_prompt
+    for name in ("actor", "critic"):
+        if getattr(config, name).update_per_rollout > trajectories:
+            problems.append(f"{name}.update_per_rollout={getattr(config, name).update_per_rollout} is more than the "
+                            f"{trajectories} trajectories of a step")  # fmt: skip
+    if (config.kl.coef > 0) != (config.kl.type is not None):
+        problems.append(f"kl.coef={config.kl.coef} and kl.type={config.kl.type} need each other: choose reward or loss")
+    if (actor.average == "constant") != (actor.average_constant is not None):
+        problems.append(
+            f"actor.average={actor.average} and actor.average_constant={actor.average_constant} need each other"
+        )
+    for name in ("train", "test"):
+        params = getattr(config.rollout, f"{name}_sampling_params")
+        if params.top_p <= 0 or params.top_k == 0 or params.top_k < -1:
+            problems.append(f"rollout.{name}_sampling_params: top_p={params.top_p}, top_k={params.top_k}: "
+                            "top_p lies above 0 and up to 1, top_k is 1 or more, or -1 for all")  # fmt: skip
+    return problems
+
+
+def _uses(config):
+    """(whether they matter, keys, why they do not): a knob that the user set in vain is refused."""
+    gae, actor, kl = config.adv.estimator == "gae", config.actor, config.kl
+    yield gae, ("critic.", "adv.gamma", "adv.lamda"), "with adv.estimator=reinforce: set adv.estimator=gae"
+    yield kl.type == "reward", ("kl.reward_estimator",), f"with kl.type={kl.type}"
+    yield kl.type == "loss", ("kl.loss_estimator",), f"with kl.type={kl.type}"
+    yield actor.loss != "cispo", ("actor.clip", "actor.dual_clip"), "with actor.loss=cispo, which uses clip_high"
+    yield actor.correction != "none", ("actor.correction_cap",), "with actor.correction=none"
+    unused = "without data.test_path"
+    yield config.data.test_path, ("trainer.test_freq", "rollout.test_sampling_params."), unused
+    for name in ("actor", "critic"):
+        yield getattr(config, name).save_dir, (f"{name}.save_optimizer",), f"without {name}.save_dir"
+
+
+def _warnings(config, set_keys) -> list[str]:
+    warnings, train = [], config.rollout.train_sampling_params
+    if train.top_p < 1 or train.top_k != -1:
+        warnings.append("rollout.train_sampling_params: the policy's log-probabilities are from before top_p, top_k: "
+                        " the trainer does not see what these cut off")  # fmt: skip
+    clips = {"actor.clip", "actor.clip_high", "actor.dual_clip"} & set_keys
+    if clips and config.actor.update_per_rollout == 1 and config.actor.loss == "ppo":
+        warnings.append(
+            f"{', '.join(sorted(clips))}: with actor.update_per_rollout=1 the ratio is exactly 1 and never clipped"
+        )
+    idle = [key for key in set_keys if key.endswith(("offload_model", "offload_optimizer")) and _get(config, key)]
+    if idle and not torch.cuda.is_available():
+        warnings.append(f"{', '.join(sorted(idle))}: nothing to do without a GPU")
+    return warnings

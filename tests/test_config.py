@@ -1,0 +1,149 @@
+"""Every rule of the config: what it refuses, in which words, and a neighbour that passes."""
+
+import os
+
+import pytest
+import yaml
+
+from rl2.trainer import config as config_module
+from rl2.trainer.config import PPOConfig, _docs, _walk, dump, explain, parse, validate_ppo
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    """Arguments that pass; paths are those of `tmp_path`, which is where we stand."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    for name in ("train.jsonl", "env.py", "note.txt"):
+        (tmp_path / name).write_text("")
+    return ["data.path=train.jsonl", "actor.model_name=model", "rollout.env_path=env.py"]
+
+
+def problems(arguments, capsys) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        parse(PPOConfig, arguments, validate_ppo)
+    assert exit_.value.code == 2
+    return capsys.readouterr().err
+
+
+RULES = [  # (refused, what the message says, accepted)
+    ("actor.lrr=1", "unknown key actor.lrr=1: did you mean actor.lr", "actor.lr=1"),
+    ("lr=1", "did you mean actor.lr or critic.lr", "actor.lr=2e-6"),
+    ("data.prompts_per_rolout=4", "did you mean data.prompts_per_rollout?", "data.prompts_per_rollout=4"),
+    ("actor.lr=fast", "actor.lr=fast: Value 'fast'", "actor.lr=1e-5"),
+    ("data.max_length=1.5", "data.max_length=1.5", "data.max_length=15"),
+    ("data.max_length=0", "data.max_length=0: it must be above 0", "data.max_length=1"),
+    ("trainer.max_steps=0", "trainer.max_steps=0: it must be above 0", "trainer.max_steps=null"),
+    ("actor.weight_decay=-1", "must not be below 0", "actor.weight_decay=0.1"),
+    ("actor.warmup_ratio=1.5", "must not be above 1", "actor.warmup_ratio=1"),
+    ("rollout.max_env_failures=2", "must not be above 1", "rollout.max_env_failures=1.0"),
+    ("actor.loss=grpo", "actor.loss=grpo: choose ppo, gspo or cispo", "actor.loss=gspo"),
+    ("kl.type=both kl.coef=1", "kl.type=both: choose reward or loss", "kl.type=loss kl.coef=1"),
+    ("+actor.lr=1", "+ and ~ are not needed", "actor.lr=1"),
+    ("foo", "'foo' sets no key", ""),
+    ("data.seed=1,2", "names several values", "data.seed=1"),
+    ("trainer.project=a(b)", "quotes", "trainer.project='\"a(b)\"'"),
+    ("--quiet", "--quiet is no option", ""),
+    ("--config-name none", "there is no file none.yaml", ""),
+    ("data.path=missing.jsonl", "data.path=missing.jsonl: no such file", "data.path=openai/gsm8k"),
+    ("data.test_path=./missing", "data.test_path=./missing: no such file", "data.test_path=train.jsonl"),
+    ("actor.model_name=./missing", "actor.model_name=./missing: no such folder", "actor.model_name=Qwen/Qwen3-0.6B"),
+    ("actor.model_name=.", "holds no model (no config.json)", "actor.model_name=model"),
+    ("rollout.env_path=note.txt", "rollout.env_path=note.txt: no such Python file", "rollout.env_path=env.py"),
+    ("actor.optimizer_dir=missing", "actor.optimizer_dir=missing: no such folder", "actor.optimizer_dir=model"),
+    ("trainer.resume=missing", "choose auto, off or the folder", "trainer.resume=off"),
+    ("actor.fsdp_size=3", "does not divide the 4 processes: choose 1, 2, 4 or 0", "actor.fsdp_size=2"),
+    ("data.max_length=8000", "8000 + 1 x max_new_tokens 512 = 8512", "data.max_length=7680"),
+    ("rollout.max_turns=15", "1024 + 15 x max_new_tokens 512 = 8704", "rollout.max_turns=14"),
+    ("actor.max_inference_length_per_device=1500", "1536; raise it", "actor.max_inference_length_per_device=1536"),
+    ("data.responses_per_prompt=1", "every advantage would be 0", "data.responses_per_prompt=1 adv.estimator=gae"),
+    ("actor.update_per_rollout=300", "more than the 256 trajectories", "actor.update_per_rollout=256"),
+    ("kl.coef=0.1", "kl.coef=0.1 and kl.type=None need each other", "kl.coef=0.1 kl.type=reward"),
+    ("kl.type=loss", "kl.coef=0.0 and kl.type=loss need each other", "kl.coef=0.1 kl.type=loss"),
+    ("actor.average=constant", "need each other", "actor.average=constant actor.average_constant=512"),
+    ("actor.average_constant=9", "need each other", "actor.average=sequence"),
+    ("actor.save_freq=9", "actor.save_dir=None and actor.save_freq=9 need each other", "actor.save_freq=9 actor.save_dir=x"),
+    ("actor.save_optimizer=true", "no effect without actor.save_dir", "actor.save_optimizer=true actor.save_freq=1 actor.save_dir=x"),
+    ("rollout.train_sampling_params.top_p=0", "top_p lies above 0", "rollout.train_sampling_params.top_p=0.9"),
+    ("rollout.train_sampling_params.top_k=0", "top_k is 1 or more", "rollout.train_sampling_params.top_k=20"),
+    ("rollout.train_sampling_params.temperature=0", "must be above 0", "rollout.train_sampling_params.temperature=0.1"),
+    ("critic.lr=1e-5", "critic.lr=1e-05 has no effect with adv.estimator=reinforce", "critic.lr=1e-5 adv.estimator=gae"),
+    ("adv.lamda=0.9", "adv.lamda=0.9 has no effect", "adv.lamda=0.9 adv.estimator=gae"),
+    ("kl.loss_estimator=k3", "no effect with kl.type=None", "kl.loss_estimator=k3 kl.type=loss kl.coef=1"),
+    ("kl.reward_estimator=k3", "no effect with kl.type=None", "kl.reward_estimator=k3 kl.type=reward kl.coef=1"),
+    ("actor.loss=cispo actor.clip=0.1", "no effect with actor.loss=cispo", "actor.loss=cispo actor.clip_high=4"),
+    ("actor.correction_cap=3", "no effect with actor.correction=none", "actor.correction_cap=3 actor.correction=token_tis"),
+    ("trainer.test_freq=5", "no effect without data.test_path", "trainer.test_freq=5 data.test_path=train.jsonl"),
+    ("actor.sp_size=2", "actor.sp_size=2 does not work yet", "actor.sp_size=1"),
+    ("rollout.engine=sglang", "SGLang comes with a later release", "rollout.engine=local"),
+    ("rollout.engine_args.dtype=x", "belong to SGLang", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("refused", "words", "accepted"), RULES, ids=[rule[0] for rule in RULES])
+def test_rule(base, capsys, monkeypatch, refused, words, accepted):
+    import shlex
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert words in problems([*base, *refused.split()], capsys)
+    parse(PPOConfig, [*base, *shlex.split(accepted)], validate_ppo)
+
+
+def test_all_problems_come_at_once_and_once(base, capsys, monkeypatch):
+    text = problems(["actor.lrr=1", "foo", "data.seed=x"], capsys)
+    assert text.startswith("6 problems")  # and the three required keys
+    assert problems([*base, "kl.coef=1", "data.max_length=9999", "critic.lr=1"], capsys).startswith("3 problems")
+    monkeypatch.setenv("RANK", "1")
+    assert problems([*base, "foo"], capsys) == ""
+
+
+def test_values_and_types(base):
+    config = parse(PPOConfig, [*base, "trainer.experiment_name=x", "trainer.resume=off", "actor.lr=3e-4"], validate_ppo)
+    assert isinstance(config, PPOConfig) and config.trainer.save_dir == "runs/x" and config.actor.lr == 3e-4
+    assert config.trainer.resume == "off" and config.rollout.test_sampling_params.temperature == 0
+
+
+def test_every_key_is_explained():
+    text, docs = explain(PPOConfig, "rl2.trainer.ppo"), _docs(PPOConfig)
+    for key, entry, _ in _walk(PPOConfig):
+        assert len(docs[key]) > 5, key
+        assert f"  {key}=" in text
+        for value in entry.metadata.get("choices", ()):
+            assert value in text
+    assert docs["critic.lr"] and docs["critic.clip"] == docs["actor.clip"]
+    assert set(config_module.NOT_YET) <= {key for key, *_ in _walk(PPOConfig)}
+
+
+def test_recipes_round_trip_and_overrides_win(base, capsys, tmp_path):
+    with pytest.raises(SystemExit) as exit_:
+        parse(PPOConfig, [*base, "actor.lr=0.5", "kl.coef=0.1", "kl.type=loss", "--cfg", "job"], validate_ppo)
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    recipe = yaml.safe_load(text)
+    del (
+        recipe["critic"],
+        recipe["kl"]["reward_estimator"],
+        recipe["adv"],
+        recipe["trainer"]["test_freq"],
+    )  # defaults in vain
+    del recipe["rollout"]["test_sampling_params"], recipe["actor"]["correction_cap"], recipe["actor"]["save_optimizer"]
+    os.makedirs("recipes")
+    (tmp_path / "recipes/mine.yaml").write_text(yaml.safe_dump(recipe))
+    config = parse(PPOConfig, ["--config-dir", "recipes", "--config-name=mine", "actor.clip=0.3"], validate_ppo)
+    assert (config.actor.lr, config.actor.clip, config.kl.type) == (0.5, 0.3, "loss")
+    assert yaml.safe_load(dump(config))["actor"]["clip"] == 0.3
+    (tmp_path / "recipes/mine.yaml").write_text("actor:\n  lrr: 1\ntrainer:\n  resume: off\n")
+    text = problems([*base, "--config-dir=recipes", "--config-name", "mine"], capsys)
+    assert "unknown key actor.lrr=1" in text and "mine.yaml)" in text
+    assert "quote it: 'off'" in text
+    (tmp_path / "recipes/mine.yaml").write_text("actor: [")
+    assert "not readable YAML" in problems([*base, "--config-dir=recipes", "--config-name", "mine"], capsys)
+
+
+def test_what_only_the_hardware_makes_idle_warns(base, capsys):
+    parse(PPOConfig, [*base, "actor.offload_model=true", "actor.clip=0.1"], validate_ppo)
+    text = capsys.readouterr().err
+    assert "actor.offload_model: nothing to do without a GPU" in text and "exactly 1" in text

@@ -1,0 +1,165 @@
+"""Whole runs of rl2.trainer.ppo under torchrun on a tiny random model: rewards that rise, files, kill and resume."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from common import ROOT, make_model, torchrun
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TIMED = ("time/", "memory/", "tokens/per_second")
+# The share of one letter: a policy that answers at random starts near 1/98 and can learn it in a few steps.
+LETTER_ENV = """
+    def reward_fn(messages, answer):
+        reply = messages[-1]["content"]
+        return reply.count(answer) / max(len(reply), 1)
+"""
+
+
+@pytest.fixture
+def setup(tmp_path):
+    """Arguments of a small run: a model, a data set and an env file in `tmp_path`."""
+    rows = [{"messages": [{"role": "user", "content": f"say a, {i}"}], "answer": "a"} for i in range(24)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "env.py").write_text(textwrap.dedent(LETTER_ENV))
+    return [
+        f"actor.model_name={make_model(tmp_path / 'tiny')}", f"data.path={tmp_path / 'train.jsonl'}",
+        f"rollout.env_path={tmp_path / 'env.py'}", f"trainer.save_dir={tmp_path / 'run'}",
+        "data.prompts_per_rollout=4", "data.responses_per_prompt=8", "data.max_length=64", "actor.lr=0.02",
+        "actor.dtype=float32", "rollout.max_running=32", "rollout.train_sampling_params.max_new_tokens=8",
+        "trainer.n_epochs=2", "trainer.disable_wandb=true",
+    ]  # fmt: skip
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(folder):
+    return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in metrics(folder)]
+
+
+def test_grpo_learns_and_leaves_what_it_promises(setup, tmp_path):
+    done = torchrun(
+        2, "-m", "rl2.trainer.ppo", *setup, f"data.test_path={tmp_path / 'train.jsonl'}", "trainer.test_freq=6"
+    )
+    run = tmp_path / "run"
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == list(range(13))
+    rewards = [line["reward/mean"] for line in lines[1:]]
+    assert rewards[0] < 0.1 and rewards[-1] > 0.5
+    assert [line["step"] for line in lines if "test/reward/mean" in line] == [0, 6, 12]
+    assert all(line["actor/mismatch_logp_difference"] < 1e-4 for line in lines[1:])
+    assert all(line["actor/ratio"] == pytest.approx(1) for line in lines[1:])
+    records = [json.loads(line) for line in (run / "rollouts/train/step_12.jsonl").read_text().splitlines()]
+    assert [record["id"] for record in records] == list(range(32))
+    assert {"messages", "rewards", "reward", "length", "finish_reason", "advantage"} <= records[0].keys()
+    assert sum(record["reward"] for record in records) / 32 == pytest.approx(rewards[-1])
+    for group in range(4):
+        assert sum(r["advantage"] for r in records if r["group"] == group) == pytest.approx(0, abs=1e-5)
+    assert len(list((run / "rollouts/test").iterdir())) == 3
+    assert (run / "config.yaml").exists()
+    AutoModelForCausalLM.from_pretrained(run / "model")
+    AutoTokenizer.from_pretrained(run / "model")
+    assert "step 12/12" in done.stdout + done.stderr
+
+
+def test_ppo_with_a_critic_and_kl_learns(setup, tmp_path):
+    extra = [
+        "adv.estimator=gae", "adv.norm_var=true", "critic.lr=0.02", "critic.dtype=float32", "kl.coef=0.001",
+        "kl.type=reward", "actor.update_per_rollout=2", "critic.update_per_rollout=2", "actor.freeze_steps=1",
+        "actor.entropy=0.001", "actor.correction=token_tis", "actor.scheduler=cosine", "actor.warmup_ratio=0.1",
+    ]  # fmt: skip
+    torchrun(2, "-m", "rl2.trainer.ppo", *setup, *extra)
+    lines = metrics(tmp_path / "run")
+    assert (
+        "actor/loss" not in lines[0]
+        and lines[0]["critic/loss"] > 0
+        and lines[1]["actor/kl"] == pytest.approx(0, abs=1e-3)
+    )
+    assert lines[-1]["reward/mean"] > lines[0]["reward/mean"] + 0.3
+    assert lines[-1]["actor/entropy"] < lines[1]["actor/entropy"]
+    assert lines[-1]["actor/lr"] < lines[3]["actor/lr"]
+
+
+def test_a_killed_run_resumes_bit_for_bit(setup, tmp_path):
+    """SIGKILL in mid-step, from within the environment of one rank; the run that was never killed ends the same."""
+    env = (
+        LETTER_ENV
+        + """
+    import os, random, signal
+    calls = 0
+    plain = reward_fn
+    def reward_fn(messages, answer):
+        global calls
+        calls += 1
+        if calls == int(os.environ.get("KILL_AT", 0)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(messages, answer)
+    """
+    )
+    (tmp_path / "env.py").write_text(textwrap.dedent(env))
+    more = ["trainer.save_freq=2", "trainer.max_steps=5", "adv.estimator=gae", "critic.lr=0.01", "critic.dtype=float32"]
+    command = ["-m", "rl2.trainer.ppo", *setup, *more]
+    torchrun(2, *command, f"trainer.save_dir={tmp_path / 'whole'}")
+    # Four calls of the preflight, then 16 a step on each of two ranks: the 60th is in the fourth step.
+    killed = torchrun(2, *command, check=False, env={"KILL_AT": "60"})
+    assert killed.returncode != 0
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
+    (tmp_path / "run/checkpoints/step_4.partial").mkdir()  # as if it had been saving
+    resumed = torchrun(2, *command)
+    assert "step_2" in resumed.stdout + resumed.stderr
+    assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
+    one, other = (load_file(tmp_path / name / "model/model.safetensors") for name in ("run", "whole"))
+    assert all((one[key] == other[key]).all() for key in other)
+    for step in range(1, 6):
+        names = [tmp_path / name / f"rollouts/train/step_{step}.jsonl" for name in ("run", "whole")]
+        assert names[0].read_text() == names[1].read_text()
+
+
+def test_a_signal_finishes_the_step_and_saves(setup, tmp_path):
+    (tmp_path / "env.py").write_text(
+        textwrap.dedent(LETTER_ENV) + "\nimport time\nplain = reward_fn\ndef reward_fn(messages, answer):\n"
+        "    time.sleep(0.02)\n    return plain(messages, answer)\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "-m",
+        "rl2.trainer.ppo",
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [*command, *setup, "trainer.n_epochs=1000"],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.time() + 120
+    while not (tmp_path / "run/metrics.jsonl").exists() and time.time() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    done = metrics(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / f"run/checkpoints/step_{done}/run.json").exists(), out
+    assert "stopping" in out and f"step {done}/6000" in out
+    assert len(list((tmp_path / "run/checkpoints").iterdir())) == 1
+
+
+def test_what_is_wrong_is_said_before_the_model_loads(setup, tmp_path):
+    (tmp_path / "env.py").write_text("def reward_fn(messages, answer):\n    return undefined_name\n")
+    done = torchrun(1, "-m", "rl2.trainer.ppo", *setup, check=False)
+    assert done.returncode != 0
+    text = done.stdout + done.stderr
+    assert "undefined_name" in text and "env.py" in text and "Loading weights" not in text
+    assert "rl2/trainer/ppo.py" not in text.split("ChildFailedError")[0]  # the user's mistake, not our traceback
