@@ -42,7 +42,7 @@ def kl_estimate(logps: Tensor, ref_logps: Tensor, estimator: str) -> Tensor:
 
 
 def trajectory_rewards(rewards: Tensor, trajectory: Tensor) -> Tensor:
-    """The reward of each distinct trajectory [N], in ascending order of their numbers: the sum over all its columns."""
+    """The reward of each distinct trajectory [N], in ascending order of their numbers: the sum over its columns."""
     ids, index = trajectory.unique(return_inverse=True)
     return _sum_by(index, rewards.sum(1), len(ids))
 
@@ -64,9 +64,9 @@ def _spread(member, totals, counts):
 
 
 def group_advantages(rewards: Tensor, mask: Tensor, group: Tensor, trajectory: Tensor, norm_var: bool) -> Tensor:
-    """[B, T]: the reward of the trajectory minus the mean of its group (Dr. GRPO, arXiv:2503.20783). `norm_var` divides
-    by the group's standard deviation + 1e-4 (GRPO, arXiv:2402.03300; unbiased and with this epsilon, as TRL does).
-    Trajectories with nothing to train do not count. A group of one, or of equal rewards, gets exactly 0."""
+    """[B, T]: the reward of the trajectory minus the mean of its group (Dr. GRPO, arXiv:2503.20783). `norm_var`
+    divides by the group's standard deviation + 1e-4 (GRPO, arXiv:2402.03300; unbiased and with this epsilon, as TRL
+    does). Trajectories with nothing to train do not count. A group of one, or of equal rewards, gets exactly 0."""
     index, member, totals, counts = _groups(rewards, mask, group, trajectory)
     spread = _spread(member, totals, counts)
     sizes = _sum_by(member, counts, len(spread))
@@ -125,10 +125,10 @@ def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
 
 def loss_weights(mask: Tensor, trajectory: Tensor, average: str, constant: int | None = None) -> Tensor:
     """The weight [B, T] of each token in the mean that a loss is, over the rows of one optimizer step. `token`: all
-    trained tokens alike (DAPO, arXiv:2503.14476); `sequence`: the mean over trajectories of each one's token mean (GRPO,
-    arXiv:2402.03300); `constant`: the sum over tokens divided by trajectories * `constant`, a length (Dr. GRPO,
-    arXiv:2503.20783), so that the weights, and with them metrics, do not sum to 1. Trajectories without a trained token
-    do not count; where there is no other, all weights are 0."""
+    trained tokens alike (DAPO, arXiv:2503.14476); `sequence`: the mean over trajectories of each one's token mean
+    (GRPO, arXiv:2402.03300); `constant`: the sum over tokens divided by trajectories * `constant`, a length (Dr. GRPO,
+    arXiv:2503.20783), so that the weights do not sum to 1, and metrics weighted by them are no means. Trajectories
+    without a trained token do not count; where there is no other, all weights are 0."""
     ids, index = trajectory.unique(return_inverse=True)
     lengths = _sum_by(index, mask.sum(1), len(ids))
     num = (lengths > 0).sum().clamp(min=1)
@@ -157,14 +157,14 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The surrogate of the policy gradient, a weighted sum over [B, T], and its metrics.
 
-    With rho = exp(logp - old_logp), `ppo`: -min(A rho, A clip(rho, 1 - clip, 1 + clip_high)) (arXiv:1707.06347), at most
-    dual_clip * |A| where A < 0 (arXiv:1912.09729; dual_clip > 1). `gspo`: the same with the row's geometric mean of rho
-    in place of rho, the gradient flowing through each token's own logp (GSPO-token, arXiv:2507.18071). `cispo`:
+    With rho = exp(logp - old_logp), `ppo`: -min(A rho, A clip(rho, 1 - clip, 1 + clip_high)) (arXiv:1707.06347), at
+    most dual_clip * |A| where A < 0 (arXiv:1912.09729; dual_clip > 1). `gspo`: the same with the row's geometric mean
+    of rho in place of rho, the gradient flowing through each token's own logp (GSPO-token, arXiv:2507.18071). `cispo`:
     -sg(min(rho, 1 + clip_high)) A logp (arXiv:2506.13585). `clip_high` None is `clip`. `correction` [B, T] of
     `correction_weights` multiplies each token's loss. Only `logps` gets a gradient.
 
-    Metrics: clip_ratio, the share of tokens whose gradient (cispo: whose rho) was clipped; approx_kl, k3 of
-    KL(old || new); ratio, the mean rho that the loss used.
+    Metrics: clip_ratio, the share of tokens whose gradient (cispo: whose rho) was clipped, the dual clip included;
+    approx_kl, k3 of KL(old || new); ratio, the mean rho that the loss used.
     """
     log_ratio = _where(mask, logps - old_logps.detach())
     approx_kl = kl_estimate(-log_ratio.detach(), torch.zeros_like(log_ratio), "k3")
@@ -174,20 +174,20 @@ def policy_loss(
         log_ratio = mean.detach() + (log_ratio - log_ratio.detach())
     ratio, high = _exp(log_ratio), 1 + (clip if clip_high is None else clip_high)
     if loss == "cispo":
-        losses = -ratio.detach().clamp(max=high) * advantages * _where(mask, logps)
+        losses = -ratio.detach().clamp(max=high) * advantages * logps
         clipped = ratio > high
     elif loss in ("ppo", "gspo"):
         bounded = ratio.clamp(1 - clip, high)
         losses = -torch.minimum(advantages * ratio, advantages * bounded)
         clipped = advantages * ratio > advantages * bounded
         if dual_clip is not None:
-            limit = torch.where(advantages < 0, -dual_clip * advantages, float("inf"))
+            limit = dual_clip * advantages.abs()  # where A >= 0 the loss is below 0 anyway
             clipped = clipped | (losses > limit)
             losses = torch.minimum(losses, limit)
     else:
         raise ValueError(f"policy loss {loss!r}: choose ppo, gspo or cispo")
     if correction is not None:
-        losses = losses * _where(mask, correction).detach()
+        losses = losses * correction.detach()
     metrics = {"clip_ratio": clipped, "approx_kl": approx_kl, "ratio": ratio.detach()}
     return (losses * weights).sum(), {name: (value * weights).sum() for name, value in metrics.items()}
 
@@ -218,8 +218,8 @@ def correction_weights(old_logps: Tensor, engine_logps: Tensor, mask: Tensor, ki
 
 
 def mismatch(old_logps: Tensor, engine_logps: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """How far the trainer's log-probabilities of the sampled tokens are from the engine's: mean absolute difference, k1
-    and k3 of KL(engine || trainer), and the share of tokens whose ratio leaves [0.9, 1.1]."""
+    """How far the trainer's log-probabilities of the sampled tokens are from the engine's: mean absolute difference,
+    k1 and k3 of KL(engine || trainer), and the share of tokens whose ratio leaves [0.9, 1.1]."""
     log_rho = _where(weights, old_logps - engine_logps).detach()
     rho, zeros = _exp(log_rho), torch.zeros_like(log_rho)
     found = {
@@ -234,8 +234,9 @@ def mismatch(old_logps: Tensor, engine_logps: Tensor, weights: Tensor) -> dict[s
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weighted sum of max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), without the 1/2 that TRL and verl
-    put before it. Metrics: clip_ratio, the share of tokens where the clipped error is the larger; value, the mean V."""
+    """The weighted sum of max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), without the 1/2 that TRL and
+    verl put before it. Metrics: clip_ratio, the share of tokens where the clipped error is the larger; value, the mean
+    V."""
     values, old_values, returns = (_where(weights, x) for x in (values, old_values.detach(), returns.detach()))
     bounded = values.clamp(old_values - clip, old_values + clip)
     plain, clipped = (values - returns).square(), (bounded - returns).square()

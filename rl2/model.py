@@ -120,8 +120,10 @@ def load_model(name: str, critic: bool, dtype: torch.dtype, checkpointing: bool,
     held = torch.float32 if masters else dtype
     full = None
     if mesh.rank == 0:
-        # The value head of a critic made from a language model is new, and drawn from the seed set before.
-        full = cls.from_pretrained(name, config=config, dtype=held).state_dict()
+        source, loaded = cls.from_pretrained(name, config=config, dtype=held, output_loading_info=True)
+        full = source.state_dict()
+        if "score.weight" in loaded["missing_keys"]:
+            full["score.weight"].zero_()  # a critic made from a language model starts from V = 0, not from noise
     with init_empty_weights(include_buffers=False):
         hf = cls.from_config(config, attn_implementation="rl2", dtype=held)
     hf.tie_weights()  # which meta parameters do not survive

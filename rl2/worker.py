@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -71,6 +72,9 @@ class Worker:
             for name, column in vars(self._score(part, temperature, entropy)).items():
                 if column is not None:
                     columns[name][rows] = column
+        for module in self.model.modules():  # without a backward pass nothing else would
+            if isinstance(module, FSDPModule):
+                module.reshard()
         self.offload("model")
         # Each cell was computed by one process and is 0 on the others: the sum gathers, and rounds nothing.
         return Scores(**{name: sum_(column).cpu() for name, column in columns.items()})

@@ -9,7 +9,14 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import Fuse
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from rl2.batch import Sample
 
@@ -48,6 +55,13 @@ def make_model(folder, family="llama", tied=True, seed=0, **overrides) -> str:
     return str(folder)
 
 
+def make_critic(name) -> str:
+    """The body of a model of `make_model` with a random value head, saved beside it."""
+    torch.manual_seed(7)
+    AutoModelForSequenceClassification.from_pretrained(name, num_labels=1).save_pretrained(f"{name}-critic")
+    return f"{name}-critic"
+
+
 def make_samples(seed=0, num_groups=4, group_size=3, longest=20) -> list[Sample]:
     """Groups with a common prompt and ragged, partly masked answers."""
     rng = random.Random(seed)
@@ -68,7 +82,8 @@ def run(*command, check=True, env=None, timeout=300) -> subprocess.CompletedProc
     done = subprocess.run(
         [sys.executable, *map(str, command)], env=env, capture_output=True, text=True, timeout=timeout
     )
-    assert not check or done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    told = done.stderr.split("Sending process")[0]  # what torchrun adds is long and says nothing
+    assert not check or done.returncode == 0, f"{done.stdout[-3000:]}\n{told[-5000:]}"
     return done
 
 

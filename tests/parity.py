@@ -38,7 +38,7 @@ def value_loss(batch, scores):
 
 
 def one_step(name, critic, device, batch, **changes):
-    section = SimpleNamespace(**{**SECTION, "model_name": name, **changes})
+    section = SimpleNamespace(**{**SECTION, "model_name": f"{name}-critic" if critic else name, **changes})
     torch.manual_seed(0)
     worker = Worker(section, device, critic, num_updates=10)
     worker.optimizer = torch.optim.SGD(worker.model.parameters(), lr=section.lr)

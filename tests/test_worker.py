@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from common import make_model, torchrun
+from common import make_critic, make_model, torchrun
 from parity import SECTION, make_batch, policy_loss
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -18,7 +18,7 @@ def reference(name, critic):
     batch = make_batch()
     torch.manual_seed(0)
     cls, more = (AutoModelForSequenceClassification, {"num_labels": 1}) if critic else (AutoModelForCausalLM, {})
-    model = cls.from_pretrained(name, dtype=torch.float32, **more)
+    model = cls.from_pretrained(f"{name}-critic" if critic else name, dtype=torch.float32, **more)
     hidden = model.base_model(batch.inputs, attention_mask=torch.ones_like(batch.inputs)).last_hidden_state
     scores = {"logps": None, "entropy": None, "values": None}
     if critic:
@@ -39,6 +39,7 @@ def reference(name, critic):
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen3", False)])
 def test_every_layout_equals_one_padded_process(tmp_path, world, family, tied):
     name = make_model(tmp_path / "model", family, tied)
+    make_critic(name)
     torchrun(world, "tests/parity.py", name, tmp_path / "out")
     results = torch.load(tmp_path / "out")
     assert len(results) == (12 if world == 1 else 24)
@@ -80,5 +81,14 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path):
         assert told["skipped"] == 0 and worker.version == 1
         assert told["lr"] == SECTION["lr"] / 4  # the schedule had not moved either
         assert any(not torch.equal(weight, before[key]) for key, weight in worker.weights(torch.float32))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_new_value_head_starts_at_zero(tmp_path):
+    section = SimpleNamespace(**{**SECTION, "model_name": make_model(tmp_path / "model")})
+    try:
+        values = Worker(section, init(), True, 4).infer(make_batch()).values
+        assert values.abs().max() == 0
     finally:
         dist.destroy_process_group()

@@ -191,6 +191,7 @@ class LocalEngine:
             self.slots = [None] * self.max_running
             self.cache = _Cache(self.max_running)  # it may hold NaN
 
+    @torch.inference_mode()
     def _admit(self) -> bool:
         """Fills free slots, first come first served. Returns whether any slot is busy."""
         self.slots = [None if request is None or request.future.done() else request for request in self.slots]
@@ -214,7 +215,6 @@ class LocalEngine:
                 self.prompts.pop(prompt.tokens)
         return any(self.slots)
 
-    @torch.inference_mode()
     def _prefill(self, prompts: list[_Prompt]):
         """The keys and values of all but the last token of each prompt: that one is the first to be decoded."""
         ends = np.cumsum([0, *(len(prompt.tokens) - 1 for prompt in prompts)]).tolist()
@@ -386,7 +386,7 @@ def _search(cumulative: Tensor, target: Tensor) -> Tensor:
 def _truncate(weights: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     """weights [n, V] with 0 outside the `top_k` likeliest tokens and outside the fewest that hold `top_p` of all weight.
     Both look at the whole distribution, as in SGLang."""
-    ordered, index = weights.sort(-1, descending=True, stable=True)
+    ordered, index = weights.sort(dim=-1, descending=True, stable=True)
     before = ordered.double().cumsum(-1) - ordered
     limit = torch.where(top_k > 0, top_k, weights.shape[1])[:, None]
     outside = before > top_p[:, None] * weights.double().sum(-1, keepdim=True)

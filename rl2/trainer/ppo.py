@@ -4,7 +4,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from .. import algorithms, chat
 from ..batch import Batch, collate, minibatches
@@ -46,7 +46,7 @@ def train(run) -> None:
             logged |= run.update(actor, "actor", batch, config.actor, policy_loss(config), step)
         with metrics.phase("sync"):
             run.engine.wake()
-            run.engine.load(actor.weights(run.engine.dtype), actor.version)
+            run.engine.load(actor.weights(run.engine_dtype), actor.version)
         stopping = bool(run.stop)
         logged |= run.evaluate(step, last=stopping or step == run.num_steps)
         run.finish_step(step, trajectories, batch, logged, stopping)
@@ -142,6 +142,11 @@ class Run:
         data, first = self.config.data, dist.get_rank() == 0
         size = data.prompts_per_rollout
         self.prompts = Prompts(rows, self.tokenizer, data.max_length, data.shuffle, data.seed, size, first)
+        if self.prompts.num_dropped and first:
+            print(
+                f"{self.prompts.num_dropped} prompts are longer than data.max_length={data.max_length} and dropped",
+                flush=True,
+            )
         self.num_steps = self.prompts.num_steps(self.config.trainer.n_epochs)
         if self.config.trainer.max_steps is not None:
             self.num_steps = min(self.num_steps, self.config.trainer.max_steps)
@@ -149,6 +154,21 @@ class Run:
         if data.test_path:
             rows = load_rows(data.test_path, "test", check_ppo_row)
             self.test_prompts = list(Prompts(rows, self.tokenizer, data.max_length, False, 0, 1, first))
+        self._check_positions()
+
+    def _check_positions(self):
+        """Whether the longest trajectory fits the model, before it is loaded."""
+        rollout, name = self.config.rollout, self.config.actor.model_name
+        positions = getattr(AutoConfig.from_pretrained(name), "max_position_embeddings", None)
+        for kind, prompts in (("train", self.prompts), ("test", self.test_prompts)):
+            longest = max((len(prompt.tokens) for prompt in prompts), default=0)
+            answer = getattr(rollout, f"{kind}_sampling_params").max_new_tokens
+            if positions and prompts and longest + rollout.max_turns * answer > positions:
+                raise ValueError(
+                    f"{name} has {positions} positions, but a trajectory may get {longest} (the longest {kind} prompt) + "
+                    f"{rollout.max_turns} x {answer} tokens: lower rollout.{kind}_sampling_params.max_new_tokens, "
+                    "data.max_length or rollout.max_turns"
+                )
 
     def _make_workers(self):
         config, device = self.config, self.device
@@ -165,8 +185,8 @@ class Run:
         config, name = self.config, self.config.actor.model_name
         deterministic = config.trainer.deterministic
         deterministic = self.device.type == "cpu" if deterministic is None else deterministic
-        dtype = compute_dtype(config.actor.dtype, self.device)
-        self.engine = LocalEngine(name, dtype, self.device, config.rollout.max_running, deterministic)
+        self.engine_dtype = compute_dtype(config.actor.dtype, self.device)
+        self.engine = LocalEngine(name, self.engine_dtype, self.device, config.rollout.max_running, deterministic)
         stops = chat.stop_token_ids(self.tokenizer, GenerationConfig.from_pretrained(name).eos_token_id)
         for params in (config.rollout.train_sampling_params, config.rollout.test_sampling_params):
             params.stop_token_ids = sorted({*params.stop_token_ids, *stops})
@@ -191,7 +211,7 @@ class Run:
         self.metrics = Metrics(trainer.save_dir, self.step, self.num_steps, None if trainer.disable_wandb else wandb)
         if found:
             self.metrics.say(f"resumed from {found}: {self.step} of {self.num_steps} steps are done")
-        self.engine.load(self.actor.weights(self.engine.dtype), self.actor.version)
+        self.engine.load(self.actor.weights(self.engine_dtype), self.actor.version)
         if self.step == 0:
             logged = self.evaluate(0, last=False)
             if logged:
@@ -212,7 +232,7 @@ class Run:
                 # A token without advantage (every answer of its group earned the same) moves nothing: it is not run.
                 # The loss is the same mean over all tokens; the metrics are of those that were run.
                 mini.mask = mini.mask * (mini.advantages != 0)
-                share = (mini.weights * mini.mask).sum().item() or 1.0
+                share = (mini.weights * mini.mask).sum().item() or float("nan")
             told = worker.update(mini, loss_fn, self.temperature, entropy)
             whole = ("loss", "grad_norm", "lr", "skipped")
             results.append({key: value if key in whole else value / share for key, value in told.items()})
