@@ -82,10 +82,10 @@ def report(folder: Path) -> None:
     tests = [line for line in lines if "test/reward/mean" in line]
     seconds = sum(line["time/step"] for line in lines)
     sampled = sum(line["tokens/sampled"] for line in train)
-    recent = train[-5:]
+    recent = [line["reward/mean"] for line in train[-5:]]
     draw(folder / "reward.png", train, tests)
     print(f"""
-training   reward {train[0]["reward/mean"]:.2f} at the first step, {sum(r["reward/mean"] for r in recent) / len(recent):.2f} over the last {len(recent)}
+training   reward {train[0]["reward/mean"]:.2f} at the first step, {sum(recent) / len(recent):.2f} over the last {len(recent)}
 held out   {tests[0]["test/reward/mean"]:.0%} right before training, {tests[-1]["test/reward/mean"]:.0%} after (greedy)
 speed      {len(train)} steps in {seconds:.0f} s, {sampled / seconds:.0f} sampled tokens per second over whole steps
 curve      {folder}/reward.png

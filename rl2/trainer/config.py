@@ -15,6 +15,8 @@ import traceback
 from contextlib import contextmanager
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -413,15 +415,20 @@ def _choices(root, config) -> list[str]:
 
 def _docs(root) -> dict[str, str]:
     """Key -> the string under its field, read from the source; a class without one takes its parents'."""
-    texts = {}
-    for key, entry, section in _walk(root):
-        for cls in section.__mro__[:-1]:
-            body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
-            for statement, following in zip(body, body[1:], strict=False):
-                named = isinstance(statement, ast.AnnAssign) and statement.target.id == entry.name
-                if named and key not in texts and isinstance(following, ast.Expr):
-                    texts[key] = following.value.value
-    return texts
+    return {
+        key: next(texts[entry.name] for texts in map(_class_docs, section.__mro__[:-1]) if entry.name in texts)
+        for key, entry, section in _walk(root)
+    }
+
+
+@cache
+def _class_docs(section) -> dict[str, str]:
+    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body
+    return {
+        statement.target.id: following.value.value
+        for statement, following in pairwise(body)
+        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr)
+    }
 
 
 def explain(root: type, usage: str) -> str:

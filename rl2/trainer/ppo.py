@@ -227,12 +227,12 @@ class Run:
         results = []
         for mini in minibatches(batch, section.update_per_rollout, seed=step):
             mini.weights = algorithms.loss_weights(mini.mask, mini.trajectory, average, constant)
-            share = 1.0
             if name == "actor" and not entropy and self.config.kl.type != "loss":
-                # A token without advantage (every answer of its group earned the same) moves nothing: it is not run.
-                # The loss is the same mean over all tokens; the metrics are of those that were run.
-                mini.mask = mini.mask * (mini.advantages != 0)
-                share = (mini.weights * mini.mask).sum().item() or float("nan")
+                # Rows without advantage (every answer of their group earned the same) move nothing and are not run; the
+                # loss stays the mean over all. Metrics are means over what was run.
+                moving = (mini.advantages != 0).any(1, keepdim=True)
+                mini.mask, mini.weights = mini.mask * moving, mini.weights * moving
+            share = mini.weights.sum().item() or float("nan")
             told = worker.update(mini, loss_fn, self.temperature, entropy)
             whole = ("loss", "grad_norm", "lr", "skipped")
             results.append({key: value if key in whole else value / share for key, value in told.items()})
