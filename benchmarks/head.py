@@ -23,7 +23,7 @@ def plain(hidden, weight, targets):
 
 
 def chunked(hidden, weight, targets):
-    return _Head.apply(hidden, weight, targets, 1.0, False)[0]
+    return _Head.apply(hidden, weight, targets, 1.0, False, None)[0]
 
 
 def measure(arguments) -> dict:

@@ -4,7 +4,8 @@ Shapes: B sequences, T columns of the longest one, L packed tokens, P scored pai
 """
 
 import heapq
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -52,20 +53,22 @@ class Batch:
 
 @dataclass
 class Pack:
-    """One micro-batch of one process. Segment s is tokens[cu_seqlens[s]:cu_seqlens[s+1]] and attends causally to itself;
-    a prefix (a, b, c, d) lets tokens a..b attend to all of tokens c..d as well: answers to the prompt they share.
+    """One micro-batch. Segment s is tokens[cu_seqlens[s]:cu_seqlens[s+1]] and attends causally to itself; a prefix
+    (a, b, c) lets the segments a..b attend to all of segment c as well: answers to the prompt they share.
 
     Pairs, not positions, are scored: where a prompt is shared, its last hidden state predicts every answer's first token.
+    `zigzag` leaves one process's tokens and pairs; the segments then are still those of all.
     """
 
     tokens: Tensor  # [1, L] int64
     positions: Tensor  # [1, L] int64
-    cu_seqlens: list[int]  # segment boundaries, from 0 to L
-    prefixes: list[tuple[int, int, int, int]]
+    cu_seqlens: list[int]  # segment boundaries
+    prefixes: list[tuple[int, int, int]]
     hidden: Tensor  # [P] int64, index of the hidden state
     targets: Tensor  # [P] int64, the token it should predict
     rows: Tensor  # [P] int64, which row of the packed rows it belongs to
     columns: Tensor  # [P] int64
+    chunks: list[list[tuple[int, int]]] | None = None  # [process][segment] lengths of its two chunks, see `zigzag`
 
 
 def collate(samples: list[Sample]) -> Batch:
@@ -150,7 +153,7 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
     and run the prompt once when `share_prompts`.
 
     Two answers [3, 4] and [5] to the prompt [1, 2]: nothing is predicted from their last tokens, so tokens [1, 2, 3],
-    segments 0:2 and 2:3, prefix (2, 3, 0, 2), and the pairs (1, 3), (2, 4), (1, 5) of hidden state and target.
+    segments 0:2 and 2:3, prefix (1, 2, 0), and the pairs (1, 3), (2, 4), (1, 5) of hidden state and target.
     """
     tokens, positions, cu_seqlens, prefixes = [], [], [0], []
     hidden, targets, rows, columns = [], [], [], []
@@ -167,15 +170,14 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
         inputs = batch.inputs[row]
         head = (batch.group[row].item(), inputs[:prompt].tolist()) if share_prompts else None
         if head is None or head != key:
-            key, at = head, cu_seqlens[-1]
+            key, at, shared = head, cu_seqlens[-1], len(cu_seqlens) - 1
             segment(inputs[: prompt if share_prompts else end], 0)
         tail = cu_seqlens[-1]
         if share_prompts and end > prompt:
             segment(inputs[prompt:end], prompt)
-            if prefixes and prefixes[-1][2] == at:
-                prefixes[-1] = (prefixes[-1][0], cu_seqlens[-1], at, at + prompt)
-            else:
-                prefixes.append((tail, cu_seqlens[-1], at, at + prompt))
+            if prefixes and prefixes[-1][2] == shared:
+                prefixes.pop()
+            prefixes.append((shared + 1, len(cu_seqlens) - 1, shared))
         scored = batch.mask[row].nonzero().squeeze(1)
         hidden.append(
             torch.where(scored < prompt, at + scored, tail + scored - prompt) if share_prompts else at + scored
@@ -196,6 +198,32 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
         rows=torch.cat([none, *rows]),
         columns=torch.cat([none, *columns]),
     )
+
+
+def zigzag(pack: Pack, size: int, rank: int) -> Pack:
+    """The part of `pack` that process `rank` of `size` holds: chunks rank and 2 * size - 1 - rank of the 2 * size that each
+    segment is cut into, one behind the other, so that all have the same causal work.
+
+    Chunks differ by at most one token, and nothing is padded. Segment s of n tokens ends chunk i - 1 at
+    (i * n + s % (2 * size)) // (2 * size): the last term deals the odd tokens of short segments to all. A process
+    without a token runs one that nobody sees. Size 2, segments of 4 and 1: process 0 holds tokens 0, 3, process 1 the rest.
+    """
+    parts = 2 * size
+    chunks, held = [[] for _ in range(size)], []
+    for s, (start, end) in enumerate(pairwise(pack.cu_seqlens)):
+        cuts = [start + (i * (end - start) + s % parts) // parts for i in range(parts + 1)]
+        for r in range(size):
+            both = [(cuts[i], cuts[i + 1]) for i in (r, parts - 1 - r)]
+            chunks[r].append(tuple(b - a for a, b in both))
+            held += [torch.arange(a, b) for a, b in both if r == rank]
+    held = torch.cat(held)
+    local = torch.full((pack.cu_seqlens[-1],), -1).index_copy(0, held, torch.arange(len(held)))
+    ours = local[pack.hidden] >= 0
+    pairs = {name: getattr(pack, name)[ours] for name in ("targets", "rows", "columns")}
+    if not len(held):
+        held = torch.zeros(1, dtype=torch.int64)
+    tokens, positions = pack.tokens[:, held], pack.positions[:, held]
+    return replace(pack, tokens=tokens, positions=positions, hidden=local[pack.hidden[ours]], chunks=chunks, **pairs)
 
 
 def unpack(pack: Pack, scores: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -5,7 +5,9 @@ import math
 import os
 import resource
 import time
+from collections import deque
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -18,7 +20,7 @@ class Metrics:
 
     def __init__(self, folder, start: int, num_steps: int, wandb: dict | None = None):
         self.folder, self.times = Path(folder), {}
-        self.first, self.num_steps = dist.get_rank() == 0, num_steps
+        self.first, self.num_steps, self.recent = dist.get_rank() == 0, num_steps, deque(maxlen=10)
         self.wandb = _start_wandb(wandb, self.folder) if wandb and self.first else None
         if self.first:
             self.bar = tqdm(
@@ -46,10 +48,14 @@ class Metrics:
             return
         with open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps({key: _plain(value) for key, value in values.items()}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # a checkpoint may follow, and must not survive a line of its own
         if self.wandb:
             self.wandb.log(values, step=step)
         self.bar.update(step - self.bar.n)
-        self.bar.write(_line(values, self.num_steps))
+        self.recent.append(total)
+        left = sum(self.recent) / len(self.recent) * (self.num_steps - step)
+        self.bar.write(f"{_line(values, self.num_steps)}  {timedelta(seconds=round(left))} left")
 
     def write_trajectories(self, purpose: str, step: int, records: list[dict]) -> None:
         """Every process's records to rollouts/`purpose`/step_N.jsonl, in the order of the data."""

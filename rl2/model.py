@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from .parallel.attention import PackedAttention
+from .parallel import tensor
+from .parallel.ring import PackedAttention, Ring
+from .parallel.tensor import sum_softmax
 
 HEAD_CHUNK = 2**24  # logits held at a time: 64 MiB in fp32
 # What changes the logits after the head, or what a token sees, and is not computed here.
@@ -34,52 +37,65 @@ class Scores:
     entropy: Tensor | None = None
     values: Tensor | None = None
 
+    def map(self, function) -> "Scores":
+        """`function` of each that is there."""
+        return Scores(**{name: None if x is None else function(x) for name, x in vars(self).items()})
+
 
 class TokenModel(nn.Module):
     """`hf` with its head replaced by scores of (hidden state, target) pairs, so that [L, V] logits never exist."""
 
-    def __init__(self, hf: nn.Module):
+    def __init__(self, hf: nn.Module, ring: Ring, tp: dist.ProcessGroup | None = None):
         super().__init__()
-        self.hf = hf
+        self.hf, self.ring, self.tp = hf, ring, tp
         self.is_critic = hf.get_output_embeddings() is None
 
     def forward(self, pack, temperature: float = 1.0, entropy: bool = False) -> Scores:
-        attend = PackedAttention(pack.cu_seqlens, pack.prefixes, pack.tokens.device)
+        attend = PackedAttention(pack.chunks, pack.prefixes, pack.tokens.device, self.ring)
         body = self.hf.base_model(pack.tokens, position_ids=pack.positions, use_cache=False, attend=attend)
         hidden = body.last_hidden_state[0, pack.hidden]  # [P, E]
         if self.is_critic:
             return Scores(values=self.hf.score(hidden).squeeze(-1).float())
         weight = self.hf.get_output_embeddings().weight
-        logps, entropies = _Head.apply(hidden, weight, pack.targets, temperature, entropy)
+        if self.tp is not None:
+            weight = weight.to_local()
+        logps, entropies = _Head.apply(hidden, weight, pack.targets, temperature, entropy, self.tp)
         return Scores(logps=logps, entropy=entropies if entropy else None)
 
 
 class _Head(torch.autograd.Function):
     """log softmax(hidden @ weight.T / temperature) at the targets, and its entropy, a chunk of rows at a time.
 
-    Backward recomputes each chunk's logits z. With p = softmax(z), d logp_t / dz = 1[t] - p and dH / dz = -p (log p + H).
+    With `group`, weight holds this process's part of the vocabulary, in order of rank. Backward recomputes each chunk's
+    logits z. With p = softmax(z), d logp_t / dz = 1[t] - p and dH / dz = -p (log p + H), where H = lse - sum p z.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, with_entropy):
+    def forward(ctx, hidden, weight, targets, temperature, with_entropy, group):
         num = len(hidden)
-        logps, entropy, lse = (torch.zeros(num, device=hidden.device) for _ in range(3))
+        chosen, mean, lse = (torch.zeros(num, device=hidden.device) for _ in range(3))
+        targets = targets - (len(weight) * dist.get_rank(group) if group else 0)
+        ours = ((targets >= 0) & (targets < len(weight))).float()
+        targets = targets.clamp(0, len(weight) - 1)
         for rows in _chunks(num, len(weight)):
             logits = _logits(hidden[rows], weight, temperature)
-            logps[rows] = logits.gather(1, targets[rows, None]).squeeze(1)
+            chosen[rows] = logits.gather(1, targets[rows, None]).squeeze(1) * ours[rows]
             top = logits.max(1, keepdim=True).values
             exp = logits.sub_(top).exp_() if not with_entropy else (logits - top).exp_()
             total = exp.sum(1)
             lse[rows] = total.log() + top.squeeze(1)
             if with_entropy:
-                entropy[rows] = lse[rows] - exp.mul_(logits).sum(1) / total
-        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        ctx.temperature, ctx.with_entropy = temperature, with_entropy
-        return logps - lse, entropy
+                mean[rows] = exp.mul_(logits).sum(1) / total
+        if group:
+            lse, chosen, mean = sum_softmax(lse, chosen, mean, group)
+        entropy = lse - mean
+        ctx.save_for_backward(hidden, weight, targets, ours, lse, entropy)
+        ctx.temperature, ctx.with_entropy, ctx.group = temperature, with_entropy, group
+        return chosen - lse, entropy
 
     @staticmethod
     def backward(ctx, d_logps, d_entropy):
-        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        hidden, weight, targets, ours, lse, entropy = ctx.saved_tensors
         d_hidden = torch.zeros_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32)
         for rows in _chunks(len(hidden), len(weight)):
@@ -90,11 +106,13 @@ class _Head(torch.autograd.Function):
                 d_logits = probs.mul_(scale).neg_()
             else:
                 d_logits = probs.mul_(-d_logps[rows, None])
-            d_logits.scatter_add_(1, targets[rows, None], d_logps[rows, None])
+            d_logits.scatter_add_(1, targets[rows, None], (d_logps * ours)[rows, None])
             d_logits = d_logits.div_(ctx.temperature).to(hidden.dtype)
             d_hidden[rows] = d_logits @ weight
             d_weight += d_logits.T @ hidden[rows]
-        return d_hidden, d_weight.to(weight.dtype), None, None, None
+        if ctx.group:
+            dist.all_reduce(d_hidden, group=ctx.group)
+        return d_hidden, d_weight.to(weight.dtype), None, None, None, None
 
 
 def _logits(hidden, weight, temperature):
@@ -117,9 +135,11 @@ def load_model(name: str, critic: bool, dtype: torch.dtype, checkpointing: bool,
     config = AutoConfig.from_pretrained(name, **({"num_labels": 1} if critic else {}))
     stored = config.dtype
     _check(name, config)
+    if mesh.tp is not None:
+        tensor.check(name, config, mesh.tp.size())
     held = torch.float32 if masters else dtype
     full = None
-    if mesh.rank == 0:
+    if dist.get_rank() == 0:
         source, loaded = cls.from_pretrained(name, config=config, dtype=held, output_loading_info=True)
         full = source.state_dict()
         if "score.weight" in loaded["missing_keys"]:
@@ -128,7 +148,9 @@ def load_model(name: str, critic: bool, dtype: torch.dtype, checkpointing: bool,
         hf = cls.from_config(config, attn_implementation="rl2", dtype=held)
     hf.tie_weights()  # which meta parameters do not survive
     hf.config.dtype = stored or dtype  # what an export is written in
-    model = TokenModel(hf).train(masters)
+    if mesh.tp is not None:
+        tensor.parallelize(hf, mesh.tp)
+    model = TokenModel(hf, Ring(mesh.sp), mesh.tp and mesh.tp.get_group()).train(masters)
     _shard(model, mesh, dtype if masters else None, checkpointing)
     _scatter(model, full, mesh)
     return model
@@ -168,5 +190,9 @@ def _scatter(model, full, mesh):
         model.get_buffer(name).copy_(buffer)
     for name, parameter in model.hf.named_parameters():
         value = torch.empty(parameter.shape, dtype=parameter.dtype) if full is None else full.pop(name)
-        value = distribute_tensor(value.to(mesh.device), parameter.device_mesh, parameter.placements)
-        parameter.data.copy_(value)
+        value = value.to(mesh.device)
+        if mesh.tp is not None:
+            cut = parameter.placements[mesh.fsdp.ndim :] or [Replicate()]
+            value = distribute_tensor(value, mesh.tp, cut).to_local()
+        sharded = [*[Replicate()] * (mesh.fsdp.ndim - 1), Shard(0)]
+        parameter.data.to_local().copy_(distribute_tensor(value, mesh.fsdp, sharded).to_local())

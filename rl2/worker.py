@@ -14,19 +14,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from .batch import Batch, pack, plan, unpack
+from .batch import Batch, pack, plan, unpack, zigzag
 from .model import Scores, load_model
-from .parallel.mesh import make_mesh, sum_
+from .parallel.mesh import joined, make_mesh, sum_
+from .parallel.tensor import partial_gradients
 
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # so that layouts may group parameters differently
 Loss = Callable[[Batch, Scores], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -44,7 +45,7 @@ class Worker:
 
     def __init__(self, section, device: torch.device, critic: bool = False, num_updates: int = 0):
         self.section, self.num_updates = section, num_updates
-        self.mesh = make_mesh(device, section.fsdp_size)
+        self.mesh = make_mesh(device, section.fsdp_size, section.sp_size, section.tp_size)
         self.dtype = compute_dtype(section.dtype, device)
         trained = num_updates > 0
         checkpointing = trained and section.gradient_checkpointing
@@ -52,10 +53,11 @@ class Worker:
         self.version = 0  # how many updates the weights have seen
         self.optimizer = None
         if trained:
-            # Fused even on the CPU: one pass over the memory instead of ten.
-            self.optimizer = torch.optim.AdamW(
-                self.model.parameters(), lr=section.lr, weight_decay=section.weight_decay, fused=True
-            )
+            # Fused even on the CPU: one pass over the memory instead of ten. It takes parameters of one mesh at a time.
+            parameters = list(self.model.parameters())
+            groups = [[p for p in parameters if p.device_mesh.ndim == n] for n in (1, 2, 3)]
+            groups = [{"params": group} for group in groups if group]
+            self.optimizer = torch.optim.AdamW(groups, section.lr, weight_decay=section.weight_decay, fused=True)
             if section.optimizer_dir:
                 self._import_optimizer(section.optimizer_dir)
 
@@ -76,8 +78,9 @@ class Worker:
             if isinstance(module, FSDPModule):
                 module.reshard()
         self.offload("model")
-        # Each cell was computed by one process and is 0 on the others: the sum gathers, and rounds nothing.
-        return Scores(**{name: sum_(column).cpu() for name, column in columns.items()})
+        # Each cell was computed by one process (by tp alike ones) and is 0 on the others: the sum gathers, and rounds nothing.
+        alike = self.mesh.tp is not None and self.mesh.tp.get_local_rank() > 0
+        return Scores(**{name: sum_(column * (not alike)).cpu() for name, column in columns.items()})
 
     def update(self, batch: Batch, loss_fn: Loss, temperature: float = 1.0, entropy: bool = False) -> dict[str, float]:
         """One optimizer step on `batch`. `loss_fn(rows of the batch, their scores [b, T])` returns a sum over tokens that
@@ -88,11 +91,11 @@ class Worker:
         totals = {}
         for rows in self._micro_batches(batch, self.section.max_length_per_device):
             part = batch.select(rows)
-            scores = self._score(part, temperature, entropy)
-            loss, metrics = loss_fn(part, scores)
-            (loss * self.mesh.size).backward()  # FSDP averages gradients over its processes; this makes it a sum
+            scores = self._score(part, temperature, entropy).map(lambda column: joined(column, self.mesh.sp))
+            loss, metrics = loss_fn(_move(part, self.mesh.device), scores)
+            (loss * self.mesh.fsdp.size()).backward()  # FSDP averages gradients over its processes; this makes it a sum
             for name, value in {"loss": loss.detach(), **metrics}.items():
-                totals[name] = totals.get(name, 0.0) + value.float()
+                totals[name] = totals.get(name, 0.0) + value.float() * self.mesh.counts
         names = sorted(totals)
         sums = sum_(torch.stack([totals[name].to(self.mesh.device) for name in names]))
         norm, lr = self._step()
@@ -113,30 +116,32 @@ class Worker:
         stored = self.model.hf.config.dtype
         full = {}
         for name, tensor in self.weights(stored):
-            if self.mesh.rank == 0:
+            if dist.get_rank() == 0:
                 full[name] = tensor.cpu()
-        if self.mesh.rank == 0:
+        if dist.get_rank() == 0:
             self.model.hf.save_pretrained(folder, state_dict=full)
             tokenizer.save_pretrained(folder)
         if optimizer:
             dcp.save(
-                {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)}, checkpoint_id=f"{folder}/optimizer"
+                {"optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=BY_NAME)},
+                checkpoint_id=f"{folder}/optimizer",
             )
         dist.barrier()
 
     def _import_optimizer(self, folder):
         folder = f"{folder}/optimizer" if Path(folder, "optimizer").is_dir() else folder
-        state = {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
+        state = {"optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=BY_NAME)}
         dcp.load(state, checkpoint_id=folder)
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=BY_NAME)
 
     def state_dict(self) -> dict:
         """What a resumed run needs of this worker: weights, optimizer and version, sharded."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=BY_NAME)
         return {"model": model, "optimizer": optimizer, "version": self.version}
 
     def load_state_dict(self, state: dict) -> None:
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **states, options=BY_NAME)
         self.version = state["version"]
 
     def load(self, what: str) -> None:
@@ -157,28 +162,27 @@ class Worker:
                 state.update({key: value.to(device) for key, value in state.items() if key != "step"})
 
     def _micro_batches(self, batch, budget):
-        parts = plan(batch, budget, self.mesh.size, self.section.share_prompts)
-        return [micro[self.mesh.rank] for micro in parts]
+        parts = plan(batch, budget * self.section.sp_size, self.mesh.dp_size, self.section.share_prompts)
+        return [micro[self.mesh.dp_rank] for micro in parts]
 
     def _score(self, part, temperature, entropy):
-        """The scores of the rows as columns, with their gradient."""
-        packed = pack(part, self.section.share_prompts)
-        moved = {k: v.to(self.mesh.device) for k, v in vars(packed).items() if isinstance(v, Tensor)}
-        packed = replace(packed, **moved)
+        """The scores of the rows as columns, with their gradient; 0 where another process of our ring computes them."""
+        ring = self.model.ring
+        packed = zigzag(pack(part, self.section.share_prompts), ring.size, ring.rank)
+        packed = _move(packed, self.mesh.device)
         scores = self.model(packed, temperature, entropy)
-        return Scores(**{k: v if v is None else unpack(packed, v, part.mask.shape) for k, v in vars(scores).items()})
+        return scores.map(lambda pairs: unpack(packed, pairs, part.mask.shape))
 
     def _step(self) -> tuple[float, float]:
         """Clips, steps and clears the gradient; a gradient that is not finite is dropped, and nothing moves."""
         self.load("optimizer")
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = get_total_norm(gradients)
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        gradients = [parameter.grad.to_local() for parameter in self.model.parameters()]
+        norm = self._gradient_norm()
         lr = self.section.lr * schedule(
             self.version, self.num_updates, self.section.warmup_ratio, self.section.scheduler
         )
         if math.isfinite(norm):
-            clip_grads_with_norm_(self.model.parameters(), self.section.max_grad_norm, torch.tensor(norm))
+            torch._foreach_mul_(gradients, min(1.0, self.section.max_grad_norm / (norm + 1e-6)))
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
@@ -186,6 +190,25 @@ class Worker:
         self.optimizer.zero_grad()
         self.offload("optimizer")
         return norm, lr
+
+    def _gradient_norm(self) -> float:
+        """The norm over all parameters and processes. Of what several processes hold alike, each counts its share."""
+        if self.mesh.tp is not None:
+            for parameter in partial_gradients(self.model.hf):
+                dist.all_reduce(parameter.grad.to_local(), group=self.mesh.tp.get_group())
+        squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for parameter in self.model.parameters():
+            sharded = math.prod(
+                parameter.device_mesh.size(i) for i, p in enumerate(parameter.placements) if not p.is_replicate()
+            )
+            local = parameter.grad.to_local()
+            squares += local.norm().double().square() * sharded / dist.get_world_size()
+        return sum_(squares).sqrt().item()
+
+
+def _move(data, device):
+    """A dataclass with its tensors on `device`."""
+    return replace(data, **{name: x.to(device) for name, x in vars(data).items() if isinstance(x, Tensor)})
 
 
 def schedule(done: int, total: int, warmup_ratio: float, kind: str) -> float:

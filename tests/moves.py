@@ -12,10 +12,14 @@ from rl2.checkpoint import Checkpoints
 from rl2.parallel.mesh import init
 from rl2.worker import Worker
 
+LAYOUTS = {"hybrid": {"fsdp_size": 1}, "sp": {"sp_size": 2}, "tp": {"tp_size": 2}}
+
 
 def main(mode, name, folder):
+    """`mode` is save or load, with a layout after an underscore if it is not fsdp over all."""
     device, batch = init(), make_batch()
-    changes = {"model_name": name, "lr": 1e-3, "warmup_ratio": 0.5, "fsdp_size": 1 if mode == "hybrid" else 0}
+    layout = LAYOUTS.get(mode.rpartition("_")[2], {})
+    changes = {"model_name": name, "lr": 1e-3, "warmup_ratio": 0.5, **layout}
     section = SimpleNamespace(**{**SECTION, **changes})
     torch.manual_seed(0)
     workers = {"actor": Worker(section, device, False, 8), "critic": Worker(section, device, True, 8)}
@@ -27,7 +31,7 @@ def main(mode, name, folder):
         weights = {(k, name): p for k, w in workers.items() for name, p in w.weights(torch.float32)}
         return {"told": told, "weights": weights, "drawn": torch.rand(3)}
 
-    if mode == "save":
+    if mode.startswith("save"):
         step()
         checkpoints.save(1, workers, "config")
         workers["actor"].export(f"{folder}/export", AutoTokenizer.from_pretrained(name))

@@ -1,4 +1,4 @@
-"""Run under torchrun by test_worker.py: one SGD step of every layout of this world size, saved to a file."""
+"""Run under torchrun by test_worker.py: two SGD steps of every layout of this world size, saved to a file."""
 
 import sys
 from itertools import product
@@ -13,11 +13,18 @@ from rl2.parallel.mesh import init
 from rl2.worker import Worker
 
 SECTION = {
-    "fsdp_size": 0, "dtype": "float32", "gradient_checkpointing": False, "max_length_per_device": 4096,
-    "max_inference_length_per_device": None, "share_prompts": True, "lr": 0.1, "weight_decay": 0.0, "max_grad_norm": 0.05,
-    "warmup_ratio": 0.0, "scheduler": "constant", "offload_model": False, "offload_optimizer": False,
-    "optimizer_dir": None,
+    "fsdp_size": 0, "sp_size": 1, "tp_size": 1, "dtype": "float32", "gradient_checkpointing": False,
+    "max_length_per_device": 4096, "max_inference_length_per_device": None, "share_prompts": True, "lr": 0.1,
+    "weight_decay": 0.0, "max_grad_norm": 0.05, "warmup_ratio": 0.0, "scheduler": "constant", "offload_model": False,
+    "offload_optimizer": False, "optimizer_dir": None,
 }  # fmt: skip
+# World size -> (fsdp_size, sp_size, tp_size): every pure layout, the hybrid one, and mixes.
+LAYOUTS = {
+    1: [(0, 1, 1)],
+    2: [(0, 1, 1), (1, 1, 1), (0, 2, 1), (1, 2, 1), (0, 1, 2)],
+    3: [(0, 1, 1), (0, 3, 1)],
+    4: [(0, 1, 1), (2, 1, 1), (0, 4, 1), (0, 2, 1), (2, 2, 1), (1, 4, 1), (0, 1, 2), (0, 2, 2), (1, 2, 2), (1, 1, 2)],
+}
 
 
 def make_batch():
@@ -37,13 +44,14 @@ def value_loss(batch, scores):
     return ((scores.values - batch.advantages).square() * batch.weights).sum(), {}
 
 
-def one_step(name, critic, device, batch, **changes):
+def two_steps(name, critic, device, batch, **changes):
     section = SimpleNamespace(**{**SECTION, "model_name": f"{name}-critic" if critic else name, **changes})
     torch.manual_seed(0)
     worker = Worker(section, device, critic, num_updates=10)
-    worker.optimizer = torch.optim.SGD(worker.model.parameters(), lr=section.lr)
+    worker.optimizer = torch.optim.SGD([{"params": [p]} for p in worker.model.parameters()], lr=section.lr)
     before = worker.infer(batch, 0.9, entropy=not critic)
-    metrics = worker.update(batch, value_loss if critic else policy_loss, 0.9, entropy=not critic)
+    loss = value_loss if critic else policy_loss
+    metrics = [worker.update(batch, loss, 0.9, entropy=not critic) for _ in range(2)]
     weights = dict(worker.weights(torch.float32))
     return {"scores": vars(before), "metrics": metrics, "weights": weights, "version": worker.version}
 
@@ -51,16 +59,13 @@ def one_step(name, critic, device, batch, **changes):
 def main(name, out):
     device = init()
     batch, results = make_batch(), {}
-    sizes = [0] if dist.get_world_size() == 1 else [0, 1]
-    budgets = {"one": 4096, "many": 60}
-    for critic, share, budget, fsdp, checkpointing in product(
-        [False, True], [True, False], budgets, sizes, [False, True]
-    ):
-        if checkpointing and budget == "one":
-            continue
-        results[critic, share, budget, fsdp, checkpointing] = one_step(
-            name, critic, device, batch, share_prompts=share, max_length_per_device=budgets[budget], fsdp_size=fsdp,
-            gradient_checkpointing=checkpointing,
+    layouts = LAYOUTS[dist.get_world_size()]
+    budgets = [60, 4096] if dist.get_world_size() < 4 else [60]
+    for critic, share, budget, layout in product([False, True], [True, False], budgets, layouts):
+        fsdp, sp, tp = layout
+        results[critic, share, budget, layout] = two_steps(
+            name, critic, device, batch, share_prompts=share, max_length_per_device=budget, fsdp_size=fsdp, sp_size=sp,
+            tp_size=tp, gradient_checkpointing=budget < 100,
         )  # fmt: skip
     if dist.get_rank() == 0:
         torch.save(results, out)

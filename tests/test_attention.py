@@ -5,8 +5,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from common import torchrun
 
-from rl2.parallel.attention import PackedAttention
+from rl2.batch import Pack, zigzag
+from rl2.parallel.ring import PackedAttention
 
 
 def reference(q, k, v, sees, scale):
@@ -18,22 +20,31 @@ def reference(q, k, v, sees, scale):
 
 
 def layout(rng, num_groups, longest):
-    """Prompts, each followed by a few answers that see it: (cu_seqlens, prefixes, who sees whom)."""
+    """Prompts, each followed by answers that see it, the first by some: (cu_seqlens, prefixes, who sees whom)."""
     cu, prefixes = [0], []
-    for _ in range(num_groups):
-        start = cu[-1]
-        cu.append(start + rng.randint(1, longest))
-        end = cu[-1]
-        for _ in range(rng.randint(0, 4)):
+    for group in range(num_groups):
+        prompt = len(cu) - 1
+        cu.append(cu[-1] + rng.randint(1, longest))
+        for _ in range(rng.randint(0 if group else 1, 4)):
             cu.append(cu[-1] + rng.randint(1, longest))
-        if cu[-1] > end:
-            prefixes.append((end, cu[-1], start, end))
+        if len(cu) - 1 > prompt + 1:
+            prefixes.append((prompt + 1, len(cu) - 1, prompt))
     sees = torch.zeros(cu[-1], cu[-1], dtype=torch.bool)
     for a, b in pairwise(cu):
         sees[a:b, a:b] = torch.ones(b - a, b - a).tril().bool()
-    for a, b, c, d in prefixes:
-        sees[a:b, c:d] = True
+    for a, b, c in prefixes:
+        sees[cu[a] : cu[b], cu[c] : cu[c + 1]] = True
     return cu, prefixes, sees
+
+
+def as_pack(cu, prefixes):
+    """A pack whose tokens are their own numbers."""
+    each = torch.arange(cu[-1])
+    return Pack(each[None], each[None], cu, prefixes, each, each, each, each)
+
+
+def packed_attention(cu, prefixes):
+    return PackedAttention(zigzag(as_pack(cu, prefixes), 1, 0).chunks, prefixes, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("heads", "groups", "size"), [(4, 4, 16), (6, 2, 24), (9, 3, 64), (2, 1, 80)])
@@ -43,7 +54,7 @@ def test_packed_attention_equals_full_attention(heads, groups, size, longest):
     cu, prefixes, sees = layout(rng, 4, longest)
     torch.manual_seed(0)
     inputs = [torch.randn(1, n, cu[-1], size, dtype=torch.float32, requires_grad=True) for n in (heads, groups, groups)]
-    out = PackedAttention(cu, prefixes, torch.device("cpu"))(None, *inputs, 0.3)
+    out = packed_attention(cu, prefixes)(None, *inputs, 0.3)
     grad = torch.randn_like(out)
     got = torch.autograd.grad(out, inputs, grad)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
@@ -58,7 +69,7 @@ def test_bf16_is_within_its_rounding():
     cu, prefixes, sees = layout(random.Random(3), 3, 60)
     torch.manual_seed(0)
     inputs = [torch.randn(1, n, cu[-1], 32).bfloat16().requires_grad_() for n in (4, 2, 2)]
-    out = PackedAttention(cu, prefixes, torch.device("cpu"))(None, *inputs, 0.2)
+    out = packed_attention(cu, prefixes)(None, *inputs, 0.2)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
     expected = reference(*doubles, sees, 0.2)
     grad = torch.randn_like(expected)
@@ -71,11 +82,16 @@ def test_bf16_is_within_its_rounding():
 
 def test_poisoned_neighbours_do_not_leak():
     cu, prefixes, _ = layout(random.Random(5), 3, 40)
-    a, b = prefixes[0][2], prefixes[0][1]  # the first group
+    a, b = cu[prefixes[0][2]], cu[prefixes[0][1]]  # the first group
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, cu[-1], 16) for _ in range(3))
-    attend = PackedAttention(cu, prefixes, torch.device("cpu"))
+    attend = packed_attention(cu, prefixes)
     clean = attend(None, q, k, v, 0.2)[:, a:b]
     for x in (q, k, v):
         x[:, :, b:] = float("nan")
     assert torch.equal(attend(None, q, k, v, 0.2)[:, a:b], clean)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_the_ring_equals_full_attention(world):
+    torchrun(world, "tests/ring.py")

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from rl2.batch import Sample, collate, minibatches, pack, plan, spans, unpack
+from rl2.batch import Sample, collate, minibatches, pack, plan, spans, unpack, zigzag
 
 
 def make_samples(rng, num_groups=4, group_size=3, longest=20):
@@ -55,9 +55,9 @@ def test_every_scored_pair_is_packed_once_with_its_own_history(seed, share):
         # What the hidden state has seen: its segment up to itself, behind the prefix its segment may have.
         segment = max(s for s in range(len(starts) - 1) if starts[s] <= at)
         seen = tokens[starts[segment] : at + 1]
-        for a, b, c, d in packed.prefixes:
-            if a <= at < b:
-                seen = tokens[c:d] + seen
+        for a, b, c in packed.prefixes:
+            if a <= segment < b:
+                seen = tokens[starts[c] : starts[c + 1]] + seen
         assert seen == batch.inputs[row, : column + 1].tolist()
         assert positions[at] == column and target == batch.targets[row, column]
     if share:
@@ -82,7 +82,7 @@ def test_worked_example_of_a_shared_prompt():
     two = Sample([1, 2, 5], [0, 0, 1], [0] * 3, [0] * 3, 0, 1)
     packed = pack(collate([one, two]))
     assert packed.tokens.tolist() == [[1, 2, 3]] and packed.cu_seqlens == [0, 2, 3]
-    assert packed.prefixes == [(2, 3, 0, 2)]
+    assert packed.prefixes == [(1, 2, 0)]
     assert list(zip(packed.hidden.tolist(), packed.targets.tolist(), strict=True)) == [(1, 3), (2, 4), (1, 5)]
 
 
@@ -91,6 +91,52 @@ def test_a_rank_without_rows_gets_a_pack_that_scores_nothing():
     packed = pack(batch.select([]))
     assert packed.tokens.shape == (1, 1) and len(packed.hidden) == 0
     assert unpack(packed, torch.zeros(0), (0, 5)).shape == (0, 5)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_zigzag_deals_out_every_token_and_every_pair_once(seed, size, share):
+    batch = collate(make_samples(random.Random(seed)))
+    packed = pack(batch, share)
+    parts = [zigzag(packed, size, rank) for rank in range(size)]
+    assert sum(part.tokens.shape[1] for part in parts) == packed.tokens.shape[1]
+    pairs = []
+    for rank, part in enumerate(parts):
+        assert part.tokens.shape[1] == sum(map(sum, part.chunks[rank]))
+        # The token that a pair's hidden state reads, and where it stands, are the batch's own.
+        assert torch.equal(part.tokens[0, part.hidden], batch.inputs[part.rows, part.columns])
+        assert torch.equal(part.positions[0, part.hidden], part.columns)
+        assert torch.equal(part.targets, batch.targets[part.rows, part.columns])
+        pairs += torch.stack([part.rows, part.columns], 1).tolist()
+    assert sorted(pairs) == batch.mask.nonzero().tolist()
+
+
+def test_zigzag_is_its_definition_and_shares_the_causal_work():
+    """Where 2 * size divides a segment, rank r holds chunks r and 2 * size - 1 - r; any length is balanced to 1%."""
+    for size in (2, 4, 8):
+        rng = random.Random(size)
+        work = [0] * size
+        for _ in range(20):
+            n = rng.randint(200, 16000)
+            sample = Sample([1] * (n + 1), [0] * n + [1], [0.0] * (n + 1), [0.0] * (n + 1), 0, 0)
+            for rank in range(size):
+                part = zigzag(pack(collate([sample]), False), size, rank)
+                work[rank] += (part.positions + 1).sum().item()
+        assert max(work) <= 1.01 * sum(work) / size
+        n = 6 * size
+        sample = Sample([1] * (n + 1), [0] * n + [1], [0.0] * (n + 1), [0.0] * (n + 1), 0, 0)
+        for rank in range(size):
+            part = zigzag(pack(collate([sample]), False), size, rank)
+            chunks = torch.arange(n).chunk(2 * size)
+            assert torch.equal(part.positions[0], torch.cat([chunks[rank], chunks[2 * size - 1 - rank]]))
+
+
+def test_a_rank_whose_zigzag_holds_nothing_runs_one_token_and_scores_nothing():
+    packed = pack(collate([Sample([5, 6], [0, 1], [0.0, 0.0], [0.0, 0.0], 0, 0)]))
+    parts = [zigzag(packed, 4, rank) for rank in range(4)]
+    assert [len(part.hidden) for part in parts].count(1) == 1
+    assert all(part.tokens.shape == (1, 1) for part in parts)
 
 
 @pytest.mark.parametrize("share", [True, False])

@@ -14,7 +14,7 @@ def test_a_checkpoint_moves_between_layouts(tmp_path):
     assert [path.name for path in folder.glob("step_*")] == ["step_1"]
     saved = torch.load(folder / "save_2")
     assert saved["versions"] == [2, 2]
-    for mode, world in (("load", 2), ("load", 1), ("hybrid", 2)):
+    for mode, world in (("load", 2), ("load", 1), ("load_hybrid", 2), ("load_sp", 2), ("load_tp", 2)):
         torchrun(world, "tests/moves.py", mode, name, folder)
         loaded = torch.load(folder / f"{mode}_{world}")
         assert loaded["versions"] == [2, 2]

@@ -81,7 +81,10 @@ RULES = [  # (refused, what the message says, accepted)
     ("actor.loss=cispo actor.clip=0.1", "no effect with actor.loss=cispo", "actor.loss=cispo actor.clip_high=4"),
     ("actor.correction_cap=3", "no effect with actor.correction=none", "actor.correction_cap=3 actor.correction=token_tis"),
     ("trainer.test_freq=5", "no effect without data.test_path", "trainer.test_freq=5 data.test_path=train.jsonl"),
-    ("actor.sp_size=2", "actor.sp_size=2 does not work yet", "actor.sp_size=1"),
+    ("actor.sp_size=3", "actor.sp_size=3 does not divide the 4 processes: choose 1, 2, 4", "actor.sp_size=4"),
+    ("actor.tp_size=3", "actor.tp_size=3 does not divide the 4 processes: choose 1, 2, 4", "actor.tp_size=2"),
+    ("actor.tp_size=2 actor.sp_size=4", "the 2 processes that actor.tp_size=2 leaves: choose 1, 2", "actor.sp_size=4"),
+    ("actor.tp_size=4 actor.fsdp_size=2", "tp_size=4 leaves: choose 1 or 0", "actor.tp_size=2 actor.fsdp_size=2"),
     ("rollout.engine=sglang", "SGLang comes with a later release", "rollout.engine=local"),
     ("rollout.engine_args.dtype=x", "belong to SGLang", ""),
 ]  # fmt: skip
@@ -145,6 +148,11 @@ def test_recipes_round_trip_and_overrides_win(base, capsys, tmp_path):
     assert "quote it: 'off'" in text
     (tmp_path / "recipes/mine.yaml").write_text("actor: [")
     assert "not readable YAML" in problems([*base, "--config-dir=recipes", "--config-name", "mine"], capsys)
+
+
+def test_k1_in_the_loss_warns(base, capsys):
+    parse(PPOConfig, [*base, "kl.coef=0.1", "kl.type=loss", "kl.loss_estimator=k1"], validate_ppo)
+    assert "gradient of k1" in capsys.readouterr().err
 
 
 def test_what_only_the_hardware_makes_idle_warns(base, capsys):

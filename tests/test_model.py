@@ -16,7 +16,7 @@ def test_chunked_head_equals_log_softmax(monkeypatch, temperature, chunk_rows):
     targets = torch.randint(37, (23,))
     d_logps, d_entropy = torch.randn(23), torch.randn(23)
     for with_entropy in (False, True):
-        logps, entropy = _Head.apply(hidden, weight, targets, temperature, with_entropy)
+        logps, entropy = _Head.apply(hidden, weight, targets, temperature, with_entropy, None)
         doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
         log_p = (doubles[0] @ doubles[1].T / temperature).log_softmax(-1)
         plain = log_p.gather(1, targets[:, None])[:, 0]
@@ -34,7 +34,7 @@ def test_chunked_head_equals_log_softmax(monkeypatch, temperature, chunk_rows):
 def test_extreme_logits_stay_finite():
     hidden = torch.tensor([[200.0], [-200.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0], [0.0]], requires_grad=True)
-    logps, entropy = _Head.apply(hidden, weight, torch.tensor([0, 0]), 1.0, True)
+    logps, entropy = _Head.apply(hidden, weight, torch.tensor([0, 0]), 1.0, True, None)
     torch.testing.assert_close(logps, torch.tensor([0.0, -400.0]))
     torch.testing.assert_close(entropy, torch.zeros(2))
     (logps + entropy).sum().backward()

@@ -67,7 +67,7 @@ def test_grpo_learns_and_leaves_what_it_promises(setup, tmp_path):
     assert (run / "config.yaml").exists()
     AutoModelForCausalLM.from_pretrained(run / "model")
     AutoTokenizer.from_pretrained(run / "model")
-    assert "step 12/12" in done.stdout + done.stderr
+    assert "step 12/12" in done.stdout + done.stderr and "loading" in done.stdout
 
 
 def test_ppo_with_a_critic_and_kl_learns(setup, tmp_path):
@@ -86,6 +86,45 @@ def test_ppo_with_a_critic_and_kl_learns(setup, tmp_path):
     assert lines[-1]["reward/mean"] > lines[0]["reward/mean"] + 0.3
     assert lines[-1]["actor/entropy"] < lines[1]["actor/entropy"]
     assert lines[-1]["actor/lr"] < lines[3]["actor/lr"]
+
+
+@pytest.mark.parametrize("layout", ["actor.sp_size=2 critic.fsdp_size=1", "actor.tp_size=2 critic.sp_size=2"])
+def test_other_layouts_train_to_the_same_policy(setup, tmp_path, layout):
+    """Three steps of PPO with a reference, each worker with a layout of its own, against FSDP over both processes."""
+    more = ["trainer.max_steps=3", "adv.estimator=gae", "critic.lr=0.01", "critic.dtype=float32", "kl.coef=0.01"]
+    command = ["-m", "rl2.trainer.ppo", *setup, *more, "kl.type=loss", "actor.update_per_rollout=2", "actor.lr=0.001"]
+    torchrun(2, *command)
+    torchrun(2, *command, *layout.split(), f"trainer.save_dir={tmp_path / 'other'}")
+    for one, other in zip(metrics(tmp_path / "run"), metrics(tmp_path / "other"), strict=True):
+        for key in ("reward/mean", "actor/loss", "actor/kl", "actor/grad_norm", "critic/loss", "actor/lr"):
+            assert one[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5), (one["step"], key)
+
+
+def test_turns_with_a_tool_and_exports_that_start_another_run(setup, tmp_path):
+    """The env answers the first turn; the exported actor and optimizer are where the next run begins."""
+    interact = """
+    def interact(messages):
+        turns = sum(m["role"] == "assistant" for m in messages)
+        return [{"role": "tool", "content": "go on"}] if turns < 2 else []
+    """
+    (tmp_path / "env.py").write_text(textwrap.dedent(LETTER_ENV) + textwrap.dedent(interact))
+    more = ["rollout.max_turns=3", "trainer.max_steps=2", f"actor.save_dir={tmp_path / 'exports'}"]
+    more += ["actor.save_freq=2", "actor.save_optimizer=true", "rollout.train_sampling_params.max_new_tokens=16"]
+    torchrun(2, "-m", "rl2.trainer.ppo", *setup, *more)
+    records = [json.loads(x) for x in (tmp_path / "run/rollouts/train/step_2.jsonl").read_text().splitlines()]
+    for record in records:
+        roles = [message["role"] for message in record["messages"]]
+        assert roles == ["user", "assistant", "tool", "assistant"][: 2 * record["num_turns"]]
+        assert record["num_turns"] == 2 or record["finish_reason"] == "length"
+    assert any(record["num_turns"] == 2 for record in records)
+    exported = tmp_path / "exports/step_2"
+    whole, part = (load_file(folder / "model.safetensors") for folder in (tmp_path / "run/model", exported))
+    assert all((whole[key] == part[key]).all() for key in whole)
+    again = [f"actor.model_name={exported}", f"trainer.save_dir={tmp_path / 'again'}", "trainer.max_steps=1"]
+    torchrun(1, "-m", "rl2.trainer.ppo", *setup, *again, f"actor.optimizer_dir={exported}")
+    torchrun(1, "-m", "rl2.trainer.ppo", *setup, *again, f"trainer.save_dir={tmp_path / 'fresh'}")
+    moments, fresh = (load_file(tmp_path / name / "model/model.safetensors") for name in ("again", "fresh"))
+    assert any((moments[key] != fresh[key]).any() for key in fresh), "the optimizer that was exported changed nothing"
 
 
 def test_a_killed_run_resumes_bit_for_bit(setup, tmp_path):
@@ -158,7 +197,7 @@ def test_a_signal_finishes_the_step_and_saves(setup, tmp_path):
 
 def test_a_model_too_short_for_the_trajectories_is_refused(setup):
     done = torchrun(1, "-m", "rl2.trainer.ppo", *setup, "rollout.train_sampling_params.max_new_tokens=500", check=False)
-    assert "has 512 positions" in done.stderr and "Loading weights" not in done.stderr
+    assert "has 512 positions" in done.stderr and "loading" not in done.stdout
 
 
 def test_what_is_wrong_is_said_before_the_model_loads(setup, tmp_path):
@@ -166,5 +205,5 @@ def test_what_is_wrong_is_said_before_the_model_loads(setup, tmp_path):
     done = torchrun(1, "-m", "rl2.trainer.ppo", *setup, check=False)
     assert done.returncode != 0
     text = done.stdout + done.stderr
-    assert "undefined_name" in text and "env.py" in text and "Loading weights" not in text
+    assert "undefined_name" in text and "env.py" in text and "loading" not in done.stdout
     assert "rl2/trainer/ppo.py" not in text.split("ChildFailedError")[0]  # the user's mistake, not our traceback

@@ -6,53 +6,59 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import make_critic, make_model, torchrun
-from parity import SECTION, make_batch, policy_loss
+from parity import LAYOUTS, SECTION, make_batch, policy_loss, value_loss
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rl2.model import Scores
 from rl2.parallel.mesh import init
 from rl2.worker import Worker, schedule
 
 
 def reference(name, critic):
-    """The same step on padded rows of a plain model: scores, loss, gradient norm and weights after it."""
+    """The same two steps on padded rows of a plain model: scores before them, loss and norm of each, weights after."""
     batch = make_batch()
     torch.manual_seed(0)
     cls, more = (AutoModelForSequenceClassification, {"num_labels": 1}) if critic else (AutoModelForCausalLM, {})
     model = cls.from_pretrained(f"{name}-critic" if critic else name, dtype=torch.float32, **more)
-    hidden = model.base_model(batch.inputs, attention_mask=torch.ones_like(batch.inputs)).last_hidden_state
-    scores = {"logps": None, "entropy": None, "values": None}
-    if critic:
-        scores["values"] = model.score(hidden)[..., 0] * batch.mask
-        loss = ((scores["values"] - batch.advantages).square() * batch.weights).sum()
-    else:
-        log_p = (model.lm_head(hidden) / 0.9).log_softmax(-1)
-        scores["logps"] = log_p.gather(2, batch.targets[..., None])[..., 0] * batch.mask
-        scores["entropy"] = -(log_p.exp() * log_p).sum(-1) * batch.mask
-        loss = -((scores["logps"] * batch.advantages + 0.1 * scores["entropy"]) * batch.weights).sum()
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), SECTION["max_grad_norm"])
-    torch.optim.SGD(model.parameters(), lr=SECTION["lr"]).step()
-    return scores, loss.item(), norm.item(), dict(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=SECTION["lr"])
+    first, told = None, []
+    for _ in range(2):
+        hidden = model.base_model(batch.inputs, attention_mask=torch.ones_like(batch.inputs)).last_hidden_state
+        if critic:
+            scores = Scores(values=model.score(hidden)[..., 0] * batch.mask)
+        else:
+            log_p = (model.lm_head(hidden) / 0.9).log_softmax(-1)
+            logps = log_p.gather(2, batch.targets[..., None])[..., 0] * batch.mask
+            scores = Scores(logps=logps, entropy=-(log_p.exp() * log_p).sum(-1) * batch.mask)
+        loss, _ = (value_loss if critic else policy_loss)(batch, scores)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), SECTION["max_grad_norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+        first = first or vars(scores.map(torch.Tensor.detach))
+        told.append((loss.item(), norm.item()))
+    return first, told, dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen3", False)])
 def test_every_layout_equals_one_padded_process(tmp_path, world, family, tied):
     name = make_model(tmp_path / "model", family, tied)
     make_critic(name)
     torchrun(world, "tests/parity.py", name, tmp_path / "out")
     results = torch.load(tmp_path / "out")
-    assert len(results) == (12 if world == 1 else 24)
+    assert len(results) == (8 if world < 4 else 4) * len(LAYOUTS[world])
     expected = {critic: reference(name, critic) for critic in (False, True)}
     for (critic, *layout), result in results.items():
-        scores, loss, norm, weights = expected[critic]
+        scores, steps, weights = expected[critic]
         for key, column in result["scores"].items():
             assert (column is None) == (scores[key] is None)
             if column is not None:
-                torch.testing.assert_close(column, scores[key].detach(), rtol=0, atol=2e-5, msg=f"{layout} {key}")
-        assert result["metrics"]["loss"] == pytest.approx(loss, abs=1e-5), layout
-        assert result["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5), layout
-        assert result["version"] == 1
+                torch.testing.assert_close(column, scores[key], rtol=0, atol=2e-5, msg=f"{layout} {key}")
+        for told, (loss, norm) in zip(result["metrics"], steps, strict=True):
+            assert told["loss"] == pytest.approx(loss, abs=1e-5), layout
+            assert told["grad_norm"] == pytest.approx(norm, rel=1e-5), layout
+        assert result["version"] == 2
         assert result["weights"].keys() == weights.keys()
         for key, weight in result["weights"].items():
             torch.testing.assert_close(weight, weights[key].detach(), rtol=0, atol=1e-6, msg=f"{layout} {key}")

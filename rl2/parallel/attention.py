@@ -1,4 +1,4 @@
-"""Packed attention on a block interface, and the one place where Hugging Face models are hooked.
+"""Attention on a block interface, its kernels, and the one place where Hugging Face models are hooked.
 
 A block is `forward_block(q, k, v, ...) -> (out, lse)` with its backward: queries attend to the keys of their own document
 only, and the log-sum-exp lets the results of several blocks over different keys be merged into what one softmax over all
@@ -24,7 +24,8 @@ SHORT = 128
 
 @dataclass
 class Block:
-    """Which queries meet which keys: document s is queries[cu_q[s]:cu_q[s+1]] against keys[cu_k[s]:cu_k[s+1]]."""
+    """Which queries meet which keys: document s is queries[cu_q[s]:cu_q[s+1]] against keys[cu_k[s]:cu_k[s+1]]; none is
+    empty on either side."""
 
     cu_q: list[int]  # [S + 1]
     cu_k: list[int]  # [S + 1]
@@ -42,14 +43,9 @@ class Block:
         groups = {}
         for s in range(len(self.cu_q) - 1):
             queries, keys = self.cu_q[s + 1] - self.cu_q[s], self.cu_k[s + 1] - self.cu_k[s]
-            if queries:
-                short = queries <= SHORT
-                key = (
-                    1 << (queries - 1).bit_length() if short else queries,
-                    0 if self.causal else keys,
-                    -1 if short else s,
-                )
-                groups.setdefault(key, []).append(s)
+            short = queries <= SHORT
+            width = 1 << (queries - 1).bit_length() if short else queries
+            groups.setdefault((width, 0 if self.causal else keys, -1 if short else s), []).append(s)
         return [self._call(width, documents) for (width, *_), documents in groups.items()]
 
     def _call(self, width, documents):
@@ -106,62 +102,10 @@ def backward_block(dout, q, k, v, out, lse, block: Block, scale: float) -> tuple
     return dq, dk, dv
 
 
-class PackedAttention:
-    """The attention of one pack: what every layer of its forward is given as `attend`.
-
-    Segment s is the tokens cu_seqlens[s]:cu_seqlens[s+1] and is causal within itself; a prefix (a, b, c, d) lets tokens
-    a..b see all of c..d as well. No dataclass: FSDP would copy it, and its blocks, at every layer.
-    """
-
-    def __init__(self, cu_seqlens: list[int], prefixes: list[tuple[int, int, int, int]], device):
-        self.blocks = [Block(cu_seqlens, cu_seqlens, causal=True)]
-        if prefixes:
-            cu_q, cu_k, queries, keys = [0], [0], [], []
-            for a, b, c, d in prefixes:
-                queries.append(torch.arange(a, b))
-                keys.append(torch.arange(c, d))
-                cu_q.append(cu_q[-1] + b - a)
-                cu_k.append(cu_k[-1] + d - c)
-            queries, keys = (torch.cat(rows).to(device) for rows in (queries, keys))
-            self.blocks.append(Block(cu_q, cu_k, causal=False, queries=queries, keys=keys))
-
-    def __call__(self, module, query, key, value, scaling):
-        """query [1, H, L, D], key and value [1, G, L, D] -> [1, L, H, D]."""
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return _Attention.apply(q, k, v, self.blocks, scaling)[None]
-
-
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Two partial softmax results over different keys as one, in fp32. out [L, H, D], lse [L, H]."""
     merged = torch.logaddexp(lse, block_lse)
     return out * (lse - merged).exp()[..., None] + block_out * (block_lse - merged).exp()[..., None], merged
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, blocks, scale):
-        out, lse = forward_block(q, k, v, blocks[0], scale)
-        for block in blocks[1:]:
-            rows = block.queries
-            part = forward_block(q[rows], k[block.keys], v[block.keys], block, scale)
-            merged, lse[rows] = merge(out[rows].float(), lse[rows], part[0].float(), part[1])
-            out[rows] = merged.to(out.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.blocks, ctx.scale = blocks, scale
-        return out
-
-    @staticmethod
-    def backward(ctx, dout):
-        q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = backward_block(dout, q, k, v, out, lse, ctx.blocks[0], ctx.scale)
-        for block in ctx.blocks[1:]:
-            rows, keys = block.queries, block.keys
-            parts = (dout[rows], q[rows], k[keys], v[keys], out[rows], lse[rows])
-            for total, where, part in zip(
-                (dq, dk, dv), (rows, keys, keys), backward_block(*parts, block, ctx.scale), strict=True
-            ):
-                total.index_add_(0, where, part)
-        return dq, dk, dv, None, None
 
 
 def _hook(module, query, key, value, attention_mask, scaling=None, attend=None, **_):

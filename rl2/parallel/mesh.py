@@ -11,12 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 @dataclass
 class Mesh:
-    """How one worker's model is spread over the processes: world = replicate x shard; data is split over all of them."""
+    """How one worker is spread over the processes: world = dp x sp x tp, tp innermost. FSDP shards what tp leaves over dp
+    and sp together, in one copy (`fsdp` is [shard]) or several ([replicate, shard])."""
 
     device: torch.device
-    rank: int
-    size: int
-    fsdp: DeviceMesh  # [shard], or [replicate, shard] for hybrid sharding
+    fsdp: DeviceMesh
+    dp_rank: int  # which part of the data this process works on, of dp_size
+    dp_size: int
+    sp: dist.ProcessGroup | None  # the processes that share our sequences; None = we alone
+    tp: DeviceMesh | None  # those that share our matrices
+    counts: float  # 1 on the one process, of those that share our part of the data, whose sums are counted; 0 on others
 
 
 def init() -> torch.device:
@@ -34,14 +38,44 @@ def init() -> torch.device:
     return device
 
 
-def make_mesh(device: torch.device, fsdp_size: int = 0) -> Mesh:
-    """`fsdp_size` processes share one copy of the model; 0 = all of them."""
-    world = dist.get_world_size()
-    if fsdp_size in (0, world):
-        fsdp = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    else:
-        fsdp = init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
-    return Mesh(device, dist.get_rank(), world, fsdp)
+def make_mesh(device: torch.device, fsdp_size: int = 0, sp_size: int = 1, tp_size: int = 1) -> Mesh:
+    """`fsdp_size` processes share one copy of the model's parts (0 = all there are), `sp_size` share each sequence and
+    `tp_size` each matrix. ValueError unless sp x tp, and fsdp x tp, divide the world."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    fsdp_size = fsdp_size or world // tp_size
+    for size in (sp_size, fsdp_size):
+        if world % (size * tp_size):
+            raise ValueError(f"{world} processes cannot be {size} x {tp_size} at a time")
+    sizes = {"replicate": world // (fsdp_size * tp_size), "shard": fsdp_size, "tp": tp_size}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    fsdp = mesh[tuple(name for name in sizes if name != "tp")]
+    sp, dp_size = None, world // (sp_size * tp_size)
+    if sp_size > 1:
+        names = ("dp", "sp", "tp")
+        sp = init_device_mesh(device.type, (dp_size, sp_size, tp_size), mesh_dim_names=names).get_group("sp")
+    first = rank % (sp_size * tp_size) == 0
+    return Mesh(
+        device, fsdp, rank // (sp_size * tp_size), dp_size, sp, mesh["tp"] if tp_size > 1 else None, float(first)
+    )
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, group):
+        tensor = tensor.clone()
+        dist.all_reduce(tensor, group=group)
+        return tensor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def joined(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The sum over the group of tensors that are 0 where another process computes them. Each process goes on with the
+    whole and gets the same gradient, of which its own part is meant."""
+    return tensor if group is None else _Sum.apply(tensor, group)
 
 
 def sum_(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from ..parallel.attention import PackedAttention
+from ..parallel.ring import PackedAttention
 from .sampling import sample
 
 PAGE = 64  # keys
@@ -220,7 +221,7 @@ class LocalEngine:
     def _prefill(self, prompts: list[_Prompt]):
         """The keys and values of all but the last token of each prompt: that one is the first to be decoded."""
         ends = np.cumsum([0, *(len(prompt.tokens) - 1 for prompt in prompts)]).tolist()
-        recorder = _Recorder(ends, [], self.device)
+        recorder = _Recorder([[(b - a, 0) for a, b in pairwise(ends)]], [], self.device)
         if ends[-1]:
             tokens = [token for prompt in prompts for token in prompt.tokens[:-1]]
             positions = [position for prompt in prompts for position in range(len(prompt.tokens) - 1)]

@@ -23,6 +23,7 @@ class Trajectory:
     rewards: dict[str, float] = field(default_factory=dict)  # the parts; their sum is the reward
     finish_reason: str = ""  # stop | length | abort of the last turn, or failed: the environment did
     num_turns: int = 0
+    version: int | None = None  # of the weights that sampled it
 
     @property
     def reward(self) -> float:
@@ -103,6 +104,7 @@ class Rollout:
                 _append(sample, out.tokens, 1, out.logps)
                 messages.append({"role": "assistant", "content": chat.decode(self.tokenizer, out.tokens)})
                 trajectory.finish_reason, trajectory.num_turns = out.finish_reason, turn + 1
+                trajectory.version = out.version
                 if out.finish_reason != "stop" or turn + 1 == self.max_turns:
                     break
                 answer = await self.env.interact(messages, row)

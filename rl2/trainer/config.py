@@ -454,10 +454,6 @@ def explain(root: type, usage: str) -> str:
 
 # What later releases bring: key -> (the values that work now, what to do).
 NOT_YET = {
-    "actor.sp_size": ((1,), "ring attention comes with a later release; raise max_length_per_device instead"),
-    "critic.sp_size": ((1,), "ring attention comes with a later release; raise max_length_per_device instead"),
-    "actor.tp_size": ((1,), "tensor parallelism comes with a later release; FSDP shards the model over all processes"),
-    "critic.tp_size": ((1,), "tensor parallelism comes with a later release; FSDP shards the model over all processes"),
     "rollout.engine": (("auto", "local"), "SGLang comes with a later release; use rollout.engine=local"),
     "rollout.tp_size": ((1,), "it belongs to SGLang, which comes with a later release"),
     "rollout.gpu_memory_utilization": ((0.6,), "it belongs to SGLang, which comes with a later release"),
@@ -518,11 +514,15 @@ def check_worker(config, name: str, world_size: int) -> list[str]:
     problems = check_numbers(
         config, [f"{name}.{key}" for key in WORKER_POSITIVE], [f"{name}.{key}" for key in WORKER_NOT_NEGATIVE], ()
     )
-    if worker.fsdp_size > 0 and world_size % worker.fsdp_size:
-        valid = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        problems.append(
-            f"{name}.fsdp_size={worker.fsdp_size} does not divide the {world_size} processes: choose {valid} or 0"
-        )
+    # Data and sequences are split over what tensor parallelism leaves, and so is the model.
+    tp = worker.tp_size if worker.tp_size > 0 and world_size % worker.tp_size == 0 else 1
+    for key, size, parts in (("tp_size", worker.tp_size, world_size), ("sp_size", worker.sp_size, world_size // tp),
+                             ("fsdp_size", worker.fsdp_size, world_size // tp)):  # fmt: skip
+        if size > 0 and parts % size:
+            valid = ", ".join(str(n) for n in range(1, parts + 1) if parts % n == 0)
+            left = f" that {name}.tp_size={tp} leaves" if parts < world_size else ""
+            valid += " or 0" if key == "fsdp_size" else ""
+            problems.append(f"{name}.{key}={size} does not divide the {parts} processes{left}: choose {valid}")
     if (worker.save_freq is None) != (worker.save_dir is None):
         problems.append(f"{name}.save_dir={worker.save_dir} and {name}.save_freq={worker.save_freq} need each other")
     return problems
@@ -619,6 +619,8 @@ def _warnings(config, set_keys) -> list[str]:
         warnings.append(
             f"{', '.join(sorted(clips))}: with actor.update_per_rollout=1 the ratio is exactly 1 and never clipped"
         )
+    if config.kl.type == "loss" and config.kl.loss_estimator == "k1":
+        warnings.append("kl.loss_estimator=k1: the gradient of k1 in a loss is 0 on average; k2 has that of the KL")
     idle = [key for key in set_keys if key.endswith(("offload_model", "offload_optimizer")) and _get(config, key)]
     if idle and not torch.cuda.is_available():
         warnings.append(f"{', '.join(sorted(idle))}: nothing to do without a GPU")

@@ -5,6 +5,7 @@ import sys
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
 
 from .. import algorithms, chat
 from ..batch import Batch, collate, minibatches
@@ -29,6 +30,7 @@ def train(run) -> None:
         with metrics.phase("rollout"):
             prompts = run.prompts.batch(step - 1)
             trajectories = run.rollout(prompts, train_params, config.data.responses_per_prompt, "train", step)
+            assert all(t.version == actor.version for t in trajectories), "sampled from other weights than the actor's"
             batch = collate(gather_samples(trajectories))
             run.engine.sleep()
         logged = summarise(trajectories, run.failures)
@@ -172,6 +174,10 @@ class Run:
 
     def _make_workers(self):
         config, device = self.config, self.device
+        if dist.get_rank() == 0:
+            print(f"loading {config.actor.model_name} ...", flush=True)
+        else:
+            disable_progress_bar()
         num = self.num_steps - config.actor.freeze_steps
         self.actor = Worker(config.actor, device, num_updates=num * config.actor.update_per_rollout)
         self.reference = Worker(config.actor, device) if config.kl.coef else None
@@ -191,7 +197,7 @@ class Run:
         for params in (config.rollout.train_sampling_params, config.rollout.test_sampling_params):
             params.stop_token_ids = sorted({*params.stop_token_ids, *stops})
         self.failures = FailureLog(config.rollout.max_env_failures)
-        limit = config.actor.max_length_per_device * config.actor.sp_size
+        limit = min(w.section.max_length_per_device * w.section.sp_size for w in self.workers.values())
         self.rollout = Rollout(
             self.engine, env, self.tokenizer, self.failures, config.rollout.max_turns, limit,
             config.trainer.seed, deterministic,
@@ -256,6 +262,8 @@ class Run:
         of = dict(zip(batch.trajectory.tolist(), advantages.tolist(), strict=True))
         records = [{**trajectory.record(), "advantage": of[trajectory.id]} for trajectory in trajectories]
         self.metrics.write_trajectories("train", step, records)
+        # Before the checkpoint: a kill in between repeats the step and its line, the other way round would lose the line.
+        self.metrics.log(step, logged)
         with self.metrics.phase("save"):
             every = self.config.trainer.save_freq
             if stopping or (every and step % every == 0):
@@ -264,8 +272,6 @@ class Run:
                 if worker.section.save_freq and step % worker.section.save_freq == 0:
                     folder = f"{worker.section.save_dir}/step_{step}"
                     worker.export(folder, self.tokenizer, worker.section.save_optimizer)
-        self.metrics.log(step, logged)
-        self.step = step
 
     def finish(self) -> None:
         """The final model, and a clean end."""
