@@ -49,6 +49,7 @@ class TokenModel(nn.Module):
         super().__init__()
         self.hf, self.ring, self.tp = hf, ring, tp
         self.is_critic = hf.get_output_embeddings() is None
+        self.stored_dtype = torch.float32  # what an export is written in
 
     def forward(self, pack, temperature: float = 1.0, entropy: bool = False) -> Scores:
         attend = PackedAttention(pack.chunks, pack.prefixes, pack.tokens.device, self.ring)
@@ -133,7 +134,7 @@ def load_model(name: str, critic: bool, dtype: torch.dtype, checkpointing: bool,
     """
     cls = AutoModelForSequenceClassification if critic else AutoModelForCausalLM
     config = AutoConfig.from_pretrained(name, **({"num_labels": 1} if critic else {}))
-    stored = config.dtype
+    stored = config.dtype or dtype
     _check(name, config)
     if mesh.tp is not None:
         tensor.check(name, config, mesh.tp.size())
@@ -147,10 +148,10 @@ def load_model(name: str, critic: bool, dtype: torch.dtype, checkpointing: bool,
     with init_empty_weights(include_buffers=False):
         hf = cls.from_config(config, attn_implementation="rl2", dtype=held)
     hf.tie_weights()  # which meta parameters do not survive
-    hf.config.dtype = stored or dtype  # what an export is written in
     if mesh.tp is not None:
         tensor.parallelize(hf, mesh.tp)
     model = TokenModel(hf, Ring(mesh.sp), mesh.tp and mesh.tp.get_group()).train(masters)
+    model.stored_dtype = stored
     _shard(model, mesh, dtype if masters else None, checkpointing)
     _scatter(model, full, mesh)
     return model

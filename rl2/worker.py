@@ -113,13 +113,14 @@ class Worker:
     def export(self, folder: str, tokenizer, optimizer: bool = False) -> None:
         """Writes the model as a Hugging Face folder, and the optimizer's state to its `optimizer` sub-folder, which
         `optimizer_dir` reads. All processes must call; the first one writes the model."""
-        stored = self.model.hf.config.dtype
         full = {}
-        for name, tensor in self.weights(stored):
+        for name, tensor in self.weights(self.model.stored_dtype):
             if dist.get_rank() == 0:
                 full[name] = tensor.cpu()
         if dist.get_rank() == 0:
             self.model.hf.save_pretrained(folder, state_dict=full)
+            self.model.hf.config.dtype = self.model.stored_dtype  # it named that of the masters
+            self.model.hf.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         if optimizer:
             dcp.save(

@@ -83,7 +83,7 @@ def run(*command, check=True, env=None, timeout=300) -> subprocess.CompletedProc
         [sys.executable, *map(str, command)], env=env, capture_output=True, text=True, timeout=timeout
     )
     told = done.stderr.split("Sending process")[0]  # what torchrun adds is long and says nothing
-    assert not check or done.returncode == 0, f"{done.stdout[-3000:]}\n{told[-5000:]}"
+    assert not check or done.returncode == 0, f"{done.stdout[-3000:]}\n{told[-9000:]}"
     return done
 
 

@@ -35,6 +35,8 @@ def main(mode, name, folder):
         step()
         checkpoints.save(1, workers, "config")
         workers["actor"].export(f"{folder}/export", AutoTokenizer.from_pretrained(name))
+        workers["actor"].model.stored_dtype = torch.bfloat16  # as if the source had been
+        workers["actor"].export(f"{folder}/export_bf16", AutoTokenizer.from_pretrained(name))
         exported = dict(workers["actor"].weights(torch.float32))
     else:
         assert checkpoints.load(checkpoints.path(1), workers) == 1

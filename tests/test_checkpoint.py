@@ -31,6 +31,9 @@ def test_a_checkpoint_moves_between_layouts(tmp_path):
         if same:
             assert torch.equal(loaded["drawn"], saved["drawn"])  # the random state went on
     exported = AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32)
+    bf16 = AutoModelForCausalLM.from_pretrained(folder / "export_bf16", dtype="auto")
+    assert {weight.dtype for weight in bf16.parameters()} == {torch.bfloat16}, "the dtype of the source is lost"
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(bf16.parameters(), exported.parameters(), strict=True))
     assert exported.lm_head.weight is exported.model.embed_tokens.weight
     for key, weight in exported.named_parameters():
         assert torch.equal(weight, saved["exported"][key]), key
