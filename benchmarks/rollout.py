@@ -24,13 +24,13 @@ from rl2.worker import compute_dtype
 def make_generate(arguments, dtype, prompts, device):
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).to(device).eval()
     inputs = torch.tensor(prompts, device=device)
-    settings = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
+    model.generation_config.eos_token_id = None
+    settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
 
     def play(lengths):
-        model.generation_config.eos_token_id = None
-        model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), generation_config=settings, max_new_tokens=max(lengths)
-        )
+        config = GenerationConfig(max_new_tokens=max(lengths), **settings)
+        out = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=config)
+        assert out.shape[1] == inputs.shape[1] + max(lengths)
 
     return play
 

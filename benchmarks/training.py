@@ -1,6 +1,6 @@
 """Seconds of one policy update, forward, backward and AdamW step, on group rollouts of uneven lengths:
 
-    python benchmarks/training.py MODEL [--groups 8] [--samples 8] [--prompt 94] [--longest 64]
+    python benchmarks/training.py MODEL [--groups 8] [--samples 8] [--prompt 94] [--shortest 8] [--longest 64]
 
 - padded: right-padded rows of the plain Hugging Face model, log_softmax over all logits, bf16 autocast, as common loops do;
 - packed: rl2's worker, every sequence with its own prompt; packed+head is the same work without padding;
@@ -21,9 +21,9 @@ from rl2.parallel.mesh import init
 from rl2.worker import Worker, compute_dtype
 
 SECTION = {
-    "fsdp_size": 0, "dtype": "auto", "gradient_checkpointing": False, "max_inference_length_per_device": None, "lr": 1e-6,
-    "weight_decay": 0.0, "max_grad_norm": 1.0, "warmup_ratio": 0.0, "scheduler": "constant", "offload_model": False,
-    "offload_optimizer": False, "optimizer_dir": None,
+    "fsdp_size": 0, "sp_size": 1, "tp_size": 1, "dtype": "auto", "gradient_checkpointing": False,
+    "max_inference_length_per_device": None, "lr": 1e-6, "weight_decay": 0.0, "max_grad_norm": 1.0, "warmup_ratio": 0.0,
+    "scheduler": "constant", "offload_model": False, "offload_optimizer": False, "optimizer_dir": None,
 }  # fmt: skip
 
 
@@ -32,7 +32,7 @@ def make_batch(arguments):
     for group in range(arguments.groups):
         prompt = [rng.randrange(5, 1000) for _ in range(arguments.prompt)]
         for _ in range(arguments.samples):
-            answer = [rng.randrange(5, 1000) for _ in range(rng.randint(8, arguments.longest))]
+            answer = [rng.randrange(5, 1000) for _ in range(rng.randint(arguments.shortest, arguments.longest))]
             tokens = prompt + answer
             mask = [0] * len(prompt) + [1] * len(answer)
             samples.append(Sample(tokens, mask, [0.0] * len(tokens), [0.0] * len(tokens), group, len(samples)))
@@ -74,6 +74,7 @@ def main():
         ("groups", 8),
         ("samples", 8),
         ("prompt", 94),
+        ("shortest", 8),
         ("longest", 64),
         ("budget", 4096),
         ("repeats", 3),

@@ -102,50 +102,84 @@ def spans(batch: Batch) -> list[tuple[int, int]]:
     return [(f + 1, e) if t else (0, 0) for f, e, t in columns]
 
 
-def plan(batch: Batch, budget: int, num_ranks: int, share_prompts: bool = True) -> list[list[list[int]]]:
+def plan(
+    batch: Batch, budget: int, num_ranks: int, share_prompts: bool = True, quadratic: float = 0.0
+) -> list[list[list[int]]]:
     """Which rows each data-parallel rank runs in each micro-batch: `plan[micro][rank]` is a list of rows.
 
-    Longest-first greedy into the fewest bins that keep every one within `budget` tokens; every rank gets the same number
-    of micro-batches, some of them empty when there are fewer rows than ranks. Bins of similar size meet in one
-    micro-batch, since FSDP makes ranks wait for each other in each.
+    A sequence of n tokens costs n + quadratic * n^2: attention meets every pair. Costliest-first greedy into as few bins
+    as keep each within `budget` tokens; every rank gets the same number of micro-batches, some of them empty when there
+    are fewer rows than ranks. Bins of similar cost meet in one micro-batch, since FSDP makes ranks wait for each other in
+    each. A group stays together for its prompt's sake, or in a few parts where that is estimated to be faster.
     """
     lengths = spans(batch)
     longest = max(end for _, end in lengths)
     if longest > budget:
-        raise ValueError(f"a sequence of {longest} tokens does not fit max_length_per_device={budget}")
-    units = _units(batch, lengths, budget, num_ranks, share_prompts)
-    total = sum(cost for cost, _ in units)
-    num_micro = max(1, -(-total // (budget * num_ranks)))
-    while (bins := _fill(units, num_micro * num_ranks))[0][0] > budget:
-        num_micro += 1
-    return [[rows for _, rows in bins[i : i + num_ranks]] for i in range(0, len(bins), num_ranks)]
+        raise ValueError(f"a sequence of {longest} tokens exceeds max_length_per_device x sp_size = {budget}")
+    groups = _groups(batch, lengths, share_prompts)
+    total = sum(end for _, end in lengths)
+    plans = []
+    for parts in (1, 2, 4, 8) if share_prompts and num_ranks > 1 else (1,):
+        units = _units(groups, lengths, min(budget, total // num_ranks // parts + 1), quadratic)
+        num_micro = max(1, -(-sum(tokens for _, tokens, _ in units) // (budget * num_ranks)))
+        while (bins := _fill(units, num_micro * num_ranks, budget)) is None:
+            num_micro += 1
+        # Largest first, so the first bin of a micro-batch is its slowest.
+        slowest = sum(cost for cost, _ in bins[::num_ranks])
+        plans.append((slowest, parts, [rows for _, rows in bins]))
+    rows = min(plans)[2]
+    return [rows[i : i + num_ranks] for i in range(0, len(rows), num_ranks)]
 
 
-def _units(batch, lengths, budget, num_ranks, share_prompts):
-    """(tokens, rows) that stay together: a group with its shared prompt, cut where it would leave ranks without work."""
-    share = budget if not share_prompts else min(budget, sum(end for _, end in lengths) // num_ranks + 1)
-    units, current, key = [], None, None
-    prompts = [tuple(inputs[:p].tolist()) for inputs, (p, _) in zip(batch.inputs, lengths, strict=True)]
-    for row, (prompt, end) in sorted(enumerate(lengths), key=lambda item: (batch.group[item[0]].item(), item[0])):
-        if end == 0:
-            continue
-        row_key = (batch.group[row].item(), prompts[row])
-        if share_prompts and row_key == key and current[0] + end - prompt <= share:
-            current[0] += end - prompt
-            current[1].append(row)
-        else:
-            current, key = [end, [row]], row_key
-            units.append(current)
+def _groups(batch, lengths, share_prompts) -> list[list[int]]:
+    """Rows with something to train, those with a prompt in common together."""
+    groups, number = [], batch.group.tolist()
+    for row in sorted(range(len(number)), key=lambda row: (number[row], row)):
+        prompt, end = lengths[row]
+        first = groups[-1][0] if groups and share_prompts else None
+        alike = first is not None and (number[first], lengths[first][0]) == (number[row], prompt)
+        if alike and torch.equal(batch.inputs[first, :prompt], batch.inputs[row, :prompt]):
+            groups[-1].append(row)
+        elif end:
+            groups.append([row])
+    return groups
+
+
+def _units(groups, lengths, limit, quadratic) -> list[tuple[float, int, list[int]]]:
+    """(cost, tokens, rows) of groups cut into parts of at most `limit` tokens, or of one row."""
+    units = []
+    for group in groups:
+        prompt, tokens, square, rows = lengths[group[0]][0], 0, 0, []
+        for row in group:
+            end = lengths[row][1]
+            if rows and tokens + end - prompt > limit:
+                units.append((tokens + quadratic * square, tokens, rows))
+                rows = []
+            # The prompt's pairs come once; an answer's are with the prompt and with itself: end^2 - prompt^2.
+            tokens, square = (tokens + end - prompt, square + end**2 - prompt**2) if rows else (end, end**2)
+            rows = [*rows, row]
+        units.append((tokens + quadratic * square, tokens, rows))
     return units
 
 
-def _fill(units, num_bins):
-    """Longest-processing-time-first: the next largest unit goes to the emptiest bin. Bins come back largest first."""
-    heap = [(0, i, []) for i in range(num_bins)]
-    for cost, rows in sorted(units, key=lambda unit: (-unit[0], unit[1])):
-        load, i, members = heapq.heappop(heap)
-        heapq.heappush(heap, (load + cost, i, members + rows))
-    return [(load, rows) for load, _, rows in sorted(heap, key=lambda item: (-item[0], item[1]))]
+def _fill(units, num_bins, budget) -> list[tuple[float, list[int]]] | None:
+    """The next costliest unit goes to the bin with the least cost that has room for its tokens. (cost, rows) of each bin,
+    costliest first; None if some unit has no room."""
+    heap = [(0.0, i) for i in range(num_bins)]
+    held, members = [0] * num_bins, [[] for _ in range(num_bins)]
+    for cost, tokens, rows in sorted(units, key=lambda unit: (-unit[0], unit[2])):
+        full = []
+        while heap and held[heap[0][1]] + tokens > budget:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        load, i = heap[0]
+        heapq.heapreplace(heap, (load + cost, i))
+        held[i] += tokens
+        members[i] += rows
+        for item in full:
+            heapq.heappush(heap, item)
+    return [(load, members[i]) for load, i in sorted(heap, key=lambda item: (-item[0], item[1]))]
 
 
 def pack(batch: Batch, share_prompts: bool = True) -> Pack:

@@ -48,6 +48,10 @@ class TokenModel(nn.Module):
     def __init__(self, hf: nn.Module, ring: Ring, tp: dist.ProcessGroup | None = None):
         super().__init__()
         self.hf, self.ring, self.tp = hf, ring, tp
+        # n tokens cost 2 n FLOPs a weight, and 2 n^2 a layer and channel of the queries in causal attention.
+        size = getattr(hf.config, "head_dim", None) or hf.config.hidden_size // hf.config.num_attention_heads
+        channels = hf.config.num_hidden_layers * hf.config.num_attention_heads * size
+        self.quadratic = channels / sum(parameter.numel() for parameter in hf.parameters())
         self.is_critic = hf.get_output_embeddings() is None
         self.stored_dtype = torch.float32  # what an export is written in
 

@@ -33,6 +33,8 @@ Loss = Callable[[Batch, Scores], tuple[Tensor, dict[str, Tensor]]]
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto` is bf16 where the machine is fast at it, fp32 elsewhere."""
+    if name == "float32" and device.type == "cuda":
+        raise ValueError("dtype=float32: attention on GPUs computes in bfloat16 only; leave dtype=auto")
     if name != "auto":
         return getattr(torch, name)
     fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -163,7 +165,8 @@ class Worker:
                 state.update({key: value.to(device) for key, value in state.items() if key != "step"})
 
     def _micro_batches(self, batch, budget):
-        parts = plan(batch, budget * self.section.sp_size, self.mesh.dp_size, self.section.share_prompts)
+        budget = budget * self.section.sp_size
+        parts = plan(batch, budget, self.mesh.dp_size, self.section.share_prompts, self.model.quadratic)
         return [micro[self.mesh.dp_rank] for micro in parts]
 
     def _score(self, part, temperature, entropy):

@@ -156,17 +156,19 @@ def test_plan_runs_every_row_once_within_the_budget(seed, num_ranks, share):
             assert pack(batch.select(part), share).tokens.shape[1] <= budget
 
 
-def test_plan_is_balanced_on_a_long_tailed_run():
+@pytest.mark.parametrize("quadratic", [0.0, 1e-4])
+def test_plan_is_balanced_on_a_long_tailed_run(quadratic):
     rng = random.Random(0)
     lengths = [min(16000, max(200, int(rng.lognormvariate(7.6, 0.9)))) for _ in range(512)]
     samples = [
         Sample([1] * (n + 1), [0] * n + [1], [0.0] * (n + 1), [0.0] * (n + 1), i, i) for i, n in enumerate(lengths)
     ]
-    plans = plan(collate(samples), 32768, 8, share_prompts=False)
-    loads = [[sum(lengths[row] for row in part) for part in micro] for micro in plans]
+    plans = plan(collate(samples), 32768, 8, share_prompts=False, quadratic=quadratic)
+    cost = [n + quadratic * n**2 for n in lengths]
+    loads = [[sum(cost[row] for row in part) for part in micro] for micro in plans]
     slowest = sum(max(micro) for micro in loads)
-    assert slowest <= 1.03 * sum(lengths) / 8
-    assert len(plans) == -(-sum(lengths) // (8 * 32768))
+    assert slowest <= 1.03 * sum(cost) / 8
+    assert len(plans) <= -(-sum(lengths) // (8 * 32768)) + (quadratic > 0)
 
 
 def test_fewer_groups_than_ranks_are_cut_so_that_all_work():
@@ -176,7 +178,7 @@ def test_fewer_groups_than_ranks_are_cut_so_that_all_work():
 
 
 def test_a_sequence_over_the_budget_is_named():
-    with pytest.raises(ValueError, match=r"12 tokens.*max_length_per_device=10"):
+    with pytest.raises(ValueError, match=r"12 tokens.*max_length_per_device x sp_size = 10"):
         plan(collate([Sample([1] * 13, [0] * 12 + [1], [0] * 13, [0] * 13, 0, 0)]), 10, 1)
 
 
@@ -191,3 +193,32 @@ def test_minibatches_keep_trajectories_whole_and_leave_none_empty(count):
     assert all(sets) and sum(map(len, sets)) == 13 and len(set.union(*sets)) == 13
     assert sum(len(part.inputs) for part in parts) == 25
     assert max(map(len, sets)) - min(map(len, sets)) <= 1
+
+
+def test_groups_are_cut_only_where_that_is_faster():
+    """One group on two ranks is worth a second run of its short prompt, and not of its long one."""
+
+    def parts(prompt, answer):
+        tokens = [1] * prompt + [2] * answer
+        zeros = [0.0] * len(tokens)
+        samples = [Sample(tokens, [0] * prompt + [1] * answer, zeros, zeros, i // 4, i) for i in range(12)]
+        return plan(collate(samples), 10**6, 2)
+
+    (micro,) = parts(prompt=10, answer=100)  # three groups: a 2 to 1 split would leave one rank idle for a third
+    assert sorted(map(len, micro)) == [6, 6]
+    (micro,) = parts(prompt=4000, answer=10)
+    assert sorted(map(len, micro)) == [4, 8]
+
+
+def test_cost_is_balanced_where_tokens_alone_would_not_be():
+    """At quadratic=1/1000 a document of 1,000 tokens costs 2,000, as much as 18 of 100 tokens do."""
+    lengths = [1000] * 2 + [100] * 20
+    samples = [
+        Sample([1] * (n + 1), [0] + [1] * n, [0.0] * (n + 1), [0.0] * (n + 1), i, i) for i, n in enumerate(lengths)
+    ]
+    cost = [n + n * n / 1000 for n in lengths]
+    (micro,) = plan(collate(samples), 10**6, 3, False, 1 / 1000)
+    loads = [sum(cost[row] for row in part) for part in micro]
+    assert max(loads) <= 1.1 * sum(loads) / 3
+    (by_tokens,) = plan(collate(samples), 10**6, 3, False)
+    assert max(sum(cost[row] for row in part) for part in by_tokens) > 1.2 * sum(loads) / 3

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -36,6 +37,12 @@ def setup(tmp_path):
         "actor.gradient_checkpointing=false",
         "trainer.n_epochs=2", "trainer.disable_wandb=true",
     ]  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def metrics(folder):
@@ -207,3 +214,25 @@ def test_what_is_wrong_is_said_before_the_model_loads(setup, tmp_path):
     text = done.stdout + done.stderr
     assert "undefined_name" in text and "env.py" in text and "loading" not in done.stdout
     assert "rl2/trainer/ppo.py" not in text.split("ChildFailedError")[0]  # the user's mistake, not our traceback
+
+
+def test_two_nodes_train_and_resume(setup, tmp_path):
+    """Two torchrun agents that meet on loopback, as two machines would; then one agent of two processes goes on."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
+    command += [f"--rdzv_endpoint=127.0.0.1:{free_port()}", "-m", "rl2.trainer.ppo", *setup, "trainer.save_freq=1"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for steps in (2, 3):
+        agents = [
+            subprocess.Popen(
+                [*command, f"trainer.max_steps={steps}", "actor.sp_size=2"], env=env, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )
+            for _ in range(2)
+        ]  # fmt: skip
+        told = [agent.communicate(timeout=120)[0] for agent in agents]
+        assert [agent.returncode for agent in agents] == [0, 0], told
+    assert "2 of 3 steps are done" in "".join(told)
+    torchrun(2, "-m", "rl2.trainer.ppo", *setup, "trainer.max_steps=4", "actor.sp_size=2")
+    torchrun(2, "-m", "rl2.trainer.ppo", *setup, "trainer.max_steps=4", "actor.sp_size=2",
+             f"trainer.save_dir={tmp_path / 'one'}")  # fmt: skip
+    assert untimed(tmp_path / "run") == untimed(tmp_path / "one"), "nodes change the numbers"
