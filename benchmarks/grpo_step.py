@@ -14,7 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-ENV = "def reward_fn(messages, answer):\n    return float(answer in messages[-1]['content'])\n"
+# Every answer of a group earns something else: rl2 does not run groups that all earned the same, which would flatter it.
+ENV = "def reward_fn(messages):\n    return len(messages[-1]['content']) / 100\n"
 
 
 def make_rows(count: int) -> list[dict]:
@@ -49,8 +50,8 @@ def run_trl(arguments, folder: Path) -> list[dict]:
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     data = Dataset.from_list([{"prompt": row["messages"], "answer": row["answer"]} for row in rows])
 
-    def right(completions, answer, **_):
-        return [float(a in reply[0]["content"]) for reply, a in zip(completions, answer, strict=True)]
+    def length(completions, **_):
+        return [len(reply[0]["content"]) / 100 for reply in completions]
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     total = arguments.prompts * arguments.samples
@@ -61,7 +62,7 @@ def run_trl(arguments, folder: Path) -> list[dict]:
         bf16=compute_dtype("auto", device) == torch.bfloat16, use_cpu=device.type == "cpu", shuffle_dataset=False,
         logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, lr_scheduler_type="constant",
     )  # fmt: skip
-    trainer = GRPOTrainer(model=arguments.model, args=config, reward_funcs=right, train_dataset=data)
+    trainer = GRPOTrainer(model=arguments.model, args=config, reward_funcs=length, train_dataset=data)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "step_time" in entry]
     return [{"seconds": e["step_time"], "tokens": e["completions/mean_length"] * total} for e in logs]

