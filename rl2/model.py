@@ -19,7 +19,8 @@ from .parallel import tensor
 from .parallel.ring import PackedAttention, Ring
 from .parallel.tensor import sum_softmax
 
-HEAD_CHUNK = 2**24  # logits held at a time: 64 MiB in fp32
+# Logits held at a time, 32 and 512 MiB in fp32: few enough for a CPU's caches, enough rows for a GPU to read the weight for.
+HEAD_CHUNK = {"cpu": 2**23, "cuda": 2**27}
 # What changes the logits after the head, or what a token sees, and is not computed here.
 UNSUPPORTED = {
     "final_logit_softcapping": None,
@@ -69,22 +70,24 @@ class TokenModel(nn.Module):
 
 
 class _Head(torch.autograd.Function):
-    """log softmax(hidden @ weight.T / temperature) at the targets, and its entropy, a chunk of rows at a time.
+    """log softmax(hidden @ weight.T / temperature) at the targets, and its entropy, a chunk of logits at a time.
 
-    With `group`, weight holds this process's part of the vocabulary, in order of rank. Backward recomputes each chunk's
-    logits z. With p = softmax(z), d logp_t / dz = 1[t] - p and dH / dz = -p (log p + H), where H = lse - sum p z.
+    With `group`, weight holds this process's part of the vocabulary, in order of rank. Backward recomputes the logits z.
+    With p = softmax(z), d logp_t / dz = 1[t] - p and dH / dz = -p (log p + H), where H = lse - sum p z. Forward goes by
+    rows, which the softmax is over; backward by columns, so that the gradient of the weight is written once and what is
+    added up is that of the hidden states, which is smaller.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, with_entropy, group):
-        num = len(hidden)
+        num, vocabulary = len(hidden), len(weight)
         chosen, mean, lse = (torch.zeros(num, device=hidden.device) for _ in range(3))
-        targets = targets - (len(weight) * dist.get_rank(group) if group else 0)
-        ours = ((targets >= 0) & (targets < len(weight))).float()
-        targets = targets.clamp(0, len(weight) - 1)
-        for rows in _chunks(num, len(weight)):
+        targets = targets - (vocabulary * dist.get_rank(group) if group else 0)
+        ours = ((targets >= 0) & (targets < vocabulary)).float()
+        for rows in _chunks(num, vocabulary, hidden.device):
             logits = _logits(hidden[rows], weight, temperature)
-            chosen[rows] = logits.gather(1, targets[rows, None]).squeeze(1) * ours[rows]
+            index = targets[rows, None].clamp(0, vocabulary - 1)
+            chosen[rows] = logits.gather(1, index).squeeze(1) * ours[rows]
             top = logits.max(1, keepdim=True).values
             exp = logits.sub_(top).exp_() if not with_entropy else (logits - top).exp_()
             total = exp.sum(1)
@@ -94,30 +97,30 @@ class _Head(torch.autograd.Function):
         if group:
             lse, chosen, mean = sum_softmax(lse, chosen, mean, group)
         entropy = lse - mean
-        ctx.save_for_backward(hidden, weight, targets, ours, lse, entropy)
+        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.temperature, ctx.with_entropy, ctx.group = temperature, with_entropy, group
         return chosen - lse, entropy
 
     @staticmethod
     def backward(ctx, d_logps, d_entropy):
-        hidden, weight, targets, ours, lse, entropy = ctx.saved_tensors
-        d_hidden = torch.zeros_like(hidden)
-        d_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for rows in _chunks(len(hidden), len(weight)):
-            logits = _logits(hidden[rows], weight, ctx.temperature).sub_(lse[rows, None])  # log p
+        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        d_hidden, d_weight = torch.zeros_like(hidden, dtype=torch.float32), torch.empty_like(weight)
+        for columns in _chunks(len(weight), len(hidden), hidden.device):
+            logits = _logits(hidden, weight[columns], ctx.temperature).sub_(lse[:, None])  # log p
             probs = logits.exp() if ctx.with_entropy else logits.exp_()
             if ctx.with_entropy:
-                scale = logits.add_(entropy[rows, None]).mul_(d_entropy[rows, None]).add_(d_logps[rows, None])
+                scale = logits.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_logps[:, None])
                 d_logits = probs.mul_(scale).neg_()
             else:
-                d_logits = probs.mul_(-d_logps[rows, None])
-            d_logits.scatter_add_(1, targets[rows, None], (d_logps * ours)[rows, None])
+                d_logits = probs.mul_(-d_logps[:, None])
+            (here,) = ((targets >= columns.start) & (targets < columns.stop)).nonzero(as_tuple=True)
+            d_logits[here, targets[here] - columns.start] += d_logps[here]
             d_logits = d_logits.div_(ctx.temperature).to(hidden.dtype)
-            d_hidden[rows] = d_logits @ weight
-            d_weight += d_logits.T @ hidden[rows]
+            d_hidden += d_logits @ weight[columns]
+            d_weight[columns] = d_logits.T @ hidden
         if ctx.group:
             dist.all_reduce(d_hidden, group=ctx.group)
-        return d_hidden, d_weight.to(weight.dtype), None, None, None, None
+        return d_hidden.to(hidden.dtype), d_weight, None, None, None, None
 
 
 def _logits(hidden, weight, temperature):
@@ -125,9 +128,9 @@ def _logits(hidden, weight, temperature):
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _chunks(num, vocabulary):
-    size = max(1, HEAD_CHUNK // vocabulary)
-    return [slice(start, start + size) for start in range(0, num, size)]
+def _chunks(num, width, device):
+    size = max(1, HEAD_CHUNK[device.type] // max(1, width))
+    return [slice(start, min(start + size, num)) for start in range(0, num, size)]
 
 
 def load_model(name: str, critic: bool, dtype: torch.dtype, checkpointing: bool, mesh, masters: bool) -> TokenModel:

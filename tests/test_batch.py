@@ -221,4 +221,4 @@ def test_cost_is_balanced_where_tokens_alone_would_not_be():
     loads = [sum(cost[row] for row in part) for part in micro]
     assert max(loads) <= 1.1 * sum(loads) / 3
     (by_tokens,) = plan(collate(samples), 10**6, 3, False)
-    assert max(sum(cost[row] for row in part) for part in by_tokens) > 1.2 * sum(loads) / 3
+    assert max(sum(cost[row] for row in part) for part in by_tokens) > 1.15 * sum(loads) / 3

@@ -10,7 +10,7 @@ from rl2.model import _Head
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk_rows", [1, 7, 1000])
 def test_chunked_head_equals_log_softmax(monkeypatch, temperature, chunk_rows):
-    monkeypatch.setattr(model_module, "HEAD_CHUNK", chunk_rows * 37)
+    monkeypatch.setitem(model_module.HEAD_CHUNK, "cpu", chunk_rows * 37)
     torch.manual_seed(0)
     hidden, weight = torch.randn(23, 8, requires_grad=True), torch.randn(37, 8, requires_grad=True)
     targets = torch.randint(37, (23,))

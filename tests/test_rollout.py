@@ -27,7 +27,7 @@ def process_group():
 class ScriptedEngine:
     """Says `script(turn, seed)`; a reply is (text, finish reason)."""
 
-    max_running = 4
+    max_running, index, count = 4, 0, 1
 
     def __init__(self, tokenizer, script):
         self.tokenizer, self.script, self.loop = tokenizer, script, asyncio.new_event_loop()

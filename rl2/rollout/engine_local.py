@@ -27,22 +27,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from ..parallel.ring import PackedAttention
-from .sampling import sample
+from .sampling import DEFAULTS, Generation, check_request, sample
 
 PAGE = 64  # keys
 ROWS = 8  # without `deterministic`, a step has a multiple of this many rows
 PREFILL = 2048  # tokens of prompts that are prefilled in one forward, without `deterministic`
-DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": None, "stop_token_ids": ()}
-
-
-@dataclass
-class Generation:
-    """What was sampled, the stop token included. logps are of softmax(logits / temperature), before top_p and top_k."""
-
-    tokens: list[int]
-    logps: list[float]
-    finish_reason: str  # stop | length | abort
-    version: int
 
 
 @dataclass(eq=False)
@@ -77,9 +66,13 @@ class _Request:
 
 class LocalEngine:
     """`dtype`: of weights and keys. `max_running`: slots. `max_length`: the most tokens of a prompt and its answer, if
-    less than the model's positions. `loop` is the event loop that every `generate` must run on."""
+    less than the model's positions. This is engine `index` of `count`. `loop` is the event loop that every `generate`
+    must run on."""
 
-    def __init__(self, model_name, dtype, device, max_running=64, deterministic=True, max_length=None):
+    def __init__(
+        self, model_name, dtype, device, max_running=64, deterministic=True, max_length=None, index=0, count=1
+    ):
+        self.index, self.count = index, count
         self.model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype, attn_implementation="rl2")
         self.model.to(device).eval().requires_grad_(False)
         self.device, self.max_running, self.deterministic = torch.device(device), max_running, deterministic
@@ -100,7 +93,8 @@ class LocalEngine:
         assert asyncio.get_running_loop() is self.loop, "generate runs on engine.loop only"
         assert self.cache is not None, "generate on a sleeping engine: call wake first"
         assert self.version is not None, "the weights are incomplete: the last load failed"
-        params = self._check(prompt, params)
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        params = check_request(prompt, params, vocabulary, self.max_length)
         noise = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).random(params["max_new_tokens"])
         key = tuple(prompt)
         request = _Request(self.prompts.setdefault(key, _Prompt(key)), params, noise, self.loop.create_future())
@@ -156,28 +150,6 @@ class LocalEngine:
     @property
     def in_flight(self) -> int:
         return sum(not request.future.done() for request in (*self.waiting, *filter(None, self.slots)))
-
-    def _check(self, prompt, params) -> dict:
-        unknown = set(params) - set(DEFAULTS)
-        params = {**DEFAULTS, **params}
-        new, vocabulary = params["max_new_tokens"], self.model.get_input_embeddings().num_embeddings
-        if unknown:
-            raise ValueError(f"sampling parameters {sorted(unknown)} are unknown; there are {sorted(DEFAULTS)}")
-        if not isinstance(new, int) or new < 1:
-            raise ValueError(f"max_new_tokens={new}: expected at least 1")
-        if not params["temperature"] >= 0 or not 0 < params["top_p"] <= 1:
-            raise ValueError(f"temperature={params['temperature']}, top_p={params['top_p']}: expected >= 0 and (0, 1]")
-        if params["top_k"] != -1 and params["top_k"] < 1:
-            raise ValueError(f"top_k={params['top_k']}: expected at least 1, or -1 for off")
-        if not prompt:
-            raise ValueError("the prompt has no tokens")
-        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-            raise ValueError(
-                f"prompt token ids {min(prompt)} to {max(prompt)}: the vocabulary is 0 to {vocabulary - 1}"
-            )
-        if len(prompt) + new > self.max_length:
-            raise ValueError(f"prompt of {len(prompt)} + max_new_tokens={new} exceeds {self.max_length} tokens")
-        return params
 
     async def _run(self):
         """Steps while there are requests. Others on the loop run between steps."""

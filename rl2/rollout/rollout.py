@@ -3,7 +3,6 @@
 import asyncio
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from .. import chat
@@ -82,10 +81,12 @@ class Rollout:
         return sorted(done, key=lambda trajectory: trajectory.id)
 
     def _queue(self, num_groups, counter):
-        """The groups of this process: every so-manyth, or the next from a counter all processes share, so that a slow
-        engine delays nobody."""
+        """The groups of our engine: every so-manyth, or the next from a counter all engines share, so that a slow one
+        delays nobody. A process that only serves its tensors to another's engine has none."""
+        if self.engine.index is None:
+            return
         if self.deterministic:
-            yield from range(dist.get_rank(), num_groups, dist.get_world_size())
+            yield from range(self.engine.index, num_groups, self.engine.count)
         else:
             store = _get_default_store()
             while (group := store.add(counter, 1) - 1) < num_groups:

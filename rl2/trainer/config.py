@@ -27,6 +27,8 @@ from omegaconf import MISSING, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from ..rollout.engine import installed, pick_engine
+
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 
 
@@ -156,7 +158,7 @@ class TestSamplingParams(SamplingParams):
 @dataclass
 class RolloutConfig:
     engine: str = choice("auto", "local", "sglang")
-    """who generates: auto and local are the embedded engine on plain torch"""
+    """sglang, local (the embedded engine on plain torch), or auto: sglang where both it and a GPU are there, else local"""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """further arguments of SGLang's engine, as rollout.engine_args.NAME=VALUE"""
     tp_size: int = 1
@@ -452,27 +454,21 @@ def explain(root: type, usage: str) -> str:
     return "\n".join(lines)
 
 
-# What later releases bring: key -> (the values that work now, what to do).
-NOT_YET = {
-    "rollout.engine": (("auto", "local"), "SGLang comes with a later release; use rollout.engine=local"),
-    "rollout.tp_size": ((1,), "it belongs to SGLang, which comes with a later release"),
-    "rollout.gpu_memory_utilization": ((0.6,), "it belongs to SGLang, which comes with a later release"),
-    "rollout.engine_args": (({},), "they belong to SGLang, which comes with a later release"),
-}
 WORKER_POSITIVE = ("max_length_per_device", "max_inference_length_per_device", "update_per_rollout", "clip", "lr",
                    "max_grad_norm", "save_freq", "sp_size", "tp_size")  # fmt: skip
 WORKER_NOT_NEGATIVE = ("fsdp_size", "weight_decay", "freeze_steps", "warmup_ratio")
 POSITIVE = (
     "data.max_length", "data.prompts_per_rollout", "data.responses_per_prompt", "actor.clip_high",
-    "actor.average_constant", "actor.dual_clip",
-    "rollout.max_running", "rollout.max_turns", "rollout.env_timeout", "rollout.train_sampling_params.temperature",
+    "actor.average_constant", "actor.dual_clip", "rollout.max_running", "rollout.max_turns", "rollout.env_timeout",
+    "rollout.tp_size", "rollout.gpu_memory_utilization", "rollout.train_sampling_params.temperature",
     "rollout.train_sampling_params.max_new_tokens", "rollout.test_sampling_params.max_new_tokens", "trainer.n_epochs",
     "trainer.max_steps", "trainer.save_freq", "trainer.keep_checkpoints", "trainer.test_freq",
 )  # fmt: skip
 NOT_NEGATIVE = ("kl.coef", "actor.entropy", "rollout.max_env_failures", "adv.gamma", "adv.lamda", "data.seed",
                 "rollout.test_sampling_params.temperature", "trainer.seed")  # fmt: skip
-AT_MOST_ONE = ("rollout.max_env_failures", "adv.gamma", "adv.lamda", "rollout.train_sampling_params.top_p",
-               "rollout.test_sampling_params.top_p", "actor.warmup_ratio", "critic.warmup_ratio")  # fmt: skip
+AT_MOST_ONE = ("rollout.max_env_failures", "rollout.gpu_memory_utilization", "adv.gamma", "adv.lamda",
+               "rollout.train_sampling_params.top_p", "rollout.test_sampling_params.top_p", "actor.warmup_ratio",
+               "critic.warmup_ratio")  # fmt: skip
 
 
 def validate_ppo(config: PPOConfig, set_keys: set[str], world_size: int) -> tuple[list[str], list[str]]:
@@ -482,14 +478,15 @@ def validate_ppo(config: PPOConfig, set_keys: set[str], world_size: int) -> tupl
     for name in workers:
         problems += check_worker(config, name, world_size)
     problems += _check_paths(config) + _check_lengths(config, workers) + _check_sizes(config)
-    problems += [
-        f"{key}={_get(config, key)} does not work yet: {remedy}"
-        for key, (working, remedy) in NOT_YET.items()
-        if _get(config, key) not in working
-    ]
+    problems += _check_engine(config)
+    # What says no more than the default is harmless, and a whole config.yaml can be read back.
+    defaults = type(config)()
+    told = {
+        key for key in set_keys if key.startswith("rollout.engine_args.") or _get(config, key) != _get(defaults, key)
+    }
     for needed, keys, reason in _uses(config):
         prefixes = tuple(key for key in keys if key.endswith("."))
-        vain = sorted(key for key in set_keys if not needed and (key in keys or key.startswith(prefixes)))
+        vain = sorted(key for key in told if not needed and (key in keys or key.startswith(prefixes)))
         problems += [f"{key}={_get(config, key)} has no effect {reason}" for key in vain]
     return problems, _warnings(config, set_keys)
 
@@ -595,8 +592,24 @@ def _check_sizes(config) -> list[str]:
     return problems
 
 
+def _check_engine(config) -> list[str]:
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if pick_engine(config.rollout.engine)[0] == "local":
+        return []
+    if not installed("sglang"):
+        return ["rollout.engine=sglang: it is not installed; pip install sglang, or set rollout.engine=local"]
+    if local_world % config.rollout.tp_size:
+        valid = ", ".join(str(n) for n in range(1, local_world + 1) if local_world % n == 0)
+        size = config.rollout.tp_size
+        return [f"rollout.tp_size={size} does not divide the {local_world} processes of a node: choose {valid}"]
+    return []
+
+
 def _uses(config):
     """(whether they matter, keys, why they do not): a knob that the user set in vain is refused."""
+    sglang = ("rollout.tp_size", "rollout.gpu_memory_utilization", "rollout.engine_args", "rollout.engine_args.")
+    kind, why = pick_engine(config.rollout.engine)
+    yield kind == "sglang", sglang, f"with the local engine ({why}): set rollout.engine=sglang"
     gae, actor, kl = config.adv.estimator == "gae", config.actor, config.kl
     yield gae, ("critic.", "adv.gamma", "adv.lamda"), "with adv.estimator=reinforce: set adv.estimator=gae"
     yield kl.type == "reward", ("kl.reward_estimator",), f"with kl.type={kl.type}"

@@ -14,7 +14,7 @@ from ..data import Prompts, check_ppo_row, load_rows
 from ..metrics import Metrics, prepare_folder
 from ..model import Scores
 from ..parallel.mesh import init
-from ..rollout.engine_local import LocalEngine
+from ..rollout.engine import make_engine
 from ..rollout.env import FailureLog, load_env, preflight
 from ..rollout.rollout import Rollout, gather_samples, summarise
 from ..worker import Worker, compute_dtype
@@ -183,6 +183,7 @@ class Run:
         self.reference = Worker(config.actor, device) if config.kl.coef else None
         self.workers, self.critic = {"actor": self.actor}, None
         if config.adv.estimator == "gae":
+            config.critic.model_name = config.critic.model_name or config.actor.model_name
             num = self.num_steps - config.critic.freeze_steps
             self.critic = Worker(config.critic, device, True, num * config.critic.update_per_rollout)
             self.workers["critic"] = self.critic
@@ -192,7 +193,8 @@ class Run:
         deterministic = config.trainer.deterministic
         deterministic = self.device.type == "cpu" if deterministic is None else deterministic
         self.engine_dtype = compute_dtype(config.actor.dtype, self.device)
-        self.engine = LocalEngine(name, self.engine_dtype, self.device, config.rollout.max_running, deterministic)
+        section, seed = config.rollout, config.trainer.seed
+        self.engine = make_engine(section, name, self.engine_dtype, self.device, deterministic, seed)
         stops = chat.stop_token_ids(self.tokenizer, GenerationConfig.from_pretrained(name).eos_token_id)
         for params in (config.rollout.train_sampling_params, config.rollout.test_sampling_params):
             params.stop_token_ids = sorted({*params.stop_token_ids, *stops})
@@ -285,7 +287,6 @@ class Run:
 
 def main() -> None:
     config = parse(PPOConfig, sys.argv[1:], validate_ppo, "rl2.trainer.ppo")
-    config.critic.model_name = config.critic.model_name or config.actor.model_name
     with user_errors():
         run = Run(config)
         train(run)
