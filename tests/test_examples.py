@@ -1,0 +1,113 @@
+"""Whole runs of SFT, DPO and reward models under torchrun on a tiny random model: losses that fall to what plain
+transformers says of the exported model, resumed runs that end the same, layouts that change nothing."""
+
+import json
+import math
+import re
+
+import pytest
+from common import make_model, torchrun
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TIMED = ("time/", "memory/", "tokens/per_second")
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def arguments(tmp_path, rows, worker, *more):
+    write(tmp_path / "train.jsonl", rows)
+    return [
+        f"{worker}.model_name={make_model(tmp_path / 'tiny')}", f"data.path={tmp_path / 'train.jsonl'}",
+        f"trainer.save_dir={tmp_path / 'run'}", f"{worker}.dtype=float32", "data.batch_size=4", "data.max_length=100",
+        f"data.test_path={tmp_path / 'test.jsonl'}", "trainer.test_freq=6", "trainer.save_freq=2",
+        "trainer.keep_checkpoints=null", "trainer.n_epochs=3", "trainer.disable_wandb=true",
+        f"{worker}.max_length_per_device=200", f"{worker}.scheduler=linear", f"{worker}.warmup_ratio=0.2", *more,
+    ]  # fmt: skip
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(folder):
+    return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in metrics(folder)]
+
+
+def check_resumed_and_other_layouts(trainer, worker, args, tmp_path, steps, layouts=("sp_size=2", "tp_size=2")):
+    """In one launch: the run resumed after `steps`, which must end with the same bits; and the last two steps in other
+    layouts, which must say the same."""
+    runs = []
+    for step in steps:
+        runs.append(
+            [f"trainer.resume={tmp_path}/run/checkpoints/step_{step}", f"trainer.save_dir={tmp_path}/from_{step}"]
+        )
+    # The schedule is laid out for all steps of a run: other layouts go on from a checkpoint, so that it is the same one.
+    for layout in layouts:
+        runs.append([f"trainer.resume={tmp_path}/run/checkpoints/step_10", f"trainer.save_dir={tmp_path}/{layout[:2]}"])
+        runs[-1] += [f"{worker}.{layout}"]
+    words = [word for run in runs for word in ["--", *args, *run]][1:]
+    torchrun(2, "tests/several.py", trainer, *words)
+    whole = untimed(tmp_path / "run")
+    expected = load_file(tmp_path / "run/model/model.safetensors")
+    for step in steps:
+        assert untimed(tmp_path / f"from_{step}") == [line for line in whole if line["step"] > step]
+        found = load_file(tmp_path / f"from_{step}/model/model.safetensors")
+        assert all((found[key] == expected[key]).all() for key in expected)
+    for layout in layouts:
+        lines = metrics(tmp_path / layout[:2])
+        assert [line["step"] for line in lines] == [11, 12]
+        for line, other in zip(lines, whole[-2:], strict=True):
+            for key, value in other.items():
+                if not key.startswith("tokens/"):
+                    assert line[key] == pytest.approx(value, rel=1e-3, abs=1e-5), (layout, line["step"], key)
+
+
+def conversation(i):
+    letter = "abcd"[i % 4]
+    return [
+        {"role": "user", "content": f"say {letter}, {i}"},
+        {"role": "assistant", "content": letter * (3 + i % 3)},
+        {"role": "user", "content": "again"},
+        {"role": "assistant", "content": letter * 5},
+    ]
+
+
+def plain_nll(folder, rows):
+    """Of what the assistant says, end of turn included, and of plain text: the mean over tokens, by transformers alone."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    found = []
+    for row in rows:
+        if "text" in row:
+            text, spans = row["text"] + tokenizer.eos_token, [(0, len(row["text"]) + 10)]
+        else:
+            text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+            spans = [m.span(1) for m in re.finditer(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", text)]
+        inputs = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False, return_tensors="pt")
+        logps = model(inputs["input_ids"]).logits[0].double().log_softmax(-1)
+        for at, (start, _) in enumerate(inputs["offset_mapping"][0].tolist()):
+            if at > 0 and any(a <= start < b for a, b in spans):
+                found.append(-logps[at - 1, inputs["input_ids"][0, at]].item())
+    return sum(found) / len(found)
+
+
+def test_sft(tmp_path):
+    rows = [{"messages": conversation(i)} for i in range(14)] + [{"text": "abcd" * 4}, {"messages": "dcba" * 3}]
+    test = [{"messages": conversation(i)} for i in (20, 21, 22)] + [{"text": "abcdabcd"}]
+    write(tmp_path / "test.jsonl", test)
+    args = arguments(tmp_path, [*rows, {"text": "x" * 200}], "actor", "actor.lr=0.01")
+    done = torchrun(2, "-m", "rl2.trainer.sft", *args)
+    assert "1 training rows are longer than data.max_length=100 and dropped" in done.stdout
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(13))  # 16 rows, 3 times, by 4; and the test before them
+    assert [line["step"] for line in lines if "test/loss" in line] == [0, 6, 12]
+    assert lines[0]["test/loss"] == pytest.approx(plain_nll(tmp_path / "tiny", test), abs=1e-5)
+    assert lines[-1]["test/loss"] == pytest.approx(plain_nll(tmp_path / "run/model", test), abs=1e-5)
+    assert lines[-1]["test/perplexity"] == pytest.approx(math.exp(lines[-1]["test/loss"]))
+    assert lines[1]["actor/loss"] > 4 and lines[-1]["actor/loss"] < 2.5 and lines[-1]["test/loss"] < 2.5
+    rates = [line["actor/lr"] for line in lines[1:]]
+    assert rates[:3] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01]) and rates[-1] == pytest.approx(0.01 / 9)
+    check_resumed_and_other_layouts("sft", "actor", args, tmp_path, steps=[4, 6])  # an epoch's edge, and inside one

@@ -1,0 +1,92 @@
+"""SFT, DPO and reward models against TRL's trainers on the same rows and weights: loss, metrics and gradient norm."""
+
+import json
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import make_model, make_tokenizer
+from parity import SECTION
+from transformers import AutoModelForCausalLM
+
+from rl2.data import Examples, render_sft
+from rl2.parallel.mesh import init
+from rl2.trainer import sft
+from rl2.worker import Worker
+
+pytest.importorskip("trl")
+
+
+@pytest.fixture
+def device():
+    yield init()
+    dist.destroy_process_group()
+
+
+def make_trl(cls, **settings):
+    """TRL's trainer with nothing but what its loss reads."""
+    trainer = cls.__new__(cls)
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x, parallelism_config=None
+    )
+    defaults = dict(
+        accelerator=accelerator, aux_loss_enabled=False, compute_loss_func=None, label_smoother=None,
+        _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1,
+    )  # fmt: skip
+    trainer.__dict__.update({**defaults, **settings})
+    return trainer
+
+
+def fused(name, *outputs):
+    from trl.trainer.utils import add_fused_lm_head
+
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    add_fused_lm_head(model, outputs=("log_probs", *outputs))
+    return model.train()
+
+
+def read(tmp_path, rows, render):
+    """Our examples, and their sequences padded as TRL's collators do."""
+    path, tokenizer = tmp_path / "rows.jsonl", make_tokenizer()
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    examples = list(Examples(str(path), "train", tokenizer, render, 400, False, 0, len(rows)))
+    sequences = [sequence for example in examples for sequence in example.sequences]
+    width = max(len(tokens) for tokens, _ in sequences)
+
+    def padded(part):
+        return torch.tensor([sequence[part] + [0] * (width - len(sequence[part])) for sequence in sequences])
+
+    ids, mask = padded(0), padded(1)
+    attention = torch.tensor([[1] * len(t) + [0] * (width - len(t)) for t, _ in sequences])
+    return SimpleNamespace(tokenizer=tokenizer), examples, ids, mask, attention
+
+
+def update(name, device, batch, loss_fn, critic=False, **options):
+    """One step of ours, in several micro-batches."""
+    section = SimpleNamespace(**{**SECTION, "model_name": name, "max_length_per_device": 120, "lr": 1e-4})
+    return Worker(section, device, critic, 1).update(batch, loss_fn, **options)
+
+
+def check(told, loss, model):
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert told["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert told["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+def test_sft_loss(tmp_path, device):
+    from trl import SFTTrainer
+
+    name = make_model(tmp_path / "model")
+    talk = [{"role": role, "content": f"{role} {i}" * i} for i in (1, 3) for role in ("user", "assistant")]
+    run, examples, ids, mask, attention = read(tmp_path, [{"messages": talk}, {"text": "abc" * 9}], render_sft)
+    run.config = SimpleNamespace(actor=SimpleNamespace(average="token"))
+    told = update(name, device, sft.make_batch(run, examples), sft.loss_fn)
+    model = fused(name, "entropy", "is_top1")
+    arguments = SimpleNamespace(loss_type="nll", average_tokens_across_devices=False)
+    trainer = make_trl(SFTTrainer, model=model, args=arguments)
+    labels = ids.masked_fill(mask == 0, -100)
+    loss = trainer.compute_loss(model, {"input_ids": ids, "attention_mask": attention, "labels": labels})
+    check(told, loss, model)
