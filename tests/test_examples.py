@@ -6,6 +6,7 @@ import math
 import re
 
 import pytest
+import torch
 from common import make_model, torchrun
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -111,3 +112,51 @@ def test_sft(tmp_path):
     rates = [line["actor/lr"] for line in lines[1:]]
     assert rates[:3] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01]) and rates[-1] == pytest.approx(0.01 / 9)
     check_resumed_and_other_layouts("sft", "actor", args, tmp_path, steps=[4, 6])  # an epoch's edge, and inside one
+
+
+def preference(i, **more):
+    prompt = [{"role": "user", "content": f"pick, {i}"}]
+    return {"messages": prompt, "chosen": "a" * (2 + i % 3), "rejected": "z" * (1 + i % 4), **more}
+
+
+def encoded(tokenizer, row):
+    """Tokens of both conversations, and where their replies begin and end."""
+    for reply in (row["chosen"], row["rejected"]):
+        messages = [*row["messages"], {"role": "assistant", "content": reply}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        start = len(tokens) - len(reply) - 2  # one token a letter, the end of turn and a newline
+        yield tokens, start, len(tokens) - 1
+
+
+def plain_logp(model, tokens, start, end):
+    logps = model(torch.tensor([tokens])).logits[0].double().log_softmax(-1)
+    return sum(logps[at - 1, tokens[at]].item() for at in range(start, end))
+
+
+def test_dpo(tmp_path):
+    test = write(tmp_path / "test.jsonl", [preference(i) for i in (30, 31, 32)])
+    args = arguments(tmp_path, [preference(i) for i in range(16)], "actor", "actor.lr=0.003", "dpo.beta=0.2")
+    torchrun(2, "-m", "rl2.trainer.dpo", *args)
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(13))
+    assert lines[0]["test/loss"] == pytest.approx(math.log(2)) and lines[0]["test/margin"] == pytest.approx(0, abs=1e-5)
+    assert lines[1]["actor/loss"] == pytest.approx(math.log(2)) and lines[1]["actor/kl"] == pytest.approx(0, abs=1e-6)
+    last = lines[-1]
+    assert last["actor/loss"] < 0.4 and last["actor/accuracy"] == 1 and last["actor/kl"] > 0
+    names = (tmp_path / "run/model", tmp_path / "tiny")
+    tokenizer, models = (
+        AutoTokenizer.from_pretrained(names[1]),
+        [AutoModelForCausalLM.from_pretrained(n) for n in names],
+    )
+    rewards = []
+    for row in map(json.loads, test.read_text().splitlines()):
+        for place in encoded(tokenizer, row):
+            policy, reference = (plain_logp(model, *place) for model in models)
+            rewards.append(0.2 * (policy - reference))
+    chosen, rejected = rewards[::2], rewards[1::2]
+    assert last["test/chosen"] == pytest.approx(sum(chosen) / 3, abs=1e-4)
+    assert last["test/rejected"] == pytest.approx(sum(rejected) / 3, abs=1e-4)
+    losses = [math.log1p(math.exp(r - c)) for c, r in zip(chosen, rejected, strict=True)]
+    assert last["test/loss"] == pytest.approx(sum(losses) / 3, abs=1e-5)
+    check_resumed_and_other_layouts("dpo", "actor", args, tmp_path, steps=[6])

@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +12,16 @@ from common import make_model, make_tokenizer
 from parity import SECTION
 from transformers import AutoModelForCausalLM
 
-from rl2.data import Examples, render_sft
+from rl2.data import Examples, render_pair, render_sft
 from rl2.parallel.mesh import init
-from rl2.trainer import sft
+from rl2.trainer import dpo, sft
 from rl2.worker import Worker
 
 pytest.importorskip("trl")
+PAIRS = [
+    {"messages": [{"role": "user", "content": "q" * n}], "chosen": "ab" * c, "rejected": "yx" * r, "margin": 0.3 * n}
+    for n, c, r in ((3, 1, 4), (9, 2, 2), (5, 6, 1))
+]
 
 
 @pytest.fixture
@@ -90,3 +95,28 @@ def test_sft_loss(tmp_path, device):
     labels = ids.masked_fill(mask == 0, -100)
     loss = trainer.compute_loss(model, {"input_ids": ids, "attention_mask": attention, "labels": labels})
     check(told, loss, model)
+
+
+@pytest.mark.parametrize(("loss", "beta"), [("sigmoid", 0.1), ("sigmoid", 0.5), ("ipo", 0.3), ("hinge", 0.2)])
+def test_dpo_loss(tmp_path, device, loss, beta):
+    from trl import DPOTrainer
+
+    name, other = make_model(tmp_path / "model", seed=1), make_model(tmp_path / "reference")
+    run, examples, ids, mask, attention = read(tmp_path, PAIRS, render_pair)
+    batch = dpo.make_batch(run, examples)
+    section = SimpleNamespace(**{**SECTION, "model_name": other})
+    batch.ref_logps = Worker(section, device).infer(batch).logps
+    settings = SimpleNamespace(beta=beta, loss=loss, label_smoothing=0.0)
+    told = update(name, device, batch, partial(dpo.preference_loss, settings), whole_groups=True)
+    model = fused(name, "entropy", "mean_logits", "is_top1")
+    trainer = make_trl(
+        DPOTrainer, model=model, ref_model=fused(other), args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        ld_alpha=None, precompute_ref_logps=False, f_divergence_type="reverse_kl", loss_types=[loss], loss_weights=[1.0],
+        beta=beta, label_smoothing=0.0, use_weighting=False,
+    )  # fmt: skip
+    order = [*range(0, 6, 2), *range(1, 6, 2)]  # TRL's batch holds all chosen replies, then all rejected ones
+    inputs = {"input_ids": ids[order], "attention_mask": attention[order], "completion_mask": mask[order]}
+    check(told, trainer._compute_loss(model, inputs, False), model)
+    names = {"chosen": "chosen", "rejected": "rejected", "accuracies": "accuracy", "margins": "margin"}
+    for theirs, ours in names.items():
+        assert trainer._metrics["train"][f"rewards/{theirs}"] == [pytest.approx(told[ours], rel=1e-5)]
