@@ -9,7 +9,7 @@ import pytest
 import torch
 from common import make_model, torchrun
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 TIMED = ("time/", "memory/", "tokens/per_second")
 
@@ -160,3 +160,27 @@ def test_dpo(tmp_path):
     losses = [math.log1p(math.exp(r - c)) for c, r in zip(chosen, rejected, strict=True)]
     assert last["test/loss"] == pytest.approx(sum(losses) / 3, abs=1e-5)
     check_resumed_and_other_layouts("dpo", "actor", args, tmp_path, steps=[6])
+
+
+def test_reward_model(tmp_path):
+    """The exported folder, as transformers alone loads it, gives a padded batch the rewards that training told."""
+    test = write(tmp_path / "test.jsonl", [preference(i, margin=0.1 * (i - 30)) for i in (30, 31, 32)])
+    rows = [preference(i, margin=0.5) if i % 2 else preference(i) for i in range(16)]
+    args = arguments(tmp_path, rows, "critic", "critic.lr=0.01", "rm.center=0.01")
+    torchrun(2, "-m", "rl2.trainer.rm", *args)
+    lines = metrics(tmp_path / "run")
+    assert lines[0]["test/margin"] == 0 and lines[0]["test/accuracy"] == 0  # a new head says 0 to all
+    last = lines[-1]
+    assert last["critic/loss"] < 0.6 * lines[1]["critic/loss"] and last["critic/accuracy"] == 1
+    assert last["test/accuracy"] == 1
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/model")
+    assert model.config.num_labels == 1
+    tokens = [t for row in map(json.loads, test.read_text().splitlines()) for t, *_ in encoded(tokenizer, row)]
+    rewards = model(**tokenizer.pad({"input_ids": tokens}, return_tensors="pt")).logits[:, 0].double()
+    chosen, rejected = rewards.view(-1, 2).unbind(1)
+    assert last["test/chosen"] == pytest.approx(chosen.mean().item(), abs=1e-5)
+    assert last["test/rejected"] == pytest.approx(rejected.mean().item(), abs=1e-5)
+    losses = -(chosen - rejected - torch.tensor([0, 0.1, 0.2])).sigmoid().log() + 0.01 * (chosen + rejected) ** 2
+    assert last["test/loss"] == pytest.approx(losses.mean().item(), abs=1e-5)
+    check_resumed_and_other_layouts("rm", "critic", args, tmp_path, steps=[6])

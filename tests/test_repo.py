@@ -131,7 +131,7 @@ def test_every_config_key_is_read():
     """By an attribute of its name outside config.py; a key that only its check reads would change nothing."""
     config = importlib.import_module("rl2.trainer.config")
     source = "\n".join((PACKAGE / file).read_text() for file in FILES if file != "trainer/config.py")
-    roots = [config.PPOConfig, config.SFTConfig, config.DPOConfig]
+    roots = [config.PPOConfig, config.SFTConfig, config.DPOConfig, config.RMConfig]
     for key, name in [item for root in roots for item in keys(root())]:
         if config.NOT_YET and key in config.NOT_YET:
             continue

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from common import make_model, make_tokenizer
+from common import make_critic, make_model, make_tokenizer
 from parity import SECTION
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl2.data import Examples, render_pair, render_sft
 from rl2.parallel.mesh import init
-from rl2.trainer import dpo, sft
+from rl2.trainer import dpo, rm, sft
 from rl2.worker import Worker
 
 pytest.importorskip("trl")
@@ -120,3 +120,39 @@ def test_dpo_loss(tmp_path, device, loss, beta):
     names = {"chosen": "chosen", "rejected": "rejected", "accuracies": "accuracy", "margins": "margin"}
     for theirs, ours in names.items():
         assert trainer._metrics["train"][f"rewards/{theirs}"] == [pytest.approx(told[ours], rel=1e-5)]
+
+
+@pytest.mark.parametrize("margin", [True, False])
+@pytest.mark.parametrize("center", [0.0, 0.05])
+def test_reward_loss(tmp_path, device, margin, center):
+    from trl import RewardTrainer
+
+    name = make_critic(make_model(tmp_path / "model"))
+    rows = PAIRS if margin else [{key: row[key] for key in row if key != "margin"} for row in PAIRS]
+    run, examples, ids, _, attention = read(tmp_path, rows, render_pair)
+    loss_fn = partial(rm.reward_loss, center)
+    told = update(name, device, rm.make_batch(run, examples), loss_fn, critic=True, whole_groups=True)
+    model = AutoModelForSequenceClassification.from_pretrained(name, dtype=torch.float32).train()
+    trainer = make_trl(RewardTrainer, model=model, args=SimpleNamespace(center_rewards_coefficient=center or None))
+    order = [*range(0, 6, 2), *range(1, 6, 2)]
+    inputs = {"input_ids": ids[order], "attention_mask": attention[order]}
+    if margin:
+        inputs["margin"] = torch.tensor([row["margin"] for row in rows])
+    check(told, trainer.compute_loss(model, inputs), model)
+    for key in ("accuracy", "margin"):
+        assert trainer._metrics["train"][key] == [pytest.approx(told[key], rel=1e-5)]
+
+
+def test_what_ends_in_padding_is_scored_where_transformers_does(tmp_path, device):
+    """Where the end of a turn is the padding token too, as in SmolLM2, transformers reads the token before it."""
+    name = make_critic(make_model(tmp_path / "model", pad_token_id=2))
+    row = {"messages": "plain prompt ", "chosen": "good", "rejected": "evil"}
+    run, examples, ids, _, attention = read(tmp_path, [row], render_pair)
+    run.tokenizer.pad_token = run.tokenizer.eos_token
+    assert ids[0, -1] == run.tokenizer.pad_token_id == 2
+    batch = rm.make_batch(run, examples)
+    section = SimpleNamespace(**{**SECTION, "model_name": name})
+    values = Worker(section, device, critic=True).infer(batch).values
+    model = AutoModelForSequenceClassification.from_pretrained(name)
+    expected = model(input_ids=ids, attention_mask=attention).logits[:, 0]
+    torch.testing.assert_close((values * (batch.weights > 0)).sum(1), expected.detach(), rtol=0, atol=1e-5)
