@@ -5,8 +5,8 @@ Train one with rl2.trainer.rm and serve its folder where the trainer can reach i
 RL2_REWARD_URL names its address, if that is not http://127.0.0.1:30000/classify. What is sent is {"text": "..."}; what
 comes back is {"embedding": [score]}, or a list with that in it.
 
-`render` must write what the model was trained on: the chat template of its folder. It is ChatML here, with a system
-message only if the conversation has one.
+`render` must write what the model was trained on: the chat template of its folder. It is plain ChatML here. Some
+templates begin a conversation that has no system message with one of their own (SmolLM2's, Qwen2.5's): add it then.
 """
 
 import json

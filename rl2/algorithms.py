@@ -256,7 +256,8 @@ def _preferences(rewards, weights):
     pairs in the right order, by how much, and the means. A pair [B / 2] weighs as much as its two rows."""
     weights = weights.sum(1)[::2] + weights.sum(1)[1::2]
     chosen, rejected = rewards.detach()[::2], rewards.detach()[1::2]
-    found = {"accuracy": chosen > rejected, "margin": chosen - rejected, "chosen": chosen, "rejected": rejected}
+    found = {"accuracy": chosen > rejected, "margin": chosen - rejected}
+    found |= {"chosen_reward": chosen, "rejected_reward": rejected}
     return weights, {name: (value * weights).sum() for name, value in found.items()}
 
 

@@ -65,15 +65,22 @@ def tokenize(tokenizer, text: str | list[str]):
     return tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 
-def sequences(tokenizer, replies) -> list[tuple[list[int], list[int]]]:
+def special_ids(tokenizer) -> set[int]:
+    """The ids that no text of a user's becomes: ends of turns and of sequences among them."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {id for id, token in added if token.special} | set(tokenizer.all_special_ids)
+
+
+def sequences(tokenizer, replies, specials: set[int]) -> list[tuple[list[int], list[int]]]:
     """(tokens, mask) of training sequences, from the (tokens before, tokens with it) of each reply of a row. The mask is 1
-    on a reply up to its end-of-turn token; a reply that ends with none gets the end-of-sequence token.
+    on a reply up to its end-of-turn token, the last of `specials`; a reply that ends with none gets the end-of-sequence
+    token.
 
     A reply goes on the sequence of the one before it if its tokens begin with that. Else (another reply to the same
     prompt; or a template that rewrites earlier turns, as for reasoning) it starts a sequence of its own. With <e> the end
     of a turn, "U?A" -> "U?A1<e>" and "U?A1<e>V?A" -> "U?A1<e>V?A2<e>" are one sequence, in which 1<e> and 2<e> are trained.
     """
-    found, specials = [], tokenizer.added_tokens_decoder
+    found = []
     for before, tokens in replies:
         differ = (i for i, (a, b) in enumerate(zip(before, tokens, strict=False)) if a != b)
         start = next(differ, min(len(before), len(tokens)))
@@ -81,6 +88,8 @@ def sequences(tokenizer, replies) -> list[tuple[list[int], list[int]]]:
         while end > start and tokenizer.decode([tokens[end - 1]]).isspace():
             end -= 1
         if end == start or tokens[end - 1] not in specials:
+            if tokenizer.eos_token_id is None:
+                raise ValueError("the tokenizer has no eos_token to end a reply with: set one in the model folder")
             tokens = [*tokens, tokenizer.eos_token_id]
             end = len(tokens)
         mask = [0] * start + [1] * (end - start) + [0] * (len(tokens) - end)

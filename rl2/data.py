@@ -305,13 +305,13 @@ class Examples(_Ordered):
     def __init__(self, path, split, tokenizer, render, max_length, shuffle, seed, batch_size, progress=False):
         texts = []
         self.rows = load_rows(path, split, lambda row: texts.append(render(tokenizer, row)))
-        self.sequences = []
+        self.sequences, specials = [], chat.special_ids(tokenizer)
         for start in tqdm(range(0, len(texts), CHUNK), desc="tokenise rows", delay=2, disable=not progress):
             part = texts[start : start + CHUNK]
             flat = [text for replies in part for reply in replies for text in reply]
             tokens = iter(chat.tokenize(tokenizer, flat))
             for replies in part:
-                found = chat.sequences(tokenizer, [(next(tokens), next(tokens)) for _ in replies])
+                found = chat.sequences(tokenizer, [(next(tokens), next(tokens)) for _ in replies], specials)
                 self.sequences.append([(np.array(ids, np.int32), np.array(mask, np.int8)) for ids, mask in found])
         lengths = [max(len(ids) for ids, _ in row) for row in self.sequences]
         self._order(lengths, max_length, shuffle, seed, batch_size, "rows")

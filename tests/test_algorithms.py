@@ -524,8 +524,8 @@ def test_dpo_loss(seed, loss, smoothing):
             cells |= {(row, t): sign * slope / size / 4 for t in range(5) if case.mask[row, t]}
         kl += sum(sum(math.exp(x) - 1 - x for x in part) / len(part) for part in d) / 8
         chosen, rejected = (beta * sum(part) for part in d)
-        told["chosen"] += chosen / 4
-        told["rejected"] += rejected / 4
+        told["chosen_reward"] += chosen / 4
+        told["rejected_reward"] += rejected / 4
         told["accuracy"] += (chosen > rejected) / 4
         told["margin"] += (chosen - rejected) / 4
     logps = case.logps.requires_grad_()
@@ -553,8 +553,8 @@ def test_reward_loss(seed, center):
         total += (softplus(-x) + center * (chosen + rejected) ** 2) / 4
         for sign, row in ((1, 2 * pair), (-1, 2 * pair + 1)):
             cells[row, last[row]] = (-sign / (1 + math.exp(x)) + 2 * center * (chosen + rejected)) / 4
-        told["chosen"] += chosen / 4
-        told["rejected"] += rejected / 4
+        told["chosen_reward"] += chosen / 4
+        told["rejected_reward"] += rejected / 4
         told["accuracy"] += (chosen > rejected) / 4
         told["margin"] += (chosen - rejected) / 4
     values = case.values.requires_grad_()

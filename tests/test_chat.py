@@ -232,7 +232,12 @@ def replies(tokenizer, messages):
     """(tokens, mask) of the sequences that train every turn of the assistant's."""
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     texts = [chat.render_reply(tokenizer, messages[:i], messages[i]) for i in places]
-    return chat.sequences(tokenizer, [tuple(chat.tokenize(tokenizer, text) for text in pair) for pair in texts])
+    return sequences(tokenizer, texts)
+
+
+def sequences(tokenizer, texts):
+    replies = [tuple(chat.tokenize(tokenizer, text) for text in pair) for pair in texts]
+    return chat.sequences(tokenizer, replies, chat.special_ids(tokenizer))
 
 
 TALK = [*QUESTION, {"role": "assistant", "content": "the sum is 4 é"}, {"role": "user", "content": "the other?"},
@@ -268,14 +273,20 @@ def test_a_reply_without_an_end_of_turn_gets_the_end_of_sequence():
     assert mask[-1] == 1 and tokens[-1] == tokenizer.eos_token_id
     (before, whole) = chat.render_reply(tokenizer, "plain ", "text")
     assert (before, whole) == ("plain ", "plain text")
-    ((tokens, mask),) = chat.sequences(tokenizer, [tuple(chat.tokenize(tokenizer, x) for x in (before, whole))])
+    ((tokens, mask),) = sequences(tokenizer, [(before, whole)])
     assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == "text<|im_end|>"
+    tokenizer.add_tokens(["</call>"])  # a token that is added and not special ends no turn
+    ((tokens, mask),) = sequences(tokenizer, [("", "text</call>")])
+    assert tokenizer.decode(tokens) == "text</call><|im_end|>" and all(mask)
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="the tokenizer has no eos_token to end a reply with"):
+        sequences(tokenizer, [(before, whole)])
 
 
 def test_two_replies_to_one_prompt_are_two_sequences():
     tokenizer = make_tokenizer()
     texts = [chat.render_reply(tokenizer, QUESTION, reply) for reply in ("a", "ab")]
-    found = chat.sequences(tokenizer, [tuple(chat.tokenize(tokenizer, x) for x in pair) for pair in texts])
+    found = sequences(tokenizer, texts)
     prompt = chat.encode_prompt(tokenizer, QUESTION)
     assert [tokens[: len(prompt)] for tokens, _ in found] == [prompt, prompt]
     assert [sum(mask) for _, mask in found] == [2, 3] and all(mask.index(1) == len(prompt) for _, mask in found)

@@ -155,8 +155,8 @@ def test_dpo(tmp_path):
             policy, reference = (plain_logp(model, *place) for model in models)
             rewards.append(0.2 * (policy - reference))
     chosen, rejected = rewards[::2], rewards[1::2]
-    assert last["test/chosen"] == pytest.approx(sum(chosen) / 3, abs=1e-4)
-    assert last["test/rejected"] == pytest.approx(sum(rejected) / 3, abs=1e-4)
+    assert last["test/chosen_reward"] == pytest.approx(sum(chosen) / 3, abs=1e-4)
+    assert last["test/rejected_reward"] == pytest.approx(sum(rejected) / 3, abs=1e-4)
     losses = [math.log1p(math.exp(r - c)) for c, r in zip(chosen, rejected, strict=True)]
     assert last["test/loss"] == pytest.approx(sum(losses) / 3, abs=1e-5)
     check_resumed_and_other_layouts("dpo", "actor", args, tmp_path, steps=[6])
@@ -179,8 +179,8 @@ def test_reward_model(tmp_path):
     tokens = [t for row in map(json.loads, test.read_text().splitlines()) for t, *_ in encoded(tokenizer, row)]
     rewards = model(**tokenizer.pad({"input_ids": tokens}, return_tensors="pt")).logits[:, 0].double()
     chosen, rejected = rewards.view(-1, 2).unbind(1)
-    assert last["test/chosen"] == pytest.approx(chosen.mean().item(), abs=1e-5)
-    assert last["test/rejected"] == pytest.approx(rejected.mean().item(), abs=1e-5)
+    assert last["test/chosen_reward"] == pytest.approx(chosen.mean().item(), abs=1e-5)
+    assert last["test/rejected_reward"] == pytest.approx(rejected.mean().item(), abs=1e-5)
     losses = -(chosen - rejected - torch.tensor([0, 0.1, 0.2])).sigmoid().log() + 0.01 * (chosen + rejected) ** 2
     assert last["test/loss"] == pytest.approx(losses.mean().item(), abs=1e-5)
     check_resumed_and_other_layouts("rm", "critic", args, tmp_path, steps=[6])

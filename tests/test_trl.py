@@ -117,7 +117,7 @@ def test_dpo_loss(tmp_path, device, loss, beta):
     order = [*range(0, 6, 2), *range(1, 6, 2)]  # TRL's batch holds all chosen replies, then all rejected ones
     inputs = {"input_ids": ids[order], "attention_mask": attention[order], "completion_mask": mask[order]}
     check(told, trainer._compute_loss(model, inputs, False), model)
-    names = {"chosen": "chosen", "rejected": "rejected", "accuracies": "accuracy", "margins": "margin"}
+    names = {"chosen": "chosen_reward", "rejected": "rejected_reward", "accuracies": "accuracy", "margins": "margin"}
     for theirs, ours in names.items():
         assert trainer._metrics["train"][f"rewards/{theirs}"] == [pytest.approx(told[ours], rel=1e-5)]
 
