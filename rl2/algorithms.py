@@ -243,3 +243,64 @@ def value_loss(
     metrics = {"clip_ratio": clipped > plain, "value": values}
     loss = (torch.maximum(plain, clipped) * weights).sum()
     return loss, {name: (value.detach() * weights).sum() for name, value in metrics.items()}
+
+
+def cross_entropy(logps: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of -logp over the trained tokens: of supervised fine-tuning, and under `token` weights the
+    logarithm of the perplexity."""
+    return -(_where(weights, logps) * weights).sum()
+
+
+def _preferences(rewards, weights):
+    """What is told of the rewards [B] of pairs, row 2i the chosen and 2i + 1 the rejected reply of pair i: the share of
+    pairs in the right order, by how much, and the means. A pair [B / 2] weighs as much as its two rows."""
+    weights = weights.sum(1)[::2] + weights.sum(1)[1::2]
+    chosen, rejected = rewards.detach()[::2], rewards.detach()[1::2]
+    found = {"accuracy": chosen > rejected, "margin": chosen - rejected}
+    found |= {"chosen_reward": chosen, "rejected_reward": rejected}
+    return weights, {name: (value * weights).sum() for name, value in found.items()}
+
+
+def dpo_loss(
+    logps: Tensor, ref_logps: Tensor, mask: Tensor, weights: Tensor, beta: float, loss: str, label_smoothing: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The weighted sum over pairs, row 2i the chosen and 2i + 1 the rejected reply of pair i, and its metrics.
+
+    With d the sum over a reply of logp - ref_logp and m = d_chosen - d_rejected, `sigmoid`: -log sigmoid(beta m)
+    (arXiv:2305.18290); `label_smoothing` is the share of pairs taken to be the wrong way round, whose loss has -m
+    (conservative DPO, Mitchell, 2023). `hinge`: max(0, 1 - beta m) (SLiC, arXiv:2305.10425). `ipo`:
+    (m - 1 / (2 beta))^2 with d the mean over the reply's tokens (arXiv:2310.12036; the mean as its authors and TRL have
+    it). Metrics: those of `_preferences` for the rewards beta * sum(logp - ref_logp), and kl, the k3 estimate of
+    KL(reference || policy) on the tokens of both, as though the reference had written them.
+    """
+    totals = _where(mask, logps - ref_logps.detach()).sum(1)
+    weights_of_pairs, metrics = _preferences(beta * totals, weights)
+    metrics["kl"] = (kl_estimate(ref_logps, logps.detach(), "k3") * weights).sum()
+    if loss == "ipo":
+        totals = totals / mask.sum(1).clamp(min=1)
+    m = totals[::2] - totals[1::2]
+    if loss == "sigmoid":
+        log_sigmoid = torch.nn.functional.logsigmoid
+        losses = -(1 - label_smoothing) * log_sigmoid(beta * m) - label_smoothing * log_sigmoid(-beta * m)
+    elif loss == "hinge":
+        losses = (1 - beta * m).clamp(min=0)
+    elif loss == "ipo":
+        losses = (m - 1 / (2 * beta)).square()
+    else:
+        raise ValueError(f"DPO loss {loss!r}: choose sigmoid, ipo or hinge")
+    return (losses * weights_of_pairs).sum(), metrics
+
+
+def reward_loss(
+    values: Tensor, weights: Tensor, margin: Tensor, center: float = 0.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The weighted sum over pairs of -log sigmoid(r_chosen - r_rejected - margin) (Bradley-Terry; the margin is Llama 2's,
+    arXiv:2307.09288) + center * (r_chosen + r_rejected)^2, which holds the mean near 0 (arXiv:2312.09244). Row 2i is the
+    chosen and 2i + 1 the rejected reply of pair i, `margin` [B] the pair's. A row's reward is its value at the one column
+    that has a weight. Metrics: those of `_preferences`."""
+    rewards = _where(weights, values).sum(1)
+    weights, metrics = _preferences(rewards, weights)
+    chosen, rejected = rewards[::2], rewards[1::2]
+    losses = -torch.nn.functional.logsigmoid(chosen - rejected - margin[::2])
+    losses = losses + center * (chosen + rejected).square()
+    return (losses * weights).sum(), metrics

@@ -44,6 +44,7 @@ class Batch:
     advantages: Tensor | None = None  # [B, T]
     returns: Tensor | None = None  # [B, T]
     weights: Tensor | None = None  # [B, T] of each token in the mean that the loss is
+    margin: Tensor | None = None  # [B] of the pair that a reply to compare belongs to
 
     def select(self, rows) -> "Batch":
         """The same columns of some rows only."""
@@ -103,24 +104,29 @@ def spans(batch: Batch) -> list[tuple[int, int]]:
 
 
 def plan(
-    batch: Batch, budget: int, num_ranks: int, share_prompts: bool = True, quadratic: float = 0.0
+    batch: Batch, budget: int, num_ranks: int, share_prompts: bool = True, quadratic: float = 0.0, whole: bool = False
 ) -> list[list[list[int]]]:
     """Which rows each data-parallel rank runs in each micro-batch: `plan[micro][rank]` is a list of rows.
 
     A sequence of n tokens costs n + quadratic * n^2: attention meets every pair. Costliest-first greedy into as few bins
     as keep each within `budget` tokens; every rank gets the same number of micro-batches, some of them empty when there
     are fewer rows than ranks. Bins of similar cost meet in one micro-batch, since FSDP makes ranks wait for each other in
-    each. A group stays together for its prompt's sake, or in a few parts where that is estimated to be faster.
+    each. A group stays together for its prompt's sake, or in a few parts where that is estimated to be faster. With
+    `whole` its rows are in one micro-batch, one behind the other: a loss may compare them.
     """
     lengths = spans(batch)
-    longest = max(end for _, end in lengths)
-    if longest > budget:
-        raise ValueError(f"a sequence of {longest} tokens exceeds max_length_per_device x sp_size = {budget}")
     groups = _groups(batch, lengths, share_prompts)
     total = sum(end for _, end in lengths)
     plans = []
-    for parts in (1, 2, 4, 8) if share_prompts and num_ranks > 1 else (1,):
-        units = _units(groups, lengths, min(budget, total // num_ranks // parts + 1), quadratic)
+    for parts in (1, 2, 4, 8) if share_prompts and num_ranks > 1 and not whole else (1,):
+        limit = budget if whole else min(budget, total // num_ranks // parts + 1)
+        units = _units(groups, lengths, limit, quadratic)
+        if whole:
+            units = _joined(units, batch.group.tolist())
+        longest = max((tokens for _, tokens, _ in units), default=0)
+        if longest > budget:
+            what = "group" if whole else "sequence"
+            raise ValueError(f"a {what} of {longest} tokens exceeds max_length_per_device x sp_size = {budget}")
         num_micro = max(1, -(-sum(tokens for _, tokens, _ in units) // (budget * num_ranks)))
         while (bins := _fill(units, num_micro * num_ranks, budget)) is None:
             num_micro += 1
@@ -160,6 +166,15 @@ def _units(groups, lengths, limit, quadratic) -> list[tuple[float, int, list[int
             rows = [*rows, row]
         units.append((tokens + quadratic * square, tokens, rows))
     return units
+
+
+def _joined(units, number) -> list[tuple[float, int, list[int]]]:
+    """The units with all those of a group in one; where its prompts differ there were several."""
+    joined = {}
+    for cost, tokens, rows in units:
+        before = joined.get(number[rows[0]], (0.0, 0, []))
+        joined[number[rows[0]]] = (before[0] + cost, before[1] + tokens, before[2] + rows)
+    return list(joined.values())
 
 
 def _fill(units, num_bins, budget) -> list[tuple[float, list[int]]] | None:

@@ -13,8 +13,8 @@ def encode_prompt(tokenizer, messages, tools=None) -> list[int]:
     return tokenize(tokenizer, render(tokenizer, messages, tools))
 
 
-def render(tokenizer, messages, tools=None) -> str:
-    """The template's text of `messages` with the generation prompt.
+def render(tokenizer, messages, tools=None, prompt: bool = True) -> str:
+    """The template's text of `messages`, with the generation prompt if `prompt`.
 
     A plain string passes as it is, after the beginning-of-sequence token if the tokenizer puts one before plain text.
     Messages with the role "tool" become the user's where the template refuses that role or drops their content.
@@ -29,7 +29,7 @@ def render(tokenizer, messages, tools=None) -> str:
     if probes != messages and not _has_tool_role(tokenizer, probes, tools):
         messages = [{**message, "role": "user"} if _is_tool(message) else message for message in messages]
     try:
-        return _apply(tokenizer, messages, tools)
+        return _apply(tokenizer, messages, tools, prompt)
     except (TemplateError, TypeError) as error:  # TypeError: a template that adds a list or None to text
         raise ValueError(f"the chat template refuses these messages ({error}): {str(messages)[:500]}") from error
 
@@ -40,19 +40,65 @@ def _is_tool(message) -> bool:
 
 def _has_tool_role(tokenizer, probes, tools) -> bool:
     try:
-        return PROBE in _apply(tokenizer, probes, tools)
+        return PROBE in _apply(tokenizer, probes, tools, True)
     except (TemplateError, TypeError):
         return False
 
 
-def _apply(tokenizer, messages, tools) -> str:
-    return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+def _apply(tokenizer, messages, tools, prompt) -> str:
+    return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=prompt, tokenize=False)
+
+
+def render_reply(tokenizer, messages, reply, tools=None) -> tuple[str, str]:
+    """The text of `messages` where the assistant begins to speak, and the text with its `reply`: a message, or text.
+    A plain string is followed by the reply as it is."""
+    before = render(tokenizer, messages, tools)
+    if isinstance(messages, str):
+        return before, before + reply
+    reply = {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
+    return before, render(tokenizer, [*messages, reply], tools, prompt=False)
 
 
 def tokenize(tokenizer, text: str | list[str]):
     """Token ids of a rendered text, or of each text of a list (in parallel, by fast tokenizers)."""
     # The template writes its special tokens itself: adding them again would start with two.
     return tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+def special_ids(tokenizer) -> set[int]:
+    """The ids that no text of a user's becomes: ends of turns and of sequences among them."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {id for id, token in added if token.special} | set(tokenizer.all_special_ids)
+
+
+def sequences(tokenizer, replies, specials: set[int]) -> list[tuple[list[int], list[int]]]:
+    """(tokens, mask) of training sequences, from the (tokens before, tokens with it) of each reply of a row. The mask is 1
+    on a reply up to its end-of-turn token, the last of `specials`; a reply that ends with none gets the end-of-sequence
+    token.
+
+    A reply goes on the sequence of the one before it if its tokens begin with that. Else (another reply to the same
+    prompt; or a template that rewrites earlier turns, as for reasoning) it starts a sequence of its own. With <e> the end
+    of a turn, "U?A" -> "U?A1<e>" and "U?A1<e>V?A" -> "U?A1<e>V?A2<e>" are one sequence, in which 1<e> and 2<e> are trained.
+    """
+    found = []
+    for before, tokens in replies:
+        differ = (i for i, (a, b) in enumerate(zip(before, tokens, strict=False)) if a != b)
+        start = next(differ, min(len(before), len(tokens)))
+        end = len(tokens)
+        while end > start and tokenizer.decode([tokens[end - 1]]).isspace():
+            end -= 1
+        if end == start or tokens[end - 1] not in specials:
+            if tokenizer.eos_token_id is None:
+                raise ValueError("the tokenizer has no eos_token to end a reply with: set one in the model folder")
+            tokens = [*tokens, tokenizer.eos_token_id]
+            end = len(tokens)
+        mask = [0] * start + [1] * (end - start) + [0] * (len(tokens) - end)
+        earlier, trained = found[-1] if found else ([], [])
+        if found and start >= len(earlier) and tokens[: len(earlier)] == earlier:
+            found.pop()
+            mask[: len(earlier)] = trained
+        found.append((tokens, mask))
+    return found
 
 
 def extend(tokenizer, tokens, messages, new_messages, tools=None) -> list[int] | None:

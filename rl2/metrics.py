@@ -42,8 +42,8 @@ class Metrics:
         self.times = {}
         total = sum(times.values())
         values = {"step": step, **values, **times, "time/step": total, "memory/peak_gib": peak_memory()}
-        if "tokens/sampled" in values:
-            values["tokens/per_second"] = values["tokens/sampled"] / total
+        if tokens := values.get("tokens/sampled") or values.get("tokens/total"):
+            values["tokens/per_second"] = tokens / total
         if not self.first:
             return
         with open(self.folder / "metrics.jsonl", "a") as file:
@@ -127,6 +127,8 @@ def _plain(value):
 def _line(values, num_steps):
     shown = [("reward/mean", "reward", "{:.3f}"), ("test/reward/mean", "test reward", "{:.3f}")]
     shown += [("rollout/length", "length", "{:.1f}"), ("actor/loss", "loss", "{:+.4f}"), ("actor/kl", "kl", "{:.4f}")]
+    shown += [(f"{place}accuracy", f"{place}accuracy", "{:.3f}") for place in ("actor/", "critic/", "test/")]
+    shown += [("test/loss", "test loss", "{:.4f}"), ("test/perplexity", "perplexity", "{:.3f}")]
     shown += [("actor/grad_norm", "grad", "{:.2f}"), ("tokens/per_second", "tok/s", "{:.0f}")]
     parts = [f"{name} {form.format(values[key])}" for key, name, form in shown if key in values]
     phases = [(key[5:], seconds) for key, seconds in values.items() if key.startswith("time/") and key != "time/step"]

@@ -84,14 +84,17 @@ class Worker:
         alike = self.mesh.tp is not None and self.mesh.tp.get_local_rank() > 0
         return Scores(**{name: sum_(column * (not alike)).cpu() for name, column in columns.items()})
 
-    def update(self, batch: Batch, loss_fn: Loss, temperature: float = 1.0, entropy: bool = False) -> dict[str, float]:
+    def update(
+        self, batch: Batch, loss_fn: Loss, temperature: float = 1.0, entropy: bool = False, whole_groups: bool = False
+    ) -> dict[str, float]:
         """One optimizer step on `batch`. `loss_fn(rows of the batch, their scores [b, T])` returns a sum over tokens that
         `batch.weights` have already divided by the global count, and metrics that are such sums too: neither the number
-        of processes nor the micro-batches can change the gradient. Returns the metrics with loss, grad_norm, lr, skipped.
+        of processes nor the micro-batches can change the gradient. `whole_groups`: the loss sees all rows of a group, one
+        behind the other. Returns the metrics with loss, grad_norm, lr, skipped.
         """
         self.load("model")
         totals = {}
-        for rows in self._micro_batches(batch, self.section.max_length_per_device):
+        for rows in self._micro_batches(batch, self.section.max_length_per_device, whole_groups):
             part = batch.select(rows)
             scores = self._score(part, temperature, entropy).map(lambda column: joined(column, self.mesh.sp))
             loss, metrics = loss_fn(_move(part, self.mesh.device), scores)
@@ -119,6 +122,8 @@ class Worker:
         for name, tensor in self.weights(self.model.stored_dtype):
             if dist.get_rank() == 0:
                 full[name] = tensor.cpu()
+        if self.model.is_critic:  # transformers reads the value of the last token that is not this one
+            self.model.hf.config.pad_token_id = tokenizer.pad_token_id
         if dist.get_rank() == 0:
             self.model.hf.save_pretrained(folder, state_dict=full)
             self.model.hf.config.dtype = self.model.stored_dtype  # it named that of the masters
@@ -164,9 +169,9 @@ class Worker:
             for state in self.optimizer.state.values():
                 state.update({key: value.to(device) for key, value in state.items() if key != "step"})
 
-    def _micro_batches(self, batch, budget):
-        budget = budget * self.section.sp_size
-        parts = plan(batch, budget, self.mesh.dp_size, self.section.share_prompts, self.model.quadratic)
+    def _micro_batches(self, batch, budget, whole_groups=False):
+        budget, share = budget * self.section.sp_size, self.section.share_prompts
+        parts = plan(batch, budget, self.mesh.dp_size, share, self.model.quadratic, whole_groups)
         return [micro[self.mesh.dp_rank] for micro in parts]
 
     def _score(self, part, temperature, entropy):

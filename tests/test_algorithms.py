@@ -12,12 +12,15 @@ import torch
 from rl2 import algorithms
 from rl2.algorithms import (
     correction_weights,
+    cross_entropy,
+    dpo_loss,
     gae,
     group_advantages,
     kl_estimate,
     loss_weights,
     mismatch,
     policy_loss,
+    reward_loss,
     trajectory_rewards,
     value_loss,
     whiten,
@@ -465,6 +468,122 @@ def test_value_loss_by_hand():
     assert loss.item() == 4 + 4 + 1.5**2 and metrics["clip_ratio"].item() == 1 and metrics["value"].item() == 5
     gradients = torch.autograd.grad(loss, (values, old), allow_unused=True)
     assert gradients[0].tolist() == [[-4, 4, 0]] and gradients[1] is None
+
+
+# Losses of rows that are given, not sampled
+
+
+def test_cross_entropy_by_hand():
+    logps, weights = torch.tensor([[-1.0, -2.0, -9.0]], requires_grad=True), torch.tensor([[0.25, 0.75, 0.0]])
+    loss = cross_entropy(logps, weights)
+    assert loss.item() == 1.75
+    assert torch.autograd.grad(loss, logps)[0].tolist() == [[-0.25, -0.75, 0]]
+
+
+def make_pairs(seed):
+    """Four pairs of rows with ragged masks, each row weighing 1/8, and a margin for each pair."""
+    noise = torch.Generator().manual_seed(seed)
+    case = SimpleNamespace()
+    for name in ("logps", "ref_logps", "values"):
+        setattr(case, name, 2 * torch.randn(8, 5, generator=noise, dtype=torch.float64))
+    case.mask = (torch.rand(8, 5, generator=noise) < 0.6).double()
+    case.mask[:, 2] = 1
+    case.weights = loss_weights(case.mask, torch.arange(8), "sequence")
+    case.margin = torch.randn(4, generator=noise, dtype=torch.float64).repeat_interleave(2)
+    return case
+
+
+def softplus(x):
+    return math.log1p(math.exp(-abs(x))) + max(x, 0)
+
+
+DPO = [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("ipo", 0.0)]
+
+
+@pytest.mark.parametrize(("loss", "smoothing"), DPO)
+@pytest.mark.parametrize("seed", range(6))
+def test_dpo_loss(seed, loss, smoothing):
+    case, beta = make_pairs(seed), 0.3
+    total, cells, kl = 0.0, {}, 0.0
+    told = defaultdict(float)
+    for pair in range(4):
+        rows = (2 * pair, 2 * pair + 1)
+        d = [[(case.logps - case.ref_logps)[row, t].item() for t in range(5) if case.mask[row, t]] for row in rows]
+        sizes = [len(x) if loss == "ipo" else 1 for x in d]
+        m = sum(d[0]) / sizes[0] - sum(d[1]) / sizes[1]
+        if loss == "sigmoid":
+            total += ((1 - smoothing) * softplus(-beta * m) + smoothing * softplus(beta * m)) / 4
+            slope = beta * (smoothing - 1 / (1 + math.exp(beta * m)))
+        elif loss == "hinge":
+            total += max(0.0, 1 - beta * m) / 4
+            slope = -beta * (beta * m < 1)
+        else:
+            total += (m - 1 / (2 * beta)) ** 2 / 4
+            slope = 2 * (m - 1 / (2 * beta))
+        for sign, row, size in zip((1, -1), rows, sizes, strict=True):
+            cells |= {(row, t): sign * slope / size / 4 for t in range(5) if case.mask[row, t]}
+        kl += sum(sum(math.exp(x) - 1 - x for x in part) / len(part) for part in d) / 8
+        chosen, rejected = (beta * sum(part) for part in d)
+        told["chosen_reward"] += chosen / 4
+        told["rejected_reward"] += rejected / 4
+        told["accuracy"] += (chosen > rejected) / 4
+        told["margin"] += (chosen - rejected) / 4
+    logps = case.logps.requires_grad_()
+    found, metrics = dpo_loss(logps, case.ref_logps, case.mask, case.weights, beta, loss, smoothing)
+    assert found.item() == pytest.approx(total, rel=1e-9)
+    assert_sums(metrics, {**told, "kl": kl})
+    assert_cells(torch.autograd.grad(found, logps)[0], cells)
+    with pytest.raises(ValueError, match="'none': choose sigmoid, ipo or hinge"):
+        dpo_loss(logps, case.ref_logps, case.mask, case.weights, beta, "none", 0.0)
+
+
+@pytest.mark.parametrize("center", [0.0, 0.1])
+@pytest.mark.parametrize("seed", range(6))
+def test_reward_loss(seed, center):
+    case = make_pairs(seed)
+    total, cells = 0.0, {}
+    last = [max(t for t in range(5) if case.mask[row, t]) for row in range(8)]
+    weights = torch.zeros_like(case.mask)
+    for row, t in enumerate(last):
+        weights[row, t] = 1 / 8
+    told = defaultdict(float)
+    for pair in range(4):
+        chosen, rejected = (case.values[row, last[row]].item() for row in (2 * pair, 2 * pair + 1))
+        x = chosen - rejected - case.margin[2 * pair].item()
+        total += (softplus(-x) + center * (chosen + rejected) ** 2) / 4
+        for sign, row in ((1, 2 * pair), (-1, 2 * pair + 1)):
+            cells[row, last[row]] = (-sign / (1 + math.exp(x)) + 2 * center * (chosen + rejected)) / 4
+        told["chosen_reward"] += chosen / 4
+        told["rejected_reward"] += rejected / 4
+        told["accuracy"] += (chosen > rejected) / 4
+        told["margin"] += (chosen - rejected) / 4
+    values = case.values.requires_grad_()
+    found, metrics = reward_loss(values, weights, case.margin, center)
+    assert found.item() == pytest.approx(total, rel=1e-9)
+    assert_sums(metrics, told)
+    assert_cells(torch.autograd.grad(found, values)[0], cells)
+
+
+@pytest.mark.parametrize("garbage", [0.0, 1e30, -3e38])
+def test_pairs_may_be_split_and_padding_holds_anything(garbage):
+    """Losses and metrics of any parts of whole pairs add up, a part without any included."""
+
+    def everything(case, rows):
+        part = {name: column[rows].float() for name, column in vars(case).items()}
+        for name in ("logps", "ref_logps", "values"):
+            part[name] = torch.where(part["mask"] > 0, part[name], garbage)
+        columns = (part["logps"], part["ref_logps"], part["mask"], part["weights"])
+        found = [dpo_loss(*columns, 0.2, *kind) for kind in DPO]
+        found.append(reward_loss(part["values"], part["weights"], part["margin"], 0.1))
+        found.append((cross_entropy(part["logps"], part["weights"]), {}))
+        return torch.stack([x for loss, metrics in found for x in (loss, *metrics.values())])
+
+    case = make_pairs(3)
+    parts = [torch.tensor(rows, dtype=torch.long) for rows in ([6, 7, 2, 3], [], [0, 1, 4, 5])]
+    whole = everything(case, torch.arange(8))
+    torch.testing.assert_close(sum(everything(case, rows) for rows in parts), whole)
+    garbage = 0.0
+    assert whole.equal(everything(case, torch.arange(8)))
 
 
 # What holds for all of them

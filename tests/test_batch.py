@@ -222,3 +222,25 @@ def test_cost_is_balanced_where_tokens_alone_would_not_be():
     assert max(loads) <= 1.1 * sum(loads) / 3
     (by_tokens,) = plan(collate(samples), 10**6, 3, False)
     assert max(sum(cost[row] for row in part) for part in by_tokens) > 1.15 * sum(loads) / 3
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("seed", range(4))
+def test_whole_groups_are_one_behind_the_other_in_one_micro_batch(seed, num_ranks, share):
+    """Pairs, of which some have different prompts, whose tokens then count twice."""
+    rng = random.Random(seed)
+    samples = make_samples(rng, num_groups=6, group_size=2)
+    for sample in samples:
+        sample.mask[-1] = 1
+        if rng.random() < 0.2:
+            sample.tokens[0] = 99
+    batch = collate(samples)
+    plans = plan(batch, 85, num_ranks, share, whole=True)
+    assert len(plans) > 1 or num_ranks > 2
+    for part in (part for micro in plans for part in micro):
+        assert part[::2] == [row - 1 for row in part[1::2]] and all(row % 2 == 0 for row in part[::2])
+        assert pack(batch.select(part), share).tokens.shape[1] <= 85
+    assert sorted(row for micro in plans for part in micro for row in part) == list(range(12))
+    with pytest.raises(ValueError, match="a group of .* tokens exceeds max_length_per_device x sp_size = 8"):
+        plan(batch, 8, num_ranks, share, whole=True)

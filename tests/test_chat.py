@@ -223,3 +223,70 @@ def test_stop_token_ids():
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="eos_token"):
         chat.stop_token_ids(tokenizer, None)
+
+
+# Training sequences
+
+
+def replies(tokenizer, messages):
+    """(tokens, mask) of the sequences that train every turn of the assistant's."""
+    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    texts = [chat.render_reply(tokenizer, messages[:i], messages[i]) for i in places]
+    return sequences(tokenizer, texts)
+
+
+def sequences(tokenizer, texts):
+    replies = [tuple(chat.tokenize(tokenizer, text) for text in pair) for pair in texts]
+    return chat.sequences(tokenizer, replies, chat.special_ids(tokenizer))
+
+
+TALK = [*QUESTION, {"role": "assistant", "content": "the sum is 4 é"}, {"role": "user", "content": "the other?"},
+        {"role": "assistant", "content": "<think>hm</think> 5"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [CHATML, NO_NEWLINE])
+def test_every_reply_is_trained_with_its_end_of_turn_and_nothing_else_is(template):
+    tokenizer = make_tokenizer(template)
+    ((tokens, mask),) = replies(tokenizer, TALK)
+    whole = tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert tokenizer.decode(tokens) == whole
+    trained = tokenizer.decode([token for token, trains in zip(tokens, mask, strict=True) if trains])
+    assert trained == "the sum is 4 é<|im_end|><think>hm</think> 5<|im_end|>"
+
+
+def test_where_the_template_rewrites_a_turn_a_sequence_of_its_own_begins():
+    """What is trained is what the model would have read and said at that turn."""
+    tokenizer = make_tokenizer(QWEN)
+    talk = [QUESTION[0], TALK[3], TALK[2], TALK[1]]
+    found = replies(tokenizer, talk)
+    for (tokens, mask), end in zip(found, (2, 4), strict=True):
+        assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(talk[:end], tokenize=False)
+        first = mask.index(1)
+        assert tokens[:first] == chat.encode_prompt(tokenizer, talk[: end - 1])
+        assert sum(mask) == len(tokens) - first - 1  # all but the newline behind the end of the turn
+
+
+def test_a_reply_without_an_end_of_turn_gets_the_end_of_sequence():
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}")
+    ((tokens, mask),) = replies(tokenizer, TALK[:2])
+    assert tokenizer.decode(tokens).endswith("assistant: the sum is 4 é\n<|im_end|>")
+    assert mask[-1] == 1 and tokens[-1] == tokenizer.eos_token_id
+    (before, whole) = chat.render_reply(tokenizer, "plain ", "text")
+    assert (before, whole) == ("plain ", "plain text")
+    ((tokens, mask),) = sequences(tokenizer, [(before, whole)])
+    assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == "text<|im_end|>"
+    tokenizer.add_tokens(["</call>"])  # a token that is added and not special ends no turn
+    ((tokens, mask),) = sequences(tokenizer, [("", "text</call>")])
+    assert tokenizer.decode(tokens) == "text</call><|im_end|>" and all(mask)
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="the tokenizer has no eos_token to end a reply with"):
+        sequences(tokenizer, [(before, whole)])
+
+
+def test_two_replies_to_one_prompt_are_two_sequences():
+    tokenizer = make_tokenizer()
+    texts = [chat.render_reply(tokenizer, QUESTION, reply) for reply in ("a", "ab")]
+    found = sequences(tokenizer, texts)
+    prompt = chat.encode_prompt(tokenizer, QUESTION)
+    assert [tokens[: len(prompt)] for tokens, _ in found] == [prompt, prompt]
+    assert [sum(mask) for _, mask in found] == [2, 3] and all(mask.index(1) == len(prompt) for _, mask in found)

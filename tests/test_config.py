@@ -5,7 +5,21 @@ import os
 import pytest
 import yaml
 
-from rl2.trainer.config import PPOConfig, _docs, _walk, dump, explain, parse, validate_ppo
+from rl2.trainer.config import (
+    DPOConfig,
+    PPOConfig,
+    RMConfig,
+    SFTConfig,
+    _docs,
+    _walk,
+    dump,
+    explain,
+    parse,
+    validate_dpo,
+    validate_ppo,
+    validate_rm,
+    validate_sft,
+)
 
 
 @pytest.fixture
@@ -113,13 +127,63 @@ def test_values_and_types(base):
     assert config.trainer.resume == "off" and config.rollout.test_sampling_params.temperature == 0
 
 
-def test_every_key_is_explained():
-    text, docs = explain(PPOConfig, "rl2.trainer.ppo"), _docs(PPOConfig)
-    for key, entry, _ in _walk(PPOConfig):
+SIBLINGS = {"sft": (SFTConfig, validate_sft), "dpo": (DPOConfig, validate_dpo), "rm": (RMConfig, validate_rm)}
+SIBLING_RULES = [  # (trainer, refused, what the message says, accepted)
+    ("sft", "data.batch_size=0", "data.batch_size=0: it must be above 0", "data.batch_size=1"),
+    ("sft", "data.prompts_per_rollout=4", "unknown key data.prompts_per_rollout=4", "data.batch_size=4"),
+    ("sft", "data.turns=first", "data.turns=first: choose all or last", "data.turns=last"),
+    ("sft", "actor.average=constant", "choose token or sequence", "actor.average=sequence"),
+    ("sft", "actor.clip=0.1", "unknown key actor.clip", "actor.max_grad_norm=2"),
+    ("sft", "actor.share_prompts=false", "no effect in SFT, where no rows share a prompt", ""),
+    ("sft", "trainer.seed=1", "trainer.seed=1 has no effect where nothing is sampled", "data.seed=1"),
+    ("sft", "trainer.deterministic=true", "has no effect where nothing is sampled", ""),
+    ("sft", "trainer.test_freq=5", "no effect without data.test_path", "trainer.test_freq=5 data.test_path=train.jsonl"),
+    ("sft", "actor.max_inference_length_per_device=2000", "no effect without data.test_path",
+     "actor.max_inference_length_per_device=2000 data.test_path=train.jsonl"),
+    ("sft", "actor.max_length_per_device=1000", "shorter than a row may get: 1024", "actor.max_length_per_device=1024"),
+    ("sft", "actor.save_optimizer=true", "no effect without actor.save_dir", ""),
+    ("sft", "actor.sp_size=3", "actor.sp_size=3 does not divide the 4 processes", "actor.sp_size=2"),
+    ("sft", "actor.warmup_ratio=2", "must not be above 1", "actor.warmup_ratio=0.1"),
+    ("sft", "actor.model_name=./missing", "actor.model_name=./missing: no such folder", ""),
+    ("dpo", "dpo.loss=nca", "dpo.loss=nca: choose sigmoid, ipo or hinge", "dpo.loss=ipo"),
+    ("dpo", "dpo.beta=0", "dpo.beta=0.0: it must be above 0", "dpo.beta=0.5"),
+    ("dpo", "dpo.label_smoothing=0.5", "it must be below 0.5", "dpo.label_smoothing=0.1"),
+    ("dpo", "dpo.label_smoothing=-1", "must not be below 0", "dpo.label_smoothing=0.0"),
+    ("dpo", "dpo.loss=hinge dpo.label_smoothing=0.1", "no effect with dpo.loss=hinge", "dpo.loss=hinge"),
+    ("dpo", "data.max_length=5000", "shorter than a row may get: 10000 = data.max_length x 2", "data.max_length=4096"),
+    ("dpo", "data.path=missing.jsonl", "data.path=missing.jsonl: no such file", "actor.share_prompts=false"),
+    ("rm", "rm.center=-1", "rm.center=-1.0: it must not be below 0", "rm.center=0.01"),
+    ("rm", "actor.lr=1", "unknown key actor.lr=1: did you mean critic.lr", "critic.lr=1e-4"),
+    ("rm", "critic.freeze_steps=1", "unknown key critic.freeze_steps", "critic.share_prompts=false"),
+    ("rm", "data.max_length=5000", "critic.max_length_per_device=8192 is shorter", "critic.max_length_per_device=2048"),
+    ("rm", "critic.optimizer_dir=missing", "critic.optimizer_dir=missing: no such folder", "critic.optimizer_dir=model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("trainer", "refused", "words", "accepted"), SIBLING_RULES, ids=lambda x: x)
+def test_rule_of_a_trainer_without_rollouts(base, capsys, monkeypatch, trainer, refused, words, accepted):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    config, validate = SIBLINGS[trainer]
+    worker = "critic" if trainer == "rm" else "actor"
+    required = ["data.path=train.jsonl", f"{worker}.model_name=model"]
+    with pytest.raises(SystemExit) as exit_:
+        parse(config, [*required, *refused.split()], validate)
+    assert exit_.value.code == 2 and words in capsys.readouterr().err
+    assert isinstance(parse(config, [*required, *accepted.split()], validate), config)
+
+
+@pytest.mark.parametrize("root", [PPOConfig, *(config for config, _ in SIBLINGS.values())])
+def test_every_key_is_explained(root):
+    text, docs = explain(root, "rl2.trainer"), _docs(root)
+    for key, entry, _ in _walk(root):
         assert len(docs[key]) > 5, key
         assert f"  {key}=" in text
         for value in entry.metadata.get("choices", ()):
             assert value in text
+
+
+def test_a_key_without_words_of_its_own_has_those_of_its_parent():
+    docs = _docs(PPOConfig)
     assert docs["critic.lr"] and docs["critic.clip"] == docs["actor.clip"]
 
 

@@ -1,8 +1,9 @@
-"""Rows from every format, what is said of malformed ones, and the order of prompts."""
+"""Rows from every format, what is said of malformed ones, and the order of prompts and examples."""
 
 import csv
 import json
 from collections import Counter
+from functools import partial
 
 import pyarrow
 import pyarrow.parquet
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rl2.data import Prompts, check_ppo_row, load_rows
+from rl2.data import Examples, Prompts, check_ppo_row, load_rows, render_pair, render_sft, to_samples
 
 TEMPLATE = "{{ tools }}{% for m in messages %} {{ m.content }}{% endfor %}{% if add_generation_prompt %} ?{% endif %}"
 ROWS = [
@@ -244,3 +245,99 @@ def test_order_differs_by_epoch_and_seed():
 
     assert len({tuple(order(seed, epoch)) for seed in range(2) for epoch in range(2)}) == 4
     assert order(0, 1) == order(0, 1)
+
+
+# Rows to train on as they are
+
+GOOD_PAIR = {"messages": [{"role": "user", "content": "x"}], "chosen": "w", "rejected": "w w"}
+
+
+def make_examples(path, render, tokenizer=None, max_length=99, batch_size=2):
+    return Examples(str(path), "train", tokenizer or make_tokenizer(), render, max_length, False, 0, batch_size)
+
+
+TURNS = "{% for m in messages %} {{ m.content }}{% if m.role == 'assistant' %}<e>{% endif %}{% endfor %}"
+
+
+def with_eos(template=TURNS):
+    """The tokenizer above, with an end of sequence (4) that the template puts behind each of the assistant's turns."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<e>"})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def talk(*contents):
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def test_turns_text_and_plain_messages(tmp_path):
+    rows = [{"messages": talk("? ?", "w", "?", "w w")}, {"text": "w ?"}, {"messages": "? w w", "text": None}]
+    path, tokenizer = write(tmp_path / "a.jsonl", rows), with_eos()
+    every = [example.sequences for example in make_examples(path, render_sft, tokenizer)]
+    assert every[0] == [([2, 2, 3, 4, 2, 3, 3, 4], [0, 0, 1, 1, 0, 1, 1, 1])]
+    assert every[1:] == [[([3, 2, 4], [1, 1, 1])], [([2, 3, 3, 4], [1, 1, 1, 1])]]
+    last = make_examples(path, partial(render_sft, turns="last"), tokenizer)
+    assert last[0].sequences == [([2, 2, 3, 4, 2, 3, 3, 4], [0, 0, 0, 0, 0, 1, 1, 1])]
+    assert [example.sequences for example in last][1:] == every[1:]
+
+
+def test_pairs_are_groups_of_chosen_and_rejected(tmp_path):
+    examples = make_examples(
+        write(tmp_path / "a.jsonl", [GOOD_PAIR, {**GOOD_PAIR, "chosen": "w ?"}]), render_pair, with_eos()
+    )
+    samples = to_samples(examples.batch(0))
+    assert [sample.tokens for sample in samples] == [[0, 3, 4], [0, 3, 3, 4], [0, 3, 2, 4], [0, 3, 3, 4]]
+    assert [sample.mask for sample in samples] == [[0, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1]]
+    assert [sample.group for sample in samples] == [0, 0, 1, 1]
+
+
+def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
+    rows = [GOOD_PAIR, {**GOOD_PAIR, "rejected": "w w w w"}, {**GOOD_PAIR, "chosen": "w w w w w"}]
+    path = write(tmp_path / "a.jsonl", rows)
+    examples = make_examples(path, render_pair, with_eos(), max_length=6)
+    assert (len(examples), examples.num_dropped, examples.longest) == (2, 1, 6)
+    assert examples.num_steps(3) == 3 and [example.index for example in examples.batch(1)] == [0, 1]
+    with pytest.raises(ValueError, match="data.max_length=3 leaves none of the 3 rows: the shortest has 4"):
+        make_examples(path, render_pair, with_eos(), max_length=3)
+
+
+@pytest.mark.parametrize(
+    ("render", "row", "said"),
+    [
+        (render_sft, {"prompt": "x"}, "column 'messages' is missing; the row has prompt"),
+        (render_sft, {"text": " "}, "column 'text': expected text, not empty, got ' '"),
+        (render_sft, {"text": 5}, "column 'text': expected text, not empty, got 5"),
+        (render_sft, {"messages": []}, "column 'messages': expected .* not empty"),
+        (render_sft, {"messages": talk("x")}, "no message of the assistant to train on; add one, or remove the row"),
+        (render_sft, {"messages": talk("x", "w", "refuse", "w")}, "the chat template refuses .*roles must alternate"),
+        (render_pair, {**GOOD_PAIR, "messages": talk("refuse")}, "the chat template refuses .*roles must alternate"),
+        (
+            render_pair,
+            {**GOOD_PAIR, "messages": talk("x", "w")},
+            "expected a prompt, but the last message is the assis",
+        ),
+        (
+            render_pair,
+            {"messages": talk("x"), "chosen": "w"},
+            "column 'rejected' is missing; the row has messages, cho",
+        ),
+        (render_pair, {**GOOD_PAIR, "chosen": ""}, "column 'chosen': expected text, not empty, got ''"),
+        (
+            render_pair,
+            {**GOOD_PAIR, "chosen": talk("x", "w")},
+            "column 'chosen': expected text, not empty, got .{'role'",
+        ),
+        (render_pair, {**GOOD_PAIR, "rejected": "w"}, "'chosen' and 'rejected' are the same text; remove the row: 'w'"),
+        (render_pair, {**GOOD_PAIR, "margin": "much"}, "column 'margin': expected a number, got 'much'"),
+    ],
+)
+def test_malformed_example_names_file_row_and_remedy(tmp_path, render, row, said):
+    tokenizer = with_eos(
+        "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        " {{ m.content }}{% endfor %}<e>"
+    )
+    good = GOOD_PAIR if render is render_pair else {"messages": talk("x", "w")}
+    file = write(tmp_path / "a.jsonl", [good, row, good])
+    with pytest.raises(ValueError, match=rf"(?s)\(1\):.*{file}, row 3: .*{said}"):
+        make_examples(file, render, tokenizer)

@@ -2,15 +2,18 @@
 
 import asyncio
 import copy
+import json
 import logging
 import pickle
 import subprocess
 import sys
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from common import make_tokenizer
 
 from rl2.rollout.env import MAX_THREADS, Env, EnvError, FailureLog, load_env, preflight
 
@@ -427,3 +430,28 @@ def test_call_is_no_answer_and_the_last_reply_counts(calculator):
 @pytest.mark.parametrize("name", ["arithmetic.py", "calculator.py"])
 def test_ready_env_files_pass_preflight(name):
     assert preflight(load_env(str(ENVS / name)), [ROW], 2 if name == "calculator.py" else 1) == []
+
+
+def test_a_served_reward_model_is_asked_for_the_text_it_was_trained_on(monkeypatch):
+    """envs/reward_model.py against a server of the standard library; a call that it refuses is an error of the env."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            self.send_response(500 if "fail" in asked[-1] else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps([{"embedding": [len(asked[-1]) / 2]}]).encode())
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("RL2_REWARD_URL", f"http://127.0.0.1:{server.server_port}/classify")
+    env = load_env(str(ENVS / "reward_model.py"), 10)
+    text = make_tokenizer().apply_chat_template(REPLY, tokenize=False)
+    assert score(env) == {"reward": len(text) / 2} and asked == [text]
+    with pytest.raises(EnvError, match="500"):
+        asyncio.run(env.score([{"role": "user", "content": "fail"}], ROW))
+    server.shutdown()

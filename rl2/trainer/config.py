@@ -44,15 +44,31 @@ class DataConfig:
     test_path: str | None = None
     """rows to evaluate on, at the start, every trainer.test_freq steps and at the end"""
     max_length: int = 1024
-    """longest prompt that is kept, in tokens; longer ones are dropped and counted"""
-    prompts_per_rollout: int = 32
-    """prompts of one step"""
-    responses_per_prompt: int = 8
-    """answers sampled for each prompt: a group"""
+    """longest prompt (PPO) or whole sequence that is kept, in tokens; longer ones are dropped and counted"""
     shuffle: bool = True
     """a new order every epoch, a function of data.seed"""
     seed: int = 0
     """of the order of the data"""
+
+
+@dataclass
+class PromptConfig(DataConfig):
+    prompts_per_rollout: int = 32
+    """prompts of one step"""
+    responses_per_prompt: int = 8
+    """answers sampled for each prompt: a group"""
+
+
+@dataclass
+class ExampleConfig(DataConfig):
+    batch_size: int = 32
+    """rows of one step"""
+
+
+@dataclass
+class SFTDataConfig(ExampleConfig):
+    turns: str = choice("all", "last")
+    """which of the assistant's turns are trained"""
 
 
 @dataclass
@@ -77,10 +93,6 @@ class WorkerConfig:
     """the same for passes without a gradient; by default the same number"""
     share_prompts: bool = True
     """run the prompt of a group once for all its answers in a micro-batch; exact, up to rounding"""
-    update_per_rollout: int = 1
-    """optimizer steps (mini-batches) for each rollout"""
-    clip: float = 0.2
-    """how far the probability ratio (actor) or the value (critic) may move in one rollout"""
     lr: float = 1e-6
     """learning rate of AdamW"""
     weight_decay: float = 0.0
@@ -91,8 +103,6 @@ class WorkerConfig:
     """share of all updates in which the learning rate rises linearly"""
     scheduler: str = choice("constant", "linear", "cosine")
     """the learning rate after the warm-up: constant, or falling to 0"""
-    freeze_steps: int = 0
-    """first steps in which this worker is not updated"""
     offload_model: bool = False
     """keep the weights in host memory while they are not used (GPU)"""
     offload_optimizer: bool = False
@@ -106,7 +116,31 @@ class WorkerConfig:
 
 
 @dataclass
-class ActorConfig(WorkerConfig):
+class SFTActorConfig(WorkerConfig):
+    lr: float = 1e-5
+    """learning rate of AdamW"""
+    average: str = choice("token", "sequence")
+    """the mean that the loss is: over all trained tokens of the step, or over rows of each one's token mean"""
+
+
+@dataclass
+class RewardModelConfig(WorkerConfig):
+    lr: float = 1e-5
+    """learning rate of AdamW"""
+
+
+@dataclass
+class RolloutWorkerConfig(WorkerConfig):
+    update_per_rollout: int = 1
+    """optimizer steps (mini-batches) for each rollout"""
+    clip: float = 0.2
+    """how far the probability ratio (actor) or the value (critic) may move in one rollout"""
+    freeze_steps: int = 0
+    """first steps in which this worker is not updated"""
+
+
+@dataclass
+class ActorConfig(RolloutWorkerConfig):
     clip_high: float | None = None
     """the upper clip, if it differs from clip (DAPO: 0.28)"""
     dual_clip: float | None = None
@@ -128,7 +162,7 @@ class ActorConfig(WorkerConfig):
 
 
 @dataclass
-class CriticConfig(WorkerConfig):
+class CriticConfig(RolloutWorkerConfig):
     model_name: str | None = None
     """the model the critic starts from; by default the actor's"""
     lr: float = 5e-6
@@ -204,6 +238,22 @@ class AdvConfig:
 
 
 @dataclass
+class DPOLossConfig:
+    beta: float = 0.1
+    """how strongly the policy is held to the model it starts from (ipo: the regularisation, tau)"""
+    loss: str = choice("sigmoid", "ipo", "hinge")
+    """DPO's own loss, IPO's squared error or SLiC's hinge"""
+    label_smoothing: float = 0.0
+    """share of the pairs taken to be the wrong way round (conservative DPO); below 0.5"""
+
+
+@dataclass
+class RewardLossConfig:
+    center: float = 0.0
+    """weight of a squared error that holds the mean of chosen and rejected rewards near 0, e.g. 0.01"""
+
+
+@dataclass
 class TrainerConfig:
     project: str = "rl2"
     """project in wandb"""
@@ -233,12 +283,35 @@ class TrainerConfig:
 
 @dataclass
 class PPOConfig:
-    data: DataConfig = field(default_factory=DataConfig)
+    data: PromptConfig = field(default_factory=PromptConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     adv: AdvConfig = field(default_factory=AdvConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+
+@dataclass
+class SFTConfig:
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    actor: SFTActorConfig = field(default_factory=SFTActorConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+
+@dataclass
+class DPOConfig:
+    data: ExampleConfig = field(default_factory=ExampleConfig)
+    actor: WorkerConfig = field(default_factory=WorkerConfig)
+    dpo: DPOLossConfig = field(default_factory=DPOLossConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+
+@dataclass
+class RMConfig:
+    data: ExampleConfig = field(default_factory=ExampleConfig)
+    critic: RewardModelConfig = field(default_factory=RewardModelConfig)
+    rm: RewardLossConfig = field(default_factory=RewardLossConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
 
@@ -454,18 +527,20 @@ def explain(root: type, usage: str) -> str:
     return "\n".join(lines)
 
 
+# Ranges; a key that a config lacks is passed over.
 WORKER_POSITIVE = ("max_length_per_device", "max_inference_length_per_device", "update_per_rollout", "clip", "lr",
                    "max_grad_norm", "save_freq", "sp_size", "tp_size")  # fmt: skip
 WORKER_NOT_NEGATIVE = ("fsdp_size", "weight_decay", "freeze_steps", "warmup_ratio")
 POSITIVE = (
-    "data.max_length", "data.prompts_per_rollout", "data.responses_per_prompt", "actor.clip_high",
-    "actor.average_constant", "actor.dual_clip", "rollout.max_running", "rollout.max_turns", "rollout.env_timeout",
-    "rollout.tp_size", "rollout.gpu_memory_utilization", "rollout.train_sampling_params.temperature",
-    "rollout.train_sampling_params.max_new_tokens", "rollout.test_sampling_params.max_new_tokens", "trainer.n_epochs",
-    "trainer.max_steps", "trainer.save_freq", "trainer.keep_checkpoints", "trainer.test_freq",
+    "data.max_length", "data.prompts_per_rollout", "data.responses_per_prompt", "data.batch_size", "actor.clip_high",
+    "actor.average_constant", "actor.dual_clip", "dpo.beta", "rollout.max_running", "rollout.max_turns",
+    "rollout.env_timeout", "rollout.tp_size", "rollout.gpu_memory_utilization",
+    "rollout.train_sampling_params.temperature", "rollout.train_sampling_params.max_new_tokens",
+    "rollout.test_sampling_params.max_new_tokens", "trainer.n_epochs", "trainer.max_steps", "trainer.save_freq",
+    "trainer.keep_checkpoints", "trainer.test_freq",
 )  # fmt: skip
-NOT_NEGATIVE = ("kl.coef", "actor.entropy", "rollout.max_env_failures", "adv.gamma", "adv.lamda", "data.seed",
-                "rollout.test_sampling_params.temperature", "trainer.seed")  # fmt: skip
+NOT_NEGATIVE = ("kl.coef", "actor.entropy", "dpo.label_smoothing", "rm.center", "rollout.max_env_failures",
+                "adv.gamma", "adv.lamda", "data.seed", "rollout.test_sampling_params.temperature", "trainer.seed")  # fmt: skip
 AT_MOST_ONE = ("rollout.max_env_failures", "rollout.gpu_memory_utilization", "adv.gamma", "adv.lamda",
                "rollout.train_sampling_params.top_p", "rollout.test_sampling_params.top_p", "actor.warmup_ratio",
                "critic.warmup_ratio")  # fmt: skip
@@ -477,18 +552,64 @@ def validate_ppo(config: PPOConfig, set_keys: set[str], world_size: int) -> tupl
     problems = check_numbers(config, POSITIVE, NOT_NEGATIVE, AT_MOST_ONE)
     for name in workers:
         problems += check_worker(config, name, world_size)
-    problems += _check_paths(config) + _check_lengths(config, workers) + _check_sizes(config)
+    problems += _check_paths(config, ("actor", "critic")) + _check_lengths(config, workers) + _check_sizes(config)
+    env = Path(config.rollout.env_path).expanduser()
+    if not env.is_file() or env.suffix != ".py":
+        problems.append(f"rollout.env_path={env}: no such Python file; copy one of envs/ to start from")
     problems += _check_engine(config)
+    problems += _in_vain(config, set_keys, [*_uses(config), *_common_uses(config, ("actor", "critic"))])
+    return problems, _warnings(config, set_keys) + _idle(config, set_keys)
+
+
+def validate_sft(config: SFTConfig, set_keys: set[str], world_size: int) -> tuple[list[str], list[str]]:
+    """(problems, warnings) of a config whose keys and types are right."""
+    return _validate_examples(config, "actor", set_keys, world_size, 1, [
+        (False, ("actor.share_prompts",), "in SFT, where no rows share a prompt"),
+        (config.data.test_path, ("actor.max_inference_length_per_device",), "without data.test_path"),
+    ])  # fmt: skip
+
+
+def validate_dpo(config: DPOConfig, set_keys: set[str], world_size: int) -> tuple[list[str], list[str]]:
+    """(problems, warnings) of a config whose keys and types are right."""
+    uses = [(config.dpo.loss == "sigmoid", ("dpo.label_smoothing",), f"with dpo.loss={config.dpo.loss}")]
+    problems, warnings = _validate_examples(config, "actor", set_keys, world_size, 2, uses)
+    if config.dpo.label_smoothing >= 0.5:
+        problems.append(f"dpo.label_smoothing={config.dpo.label_smoothing}: it must be below 0.5, a coin's toss")
+    return problems, warnings
+
+
+def validate_rm(config: RMConfig, set_keys: set[str], world_size: int) -> tuple[list[str], list[str]]:
+    """(problems, warnings) of a config whose keys and types are right."""
+    uses = [(config.data.test_path, ("critic.max_inference_length_per_device",), "without data.test_path")]
+    return _validate_examples(config, "critic", set_keys, world_size, 2, uses)
+
+
+def _validate_examples(config, name, set_keys, world_size, group_size, uses):
+    """The same for the trainers without rollouts, whose one trained worker is `name`; `group_size` sequences have to
+    fit into one micro-batch."""
+    worker, data = getattr(config, name), config.data
+    problems = check_numbers(config, POSITIVE, NOT_NEGATIVE, AT_MOST_ONE) + check_worker(config, name, world_size)
+    problems += _check_paths(config, (name,))
+    for key in ("max_length_per_device", "max_inference_length_per_device"):
+        limit, needed = getattr(worker, key), data.max_length * (group_size if key == "max_length_per_device" else 1)
+        if limit and needed > limit * worker.sp_size:
+            problems.append(f"{name}.{key}={limit} is shorter than a row may get: {needed} = data.max_length "
+                            f"x {needed // data.max_length}; raise it, or lower data.max_length")  # fmt: skip
+    uses = [*uses, (False, ("trainer.deterministic", "trainer.seed"), "where nothing is sampled")]
+    problems += _in_vain(config, set_keys, [*uses, *_common_uses(config, (name,))])
+    return problems, _idle(config, set_keys)
+
+
+def _in_vain(config, set_keys, uses) -> list[str]:
+    """The knobs that the user set to no effect; `uses` are (whether they matter, keys, why they do not)."""
     # What says no more than the default is harmless, and a whole config.yaml can be read back.
-    defaults = type(config)()
-    told = {
-        key for key in set_keys if key.startswith("rollout.engine_args.") or _get(config, key) != _get(defaults, key)
-    }
-    for needed, keys, reason in _uses(config):
+    problems, defaults, arguments = [], type(config)(), "rollout.engine_args."
+    told = {key for key in set_keys if key.startswith(arguments) or _get(config, key) != _get(defaults, key)}
+    for needed, keys, reason in uses:
         prefixes = tuple(key for key in keys if key.endswith("."))
         vain = sorted(key for key in told if not needed and (key in keys or key.startswith(prefixes)))
         problems += [f"{key}={_get(config, key)} has no effect {reason}" for key in vain]
-    return problems, _warnings(config, set_keys)
+    return problems
 
 
 def _get(config, key):
@@ -499,10 +620,11 @@ def _get(config, key):
 
 def check_numbers(config, positive, not_negative, at_most_one) -> list[str]:
     """What leaves its range; None is allowed."""
-    bad = [f"{key}={_get(config, key)}: it must be above 0" for key in positive if not (_get(config, key) or 1) > 0
-           or _get(config, key) == 0 and _get(config, key) is not None]  # fmt: skip
-    bad += [f"{key}={_get(config, key)}: it must not be below 0" for key in not_negative if _get(config, key) < 0]
-    return bad + [f"{key}={_get(config, key)}: it must not be above 1" for key in at_most_one if _get(config, key) > 1]
+    known = {key for key, *_ in _walk(type(config))}
+    found = [{key: _get(config, key) for key in keys if key in known} for keys in (positive, not_negative, at_most_one)]
+    bad = [f"{key}={value}: it must be above 0" for key, value in found[0].items() if value is not None and value <= 0]
+    bad += [f"{key}={value}: it must not be below 0" for key, value in found[1].items() if value < 0]
+    return bad + [f"{key}={value}: it must not be above 1" for key, value in found[2].items() if value > 1]
 
 
 def check_worker(config, name: str, world_size: int) -> list[str]:
@@ -525,7 +647,7 @@ def check_worker(config, name: str, world_size: int) -> list[str]:
     return problems
 
 
-def _check_paths(config) -> list[str]:
+def _check_paths(config, workers) -> list[str]:
     problems = []
     for key in ("data.path", "data.test_path"):
         path = _get(config, key)
@@ -535,16 +657,13 @@ def _check_paths(config) -> list[str]:
             and (path.endswith(DATA_SUFFIXES) or path.startswith(("/", ".", "~")))
         ):
             problems.append(f"{key}={path}: no such file or folder")
-    for key in ("actor.model_name", "critic.model_name"):
+    for key in [f"{name}.model_name" for name in workers]:
         name = _get(config, key)
         if name and Path(name).is_dir() and not Path(name, "config.json").exists():
             problems.append(f"{key}={name}: this folder holds no model (no config.json)")
         elif name and not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
             problems.append(f"{key}={name}: no such folder; a model of the hub is owner/name")
-    env = Path(config.rollout.env_path).expanduser()
-    if not env.is_file() or env.suffix != ".py":
-        problems.append(f"rollout.env_path={env}: no such Python file; copy one of envs/ to start from")
-    for key in ("actor.optimizer_dir", "critic.optimizer_dir"):
+    for key in [f"{name}.optimizer_dir" for name in workers]:
         if _get(config, key) and not Path(_get(config, key)).is_dir():
             problems.append(f"{key}={_get(config, key)}: no such folder")
     resume = config.trainer.resume
@@ -606,7 +725,7 @@ def _check_engine(config) -> list[str]:
 
 
 def _uses(config):
-    """(whether they matter, keys, why they do not): a knob that the user set in vain is refused."""
+    """What `_in_vain` asks of PPO."""
     sglang = ("rollout.tp_size", "rollout.gpu_memory_utilization", "rollout.engine_args", "rollout.engine_args.")
     kind, why = pick_engine(config.rollout.engine)
     yield kind == "sglang", sglang, f"with the local engine ({why}): set rollout.engine=sglang"
@@ -616,9 +735,12 @@ def _uses(config):
     yield kl.type == "loss", ("kl.loss_estimator",), f"with kl.type={kl.type}"
     yield actor.loss != "cispo", ("actor.clip", "actor.dual_clip"), "with actor.loss=cispo, which uses clip_high"
     yield actor.correction != "none", ("actor.correction_cap",), "with actor.correction=none"
-    unused = "without data.test_path"
-    yield config.data.test_path, ("trainer.test_freq", "rollout.test_sampling_params."), unused
-    for name in ("actor", "critic"):
+    yield config.data.test_path, ("rollout.test_sampling_params.",), "without data.test_path"
+
+
+def _common_uses(config, workers):
+    yield config.data.test_path, ("trainer.test_freq",), "without data.test_path"
+    for name in workers:
         yield getattr(config, name).save_dir, (f"{name}.save_optimizer",), f"without {name}.save_dir"
 
 
@@ -634,7 +756,12 @@ def _warnings(config, set_keys) -> list[str]:
         )
     if config.kl.type == "loss" and config.kl.loss_estimator == "k1":
         warnings.append("kl.loss_estimator=k1: the gradient of k1 in a loss is 0 on average; k2 has that of the KL")
-    idle = [key for key in set_keys if key.endswith(("offload_model", "offload_optimizer")) and _get(config, key)]
-    if idle and not torch.cuda.is_available():
-        warnings.append(f"{', '.join(sorted(idle))}: nothing to do without a GPU")
     return warnings
+
+
+def _idle(config, set_keys) -> list[str]:
+    """What only the hardware makes idle."""
+    idle = [key for key in set_keys if key.endswith(("offload_model", "offload_optimizer")) and _get(config, key)]
+    if not idle or torch.cuda.is_available():
+        return []
+    return [f"{', '.join(sorted(idle))}: nothing to do without a GPU"]

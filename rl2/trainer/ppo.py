@@ -5,20 +5,18 @@ import sys
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-from transformers.utils.logging import disable_progress_bar
 
 from .. import algorithms, chat
 from ..batch import Batch, collate, minibatches
-from ..checkpoint import Checkpoints, StopSignal, find_checkpoint
 from ..data import Prompts, check_ppo_row, load_rows
-from ..metrics import Metrics, prepare_folder
 from ..model import Scores
 from ..parallel.mesh import init
 from ..rollout.engine import make_engine
 from ..rollout.env import FailureLog, load_env, preflight
 from ..rollout.rollout import Rollout, gather_samples, summarise
 from ..worker import Worker, compute_dtype
-from .config import PPOConfig, dump, parse, user_errors, validate_ppo
+from .config import PPOConfig, parse, user_errors, validate_ppo
+from .run import Books, announce_loading, count_steps
 
 
 def train(run) -> None:
@@ -49,7 +47,7 @@ def train(run) -> None:
         with metrics.phase("sync"):
             run.engine.wake()
             run.engine.load(actor.weights(run.engine_dtype), actor.version)
-        stopping = bool(run.stop)
+        stopping = bool(run.books.stop)
         logged |= run.evaluate(step, last=stopping or step == run.num_steps)
         run.finish_step(step, trajectories, batch, logged, stopping)
         if stopping:
@@ -137,21 +135,13 @@ class Run:
         self._make_workers()
         self._make_rollout(env)
         self.temperature = config.rollout.train_sampling_params.temperature
-        self.stop = StopSignal(self.device)
-        self._resume()
+        self._begin()
 
     def _prepare_data(self, rows):
         data, first = self.config.data, dist.get_rank() == 0
         size = data.prompts_per_rollout
         self.prompts = Prompts(rows, self.tokenizer, data.max_length, data.shuffle, data.seed, size, first)
-        if self.prompts.num_dropped and first:
-            print(
-                f"{self.prompts.num_dropped} prompts are longer than data.max_length={data.max_length} and dropped",
-                flush=True,
-            )
-        self.num_steps = self.prompts.num_steps(self.config.trainer.n_epochs)
-        if self.config.trainer.max_steps is not None:
-            self.num_steps = min(self.num_steps, self.config.trainer.max_steps)
+        self.num_steps = count_steps(self.prompts, self.config, "prompts")
         self.test_prompts = []
         if data.test_path:
             rows = load_rows(data.test_path, "test", check_ppo_row)
@@ -174,10 +164,7 @@ class Run:
 
     def _make_workers(self):
         config, device = self.config, self.device
-        if dist.get_rank() == 0:
-            print(f"loading {config.actor.model_name} ...", flush=True)
-        else:
-            disable_progress_bar()
+        announce_loading(config.actor.model_name)
         num = self.num_steps - config.actor.freeze_steps
         self.actor = Worker(config.actor, device, num_updates=num * config.actor.update_per_rollout)
         self.reference = Worker(config.actor, device) if config.kl.coef else None
@@ -205,20 +192,10 @@ class Run:
             config.trainer.seed, deterministic,
         )  # fmt: skip
 
-    def _resume(self):
-        trainer = self.config.trainer
-        self.checkpoints = Checkpoints(f"{trainer.save_dir}/checkpoints", trainer.keep_checkpoints)
-        found = find_checkpoint(trainer.resume, self.checkpoints.folder)
-        self.step = self.checkpoints.load(found, self.workers) if found else 0
-        if dist.get_rank() == 0:
-            prepare_folder(trainer.save_dir, self.step)
-            with open(f"{trainer.save_dir}/config.yaml", "w") as file:
-                file.write(dump(self.config))
-        dist.barrier()
-        wandb = {"project": trainer.project, "name": trainer.experiment_name}
-        self.metrics = Metrics(trainer.save_dir, self.step, self.num_steps, None if trainer.disable_wandb else wandb)
-        if found:
-            self.metrics.say(f"resumed from {found}: {self.step} of {self.num_steps} steps are done")
+    def _begin(self):
+        """Goes on where an earlier run stopped, or starts with the first evaluation."""
+        self.books = Books(self.config, self.tokenizer, self.workers, self.num_steps, self.device)
+        self.step, self.metrics = self.books.step, self.books.metrics
         self.engine.load(self.actor.weights(self.engine_dtype), self.actor.version)
         if self.step == 0:
             logged = self.evaluate(0, last=False)
@@ -247,9 +224,8 @@ class Run:
         return {f"{name}/{key}": sum(told[key] for told in results) / len(results) for key in results[0]}
 
     def evaluate(self, step: int, last: bool) -> dict[str, float]:
-        """Plays the test prompts once at the start, every `test_freq` steps and at the end."""
-        every = self.config.trainer.test_freq
-        if not self.test_prompts or not (last or step == 0 or (every and step % every == 0)):
+        """Plays the test prompts when that is due."""
+        if not self.test_prompts or not self.books.tests_at(step, last):
             return {}
         with self.metrics.phase("test"):
             params = vars(self.config.rollout.test_sampling_params)
@@ -259,30 +235,17 @@ class Run:
         return logged
 
     def finish_step(self, step, trajectories, batch, logged, stopping):
-        """Trajectories and metrics to disk, then the checkpoints that are due."""
+        """Trajectories to disk, then the books."""
         advantages = (batch.advantages * batch.mask).sum(1) / batch.mask.sum(1).clamp(min=1)
         of = dict(zip(batch.trajectory.tolist(), advantages.tolist(), strict=True))
         records = [{**trajectory.record(), "advantage": of[trajectory.id]} for trajectory in trajectories]
         self.metrics.write_trajectories("train", step, records)
-        # Before the checkpoint: a kill in between repeats the step and its line, the other way round would lose the line.
-        self.metrics.log(step, logged)
-        with self.metrics.phase("save"):
-            every = self.config.trainer.save_freq
-            if stopping or (every and step % every == 0):
-                self.checkpoints.save(step, self.workers, dump(self.config))
-            for worker in self.workers.values():
-                if worker.section.save_freq and step % worker.section.save_freq == 0:
-                    folder = f"{worker.section.save_dir}/step_{step}"
-                    worker.export(folder, self.tokenizer, worker.section.save_optimizer)
+        self.books.finish_step(step, logged, stopping)
 
     def finish(self) -> None:
         """The final model, and a clean end."""
-        folder = f"{self.config.trainer.save_dir}/model"
-        self.actor.export(folder, self.tokenizer)
-        self.metrics.say(f"model saved to {folder}")
         self.engine.close()
-        self.metrics.close()
-        dist.destroy_process_group()
+        self.books.finish(self.actor)
 
 
 def main() -> None:

@@ -1,0 +1,57 @@
+"""Direct preference optimization: `torchrun --nproc_per_node=N -m rl2.trainer.dpo key=value`. `train` is the algorithm."""
+
+import sys
+from functools import partial
+
+import torch
+
+from .. import algorithms
+from ..batch import Batch, collate
+from ..data import render_pair, to_samples
+from ..model import Scores
+from ..worker import Worker
+from .config import DPOConfig, parse, user_errors, validate_dpo
+from .run import ExampleRun
+
+
+def train(run: ExampleRun, reference: Worker) -> None:
+    """The whole algorithm. Every process holds the same `batch` and runs the same lines; the workers split their work."""
+    loss_fn = partial(preference_loss, run.config.dpo)
+    if run.test_batch is not None:
+        run.test_batch.ref_logps = reference.infer(run.test_batch).logps
+    evaluate = partial(run.measure, loss_fn)
+    run.begin(evaluate)
+    for step in range(run.step + 1, run.num_steps + 1):
+        batch = run.batch(step)
+        with run.phase("reference"):
+            batch.ref_logps = reference.infer(batch).logps
+        with run.phase("update"):
+            told = run.worker.update(batch, loss_fn, whole_groups=True)
+        if run.finish_step(step, told, batch, evaluate):
+            break
+
+
+def preference_loss(dpo, batch: Batch, scores: Scores):
+    """DPO's loss on whole sequences [b, T], where the rejected reply follows the chosen one."""
+    columns = (scores.logps, batch.ref_logps, batch.mask, batch.weights)
+    return algorithms.dpo_loss(*columns, dpo.beta, dpo.loss, dpo.label_smoothing)
+
+
+def make_batch(run: ExampleRun, examples) -> Batch:
+    """Two rows of columns for each row of the data, chosen and rejected, which weigh the same."""
+    batch = collate(to_samples(examples))
+    batch.trajectory = torch.arange(len(batch.mask))
+    batch.weights = algorithms.loss_weights(batch.mask, batch.trajectory, "sequence")
+    return batch
+
+
+def main() -> None:
+    config = parse(DPOConfig, sys.argv[1:], validate_dpo, "rl2.trainer.dpo")
+    with user_errors():
+        run = ExampleRun(config, "actor", render_pair, make_batch)
+        train(run, reference=Worker(config.actor, run.device))
+        run.books.finish(run.worker)
+
+
+if __name__ == "__main__":
+    main()

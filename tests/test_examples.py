@@ -1,0 +1,186 @@
+"""Whole runs of SFT, DPO and reward models under torchrun on a tiny random model: losses that fall to what plain
+transformers says of the exported model, resumed runs that end the same, layouts that change nothing."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+from common import make_model, torchrun
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+TIMED = ("time/", "memory/", "tokens/per_second")
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def arguments(tmp_path, rows, worker, *more):
+    write(tmp_path / "train.jsonl", rows)
+    return [
+        f"{worker}.model_name={make_model(tmp_path / 'tiny')}", f"data.path={tmp_path / 'train.jsonl'}",
+        f"trainer.save_dir={tmp_path / 'run'}", f"{worker}.dtype=float32", "data.batch_size=4", "data.max_length=100",
+        f"data.test_path={tmp_path / 'test.jsonl'}", "trainer.test_freq=6", "trainer.save_freq=2",
+        "trainer.keep_checkpoints=null", "trainer.n_epochs=3", "trainer.disable_wandb=true",
+        f"{worker}.max_length_per_device=200", f"{worker}.scheduler=linear", f"{worker}.warmup_ratio=0.2", *more,
+    ]  # fmt: skip
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(folder):
+    return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in metrics(folder)]
+
+
+def check_resumed_and_other_layouts(trainer, worker, args, tmp_path, steps, layouts=("sp_size=2", "tp_size=2")):
+    """In one launch: the run resumed after `steps`, which must end with the same bits; and the last two steps in other
+    layouts, which must say the same."""
+    runs = []
+    for step in steps:
+        runs.append(
+            [f"trainer.resume={tmp_path}/run/checkpoints/step_{step}", f"trainer.save_dir={tmp_path}/from_{step}"]
+        )
+    # The schedule is laid out for all steps of a run: other layouts go on from a checkpoint, so that it is the same one.
+    for layout in layouts:
+        runs.append([f"trainer.resume={tmp_path}/run/checkpoints/step_10", f"trainer.save_dir={tmp_path}/{layout[:2]}"])
+        runs[-1] += [f"{worker}.{layout}"]
+    words = [word for run in runs for word in ["--", *args, *run]][1:]
+    torchrun(2, "tests/several.py", trainer, *words)
+    whole = untimed(tmp_path / "run")
+    expected = load_file(tmp_path / "run/model/model.safetensors")
+    for step in steps:
+        assert untimed(tmp_path / f"from_{step}") == [line for line in whole if line["step"] > step]
+        found = load_file(tmp_path / f"from_{step}/model/model.safetensors")
+        assert all((found[key] == expected[key]).all() for key in expected)
+    for layout in layouts:
+        lines = metrics(tmp_path / layout[:2])
+        assert [line["step"] for line in lines] == [11, 12]
+        for line, other in zip(lines, whole[-2:], strict=True):
+            for key, value in other.items():
+                if not key.startswith("tokens/"):
+                    assert line[key] == pytest.approx(value, rel=1e-3, abs=1e-5), (layout, line["step"], key)
+
+
+def conversation(i):
+    letter = "abcd"[i % 4]
+    return [
+        {"role": "user", "content": f"say {letter}, {i}"},
+        {"role": "assistant", "content": letter * (3 + i % 3)},
+        {"role": "user", "content": "again"},
+        {"role": "assistant", "content": letter * 5},
+    ]
+
+
+def plain_nll(folder, rows):
+    """Of what the assistant says, end of turn included, and of plain text: the mean over tokens, by transformers alone."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    found = []
+    for row in rows:
+        if "text" in row:
+            text, spans = row["text"] + tokenizer.eos_token, [(0, len(row["text"]) + 10)]
+        else:
+            text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+            spans = [m.span(1) for m in re.finditer(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", text)]
+        inputs = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False, return_tensors="pt")
+        logps = model(inputs["input_ids"]).logits[0].double().log_softmax(-1)
+        for at, (start, _) in enumerate(inputs["offset_mapping"][0].tolist()):
+            if at > 0 and any(a <= start < b for a, b in spans):
+                found.append(-logps[at - 1, inputs["input_ids"][0, at]].item())
+    return sum(found) / len(found)
+
+
+def test_sft(tmp_path):
+    rows = [{"messages": conversation(i)} for i in range(14)] + [{"text": "abcd" * 4}, {"messages": "dcba" * 3}]
+    test = [{"messages": conversation(i)} for i in (20, 21, 22)] + [{"text": "abcdabcd"}]
+    write(tmp_path / "test.jsonl", test)
+    args = arguments(tmp_path, [*rows, {"text": "x" * 200}], "actor", "actor.lr=0.01")
+    done = torchrun(2, "-m", "rl2.trainer.sft", *args)
+    assert "1 training rows are longer than data.max_length=100 and dropped" in done.stdout
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(13))  # 16 rows, 3 times, by 4; and the test before them
+    assert [line["step"] for line in lines if "test/loss" in line] == [0, 6, 12]
+    assert lines[0]["test/loss"] == pytest.approx(plain_nll(tmp_path / "tiny", test), abs=1e-5)
+    assert lines[-1]["test/loss"] == pytest.approx(plain_nll(tmp_path / "run/model", test), abs=1e-5)
+    assert lines[-1]["test/perplexity"] == pytest.approx(math.exp(lines[-1]["test/loss"]))
+    assert lines[1]["actor/loss"] > 4 and lines[-1]["actor/loss"] < 2.5 and lines[-1]["test/loss"] < 2.5
+    rates = [line["actor/lr"] for line in lines[1:]]
+    assert rates[:3] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01]) and rates[-1] == pytest.approx(0.01 / 9)
+    check_resumed_and_other_layouts("sft", "actor", args, tmp_path, steps=[4, 6])  # an epoch's edge, and inside one
+
+
+def preference(i, **more):
+    prompt = [{"role": "user", "content": f"pick, {i}"}]
+    return {"messages": prompt, "chosen": "a" * (2 + i % 3), "rejected": "z" * (1 + i % 4), **more}
+
+
+def encoded(tokenizer, row):
+    """Tokens of both conversations, and where their replies begin and end."""
+    for reply in (row["chosen"], row["rejected"]):
+        messages = [*row["messages"], {"role": "assistant", "content": reply}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        start = len(tokens) - len(reply) - 2  # one token a letter, the end of turn and a newline
+        yield tokens, start, len(tokens) - 1
+
+
+def plain_logp(model, tokens, start, end):
+    logps = model(torch.tensor([tokens])).logits[0].double().log_softmax(-1)
+    return sum(logps[at - 1, tokens[at]].item() for at in range(start, end))
+
+
+def test_dpo(tmp_path):
+    test = write(tmp_path / "test.jsonl", [preference(i) for i in (30, 31, 32)])
+    args = arguments(tmp_path, [preference(i) for i in range(16)], "actor", "actor.lr=0.003", "dpo.beta=0.2")
+    torchrun(2, "-m", "rl2.trainer.dpo", *args)
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(13))
+    assert lines[0]["test/loss"] == pytest.approx(math.log(2)) and lines[0]["test/margin"] == pytest.approx(0, abs=1e-5)
+    assert lines[1]["actor/loss"] == pytest.approx(math.log(2)) and lines[1]["actor/kl"] == pytest.approx(0, abs=1e-6)
+    last = lines[-1]
+    assert last["actor/loss"] < 0.4 and last["actor/accuracy"] == 1 and last["actor/kl"] > 0
+    names = (tmp_path / "run/model", tmp_path / "tiny")
+    tokenizer, models = (
+        AutoTokenizer.from_pretrained(names[1]),
+        [AutoModelForCausalLM.from_pretrained(n) for n in names],
+    )
+    rewards = []
+    for row in map(json.loads, test.read_text().splitlines()):
+        for place in encoded(tokenizer, row):
+            policy, reference = (plain_logp(model, *place) for model in models)
+            rewards.append(0.2 * (policy - reference))
+    chosen, rejected = rewards[::2], rewards[1::2]
+    assert last["test/chosen_reward"] == pytest.approx(sum(chosen) / 3, abs=1e-4)
+    assert last["test/rejected_reward"] == pytest.approx(sum(rejected) / 3, abs=1e-4)
+    losses = [math.log1p(math.exp(r - c)) for c, r in zip(chosen, rejected, strict=True)]
+    assert last["test/loss"] == pytest.approx(sum(losses) / 3, abs=1e-5)
+    check_resumed_and_other_layouts("dpo", "actor", args, tmp_path, steps=[6])
+
+
+def test_reward_model(tmp_path):
+    """The exported folder, as transformers alone loads it, gives a padded batch the rewards that training told."""
+    test = write(tmp_path / "test.jsonl", [preference(i, margin=0.1 * (i - 30)) for i in (30, 31, 32)])
+    rows = [preference(i, margin=0.5) if i % 2 else preference(i) for i in range(16)]
+    args = arguments(tmp_path, rows, "critic", "critic.lr=0.01", "rm.center=0.01")
+    torchrun(2, "-m", "rl2.trainer.rm", *args)
+    lines = metrics(tmp_path / "run")
+    assert lines[0]["test/margin"] == 0 and lines[0]["test/accuracy"] == 0  # a new head says 0 to all
+    last = lines[-1]
+    assert last["critic/loss"] < 0.6 * lines[1]["critic/loss"] and last["critic/accuracy"] == 1
+    assert last["test/accuracy"] == 1
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/model")
+    assert model.config.num_labels == 1
+    tokens = [t for row in map(json.loads, test.read_text().splitlines()) for t, *_ in encoded(tokenizer, row)]
+    rewards = model(**tokenizer.pad({"input_ids": tokens}, return_tensors="pt")).logits[:, 0].double()
+    chosen, rejected = rewards.view(-1, 2).unbind(1)
+    assert last["test/chosen_reward"] == pytest.approx(chosen.mean().item(), abs=1e-5)
+    assert last["test/rejected_reward"] == pytest.approx(rejected.mean().item(), abs=1e-5)
+    losses = -(chosen - rejected - torch.tensor([0, 0.1, 0.2])).sigmoid().log() + 0.01 * (chosen + rejected) ** 2
+    assert last["test/loss"] == pytest.approx(losses.mean().item(), abs=1e-5)
+    check_resumed_and_other_layouts("rm", "critic", args, tmp_path, steps=[6])
