@@ -4,18 +4,14 @@ Shapes: L packed tokens, P scored pairs, E hidden size, V vocabulary.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from .parallel import tensor
+from .parallel import fsdp, tensor
 from .parallel.ring import PackedAttention, Ring
 from .parallel.tensor import sum_softmax
 
@@ -159,8 +155,8 @@ def load_model(name: str, critic: bool, dtype: torch.dtype, checkpointing: bool,
         tensor.parallelize(hf, mesh.tp)
     model = TokenModel(hf, Ring(mesh.sp), mesh.tp and mesh.tp.get_group()).train(masters)
     model.stored_dtype = stored
-    _shard(model, mesh, dtype if masters else None, checkpointing)
-    _scatter(model, full, mesh)
+    fsdp.shard(model, mesh, dtype if masters else None, checkpointing)
+    fsdp.scatter(model, full, mesh)
     return model
 
 
@@ -175,32 +171,3 @@ def _check(name, config):
         raise ValueError(
             f"{name} has attention layers of the kinds {sorted(kinds)}; rl2 computes full causal attention only"
         )
-
-
-def _shard(model, mesh, dtype, checkpointing):
-    kinds = model.hf._no_split_modules or ()
-    layers = [module for module in model.hf.modules() if type(module).__name__ in kinds]
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
-    for layer in layers:
-        if checkpointing:  # around forward, so FSDP's hooks stay outside and parameter names stay the same
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-        # One shard has nothing to free between forward and backward.
-        fully_shard(layer, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=mesh.fsdp.size(-1) > 1)
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy)
-
-
-def _scatter(model, full, mesh):
-    """Gives every parameter its values: `full` holds them by name on the first process and is None elsewhere."""
-    buffers = dict(model.named_buffers())
-    model.to_empty(device=mesh.device)
-    model.hf.tie_weights()
-    for name, buffer in buffers.items():
-        model.get_buffer(name).copy_(buffer)
-    for name, parameter in model.hf.named_parameters():
-        value = torch.empty(parameter.shape, dtype=parameter.dtype) if full is None else full.pop(name)
-        value = value.to(mesh.device)
-        if mesh.tp is not None:
-            cut = parameter.placements[mesh.fsdp.ndim :] or [Replicate()]
-            value = distribute_tensor(value, mesh.tp, cut).to_local()
-        sharded = [*[Replicate()] * (mesh.fsdp.ndim - 1), Shard(0)]
-        parameter.data.to_local().copy_(distribute_tensor(value, mesh.fsdp, sharded).to_local())
