@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from rl2.model import _Head
+from rl2.parallel.head import head_scores
 
 
 def plain(hidden, weight, targets):
@@ -23,7 +23,7 @@ def plain(hidden, weight, targets):
 
 
 def chunked(hidden, weight, targets):
-    return _Head.apply(hidden, weight, targets, 1.0, False, None)[0]
+    return head_scores(hidden, weight, targets)[0]
 
 
 def measure(arguments) -> dict:

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from .parallel import fsdp, tensor
+from .parallel.head import head_scores
 from .parallel.ring import PackedAttention, Ring
-from .parallel.tensor import sum_softmax
 
-# Logits held at a time, 32 and 512 MiB in fp32: few enough for a CPU's caches, enough rows for a GPU to read the weight for.
-HEAD_CHUNK = {"cpu": 2**23, "cuda": 2**27}
 # What changes the logits after the head, or what a token sees, and is not computed here.
 UNSUPPORTED = {
     "final_logit_softcapping": None,
@@ -61,72 +59,8 @@ class TokenModel(nn.Module):
         weight = self.hf.get_output_embeddings().weight
         if self.tp is not None:
             weight = weight.to_local()
-        logps, entropies = _Head.apply(hidden, weight, pack.targets, temperature, entropy, self.tp)
+        logps, entropies = head_scores(hidden, weight, pack.targets, temperature, entropy, self.tp)
         return Scores(logps=logps, entropy=entropies if entropy else None)
-
-
-class _Head(torch.autograd.Function):
-    """log softmax(hidden @ weight.T / temperature) at the targets, and its entropy, a chunk of logits at a time.
-
-    With `group`, weight holds this process's part of the vocabulary, in order of rank. Backward recomputes the logits z.
-    With p = softmax(z), d logp_t / dz = 1[t] - p and dH / dz = -p (log p + H), where H = lse - sum p z. Forward goes by
-    rows, which the softmax is over; backward by columns, so that the gradient of the weight is written once and what is
-    added up is that of the hidden states, which is smaller.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, with_entropy, group):
-        num, vocabulary = len(hidden), len(weight)
-        chosen, mean, lse = (torch.zeros(num, device=hidden.device) for _ in range(3))
-        targets = targets - (vocabulary * dist.get_rank(group) if group else 0)
-        ours = ((targets >= 0) & (targets < vocabulary)).float()
-        for rows in _chunks(num, vocabulary, hidden.device):
-            logits = _logits(hidden[rows], weight, temperature)
-            index = targets[rows, None].clamp(0, vocabulary - 1)
-            chosen[rows] = logits.gather(1, index).squeeze(1) * ours[rows]
-            top = logits.max(1, keepdim=True).values
-            exp = logits.sub_(top).exp_() if not with_entropy else (logits - top).exp_()
-            total = exp.sum(1)
-            lse[rows] = total.log() + top.squeeze(1)
-            if with_entropy:
-                mean[rows] = exp.mul_(logits).sum(1) / total
-        if group:
-            lse, chosen, mean = sum_softmax(lse, chosen, mean, group)
-        entropy = lse - mean
-        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        ctx.temperature, ctx.with_entropy, ctx.group = temperature, with_entropy, group
-        return chosen - lse, entropy
-
-    @staticmethod
-    def backward(ctx, d_logps, d_entropy):
-        hidden, weight, targets, lse, entropy = ctx.saved_tensors
-        d_hidden, d_weight = torch.zeros_like(hidden, dtype=torch.float32), torch.empty_like(weight)
-        for columns in _chunks(len(weight), len(hidden), hidden.device):
-            logits = _logits(hidden, weight[columns], ctx.temperature).sub_(lse[:, None])  # log p
-            probs = logits.exp() if ctx.with_entropy else logits.exp_()
-            if ctx.with_entropy:
-                scale = logits.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_logps[:, None])
-                d_logits = probs.mul_(scale).neg_()
-            else:
-                d_logits = probs.mul_(-d_logps[:, None])
-            (here,) = ((targets >= columns.start) & (targets < columns.stop)).nonzero(as_tuple=True)
-            d_logits[here, targets[here] - columns.start] += d_logps[here]
-            d_logits = d_logits.div_(ctx.temperature).to(hidden.dtype)
-            d_hidden += d_logits @ weight[columns]
-            d_weight[columns] = d_logits.T @ hidden
-        if ctx.group:
-            dist.all_reduce(d_hidden, group=ctx.group)
-        return d_hidden.to(hidden.dtype), d_weight, None, None, None, None
-
-
-def _logits(hidden, weight, temperature):
-    logits = (hidden @ weight.T).float()
-    return logits if temperature == 1.0 else logits.div_(temperature)
-
-
-def _chunks(num, width, device):
-    size = max(1, HEAD_CHUNK[device.type] // max(1, width))
-    return [slice(start, min(start + size, num)) for start in range(0, num, size)]
 
 
 def load_model(name: str, critic: bool, dtype: torch.dtype, checkpointing: bool, mesh, masters: bool) -> TokenModel:

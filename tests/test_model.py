@@ -3,20 +3,20 @@
 import pytest
 import torch
 
-from rl2 import model as model_module
-from rl2.model import _Head
+from rl2.parallel import head as head_module
+from rl2.parallel.head import head_scores
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk_rows", [1, 7, 1000])
 def test_chunked_head_equals_log_softmax(monkeypatch, temperature, chunk_rows):
-    monkeypatch.setitem(model_module.HEAD_CHUNK, "cpu", chunk_rows * 37)
+    monkeypatch.setitem(head_module.HEAD_CHUNK, "cpu", chunk_rows * 37)
     torch.manual_seed(0)
     hidden, weight = torch.randn(23, 8, requires_grad=True), torch.randn(37, 8, requires_grad=True)
     targets = torch.randint(37, (23,))
     d_logps, d_entropy = torch.randn(23), torch.randn(23)
     for with_entropy in (False, True):
-        logps, entropy = _Head.apply(hidden, weight, targets, temperature, with_entropy, None)
+        logps, entropy = head_scores(hidden, weight, targets, temperature, with_entropy)
         doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
         log_p = (doubles[0] @ doubles[1].T / temperature).log_softmax(-1)
         plain = log_p.gather(1, targets[:, None])[:, 0]
@@ -34,7 +34,7 @@ def test_chunked_head_equals_log_softmax(monkeypatch, temperature, chunk_rows):
 def test_extreme_logits_stay_finite():
     hidden = torch.tensor([[200.0], [-200.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0], [0.0]], requires_grad=True)
-    logps, entropy = _Head.apply(hidden, weight, torch.tensor([0, 0]), 1.0, True, None)
+    logps, entropy = head_scores(hidden, weight, torch.tensor([0, 0]), entropy=True)
     torch.testing.assert_close(logps, torch.tensor([0.0, -400.0]))
     torch.testing.assert_close(entropy, torch.zeros(2))
     (logps + entropy).sum().backward()
