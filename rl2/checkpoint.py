@@ -32,14 +32,15 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step}"
 
-    def save(self, step: int, workers: dict, config: str) -> None:
-        """Writes the workers (name -> Worker) after `step` steps. All processes must call."""
+    def save(self, step: int, held: dict, config: str) -> None:
+        """Writes the state_dict of all that is held (name -> Worker or the like) after `step` steps. All processes must
+        call; what is no sharded tensor must be the same on each."""
         partial = self.folder / f"step_{step}.partial"
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
-        dcp.save({name: worker.state_dict() for name, worker in workers.items()}, checkpoint_id=partial)
+        dcp.save({name: part.state_dict() for name, part in held.items()}, checkpoint_id=partial)
         torch.save(_random_states(), partial / f"random_{dist.get_rank()}.pt")
         dist.barrier()
         if dist.get_rank() == 0:
@@ -53,15 +54,15 @@ class Checkpoints:
                 shutil.rmtree(self.path(old))
         dist.barrier()
 
-    def load(self, path: str | os.PathLike, workers: dict) -> int:
-        """Restores the workers and the random states from a step_N folder; returns its step. The number of processes may
+    def load(self, path: str | os.PathLike, held: dict) -> int:
+        """Restores what is held and the random states from a step_N folder; returns its step. The number of processes may
         differ from the one that saved: then each process keeps its own random states."""
         path = Path(path)
         run = json.loads((path / "run.json").read_text())
-        state = {name: worker.state_dict() for name, worker in workers.items()}
+        state = {name: part.state_dict() for name, part in held.items()}
         dcp.load(state, checkpoint_id=path)
-        for name, worker in workers.items():
-            worker.load_state_dict(state[name])
+        for name, part in held.items():
+            part.load_state_dict(state[name])
         if run["world_size"] == dist.get_world_size():
             _set_random_states(torch.load(path / f"random_{dist.get_rank()}.pt", weights_only=False))
         return run["step"]

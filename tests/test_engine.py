@@ -212,6 +212,31 @@ def test_a_request_that_is_given_up_frees_its_slot(llama):
     engine.close()
 
 
+def test_abort_returns_what_there_is(llama):
+    """Running, waiting and sharing a prompt: each gets the beginning of what it would have got, and can go on from it."""
+    engine = make(llama, max_running=2)
+    whole = play(engine, [[5, 6]] * 3 + [[7]], max_new_tokens=60)
+
+    async def all_():
+        given = {"max_new_tokens": 60}
+        calls = [engine.generate(prompt, given, (0, i)) for i, prompt in enumerate([[5, 6]] * 3 + [[7]])]
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        while len(engine.slots[0].tokens if engine.slots[0] else ()) < 5:
+            await asyncio.sleep(0)
+        engine.abort()
+        return await asyncio.gather(*tasks)
+
+    told = engine.loop.run_until_complete(all_())
+    assert [out.finish_reason for out in told] == ["abort"] * 4
+    assert [len(out.tokens) for out in told] == [5, 5, 0, 0]
+    for part, out in zip(told, whole, strict=True):
+        assert bits([part])[0][:2] == (out.tokens[: len(part.tokens)], out.logps[: len(part.logps)])
+    assert not engine.in_flight and not engine.prompts
+    engine.abort()  # nothing is in flight
+    assert bits(play(engine, [[5, 6]] * 3 + [[7]], max_new_tokens=60)) == bits(whole)
+    engine.close()
+
+
 def test_weights_that_diverged_are_told_to_all_who_wait(llama):
     engine, good = make(llama, max_running=2), AutoModelForCausalLM.from_pretrained(llama)
     expected = bits(play(engine, [[5, 6]], max_new_tokens=3))

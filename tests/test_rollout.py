@@ -27,7 +27,7 @@ def process_group():
 class ScriptedEngine:
     """Says `script(turn, seed)`; a reply is (text, finish reason)."""
 
-    max_running, index, count = 4, 0, 1
+    max_running, index, count, version = 4, 0, 1, 0
 
     def __init__(self, tokenizer, script):
         self.tokenizer, self.script, self.loop = tokenizer, script, asyncio.new_event_loop()
@@ -132,7 +132,7 @@ def test_a_failed_environment_costs_its_trajectory_only(tmp_path):
     assert [t.finish_reason for t in trajectories] == ["stop", "stop", "failed", "failed", "stop", "stop"]
     samples = gather_samples(trajectories)
     assert [sum(s.mask) for s in samples] == [3, 3, 0, 0, 3, 3]
-    told = summarise(trajectories, rollout.failures)
+    told = summarise(trajectories, rollout.failures, 0)
     assert told["reward/mean"] == 1.0 and told["rollout/failed"] == pytest.approx(1 / 3)
     assert rollout.failures.count == 2 and "boom" in str(rollout.failures.last)
 
@@ -155,7 +155,7 @@ def test_too_many_failures_stop_the_run_with_the_reason(tmp_path):
     env = "def reward_fn(messages, answer): return 1 / 0"
     rollout, prompts, _ = make(tmp_path, lambda *_: ("x", "stop"), env, num_prompts=2)
     with pytest.raises(RuntimeError, match=r"4 of 4 .*max_env_failures=0.5(.|\n)*ZeroDivisionError"):
-        summarise(rollout(prompts, PARAMS, 2, "train", 1), rollout.failures)
+        summarise(rollout(prompts, PARAMS, 2, "train", 1), rollout.failures, 0)
 
 
 def test_messages_the_template_refuses_are_the_environments_failure(tmp_path):
@@ -163,3 +163,104 @@ def test_messages_the_template_refuses_are_the_environments_failure(tmp_path):
     tokenizer.chat_template = "{{ raise_exception('no tools here') if messages|length > 1 }}"
     (trajectory,) = rollout(prompts, PARAMS, 1, "train", 1)
     assert trajectory.finish_reason == "failed" and "no tools here" in str(rollout.failures.last)
+
+
+class SlowEngine(ScriptedEngine):
+    """Says one letter of `script` at a time; `abort` cuts short what is being said."""
+
+    aborted = False
+
+    async def generate(self, prompt, params, seed):
+        text, said = self.script(prompt), []
+        self.asked.append((seed, list(prompt), params["max_new_tokens"]))
+        for token in chat.tokenize(self.tokenizer, text)[: params["max_new_tokens"]]:
+            await asyncio.sleep(0.002)
+            if self.aborted:
+                return SimpleNamespace(tokens=said, logps=self.logps(said), finish_reason="abort", version=self.version)
+            said.append(token)
+        said.append(self.tokenizer.eos_token_id)
+        return SimpleNamespace(tokens=said, logps=self.logps(said), finish_reason="stop", version=self.version)
+
+    def logps(self, said):
+        return [-0.5 - self.version] * len(said)
+
+    def abort(self):
+        self.aborted = True
+
+
+def test_a_pause_keeps_tokens_and_goes_on_with_other_weights(tmp_path):
+    """Group 0 says 200 letters, the others one: it is paused, then ends its turn under newer weights."""
+    whole = "x" * 200
+    env = """
+        def reward_fn(messages, answer):
+            return float(len(messages[-1]["content"]))
+    """
+    rollout, prompts, tokenizer = make(tmp_path, None, env, num_prompts=4, deterministic=False)
+    start = {len(prompt.tokens): prompt for prompt in prompts}  # q0 to q3 are equally long
+
+    def script(prompt):
+        length = len(prompt) - len(prompts[0].tokens)
+        return whole[length:] if prompts[0].tokens == prompt[: len(prompts[0].tokens)] else "y"
+
+    assert len(start) == 1
+    rollout.engine = engine = SlowEngine(tokenizer, script)
+    engine.asked = []
+    params = {"max_new_tokens": 300}
+    done = rollout(prompts[:3], params, 2, "train", 1, wanted=2)
+    assert sorted({t.group for t in done}) == [1, 2] and all(t.versions == [(0, 2)] and t.reward == 1 for t in done)
+    (paused,) = rollout.paused
+    assert paused.id == 0 and not paused.done
+    kept = [list(t.samples[0].tokens) for t in paused.trajectories]
+    counts = [t.partial for t in paused.trajectories]
+    assert all(0 < count < 200 for count in counts)
+    rollout.load_state_dict(rollout.state_dict())  # as a resumed run does
+    first = len(engine.asked)
+    engine.version, engine.aborted = 1, False
+    done = rollout(prompts[3:], params, 2, "train", 2, wanted=2)
+    assert not rollout.paused and len(done) == 4
+    for trajectory, tokens, count in zip(done[:2], kept, counts, strict=True):
+        (sample,) = trajectory.samples
+        assert sample.tokens[: len(tokens)] == tokens and trajectory.reward == 200
+        assert trajectory.messages[-1]["content"] == whole and trajectory.num_turns == 1
+        assert trajectory.versions == [(0, count), (1, 201 - count)] and sum(sample.mask) == 201
+        assert [logp for logp in sample.logps if logp] == [-0.5] * count + [-1.5] * (201 - count)
+    asked = {seed: left for seed, _, left in engine.asked[first:] if seed[3] == 0}
+    assert [asked[seed] for seed in sorted(asked)] == [300 - count for count in counts]
+    assert len({seed for seed, *_ in engine.asked}) == len(engine.asked), "two requests had the same noise"
+    told = summarise(done, rollout.failures, 1)
+    assert told["rollout/staleness"] == pytest.approx(sum(counts) / (2 * 201 + 2 * 2))
+
+
+def test_a_pause_between_turns_and_during_the_environment(tmp_path):
+    """The environment of group 0 is slow: the pause waits for its answer, and the next turn waits for the next call."""
+    env = """
+        import time
+        def interact(messages):
+            time.sleep(0.2 if "q0" in messages[0]["content"] else 0)
+            return [{"role": "tool", "content": "t"}] if len(messages) < 4 else []
+        def reward_fn(messages, answer): return float(len(messages))
+    """
+    rollout, prompts, tokenizer = make(tmp_path, None, env, 3, num_prompts=3, deterministic=False)
+    rollout.engine = engine = SlowEngine(tokenizer, lambda prompt: "ok")
+    engine.asked = []
+    done = rollout(prompts, {"max_new_tokens": 16}, 1, "train", 11, wanted=2)  # the store counts by step
+    assert [t.group for t in done] == [1, 2] and [t.num_turns for t in done] == [2, 2]
+    (trajectory,) = rollout.paused[0].trajectories
+    assert trajectory.num_turns == 1 and trajectory.partial == 0 and len(trajectory.messages) == 3
+    engine.aborted = False
+    (trajectory,) = rollout([], {"max_new_tokens": 16}, 1, "train", 12, wanted=1)
+    assert trajectory.num_turns == 2 and trajectory.reward == 4
+
+
+def test_groups_done_beyond_what_is_wanted_wait_for_the_next_step(tmp_path):
+    env = "def reward_fn(messages, answer): return float(answer)"
+    rollout, prompts, tokenizer = make(tmp_path, lambda *_: ("x", "stop"), env, num_prompts=6, deterministic=False)
+    rollout.engine.abort = lambda: None
+    first = rollout(prompts, PARAMS, 2, "train", 21, wanted=3)
+    assert [t.group for t in first] == [0, 0, 1, 1, 2, 2]
+    assert [group.id for group in rollout.paused] == [3, 4, 5]
+    asked = len(rollout.engine.prompts)
+    done = sum(group.done for group in rollout.paused)
+    second = rollout([], PARAMS, 2, "train", 22, wanted=3)
+    assert [t.reward for t in second] == [3.0, 3.0, 4.0, 4.0, 5.0, 5.0] and not rollout.paused
+    assert len(rollout.engine.prompts) - asked == 2 * (3 - done), "what was done is not played again"

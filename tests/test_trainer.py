@@ -169,6 +169,31 @@ def test_a_killed_run_resumes_bit_for_bit(setup, tmp_path):
         assert names[0].read_text() == names[1].read_text()
 
 
+def test_partial_rollouts_train_every_prompt_once_and_resume(setup, tmp_path):
+    """Answers go on under newer weights; what was paused is in the checkpoint, so that a resumed run, here by one
+    process instead of two, still trains every prompt of every epoch once."""
+    more = ["rollout.partial=true", "actor.correction=token_tis", "trainer.save_freq=3", "rollout.max_running=12"]
+    more += ["data.shuffle=false", "rollout.train_sampling_params.max_new_tokens=16", "data.max_length=100"]
+    torchrun(2, "-m", "rl2.trainer.ppo", *setup, *more, "trainer.max_steps=7")
+    done = torchrun(1, "-m", "rl2.trainer.ppo", *setup, *more)
+    assert "step_6: 6 of 12 steps are done" in done.stdout
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert any(line["rollout/staleness"] > 0 for line in lines) and sum(line["reward/mean"] for line in lines[-3:]) > 1
+    asked, newest = {}, []
+    for step in range(1, 13):
+        path = tmp_path / f"run/rollouts/train/step_{step}.jsonl"
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len(records) == 32 and len({record["id"] for record in records}) == 32
+        for record in records:
+            assert sum(num for _, num in record["versions"]) == record["length"]
+            assert all(version < step for version, _ in record["versions"])
+            asked[record["messages"][0]["content"]] = asked.get(record["messages"][0]["content"], 0) + 1
+        newest.append(max(version for record in records for version, _ in record["versions"]))
+    assert set(asked.values()) == {2 * 8} and len(asked) == 24
+    assert newest == list(range(12)), "some of every step's tokens are of its own weights"
+
+
 def test_a_signal_finishes_the_step_and_saves(setup, tmp_path):
     (tmp_path / "env.py").write_text(
         textwrap.dedent(LETTER_ENV) + "\nimport time\nplain = reward_fn\ndef reward_fn(messages, answer):\n"

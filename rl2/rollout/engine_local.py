@@ -104,6 +104,15 @@ class LocalEngine:
             self._task = self.loop.create_task(self._run())
         return await request.future
 
+    def abort(self):
+        """Every request returns what it has got, with finish_reason abort."""
+        for request in (*self.waiting, *filter(None, self.slots)):
+            if not request.future.done():
+                request.future.set_result(Generation(request.tokens, request.logps, "abort", self.version))
+        self.waiting.clear()
+        self.prompts.clear()
+        self.slots = [None] * self.max_running
+
     def sleep(self):
         """Gives back the memory of keys and values, and on a GPU that of the weights."""
         assert not self.in_flight, f"sleep with {self.in_flight} requests in flight"
@@ -161,9 +170,7 @@ class LocalEngine:
             for request in (*self.waiting, *filter(None, self.slots)):
                 if not request.future.done():
                     request.future.set_exception(error)
-            self.waiting.clear()
-            self.prompts.clear()
-            self.slots = [None] * self.max_running
+            self.abort()
             self.cache = _Cache(self.max_running)  # it may hold NaN
 
     @torch.inference_mode()

@@ -36,7 +36,7 @@ class SGLangEngine:
         groups = [dist.new_group(range(i, i + tp_size), backend="gloo") for i in range(0, world, tp_size)]
         self.tp_size, self.group, self.device = tp_size, groups[rank // tp_size], torch.device(device)
         self.index, self.count = (rank // tp_size if rank % tp_size == 0 else None), world // tp_size
-        self.max_running, self.version, self.asleep = max_running, 0, False
+        self.max_running, self.version, self.asleep, self.num_aborts = max_running, 0, False, 0
         config = AutoConfig.from_pretrained(model_name)
         self.vocabulary, self.max_length = config.vocab_size, getattr(config, "max_position_embeddings", 2**31)
         ports = _free_ports(2)
@@ -92,13 +92,22 @@ class SGLangEngine:
         stops = list(params.pop("stop_token_ids"))
         # Without stop tokens an answer has its full length; with them SGLang adds the model's own.
         params |= {"stop_token_ids": stops, "ignore_eos": not stops, "sampling_seed": _mix(seed)}
+        num_aborts = self.num_aborts
         out = await self.engine.async_generate(input_ids=list(prompt), sampling_params=params, return_logprob=True)
         meta = out["meta_info"]
         logps, tokens = [x[0] for x in meta["output_token_logprobs"]], [x[1] for x in meta["output_token_logprobs"]]
         reason = meta["finish_reason"]["type"]
-        if reason == "abort":
+        if reason == "abort" and num_aborts == self.num_aborts:
             raise RuntimeError(f"SGLang gave up a request: {meta['finish_reason'].get('message')}")
+        if reason == "abort" and tokens:  # its last token may have been the last one anyway
+            reason = "stop" if tokens[-1] in stops else "length" if len(tokens) == params["max_new_tokens"] else reason
         return Generation(tokens, logps, reason, int(meta["weight_version"]))
+
+    def abort(self):
+        """Every request returns what it has got, with finish_reason abort; call it again for those on their way."""
+        self.num_aborts += 1
+        if self.engine is not None:
+            self.adapter.manager.abort_request(abort_all=True)
 
     def sleep(self):
         """Gives back the memory of the weights and of keys and values; `load` must follow `wake`."""

@@ -205,6 +205,9 @@ class RolloutConfig:
     test_sampling_params: TestSamplingParams = field(default_factory=TestSamplingParams)
     max_turns: int = 1
     """most assistant turns of a trajectory; more than 1 calls the env's interact"""
+    partial: bool = False
+    """start the next step's prompts early, pause what is unfinished when a step has its groups, and go on with it after
+    the update: long answers delay nobody. Wants actor.correction=token_tis"""
     env_path: str = MISSING
     """a Python file with reward_fn(messages, answer), and interact(messages) for several turns"""
     env_timeout: float = 30.0
@@ -697,6 +700,8 @@ def _check_sizes(config) -> list[str]:
         if getattr(config, name).update_per_rollout > trajectories:
             problems.append(f"{name}.update_per_rollout={getattr(config, name).update_per_rollout} is more than the "
                             f"{trajectories} trajectories of a step")  # fmt: skip
+    if config.rollout.partial and config.trainer.deterministic:
+        problems.append("trainer.deterministic=true: partial rollouts depend on time; leave it or rollout.partial out")
     if (config.kl.coef > 0) != (config.kl.type is not None):
         problems.append(f"kl.coef={config.kl.coef} and kl.type={config.kl.type} need each other: choose reward or loss")
     if (actor.average == "constant") != (actor.average_constant is not None):
@@ -746,6 +751,9 @@ def _common_uses(config, workers):
 
 def _warnings(config, set_keys) -> list[str]:
     warnings, train = [], config.rollout.train_sampling_params
+    if config.rollout.partial and config.actor.correction == "none":
+        warnings.append("rollout.partial=true: tokens that older weights sampled are trained as if the current ones had; "
+                        "actor.correction=token_tis weighs them by their recorded log-probabilities")  # fmt: skip
     if train.top_p < 1 or train.top_k != -1:
         warnings.append("rollout.train_sampling_params: the policy's log-probabilities are from before top_p, top_k: "
                         " the trainer does not see what these cut off")  # fmt: skip

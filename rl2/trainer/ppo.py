@@ -26,12 +26,12 @@ def train(run) -> None:
     train_params = vars(config.rollout.train_sampling_params)
     for step in range(run.step + 1, run.num_steps + 1):
         with metrics.phase("rollout"):
-            prompts = run.prompts.batch(step - 1)
-            trajectories = run.rollout(prompts, train_params, config.data.responses_per_prompt, "train", step)
-            assert all(t.version == actor.version for t in trajectories), "sampled from other weights than the actor's"
+            assert run.engine.version == actor.version, "the engine has other weights than the actor"
+            prompts, num = run.next_prompts(step), config.data.responses_per_prompt
+            trajectories = run.rollout(prompts, train_params, num, "train", step, run.wanted)
             batch = collate(gather_samples(trajectories))
             run.engine.sleep()
-        logged = summarise(trajectories, run.failures)
+        logged = summarise(trajectories, run.failures, actor.version)
         with metrics.phase("infer"):
             if run.reference is not None:
                 batch.ref_logps = run.reference.infer(batch, run.temperature).logps
@@ -177,8 +177,9 @@ class Run:
 
     def _make_rollout(self, env):
         config, name = self.config, self.config.actor.model_name
-        deterministic = config.trainer.deterministic
-        deterministic = self.device.type == "cpu" if deterministic is None else deterministic
+        deterministic, partial = config.trainer.deterministic, config.rollout.partial
+        self.wanted = config.data.prompts_per_rollout if partial else None
+        deterministic = self.device.type == "cpu" and not partial if deterministic is None else deterministic
         self.engine_dtype = compute_dtype(config.actor.dtype, self.device)
         section, seed = config.rollout, config.trainer.seed
         self.engine = make_engine(section, name, self.engine_dtype, self.device, deterministic, seed)
@@ -194,13 +195,22 @@ class Run:
 
     def _begin(self):
         """Goes on where an earlier run stopped, or starts with the first evaluation."""
-        self.books = Books(self.config, self.tokenizer, self.workers, self.num_steps, self.device)
+        held = {"rollout": self.rollout}
+        self.books = Books(self.config, self.tokenizer, self.workers, self.num_steps, self.device, held)
         self.step, self.metrics = self.books.step, self.books.metrics
         self.engine.load(self.actor.weights(self.engine_dtype), self.actor.version)
         if self.step == 0:
             logged = self.evaluate(0, last=False)
             if logged:
                 self.metrics.log(0, logged)
+
+    def next_prompts(self, step: int) -> list:
+        """Those of the step; of the next one too where partial rollouts start early. Paused ones have been given out."""
+        if not self.wanted:
+            return self.prompts.batch(step - 1)
+        started = step - 1 + len(self.rollout.paused) // self.wanted
+        last = min(step + 1, self.num_steps)
+        return [prompt for i in range(started, last) for prompt in self.prompts.batch(i)]
 
     def update(self, worker, name: str, batch: Batch, section, loss_fn, step: int) -> dict[str, float]:
         """`update_per_rollout` optimizer steps of one worker; their mean metrics, by `name`/metric."""
@@ -230,7 +240,10 @@ class Run:
         with self.metrics.phase("test"):
             params = vars(self.config.rollout.test_sampling_params)
             trajectories = self.rollout(self.test_prompts, params, 1, "test", step)
-            logged = {f"test/{key}": value for key, value in summarise(trajectories, self.failures).items()}
+            logged = {
+                f"test/{key}": value
+                for key, value in summarise(trajectories, self.failures, self.actor.version).items()
+            }
         self.metrics.write_trajectories("test", step, [trajectory.record() for trajectory in trajectories])
         return logged
 

@@ -14,16 +14,17 @@ from .config import dump
 
 
 class Books:
-    """Metrics, checkpoints, exports and the wish to stop. Made when the workers (name -> Worker) are, which it resumes:
-    `step` steps are done already."""
+    """Metrics, checkpoints, exports and the wish to stop. Made when the workers (name -> Worker) are, which it resumes
+    with whatever else is `held` (name -> something with a state_dict): `step` steps are done already."""
 
-    def __init__(self, config, tokenizer, workers: dict, num_steps: int, device):
+    def __init__(self, config, tokenizer, workers: dict, num_steps: int, device, held: dict | None = None):
         self.config, self.tokenizer, self.workers, self.num_steps = config, tokenizer, workers, num_steps
+        self.held = {**workers, **(held or {})}
         self.stop = StopSignal(device)
         trainer = config.trainer
         self.checkpoints = Checkpoints(f"{trainer.save_dir}/checkpoints", trainer.keep_checkpoints)
         found = find_checkpoint(trainer.resume, self.checkpoints.folder)
-        self.step = self.checkpoints.load(found, workers) if found else 0
+        self.step = self.checkpoints.load(found, self.held) if found else 0
         if dist.get_rank() == 0:
             prepare_folder(trainer.save_dir, self.step)
             with open(f"{trainer.save_dir}/config.yaml", "w") as file:
@@ -46,7 +47,7 @@ class Books:
         with self.metrics.phase("save"):
             every = self.config.trainer.save_freq
             if stopping or (every and step % every == 0):
-                self.checkpoints.save(step, self.workers, dump(self.config))
+                self.checkpoints.save(step, self.held, dump(self.config))
             for worker in self.workers.values():
                 if worker.section.save_freq and step % worker.section.save_freq == 0:
                     folder = f"{worker.section.save_dir}/step_{step}"
