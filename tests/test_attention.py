@@ -8,6 +8,8 @@ import torch
 from common import torchrun
 
 from rl2.batch import Pack, zigzag
+from rl2.parallel import attention
+from rl2.parallel.attention import Block, backward_block, forward_block
 from rl2.parallel.ring import PackedAttention
 
 
@@ -78,6 +80,45 @@ def test_bf16_is_within_its_rounding():
         torch.autograd.grad(out, inputs, grad.bfloat16()), torch.autograd.grad(expected, doubles, grad), strict=True
     ):
         assert (a.double() - b).abs().max() < 0.02 * b.abs().max()
+
+
+class FlashAttn:
+    """The two functions of flash-attn 2.8 that are called: its names, order of arguments and layouts, on the CPU."""
+
+    @staticmethod
+    def _flash_attn_varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size_left=-1, window_size_right=-1,
+    ):  # fmt: skip
+        assert (max_seqlen_q, max_seqlen_k, dropout_p) == (5, 7, 0.0)
+        block = Block(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), causal)
+        out, lse = forward_block(q, k, v, block, softmax_scale)
+        return out, lse.T.contiguous(), None, None
+
+    @staticmethod
+    def _flash_attn_varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+    ):  # fmt: skip
+        assert softmax_lse.is_contiguous() and softmax_lse.shape == (q.shape[1], len(q)) and dq.is_contiguous()
+        assert (window_size_left, window_size_right, softcap, alibi_slopes) == (-1, -1, 0.0, None)
+        block = Block(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), causal)
+        gradients = backward_block(dout, q, k, v, out, softmax_lse.T, block, softmax_scale)
+        for target, gradient in zip((dq, dk, dv), gradients, strict=True):
+            target.copy_(gradient)
+
+
+def test_flash_attn_is_called_as_it_wants(monkeypatch):
+    monkeypatch.setattr(attention, "_flash_attn", lambda: FlashAttn)
+    torch.manual_seed(0)
+    block = Block([0, 5, 8], [0, 4, 11], causal=False)
+    q, k, v = (torch.randn(heads, n, 16).transpose(0, 1) for heads, n in ((4, 8), (2, 11), (2, 11)))
+    out, lse = forward_block(q, k, v, block, 0.3)
+    for got, expected in zip(attention._forward_cuda(q, k, v, block, 0.3), (out, lse), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    given = (torch.randn_like(out), q, k, v, out, lse, block, 0.3)
+    for got, expected in zip(attention._backward_cuda(*given), backward_block(*given), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def test_poisoned_neighbours_do_not_leak():

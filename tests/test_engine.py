@@ -166,6 +166,18 @@ def test_load_changes_the_answers_and_the_version(name, tmp_path):
     fresh.close()
 
 
+def test_check_tells_which_weights_differ(llama):
+    engine, model = make(llama), AutoModelForCausalLM.from_pretrained(llama)
+    engine.check(model.named_parameters(), 0)
+    weights = {key: tensor.detach().clone() for key, tensor in model.named_parameters()}
+    weights["model.layers.1.mlp.up_proj.weight"][3, 2] += 1e-6
+    with pytest.raises(RuntimeError, match=r"1 weights .*model\.layers\.1\.mlp\.up_proj"):
+        engine.check(weights.items(), 0)
+    engine.load(weights.items(), 1)
+    engine.check(weights.items(), 1)
+    engine.close()
+
+
 def test_an_incomplete_load_is_refused_and_so_is_generating_after_it(llama):
     engine = make(llama)
     weights = dict(AutoModelForCausalLM.from_pretrained(llama).named_parameters())

@@ -9,7 +9,7 @@ Shapes: L packed tokens, H query heads, G key heads (H a multiple of G), D head 
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 
 import torch
@@ -65,10 +65,7 @@ class Block:
 def forward_block(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
     """q [Lq, H, D], k and v [Lk, G, D] -> out [Lq, H, D], lse [Lq, H] float32."""
     if q.is_cuda:
-        out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, *block.varlen(q.device), 0.0, block.causal, False, scale=scale
-        )
-        return out, lse.T
+        return _forward_cuda(q, k, v, block, scale)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     for q_rows, k_rows, real in block.calls:
         # [n, w, H, D] -> [n, H, w, D]
@@ -82,9 +79,7 @@ def forward_block(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -
 def backward_block(dout, q, k, v, out, lse, block: Block, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, given the merged out [Lq, H, D] and lse [Lq, H] over all blocks of these queries."""
     if q.is_cuda:
-        rng = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        args = (dout, q, k, v, out, lse.T.contiguous(), *block.varlen(q.device), 0.0, block.causal, rng, rng[:0])
-        return aten._flash_attention_backward(*args, scale=scale)
+        return _backward_cuda(dout, q, k, v, out, lse, block, scale)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for q_rows, k_rows, real in block.calls:
         dtype = torch.float32 if q_rows.shape[1] <= SHORT else q.dtype
@@ -100,6 +95,37 @@ def backward_block(dout, q, k, v, out, lse, block: Block, scale: float) -> tuple
         dk[k_rows[kept]] = gk[kept]
         dv[k_rows[kept]] = gv[kept]
     return dq, dk, dv
+
+
+@cache
+def _flash_attn():
+    """The package flash-attn (2.7 and later) if it is installed and built for this torch, else None: then torch's own
+    copy of the same kernel serves."""
+    try:
+        from flash_attn import flash_attn_interface
+    except ImportError:
+        return None
+    return flash_attn_interface
+
+
+def _forward_cuda(q, k, v, block, scale):
+    varlen, package = block.varlen(q.device), _flash_attn()
+    if package:
+        out, lse, *_ = package._flash_attn_varlen_forward(q, k, v, *varlen, 0.0, scale, block.causal)
+    else:
+        out, lse, *_ = aten._flash_attention_forward(q, k, v, *varlen, 0.0, block.causal, False, scale=scale)
+    return out, lse.T  # [H, L] -> [L, H]
+
+
+def _backward_cuda(dout, q, k, v, out, lse, block, scale):
+    given, varlen, package = (dout, q, k, v, out, lse.T.contiguous()), block.varlen(q.device), _flash_attn()
+    if package:
+        gradients = tuple(x.new_empty(x.shape) for x in (q, k, v))
+        settings = (0.0, scale, block.causal, -1, -1, 0.0, None, False)  # no window, cap, slopes; fastest order of sums
+        package._flash_attn_varlen_backward(*given, *gradients, *varlen, *settings)
+        return gradients
+    rng = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the dropout that there is not
+    return aten._flash_attention_backward(*given, *varlen, 0.0, block.causal, rng, rng[:0], scale=scale)
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -148,6 +148,14 @@ class LocalEngine:
         if self.cache is not None:
             self._prepack()
 
+    def check(self, named_tensors: Iterable[tuple[str, Tensor]], version: int):
+        """The weights must be these already, bit by bit: RuntimeError names those that are not."""
+        held = self.model.state_dict()
+        wrong = [name for name, tensor in named_tensors if not torch.equal(held[name], tensor.to(held[name]))]
+        if wrong:
+            raise RuntimeError(f"{len(wrong)} weights of the engine are not the trainer's: {wrong[:5]}")
+        self.version = version
+
     def close(self):
         """Cancels what is in flight and lets go of all memory."""
         for request in (*self.waiting, *filter(None, self.slots)):

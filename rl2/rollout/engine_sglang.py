@@ -56,6 +56,7 @@ class SGLangEngine:
         else:
             given |= {"base_gpu_id": self.device.index, "enable_memory_saver": True}
             given["enable_deterministic_inference"] = deterministic
+        self.comparable = not {"quantization", "load_format"} & set(arguments)
         self._start({**given, **arguments})
 
     def _start(self, arguments):
@@ -138,6 +139,21 @@ class SGLangEngine:
             self.engine.flush_cache()
         self.version, self.asleep = version, False
 
+    def check(self, named_tensors: Iterable[tuple[str, Tensor]], version: int):
+        """The weights must be these already, bit by bit: RuntimeError names those that are not. SGLang keeps them under
+        other names and in other shapes, so its own are overwritten with noise, these loaded in their place, and the
+        checksums of all its tensors compared with those of before. Where arguments make weights of its own, and in
+        releases that have no checksums, they are only loaded."""
+        able = self.engine is not None and self.comparable and self.adapter.can_check
+        before = self.adapter.check("checksum") if able else []
+        if able:
+            self.adapter.check("reset_tensors")
+        self.load(named_tensors, version)
+        after = self.adapter.check("checksum") if able else []
+        wrong = sorted({name for a, b in zip(before, after, strict=True) for name in a if a[name] != b.get(name)})
+        if wrong:
+            raise RuntimeError(f"{len(wrong)} weights of SGLang are not the trainer's: {wrong[:5]}")
+
     def _payloads(self, bucket) -> list | None:
         """What each scheduler of our engine reads: on GPUs a handle to the memory of the rank that shares its GPU, on a
         CPU shared memory of the first rank."""
@@ -198,11 +214,24 @@ class _Adapter:
         if hasattr(self.engine, "end_weight_update"):
             self._told(self.engine.end_weight_update())
 
+    @property
+    def can_check(self) -> bool:
+        return hasattr(self.manager, "check_weights")
+
+    def check(self, action: str) -> list[dict[str, str]]:
+        """Of each scheduler, the checksums of its tensors by SGLang's names, if `action` is checksum."""
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+        call = self.manager.check_weights(CheckWeightsReqInput(action=action))
+        answer = self.engine.loop.run_until_complete(call)
+        self._told(answer)
+        return [rank["checksums"] for rank in answer[2] or []]
+
     def _told(self, answer):
-        """SGLang answers (success, message) where others raise."""
+        """SGLang answers (success, message, ...) where others raise."""
         success, message = answer[:2]
         if not success:
-            raise RuntimeError(f"SGLang refused the weights: {message}")
+            raise RuntimeError(f"SGLang refused: {message}")
 
 
 def _buckets(named_tensors):

@@ -201,6 +201,8 @@ class RolloutConfig:
     """share of the GPU's memory that SGLang may take"""
     max_running: int = 64
     """sequences that one engine decodes at a time"""
+    check_weights: bool = False
+    """compare the engine's weights with the trainer's, tensor by tensor, after every step; the start always does"""
     train_sampling_params: SamplingParams = field(default_factory=SamplingParams)
     test_sampling_params: TestSamplingParams = field(default_factory=TestSamplingParams)
     max_turns: int = 1

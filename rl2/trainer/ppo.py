@@ -47,6 +47,8 @@ def train(run) -> None:
         with metrics.phase("sync"):
             run.engine.wake()
             run.engine.load(actor.weights(run.engine_dtype), actor.version)
+            if config.rollout.check_weights:
+                run.engine.check(actor.weights(run.engine_dtype), actor.version)
         stopping = bool(run.books.stop)
         logged |= run.evaluate(step, last=stopping or step == run.num_steps)
         run.finish_step(step, trajectories, batch, logged, stopping)
@@ -198,7 +200,9 @@ class Run:
         held = {"rollout": self.rollout}
         self.books = Books(self.config, self.tokenizer, self.workers, self.num_steps, self.device, held)
         self.step, self.metrics = self.books.step, self.books.metrics
-        self.engine.load(self.actor.weights(self.engine_dtype), self.actor.version)
+        # Both have read the same files, so at the start their weights must agree to the bit.
+        sync = self.engine.check if self.step == 0 else self.engine.load
+        sync(self.actor.weights(self.engine_dtype), self.actor.version)
         if self.step == 0:
             logged = self.evaluate(0, last=False)
             if logged:

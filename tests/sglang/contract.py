@@ -40,6 +40,31 @@ def check_logps(told, prompts, model, temperature):
         torch.testing.assert_close(torch.tensor(out.logps), expected, rtol=0, atol=1e-4)
 
 
+def named(actor):
+    return actor.weights(torch.float32)
+
+
+def check_abort(engine, prompts, model):
+    """More requests than run at a time, cut short: each returns what it has, and can be gone on from."""
+    prompts = prompts * 4
+
+    async def all_():
+        calls = [engine.generate(p, {"max_new_tokens": 300}, (7, i)) for i, p in enumerate(prompts)]
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        await asyncio.sleep(0.5)
+        while not all(task.done() for task in tasks):
+            engine.abort()
+            await asyncio.sleep(0.05)
+        return [task.result() for task in tasks]
+
+    told = engine.loop.run_until_complete(all_())
+    assert all(out.finish_reason == "abort" and len(out.tokens) == len(out.logps) < 300 for out in told)
+    assert any(out.tokens for out in told) and not all(out.tokens for out in told)
+    check_logps(told, prompts, model, 1.0)
+    longer = [prompt + out.tokens for prompt, out in zip(prompts, told, strict=True)][:6]
+    check_logps(play(engine, longer, max_new_tokens=5), longer, model, 1.0)
+
+
 def refused(engine, prompt, params, words):
     async def ask():
         await engine.generate(prompt, params, (0,))
@@ -59,7 +84,18 @@ def main(name, tp_size, actor_tp_size):
     actor = Worker(SimpleNamespace(**section), device, num_updates=8)
     engine = SGLangEngine(name, torch.float32, device, int(tp_size), 16, True, 0.5, ARGUMENTS, dist.get_rank())
     assert (engine.index is None) == (dist.get_rank() % int(tp_size) > 0)
-    engine.load(actor.weights(torch.float32), actor.version)
+    engine.check(actor.weights(torch.float32), actor.version)
+    wrong = ((k, w.clone().index_fill_(0, torch.tensor(1), 0.5)) if "o_proj" in k else (k, w) for k, w in named(actor))
+    if engine.index is not None:
+        try:
+            engine.check(wrong, actor.version)
+        except RuntimeError as error:
+            assert "weights of SGLang are not the trainer's" in str(error) and "o_proj" in str(error), error
+        else:
+            raise AssertionError("other weights were not noticed")
+    else:
+        engine.check(wrong, actor.version)
+    engine.load(named(actor), actor.version)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 98, (n,), generator=generator).tolist() for n in (1, 7, 30, 61, 12, 5)]
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
@@ -86,6 +122,8 @@ def main(name, tp_size, actor_tp_size):
         refused(engine, [], {"max_new_tokens": 1}, "no tokens")
         refused(engine, [98], {"max_new_tokens": 1}, "vocabulary")
         refused(engine, [5] * 510, {"max_new_tokens": 3}, "exceeds 512")
+    if engine.index is not None:
+        check_abort(engine, prompts, model)
     # Other weights, from a worker in its own layout, between sleep and wake as the trainer does it.
     engine.sleep()
     from parity import make_batch, policy_loss
@@ -101,6 +139,7 @@ def main(name, tp_size, actor_tp_size):
     told = play(engine, prompts, max_new_tokens=20)
     check_logps(told, prompts, moved, 1.0)
     assert all(out.version == 2 for out in told)
+    engine.check(named(actor), actor.version)
     assert not told or play(engine, prompts, temperature=0.0, max_new_tokens=10) != greedy
     engine.close()
     left = {

@@ -69,6 +69,26 @@ def test_a_run_learns_as_with_the_local_engine(tmp_path, tied):
     assert abs(rewards["local"][0] - rewards["sglang"][0]) < 0.15
 
 
+def test_a_run_with_partial_rollouts(tmp_path, tied):
+    more = ["rollout.engine=sglang", "rollout.engine_args.max_total_tokens=4096", "rollout.partial=true"]
+    more += [
+        "actor.correction=token_tis",
+        "rollout.max_running=12",
+        "trainer.max_steps=6",
+        "rollout.check_weights=true",
+    ]
+    more += ["rollout.train_sampling_params.max_new_tokens=24", f"trainer.save_dir={tmp_path / 'run'}"]
+    torchrun(2, *arguments(tmp_path, tied), *more, env={"SGLANG_CPU_OMP_THREADS_BIND": "0"})
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 6 and any(line["rollout/staleness"] > 0 for line in lines)
+    records = [
+        json.loads(line)
+        for path in (tmp_path / "run/rollouts/train").iterdir()
+        for line in path.read_text().splitlines()
+    ]
+    assert len(records) == 6 * 32 and all(sum(n for _, n in r["versions"]) == r["length"] for r in records)
+
+
 def test_a_start_that_fails_says_why(tmp_path, tied):
     command = [*arguments(tmp_path, tied), "rollout.engine=sglang", f"trainer.save_dir={tmp_path / 'run'}"]
     done = torchrun(1, *command, "rollout.engine_args.attention_backend=nonsense", check=False)
