@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from .parallel.mesh import any_rank, gather_objects
 
@@ -40,7 +41,12 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
-        dcp.save({name: part.state_dict() for name, part in held.items()}, checkpoint_id=partial)
+        try:
+            dcp.save({name: part.state_dict() for name, part in held.items()}, checkpoint_id=partial)
+        except CheckpointException as error:
+            reason, _ = next(iter(error.failures.values()))
+            whole = f"step_{self.steps()[-1]} is the newest whole one" if self.steps() else "there is no other yet"
+            raise RuntimeError(f"the checkpoint of step {step} could not be written: {reason}; {whole}") from error
         torch.save(_random_states(), partial / f"random_{dist.get_rank()}.pt")
         dist.barrier()
         if dist.get_rank() == 0:

@@ -1,11 +1,19 @@
 """Checkpoints: whole or absent, moved between layouts, and what a resumed run does next."""
 
+import signal
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from common import make_model, torchrun
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM
 
 from rl2.checkpoint import Checkpoints, find_checkpoint
+from rl2.parallel.mesh import init
+from rl2.trainer.config import user_errors
 
 
 def test_a_checkpoint_moves_between_layouts(tmp_path):
@@ -53,3 +61,32 @@ def test_what_is_not_whole_is_not_found(tmp_path):
     assert find_checkpoint(str(tmp_path), "elsewhere").name == "step_10"
     with pytest.raises(ValueError, match="no complete checkpoint"):
         find_checkpoint(str(tmp_path / "step_9.partial"), "elsewhere")
+
+
+def test_a_full_disk_is_told_in_a_line(tmp_path, monkeypatch, capsys):
+    """What another process of the run says does not drown it, and the checkpoint before stands."""
+    init()
+    (tmp_path / "step_2").mkdir()
+
+    def fail(*_, **__):
+        raise CheckpointException("write", {1: (OSError(28, "No space left on device"), None)})
+
+    monkeypatch.setattr(dcp, "save", fail)
+    monkeypatch.setattr(time, "sleep", lambda seconds: capsys.readouterr())
+    handler = signal.getsignal(signal.SIGTERM)
+    for rank, begin in (("0", "error: "), ("1", "error on rank 1: ")):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit), user_errors():
+            Checkpoints(tmp_path).save(4, {}, "")
+        words = (
+            "the checkpoint of step 4 could not be written: [Errno 28] No space left on device; step_2 is the newest"
+        )
+        assert capsys.readouterr().err.startswith(begin + words)
+    assert Checkpoints(tmp_path).steps() == [2]
+    with pytest.raises(SystemExit), user_errors():
+        raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:19374")
+    assert "another process ended" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="not ours"), user_errors():
+        raise RuntimeError("not ours")  # with its traceback
+    signal.signal(signal.SIGTERM, handler)
+    dist.destroy_process_group()

@@ -9,8 +9,10 @@ import difflib
 import inspect
 import os
 import shutil
+import signal
 import sys
 import textwrap
+import time
 import traceback
 from contextlib import contextmanager
 from dataclasses import MISSING as NO_DEFAULT
@@ -25,6 +27,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
+from safetensors import SafetensorError
 from yaml import YAMLError
 
 from ..rollout.engine import installed, pick_engine
@@ -358,15 +361,22 @@ def parse(root: type, argv: list[str], validate, usage: str = "rl2.trainer.ppo")
 
 @contextmanager
 def user_errors():
-    """Shows what rl2 itself refuses as one message, and everything else with its traceback."""
+    """Shows what rl2 itself refuses, and files and hubs that are out of reach, as one message; everything else with its
+    traceback."""
     try:
         yield
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError, SafetensorError) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        if Path(__file__).parents[1] not in Path(frames[-1].filename).parents:
+        ours = Path(__file__).parents[1] in Path(frames[-1].filename).parents
+        if "by peer" in str(error):  # gloo's connection to a process that is gone
+            error = "another process ended; if it said nothing above, it was killed, perhaps for its memory"
+        elif not (ours or isinstance(error, OSError | SafetensorError)):
             raise
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        rank = os.environ.get("RANK", "0")
+        if rank != "0":  # most errors meet all ranks: the first one tells, and torchrun ends the others meanwhile
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
+        print(f"error{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
 
 
