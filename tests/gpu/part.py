@@ -1,0 +1,31 @@
+"""The process of one part: part.py FILE PART FIGURES. Exit status 0 = passed, 77 = skipped, else failed."""
+
+import importlib.util
+import os
+import sys
+import traceback
+from pathlib import Path
+
+
+def main(path: str, name: str, figures: str) -> int:
+    os.environ["RL2_GPU_FIGURES"] = figures
+    from tools import Skip, record
+
+    try:
+        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        getattr(module, name)()
+    except Skip as reason:
+        record(reason=str(reason))
+        return 77
+    except Exception as error:
+        traceback.print_exc()
+        record(reason=f"{type(error).__name__}: {str(error).strip()}"[:500])
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

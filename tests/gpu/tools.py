@@ -1,0 +1,178 @@
+"""What the parts share."""
+
+import json
+import os
+import statistics
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+DRY = os.environ.get("RL2_DEVICE") == "cpu"
+DEVICE = torch.device("cpu" if DRY else "cuda")
+SECTION = {
+    "fsdp_size": 0, "sp_size": 1, "tp_size": 1, "dtype": "auto", "gradient_checkpointing": False, "optimizer_dir": None,
+    "max_length_per_device": 4096, "max_inference_length_per_device": None, "share_prompts": True, "lr": 1e-6,
+    "weight_decay": 0.0, "max_grad_norm": 1.0, "warmup_ratio": 0.0, "scheduler": "constant", "offload_model": False,
+    "offload_optimizer": False,
+}  # fmt: skip
+# Shapes of real models; the weights are random, since a lent machine reaches no hub.
+SHAPES = {
+    "qwen2.5-1.5b": {"family": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+                     "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128},
+    "qwen3-1.7b": {"family": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+                   "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+    "small": {"family": "qwen3", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1024,
+              "initializer_range": 0.1},
+}  # fmt: skip
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1024}  # fmt: skip
+
+
+class Skip(Exception):
+    """The part cannot be run here, and why."""
+
+
+def record(**figures) -> None:
+    """Prints figures and keeps them, whatever comes after."""
+    shown = {name: float(f"{x:.4g}") if isinstance(x, float) else x for name, x in figures.items()}
+    print(shown, flush=True)
+    with open(os.environ["RL2_GPU_FIGURES"], "a") as file:
+        file.write(json.dumps(shown) + "\n")
+
+
+def goal(name: str, value: float, wanted: float) -> None:
+    """A figure with what it should reach; missing a goal is told and fails nothing."""
+    record(**{name: f"{value:.3g} (goal {wanted:g}{'' if value >= wanted else ': missed'})"})
+
+
+def need_sglang() -> None:
+    try:
+        version("sglang")
+    except PackageNotFoundError:
+        raise Skip("sglang is not installed") from None
+
+
+def sglang_args() -> dict:
+    """Arguments of SGLang's engine for this machine, from SGLANG_ARGS; on a CPU those that make it run."""
+    words = [word.partition("=") for word in os.environ.get("SGLANG_ARGS", "").split()]
+    return ({"max_total_tokens": 8192} if DRY else {}) | {key: value for key, _, value in words}
+
+
+def synchronize() -> None:
+    if not DRY:
+        torch.cuda.synchronize()
+
+
+def seconds(function, repeats: int = 5, warm: int = 2) -> float:
+    """The median time of a call, the device's work included."""
+    times = []
+    for i in range(warm + repeats):
+        synchronize()
+        start = time.perf_counter()
+        function()
+        synchronize()
+        if i >= warm:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def used_gib() -> float:
+    """Memory of the GPU in use, by all processes; 0 on a CPU."""
+    if DRY:
+        return 0.0
+    synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def matrix_peak() -> float:
+    """FLOP/s of a large bf16 matrix product on random data."""
+    size = 256 if DRY else 8192
+    a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / seconds(lambda: a @ b, repeats=10, warm=3)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second that a copy on the device delivers (it reads as many again)."""
+    source = torch.randn(2**20 if DRY else 2**30, device=DEVICE)
+    target = torch.empty_like(source)
+    return source.nbytes / seconds(lambda: target.copy_(source), repeats=10, warm=3)
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """|got - expected| / |expected|; a NaN never passes as small."""
+    got, expected = got.detach().double().cpu(), expected.detach().double().cpu()
+    assert got.isfinite().all(), "not finite"
+    return ((got - expected).norm() / expected.norm()).item()
+
+
+def make_model(name: str) -> str:
+    """A folder with a random bf16 model of that shape and a character tokenizer as large as its vocabulary."""
+    from common import CONFIGS
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(os.environ["RL2_GPU_MODELS"], name)
+    if (folder / "tokenizer_config.json").exists():
+        return str(folder)
+    shape = {**SHAPES[name], **(TINY if DRY else {})}
+    family = shape.pop("family")
+    settings = {"vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": True, **shape}
+    config = CONFIGS[family](**settings, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    torch.manual_seed(0)
+    with DEVICE:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():  # biases and norms begin at 0 and 1, which would hide a mix-up
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    _tokenizer(config.vocab_size).save_pretrained(folder)
+    return str(folder)
+
+
+def _tokenizer(size: int):
+    """The tests' tokenizer of characters, with words behind them up to `size`: every id can be decoded."""
+    from common import make_tokenizer
+    from tokenizers import Tokenizer
+
+    fast = make_tokenizer()
+    text = json.loads(fast.backend_tokenizer.to_str())
+    vocabulary = text["model"]["vocab"]
+    vocabulary |= {f" word{i}": i for i in range(len(vocabulary), size)}
+    fast._tokenizer = Tokenizer.from_str(json.dumps(text))
+    return fast
+
+
+def section(model: str, **changes) -> SimpleNamespace:
+    """A worker's section of the config."""
+    return SimpleNamespace(**{**SECTION, "model_name": model, **changes})
+
+
+def make_batch(vocabulary: int, groups: int, samples: int, prompt: int, answer: int, seed: int = 0):
+    """Groups of random tokens with advantages and weights; the prompt is not trained."""
+    from rl2.batch import Sample, collate
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(length):
+        return torch.randint(3, vocabulary, (length,), generator=generator).tolist()
+
+    rows = []
+    for group in range(groups):
+        first = tokens(prompt)
+        for _ in range(samples):
+            zeros, mask = [0.0] * (prompt + answer), [0] * prompt + [1] * answer
+            rows.append(Sample(first + tokens(answer), mask, zeros, zeros, group, len(rows)))
+    batch = collate(rows)
+    batch.advantages = torch.randn(batch.mask.shape, generator=generator) * batch.mask
+    batch.weights = batch.mask / batch.mask.sum()
+    return batch
+
+
+def policy_loss(batch, scores):
+    return -(scores.logps * batch.advantages * batch.weights).sum(), {}

@@ -1,0 +1,126 @@
+"""The worker on one GPU: against a CPU, with offloading, and how much of the matrix peak an update reaches."""
+
+import time
+
+import torch
+from tools import DRY, error, make_batch, make_model, matrix_peak, policy_loss, record, section, synchronize
+
+from rl2.parallel.mesh import init
+from rl2.worker import Worker
+
+
+def two_steps(worker, batch):
+    """What a worker says of the batch, what two SGD updates tell, and how each weight has moved."""
+    worker.optimizer = torch.optim.SGD([{"params": [p]} for p in worker.model.parameters()], lr=worker.section.lr)
+    before = {name: weight.cpu().clone() for name, weight in worker.weights(torch.float32)}
+    scores = worker.infer(batch, 0.9, entropy=True)
+    told = [worker.update(batch, policy_loss, 0.9) for _ in range(2)]
+    moved = {name: weight.cpu() - before[name] for name, weight in worker.weights(torch.float32)}
+    return scores, told, moved
+
+
+def flat(named):
+    return torch.cat([tensor.flatten() for tensor in named.values()])
+
+
+def worker():
+    """Two bf16 updates here against the same in fp32 on a CPU: log-probabilities, loss, gradient norm, every weight."""
+    device, name = init(), make_model("small")
+    batch = make_batch(1024, groups=3, samples=3, prompt=40, answer=30)
+    results = {}
+    for place, dtype in ((device, "auto"), (torch.device("cpu"), "float32")):
+        settings = {"lr": 0.1, "dtype": dtype, "gradient_checkpointing": True, "max_length_per_device": 200}
+        results[dtype] = two_steps(Worker(section(name, **settings), place, num_updates=10), batch)
+    (scores, told, moved), (plain_scores, plain_told, plain_moved) = results["auto"], results["float32"]
+    figures = {
+        "logps": (scores.logps - plain_scores.logps).abs().max().item(),
+        "mean_logps": ((scores.logps - plain_scores.logps).abs().sum() / batch.mask.sum()).item(),
+        "entropy": (scores.entropy - plain_scores.entropy).abs().max().item(),
+        "grad_norm": max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(told, plain_told, strict=True)),
+        "weights": error(flat(moved), flat(plain_moved)),
+        "worst_weight": max(error(moved[key], plain_moved[key]) for key in moved),
+    }
+    record(**figures)
+    assert figures["mean_logps"] < 0.02 and figures["logps"] < 0.2 and figures["entropy"] < 0.1
+    assert figures["grad_norm"] < 0.03 and figures["weights"] < 0.05 and figures["worst_weight"] < 0.15
+
+
+def offload():
+    """Model and optimizer in host memory between uses: the same numbers, and the memory is free."""
+    device, name = init(), make_model("small")
+    batch, results = make_batch(1024, groups=3, samples=3, prompt=40, answer=30), {}
+    for off in (False, True):
+        settings = {"lr": 1e-3, "offload_model": off, "offload_optimizer": off}
+        actor = Worker(section(name, **settings), device, num_updates=10)
+        told = [actor.update(batch, policy_loss) for _ in range(3)]
+        logps = actor.infer(batch).logps
+        size = sum(4 * p.numel() for p in actor.model.parameters())
+        synchronize()
+        held = (torch.cuda.memory_allocated() if not DRY else 0) / size
+        places = {state["exp_avg"].device.type for state in actor.optimizer.state.values()}
+        assert places == ({"cpu"} if off or DRY else {"cuda"}), places
+        record(**{f"held_{'with' if off else 'without'}_offloading": f"{held:.2f} of the fp32 weights"})
+        assert DRY or (held < 0.2 if off else held > 2.5), held
+        weights = {key: weight.cpu() for key, weight in actor.weights(torch.float32)}
+        results[off] = told, logps, weights
+        state = actor.state_dict()  # what a checkpoint saves, wherever it is
+        actor.load_state_dict(state)
+        again = actor.infer(batch).logps
+        assert (again - logps).abs().max() < 1e-5, "a state that was saved and read back is another"
+        assert actor.update(batch, policy_loss)["skipped"] == 0
+        del actor, state
+    (told, logps, weights), (off_told, off_logps, off_weights) = results[False], results[True]
+    # Not bit for bit: on a GPU attention's backward adds up in any order.
+    record(
+        grad_norm=max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(off_told, told, strict=True)),
+        logps=(off_logps - logps).abs().max().item(),
+        weights=max(error(off_weights[key], weights[key]) for key in weights),
+    )
+    assert max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(off_told, told, strict=True)) < 0.01
+    assert (off_logps - logps).abs().max() < 0.1
+    assert max(error(off_weights[key], weights[key]) for key in weights) < 0.01
+
+
+def utilisation_8k():
+    _utilisation(8192, 4)
+
+
+def utilisation_32k():
+    _utilisation(32768, 2)
+
+
+def _utilisation(length, micro_batches):
+    """Model FLOPs (6 a weight and scored token, causal attention besides, nothing for recomputing) of an actor update
+    over the measured matrix peak: a random 1.5B model, every pack full of sequences of 2,048 tokens, all scored."""
+    document = 2048
+    if DRY:
+        length, document = length // 128, 16
+    device, name = init(), make_model("qwen2.5-1.5b")
+    settings = {"gradient_checkpointing": True, "max_length_per_device": length, "share_prompts": False}
+    actor = Worker(section(name, **settings), device, num_updates=10)
+    config = actor.model.hf.config
+    batch = make_batch(config.vocab_size, length // document * micro_batches, 1, 1, document, seed=1)
+    tokens = int(batch.mask.sum())
+    body = sum(p.numel() for p in actor.model.hf.base_model.layers.parameters())
+    head = config.vocab_size * config.hidden_size
+    channels = (
+        config.num_hidden_layers * config.num_attention_heads * (config.hidden_size // config.num_attention_heads)
+    )
+    flops = 6 * (body + head) * tokens + 6 * channels * document * tokens
+    peak, times = matrix_peak(), []
+    if not DRY:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):  # the first one makes kernels and the optimizer's state
+        start = time.perf_counter()
+        told = actor.update(batch, policy_loss)
+        synchronize()
+        times.append(time.perf_counter() - start)
+        record(update_seconds=times[-1])
+        assert told["skipped"] == 0
+    share = flops / min(times[1:]) / peak
+    record(
+        parameters=f"{(body + head) / 1e9:.2f}e9", tokens=tokens, tokens_per_second=tokens / min(times[1:]),
+        matrix_tflops=peak / 1e12, utilisation=share,
+    )  # fmt: skip
+    if not DRY:
+        record(peak_memory_gib=torch.cuda.max_memory_allocated() / 2**30)

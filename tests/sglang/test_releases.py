@@ -1,0 +1,191 @@
+"""What engine_sglang.py calls exists, with the parameters it passes, in every line of releases that it says it works with:
+read from their sources, since their environments cannot all be installed."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from common import ROOT  # noqa: E402
+
+# One for each change of what we use: before and after the arguments moved (0.5.20), without a session of updates. The
+# newest one is what is installed here.
+RELEASES = ["0.5.15", "0.5.17", "0.5.20", "installed"]
+OPTIONAL = {"begin_weight_update", "end_weight_update"}  # asked for with hasattr
+OURS = ast.parse((ROOT / "rl2/rollout/engine_sglang.py").read_text())
+SAMPLING = ast.parse((ROOT / "rl2/rollout/sampling.py").read_text())
+
+
+class Release:
+    """The sources of one release, as syntax trees."""
+
+    def __init__(self, version: str):
+        if version == "installed":
+            folder = Path(importlib.util.find_spec("sglang").origin).parent
+            self.texts = {f"sglang/{p.relative_to(folder).as_posix()}": p for p in folder.glob("srt/**/*.py")}
+            return
+        folder = Path(sys.prefix, "releases", version)
+        if not list(folder.glob("*.whl")):
+            pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
+            where = ["--python-version=3.12", "--platform=manylinux_2_34_x86_64"]
+            subprocess.run([*pip, *where, f"sglang=={version}"], check=True)
+        with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+            names = [name for name in wheel.namelist() if name.startswith("sglang/srt/") and name.endswith(".py")]
+            self.texts = {name: wheel.read(name).decode() for name in names}
+
+    def text(self, name: str) -> str:
+        found = self.texts[name]
+        return found if isinstance(found, str) else found.read_text()
+
+    def tree(self, module: str) -> ast.Module:
+        name = module.replace(".", "/")
+        return ast.parse(self.text(f"{name}.py" if f"{name}.py" in self.texts else f"{name}/__init__.py"))
+
+    def names(self, module: str) -> set[str]:
+        """What can be imported from a module: defined there, or imported into it (by * as well)."""
+        found = set()
+        for node in ast.walk(self.tree(module)):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                found.add(node.name)
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    found |= self.names(node.module) if alias.name == "*" else {alias.asname or alias.name}
+        return found
+
+    def classes(self, *modules: str) -> dict[str, ast.ClassDef]:
+        trees = [self.tree(module) for module in modules]
+        return {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+def fields(node: ast.ClassDef) -> set[str]:
+    return {statement.target.id for statement in node.body if isinstance(statement, ast.AnnAssign)}
+
+
+def methods(nodes) -> dict[str, ast.arguments]:
+    """name -> arguments, of all the classes given; the last one wins."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return {inner.name: inner.args for node in nodes for inner in node.body if isinstance(inner, kinds)}
+
+
+def calls_on(name: str) -> list[ast.Call]:
+    """Our calls of x.name.METHOD(...), and of name.METHOD(...)."""
+    found = []
+    for node in ast.walk(OURS):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            if name in (getattr(owner, "attr", None), getattr(owner, "id", None)):
+                found.append(node)
+    return found
+
+
+def function(tree, name: str) -> ast.AST:
+    return next(node for node in ast.walk(tree) if getattr(node, "name", None) == name)
+
+
+def keys(node: ast.AST) -> set[str]:
+    """Of the dicts in it, and of its assignments to given["..."]."""
+    dicts = [inner.keys for inner in ast.walk(node) if isinstance(inner, ast.Dict)]
+    told = {key.value for group in dicts for key in group if isinstance(key, ast.Constant)}
+    subscripts = [inner for inner in ast.walk(node) if isinstance(inner, ast.Subscript)]
+    return told | {s.slice.value for s in subscripts if getattr(s.value, "id", None) == "given"}
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def release(request):
+    return Release(request.param)
+
+
+def check_calls(calls: list[ast.Call], there: dict[str, ast.arguments]):
+    assert calls
+    for call in calls:
+        name = call.func.attr
+        if name in OPTIONAL and name not in there:
+            continue
+        assert name in there, f"there is no {name}"
+        arguments = there[name]
+        positional = [a.arg for a in arguments.args if a.arg not in ("self", "cls")]
+        assert len(call.args) <= len(positional), f"{name} takes {positional}"
+        known = {*positional, *(a.arg for a in arguments.kwonlyargs)}
+        assert arguments.kwarg or {k.arg for k in call.keywords} <= known, f"{name} takes {sorted(known)}"
+
+
+def test_what_we_import_is_there(release):
+    found = [node for node in ast.walk(OURS) if isinstance(node, ast.ImportFrom) and "sglang." in (node.module or "")]
+    assert len(found) >= 4
+    for node in found:
+        assert {alias.name for alias in node.names} <= release.names(node.module), node.module
+
+
+def test_the_arguments_of_the_server_are_there(release):
+    modules = [
+        name.removesuffix(".py").replace("/", ".")
+        for name in release.texts
+        if name == "sglang/srt/server_args.py" or name.startswith("sglang/srt/arg_groups/fields/")
+    ]
+    known = set().union(*(fields(node) for node in release.classes(*modules).values()))
+    constant = next(n for n in OURS.body if isinstance(n, ast.Assign) and n.targets[0].id == "CPU")
+    ours = keys(constant) | keys(function(function(OURS, "SGLangEngine"), "__init__"))
+    assert len(ours) > 15 and "custom_sigquit_handler" in ours
+    assert ours <= known, f"ServerArgs has no {sorted(ours - known)}"
+
+
+def test_the_methods_of_engine_and_manager_take_what_we_pass(release):
+    classes = release.classes("sglang.srt.entrypoints.engine", "sglang.srt.entrypoints.EngineBase")
+    engine = methods([classes["EngineBase"], classes["Engine"]])
+    modules = ("tokenizer_manager", "tokenizer_control_mixin")
+    manager = methods(release.classes(*(f"sglang.srt.managers.{name}" for name in modules)).values())
+    check_calls(calls_on("engine"), engine)
+    check_calls(calls_on("manager"), manager)
+    assert "shutdown" in engine
+    text = release.text("sglang/srt/entrypoints/engine.py")
+    for attribute in ("loop", "tokenizer_manager"):
+        assert f"self.{attribute} = " in text or f"self.{attribute}: " in text, attribute
+
+
+def test_the_requests_have_the_fields_we_set(release):
+    classes = release.classes("sglang.srt.managers.io_struct")
+    made = [n for n in ast.walk(OURS) if isinstance(n, ast.Call) and getattr(n.func, "id", "").endswith("ReqInput")]
+    assert made
+    for call in made:
+        assert {k.arg for k in call.keywords} <= fields(classes[call.func.id]), call.func.id
+
+
+def test_the_sampling_parameters_are_there(release):
+    known = fields(release.classes("sglang.srt.sampling.sampling_params")["SamplingParams"])
+    defaults = next(n for n in SAMPLING.body if isinstance(n, ast.Assign) and n.targets[0].id == "DEFAULTS")
+    ours = keys(defaults) | keys(function(OURS, "generate"))
+    assert {"sampling_seed", "ignore_eos", "stop_token_ids"} <= ours
+    assert ours <= known, f"SamplingParams has no {sorted(ours - known)}"
+
+
+def test_the_weights_are_packed_as_it_unpacks_them(release):
+    check_calls(
+        calls_on("flat"), methods([release.classes("sglang.srt.weight_sync.tensor_bucket")["FlattenedTensorBucket"]])
+    )
+    readers = [
+        n for n in release.texts if n.startswith("sglang/srt/model_executor/") and "flattened_bucket" in release.text(n)
+    ]
+    assert readers, "nobody reads load_format=flattened_bucket"
+    for key in keys(function(OURS, "_payloads")):
+        assert any(f'"{key}"' in release.text(name) for name in readers), f"nobody reads {key}"
+
+
+def test_what_is_read_of_an_answer_is_there(release):
+    read = {
+        node.slice.value
+        for node in ast.walk(function(OURS, "generate"))
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.slice, ast.Constant)
+        and isinstance(node.slice.value, str)
+    }
+    assert {"meta_info", "output_token_logprobs", "weight_version"} <= read
+    texts = [
+        release.text(name) for name in release.texts if name.startswith(("sglang/srt/managers/", "sglang/srt/utils/"))
+    ]
+    for key in read:
+        assert any(f'"{key}"' in text or f"{key}=" in text for text in texts), f"no answer has {key}"
