@@ -9,16 +9,15 @@ import psutil
 import torch
 import torch.distributed as dist
 from contract import play, refused
+from figures import goal, record
 from tools import (
     DEVICE,
     DRY,
     copy_bandwidth,
-    goal,
     make_batch,
     make_model,
     need_sglang,
     policy_loss,
-    record,
     seconds,
     section,
     sglang_args,

@@ -4,7 +4,8 @@ import random
 
 import torch
 import torch.nn.functional as F
-from tools import DEVICE, DRY, copy_bandwidth, error, matrix_peak, record, seconds
+from figures import record
+from tools import DEVICE, DRY, copy_bandwidth, error, matrix_peak, seconds
 
 
 def device():
@@ -98,7 +99,7 @@ def _long():
 
 def head():
     """The chunked head against plain fp32 log-softmax at a real vocabulary: values, gradients, time and memory."""
-    from rl2.model import _Head
+    from rl2.parallel.head import head_scores
 
     rows, hidden, vocabulary = (64, 32, 1000) if DRY else (4096, 2048, 151936)
     torch.manual_seed(0)
@@ -112,7 +113,7 @@ def head():
         return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
     for temperature, with_entropy in ((1.0, False), (0.7, True)):
-        logps, entropy = _Head.apply(x, weight, targets, temperature, with_entropy, None)
+        logps, entropy = head_scores(x, weight, targets, temperature, with_entropy)
         expected, expected_entropy = plain(temperature)
         told = {"logps": (logps - expected).abs().max().item()}
         loss, plain_loss = (logps * d_logps).sum(), (expected * d_logps).sum()
@@ -126,7 +127,7 @@ def head():
         assert told["d_hidden"] < 0.02 and told["d_weight"] < 0.02, told
         del logps, entropy, expected, expected_entropy, loss, plain_loss, got, wanted
     for name, function in (
-        ("chunked", lambda: _Head.apply(x, weight, targets, 1.0, False, None)[0].sum().backward()),
+        ("chunked", lambda: head_scores(x, weight, targets)[0].sum().backward()),
         ("plain", lambda: plain(1.0)[0].sum().backward()),
     ):
         x.grad = weight.grad = None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 def main(path: str, name: str, figures: str) -> int:
     os.environ["RL2_GPU_FIGURES"] = figures
-    from tools import Skip, record
+    from figures import Skip, record
 
     try:
         spec = importlib.util.spec_from_file_location(Path(path).stem, path)

@@ -18,6 +18,7 @@ import psutil
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SKIPPED = 77  # the exit status that says so
+LEAST = 20  # seconds: with less left nothing is started
 
 
 @dataclass
@@ -127,7 +128,7 @@ def run_parts(parts: dict[str, Part], file: Path, header: str, budget: float = f
     with open(file.with_suffix(".log"), "w") as log:
         for name, part in parts.items():
             left = ends - time.monotonic()
-            if left < 20:
+            if left < LEAST:
                 outcome = Outcome(name, "not run", 0, {}, "no time was left")
             else:
                 print(f"{name} ...", flush=True)

@@ -9,18 +9,8 @@ import time
 from pathlib import Path
 
 import torch
-from tools import (
-    DRY,
-    Skip,
-    error,
-    make_batch,
-    make_model,
-    need_sglang,
-    record,
-    section,
-    sglang_args,
-    used_gib,
-)
+from figures import Skip, record
+from tools import DRY, error, make_batch, make_model, need_sglang, section, sglang_args, used_gib
 
 
 def torchrun(world, *command):

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from figures import Skip
 
 DRY = os.environ.get("RL2_DEVICE") == "cpu"
 DEVICE = torch.device("cpu" if DRY else "cuda")
@@ -30,23 +31,6 @@ SHAPES = {
 }  # fmt: skip
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1024}  # fmt: skip
-
-
-class Skip(Exception):
-    """The part cannot be run here, and why."""
-
-
-def record(**figures) -> None:
-    """Prints figures and keeps them, whatever comes after."""
-    shown = {name: float(f"{x:.4g}") if isinstance(x, float) else x for name, x in figures.items()}
-    print(shown, flush=True)
-    with open(os.environ["RL2_GPU_FIGURES"], "a") as file:
-        file.write(json.dumps(shown) + "\n")
-
-
-def goal(name: str, value: float, wanted: float) -> None:
-    """A figure with what it should reach; missing a goal is told and fails nothing."""
-    record(**{name: f"{value:.3g} (goal {wanted:g}{'' if value >= wanted else ': missed'})"})
 
 
 def need_sglang() -> None:

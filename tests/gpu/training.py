@@ -3,7 +3,8 @@
 import time
 
 import torch
-from tools import DRY, error, make_batch, make_model, matrix_peak, policy_loss, record, section, synchronize
+from figures import record
+from tools import DRY, error, make_batch, make_model, matrix_peak, policy_loss, section, synchronize
 
 from rl2.parallel.mesh import init
 from rl2.worker import Worker
