@@ -41,6 +41,7 @@ class SGLangEngine:
         self.vocabulary, self.max_length = config.vocab_size, getattr(config, "max_position_embeddings", 2**31)
         ports = _free_ports(2)
         self.engine, self.children = None, []
+        self._free()
         if self.index is None:
             self.loop = asyncio.new_event_loop()
             return
@@ -113,12 +114,17 @@ class SGLangEngine:
     def sleep(self):
         """Gives back the memory of the weights and of keys and values; `load` must follow `wake`."""
         self.asleep = True
-        if self.engine is not None and self.device.type != "cpu":
-            self.engine.release_memory_occupation(["weights", "kv_cache"])
+        if self.engine is not None:
+            self.adapter.wait()
+        if self.device.type != "cpu":
+            if self.engine is not None:
+                self.engine.release_memory_occupation(["weights", "kv_cache"])
+            dist.barrier(self.group)  # the GPUs of the others have it back only then
 
     def wake(self):
         """Takes the memory of the weights again; that of keys and values comes with `load`, when the trainer's copy of
         the weights is gone."""
+        self._free()
         if self.engine is not None and self.device.type != "cpu":
             self.engine.resume_memory_occupation(["weights"])
 
@@ -128,12 +134,12 @@ class SGLangEngine:
         if self.engine is not None:
             self.adapter.open()
         for bucket in _buckets(named_tensors):
-            payloads = self._payloads(bucket)
-            if self.engine is not None:
-                self.adapter.update(payloads, version, flattened=self.device.type != "cpu")
-            dist.barrier(self.group)  # the bucket's memory is shared until then
+            self._send(bucket, version)
+            del bucket
         if self.engine is not None:
             self.adapter.close()
+        self._free()
+        if self.engine is not None:
             if self.device.type != "cpu" and self.asleep:
                 self.engine.resume_memory_occupation(["kv_cache"])
             self.engine.flush_cache()
@@ -154,14 +160,28 @@ class SGLangEngine:
         if wrong:
             raise RuntimeError(f"{len(wrong)} weights of SGLang are not the trainer's: {wrong[:5]}")
 
-    def _payloads(self, bucket) -> list | None:
-        """What each scheduler of our engine reads: on GPUs a handle to the memory of the rank that shares its GPU, on a
-        CPU shared memory of the first rank."""
+    def _free(self):
+        """What torch keeps for later goes back to the GPUs of the group, where SGLang is another process."""
+        if self.device.type != "cpu":
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+            dist.barrier(self.group)
+
+    def _send(self, bucket, version):
+        payloads, _shared = self._payloads(bucket)
+        if self.engine is not None:
+            self.adapter.update(payloads, version, flattened=self.device.type != "cpu")
+        dist.barrier(self.group)  # what is shared is read until then
+
+    def _payloads(self, bucket) -> tuple[list | None, Tensor | None]:
+        """What each scheduler of our engine reads, and the memory it is in: on GPUs a handle to that of the rank that
+        shares its GPU, on a CPU shared memory of the first rank."""
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
         if self.device.type == "cpu":
-            return [MultiprocessingSerializer.serialize(bucket) for _ in range(self.tp_size)] if self.engine else None
+            alike = [MultiprocessingSerializer.serialize(bucket) for _ in range(self.tp_size)] if self.engine else None
+            return alike, None
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         monkey_patch_torch_reductions()  # handles name the GPU by what it is, not by its number
@@ -170,7 +190,7 @@ class SGLangEngine:
         torch.cuda.synchronize()
         gathered = [None] * self.tp_size if self.engine is not None else None
         dist.gather_object(MultiprocessingSerializer.serialize(payload), gathered, group=self.group, group_dst=0)
-        return gathered
+        return gathered, payload["flattened_tensor"]
 
     def close(self):
         """Ends the engine's processes, and no others of ours."""
@@ -195,6 +215,11 @@ class _Adapter:
 
     async def begin(self):
         self.manager.auto_create_handle_loop()
+
+    def wait(self):
+        """Until nothing runs: SGLang dies when its memory is taken away while its last batch is on the way."""
+        answer = self.engine.loop.run_until_complete(self.manager.flush_cache(timeout_s=60.0))
+        self._told((answer.success, "to sleep: a request is still running"))
 
     def open(self):
         if hasattr(self.engine, "begin_weight_update"):
