@@ -1,8 +1,8 @@
 """SGLang in the trainer's own processes: the first rank of every `tp_size` holds an engine, which starts its schedulers on
 the GPUs of that group; the others serve it their tensors.
 
-Run with sglang 0.5.23 on a CPU; what differs in releases since 0.5.15 is in `_Adapter`. The paths of a GPU (memory handles,
-memory saver) are written from its source and have not been run.
+Run with sglang 0.5.15, 0.5.17, 0.5.20 and 0.5.23 on a CPU; what differs between them is in `_Adapter`. The paths of a GPU
+(memory handles, memory saver) are written from its source and have not been run.
 """
 
 import asyncio
