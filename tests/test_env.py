@@ -455,3 +455,176 @@ def test_a_served_reward_model_is_asked_for_the_text_it_was_trained_on(monkeypat
     with pytest.raises(EnvError, match="500"):
         asyncio.run(env.score([{"role": "user", "content": "fail"}], ROW))
     server.shutdown()
+
+
+def said(*replies):
+    return [{"role": "assistant", "content": reply} for reply in replies]
+
+
+@pytest.mark.parametrize(
+    "reply, answer, right, format",
+    [
+        ("48 / 2 = 24, so 72.\n#### 72", "72", 1, 0.1),
+        ("#### $1,234.00 in all", "1234", 1, 0.1),
+        ("#### 3\nno:\n#### -4.5%", "-4.5", 1, 0.1),
+        ("#### **72**", "72", 1, 0.1),
+        ("#### 71", "72", 0, 0.1),
+        ("#### 5-3", "3", 0, 0.1),
+        ("the answer is 72", "72", 0, 0),
+        ("72 ####", "72", 0, 0),
+        ("#### seventy-two", "72", 0, 0),
+        ("#### x = 72", "72", 0, 0),
+        ("", "72", 0, 0),
+    ],
+)
+def test_gsm8k_reward(reply, answer, right, format):
+    assert load_env(str(ENVS / "gsm8k.py")).reward_fn(said(reply), answer) == {"right": right, "format": format}
+
+
+@pytest.mark.parametrize(
+    "reply, right, format",
+    [
+        ("3 * (9 - 1) = 24. <answer>(9 - 1) * 3</answer>", 1, 0.1),
+        ("<answer>9</answer> no <answer>3*9-1*3</answer>", 0, 0.1),  # the 3 twice
+        ("<answer>\n(9-1)*3\n</answer>", 1, 0.1),
+        ("<answer>24</answer>", 0, 0.1),
+        ("<answer>9*3-1</answer>", 0, 0.1),
+        ("<answer>9*3-1-2</answer>", 0, 0.1),
+        ("<answer>9/(3-3)*1</answer>", 0, 0.1),
+        ("<answer>(9-1)*3 = 24</answer>", 0, 0),
+        ("<answer>(9-1)*3", 0, 0),
+        ("(9-1)*3", 0, 0),
+        ("<answer>9**9**9</answer>", 0, 0),
+        ("<answer>__import__('os')</answer>", 0, 0),
+        ("<answer>(9-1)*3" + "+0" * 100 + "</answer>", 0, 0),
+        ("<answer>" + "(" * 150 + "</answer>", 0, 0),
+        ("<answer>9\0</answer>", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_countdown_reward(reply, right, format):
+    env = load_env(str(ENVS / "countdown.py"))
+    assert env.reward_fn(said(reply), 24, [3, 9, 1]) == {"right": right, "format": format}
+
+
+def test_countdown_is_exact():
+    env = load_env(str(ENVS / "countdown.py"))
+    assert env.reward_fn(said("<answer>8 / (3 - 8 / 3)</answer>"), 24, [3, 3, 8, 8])["right"] == 1
+
+
+@pytest.mark.parametrize(
+    "told, answer, right",
+    [
+        (r"\frac{1}{2}", "1/2", 1), (r"\dfrac12", "0.5", 1), (r"\tfrac{1}2", ".5", 1), (r"-\frac{7}{2}", "-3.5", 1),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})", 1), ("(3, 0.5)", r"(3,\frac12)", 1),
+        ("[0, 1)", "[0,1)", 1), ("(0, 1)", "[0,1)", 0), (r"\{2, 1\}", r"\{1,2\}", 1), ("2, 1", "1,2", 1), ("(2,1)", "(1,2)", 0),
+        ("1,234", "1234", 1), (r"1{,}234", "1234", 1), ("x = 5", "5", 1), (r"90^\circ", "90", 1), (r"\$ 4.50", "4.5", 1),
+        (r"50\%", "50", 1), (r"\text{Monday}", "Monday", 1), (r"2\sqrt3", r"2\sqrt{3}", 1), (r"x \leq 2", r"x\le2", 1),
+        ("3", "4", 0), (r"\frac{1}{0}", "0", 0), ("", "4", 0), (r"\pi", r"2\pi", 0), ("11", "1,1", 0), ("ab", "ba", 0),
+        (r"\frac{a_{1}}{b}", r"\frac{a_{1}}{b}", 1), (r"(1, 2, 3)", "(1,2)", 0), (r"\sqrt{2}", "1.414", 0),
+    ],
+)  # fmt: skip
+def test_boxed_reward(told, answer, right):
+    env = load_env(str(ENVS / "boxed.py"))
+    assert env.reward_fn(said(rf"First \boxed{{0}}, no: \boxed{{{told}}}."), answer) == right
+
+
+@pytest.mark.parametrize("reply", ["", "4", r"\boxed{4", r"\boxed 4", r"\boxed{3}4", "boxed{4}"])
+def test_boxed_needs_its_box(reply):
+    assert load_env(str(ENVS / "boxed.py")).reward_fn(said(reply), "4") == 0.0
+
+
+@pytest.fixture
+def search(monkeypatch):
+    """The env with a server of the standard library behind it, and what that was asked."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            contents = [] if "nothing" in asked[-1]["queries"][0] else ['"France"\nIts capital is Paris. ', "x" * 9999]
+            self.send_response(500 if "fail" in asked[-1]["queries"][0] else 200)
+            self.end_headers()
+            result = [[{"document": {"contents": text}, "score": 1.0} for text in contents]]
+            self.wfile.write(json.dumps({"result": result}).encode())
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("RL2_SEARCH_URL", f"http://127.0.0.1:{server.server_port}/retrieve")
+    yield load_env(str(ENVS / "search.py"), 10), asked
+    server.shutdown()
+
+
+def test_search_looks_up_what_the_last_turn_asks_for(search):
+    env, asked = search
+
+    def answered(reply):
+        return asyncio.run(env.interact([*ROW["messages"], *said("<search>old</search>", reply)], ROW))
+
+    [message] = answered("Let me see. <search> capital of France\n</search> <search>two</search>")
+    assert message["role"] == "tool" and message["content"].startswith('[1] "France"\nIts capital is Paris.\n\n[2] xx')
+    assert len(message["content"]) < 1700
+    assert asked == [{"queries": ["capital of France"], "topk": 3, "return_scores": True}]
+    assert answered("<search>nothing</search>")[0]["content"] == "nothing was found"
+    assert answered("<search> </search>")[0]["content"] == "the query is empty"
+    assert len(asked) == 2
+    for end in ("<answer>Paris</answer>", "<search>x</search><answer>Paris</answer>", "<search>Paris", "", "Paris"):
+        assert answered(end) == []
+    with pytest.raises(EnvError, match="500"):
+        answered("<search>fail</search>")
+
+
+@pytest.mark.parametrize(
+    "replies, right",
+    [
+        (["<answer>Paris</answer>"], 1),
+        (["<search>x</search>", "So <answer> the city of Paris. </answer>"], 1),
+        (["<answer>Lyon</answer> <answer>PARIS</answer>"], 1),
+        (["<answer>Paris</answer>", "<answer>Lyon</answer>"], 0),
+        (["<answer>Paris</answer>", "done"], 0),
+        (["Paris"], 0),
+        (["<answer>Paris"], 0),
+        (["<answer></answer>"], 0),
+    ],
+)
+def test_search_reward(search, replies, right):
+    assert search[0].reward_fn(said(*replies), ["Paris", "City of Paris"]) == right
+    assert search[0].reward_fn(said(*replies), "paris") == (right if "city" not in replies[-1] else 0)
+
+
+ENV_ROWS = {"gsm8k": {"answer": "72"}, "boxed": {"answer": "72"}, "search": {"answer": ["72"]},
+            "countdown": {"answer": 24, "numbers": [3, 9, 1]}}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENV_ROWS)
+def test_the_envs_of_the_examples_pass_preflight(name):
+    row = {"messages": ROW["messages"], **ENV_ROWS[name]}
+    assert preflight(load_env(str(ENVS / f"{name}.py")), [row], 4 if name == "search" else 1) == []
+
+
+def test_public_data_becomes_rows():
+    """examples/data.py on rows as their owners publish them; each row passes the checks of a run."""
+    import importlib.util
+
+    from rl2.data import check_ppo_row
+
+    spec = importlib.util.spec_from_file_location("data", ENVS.parent / "examples/data.py")
+    data = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(data)
+    question = [{"from": "human", "value": "1+1?"}, {"from": "assistant", "ground_truth": {"value": "2"}}]
+    rows = {
+        "72,000": data.gsm8k({"question": "How many?", "answer": "48/2 = <<48/2=24>>24\n#### 72,000"}),
+        "2": data.orz(question),
+        "3": data.math500({"problem": "1+2?", "solution": "...", "answer": "3", "subject": "Algebra", "level": 1}),
+        24: data.countdown({"target": 24, "nums": [3, 9, 1]}),
+        "Paris": data.search({"id": "0", "question": "capital of France?", "golden_answers": ["Paris"]}),
+    }
+    for row in rows.values():
+        check_ppo_row(json.loads(json.dumps(row)))
+    assert rows["72,000"]["answer"] == "72000" and rows["2"]["answer"] == "2" and rows["3"]["level"] == 1
+    assert rows[24]["answer"] == 24 and rows[24]["numbers"] == [3, 9, 1] and rows["Paris"]["answer"] == ["Paris"]
+    said_how = {"72,000": "####", "2": r"\boxed{}", 24: "<answer>", "Paris": "<search>"}
+    assert all(how in rows[key]["messages"][0]["content"] for key, how in said_how.items())
