@@ -99,8 +99,7 @@ RULES = [  # (refused, what the message says, accepted)
     ("actor.tp_size=2 actor.sp_size=4", "the 2 processes that actor.tp_size=2 leaves: choose 1, 2", "actor.sp_size=4"),
     ("actor.tp_size=4 actor.fsdp_size=2", "tp_size=4 leaves: choose 1 or 0", "actor.tp_size=2 actor.fsdp_size=2"),
     ("rollout.engine=sglang", "it is not installed; pip install sglang", "rollout.engine=local"),
-    ("rollout.engine_args.dtype=x", "no effect with the local engine (there is no GPU)", ""),
-    ("rollout.tp_size=2", "no effect with the local engine", ""),
+    ("rollout.engine=local rollout.engine_args.dtype=x", "no effect with rollout.engine=local", "rollout.tp_size=2"),
 ]  # fmt: skip
 
 
@@ -214,3 +213,10 @@ def test_what_only_the_hardware_makes_idle_warns(base, capsys):
     parse(PPOConfig, [*base, "actor.offload_model=true", "actor.clip=0.1"], validate_ppo)
     text = capsys.readouterr().err
     assert "actor.offload_model: nothing to do without a GPU" in text and "exactly 1" in text
+    parse(PPOConfig, [*base, "rollout.gpu_memory_utilization=0.5", "rollout.engine_args.x=1"], validate_ppo)
+    words = (
+        "rollout.engine_args.x, rollout.gpu_memory_utilization: nothing to do with the local engine (there is no GPU)"
+    )
+    assert words in capsys.readouterr().err
+    parse(PPOConfig, [*base, "rollout.gpu_memory_utilization=0.6"], validate_ppo)
+    assert "nothing to do" not in capsys.readouterr().err

@@ -542,6 +542,7 @@ def explain(root: type, usage: str) -> str:
     return "\n".join(lines)
 
 
+SGLANG = ("rollout.tp_size", "rollout.gpu_memory_utilization", "rollout.engine_args", "rollout.engine_args.")
 # Ranges; a key that a config lacks is passed over.
 WORKER_POSITIVE = ("max_length_per_device", "max_inference_length_per_device", "update_per_rollout", "clip", "lr",
                    "max_grad_norm", "save_freq", "sp_size", "tp_size")  # fmt: skip
@@ -617,14 +618,18 @@ def _validate_examples(config, name, set_keys, world_size, group_size, uses):
 
 def _in_vain(config, set_keys, uses) -> list[str]:
     """The knobs that the user set to no effect; `uses` are (whether they matter, keys, why they do not)."""
-    # What says no more than the default is harmless, and a whole config.yaml can be read back.
-    problems, defaults, arguments = [], type(config)(), "rollout.engine_args."
-    told = {key for key in set_keys if key.startswith(arguments) or _get(config, key) != _get(defaults, key)}
+    problems, told = [], _told(config, set_keys)
     for needed, keys, reason in uses:
         prefixes = tuple(key for key in keys if key.endswith("."))
         vain = sorted(key for key in told if not needed and (key in keys or key.startswith(prefixes)))
         problems += [f"{key}={_get(config, key)} has no effect {reason}" for key in vain]
     return problems
+
+
+def _told(config, set_keys) -> set[str]:
+    """The keys that say other than the default: what says no more is harmless, and a whole config.yaml can be read back."""
+    defaults = type(config)()
+    return {key for key in set_keys if key.startswith(SGLANG[-1]) or _get(config, key) != _get(defaults, key)}
 
 
 def _get(config, key):
@@ -743,9 +748,7 @@ def _check_engine(config) -> list[str]:
 
 def _uses(config):
     """What `_in_vain` asks of PPO."""
-    sglang = ("rollout.tp_size", "rollout.gpu_memory_utilization", "rollout.engine_args", "rollout.engine_args.")
-    kind, why = pick_engine(config.rollout.engine)
-    yield kind == "sglang", sglang, f"with the local engine ({why}): set rollout.engine=sglang"
+    yield config.rollout.engine != "local", SGLANG, "with rollout.engine=local"
     gae, actor, kl = config.adv.estimator == "gae", config.actor, config.kl
     yield gae, ("critic.", "adv.gamma", "adv.lamda"), "with adv.estimator=reinforce: set adv.estimator=gae"
     yield kl.type == "reward", ("kl.reward_estimator",), f"with kl.type={kl.type}"
@@ -781,7 +784,11 @@ def _warnings(config, set_keys) -> list[str]:
 
 def _idle(config, set_keys) -> list[str]:
     """What only the hardware makes idle."""
+    warnings = []
     idle = [key for key in set_keys if key.endswith(("offload_model", "offload_optimizer")) and _get(config, key)]
-    if not idle or torch.cuda.is_available():
-        return []
-    return [f"{', '.join(sorted(idle))}: nothing to do without a GPU"]
+    if idle and not torch.cuda.is_available():
+        warnings.append(f"{', '.join(sorted(idle))}: nothing to do without a GPU")
+    idle = [key for key in _told(config, set_keys) if key.startswith(SGLANG)]
+    if idle and config.rollout.engine == "auto" and (picked := pick_engine("auto"))[0] == "local":
+        warnings.append(f"{', '.join(sorted(idle))}: nothing to do with the local engine ({picked[1]})")
+    return warnings
