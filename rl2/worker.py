@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from .batch import Batch, pack, plan, unpack, zigzag
 from .model import Scores, load_model
+from .parallel.fsdp import step_in_parts
 from .parallel.mesh import joined, make_mesh, sum_
 from .parallel.tensor import partial_gradients
 
@@ -54,6 +55,7 @@ class Worker:
         self.model = load_model(section.model_name, critic, self.dtype, checkpointing, self.mesh, masters=trained)
         self.version = 0  # how many updates the weights have seen
         self.optimizer = None
+        self.offload()
         if trained:
             # Fused even on the CPU: one pass over the memory instead of ten. It takes parameters of one mesh at a time.
             parameters = list(self.model.parameters())
@@ -66,7 +68,7 @@ class Worker:
     @torch.no_grad()
     def infer(self, batch: Batch, temperature: float = 1.0, entropy: bool = False) -> Scores:
         """The model's scores of every trained token, as columns [B, T] on every process."""
-        self.load("model")
+        self.load()
         shape = batch.mask.shape
         names = ["values"] if self.model.is_critic else ["logps", "entropy"] if entropy else ["logps"]
         columns = {name: torch.zeros(shape, device=self.mesh.device) for name in names}
@@ -79,7 +81,7 @@ class Worker:
         for module in self.model.modules():  # without a backward pass nothing else would
             if isinstance(module, FSDPModule):
                 module.reshard()
-        self.offload("model")
+        self.offload()
         # Each cell was computed by one process (by tp alike ones) and is 0 on the others: the sum gathers, and rounds nothing.
         alike = self.mesh.tp is not None and self.mesh.tp.get_local_rank() > 0
         return Scores(**{name: sum_(column * (not alike)).cpu() for name, column in columns.items()})
@@ -92,7 +94,7 @@ class Worker:
         of processes nor the micro-batches can change the gradient. `whole_groups`: the loss sees all rows of a group, one
         behind the other. Returns the metrics with loss, grad_norm, lr, skipped.
         """
-        self.load("model")
+        self.load()
         totals = {}
         for rows in self._micro_batches(batch, self.section.max_length_per_device, whole_groups):
             part = batch.select(rows)
@@ -104,16 +106,16 @@ class Worker:
         names = sorted(totals)
         sums = sum_(torch.stack([totals[name].to(self.mesh.device) for name in names]))
         norm, lr = self._step()
-        self.offload("model")
+        self.offload()
         skipped = float(not math.isfinite(norm))
         return {**dict(zip(names, sums.tolist(), strict=True)), "grad_norm": norm, "lr": lr, "skipped": skipped}
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by its Hugging Face name, whole and in `dtype`, one at a time. All processes must iterate."""
-        self.load("model")
+        self.load()
         for name, parameter in self.model.hf.named_parameters():
             yield name, parameter.detach().to(dtype).full_tensor()
-        self.offload("model")
+        self.offload()
 
     def export(self, folder: str, tokenizer, optimizer: bool = False) -> None:
         """Writes the model as a Hugging Face folder, and the optimizer's state to its `optimizer` sub-folder, which
@@ -152,22 +154,14 @@ class Worker:
         set_state_dict(self.model, self.optimizer, **states, options=BY_NAME)
         self.version = state["version"]
 
-    def load(self, what: str) -> None:
-        self._move(what, self.mesh.device)
+    def load(self) -> None:
+        if self.mesh.device.type != "cpu":
+            self.model.to(self.mesh.device)
 
-    def offload(self, what: str) -> None:
-        """Moves the model or the optimizer's state to host memory if the config asks for it."""
-        if getattr(self.section, f"offload_{what}"):
-            self._move(what, torch.device("cpu"))
-
-    def _move(self, what, device):
-        if self.mesh.device.type == "cpu":
-            return
-        if what == "model":
-            self.model.to(device)
-        elif self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                state.update({key: value.to(device) for key, value in state.items() if key != "step"})
+    def offload(self) -> None:
+        """Moves the model to host memory if the config asks for it."""
+        if self.section.offload_model and self.mesh.device.type != "cpu":
+            self.model.to("cpu")
 
     def _micro_batches(self, batch, budget, whole_groups=False):
         budget, share = budget * self.section.sp_size, self.section.share_prompts
@@ -184,7 +178,6 @@ class Worker:
 
     def _step(self) -> tuple[float, float]:
         """Clips, steps and clears the gradient; a gradient that is not finite is dropped, and nothing moves."""
-        self.load("optimizer")
         gradients = [parameter.grad.to_local() for parameter in self.model.parameters()]
         norm = self._gradient_norm()
         lr = self.section.lr * schedule(
@@ -194,10 +187,12 @@ class Worker:
             torch._foreach_mul_(gradients, min(1.0, self.section.max_grad_norm / (norm + 1e-6)))
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
+            if self.section.offload_optimizer:
+                step_in_parts(self.optimizer, self.mesh.device)
+            else:
+                self.optimizer.step()
             self.version += 1
         self.optimizer.zero_grad()
-        self.offload("optimizer")
         return norm, lr
 
     def _gradient_norm(self) -> float:

@@ -10,6 +10,7 @@ from parity import LAYOUTS, SECTION, make_batch, policy_loss, value_loss
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl2.model import Scores
+from rl2.parallel import fsdp
 from rl2.parallel.mesh import init
 from rl2.worker import Worker, schedule
 
@@ -89,6 +90,30 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path):
         assert any(not torch.equal(weight, before[key]) for key, weight in worker.weights(torch.float32))
     finally:
         dist.destroy_process_group()
+
+
+def test_a_step_in_parts_is_the_same_step(tmp_path, monkeypatch):
+    """offload_optimizer: AdamW with a few parameters at a time, an optimizer that was saved in between, to the bit."""
+    name, batch, parts, found = make_model(tmp_path / "model"), make_batch(), [], []
+    monkeypatch.setattr(fsdp, "PART", 20_000)
+    move = fsdp._move
+    monkeypatch.setattr(fsdp, "_move", lambda states, device: (parts.append(len(states)), move(states, device)))
+    device = init()
+    try:
+        for off in (False, True):
+            settings = {"model_name": name, "offload_optimizer": off, "lr": 0.01, "weight_decay": 0.1}
+            worker = Worker(SimpleNamespace(**{**SECTION, **settings}), device, False, 4)
+            told = [worker.update(batch, policy_loss, entropy=True) for _ in range(2)]
+            worker.load_state_dict(worker.state_dict())
+            told += [worker.update(batch, policy_loss, entropy=True) for _ in range(2)]
+            assert all(parameter.grad is None for parameter in worker.model.parameters())
+            found.append((told, dict(worker.weights(torch.float32))))
+    finally:
+        dist.destroy_process_group()
+    num = len(list(worker.model.parameters()))
+    assert len(parts) > 4 * 2 * 3 and sum(parts) == 4 * 2 * num, "each parameter once in, once out"
+    (whole, weights), (in_parts, others) = found
+    assert whole == in_parts and all(torch.equal(weights[key], others[key]) for key in weights)
 
 
 def test_a_new_value_head_starts_at_zero(tmp_path):

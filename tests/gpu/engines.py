@@ -181,7 +181,6 @@ def sglang_memory():
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     device, name = init(), make_model("qwen3-1.7b")
     actor = Worker(section(name, offload_model=True, offload_optimizer=True), device, num_updates=8)
-    actor.offload("model")
     found = {"before": used_gib()}
     engine = start_sglang(name, device)
     engine.load(actor.weights(engine_dtype()), 0)

@@ -46,6 +46,7 @@ PARTS = {
     "utilisation_32k": Part("training.py", 300),
     "local_grpo": Part("runs.py", 400),
     "ring": Part("runs.py", 300),
+    "memory_7b": Part("training.py", 600),
 }
 
 

@@ -23,6 +23,9 @@ SECTION = {
 SHAPES = {
     "qwen2.5-1.5b": {"family": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
                      "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128},
+    "qwen2.5-7b": {"family": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                   "num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 152064,
+                   "tie_word_embeddings": False},
     "qwen3-1.7b": {"family": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
                    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
     "small": {"family": "qwen3", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,

@@ -125,3 +125,25 @@ def _utilisation(length, micro_batches):
     )  # fmt: skip
     if not DRY:
         record(peak_memory_gib=torch.cuda.max_memory_allocated() / 2**30)
+
+
+def memory_7b():
+    """What an update of a 7B model takes with everything offloaded that can be: the table in the README, measured."""
+    length, name = (64 if DRY else 8192), make_model("qwen2.5-7b")
+    device = init()
+    settings = {"gradient_checkpointing": True, "max_length_per_device": length, "share_prompts": False}
+    actor = Worker(section(name, offload_model=True, offload_optimizer=True, **settings), device, num_updates=10)
+    config = actor.model.hf.config
+    batch = make_batch(config.vocab_size, 2, 1, length // 8, length - length // 8, seed=1)  # two micro-batches
+    record(parameters=f"{sum(p.numel() for p in actor.model.parameters()) / 1e9:.2f}e9")
+    for _ in range(2):
+        if not DRY:
+            record(idle_gib=torch.cuda.memory_allocated() / 2**30)
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        assert actor.update(batch, policy_loss)["skipped"] == 0
+        synchronize()
+        record(update_seconds=time.perf_counter() - start)
+        if not DRY:
+            record(peak_gib=torch.cuda.max_memory_allocated() / 2**30)
+    assert DRY or torch.cuda.max_memory_allocated() < 74 * 2**30, "it would not fit into 80 GB beside a sleeping engine"
