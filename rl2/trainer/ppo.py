@@ -34,7 +34,7 @@ def train(run) -> None:
         logged = summarise(trajectories, run.failures, actor.version)
         with metrics.phase("infer"):
             if run.reference is not None:
-                batch.ref_logps = run.reference.infer(batch, run.temperature).logps
+                batch.ref_logps = run.reference(batch, run.temperature).logps
             if config.actor.update_per_rollout > 1 or config.kl.type == "reward":
                 batch.old_logps = actor.infer(batch, run.temperature).logps
             if critic is not None:
@@ -169,7 +169,7 @@ class Run:
         announce_loading(config.actor.model_name)
         num = self.num_steps - config.actor.freeze_steps
         self.actor = Worker(config.actor, device, num_updates=num * config.actor.update_per_rollout)
-        self.reference = Worker(config.actor, device) if config.kl.coef else None
+        self.reference = self.actor.reference() if config.kl.coef else None
         self.workers, self.critic = {"actor": self.actor}, None
         if config.adv.estimator == "gae":
             config.critic.model_name = config.critic.model_name or config.actor.model_name

@@ -1,5 +1,6 @@
 """What the trainers share: the books of a run, and what a trainer without rollouts works with."""
 
+import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -100,6 +101,7 @@ class ExampleRun:
             self.test_batch, longest = make_batch(self, list(test)), max(longest, test.longest)
         self._check_positions(longest)
         announce_loading(section.model_name)
+        torch.manual_seed(config.trainer.seed)
         self.worker = Worker(section, self.device, name == "critic", self.num_steps)
         self.books = Books(config, self.tokenizer, {name: self.worker}, self.num_steps, self.device)
         self.step, self.phase = self.books.step, self.books.metrics.phase
