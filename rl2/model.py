@@ -70,7 +70,7 @@ def load_model(
 
     The first process reads the weights and scatters them, so a node holds one full copy, not one a process. `masters`:
     parameters are kept in fp32 and cast to `dtype` for compute; else they are kept in `dtype`. With `adapters` (rank,
-    alpha, targets), these and a critic's head are what is trained, and all that has masters.
+    alpha, targets) these and a critic's head are what is trained, and all that has masters.
     """
     cls = AutoModelForSequenceClassification if critic else AutoModelForCausalLM
     config = AutoConfig.from_pretrained(name, **({"num_labels": 1} if critic else {}))
@@ -81,14 +81,12 @@ def load_model(
     held = torch.float32 if masters and not adapters else dtype
     with init_empty_weights(include_buffers=False):
         hf = cls.from_config(config, attn_implementation="rl2", dtype=held)
-        if adapters:
-            lora.inject(hf, *adapters)
+        lora.inject(hf, adapters)
     hf.tie_weights()  # which meta parameters do not survive
     full = None
     if dist.get_rank() == 0:
         source, loaded = cls.from_pretrained(name, config=config, dtype=held, output_loading_info=True)
-        if adapters:
-            lora.inject(source, *adapters)
+        lora.inject(source, adapters)
         full = source.state_dict()
         if "score.weight" in loaded["missing_keys"]:
             full["score.weight"].zero_()  # a critic made from a language model starts from V = 0, not from noise

@@ -13,11 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 
 from .batch import Batch, pack, plan, unpack, zigzag
@@ -128,6 +124,9 @@ class Worker:
     def export(self, folder: str, tokenizer, optimizer: bool = False) -> None:
         """Writes the model as a Hugging Face folder; to its sub-folders what LoRA trained, as peft does (`adapter`), and
         the optimizer's state, which `optimizer_dir` reads (`optimizer`). All processes must call."""
+        if self.adapters:
+            self.load("model")
+            lora.save(self.model.hf, f"{folder}/adapter", self.section.model_name)
         full = {}
         for name, tensor in self.weights(self.model.stored_dtype):
             if dist.get_rank() == 0:
@@ -139,10 +138,6 @@ class Worker:
             self.model.hf.config.dtype = self.model.stored_dtype  # it named that of the masters
             self.model.hf.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        if self.adapters:
-            self.load("model")
-            lora.save(self.model.hf, f"{folder}/adapter", self.section.model_name)
-            self.offload("model")
         if optimizer:
             dcp.save(
                 {"optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=BY_NAME)},
@@ -163,8 +158,7 @@ class Worker:
         return {"model": model, "optimizer": optimizer, "version": self.version}
 
     def load_state_dict(self, state: dict) -> None:
-        for name, parameter in self.trained.items():
-            parameter.detach().copy_(state["model"][name])
+        self.model.load_state_dict(state["model"], strict=False)  # what is frozen or tied is not there
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=BY_NAME)
         self.version = state["version"]
 

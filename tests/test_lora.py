@@ -20,6 +20,10 @@ from rl2.worker import Worker
 def make(tmp_path):
     """Workers in a process group of one."""
     name, device = make_model(tmp_path / "model"), init()
+    model = AutoModelForCausalLM.from_pretrained(name)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[:, ::2] = -0.0
+    model.save_pretrained(name)
     make_critic(name)
 
     def make(critic=False, num_updates=8, **changes):
@@ -37,6 +41,8 @@ def test_training_starts_from_the_model_and_the_reference_stays_it(make):
     for dtype in ("float32", "bfloat16"):
         worker, plain = make(dtype=dtype, gradient_checkpointing=True), make(dtype=dtype, num_updates=0)
         expected = plain.infer(batch, 0.9).logps
+        for (key, weight), (_, other) in zip(worker.weights(worker.dtype), plain.weights(worker.dtype), strict=True):
+            assert torch.equal(weight.view(torch.uint8), other.view(torch.uint8)), f"{key}: engines compare checksums"
         reference = worker.reference()
         assert torch.equal(reference(batch, 0.9).logps, expected)  # first of all, as a run does
         assert torch.equal(worker.infer(batch, 0.9).logps, expected)

@@ -18,12 +18,16 @@ from torch.distributed.tensor import DTensor
 ADAPTER = "default"  # what peft calls the only one
 
 
-def inject(hf: nn.Module, rank: int, alpha: float | None, targets: list[str]) -> None:
-    """Puts adapters beside the linear layers of the body of `hf` that are called as one of `targets` says (none = beside
-    all) and freezes the rest, but for the head of a critic. scale = alpha / rank, 2 by default. What is trained becomes
-    fp32; what is frozen stays in its dtype. ValueError for a target that is not there."""
+def inject(hf: nn.Module, adapters: tuple[int, float | None, list[str]] | None) -> None:
+    """Puts adapters (rank, alpha, targets; None = none) beside the linear layers of the body of `hf` whose names end in
+    one of `targets` (none = beside all) and freezes the rest, but for the head of a critic. The scale is alpha / rank, 2
+    if alpha is None. What is trained becomes fp32; what is frozen stays in its dtype. ValueError for a target that is
+    not there."""
+    if adapters is None:
+        return
     from peft import LoraConfig, inject_adapter_in_model
 
+    rank, alpha, targets = adapters
     linear = [name for name, module in hf.base_model.named_modules() if isinstance(module, nn.Linear)]
     kinds = sorted({name.rpartition(".")[2] for name in linear})
     for target in targets:
@@ -45,9 +49,9 @@ def _layers(hf):
 
 @contextmanager
 def disabled(hf: nn.Module):
-    """`hf` without its adapters: the model that training started from, bit for bit."""
+    """`hf` without its adapters: the model that training started from."""
     # Not peft's enable_adapters(False): that freezes the adapters too, and FSDP2 settles in the first forward what is
-    # trained. Adding 0 changes no bit.
+    # trained. Adding 0 changes no value.
     for _, layer in _layers(hf):
         layer.set_scale(ADAPTER, 0.0)
     try:
@@ -68,8 +72,9 @@ def merged(hf: nn.Module) -> Iterator[tuple[str, DTensor]]:
         if layer is not None:
             a, b = (part[ADAPTER].weight.detach() for part in (layer.lora_A, layer.lora_B))
             weight = weight.to(torch.float32, copy=True)
-            # FSDP2 cuts W and B by the same rows.
-            weight.to_local().add_(b.to_local() @ a.full_tensor(), alpha=layer.scaling[ADAPTER])
+            rows = weight.to_local()
+            delta = layer.scaling[ADAPTER] * (b.to_local() @ a.full_tensor())  # FSDP2 cuts W and B by the same rows
+            rows.copy_(torch.where(delta == 0, rows, rows + delta))  # -0.0 + 0.0 would be other bits than the engine's
         yield name.replace(".base_layer.", "."), weight
 
 
