@@ -22,7 +22,7 @@ import torch
 SECTION = {
     "fsdp_size": 0, "tp_size": 1, "dtype": "auto", "gradient_checkpointing": False, "max_inference_length_per_device": None,
     "share_prompts": True, "lr": 1e-6, "weight_decay": 0.0, "max_grad_norm": 1.0, "warmup_ratio": 0.0,
-    "scheduler": "constant", "offload_model": False, "offload_optimizer": False, "optimizer_dir": None,
+    "scheduler": "constant", "offload_model": False, "offload_optimizer": False, "optimizer_dir": None, "lora_rank": 0,
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from .parallel import fsdp, tensor
+from .parallel import fsdp, lora, tensor
 from .parallel.head import head_scores
 from .parallel.ring import PackedAttention, Ring
 
@@ -63,11 +63,14 @@ class TokenModel(nn.Module):
         return Scores(logps=logps, entropy=entropies if entropy else None)
 
 
-def load_model(name: str, critic: bool, dtype: torch.dtype, checkpointing: bool, mesh, masters: bool) -> TokenModel:
+def load_model(
+    name: str, critic: bool, dtype: torch.dtype, checkpointing: bool, mesh, masters: bool, adapters: tuple | None = None
+) -> TokenModel:
     """A Hugging Face causal LM (or a critic: its body with a scalar head) sharded over `mesh` with FSDP2.
 
     The first process reads the weights and scatters them, so a node holds one full copy, not one a process. `masters`:
-    parameters are kept in fp32 and cast to `dtype` for compute; else they are kept in `dtype`.
+    parameters are kept in fp32 and cast to `dtype` for compute; else they are kept in `dtype`. With `adapters` (rank,
+    alpha, targets) these and a critic's head are what is trained, and all that has masters.
     """
     cls = AutoModelForSequenceClassification if critic else AutoModelForCausalLM
     config = AutoConfig.from_pretrained(name, **({"num_labels": 1} if critic else {}))
@@ -75,16 +78,18 @@ def load_model(name: str, critic: bool, dtype: torch.dtype, checkpointing: bool,
     _check(name, config)
     if mesh.tp is not None:
         tensor.check(name, config, mesh.tp.size())
-    held = torch.float32 if masters else dtype
+    held = torch.float32 if masters and not adapters else dtype
+    with init_empty_weights(include_buffers=False):
+        hf = cls.from_config(config, attn_implementation="rl2", dtype=held)
+        lora.inject(hf, adapters)
+    hf.tie_weights()  # which meta parameters do not survive
     full = None
     if dist.get_rank() == 0:
         source, loaded = cls.from_pretrained(name, config=config, dtype=held, output_loading_info=True)
+        lora.inject(source, adapters)
         full = source.state_dict()
         if "score.weight" in loaded["missing_keys"]:
             full["score.weight"].zero_()  # a critic made from a language model starts from V = 0, not from noise
-    with init_empty_weights(include_buffers=False):
-        hf = cls.from_config(config, attn_implementation="rl2", dtype=held)
-    hf.tie_weights()  # which meta parameters do not survive
     if mesh.tp is not None:
         tensor.parallelize(hf, mesh.tp)
     model = TokenModel(hf, Ring(mesh.sp), mesh.tp and mesh.tp.get_group()).train(masters)

@@ -13,17 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 
 from .batch import Batch, pack, plan, unpack, zigzag
 from .model import Scores, load_model
+from .parallel import lora
 from .parallel.fsdp import step_in_parts
 from .parallel.mesh import joined, make_mesh, sum_
 from .parallel.tensor import partial_gradients
@@ -52,14 +47,17 @@ class Worker:
         self.dtype = compute_dtype(section.dtype, device)
         trained = num_updates > 0
         checkpointing = trained and section.gradient_checkpointing
-        self.model = load_model(section.model_name, critic, self.dtype, checkpointing, self.mesh, masters=trained)
+        adapted = trained and section.lora_rank > 0
+        self.adapters = (section.lora_rank, section.lora_alpha, section.lora_targets) if adapted else None
+        given = (section.model_name, critic, self.dtype, checkpointing, self.mesh)
+        self.model = load_model(*given, masters=trained, adapters=self.adapters)
+        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.version = 0  # how many updates the weights have seen
         self.optimizer = None
         self.offload()
         if trained:
             # Fused even on the CPU: one pass over the memory instead of ten. It takes parameters of one mesh at a time.
-            parameters = list(self.model.parameters())
-            groups = [[p for p in parameters if p.device_mesh.ndim == n] for n in (1, 2, 3)]
+            groups = [[p for p in self.trained.values() if p.device_mesh.ndim == n] for n in (1, 2, 3)]
             groups = [{"params": group} for group in groups if group]
             self.optimizer = torch.optim.AdamW(groups, section.lr, weight_decay=section.weight_decay, fused=True)
             if section.optimizer_dir:
@@ -86,6 +84,13 @@ class Worker:
         alike = self.mesh.tp is not None and self.mesh.tp.get_local_rank() > 0
         return Scores(**{name: sum_(column * (not alike)).cpu() for name, column in columns.items()})
 
+    def reference(self) -> Callable[..., Scores]:
+        """`infer` of the model that this worker started from: its own with the adapters off, at no memory, or that of
+        another, frozen worker."""
+        if self.adapters:
+            return lora.disabled(self.model.hf)(self.infer)  # a context around every call
+        return Worker(self.section, self.mesh.device).infer
+
     def update(
         self, batch: Batch, loss_fn: Loss, temperature: float = 1.0, entropy: bool = False, whole_groups: bool = False
     ) -> dict[str, float]:
@@ -111,15 +116,19 @@ class Worker:
         return {**dict(zip(names, sums.tolist(), strict=True)), "grad_norm": norm, "lr": lr, "skipped": skipped}
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by its Hugging Face name, whole and in `dtype`, one at a time. All processes must iterate."""
+        """Every parameter by its Hugging Face name, adapters merged in, whole and in `dtype`, one at a time. All processes
+        must iterate."""
         self.load()
-        for name, parameter in self.model.hf.named_parameters():
-            yield name, parameter.detach().to(dtype).full_tensor()
+        for name, weight in lora.merged(self.model.hf):
+            yield name, weight.to(dtype).full_tensor()
         self.offload()
 
     def export(self, folder: str, tokenizer, optimizer: bool = False) -> None:
-        """Writes the model as a Hugging Face folder, and the optimizer's state to its `optimizer` sub-folder, which
-        `optimizer_dir` reads. All processes must call; the first one writes the model."""
+        """Writes the model as a Hugging Face folder; to its sub-folders what LoRA trained, as peft does (`adapter`), and
+        the optimizer's state, which `optimizer_dir` reads (`optimizer`). All processes must call."""
+        if self.adapters:
+            self.load()
+            lora.save(self.model.hf, f"{folder}/adapter", self.section.model_name)
         full = {}
         for name, tensor in self.weights(self.model.stored_dtype):
             if dist.get_rank() == 0:
@@ -145,13 +154,14 @@ class Worker:
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=BY_NAME)
 
     def state_dict(self) -> dict:
-        """What a resumed run needs of this worker: weights, optimizer and version, sharded."""
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=BY_NAME)
+        """What a resumed run needs of this worker: what is trained, its optimizer and version, sharded."""
+        optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=BY_NAME)
+        model = {name: parameter.detach() for name, parameter in self.trained.items()}
         return {"model": model, "optimizer": optimizer, "version": self.version}
 
     def load_state_dict(self, state: dict) -> None:
-        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-        set_state_dict(self.model, self.optimizer, **states, options=BY_NAME)
+        self.model.load_state_dict(state["model"], strict=False)  # what is frozen or tied is not there
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=BY_NAME)
         self.version = state["version"]
 
     def load(self) -> None:
@@ -178,7 +188,7 @@ class Worker:
 
     def _step(self) -> tuple[float, float]:
         """Clips, steps and clears the gradient; a gradient that is not finite is dropped, and nothing moves."""
-        gradients = [parameter.grad.to_local() for parameter in self.model.parameters()]
+        gradients = [parameter.grad.to_local() for parameter in self.trained.values()]
         norm = self._gradient_norm()
         lr = self.section.lr * schedule(
             self.version, self.num_updates, self.section.warmup_ratio, self.section.scheduler
@@ -201,7 +211,7 @@ class Worker:
             for parameter in partial_gradients(self.model.hf):
                 dist.all_reduce(parameter.grad.to_local(), group=self.mesh.tp.get_group())
         squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for parameter in self.model.parameters():
+        for parameter in self.trained.values():
             sharded = math.prod(
                 parameter.device_mesh.size(i) for i, p in enumerate(parameter.placements) if not p.is_replicate()
             )

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+from peft import PeftModel
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import Fuse
 from transformers import (
@@ -60,6 +61,19 @@ def make_critic(name) -> str:
     torch.manual_seed(7)
     AutoModelForSequenceClassification.from_pretrained(name, num_labels=1).save_pretrained(f"{name}-critic")
     return f"{name}-critic"
+
+
+def check_adapter(cls, name, folder):
+    """The exported model in `folder`, as transformers loads it, is the model `name` with the adapter beside it, as peft
+    loads that; and not the model itself."""
+    tokens = torch.arange(3, 40)[None]
+    more = {"num_labels": 1} if cls is AutoModelForSequenceClassification else {}
+    base, whole = (cls.from_pretrained(where, dtype=torch.float32, **more) for where in (name, folder))
+    plain, expected = base(tokens).logits, whole(tokens).logits
+    assert (plain - expected).abs().max() > 1e-3
+    adapted = PeftModel.from_pretrained(base, f"{folder}/adapter")
+    assert adapted.peft_config["default"].base_model_name_or_path == str(name)
+    torch.testing.assert_close(adapted(tokens).logits, expected, rtol=0, atol=2e-5)
 
 
 def make_samples(seed=0, num_groups=4, group_size=3, longest=20) -> list[Sample]:

@@ -23,7 +23,9 @@ def main(mode, name, folder):
     section = SimpleNamespace(**{**SECTION, **changes})
     torch.manual_seed(0)
     workers = {"actor": Worker(section, device, False, 8), "critic": Worker(section, device, True, 8)}
-    losses = {"actor": policy_loss, "critic": value_loss}
+    if "tp_size" not in layout:
+        workers["lora"] = Worker(SimpleNamespace(**vars(section) | {"lora_rank": 2}), device, True, 8)
+    losses = {"actor": policy_loss, "critic": value_loss, "lora": value_loss}
     checkpoints = Checkpoints(folder)
 
     def step():
@@ -35,6 +37,7 @@ def main(mode, name, folder):
         step()
         checkpoints.save(1, workers, "config")
         workers["actor"].export(f"{folder}/export", AutoTokenizer.from_pretrained(name))
+        workers["lora"].export(f"{folder}/lora", AutoTokenizer.from_pretrained(name))
         workers["actor"].model.stored_dtype = torch.bfloat16  # as if the source had been
         workers["actor"].export(f"{folder}/export_bf16", AutoTokenizer.from_pretrained(name))
         exported = dict(workers["actor"].weights(torch.float32))

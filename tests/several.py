@@ -9,13 +9,14 @@ from rl2.trainer import run
 
 
 def main(trainer, words):
-    main = importlib.import_module(f"rl2.trainer.{trainer}").main
+    module = importlib.import_module(f"rl2.trainer.{trainer}")
     device, destroy = run.init(), dist.destroy_process_group
-    run.init, dist.destroy_process_group = lambda: device, lambda: None
+    run.init = module.init = lambda: device
+    dist.destroy_process_group = lambda: None
     while words:
         end = words.index("--") if "--" in words else len(words)
         sys.argv[1:], words = words[:end], words[end + 1 :]
-        main()
+        module.main()
     destroy()
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import make_model, torchrun
+from common import check_adapter, make_model, torchrun
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl2.checkpoint import Checkpoints, find_checkpoint
 from rl2.parallel.mesh import init
@@ -21,23 +22,28 @@ def test_a_checkpoint_moves_between_layouts(tmp_path):
     torchrun(2, "tests/moves.py", "save", name, folder)
     assert [path.name for path in folder.glob("step_*")] == ["step_1"]
     saved = torch.load(folder / "save_2")
-    assert saved["versions"] == [2, 2]
+    assert saved["versions"] == [2, 2, 2]
     for mode, world in (("load", 2), ("load", 1), ("load_hybrid", 2), ("load_sp", 2), ("load_tp", 2)):
         torchrun(world, "tests/moves.py", mode, name, folder)
         loaded = torch.load(folder / f"{mode}_{world}")
-        assert loaded["versions"] == [2, 2]
+        assert loaded["versions"] == [2, 2, 2][: len(loaded["told"])]
         same = mode == "load" and world == 2
-        for worker, told in saved["told"].items():
-            for key, value in told.items():
-                assert loaded["told"][worker][key] == (value if same else pytest.approx(value, abs=1e-6)), (
+        assert loaded["told"].keys() == saved["told"].keys() - ({"lora"} if mode == "load_tp" else set())
+        for worker, told in loaded["told"].items():
+            for key, value in saved["told"][worker].items():
+                assert told[key] == (value if same else pytest.approx(value, abs=1e-6)), (
                     mode,
                     world,
                 )
-        for key, weight in saved["weights"].items():
-            assert torch.equal(loaded["weights"][key], weight) or not same, key
-            torch.testing.assert_close(loaded["weights"][key], weight, rtol=0, atol=5e-5)
+        for key, weight in loaded["weights"].items():
+            assert torch.equal(saved["weights"][key], weight) or not same, key
+            torch.testing.assert_close(saved["weights"][key], weight, rtol=0, atol=5e-5)
         if same:
             assert torch.equal(loaded["drawn"], saved["drawn"])  # the random state went on
+    held = FileSystemReader(folder / "step_1").read_metadata().state_dict_metadata
+    names = {key.removeprefix("lora.model.") for key in held if key.startswith("lora.model.")}
+    assert len(names) == 1 + 2 * 7 * 2 and all(".lora_" in key or "score" in key for key in names)
+    check_adapter(AutoModelForSequenceClassification, name, folder / "lora")
     exported = AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32)
     bf16 = AutoModelForCausalLM.from_pretrained(folder / "export_bf16", dtype="auto")
     assert {weight.dtype for weight in bf16.parameters()} == {torch.bfloat16}, "the dtype of the source is lost"

@@ -98,6 +98,11 @@ RULES = [  # (refused, what the message says, accepted)
     ("actor.tp_size=3", "actor.tp_size=3 does not divide the 4 processes: choose 1, 2, 4", "actor.tp_size=2"),
     ("actor.tp_size=2 actor.sp_size=4", "the 2 processes that actor.tp_size=2 leaves: choose 1, 2", "actor.sp_size=4"),
     ("actor.tp_size=4 actor.fsdp_size=2", "tp_size=4 leaves: choose 1 or 0", "actor.tp_size=2 actor.fsdp_size=2"),
+    ("actor.lora_alpha=8", "lora_alpha=8.0 has no effect with actor.lora_rank=0", "actor.lora_alpha=8 actor.lora_rank=4"),
+    ("actor.lora_targets=[q_proj]", "no effect with actor.lora_rank=0", "actor.lora_targets=[q_proj] actor.lora_rank=4"),
+    ("actor.lora_rank=-1", "actor.lora_rank=-1: it must not be below 0", "actor.lora_rank=1"),
+    ("actor.lora_rank=4 actor.lora_alpha=0", "actor.lora_alpha=0.0: it must be above 0", "actor.lora_rank=4"),
+    ("actor.lora_rank=4 actor.tp_size=2", "adapters are not cut", "actor.lora_rank=4 actor.sp_size=2 actor.fsdp_size=2"),
     ("rollout.engine=sglang", "it is not installed; pip install sglang", "rollout.engine=local"),
     ("rollout.engine=local rollout.engine_args.dtype=x", "no effect with rollout.engine=local", "rollout.tp_size=2"),
 ]  # fmt: skip
@@ -135,6 +140,7 @@ SIBLING_RULES = [  # (trainer, refused, what the message says, accepted)
     ("sft", "actor.clip=0.1", "unknown key actor.clip", "actor.max_grad_norm=2"),
     ("sft", "actor.share_prompts=false", "no effect in SFT, where no rows share a prompt", ""),
     ("sft", "trainer.seed=1", "trainer.seed=1 has no effect where nothing is sampled", "data.seed=1"),
+    ("sft", "trainer.seed=2", "and actor.lora_rank=0", "trainer.seed=2 actor.lora_rank=4"),
     ("sft", "trainer.deterministic=true", "has no effect where nothing is sampled", ""),
     ("sft", "trainer.test_freq=5", "no effect without data.test_path", "trainer.test_freq=5 data.test_path=train.jsonl"),
     ("sft", "actor.max_inference_length_per_device=2000", "no effect without data.test_path",
@@ -155,6 +161,7 @@ SIBLING_RULES = [  # (trainer, refused, what the message says, accepted)
     ("rm", "actor.lr=1", "unknown key actor.lr=1: did you mean critic.lr", "critic.lr=1e-4"),
     ("rm", "critic.freeze_steps=1", "unknown key critic.freeze_steps", "critic.share_prompts=false"),
     ("rm", "data.max_length=5000", "critic.max_length_per_device=8192 is shorter", "critic.max_length_per_device=2048"),
+    ("rm", "critic.lora_rank=4 critic.tp_size=4", "set critic.tp_size=1", "critic.lora_rank=4 critic.fsdp_size=4"),
     ("rm", "critic.optimizer_dir=missing", "critic.optimizer_dir=missing: no such folder", "critic.optimizer_dir=model"),
 ]  # fmt: skip
 
@@ -207,6 +214,14 @@ def test_recipes_round_trip_and_overrides_win(base, capsys, tmp_path):
 def test_k1_in_the_loss_warns(base, capsys):
     parse(PPOConfig, [*base, "kl.coef=0.1", "kl.type=loss", "kl.loss_estimator=k1"], validate_ppo)
     assert "gradient of k1" in capsys.readouterr().err
+
+
+def test_lora_without_peft_is_refused(base, capsys, monkeypatch):
+    monkeypatch.setattr("rl2.trainer.config.installed", lambda package: False)
+    assert "actor.lora_rank=8 needs peft, which is not installed; pip install peft" in problems(
+        [*base, "actor.lora_rank=8"], capsys
+    )
+    parse(PPOConfig, base, validate_ppo)
 
 
 def test_what_only_the_hardware_makes_idle_warns(base, capsys):

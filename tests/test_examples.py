@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from common import make_model, torchrun
+from common import check_adapter, make_model, torchrun
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -39,9 +39,9 @@ def untimed(folder):
 
 
 def check_resumed_and_other_layouts(trainer, worker, args, tmp_path, steps, layouts=("sp_size=2", "tp_size=2")):
-    """In one launch: the run resumed after `steps`, which must end with the same bits; and the last two steps in other
-    layouts, which must say the same."""
-    runs = []
+    """In one launch: the run resumed after `steps`, which must end with the same bits; the last two steps in other layouts,
+    which must say the same; and the whole run with LoRA, which must learn too."""
+    runs = [[f"trainer.save_dir={tmp_path}/lora", f"{worker}.lora_rank=4", f"{worker}.lr=0.03"]]
     for step in steps:
         runs.append(
             [f"trainer.resume={tmp_path}/run/checkpoints/step_{step}", f"trainer.save_dir={tmp_path}/from_{step}"]
@@ -52,7 +52,11 @@ def check_resumed_and_other_layouts(trainer, worker, args, tmp_path, steps, layo
         runs[-1] += [f"{worker}.{layout}"]
     words = [word for run in runs for word in ["--", *args, *run]][1:]
     torchrun(2, "tests/several.py", trainer, *words)
-    whole = untimed(tmp_path / "run")
+    lines, whole = metrics(tmp_path / "lora"), untimed(tmp_path / "run")
+    assert {key: lines[0][key] for key in whole[0]} == whole[0], "adapters change the model before they are trained"
+    assert lines[-1]["test/loss"] < 0.7 * lines[0]["test/loss"]
+    cls = AutoModelForSequenceClassification if trainer == "rm" else AutoModelForCausalLM
+    check_adapter(cls, tmp_path / "tiny", tmp_path / "lora/model")
     expected = load_file(tmp_path / "run/model/model.safetensors")
     for step in steps:
         assert untimed(tmp_path / f"from_{step}") == [line for line in whole if line["step"] > step]

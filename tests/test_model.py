@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from rl2.parallel import head as head_module
 from rl2.parallel.head import head_scores
@@ -29,6 +30,19 @@ def test_chunked_head_equals_log_softmax(monkeypatch, temperature, chunk_rows):
         got = torch.autograd.grad(loss, (hidden, weight))
         for a, b in zip(got, torch.autograd.grad(expected, doubles), strict=True):
             torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-4)
+
+
+def test_a_frozen_head_costs_no_gradient():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(37, 8, requires_grad=True)
+    flops, gradients = [], []
+    for weights in (weight, weight.detach()):
+        logps, _ = head_scores(hidden, weights, torch.arange(5))
+        with FlopCounterMode(display=False) as counter:
+            gradients += torch.autograd.grad(logps.sum(), hidden)
+        flops.append(counter.get_total_flops())
+    assert flops == [3 * 2 * 5 * 8 * 37, 2 * 2 * 5 * 8 * 37]  # the logits again, the hidden states', the weight's
+    assert torch.equal(*gradients)
 
 
 def test_extreme_logits_stay_finite():

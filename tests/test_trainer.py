@@ -10,7 +10,7 @@ import textwrap
 import time
 
 import pytest
-from common import ROOT, make_model, torchrun
+from common import ROOT, check_adapter, make_model, torchrun
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -192,6 +192,21 @@ def test_partial_rollouts_train_every_prompt_once_and_resume(setup, tmp_path):
         newest.append(max(version for record in records for version, _ in record["versions"]))
     assert set(asked.values()) == {2 * 8} and len(asked) == 24
     assert newest == list(range(12)), "some of every step's tokens are of its own weights"
+
+
+def test_lora_with_its_base_as_the_reference(setup, tmp_path):
+    """The policy leaves the reference, which is the base; a run that goes on from a checkpoint ends with the same bits."""
+    more = ["actor.lora_rank=4", "kl.coef=0.01", "kl.type=reward", "trainer.max_steps=4", "trainer.save_freq=2"]
+    more += ["adv.estimator=gae", "critic.lr=0.01", "critic.dtype=float32", "critic.lora_rank=2"]
+    again = [f"trainer.resume={tmp_path / 'run/checkpoints/step_2'}", f"trainer.save_dir={tmp_path / 'again'}"]
+    torchrun(2, "tests/several.py", "ppo", *setup, *more, "--", *setup, *more, *again)
+    lines = metrics(tmp_path / "run")
+    assert lines[0]["actor/kl"] == 0 and all(line["actor/kl"] > 1e-3 for line in lines[1:])
+    assert all(abs(line["actor/mismatch_logp_difference"]) < 1e-4 for line in lines), "the engine lacks the adapters"
+    assert untimed(tmp_path / "again") == [line for line in untimed(tmp_path / "run") if line["step"] > 2]
+    one, other = (load_file(tmp_path / name / "model/model.safetensors") for name in ("run", "again"))
+    assert all((one[key] == other[key]).all() for key in one)
+    check_adapter(AutoModelForCausalLM, tmp_path / "tiny", tmp_path / "run/model")
 
 
 def test_a_signal_finishes_the_step_and_saves(setup, tmp_path):

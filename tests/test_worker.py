@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import make_critic, make_model, torchrun
-from parity import LAYOUTS, SECTION, make_batch, policy_loss, value_loss
+from parity import ADAPTED, LAYOUTS, SECTION, make_batch, policy_loss, value_loss
+from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl2.model import Scores
@@ -14,13 +15,35 @@ from rl2.parallel import fsdp
 from rl2.parallel.mesh import init
 from rl2.worker import Worker, schedule
 
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
-def reference(name, critic):
+
+def adapt(model, drawn):
+    """What peft makes of a plain model, with adapters that start at `drawn`, of rank 3 and alpha 5."""
+    inject_adapter_in_model(LoraConfig(r=3, lora_alpha=5, target_modules=LINEAR), model)
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(f"hf.{key}" in drawn)
+        if parameter.requires_grad:
+            parameter.data.copy_(drawn[f"hf.{key}"])
+
+
+def merge(model):
+    """The weights of a plain model by name, with what peft says that its adapters add."""
+    weights = {key.replace(".base_layer.", "."): p for key, p in model.named_parameters() if ".lora_" not in key}
+    for key, module in model.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            weights[f"{key}.weight"] = weights[f"{key}.weight"] + module.get_delta_weight("default")
+    return weights
+
+
+def reference(name, critic, drawn=None):
     """The same two steps on padded rows of a plain model: scores before them, loss and norm of each, weights after."""
     batch = make_batch()
     torch.manual_seed(0)
     cls, more = (AutoModelForSequenceClassification, {"num_labels": 1}) if critic else (AutoModelForCausalLM, {})
     model = cls.from_pretrained(f"{name}-critic" if critic else name, dtype=torch.float32, **more)
+    if drawn:
+        adapt(model, drawn)
     optimizer = torch.optim.SGD(model.parameters(), lr=SECTION["lr"])
     first, told = None, []
     for _ in range(2):
@@ -38,7 +61,7 @@ def reference(name, critic):
         optimizer.zero_grad()
         first = first or vars(scores.map(torch.Tensor.detach))
         told.append((loss.item(), norm.item()))
-    return first, told, dict(model.named_parameters())
+    return first, told, merge(model)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -48,10 +71,14 @@ def test_every_layout_equals_one_padded_process(tmp_path, world, family, tied):
     make_critic(name)
     torchrun(world, "tests/parity.py", name, tmp_path / "out")
     results = torch.load(tmp_path / "out")
-    assert len(results) == (8 if world < 4 else 4) * len(LAYOUTS[world])
+    assert len(results) == (8 if world < 4 else 4) * len(LAYOUTS[world]) + 2 * len(ADAPTED[world])
     expected = {critic: reference(name, critic) for critic in (False, True)}
+    drawn = {critic: results[critic, "lora", (0, 1)]["drawn"] for critic in (False, True)}
+    adapted = {critic: reference(name, critic, drawn[critic]) for critic in (False, True)}
     for (critic, *layout), result in results.items():
-        scores, steps, weights = expected[critic]
+        scores, steps, weights = adapted[critic] if layout[0] == "lora" else expected[critic]
+        if layout[0] == "lora":
+            assert all(torch.equal(result["drawn"][key], start) for key, start in drawn[critic].items()), layout
         for key, column in result["scores"].items():
             assert (column is None) == (scores[key] is None)
             if column is not None:

@@ -60,7 +60,8 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_logps, d_entropy):
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
-        d_hidden, d_weight = torch.zeros_like(hidden, dtype=torch.float32), torch.empty_like(weight)
+        d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # a frozen head needs none
         for columns in _chunks(len(weight), len(hidden), hidden.device):
             logits = _logits(hidden, weight[columns], ctx.temperature).sub_(lse[:, None])  # log p
             probs = logits.exp() if ctx.with_entropy else logits.exp_()
@@ -73,7 +74,8 @@ class _Head(torch.autograd.Function):
             d_logits[here, targets[here] - columns.start] += d_logps[here]
             d_logits = d_logits.div_(ctx.temperature).to(hidden.dtype)
             d_hidden += d_logits @ weight[columns]
-            d_weight[columns] = d_logits.T @ hidden
+            if d_weight is not None:
+                d_weight[columns] = d_logits.T @ hidden
         if ctx.group:
             dist.all_reduce(d_hidden, group=ctx.group)
         return d_hidden.to(hidden.dtype), d_weight, None, None, None, None

@@ -94,6 +94,12 @@ class WorkerConfig:
     """tokens of one micro-batch on one process; also the longest sequence"""
     max_inference_length_per_device: int | None = None
     """the same for passes without a gradient; by default the same number"""
+    lora_rank: int = 0
+    """train adapters of this rank beside frozen weights (LoRA), which wants a higher lr; 0 = train the weights"""
+    lora_alpha: float | None = None
+    """adapters are scaled by lora_alpha / lora_rank; by default twice the rank"""
+    lora_targets: list[str] = field(default_factory=list)
+    """names of the linear layers that get adapters, e.g. [q_proj,v_proj]; by default all but the head"""
     share_prompts: bool = True
     """run the prompt of a group once for all its answers in a micro-batch; exact, up to rounding"""
     lr: float = 1e-6
@@ -545,8 +551,8 @@ def explain(root: type, usage: str) -> str:
 SGLANG = ("rollout.tp_size", "rollout.gpu_memory_utilization", "rollout.engine_args", "rollout.engine_args.")
 # Ranges; a key that a config lacks is passed over.
 WORKER_POSITIVE = ("max_length_per_device", "max_inference_length_per_device", "update_per_rollout", "clip", "lr",
-                   "max_grad_norm", "save_freq", "sp_size", "tp_size")  # fmt: skip
-WORKER_NOT_NEGATIVE = ("fsdp_size", "weight_decay", "freeze_steps", "warmup_ratio")
+                   "max_grad_norm", "save_freq", "sp_size", "tp_size", "lora_alpha")  # fmt: skip
+WORKER_NOT_NEGATIVE = ("fsdp_size", "weight_decay", "freeze_steps", "warmup_ratio", "lora_rank")
 POSITIVE = (
     "data.max_length", "data.prompts_per_rollout", "data.responses_per_prompt", "data.batch_size", "actor.clip_high",
     "actor.average_constant", "actor.dual_clip", "dpo.beta", "rollout.max_running", "rollout.max_turns",
@@ -611,7 +617,8 @@ def _validate_examples(config, name, set_keys, world_size, group_size, uses):
         if limit and needed > limit * worker.sp_size:
             problems.append(f"{name}.{key}={limit} is shorter than a row may get: {needed} = data.max_length "
                             f"x {needed // data.max_length}; raise it, or lower data.max_length")  # fmt: skip
-    uses = [*uses, (False, ("trainer.deterministic", "trainer.seed"), "where nothing is sampled")]
+    uses = [*uses, (False, ("trainer.deterministic",), "where nothing is sampled")]
+    uses += [(worker.lora_rank, ("trainer.seed",), f"where nothing is sampled and {name}.lora_rank=0")]
     problems += _in_vain(config, set_keys, [*uses, *_common_uses(config, (name,))])
     return problems, _idle(config, set_keys)
 
@@ -664,6 +671,11 @@ def check_worker(config, name: str, world_size: int) -> list[str]:
             problems.append(f"{name}.{key}={size} does not divide the {parts} processes{left}: choose {valid}")
     if (worker.save_freq is None) != (worker.save_dir is None):
         problems.append(f"{name}.save_dir={worker.save_dir} and {name}.save_freq={worker.save_freq} need each other")
+    if worker.lora_rank > 0 and worker.tp_size > 1:
+        problems.append(f"{name}.lora_rank={worker.lora_rank} with {name}.tp_size={worker.tp_size}: adapters are not cut "
+                        f"into parts; set {name}.tp_size=1, fsdp_size and sp_size divide the work as well")  # fmt: skip
+    if worker.lora_rank > 0 and not installed("peft"):
+        problems.append(f"{name}.lora_rank={worker.lora_rank} needs peft, which is not installed; pip install peft")
     return problems
 
 
@@ -761,7 +773,9 @@ def _uses(config):
 def _common_uses(config, workers):
     yield config.data.test_path, ("trainer.test_freq",), "without data.test_path"
     for name in workers:
-        yield getattr(config, name).save_dir, (f"{name}.save_optimizer",), f"without {name}.save_dir"
+        worker, lora = getattr(config, name), (f"{name}.lora_alpha", f"{name}.lora_targets")
+        yield worker.save_dir, (f"{name}.save_optimizer",), f"without {name}.save_dir"
+        yield worker.lora_rank, lora, f"with {name}.lora_rank=0"
 
 
 def _warnings(config, set_keys) -> list[str]:

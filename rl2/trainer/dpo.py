@@ -9,22 +9,21 @@ from .. import algorithms
 from ..batch import Batch, collate
 from ..data import render_pair, to_samples
 from ..model import Scores
-from ..worker import Worker
 from .config import DPOConfig, parse, user_errors, validate_dpo
 from .run import ExampleRun
 
 
-def train(run: ExampleRun, reference: Worker) -> None:
+def train(run: ExampleRun, reference) -> None:
     """The whole algorithm. Every process holds the same `batch` and runs the same lines; the workers split their work."""
     loss_fn = partial(preference_loss, run.config.dpo)
     if run.test_batch is not None:
-        run.test_batch.ref_logps = reference.infer(run.test_batch).logps
+        run.test_batch.ref_logps = reference(run.test_batch).logps
     evaluate = partial(run.measure, loss_fn)
     run.begin(evaluate)
     for step in range(run.step + 1, run.num_steps + 1):
         batch = run.batch(step)
         with run.phase("reference"):
-            batch.ref_logps = reference.infer(batch).logps
+            batch.ref_logps = reference(batch).logps
         with run.phase("update"):
             told = run.worker.update(batch, loss_fn, whole_groups=True)
         if run.finish_step(step, told, batch, evaluate):
@@ -49,7 +48,7 @@ def main() -> None:
     config = parse(DPOConfig, sys.argv[1:], validate_dpo, "rl2.trainer.dpo")
     with user_errors():
         run = ExampleRun(config, "actor", render_pair, make_batch)
-        train(run, reference=Worker(config.actor, run.device))
+        train(run, reference=run.worker.reference())
         run.books.finish(run.worker)
 
 

@@ -2,7 +2,6 @@
 
 import sys
 
-import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -16,7 +15,7 @@ from ..rollout.env import FailureLog, load_env, preflight
 from ..rollout.rollout import Rollout, gather_samples, summarise
 from ..worker import Worker, compute_dtype
 from .config import PPOConfig, parse, user_errors, validate_ppo
-from .run import Books, announce_loading, count_steps
+from .run import Books, count_steps, start_loading
 
 
 def train(run) -> None:
@@ -34,7 +33,7 @@ def train(run) -> None:
         logged = summarise(trajectories, run.failures, actor.version)
         with metrics.phase("infer"):
             if run.reference is not None:
-                batch.ref_logps = run.reference.infer(batch, run.temperature).logps
+                batch.ref_logps = run.reference(batch, run.temperature).logps
             if config.actor.update_per_rollout > 1 or config.kl.type == "reward":
                 batch.old_logps = actor.infer(batch, run.temperature).logps
             if critic is not None:
@@ -133,7 +132,6 @@ class Run:
         name = config.actor.model_name
         self.tokenizer = AutoTokenizer.from_pretrained(name)
         self._prepare_data(rows)
-        torch.manual_seed(config.trainer.seed)
         self._make_workers()
         self._make_rollout(env)
         self.temperature = config.rollout.train_sampling_params.temperature
@@ -166,10 +164,10 @@ class Run:
 
     def _make_workers(self):
         config, device = self.config, self.device
-        announce_loading(config.actor.model_name)
+        start_loading(config.actor.model_name, config.trainer.seed)
         num = self.num_steps - config.actor.freeze_steps
         self.actor = Worker(config.actor, device, num_updates=num * config.actor.update_per_rollout)
-        self.reference = Worker(config.actor, device) if config.kl.coef else None
+        self.reference = self.actor.reference() if config.kl.coef else None
         self.workers, self.critic = {"actor": self.actor}, None
         if config.adv.estimator == "gae":
             config.critic.model_name = config.critic.model_name or config.actor.model_name

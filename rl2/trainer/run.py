@@ -1,5 +1,6 @@
 """What the trainers share: the books of a run, and what a trainer without rollouts works with."""
 
+import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -71,7 +72,9 @@ def count_steps(items, config, what: str) -> int:
     return min(steps, config.trainer.max_steps or steps)
 
 
-def announce_loading(name: str) -> None:
+def start_loading(name: str, seed: int) -> None:
+    """Says that the model is being loaded; `seed` is that of the weights that are new."""
+    torch.manual_seed(seed)
     if dist.get_rank() == 0:
         print(f"loading {name} ...", flush=True)
     else:
@@ -99,7 +102,7 @@ class ExampleRun:
             count_steps(test, config, "test rows")
             self.test_batch, longest = make_batch(self, list(test)), max(longest, test.longest)
         self._check_positions(longest)
-        announce_loading(section.model_name)
+        start_loading(section.model_name, config.trainer.seed)
         self.worker = Worker(section, self.device, name == "critic", self.num_steps)
         self.books = Books(config, self.tokenizer, {name: self.worker}, self.num_steps, self.device)
         self.step, self.phase = self.books.step, self.books.metrics.phase
