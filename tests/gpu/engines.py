@@ -87,6 +87,8 @@ def check_contract(make):
     greedy = [out.tokens for out in play(engine, prompts, temperature=0.0, max_new_tokens=10)]
     refused(engine, [], {"max_new_tokens": 1}, "no tokens")
     refused(engine, [1024], {"max_new_tokens": 1}, "vocabulary")
+    engine.check(actor.weights(dtype), actor.version)
+    check_abort(engine, prompts)
     engine.sleep()
     for _ in range(2):
         actor.update(make_batch(1024, 3, 3, 20, 20), policy_loss)
@@ -105,6 +107,23 @@ def check_contract(make):
     engine.close()
     check_no_process_left(others)
     dist.destroy_process_group()
+
+
+def check_abort(engine, prompts):
+    """More requests than run at a time, cut short: each returns what it has, and the engine can sleep at once."""
+
+    async def all_():
+        calls = [engine.generate(prompt, {"max_new_tokens": 400}, (7, i)) for i, prompt in enumerate(prompts * 8)]
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        await asyncio.sleep(0.3)
+        while not all(task.done() for task in tasks):
+            engine.abort()
+            await asyncio.sleep(0.02)
+        return [task.result() for task in tasks]
+
+    told = engine.loop.run_until_complete(all_())
+    assert all(len(out.tokens) == len(out.logps) <= 400 for out in told)
+    assert any(out.finish_reason == "abort" for out in told)
 
 
 def check_no_process_left(others):

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import yaml
 from figures import Skip
 
 DRY = os.environ.get("RL2_DEVICE") == "cpu"
@@ -46,7 +47,7 @@ def need_sglang() -> None:
 def sglang_args() -> dict:
     """Arguments of SGLang's engine for this machine, from SGLANG_ARGS; on a CPU those that make it run."""
     words = [word.partition("=") for word in os.environ.get("SGLANG_ARGS", "").split()]
-    return ({"max_total_tokens": 8192} if DRY else {}) | {key: value for key, _, value in words}
+    return ({"max_total_tokens": 8192} if DRY else {}) | {key: yaml.safe_load(value) for key, _, value in words}
 
 
 def synchronize() -> None:
