@@ -103,8 +103,8 @@ def test_without_a_gpu_it_says_so(tmp_path):
 
 
 def test_parts_can_be_tried_on_a_cpu(tmp_path):
-    done = shell("--out", tmp_path, "device", "head", RL2_DEVICE="cpu")
+    done = shell("--out", tmp_path, "head", "worker", RL2_DEVICE="cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     (result,) = tmp_path.glob("gpu-*-dry.md")
     text = result.read_text()
-    assert "a dry run" in text and "torch 2" in text and "| device | passed |" in text and "| head | passed |" in text
+    assert "a dry run" in text and "torch 2" in text and "| head | passed |" in text and "| worker | passed |" in text

@@ -14,12 +14,6 @@ from figures import Skip
 
 DRY = os.environ.get("RL2_DEVICE") == "cpu"
 DEVICE = torch.device("cpu" if DRY else "cuda")
-SECTION = {
-    "fsdp_size": 0, "sp_size": 1, "tp_size": 1, "dtype": "auto", "gradient_checkpointing": False, "optimizer_dir": None,
-    "max_length_per_device": 4096, "max_inference_length_per_device": None, "share_prompts": True, "lr": 1e-6,
-    "weight_decay": 0.0, "max_grad_norm": 1.0, "warmup_ratio": 0.0, "scheduler": "constant", "offload_model": False,
-    "offload_optimizer": False,
-}  # fmt: skip
 # Shapes of real models; the weights are random, since a lent machine reaches no hub.
 SHAPES = {
     "qwen2.5-1.5b": {"family": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
@@ -138,7 +132,10 @@ def _tokenizer(size: int):
 
 def section(model: str, **changes) -> SimpleNamespace:
     """A worker's section of the config."""
-    return SimpleNamespace(**{**SECTION, "model_name": model, **changes})
+    from parity import SECTION
+
+    usual = {"dtype": "auto", "lr": 1e-6, "max_grad_norm": 1.0}
+    return SimpleNamespace(**{**SECTION, **usual, "model_name": model, **changes})
 
 
 def make_batch(vocabulary: int, groups: int, samples: int, prompt: int, answer: int, seed: int = 0):
