@@ -1,6 +1,7 @@
 """Whole runs of SFT, DPO and reward models under torchrun on a tiny random model: losses that fall to what plain
-transformers says of the exported model, resumed runs that end the same, layouts that change nothing."""
+transformers says of the exported model, killed runs that end the same, layouts that change nothing."""
 
+import itertools
 import json
 import math
 import re
@@ -38,37 +39,36 @@ def untimed(folder):
     return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in metrics(folder)]
 
 
-def check_resumed_and_other_layouts(trainer, worker, args, tmp_path, steps, layouts=("sp_size=2", "tp_size=2")):
-    """In one launch: the run resumed after `steps`, which must end with the same bits; the last two steps in other layouts,
-    which must say the same; and the whole run with LoRA, which must learn too."""
-    runs = [[f"trainer.save_dir={tmp_path}/lora", f"{worker}.lora_rank=4", f"{worker}.lr=0.03"]]
-    for step in steps:
-        runs.append(
-            [f"trainer.resume={tmp_path}/run/checkpoints/step_{step}", f"trainer.save_dir={tmp_path}/from_{step}"]
-        )
-    # The schedule is laid out for all steps of a run: other layouts go on from a checkpoint, so that it is the same one.
-    for layout in layouts:
-        runs.append([f"trainer.resume={tmp_path}/run/checkpoints/step_10", f"trainer.save_dir={tmp_path}/{layout[:2]}"])
-        runs[-1] += [f"{worker}.{layout}"]
-    words = [word for run in runs for word in ["--", *args, *run]][1:]
-    torchrun(2, "tests/several.py", trainer, *words)
-    lines, whole = metrics(tmp_path / "lora"), untimed(tmp_path / "run")
+def several(world, runs):
+    """The runs, lists of words, one after the other in one launch."""
+    return torchrun(world, "tests/several.py", *[word for run in runs for word in ["--", *run]][1:])
+
+
+def check_killed_and_resumed_and_lora(trainer, worker, args, tmp_path):
+    """In one launch. To the bit as the run in `run`: one killed in step 5, which goes on from step 4, an epoch's edge, is
+    killed again in step 7 and goes on from step 6, inside an epoch; and one that goes on from a folder it is given. And
+    the whole run with LoRA, which must learn too."""
+    again = [trainer, *args, f"trainer.save_dir={tmp_path}/killed"]
+    given = [trainer, *args, f"trainer.save_dir={tmp_path}/given", f"trainer.resume={tmp_path}/run/checkpoints/step_8"]
+    lora = [trainer, *args, f"trainer.save_dir={tmp_path}/lora", f"{worker}.lora_rank=4", f"{worker}.lr=0.03"]
+    done = several(2, [["kill=5", *again], ["kill=3", *again], again, given, lora])
+    for step in (4, 6, 8):
+        assert done.stdout.count(f"step_{step}: {step} of 12 steps are done") == 1, done.stdout
+    whole, expected = untimed(tmp_path / "run"), weights(tmp_path / "run")
+    assert untimed(tmp_path / "killed") == whole
+    assert untimed(tmp_path / "given") == [line for line in whole if line["step"] > 8]
+    for name in ("killed", "given"):
+        found = weights(tmp_path / name)
+        assert found.keys() == expected.keys() and all((found[key] == expected[key]).all() for key in expected)
+    lines = metrics(tmp_path / "lora")
     assert {key: lines[0][key] for key in whole[0]} == whole[0], "adapters change the model before they are trained"
     assert lines[-1]["test/loss"] < 0.7 * lines[0]["test/loss"]
     cls = AutoModelForSequenceClassification if trainer == "rm" else AutoModelForCausalLM
     check_adapter(cls, tmp_path / "tiny", tmp_path / "lora/model")
-    expected = load_file(tmp_path / "run/model/model.safetensors")
-    for step in steps:
-        assert untimed(tmp_path / f"from_{step}") == [line for line in whole if line["step"] > step]
-        found = load_file(tmp_path / f"from_{step}/model/model.safetensors")
-        assert all((found[key] == expected[key]).all() for key in expected)
-    for layout in layouts:
-        lines = metrics(tmp_path / layout[:2])
-        assert [line["step"] for line in lines] == [11, 12]
-        for line, other in zip(lines, whole[-2:], strict=True):
-            for key, value in other.items():
-                if not key.startswith("tokens/"):
-                    assert line[key] == pytest.approx(value, rel=1e-3, abs=1e-5), (layout, line["step"], key)
+
+
+def weights(folder):
+    return load_file(folder / "model/model.safetensors")
 
 
 def conversation(i):
@@ -115,7 +115,7 @@ def test_sft(tmp_path):
     assert lines[1]["actor/loss"] > 4 and lines[-1]["actor/loss"] < 2.5 and lines[-1]["test/loss"] < 2.5
     rates = [line["actor/lr"] for line in lines[1:]]
     assert rates[:3] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01]) and rates[-1] == pytest.approx(0.01 / 9)
-    check_resumed_and_other_layouts("sft", "actor", args, tmp_path, steps=[4, 6])  # an epoch's edge, and inside one
+    check_killed_and_resumed_and_lora("sft", "actor", args, tmp_path)
 
 
 def preference(i, **more):
@@ -163,7 +163,7 @@ def test_dpo(tmp_path):
     assert last["test/rejected_reward"] == pytest.approx(sum(rejected) / 3, abs=1e-4)
     losses = [math.log1p(math.exp(r - c)) for c, r in zip(chosen, rejected, strict=True)]
     assert last["test/loss"] == pytest.approx(sum(losses) / 3, abs=1e-5)
-    check_resumed_and_other_layouts("dpo", "actor", args, tmp_path, steps=[6])
+    check_killed_and_resumed_and_lora("dpo", "actor", args, tmp_path)
 
 
 def test_reward_model(tmp_path):
@@ -187,4 +187,35 @@ def test_reward_model(tmp_path):
     assert last["test/rejected_reward"] == pytest.approx(rejected.mean().item(), abs=1e-5)
     losses = -(chosen - rejected - torch.tensor([0, 0.1, 0.2])).sigmoid().log() + 0.01 * (chosen + rejected) ** 2
     assert last["test/loss"] == pytest.approx(losses.mean().item(), abs=1e-5)
-    check_resumed_and_other_layouts("rm", "critic", args, tmp_path, steps=[6])
+    check_killed_and_resumed_and_lora("rm", "critic", args, tmp_path)
+
+
+LAYOUTS = {"fsdp": "fsdp_size=2", "replicas": "fsdp_size=1", "sp": "sp_size=2", "tp": "tp_size=2"}
+
+
+def test_each_trainer_in_each_layout_of_two_processes_equals_one_process(tmp_path):
+    """Every metric of three steps of gradient descent and of the tests around them, and then every weight."""
+    rows = {"sft": [{"messages": conversation(i)} for i in range(9)] + [{"text": "abcd" * 4}]}
+    rows["dpo"] = [preference(i) for i in range(10)]
+    rows["rm"] = [preference(i, margin=0.1 * i) for i in range(10)]
+    runs = {1: [], 2: []}
+    for trainer, part in rows.items():
+        folder, worker = tmp_path / trainer, "critic" if trainer == "rm" else "actor"
+        folder.mkdir()
+        write(folder / "test.jsonl", part[:3])
+        more = ["trainer.max_steps=3", "trainer.save_freq=null", "trainer.test_freq=2", f"{worker}.lr=0.1"]
+        args = ["sgd", trainer, *arguments(folder, part, worker, *more)]
+        runs[1].append([*args, f"trainer.save_dir={folder}/one"])
+        runs[2] += [[*args, f"{worker}.{key}", f"trainer.save_dir={folder}/{name}"] for name, key in LAYOUTS.items()]
+    for world in runs:
+        several(world, runs[world])
+    for trainer, name in itertools.product(rows, LAYOUTS):
+        one, other = tmp_path / trainer / "one", tmp_path / trainer / name
+        for expected, found in zip(metrics(one), metrics(other), strict=True):
+            for key, value in expected.items():
+                if key.startswith(("actor/", "critic/", "test/")):
+                    assert found[key] == pytest.approx(value, rel=1e-5, abs=1e-6), (trainer, name, key, found["step"])
+        start, expected, found = load_file(tmp_path / trainer / "tiny/model.safetensors"), weights(one), weights(other)
+        assert max((expected[key] - start[key]).abs().max() for key in expected.keys() & start.keys()) > 0.01
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6, msg=f"{trainer}, {name}: {key}")
