@@ -1,6 +1,7 @@
 """Whole runs of SFT, DPO and reward models under torchrun on a tiny random model: losses that fall to what plain
 transformers says of the exported model, killed runs that end the same, layouts that change nothing."""
 
+import asyncio
 import itertools
 import json
 import math
@@ -8,9 +9,11 @@ import re
 
 import pytest
 import torch
-from common import check_adapter, make_model, torchrun
+from common import ROOT, check_adapter, make_model, run, torchrun
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from rl2.rollout.env import load_env
 
 TIMED = ("time/", "memory/", "tokens/per_second")
 
@@ -166,7 +169,7 @@ def test_dpo(tmp_path):
     check_killed_and_resumed_and_lora("dpo", "actor", args, tmp_path)
 
 
-def test_reward_model(tmp_path):
+def test_reward_model(tmp_path, monkeypatch):
     """The exported folder, as transformers alone loads it, gives a padded batch the rewards that training told."""
     test = write(tmp_path / "test.jsonl", [preference(i, margin=0.1 * (i - 30)) for i in (30, 31, 32)])
     rows = [preference(i, margin=0.5) if i % 2 else preference(i) for i in range(16)]
@@ -188,6 +191,30 @@ def test_reward_model(tmp_path):
     losses = -(chosen - rejected - torch.tensor([0, 0.1, 0.2])).sigmoid().log() + 0.01 * (chosen + rejected) ** 2
     assert last["test/loss"] == pytest.approx(losses.mean().item(), abs=1e-5)
     check_killed_and_resumed_and_lora("rm", "critic", args, tmp_path)
+    check_rewards_of_a_policy(
+        tmp_path, monkeypatch, dict(zip(["chosen", "rejected"], rewards.view(-1, 2)[0].tolist(), strict=True))
+    )
+
+
+def check_rewards_of_a_policy(tmp_path, monkeypatch, expected):
+    """envs/reward_model.py with the model in process gives what training told, and gives it to GRPO."""
+    monkeypatch.setenv("RL2_REWARD_MODEL", str(tmp_path / "run/model"))
+    env, row = load_env(str(ROOT / "envs/reward_model.py")), preference(30)
+    for reply in ("chosen", "rejected"):
+        messages = [*row["messages"], {"role": "assistant", "content": row[reply]}]
+        assert asyncio.run(env.score(messages, row)) == {"reward": pytest.approx(expected[reply], abs=1e-5)}
+    write(tmp_path / "prompts.jsonl", [{**preference(i), "answer": ""} for i in range(8)])
+    args = [
+        f"actor.model_name={tmp_path}/tiny", "actor.lr=0.001", "actor.dtype=float32", "data.prompts_per_rollout=4",
+        f"data.path={tmp_path}/prompts.jsonl", "data.max_length=100", "rollout.env_path=envs/reward_model.py",
+        "rollout.train_sampling_params.max_new_tokens=4", f"trainer.save_dir={tmp_path}/grpo", "trainer.disable_wandb=true",
+    ]  # fmt: skip
+    run("-m", "rl2.trainer.ppo", *args)
+    assert metrics(tmp_path / "grpo")[-1]["actor/grad_norm"] > 0
+    lines = (tmp_path / "grpo/rollouts/train/step_2.jsonl").read_text().splitlines()
+    for record in map(json.loads, lines):
+        assert asyncio.run(env.score(record["messages"], row)) == {"reward": pytest.approx(record["reward"], abs=1e-5)}
+    assert len(lines) == 32
 
 
 LAYOUTS = {"fsdp": "fsdp_size=2", "replicas": "fsdp_size=1", "sp": "sp_size=2", "tp": "tp_size=2"}
