@@ -1,0 +1,108 @@
+"""Tokens per second of supervised fine-tuning, rl2 and TRL's SFTTrainer in turns, at the same settings:
+
+    python benchmarks/sft.py MODEL [--pack 1024] [--rows 20] [--steps 4] [--rounds 2] [--checkpointing true]
+
+Word problems of reasoning-gym's gsm_symbolic with their worked answers, trained whole, in the same order. TRL's step is 4
+packs of --pack tokens, packed its own way (`bfd`), --trl-batch of them at a time; rl2's is --rows rows, 20 of which are a
+little more, at most 4 packs at a time. fp32 weights, bf16 where the machine is fast at it, AdamW. Each runs in a process of
+its own; the first step warms up and is not counted. Needs the `test` and `quickstart` extras.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PACKS = 4  # of a step
+
+
+def make_rows(count: int) -> list[dict]:
+    import reasoning_gym
+
+    task = reasoning_gym.create_dataset("gsm_symbolic", size=count, seed=0)
+    return [{"text": f"{item['question']}\n{item['metadata']['answer_cot']}"} for item in task]
+
+
+def run_rl2(arguments, folder: Path) -> list[dict]:
+    command = [
+        "-m", "rl2.trainer.sft", f"data.path={folder / 'rows.jsonl'}", f"data.max_length={arguments.pack}",
+        f"data.batch_size={arguments.rows}", "data.shuffle=false", f"actor.model_name={arguments.model}", "actor.lr=1e-5",
+        f"actor.max_length_per_device={arguments.pack * PACKS}", f"actor.gradient_checkpointing={arguments.checkpointing}",
+        "trainer.disable_wandb=true", f"trainer.save_dir={folder}",
+    ]  # fmt: skip
+    subprocess.run([sys.executable, *command], check=True, stdout=sys.stderr)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{"seconds": line["time/step"], "tokens": line["tokens/total"]} for line in lines]
+
+
+def run_trl(arguments, folder: Path) -> list[dict]:
+    import torch
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    from rl2.worker import compute_dtype
+
+    class Clock(TrainerCallback):
+        def __init__(self):
+            self.ends = []
+
+        def on_step_end(self, *_, **__):
+            self.ends.append(time.perf_counter())
+
+    clock = Clock()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    config = SFTConfig(
+        output_dir=str(folder / "trl"), max_steps=arguments.steps, learning_rate=1e-5, lr_scheduler_type="constant",
+        max_length=arguments.pack, packing=True, per_device_train_batch_size=arguments.trl_batch,
+        gradient_accumulation_steps=PACKS // arguments.trl_batch, gradient_checkpointing=arguments.checkpointing == "true",
+        bf16=compute_dtype("auto", device) == torch.bfloat16, use_cpu=device.type == "cpu", logging_steps=1,
+        save_strategy="no", report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = SFTTrainer(model=arguments.model, args=config, train_dataset=Dataset.from_list(rows), callbacks=[clock])
+    assert trainer.model.dtype == torch.float32
+    trainer.train()
+    ends, totals = clock.ends, [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
+    steps = zip(ends, ends[1:], totals, totals[1:], strict=False)
+    # The first entry stands for the step that warms up.
+    return [{}] + [{"seconds": end - start, "tokens": after - before} for start, end, before, after in steps]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    for name, default in (("rows", 20), ("pack", 1024), ("steps", 4), ("rounds", 2), ("trl-batch", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--checkpointing", default="true", choices=["true", "false"])
+    parser.add_argument("--only", choices=["trl", "rl2"], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.only:
+        steps = {"trl": run_trl, "rl2": run_rl2}[arguments.only](arguments, arguments.folder)
+        print(json.dumps(steps))
+        return
+    rates = {"trl": [], "rl2": []}
+    print(f"{'round':8}{'':6}{'steps':>6}{'tokens a step':>15}{'seconds a step':>16}{'tokens/s':>10}")
+    for number in range(arguments.rounds):
+        for name in rates:
+            with tempfile.TemporaryDirectory() as folder:
+                rows = make_rows(arguments.rows * arguments.steps)
+                Path(folder, "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+                command = [sys.executable, __file__, *sys.argv[1:], "--only", name, "--folder", folder]
+                out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+            steps = json.loads(out.splitlines()[-1])[1:]
+            seconds, tokens = ([step[key] for step in steps] for key in ("seconds", "tokens"))
+            rates[name].append(sum(tokens) / sum(seconds))
+            told = f"{statistics.mean(tokens):15.0f}{statistics.mean(seconds):16.1f}{rates[name][-1]:10.0f}"
+            print(f"{number + 1:<8}{name:6}{len(steps):6}{told}", flush=True)
+    ratios = [ours / theirs for ours, theirs in zip(rates["rl2"], rates["trl"], strict=True)]
+    print(f"rl2 / trl: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+
+
+if __name__ == "__main__":
+    main()
