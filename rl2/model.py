@@ -55,7 +55,7 @@ class TokenModel(nn.Module):
         body = self.hf.base_model(pack.tokens, position_ids=pack.positions, use_cache=False, attend=attend)
         hidden = body.last_hidden_state[0, pack.hidden]  # [P, E]
         if self.is_critic:
-            return Scores(values=self.hf.score(hidden).squeeze(-1).float())
+            return Scores(values=hidden.float() @ self.hf.score.weight[0].float())  # bf16 tells few rewards apart
         weight = self.hf.get_output_embeddings().weight
         if self.tp is not None:
             weight = weight.to_local()

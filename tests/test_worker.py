@@ -150,3 +150,14 @@ def test_a_new_value_head_starts_at_zero(tmp_path):
         assert values.abs().max() == 0
     finally:
         dist.destroy_process_group()
+
+
+def test_values_computed_in_bf16_are_not_rounded_to_it(tmp_path):
+    """Rewards of like replies would tie: from 1 to 2 bf16 has 128 numbers."""
+    name, batch = make_critic(make_model(tmp_path / "model")), make_batch()
+    section = SimpleNamespace(**{**SECTION, "model_name": name, "dtype": "bfloat16"})
+    try:
+        values = Worker(section, init(), True, 4).infer(batch).values[batch.mask > 0]
+        assert (values != values.bfloat16()).float().mean() > 0.9
+    finally:
+        dist.destroy_process_group()
