@@ -15,10 +15,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from rl2.trainer import dpo, rm, sft
+from rl2.trainer import dpo, ppo, rm, sft
 from rl2.worker import Worker
 
-MAINS = {"sft": sft.main, "dpo": dpo.main, "rm": rm.main}
+MAINS = {"ppo": ppo.main, "sft": sft.main, "dpo": dpo.main, "rm": rm.main}
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 

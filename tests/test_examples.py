@@ -246,3 +246,23 @@ def test_each_trainer_in_each_layout_of_two_processes_equals_one_process(tmp_pat
         assert max((expected[key] - start[key]).abs().max() for key in expected.keys() & start.keys()) > 0.01
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6, msg=f"{trainer}, {name}: {key}")
+
+
+def test_the_rows_of_the_pipeline_are_right_and_apart(tmp_path):
+    """What examples/pipeline.py generates: no problem is in two sets, the chosen answer is right by the env that knows
+    numbers and the rejected one wrong, and half of the slips can not be told by their length."""
+    pytest.importorskip("reasoning_gym", reason="comes with rl2[quickstart]")
+    run("examples/pipeline.py", "prepare", tmp_path)
+    rows = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.iterdir()}
+    questions = {name: [row["messages"][0]["content"] for row in part] for name, part in rows.items()}
+    assert questions["sft_test"] == questions["pairs_test"]
+    apart = [question for name in ("sft_train", "pairs_train", "pairs_test") for question in questions[name]]
+    assert len(set(apart)) == len(apart) == 820
+    score = load_env(str(ROOT / "envs/arithmetic.py")).reward_fn
+    for sft, pair in zip(rows["sft_test"], rows["pairs_test"], strict=True):
+        assert sft["messages"][-1]["content"] == pair["chosen"]
+        answer = pair["chosen"].rpartition("#### ")[2]
+        assert score([{"content": pair["chosen"]}], answer) == 1
+        assert score([{"content": pair["rejected"]}], answer) == 0
+    slips = [len(pair["chosen"]) == len(pair["rejected"]) for pair in rows["pairs_train"][::2]]
+    assert all(slips) and len(slips) == 160

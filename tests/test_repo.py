@@ -161,7 +161,9 @@ def test_every_command_composes_and_is_valid(path, capsys, monkeypatch):
     assert lines or path == "examples/install.sh"
     for launch, command in lines:
         trainer, _, rest = command.strip().strip("`").partition(" ")
-        words = [re.sub(r"\$\{\w+:-([^}]*)\}|\$\{?\w+\}?", r"\1", word) for word in shlex.split(rest, comments=True)]
+        # ${NAME:-value} is its value, and $NAME its name.
+        words = [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in shlex.split(rest, comments=True)]
+        words = [re.sub(r"\$\{?(\w+)\}?", r"\1", word) for word in words]
         overrides = [word for word in words if re.match(r"[\w.]+=.", word) and "..." not in word]
         launch = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", launch).replace('"', "")
         sizes = [int(n) for n in re.findall(r"--n(?:nodes|proc_per_node)=(\d+)", launch)]

@@ -199,7 +199,7 @@ def test_lora_with_its_base_as_the_reference(setup, tmp_path):
     more = ["actor.lora_rank=4", "kl.coef=0.01", "kl.type=reward", "trainer.max_steps=4", "trainer.save_freq=2"]
     more += ["adv.estimator=gae", "critic.lr=0.01", "critic.dtype=float32", "critic.lora_rank=2"]
     again = [f"trainer.resume={tmp_path / 'run/checkpoints/step_2'}", f"trainer.save_dir={tmp_path / 'again'}"]
-    torchrun(2, "tests/several.py", "ppo", *setup, *more, "--", *setup, *more, *again)
+    torchrun(2, "tests/several.py", "ppo", *setup, *more, "--", "ppo", *setup, *more, *again)
     lines = metrics(tmp_path / "run")
     assert lines[0]["actor/kl"] == 0 and all(line["actor/kl"] > 1e-3 for line in lines[1:])
     assert all(abs(line["actor/mismatch_logp_difference"]) < 1e-4 for line in lines), "the engine lacks the adapters"
