@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import torch
-from peft import PeftModel
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import Fuse
 from transformers import (
@@ -66,6 +65,8 @@ def make_critic(name) -> str:
 def check_adapter(cls, name, folder):
     """The exported model in `folder`, as transformers loads it, is the model `name` with the adapter beside it, as peft
     loads that; and not the model itself."""
+    from peft import PeftModel  # which SGLang's environment lacks
+
     tokens = torch.arange(3, 40)[None]
     more = {"num_labels": 1} if cls is AutoModelForSequenceClassification else {}
     base, whole = (cls.from_pretrained(where, dtype=torch.float32, **more) for where in (name, folder))
