@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 env=.venv-sglang
-wanted="$(cat tests/sglang/run.sh tests/sglang/requirements.txt setup.py constraints.txt | cksum)"
+wanted="$(cat tests/sglang/run.sh tests/sglang/stand_ins/*.p* tests/sglang/requirements.txt setup.py constraints.txt | cksum)"
 if ! grep -qxF "$wanted" "$env/installed" 2>/dev/null; then
     echo "installing SGLang into $env (a few minutes) ..."
     [ -x "$env/bin/python" ] || "${PYTHON:-python3}" -m venv "$env"
