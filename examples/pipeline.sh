@@ -1,4 +1,19 @@
 #!/usr/bin/env bash
+# Hardware: any CPU with two cores and 8 GB of memory. Installs rl2, fetches SmolLM2-135M-Instruct and trains it four times:
+# SFT on worked word problems (reasoning-gym's gsm_symbolic, 9 kinds with small numbers); from that, a reward model and DPO on
+# pairs; and GRPO on the quickstart's sums. Held-out problems are of the same kinds, with other numbers and names.
+# A pair is the worked answer and, in turns, the same with a slip in its last step, as long to the character, or the right
+# answer to another problem of the kind. Choosing the shorter one is right for 56% of the held-out pairs.
+#
+# Measured before and after on 100 held-out problems, 21 November 2026, two cores of an AMD EPYC that others used too. The
+# seconds are to be measured, and the GRPO stage on sums was not run:
+#   SFT            perplexity   3.16 -> 1.06
+#   reward model   accuracy     ties -> 0.77 (0.98 where the numbers are another problem's, 0.56 of the slips: chance), of a
+#                  model trained while the value head rounded to bf16 and scored by transformers in fp32
+#   DPO            accuracy     ties -> 0.91
+#
+# Safe to run again: a stage that is done stays, an interrupted one goes on from its last checkpoint. OUT is where the
+# stages go, MODEL=owner/name another model, DATA a folder with your own {sft,pairs}_{train,test}.jsonl.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source examples/install.sh quickstart
