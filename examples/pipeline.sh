@@ -11,7 +11,7 @@
 #   reward model   accuracy     ties -> 0.77 (0.98 where the numbers are another problem's, 0.56 of the slips: chance), of a
 #                  model trained while the value head rounded to bf16 and scored by transformers in fp32
 #   DPO            accuracy     ties -> 0.91    923 s
-#   GRPO           right        0.34 -> 0.70    497 s, greedy; sampled 0.27 in the first step, 0.71 over the last five
+#   GRPO           right        0.34 -> 0.70    497 s, greedy; sampled 0.27 in the first step, 0.70 over the last five
 #
 # Safe to run again: a stage that is done stays, an interrupted one goes on from its last checkpoint. OUT is where the
 # stages go, MODEL=owner/name another model, DATA a folder with your own {sft,pairs}_{train,test}.jsonl.
