@@ -191,7 +191,8 @@ def test_partial_rollouts_train_every_prompt_once_and_resume(setup, tmp_path):
             asked[record["messages"][0]["content"]] = asked.get(record["messages"][0]["content"], 0) + 1
         newest.append(max(version for record in records for version, _ in record["versions"]))
     assert set(asked.values()) == {2 * 8} and len(asked) == 24
-    assert newest == list(range(12)), "some of every step's tokens are of its own weights"
+    # What a step starts early the next one ends, so a step can train on answers that were all done before its weights.
+    assert all(step - 1 <= version <= step for step, version in enumerate(newest)), newest
 
 
 def test_lora_with_its_base_as_the_reference(setup, tmp_path):
