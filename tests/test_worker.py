@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from common import make_critic, make_model, torchrun
+from common import make_critic, make_model, run, torchrun
 from parity import ADAPTED, LAYOUTS, SECTION, make_batch, policy_loss, value_loss
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -161,3 +161,10 @@ def test_values_computed_in_bf16_are_not_rounded_to_it(tmp_path):
         assert (values != values.bfloat16()).float().mean() > 0.9
     finally:
         dist.destroy_process_group()
+
+
+def test_a_process_may_end_right_behind_a_collective():
+    """Without init's pause this aborts every time: gloo's threads hold the last reference to the tensors."""
+    script = "import torch, torch.distributed as dist\nfrom rl2.parallel.mesh import init\ninit()\n"
+    script += "for _ in range(50):\n    dist.all_reduce(torch.ones(100_000), async_op=True)"
+    run("-c", script)

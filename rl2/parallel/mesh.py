@@ -1,6 +1,8 @@
 """The process group, the device mesh and the few collectives we use."""
 
+import atexit
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -35,6 +37,9 @@ def init() -> torch.device:
     where = {} if store is None else {"store": store, "rank": 0, "world_size": 1}
     # Two hours: a rank may wait that long for one whose environment is slow, and dies at once if the other one dies.
     dist.init_process_group(backend, timeout=timedelta(hours=2), **where)
+    # A thread of gloo that is still about to free the tensors of a collective takes Python's lock for it, which aborts a
+    # process whose interpreter is ending (pytorch issue 190489): it gets the time before that.
+    atexit.register(time.sleep, 0.1)
     return device
 
 
