@@ -37,7 +37,7 @@ def dies():
     os.kill(os.getpid(), signal.SIGKILL)
 
 def leaves():
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)  # forgotten"], start_new_session=True)
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 
 def skipped():
     raise Skip("there is one GPU")
@@ -58,7 +58,7 @@ def paths(monkeypatch):
 def test_a_part_that_fails_hangs_or_dies_costs_itself_only(tmp_path, paths, capsys):
     (tmp_path / "fakes.py").write_text(FAKES)
     names = ("wrong", "hangs", "dies", "leaves", "skipped", "missing", "good")
-    parts = {name: Part(str(tmp_path / "fakes.py"), 8 if name == "hangs" else 60) for name in names}
+    parts = {name: Part(str(tmp_path / "fakes.py"), 15 if name == "hangs" else 60) for name in names}
     start = time.monotonic()
     outcomes = {o.name: o for o in run_parts(parts, tmp_path / "found/result.md", "# versions\n")}
     assert {name: o.result for name, o in outcomes.items()} == {
@@ -66,8 +66,8 @@ def test_a_part_that_fails_hangs_or_dies_costs_itself_only(tmp_path, paths, caps
         "missing": "failed", "good": "passed",
     }  # fmt: skip
     assert outcomes["wrong"].reason == "AssertionError: one | two" and outcomes["wrong"].figures == {"before": 1}
-    assert outcomes["hangs"].figures == {"before": 2} and outcomes["hangs"].seconds < 40
-    assert "forgotten" in outcomes["leaves"].reason and "-9" in outcomes["dies"].reason
+    assert outcomes["hangs"].figures == {"before": 2} and outcomes["hangs"].seconds < 60
+    assert outcomes["leaves"].reason.startswith("processes were left: ") and "-9" in outcomes["dies"].reason
     assert outcomes["good"].figures == {"answer": 42, "rate": 1.235, "share": "0.25 (goal 0.5: missed)"}
     assert time.monotonic() - start < 200
     text = (tmp_path / "found/result.md").read_text()
