@@ -28,6 +28,6 @@ setup(
         "wandb": ["wandb"],
         "lora": ["peft>=0.20"],
         "quickstart": ["gguf>=0.10", "matplotlib", "reasoning-gym>=0.1.25"],
-        "test": ["hypothesis", "peft>=0.20", "pytest", "ruff", "trl>=1.16"],
+        "test": ["hypothesis", "psutil", "peft>=0.20", "pytest", "ruff", "trl>=1.16"],
     },
 )

@@ -120,6 +120,13 @@ def test_rule(base, capsys, monkeypatch, refused, words, accepted):
 def test_all_problems_come_at_once_and_once(base, capsys, monkeypatch):
     text = problems(["actor.lrr=1", "foo", "data.seed=x"], capsys)
     assert text.startswith("6 problems")  # and the three required keys
+    text = problems([base[0], "actor.modle_name=./missing", "rollout.env_path=x.py", "adv.lamda=0.9"], capsys)
+    assert text.startswith("4 problems") and "is missing" not in text, "a slip is read as what it must mean"
+    assert "did you mean actor.model_name?" in text and "actor.model_name=./missing: no such folder" in text
+    text = problems([*base, "adv.estimator=gea", "adv.lamda=0.9", "rollout.engine=sglnag", "data.path=no.csv"], capsys)
+    assert text.startswith("3 problems") and "no effect" not in text, (
+        "estimator and engine are what is wrong, not lamda"
+    )
     assert problems([*base, "kl.coef=1", "data.max_length=9999", "critic.lr=1"], capsys).startswith("3 problems")
     monkeypatch.setenv("RANK", "1")
     assert problems([*base, "foo"], capsys) == ""

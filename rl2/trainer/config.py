@@ -339,21 +339,23 @@ def parse(root: type, argv: list[str], validate, usage: str = "rl2.trainer.ppo")
     config = OmegaConf.structured(root)
     set_keys = set()
     for key, value, source in _recipe(options, problems) + _overrides(overrides, problems):
-        problem = _set(config, key, value)
-        set_keys.add(key)
+        meant, problem = _set(config, key, value)
+        set_keys |= {meant} - {None}
         if problem:
             problems.append(problem + source)
-    missing = [] if "--cfg" in options else sorted(OmegaConf.missing_keys(config))
-    problems += [f"{key} is missing: {_docs(root)[key]}" for key in missing]
-    if not problems:
-        problems += _choices(root, config)
-    if "--cfg" in options and not problems:
+    missing = sorted(OmegaConf.missing_keys(config))
+    if "--cfg" not in options:
+        problems += [f"{key} is missing: {_docs(root)[key]}" for key in missing]
+    wrong = _choices(root, config)
+    if "--cfg" in options and not problems + wrong:
         print(OmegaConf.to_yaml(config, resolve=True), end="")
         sys.exit(0)
-    warnings = []
-    if not problems:
-        result = OmegaConf.to_object(config)
-        problems, warnings = validate(result, set_keys, int(os.environ.get("WORLD_SIZE", "1")))
+    for key in missing:  # so that what there is can be checked
+        OmegaConf.update(config, key, "")
+    result = OmegaConf.to_object(config)
+    # A wrong choice may be why other keys seem to have no effect.
+    found, warnings = validate(result, set() if wrong else set_keys, int(os.environ.get("WORLD_SIZE", "1")))
+    problems += wrong + found
     first = os.environ.get("RANK", "0") == "0"
     if problems and first:
         print(f"{len(problems)} problem{'s' * (len(problems) > 1)} in the configuration:", file=sys.stderr)
@@ -458,11 +460,11 @@ def _overrides(words, problems):
     return found
 
 
-def _set(config, key, value) -> str | None:
-    """Sets one key; returns what is wrong with it."""
+def _set(config, key, value) -> tuple[str | None, str | None]:
+    """Sets one key, or the one that it is a slip of. Returns which that was, and what is wrong."""
     if key.startswith("rollout.engine_args."):
         OmegaConf.update(config, key, value, force_add=True)
-        return None
+        return key, None
     known = dict(_leaves(config))
     if key not in known:
         near = difflib.get_close_matches(key, known, 3, 0.75)
@@ -470,14 +472,14 @@ def _set(config, key, value) -> str | None:
         near += [k for k in known if k.rpartition(".")[2] == last and k not in near]
         near = near or [k for k in known if difflib.get_close_matches(last, [k.rpartition(".")[2]], 1, 0.7)]
         hint = f": did you mean {' or '.join(near[:3])}?" if near else "; --help lists all"
-        return f"unknown key {key}={value}{hint}"
+        return _set(config, near[0], value)[0] if len(near) == 1 else None, f"unknown key {key}={value}{hint}"
     if isinstance(value, bool) and isinstance(known[key], StringNode):
-        return f"{key}={value}: this is text, so quote it: '{'off' if not value else 'on'}'"
+        return key, f"{key}={value}: this is text, so quote it: '{'off' if not value else 'on'}'"
     try:
         OmegaConf.update(config, key, value, force_add=False)
     except OmegaConfBaseException as error:
-        return f"{key}={value}: {str(error).splitlines()[0]}"
-    return None
+        return key, f"{key}={value}: {str(error).splitlines()[0]}"
+    return key, None
 
 
 def _leaves(config, prefix=""):
@@ -576,7 +578,7 @@ def validate_ppo(config: PPOConfig, set_keys: set[str], world_size: int) -> tupl
         problems += check_worker(config, name, world_size)
     problems += _check_paths(config, ("actor", "critic")) + _check_lengths(config, workers) + _check_sizes(config)
     env = Path(config.rollout.env_path).expanduser()
-    if not env.is_file() or env.suffix != ".py":
+    if config.rollout.env_path and (not env.is_file() or env.suffix != ".py"):
         problems.append(f"rollout.env_path={env}: no such Python file; copy one of envs/ to start from")
     problems += _check_engine(config)
     problems += _in_vain(config, set_keys, [*_uses(config), *_common_uses(config, ("actor", "critic"))])
@@ -668,7 +670,8 @@ def check_worker(config, name: str, world_size: int) -> list[str]:
             valid = ", ".join(str(n) for n in range(1, parts + 1) if parts % n == 0)
             left = f" that {name}.tp_size={tp} leaves" if parts < world_size else ""
             valid += " or 0" if key == "fsdp_size" else ""
-            problems.append(f"{name}.{key}={size} does not divide the {parts} processes{left}: choose {valid}")
+            parts = f"{parts} process{'es' * (parts > 1)}"
+            problems.append(f"{name}.{key}={size} does not divide the {parts}{left}: choose {valid}")
     if (worker.save_freq is None) != (worker.save_dir is None):
         problems.append(f"{name}.save_dir={worker.save_dir} and {name}.save_freq={worker.save_freq} need each other")
     if worker.lora_rank > 0 and worker.tp_size > 1:
@@ -747,7 +750,7 @@ def _check_sizes(config) -> list[str]:
 
 def _check_engine(config) -> list[str]:
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if pick_engine(config.rollout.engine)[0] == "local":
+    if pick_engine(config.rollout.engine)[0] != "sglang":
         return []
     if not installed("sglang"):
         return ["rollout.engine=sglang: it is not installed; pip install sglang, or set rollout.engine=local"]
