@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from .parallel.mesh import gather_objects
+
 
 class Metrics:
     """Writes to `folder`; the first process does the writing. `start` steps are done already."""
@@ -59,8 +61,7 @@ class Metrics:
 
     def write_trajectories(self, purpose: str, step: int, records: list[dict]) -> None:
         """Every process's records to rollouts/`purpose`/step_N.jsonl, in the order of the data."""
-        gathered = [None] * dist.get_world_size() if self.first else None
-        dist.gather_object(records, gathered)
+        gathered = gather_objects(records)
         if self.first:
             path = self.folder / "rollouts" / purpose / f"step_{step}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 """Every layout of the worker against a plain padded Hugging Face forward in this process."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -168,3 +169,12 @@ def test_a_process_may_end_right_behind_a_collective():
     script = "import torch, torch.distributed as dist\nfrom rl2.parallel.mesh import init\ninit()\n"
     script += "for _ in range(50):\n    dist.all_reduce(torch.ones(100_000), async_op=True)"
     run("-c", script)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in Linux's /proc")
+def test_one_process_keeps_its_threads_to_itself():
+    """A second team of OpenMP threads, that of a gloo thread which copies, costs a single process half its speed."""
+    script = "import torch, os\nfrom rl2.parallel.mesh import gather_objects, init\ninit()\n"
+    script += "torch.ones(10**6) + 1\nbefore = set(os.listdir('/proc/self/task'))\nvalue = b'x' * 10**6\n"
+    script += "assert gather_objects(value) == [value]\nassert set(os.listdir('/proc/self/task')) <= before"
+    run("-c", script, env={"OMP_NUM_THREADS": "2"})

@@ -96,6 +96,10 @@ def any_rank(flag: bool, device: torch.device) -> bool:
 
 def gather_objects(value) -> list:
     """The picklable value of every process, on every process, in order of rank."""
+    if dist.get_world_size() == 1:
+        # Gloo would copy it with a second team of OpenMP threads, and once there are more threads than cores ours sleep
+        # between any two operations: a rollout took twice as long.
+        return [value]
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
