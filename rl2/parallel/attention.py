@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 aten = torch.ops.aten
-# Documents no longer than this share a CPU kernel call, padded to a power of two, and go backward in fp32: on 60 queries
-# and 45 keys the bf16 backward took three times as long, on 1,024 the fp32 one took 1.4 times (AVX512-BF16, no AMX).
-SHORT = 128
+# Documents no longer than SHORT share a CPU kernel call, padded to a multiple of ROUND. Up to SHORT queries times SHORT keys
+# go backward in fp32: on 160 tokens the bf16 kernel took twice as long, on 1,024 the fp32 one 1.4 times (AVX512-BF16).
+SHORT, ROUND = 256, 16
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Block:
         for s in range(len(self.cu_q) - 1):
             queries, keys = self.cu_q[s + 1] - self.cu_q[s], self.cu_k[s + 1] - self.cu_k[s]
             short = queries <= SHORT
-            width = 1 << (queries - 1).bit_length() if short else queries
+            width = -(-queries // ROUND) * ROUND if short else queries
             groups.setdefault((width, 0 if self.causal else keys, -1 if short else s), []).append(s)
         return [self._call(width, documents) for (width, *_), documents in groups.items()]
 
@@ -82,7 +82,7 @@ def backward_block(dout, q, k, v, out, lse, block: Block, scale: float) -> tuple
         return _backward_cuda(dout, q, k, v, out, lse, block, scale)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for q_rows, k_rows, real in block.calls:
-        dtype = torch.float32 if q_rows.shape[1] <= SHORT else q.dtype
+        dtype = torch.float32 if q_rows.shape[1] * k_rows.shape[1] <= SHORT**2 else q.dtype
         heads = [
             x[rows].to(dtype).transpose(1, 2) for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows), (out, q_rows))
         ]
