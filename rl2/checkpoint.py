@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from .parallel.mesh import any_rank, gather_objects
+from .parallel.mesh import alone, any_rank, gather_objects
 
 
 class Checkpoints:
@@ -42,7 +42,7 @@ class Checkpoints:
             partial.mkdir(parents=True)
         dist.barrier()
         try:
-            dcp.save({name: part.state_dict() for name, part in held.items()}, checkpoint_id=partial)
+            dcp.save({name: part.state_dict() for name, part in held.items()}, checkpoint_id=partial, no_dist=alone())
         except CheckpointException as error:
             reason, _ = next(iter(error.failures.values()))
             whole = f"step_{self.steps()[-1]} is the newest whole one" if self.steps() else "there is no other yet"
@@ -66,7 +66,7 @@ class Checkpoints:
         path = Path(path)
         run = json.loads((path / "run.json").read_text())
         state = {name: part.state_dict() for name, part in held.items()}
-        dcp.load(state, checkpoint_id=path)
+        dcp.load(state, checkpoint_id=path, no_dist=alone())
         for name, part in held.items():
             part.load_state_dict(state[name])
         if run["world_size"] == dist.get_world_size():

@@ -20,7 +20,7 @@ from .batch import Batch, pack, plan, unpack, zigzag
 from .model import Scores, load_model
 from .parallel import lora
 from .parallel.fsdp import step_in_parts
-from .parallel.mesh import joined, make_mesh, sum_
+from .parallel.mesh import alone, joined, make_mesh, sum_
 from .parallel.tensor import partial_gradients
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # so that layouts may group parameters differently
@@ -112,8 +112,8 @@ class Worker:
         sums = sum_(torch.stack([totals[name].to(self.mesh.device) for name in names]))
         norm, lr = self._step()
         self.offload()
-        skipped = float(not math.isfinite(norm))
-        return {**dict(zip(names, sums.tolist(), strict=True)), "grad_norm": norm, "lr": lr, "skipped": skipped}
+        totals = dict(zip(names, sums.tolist(), strict=True))
+        return totals | {"grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm))}
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by its Hugging Face name, adapters merged in, whole and in `dtype`, one at a time. All processes
@@ -141,16 +141,14 @@ class Worker:
             self.model.hf.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         if optimizer:
-            dcp.save(
-                {"optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=BY_NAME)},
-                checkpoint_id=f"{folder}/optimizer",
-            )
+            state = {"optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=BY_NAME)}
+            dcp.save(state, checkpoint_id=f"{folder}/optimizer", no_dist=alone())
         dist.barrier()
 
     def _import_optimizer(self, folder):
         folder = f"{folder}/optimizer" if Path(folder, "optimizer").is_dir() else folder
         state = {"optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=BY_NAME)}
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=folder, no_dist=alone())
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=BY_NAME)
 
     def state_dict(self) -> dict:

@@ -3,12 +3,15 @@
 import atexit
 import os
 import time
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # checkpoints of one process ask for it
 
 
 @dataclass
@@ -33,8 +36,7 @@ def init() -> torch.device:
         backend = "cpu:gloo,cuda:nccl"  # objects and host tensors travel over gloo
     else:
         device, backend = torch.device("cpu"), "gloo"
-    store = None if "RANK" in os.environ else dist.HashStore()
-    where = {} if store is None else {"store": store, "rank": 0, "world_size": 1}
+    where = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     # Two hours: a rank may wait that long for one whose environment is slow, and dies at once if the other one dies.
     dist.init_process_group(backend, timeout=timedelta(hours=2), **where)
     # A thread of gloo that is still about to free the tensors of a collective takes Python's lock for it, which aborts a
@@ -94,12 +96,16 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     return bool(sum_(torch.tensor(float(flag), device=device)).item())
 
 
+def alone() -> bool:
+    """Whether there is one process, which should send itself nothing: gloo would copy it with a second team of OpenMP
+    threads, and once a process has more threads than cores all of them sleep between any two operations (a rollout took
+    twice as long)."""
+    return dist.get_world_size() == 1
+
+
 def gather_objects(value) -> list:
     """The picklable value of every process, on every process, in order of rank."""
-    if dist.get_world_size() == 1:
-        # Gloo would copy it with a second team of OpenMP threads, and once there are more threads than cores ours sleep
-        # between any two operations: a rollout took twice as long.
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values = [value] * dist.get_world_size()
+    if not alone():
+        dist.all_gather_object(values, value)
     return values
