@@ -8,35 +8,27 @@ little more, at most 4 packs at a time. fp32 weights, bf16 where the machine is 
 its own; the first step warms up and is not counted. Needs the `test` and `quickstart` extras.
 """
 
-import argparse
 import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
+
+from against_trl import SIDES, parser, problems, read_rows, steps_of, train
 
 PACKS = 4  # of a step
 
 
 def make_rows(count: int) -> list[dict]:
-    import reasoning_gym
-
-    task = reasoning_gym.create_dataset("gsm_symbolic", size=count, seed=0)
-    return [{"text": f"{item['question']}\n{item['metadata']['answer_cot']}"} for item in task]
+    return [{"text": f"{item['question']}\n{item['metadata']['answer_cot']}"} for item in problems(count)]
 
 
 def run_rl2(arguments, folder: Path) -> list[dict]:
-    command = [
-        "-m", "rl2.trainer.sft", f"data.path={folder / 'rows.jsonl'}", f"data.max_length={arguments.pack}",
-        f"data.batch_size={arguments.rows}", "data.shuffle=false", f"actor.model_name={arguments.model}", "actor.lr=1e-5",
+    settings = [
+        f"data.max_length={arguments.pack}", f"data.batch_size={arguments.rows}", "data.shuffle=false",
+        f"actor.model_name={arguments.model}", "actor.lr=1e-5",
         f"actor.max_length_per_device={arguments.pack * PACKS}", f"actor.gradient_checkpointing={arguments.checkpointing}",
-        "trainer.disable_wandb=true", f"trainer.save_dir={folder}",
     ]  # fmt: skip
-    subprocess.run([sys.executable, *command], check=True, stdout=sys.stderr)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{"seconds": line["time/step"], "tokens": line["tokens/total"]} for line in lines]
+    return train("sft", folder, settings, "tokens/total")
 
 
 def run_trl(arguments, folder: Path) -> list[dict]:
@@ -56,7 +48,7 @@ def run_trl(arguments, folder: Path) -> list[dict]:
 
     clock = Clock()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    data = Dataset.from_list(read_rows(folder))
     config = SFTConfig(
         output_dir=str(folder / "trl"), max_steps=arguments.steps, learning_rate=1e-5, lr_scheduler_type="constant",
         max_length=arguments.pack, packing=True, per_device_train_batch_size=arguments.trl_batch,
@@ -64,7 +56,7 @@ def run_trl(arguments, folder: Path) -> list[dict]:
         bf16=compute_dtype("auto", device) == torch.bfloat16, use_cpu=device.type == "cpu", logging_steps=1,
         save_strategy="no", report_to="none", disable_tqdm=True,
     )  # fmt: skip
-    trainer = SFTTrainer(model=arguments.model, args=config, train_dataset=Dataset.from_list(rows), callbacks=[clock])
+    trainer = SFTTrainer(model=arguments.model, args=config, train_dataset=data, callbacks=[clock])
     assert trainer.model.dtype == torch.float32
     trainer.train()
     ends, totals = clock.ends, [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
@@ -74,32 +66,21 @@ def run_trl(arguments, folder: Path) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    for name, default in (("rows", 20), ("pack", 1024), ("steps", 4), ("rounds", 2), ("trl-batch", 1)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--checkpointing", default="true", choices=["true", "false"])
-    parser.add_argument("--only", choices=["trl", "rl2"], help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    options = parser(__doc__, rows=20, pack=1024, steps=4, rounds=2, trl_batch=1)
+    options.add_argument("--checkpointing", default="true", choices=["true", "false"])
+    arguments = options.parse_args()
     if arguments.only:
-        steps = {"trl": run_trl, "rl2": run_rl2}[arguments.only](arguments, arguments.folder)
-        print(json.dumps(steps))
+        print(json.dumps({"trl": run_trl, "rl2": run_rl2}[arguments.only](arguments, arguments.folder)))
         return
-    rates = {"trl": [], "rl2": []}
+    rates, rows = {side: [] for side in SIDES}, make_rows(arguments.rows * arguments.steps)
     print(f"{'round':8}{'':6}{'steps':>6}{'tokens a step':>15}{'seconds a step':>16}{'tokens/s':>10}")
     for number in range(arguments.rounds):
-        for name in rates:
-            with tempfile.TemporaryDirectory() as folder:
-                rows = make_rows(arguments.rows * arguments.steps)
-                Path(folder, "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-                command = [sys.executable, __file__, *sys.argv[1:], "--only", name, "--folder", folder]
-                out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-            steps = json.loads(out.splitlines()[-1])[1:]
+        for side in SIDES:
+            steps = steps_of(side, rows)
             seconds, tokens = ([step[key] for step in steps] for key in ("seconds", "tokens"))
-            rates[name].append(sum(tokens) / sum(seconds))
-            told = f"{statistics.mean(tokens):15.0f}{statistics.mean(seconds):16.1f}{rates[name][-1]:10.0f}"
-            print(f"{number + 1:<8}{name:6}{len(steps):6}{told}", flush=True)
+            rates[side].append(sum(tokens) / sum(seconds))
+            told = f"{statistics.mean(tokens):15.0f}{statistics.mean(seconds):16.1f}{rates[side][-1]:10.0f}"
+            print(f"{number + 1:<8}{side:6}{len(steps):6}{told}", flush=True)
     ratios = [ours / theirs for ours, theirs in zip(rates["rl2"], rates["trl"], strict=True)]
     print(f"rl2 / trl: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 

@@ -141,21 +141,22 @@ class Worker:
             self.model.hf.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         if optimizer:
-            state = {"optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=BY_NAME)}
-            dcp.save(state, checkpoint_id=f"{folder}/optimizer", no_dist=alone())
+            dcp.save({"optimizer": self._optimizer_state()}, checkpoint_id=f"{folder}/optimizer", no_dist=alone())
         dist.barrier()
+
+    def _optimizer_state(self):
+        return get_optimizer_state_dict(self.model, self.optimizer, options=BY_NAME)
 
     def _import_optimizer(self, folder):
         folder = f"{folder}/optimizer" if Path(folder, "optimizer").is_dir() else folder
-        state = {"optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=BY_NAME)}
+        state = {"optimizer": self._optimizer_state()}
         dcp.load(state, checkpoint_id=folder, no_dist=alone())
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=BY_NAME)
 
     def state_dict(self) -> dict:
         """What a resumed run needs of this worker: what is trained, its optimizer and version, sharded."""
-        optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=BY_NAME)
         model = {name: parameter.detach() for name, parameter in self.trained.items()}
-        return {"model": model, "optimizer": optimizer, "version": self.version}
+        return {"model": model, "optimizer": self._optimizer_state(), "version": self.version}
 
     def load_state_dict(self, state: dict) -> None:
         self.model.load_state_dict(state["model"], strict=False)  # what is frozen or tied is not there

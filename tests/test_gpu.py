@@ -37,7 +37,7 @@ def dies():
     os.kill(os.getpid(), signal.SIGKILL)
 
 def leaves():
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)  # forgotten"], start_new_session=True)
 
 def skipped():
     raise Skip("there is one GPU")
@@ -66,8 +66,8 @@ def test_a_part_that_fails_hangs_or_dies_costs_itself_only(tmp_path, paths, caps
         "missing": "failed", "good": "passed",
     }  # fmt: skip
     assert outcomes["wrong"].reason == "AssertionError: one | two" and outcomes["wrong"].figures == {"before": 1}
-    assert outcomes["hangs"].figures == {"before": 2} and outcomes["hangs"].seconds < 60
-    assert outcomes["leaves"].reason.startswith("processes were left: ") and "-9" in outcomes["dies"].reason
+    assert outcomes["hangs"].figures == {"before": 2} and outcomes["hangs"].seconds < 40
+    assert "forgotten" in outcomes["leaves"].reason and "-9" in outcomes["dies"].reason
     assert outcomes["good"].figures == {"answer": 42, "rate": 1.235, "share": "0.25 (goal 0.5: missed)"}
     assert time.monotonic() - start < 200
     text = (tmp_path / "found/result.md").read_text()

@@ -103,9 +103,14 @@ def alone() -> bool:
     return dist.get_world_size() == 1
 
 
-def gather_objects(value) -> list:
-    """The picklable value of every process, on every process, in order of rank."""
+def gather_objects(value, everywhere: bool = True) -> list:
+    """The picklable value of every process in order of rank, on every process or on the first one only, where the others
+    get a list that means nothing."""
     values = [value] * dist.get_world_size()
-    if not alone():
+    if alone():
+        return values
+    if everywhere:
         dist.all_gather_object(values, value)
+    else:
+        dist.gather_object(value, values if dist.get_rank() == 0 else None)
     return values

@@ -340,7 +340,8 @@ def parse(root: type, argv: list[str], validate, usage: str = "rl2.trainer.ppo")
     set_keys = set()
     for key, value, source in _recipe(options, problems) + _overrides(overrides, problems):
         meant, problem = _set(config, key, value)
-        set_keys |= {meant} - {None}
+        if meant:
+            set_keys.add(meant)
         if problem:
             problems.append(problem + source)
     missing = sorted(OmegaConf.missing_keys(config))
@@ -472,7 +473,8 @@ def _set(config, key, value) -> tuple[str | None, str | None]:
         near += [k for k in known if k.rpartition(".")[2] == last and k not in near]
         near = near or [k for k in known if difflib.get_close_matches(last, [k.rpartition(".")[2]], 1, 0.7)]
         hint = f": did you mean {' or '.join(near[:3])}?" if near else "; --help lists all"
-        return _set(config, near[0], value)[0] if len(near) == 1 else None, f"unknown key {key}={value}{hint}"
+        meant = _set(config, near[0], value)[0] if len(near) == 1 else None
+        return meant, f"unknown key {key}={value}{hint}"
     if isinstance(value, bool) and isinstance(known[key], StringNode):
         return key, f"{key}={value}: this is text, so quote it: '{'off' if not value else 'on'}'"
     try:
@@ -686,11 +688,8 @@ def _check_paths(config, workers) -> list[str]:
     problems = []
     for key in ("data.path", "data.test_path"):
         path = _get(config, key)
-        if (
-            path
-            and not Path(path).expanduser().exists()
-            and (path.endswith(DATA_SUFFIXES) or path.startswith(("/", ".", "~")))
-        ):
+        local = path and (path.endswith(DATA_SUFFIXES) or path.startswith(("/", ".", "~")))
+        if local and not Path(path).expanduser().exists():
             problems.append(f"{key}={path}: no such file or folder")
     for key in [f"{name}.model_name" for name in workers]:
         name = _get(config, key)

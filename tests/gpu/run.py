@@ -101,7 +101,8 @@ def _end(mark: str, patience: float) -> list[str]:
     names = []
     for process in alive:
         try:
-            names.append(" ".join(process.cmdline())[:80])
+            words = process.cmdline()
+            names.append(" ".join([Path(word).name for word in words[:1]] + words[1:])[:80])
             process.kill()
         except psutil.NoSuchProcess:
             pass
