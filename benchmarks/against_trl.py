@@ -23,14 +23,24 @@ def read_rows(folder: Path) -> list[dict]:
 
 def train(trainer: str, folder: Path, arguments: list[str], tokens: str) -> list[dict]:
     """Seconds and tokens (the metric of that name) of each step of an rl2 trainer on the rows in `folder`."""
-    given = [f"data.path={folder / 'rows.jsonl'}", f"trainer.save_dir={folder}", "trainer.disable_wandb=true"]
-    subprocess.run([sys.executable, "-m", f"rl2.trainer.{trainer}", *given, *arguments], check=True, stdout=sys.stderr)
+    given = [
+        f"data.path={folder / 'rows.jsonl'}",
+        f"trainer.save_dir={folder}",
+        "trainer.disable_wandb=true",
+    ]
+    subprocess.run(
+        [sys.executable, "-m", f"rl2.trainer.{trainer}", *given, *arguments],
+        check=True,
+        stdout=sys.stderr,
+    )
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{"seconds": line["time/step"], "tokens": line[tokens]} for line in lines]
 
 
 def parser(doc: str, **sizes: int) -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("model")
     for name, default in sizes.items():
         options.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)

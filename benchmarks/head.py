@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from rl2.parallel.head import head_scores
+from rl2.model.head import head_scores
 
 
 def plain(hidden, weight, targets):
@@ -29,11 +29,19 @@ def chunked(hidden, weight, targets):
 def measure(arguments) -> dict:
     torch.manual_seed(0)
     hidden = torch.randn(arguments.positions, arguments.hidden).bfloat16().requires_grad_()
-    weight = (torch.randn(arguments.vocabulary, arguments.hidden) * 0.05).bfloat16().requires_grad_()
+    weight = (
+        (torch.randn(arguments.vocabulary, arguments.hidden) * 0.05).bfloat16().requires_grad_()
+    )
     targets = torch.randint(arguments.vocabulary, (arguments.positions,))
-    scored = slice(0, int(arguments.positions * arguments.scored)) if arguments.variant == "chunked" else slice(None)
+    scored = (
+        slice(0, int(arguments.positions * arguments.scored))
+        if arguments.variant == "chunked"
+        else slice(None)
+    )
     function = {"plain": plain, "chunked": chunked}[arguments.variant]
-    function(hidden[:8], weight, targets[:8]).sum().backward()  # kernels, threads and the gradient's memory
+    function(
+        hidden[:8], weight, targets[:8]
+    ).sum().backward()  # kernels, threads and the gradient's memory
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     function(hidden[scored], weight, targets[scored]).sum().backward()
@@ -43,11 +51,15 @@ def measure(arguments) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--positions", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--vocabulary", type=int, default=49152)
-    parser.add_argument("--scored", type=float, default=1.0, help="share of positions that the chunked head scores")
+    parser.add_argument(
+        "--scored", type=float, default=1.0, help="share of positions that the chunked head scores"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--variant", choices=["plain", "chunked"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -58,13 +70,19 @@ def main() -> None:
     for _ in range(arguments.repeats):
         for variant, results in found.items():
             out = subprocess.run(
-                [sys.executable, __file__, "--variant", variant, *sys.argv[1:]], capture_output=True, check=True
+                [sys.executable, __file__, "--variant", variant, *sys.argv[1:]],
+                capture_output=True,
+                check=True,
             )
             results.append(json.loads(out.stdout.splitlines()[-1]))
     middle = {v: {k: statistics.median(r[k] for r in rs) for k in rs[0]} for v, rs in found.items()}
-    gradient = arguments.vocabulary * arguments.hidden * 2 / 2**20  # a second copy while it is accumulated
+    gradient = (
+        arguments.vocabulary * arguments.hidden * 2 / 2**20
+    )  # a second copy while it is accumulated
     for variant, figures in middle.items():
-        print(f"{variant:8} {figures['seconds']:6.2f} s  {figures['mib']:7.0f} MiB extra at the peak")
+        print(
+            f"{variant:8} {figures['seconds']:6.2f} s  {figures['mib']:7.0f} MiB extra at the peak"
+        )
     ratio = {k: middle["chunked"][k] / middle["plain"][k] for k in ("seconds", "mib")}
     print(
         f"chunked / plain: time {ratio['seconds']:.2f}, memory {ratio['mib']:.3f} (weight gradient: {gradient:.0f} MiB)"

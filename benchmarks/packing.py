@@ -13,7 +13,8 @@ import random
 import statistics
 import time
 
-from rl2.batch import Sample, collate, pack, plan
+from rl2.batch import Sample, collate
+from rl2.packing import pack, plan
 
 
 def karmarkar_karp(costs: list[float], num_bins: int) -> list[float]:
@@ -28,7 +29,9 @@ def karmarkar_karp(costs: list[float], num_bins: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (("sequences", 512), ("ranks", 8), ("budget", 32768)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--quadratic", type=float, default=2e-5)
@@ -36,7 +39,10 @@ def main() -> None:
     rows = {"greedy": [], "Karmarkar-Karp": []}
     for seed in range(5):
         rng = random.Random(seed)
-        lengths = [min(16000, max(200, int(rng.lognormvariate(7.6, 0.9)))) for _ in range(arguments.sequences)]
+        lengths = [
+            min(16000, max(200, int(rng.lognormvariate(7.6, 0.9))))
+            for _ in range(arguments.sequences)
+        ]
         costs = [n + arguments.quadratic * n * n for n in lengths]
         ones = [([1] * (n + 1), [0] + [1] * n, [0.0] * (n + 1), [0.0] * (n + 1)) for n in lengths]
         batch = collate([Sample(*one, i, i) for i, one in enumerate(ones)])
@@ -44,15 +50,21 @@ def main() -> None:
         plans = plan(batch, arguments.budget, arguments.ranks, False, arguments.quadratic)
         seconds = time.perf_counter() - start
         loads = [max(sum(costs[row] for row in part) for part in micro) for micro in plans]
-        tokens = sum(pack(batch.select(part), False).tokens.numel() for micro in plans for part in micro)
+        tokens = sum(
+            pack(batch.select(part), False).tokens.numel() for micro in plans for part in micro
+        )
         ideal = sum(costs) / arguments.ranks
         rows["greedy"].append((sum(loads) / ideal, seconds, 1 - sum(lengths) / tokens, len(plans)))
         start = time.perf_counter()
         loads = karmarkar_karp(costs, len(plans) * arguments.ranks)
         seconds = time.perf_counter() - start
-        rows["Karmarkar-Karp"].append((sum(loads[:: arguments.ranks]) / ideal, seconds, 0.0, len(plans)))
+        rows["Karmarkar-Karp"].append(
+            (sum(loads[:: arguments.ranks]) / ideal, seconds, 0.0, len(plans))
+        )
     for name, found in rows.items():
-        slowest, seconds, padding, micro = (statistics.median(column) for column in zip(*found, strict=True))
+        slowest, seconds, padding, micro = (
+            statistics.median(column) for column in zip(*found, strict=True)
+        )
         worst = max(row[0] for row in found)
         print(
             f"{name:15} slowest rank / perfect {slowest:.4f} (worst of {len(found)}: {worst:.4f})  {seconds * 1e3:7.1f} ms"

@@ -17,7 +17,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from rl2.rollout.engine_local import LocalEngine
+from rl2.engine.local import LocalEngine
 from rl2.worker import compute_dtype
 
 
@@ -29,7 +29,9 @@ def make_generate(arguments, dtype, prompts, device):
 
     def play(lengths):
         config = GenerationConfig(max_new_tokens=max(lengths), **settings)
-        out = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=config)
+        out = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), generation_config=config
+        )
         assert out.shape[1] == inputs.shape[1] + max(lengths)
 
     return play
@@ -50,14 +52,24 @@ def make_engine(arguments, dtype, prompts, device, slots, deterministic):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
-    for name, default in (("groups", 8), ("samples", 8), ("prompt", 94), ("longest", 64), ("repeats", 3)):
+    for name, default in (
+        ("groups", 8),
+        ("samples", 8),
+        ("prompt", 94),
+        ("longest", 64),
+        ("repeats", 3),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype, rng = compute_dtype("auto", device), random.Random(0)
-    groups = [[rng.randrange(5, 1000) for _ in range(arguments.prompt)] for _ in range(arguments.groups)]
+    groups = [
+        [rng.randrange(5, 1000) for _ in range(arguments.prompt)] for _ in range(arguments.groups)
+    ]
     prompts = [prompt for prompt in groups for _ in range(arguments.samples)]
     num = len(prompts)
     players = {"model.generate": make_generate(arguments, dtype, prompts, device)}
@@ -72,7 +84,9 @@ def main() -> None:
     print(f"{num} prompts of {arguments.prompt} tokens, {dtype}, {torch.get_num_threads()} threads")
     for case, lengths in cases.items():
         seconds = {name: [] for name in players}
-        for repeat in range(arguments.repeats + 1):  # in turn, since machines drift; the first round warms up
+        for repeat in range(
+            arguments.repeats + 1
+        ):  # in turn, since machines drift; the first round warms up
             for name, play in players.items():
                 start = time.perf_counter()
                 play(lengths)

@@ -20,10 +20,22 @@ from types import SimpleNamespace
 import torch
 
 SECTION = {
-    "fsdp_size": 0, "tp_size": 1, "dtype": "auto", "gradient_checkpointing": False, "max_inference_length_per_device": None,
-    "share_prompts": True, "lr": 1e-6, "weight_decay": 0.0, "max_grad_norm": 1.0, "warmup_ratio": 0.0,
-    "scheduler": "constant", "offload_model": False, "offload_optimizer": False, "optimizer_dir": None, "lora_rank": 0,
-}  # fmt: skip
+    "fsdp_size": 0,
+    "tp_size": 1,
+    "dtype": "auto",
+    "gradient_checkpointing": False,
+    "max_inference_length_per_device": None,
+    "share_prompts": True,
+    "lr": 1e-6,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "warmup_ratio": 0.0,
+    "scheduler": "constant",
+    "offload_model": False,
+    "offload_optimizer": False,
+    "optimizer_dir": None,
+    "lora_rank": 0,
+}
 
 
 def measure(arguments) -> None:
@@ -35,7 +47,10 @@ def measure(arguments) -> None:
 
     device = init()
     section = SimpleNamespace(
-        **SECTION, model_name=arguments.model, sp_size=dist.get_world_size(), max_length_per_device=arguments.lengths[0]
+        **SECTION,
+        model_name=arguments.model,
+        sp_size=dist.get_world_size(),
+        max_length_per_device=arguments.lengths[0],
     )
     worker = Worker(section, device, num_updates=100)
 
@@ -61,7 +76,9 @@ def measure(arguments) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=2)
@@ -73,24 +90,49 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         config = LlamaConfig(
-            vocab_size=8192, hidden_size=576, intermediate_size=1536, num_hidden_layers=arguments.layers,
-            num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=2**17, tie_word_embeddings=True,
-        )  # fmt: skip
+            vocab_size=8192,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=arguments.layers,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            max_position_embeddings=2**17,
+            tie_word_embeddings=True,
+        )
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         for length in arguments.lengths:
             found = {}
             for size in (1, 2):
-                command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}"]
-                command += [__file__, "--lengths", str(length), "--repeats", str(arguments.repeats), "--model", folder]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--standalone",
+                    f"--nproc_per_node={size}",
+                ]
+                command += [
+                    __file__,
+                    "--lengths",
+                    str(length),
+                    "--repeats",
+                    str(arguments.repeats),
+                    "--model",
+                    folder,
+                ]
                 env = {**os.environ, "OMP_NUM_THREADS": "1"}
-                out = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=env).stdout
+                out = subprocess.run(
+                    command, stdout=subprocess.PIPE, check=True, text=True, env=env
+                ).stdout
                 found[size] = json.loads(out.splitlines()[-1])
                 print(
                     f"{length} tokens, sp_size={size}: {found[size]['seconds']:.1f} s, {found[size]['mib']:.0f} MiB",
                     flush=True,
                 )
             ratio = {key: found[2][key] / found[1][key] for key in found[1]}
-            print(f"{length} tokens: {1 / ratio['seconds']:.2f}x as fast, {ratio['mib']:.2f} of the memory", flush=True)
+            print(
+                f"{length} tokens: {1 / ratio['seconds']:.2f}x as fast, {ratio['mib']:.2f} of the memory",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -19,15 +19,22 @@ PACKS = 4  # of a step
 
 
 def make_rows(count: int) -> list[dict]:
-    return [{"text": f"{item['question']}\n{item['metadata']['answer_cot']}"} for item in problems(count)]
+    return [
+        {"text": f"{item['question']}\n{item['metadata']['answer_cot']}"}
+        for item in problems(count)
+    ]
 
 
 def run_rl2(arguments, folder: Path) -> list[dict]:
     settings = [
-        f"data.max_length={arguments.pack}", f"data.batch_size={arguments.rows}", "data.shuffle=false",
-        f"actor.model_name={arguments.model}", "actor.lr=1e-5",
-        f"actor.max_length_per_device={arguments.pack * PACKS}", f"actor.gradient_checkpointing={arguments.checkpointing}",
-    ]  # fmt: skip
+        f"data.max_length={arguments.pack}",
+        f"data.batch_size={arguments.rows}",
+        "data.shuffle=false",
+        f"actor.model_name={arguments.model}",
+        "actor.lr=1e-5",
+        f"actor.max_length_per_device={arguments.pack * PACKS}",
+        f"actor.gradient_checkpointing={arguments.checkpointing}",
+    ]
     return train("sft", folder, settings, "tokens/total")
 
 
@@ -50,19 +57,34 @@ def run_trl(arguments, folder: Path) -> list[dict]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = Dataset.from_list(read_rows(folder))
     config = SFTConfig(
-        output_dir=str(folder / "trl"), max_steps=arguments.steps, learning_rate=1e-5, lr_scheduler_type="constant",
-        max_length=arguments.pack, packing=True, per_device_train_batch_size=arguments.trl_batch,
-        gradient_accumulation_steps=PACKS // arguments.trl_batch, gradient_checkpointing=arguments.checkpointing == "true",
-        bf16=compute_dtype("auto", device) == torch.bfloat16, use_cpu=device.type == "cpu", logging_steps=1,
-        save_strategy="no", report_to="none", disable_tqdm=True,
-    )  # fmt: skip
+        output_dir=str(folder / "trl"),
+        max_steps=arguments.steps,
+        learning_rate=1e-5,
+        lr_scheduler_type="constant",
+        max_length=arguments.pack,
+        packing=True,
+        per_device_train_batch_size=arguments.trl_batch,
+        gradient_accumulation_steps=PACKS // arguments.trl_batch,
+        gradient_checkpointing=arguments.checkpointing == "true",
+        bf16=compute_dtype("auto", device) == torch.bfloat16,
+        use_cpu=device.type == "cpu",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
     trainer = SFTTrainer(model=arguments.model, args=config, train_dataset=data, callbacks=[clock])
     assert trainer.model.dtype == torch.float32
     trainer.train()
-    ends, totals = clock.ends, [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
+    ends, totals = (
+        clock.ends,
+        [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry],
+    )
     steps = zip(ends, ends[1:], totals, totals[1:], strict=False)
     # The first entry stands for the step that warms up.
-    return [{}] + [{"seconds": end - start, "tokens": after - before} for start, end, before, after in steps]
+    return [{}] + [
+        {"seconds": end - start, "tokens": after - before} for start, end, before, after in steps
+    ]
 
 
 def main() -> None:
@@ -70,10 +92,16 @@ def main() -> None:
     options.add_argument("--checkpointing", default="true", choices=["true", "false"])
     arguments = options.parse_args()
     if arguments.only:
-        print(json.dumps({"trl": run_trl, "rl2": run_rl2}[arguments.only](arguments, arguments.folder)))
+        print(
+            json.dumps(
+                {"trl": run_trl, "rl2": run_rl2}[arguments.only](arguments, arguments.folder)
+            )
+        )
         return
     rates, rows = {side: [] for side in SIDES}, make_rows(arguments.rows * arguments.steps)
-    print(f"{'round':8}{'':6}{'steps':>6}{'tokens a step':>15}{'seconds a step':>16}{'tokens/s':>10}")
+    print(
+        f"{'round':8}{'':6}{'steps':>6}{'tokens a step':>15}{'seconds a step':>16}{'tokens/s':>10}"
+    )
     for number in range(arguments.rounds):
         for side in SIDES:
             steps = steps_of(side, rows)

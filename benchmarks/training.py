@@ -16,15 +16,28 @@ from types import SimpleNamespace
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl2.batch import Sample, collate, pack
+from rl2.batch import Sample, collate
+from rl2.packing import pack
 from rl2.parallel.mesh import init
 from rl2.worker import Worker, compute_dtype
 
 SECTION = {
-    "fsdp_size": 0, "sp_size": 1, "tp_size": 1, "dtype": "auto", "gradient_checkpointing": False,
-    "max_inference_length_per_device": None, "lr": 1e-6, "weight_decay": 0.0, "max_grad_norm": 1.0, "warmup_ratio": 0.0,
-    "scheduler": "constant", "offload_model": False, "offload_optimizer": False, "optimizer_dir": None, "lora_rank": 0,
-}  # fmt: skip
+    "fsdp_size": 0,
+    "sp_size": 1,
+    "tp_size": 1,
+    "dtype": "auto",
+    "gradient_checkpointing": False,
+    "max_inference_length_per_device": None,
+    "lr": 1e-6,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "warmup_ratio": 0.0,
+    "scheduler": "constant",
+    "offload_model": False,
+    "offload_optimizer": False,
+    "optimizer_dir": None,
+    "lora_rank": 0,
+}
 
 
 def make_batch(arguments):
@@ -32,10 +45,15 @@ def make_batch(arguments):
     for group in range(arguments.groups):
         prompt = [rng.randrange(5, 1000) for _ in range(arguments.prompt)]
         for _ in range(arguments.samples):
-            answer = [rng.randrange(5, 1000) for _ in range(rng.randint(arguments.shortest, arguments.longest))]
+            answer = [
+                rng.randrange(5, 1000)
+                for _ in range(rng.randint(arguments.shortest, arguments.longest))
+            ]
             tokens = prompt + answer
             mask = [0] * len(prompt) + [1] * len(answer)
-            samples.append(Sample(tokens, mask, [0.0] * len(tokens), [0.0] * len(tokens), group, len(samples)))
+            samples.append(
+                Sample(tokens, mask, [0.0] * len(tokens), [0.0] * len(tokens), group, len(samples))
+            )
     batch = collate(samples)
     batch.weights = batch.mask / batch.mask.sum()
     return batch
@@ -62,13 +80,21 @@ def make_padded(arguments, batch, device, dtype):
 
 
 def make_worker(arguments, batch, device, share):
-    more = {"model_name": arguments.model, "share_prompts": share, "max_length_per_device": arguments.budget}
+    more = {
+        "model_name": arguments.model,
+        "share_prompts": share,
+        "max_length_per_device": arguments.budget,
+    }
     worker = Worker(SimpleNamespace(**SECTION, **more), device, num_updates=100)
-    return lambda: worker.update(batch, lambda part, scores: ((scores.logps * part.weights).sum(), {}))
+    return lambda: worker.update(
+        batch, lambda part, scores: ((scores.logps * part.weights).sum(), {})
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     for name, default in (
         ("groups", 8),
@@ -92,7 +118,9 @@ def main():
         "shared": make_worker(arguments, batch, device, share=True),
     }
     seconds = {name: [] for name in steps}
-    for repeat in range(arguments.repeats + 1):  # in turn, since machines drift; the first round warms up
+    for repeat in range(
+        arguments.repeats + 1
+    ):  # in turn, since machines drift; the first round warms up
         for name, step in steps.items():
             start = time.perf_counter()
             step()

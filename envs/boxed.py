@@ -8,7 +8,10 @@ import re
 from fractions import Fraction
 
 SPELLING = [
-    (r"\\(?:left|right|big|Big|bigg|Bigg)(?![a-zA-Z])|\\[,;:! ]|\\(?:quad|qquad|displaystyle)(?![a-zA-Z])|~", ""),
+    (
+        r"\\(?:left|right|big|Big|bigg|Bigg)(?![a-zA-Z])|\\[,;:! ]|\\(?:quad|qquad|displaystyle)(?![a-zA-Z])|~",
+        "",
+    ),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
     (r"\\(?:text|mathrm|textbf|mathbf|mbox)\{([^{}]*)\}", r"\1"),
     (r"\^\{?\\circ\}?|\\degree|\\%|%|\\\$|\$", ""),
@@ -59,7 +62,9 @@ def number(answer):
 
 def entries(answer):
     """(bracket, entries) of a tuple, interval or set; commas within braces or brackets separate nothing."""
-    opening = next((o for o, c in PAIRS.items() if answer.startswith(o) and answer.endswith((c, ")", "]"))), "")
+    opening = next(
+        (o for o, c in PAIRS.items() if answer.startswith(o) and answer.endswith((c, ")", "]"))), ""
+    )
     closing = answer[-len(opening) :] if opening else ""
     found, depth = [""], 0
     for letter in answer[len(opening) : len(answer) - len(closing)]:

@@ -10,7 +10,12 @@ from fractions import Fraction
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 MAX_CHARACTERS = 200
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 def evaluate(node, used):

@@ -57,4 +57,6 @@ def score_there(messages):
 
 
 def render(messages):
-    return "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
+    return "".join(
+        f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages
+    )

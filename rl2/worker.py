@@ -13,27 +13,43 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule
 
-from .batch import Batch, pack, plan, unpack, zigzag
-from .model import Scores, load_model
-from .parallel import lora
-from .parallel.fsdp import step_in_parts
-from .parallel.mesh import alone, joined, make_mesh, sum_
-from .parallel.tensor import partial_gradients
+from rl2.batch import Batch
+from rl2.model import lora
+from rl2.model.token_model import Scores, load_model
+from rl2.optimizer import schedule
+from rl2.packing import pack, plan, unpack, zigzag
+from rl2.parallel.fsdp import step_in_parts
+from rl2.parallel.mesh import alone, joined, make_mesh, sum_
+from rl2.parallel.tensor import partial_gradients
 
-BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # so that layouts may group parameters differently
+BY_NAME = StateDictOptions(
+    flatten_optimizer_state_dict=True
+)  # so that layouts may group parameters differently
+
+
 Loss = Callable[[Batch, Scores], tuple[Tensor, dict[str, Tensor]]]
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto` is bf16 where the machine is fast at it, fp32 elsewhere."""
     if name == "float32" and device.type == "cuda":
-        raise ValueError("dtype=float32: attention on GPUs computes in bfloat16 only; leave dtype=auto")
+        raise ValueError(
+            "dtype=float32: attention on GPUs computes in bfloat16 only; leave dtype=auto"
+        )
     if name != "auto":
         return getattr(torch, name)
-    fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    fast = (
+        device.type == "cuda"
+        or torch.cpu._is_avx512_bf16_supported()
+        or torch.cpu._is_amx_tile_supported()
+    )
     return torch.bfloat16 if fast else torch.float32
 
 
@@ -48,7 +64,9 @@ class Worker:
         trained = num_updates > 0
         checkpointing = trained and section.gradient_checkpointing
         adapted = trained and section.lora_rank > 0
-        self.adapters = (section.lora_rank, section.lora_alpha, section.lora_targets) if adapted else None
+        self.adapters = (
+            (section.lora_rank, section.lora_alpha, section.lora_targets) if adapted else None
+        )
         given = (section.model_name, critic, self.dtype, checkpointing, self.mesh)
         self.model = load_model(*given, masters=trained, adapters=self.adapters)
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -57,9 +75,13 @@ class Worker:
         self.offload()
         if trained:
             # Fused even on the CPU: one pass over the memory instead of ten. It takes parameters of one mesh at a time.
-            groups = [[p for p in self.trained.values() if p.device_mesh.ndim == n] for n in (1, 2, 3)]
+            groups = [
+                [p for p in self.trained.values() if p.device_mesh.ndim == n] for n in (1, 2, 3)
+            ]
             groups = [{"params": group} for group in groups if group]
-            self.optimizer = torch.optim.AdamW(groups, section.lr, weight_decay=section.weight_decay, fused=True)
+            self.optimizer = torch.optim.AdamW(
+                groups, section.lr, weight_decay=section.weight_decay, fused=True
+            )
             if section.optimizer_dir:
                 self._import_optimizer(section.optimizer_dir)
 
@@ -68,7 +90,9 @@ class Worker:
         """The model's scores of every trained token, as columns [B, T] on every process."""
         self.load()
         shape = batch.mask.shape
-        names = ["values"] if self.model.is_critic else ["logps", "entropy"] if entropy else ["logps"]
+        names = (
+            ["values"] if self.model.is_critic else ["logps", "entropy"] if entropy else ["logps"]
+        )
         columns = {name: torch.zeros(shape, device=self.mesh.device) for name in names}
         budget = self.section.max_inference_length_per_device or self.section.max_length_per_device
         for rows in self._micro_batches(batch, budget):
@@ -82,7 +106,9 @@ class Worker:
         self.offload()
         # Each cell was computed by one process (by tp alike ones) and is 0 on the others: the sum gathers, and rounds nothing.
         alike = self.mesh.tp is not None and self.mesh.tp.get_local_rank() > 0
-        return Scores(**{name: sum_(column * (not alike)).cpu() for name, column in columns.items()})
+        return Scores(
+            **{name: sum_(column * (not alike)).cpu() for name, column in columns.items()}
+        )
 
     def reference(self) -> Callable[..., Scores]:
         """`infer` of the model that this worker started from: its own with the adapters off, at no memory, or that of
@@ -92,7 +118,12 @@ class Worker:
         return Worker(self.section, self.mesh.device).infer
 
     def update(
-        self, batch: Batch, loss_fn: Loss, temperature: float = 1.0, entropy: bool = False, whole_groups: bool = False
+        self,
+        batch: Batch,
+        loss_fn: Loss,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        whole_groups: bool = False,
     ) -> dict[str, float]:
         """One optimizer step on `batch`. `loss_fn(rows of the batch, their scores [b, T])` returns a sum over tokens that
         `batch.weights` have already divided by the global count, and metrics that are such sums too: neither the number
@@ -103,9 +134,13 @@ class Worker:
         totals = {}
         for rows in self._micro_batches(batch, self.section.max_length_per_device, whole_groups):
             part = batch.select(rows)
-            scores = self._score(part, temperature, entropy).map(lambda column: joined(column, self.mesh.sp))
+            scores = self._score(part, temperature, entropy).map(
+                lambda column: joined(column, self.mesh.sp)
+            )
             loss, metrics = loss_fn(_move(part, self.mesh.device), scores)
-            (loss * self.mesh.fsdp.size()).backward()  # FSDP averages gradients over its processes; this makes it a sum
+            (
+                loss * self.mesh.fsdp.size()
+            ).backward()  # FSDP averages gradients over its processes; this makes it a sum
             for name, value in {"loss": loss.detach(), **metrics}.items():
                 totals[name] = totals.get(name, 0.0) + value.float() * self.mesh.counts
         names = sorted(totals)
@@ -133,7 +168,9 @@ class Worker:
         for name, tensor in self.weights(self.model.stored_dtype):
             if dist.get_rank() == 0:
                 full[name] = tensor.cpu()
-        if self.model.is_critic:  # transformers reads the value of the last token that is not this one
+        if (
+            self.model.is_critic
+        ):  # transformers reads the value of the last token that is not this one
             self.model.hf.config.pad_token_id = tokenizer.pad_token_id
         if dist.get_rank() == 0:
             self.model.hf.save_pretrained(folder, state_dict=full)
@@ -141,7 +178,11 @@ class Worker:
             self.model.hf.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         if optimizer:
-            dcp.save({"optimizer": self._optimizer_state()}, checkpoint_id=f"{folder}/optimizer", no_dist=alone())
+            dcp.save(
+                {"optimizer": self._optimizer_state()},
+                checkpoint_id=f"{folder}/optimizer",
+                no_dist=alone(),
+            )
         dist.barrier()
 
     def _optimizer_state(self):
@@ -159,7 +200,9 @@ class Worker:
         return {"model": model, "optimizer": self._optimizer_state(), "version": self.version}
 
     def load_state_dict(self, state: dict) -> None:
-        self.model.load_state_dict(state["model"], strict=False)  # what is frozen or tied is not there
+        self.model.load_state_dict(
+            state["model"], strict=False
+        )  # what is frozen or tied is not there
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=BY_NAME)
         self.version = state["version"]
 
@@ -212,7 +255,9 @@ class Worker:
         squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for parameter in self.trained.values():
             sharded = math.prod(
-                parameter.device_mesh.size(i) for i, p in enumerate(parameter.placements) if not p.is_replicate()
+                parameter.device_mesh.size(i)
+                for i, p in enumerate(parameter.placements)
+                if not p.is_replicate()
             )
             local = parameter.grad.to_local()
             squares += local.norm().double().square() * sharded / dist.get_world_size()
@@ -221,13 +266,6 @@ class Worker:
 
 def _move(data, device):
     """A dataclass with its tensors on `device`."""
-    return replace(data, **{name: x.to(device) for name, x in vars(data).items() if isinstance(x, Tensor)})
-
-
-def schedule(done: int, total: int, warmup_ratio: float, kind: str) -> float:
-    """The learning rate's factor after `done` of `total` updates: a linear rise to 1, then constant, linear or cosine to 0."""
-    warmup = math.ceil(warmup_ratio * total)
-    if done < warmup:
-        return (done + 1) / warmup
-    progress = (done - warmup) / max(1, total - warmup)
-    return {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[kind]
+    return replace(
+        data, **{name: x.to(device) for name, x in vars(data).items() if isinstance(x, Tensor)}
+    )

@@ -35,7 +35,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>"
+    )
     fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     fast.chat_template = CHATML
     return fast
@@ -44,10 +46,20 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_model(folder, family="llama", tied=True, seed=0, **overrides) -> str:
     """A random causal LM with the tokenizer above, saved in `folder`."""
     settings = {
-        "vocab_size": 98, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": tied, "eos_token_id": 2,
-        "bos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.2, "head_dim": 8,
-    }  # fmt: skip
+        "vocab_size": 98,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+        "pad_token_id": 0,
+        "initializer_range": 0.2,
+        "head_dim": 8,
+    }
     torch.manual_seed(seed)
     config = CONFIGS[family](**{**settings, **overrides})
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
@@ -58,7 +70,9 @@ def make_model(folder, family="llama", tied=True, seed=0, **overrides) -> str:
 def make_critic(name) -> str:
     """The body of a model of `make_model` with a random value head, saved beside it."""
     torch.manual_seed(7)
-    AutoModelForSequenceClassification.from_pretrained(name, num_labels=1).save_pretrained(f"{name}-critic")
+    AutoModelForSequenceClassification.from_pretrained(name, num_labels=1).save_pretrained(
+        f"{name}-critic"
+    )
     return f"{name}-critic"
 
 
@@ -69,7 +83,9 @@ def check_adapter(cls, name, folder):
 
     tokens = torch.arange(3, 40)[None]
     more = {"num_labels": 1} if cls is AutoModelForSequenceClassification else {}
-    base, whole = (cls.from_pretrained(where, dtype=torch.float32, **more) for where in (name, folder))
+    base, whole = (
+        cls.from_pretrained(where, dtype=torch.float32, **more) for where in (name, folder)
+    )
     plain, expected = base(tokens).logits, whole(tokens).logits
     assert (plain - expected).abs().max() > 1e-3
     adapted = PeftModel.from_pretrained(base, f"{folder}/adapter")
@@ -87,15 +103,26 @@ def make_samples(seed=0, num_groups=4, group_size=3, longest=20) -> list[Sample]
             answer = [rng.randrange(3, 98) for _ in range(rng.randint(1, longest))]
             mask = [0] * len(prompt) + [1] + [int(rng.random() < 0.7) for _ in answer[1:]]
             logps = [-rng.random() if m else 0.0 for m in mask]
-            samples.append(Sample(prompt + answer, mask, logps, [0.0] * len(mask), group, len(samples)))
+            samples.append(
+                Sample(prompt + answer, mask, logps, [0.0] * len(mask), group, len(samples))
+            )
     return samples
 
 
 def run(*command, check=True, env=None, timeout=300) -> subprocess.CompletedProcess:
     """A Python program in a process of its own, one thread."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **(env or {})}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        **(env or {}),
+    }
     done = subprocess.run(
-        [sys.executable, *map(str, command)], env=env, capture_output=True, text=True, timeout=timeout
+        [sys.executable, *map(str, command)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
     told = done.stderr.split("Sending process")[0]  # what torchrun adds is long and says nothing
     assert not check or done.returncode == 0, f"{done.stdout[-3000:]}\n{told[-9000:]}"
@@ -104,4 +131,11 @@ def run(*command, check=True, env=None, timeout=300) -> subprocess.CompletedProc
 
 def torchrun(world, *command, **options) -> subprocess.CompletedProcess:
     """The same under torchrun with `world` processes on a port of its own."""
-    return run("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", *command, **options)
+    return run(
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={world}",
+        *command,
+        **options,
+    )

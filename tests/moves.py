@@ -8,8 +8,8 @@ import torch.distributed as dist
 from parity import SECTION, make_batch, policy_loss, value_loss
 from transformers import AutoTokenizer
 
-from rl2.checkpoint import Checkpoints
 from rl2.parallel.mesh import init
+from rl2.run_folder import Checkpoints
 from rl2.worker import Worker
 
 LAYOUTS = {"hybrid": {"fsdp_size": 1}, "sp": {"sp_size": 2}, "tp": {"tp_size": 2}}
@@ -22,9 +22,14 @@ def main(mode, name, folder):
     changes = {"model_name": name, "lr": 1e-3, "warmup_ratio": 0.5, **layout}
     section = SimpleNamespace(**{**SECTION, **changes})
     torch.manual_seed(0)
-    workers = {"actor": Worker(section, device, False, 8), "critic": Worker(section, device, True, 8)}
+    workers = {
+        "actor": Worker(section, device, False, 8),
+        "critic": Worker(section, device, True, 8),
+    }
     if "tp_size" not in layout:
-        workers["lora"] = Worker(SimpleNamespace(**vars(section) | {"lora_rank": 2}), device, True, 8)
+        workers["lora"] = Worker(
+            SimpleNamespace(**vars(section) | {"lora_rank": 2}), device, True, 8
+        )
     losses = {"actor": policy_loss, "critic": value_loss, "lora": value_loss}
     checkpoints = Checkpoints(folder)
 

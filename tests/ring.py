@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from test_attention import as_pack, layout, reference
 
-from rl2.batch import zigzag
+from rl2.packing import zigzag
 from rl2.parallel.mesh import init
 from rl2.parallel.ring import PackedAttention, Ring
 
@@ -35,20 +35,32 @@ def check(seed, heads, groups, size, longest, dtype):
         pairs += [(name, a, b[:, :, rows]) for name, a, b in zip("qkv", got, expected, strict=True)]
         for name, a, b in pairs:
             bound = tolerance * max(1, expected_out.abs().max(), *(x.abs().max() for x in expected))
-            assert (a.double() - b).abs().max() <= bound, (name, seed, heads, groups, size, longest, dtype)
+            assert (a.double() - b).abs().max() <= bound, (
+                name,
+                seed,
+                heads,
+                groups,
+                size,
+                longest,
+                dtype,
+            )
     # What another group holds, NaN included, changes no bit of ours.
     a, b = cu[prefixes[0][2]], cu[prefixes[0][1]]
     poisoned = [x[:, :, rows].clone() for x in full]
     mine = (rows >= a) & (rows < b)
     for x in poisoned:
         x[:, :, ~mine] = float("nan")
-    assert torch.equal(attend(None, *poisoned, 0.3)[:, mine], out[:, mine]), "another document leaked in"
+    assert torch.equal(attend(None, *poisoned, 0.3)[:, mine], out[:, mine]), (
+        "another document leaked in"
+    )
     return len(rows) if real else 0, cu[-1]
 
 
 def main():
     init()
-    for seed, (heads, groups, size) in enumerate([(4, 4, 16), (6, 2, 24), (9, 3, 64), (2, 1, 80), (4, 2, 32)]):
+    for seed, (heads, groups, size) in enumerate(
+        [(4, 4, 16), (6, 2, 24), (9, 3, 64), (2, 1, 80), (4, 2, 32)]
+    ):
         for longest in (1, 3, 9, 70, 200):
             for dtype in TOLERANCE:
                 held, total = check(seed + longest, heads, groups, size, longest, dtype)

@@ -25,7 +25,9 @@ RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 def run(number: int, main, words: list[str], kill_at: int, sgd: bool) -> None:
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.PrefixStore(f"run {number}", dist.TCPStore(*address, is_master=False))
-    dist.init_process_group = partial(dist.init_process_group, store=store, rank=RANK, world_size=WORLD)
+    dist.init_process_group = partial(
+        dist.init_process_group, store=store, rank=RANK, world_size=WORLD
+    )
     if sgd:
         torch.optim.AdamW = plain_descent
     if kill_at and RANK == WORLD - 1:
@@ -35,7 +37,9 @@ def run(number: int, main, words: list[str], kill_at: int, sgd: bool) -> None:
 
 
 def plain_descent(groups, lr, **_):
-    return torch.optim.SGD([{"params": [parameter]} for group in groups for parameter in group["params"]], lr)
+    return torch.optim.SGD(
+        [{"params": [parameter]} for group in groups for parameter in group["params"]], lr
+    )
 
 
 def killed(step, kill_at):

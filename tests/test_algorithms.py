@@ -9,22 +9,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl2 import algorithms
-from rl2.algorithms import (
+from rl2.algorithms import advantages, losses
+from rl2.algorithms.advantages import (
+    gae,
+    group_advantages,
+    trajectory_rewards,
+    whiten,
+    zero_variance_share,
+)
+from rl2.algorithms.losses import (
     correction_weights,
     cross_entropy,
     dpo_loss,
-    gae,
-    group_advantages,
     kl_estimate,
     loss_weights,
     mismatch,
     policy_loss,
     reward_loss,
-    trajectory_rewards,
     value_loss,
-    whiten,
-    zero_variance_share,
 )
 
 SEEDS = range(12)
@@ -43,16 +45,25 @@ def make_case(seed, dtype=torch.float64):
     """Ragged groups of trajectories of one to three rows each, the rows of different trajectories interleaved, some
     tokens not sampled, some trajectories without any; numbers of groups and trajectories in no order."""
     rng = random.Random(seed)
-    trajectories = [(g, n) for g in rng.sample(range(100), rng.randint(1, 4)) for n in range(rng.randint(1, 4))]
+    trajectories = [
+        (g, n) for g in rng.sample(range(100), rng.randint(1, 4)) for n in range(rng.randint(1, 4))
+    ]
     numbers = rng.sample(range(1000), len(trajectories))
-    rows = [(g, n) for (g, _), n in zip(trajectories, numbers, strict=True) for _ in range(rng.randint(1, 3))]
+    rows = [
+        (g, n)
+        for (g, _), n in zip(trajectories, numbers, strict=True)
+        for _ in range(rng.randint(1, 3))
+    ]
     rng.shuffle(rows)
     failed = {n for n in numbers if rng.random() < 0.15}
     width = rng.randint(1, 8)
     mask = [[float(n not in failed and rng.random() < 0.7) for _ in range(width)] for _, n in rows]
     mask[0][0] = float(rows[0][1] not in failed)
     case = SimpleNamespace(mask=torch.tensor(mask, dtype=dtype))
-    case.group, case.trajectory = torch.tensor([g for g, _ in rows]), torch.tensor([n for _, n in rows])
+    case.group, case.trajectory = (
+        torch.tensor([g for g, _ in rows]),
+        torch.tensor([n for _, n in rows]),
+    )
     noise = torch.Generator().manual_seed(seed)
 
     def normal(scale=1.0):
@@ -116,9 +127,13 @@ def test_kl_estimates_by_hand():
 def test_kl_estimates_and_their_gradients_in_expectation():
     """Over all tokens of a softmax: k1 and k3 are unbiased; the gradient of k2 is that of KL(policy || reference), the
     one of k3 that of KL(reference || policy), the one of k1 nothing."""
-    logits = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    logits = torch.randn(
+        6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
     logps = logits.log_softmax(0)
-    ref = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).log_softmax(0)
+    ref = torch.randn(
+        6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).log_softmax(0)
     probs = logps.exp().detach()
     estimates = {name: (probs * kl_estimate(logps, ref, name)).sum() for name in ("k1", "k2", "k3")}
     reverse, forward = (logps.exp() * (logps - ref)).sum(), (ref.exp() * (ref - logps)).sum()
@@ -143,7 +158,9 @@ def test_trajectory_rewards(seed):
     expected = defaultdict(float)
     for number, row in zip(case.trajectory.tolist(), case.rewards.tolist(), strict=True):
         expected[number] += sum(row)
-    assert trajectory_rewards(case.rewards, case.trajectory).tolist() == [expected[n] for n in sorted(expected)]
+    assert trajectory_rewards(case.rewards, case.trajectory).tolist() == [
+        expected[n] for n in sorted(expected)
+    ]
 
 
 @pytest.mark.parametrize("norm_var", [False, True])
@@ -154,22 +171,32 @@ def test_group_advantages(seed, norm_var):
         mean = sum(rewards.values()) / len(rewards)
         for number, places in tokens(case.mask, case.trajectory).items():
             if number in rewards:
-                std = statistics.stdev(rewards.values()) if norm_var and len(rewards) > 1 else 0.9999
+                std = (
+                    statistics.stdev(rewards.values()) if norm_var and len(rewards) > 1 else 0.9999
+                )
                 cells |= {place: (rewards[number] - mean) / (std + 1e-4) for place in places}
-    assert_cells(group_advantages(case.rewards, case.mask, case.group, case.trajectory, norm_var), cells)
+    assert_cells(
+        group_advantages(case.rewards, case.mask, case.group, case.trajectory, norm_var), cells
+    )
 
 
 def test_group_advantages_by_hand():
     """Group 3: trajectory 7 in two rows with reward 1 + 2, trajectory 5 with 0, trajectory 6 failed. Group 0: a single
     one left. Group 1: three times 0.1, whose mean in floating point is not 0.1."""
     mask = torch.tensor([[0.0, 1], [1, 0], [1, 1], [0, 0], [1, 1], [0, 0], [1, 0], [1, 0], [1, 0]])
-    rewards = torch.tensor([[0.0, 1], [2, 0], [0, 0], [0, 9], [0, 5], [4, 0], [0.1, 0], [0.1, 0], [0.1, 0]])
+    rewards = torch.tensor(
+        [[0.0, 1], [2, 0], [0, 0], [0, 9], [0, 5], [4, 0], [0.1, 0], [0.1, 0], [0.1, 0]]
+    )
     group = torch.tensor([3, 3, 3, 3, 0, 0, 1, 1, 1])
     trajectory = torch.tensor([7, 7, 5, 6, 4, 3, 0, 1, 2])
-    expected = torch.tensor([[0, 1.5], [1.5, 0], [-1.5, -1.5], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0]])
+    expected = torch.tensor(
+        [[0, 1.5], [1.5, 0], [-1.5, -1.5], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0]]
+    )
     assert group_advantages(rewards, mask, group, trajectory, False).equal(expected)
     scale = 3 / math.sqrt(2) + 1e-4  # the unbiased standard deviation of 3 and 0
-    torch.testing.assert_close(group_advantages(rewards, mask, group, trajectory, True), expected / scale)
+    torch.testing.assert_close(
+        group_advantages(rewards, mask, group, trajectory, True), expected / scale
+    )
     assert group_advantages(rewards, mask, group, trajectory, True)[6:].eq(0).all()
     assert zero_variance_share(rewards, mask, group, trajectory).item() == pytest.approx(2 / 3)
 
@@ -177,7 +204,11 @@ def test_group_advantages_by_hand():
 @pytest.mark.parametrize("norm_var", [False, True])
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e6 + 0.1])
 def test_equal_rewards_give_exactly_zero(reward, norm_var):
-    rewards, mask, group = torch.full((7, 1), reward), torch.ones(7, 1), torch.zeros(7, dtype=torch.int64)
+    rewards, mask, group = (
+        torch.full((7, 1), reward),
+        torch.ones(7, 1),
+        torch.zeros(7, dtype=torch.int64),
+    )
     assert group_advantages(rewards, mask, group, torch.arange(7), norm_var).eq(0).all()
     assert zero_variance_share(rewards, mask, group, torch.arange(7)).item() == 1
     assert whiten(rewards, mask).eq(0).all()
@@ -199,7 +230,9 @@ def test_gae(seed, gamma, lamda):
         advantage = following = 0.0
         for place in reversed(places):
             value = case.values[place].item()
-            advantage = case.rewards[place].item() + gamma * following - value + gamma * lamda * advantage
+            advantage = (
+                case.rewards[place].item() + gamma * following - value + gamma * lamda * advantage
+            )
             cells[place], returns[place], following = advantage, advantage + value, value
     found = gae(case.rewards, case.values, case.mask, case.trajectory, gamma, lamda)
     assert_cells(found[0], cells)
@@ -221,11 +254,15 @@ def test_gae_by_hand():
 def test_whiten(seed):
     case, cells = make_case(seed), {}
     chosen = {
-        place: case.advantages[place].item() for line in tokens(case.mask, case.trajectory).values() for place in line
+        place: case.advantages[place].item()
+        for line in tokens(case.mask, case.trajectory).values()
+        for place in line
     }
     if len(chosen) > 1:
         mean, variance = statistics.mean(chosen.values()), statistics.variance(chosen.values())
-        cells = {place: (value - mean) / math.sqrt(variance + 1e-8) for place, value in chosen.items()}
+        cells = {
+            place: (value - mean) / math.sqrt(variance + 1e-8) for place, value in chosen.items()
+        }
     assert_cells(whiten(case.advantages, case.mask), cells)
 
 
@@ -248,12 +285,21 @@ def test_loss_weights(seed):
         return {place: weight(line) for line in lines for place in line}
 
     assert_cells(loss_weights(case.mask, case.trajectory, "token"), cells(lambda line: 1 / total))
-    assert_cells(loss_weights(case.mask, case.trajectory, "sequence"), cells(lambda line: 1 / len(line) / len(lines)))
-    assert_cells(loss_weights(case.mask, case.trajectory, "constant", 16), cells(lambda line: 1 / 16 / len(lines)))
+    assert_cells(
+        loss_weights(case.mask, case.trajectory, "sequence"),
+        cells(lambda line: 1 / len(line) / len(lines)),
+    )
+    assert_cells(
+        loss_weights(case.mask, case.trajectory, "constant", 16),
+        cells(lambda line: 1 / 16 / len(lines)),
+    )
 
 
 def test_loss_weights_by_hand_and_what_is_refused():
-    mask, trajectory = torch.tensor([[1.0, 1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 1]]), torch.tensor([5, 5, 6, 2])
+    mask, trajectory = (
+        torch.tensor([[1.0, 1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 1]]),
+        torch.tensor([5, 5, 6, 2]),
+    )
     assert loss_weights(mask, trajectory, "token")[0].tolist() == pytest.approx([0.2, 0.2, 0])
     assert loss_weights(mask, trajectory, "sequence").sum(1).tolist() == [0.25, 0.25, 0, 0.5]
     assert loss_weights(mask, trajectory, "constant", 4)[3].tolist() == [0, 0, 0.125]
@@ -306,7 +352,13 @@ def test_policy_loss_and_its_gradient(seed, options, corrected):
     correction = case.correction if corrected else None
     logps = case.logps.requires_grad_()
     loss, metrics = policy_loss(
-        logps, case.old_logps, case.advantages, case.mask, case.weights, correction=correction, **options
+        logps,
+        case.old_logps,
+        case.advantages,
+        case.mask,
+        case.weights,
+        correction=correction,
+        **options,
     )
     total, expected, cells = loop_policy_loss(case, correction=correction, **options)
     assert loss.item() == pytest.approx(total, rel=1e-9, abs=1e-9)
@@ -318,22 +370,33 @@ def test_the_random_cases_reach_every_branch():
     """Both clips and the dual one, so that the test above says something."""
     for options in LOSSES:
         cases = [make_case(seed) for seed in SEEDS]
-        shares = [loop_policy_loss(case, **options)[1]["clip_ratio"] / case.weights.sum().item() for case in cases]
+        shares = [
+            loop_policy_loss(case, **options)[1]["clip_ratio"] / case.weights.sum().item()
+            for case in cases
+        ]
         assert 0.02 < statistics.mean(shares) < 0.9, options
     dual = sum(loop_policy_loss(case, **LOSSES[2])[1]["clip_ratio"] for case in cases)
-    assert dual > sum(loop_policy_loss(case, loss="ppo", clip=0.1)[1]["clip_ratio"] for case in cases)
+    assert dual > sum(
+        loop_policy_loss(case, loss="ppo", clip=0.1)[1]["clip_ratio"] for case in cases
+    )
 
 
 def test_policy_loss_by_hand():
     """Ratios 2 and 1/2 against a clip of 0.2 / 0.5, each with advantage 1 and -1."""
     logps = torch.tensor([[2.0, 2.0, 0.5, 0.5]]).log().requires_grad_()
-    advantages, mask, weights = torch.tensor([[1.0, -1, 1, -1]]), torch.ones(1, 4), torch.full((1, 4), 0.25)
+    advantages, mask, weights = (
+        torch.tensor([[1.0, -1, 1, -1]]),
+        torch.ones(1, 4),
+        torch.full((1, 4), 0.25),
+    )
     old = torch.zeros(1, 4)
     loss, metrics = policy_loss(logps, old, advantages, mask, weights, 0.2, clip_high=0.5)
     assert loss.item() == pytest.approx((-1.5 + 2 - 0.5 + 0.8) / 4)
     assert metrics["clip_ratio"].item() == 0.5 and metrics["ratio"].item() == pytest.approx(1.25)
     assert torch.autograd.grad(loss, logps)[0].tolist() == [pytest.approx([0, 0.5, -0.125, 0])]
-    loss, metrics = policy_loss(logps, old, advantages, mask, weights, 0.2, clip_high=0.5, dual_clip=1.75)
+    loss, metrics = policy_loss(
+        logps, old, advantages, mask, weights, 0.2, clip_high=0.5, dual_clip=1.75
+    )
     assert loss.item() == pytest.approx((-1.5 + 1.75 - 0.5 + 0.8) / 4)
     assert metrics["clip_ratio"].item() == 0.75
     with pytest.raises(ValueError, match="'ppg'.*ppo, gspo or cispo"):
@@ -377,7 +440,10 @@ def test_gspo_has_the_gradient_of_the_sequence_objective(seed):
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
 @pytest.mark.parametrize("shift", [1e3, -1e3])
 def test_an_absurd_ratio_stays_finite(loss, shift):
-    logps, old = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True), torch.full((1, 3), -1.0 - shift)
+    logps, old = (
+        torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True),
+        torch.full((1, 3), -1.0 - shift),
+    )
     advantages, ones = torch.tensor([[1.0, -1.0, 0.0]]), torch.ones(1, 3)
     value, metrics = policy_loss(logps, old, advantages, ones, ones, 0.2, loss=loss)
     value.backward()
@@ -412,7 +478,10 @@ def test_correction_weights(seed, cap):
 
 def test_correction_weights_by_hand():
     old = torch.tensor([[4.0, 0.5], [1.1, 1.2]]).log()
-    found = {kind: correction_weights(old, torch.zeros(2, 2), torch.ones(2, 2), kind, 2.0) for kind in KINDS}
+    found = {
+        kind: correction_weights(old, torch.zeros(2, 2), torch.ones(2, 2), kind, 2.0)
+        for kind in KINDS
+    }
     torch.testing.assert_close(found["token_tis"], torch.tensor([[2.0, 0.5], [1.1, 1.2]]))
     torch.testing.assert_close(found["token_mask"], torch.tensor([[0.0, 0.5], [1.1, 1.2]]))
     torch.testing.assert_close(found["geometric_mask"], torch.ones(2, 2))
@@ -428,12 +497,17 @@ def test_mismatch(seed):
     expected = {"logp_difference": 0.0, "kl_k1": 0.0, "kl_k3": 0.0, "outside": 0.0}
     for places in tokens(case.mask, case.trajectory).values():
         for place in places:
-            weight, d = case.weights[place].item(), (case.engine_logps[place] - case.old_logps[place]).item()
+            weight, d = (
+                case.weights[place].item(),
+                (case.engine_logps[place] - case.old_logps[place]).item(),
+            )
             expected["logp_difference"] += weight * abs(d)
             expected["kl_k1"] += weight * d
             expected["kl_k3"] += weight * (math.exp(-d) - 1 + d)
             expected["outside"] += weight * (not 0.9 <= math.exp(-d) <= 1.1)
-    assert_sums(mismatch(case.old_logps.requires_grad_(), case.engine_logps, case.weights), expected)
+    assert_sums(
+        mismatch(case.old_logps.requires_grad_(), case.engine_logps, case.weights), expected
+    )
 
 
 # Value loss
@@ -446,9 +520,13 @@ def test_value_loss_and_its_gradient(seed):
     for places in tokens(case.mask, case.trajectory).values():
         for place in places:
             value, old, target, weight = (
-                column[place].item() for column in (case.values, case.old_values, case.returns, case.weights)
+                column[place].item()
+                for column in (case.values, case.old_values, case.returns, case.weights)
             )
-            plain, clipped = (value - target) ** 2, (min(max(value, old - clip), old + clip) - target) ** 2
+            plain, clipped = (
+                (value - target) ** 2,
+                (min(max(value, old - clip), old + clip) - target) ** 2,
+            )
             total += weight * max(plain, clipped)
             cells[place] = 2 * weight * (value - target) if plain >= clipped else 0.0
             expected["clip_ratio"] += weight * (clipped > plain)
@@ -463,9 +541,17 @@ def test_value_loss_and_its_gradient(seed):
 def test_value_loss_by_hand():
     """Values that moved by 0, 1 (away from the return) and 1 (towards it) with a clip of 0.5; no factor 1/2."""
     values = torch.tensor([[1.0, 2.0, 2.0]], requires_grad=True)
-    old, returns, weights = torch.ones(1, 3, requires_grad=True), torch.tensor([[3.0, 0.0, 3.0]]), torch.ones(1, 3)
+    old, returns, weights = (
+        torch.ones(1, 3, requires_grad=True),
+        torch.tensor([[3.0, 0.0, 3.0]]),
+        torch.ones(1, 3),
+    )
     loss, metrics = value_loss(values, old, returns, weights, 0.5)
-    assert loss.item() == 4 + 4 + 1.5**2 and metrics["clip_ratio"].item() == 1 and metrics["value"].item() == 5
+    assert (
+        loss.item() == 4 + 4 + 1.5**2
+        and metrics["clip_ratio"].item() == 1
+        and metrics["value"].item() == 5
+    )
     gradients = torch.autograd.grad(loss, (values, old), allow_unused=True)
     assert gradients[0].tolist() == [[-4, 4, 0]] and gradients[1] is None
 
@@ -474,7 +560,10 @@ def test_value_loss_by_hand():
 
 
 def test_cross_entropy_by_hand():
-    logps, weights = torch.tensor([[-1.0, -2.0, -9.0]], requires_grad=True), torch.tensor([[0.25, 0.75, 0.0]])
+    logps, weights = (
+        torch.tensor([[-1.0, -2.0, -9.0]], requires_grad=True),
+        torch.tensor([[0.25, 0.75, 0.0]]),
+    )
     loss = cross_entropy(logps, weights)
     assert loss.item() == 1.75
     assert torch.autograd.grad(loss, logps)[0].tolist() == [[-0.25, -0.75, 0]]
@@ -508,7 +597,10 @@ def test_dpo_loss(seed, loss, smoothing):
     told = defaultdict(float)
     for pair in range(4):
         rows = (2 * pair, 2 * pair + 1)
-        d = [[(case.logps - case.ref_logps)[row, t].item() for t in range(5) if case.mask[row, t]] for row in rows]
+        d = [
+            [(case.logps - case.ref_logps)[row, t].item() for t in range(5) if case.mask[row, t]]
+            for row in rows
+        ]
         sizes = [len(x) if loss == "ipo" else 1 for x in d]
         m = sum(d[0]) / sizes[0] - sum(d[1]) / sizes[1]
         if loss == "sigmoid":
@@ -552,7 +644,9 @@ def test_reward_loss(seed, center):
         x = chosen - rejected - case.margin[2 * pair].item()
         total += (softplus(-x) + center * (chosen + rejected) ** 2) / 4
         for sign, row in ((1, 2 * pair), (-1, 2 * pair + 1)):
-            cells[row, last[row]] = (-sign / (1 + math.exp(x)) + 2 * center * (chosen + rejected)) / 4
+            cells[row, last[row]] = (
+                -sign / (1 + math.exp(x)) + 2 * center * (chosen + rejected)
+            ) / 4
         told["chosen_reward"] += chosen / 4
         told["rejected_reward"] += rejected / 4
         told["accuracy"] += (chosen > rejected) / 4
@@ -594,9 +688,18 @@ def losses_of(case):
     found = {}
     for options in LOSSES:
         loss, metrics = policy_loss(
-            case.logps, case.old_logps, case.advantages, case.mask, case.weights, correction=case.correction, **options
+            case.logps,
+            case.old_logps,
+            case.advantages,
+            case.mask,
+            case.weights,
+            correction=case.correction,
+            **options,
         )
-        found |= {f"{options}": loss, **{f"{options} {name}": value for name, value in metrics.items()}}
+        found |= {
+            f"{options}": loss,
+            **{f"{options} {name}": value for name, value in metrics.items()},
+        }
     for name in ("k1", "k2", "k3"):
         found[name] = (kl_estimate(case.logps, case.ref_logps, name) * case.weights).sum()
     for kind in KINDS:
@@ -604,7 +707,11 @@ def losses_of(case):
         found[kind] = (weights * case.weights).sum()
     found |= mismatch(case.old_logps, case.engine_logps, case.weights)
     loss, metrics = value_loss(case.values, case.old_values, case.returns, case.weights, 0.2)
-    return found | {"value_loss": loss, "value_clip": metrics["clip_ratio"], "value": metrics["value"]}
+    return found | {
+        "value_loss": loss,
+        "value_clip": metrics["clip_ratio"],
+        "value": metrics["value"],
+    }
 
 
 def columns_of(case):
@@ -629,9 +736,14 @@ def make_full_case(seed, dtype=torch.float64):
 
 def losses_and_gradients(case):
     """`losses_of`, and the gradient of the sum of those that have one in logps and values."""
-    case.logps, case.values = case.logps.detach().requires_grad_(), case.values.detach().requires_grad_()
+    case.logps, case.values = (
+        case.logps.detach().requires_grad_(),
+        case.values.detach().requires_grad_(),
+    )
     found = losses_of(case)
-    return found, torch.autograd.grad(sum(x for x in found.values() if x.requires_grad), (case.logps, case.values))
+    return found, torch.autograd.grad(
+        sum(x for x in found.values() if x.requires_grad), (case.logps, case.values)
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -642,7 +754,9 @@ def test_splitting_rows_changes_nothing(seed):
     order = torch.randperm(len(case.mask), generator=torch.Generator().manual_seed(seed))
     sums, split = defaultdict(float), [torch.zeros_like(case.mask), torch.zeros_like(case.mask)]
     for rows in (*order.tensor_split(3), order[:0]):
-        part = SimpleNamespace(**{name: column.detach()[rows] for name, column in vars(case).items()})
+        part = SimpleNamespace(
+            **{name: column.detach()[rows] for name, column in vars(case).items()}
+        )
         found, of_part = losses_and_gradients(part)
         for name, value in found.items():
             sums[name] = sums[name] + value
@@ -666,7 +780,10 @@ def test_what_stands_at_padding_changes_nothing(seed, garbage):
             setattr(dirty, name, torch.where(dirty.mask > 0, column, noise))
     for name, value in columns_of(clean).items():
         assert columns_of(dirty)[name].equal(value), name
-    (expected, gradients), (found, of_dirty) = losses_and_gradients(clean), losses_and_gradients(dirty)
+    (expected, gradients), (found, of_dirty) = (
+        losses_and_gradients(clean),
+        losses_and_gradients(dirty),
+    )
     for name, value in expected.items():
         assert found[name].equal(value), name
     for expected, got in zip(gradients, of_dirty, strict=True):
@@ -693,7 +810,12 @@ def test_a_batch_without_a_trained_token_gives_zeros():
     case = make_full_case(0, torch.float32)
     case.mask, case.weights = torch.zeros_like(case.mask), torch.zeros_like(case.mask)
     found, gradients = losses_and_gradients(case)
-    for name, value in {**columns_of(case), **found, "logps": gradients[0], "values": gradients[1]}.items():
+    for name, value in {
+        **columns_of(case),
+        **found,
+        "logps": gradients[0],
+        "values": gradients[1],
+    }.items():
         assert value.eq(0).all(), name
 
 
@@ -708,7 +830,9 @@ def test_no_input_is_edited():
 
 
 def test_only_torch_is_imported():
-    assert {value.__name__ for value in vars(algorithms).values() if type(value) is type(torch)} == {"torch"}
+    for module in (advantages, losses):
+        imported = {value.__name__ for value in vars(module).values() if type(value) is type(torch)}
+        assert imported == {"torch"}, module
 
 
 # TRL's own code (1.16: its PPO trainer is gone, so GAE and the value loss have no counterpart there)
@@ -719,20 +843,37 @@ def make_trl(**settings):
     trainer_module = pytest.importorskip("trl.trainer.grpo_trainer")
     trainer = trainer_module.GRPOTrainer.__new__(trainer_module.GRPOTrainer)
     arguments = SimpleNamespace(
-        delta=settings.pop("delta", None), use_bias_correction_kl=False, steps_per_generation=1,
-        per_device_train_batch_size=8, gradient_checkpointing_kwargs=None,
-    )  # fmt: skip
+        delta=settings.pop("delta", None),
+        use_bias_correction_kl=False,
+        steps_per_generation=1,
+        per_device_train_batch_size=8,
+        gradient_checkpointing_kwargs=None,
+    )
     defaults = dict(
-        args=arguments, model=torch.nn.Linear(1, 1), beta=0.0, epsilon_low=0.2, epsilon_high=0.28, loss_type="grpo",
-        importance_sampling_level="token", top_entropy_quantile=1.0, aux_loss_enabled=False, use_vllm=False,
-        off_policy_mask_threshold=None, vllm_importance_sampling_correction=False, max_completion_length=11,
-        current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False,
+        args=arguments,
+        model=torch.nn.Linear(1, 1),
+        beta=0.0,
+        epsilon_low=0.2,
+        epsilon_high=0.28,
+        loss_type="grpo",
+        importance_sampling_level="token",
+        top_entropy_quantile=1.0,
+        aux_loss_enabled=False,
+        use_vllm=False,
+        off_policy_mask_threshold=None,
+        vllm_importance_sampling_correction=False,
+        max_completion_length=11,
+        current_gradient_accumulation_steps=1,
+        _entropy_bonus_enabled=False,
         _metrics=defaultdict(lambda: defaultdict(list)),
         accelerator=SimpleNamespace(
-            num_processes=1, process_index=0, device=torch.device("cpu"),
-            gather=lambda x: x, reduce=lambda x, reduction: x,
+            num_processes=1,
+            process_index=0,
+            device=torch.device("cpu"),
+            gather=lambda x: x,
+            reduce=lambda x, reduction: x,
         ),
-    )  # fmt: skip
+    )
     trainer.__dict__.update({**defaults, **settings})
     return trainer
 
@@ -741,7 +882,9 @@ def trl_case(seed):
     """Two groups of three answers with a tool's tokens inside; every row has something to train, as TRL expects."""
     noise = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, 8, (6,), generator=noise)
-    case = SimpleNamespace(completion_mask=(torch.arange(7) < lengths[:, None]).double(), lengths=lengths.tolist())
+    case = SimpleNamespace(
+        completion_mask=(torch.arange(7) < lengths[:, None]).double(), lengths=lengths.tolist()
+    )
     case.tool_mask = (torch.rand(6, 7, generator=noise) < 0.7).double()
     case.tool_mask[:, 0] = 1
     case.mask = case.completion_mask * case.tool_mask
@@ -763,32 +906,57 @@ def trl_case(seed):
         (dict(loss_type="dapo"), "token", {}),
         (dict(loss_type="bnpo"), "token", {}),
         (dict(loss_type="dapo", delta=1.4), "token", dict(dual_clip=1.4)),
-        (dict(loss_type="grpo", importance_sampling_level="sequence"), "sequence", dict(loss="gspo")),
+        (
+            dict(loss_type="grpo", importance_sampling_level="sequence"),
+            "sequence",
+            dict(loss="gspo"),
+        ),
         (dict(loss_type="cispo", epsilon_high=1.28), "token", dict(loss="cispo")),
         (dict(loss_type="grpo", beta=0.3), "sequence", {}),
-        (dict(loss_type="dapo", use_vllm=True, vllm_importance_sampling_correction=True), "token", {}),
+        (
+            dict(loss_type="dapo", use_vllm=True, vllm_importance_sampling_correction=True),
+            "token",
+            {},
+        ),
     ],
 )
 @pytest.mark.parametrize("seed", range(4))
 def test_policy_loss_against_trl(seed, settings, average, options):
     case, trainer = trl_case(seed), make_trl(**settings)
     logps = case.logps.requires_grad_()
-    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (logps, torch.zeros_like(logps), None)
+    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (
+        logps,
+        torch.zeros_like(logps),
+        None,
+    )
     correction = correction_weights(case.old_logps, case.engine_logps, case.mask, "token_tis", 2.0)
     expected = trainer._compute_loss(
         None,
         {
-            "prompt_ids": torch.zeros(6, 1), "prompt_mask": torch.ones(6, 1), "completion_ids": torch.zeros(6, 7),
-            "completion_mask": case.completion_mask, "tool_mask": case.tool_mask, "advantages": case.advantages,
-            "old_per_token_logps": case.old_logps, "ref_per_token_logps": case.ref_logps,
-            "importance_sampling_ratio": correction, "num_items_in_batch": case.mask.sum(),
+            "prompt_ids": torch.zeros(6, 1),
+            "prompt_mask": torch.ones(6, 1),
+            "completion_ids": torch.zeros(6, 7),
+            "completion_mask": case.completion_mask,
+            "tool_mask": case.tool_mask,
+            "advantages": case.advantages,
+            "old_per_token_logps": case.old_logps,
+            "ref_per_token_logps": case.ref_logps,
+            "importance_sampling_ratio": correction,
+            "num_items_in_batch": case.mask.sum(),
         },
-    )  # fmt: skip
+    )
     weights = loss_weights(case.mask, torch.arange(6), average, 11)
     loss, metrics = policy_loss(
-        logps, case.old_logps, case.advantages[:, None].expand(6, 7), case.mask, weights, 0.2, 0.28,
-        correction=correction if trainer.use_vllm else None, **options,
-    )  # fmt: skip
+        logps,
+        case.old_logps,
+        case.advantages[:, None].expand(6, 7),
+        case.mask,
+        weights,
+        0.2,
+        0.28,
+        correction=correction if trainer.use_vllm else None,
+        **options,
+    )
     if trainer.beta:
         loss = loss + trainer.beta * (kl_estimate(logps, case.ref_logps, "k3") * weights).sum()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
@@ -801,7 +969,12 @@ def test_policy_loss_against_trl(seed, settings, average, options):
 
 
 @pytest.mark.parametrize(
-    "mode, kind", [("token_truncate", "token_tis"), ("token_mask", "token_mask"), ("sequence_mask", "sequence_mask")]
+    "mode, kind",
+    [
+        ("token_truncate", "token_tis"),
+        ("token_mask", "token_mask"),
+        ("sequence_mask", "sequence_mask"),
+    ],
 )
 @pytest.mark.parametrize("seed", range(4))
 def test_advantages_and_corrections_against_trl(seed, mode, kind):
@@ -812,14 +985,30 @@ def test_advantages_and_corrections_against_trl(seed, mode, kind):
     scored[failed] = math.nan
     low = 1 / 1.3 if mode == "token_mask" else None
     trainer = make_trl(
-        use_vllm=True, vllm_importance_sampling_correction=True, vllm_importance_sampling_mode=mode,
-        vllm_importance_sampling_clip_max=1.3, vllm_importance_sampling_clip_min=low, environment_factories=None,
-        environments=None, tools=None, _tokenizer=SimpleNamespace(pad_token_id=0), pad_to_multiple_of=None,
-        mask_truncated_completions=False, num_iterations=1, num_generations=3, reward_weights=torch.ones(1),
-        reward_funcs=[None], reward_func_names=["score"], multi_objective_aggregation="sum_then_normalize",
-        scale_rewards="group", _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
-        _pending_extra_logs={}, _pending_metrics={}, log_multimodal=False, log_completions=False,
-    )  # fmt: skip
+        use_vllm=True,
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_max=1.3,
+        vllm_importance_sampling_clip_min=low,
+        environment_factories=None,
+        environments=None,
+        tools=None,
+        _tokenizer=SimpleNamespace(pad_token_id=0),
+        pad_to_multiple_of=None,
+        mask_truncated_completions=False,
+        num_iterations=1,
+        num_generations=3,
+        reward_weights=torch.ones(1),
+        reward_funcs=[None],
+        reward_func_names=["score"],
+        multi_objective_aggregation="sum_then_normalize",
+        scale_rewards="group",
+        _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
+        _pending_extra_logs={},
+        _pending_metrics={},
+        log_multimodal=False,
+        log_completions=False,
+    )
 
     def ragged(column):
         return [row[:n] for row, n in zip(column.tolist(), case.lengths, strict=True)]
@@ -828,17 +1017,31 @@ def test_advantages_and_corrections_against_trl(seed, mode, kind):
     trainer._is_vlm = False
     trainer.model.is_gradient_checkpointing = False
     trainer._calculate_rewards = lambda *args: scored[:, None]
-    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (case.old_logps[:, :width], None, None)
+    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (
+        case.old_logps[:, :width],
+        None,
+        None,
+    )
     width = max(case.lengths)
     trainer._generate = lambda prompts: (
-        [[1]] * 6, [[1] * n for n in case.lengths], ragged(case.tool_mask.long()), [""] * 6,
-        ragged(case.engine_logps), {}, None, None,
-    )  # fmt: skip
+        [[1]] * 6,
+        [[1] * n for n in case.lengths],
+        ragged(case.tool_mask.long()),
+        [""] * 6,
+        ragged(case.engine_logps),
+        {},
+        None,
+        None,
+    )
     expected = trainer._generate_and_score_completions([{"prompt": "question"}] * 6)
 
-    correction = correction_weights(case.old_logps, case.engine_logps, case.mask, kind, 1.3) * case.mask
+    correction = (
+        correction_weights(case.old_logps, case.engine_logps, case.mask, kind, 1.3) * case.mask
+    )
     theirs = expected["importance_sampling_ratio"].expand(6, width) * case.mask[:, :width]
-    torch.testing.assert_close(correction[:, :width], theirs, check_dtype=False, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        correction[:, :width], theirs, check_dtype=False, rtol=1e-5, atol=1e-6
+    )
     weights = loss_weights(case.mask, torch.arange(6), "token")
     logged = trainer._metrics["train"]["sampling/sampling_logp_difference/mean"]
     found = mismatch(case.old_logps, case.engine_logps, weights)["logp_difference"].item()
@@ -848,5 +1051,7 @@ def test_advantages_and_corrections_against_trl(seed, mode, kind):
     mask[failed] = 0
     rewards[:, 0] = case.rewards
     advantages = group_advantages(rewards, mask, case.group, torch.arange(6), True)
-    torch.testing.assert_close(advantages, expected["advantages"][:, None] * mask, check_dtype=False)
+    torch.testing.assert_close(
+        advantages, expected["advantages"][:, None] * mask, check_dtype=False
+    )
     assert trainer._metrics["train"]["frac_reward_zero_std"] == [0]

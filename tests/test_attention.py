@@ -7,7 +7,8 @@ import pytest
 import torch
 from common import torchrun
 
-from rl2.batch import Pack, zigzag
+from rl2.batch import Pack
+from rl2.packing import zigzag
 from rl2.parallel import attention
 from rl2.parallel.attention import Block, backward_block, forward_block
 from rl2.parallel.ring import PackedAttention
@@ -46,16 +47,23 @@ def as_pack(cu, prefixes):
 
 
 def packed_attention(cu, prefixes):
-    return PackedAttention(zigzag(as_pack(cu, prefixes), 1, 0).chunks, prefixes, torch.device("cpu"))
+    return PackedAttention(
+        zigzag(as_pack(cu, prefixes), 1, 0).chunks, prefixes, torch.device("cpu")
+    )
 
 
-@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 4, 16), (6, 2, 24), (9, 3, 64), (2, 1, 80)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "size"), [(4, 4, 16), (6, 2, 24), (9, 3, 64), (2, 1, 80)]
+)
 @pytest.mark.parametrize("longest", [1, 9, 200])
 def test_packed_attention_equals_full_attention(heads, groups, size, longest):
     rng = random.Random(longest * heads)
     cu, prefixes, sees = layout(rng, 4, longest)
     torch.manual_seed(0)
-    inputs = [torch.randn(1, n, cu[-1], size, dtype=torch.float32, requires_grad=True) for n in (heads, groups, groups)]
+    inputs = [
+        torch.randn(1, n, cu[-1], size, dtype=torch.float32, requires_grad=True)
+        for n in (heads, groups, groups)
+    ]
     out = packed_attention(cu, prefixes)(None, *inputs, 0.3)
     grad = torch.randn_like(out)
     got = torch.autograd.grad(out, inputs, grad)
@@ -77,7 +85,9 @@ def test_bf16_is_within_its_rounding():
     grad = torch.randn_like(expected)
     assert (out.double() - expected).abs().max() < 0.02 * expected.abs().max()
     for a, b in zip(
-        torch.autograd.grad(out, inputs, grad.bfloat16()), torch.autograd.grad(expected, doubles, grad), strict=True
+        torch.autograd.grad(out, inputs, grad.bfloat16()),
+        torch.autograd.grad(expected, doubles, grad),
+        strict=True,
     ):
         assert (a.double() - b).abs().max() < 0.02 * b.abs().max()
 
@@ -87,9 +97,19 @@ class FlashAttn:
 
     @staticmethod
     def _flash_attn_varlen_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-        window_size_left=-1, window_size_right=-1,
-    ):  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left=-1,
+        window_size_right=-1,
+    ):
         assert (max_seqlen_q, max_seqlen_k, dropout_p) == (5, 7, 0.0)
         block = Block(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), causal)
         out, lse = forward_block(q, k, v, block, softmax_scale)
@@ -97,10 +117,33 @@ class FlashAttn:
 
     @staticmethod
     def _flash_attn_varlen_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
-    ):  # fmt: skip
-        assert softmax_lse.is_contiguous() and softmax_lse.shape == (q.shape[1], len(q)) and dq.is_contiguous()
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        deterministic,
+    ):
+        assert (
+            softmax_lse.is_contiguous()
+            and softmax_lse.shape == (q.shape[1], len(q))
+            and dq.is_contiguous()
+        )
         assert (window_size_left, window_size_right, softcap, alibi_slopes) == (-1, -1, 0.0, None)
         block = Block(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), causal)
         gradients = backward_block(dout, q, k, v, out, softmax_lse.T, block, softmax_scale)

@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from rl2.batch import Sample, collate, minibatches, pack, plan, spans, unpack, zigzag
+from rl2.batch import Sample, collate, minibatches, spans
+from rl2.packing import pack, plan, unpack, zigzag
 
 
 def make_samples(rng, num_groups=4, group_size=3, longest=20):
@@ -20,7 +21,9 @@ def make_samples(rng, num_groups=4, group_size=3, longest=20):
             tokens = prompt + answer
             mask = [0] * len(prompt) + [int(m and rng.random() < 0.95) for m in mask]
             logps = [-rng.random() if m else 0.0 for m in mask]
-            samples.append(Sample(tokens, mask, logps, [float(m) for m in mask], group, len(samples)))
+            samples.append(
+                Sample(tokens, mask, logps, [float(m) for m in mask], group, len(samples))
+            )
     return samples
 
 
@@ -50,7 +53,8 @@ def test_every_scored_pair_is_packed_once_with_its_own_history(seed, share):
     pairs = torch.stack([packed.rows, packed.columns], 1)
     assert sorted(pairs.tolist()) == batch.mask.nonzero().tolist()
     for at, target, row, column in zip(
-        *(x.tolist() for x in (packed.hidden, packed.targets, packed.rows, packed.columns)), strict=True
+        *(x.tolist() for x in (packed.hidden, packed.targets, packed.rows, packed.columns)),
+        strict=True,
     ):
         # What the hidden state has seen: its segment up to itself, behind the prefix its segment may have.
         segment = max(s for s in range(len(starts) - 1) if starts[s] <= at)
@@ -83,7 +87,11 @@ def test_worked_example_of_a_shared_prompt():
     packed = pack(collate([one, two]))
     assert packed.tokens.tolist() == [[1, 2, 3]] and packed.cu_seqlens == [0, 2, 3]
     assert packed.prefixes == [(1, 2, 0)]
-    assert list(zip(packed.hidden.tolist(), packed.targets.tolist(), strict=True)) == [(1, 3), (2, 4), (1, 5)]
+    assert list(zip(packed.hidden.tolist(), packed.targets.tolist(), strict=True)) == [
+        (1, 3),
+        (2, 4),
+        (1, 5),
+    ]
 
 
 def test_a_rank_without_rows_gets_a_pack_that_scores_nothing():
@@ -129,7 +137,9 @@ def test_zigzag_is_its_definition_and_shares_the_causal_work():
         for rank in range(size):
             part = zigzag(pack(collate([sample]), False), size, rank)
             chunks = torch.arange(n).chunk(2 * size)
-            assert torch.equal(part.positions[0], torch.cat([chunks[rank], chunks[2 * size - 1 - rank]]))
+            assert torch.equal(
+                part.positions[0], torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+            )
 
 
 def test_a_rank_whose_zigzag_holds_nothing_runs_one_token_and_scores_nothing():
@@ -161,7 +171,8 @@ def test_plan_is_balanced_on_a_long_tailed_run(quadratic):
     rng = random.Random(0)
     lengths = [min(16000, max(200, int(rng.lognormvariate(7.6, 0.9)))) for _ in range(512)]
     samples = [
-        Sample([1] * (n + 1), [0] * n + [1], [0.0] * (n + 1), [0.0] * (n + 1), i, i) for i, n in enumerate(lengths)
+        Sample([1] * (n + 1), [0] * n + [1], [0.0] * (n + 1), [0.0] * (n + 1), i, i)
+        for i, n in enumerate(lengths)
     ]
     plans = plan(collate(samples), 32768, 8, share_prompts=False, quadratic=quadratic)
     cost = [n + quadratic * n**2 for n in lengths]
@@ -201,10 +212,14 @@ def test_groups_are_cut_only_where_that_is_faster():
     def parts(prompt, answer):
         tokens = [1] * prompt + [2] * answer
         zeros = [0.0] * len(tokens)
-        samples = [Sample(tokens, [0] * prompt + [1] * answer, zeros, zeros, i // 4, i) for i in range(12)]
+        samples = [
+            Sample(tokens, [0] * prompt + [1] * answer, zeros, zeros, i // 4, i) for i in range(12)
+        ]
         return plan(collate(samples), 10**6, 2)
 
-    (micro,) = parts(prompt=10, answer=100)  # three groups: a 2 to 1 split would leave one rank idle for a third
+    (micro,) = parts(
+        prompt=10, answer=100
+    )  # three groups: a 2 to 1 split would leave one rank idle for a third
     assert sorted(map(len, micro)) == [6, 6]
     (micro,) = parts(prompt=4000, answer=10)
     assert sorted(map(len, micro)) == [4, 8]
@@ -214,7 +229,8 @@ def test_cost_is_balanced_where_tokens_alone_would_not_be():
     """At quadratic=1/1000 a document of 1,000 tokens costs 2,000, as much as 18 of 100 tokens do."""
     lengths = [1000] * 2 + [100] * 20
     samples = [
-        Sample([1] * (n + 1), [0] + [1] * n, [0.0] * (n + 1), [0.0] * (n + 1), i, i) for i, n in enumerate(lengths)
+        Sample([1] * (n + 1), [0] + [1] * n, [0.0] * (n + 1), [0.0] * (n + 1), i, i)
+        for i, n in enumerate(lengths)
     ]
     cost = [n + n * n / 1000 for n in lengths]
     (micro,) = plan(collate(samples), 10**6, 3, False, 1 / 1000)
@@ -239,8 +255,12 @@ def test_whole_groups_are_one_behind_the_other_in_one_micro_batch(seed, num_rank
     plans = plan(batch, 85, num_ranks, share, whole=True)
     assert len(plans) > 1 or num_ranks > 2
     for part in (part for micro in plans for part in micro):
-        assert part[::2] == [row - 1 for row in part[1::2]] and all(row % 2 == 0 for row in part[::2])
+        assert part[::2] == [row - 1 for row in part[1::2]] and all(
+            row % 2 == 0 for row in part[::2]
+        )
         assert pack(batch.select(part), share).tokens.shape[1] <= 85
     assert sorted(row for micro in plans for part in micro for row in part) == list(range(12))
-    with pytest.raises(ValueError, match="a group of .* tokens exceeds max_length_per_device x sp_size = 8"):
+    with pytest.raises(
+        ValueError, match="a group of .* tokens exceeds max_length_per_device x sp_size = 8"
+    ):
         plan(batch, 8, num_ranks, share, whole=True)

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rl2 import chat
+from rl2.data import chat
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -38,12 +38,16 @@ DROPS_OTHER_ROLES = (
 )
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 HIDDEN = [byte for byte in range(256) if byte not in PRINTABLE]
-BYTES = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(HIDDEN)}  # as GPT-2's
+BYTES = {byte: chr(byte) for byte in PRINTABLE} | {
+    byte: chr(256 + i) for i, byte in enumerate(HIDDEN)
+}  # as GPT-2's
 QUESTION = [{"role": "user", "content": "What is the sum? é ✓"}]
 
 
 def make_tokenizer(template=CHATML, eos="<|im_end|>", adds_bos=False, prefix_space=False):
-    vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocab = {
+        character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the")]
     for left, right in merges:
         vocab[left + right] = len(vocab)
@@ -56,7 +60,9 @@ def make_tokenizer(template=CHATML, eos="<|im_end|>", adds_bos=False, prefix_spa
         backend.post_processor = processors.TemplateProcessing(
             single="<|bos|> $A", special_tokens=[("<|bos|>", backend.token_to_id("<|bos|>"))]
         )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|bos|>", eos_token=eos, chat_template=template)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|bos|>", eos_token=eos, chat_template=template
+    )
 
 
 def rendered(tokenizer, messages):
@@ -74,16 +80,23 @@ def bytewise(tokenizer, text):
 
 def turn(tokenizer, prompt_messages, reply, end, tools=None):
     """(tokens, messages) after a sampled reply, as the rollout makes them."""
-    completion = bytewise(tokenizer, reply) + ([tokenizer.convert_tokens_to_ids(end)] if end else [])
+    completion = bytewise(tokenizer, reply) + (
+        [tokenizer.convert_tokens_to_ids(end)] if end else []
+    )
     tokens = chat.encode_prompt(tokenizer, prompt_messages, tools) + completion
-    return tokens, prompt_messages + [{"role": "assistant", "content": chat.decode(tokenizer, completion)}]
+    return tokens, prompt_messages + [
+        {"role": "assistant", "content": chat.decode(tokenizer, completion)}
+    ]
 
 
 def test_prompt_is_the_templates_text_with_its_special_tokens_as_one_token_each():
     tokenizer = make_tokenizer()
     tokens = chat.encode_prompt(tokenizer, QUESTION)
     assert type(tokens) is list and type(tokens[0]) is int
-    assert text_of(tokenizer, tokens) == "<|im_start|>user\nWhat is the sum? é ✓<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        text_of(tokenizer, tokens)
+        == "<|im_start|>user\nWhat is the sum? é ✓<|im_end|>\n<|im_start|>assistant\n"
+    )
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     assert (tokens.count(start), tokens.count(end)) == (2, 1)
 
@@ -96,7 +109,9 @@ def test_bos_of_a_template_is_not_doubled():
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_plain_string_gets_no_template_and_the_tokenizers_own_bos(adds_bos):
     tokenizer = make_tokenizer(adds_bos=adds_bos)
-    assert text_of(tokenizer, chat.encode_prompt(tokenizer, "2+2=")) == "<|bos|>" * adds_bos + "2+2="
+    assert (
+        text_of(tokenizer, chat.encode_prompt(tokenizer, "2+2=")) == "<|bos|>" * adds_bos + "2+2="
+    )
     assert text_of(tokenizer, chat.encode_prompt(tokenizer, "<|bos|>2+2=")) == "<|bos|>2+2="
 
 
@@ -107,12 +122,15 @@ def test_tools_reach_the_template_in_prompt_and_extension():
     tokens, messages = turn(tokenizer, QUESTION, "4", "<|eot|>", tools)
     again = [{"role": "user", "content": "Sure?"}]
     assert chat.extend(tokenizer, tokens, messages, again, tools) is not None
-    assert chat.extend(tokenizer, tokens, messages, again) is None  # the system message would be gone
+    assert (
+        chat.extend(tokenizer, tokens, messages, again) is None
+    )  # the system message would be gone
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
 @pytest.mark.parametrize(
-    "template, end", [(CHATML, "<|im_end|>"), (NO_NEWLINE, "<|im_end|>"), (LLAMA, "<|eot|>"), (QWEN, "<|im_end|>")]
+    "template, end",
+    [(CHATML, "<|im_end|>"), (NO_NEWLINE, "<|im_end|>"), (LLAMA, "<|eot|>"), (QWEN, "<|im_end|>")],
 )
 def test_extension_completes_the_templates_text_and_keeps_sampled_tokens(template, end, role):
     tokenizer = make_tokenizer(template, end)
@@ -140,7 +158,10 @@ def test_cut_off_turn_is_ended_by_the_first_new_token():
     tokens, messages = turn(tokenizer, QUESTION, "the 4", None)
     new = chat.extend(tokenizer, tokens, messages, [{"role": "tool", "content": "5"}])
     assert new[0] == tokenizer.eos_token_id
-    assert text_of(tokenizer, new) == "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        text_of(tokenizer, new)
+        == "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_dropped_reasoning_starts_a_new_sequence_but_a_tool_call_keeps_it():
@@ -185,11 +206,19 @@ def test_broken_character_survives_in_tokens():
 
 
 def test_tokenizer_that_puts_a_space_before_text_never_drifts():
-    tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}", prefix_space=True)
+    tokenizer = make_tokenizer(
+        "{% for m in messages %}{{ m.content }}{% endfor %}", prefix_space=True
+    )
     tokens = chat.encode_prompt(tokenizer, [{"role": "user", "content": "ab"}])
     assert text_of(tokenizer, tokens) == " ab"
     assert (
-        chat.extend(tokenizer, tokens, [{"role": "user", "content": "ab"}], [{"role": "user", "content": "c"}]) is None
+        chat.extend(
+            tokenizer,
+            tokens,
+            [{"role": "user", "content": "ab"}],
+            [{"role": "user", "content": "c"}],
+        )
+        is None
     )
 
 
@@ -206,12 +235,17 @@ def test_refusal_of_a_template_is_told_in_words():
     with pytest.raises(ValueError, match="refuses these messages.*unknown role.*judge"):
         chat.encode_prompt(tokenizer, [{"role": "judge", "content": "x"}])
     with pytest.raises(ValueError, match="refuses these messages"):
-        chat.encode_prompt(tokenizer, [{"role": "user", "content": [{"type": "text", "text": "x"}]}])
+        chat.encode_prompt(
+            tokenizer, [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+        )
 
 
 def test_decode_skips_special_tokens_and_keeps_spaces():
     tokenizer = make_tokenizer()
-    assert chat.decode(tokenizer, [*bytewise(tokenizer, " a , b ."), tokenizer.eos_token_id]) == " a , b ."
+    assert (
+        chat.decode(tokenizer, [*bytewise(tokenizer, " a , b ."), tokenizer.eos_token_id])
+        == " a , b ."
+    )
 
 
 def test_stop_token_ids():
@@ -240,8 +274,12 @@ def sequences(tokenizer, texts):
     return chat.sequences(tokenizer, replies, chat.special_ids(tokenizer))
 
 
-TALK = [*QUESTION, {"role": "assistant", "content": "the sum is 4 é"}, {"role": "user", "content": "the other?"},
-        {"role": "assistant", "content": "<think>hm</think> 5"}]  # fmt: skip
+TALK = [
+    *QUESTION,
+    {"role": "assistant", "content": "the sum is 4 é"},
+    {"role": "user", "content": "the other?"},
+    {"role": "assistant", "content": "<think>hm</think> 5"},
+]
 
 
 @pytest.mark.parametrize("template", [CHATML, NO_NEWLINE])
@@ -250,7 +288,9 @@ def test_every_reply_is_trained_with_its_end_of_turn_and_nothing_else_is(templat
     ((tokens, mask),) = replies(tokenizer, TALK)
     whole = tokenizer.apply_chat_template(TALK, tokenize=False)
     assert tokenizer.decode(tokens) == whole
-    trained = tokenizer.decode([token for token, trains in zip(tokens, mask, strict=True) if trains])
+    trained = tokenizer.decode(
+        [token for token, trains in zip(tokens, mask, strict=True) if trains]
+    )
     assert trained == "the sum is 4 é<|im_end|><think>hm</think> 5<|im_end|>"
 
 
@@ -263,11 +303,15 @@ def test_where_the_template_rewrites_a_turn_a_sequence_of_its_own_begins():
         assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(talk[:end], tokenize=False)
         first = mask.index(1)
         assert tokens[:first] == chat.encode_prompt(tokenizer, talk[: end - 1])
-        assert sum(mask) == len(tokens) - first - 1  # all but the newline behind the end of the turn
+        assert (
+            sum(mask) == len(tokens) - first - 1
+        )  # all but the newline behind the end of the turn
 
 
 def test_a_reply_without_an_end_of_turn_gets_the_end_of_sequence():
-    tokenizer = make_tokenizer("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}")
+    tokenizer = make_tokenizer(
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    )
     ((tokens, mask),) = replies(tokenizer, TALK[:2])
     assert tokenizer.decode(tokens).endswith("assistant: the sum is 4 é\n<|im_end|>")
     assert mask[-1] == 1 and tokens[-1] == tokenizer.eos_token_id
@@ -289,4 +333,6 @@ def test_two_replies_to_one_prompt_are_two_sequences():
     found = sequences(tokenizer, texts)
     prompt = chat.encode_prompt(tokenizer, QUESTION)
     assert [tokens[: len(prompt)] for tokens, _ in found] == [prompt, prompt]
-    assert [sum(mask) for _, mask in found] == [2, 3] and all(mask.index(1) == len(prompt) for _, mask in found)
+    assert [sum(mask) for _, mask in found] == [2, 3] and all(
+        mask.index(1) == len(prompt) for _, mask in found
+    )

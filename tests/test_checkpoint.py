@@ -12,9 +12,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rl2.checkpoint import Checkpoints, find_checkpoint
+from rl2.config.parse import user_errors
 from rl2.parallel.mesh import init
-from rl2.trainer.config import user_errors
+from rl2.run_folder import Checkpoints, find_checkpoint
 
 
 def test_a_checkpoint_moves_between_layouts(tmp_path):
@@ -23,12 +23,20 @@ def test_a_checkpoint_moves_between_layouts(tmp_path):
     assert [path.name for path in folder.glob("step_*")] == ["step_1"]
     saved = torch.load(folder / "save_2")
     assert saved["versions"] == [2, 2, 2]
-    for mode, world in (("load", 2), ("load", 1), ("load_hybrid", 2), ("load_sp", 2), ("load_tp", 2)):
+    for mode, world in (
+        ("load", 2),
+        ("load", 1),
+        ("load_hybrid", 2),
+        ("load_sp", 2),
+        ("load_tp", 2),
+    ):
         torchrun(world, "tests/moves.py", mode, name, folder)
         loaded = torch.load(folder / f"{mode}_{world}")
         assert loaded["versions"] == [2, 2, 2][: len(loaded["told"])]
         same = mode == "load" and world == 2
-        assert loaded["told"].keys() == saved["told"].keys() - ({"lora"} if mode == "load_tp" else set())
+        assert loaded["told"].keys() == saved["told"].keys() - (
+            {"lora"} if mode == "load_tp" else set()
+        )
         for worker, told in loaded["told"].items():
             for key, value in saved["told"][worker].items():
                 assert told[key] == (value if same else pytest.approx(value, abs=1e-6)), (
@@ -46,8 +54,13 @@ def test_a_checkpoint_moves_between_layouts(tmp_path):
     check_adapter(AutoModelForSequenceClassification, name, folder / "lora")
     exported = AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32)
     bf16 = AutoModelForCausalLM.from_pretrained(folder / "export_bf16", dtype="auto")
-    assert {weight.dtype for weight in bf16.parameters()} == {torch.bfloat16}, "the dtype of the source is lost"
-    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(bf16.parameters(), exported.parameters(), strict=True))
+    assert {weight.dtype for weight in bf16.parameters()} == {torch.bfloat16}, (
+        "the dtype of the source is lost"
+    )
+    assert all(
+        torch.equal(a, b.bfloat16())
+        for a, b in zip(bf16.parameters(), exported.parameters(), strict=True)
+    )
     assert exported.lm_head.weight is exported.model.embed_tokens.weight
     for key, weight in exported.named_parameters():
         assert torch.equal(weight, saved["exported"][key]), key
@@ -84,9 +97,7 @@ def test_a_full_disk_is_told_in_a_line(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit), user_errors():
             Checkpoints(tmp_path).save(4, {}, "")
-        words = (
-            "the checkpoint of step 4 could not be written: [Errno 28] No space left on device; step_2 is the newest"
-        )
+        words = "the checkpoint of step 4 could not be written: [Errno 28] No space left on device; step_2 is the newest"
         assert capsys.readouterr().err.startswith(begin + words)
     assert Checkpoints(tmp_path).steps() == [2]
     with pytest.raises(SystemExit), user_errors():

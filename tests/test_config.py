@@ -5,21 +5,9 @@ import os
 import pytest
 import yaml
 
-from rl2.trainer.config import (
-    DPOConfig,
-    PPOConfig,
-    RMConfig,
-    SFTConfig,
-    _docs,
-    _walk,
-    dump,
-    explain,
-    parse,
-    validate_dpo,
-    validate_ppo,
-    validate_rm,
-    validate_sft,
-)
+from rl2.config.parse import _docs, _walk, dump, explain, parse
+from rl2.config.rules import validate_dpo, validate_ppo, validate_rm, validate_sft
+from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 
 
 @pytest.fixture
@@ -45,7 +33,11 @@ def problems(arguments, capsys) -> str:
 RULES = [  # (refused, what the message says, accepted)
     ("actor.lrr=1", "unknown key actor.lrr=1: did you mean actor.lr", "actor.lr=1"),
     ("lr=1", "did you mean actor.lr or critic.lr", "actor.lr=2e-6"),
-    ("data.prompts_per_rolout=4", "did you mean data.prompts_per_rollout?", "data.prompts_per_rollout=4"),
+    (
+        "data.prompts_per_rolout=4",
+        "did you mean data.prompts_per_rollout?",
+        "data.prompts_per_rollout=4",
+    ),
     ("actor.lr=fast", "actor.lr=fast: Value 'fast'", "actor.lr=1e-5"),
     ("data.max_length=1.5", "data.max_length=1.5", "data.max_length=15"),
     ("data.max_length=0", "data.max_length=0: it must be above 0", "data.max_length=1"),
@@ -62,50 +54,162 @@ RULES = [  # (refused, what the message says, accepted)
     ("--quiet", "--quiet is no option", ""),
     ("--config-name none", "there is no file none.yaml", ""),
     ("data.path=missing.jsonl", "data.path=missing.jsonl: no such file", "data.path=openai/gsm8k"),
-    ("data.test_path=./missing", "data.test_path=./missing: no such file", "data.test_path=train.jsonl"),
-    ("actor.model_name=./missing", "actor.model_name=./missing: no such folder", "actor.model_name=Qwen/Qwen3-0.6B"),
+    (
+        "data.test_path=./missing",
+        "data.test_path=./missing: no such file",
+        "data.test_path=train.jsonl",
+    ),
+    (
+        "actor.model_name=./missing",
+        "actor.model_name=./missing: no such folder",
+        "actor.model_name=Qwen/Qwen3-0.6B",
+    ),
     ("actor.model_name=.", "holds no model (no config.json)", "actor.model_name=model"),
-    ("rollout.env_path=note.txt", "rollout.env_path=note.txt: no such Python file", "rollout.env_path=env.py"),
-    ("actor.optimizer_dir=missing", "actor.optimizer_dir=missing: no such folder", "actor.optimizer_dir=model"),
+    (
+        "rollout.env_path=note.txt",
+        "rollout.env_path=note.txt: no such Python file",
+        "rollout.env_path=env.py",
+    ),
+    (
+        "actor.optimizer_dir=missing",
+        "actor.optimizer_dir=missing: no such folder",
+        "actor.optimizer_dir=model",
+    ),
     ("trainer.resume=missing", "choose auto, off or the folder", "trainer.resume=off"),
-    ("actor.fsdp_size=3", "does not divide the 4 processes: choose 1, 2, 4 or 0", "actor.fsdp_size=2"),
+    (
+        "actor.fsdp_size=3",
+        "does not divide the 4 processes: choose 1, 2, 4 or 0",
+        "actor.fsdp_size=2",
+    ),
     ("data.max_length=8000", "8000 + 1 x max_new_tokens 512 = 8512", "data.max_length=7680"),
     ("rollout.max_turns=15", "1024 + 15 x max_new_tokens 512 = 8704", "rollout.max_turns=14"),
-    ("actor.max_inference_length_per_device=1500", "1536; raise it", "actor.max_inference_length_per_device=1536"),
-    ("data.responses_per_prompt=1", "every advantage would be 0", "data.responses_per_prompt=1 adv.estimator=gae"),
-    ("actor.update_per_rollout=300", "more than the 256 trajectories", "actor.update_per_rollout=256"),
+    (
+        "actor.max_inference_length_per_device=1500",
+        "1536; raise it",
+        "actor.max_inference_length_per_device=1536",
+    ),
+    (
+        "data.responses_per_prompt=1",
+        "every advantage would be 0",
+        "data.responses_per_prompt=1 adv.estimator=gae",
+    ),
+    (
+        "actor.update_per_rollout=300",
+        "more than the 256 trajectories",
+        "actor.update_per_rollout=256",
+    ),
     ("kl.coef=0.1", "kl.coef=0.1 and kl.type=None need each other", "kl.coef=0.1 kl.type=reward"),
     ("kl.type=loss", "kl.coef=0.0 and kl.type=loss need each other", "kl.coef=0.1 kl.type=loss"),
-    ("actor.average=constant", "need each other", "actor.average=constant actor.average_constant=512"),
+    (
+        "actor.average=constant",
+        "need each other",
+        "actor.average=constant actor.average_constant=512",
+    ),
     ("actor.average_constant=9", "need each other", "actor.average=sequence"),
-    ("actor.save_freq=9", "=None and actor.save_freq=9 need each other", "actor.save_freq=9 actor.save_dir=x"),
+    (
+        "actor.save_freq=9",
+        "=None and actor.save_freq=9 need each other",
+        "actor.save_freq=9 actor.save_dir=x",
+    ),
     (
         "actor.save_optimizer=true",
         "no effect without actor.save_dir",
         "actor.save_optimizer=true actor.save_freq=1 actor.save_dir=x",
     ),
-    ("rollout.train_sampling_params.top_p=0", "top_p lies above 0", "rollout.train_sampling_params.top_p=0.9"),
-    ("rollout.train_sampling_params.top_k=0", "top_k is 1 or more", "rollout.train_sampling_params.top_k=20"),
-    ("rollout.train_sampling_params.temperature=0", "must be above 0", "rollout.train_sampling_params.temperature=0.1"),
-    ("critic.lr=1e-5", "critic.lr=1e-05 has no effect with adv.estimator=reinforce", "critic.lr=1e-5 adv.estimator=gae"),
+    (
+        "rollout.train_sampling_params.top_p=0",
+        "top_p lies above 0",
+        "rollout.train_sampling_params.top_p=0.9",
+    ),
+    (
+        "rollout.train_sampling_params.top_k=0",
+        "top_k is 1 or more",
+        "rollout.train_sampling_params.top_k=20",
+    ),
+    (
+        "rollout.train_sampling_params.temperature=0",
+        "must be above 0",
+        "rollout.train_sampling_params.temperature=0.1",
+    ),
+    (
+        "critic.lr=1e-5",
+        "critic.lr=1e-05 has no effect with adv.estimator=reinforce",
+        "critic.lr=1e-5 adv.estimator=gae",
+    ),
     ("adv.lamda=0.9", "adv.lamda=0.9 has no effect", "adv.lamda=0.9 adv.estimator=gae"),
-    ("kl.loss_estimator=k3", "no effect with kl.type=None", "kl.loss_estimator=k3 kl.type=loss kl.coef=1"),
-    ("kl.reward_estimator=k3", "no effect with kl.type=None", "kl.reward_estimator=k3 kl.type=reward kl.coef=1"),
-    ("actor.loss=cispo actor.clip=0.1", "no effect with actor.loss=cispo", "actor.loss=cispo actor.clip_high=4"),
-    ("actor.correction_cap=3", "no effect with actor.correction=none", "actor.correction_cap=3 actor.correction=token_tis"),
-    ("trainer.test_freq=5", "no effect without data.test_path", "trainer.test_freq=5 data.test_path=train.jsonl"),
-    ("actor.sp_size=3", "actor.sp_size=3 does not divide the 4 processes: choose 1, 2, 4", "actor.sp_size=4"),
-    ("actor.tp_size=3", "actor.tp_size=3 does not divide the 4 processes: choose 1, 2, 4", "actor.tp_size=2"),
-    ("actor.tp_size=2 actor.sp_size=4", "the 2 processes that actor.tp_size=2 leaves: choose 1, 2", "actor.sp_size=4"),
-    ("actor.tp_size=4 actor.fsdp_size=2", "tp_size=4 leaves: choose 1 or 0", "actor.tp_size=2 actor.fsdp_size=2"),
-    ("actor.lora_alpha=8", "lora_alpha=8.0 has no effect with actor.lora_rank=0", "actor.lora_alpha=8 actor.lora_rank=4"),
-    ("actor.lora_targets=[q_proj]", "no effect with actor.lora_rank=0", "actor.lora_targets=[q_proj] actor.lora_rank=4"),
+    (
+        "kl.loss_estimator=k3",
+        "no effect with kl.type=None",
+        "kl.loss_estimator=k3 kl.type=loss kl.coef=1",
+    ),
+    (
+        "kl.reward_estimator=k3",
+        "no effect with kl.type=None",
+        "kl.reward_estimator=k3 kl.type=reward kl.coef=1",
+    ),
+    (
+        "actor.loss=cispo actor.clip=0.1",
+        "no effect with actor.loss=cispo",
+        "actor.loss=cispo actor.clip_high=4",
+    ),
+    (
+        "actor.correction_cap=3",
+        "no effect with actor.correction=none",
+        "actor.correction_cap=3 actor.correction=token_tis",
+    ),
+    (
+        "trainer.test_freq=5",
+        "no effect without data.test_path",
+        "trainer.test_freq=5 data.test_path=train.jsonl",
+    ),
+    (
+        "actor.sp_size=3",
+        "actor.sp_size=3 does not divide the 4 processes: choose 1, 2, 4",
+        "actor.sp_size=4",
+    ),
+    (
+        "actor.tp_size=3",
+        "actor.tp_size=3 does not divide the 4 processes: choose 1, 2, 4",
+        "actor.tp_size=2",
+    ),
+    (
+        "actor.tp_size=2 actor.sp_size=4",
+        "the 2 processes that actor.tp_size=2 leaves: choose 1, 2",
+        "actor.sp_size=4",
+    ),
+    (
+        "actor.tp_size=4 actor.fsdp_size=2",
+        "tp_size=4 leaves: choose 1 or 0",
+        "actor.tp_size=2 actor.fsdp_size=2",
+    ),
+    (
+        "actor.lora_alpha=8",
+        "lora_alpha=8.0 has no effect with actor.lora_rank=0",
+        "actor.lora_alpha=8 actor.lora_rank=4",
+    ),
+    (
+        "actor.lora_targets=[q_proj]",
+        "no effect with actor.lora_rank=0",
+        "actor.lora_targets=[q_proj] actor.lora_rank=4",
+    ),
     ("actor.lora_rank=-1", "actor.lora_rank=-1: it must not be below 0", "actor.lora_rank=1"),
-    ("actor.lora_rank=4 actor.lora_alpha=0", "actor.lora_alpha=0.0: it must be above 0", "actor.lora_rank=4"),
-    ("actor.lora_rank=4 actor.tp_size=2", "adapters are not cut", "actor.lora_rank=4 actor.sp_size=2 actor.fsdp_size=2"),
+    (
+        "actor.lora_rank=4 actor.lora_alpha=0",
+        "actor.lora_alpha=0.0: it must be above 0",
+        "actor.lora_rank=4",
+    ),
+    (
+        "actor.lora_rank=4 actor.tp_size=2",
+        "adapters are not cut",
+        "actor.lora_rank=4 actor.sp_size=2 actor.fsdp_size=2",
+    ),
     ("rollout.engine=sglang", "it is not installed; pip install sglang", "rollout.engine=local"),
-    ("rollout.engine=local rollout.engine_args.dtype=x", "no effect with rollout.engine=local", "rollout.tp_size=2"),
-]  # fmt: skip
+    (
+        "rollout.engine=local rollout.engine_args.dtype=x",
+        "no effect with rollout.engine=local",
+        "rollout.tp_size=2",
+    ),
+]
 
 
 @pytest.mark.parametrize(("refused", "words", "accepted"), RULES, ids=[rule[0] for rule in RULES])
@@ -120,61 +224,153 @@ def test_rule(base, capsys, monkeypatch, refused, words, accepted):
 def test_all_problems_come_at_once_and_once(base, capsys, monkeypatch):
     text = problems(["actor.lrr=1", "foo", "data.seed=x"], capsys)
     assert text.startswith("6 problems")  # and the three required keys
-    text = problems([base[0], "actor.modle_name=./missing", "rollout.env_path=x.py", "adv.lamda=0.9"], capsys)
-    assert text.startswith("4 problems") and "is missing" not in text, "a slip is read as what it must mean"
-    assert "did you mean actor.model_name?" in text and "actor.model_name=./missing: no such folder" in text
-    text = problems([*base, "adv.estimator=gea", "adv.lamda=0.9", "rollout.engine=sglnag", "data.path=no.csv"], capsys)
+    text = problems(
+        [base[0], "actor.modle_name=./missing", "rollout.env_path=x.py", "adv.lamda=0.9"], capsys
+    )
+    assert text.startswith("4 problems") and "is missing" not in text, (
+        "a slip is read as what it must mean"
+    )
+    assert (
+        "did you mean actor.model_name?" in text
+        and "actor.model_name=./missing: no such folder" in text
+    )
+    text = problems(
+        [*base, "adv.estimator=gea", "adv.lamda=0.9", "rollout.engine=sglnag", "data.path=no.csv"],
+        capsys,
+    )
     assert text.startswith("3 problems") and "no effect" not in text, (
         "estimator and engine are what is wrong, not lamda"
     )
-    assert problems([*base, "kl.coef=1", "data.max_length=9999", "critic.lr=1"], capsys).startswith("3 problems")
+    assert problems([*base, "kl.coef=1", "data.max_length=9999", "critic.lr=1"], capsys).startswith(
+        "3 problems"
+    )
     monkeypatch.setenv("RANK", "1")
     assert problems([*base, "foo"], capsys) == ""
 
 
 def test_values_and_types(base):
-    config = parse(PPOConfig, [*base, "trainer.experiment_name=x", "trainer.resume=off", "actor.lr=3e-4"], validate_ppo)
-    assert isinstance(config, PPOConfig) and config.trainer.save_dir == "runs/x" and config.actor.lr == 3e-4
+    config = parse(
+        PPOConfig,
+        [*base, "trainer.experiment_name=x", "trainer.resume=off", "actor.lr=3e-4"],
+        validate_ppo,
+    )
+    assert (
+        isinstance(config, PPOConfig)
+        and config.trainer.save_dir == "runs/x"
+        and config.actor.lr == 3e-4
+    )
     assert config.trainer.resume == "off" and config.rollout.test_sampling_params.temperature == 0
 
 
-SIBLINGS = {"sft": (SFTConfig, validate_sft), "dpo": (DPOConfig, validate_dpo), "rm": (RMConfig, validate_rm)}
+SIBLINGS = {
+    "sft": (SFTConfig, validate_sft),
+    "dpo": (DPOConfig, validate_dpo),
+    "rm": (RMConfig, validate_rm),
+}
 SIBLING_RULES = [  # (trainer, refused, what the message says, accepted)
     ("sft", "data.batch_size=0", "data.batch_size=0: it must be above 0", "data.batch_size=1"),
-    ("sft", "data.prompts_per_rollout=4", "unknown key data.prompts_per_rollout=4", "data.batch_size=4"),
+    (
+        "sft",
+        "data.prompts_per_rollout=4",
+        "unknown key data.prompts_per_rollout=4",
+        "data.batch_size=4",
+    ),
     ("sft", "data.turns=first", "data.turns=first: choose all or last", "data.turns=last"),
     ("sft", "actor.average=constant", "choose token or sequence", "actor.average=sequence"),
     ("sft", "actor.clip=0.1", "unknown key actor.clip", "actor.max_grad_norm=2"),
     ("sft", "actor.share_prompts=false", "no effect in SFT, where no rows share a prompt", ""),
-    ("sft", "trainer.seed=1", "trainer.seed=1 has no effect where nothing is sampled", "data.seed=1"),
+    (
+        "sft",
+        "trainer.seed=1",
+        "trainer.seed=1 has no effect where nothing is sampled",
+        "data.seed=1",
+    ),
     ("sft", "trainer.seed=2", "and actor.lora_rank=0", "trainer.seed=2 actor.lora_rank=4"),
     ("sft", "trainer.deterministic=true", "has no effect where nothing is sampled", ""),
-    ("sft", "trainer.test_freq=5", "no effect without data.test_path", "trainer.test_freq=5 data.test_path=train.jsonl"),
-    ("sft", "actor.max_inference_length_per_device=2000", "no effect without data.test_path",
-     "actor.max_inference_length_per_device=2000 data.test_path=train.jsonl"),
-    ("sft", "actor.max_length_per_device=1000", "shorter than a row may get: 1024", "actor.max_length_per_device=1024"),
+    (
+        "sft",
+        "trainer.test_freq=5",
+        "no effect without data.test_path",
+        "trainer.test_freq=5 data.test_path=train.jsonl",
+    ),
+    (
+        "sft",
+        "actor.max_inference_length_per_device=2000",
+        "no effect without data.test_path",
+        "actor.max_inference_length_per_device=2000 data.test_path=train.jsonl",
+    ),
+    (
+        "sft",
+        "actor.max_length_per_device=1000",
+        "shorter than a row may get: 1024",
+        "actor.max_length_per_device=1024",
+    ),
     ("sft", "actor.save_optimizer=true", "no effect without actor.save_dir", ""),
-    ("sft", "actor.sp_size=3", "actor.sp_size=3 does not divide the 4 processes", "actor.sp_size=2"),
+    (
+        "sft",
+        "actor.sp_size=3",
+        "actor.sp_size=3 does not divide the 4 processes",
+        "actor.sp_size=2",
+    ),
     ("sft", "actor.warmup_ratio=2", "must not be above 1", "actor.warmup_ratio=0.1"),
     ("sft", "actor.model_name=./missing", "actor.model_name=./missing: no such folder", ""),
     ("dpo", "dpo.loss=nca", "dpo.loss=nca: choose sigmoid, ipo or hinge", "dpo.loss=ipo"),
     ("dpo", "dpo.beta=0", "dpo.beta=0.0: it must be above 0", "dpo.beta=0.5"),
     ("dpo", "dpo.label_smoothing=0.5", "it must be below 0.5", "dpo.label_smoothing=0.1"),
     ("dpo", "dpo.label_smoothing=-1", "must not be below 0", "dpo.label_smoothing=0.0"),
-    ("dpo", "dpo.loss=hinge dpo.label_smoothing=0.1", "no effect with dpo.loss=hinge", "dpo.loss=hinge"),
-    ("dpo", "data.max_length=5000", "shorter than a row may get: 10000 = data.max_length x 2", "data.max_length=4096"),
-    ("dpo", "data.path=missing.jsonl", "data.path=missing.jsonl: no such file", "actor.share_prompts=false"),
+    (
+        "dpo",
+        "dpo.loss=hinge dpo.label_smoothing=0.1",
+        "no effect with dpo.loss=hinge",
+        "dpo.loss=hinge",
+    ),
+    (
+        "dpo",
+        "data.max_length=5000",
+        "shorter than a row may get: 10000 = data.max_length x 2",
+        "data.max_length=4096",
+    ),
+    (
+        "dpo",
+        "data.path=missing.jsonl",
+        "data.path=missing.jsonl: no such file",
+        "actor.share_prompts=false",
+    ),
     ("rm", "rm.center=-1", "rm.center=-1.0: it must not be below 0", "rm.center=0.01"),
     ("rm", "actor.lr=1", "unknown key actor.lr=1: did you mean critic.lr", "critic.lr=1e-4"),
-    ("rm", "critic.freeze_steps=1", "unknown key critic.freeze_steps", "critic.share_prompts=false"),
-    ("rm", "data.max_length=5000", "critic.max_length_per_device=8192 is shorter", "critic.max_length_per_device=2048"),
-    ("rm", "critic.lora_rank=4 critic.tp_size=4", "set critic.tp_size=1", "critic.lora_rank=4 critic.fsdp_size=4"),
-    ("rm", "critic.optimizer_dir=missing", "critic.optimizer_dir=missing: no such folder", "critic.optimizer_dir=model"),
-]  # fmt: skip
+    (
+        "rm",
+        "critic.freeze_steps=1",
+        "unknown key critic.freeze_steps",
+        "critic.share_prompts=false",
+    ),
+    (
+        "rm",
+        "data.max_length=5000",
+        "critic.max_length_per_device=8192 is shorter",
+        "critic.max_length_per_device=2048",
+    ),
+    (
+        "rm",
+        "critic.lora_rank=4 critic.tp_size=4",
+        "set critic.tp_size=1",
+        "critic.lora_rank=4 critic.fsdp_size=4",
+    ),
+    (
+        "rm",
+        "critic.optimizer_dir=missing",
+        "critic.optimizer_dir=missing: no such folder",
+        "critic.optimizer_dir=model",
+    ),
+]
 
 
-@pytest.mark.parametrize(("trainer", "refused", "words", "accepted"), SIBLING_RULES, ids=lambda x: x)
-def test_rule_of_a_trainer_without_rollouts(base, capsys, monkeypatch, trainer, refused, words, accepted):
+@pytest.mark.parametrize(
+    ("trainer", "refused", "words", "accepted"), SIBLING_RULES, ids=lambda x: x
+)
+def test_rule_of_a_trainer_without_rollouts(
+    base, capsys, monkeypatch, trainer, refused, words, accepted
+):
     monkeypatch.setenv("WORLD_SIZE", "4")
     config, validate = SIBLINGS[trainer]
     worker = "critic" if trainer == "rm" else "actor"
@@ -202,12 +398,20 @@ def test_a_key_without_words_of_its_own_has_those_of_its_parent():
 
 def test_recipes_round_trip_and_overrides_win(base, capsys, tmp_path):
     with pytest.raises(SystemExit) as exit_:
-        parse(PPOConfig, [*base, "actor.lr=0.5", "kl.coef=0.1", "kl.type=loss", "--cfg", "job"], validate_ppo)
+        parse(
+            PPOConfig,
+            [*base, "actor.lr=0.5", "kl.coef=0.1", "kl.type=loss", "--cfg", "job"],
+            validate_ppo,
+        )
     assert exit_.value.code == 0
     text = capsys.readouterr().out
     os.makedirs("recipes")
-    (tmp_path / "recipes/mine.yaml").write_text(text)  # a whole one, with keys in vain at their defaults
-    config = parse(PPOConfig, ["--config-dir", "recipes", "--config-name=mine", "actor.clip=0.3"], validate_ppo)
+    (tmp_path / "recipes/mine.yaml").write_text(
+        text
+    )  # a whole one, with keys in vain at their defaults
+    config = parse(
+        PPOConfig, ["--config-dir", "recipes", "--config-name=mine", "actor.clip=0.3"], validate_ppo
+    )
     assert (config.actor.lr, config.actor.clip, config.kl.type) == (0.5, 0.3, "loss")
     assert yaml.safe_load(dump(config))["actor"]["clip"] == 0.3
     (tmp_path / "recipes/mine.yaml").write_text("actor:\n  lrr: 1\ntrainer:\n  resume: off\n")
@@ -215,7 +419,9 @@ def test_recipes_round_trip_and_overrides_win(base, capsys, tmp_path):
     assert "unknown key actor.lrr=1" in text and "mine.yaml)" in text
     assert "quote it: 'off'" in text
     (tmp_path / "recipes/mine.yaml").write_text("actor: [")
-    assert "not readable YAML" in problems([*base, "--config-dir=recipes", "--config-name", "mine"], capsys)
+    assert "not readable YAML" in problems(
+        [*base, "--config-dir=recipes", "--config-name", "mine"], capsys
+    )
 
 
 def test_k1_in_the_loss_warns(base, capsys):
@@ -224,7 +430,7 @@ def test_k1_in_the_loss_warns(base, capsys):
 
 
 def test_lora_without_peft_is_refused(base, capsys, monkeypatch):
-    monkeypatch.setattr("rl2.trainer.config.installed", lambda package: False)
+    monkeypatch.setattr("rl2.config.rules.installed", lambda package: False)
     assert "actor.lora_rank=8 needs peft, which is not installed; pip install peft" in problems(
         [*base, "actor.lora_rank=8"], capsys
     )
@@ -235,10 +441,12 @@ def test_what_only_the_hardware_makes_idle_warns(base, capsys):
     parse(PPOConfig, [*base, "actor.offload_model=true", "actor.clip=0.1"], validate_ppo)
     text = capsys.readouterr().err
     assert "actor.offload_model: nothing to do without a GPU" in text and "exactly 1" in text
-    parse(PPOConfig, [*base, "rollout.gpu_memory_utilization=0.5", "rollout.engine_args.x=1"], validate_ppo)
-    words = (
-        "rollout.engine_args.x, rollout.gpu_memory_utilization: nothing to do with the local engine (there is no GPU)"
+    parse(
+        PPOConfig,
+        [*base, "rollout.gpu_memory_utilization=0.5", "rollout.engine_args.x=1"],
+        validate_ppo,
     )
+    words = "rollout.engine_args.x, rollout.gpu_memory_utilization: nothing to do with the local engine (there is no GPU)"
     assert words in capsys.readouterr().err
     parse(PPOConfig, [*base, "rollout.gpu_memory_utilization=0.6"], validate_ppo)
     assert "nothing to do" not in capsys.readouterr().err

@@ -13,19 +13,28 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rl2.data import Examples, Prompts, check_ppo_row, load_rows, render_pair, render_sft, to_samples
+from rl2.data.examples import Examples, Prompts, render_pair, render_sft, to_samples
+from rl2.data.rows import check_ppo_row, load_rows
 
 TEMPLATE = "{{ tools }}{% for m in messages %} {{ m.content }}{% endfor %}{% if add_generation_prompt %} ?{% endif %}"
 ROWS = [
-    {"messages": [{"role": "user", "content": f"what is {i}\u2028?"}], "answer": str(i), "level": "easy"}
+    {
+        "messages": [{"role": "user", "content": f"what is {i}\u2028?"}],
+        "answer": str(i),
+        "level": "easy",
+    }
     for i in range(3)
 ]
 
 
 def make_tokenizer():
-    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "None": 1, "?": 2, "w": 3}, unk_token="[UNK]"))
+    backend = Tokenizer(
+        models.WordLevel({"[UNK]": 0, "None": 1, "?": 2, "w": 3}, unk_token="[UNK]")
+    )
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", chat_template=TEMPLATE)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="[UNK]", chat_template=TEMPLATE
+    )
 
 
 def make_rows(lengths):
@@ -37,7 +46,10 @@ def write(file, rows):
     if suffix == ".json":
         file.write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8-sig")
     elif suffix == ".jsonl":
-        file.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n", encoding="utf-8")
+        file.write_text(
+            "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n",
+            encoding="utf-8",
+        )
     elif suffix == ".csv":
         with open(file, "w", newline="", encoding="utf-8") as out:
             writer = csv.DictWriter(out, rows[0])
@@ -53,7 +65,9 @@ def write(file, rows):
     return str(file)
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.csv", "a.parquet", "stream.arrow", "file.arrow"])
+@pytest.mark.parametrize(
+    "name", ["a.json", "a.jsonl", "a.csv", "a.parquet", "stream.arrow", "file.arrow"]
+)
 def test_every_format_gives_the_same_rows(tmp_path, name):
     assert load_rows(write(tmp_path / name, ROWS), check=check_ppo_row) == ROWS
 
@@ -79,8 +93,14 @@ def test_folder_gives_its_files_in_order_or_those_of_the_split(tmp_path):
 def test_nulls_that_columnar_files_add_to_structs_are_dropped(tmp_path):
     rows = [
         {
-            "messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "y", "name": "calc"}],
-            "tools": [{"name": "a", "parameters": {"p": "int"}}, {"name": "b", "parameters": {"q": "int"}}],
+            "messages": [
+                {"role": "user", "content": "x"},
+                {"role": "tool", "content": "y", "name": "calc"},
+            ],
+            "tools": [
+                {"name": "a", "parameters": {"p": "int"}},
+                {"name": "b", "parameters": {"q": "int"}},
+            ],
             "answer": None,
         }
     ]
@@ -108,14 +128,26 @@ GOOD = '{"messages": [{"role": "user", "content": "x"}], "answer": 1}'
         ('{"answer": 1}', "column 'messages' is missing; the row has answer"),
         ('{"messages": [], "answer": 1}', r"column 'messages': expected .* not empty, got \[\]"),
         ('{"messages": "", "answer": 1}', "column 'messages': expected .* not empty, got ''"),
-        ('{"messages": 5, "answer": 1}', "column 'messages': expected text or a list of messages, .* got 5"),
+        (
+            '{"messages": 5, "answer": 1}',
+            "column 'messages': expected text or a list of messages, .* got 5",
+        ),
         ('{"messages": ["hi"], "answer": 1}', "column 'messages': expected {'role': .*got 'hi'"),
         ('{"messages": [{"content": "x"}], "answer": 1}', "column 'messages': expected {'role'"),
-        ('{"messages": [{"role": "user", "content": 3}], "answer": 1}', "column 'messages': expected content"),
+        (
+            '{"messages": [{"role": "user", "content": 3}], "answer": 1}',
+            "column 'messages': expected content",
+        ),
         ('{"messages": [{"role": "user"}], "answer": 1}', "column 'messages': expected content"),
         ('{"messages": "[{\\"role\\": 1", "answer": 1}', "column 'messages': expected JSON"),
-        ('{"messages": [{"role": "assistant", "content": "4"}], "answer": 1}', "last message is the assistant's"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "column 'answer' is missing; the row has messages"),
+        (
+            '{"messages": [{"role": "assistant", "content": "4"}], "answer": 1}',
+            "last message is the assistant's",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "x"}]}',
+            "column 'answer' is missing; the row has messages",
+        ),
         ('{"messages": "x", "answer": 1, "tools": "{"}', "column 'tools': expected JSON"),
     ],
 )
@@ -136,7 +168,12 @@ def test_first_problems_are_listed_together_with_their_number(tmp_path):
     with pytest.raises(ValueError) as error:
         load_rows(write(tmp_path / "a.parquet", rows[:7]), check=check_ppo_row)
     lines = str(error.value).splitlines()
-    assert "(7)" in lines[0] and len(lines) == 7 and "a.parquet, row 5" in lines[5] and lines[6] == "... and 2 more"
+    assert (
+        "(7)" in lines[0]
+        and len(lines) == 7
+        and "a.parquet, row 5" in lines[5]
+        and lines[6] == "... and 2 more"
+    )
 
 
 def test_csv_row_is_named_by_its_first_line(tmp_path):
@@ -186,13 +223,20 @@ def test_missing_file_empty_folder_and_unknown_hub_name_are_refused(tmp_path, mo
         return [{"name": name, "config": config, "split": split}]
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    assert load_rows("owner/set:main", "test") == [{"name": "owner/set", "config": "main", "split": "test"}]
-    with pytest.raises(ValueError, match="data path other/set: .*the hub says: other/set is not on the hub"):
+    assert load_rows("owner/set:main", "test") == [
+        {"name": "owner/set", "config": "main", "split": "test"}
+    ]
+    with pytest.raises(
+        ValueError, match="data path other/set: .*the hub says: other/set is not on the hub"
+    ):
         load_rows("other/set")
 
 
 def test_prompts_are_the_templates_tokens_and_tools_pass_through():
-    rows = make_rows([2]) + [{"messages": "w w", "answer": 0}, {**make_rows([1])[0], "tools": [{"w": 0}]}]
+    rows = make_rows([2]) + [
+        {"messages": "w w", "answer": 0},
+        {**make_rows([1])[0], "tools": [{"w": 0}]},
+    ]
     prompts = Prompts(rows, make_tokenizer(), 20, False, 0, 1)
     tools = [0, 3, 0, 0, 0]  # [{' w ': 0 }]
     assert [prompt.tokens for prompt in prompts] == [[1, 3, 3, 2], [3, 3], [*tools, 3, 2]]
@@ -205,12 +249,14 @@ def test_long_prompts_are_dropped_and_counted():
     prompts = Prompts(rows, make_tokenizer(), 6, False, 0, 2)
     assert (len(prompts), prompts.num_dropped) == (2, 2)
     assert [(prompt.index, prompt.row["answer"]) for prompt in prompts.batch(0)] == [(0, 3), (2, 4)]
-    with pytest.raises(ValueError, match="data.max_length=4 leaves none of the 4 .*shortest has 5 .*longest 12"):
+    with pytest.raises(
+        ValueError, match="data.max_length=4 leaves none of the 4 .*shortest has 5 .*longest 12"
+    ):
         Prompts(rows, make_tokenizer(), 4, False, 0, 2)
 
 
 def test_more_rows_than_one_chunk(monkeypatch):
-    monkeypatch.setattr("rl2.data.CHUNK", 3)
+    monkeypatch.setattr("rl2.data.examples.CHUNK", 3)
     prompts = Prompts(make_rows(range(1, 9)), make_tokenizer(), 99, False, 0, 8)
     assert [len(prompt.tokens) for prompt in prompts.batch(0)] == [n + 2 for n in range(1, 9)]
 
@@ -224,7 +270,9 @@ def test_row_that_the_template_refuses_is_named():
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 12), st.integers(1, 15), st.integers(1, 3), st.booleans())
-def test_each_epoch_holds_every_prompt_once_and_batches_need_only_the_step(n, batch_size, n_epochs, shuffle):
+def test_each_epoch_holds_every_prompt_once_and_batches_need_only_the_step(
+    n, batch_size, n_epochs, shuffle
+):
     def make():
         return Prompts(make_rows([1] * n), make_tokenizer(), 9, shuffle, 5, batch_size)
 
@@ -234,14 +282,19 @@ def test_each_epoch_holds_every_prompt_once_and_batches_need_only_the_step(n, ba
     order = [prompt.index for step in range(num_steps + n) for prompt in prompts.batch(step)]
     for start in range(0, len(order) - n + 1, n):
         assert Counter(order[start : start + n]) == Counter(range(n))
-    assert [prompt.index for prompt in make().batch(num_steps)] == order[num_steps * batch_size :][:batch_size]
+    assert [prompt.index for prompt in make().batch(num_steps)] == order[num_steps * batch_size :][
+        :batch_size
+    ]
     if not shuffle:
         assert order[:n] == list(range(n))
 
 
 def test_order_differs_by_epoch_and_seed():
     def order(seed, epoch):
-        return [p.index for p in Prompts(make_rows([1] * 50), make_tokenizer(), 9, True, seed, 50).batch(epoch)]
+        return [
+            p.index
+            for p in Prompts(make_rows([1] * 50), make_tokenizer(), 9, True, seed, 50).batch(epoch)
+        ]
 
     assert len({tuple(order(seed, epoch)) for seed in range(2) for epoch in range(2)}) == 4
     assert order(0, 1) == order(0, 1)
@@ -253,7 +306,9 @@ GOOD_PAIR = {"messages": [{"role": "user", "content": "x"}], "chosen": "w", "rej
 
 
 def make_examples(path, render, tokenizer=None, max_length=99, batch_size=2):
-    return Examples(str(path), "train", tokenizer or make_tokenizer(), render, max_length, False, 0, batch_size)
+    return Examples(
+        str(path), "train", tokenizer or make_tokenizer(), render, max_length, False, 0, batch_size
+    )
 
 
 TURNS = "{% for m in messages %} {{ m.content }}{% if m.role == 'assistant' %}<e>{% endif %}{% endfor %}"
@@ -268,11 +323,18 @@ def with_eos(template=TURNS):
 
 
 def talk(*contents):
-    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return [
+        {"role": ("user", "assistant")[i % 2], "content": content}
+        for i, content in enumerate(contents)
+    ]
 
 
 def test_turns_text_and_plain_messages(tmp_path):
-    rows = [{"messages": talk("? ?", "w", "?", "w w")}, {"text": "w ?"}, {"messages": "? w w", "text": None}]
+    rows = [
+        {"messages": talk("? ?", "w", "?", "w w")},
+        {"text": "w ?"},
+        {"messages": "? w w", "text": None},
+    ]
     path, tokenizer = write(tmp_path / "a.jsonl", rows), with_eos()
     every = [example.sequences for example in make_examples(path, render_sft, tokenizer)]
     assert every[0] == [([2, 2, 3, 4, 2, 3, 3, 4], [0, 0, 1, 1, 0, 1, 1, 1])]
@@ -284,11 +346,23 @@ def test_turns_text_and_plain_messages(tmp_path):
 
 def test_pairs_are_groups_of_chosen_and_rejected(tmp_path):
     examples = make_examples(
-        write(tmp_path / "a.jsonl", [GOOD_PAIR, {**GOOD_PAIR, "chosen": "w ?"}]), render_pair, with_eos()
+        write(tmp_path / "a.jsonl", [GOOD_PAIR, {**GOOD_PAIR, "chosen": "w ?"}]),
+        render_pair,
+        with_eos(),
     )
     samples = to_samples(examples.batch(0))
-    assert [sample.tokens for sample in samples] == [[0, 3, 4], [0, 3, 3, 4], [0, 3, 2, 4], [0, 3, 3, 4]]
-    assert [sample.mask for sample in samples] == [[0, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1]]
+    assert [sample.tokens for sample in samples] == [
+        [0, 3, 4],
+        [0, 3, 3, 4],
+        [0, 3, 2, 4],
+        [0, 3, 3, 4],
+    ]
+    assert [sample.mask for sample in samples] == [
+        [0, 1, 1],
+        [0, 1, 1, 1],
+        [0, 1, 1, 1],
+        [0, 1, 1, 1],
+    ]
     assert [sample.group for sample in samples] == [0, 0, 1, 1]
 
 
@@ -298,7 +372,9 @@ def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
     examples = make_examples(path, render_pair, with_eos(), max_length=6)
     assert (len(examples), examples.num_dropped, examples.longest) == (2, 1, 6)
     assert examples.num_steps(3) == 3 and [example.index for example in examples.batch(1)] == [0, 1]
-    with pytest.raises(ValueError, match="data.max_length=3 leaves none of the 3 rows: the shortest has 4"):
+    with pytest.raises(
+        ValueError, match="data.max_length=3 leaves none of the 3 rows: the shortest has 4"
+    ):
         make_examples(path, render_pair, with_eos(), max_length=3)
 
 
@@ -309,9 +385,21 @@ def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
         (render_sft, {"text": " "}, "column 'text': expected text, not empty, got ' '"),
         (render_sft, {"text": 5}, "column 'text': expected text, not empty, got 5"),
         (render_sft, {"messages": []}, "column 'messages': expected .* not empty"),
-        (render_sft, {"messages": talk("x")}, "no message of the assistant to train on; add one, or remove the row"),
-        (render_sft, {"messages": talk("x", "w", "refuse", "w")}, "the chat template refuses .*roles must alternate"),
-        (render_pair, {**GOOD_PAIR, "messages": talk("refuse")}, "the chat template refuses .*roles must alternate"),
+        (
+            render_sft,
+            {"messages": talk("x")},
+            "no message of the assistant to train on; add one, or remove the row",
+        ),
+        (
+            render_sft,
+            {"messages": talk("x", "w", "refuse", "w")},
+            "the chat template refuses .*roles must alternate",
+        ),
+        (
+            render_pair,
+            {**GOOD_PAIR, "messages": talk("refuse")},
+            "the chat template refuses .*roles must alternate",
+        ),
         (
             render_pair,
             {**GOOD_PAIR, "messages": talk("x", "w")},
@@ -322,14 +410,26 @@ def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
             {"messages": talk("x"), "chosen": "w"},
             "column 'rejected' is missing; the row has messages, cho",
         ),
-        (render_pair, {**GOOD_PAIR, "chosen": ""}, "column 'chosen': expected text, not empty, got ''"),
+        (
+            render_pair,
+            {**GOOD_PAIR, "chosen": ""},
+            "column 'chosen': expected text, not empty, got ''",
+        ),
         (
             render_pair,
             {**GOOD_PAIR, "chosen": talk("x", "w")},
             "column 'chosen': expected text, not empty, got .{'role'",
         ),
-        (render_pair, {**GOOD_PAIR, "rejected": "w"}, "'chosen' and 'rejected' are the same text; remove the row: 'w'"),
-        (render_pair, {**GOOD_PAIR, "margin": "much"}, "column 'margin': expected a number, got 'much'"),
+        (
+            render_pair,
+            {**GOOD_PAIR, "rejected": "w"},
+            "'chosen' and 'rejected' are the same text; remove the row: 'w'",
+        ),
+        (
+            render_pair,
+            {**GOOD_PAIR, "margin": "much"},
+            "column 'margin': expected a number, got 'much'",
+        ),
     ],
 )
 def test_malformed_example_names_file_row_and_remedy(tmp_path, render, row, said):

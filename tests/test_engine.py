@@ -7,8 +7,8 @@ import torch
 from common import make_model
 from transformers import AutoModelForCausalLM
 
-from rl2.rollout.engine_local import LocalEngine
-from rl2.rollout.sampling import sample
+from rl2.engine.local import LocalEngine
+from rl2.engine.sampler import sample
 
 CPU = torch.device("cpu")
 FAMILIES = [("llama", True), ("qwen2", False), ("qwen3", True)]
@@ -34,7 +34,10 @@ def play(engine, prompts, seeds=None, **params):
 
     async def all_():
         given = [(0, i) for i in range(len(prompts))] if seeds is None else seeds
-        calls = [engine.generate(prompt, params, seed) for prompt, seed in zip(prompts, given, strict=True)]
+        calls = [
+            engine.generate(prompt, params, seed)
+            for prompt, seed in zip(prompts, given, strict=True)
+        ]
         return await asyncio.gather(*calls)
 
     return engine.loop.run_until_complete(all_())
@@ -60,9 +63,14 @@ def bits(generations):
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logps_are_those_of_a_plain_forward(name, deterministic, temperature):
-    engine, model = make(name, max_running=5, deterministic=deterministic), AutoModelForCausalLM.from_pretrained(name)
+    engine, model = (
+        make(name, max_running=5, deterministic=deterministic),
+        AutoModelForCausalLM.from_pretrained(name),
+    )
     prompts = make_prompts(12)
-    for prompt, out in zip(prompts, play(engine, prompts, temperature=temperature, max_new_tokens=90), strict=True):
+    for prompt, out in zip(
+        prompts, play(engine, prompts, temperature=temperature, max_new_tokens=90), strict=True
+    ):
         expected = plain_logps(model, prompt, out.tokens, temperature)
         torch.testing.assert_close(torch.tensor(out.logps), expected, rtol=0, atol=1e-4)
     engine.close()
@@ -70,14 +78,22 @@ def test_logps_are_those_of_a_plain_forward(name, deterministic, temperature):
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_greedy_is_what_generate_says(name, deterministic):
-    engine, model = make(name, max_running=3, deterministic=deterministic), AutoModelForCausalLM.from_pretrained(name)
+    engine, model = (
+        make(name, max_running=3, deterministic=deterministic),
+        AutoModelForCausalLM.from_pretrained(name),
+    )
     prompts = make_prompts(7)
     told = play(engine, prompts, temperature=0.0, max_new_tokens=12, stop_token_ids=[2])
     for prompt, out in zip(prompts, told, strict=True):
         given = torch.tensor([prompt])
-        expected = model.generate(given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=12)
+        expected = model.generate(
+            given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=12
+        )
         assert out.tokens == expected[0, len(prompt) :].tolist()
-    assert play(engine, prompts, temperature=0.7, top_k=1, max_new_tokens=12)[0].tokens[:3] == told[0].tokens[:3]
+    assert (
+        play(engine, prompts, temperature=0.7, top_k=1, max_new_tokens=12)[0].tokens[:3]
+        == told[0].tokens[:3]
+    )
     engine.close()
 
 
@@ -99,7 +115,9 @@ def test_a_seed_is_a_sample(llama):
     assert len({tuple(out.tokens) for out in first}) == 6, "the samples of a group are the same"
     assert bits(play(engine, [prompt] * 6, max_new_tokens=20)) == bits(first)
     longer = play(engine, [prompt] * 6, max_new_tokens=25)
-    assert [out.tokens[:20] for out in longer] == [out.tokens for out in first], "the noise of a token moved"
+    assert [out.tokens[:20] for out in longer] == [out.tokens for out in first], (
+        "the noise of a token moved"
+    )
     assert play(engine, [prompt], seeds=[(1, 0)], max_new_tokens=20)[0].tokens != first[0].tokens
     engine.close()
 
@@ -112,7 +130,10 @@ def test_company_changes_no_bit_when_deterministic(name, dtype):
     seeds = [(3, i) for i in range(13)]
     together = bits(play(engine, prompts, seeds, **params))
     backwards = bits(play(engine, prompts[::-1], seeds[::-1], **params))[::-1]
-    alone = [bits(play(engine, [prompt], [seed], **params))[0] for prompt, seed in zip(prompts, seeds, strict=True)]
+    alone = [
+        bits(play(engine, [prompt], [seed], **params))[0]
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
     assert together == backwards == alone
     engine.close()
 
@@ -126,7 +147,9 @@ def test_a_free_slot_is_refilled_before_the_next_step(llama, monkeypatch, determ
 
     async def all_():
         lengths = [8] + [1] * 7
-        calls = [engine.generate([5, 6], {"max_new_tokens": n}, (0, i)) for i, n in enumerate(lengths)]
+        calls = [
+            engine.generate([5, 6], {"max_new_tokens": n}, (0, i)) for i, n in enumerate(lengths)
+        ]
         assert [len(out.tokens) for out in await asyncio.gather(*calls)] == lengths
 
     engine.loop.run_until_complete(all_())
@@ -137,7 +160,11 @@ def test_a_free_slot_is_refilled_before_the_next_step(llama, monkeypatch, determ
 def test_a_groups_prompt_is_prefilled_once(llama, monkeypatch):
     engine, seen = make(llama, max_running=3), []
     prefill = engine._prefill
-    monkeypatch.setattr(engine, "_prefill", lambda prompts: (seen.extend(p.tokens for p in prompts), prefill(prompts)))
+    monkeypatch.setattr(
+        engine,
+        "_prefill",
+        lambda prompts: (seen.extend(p.tokens for p in prompts), prefill(prompts)),
+    )
     first, second = list(range(5, 25)), list(range(30, 60))
     play(engine, [first] * 7 + [second] * 5, max_new_tokens=4)
     assert seen == [tuple(first), tuple(second)]
@@ -148,7 +175,9 @@ def test_a_groups_prompt_is_prefilled_once(llama, monkeypatch):
 def test_a_prompt_of_one_token(llama):
     engine, model = make(llama), AutoModelForCausalLM.from_pretrained(llama)
     (out,) = play(engine, [[5]], max_new_tokens=8)
-    torch.testing.assert_close(torch.tensor(out.logps), plain_logps(model, [5], out.tokens, 1.0), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        torch.tensor(out.logps), plain_logps(model, [5], out.tokens, 1.0), rtol=0, atol=1e-4
+    )
     engine.close()
 
 
@@ -156,7 +185,10 @@ def test_load_changes_the_answers_and_the_version(name, tmp_path):
     family = name.rsplit("/", 1)[1]
     other = make_model(tmp_path / "other", family, dict(FAMILIES)[family], seed=1)
     engine, fresh, prompts = make(name), make(other), make_prompts(5)
-    before, expected = play(engine, prompts, max_new_tokens=8), play(fresh, prompts, max_new_tokens=8)
+    before, expected = (
+        play(engine, prompts, max_new_tokens=8),
+        play(fresh, prompts, max_new_tokens=8),
+    )
     model = AutoModelForCausalLM.from_pretrained(other)
     engine.load(model.named_parameters(), 7)  # a tied head comes once
     after = play(engine, prompts, max_new_tokens=8)
@@ -184,7 +216,10 @@ def test_an_incomplete_load_is_refused_and_so_is_generating_after_it(llama):
     some = dict(list(weights.items())[:3])
     for bad, message in (
         ({**weights, "model.nothing": torch.zeros(1)}, "model.nothing is unknown"),
-        ({**weights, "model.norm.weight": torch.zeros(5)}, r"model.norm.weight is \[5\], expected \[32\]"),
+        (
+            {**weights, "model.norm.weight": torch.zeros(5)},
+            r"model.norm.weight is \[5\], expected \[32\]",
+        ),
         (some, "weights did not arrive"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -213,11 +248,16 @@ def test_a_request_that_is_given_up_frees_its_slot(llama):
     expected = bits(play(engine, [[9, 8]] * 2, [(5, 0), (5, 1)], max_new_tokens=5))
 
     async def all_():
-        running = [asyncio.ensure_future(engine.generate([5], {"max_new_tokens": 400}, (0, i))) for i in range(3)]
+        running = [
+            asyncio.ensure_future(engine.generate([5], {"max_new_tokens": 400}, (0, i)))
+            for i in range(3)
+        ]
         await asyncio.sleep(0.05)  # two have slots, one waits
         for task in running:
             task.cancel()
-        return await asyncio.gather(*(engine.generate([9, 8], {"max_new_tokens": 5}, (5, i)) for i in range(2)))
+        return await asyncio.gather(
+            *(engine.generate([9, 8], {"max_new_tokens": 5}, (5, i)) for i in range(2))
+        )
 
     assert bits(engine.loop.run_until_complete(all_())) == expected
     assert not engine.in_flight and not engine.prompts
@@ -231,7 +271,9 @@ def test_abort_returns_what_there_is(llama):
 
     async def all_():
         given = {"max_new_tokens": 60}
-        calls = [engine.generate(prompt, given, (0, i)) for i, prompt in enumerate([[5, 6]] * 3 + [[7]])]
+        calls = [
+            engine.generate(prompt, given, (0, i)) for i, prompt in enumerate([[5, 6]] * 3 + [[7]])
+        ]
         tasks = [asyncio.ensure_future(call) for call in calls]
         while len(engine.slots[0].tokens if engine.slots[0] else ()) < 5:
             await asyncio.sleep(0)

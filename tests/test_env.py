@@ -15,10 +15,17 @@ from pathlib import Path
 import pytest
 from common import make_tokenizer
 
-from rl2.rollout.env import MAX_THREADS, Env, EnvError, FailureLog, load_env, preflight
+from rl2.env.call import MAX_THREADS, Env, FailureLog
+from rl2.env.contract import EnvError
+from rl2.env.load import load_env, preflight
 
 ENVS = Path(__file__).resolve().parent.parent / "envs"
-ROW = {"messages": [{"role": "user", "content": "1+1="}], "answer": 2, "level": "easy", "tags": ["a"]}
+ROW = {
+    "messages": [{"role": "user", "content": "1+1="}],
+    "answer": 2,
+    "level": "easy",
+    "tags": ["a"],
+}
 REPLY = [*ROW["messages"], {"role": "assistant", "content": "2"}]
 
 
@@ -69,7 +76,8 @@ def test_callable_object_may_be_async():
 
 
 @pytest.mark.parametrize(
-    "value, parts", [(1, {"reward": 1.0}), (True, {"reward": 1.0}), ({"a": 1, "b": 0.5}, {"a": 1.0, "b": 0.5})]
+    "value, parts",
+    [(1, {"reward": 1.0}), (True, {"reward": 1.0}), ({"a": 1, "b": 0.5}, {"a": 1.0, "b": 0.5})],
 )
 def test_reward_types(value, parts):
     result = score(Env(lambda messages: value))
@@ -98,14 +106,20 @@ def test_bad_reward_is_an_env_error(value, said):
 @pytest.mark.parametrize("prefix", ["", "async "])
 def test_failure_carries_the_users_traceback_and_nothing_of_ours(tmp_path, prefix):
     env = load(
-        tmp_path, f"def help(m):\n    return m['nothing']\n{prefix}def reward_fn(messages):\n    return help({{}})\n"
+        tmp_path,
+        f"def help(m):\n    return m['nothing']\n{prefix}def reward_fn(messages):\n    return help({{}})\n",
     )
     error = failure(env)
     text = str(error)
-    assert text.startswith("reward_fn raised:\nTraceback") and text.strip().endswith("KeyError: 'nothing'")
+    assert text.startswith("reward_fn raised:\nTraceback") and text.strip().endswith(
+        "KeyError: 'nothing'"
+    )
     assert f'"{tmp_path / "env.py"}", line 4, in reward_fn' in text and "line 2, in help" in text
     assert "rollout/env.py" not in text
-    assert (str(pickle.loads(pickle.dumps(error))), pickle.loads(pickle.dumps(error)).kind) == (text, error.kind)
+    assert (str(pickle.loads(pickle.dumps(error))), pickle.loads(pickle.dumps(error)).kind) == (
+        text,
+        error.kind,
+    )
 
 
 def test_stop_iteration_and_self_cancellation_are_failures_too():
@@ -119,7 +133,9 @@ def test_stop_iteration_and_self_cancellation_are_failures_too():
 
 
 def test_row_without_a_needed_column_costs_its_trajectory_only():
-    assert "reward_fn needs level" in str(failure(Env(lambda messages, level: 1.0), {"messages": "x", "answer": 1}))
+    assert "reward_fn needs level" in str(
+        failure(Env(lambda messages, level: 1.0), {"messages": "x", "answer": 1})
+    )
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
@@ -151,7 +167,11 @@ def test_sync_calls_run_together_and_leave_the_event_loop_free():
 
 
 def test_async_function_that_blocks_leaves_the_callers_loop_free(tmp_path):
-    env = load(tmp_path, "import time\nasync def reward_fn(messages):\n    time.sleep(2)\n    return 1.0", timeout=0.1)
+    env = load(
+        tmp_path,
+        "import time\nasync def reward_fn(messages):\n    time.sleep(2)\n    return 1.0",
+        timeout=0.1,
+    )
     start = time.monotonic()
     assert "did not return within" in str(failure(env))
     assert time.monotonic() - start < 1.5
@@ -179,7 +199,9 @@ def test_calls_that_hang_time_out_and_take_no_place_for_ever(monkeypatch):
 
     async def main():
         rows = [{**ROW, "answer": "hang"}] * (2 * MAX_THREADS) + [ROW]
-        return await asyncio.gather(*(env.score(REPLY, row) for row in rows), return_exceptions=True)
+        return await asyncio.gather(
+            *(env.score(REPLY, row) for row in rows), return_exceptions=True
+        )
 
     *hung, last = asyncio.run(main())
     release.set()
@@ -215,7 +237,7 @@ def test_waiting_for_a_thread_is_not_hanging():
 def test_hung_call_does_not_keep_the_process_from_exiting(tmp_path):
     (tmp_path / "env.py").write_text("import time\ndef reward_fn(messages):\n    time.sleep(60)")
     code = (
-        "import asyncio, sys\nfrom rl2.rollout.env import EnvError, load_env\n"
+        "import asyncio, sys\nfrom rl2.env.contract import EnvError\nfrom rl2.env.load import load_env\n"
         "try:\n    asyncio.run(load_env(sys.argv[1], 0.1).score([], {}))\nexcept EnvError:\n    print('failed')"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "env.py")]
@@ -233,7 +255,15 @@ def test_interact_returns_messages_of_its_own():
 
 @pytest.mark.parametrize(
     "value",
-    [None, "5", {"role": "tool", "content": "5"}, [5], [{"role": "tool"}], [{"content": "5"}], REPLY]
+    [
+        None,
+        "5",
+        {"role": "tool", "content": "5"},
+        [5],
+        [{"role": "tool"}],
+        [{"content": "5"}],
+        REPLY,
+    ]
     + [[{"role": "tool", "content": "5", "extra": object()}]],
 )
 def test_bad_messages_are_an_env_error(value):
@@ -246,10 +276,16 @@ def test_bad_messages_are_an_env_error(value):
     "text, said",
     [
         ("def reward_fn(:", r"env.py:1: .*def reward_fn\(:"),
-        ("import nothing_such", "fails on import:\n(?s:.*)line 1(?s:.*)No module named 'nothing_such'"),
+        (
+            "import nothing_such",
+            "fails on import:\n(?s:.*)line 1(?s:.*)No module named 'nothing_such'",
+        ),
         ("x = 1", r"expected a function reward_fn\(messages, answer\), found none"),
         ("reward_fn = 3", "reward_fn: expected a function, got 3"),
-        ("def reward_fn(answer): pass", r"reward_fn\(answer\): expected a parameter called messages"),
+        (
+            "def reward_fn(answer): pass",
+            r"reward_fn\(answer\): expected a parameter called messages",
+        ),
         ("def reward_fn(messages, /, answer): pass", "arguments are passed by name"),
         ("def reward_fn(messages): pass\ninteract = []", "interact: expected a function"),
     ],
@@ -274,7 +310,11 @@ def test_env_files_of_one_name_do_not_meet_and_may_import_neighbours(tmp_path):
         folder = tmp_path / str(value)
         folder.mkdir()
         (folder / f"neighbour{value}.py").write_text(f"VALUE = {value}")
-        envs.append(load(folder, f"from neighbour{value} import VALUE\ndef reward_fn(messages): return VALUE"))
+        envs.append(
+            load(
+                folder, f"from neighbour{value} import VALUE\ndef reward_fn(messages): return VALUE"
+            )
+        )
     assert [score(env)["reward"] for env in envs] == [1.0, 2.0]
 
 
@@ -299,7 +339,8 @@ def test_failure_log_tells_each_kind_once_and_stops_the_run_above_the_share(tmp_
     log.check(0, 0)
     log.check(4, 8)
     with pytest.raises(
-        RuntimeError, match="(?s)failed on 5 of 8 .*max_env_failures=0.5.*expected reward to be a number"
+        RuntimeError,
+        match="(?s)failed on 5 of 8 .*max_env_failures=0.5.*expected reward to be a number",
     ):
         log.check(5, 8)
     with pytest.raises(RuntimeError, match="log of the other processes"):
@@ -310,14 +351,27 @@ def test_preflight_accepts_what_works_and_warns_of_what_is_idle():
     env = Env(lambda messages, answer: 0, lambda messages: [])
     assert preflight(env, [ROW, ROW], 2) == []
     assert ["interact()" in warning for warning in preflight(env, [ROW], 1)] == [True]
-    assert preflight(Env(lambda messages: len(messages[0]["content"])), [{"messages": "1+1=", "answer": 2}], 1) == []
+    assert (
+        preflight(
+            Env(lambda messages: len(messages[0]["content"])),
+            [{"messages": "1+1=", "answer": 2}],
+            1,
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
     "reward_fn, interact, rows, max_turns, said",
     [
         (lambda messages: 0, None, [ROW], 2, r"max_turns=2, but the env file has no interact"),
-        (lambda messages: 0, lambda messages: [], [{"messages": "x", "answer": 1}], 2, "plain strings"),
+        (
+            lambda messages: 0,
+            lambda messages: [],
+            [{"messages": "x", "answer": 1}],
+            2,
+            "plain strings",
+        ),
         (
             lambda messages, level: 0,
             None,
@@ -326,7 +380,13 @@ def test_preflight_accepts_what_works_and_warns_of_what_is_idle():
             "reward_fn needs column 'level', which 1 .*first 1",
         ),
         (lambda messages: float("nan"), None, [ROW], 1, "finite"),
-        (lambda messages: messages[-1]["content"] and None, None, [ROW], 1, "(?s)reply '', .*got ''.*42.*got None"),
+        (
+            lambda messages: messages[-1]["content"] and None,
+            None,
+            [ROW],
+            1,
+            "(?s)reply '', .*got ''.*42.*got None",
+        ),
         (
             lambda messages, answer: 1 / answer,
             None,
@@ -379,7 +439,9 @@ def calculator():
 )
 def test_arithmetic_reward(arithmetic, calculator, reply, answer, reward):
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}]
-    assert arithmetic.reward_fn(messages, answer) == calculator.reward_fn(messages, answer) == reward
+    assert (
+        arithmetic.reward_fn(messages, answer) == calculator.reward_fn(messages, answer) == reward
+    )
 
 
 @pytest.mark.parametrize(
@@ -416,15 +478,23 @@ def test_calculator_answers_a_call(calculator, expression, result):
 
 def test_calculator_answers_all_calls_in_one_message_and_ends_without(calculator):
     two = [{"role": "assistant", "content": "<calc>1+1</calc> and <calc>2+\n2</calc>"}]
-    assert calculator.interact_fn(two) == [{"role": "tool", "content": "2\nerror: not an expression"}]
+    assert calculator.interact_fn(two) == [
+        {"role": "tool", "content": "2\nerror: not an expression"}
+    ]
     assert calculator.interact_fn([{"role": "assistant", "content": "<calc>1+1"}]) == []
 
 
 def test_call_is_no_answer_and_the_last_reply_counts(calculator):
     def reward(*replies):
-        return calculator.reward_fn([{"role": "assistant", "content": reply} for reply in replies], 2)
+        return calculator.reward_fn(
+            [{"role": "assistant", "content": reply} for reply in replies], 2
+        )
 
-    assert (reward("<calc>2</calc>"), reward("<calc>1+1</calc>", "2"), reward("2", "3")) == (0.0, 1.0, 0.0)
+    assert (reward("<calc>2</calc>"), reward("<calc>1+1</calc>", "2"), reward("2", "3")) == (
+        0.0,
+        1.0,
+        0.0,
+    )
 
 
 @pytest.mark.parametrize("name", ["arithmetic.py", "calculator.py"])
@@ -478,7 +548,10 @@ def said(*replies):
     ],
 )
 def test_gsm8k_reward(reply, answer, right, format):
-    assert load_env(str(ENVS / "gsm8k.py")).reward_fn(said(reply), answer) == {"right": right, "format": format}
+    assert load_env(str(ENVS / "gsm8k.py")).reward_fn(said(reply), answer) == {
+        "right": right,
+        "format": format,
+    }
 
 
 @pytest.mark.parametrize(
@@ -515,15 +588,37 @@ def test_countdown_is_exact():
 @pytest.mark.parametrize(
     "told, answer, right",
     [
-        (r"\frac{1}{2}", "1/2", 1), (r"\dfrac12", "0.5", 1), (r"\tfrac{1}2", ".5", 1), (r"-\frac{7}{2}", "-3.5", 1),
-        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})", 1), ("(3, 0.5)", r"(3,\frac12)", 1),
-        ("[0, 1)", "[0,1)", 1), ("(0, 1)", "[0,1)", 0), (r"\{2, 1\}", r"\{1,2\}", 1), ("2, 1", "1,2", 1), ("(2,1)", "(1,2)", 0),
-        ("1,234", "1234", 1), (r"1{,}234", "1234", 1), ("x = 5", "5", 1), (r"90^\circ", "90", 1), (r"\$ 4.50", "4.5", 1),
-        (r"50\%", "50", 1), (r"\text{Monday}", "Monday", 1), (r"2\sqrt3", r"2\sqrt{3}", 1), (r"x \leq 2", r"x\le2", 1),
-        ("3", "4", 0), (r"\frac{1}{0}", "0", 0), ("", "4", 0), (r"\pi", r"2\pi", 0), ("11", "1,1", 0), ("ab", "ba", 0),
-        (r"\frac{a_{1}}{b}", r"\frac{a_{1}}{b}", 1), (r"(1, 2, 3)", "(1,2)", 0), (r"\sqrt{2}", "1.414", 0),
+        (r"\frac{1}{2}", "1/2", 1),
+        (r"\dfrac12", "0.5", 1),
+        (r"\tfrac{1}2", ".5", 1),
+        (r"-\frac{7}{2}", "-3.5", 1),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})", 1),
+        ("(3, 0.5)", r"(3,\frac12)", 1),
+        ("[0, 1)", "[0,1)", 1),
+        ("(0, 1)", "[0,1)", 0),
+        (r"\{2, 1\}", r"\{1,2\}", 1),
+        ("2, 1", "1,2", 1),
+        ("(2,1)", "(1,2)", 0),
+        ("1,234", "1234", 1),
+        (r"1{,}234", "1234", 1),
+        ("x = 5", "5", 1),
+        (r"90^\circ", "90", 1),
+        (r"\$ 4.50", "4.5", 1),
+        (r"50\%", "50", 1),
+        (r"\text{Monday}", "Monday", 1),
+        (r"2\sqrt3", r"2\sqrt{3}", 1),
+        (r"x \leq 2", r"x\le2", 1),
+        ("3", "4", 0),
+        (r"\frac{1}{0}", "0", 0),
+        ("", "4", 0),
+        (r"\pi", r"2\pi", 0),
+        ("11", "1,1", 0),
+        ("ab", "ba", 0),
+        (r"\frac{a_{1}}{b}", r"\frac{a_{1}}{b}", 1),
+        (r"(1, 2, 3)", "(1,2)", 0),
+        (r"\sqrt{2}", "1.414", 0),
     ],
-)  # fmt: skip
+)
 def test_boxed_reward(told, answer, right):
     env = load_env(str(ENVS / "boxed.py"))
     assert env.reward_fn(said(rf"First \boxed{{0}}, no: \boxed{{{told}}}."), answer) == right
@@ -542,7 +637,11 @@ def search(monkeypatch):
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            contents = [] if "nothing" in asked[-1]["queries"][0] else ['"France"\nIts capital is Paris. ', "x" * 9999]
+            contents = (
+                []
+                if "nothing" in asked[-1]["queries"][0]
+                else ['"France"\nIts capital is Paris. ', "x" * 9999]
+            )
             self.send_response(500 if "fail" in asked[-1]["queries"][0] else 200)
             self.end_headers()
             result = [[{"document": {"contents": text}, "score": 1.0} for text in contents]]
@@ -562,16 +661,26 @@ def test_search_looks_up_what_the_last_turn_asks_for(search):
     env, asked = search
 
     def answered(reply):
-        return asyncio.run(env.interact([*ROW["messages"], *said("<search>old</search>", reply)], ROW))
+        return asyncio.run(
+            env.interact([*ROW["messages"], *said("<search>old</search>", reply)], ROW)
+        )
 
     [message] = answered("Let me see. <search> capital of France\n</search> <search>two</search>")
-    assert message["role"] == "tool" and message["content"].startswith('[1] "France"\nIts capital is Paris.\n\n[2] xx')
+    assert message["role"] == "tool" and message["content"].startswith(
+        '[1] "France"\nIts capital is Paris.\n\n[2] xx'
+    )
     assert len(message["content"]) < 1700
     assert asked == [{"queries": ["capital of France"], "topk": 3, "return_scores": True}]
     assert answered("<search>nothing</search>")[0]["content"] == "nothing was found"
     assert answered("<search> </search>")[0]["content"] == "the query is empty"
     assert len(asked) == 2
-    for end in ("<answer>Paris</answer>", "<search>x</search><answer>Paris</answer>", "<search>Paris", "", "Paris"):
+    for end in (
+        "<answer>Paris</answer>",
+        "<search>x</search><answer>Paris</answer>",
+        "<search>Paris",
+        "",
+        "Paris",
+    ):
         assert answered(end) == []
     with pytest.raises(EnvError, match="500"):
         answered("<search>fail</search>")
@@ -592,11 +701,17 @@ def test_search_looks_up_what_the_last_turn_asks_for(search):
 )
 def test_search_reward(search, replies, right):
     assert search[0].reward_fn(said(*replies), ["Paris", "City of Paris"]) == right
-    assert search[0].reward_fn(said(*replies), "paris") == (right if "city" not in replies[-1] else 0)
+    assert search[0].reward_fn(said(*replies), "paris") == (
+        right if "city" not in replies[-1] else 0
+    )
 
 
-ENV_ROWS = {"gsm8k": {"answer": "72"}, "boxed": {"answer": "72"}, "search": {"answer": ["72"]},
-            "countdown": {"answer": 24, "numbers": [3, 9, 1]}}  # fmt: skip
+ENV_ROWS = {
+    "gsm8k": {"answer": "72"},
+    "boxed": {"answer": "72"},
+    "search": {"answer": ["72"]},
+    "countdown": {"answer": 24, "numbers": [3, 9, 1]},
+}
 
 
 @pytest.mark.parametrize("name", ENV_ROWS)
@@ -609,22 +724,39 @@ def test_public_data_becomes_rows():
     """examples/data.py on rows as their owners publish them; each row passes the checks of a run."""
     import importlib.util
 
-    from rl2.data import check_ppo_row
+    from rl2.data.rows import check_ppo_row
 
     spec = importlib.util.spec_from_file_location("data", ENVS.parent / "examples/data.py")
     data = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(data)
-    question = [{"from": "human", "value": "1+1?"}, {"from": "assistant", "ground_truth": {"value": "2"}}]
+    question = [
+        {"from": "human", "value": "1+1?"},
+        {"from": "assistant", "ground_truth": {"value": "2"}},
+    ]
     rows = {
-        "72,000": data.gsm8k({"question": "How many?", "answer": "48/2 = <<48/2=24>>24\n#### 72,000"}),
+        "72,000": data.gsm8k(
+            {"question": "How many?", "answer": "48/2 = <<48/2=24>>24\n#### 72,000"}
+        ),
         "2": data.orz(question),
-        "3": data.math500({"problem": "1+2?", "solution": "...", "answer": "3", "subject": "Algebra", "level": 1}),
+        "3": data.math500(
+            {"problem": "1+2?", "solution": "...", "answer": "3", "subject": "Algebra", "level": 1}
+        ),
         24: data.countdown({"target": 24, "nums": [3, 9, 1]}),
-        "Paris": data.search({"id": "0", "question": "capital of France?", "golden_answers": ["Paris"]}),
+        "Paris": data.search(
+            {"id": "0", "question": "capital of France?", "golden_answers": ["Paris"]}
+        ),
     }
     for row in rows.values():
         check_ppo_row(json.loads(json.dumps(row)))
-    assert rows["72,000"]["answer"] == "72000" and rows["2"]["answer"] == "2" and rows["3"]["level"] == 1
-    assert rows[24]["answer"] == 24 and rows[24]["numbers"] == [3, 9, 1] and rows["Paris"]["answer"] == ["Paris"]
+    assert (
+        rows["72,000"]["answer"] == "72000"
+        and rows["2"]["answer"] == "2"
+        and rows["3"]["level"] == 1
+    )
+    assert (
+        rows[24]["answer"] == 24
+        and rows[24]["numbers"] == [3, 9, 1]
+        and rows["Paris"]["answer"] == ["Paris"]
+    )
     said_how = {"72,000": "####", "2": r"\boxed{}", 24: "<answer>", "Paris": "<search>"}
     assert all(how in rows[key]["messages"][0]["content"] for key, how in said_how.items())

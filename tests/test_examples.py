@@ -13,7 +13,7 @@ from common import ROOT, check_adapter, make_model, run, torchrun
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rl2.rollout.env import load_env
+from rl2.env.load import load_env
 
 TIMED = ("time/", "memory/", "tokens/per_second")
 
@@ -26,12 +26,23 @@ def write(path, rows):
 def arguments(tmp_path, rows, worker, *more):
     write(tmp_path / "train.jsonl", rows)
     return [
-        f"{worker}.model_name={make_model(tmp_path / 'tiny')}", f"data.path={tmp_path / 'train.jsonl'}",
-        f"trainer.save_dir={tmp_path / 'run'}", f"{worker}.dtype=float32", "data.batch_size=4", "data.max_length=100",
-        f"data.test_path={tmp_path / 'test.jsonl'}", "trainer.test_freq=6", "trainer.save_freq=2",
-        "trainer.keep_checkpoints=null", "trainer.n_epochs=3", "trainer.disable_wandb=true",
-        f"{worker}.max_length_per_device=200", f"{worker}.scheduler=linear", f"{worker}.warmup_ratio=0.2", *more,
-    ]  # fmt: skip
+        f"{worker}.model_name={make_model(tmp_path / 'tiny')}",
+        f"data.path={tmp_path / 'train.jsonl'}",
+        f"trainer.save_dir={tmp_path / 'run'}",
+        f"{worker}.dtype=float32",
+        "data.batch_size=4",
+        "data.max_length=100",
+        f"data.test_path={tmp_path / 'test.jsonl'}",
+        "trainer.test_freq=6",
+        "trainer.save_freq=2",
+        "trainer.keep_checkpoints=null",
+        "trainer.n_epochs=3",
+        "trainer.disable_wandb=true",
+        f"{worker}.max_length_per_device=200",
+        f"{worker}.scheduler=linear",
+        f"{worker}.warmup_ratio=0.2",
+        *more,
+    ]
 
 
 def metrics(folder):
@@ -52,8 +63,19 @@ def check_killed_and_resumed_and_lora(trainer, worker, args, tmp_path):
     killed again in step 7 and goes on from step 6, inside an epoch; and one that goes on from a folder it is given. And
     the whole run with LoRA, which must learn too."""
     again = [trainer, *args, f"trainer.save_dir={tmp_path}/killed"]
-    given = [trainer, *args, f"trainer.save_dir={tmp_path}/given", f"trainer.resume={tmp_path}/run/checkpoints/step_8"]
-    lora = [trainer, *args, f"trainer.save_dir={tmp_path}/lora", f"{worker}.lora_rank=4", f"{worker}.lr=0.03"]
+    given = [
+        trainer,
+        *args,
+        f"trainer.save_dir={tmp_path}/given",
+        f"trainer.resume={tmp_path}/run/checkpoints/step_8",
+    ]
+    lora = [
+        trainer,
+        *args,
+        f"trainer.save_dir={tmp_path}/lora",
+        f"{worker}.lora_rank=4",
+        f"{worker}.lr=0.03",
+    ]
     done = several(2, [["kill=5", *again], ["kill=3", *again], again, given, lora])
     for step in (4, 6, 8):
         assert done.stdout.count(f"step_{step}: {step} of 12 steps are done") == 1, done.stdout
@@ -62,9 +84,13 @@ def check_killed_and_resumed_and_lora(trainer, worker, args, tmp_path):
     assert untimed(tmp_path / "given") == [line for line in whole if line["step"] > 8]
     for name in ("killed", "given"):
         found = weights(tmp_path / name)
-        assert found.keys() == expected.keys() and all((found[key] == expected[key]).all() for key in expected)
+        assert found.keys() == expected.keys() and all(
+            (found[key] == expected[key]).all() for key in expected
+        )
     lines = metrics(tmp_path / "lora")
-    assert {key: lines[0][key] for key in whole[0]} == whole[0], "adapters change the model before they are trained"
+    assert {key: lines[0][key] for key in whole[0]} == whole[0], (
+        "adapters change the model before they are trained"
+    )
     assert lines[-1]["test/loss"] < 0.7 * lines[0]["test/loss"]
     cls = AutoModelForSequenceClassification if trainer == "rm" else AutoModelForCausalLM
     check_adapter(cls, tmp_path / "tiny", tmp_path / "lora/model")
@@ -86,15 +112,22 @@ def conversation(i):
 
 def plain_nll(folder, rows):
     """Of what the assistant says, end of turn included, and of plain text: the mean over tokens, by transformers alone."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder),
+    )
     found = []
     for row in rows:
         if "text" in row:
             text, spans = row["text"] + tokenizer.eos_token, [(0, len(row["text"]) + 10)]
         else:
             text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
-            spans = [m.span(1) for m in re.finditer(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", text)]
-        inputs = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False, return_tensors="pt")
+            spans = [
+                m.span(1) for m in re.finditer(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", text)
+            ]
+        inputs = tokenizer(
+            text, return_offsets_mapping=True, add_special_tokens=False, return_tensors="pt"
+        )
         logps = model(inputs["input_ids"]).logits[0].double().log_softmax(-1)
         for at, (start, _) in enumerate(inputs["offset_mapping"][0].tolist()):
             if at > 0 and any(a <= start < b for a, b in spans):
@@ -103,21 +136,34 @@ def plain_nll(folder, rows):
 
 
 def test_sft(tmp_path):
-    rows = [{"messages": conversation(i)} for i in range(14)] + [{"text": "abcd" * 4}, {"messages": "dcba" * 3}]
+    rows = [{"messages": conversation(i)} for i in range(14)] + [
+        {"text": "abcd" * 4},
+        {"messages": "dcba" * 3},
+    ]
     test = [{"messages": conversation(i)} for i in (20, 21, 22)] + [{"text": "abcdabcd"}]
     write(tmp_path / "test.jsonl", test)
     args = arguments(tmp_path, [*rows, {"text": "x" * 200}], "actor", "actor.lr=0.01")
     done = torchrun(2, "-m", "rl2.trainer.sft", *args)
     assert "1 training rows are longer than data.max_length=100 and dropped" in done.stdout
     lines = metrics(tmp_path / "run")
-    assert [line["step"] for line in lines] == list(range(13))  # 16 rows, 3 times, by 4; and the test before them
+    assert [line["step"] for line in lines] == list(
+        range(13)
+    )  # 16 rows, 3 times, by 4; and the test before them
     assert [line["step"] for line in lines if "test/loss" in line] == [0, 6, 12]
     assert lines[0]["test/loss"] == pytest.approx(plain_nll(tmp_path / "tiny", test), abs=1e-5)
-    assert lines[-1]["test/loss"] == pytest.approx(plain_nll(tmp_path / "run/model", test), abs=1e-5)
+    assert lines[-1]["test/loss"] == pytest.approx(
+        plain_nll(tmp_path / "run/model", test), abs=1e-5
+    )
     assert lines[-1]["test/perplexity"] == pytest.approx(math.exp(lines[-1]["test/loss"]))
-    assert lines[1]["actor/loss"] > 4 and lines[-1]["actor/loss"] < 2.5 and lines[-1]["test/loss"] < 2.5
+    assert (
+        lines[1]["actor/loss"] > 4
+        and lines[-1]["actor/loss"] < 2.5
+        and lines[-1]["test/loss"] < 2.5
+    )
     rates = [line["actor/lr"] for line in lines[1:]]
-    assert rates[:3] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01]) and rates[-1] == pytest.approx(0.01 / 9)
+    assert rates[:3] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01]) and rates[-1] == pytest.approx(
+        0.01 / 9
+    )
     check_killed_and_resumed_and_lora("sft", "actor", args, tmp_path)
 
 
@@ -143,12 +189,18 @@ def plain_logp(model, tokens, start, end):
 
 def test_dpo(tmp_path):
     test = write(tmp_path / "test.jsonl", [preference(i) for i in (30, 31, 32)])
-    args = arguments(tmp_path, [preference(i) for i in range(16)], "actor", "actor.lr=0.003", "dpo.beta=0.2")
+    args = arguments(
+        tmp_path, [preference(i) for i in range(16)], "actor", "actor.lr=0.003", "dpo.beta=0.2"
+    )
     torchrun(2, "-m", "rl2.trainer.dpo", *args)
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(13))
-    assert lines[0]["test/loss"] == pytest.approx(math.log(2)) and lines[0]["test/margin"] == pytest.approx(0, abs=1e-5)
-    assert lines[1]["actor/loss"] == pytest.approx(math.log(2)) and lines[1]["actor/kl"] == pytest.approx(0, abs=1e-6)
+    assert lines[0]["test/loss"] == pytest.approx(math.log(2)) and lines[0][
+        "test/margin"
+    ] == pytest.approx(0, abs=1e-5)
+    assert lines[1]["actor/loss"] == pytest.approx(math.log(2)) and lines[1][
+        "actor/kl"
+    ] == pytest.approx(0, abs=1e-6)
     last = lines[-1]
     assert last["actor/loss"] < 0.4 and last["actor/accuracy"] == 1 and last["actor/kl"] > 0
     names = (tmp_path / "run/model", tmp_path / "tiny")
@@ -171,28 +223,43 @@ def test_dpo(tmp_path):
 
 def test_reward_model(tmp_path, monkeypatch):
     """The exported folder, as transformers alone loads it, gives a padded batch the rewards that training told."""
-    test = write(tmp_path / "test.jsonl", [preference(i, margin=0.1 * (i - 30)) for i in (30, 31, 32)])
+    test = write(
+        tmp_path / "test.jsonl", [preference(i, margin=0.1 * (i - 30)) for i in (30, 31, 32)]
+    )
     rows = [preference(i, margin=0.5) if i % 2 else preference(i) for i in range(16)]
     args = arguments(tmp_path, rows, "critic", "critic.lr=0.01", "rm.center=0.01")
     torchrun(2, "-m", "rl2.trainer.rm", *args)
     lines = metrics(tmp_path / "run")
-    assert lines[0]["test/margin"] == 0 and lines[0]["test/accuracy"] == 0  # a new head says 0 to all
+    assert (
+        lines[0]["test/margin"] == 0 and lines[0]["test/accuracy"] == 0
+    )  # a new head says 0 to all
     last = lines[-1]
     assert last["critic/loss"] < 0.6 * lines[1]["critic/loss"] and last["critic/accuracy"] == 1
     assert last["test/accuracy"] == 1
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/model")
     assert model.config.num_labels == 1
-    tokens = [t for row in map(json.loads, test.read_text().splitlines()) for t, *_ in encoded(tokenizer, row)]
-    rewards = model(**tokenizer.pad({"input_ids": tokens}, return_tensors="pt")).logits[:, 0].double()
+    tokens = [
+        t
+        for row in map(json.loads, test.read_text().splitlines())
+        for t, *_ in encoded(tokenizer, row)
+    ]
+    rewards = (
+        model(**tokenizer.pad({"input_ids": tokens}, return_tensors="pt")).logits[:, 0].double()
+    )
     chosen, rejected = rewards.view(-1, 2).unbind(1)
     assert last["test/chosen_reward"] == pytest.approx(chosen.mean().item(), abs=1e-5)
     assert last["test/rejected_reward"] == pytest.approx(rejected.mean().item(), abs=1e-5)
-    losses = -(chosen - rejected - torch.tensor([0, 0.1, 0.2])).sigmoid().log() + 0.01 * (chosen + rejected) ** 2
+    losses = (
+        -(chosen - rejected - torch.tensor([0, 0.1, 0.2])).sigmoid().log()
+        + 0.01 * (chosen + rejected) ** 2
+    )
     assert last["test/loss"] == pytest.approx(losses.mean().item(), abs=1e-5)
     check_killed_and_resumed_and_lora("rm", "critic", args, tmp_path)
     check_rewards_of_a_policy(
-        tmp_path, monkeypatch, dict(zip(["chosen", "rejected"], rewards.view(-1, 2)[0].tolist(), strict=True))
+        tmp_path,
+        monkeypatch,
+        dict(zip(["chosen", "rejected"], rewards.view(-1, 2)[0].tolist(), strict=True)),
     )
 
 
@@ -202,18 +269,29 @@ def check_rewards_of_a_policy(tmp_path, monkeypatch, expected):
     env, row = load_env(str(ROOT / "envs/reward_model.py")), preference(30)
     for reply in ("chosen", "rejected"):
         messages = [*row["messages"], {"role": "assistant", "content": row[reply]}]
-        assert asyncio.run(env.score(messages, row)) == {"reward": pytest.approx(expected[reply], abs=1e-5)}
+        assert asyncio.run(env.score(messages, row)) == {
+            "reward": pytest.approx(expected[reply], abs=1e-5)
+        }
     write(tmp_path / "prompts.jsonl", [{**preference(i), "answer": ""} for i in range(8)])
     args = [
-        f"actor.model_name={tmp_path}/tiny", "actor.lr=0.001", "actor.dtype=float32", "data.prompts_per_rollout=4",
-        f"data.path={tmp_path}/prompts.jsonl", "data.max_length=100", "rollout.env_path=envs/reward_model.py",
-        "rollout.train_sampling_params.max_new_tokens=4", f"trainer.save_dir={tmp_path}/grpo", "trainer.disable_wandb=true",
-    ]  # fmt: skip
+        f"actor.model_name={tmp_path}/tiny",
+        "actor.lr=0.001",
+        "actor.dtype=float32",
+        "data.prompts_per_rollout=4",
+        f"data.path={tmp_path}/prompts.jsonl",
+        "data.max_length=100",
+        "rollout.env_path=envs/reward_model.py",
+        "rollout.train_sampling_params.max_new_tokens=4",
+        f"trainer.save_dir={tmp_path}/grpo",
+        "trainer.disable_wandb=true",
+    ]
     run("-m", "rl2.trainer.ppo", *args)
     assert metrics(tmp_path / "grpo")[-1]["actor/grad_norm"] > 0
     lines = (tmp_path / "grpo/rollouts/train/step_2.jsonl").read_text().splitlines()
     for record in map(json.loads, lines):
-        assert asyncio.run(env.score(record["messages"], row)) == {"reward": pytest.approx(record["reward"], abs=1e-5)}
+        assert asyncio.run(env.score(record["messages"], row)) == {
+            "reward": pytest.approx(record["reward"], abs=1e-5)
+        }
     assert len(lines) == 32
 
 
@@ -230,10 +308,18 @@ def test_each_trainer_in_each_layout_of_two_processes_equals_one_process(tmp_pat
         folder, worker = tmp_path / trainer, "critic" if trainer == "rm" else "actor"
         folder.mkdir()
         write(folder / "test.jsonl", part[:3])
-        more = ["trainer.max_steps=3", "trainer.save_freq=null", "trainer.test_freq=2", f"{worker}.lr=0.1"]
+        more = [
+            "trainer.max_steps=3",
+            "trainer.save_freq=null",
+            "trainer.test_freq=2",
+            f"{worker}.lr=0.1",
+        ]
         args = ["sgd", trainer, *arguments(folder, part, worker, *more)]
         runs[1].append([*args, f"trainer.save_dir={folder}/one"])
-        runs[2] += [[*args, f"{worker}.{key}", f"trainer.save_dir={folder}/{name}"] for name, key in LAYOUTS.items()]
+        runs[2] += [
+            [*args, f"{worker}.{key}", f"trainer.save_dir={folder}/{name}"]
+            for name, key in LAYOUTS.items()
+        ]
     for world in runs:
         several(world, runs[world])
     for trainer, name in itertools.product(rows, LAYOUTS):
@@ -241,11 +327,25 @@ def test_each_trainer_in_each_layout_of_two_processes_equals_one_process(tmp_pat
         for expected, found in zip(metrics(one), metrics(other), strict=True):
             for key, value in expected.items():
                 if key.startswith(("actor/", "critic/", "test/")):
-                    assert found[key] == pytest.approx(value, rel=1e-5, abs=1e-6), (trainer, name, key, found["step"])
-        start, expected, found = load_file(tmp_path / trainer / "tiny/model.safetensors"), weights(one), weights(other)
-        assert max((expected[key] - start[key]).abs().max() for key in expected.keys() & start.keys()) > 0.01
+                    assert found[key] == pytest.approx(value, rel=1e-5, abs=1e-6), (
+                        trainer,
+                        name,
+                        key,
+                        found["step"],
+                    )
+        start, expected, found = (
+            load_file(tmp_path / trainer / "tiny/model.safetensors"),
+            weights(one),
+            weights(other),
+        )
+        assert (
+            max((expected[key] - start[key]).abs().max() for key in expected.keys() & start.keys())
+            > 0.01
+        )
         for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6, msg=f"{trainer}, {name}: {key}")
+            torch.testing.assert_close(
+                found[key], value, rtol=0, atol=1e-6, msg=f"{trainer}, {name}: {key}"
+            )
 
 
 def test_the_rows_of_the_pipeline_are_right_and_apart(tmp_path):
@@ -253,10 +353,19 @@ def test_the_rows_of_the_pipeline_are_right_and_apart(tmp_path):
     numbers and the rejected one wrong, and half of the slips can not be told by their length."""
     pytest.importorskip("reasoning_gym", reason="comes with rl2[quickstart]")
     run("examples/pipeline.py", "prepare", tmp_path)
-    rows = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.iterdir()}
-    questions = {name: [row["messages"][0]["content"] for row in part] for name, part in rows.items()}
+    rows = {
+        path.stem: [json.loads(line) for line in path.read_text().splitlines()]
+        for path in tmp_path.iterdir()
+    }
+    questions = {
+        name: [row["messages"][0]["content"] for row in part] for name, part in rows.items()
+    }
     assert questions["sft_test"] == questions["pairs_test"]
-    apart = [question for name in ("sft_train", "pairs_train", "pairs_test") for question in questions[name]]
+    apart = [
+        question
+        for name in ("sft_train", "pairs_train", "pairs_test")
+        for question in questions[name]
+    ]
     assert len(set(apart)) == len(apart) == 820
     score = load_env(str(ROOT / "envs/arithmetic.py")).reward_fn
     for sft, pair in zip(rows["sft_test"], rows["pairs_test"], strict=True):

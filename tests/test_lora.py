@@ -11,7 +11,7 @@ from parity import SECTION, make_batch, policy_loss, value_loss
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from rl2.model import Scores
+from rl2.model.token_model import Scores
 from rl2.parallel.mesh import init
 from rl2.worker import Worker
 
@@ -27,7 +27,13 @@ def make(tmp_path):
     make_critic(name)
 
     def make(critic=False, num_updates=8, **changes):
-        section = {**SECTION, "model_name": f"{name}-critic" if critic else name, "lora_rank": 3, "lr": 1e-2, **changes}
+        section = {
+            **SECTION,
+            "model_name": f"{name}-critic" if critic else name,
+            "lora_rank": 3,
+            "lr": 1e-2,
+            **changes,
+        }
         torch.manual_seed(0)
         return Worker(SimpleNamespace(**section), device, critic, num_updates)
 
@@ -39,10 +45,17 @@ def test_training_starts_from_the_model_and_the_reference_stays_it(make):
     """In bf16 too, where the frozen weights are held in it: then no weight is held twice."""
     batch, norms = make_batch(), []
     for dtype in ("float32", "bfloat16"):
-        worker, plain = make(dtype=dtype, gradient_checkpointing=True), make(dtype=dtype, num_updates=0)
+        worker, plain = (
+            make(dtype=dtype, gradient_checkpointing=True),
+            make(dtype=dtype, num_updates=0),
+        )
         expected = plain.infer(batch, 0.9).logps
-        for (key, weight), (_, other) in zip(worker.weights(worker.dtype), plain.weights(worker.dtype), strict=True):
-            assert torch.equal(weight.view(torch.uint8), other.view(torch.uint8)), f"{key}: engines compare checksums"
+        for (key, weight), (_, other) in zip(
+            worker.weights(worker.dtype), plain.weights(worker.dtype), strict=True
+        ):
+            assert torch.equal(weight.view(torch.uint8), other.view(torch.uint8)), (
+                f"{key}: engines compare checksums"
+            )
         reference = worker.reference()
         assert torch.equal(reference(batch, 0.9).logps, expected)  # first of all, as a run does
         assert torch.equal(worker.infer(batch, 0.9).logps, expected)
@@ -52,7 +65,9 @@ def test_training_starts_from_the_model_and_the_reference_stays_it(make):
         norms.append(worker.update(batch, policy_loss, 0.9, entropy=True)["grad_norm"])
         worker.update(batch, policy_loss, 0.9, entropy=True)
         for key, p in worker.model.named_parameters():
-            assert torch.equal(p.detach().full_tensor(), held[key]) == (key not in worker.trained), key
+            assert torch.equal(p.detach().full_tensor(), held[key]) == (
+                key not in worker.trained
+            ), key
         trained = worker.infer(batch, 0.9).logps
         assert (trained - expected).abs().max() > 0.1
         assert torch.equal(reference(batch, 0.9).logps, expected)
@@ -64,8 +79,14 @@ def test_a_step_of_adamw_equals_peft_by_hand(make):
     """Two steps: in the first one A has no gradient, since B is 0."""
     worker, batch = make(lora_targets=["q_proj", "v_proj"]), make_batch()
     model = AutoModelForCausalLM.from_pretrained(worker.section.model_name, dtype=torch.float32)
-    model = get_peft_model(model, LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"]))
-    plain = {f"hf.{key.removeprefix('base_model.model.')}": p for key, p in model.named_parameters() if p.requires_grad}
+    model = get_peft_model(
+        model, LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"])
+    )
+    plain = {
+        f"hf.{key.removeprefix('base_model.model.')}": p
+        for key, p in model.named_parameters()
+        if p.requires_grad
+    }
     assert plain.keys() == worker.trained.keys()
     for key, p in plain.items():
         p.data.copy_(worker.trained[key].detach().full_tensor())
@@ -75,13 +96,17 @@ def test_a_step_of_adamw_equals_peft_by_hand(make):
         worker.update(batch, policy_loss, entropy=True)
         log_p = model(batch.inputs).logits.log_softmax(-1)
         logps = log_p.gather(2, batch.targets[..., None])[..., 0] * batch.mask
-        loss, _ = policy_loss(batch, Scores(logps=logps, entropy=-(log_p.exp() * log_p).sum(-1) * batch.mask))
+        loss, _ = policy_loss(
+            batch, Scores(logps=logps, entropy=-(log_p.exp() * log_p).sum(-1) * batch.mask)
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(plain.values(), SECTION["max_grad_norm"])
         optimizer.step()
         optimizer.zero_grad()
         for key, p in plain.items():
-            torch.testing.assert_close(worker.trained[key].full_tensor(), p, rtol=0, atol=5e-4, msg=key)
+            torch.testing.assert_close(
+                worker.trained[key].full_tensor(), p, rtol=0, atol=5e-4, msg=key
+            )
     merged = dict(model.merge_and_unload().named_parameters())
     for key, weight in worker.weights(torch.float32):
         torch.testing.assert_close(weight, merged[key], rtol=0, atol=5e-4, msg=key)
@@ -89,7 +114,9 @@ def test_a_step_of_adamw_equals_peft_by_hand(make):
 
 def test_a_critic_trains_its_head_beside_the_adapters(make):
     worker, batch = make(critic=True), make_batch()
-    assert sum(not key.startswith("hf.score") for key in worker.trained) == 2 * 7 * 2  # A and B, 7 matrices, 2 layers
+    assert (
+        sum(not key.startswith("hf.score") for key in worker.trained) == 2 * 7 * 2
+    )  # A and B, 7 matrices, 2 layers
     before = {key: weight.clone() for key, weight in worker.weights(torch.float32)}
     expected = make(critic=True, num_updates=0).infer(batch).values
     assert torch.equal(worker.infer(batch).values, expected)
@@ -101,7 +128,9 @@ def test_a_critic_trains_its_head_beside_the_adapters(make):
 
 def test_a_target_that_is_not_there_is_told(make):
     for target in ("q_prj", "lm_head", "embed_tokens", "proj"):
-        with pytest.raises(ValueError, match=f"called {target}; there are down_proj, gate_proj, k_proj"):
+        with pytest.raises(
+            ValueError, match=f"called {target}; there are down_proj, gate_proj, k_proj"
+        ):
             make(lora_targets=["v_proj", target])
     worker = make(lora_targets=["layers.1.self_attn.q_proj", "o_proj"])
     assert len(worker.trained) == 2 * 3

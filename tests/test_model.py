@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rl2.parallel import head as head_module
-from rl2.parallel.head import head_scores
+from rl2.model import head as head_module
+from rl2.model.head import head_scores
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -26,7 +26,10 @@ def test_chunked_head_equals_log_softmax(monkeypatch, temperature, chunk_rows):
         loss, expected = (logps * d_logps).sum(), (plain * d_logps).sum()
         if with_entropy:
             torch.testing.assert_close(entropy.double(), plain_entropy, rtol=0, atol=1e-5)
-            loss, expected = loss + (entropy * d_entropy).sum(), expected + (plain_entropy * d_entropy).sum()
+            loss, expected = (
+                loss + (entropy * d_entropy).sum(),
+                expected + (plain_entropy * d_entropy).sum(),
+            )
         got = torch.autograd.grad(loss, (hidden, weight))
         for a, b in zip(got, torch.autograd.grad(expected, doubles), strict=True):
             torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-4)
@@ -41,7 +44,10 @@ def test_a_frozen_head_costs_no_gradient():
         with FlopCounterMode(display=False) as counter:
             gradients += torch.autograd.grad(logps.sum(), hidden)
         flops.append(counter.get_total_flops())
-    assert flops == [3 * 2 * 5 * 8 * 37, 2 * 2 * 5 * 8 * 37]  # the logits again, the hidden states', the weight's
+    assert flops == [
+        3 * 2 * 5 * 8 * 37,
+        2 * 2 * 5 * 8 * 37,
+    ]  # the logits again, the hidden states', the weight's
     assert torch.equal(*gradients)
 
 

@@ -8,11 +8,13 @@ import pytest
 import torch.distributed as dist
 from common import make_tokenizer
 
-from rl2 import chat
-from rl2.data import Prompts
+from rl2.data import chat
+from rl2.data.examples import Prompts
+from rl2.env.call import FailureLog
+from rl2.env.load import load_env
 from rl2.parallel.mesh import init
-from rl2.rollout.env import FailureLog, load_env
-from rl2.rollout.rollout import Rollout, gather_samples, summarise
+from rl2.rollout.collect import Rollout
+from rl2.rollout.stats import gather_samples, summarise
 
 PARAMS = {"max_new_tokens": 16}
 
@@ -40,7 +42,9 @@ class ScriptedEngine:
         await asyncio.sleep(0.001)
         self.in_flight -= 1
         text, reason = self.script(seed[-1], seed)
-        tokens = chat.tokenize(self.tokenizer, text) + ([self.tokenizer.eos_token_id] if reason == "stop" else [])
+        tokens = chat.tokenize(self.tokenizer, text) + (
+            [self.tokenizer.eos_token_id] if reason == "stop" else []
+        )
         logps = [-0.1 * (i + 1) for i in range(len(tokens))]
         return SimpleNamespace(tokens=tokens, logps=logps, finish_reason=reason, version=0)
 
@@ -48,7 +52,10 @@ class ScriptedEngine:
 def make(tmp_path, script, env, max_turns=1, num_prompts=1, deterministic=True, max_length=400):
     (tmp_path / "env.py").write_text(textwrap.dedent(env))
     tokenizer = make_tokenizer()
-    rows = [{"messages": [{"role": "user", "content": f"q{i}"}], "answer": str(i)} for i in range(num_prompts)]
+    rows = [
+        {"messages": [{"role": "user", "content": f"q{i}"}], "answer": str(i)}
+        for i in range(num_prompts)
+    ]
     engine = ScriptedEngine(tokenizer, script)
     failures = FailureLog(0.5)
     env = load_env(tmp_path / "env.py", 5)
@@ -66,12 +73,15 @@ TOOL_ENV = """
 
 
 def test_two_turns_are_masked_token_by_token(tmp_path):
-    rollout, prompts, tokenizer = make(tmp_path, lambda turn, _: [("=7", "stop"), ("ok", "stop")][turn], TOOL_ENV, 3)
+    rollout, prompts, tokenizer = make(
+        tmp_path, lambda turn, _: [("=7", "stop"), ("ok", "stop")][turn], TOOL_ENV, 3
+    )
     (trajectory,) = rollout(prompts, PARAMS, 1, "train", 1)
     (sample,) = trajectory.samples
     text = [tokenizer.decode([token]) for token in sample.tokens]
     told = "".join(
-        "#" if m and t in ("<|im_end|>",) else t if m else "." for t, m in zip(text, sample.mask, strict=True)
+        "#" if m and t in ("<|im_end|>",) else t if m else "."
+        for t, m in zip(text, sample.mask, strict=True)
     )
     assert "".join(text) == (
         "<|im_start|>user\nq0<|im_end|>\n<|im_start|>assistant\n=7<|im_end|>\n"
@@ -87,14 +97,18 @@ def test_two_turns_are_masked_token_by_token(tmp_path):
 
 
 def test_the_second_prompt_is_the_sampled_tokens_themselves(tmp_path):
-    rollout, prompts, _ = make(tmp_path, lambda turn, _: [("=7", "stop"), ("ok", "stop")][turn], TOOL_ENV, 2)
+    rollout, prompts, _ = make(
+        tmp_path, lambda turn, _: [("=7", "stop"), ("ok", "stop")][turn], TOOL_ENV, 2
+    )
     (trajectory,) = rollout(prompts, PARAMS, 1, "train", 1)
     (_, first), (_, second) = rollout.engine.prompts
     assert second[: len(first)] == first and trajectory.samples[0].tokens[: len(second)] == second
 
 
 def test_a_template_that_rewrites_history_starts_a_new_sequence(tmp_path):
-    rollout, prompts, tokenizer = make(tmp_path, lambda turn, _: [("=abc", "stop"), ("ok", "stop")][turn], TOOL_ENV, 2)
+    rollout, prompts, tokenizer = make(
+        tmp_path, lambda turn, _: [("=abc", "stop"), ("ok", "stop")][turn], TOOL_ENV, 2
+    )
     tokenizer.chat_template = (  # earlier assistant turns lose their text
         "{% for m in messages %}{{ m['role'] + ':' + (m['content'] if m['role'] != 'assistant' else '') + '<|im_end|>' }}"
         "{% endfor %}{{ 'assistant:' }}"
@@ -129,7 +143,14 @@ def test_a_failed_environment_costs_its_trajectory_only(tmp_path):
     """
     rollout, prompts, _ = make(tmp_path, lambda turn, _: ("hi", "stop"), env, num_prompts=3)
     trajectories = rollout(prompts, PARAMS, 2, "train", 1)
-    assert [t.finish_reason for t in trajectories] == ["stop", "stop", "failed", "failed", "stop", "stop"]
+    assert [t.finish_reason for t in trajectories] == [
+        "stop",
+        "stop",
+        "failed",
+        "failed",
+        "stop",
+        "stop",
+    ]
     samples = gather_samples(trajectories)
     assert [sum(s.mask) for s in samples] == [3, 3, 0, 0, 3, 3]
     told = summarise(trajectories, rollout.failures, 0)
@@ -140,7 +161,9 @@ def test_a_failed_environment_costs_its_trajectory_only(tmp_path):
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_groups_are_complete_ordered_and_differently_seeded(tmp_path, deterministic):
     env = "def reward_fn(messages, answer): return float(answer)"
-    rollout, prompts, _ = make(tmp_path, lambda *_: ("x", "stop"), env, num_prompts=9, deterministic=deterministic)
+    rollout, prompts, _ = make(
+        tmp_path, lambda *_: ("x", "stop"), env, num_prompts=9, deterministic=deterministic
+    )
     trajectories = rollout(prompts, PARAMS, 3, "train", 5)
     assert [t.id for t in trajectories] == list(range(27))
     assert [t.group for t in trajectories] == [i // 3 for i in range(27)]
@@ -154,7 +177,9 @@ def test_groups_are_complete_ordered_and_differently_seeded(tmp_path, determinis
 def test_too_many_failures_stop_the_run_with_the_reason(tmp_path):
     env = "def reward_fn(messages, answer): return 1 / 0"
     rollout, prompts, _ = make(tmp_path, lambda *_: ("x", "stop"), env, num_prompts=2)
-    with pytest.raises(RuntimeError, match=r"4 of 4 .*max_env_failures=0.5(.|\n)*ZeroDivisionError"):
+    with pytest.raises(
+        RuntimeError, match=r"4 of 4 .*max_env_failures=0.5(.|\n)*ZeroDivisionError"
+    ):
         summarise(rollout(prompts, PARAMS, 2, "train", 1), rollout.failures, 0)
 
 
@@ -176,10 +201,14 @@ class SlowEngine(ScriptedEngine):
         for token in chat.tokenize(self.tokenizer, text)[: params["max_new_tokens"]]:
             await asyncio.sleep(0.002)
             if self.aborted:
-                return SimpleNamespace(tokens=said, logps=self.logps(said), finish_reason="abort", version=self.version)
+                return SimpleNamespace(
+                    tokens=said, logps=self.logps(said), finish_reason="abort", version=self.version
+                )
             said.append(token)
         said.append(self.tokenizer.eos_token_id)
-        return SimpleNamespace(tokens=said, logps=self.logps(said), finish_reason="stop", version=self.version)
+        return SimpleNamespace(
+            tokens=said, logps=self.logps(said), finish_reason="stop", version=self.version
+        )
 
     def logps(self, said):
         return [-0.5 - self.version] * len(said)
@@ -207,7 +236,9 @@ def test_a_pause_keeps_tokens_and_goes_on_with_other_weights(tmp_path):
     engine.asked = []
     params = {"max_new_tokens": 300}
     done = rollout(prompts[:3], params, 2, "train", 1, wanted=2)
-    assert sorted({t.group for t in done}) == [1, 2] and all(t.versions == [(0, 2)] and t.reward == 1 for t in done)
+    assert sorted({t.group for t in done}) == [1, 2] and all(
+        t.versions == [(0, 2)] and t.reward == 1 for t in done
+    )
     (paused,) = rollout.paused
     assert paused.id == 0 and not paused.done
     kept = [list(t.samples[0].tokens) for t in paused.trajectories]
@@ -226,7 +257,9 @@ def test_a_pause_keeps_tokens_and_goes_on_with_other_weights(tmp_path):
         assert [logp for logp in sample.logps if logp] == [-0.5] * count + [-1.5] * (201 - count)
     asked = {seed: left for seed, _, left in engine.asked[first:] if seed[3] == 0}
     assert [asked[seed] for seed in sorted(asked)] == [300 - count for count in counts]
-    assert len({seed for seed, *_ in engine.asked}) == len(engine.asked), "two requests had the same noise"
+    assert len({seed for seed, *_ in engine.asked}) == len(engine.asked), (
+        "two requests had the same noise"
+    )
     told = summarise(done, rollout.failures, 1)
     assert told["rollout/staleness"] == pytest.approx(sum(counts) / (2 * 201 + 2 * 2))
 
@@ -243,7 +276,9 @@ def test_a_pause_between_turns_and_during_the_environment(tmp_path):
     rollout, prompts, tokenizer = make(tmp_path, None, env, 3, num_prompts=3, deterministic=False)
     rollout.engine = engine = SlowEngine(tokenizer, lambda prompt: "ok")
     engine.asked = []
-    done = rollout(prompts, {"max_new_tokens": 16}, 1, "train", 11, wanted=2)  # the store counts by step
+    done = rollout(
+        prompts, {"max_new_tokens": 16}, 1, "train", 11, wanted=2
+    )  # the store counts by step
     assert [t.group for t in done] == [1, 2] and [t.num_turns for t in done] == [2, 2]
     (trajectory,) = rollout.paused[0].trajectories
     assert trajectory.num_turns == 1 and trajectory.partial == 0 and len(trajectory.messages) == 3
@@ -254,7 +289,9 @@ def test_a_pause_between_turns_and_during_the_environment(tmp_path):
 
 def test_groups_done_beyond_what_is_wanted_wait_for_the_next_step(tmp_path):
     env = "def reward_fn(messages, answer): return float(answer)"
-    rollout, prompts, tokenizer = make(tmp_path, lambda *_: ("x", "stop"), env, num_prompts=6, deterministic=False)
+    rollout, prompts, tokenizer = make(
+        tmp_path, lambda *_: ("x", "stop"), env, num_prompts=6, deterministic=False
+    )
     rollout.engine.abort = lambda: None
     first = rollout(prompts, PARAMS, 2, "train", 21, wanted=3)
     assert [t.group for t in first] == [0, 0, 1, 1, 2, 2]
@@ -263,4 +300,6 @@ def test_groups_done_beyond_what_is_wanted_wait_for_the_next_step(tmp_path):
     done = sum(group.done for group in rollout.paused)
     second = rollout([], PARAMS, 2, "train", 22, wanted=3)
     assert [t.reward for t in second] == [3.0, 3.0, 4.0, 4.0, 5.0, 5.0] and not rollout.paused
-    assert len(rollout.engine.prompts) - asked == 2 * (3 - done), "what was done is not played again"
+    assert len(rollout.engine.prompts) - asked == 2 * (3 - done), (
+        "what was done is not played again"
+    )

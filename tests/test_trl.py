@@ -12,14 +12,19 @@ from common import make_critic, make_model, make_tokenizer
 from parity import SECTION
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rl2.data import Examples, render_pair, render_sft
+from rl2.data.examples import Examples, render_pair, render_sft
 from rl2.parallel.mesh import init
 from rl2.trainer import dpo, rm, sft
 from rl2.worker import Worker
 
 pytest.importorskip("trl")
 PAIRS = [
-    {"messages": [{"role": "user", "content": "q" * n}], "chosen": "ab" * c, "rejected": "yx" * r, "margin": 0.3 * n}
+    {
+        "messages": [{"role": "user", "content": "q" * n}],
+        "chosen": "ab" * c,
+        "rejected": "yx" * r,
+        "margin": 0.3 * n,
+    }
     for n, c, r in ((3, 1, 4), (9, 2, 2), (5, 6, 1))
 ]
 
@@ -34,12 +39,20 @@ def make_trl(cls, **settings):
     """TRL's trainer with nothing but what its loss reads."""
     trainer = cls.__new__(cls)
     accelerator = SimpleNamespace(
-        device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x, parallelism_config=None
+        device=torch.device("cpu"),
+        gather=lambda x: x,
+        gather_for_metrics=lambda x: x,
+        parallelism_config=None,
     )
     defaults = dict(
-        accelerator=accelerator, aux_loss_enabled=False, compute_loss_func=None, label_smoother=None,
-        _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1,
-    )  # fmt: skip
+        accelerator=accelerator,
+        aux_loss_enabled=False,
+        compute_loss_func=None,
+        label_smoother=None,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
     trainer.__dict__.update({**defaults, **settings})
     return trainer
 
@@ -61,7 +74,9 @@ def read(tmp_path, rows, render):
     width = max(len(tokens) for tokens, _ in sequences)
 
     def padded(part):
-        return torch.tensor([sequence[part] + [0] * (width - len(sequence[part])) for sequence in sequences])
+        return torch.tensor(
+            [sequence[part] + [0] * (width - len(sequence[part])) for sequence in sequences]
+        )
 
     ids, mask = padded(0), padded(1)
     attention = torch.tensor([[1] * len(t) + [0] * (width - len(t)) for t, _ in sequences])
@@ -70,7 +85,9 @@ def read(tmp_path, rows, render):
 
 def update(name, device, batch, loss_fn, critic=False, **options):
     """One step of ours, in several micro-batches."""
-    section = SimpleNamespace(**{**SECTION, "model_name": name, "max_length_per_device": 120, "lr": 1e-4})
+    section = SimpleNamespace(
+        **{**SECTION, "model_name": name, "max_length_per_device": 120, "lr": 1e-4}
+    )
     return Worker(section, device, critic, 1).update(batch, loss_fn, **options)
 
 
@@ -85,19 +102,29 @@ def test_sft_loss(tmp_path, device):
     from trl import SFTTrainer
 
     name = make_model(tmp_path / "model")
-    talk = [{"role": role, "content": f"{role} {i}" * i} for i in (1, 3) for role in ("user", "assistant")]
-    run, examples, ids, mask, attention = read(tmp_path, [{"messages": talk}, {"text": "abc" * 9}], render_sft)
+    talk = [
+        {"role": role, "content": f"{role} {i}" * i}
+        for i in (1, 3)
+        for role in ("user", "assistant")
+    ]
+    run, examples, ids, mask, attention = read(
+        tmp_path, [{"messages": talk}, {"text": "abc" * 9}], render_sft
+    )
     run.config = SimpleNamespace(actor=SimpleNamespace(average="token"))
     told = update(name, device, sft.make_batch(run, examples), sft.loss_fn)
     model = fused(name, "entropy", "is_top1")
     arguments = SimpleNamespace(loss_type="nll", average_tokens_across_devices=False)
     trainer = make_trl(SFTTrainer, model=model, args=arguments)
     labels = ids.masked_fill(mask == 0, -100)
-    loss = trainer.compute_loss(model, {"input_ids": ids, "attention_mask": attention, "labels": labels})
+    loss = trainer.compute_loss(
+        model, {"input_ids": ids, "attention_mask": attention, "labels": labels}
+    )
     check(told, loss, model)
 
 
-@pytest.mark.parametrize(("loss", "beta"), [("sigmoid", 0.1), ("sigmoid", 0.5), ("ipo", 0.3), ("hinge", 0.2)])
+@pytest.mark.parametrize(
+    ("loss", "beta"), [("sigmoid", 0.1), ("sigmoid", 0.5), ("ipo", 0.3), ("hinge", 0.2)]
+)
 def test_dpo_loss(tmp_path, device, loss, beta):
     from trl import DPOTrainer
 
@@ -110,16 +137,39 @@ def test_dpo_loss(tmp_path, device, loss, beta):
     told = update(name, device, batch, partial(dpo.preference_loss, settings), whole_groups=True)
     model = fused(name, "entropy", "mean_logits", "is_top1")
     trainer = make_trl(
-        DPOTrainer, model=model, ref_model=fused(other), args=SimpleNamespace(gradient_checkpointing_kwargs=None),
-        ld_alpha=None, precompute_ref_logps=False, f_divergence_type="reverse_kl", loss_types=[loss], loss_weights=[1.0],
-        beta=beta, label_smoothing=0.0, use_weighting=False,
-    )  # fmt: skip
-    order = [*range(0, 6, 2), *range(1, 6, 2)]  # TRL's batch holds all chosen replies, then all rejected ones
-    inputs = {"input_ids": ids[order], "attention_mask": attention[order], "completion_mask": mask[order]}
+        DPOTrainer,
+        model=model,
+        ref_model=fused(other),
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        ld_alpha=None,
+        precompute_ref_logps=False,
+        f_divergence_type="reverse_kl",
+        loss_types=[loss],
+        loss_weights=[1.0],
+        beta=beta,
+        label_smoothing=0.0,
+        use_weighting=False,
+    )
+    order = [
+        *range(0, 6, 2),
+        *range(1, 6, 2),
+    ]  # TRL's batch holds all chosen replies, then all rejected ones
+    inputs = {
+        "input_ids": ids[order],
+        "attention_mask": attention[order],
+        "completion_mask": mask[order],
+    }
     check(told, trainer._compute_loss(model, inputs, False), model)
-    names = {"chosen": "chosen_reward", "rejected": "rejected_reward", "accuracies": "accuracy", "margins": "margin"}
+    names = {
+        "chosen": "chosen_reward",
+        "rejected": "rejected_reward",
+        "accuracies": "accuracy",
+        "margins": "margin",
+    }
     for theirs, ours in names.items():
-        assert trainer._metrics["train"][f"rewards/{theirs}"] == [pytest.approx(told[ours], rel=1e-5)]
+        assert trainer._metrics["train"][f"rewards/{theirs}"] == [
+            pytest.approx(told[ours], rel=1e-5)
+        ]
 
 
 @pytest.mark.parametrize("margin", [True, False])
@@ -131,9 +181,13 @@ def test_reward_loss(tmp_path, device, margin, center):
     rows = PAIRS if margin else [{key: row[key] for key in row if key != "margin"} for row in PAIRS]
     run, examples, ids, _, attention = read(tmp_path, rows, render_pair)
     loss_fn = partial(rm.reward_loss, center)
-    told = update(name, device, rm.make_batch(run, examples), loss_fn, critic=True, whole_groups=True)
+    told = update(
+        name, device, rm.make_batch(run, examples), loss_fn, critic=True, whole_groups=True
+    )
     model = AutoModelForSequenceClassification.from_pretrained(name, dtype=torch.float32).train()
-    trainer = make_trl(RewardTrainer, model=model, args=SimpleNamespace(center_rewards_coefficient=center or None))
+    trainer = make_trl(
+        RewardTrainer, model=model, args=SimpleNamespace(center_rewards_coefficient=center or None)
+    )
     order = [*range(0, 6, 2), *range(1, 6, 2)]
     inputs = {"input_ids": ids[order], "attention_mask": attention[order]}
     if margin:
@@ -155,4 +209,6 @@ def test_what_ends_in_padding_is_scored_where_transformers_does(tmp_path, device
     values = Worker(section, device, critic=True).infer(batch).values
     model = AutoModelForSequenceClassification.from_pretrained(name)
     expected = model(input_ids=ids, attention_mask=attention).logits[:, 0]
-    torch.testing.assert_close((values * (batch.weights > 0)).sum(1), expected.detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        (values * (batch.weights > 0)).sum(1), expected.detach(), rtol=0, atol=1e-5
+    )

@@ -11,10 +11,11 @@ from parity import ADAPTED, LAYOUTS, SECTION, make_batch, policy_loss, value_los
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rl2.model import Scores
+from rl2.model.token_model import Scores
+from rl2.optimizer import schedule
 from rl2.parallel import fsdp
 from rl2.parallel.mesh import init
-from rl2.worker import Worker, schedule
+from rl2.worker import Worker
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -30,7 +31,11 @@ def adapt(model, drawn):
 
 def merge(model):
     """The weights of a plain model by name, with what peft says that its adapters add."""
-    weights = {key.replace(".base_layer.", "."): p for key, p in model.named_parameters() if ".lora_" not in key}
+    weights = {
+        key.replace(".base_layer.", "."): p
+        for key, p in model.named_parameters()
+        if ".lora_" not in key
+    }
     for key, module in model.named_modules():
         if hasattr(module, "get_delta_weight"):
             weights[f"{key}.weight"] = weights[f"{key}.weight"] + module.get_delta_weight("default")
@@ -41,14 +46,20 @@ def reference(name, critic, drawn=None):
     """The same two steps on padded rows of a plain model: scores before them, loss and norm of each, weights after."""
     batch = make_batch()
     torch.manual_seed(0)
-    cls, more = (AutoModelForSequenceClassification, {"num_labels": 1}) if critic else (AutoModelForCausalLM, {})
+    cls, more = (
+        (AutoModelForSequenceClassification, {"num_labels": 1})
+        if critic
+        else (AutoModelForCausalLM, {})
+    )
     model = cls.from_pretrained(f"{name}-critic" if critic else name, dtype=torch.float32, **more)
     if drawn:
         adapt(model, drawn)
     optimizer = torch.optim.SGD(model.parameters(), lr=SECTION["lr"])
     first, told = None, []
     for _ in range(2):
-        hidden = model.base_model(batch.inputs, attention_mask=torch.ones_like(batch.inputs)).last_hidden_state
+        hidden = model.base_model(
+            batch.inputs, attention_mask=torch.ones_like(batch.inputs)
+        ).last_hidden_state
         if critic:
             scores = Scores(values=model.score(hidden)[..., 0] * batch.mask)
         else:
@@ -79,29 +90,39 @@ def test_every_layout_equals_one_padded_process(tmp_path, world, family, tied):
     for (critic, *layout), result in results.items():
         scores, steps, weights = adapted[critic] if layout[0] == "lora" else expected[critic]
         if layout[0] == "lora":
-            assert all(torch.equal(result["drawn"][key], start) for key, start in drawn[critic].items()), layout
+            assert all(
+                torch.equal(result["drawn"][key], start) for key, start in drawn[critic].items()
+            ), layout
         for key, column in result["scores"].items():
             assert (column is None) == (scores[key] is None)
             if column is not None:
-                torch.testing.assert_close(column, scores[key], rtol=0, atol=2e-5, msg=f"{layout} {key}")
+                torch.testing.assert_close(
+                    column, scores[key], rtol=0, atol=2e-5, msg=f"{layout} {key}"
+                )
         for told, (loss, norm) in zip(result["metrics"], steps, strict=True):
             assert told["loss"] == pytest.approx(loss, abs=1e-5), layout
             assert told["grad_norm"] == pytest.approx(norm, rel=1e-5), layout
         assert result["version"] == 2
         assert result["weights"].keys() == weights.keys()
         for key, weight in result["weights"].items():
-            torch.testing.assert_close(weight, weights[key].detach(), rtol=0, atol=1e-6, msg=f"{layout} {key}")
+            torch.testing.assert_close(
+                weight, weights[key].detach(), rtol=0, atol=1e-6, msg=f"{layout} {key}"
+            )
 
 
 def test_schedules_start_above_zero_and_end_where_they_say():
     assert [schedule(n, 10, 0.3, "constant") for n in (0, 1, 2, 3, 9)] == [1 / 3, 2 / 3, 1, 1, 1]
     assert [schedule(n, 10, 0.0, "linear") for n in (0, 5, 10)] == [1, 0.5, 0]
-    assert [schedule(n, 10, 0.2, "cosine") for n in (0, 2, 6, 10)] == pytest.approx([0.5, 1, 0.5, 0])
+    assert [schedule(n, 10, 0.2, "cosine") for n in (0, 2, 6, 10)] == pytest.approx(
+        [0.5, 1, 0.5, 0]
+    )
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path):
     name, batch = make_model(tmp_path / "model"), make_batch()
-    worker = Worker(SimpleNamespace(**{**SECTION, "model_name": name, "warmup_ratio": 1.0}), init(), False, 4)
+    worker = Worker(
+        SimpleNamespace(**{**SECTION, "model_name": name, "warmup_ratio": 1.0}), init(), False, 4
+    )
     try:
         before = {key: weight.clone() for key, weight in worker.weights(torch.float32)}
 
@@ -111,11 +132,15 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path):
 
         told = worker.update(batch, broken, entropy=True)
         assert told["skipped"] == 1 and worker.version == 0
-        assert all(torch.equal(weight, before[key]) for key, weight in worker.weights(torch.float32))
+        assert all(
+            torch.equal(weight, before[key]) for key, weight in worker.weights(torch.float32)
+        )
         told = worker.update(batch, policy_loss, entropy=True)
         assert told["skipped"] == 0 and worker.version == 1
         assert told["lr"] == SECTION["lr"] / 4  # the schedule had not moved either
-        assert any(not torch.equal(weight, before[key]) for key, weight in worker.weights(torch.float32))
+        assert any(
+            not torch.equal(weight, before[key]) for key, weight in worker.weights(torch.float32)
+        )
     finally:
         dist.destroy_process_group()
 
@@ -125,11 +150,18 @@ def test_a_step_in_parts_is_the_same_step(tmp_path, monkeypatch):
     name, batch, parts, found = make_model(tmp_path / "model"), make_batch(), [], []
     monkeypatch.setattr(fsdp, "PART", 20_000)
     move = fsdp._move
-    monkeypatch.setattr(fsdp, "_move", lambda states, device: (parts.append(len(states)), move(states, device)))
+    monkeypatch.setattr(
+        fsdp, "_move", lambda states, device: (parts.append(len(states)), move(states, device))
+    )
     device = init()
     try:
         for off in (False, True):
-            settings = {"model_name": name, "offload_optimizer": off, "lr": 0.01, "weight_decay": 0.1}
+            settings = {
+                "model_name": name,
+                "offload_optimizer": off,
+                "lr": 0.01,
+                "weight_decay": 0.1,
+            }
             worker = Worker(SimpleNamespace(**{**SECTION, **settings}), device, False, 4)
             told = [worker.update(batch, policy_loss, entropy=True) for _ in range(2)]
             worker.load_state_dict(worker.state_dict())
@@ -171,10 +203,14 @@ def test_a_process_may_end_right_behind_a_collective():
     run("-c", script)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="threads are counted in Linux's /proc"
+)
 def test_one_process_keeps_its_threads_to_itself():
     """A second team of OpenMP threads, that of a gloo thread which copies, costs a single process half its speed."""
     script = "import torch, os\nfrom rl2.parallel.mesh import gather_objects, init\ninit()\n"
-    script += "torch.ones(10**6) + 1\nbefore = set(os.listdir('/proc/self/task'))\nvalue = b'x' * 10**6\n"
+    script += (
+        "torch.ones(10**6) + 1\nbefore = set(os.listdir('/proc/self/task'))\nvalue = b'x' * 10**6\n"
+    )
     script += "assert gather_objects(value) == [value]\nassert set(os.listdir('/proc/self/task')) <= before"
     run("-c", script, env={"OMP_NUM_THREADS": "2"})

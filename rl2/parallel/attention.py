@@ -49,20 +49,30 @@ class Block:
         return [self._call(width, documents) for (width, *_), documents in groups.items()]
 
     def _call(self, width, documents):
-        first, last = (torch.tensor([self.cu_q[s + i] - i for s in documents])[:, None] for i in (0, 1))
+        first, last = (
+            torch.tensor([self.cu_q[s + i] - i for s in documents])[:, None] for i in (0, 1)
+        )
         rows = first + torch.arange(width)
         q_rows = torch.minimum(rows, last)
-        k_rows = q_rows if self.causal else torch.stack([torch.arange(*self.cu_k[s : s + 2]) for s in documents])
+        k_rows = (
+            q_rows
+            if self.causal
+            else torch.stack([torch.arange(*self.cu_k[s : s + 2]) for s in documents])
+        )
         return q_rows, k_rows, rows <= last
 
     def varlen(self, device) -> tuple[Tensor, Tensor, int, int]:
         """What CUDA kernels want: cu_q, cu_k, and the longest of each."""
         longest = [max(b - a for a, b in pairwise(cu)) for cu in (self.cu_q, self.cu_k)]
-        cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32, device=device) for cu in (self.cu_q, self.cu_k))
+        cu_q, cu_k = (
+            torch.tensor(cu, dtype=torch.int32, device=device) for cu in (self.cu_q, self.cu_k)
+        )
         return cu_q, cu_k, *longest
 
 
-def forward_block(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+def forward_block(
+    q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
+) -> tuple[Tensor, Tensor]:
     """q [Lq, H, D], k and v [Lk, G, D] -> out [Lq, H, D], lse [Lq, H] float32."""
     if q.is_cuda:
         return _forward_cuda(q, k, v, block, scale)
@@ -70,13 +80,17 @@ def forward_block(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -
     for q_rows, k_rows, real in block.calls:
         # [n, w, H, D] -> [n, H, w, D]
         heads = [x[rows].transpose(1, 2) for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows))]
-        o, s = aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, block.causal, scale=scale)
+        o, s = aten._scaled_dot_product_flash_attention_for_cpu(
+            *heads, 0.0, block.causal, scale=scale
+        )
         out[q_rows[real]] = o.transpose(1, 2)[real]
         lse[q_rows[real]] = s.transpose(1, 2)[real]
     return out, lse
 
 
-def backward_block(dout, q, k, v, out, lse, block: Block, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def backward_block(
+    dout, q, k, v, out, lse, block: Block, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, given the merged out [Lq, H, D] and lse [Lq, H] over all blocks of these queries."""
     if q.is_cuda:
         return _backward_cuda(dout, q, k, v, out, lse, block, scale)
@@ -84,11 +98,14 @@ def backward_block(dout, q, k, v, out, lse, block: Block, scale: float) -> tuple
     for q_rows, k_rows, real in block.calls:
         dtype = torch.float32 if q_rows.shape[1] * k_rows.shape[1] <= SHORT**2 else q.dtype
         heads = [
-            x[rows].to(dtype).transpose(1, 2) for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows), (out, q_rows))
+            x[rows].to(dtype).transpose(1, 2)
+            for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows), (out, q_rows))
         ]
         d = (dout[q_rows] * real[..., None, None]).to(dtype).transpose(1, 2)
         s = lse[q_rows].transpose(1, 2)
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(d, *heads, s, 0.0, block.causal, scale=scale)
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            d, *heads, s, 0.0, block.causal, scale=scale
+        )
         gq, gk, gv = (g.transpose(1, 2).to(q.dtype) for g in grads)
         dq[q_rows[real]] = gq[real]
         kept = real if block.causal else torch.ones_like(k_rows, dtype=torch.bool)
@@ -111,27 +128,48 @@ def _flash_attn():
 def _forward_cuda(q, k, v, block, scale):
     varlen, package = block.varlen(q.device), _flash_attn()
     if package:
-        out, lse, *_ = package._flash_attn_varlen_forward(q, k, v, *varlen, 0.0, scale, block.causal)
+        out, lse, *_ = package._flash_attn_varlen_forward(
+            q, k, v, *varlen, 0.0, scale, block.causal
+        )
     else:
-        out, lse, *_ = aten._flash_attention_forward(q, k, v, *varlen, 0.0, block.causal, False, scale=scale)
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, *varlen, 0.0, block.causal, False, scale=scale
+        )
     return out, lse.T  # [H, L] -> [L, H]
 
 
 def _backward_cuda(dout, q, k, v, out, lse, block, scale):
-    given, varlen, package = (dout, q, k, v, out, lse.T.contiguous()), block.varlen(q.device), _flash_attn()
+    given, varlen, package = (
+        (dout, q, k, v, out, lse.T.contiguous()),
+        block.varlen(q.device),
+        _flash_attn(),
+    )
     if package:
         gradients = tuple(x.new_empty(x.shape) for x in (q, k, v))
-        settings = (0.0, scale, block.causal, -1, -1, 0.0, None, False)  # no window, cap, slopes; fastest order of sums
+        settings = (
+            0.0,
+            scale,
+            block.causal,
+            -1,
+            -1,
+            0.0,
+            None,
+            False,
+        )  # no window, cap, slopes; fastest order of sums
         package._flash_attn_varlen_backward(*given, *gradients, *varlen, *settings)
         return gradients
     rng = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the dropout that there is not
-    return aten._flash_attention_backward(*given, *varlen, 0.0, block.causal, rng, rng[:0], scale=scale)
+    return aten._flash_attention_backward(
+        *given, *varlen, 0.0, block.causal, rng, rng[:0], scale=scale
+    )
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Two partial softmax results over different keys as one, in fp32. out [L, H, D], lse [L, H]."""
     merged = torch.logaddexp(lse, block_lse)
-    return out * (lse - merged).exp()[..., None] + block_out * (block_lse - merged).exp()[..., None], merged
+    return out * (lse - merged).exp()[..., None] + block_out * (block_lse - merged).exp()[
+        ..., None
+    ], merged
 
 
 def _hook(module, query, key, value, attention_mask, scaling=None, attend=None, **_):

@@ -8,9 +8,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from .mesh import Mesh
+from rl2.parallel.mesh import Mesh
 
-PART = 2**31  # bytes of optimizer state that are on the device at a time, if it is kept in host memory
+PART = (
+    2**31
+)  # bytes of optimizer state that are on the device at a time, if it is kept in host memory
 
 
 def shard(model: nn.Module, mesh: Mesh, dtype: torch.dtype | None, checkpointing: bool) -> None:
@@ -18,12 +20,20 @@ def shard(model: nn.Module, mesh: Mesh, dtype: torch.dtype | None, checkpointing
     summed in fp32; None = in what the parameters are kept in."""
     kinds = model.hf._no_split_modules or ()
     layers = [module for module in model.hf.modules() if type(module).__name__ in kinds]
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        if dtype
+        else MixedPrecisionPolicy()
+    )
     # Under checkpointing even a single shard gives its copy in `dtype` back until backward: 2 bytes a parameter.
     frees = checkpointing or mesh.fsdp.size(-1) > 1
     for layer in layers:
-        if checkpointing:  # around forward, so FSDP's hooks stay outside and parameter names stay the same
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        if (
+            checkpointing
+        ):  # around forward, so FSDP's hooks stay outside and parameter names stay the same
+            layer.forward = partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
         fully_shard(layer, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=frees)
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy)
 
@@ -37,7 +47,9 @@ def scatter(model: nn.Module, full: dict[str, Tensor] | None, mesh: Mesh) -> Non
     for name, buffer in buffers.items():
         model.get_buffer(name).copy_(buffer)
     for name, parameter in model.hf.named_parameters():
-        value = torch.empty(parameter.shape, dtype=parameter.dtype) if full is None else full.pop(name)
+        value = (
+            torch.empty(parameter.shape, dtype=parameter.dtype) if full is None else full.pop(name)
+        )
         value = value.to(mesh.device)
         if mesh.tp is not None:
             cut = parameter.placements[mesh.fsdp.ndim :] or [Replicate()]

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # checkpoints of one process ask for it
+warnings.filterwarnings(
+    "ignore", "torch.distributed is disabled"
+)  # checkpoints of one process ask for it
 
 
 @dataclass
@@ -60,10 +62,18 @@ def make_mesh(device: torch.device, fsdp_size: int = 0, sp_size: int = 1, tp_siz
     sp, dp_size = None, world // (sp_size * tp_size)
     if sp_size > 1:
         names = ("dp", "sp", "tp")
-        sp = init_device_mesh(device.type, (dp_size, sp_size, tp_size), mesh_dim_names=names).get_group("sp")
+        sp = init_device_mesh(
+            device.type, (dp_size, sp_size, tp_size), mesh_dim_names=names
+        ).get_group("sp")
     first = rank % (sp_size * tp_size) == 0
     return Mesh(
-        device, fsdp, rank // (sp_size * tp_size), dp_size, sp, mesh["tp"] if tp_size > 1 else None, float(first)
+        device,
+        fsdp,
+        rank // (sp_size * tp_size),
+        dp_size,
+        sp,
+        mesh["tp"] if tp_size > 1 else None,
+        float(first),
     )
 
 

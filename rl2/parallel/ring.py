@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .attention import Block, backward_block, forward_block, merge
+from rl2.parallel.attention import Block, backward_block, forward_block, merge
 
 
 class Ring:
@@ -27,15 +27,22 @@ class Ring:
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self.group = group
-        self.rank, self.size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+        self.rank, self.size = (
+            (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+        )
 
     def start(self, tensor: Tensor, length: int):
         """Begins to pass `tensor` [n, rows, ...] on to the next rank; returns a function that waits for what the
         previous one passes, [n, length, ...]."""
         received = tensor.new_empty(tensor.shape[0], length, *tensor.shape[2:])
-        to, source = (dist.get_global_rank(self.group, (self.rank + i) % self.size) for i in (1, -1))
+        to, source = (
+            dist.get_global_rank(self.group, (self.rank + i) % self.size) for i in (1, -1)
+        )
         tensor = tensor.contiguous()
-        ops = [dist.P2POp(dist.isend, tensor, to, self.group), dist.P2POp(dist.irecv, received, source, self.group)]
+        ops = [
+            dist.P2POp(dist.isend, tensor, to, self.group),
+            dist.P2POp(dist.irecv, received, source, self.group),
+        ]
         works = dist.batch_isend_irecv(ops)
 
         def wait(sent=tensor):  # which must live until then
@@ -54,7 +61,13 @@ class PackedAttention:
     blocks, at every layer.
     """
 
-    def __init__(self, chunks: list[list[tuple[int, int]]], prefixes: list[tuple[int, int, int]], device, ring=None):
+    def __init__(
+        self,
+        chunks: list[list[tuple[int, int]]],
+        prefixes: list[tuple[int, int, int]],
+        device,
+        ring=None,
+    ):
         self.ring = ring or Ring()
         starts = [list(accumulate((a + b for a, b in held), initial=0)) for held in chunks]
         rank, size = self.ring.rank, self.ring.size
@@ -70,7 +83,10 @@ class PackedAttention:
                 pairs.append((q_start + q_skipped, starts[rank][s + 1], k_start, k_start + k_seen))
             if source == rank and not starts[rank][-1]:
                 pairs = [(0, 1, 0, 1)]
-            shared = [(starts[rank][a], starts[rank][b], *starts[source][c : c + 2]) for a, b, c in prefixes]
+            shared = [
+                (starts[rank][a], starts[rank][b], *starts[source][c : c + 2])
+                for a, b, c in prefixes
+            ]
             blocks = [_block(pairs, source == rank, device), _block(shared, False, device)]
             self.steps.append([block for block in blocks if block])
 
@@ -142,7 +158,9 @@ class _Attention(torch.autograd.Function):
                 gq, *gkv = backward_block(*parts, block, ctx.scale)
                 dq.index_add_(0, rows, gq.float())
                 dkv.index_add_(1, keys, torch.stack(gkv).float())
-            if ring.size > 1:  # the gradient travels with its keys, and after the last step goes home
+            if (
+                ring.size > 1
+            ):  # the gradient travels with its keys, and after the last step goes home
                 dkv = dkv + returning() if step else dkv
                 returning = ring.start(dkv, plan.next_length(step))
             kv = kv if last else incoming()

@@ -5,12 +5,14 @@ from functools import partial
 
 import torch
 
-from .. import algorithms
-from ..batch import Batch, collate
-from ..data import render_pair, to_samples
-from ..model import Scores
-from .config import DPOConfig, parse, user_errors, validate_dpo
-from .run import ExampleRun
+from rl2.algorithms import losses
+from rl2.batch import Batch, collate
+from rl2.config.parse import parse, user_errors
+from rl2.config.rules import validate_dpo
+from rl2.config.schema import DPOConfig
+from rl2.data.examples import render_pair, to_samples
+from rl2.model.token_model import Scores
+from rl2.trainer.build import ExampleRun
 
 
 def train(run: ExampleRun, reference) -> None:
@@ -33,14 +35,14 @@ def train(run: ExampleRun, reference) -> None:
 def preference_loss(dpo, batch: Batch, scores: Scores):
     """DPO's loss on whole sequences [b, T], where the rejected reply follows the chosen one."""
     columns = (scores.logps, batch.ref_logps, batch.mask, batch.weights)
-    return algorithms.dpo_loss(*columns, dpo.beta, dpo.loss, dpo.label_smoothing)
+    return losses.dpo_loss(*columns, dpo.beta, dpo.loss, dpo.label_smoothing)
 
 
 def make_batch(run: ExampleRun, examples) -> Batch:
     """Two rows of columns for each row of the data, chosen and rejected, which weigh the same."""
     batch = collate(to_samples(examples))
     batch.trajectory = torch.arange(len(batch.mask))
-    batch.weights = algorithms.loss_weights(batch.mask, batch.trajectory, "sequence")
+    batch.weights = losses.loss_weights(batch.mask, batch.trajectory, "sequence")
     return batch
 
 

@@ -5,17 +5,24 @@ import sys
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from .. import algorithms, chat
-from ..batch import Batch, collate, minibatches
-from ..data import Prompts, check_ppo_row, load_rows
-from ..model import Scores
-from ..parallel.mesh import init
-from ..rollout.engine import make_engine
-from ..rollout.env import FailureLog, load_env, preflight
-from ..rollout.rollout import Rollout, gather_samples, summarise
-from ..worker import Worker, compute_dtype
-from .config import PPOConfig, parse, user_errors, validate_ppo
-from .run import Books, count_steps, start_loading
+from rl2.algorithms import advantages, losses
+from rl2.batch import Batch, collate, minibatches
+from rl2.config.parse import parse, user_errors
+from rl2.config.rules import validate_ppo
+from rl2.config.schema import PPOConfig
+from rl2.data import chat
+from rl2.data.examples import Prompts
+from rl2.data.rows import check_ppo_row, load_rows
+from rl2.engine.select import make_engine
+from rl2.env.call import FailureLog
+from rl2.env.load import load_env, preflight
+from rl2.model.token_model import Scores
+from rl2.parallel.mesh import init
+from rl2.rollout.collect import Rollout
+from rl2.rollout.stats import gather_samples, summarise
+from rl2.trainer.build import count_steps, start_loading
+from rl2.trainer.recorder import Books
+from rl2.worker import Worker, compute_dtype
 
 
 def train(run) -> None:
@@ -25,7 +32,9 @@ def train(run) -> None:
     train_params = vars(config.rollout.train_sampling_params)
     for step in range(run.step + 1, run.num_steps + 1):
         with metrics.phase("rollout"):
-            assert run.engine.version == actor.version, "the engine has other weights than the actor"
+            assert run.engine.version == actor.version, (
+                "the engine has other weights than the actor"
+            )
             prompts, num = run.next_prompts(step), config.data.responses_per_prompt
             trajectories = run.rollout(prompts, train_params, num, "train", step, run.wanted)
             batch = collate(gather_samples(trajectories))
@@ -41,7 +50,9 @@ def train(run) -> None:
         logged |= add_advantages(batch, config)
         with metrics.phase("update"):
             if critic is not None:
-                logged |= run.update(critic, "critic", batch, config.critic, value_loss(config.critic), step)
+                logged |= run.update(
+                    critic, "critic", batch, config.critic, value_loss(config.critic), step
+                )
             logged |= run.update(actor, "actor", batch, config.actor, policy_loss(config), step)
         with metrics.phase("sync"):
             run.engine.wake()
@@ -59,22 +70,26 @@ def add_advantages(batch: Batch, config) -> dict[str, float]:
     """Fills batch.advantages (and returns); the estimators are in algorithms.py."""
     rewards, kl, adv = batch.rewards, config.kl, config.adv
     logged = {
-        "rollout/zero_variance": algorithms.zero_variance_share(
+        "rollout/zero_variance": advantages.zero_variance_share(
             rewards, batch.mask, batch.group, batch.trajectory
         ).item()
     }
     if kl.type == "reward":
-        penalty = algorithms.kl_estimate(batch.old_logps, batch.ref_logps, kl.reward_estimator) * batch.mask
+        penalty = (
+            losses.kl_estimate(batch.old_logps, batch.ref_logps, kl.reward_estimator) * batch.mask
+        )
         rewards = rewards - kl.coef * penalty
         logged["actor/kl"] = (penalty.sum() / batch.mask.sum().clamp(min=1)).item()
     if adv.estimator == "gae":
-        batch.advantages, batch.returns = algorithms.gae(
+        batch.advantages, batch.returns = advantages.gae(
             rewards, batch.values, batch.mask, batch.trajectory, adv.gamma, adv.lamda
         )
         if adv.norm_var:
-            batch.advantages = algorithms.whiten(batch.advantages, batch.mask)
+            batch.advantages = advantages.whiten(batch.advantages, batch.mask)
     else:
-        batch.advantages = algorithms.group_advantages(rewards, batch.mask, batch.group, batch.trajectory, adv.norm_var)
+        batch.advantages = advantages.group_advantages(
+            rewards, batch.mask, batch.group, batch.trajectory, adv.norm_var
+        )
     return logged
 
 
@@ -87,17 +102,25 @@ def policy_loss(config):
         old_logps = scores.logps.detach() if batch.old_logps is None else batch.old_logps
         correction = None
         if actor.correction != "none":
-            correction = algorithms.correction_weights(
+            correction = losses.correction_weights(
                 old_logps, batch.engine_logps, batch.mask, actor.correction, actor.correction_cap
             )
-        loss, metrics = algorithms.policy_loss(
-            scores.logps, old_logps, batch.advantages, batch.mask, batch.weights,
-            actor.clip, actor.clip_high, actor.dual_clip, actor.loss, correction,
-        )  # fmt: skip
-        mismatch = algorithms.mismatch(old_logps, batch.engine_logps, batch.weights)
+        loss, metrics = losses.policy_loss(
+            scores.logps,
+            old_logps,
+            batch.advantages,
+            batch.mask,
+            batch.weights,
+            actor.clip,
+            actor.clip_high,
+            actor.dual_clip,
+            actor.loss,
+            correction,
+        )
+        mismatch = losses.mismatch(old_logps, batch.engine_logps, batch.weights)
         metrics |= {f"mismatch_{name}": value for name, value in mismatch.items()}
         if kl.type == "loss":
-            estimate = algorithms.kl_estimate(scores.logps, batch.ref_logps, kl.loss_estimator)
+            estimate = losses.kl_estimate(scores.logps, batch.ref_logps, kl.loss_estimator)
             metrics["kl"] = (estimate * batch.weights).sum()
             loss = loss + kl.coef * metrics["kl"]
             metrics["kl"] = metrics["kl"].detach()
@@ -114,7 +137,9 @@ def value_loss(critic):
     """The critic's clipped squared error on whole sequences."""
 
     def loss_fn(batch: Batch, scores: Scores):
-        return algorithms.value_loss(scores.values, batch.values, batch.returns, batch.weights, critic.clip)
+        return losses.value_loss(
+            scores.values, batch.values, batch.returns, batch.weights, critic.clip
+        )
 
     return loss_fn
 
@@ -140,12 +165,16 @@ class Run:
     def _prepare_data(self, rows):
         data, first = self.config.data, dist.get_rank() == 0
         size = data.prompts_per_rollout
-        self.prompts = Prompts(rows, self.tokenizer, data.max_length, data.shuffle, data.seed, size, first)
+        self.prompts = Prompts(
+            rows, self.tokenizer, data.max_length, data.shuffle, data.seed, size, first
+        )
         self.num_steps = count_steps(self.prompts, self.config, "prompts")
         self.test_prompts = []
         if data.test_path:
             rows = load_rows(data.test_path, "test", check_ppo_row)
-            self.test_prompts = list(Prompts(rows, self.tokenizer, data.max_length, False, 0, 1, first))
+            self.test_prompts = list(
+                Prompts(rows, self.tokenizer, data.max_length, False, 0, 1, first)
+            )
         self._check_positions()
 
     def _check_positions(self):
@@ -172,31 +201,49 @@ class Run:
         if config.adv.estimator == "gae":
             config.critic.model_name = config.critic.model_name or config.actor.model_name
             num = self.num_steps - config.critic.freeze_steps
-            self.critic = Worker(config.critic, device, True, num * config.critic.update_per_rollout)
+            self.critic = Worker(
+                config.critic, device, True, num * config.critic.update_per_rollout
+            )
             self.workers["critic"] = self.critic
 
     def _make_rollout(self, env):
         config, name = self.config, self.config.actor.model_name
         deterministic, partial = config.trainer.deterministic, config.rollout.partial
         self.wanted = config.data.prompts_per_rollout if partial else None
-        deterministic = self.device.type == "cpu" and not partial if deterministic is None else deterministic
+        deterministic = (
+            self.device.type == "cpu" and not partial if deterministic is None else deterministic
+        )
         self.engine_dtype = compute_dtype(config.actor.dtype, self.device)
         section, seed = config.rollout, config.trainer.seed
-        self.engine = make_engine(section, name, self.engine_dtype, self.device, deterministic, seed)
-        stops = chat.stop_token_ids(self.tokenizer, GenerationConfig.from_pretrained(name).eos_token_id)
+        self.engine = make_engine(
+            section, name, self.engine_dtype, self.device, deterministic, seed
+        )
+        stops = chat.stop_token_ids(
+            self.tokenizer, GenerationConfig.from_pretrained(name).eos_token_id
+        )
         for params in (config.rollout.train_sampling_params, config.rollout.test_sampling_params):
             params.stop_token_ids = sorted({*params.stop_token_ids, *stops})
         self.failures = FailureLog(config.rollout.max_env_failures)
-        limit = min(w.section.max_length_per_device * w.section.sp_size for w in self.workers.values())
+        limit = min(
+            w.section.max_length_per_device * w.section.sp_size for w in self.workers.values()
+        )
         self.rollout = Rollout(
-            self.engine, env, self.tokenizer, self.failures, config.rollout.max_turns, limit,
-            config.trainer.seed, deterministic,
-        )  # fmt: skip
+            self.engine,
+            env,
+            self.tokenizer,
+            self.failures,
+            config.rollout.max_turns,
+            limit,
+            config.trainer.seed,
+            deterministic,
+        )
 
     def _begin(self):
         """Goes on where an earlier run stopped, or starts with the first evaluation."""
         held = {"rollout": self.rollout}
-        self.books = Books(self.config, self.tokenizer, self.workers, self.num_steps, self.device, held)
+        self.books = Books(
+            self.config, self.tokenizer, self.workers, self.num_steps, self.device, held
+        )
         self.step, self.metrics = self.books.step, self.books.metrics
         # Both have read the same files, so at the start their weights must agree to the bit.
         sync = self.engine.check if self.step == 0 else self.engine.load
@@ -214,7 +261,9 @@ class Run:
         last = min(step + 1, self.num_steps)
         return [prompt for i in range(started, last) for prompt in self.prompts.batch(i)]
 
-    def update(self, worker, name: str, batch: Batch, section, loss_fn, step: int) -> dict[str, float]:
+    def update(
+        self, worker, name: str, batch: Batch, section, loss_fn, step: int
+    ) -> dict[str, float]:
         """`update_per_rollout` optimizer steps of one worker; their mean metrics, by `name`/metric."""
         if step <= section.freeze_steps:
             return {}
@@ -223,7 +272,7 @@ class Run:
         entropy = name == "actor" and (section.log_entropy or section.entropy != 0)
         results = []
         for mini in minibatches(batch, section.update_per_rollout, seed=step):
-            mini.weights = algorithms.loss_weights(mini.mask, mini.trajectory, average, constant)
+            mini.weights = losses.loss_weights(mini.mask, mini.trajectory, average, constant)
             if name == "actor" and not entropy and self.config.kl.type != "loss":
                 # Rows without advantage (every answer of their group earned the same) move nothing and are not run; the
                 # loss stays the mean over all. Metrics are means over what was run.
@@ -232,8 +281,12 @@ class Run:
             share = mini.weights.sum().item() or float("nan")
             told = worker.update(mini, loss_fn, self.temperature, entropy)
             whole = ("loss", "grad_norm", "lr", "skipped")
-            results.append({key: value if key in whole else value / share for key, value in told.items()})
-        return {f"{name}/{key}": sum(told[key] for told in results) / len(results) for key in results[0]}
+            results.append(
+                {key: value if key in whole else value / share for key, value in told.items()}
+            )
+        return {
+            f"{name}/{key}": sum(told[key] for told in results) / len(results) for key in results[0]
+        }
 
     def evaluate(self, step: int, last: bool) -> dict[str, float]:
         """Plays the test prompts when that is due."""
@@ -246,14 +299,18 @@ class Run:
                 f"test/{key}": value
                 for key, value in summarise(trajectories, self.failures, self.actor.version).items()
             }
-        self.metrics.write_trajectories("test", step, [trajectory.record() for trajectory in trajectories])
+        self.metrics.write_trajectories(
+            "test", step, [trajectory.record() for trajectory in trajectories]
+        )
         return logged
 
     def finish_step(self, step, trajectories, batch, logged, stopping):
         """Trajectories to disk, then the books."""
         advantages = (batch.advantages * batch.mask).sum(1) / batch.mask.sum(1).clamp(min=1)
         of = dict(zip(batch.trajectory.tolist(), advantages.tolist(), strict=True))
-        records = [{**trajectory.record(), "advantage": of[trajectory.id]} for trajectory in trajectories]
+        records = [
+            {**trajectory.record(), "advantage": of[trajectory.id]} for trajectory in trajectories
+        ]
         self.metrics.write_trajectories("train", step, records)
         self.books.finish_step(step, logged, stopping)
 

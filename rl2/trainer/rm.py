@@ -6,12 +6,14 @@ from functools import partial
 
 import torch
 
-from .. import algorithms
-from ..batch import Batch, Sample, collate
-from ..data import margin, render_pair, to_samples
-from ..model import Scores
-from .config import RMConfig, parse, user_errors, validate_rm
-from .run import ExampleRun
+from rl2.algorithms import losses
+from rl2.batch import Batch, Sample, collate
+from rl2.config.parse import parse, user_errors
+from rl2.config.rules import validate_rm
+from rl2.config.schema import RMConfig
+from rl2.data.examples import margin, render_pair, to_samples
+from rl2.model.token_model import Scores
+from rl2.trainer.build import ExampleRun
 
 
 def train(run: ExampleRun) -> None:
@@ -29,16 +31,18 @@ def train(run: ExampleRun) -> None:
 
 def reward_loss(center: float, batch: Batch, scores: Scores):
     """Bradley-Terry on whole sequences [b, T], where the rejected reply follows the chosen one."""
-    return algorithms.reward_loss(scores.values, batch.weights, batch.margin, center)
+    return losses.reward_loss(scores.values, batch.weights, batch.margin, center)
 
 
 def make_batch(run: ExampleRun, examples) -> Batch:
     """Two rows of columns for each row of the data, chosen and rejected. The columns of the whole reply are scored, so
     that the two share the prompt's pass; only the last one weighs."""
-    batch = collate([score_last(sample, run.tokenizer.pad_token_id) for sample in to_samples(examples)])
+    batch = collate(
+        [score_last(sample, run.tokenizer.pad_token_id) for sample in to_samples(examples)]
+    )
     batch.trajectory = torch.arange(len(batch.mask))
     last = batch.mask * (batch.mask.flip(1).cumsum(1).flip(1) == 1)
-    batch.weights = algorithms.loss_weights(last, batch.trajectory, "sequence")
+    batch.weights = losses.loss_weights(last, batch.trajectory, "sequence")
     batch.margin = torch.tensor([margin(example.row) for example in examples]).repeat_interleave(2)
     return batch
 

@@ -4,12 +4,14 @@ import math
 import sys
 from functools import partial
 
-from .. import algorithms
-from ..batch import Batch, collate
-from ..data import render_sft, to_samples
-from ..model import Scores
-from .config import SFTConfig, parse, user_errors, validate_sft
-from .run import ExampleRun
+from rl2.algorithms import losses
+from rl2.batch import Batch, collate
+from rl2.config.parse import parse, user_errors
+from rl2.config.rules import validate_sft
+from rl2.config.schema import SFTConfig
+from rl2.data.examples import render_sft, to_samples
+from rl2.model.token_model import Scores
+from rl2.trainer.build import ExampleRun
 
 
 def train(run: ExampleRun) -> None:
@@ -26,20 +28,20 @@ def train(run: ExampleRun) -> None:
 
 def loss_fn(batch: Batch, scores: Scores):
     """Cross-entropy of the trained tokens, on whole sequences [b, T]."""
-    return algorithms.cross_entropy(scores.logps, batch.weights), {}
+    return losses.cross_entropy(scores.logps, batch.weights), {}
 
 
 def make_batch(run: ExampleRun, examples) -> Batch:
     """The rows as columns, and what each of their tokens weighs in the loss."""
     batch = collate(to_samples(examples))
-    batch.weights = algorithms.loss_weights(batch.mask, batch.trajectory, run.config.actor.average)
+    batch.weights = losses.loss_weights(batch.mask, batch.trajectory, run.config.actor.average)
     return batch
 
 
 def perplexity(run: ExampleRun) -> dict[str, float]:
     """Of the test rows, and its logarithm, over all their trained tokens alike, whatever the training's average."""
     test = run.test_batch
-    test.weights = algorithms.loss_weights(test.mask, test.trajectory, "token")
+    test.weights = losses.loss_weights(test.mask, test.trajectory, "token")
     loss = run.measure(loss_fn)["loss"]
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 

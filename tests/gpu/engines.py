@@ -25,11 +25,11 @@ from tools import (
 )
 from transformers import AutoModelForCausalLM
 
-from rl2 import algorithms
+from rl2.algorithms import losses
 from rl2.batch import Sample, collate
+from rl2.engine.local import LocalEngine
+from rl2.engine.sglang import SGLangEngine
 from rl2.parallel.mesh import init
-from rl2.rollout.engine_local import LocalEngine
-from rl2.rollout.engine_sglang import SGLangEngine
 from rl2.worker import Worker, compute_dtype
 
 MEMORY = 0.5  # of the GPU, for SGLang
@@ -39,7 +39,9 @@ def start_sglang(name, device, max_running=64, **more):
     need_sglang()
     start = time.perf_counter()
     arguments = {**sglang_args(), **more}
-    engine = SGLangEngine(name, compute_dtype("auto", device), device, 1, max_running, False, MEMORY, arguments, 0)
+    engine = SGLangEngine(
+        name, compute_dtype("auto", device), device, 1, max_running, False, MEMORY, arguments, 0
+    )
     record(start_seconds=time.perf_counter() - start)
     return engine
 
@@ -75,13 +77,23 @@ def check_contract(make):
     for temperature in (1.0, 0.6):
         told = play(engine, prompts, temperature=temperature, max_new_tokens=40)
         gaps = differences(told, prompts, model, temperature)
-        record(**{f"logps_at_{temperature}": gaps.max().item(), f"mean_logps_at_{temperature}": gaps.mean().item()})
+        record(
+            **{
+                f"logps_at_{temperature}": gaps.max().item(),
+                f"mean_logps_at_{temperature}": gaps.mean().item(),
+            }
+        )
         assert gaps.max() < 0.3 and gaps.mean() < 0.03
-        assert all(len(out.tokens) == 40 and out.finish_reason == "length" and out.version == 0 for out in told)
+        assert all(
+            len(out.tokens) == 40 and out.finish_reason == "length" and out.version == 0
+            for out in told
+        )
     stops = list(range(2, 500))
     for out in play(engine, prompts * 3, max_new_tokens=8, stop_token_ids=stops):
         hits = [token in stops for token in out.tokens]
-        assert not any(hits[:-1]) and hits[-1] == (out.finish_reason == "stop"), "the stop token ends it, and is kept"
+        assert not any(hits[:-1]) and hits[-1] == (out.finish_reason == "stop"), (
+            "the stop token ends it, and is kept"
+        )
     group = play(engine, [prompts[2]] * 8, max_new_tokens=20)
     assert len({tuple(out.tokens) for out in group}) == 8, "the samples of a group are the same"
     greedy = [out.tokens for out in play(engine, prompts, temperature=0.0, max_new_tokens=10)]
@@ -100,10 +112,18 @@ def check_contract(make):
         parameter.data.copy_(weights[key])
     told = play(engine, prompts, max_new_tokens=40)
     gaps = differences(told, prompts, model, 1.0)
-    record(logps_after_load=gaps.max().item(), mean_logps_after_load=gaps.mean().item(), stale=stale.mean().item())
-    assert gaps.max() < 0.3 and gaps.mean() < 0.03 < 3 * gaps.mean() + 0.03 < stale.mean(), "the load was not seen"
+    record(
+        logps_after_load=gaps.max().item(),
+        mean_logps_after_load=gaps.mean().item(),
+        stale=stale.mean().item(),
+    )
+    assert gaps.max() < 0.3 and gaps.mean() < 0.03 < 3 * gaps.mean() + 0.03 < stale.mean(), (
+        "the load was not seen"
+    )
     assert all(out.version == 2 for out in told)
-    assert [out.tokens for out in play(engine, prompts, temperature=0.0, max_new_tokens=10)] != greedy
+    assert [
+        out.tokens for out in play(engine, prompts, temperature=0.0, max_new_tokens=10)
+    ] != greedy
     engine.close()
     check_no_process_left(others)
     dist.destroy_process_group()
@@ -113,7 +133,10 @@ def check_abort(engine, prompts):
     """More requests than run at a time, cut short: each returns what it has, and the engine can sleep at once."""
 
     async def all_():
-        calls = [engine.generate(prompt, {"max_new_tokens": 400}, (7, i)) for i, prompt in enumerate(prompts * 8)]
+        calls = [
+            engine.generate(prompt, {"max_new_tokens": 400}, (7, i))
+            for i, prompt in enumerate(prompts * 8)
+        ]
         tasks = [asyncio.ensure_future(call) for call in calls]
         await asyncio.sleep(0.3)
         while not all(task.done() for task in tasks):
@@ -133,7 +156,9 @@ def check_no_process_left(others):
 
 
 def local_contract():
-    check_contract(lambda name, device: LocalEngine(name, compute_dtype("auto", device), device, 16, False))
+    check_contract(
+        lambda name, device: LocalEngine(name, compute_dtype("auto", device), device, 16, False)
+    )
 
 
 def sglang_contract():
@@ -162,11 +187,13 @@ def sglang_agreement():
     for i, (prompt, out) in enumerate(zip(prompts, told, strict=True)):
         zeros = [0.0] * len(prompt)
         mask = [0] * len(prompt) + [1] * len(out.tokens)
-        samples.append(Sample(prompt + out.tokens, mask, zeros + out.logps, [0.0] * len(mask), i, i))
+        samples.append(
+            Sample(prompt + out.tokens, mask, zeros + out.logps, [0.0] * len(mask), i, i)
+        )
     batch = collate(samples)
     logps = actor.infer(batch).logps
     gaps = (logps - batch.engine_logps).abs()[batch.mask > 0]
-    mismatch = algorithms.mismatch(logps, batch.engine_logps, batch.mask / batch.mask.sum())
+    mismatch = losses.mismatch(logps, batch.engine_logps, batch.mask / batch.mask.sum())
     record(mean=gaps.mean().item(), worst=gaps.max().item(), tokens=gaps.numel())
     record(**{name: float(value) for name, value in mismatch.items()})
     assert gaps.mean() < 0.02 and gaps.max() < 1.0
@@ -188,7 +215,12 @@ def sglang_sync():
         engine.load(actor.weights(dtype), version)
         loads.append(time.perf_counter() - start - wakes[-1])
     copied = copy_bandwidth()
-    record(gigabytes=size / 1e9, wake_seconds=min(wakes), load_seconds=min(loads), weights_alone_seconds=walk)
+    record(
+        gigabytes=size / 1e9,
+        wake_seconds=min(wakes),
+        load_seconds=min(loads),
+        weights_alone_seconds=walk,
+    )
     record(gb_per_s=size / min(loads) / 1e9, copy_gb_per_s=copied / 1e9)
     goal("share_of_copy_bandwidth", size / min(loads) / copied, 0.5)
     engine.close()
@@ -217,7 +249,9 @@ def sglang_memory():
     record(**{f"{name}_gib": value for name, value in found.items()})
     same = sum(a.tokens == b.tokens for a, b in zip(before, after, strict=True))
     record(same_answers=f"{same} of {len(before)}")
-    assert same >= 0.8 * len(before), "the same weights, sent again after a sleep, answer differently"
+    assert same >= 0.8 * len(before), (
+        "the same weights, sent again after a sleep, answer differently"
+    )
     engine.close()
     check_no_process_left(others)
     ends = time.monotonic() + 20
@@ -239,19 +273,40 @@ def sglang_throughput():
 
     from transformers import AutoTokenizer
 
-    from rl2.rollout.env import FailureLog, load_env
-    from rl2.rollout.rollout import Rollout
+    from rl2.env.call import FailureLog
+    from rl2.env.load import load_env
+    from rl2.rollout.collect import Rollout
 
     slots, length = (8, 16) if DRY else (256, 512)
     actor, engine, _ = _actor_and_engine(slots)
     name = actor.section.model_name
     env = Path(os.environ["RL2_GPU_MODELS"], "env.py")
-    env.write_text("def reward_fn(messages, answer):\n    return float(len(messages[-1]['content']) % 7)\n")
+    env.write_text(
+        "def reward_fn(messages, answer):\n    return float(len(messages[-1]['content']) % 7)\n"
+    )
     row = {"messages": [{"role": "user", "content": "hello"}], "answer": ""}
-    groups = [SimpleNamespace(tokens=tokens, row=row) for tokens in make_prompts(1000, slots // 4, 200)]
-    params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": length, "stop_token_ids": []}
-    given = {"engine": engine, "env": load_env(str(env), 60.0), "tokenizer": AutoTokenizer.from_pretrained(name)}
-    given |= {"failures": FailureLog(0.0), "max_turns": 1, "max_length": 40960, "seed": 0, "deterministic": False}
+    groups = [
+        SimpleNamespace(tokens=tokens, row=row) for tokens in make_prompts(1000, slots // 4, 200)
+    ]
+    params = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_new_tokens": length,
+        "stop_token_ids": [],
+    }
+    given = {
+        "engine": engine,
+        "env": load_env(str(env), 60.0),
+        "tokenizer": AutoTokenizer.from_pretrained(name),
+    }
+    given |= {
+        "failures": FailureLog(0.0),
+        "max_turns": 1,
+        "max_length": 40960,
+        "seed": 0,
+        "deterministic": False,
+    }
     rollout = Rollout(**given)
     offline = {"temperature": 1.0, "max_new_tokens": length, "ignore_eos": True}
     prompts = [group.tokens for group in groups for _ in range(4)]
@@ -264,8 +319,12 @@ def sglang_throughput():
         assert all(t.length == length for t in told) and len(told) == slots
         engine.engine.flush_cache()
         start = time.perf_counter()
-        outs = engine.engine.generate(input_ids=prompts, sampling_params=offline, return_logprob=True)
-        rates["offline"].append(sum(len(o["output_ids"]) for o in outs) / (time.perf_counter() - start))
+        outs = engine.engine.generate(
+            input_ids=prompts, sampling_params=offline, return_logprob=True
+        )
+        rates["offline"].append(
+            sum(len(o["output_ids"]) for o in outs) / (time.perf_counter() - start)
+        )
     # The first round makes kernels.
     best = {name: max(values[1:]) for name, values in rates.items()}
     record(**{f"{name}_tokens_per_second": value for name, value in best.items()})
@@ -282,7 +341,9 @@ def local_throughput():
 
     async def all_():
         params = {"max_new_tokens": length}
-        return await asyncio.gather(*(engine.generate(p, params, (0, i)) for i, p in enumerate(prompts)))
+        return await asyncio.gather(
+            *(engine.generate(p, params, (0, i)) for i, p in enumerate(prompts))
+        )
 
     rate = slots * length / seconds(lambda: engine.loop.run_until_complete(all_()), 2, 1)
     record(tokens_per_second=rate)

@@ -13,7 +13,10 @@ def device():
 
     if not DRY:
         properties = torch.cuda.get_device_properties(0)
-        record(memory_gib=properties.total_memory / 2**30, capability=f"{properties.major}.{properties.minor}")
+        record(
+            memory_gib=properties.total_memory / 2**30,
+            capability=f"{properties.major}.{properties.minor}",
+        )
     record(matrix_tflops=matrix_peak() / 1e12, copy_gb_per_s=copy_bandwidth() / 1e9)
     # The flash operator's own signature is the first thing that another torch could break.
     q = torch.randn(8, 4, 64, device=DEVICE, dtype=torch.bfloat16)
@@ -26,7 +29,7 @@ def attention():
     log-sum-exp; grouped heads, sizes that are no power of two; then long rows against torch's own attention."""
     from test_attention import as_pack, layout, reference
 
-    from rl2.batch import zigzag
+    from rl2.packing import zigzag
     from rl2.parallel.ring import PackedAttention
 
     worst = {"out": 0.0, "dq": 0.0, "dk": 0.0, "dv": 0.0}
@@ -36,7 +39,10 @@ def attention():
             cu, prefixes, sees = layout(random.Random(seed + longest), 4, longest)
             attend = PackedAttention(zigzag(as_pack(cu, prefixes), 1, 0).chunks, prefixes, DEVICE)
             torch.manual_seed(seed)
-            full = [torch.randn(1, n, cu[-1], size, device=DEVICE).bfloat16() for n in (heads, groups, groups)]
+            full = [
+                torch.randn(1, n, cu[-1], size, device=DEVICE).bfloat16()
+                for n in (heads, groups, groups)
+            ]
             grad = torch.randn(1, cu[-1], heads, size, device=DEVICE).bfloat16()
             ours = [x.clone().requires_grad_() for x in full]
             out = attend(None, *ours, size**-0.5)
@@ -48,7 +54,10 @@ def attention():
             for name, a, b in pairs:
                 # Where each document is one token the gradient of q and k is 0 but for rounding: no ratio to speak of.
                 small = b.float().norm() < 1e-3 * expected_out.float().norm()
-                worst[name] = max(worst[name], 0.0 if small and a.float().norm() < 0.05 * grad.norm() else error(a, b))
+                worst[name] = max(
+                    worst[name],
+                    0.0 if small and a.float().norm() < 0.05 * grad.norm() else error(a, b),
+                )
     record(**{f"worst_{name}": value for name, value in worst.items()})
     assert max(worst.values()) < 0.02, worst
     _poison()
@@ -59,7 +68,7 @@ def _poison():
     """NaN in another document changes no bit of ours."""
     from test_attention import as_pack, layout
 
-    from rl2.batch import zigzag
+    from rl2.packing import zigzag
     from rl2.parallel.ring import PackedAttention
 
     cu, prefixes, _ = layout(random.Random(5), 3, 40)
@@ -77,7 +86,9 @@ def _long():
     from rl2.parallel.attention import Block, backward_block, forward_block
 
     length, heads, groups, size = (256, 4, 2, 64) if DRY else (16384, 16, 8, 128)
-    q, k, v = (torch.randn(length, n, size, device=DEVICE).bfloat16() for n in (heads, groups, groups))
+    q, k, v = (
+        torch.randn(length, n, size, device=DEVICE).bfloat16() for n in (heads, groups, groups)
+    )
     dout = torch.randn_like(q)
     block = Block([0, length], [0, length], True)
     out, lse = forward_block(q, k, v, block, size**-0.5)
@@ -94,12 +105,15 @@ def _long():
     forward = seconds(lambda: forward_block(q, k, v, block, size**-0.5))
     backward = seconds(lambda: backward_block(dout, q, k, v, out, lse, block, size**-0.5))
     flops = 2 * length**2 * heads * size  # causal: half of 4 n^2
-    record(attention_tflops=flops / forward / 1e12, attention_backward_tflops=2.5 * flops / backward / 1e12)
+    record(
+        attention_tflops=flops / forward / 1e12,
+        attention_backward_tflops=2.5 * flops / backward / 1e12,
+    )
 
 
 def head():
     """The chunked head against plain fp32 log-softmax at a real vocabulary: values, gradients, time and memory."""
-    from rl2.parallel.head import head_scores
+    from rl2.model.head import head_scores
 
     rows, hidden, vocabulary = (64, 32, 1000) if DRY else (4096, 2048, 151936)
     torch.manual_seed(0)
@@ -119,11 +133,22 @@ def head():
         loss, plain_loss = (logps * d_logps).sum(), (expected * d_logps).sum()
         if with_entropy:
             told["entropy"] = (entropy - expected_entropy).abs().max().item()
-            loss, plain_loss = loss + (entropy * d_entropy).sum(), plain_loss + (expected_entropy * d_entropy).sum()
-        got, wanted = torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(plain_loss, (x, weight))
-        told |= {name: error(a, b) for name, a, b in zip(("d_hidden", "d_weight"), got, wanted, strict=True)}
+            loss, plain_loss = (
+                loss + (entropy * d_entropy).sum(),
+                plain_loss + (expected_entropy * d_entropy).sum(),
+            )
+        got, wanted = (
+            torch.autograd.grad(loss, (x, weight)),
+            torch.autograd.grad(plain_loss, (x, weight)),
+        )
+        told |= {
+            name: error(a, b)
+            for name, a, b in zip(("d_hidden", "d_weight"), got, wanted, strict=True)
+        }
         record(**{f"{name}_at_{temperature}": value for name, value in told.items()})
-        assert told["logps"] < 1e-3 and told.get("entropy", 0) < 1e-3, told  # both from the same bf16 logits
+        assert told["logps"] < 1e-3 and told.get("entropy", 0) < 1e-3, (
+            told
+        )  # both from the same bf16 logits
         assert told["d_hidden"] < 0.02 and told["d_weight"] < 0.02, told
         del logps, entropy, expected, expected_entropy, loss, plain_loss, got, wanted
     for name, function in (

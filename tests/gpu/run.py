@@ -84,7 +84,9 @@ def run_part(name: str, path: Path, limit: float, log) -> Outcome:
         found |= json.loads(line)
     reason = found.pop("reason", "")
     if status is None:
-        return Outcome(name, "timed out", time.monotonic() - start, found, f"more than {limit:.0f} s")
+        return Outcome(
+            name, "timed out", time.monotonic() - start, found, f"more than {limit:.0f} s"
+        )
     if status == 0 and left:
         status, reason = 1, f"processes were left: {', '.join(left)}"
     if status not in (0, SKIPPED) and not reason:
@@ -114,14 +116,19 @@ def _marked(mark: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("RL2_GPU_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.environ().get("RL2_GPU_MARK") == mark
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process)
         except (psutil.Error, OSError):
             pass
     return found
 
 
-def run_parts(parts: dict[str, Part], file: Path, header: str, budget: float = float("inf"), patience: int = 1):
+def run_parts(
+    parts: dict[str, Part], file: Path, header: str, budget: float = float("inf"), patience: int = 1
+):
     """The outcomes of all of them, whatever happens to one; `file` tells what is known at any time. `budget`: seconds for
     all; `patience`: how many times its limit a part may take."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +167,9 @@ def describe(dry: bool) -> str:
     if not dry:
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         device = f"{len(names)} x {names[0]}, CUDA {torch.version.cuda}"
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
     commit = f"; commit {git.stdout.strip()}" if git.returncode == 0 else ""
     now = datetime.now().strftime("%Y-%m-%d %H:%M")
     return f"# `bash tests/gpu/run.sh`, {now}\n\n{device}; Python {sys.version.split()[0]}, {', '.join(told)}{commit}\n"
@@ -170,8 +179,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What needs a GPU; see tests/gpu/run.sh.")
     parser.add_argument("parts", nargs="*", help="which ones; all without")
     parser.add_argument("--list", action="store_true", help="names and limits, in seconds")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the result file")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds that all of it may take")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the result file"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=float("inf"), help="seconds that all of it may take"
+    )
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
@@ -184,17 +197,26 @@ def main() -> int:
     import torch
 
     if not dry and not torch.cuda.is_available():
-        print("tests/gpu: there is no GPU here, so nothing was run (RL2_DEVICE=cpu tries the parts on a CPU)")
+        print(
+            "tests/gpu: there is no GPU here, so nothing was run (RL2_DEVICE=cpu tries the parts on a CPU)"
+        )
         return 3
-    wanted = {name: part for name, part in PARTS.items() if name in arguments.parts or not arguments.parts}
+    wanted = {
+        name: part for name, part in PARTS.items() if name in arguments.parts or not arguments.parts
+    }
     name = f"gpu-{datetime.now().strftime('%Y-%m-%d-%H%M%S')}" + ("-dry" if dry else "")
     header, file = describe(dry), arguments.out / f"{name}.md"
     print(header)
     with tempfile.TemporaryDirectory() as models:
         os.environ["RL2_GPU_MODELS"] = models  # made once, used by several parts
         outcomes = run_parts(wanted, file, header, arguments.budget, patience=3 if dry else 1)
-    print("\n" + "\n".join(f"{o.name:18} {o.result:9} {o.seconds:5.0f} s  {o.reason}" for o in outcomes))
-    print(f"{sum(o.result == 'passed' for o in outcomes)} of {len(outcomes)} passed; written to {file}")
+    print(
+        "\n"
+        + "\n".join(f"{o.name:18} {o.result:9} {o.seconds:5.0f} s  {o.reason}" for o in outcomes)
+    )
+    print(
+        f"{sum(o.result == 'passed' for o in outcomes)} of {len(outcomes)} passed; written to {file}"
+    )
     return int(any(o.result in ("failed", "timed out") for o in outcomes))
 
 

@@ -15,7 +15,14 @@ from tools import DRY, error, make_batch, make_model, need_sglang, section, sgla
 
 def torchrun(world, *command):
     """Fails with the end of what it said."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", *command]
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={world}",
+        *command,
+    ]
     done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(done.stdout, flush=True)
     assert done.returncode == 0, "...".join(["", done.stdout.split("Sending process")[0][-400:]])
@@ -26,29 +33,57 @@ def _grpo(engine, model, *more):
     before, name = used_gib(), make_model(model)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        rows = [{"messages": [{"role": "user", "content": f"say something, {i}"}], "answer": ""} for i in range(24)]
+        rows = [
+            {"messages": [{"role": "user", "content": f"say something, {i}"}], "answer": ""}
+            for i in range(24)
+        ]
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "env.py").write_text(
             "def reward_fn(messages, answer):\n    return len(messages[-1]['content']) % 5 / 5\n"
         )
         samples, length = (4, 16) if DRY else (16, 256)
         torchrun(
-            1, "-m", "rl2.trainer.ppo", f"data.path={folder / 'rows.jsonl'}", f"rollout.env_path={folder / 'env.py'}",
-            f"actor.model_name={name}", f"rollout.engine={engine}", "data.prompts_per_rollout=8", "adv.norm_var=true",
-            f"data.responses_per_prompt={samples}", f"rollout.train_sampling_params.max_new_tokens={length}",
-            "actor.offload_model=true", "actor.offload_optimizer=true", "actor.lr=1e-6", "rollout.max_running=128",
-            f"trainer.save_dir={folder / 'run'}", "trainer.disable_wandb=true", "trainer.max_steps=3", *more,
-        )  # fmt: skip
-        lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+            1,
+            "-m",
+            "rl2.trainer.ppo",
+            f"data.path={folder / 'rows.jsonl'}",
+            f"rollout.env_path={folder / 'env.py'}",
+            f"actor.model_name={name}",
+            f"rollout.engine={engine}",
+            "data.prompts_per_rollout=8",
+            "adv.norm_var=true",
+            f"data.responses_per_prompt={samples}",
+            f"rollout.train_sampling_params.max_new_tokens={length}",
+            "actor.offload_model=true",
+            "actor.offload_optimizer=true",
+            "actor.lr=1e-6",
+            "rollout.max_running=128",
+            f"trainer.save_dir={folder / 'run'}",
+            "trainer.disable_wandb=true",
+            "trainer.max_steps=3",
+            *more,
+        )
+        lines = [
+            json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()
+        ]
         assert [line["step"] for line in lines][-3:] == [1, 2, 3]
         assert list((folder / "run/model").glob("*.safetensors"))
     last = lines[-1]
-    for key in ("time/step", "time/rollout", "time/update", "time/sync", "tokens/per_second", "actor/grad_norm"):
+    for key in (
+        "time/step",
+        "time/rollout",
+        "time/update",
+        "time/sync",
+        "tokens/per_second",
+        "actor/grad_norm",
+    ):
         if key in last:
             record(**{key: last[key]})
     worst = max(line["actor/mismatch_logp_difference"] for line in lines[-3:])
     record(mismatch=worst)
-    assert worst < 0.05 and all(line["actor/grad_norm"] > 0 and not line["actor/skipped"] for line in lines[-3:])
+    assert worst < 0.05 and all(
+        line["actor/grad_norm"] > 0 and not line["actor/skipped"] for line in lines[-3:]
+    )
     time.sleep(3)
     record(memory_left_gib=used_gib() - before)
     assert used_gib() - before < 0.5, "memory of the GPU is held after the end"
@@ -79,11 +114,15 @@ def _ring(name):
 
     device, batch = init(), make_batch(1024, groups=3, samples=3, prompt=40, answer=90)
     settings = {"lr": 0.1, "max_length_per_device": 400, "sp_size": 2}
-    scores, told, moved = two_steps(Worker(section(name, **settings), device, num_updates=10), batch)
+    scores, told, moved = two_steps(
+        Worker(section(name, **settings), device, num_updates=10), batch
+    )
     plain = {**settings, "sp_size": 1, "dtype": "float32"}
     expected = two_steps(Worker(section(name, **plain), torch.device("cpu"), num_updates=10), batch)
     gap = (scores.logps - expected[0].logps).abs().max().item()
-    norm = max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(told, expected[1], strict=True))
+    norm = max(
+        abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(told, expected[1], strict=True)
+    )
     weights = max(error(moved[key], expected[2][key]) for key in moved)
     if os.environ["RANK"] == "0":
         record(logps=gap, grad_norm=norm, worst_weight=weights)

@@ -16,19 +16,56 @@ DRY = os.environ.get("RL2_DEVICE") == "cpu"
 DEVICE = torch.device("cpu" if DRY else "cuda")
 # Shapes of real models; the weights are random, since a lent machine reaches no hub.
 SHAPES = {
-    "qwen2.5-1.5b": {"family": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-                     "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128},
-    "qwen2.5-7b": {"family": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-                   "num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 152064,
-                   "tie_word_embeddings": False},
-    "qwen3-1.7b": {"family": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
-                   "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
-    "small": {"family": "qwen3", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
-              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1024,
-              "initializer_range": 0.1},
-}  # fmt: skip
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1024}  # fmt: skip
+    "qwen2.5-1.5b": {
+        "family": "qwen2",
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+    },
+    "qwen2.5-7b": {
+        "family": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-1.7b": {
+        "family": "qwen3",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "small": {
+        "family": "qwen3",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 1024,
+        "initializer_range": 0.1,
+    },
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 1024,
+}
 
 
 def need_sglang() -> None:
@@ -41,7 +78,9 @@ def need_sglang() -> None:
 def sglang_args() -> dict:
     """Arguments of SGLang's engine for this machine, from SGLANG_ARGS; on a CPU those that make it run."""
     words = [word.partition("=") for word in os.environ.get("SGLANG_ARGS", "").split()]
-    return ({"max_total_tokens": 8192} if DRY else {}) | {key: yaml.safe_load(value) for key, _, value in words}
+    return ({"max_total_tokens": 8192} if DRY else {}) | {
+        key: yaml.safe_load(value) for key, _, value in words
+    }
 
 
 def synchronize() -> None:
@@ -103,7 +142,12 @@ def make_model(name: str) -> str:
         return str(folder)
     shape = {**SHAPES[name], **(TINY if DRY else {})}
     family = shape.pop("family")
-    settings = {"vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": True, **shape}
+    settings = {
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+        **shape,
+    }
     config = CONFIGS[family](**settings, bos_token_id=1, eos_token_id=2, pad_token_id=0)
     torch.manual_seed(0)
     with DEVICE:

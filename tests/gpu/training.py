@@ -12,7 +12,9 @@ from rl2.worker import Worker
 
 def two_steps(worker, batch):
     """What a worker says of the batch, what two SGD updates tell, and how each weight has moved."""
-    worker.optimizer = torch.optim.SGD([{"params": [p]} for p in worker.model.parameters()], lr=worker.section.lr)
+    worker.optimizer = torch.optim.SGD(
+        [{"params": [p]} for p in worker.model.parameters()], lr=worker.section.lr
+    )
     before = {name: weight.cpu().clone() for name, weight in worker.weights(torch.float32)}
     scores = worker.infer(batch, 0.9, entropy=True)
     told = [worker.update(batch, policy_loss, 0.9) for _ in range(2)]
@@ -30,20 +32,32 @@ def worker():
     batch = make_batch(1024, groups=3, samples=3, prompt=40, answer=30)
     results = {}
     for place, dtype in ((device, "auto"), (torch.device("cpu"), "float32")):
-        settings = {"lr": 0.1, "dtype": dtype, "gradient_checkpointing": True, "max_length_per_device": 200}
+        settings = {
+            "lr": 0.1,
+            "dtype": dtype,
+            "gradient_checkpointing": True,
+            "max_length_per_device": 200,
+        }
         results[dtype] = two_steps(Worker(section(name, **settings), place, num_updates=10), batch)
-    (scores, told, moved), (plain_scores, plain_told, plain_moved) = results["auto"], results["float32"]
+    (scores, told, moved), (plain_scores, plain_told, plain_moved) = (
+        results["auto"],
+        results["float32"],
+    )
     figures = {
         "logps": (scores.logps - plain_scores.logps).abs().max().item(),
         "mean_logps": ((scores.logps - plain_scores.logps).abs().sum() / batch.mask.sum()).item(),
         "entropy": (scores.entropy - plain_scores.entropy).abs().max().item(),
-        "grad_norm": max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(told, plain_told, strict=True)),
+        "grad_norm": max(
+            abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(told, plain_told, strict=True)
+        ),
         "weights": error(flat(moved), flat(plain_moved)),
         "worst_weight": max(error(moved[key], plain_moved[key]) for key in moved),
     }
     record(**figures)
     assert figures["mean_logps"] < 0.02 and figures["logps"] < 0.2 and figures["entropy"] < 0.1
-    assert figures["grad_norm"] < 0.03 and figures["weights"] < 0.05 and figures["worst_weight"] < 0.15
+    assert (
+        figures["grad_norm"] < 0.03 and figures["weights"] < 0.05 and figures["worst_weight"] < 0.15
+    )
 
 
 def offload():
@@ -60,7 +74,9 @@ def offload():
         held = (torch.cuda.memory_allocated() if not DRY else 0) / size
         places = {state["exp_avg"].device.type for state in actor.optimizer.state.values()}
         assert places == ({"cpu"} if off or DRY else {"cuda"}), places
-        record(**{f"held_{'with' if off else 'without'}_offloading": f"{held:.2f} of the fp32 weights"})
+        record(
+            **{f"held_{'with' if off else 'without'}_offloading": f"{held:.2f} of the fp32 weights"}
+        )
         assert DRY or (held < 0.2 if off else held > 2.5), held
         weights = {key: weight.cpu() for key, weight in actor.weights(torch.float32)}
         results[off] = told, logps, weights
@@ -73,11 +89,16 @@ def offload():
     (told, logps, weights), (off_told, off_logps, off_weights) = results[False], results[True]
     # Not bit for bit: on a GPU attention's backward adds up in any order.
     record(
-        grad_norm=max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(off_told, told, strict=True)),
+        grad_norm=max(
+            abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(off_told, told, strict=True)
+        ),
         logps=(off_logps - logps).abs().max().item(),
         weights=max(error(off_weights[key], weights[key]) for key in weights),
     )
-    assert max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(off_told, told, strict=True)) < 0.01
+    assert (
+        max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(off_told, told, strict=True))
+        < 0.01
+    )
     assert (off_logps - logps).abs().max() < 0.1
     assert max(error(off_weights[key], weights[key]) for key in weights) < 0.01
 
@@ -97,15 +118,23 @@ def _utilisation(length, micro_batches):
     if DRY:
         length, document = length // 128, 16
     device, name = init(), make_model("qwen2.5-1.5b")
-    settings = {"gradient_checkpointing": True, "max_length_per_device": length, "share_prompts": False}
+    settings = {
+        "gradient_checkpointing": True,
+        "max_length_per_device": length,
+        "share_prompts": False,
+    }
     actor = Worker(section(name, **settings), device, num_updates=10)
     config = actor.model.hf.config
-    batch = make_batch(config.vocab_size, length // document * micro_batches, 1, 1, document, seed=1)
+    batch = make_batch(
+        config.vocab_size, length // document * micro_batches, 1, 1, document, seed=1
+    )
     tokens = int(batch.mask.sum())
     body = sum(p.numel() for p in actor.model.hf.base_model.layers.parameters())
     head = config.vocab_size * config.hidden_size
     channels = (
-        config.num_hidden_layers * config.num_attention_heads * (config.hidden_size // config.num_attention_heads)
+        config.num_hidden_layers
+        * config.num_attention_heads
+        * (config.hidden_size // config.num_attention_heads)
     )
     flops = 6 * (body + head) * tokens + 6 * channels * document * tokens
     peak, times = matrix_peak(), []
@@ -120,9 +149,12 @@ def _utilisation(length, micro_batches):
         assert told["skipped"] == 0
     share = flops / min(times[1:]) / peak
     record(
-        parameters=f"{(body + head) / 1e9:.2f}e9", tokens=tokens, tokens_per_second=tokens / min(times[1:]),
-        matrix_tflops=peak / 1e12, utilisation=share,
-    )  # fmt: skip
+        parameters=f"{(body + head) / 1e9:.2f}e9",
+        tokens=tokens,
+        tokens_per_second=tokens / min(times[1:]),
+        matrix_tflops=peak / 1e12,
+        utilisation=share,
+    )
     if not DRY:
         record(peak_memory_gib=torch.cuda.max_memory_allocated() / 2**30)
 
@@ -131,10 +163,20 @@ def memory_7b():
     """What an update of a 7B model takes with everything offloaded that can be: the table in the README, measured."""
     length, name = (64 if DRY else 8192), make_model("qwen2.5-7b")
     device = init()
-    settings = {"gradient_checkpointing": True, "max_length_per_device": length, "share_prompts": False}
-    actor = Worker(section(name, offload_model=True, offload_optimizer=True, **settings), device, num_updates=10)
+    settings = {
+        "gradient_checkpointing": True,
+        "max_length_per_device": length,
+        "share_prompts": False,
+    }
+    actor = Worker(
+        section(name, offload_model=True, offload_optimizer=True, **settings),
+        device,
+        num_updates=10,
+    )
     config = actor.model.hf.config
-    batch = make_batch(config.vocab_size, 2, 1, length // 8, length - length // 8, seed=1)  # two micro-batches
+    batch = make_batch(
+        config.vocab_size, 2, 1, length // 8, length - length // 8, seed=1
+    )  # two micro-batches
     record(parameters=f"{sum(p.numel() for p in actor.model.parameters()) / 1e9:.2f}e9")
     for _ in range(2):
         if not DRY:
@@ -146,4 +188,6 @@ def memory_7b():
         record(update_seconds=time.perf_counter() - start)
         if not DRY:
             record(peak_gib=torch.cuda.max_memory_allocated() / 2**30)
-    assert DRY or torch.cuda.max_memory_allocated() < 74 * 2**30, "it would not fit into 80 GB beside a sleeping engine"
+    assert DRY or torch.cuda.max_memory_allocated() < 74 * 2**30, (
+        "it would not fit into 80 GB beside a sleeping engine"
+    )

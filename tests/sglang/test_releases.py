@@ -27,15 +27,31 @@ class Release:
     def __init__(self, version: str):
         if version == "installed":
             folder = Path(importlib.util.find_spec("sglang").origin).parent
-            self.texts = {f"sglang/{p.relative_to(folder).as_posix()}": p for p in folder.glob("srt/**/*.py")}
+            self.texts = {
+                f"sglang/{p.relative_to(folder).as_posix()}": p for p in folder.glob("srt/**/*.py")
+            }
             return
         folder = Path(sys.prefix, "releases", version)
         if not list(folder.glob("*.whl")):
-            pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "-q",
+                "--no-deps",
+                "--only-binary=:all:",
+                "-d",
+                str(folder),
+            ]
             where = ["--python-version=3.12", "--platform=manylinux_2_34_x86_64"]
             subprocess.run([*pip, *where, f"sglang=={version}"], check=True)
         with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-            names = [name for name in wheel.namelist() if name.startswith("sglang/srt/") and name.endswith(".py")]
+            names = [
+                name
+                for name in wheel.namelist()
+                if name.startswith("sglang/srt/") and name.endswith(".py")
+            ]
             self.texts = {name: wheel.read(name).decode() for name in names}
 
     def text(self, name: str) -> str:
@@ -44,7 +60,9 @@ class Release:
 
     def tree(self, module: str) -> ast.Module:
         name = module.replace(".", "/")
-        return ast.parse(self.text(f"{name}.py" if f"{name}.py" in self.texts else f"{name}/__init__.py"))
+        return ast.parse(
+            self.text(f"{name}.py" if f"{name}.py" in self.texts else f"{name}/__init__.py")
+        )
 
     def names(self, module: str) -> set[str]:
         """What can be imported from a module: defined there, or imported into it (by * as well)."""
@@ -54,12 +72,21 @@ class Release:
                 found.add(node.name)
             elif isinstance(node, ast.ImportFrom):
                 for alias in node.names:
-                    found |= self.names(node.module) if alias.name == "*" else {alias.asname or alias.name}
+                    found |= (
+                        self.names(node.module)
+                        if alias.name == "*"
+                        else {alias.asname or alias.name}
+                    )
         return found
 
     def classes(self, *modules: str) -> dict[str, ast.ClassDef]:
         trees = [self.tree(module) for module in modules]
-        return {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+        return {
+            node.name: node
+            for tree in trees
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef)
+        }
 
 
 def fields(node: ast.ClassDef) -> set[str]:
@@ -69,7 +96,9 @@ def fields(node: ast.ClassDef) -> set[str]:
 def methods(nodes) -> dict[str, ast.arguments]:
     """name -> arguments, of all the classes given; the last one wins."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    return {inner.name: inner.args for node in nodes for inner in node.body if isinstance(inner, kinds)}
+    return {
+        inner.name: inner.args for node in nodes for inner in node.body if isinstance(inner, kinds)
+    }
 
 
 def calls_on(name: str) -> list[ast.Call]:
@@ -111,11 +140,17 @@ def check_calls(calls: list[ast.Call], there: dict[str, ast.arguments]):
         positional = [a.arg for a in arguments.args if a.arg not in ("self", "cls")]
         assert len(call.args) <= len(positional), f"{name} takes {positional}"
         known = {*positional, *(a.arg for a in arguments.kwonlyargs)}
-        assert arguments.kwarg or {k.arg for k in call.keywords} <= known, f"{name} takes {sorted(known)}"
+        assert arguments.kwarg or {k.arg for k in call.keywords} <= known, (
+            f"{name} takes {sorted(known)}"
+        )
 
 
 def test_what_we_import_is_there(release):
-    found = [node for node in ast.walk(OURS) if isinstance(node, ast.ImportFrom) and "sglang." in (node.module or "")]
+    found = [
+        node
+        for node in ast.walk(OURS)
+        if isinstance(node, ast.ImportFrom) and "sglang." in (node.module or "")
+    ]
     assert len(found) >= 4
     for node in found:
         assert {alias.name for alias in node.names} <= release.names(node.module), node.module
@@ -138,7 +173,9 @@ def test_the_methods_of_engine_and_manager_take_what_we_pass(release):
     classes = release.classes("sglang.srt.entrypoints.engine", "sglang.srt.entrypoints.EngineBase")
     engine = methods([classes["EngineBase"], classes["Engine"]])
     modules = ("tokenizer_manager", "tokenizer_control_mixin")
-    manager = methods(release.classes(*(f"sglang.srt.managers.{name}" for name in modules)).values())
+    manager = methods(
+        release.classes(*(f"sglang.srt.managers.{name}" for name in modules)).values()
+    )
     check_calls(calls_on("engine"), engine)
     check_calls(calls_on("manager"), manager)
     assert "shutdown" in engine
@@ -149,7 +186,11 @@ def test_the_methods_of_engine_and_manager_take_what_we_pass(release):
 
 def test_the_requests_have_the_fields_we_set(release):
     classes = release.classes("sglang.srt.managers.io_struct")
-    made = [n for n in ast.walk(OURS) if isinstance(n, ast.Call) and getattr(n.func, "id", "").endswith("ReqInput")]
+    made = [
+        n
+        for n in ast.walk(OURS)
+        if isinstance(n, ast.Call) and getattr(n.func, "id", "").endswith("ReqInput")
+    ]
     assert made
     for call in made:
         assert {k.arg for k in call.keywords} <= fields(classes[call.func.id]), call.func.id
@@ -157,7 +198,9 @@ def test_the_requests_have_the_fields_we_set(release):
 
 def test_the_sampling_parameters_are_there(release):
     known = fields(release.classes("sglang.srt.sampling.sampling_params")["SamplingParams"])
-    defaults = next(n for n in SAMPLING.body if isinstance(n, ast.Assign) and n.targets[0].id == "DEFAULTS")
+    defaults = next(
+        n for n in SAMPLING.body if isinstance(n, ast.Assign) and n.targets[0].id == "DEFAULTS"
+    )
     ours = keys(defaults) | keys(function(OURS, "generate"))
     assert {"sampling_seed", "ignore_eos", "stop_token_ids"} <= ours
     assert ours <= known, f"SamplingParams has no {sorted(ours - known)}"
@@ -165,10 +208,13 @@ def test_the_sampling_parameters_are_there(release):
 
 def test_the_weights_are_packed_as_it_unpacks_them(release):
     check_calls(
-        calls_on("flat"), methods([release.classes("sglang.srt.weight_sync.tensor_bucket")["FlattenedTensorBucket"]])
+        calls_on("flat"),
+        methods([release.classes("sglang.srt.weight_sync.tensor_bucket")["FlattenedTensorBucket"]]),
     )
     readers = [
-        n for n in release.texts if n.startswith("sglang/srt/model_executor/") and "flattened_bucket" in release.text(n)
+        n
+        for n in release.texts
+        if n.startswith("sglang/srt/model_executor/") and "flattened_bucket" in release.text(n)
     ]
     assert readers, "nobody reads load_format=flattened_bucket"
     for key in keys(function(OURS, "_payloads")):
@@ -185,7 +231,11 @@ def test_what_is_read_of_an_answer_is_there(release):
     }
     assert {"meta_info", "output_token_logprobs", "weight_version"} <= read
     texts = [
-        release.text(name) for name in release.texts if name.startswith(("sglang/srt/managers/", "sglang/srt/utils/"))
+        release.text(name)
+        for name in release.texts
+        if name.startswith(("sglang/srt/managers/", "sglang/srt/utils/"))
     ]
     for key in read:
-        assert any(f'"{key}"' in text or f"{key}=" in text for text in texts), f"no answer has {key}"
+        assert any(f'"{key}"' in text or f"{key}=" in text for text in texts), (
+            f"no answer has {key}"
+        )

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-pytest.importorskip("sglang.srt", reason="run by tests/sglang/run.sh, in an environment with sglang")
+pytest.importorskip(
+    "sglang.srt", reason="run by tests/sglang/run.sh, in an environment with sglang"
+)
 from common import make_model, torchrun  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -23,30 +25,50 @@ def tied(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model") / "llama", "llama", tied=True)
 
 
-@pytest.mark.parametrize(("world", "tp_size", "actor_tp_size"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2)])
+@pytest.mark.parametrize(
+    ("world", "tp_size", "actor_tp_size"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2)]
+)
 def test_the_contract(request, world, tp_size, actor_tp_size):
     name = request.getfixturevalue("tied" if world == 1 else "model")
     bind = "|".join(str(i) for i in range(tp_size))
     done = torchrun(
-        world, HERE / "contract.py", name, tp_size, actor_tp_size, env={"SGLANG_CPU_OMP_THREADS_BIND": bind}
+        world,
+        HERE / "contract.py",
+        name,
+        tp_size,
+        actor_tp_size,
+        env={"SGLANG_CPU_OMP_THREADS_BIND": bind},
     )
     assert done.stdout.count("is done") == world
 
 
 def arguments(tmp_path, model):
-    rows = [{"messages": [{"role": "user", "content": f"say a, {i}"}], "answer": "abcdefgh"} for i in range(24)]
+    rows = [
+        {"messages": [{"role": "user", "content": f"say a, {i}"}], "answer": "abcdefgh"}
+        for i in range(24)
+    ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "env.py").write_text(
         "def reward_fn(messages, answer):\n    reply = messages[-1]['content']\n"
         "    return sum(letter in answer for letter in reply) / max(len(reply), 1)\n"
     )
     return [
-        "-m", "rl2.trainer.ppo", f"actor.model_name={model}", f"data.path={tmp_path / 'train.jsonl'}",
-        f"rollout.env_path={tmp_path / 'env.py'}", "data.prompts_per_rollout=4", "data.responses_per_prompt=8",
-        "data.max_length=64", "actor.lr=0.02", "actor.dtype=float32", "rollout.max_running=32",
-        "rollout.train_sampling_params.max_new_tokens=8", "actor.gradient_checkpointing=false", "trainer.n_epochs=2",
+        "-m",
+        "rl2.trainer.ppo",
+        f"actor.model_name={model}",
+        f"data.path={tmp_path / 'train.jsonl'}",
+        f"rollout.env_path={tmp_path / 'env.py'}",
+        "data.prompts_per_rollout=4",
+        "data.responses_per_prompt=8",
+        "data.max_length=64",
+        "actor.lr=0.02",
+        "actor.dtype=float32",
+        "rollout.max_running=32",
+        "rollout.train_sampling_params.max_new_tokens=8",
+        "actor.gradient_checkpointing=false",
+        "trainer.n_epochs=2",
         "trainer.disable_wandb=true",
-    ]  # fmt: skip
+    ]
 
 
 def test_a_run_learns_as_with_the_local_engine(tmp_path, tied):
@@ -60,7 +82,10 @@ def test_a_run_learns_as_with_the_local_engine(tmp_path, tied):
             *more,
         ]
         torchrun(2, *command, env={"SGLANG_CPU_OMP_THREADS_BIND": "0"})
-        lines = [json.loads(line) for line in (tmp_path / engine / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / engine / "metrics.jsonl").read_text().splitlines()
+        ]
         assert all((line["actor/mismatch_logp_difference"] or 0) < 1e-4 for line in lines)
         rewards[engine] = [line["reward/mean"] for line in lines]
     for told in rewards.values():
@@ -70,14 +95,21 @@ def test_a_run_learns_as_with_the_local_engine(tmp_path, tied):
 
 
 def test_a_run_with_partial_rollouts(tmp_path, tied):
-    more = ["rollout.engine=sglang", "rollout.engine_args.max_total_tokens=4096", "rollout.partial=true"]
+    more = [
+        "rollout.engine=sglang",
+        "rollout.engine_args.max_total_tokens=4096",
+        "rollout.partial=true",
+    ]
     more += [
         "actor.correction=token_tis",
         "rollout.max_running=12",
         "trainer.max_steps=6",
         "rollout.check_weights=true",
     ]
-    more += ["rollout.train_sampling_params.max_new_tokens=24", f"trainer.save_dir={tmp_path / 'run'}"]
+    more += [
+        "rollout.train_sampling_params.max_new_tokens=24",
+        f"trainer.save_dir={tmp_path / 'run'}",
+    ]
     torchrun(2, *arguments(tmp_path, tied), *more, env={"SGLANG_CPU_OMP_THREADS_BIND": "0"})
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 6 and any(line["rollout/staleness"] > 0 for line in lines)
@@ -86,11 +118,17 @@ def test_a_run_with_partial_rollouts(tmp_path, tied):
         for path in (tmp_path / "run/rollouts/train").iterdir()
         for line in path.read_text().splitlines()
     ]
-    assert len(records) == 6 * 32 and all(sum(n for _, n in r["versions"]) == r["length"] for r in records)
+    assert len(records) == 6 * 32 and all(
+        sum(n for _, n in r["versions"]) == r["length"] for r in records
+    )
 
 
 def test_a_start_that_fails_says_why(tmp_path, tied):
-    command = [*arguments(tmp_path, tied), "rollout.engine=sglang", f"trainer.save_dir={tmp_path / 'run'}"]
+    command = [
+        *arguments(tmp_path, tied),
+        "rollout.engine=sglang",
+        f"trainer.save_dir={tmp_path / 'run'}",
+    ]
     done = torchrun(1, *command, "rollout.engine_args.attention_backend=nonsense", check=False)
     assert done.returncode != 0
     assert "SGLang did not start" in done.stderr and "nonsense" in done.stderr + done.stdout

@@ -14,7 +14,9 @@ class _Declare(MetaPathFinder):
 
             library = torch.library.Library("torchvision", "FRAGMENT")
             for operator in ("nms", "qnms") if torch.version.cuda is None else ():
-                library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                library.define(
+                    f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                )
             sys.torchvision_operators = library  # which lives as long as the process
         return None
 

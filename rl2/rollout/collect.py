@@ -7,52 +7,10 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from .. import chat
-from ..batch import Sample
-from ..parallel.mesh import gather_objects
-from .env import EnvError
-
-
-@dataclass
-class Trajectory:
-    """One conversation of the policy with the environment. It stays on the process that made it, unless it is paused."""
-
-    id: int
-    group: int
-    messages: list[dict]
-    samples: list[Sample] = field(default_factory=list)
-    rewards: dict[str, float] = field(default_factory=dict)  # the parts; their sum is the reward
-    finish_reason: str = ""  # stop | length of the last turn, or failed: the environment did; "" while it goes on
-    num_turns: int = 0
-    versions: list[tuple[int, int]] = field(default_factory=list)  # (of the weights, tokens they sampled), in order
-    partial: int = 0  # tokens of a turn that a pause cut short
-
-    @property
-    def reward(self) -> float:
-        return sum(self.rewards.values())
-
-    @property
-    def length(self) -> int:
-        """Tokens the policy sampled."""
-        return sum(sum(sample.mask) for sample in self.samples)
-
-    def record(self) -> dict:
-        """What is told of it beside its tokens."""
-        keys = ("id", "group", "messages", "rewards", "reward", "length", "num_turns", "finish_reason", "versions")
-        return {key: getattr(self, key) for key in keys}
-
-
-@dataclass
-class Group:
-    """A row with the trajectories that start from it."""
-
-    id: int
-    row: dict
-    trajectories: list[Trajectory]
-
-    @property
-    def done(self) -> bool:
-        return all(trajectory.finish_reason for trajectory in self.trajectories)
+from rl2.data import chat
+from rl2.env.contract import EnvError
+from rl2.parallel.mesh import gather_objects
+from rl2.rollout.trajectory import Group, Trajectory, _append, _begin_sample, _reward
 
 
 @dataclass
@@ -72,7 +30,13 @@ class Rollout:
     pausing: bool = False
 
     def __call__(
-        self, prompts: list, params: dict, num_samples: int, purpose: str, step: int, wanted: int | None = None
+        self,
+        prompts: list,
+        params: dict,
+        num_samples: int,
+        purpose: str,
+        step: int,
+        wanted: int | None = None,
     ) -> list[Trajectory]:
         """Plays every prompt `num_samples` times, shared among the engines. Returns this process's trajectories.
         `purpose` (train | test) and `step` name the randomness.
@@ -82,16 +46,23 @@ class Rollout:
         """
         held = self.paused if wanted else []
         first = max((group.id for group in held), default=-1) + 1
-        groups = held + [self._begin(first + i, prompt, num_samples) for i, prompt in enumerate(prompts)]
+        groups = held + [
+            self._begin(first + i, prompt, num_samples) for i, prompt in enumerate(prompts)
+        ]
         coroutine = self._play_all(groups, params, purpose, step, wanted or len(groups))
         played = self.engine.loop.run_until_complete(coroutine)
         if wanted:
             played = self._pause(groups, played, wanted)
-        return sorted((t for group in played for t in group.trajectories), key=lambda trajectory: trajectory.id)
+        return sorted(
+            (t for group in played for t in group.trajectories),
+            key=lambda trajectory: trajectory.id,
+        )
 
     def _begin(self, number, prompt, num_samples):
         messages = prompt.row["messages"]
-        messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        messages = (
+            [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        )
         ids = range(number * num_samples, (number + 1) * num_samples)
         group = Group(number, prompt.row, [Trajectory(id, number, list(messages)) for id in ids])
         for trajectory in group.trajectories:
@@ -115,8 +86,16 @@ class Rollout:
 
         async def play_groups():
             for group in map(groups.__getitem__, queue):
-                seeds = [(self.seed, stream, step, group.id, i) for i in range(len(group.trajectories))]
-                plays = map(self._play, group.trajectories, [group.row] * len(seeds), [params] * len(seeds), seeds)
+                seeds = [
+                    (self.seed, stream, step, group.id, i) for i in range(len(group.trajectories))
+                ]
+                plays = map(
+                    self._play,
+                    group.trajectories,
+                    [group.row] * len(seeds),
+                    [params] * len(seeds),
+                    seeds,
+                )
                 await asyncio.gather(*plays)
                 played.append(group)
                 if group.done and wanted < len(groups):
@@ -195,7 +174,9 @@ class Rollout:
         try:
             new = chat.extend(self.tokenizer, tokens, messages, answer, tools)
             return (
-                (tokens, new) if new is not None else ([], chat.encode_prompt(self.tokenizer, messages + answer, tools))
+                (tokens, new)
+                if new is not None
+                else ([], chat.encode_prompt(self.tokenizer, messages + answer, tools))
             )
         except ValueError as error:  # the template refuses the environment's messages
             raise EnvError(str(error)) from error
@@ -206,58 +187,3 @@ class Rollout:
 
     def load_state_dict(self, state: dict) -> None:
         self.paused = pickle.loads(state["paused"])
-
-
-def _begin_sample(trajectory):
-    trajectory.samples.append(Sample([], [], [], [], trajectory.group, trajectory.id))
-    return trajectory.samples[-1]
-
-
-def _reward(trajectory):
-    """The reward sits on the last token that was sampled; a sequence the policy said nothing in is dropped."""
-    trajectory.samples = [sample for sample in trajectory.samples if any(sample.mask)]
-    last = trajectory.samples[-1]
-    last.rewards[max(i for i, sampled in enumerate(last.mask) if sampled)] = trajectory.reward
-
-
-def _append(sample, tokens, mask, logps=None):
-    sample.tokens.extend(tokens)
-    sample.mask.extend([mask] * len(tokens))
-    sample.logps.extend(logps or [0.0] * len(tokens))
-    sample.rewards.extend([0.0] * len(tokens))
-
-
-def gather_samples(trajectories: list[Trajectory]) -> list[Sample]:
-    """The training samples of every process, on every process, in the order of the data."""
-    parts = gather_objects([sample for trajectory in trajectories for sample in trajectory.samples])
-    return sorted((sample for part in parts for sample in part), key=lambda sample: sample.trajectory)
-
-
-def summarise(trajectories: list[Trajectory], failures, version: int) -> dict[str, float]:
-    """Rewards and lengths over the trajectories of every process; failed ones count as failed and nothing else, and stop
-    the run when they are too many. Staleness: by how many updates the weights that sampled a token lag `version`."""
-    told = [{k: v for k, v in trajectory.record().items() if k != "messages"} for trajectory in trajectories]
-    told = [record for part in gather_objects(told) for record in part]
-    scored = [record for record in told if record["finish_reason"] != "failed"]
-    failures.check(len(told) - len(scored), len(told))
-
-    def mean(values):
-        values = list(values)
-        return sum(values) / len(values) if values else float("nan")
-
-    reward = mean(r["reward"] for r in scored)
-    lags = [(version - sampler) * num for r in told for sampler, num in r["versions"]]
-    sampled = sum(r["length"] for r in told)
-    parts = sorted({name for r in scored for name in r["rewards"]} - {"reward"})
-    return {
-        "reward/mean": reward,
-        "reward/std": mean((r["reward"] - reward) ** 2 for r in scored) ** 0.5,
-        **{f"reward/{name}": mean(r["rewards"].get(name, 0.0) for r in scored) for name in parts},
-        "rollout/length": mean(r["length"] for r in told),
-        "rollout/longest": max(r["length"] for r in told),
-        "rollout/truncated": mean(r["finish_reason"] == "length" for r in told),
-        "rollout/failed": mean(r["finish_reason"] == "failed" for r in told),
-        "rollout/turns": mean(r["num_turns"] for r in told),
-        "rollout/staleness": sum(lags) / max(1, sampled),
-        "tokens/sampled": sampled,
-    }

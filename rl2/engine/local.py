@@ -22,15 +22,17 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from ..parallel.ring import PackedAttention
-from .sampling import DEFAULTS, Generation, check_request, sample
+from rl2.engine.base import DEFAULTS, Generation, check_request
+from rl2.engine.cache import _Cache
+from rl2.engine.sampler import sample
+from rl2.parallel.ring import PackedAttention
 
-PAGE = 64  # keys
 ROWS = 8  # without `deterministic`, a step has a multiple of this many rows
+
+
 PREFILL = 2048  # tokens of prompts that are prefilled in one forward, without `deterministic`
 
 
@@ -70,12 +72,26 @@ class LocalEngine:
     must run on."""
 
     def __init__(
-        self, model_name, dtype, device, max_running=64, deterministic=True, max_length=None, index=0, count=1
+        self,
+        model_name,
+        dtype,
+        device,
+        max_running=64,
+        deterministic=True,
+        max_length=None,
+        index=0,
+        count=1,
     ):
         self.index, self.count = index, count
-        self.model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype, attn_implementation="rl2")
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model_name, dtype=dtype, attn_implementation="rl2"
+        )
         self.model.to(device).eval().requires_grad_(False)
-        self.device, self.max_running, self.deterministic = torch.device(device), max_running, deterministic
+        self.device, self.max_running, self.deterministic = (
+            torch.device(device),
+            max_running,
+            deterministic,
+        )
         self.max_length = min(x for x in (max_length, _positions(self.model.config), math.inf) if x)
         self.loop = asyncio.new_event_loop()
         self.version: int | None = 0  # None: a load failed half way
@@ -86,7 +102,9 @@ class LocalEngine:
         self._task = None
         self._prepack()
 
-    async def generate(self, prompt: list[int], params: dict, seed: tuple[int, ...], share=None) -> Generation:
+    async def generate(
+        self, prompt: list[int], params: dict, seed: tuple[int, ...], share=None
+    ) -> Generation:
         """Samples an answer to the token ids `prompt`. `params`: see DEFAULTS; temperature 0 is greedy, top_k -1 off.
         The noise of new token i is a function of `seed` and i alone. `share` is for engines that have to be told which
         requests have a prompt in common; here equal prompts are found. ValueError for what can never be answered."""
@@ -95,9 +113,13 @@ class LocalEngine:
         assert self.version is not None, "the weights are incomplete: the last load failed"
         vocabulary = self.model.get_input_embeddings().num_embeddings
         params = check_request(prompt, params, vocabulary, self.max_length)
-        noise = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).random(params["max_new_tokens"])
+        noise = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).random(
+            params["max_new_tokens"]
+        )
         key = tuple(prompt)
-        request = _Request(self.prompts.setdefault(key, _Prompt(key)), params, noise, self.loop.create_future())
+        request = _Request(
+            self.prompts.setdefault(key, _Prompt(key)), params, noise, self.loop.create_future()
+        )
         request.prompt.waiting += 1
         self.waiting.append(request)
         if self._task is None or self._task.done():
@@ -108,7 +130,9 @@ class LocalEngine:
         """Every request returns what it has got, with finish_reason abort."""
         for request in (*self.waiting, *filter(None, self.slots)):
             if not request.future.done():
-                request.future.set_result(Generation(request.tokens, request.logps, "abort", self.version))
+                request.future.set_result(
+                    Generation(request.tokens, request.logps, "abort", self.version)
+                )
         self.waiting.clear()
         self.prompts.clear()
         self.slots = [None] * self.max_running
@@ -139,11 +163,15 @@ class LocalEngine:
             if name not in targets:
                 raise ValueError(f"weight {name} is unknown to {type(self.model).__name__}")
             if tensor.shape != targets[name].shape:
-                raise ValueError(f"weight {name} is {list(tensor.shape)}, expected {list(targets[name].shape)}")
+                raise ValueError(
+                    f"weight {name} is {list(tensor.shape)}, expected {list(targets[name].shape)}"
+                )
             targets[name].data.copy_(tensor)
             missing.pop(id(targets[name]), None)
         if missing:
-            raise ValueError(f"{len(missing)} weights did not arrive: {sorted(missing.values())[:5]}")
+            raise ValueError(
+                f"{len(missing)} weights did not arrive: {sorted(missing.values())[:5]}"
+            )
         self.version = version
         if self.cache is not None:
             self._prepack()
@@ -151,9 +179,15 @@ class LocalEngine:
     def check(self, named_tensors: Iterable[tuple[str, Tensor]], version: int):
         """The weights must be these already, bit by bit: RuntimeError names those that are not."""
         held = self.model.state_dict()
-        wrong = [name for name, tensor in named_tensors if not torch.equal(held[name], tensor.to(held[name]))]
+        wrong = [
+            name
+            for name, tensor in named_tensors
+            if not torch.equal(held[name], tensor.to(held[name]))
+        ]
         if wrong:
-            raise RuntimeError(f"{len(wrong)} weights of the engine are not the trainer's: {wrong[:5]}")
+            raise RuntimeError(
+                f"{len(wrong)} weights of the engine are not the trainer's: {wrong[:5]}"
+            )
         self.version = version
 
     def close(self):
@@ -166,7 +200,9 @@ class LocalEngine:
 
     @property
     def in_flight(self) -> int:
-        return sum(not request.future.done() for request in (*self.waiting, *filter(None, self.slots)))
+        return sum(
+            not request.future.done() for request in (*self.waiting, *filter(None, self.slots))
+        )
 
     async def _run(self):
         """Steps while there are requests. Others on the loop run between steps."""
@@ -184,7 +220,9 @@ class LocalEngine:
     @torch.inference_mode()
     def _admit(self) -> bool:
         """Fills free slots, first come first served. Returns whether any slot is busy."""
-        self.slots = [None if request is None or request.future.done() else request for request in self.slots]
+        self.slots = [
+            None if request is None or request.future.done() else request for request in self.slots
+        ]
         free = deque(slot for slot, request in enumerate(self.slots) if request is None)
         admitted: dict[_Prompt, list[int]] = {}
         while self.waiting and free:
@@ -211,9 +249,13 @@ class LocalEngine:
         recorder = _Recorder([[(b - a, 0) for a, b in pairwise(ends)]], [], self.device)
         if ends[-1]:
             tokens = [token for prompt in prompts for token in prompt.tokens[:-1]]
-            positions = [position for prompt in prompts for position in range(len(prompt.tokens) - 1)]
+            positions = [
+                position for prompt in prompts for position in range(len(prompt.tokens) - 1)
+            ]
             inputs = torch.tensor([tokens, positions], device=self.device)
-            self.model.base_model(inputs[:1], position_ids=inputs[1:], use_cache=False, attend=recorder)
+            self.model.base_model(
+                inputs[:1], position_ids=inputs[1:], use_cache=False, attend=recorder
+            )
         for prompt, start, end in zip(prompts, ends, ends[1:], strict=False):
             prompt.kv = {layer: [x[:, start:end] for x in kv] for layer, kv in recorder.kv.items()}
 
@@ -221,20 +263,32 @@ class LocalEngine:
     def _step(self):
         """One token for every busy slot."""
         requests = self.slots[: self._num_rows()]
-        tokens, positions, noise = zip(*(r.next_input() if r else (0, 0, 0.0) for r in requests), strict=True)
+        tokens, positions, noise = zip(
+            *(r.next_input() if r else (0, 0, 0.0) for r in requests), strict=True
+        )
         self.cache.begin(torch.tensor(positions, device=self.device), max(positions))
         inputs = torch.tensor([tokens, positions], device=self.device)[:, :, None]  # [2, n, 1]
-        logits = self.model(inputs[0], position_ids=inputs[1], use_cache=False, attend=self.cache).logits[:, -1]
+        logits = self.model(
+            inputs[0], position_ids=inputs[1], use_cache=False, attend=self.cache
+        ).logits[:, -1]
         settings = [
-            torch.tensor([r.params[key] if r else DEFAULTS[key] for r in requests], device=self.device)
+            torch.tensor(
+                [r.params[key] if r else DEFAULTS[key] for r in requests], device=self.device
+            )
             for key in ("temperature", "top_p", "top_k")
         ]
-        drawn = sample(logits, torch.tensor(noise, dtype=torch.float64, device=self.device), *settings)
-        for slot, (request, *new) in enumerate(zip(requests, *(x.tolist() for x in drawn), strict=True)):
+        drawn = sample(
+            logits, torch.tensor(noise, dtype=torch.float64, device=self.device), *settings
+        )
+        for slot, (request, *new) in enumerate(
+            zip(requests, *(x.tolist() for x in drawn), strict=True)
+        ):
             if request is not None and (reason := request.append(*new)):
                 self.slots[slot] = None
                 if not request.future.done():
-                    request.future.set_result(Generation(request.tokens, request.logps, reason, self.version))
+                    request.future.set_result(
+                        Generation(request.tokens, request.logps, reason, self.version)
+                    )
 
     def _num_rows(self) -> int:
         """How many of the slots to decode. Without `deterministic` the busy ones move to the front."""
@@ -279,61 +333,6 @@ class _Recorder(PackedAttention):
         return super().__call__(module, query, key, value, scaling)
 
 
-class _Cache:
-    """Keys and values of all slots, [N, S, G, P, D] each a layer, and the attention of one new token a slot on them.
-
-    Scores are fp32 whatever the dtype, as in flash attention: some models' (Qwen2's) are too large for bf16.
-    """
-
-    def __init__(self, num_slots: int):
-        self.num_slots, self.layers = num_slots, {}
-
-    def begin(self, positions: Tensor, last: int):
-        """What all layers of a step share: where the new tokens [n] go, and which keys they see."""
-        self.slots = torch.arange(len(positions), device=positions.device)
-        self.page, self.offset = positions // PAGE, positions % PAGE
-        self.num_pages = last // PAGE + 1
-        seen = torch.arange(self.num_pages * PAGE, device=positions.device) <= positions[:, None]
-        self.mask = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)[:, None]  # [n, 1, N * P]
-
-    def __call__(self, module, query, key, value, scaling):
-        """query [n, H, 1, D], key and value [n, G, 1, D] -> [n, 1, H, D]."""
-        (n, heads), groups = query.shape[:2], key.shape[1]
-        keys, values = self._reserve(module.layer_idx, [key, value], self.num_pages)
-        for pages, new in ((keys, key), (values, value)):
-            pages[self.page, self.slots, :, self.offset] = new[:, :, 0]
-        query = query.float().reshape(n * groups, heads // groups, -1)  # those of a key head as one matrix: no repeat
-        scores = torch.cat(
-            [query @ page[:n].flatten(0, 1).float().transpose(1, 2) for page in keys[: self.num_pages]], -1
-        )
-        probs = scores.mul_(scaling).view(n, heads, -1).add_(self.mask).softmax(-1).to(value.dtype)
-        probs = probs.view(n * groups, heads // groups, -1).split(PAGE, -1)
-        out = sum((prob @ page[:n].flatten(0, 1)).float() for prob, page in zip(probs, values, strict=False))
-        return out.to(value.dtype).view(n, 1, heads, -1)
-
-    def write(self, kv: dict, slots: list[int]):
-        """A prompt's keys and values [G, L, D] a layer into each of these slots, from the start."""
-        for layer, new in kv.items():
-            length = new[0].shape[1]
-            num_pages = -(-length // PAGE)
-            for pages, x in zip(self._reserve(layer, new, num_pages), new, strict=True):
-                padded = F.pad(x, (0, 0, 0, num_pages * PAGE - length)).unflatten(1, (num_pages, PAGE))
-                pages[:num_pages, slots] = padded.transpose(0, 1)[:, None]
-
-    def move(self, source: int, target: int):
-        for pages in (x for layer in self.layers.values() for x in layer):
-            pages[:, target] = pages[:, source]
-
-    def _reserve(self, layer: int, like: list[Tensor], num_pages: int) -> list[Tensor]:
-        """The layer's pages, at least so many. New ones are zero: what is masked is multiplied by 0, and must be finite."""
-        held = self.layers.setdefault(
-            layer, [x.new_zeros(0, self.num_slots, x.shape[-3], PAGE, x.shape[-1]) for x in like]
-        )
-        if (more := num_pages - len(held[0])) > 0:
-            held[:] = [torch.cat([x, x.new_zeros(more, *x.shape[1:])]) for x in held]
-        return held
-
-
 def _batches(prompts: list[_Prompt]) -> list[list[_Prompt]]:
     """Cut where PREFILL tokens are reached."""
     batches, size = [], PREFILL
@@ -351,8 +350,13 @@ def _positions(config) -> int | None:
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
-    supported = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    return dtype == torch.float32 or (dtype in supported and getattr(torch.ops.mkldnn, supported[dtype])())
+    supported = {
+        torch.bfloat16: "_is_mkldnn_bf16_supported",
+        torch.float16: "_is_mkldnn_fp16_supported",
+    }
+    return dtype == torch.float32 or (
+        dtype in supported and getattr(torch.ops.mkldnn, supported[dtype])()
+    )
 
 
 def _packed_linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:

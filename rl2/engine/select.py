@@ -5,8 +5,8 @@ import importlib.metadata
 import torch
 import torch.distributed as dist
 
-from .engine_local import LocalEngine
-from .engine_sglang import SGLangEngine
+from rl2.engine.local import LocalEngine
+from rl2.engine.sglang import SGLangEngine
 
 
 def installed(package: str) -> bool:
@@ -28,7 +28,14 @@ def pick_engine(wanted: str) -> tuple[str, str]:
     return "sglang", "there are GPUs and sglang"
 
 
-def make_engine(section, model_name: str, dtype: torch.dtype, device: torch.device, deterministic: bool, seed: int):
+def make_engine(
+    section,
+    model_name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    deterministic: bool,
+    seed: int,
+):
     """The engine of the config's rollout `section`; all processes call."""
     kind, why = pick_engine(section.engine)
     rank = dist.get_rank()
@@ -39,4 +46,6 @@ def make_engine(section, model_name: str, dtype: torch.dtype, device: torch.devi
         where = {"index": rank, "count": dist.get_world_size()}
         return LocalEngine(*given, section.max_running, deterministic, **where)
     memory, arguments = section.gpu_memory_utilization, section.engine_args
-    return SGLangEngine(*given, section.tp_size, section.max_running, deterministic, memory, arguments, seed + rank)
+    return SGLangEngine(
+        *given, section.tp_size, section.max_running, deterministic, memory, arguments, seed + rank
+    )

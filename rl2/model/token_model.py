@@ -11,9 +11,10 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from .parallel import fsdp, lora, tensor
-from .parallel.head import head_scores
-from .parallel.ring import PackedAttention, Ring
+from rl2.model import lora
+from rl2.model.head import head_scores
+from rl2.parallel import fsdp, tensor
+from rl2.parallel.ring import PackedAttention, Ring
 
 # What changes the logits after the head, or what a token sees, and is not computed here.
 UNSUPPORTED = {
@@ -34,7 +35,9 @@ class Scores:
 
     def map(self, function) -> "Scores":
         """`function` of each that is there."""
-        return Scores(**{name: None if x is None else function(x) for name, x in vars(self).items()})
+        return Scores(
+            **{name: None if x is None else function(x) for name, x in vars(self).items()}
+        )
 
 
 class TokenModel(nn.Module):
@@ -44,7 +47,10 @@ class TokenModel(nn.Module):
         super().__init__()
         self.hf, self.ring, self.tp = hf, ring, tp
         # n tokens cost 2 n FLOPs a weight, and 2 n^2 a layer and channel of the queries in causal attention.
-        size = getattr(hf.config, "head_dim", None) or hf.config.hidden_size // hf.config.num_attention_heads
+        size = (
+            getattr(hf.config, "head_dim", None)
+            or hf.config.hidden_size // hf.config.num_attention_heads
+        )
         channels = hf.config.num_hidden_layers * hf.config.num_attention_heads * size
         self.quadratic = channels / sum(parameter.numel() for parameter in hf.parameters())
         self.is_critic = hf.get_output_embeddings() is None
@@ -52,10 +58,14 @@ class TokenModel(nn.Module):
 
     def forward(self, pack, temperature: float = 1.0, entropy: bool = False) -> Scores:
         attend = PackedAttention(pack.chunks, pack.prefixes, pack.tokens.device, self.ring)
-        body = self.hf.base_model(pack.tokens, position_ids=pack.positions, use_cache=False, attend=attend)
+        body = self.hf.base_model(
+            pack.tokens, position_ids=pack.positions, use_cache=False, attend=attend
+        )
         hidden = body.last_hidden_state[0, pack.hidden]  # [P, E]
         if self.is_critic:
-            return Scores(values=hidden.float() @ self.hf.score.weight[0].float())  # bf16 tells few rewards apart
+            return Scores(
+                values=hidden.float() @ self.hf.score.weight[0].float()
+            )  # bf16 tells few rewards apart
         weight = self.hf.get_output_embeddings().weight
         if self.tp is not None:
             weight = weight.to_local()
@@ -64,7 +74,13 @@ class TokenModel(nn.Module):
 
 
 def load_model(
-    name: str, critic: bool, dtype: torch.dtype, checkpointing: bool, mesh, masters: bool, adapters: tuple | None = None
+    name: str,
+    critic: bool,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    mesh,
+    masters: bool,
+    adapters: tuple | None = None,
 ) -> TokenModel:
     """A Hugging Face causal LM (or a critic: its body with a scalar head) sharded over `mesh` with FSDP2.
 
@@ -85,11 +101,15 @@ def load_model(
     hf.tie_weights()  # which meta parameters do not survive
     full = None
     if dist.get_rank() == 0:
-        source, loaded = cls.from_pretrained(name, config=config, dtype=held, output_loading_info=True)
+        source, loaded = cls.from_pretrained(
+            name, config=config, dtype=held, output_loading_info=True
+        )
         lora.inject(source, adapters)
         full = source.state_dict()
         if "score.weight" in loaded["missing_keys"]:
-            full["score.weight"].zero_()  # a critic made from a language model starts from V = 0, not from noise
+            full[
+                "score.weight"
+            ].zero_()  # a critic made from a language model starts from V = 0, not from noise
     if mesh.tp is not None:
         tensor.parallelize(hf, mesh.tp)
     model = TokenModel(hf, Ring(mesh.sp), mesh.tp and mesh.tp.get_group()).train(masters)

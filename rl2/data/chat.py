@@ -25,13 +25,22 @@ def render(tokenizer, messages, tools=None, prompt: bool = True) -> str:
         prepends = bos is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
         return bos + messages if prepends and not messages.startswith(bos) else messages
     # A probe, since templates may trim or escape the real content.
-    probes = [{**message, "content": PROBE} if _is_tool(message) else message for message in messages]
+    probes = [
+        {**message, "content": PROBE} if _is_tool(message) else message for message in messages
+    ]
     if probes != messages and not _has_tool_role(tokenizer, probes, tools):
-        messages = [{**message, "role": "user"} if _is_tool(message) else message for message in messages]
+        messages = [
+            {**message, "role": "user"} if _is_tool(message) else message for message in messages
+        ]
     try:
         return _apply(tokenizer, messages, tools, prompt)
-    except (TemplateError, TypeError) as error:  # TypeError: a template that adds a list or None to text
-        raise ValueError(f"the chat template refuses these messages ({error}): {str(messages)[:500]}") from error
+    except (
+        TemplateError,
+        TypeError,
+    ) as error:  # TypeError: a template that adds a list or None to text
+        raise ValueError(
+            f"the chat template refuses these messages ({error}): {str(messages)[:500]}"
+        ) from error
 
 
 def _is_tool(message) -> bool:
@@ -46,7 +55,9 @@ def _has_tool_role(tokenizer, probes, tools) -> bool:
 
 
 def _apply(tokenizer, messages, tools, prompt) -> str:
-    return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=prompt, tokenize=False)
+    return tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=prompt, tokenize=False
+    )
 
 
 def render_reply(tokenizer, messages, reply, tools=None) -> tuple[str, str]:
@@ -62,7 +73,9 @@ def render_reply(tokenizer, messages, reply, tools=None) -> tuple[str, str]:
 def tokenize(tokenizer, text: str | list[str]):
     """Token ids of a rendered text, or of each text of a list (in parallel, by fast tokenizers)."""
     # The template writes its special tokens itself: adding them again would start with two.
-    return tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+        "input_ids"
+    ]
 
 
 def special_ids(tokenizer) -> set[int]:
@@ -89,7 +102,9 @@ def sequences(tokenizer, replies, specials: set[int]) -> list[tuple[list[int], l
             end -= 1
         if end == start or tokens[end - 1] not in specials:
             if tokenizer.eos_token_id is None:
-                raise ValueError("the tokenizer has no eos_token to end a reply with: set one in the model folder")
+                raise ValueError(
+                    "the tokenizer has no eos_token to end a reply with: set one in the model folder"
+                )
             tokens = [*tokens, tokenizer.eos_token_id]
             end = len(tokens)
         mask = [0] * start + [1] * (end - start) + [0] * (len(tokens) - end)
@@ -131,8 +146,14 @@ def decode(tokenizer, tokens) -> str:
 def stop_token_ids(tokenizer, generation_config_eos) -> list[int]:
     """Every id that ends a turn, ascending: the tokenizer's and those of the model's `generation_config.eos_token_id`
     (an int, a list or None; chat models often name several there, of which the tokenizer knows one)."""
-    eos = generation_config_eos if isinstance(generation_config_eos, list) else [generation_config_eos]
+    eos = (
+        generation_config_eos
+        if isinstance(generation_config_eos, list)
+        else [generation_config_eos]
+    )
     ids = {*eos, tokenizer.eos_token_id} - {None}
     if not ids:
-        raise ValueError("neither the tokenizer nor generation_config has an eos_token: set one in the model folder")
+        raise ValueError(
+            "neither the tokenizer nor generation_config has an eos_token: set one in the model folder"
+        )
     return sorted(ids)

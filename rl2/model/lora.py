@@ -28,13 +28,19 @@ def inject(hf: nn.Module, adapters: tuple[int, float | None, list[str]] | None) 
     from peft import LoraConfig, inject_adapter_in_model
 
     rank, alpha, targets = adapters
-    linear = [name for name, module in hf.base_model.named_modules() if isinstance(module, nn.Linear)]
+    linear = [
+        name for name, module in hf.base_model.named_modules() if isinstance(module, nn.Linear)
+    ]
     kinds = sorted({name.rpartition(".")[2] for name in linear})
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in linear):
-            raise ValueError(f"lora_targets: no linear layer is called {target}; there are {', '.join(kinds)}")
+            raise ValueError(
+                f"lora_targets: no linear layer is called {target}; there are {', '.join(kinds)}"
+            )
     alpha = 2 * rank if alpha is None else alpha
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets or kinds), hf.base_model)
+    inject_adapter_in_model(
+        LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets or kinds), hf.base_model
+    )
     for name, parameter in hf.named_parameters():
         trained = ".lora_" in name or name.startswith("score.")
         parameter.requires_grad_(trained)
@@ -73,8 +79,12 @@ def merged(hf: nn.Module) -> Iterator[tuple[str, DTensor]]:
             a, b = (part[ADAPTER].weight.detach() for part in (layer.lora_A, layer.lora_B))
             weight = weight.to(torch.float32, copy=True)
             rows = weight.to_local()
-            delta = layer.scaling[ADAPTER] * (b.to_local() @ a.full_tensor())  # FSDP2 cuts W and B by the same rows
-            rows.copy_(torch.where(delta == 0, rows, rows + delta))  # -0.0 + 0.0 would be other bits than the engine's
+            delta = layer.scaling[ADAPTER] * (
+                b.to_local() @ a.full_tensor()
+            )  # FSDP2 cuts W and B by the same rows
+            rows.copy_(
+                torch.where(delta == 0, rows, rows + delta)
+            )  # -0.0 + 0.0 would be other bits than the engine's
         yield name.replace(".base_layer.", "."), weight
 
 
@@ -82,14 +92,18 @@ def save(hf: nn.Module, folder: str, base: str) -> None:
     """Writes what is trained as a folder for `peft.PeftModel.from_pretrained(model, folder)`, where `model` is that of
     the name `base`. All processes must call."""
     full = {
-        "base_model.model." + name.replace(f".{ADAPTER}.", "."): parameter.detach().full_tensor().cpu()
+        "base_model.model." + name.replace(f".{ADAPTER}.", "."): parameter.detach()
+        .full_tensor()
+        .cpu()
         for name, parameter in hf.named_parameters()
         if parameter.requires_grad
     }
     if dist.get_rank() == 0:
         critic = hf.get_output_embeddings() is None
         config = copy(hf.base_model.peft_config[ADAPTER])
-        config.task_type, config.modules_to_save = ("SEQ_CLS", ["score"]) if critic else ("CAUSAL_LM", None)
+        config.task_type, config.modules_to_save = (
+            ("SEQ_CLS", ["score"]) if critic else ("CAUSAL_LM", None)
+        )
         config.base_model_name_or_path, config.inference_mode = base, True
         config.save_pretrained(folder)
         save_file(full, f"{folder}/adapter_model.safetensors", metadata={"format": "pt"})

@@ -5,62 +5,11 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from ..batch import Batch, spans
-from ..checkpoint import Checkpoints, StopSignal, find_checkpoint
-from ..data import Examples
-from ..metrics import Metrics, prepare_folder
-from ..parallel.mesh import init
-from ..worker import Worker
-from .config import dump
-
-
-class Books:
-    """Metrics, checkpoints, exports and the wish to stop. Made when the workers (name -> Worker) are, which it resumes
-    with whatever else is `held` (name -> something with a state_dict): `step` steps are done already."""
-
-    def __init__(self, config, tokenizer, workers: dict, num_steps: int, device, held: dict | None = None):
-        self.config, self.tokenizer, self.workers, self.num_steps = config, tokenizer, workers, num_steps
-        self.held = {**workers, **(held or {})}
-        self.stop = StopSignal(device)
-        trainer = config.trainer
-        self.checkpoints = Checkpoints(f"{trainer.save_dir}/checkpoints", trainer.keep_checkpoints)
-        found = find_checkpoint(trainer.resume, self.checkpoints.folder)
-        self.step = self.checkpoints.load(found, self.held) if found else 0
-        if dist.get_rank() == 0:
-            prepare_folder(trainer.save_dir, self.step)
-            with open(f"{trainer.save_dir}/config.yaml", "w") as file:
-                file.write(dump(config))
-        dist.barrier()
-        wandb = {"project": trainer.project, "name": trainer.experiment_name}
-        self.metrics = Metrics(trainer.save_dir, self.step, num_steps, None if trainer.disable_wandb else wandb)
-        if found:
-            self.metrics.say(f"resumed from {found}: {self.step} of {num_steps} steps are done")
-
-    def tests_at(self, step: int, last: bool) -> bool:
-        """Whether to evaluate: once at the start, every `test_freq` steps and at the end."""
-        every = self.config.trainer.test_freq
-        return last or step == 0 or bool(every and step % every == 0)
-
-    def finish_step(self, step: int, logged: dict[str, float], stopping: bool) -> None:
-        """Metrics to disk, then the checkpoints and exports that are due."""
-        # In this order: a kill in between repeats the step and its line, the other way round would lose the line.
-        self.metrics.log(step, logged)
-        with self.metrics.phase("save"):
-            every = self.config.trainer.save_freq
-            if stopping or (every and step % every == 0):
-                self.checkpoints.save(step, self.held, dump(self.config))
-            for worker in self.workers.values():
-                if worker.section.save_freq and step % worker.section.save_freq == 0:
-                    folder = f"{worker.section.save_dir}/step_{step}"
-                    worker.export(folder, self.tokenizer, worker.section.save_optimizer)
-
-    def finish(self, worker: Worker) -> None:
-        """The final model, and a clean end."""
-        folder = f"{self.config.trainer.save_dir}/model"
-        worker.export(folder, self.tokenizer)
-        self.metrics.say(f"model saved to {folder}")
-        self.metrics.close()
-        dist.destroy_process_group()
+from rl2.batch import Batch, spans
+from rl2.data.examples import Examples
+from rl2.parallel.mesh import init
+from rl2.trainer.recorder import Books
+from rl2.worker import Worker
 
 
 def count_steps(items, config, what: str) -> int:
@@ -98,7 +47,9 @@ class ExampleRun:
         self.num_steps = count_steps(self.examples, config, "training rows")
         self.test_batch, longest = None, self.examples.longest
         if data.test_path:
-            test = Examples(data.test_path, "test", self.tokenizer, render, data.max_length, False, 0, 1, first)
+            test = Examples(
+                data.test_path, "test", self.tokenizer, render, data.max_length, False, 0, 1, first
+            )
             count_steps(test, config, "test rows")
             self.test_batch, longest = make_batch(self, list(test)), max(longest, test.longest)
         self._check_positions(longest)
@@ -111,7 +62,9 @@ class ExampleRun:
         name = getattr(self.config, self.name).model_name
         positions = getattr(AutoConfig.from_pretrained(name), "max_position_embeddings", None)
         if positions and longest > positions:
-            raise ValueError(f"{name} has {positions} positions, but a row has {longest} tokens: lower data.max_length")
+            raise ValueError(
+                f"{name} has {positions} positions, but a row has {longest} tokens: lower data.max_length"
+            )
 
     def batch(self, step: int) -> Batch:
         """The rows of step 1, 2, ..."""

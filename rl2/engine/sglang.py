@@ -17,13 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig
 
-from .sampling import Generation, check_request
+from rl2.engine.base import Generation, check_request
 
 BUCKET = 2**29  # bytes of weights that travel at a time
 CPU = {  # what makes SGLang run without a GPU
-    "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none",
-    "disable_overlap_schedule": True, "disable_cuda_graph": True,
-}  # fmt: skip
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+}
 
 
 class SGLangEngine:
@@ -31,14 +35,37 @@ class SGLangEngine:
     ones of SGLang's ServerArgs. All ranks call everything but `generate`, which is for ranks with `index` not None: this
     is engine `index` of `count`. `loop` is the event loop that every `generate` must run on."""
 
-    def __init__(self, model_name, dtype, device, tp_size, max_running, deterministic, memory, arguments, seed):
+    def __init__(
+        self,
+        model_name,
+        dtype,
+        device,
+        tp_size,
+        max_running,
+        deterministic,
+        memory,
+        arguments,
+        seed,
+    ):
         rank, world = dist.get_rank(), dist.get_world_size()
-        groups = [dist.new_group(range(i, i + tp_size), backend="gloo") for i in range(0, world, tp_size)]
-        self.tp_size, self.group, self.device = tp_size, groups[rank // tp_size], torch.device(device)
-        self.index, self.count = (rank // tp_size if rank % tp_size == 0 else None), world // tp_size
+        groups = [
+            dist.new_group(range(i, i + tp_size), backend="gloo") for i in range(0, world, tp_size)
+        ]
+        self.tp_size, self.group, self.device = (
+            tp_size,
+            groups[rank // tp_size],
+            torch.device(device),
+        )
+        self.index, self.count = (
+            (rank // tp_size if rank % tp_size == 0 else None),
+            world // tp_size,
+        )
         self.max_running, self.version, self.asleep, self.num_aborts = max_running, 0, False, 0
         config = AutoConfig.from_pretrained(model_name)
-        self.vocabulary, self.max_length = config.vocab_size, getattr(config, "max_position_embeddings", 2**31)
+        self.vocabulary, self.max_length = (
+            config.vocab_size,
+            getattr(config, "max_position_embeddings", 2**31),
+        )
         ports = _free_ports(2)
         self.engine, self.children = None, []
         self._free()
@@ -46,11 +73,19 @@ class SGLangEngine:
             self.loop = asyncio.new_event_loop()
             return
         given = {
-            "model_path": model_name, "dtype": str(dtype).removeprefix("torch."), "tp_size": tp_size, "nccl_port": ports[0],
-            "port": ports[1], "max_running_requests": max_running, "mem_fraction_static": memory, "random_seed": seed,
-            "skip_tokenizer_init": True, "skip_server_warmup": True, "log_level": "error",
+            "model_path": model_name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "tp_size": tp_size,
+            "nccl_port": ports[0],
+            "port": ports[1],
+            "max_running_requests": max_running,
+            "mem_fraction_static": memory,
+            "random_seed": seed,
+            "skip_tokenizer_init": True,
+            "skip_server_warmup": True,
+            "log_level": "error",
             "custom_sigquit_handler": _child_failed,
-        }  # fmt: skip
+        }
         if self.device.type == "cpu":
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
             given |= CPU
@@ -77,7 +112,9 @@ class SGLangEngine:
                 " rollout.gpu_memory_utilization, or rollout.engine_args.NAME=VALUE for any argument of its server."
             ) from error
         finally:
-            self.children = [child for child in psutil.Process().children(recursive=True) if child not in before]
+            self.children = [
+                child for child in psutil.Process().children(recursive=True) if child not in before
+            ]
         self.loop, self.adapter = self.engine.loop, _Adapter(self.engine)
         # Its own end would kill every child process of ours, and its signal handlers would take the place of ours.
         atexit.unregister(self.engine.shutdown)
@@ -95,14 +132,25 @@ class SGLangEngine:
         # Without stop tokens an answer has its full length; with them SGLang adds the model's own.
         params |= {"stop_token_ids": stops, "ignore_eos": not stops, "sampling_seed": _mix(seed)}
         num_aborts = self.num_aborts
-        out = await self.engine.async_generate(input_ids=list(prompt), sampling_params=params, return_logprob=True)
+        out = await self.engine.async_generate(
+            input_ids=list(prompt), sampling_params=params, return_logprob=True
+        )
         meta = out["meta_info"]
-        logps, tokens = [x[0] for x in meta["output_token_logprobs"]], [x[1] for x in meta["output_token_logprobs"]]
+        logps, tokens = (
+            [x[0] for x in meta["output_token_logprobs"]],
+            [x[1] for x in meta["output_token_logprobs"]],
+        )
         reason = meta["finish_reason"]["type"]
         if reason == "abort" and num_aborts == self.num_aborts:
             raise RuntimeError(f"SGLang gave up a request: {meta['finish_reason'].get('message')}")
         if reason == "abort" and tokens:  # its last token may have been the last one anyway
-            reason = "stop" if tokens[-1] in stops else "length" if len(tokens) == params["max_new_tokens"] else reason
+            reason = (
+                "stop"
+                if tokens[-1] in stops
+                else "length"
+                if len(tokens) == params["max_new_tokens"]
+                else reason
+            )
         return Generation(tokens, logps, reason, int(meta["weight_version"]))
 
     def abort(self):
@@ -156,7 +204,14 @@ class SGLangEngine:
             self.adapter.check("reset_tensors")
         self.load(named_tensors, version)
         after = self.adapter.check("checksum") if able else []
-        wrong = sorted({name for a, b in zip(before, after, strict=True) for name in a if a[name] != b.get(name)})
+        wrong = sorted(
+            {
+                name
+                for a, b in zip(before, after, strict=True)
+                for name in a
+                if a[name] != b.get(name)
+            }
+        )
         if wrong:
             raise RuntimeError(f"{len(wrong)} weights of SGLang are not the trainer's: {wrong[:5]}")
 
@@ -180,7 +235,11 @@ class SGLangEngine:
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
         if self.device.type == "cpu":
-            alike = [MultiprocessingSerializer.serialize(bucket) for _ in range(self.tp_size)] if self.engine else None
+            alike = (
+                [MultiprocessingSerializer.serialize(bucket) for _ in range(self.tp_size)]
+                if self.engine
+                else None
+            )
             return alike, None
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
@@ -189,7 +248,9 @@ class SGLangEngine:
         payload = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
         torch.cuda.synchronize()
         gathered = [None] * self.tp_size if self.engine is not None else None
-        dist.gather_object(MultiprocessingSerializer.serialize(payload), gathered, group=self.group, group_dst=0)
+        dist.gather_object(
+            MultiprocessingSerializer.serialize(payload), gathered, group=self.group, group_dst=0
+        )
         return gathered, payload["flattened_tensor"]
 
     def close(self):
@@ -229,9 +290,11 @@ class _Adapter:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=payloads, flush_cache=False, weight_version=str(version),
+            serialized_named_tensors=payloads,
+            flush_cache=False,
+            weight_version=str(version),
             load_format="flattened_bucket" if flattened else None,
-        )  # fmt: skip
+        )
         call = self.manager.update_weights_from_tensor(request, None)
         self._told(self.engine.loop.run_until_complete(call))
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .tensor import sum_softmax
+from rl2.parallel.tensor import sum_softmax
 
 # Logits held at a time, 32 and 512 MiB in fp32: few enough for a CPU's caches, enough rows for a GPU to read the weight for.
 HEAD_CHUNK = {"cpu": 2**23, "cuda": 2**27}
@@ -61,12 +61,16 @@ class _Head(torch.autograd.Function):
     def backward(ctx, d_logps, d_entropy):
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # a frozen head needs none
+        d_weight = (
+            torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        )  # a frozen head needs none
         for columns in _chunks(len(weight), len(hidden), hidden.device):
             logits = _logits(hidden, weight[columns], ctx.temperature).sub_(lse[:, None])  # log p
             probs = logits.exp() if ctx.with_entropy else logits.exp_()
             if ctx.with_entropy:
-                scale = logits.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_logps[:, None])
+                scale = (
+                    logits.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_logps[:, None])
+                )
                 d_logits = probs.mul_(scale).neg_()
             else:
                 d_logits = probs.mul_(-d_logps[:, None])

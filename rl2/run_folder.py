@@ -4,7 +4,6 @@ import json
 import os
 import random
 import shutil
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from .parallel.mesh import alone, any_rank, gather_objects
+from rl2.parallel.mesh import alone, gather_objects
 
 
 class Checkpoints:
@@ -28,7 +27,9 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps that can be resumed, oldest first."""
-        return sorted(int(path.name[5:]) for path in self.folder.glob("step_*") if path.name[5:].isdigit())
+        return sorted(
+            int(path.name[5:]) for path in self.folder.glob("step_*") if path.name[5:].isdigit()
+        )
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step}"
@@ -42,16 +43,28 @@ class Checkpoints:
             partial.mkdir(parents=True)
         dist.barrier()
         try:
-            dcp.save({name: part.state_dict() for name, part in held.items()}, checkpoint_id=partial, no_dist=alone())
+            dcp.save(
+                {name: part.state_dict() for name, part in held.items()},
+                checkpoint_id=partial,
+                no_dist=alone(),
+            )
         except CheckpointException as error:
             reason, _ = next(iter(error.failures.values()))
-            whole = f"step_{self.steps()[-1]} is the newest whole one" if self.steps() else "there is no other yet"
-            raise RuntimeError(f"the checkpoint of step {step} could not be written: {reason}; {whole}") from error
+            whole = (
+                f"step_{self.steps()[-1]} is the newest whole one"
+                if self.steps()
+                else "there is no other yet"
+            )
+            raise RuntimeError(
+                f"the checkpoint of step {step} could not be written: {reason}; {whole}"
+            ) from error
         torch.save(_random_states(), partial / f"random_{dist.get_rank()}.pt")
         dist.barrier()
         if dist.get_rank() == 0:
             (partial / "config.yaml").write_text(config)
-            (partial / "run.json").write_text(json.dumps({"step": step, "world_size": dist.get_world_size()}))
+            (partial / "run.json").write_text(
+                json.dumps({"step": step, "world_size": dist.get_world_size()})
+            )
             _sync(partial)
             shutil.rmtree(self.path(step), ignore_errors=True)
             partial.rename(self.path(step))
@@ -70,7 +83,9 @@ class Checkpoints:
         for name, part in held.items():
             part.load_state_dict(state[name])
         if run["world_size"] == dist.get_world_size():
-            _set_random_states(torch.load(path / f"random_{dist.get_rank()}.pt", weights_only=False))
+            _set_random_states(
+                torch.load(path / f"random_{dist.get_rank()}.pt", weights_only=False)
+            )
         return run["step"]
 
 
@@ -94,7 +109,12 @@ def find_checkpoint(resume: str, folder: str | os.PathLike) -> Path | None:
 
 def _random_states():
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+    }
 
 
 def _set_random_states(states):
@@ -114,33 +134,10 @@ def _sync(folder):
             os.close(descriptor)
 
 
-class StopSignal:
-    """Turns Ctrl-C and SIGTERM into a wish that the loop grants at the end of its step, on all processes together."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.wanted = device, False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._note)
-
-    def _note(self, number, frame):
-        # torchrun passes on a signal that the terminal has already sent to all, so only a lone process may be told twice.
-        if self.wanted and "TORCHELASTIC_RUN_ID" not in os.environ:
-            raise KeyboardInterrupt
-        if not self.wanted and dist.get_rank() == 0:
-            print(
-                "\nstopping: this step will be finished and saved. If torchrun's patience (30 s) ends first,"
-                " the last checkpoint stands.",
-                flush=True,
-            )
-        self.wanted = True
-
-    def __bool__(self) -> bool:
-        """Whether any process was told to stop. All processes must ask."""
-        return any_rank(self.wanted, self.device)
-
-
 def assert_same_everywhere(value) -> None:
     """Every process must hold the same value: a layout or a data set that differs between nodes would deadlock later."""
     values = gather_objects(value)
     if any(other != values[0] for other in values):
-        raise ValueError(f"processes disagree: {values}; do all nodes see the same files and arguments?")
+        raise ValueError(
+            f"processes disagree: {values}; do all nodes see the same files and arguments?"
+        )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from .parallel.mesh import gather_objects
+from rl2.parallel.mesh import gather_objects
 
 
 class Metrics:
@@ -26,7 +26,12 @@ class Metrics:
         self.wandb = _start_wandb(wandb, self.folder) if wandb and self.first else None
         if self.first:
             self.bar = tqdm(
-                total=num_steps, initial=start, unit="step", dynamic_ncols=True, disable=None, smoothing=0.1
+                total=num_steps,
+                initial=start,
+                unit="step",
+                dynamic_ncols=True,
+                disable=None,
+                smoothing=0.1,
             )
 
     @contextmanager
@@ -43,7 +48,13 @@ class Metrics:
         times = {f"time/{name}": seconds for name, seconds in self.times.items()}
         self.times = {}
         total = sum(times.values())
-        values = {"step": step, **values, **times, "time/step": total, "memory/peak_gib": peak_memory()}
+        values = {
+            "step": step,
+            **values,
+            **times,
+            "time/step": total,
+            "memory/peak_gib": peak_memory(),
+        }
         if tokens := values.get("tokens/sampled") or values.get("tokens/total"):
             values["tokens/per_second"] = tokens / total
         if not self.first:
@@ -51,7 +62,9 @@ class Metrics:
         with open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps({key: _plain(value) for key, value in values.items()}) + "\n")
             file.flush()
-            os.fsync(file.fileno())  # a checkpoint may follow, and must not survive a line of its own
+            os.fsync(
+                file.fileno()
+            )  # a checkpoint may follow, and must not survive a line of its own
         if self.wandb:
             self.wandb.log(values, step=step)
         self.bar.update(step - self.bar.n)
@@ -65,7 +78,9 @@ class Metrics:
         if self.first:
             path = self.folder / "rollouts" / purpose / f"step_{step}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            records = sorted((record for part in gathered for record in part), key=lambda record: record["id"])
+            records = sorted(
+                (record for part in gathered for record in part), key=lambda record: record["id"]
+            )
             lines = [json.dumps(record, ensure_ascii=False, default=str) for record in records]
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -87,7 +102,9 @@ def prepare_folder(folder: str | os.PathLike, step: int) -> None:
     folder = Path(folder)
     metrics = folder / "metrics.jsonl"
     if step == 0 and metrics.exists() and metrics.stat().st_size:
-        number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists())
+        number = next(
+            n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists()
+        )
         folder.rename(folder.with_name(f"{folder.name}.{number}"))
         print(
             f"{folder} held an earlier run without a checkpoint to resume: it is now {folder.name}.{number}",
@@ -95,7 +112,11 @@ def prepare_folder(folder: str | os.PathLike, step: int) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     if metrics.exists():
-        kept = [line for line in metrics.read_text().splitlines() if _step(line) is not None and _step(line) <= step]
+        kept = [
+            line
+            for line in metrics.read_text().splitlines()
+            if _step(line) is not None and _step(line) <= step
+        ]
         partial = metrics.with_suffix(".partial")
         partial.write_text("".join(line + "\n" for line in kept))
         partial.replace(metrics)
@@ -127,12 +148,23 @@ def _plain(value):
 
 def _line(values, num_steps):
     shown = [("reward/mean", "reward", "{:.3f}"), ("test/reward/mean", "test reward", "{:.3f}")]
-    shown += [("rollout/length", "length", "{:.1f}"), ("actor/loss", "loss", "{:+.4f}"), ("actor/kl", "kl", "{:.4f}")]
-    shown += [(f"{place}accuracy", f"{place}accuracy", "{:.3f}") for place in ("actor/", "critic/", "test/")]
+    shown += [
+        ("rollout/length", "length", "{:.1f}"),
+        ("actor/loss", "loss", "{:+.4f}"),
+        ("actor/kl", "kl", "{:.4f}"),
+    ]
+    shown += [
+        (f"{place}accuracy", f"{place}accuracy", "{:.3f}")
+        for place in ("actor/", "critic/", "test/")
+    ]
     shown += [("test/loss", "test loss", "{:.4f}"), ("test/perplexity", "perplexity", "{:.3f}")]
     shown += [("actor/grad_norm", "grad", "{:.2f}"), ("tokens/per_second", "tok/s", "{:.0f}")]
     parts = [f"{name} {form.format(values[key])}" for key, name, form in shown if key in values]
-    phases = [(key[5:], seconds) for key, seconds in values.items() if key.startswith("time/") and key != "time/step"]
+    phases = [
+        (key[5:], seconds)
+        for key, seconds in values.items()
+        if key.startswith("time/") and key != "time/step"
+    ]
     spent = " ".join(f"{name} {seconds:.1f}" for name, seconds in phases if seconds >= 0.05)
     return f"step {values['step']}/{num_steps}  {'  '.join(parts)}  {values['time/step']:.1f}s ({spent})"
 
@@ -146,6 +178,8 @@ def _start_wandb(settings, folder):
         )
         return None
     if not (wandb.api.api_key or os.environ.get("WANDB_MODE")):
-        print("wandb is not logged in: metrics go to metrics.jsonl only (wandb login, or trainer.disable_wandb=true)")
+        print(
+            "wandb is not logged in: metrics go to metrics.jsonl only (wandb login, or trainer.disable_wandb=true)"
+        )
         return None
     return wandb.init(dir=str(folder), resume="allow", **settings)

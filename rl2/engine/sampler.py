@@ -3,49 +3,16 @@
 Shapes: n rows, V vocabulary.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 64  # tokens of the vocabulary that are summed before the search
-DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": None, "stop_token_ids": ()}
 
 
-@dataclass
-class Generation:
-    """What was sampled, the stop token included. logps are of softmax(logits / temperature), before top_p and top_k."""
-
-    tokens: list[int]
-    logps: list[float]
-    finish_reason: str  # stop | length | abort
-    version: int
-
-
-def check_request(prompt: list[int], params: dict, vocabulary: int, max_length: float) -> dict:
-    """`params` with the DEFAULTS (temperature 0 is greedy, top_k -1 off). ValueError for what can never be answered."""
-    unknown = set(params) - set(DEFAULTS)
-    params = {**DEFAULTS, **params}
-    new = params["max_new_tokens"]
-    if unknown:
-        raise ValueError(f"sampling parameters {sorted(unknown)} are unknown; there are {sorted(DEFAULTS)}")
-    if not isinstance(new, int) or new < 1:
-        raise ValueError(f"max_new_tokens={new}: expected at least 1")
-    if not params["temperature"] >= 0 or not 0 < params["top_p"] <= 1:
-        raise ValueError(f"temperature={params['temperature']}, top_p={params['top_p']}: expected >= 0 and (0, 1]")
-    if params["top_k"] != -1 and params["top_k"] < 1:
-        raise ValueError(f"top_k={params['top_k']}: expected at least 1, or -1 for off")
-    if not prompt:
-        raise ValueError("the prompt has no tokens")
-    if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-        raise ValueError(f"prompt token ids {min(prompt)} to {max(prompt)}: the vocabulary is 0 to {vocabulary - 1}")
-    if len(prompt) + new > max_length:
-        raise ValueError(f"prompt of {len(prompt)} + max_new_tokens={new} exceeds {max_length} tokens")
-    return params
-
-
-def sample(logits: Tensor, noise: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, noise: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor
+) -> tuple[Tensor, Tensor]:
     """logits [n, V], uniform noise [n] float64, settings [n] -> tokens [n], logps [n] float32.
 
     Inverse CDF: the token whose share of the cumulative weights holds the noise, searched first among sums of BLOCK
@@ -57,7 +24,9 @@ def sample(logits: Tensor, noise: Tensor, temperature: Tensor, top_p: Tensor, to
     temperature = torch.where(greedy, 1.0, temperature)
     x = logits.to(torch.float32, copy=True).div_(temperature[:, None])
     top = x.amax(-1, keepdim=True)
-    weights = F.pad(x.sub_(top).exp_(), (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))  # [n, V / BLOCK, BLOCK]
+    weights = F.pad(x.sub_(top).exp_(), (0, -x.shape[1] % BLOCK)).unflatten(
+        1, (-1, BLOCK)
+    )  # [n, V / BLOCK, BLOCK]
     sums = weights.sum(-1).double()
     total = sums.sum(-1)
     if not total.isfinite().all():
@@ -65,7 +34,9 @@ def sample(logits: Tensor, noise: Tensor, temperature: Tensor, top_p: Tensor, to
     restricted = ((top_p < 1) | (top_k > 0)).nonzero()[:, 0]
     if len(restricted):
         settings = (top_p[restricted], top_k[restricted])
-        weights[restricted] = _truncate(weights[restricted].flatten(1), *settings).view_as(weights[restricted])
+        weights[restricted] = _truncate(weights[restricted].flatten(1), *settings).view_as(
+            weights[restricted]
+        )
         sums = weights.sum(-1).double()
     cumulative = sums.cumsum(-1)
     target = noise * cumulative[:, -1]
@@ -81,7 +52,9 @@ def sample(logits: Tensor, noise: Tensor, temperature: Tensor, top_p: Tensor, to
 def _search(cumulative: Tensor, target: Tensor) -> Tensor:
     """Per row the first index whose cumulative weight exceeds the target, kept within [0, all): so its weight is not 0."""
     highest = torch.nextafter(cumulative[:, -1], torch.zeros_like(target))
-    return torch.searchsorted(cumulative, target.clamp_min(0).minimum(highest)[:, None], right=True)[:, 0]
+    return torch.searchsorted(
+        cumulative, target.clamp_min(0).minimum(highest)[:, None], right=True
+    )[:, 0]
 
 
 def _truncate(weights: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
