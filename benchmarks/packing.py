@@ -14,7 +14,7 @@ import statistics
 import time
 
 from rl2.batch import Sample, collate
-from rl2.packing import pack, plan
+from rl2.packing import pack, plan_micro_batches
 
 
 def karmarkar_karp(costs: list[float], num_bins: int) -> list[float]:
@@ -43,11 +43,13 @@ def main() -> None:
             min(16000, max(200, int(rng.lognormvariate(7.6, 0.9))))
             for _ in range(arguments.sequences)
         ]
-        costs = [n + arguments.quadratic * n * n for n in lengths]
+        costs = [n + arguments.attention_cost * n * n for n in lengths]
         ones = [([1] * (n + 1), [0] + [1] * n, [0.0] * (n + 1), [0.0] * (n + 1)) for n in lengths]
         batch = collate([Sample(*one, i, i) for i, one in enumerate(ones)])
         start = time.perf_counter()
-        plans = plan(batch, arguments.budget, arguments.ranks, False, arguments.quadratic)
+        plans = plan_micro_batches(
+            batch, arguments.budget, arguments.ranks, False, arguments.attention_cost
+        )
         seconds = time.perf_counter() - start
         loads = [max(sum(costs[row] for row in part) for part in micro) for micro in plans]
         tokens = sum(

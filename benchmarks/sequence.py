@@ -42,10 +42,10 @@ def measure(arguments) -> None:
     import torch.distributed as dist
 
     from rl2.batch import Sample, collate
-    from rl2.parallel.mesh import init
+    from rl2.parallel.mesh import init_distributed
     from rl2.worker import Worker
 
-    device = init()
+    device = init_distributed()
     section = SimpleNamespace(
         **SECTION,
         model_name=arguments.model,
@@ -59,10 +59,10 @@ def measure(arguments) -> None:
         tokens = torch.randint(0, 1000, (length + 1,), generator=generator).tolist()
         zeros = [0.0] * (length + 1)
         batch = collate([Sample(tokens, [0] + [1] * length, zeros, zeros, 0, 0)])
-        batch.weights = batch.mask / batch.mask.sum()
+        batch.token_weights = batch.mask / batch.mask.sum()
         dist.barrier()
         start = time.perf_counter()
-        worker.update(batch, lambda part, scores: ((scores.logps * part.weights).sum(), {}))
+        worker.update(batch, lambda part, scores: ((scores.logps * part.token_weights).sum(), {}))
         return time.perf_counter() - start
 
     step(64)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from rl2.batch import Sample, collate
 from rl2.packing import pack
-from rl2.parallel.mesh import init
+from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker, compute_dtype
 
 SECTION = {
@@ -55,7 +55,7 @@ def make_batch(arguments):
                 Sample(tokens, mask, [0.0] * len(tokens), [0.0] * len(tokens), group, len(samples))
             )
     batch = collate(samples)
-    batch.weights = batch.mask / batch.mask.sum()
+    batch.token_weights = batch.mask / batch.mask.sum()
     return batch
 
 
@@ -71,7 +71,7 @@ def make_padded(arguments, batch, device, dtype):
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                 logits = model(input_ids=batch.inputs[part], use_cache=False).logits
             logps = logits.float().log_softmax(-1).gather(2, batch.targets[part, :, None])[..., 0]
-            (logps * batch.weights[part]).sum().backward()
+            (logps * batch.token_weights[part]).sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -87,7 +87,7 @@ def make_worker(arguments, batch, device, share):
     }
     worker = Worker(SimpleNamespace(**SECTION, **more), device, num_updates=100)
     return lambda: worker.update(
-        batch, lambda part, scores: ((scores.logps * part.weights).sum(), {})
+        batch, lambda part, scores: ((scores.logps * part.token_weights).sum(), {})
     )
 
 
@@ -107,7 +107,7 @@ def main():
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
-    device, batch = init(), make_batch(arguments)
+    device, batch = init_distributed(), make_batch(arguments)
     useful = int(pack(batch, share_prompts=False).tokens.numel())
     print(
         f"{len(batch.inputs)} sequences: {batch.inputs.numel()} padded, {useful} packed, {pack(batch).tokens.numel()} shared"

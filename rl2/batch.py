@@ -41,8 +41,8 @@ class Batch:
     values: Tensor | None = None  # [B, T] of the critic that starts the update
     advantages: Tensor | None = None  # [B, T]
     returns: Tensor | None = None  # [B, T]
-    weights: Tensor | None = None  # [B, T] of each token in the mean that the loss is
-    margin: Tensor | None = None  # [B] of the pair that a reply to compare belongs to
+    token_weights: Tensor | None = None  # [B, T] of each token in the mean that the loss is
+    pair_margin: Tensor | None = None  # [B] of the pair that a reply to compare belongs to
 
     def select(self, rows) -> "Batch":
         """The same columns of some rows only."""
@@ -65,7 +65,7 @@ class Pack:
     positions: Tensor  # [1, L] int64
     cu_seqlens: list[int]  # segment boundaries
     prefixes: list[tuple[int, int, int]]
-    hidden: Tensor  # [P] int64, index of the hidden state
+    hidden_index: Tensor  # [P] int64, index of the hidden state
     targets: Tensor  # [P] int64, the token it should predict
     rows: Tensor  # [P] int64, which row of the packed rows it belongs to
     columns: Tensor  # [P] int64
@@ -95,7 +95,7 @@ def collate(samples: list[Sample]) -> Batch:
     )
 
 
-def spans(batch: Batch) -> list[tuple[int, int]]:
+def scored_spans(batch: Batch) -> list[tuple[int, int]]:
     """(prompt, end) of each row: the columns before the first trained one plus that one, and the last trained one plus
     one. What lies behind is never run. A row with nothing to train is (0, 0)."""
     trained = batch.mask > 0

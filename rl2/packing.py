@@ -10,15 +10,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from rl2.batch import Batch, Pack, spans
+from rl2.batch import Batch, Pack, scored_spans
 
 
-def plan(
+def plan_micro_batches(
     batch: Batch,
     budget: int,
     num_ranks: int,
     share_prompts: bool = True,
-    quadratic: float = 0.0,
+    attention_cost: float = 0.0,
     whole: bool = False,
 ) -> list[list[list[int]]]:
     """Which rows each data-parallel rank runs in each micro-batch: `plan[micro][rank]` is a list of rows.
@@ -29,13 +29,13 @@ def plan(
     each. A group stays together for its prompt's sake, or in a few parts where that is estimated to be faster. With
     `whole` its rows are in one micro-batch, one behind the other: a loss may compare them.
     """
-    lengths = spans(batch)
+    lengths = scored_spans(batch)
     groups = _groups(batch, lengths, share_prompts)
     total = sum(end for _, end in lengths)
     plans = []
     for parts in (1, 2, 4, 8) if share_prompts and num_ranks > 1 and not whole else (1,):
         limit = budget if whole else min(budget, total // num_ranks // parts + 1)
-        units = _units(groups, lengths, limit, quadratic)
+        units = _units(groups, lengths, limit, attention_cost)
         if whole:
             units = _joined(units, batch.group.tolist())
         longest = max((tokens for _, tokens, _ in units), default=0)
@@ -68,7 +68,7 @@ def _groups(batch, lengths, share_prompts) -> list[list[int]]:
     return groups
 
 
-def _units(groups, lengths, limit, quadratic) -> list[tuple[float, int, list[int]]]:
+def _units(groups, lengths, limit, attention_cost) -> list[tuple[float, int, list[int]]]:
     """(cost, tokens, rows) of groups cut into parts of at most `limit` tokens, or of one row."""
     units = []
     for group in groups:
@@ -76,14 +76,14 @@ def _units(groups, lengths, limit, quadratic) -> list[tuple[float, int, list[int
         for row in group:
             end = lengths[row][1]
             if rows and tokens + end - prompt > limit:
-                units.append((tokens + quadratic * square, tokens, rows))
+                units.append((tokens + attention_cost * square, tokens, rows))
                 rows = []
             # The prompt's pairs come once; an answer's are with the prompt and with itself: end^2 - prompt^2.
             tokens, square = (
                 (tokens + end - prompt, square + end**2 - prompt**2) if rows else (end, end**2)
             )
             rows = [*rows, row]
-        units.append((tokens + quadratic * square, tokens, rows))
+        units.append((tokens + attention_cost * square, tokens, rows))
     return units
 
 
@@ -132,7 +132,7 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
         cu_seqlens.append(cu_seqlens[-1] + len(inputs))
 
     key = None
-    for row, (prompt, end) in enumerate(spans(batch)):
+    for row, (prompt, end) in enumerate(scored_spans(batch)):
         if end == 0:
             continue
         inputs = batch.inputs[row]
@@ -163,7 +163,7 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
         positions=torch.cat(positions)[None],
         cu_seqlens=cu_seqlens,
         prefixes=prefixes,
-        hidden=torch.cat([none, *hidden]),
+        hidden_index=torch.cat([none, *hidden]),
         targets=torch.cat([none, *targets]),
         rows=torch.cat([none, *rows]),
         columns=torch.cat([none, *columns]),
@@ -188,7 +188,7 @@ def zigzag(pack: Pack, size: int, rank: int) -> Pack:
             held += [torch.arange(a, b) for a, b in both if r == rank]
     held = torch.cat(held)
     local = torch.full((pack.cu_seqlens[-1],), -1).index_copy(0, held, torch.arange(len(held)))
-    ours = local[pack.hidden] >= 0
+    ours = local[pack.hidden_index] >= 0
     pairs = {name: getattr(pack, name)[ours] for name in ("targets", "rows", "columns")}
     if not len(held):
         held = torch.zeros(1, dtype=torch.int64)
@@ -197,7 +197,7 @@ def zigzag(pack: Pack, size: int, rank: int) -> Pack:
         pack,
         tokens=tokens,
         positions=positions,
-        hidden=local[pack.hidden[ours]],
+        hidden_index=local[pack.hidden_index[ours]],
         chunks=chunks,
         **pairs,
     )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rl2.parallel.mesh import alone, gather_objects
+from rl2.parallel.mesh import gather_objects, is_single_process
 
 
 class Checkpoints:
@@ -46,7 +46,7 @@ class Checkpoints:
             dcp.save(
                 {name: part.state_dict() for name, part in held.items()},
                 checkpoint_id=partial,
-                no_dist=alone(),
+                no_dist=is_single_process(),
             )
         except CheckpointException as error:
             reason, _ = next(iter(error.failures.values()))
@@ -79,7 +79,7 @@ class Checkpoints:
         path = Path(path)
         run = json.loads((path / "run.json").read_text())
         state = {name: part.state_dict() for name, part in held.items()}
-        dcp.load(state, checkpoint_id=path, no_dist=alone())
+        dcp.load(state, checkpoint_id=path, no_dist=is_single_process())
         for name, part in held.items():
             part.load_state_dict(state[name])
         if run["world_size"] == dist.get_world_size():

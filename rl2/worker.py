@@ -22,11 +22,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from rl2.batch import Batch
 from rl2.model import lora
-from rl2.model.token_model import Scores, load_model
+from rl2.model.token_model import TokenScores, load_model
 from rl2.optimizer import schedule
-from rl2.packing import pack, plan, unpack, zigzag
+from rl2.packing import pack, plan_micro_batches, unpack, zigzag
 from rl2.parallel.fsdp import step_in_parts
-from rl2.parallel.mesh import alone, joined, make_mesh, sum_
+from rl2.parallel.mesh import (
+    all_reduce_sum_,
+    differentiable_all_reduce,
+    is_single_process,
+    make_mesh,
+)
 from rl2.parallel.tensor import partial_gradients
 
 BY_NAME = StateDictOptions(
@@ -34,7 +39,7 @@ BY_NAME = StateDictOptions(
 )  # so that layouts may group parameters differently
 
 
-Loss = Callable[[Batch, Scores], tuple[Tensor, dict[str, Tensor]]]
+Loss = Callable[[Batch, TokenScores], tuple[Tensor, dict[str, Tensor]]]
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -86,9 +91,9 @@ class Worker:
                 self._import_optimizer(section.optimizer_dir)
 
     @torch.no_grad()
-    def infer(self, batch: Batch, temperature: float = 1.0, entropy: bool = False) -> Scores:
+    def infer(self, batch: Batch, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
         """The model's scores of every trained token, as columns [B, T] on every process."""
-        self.load()
+        self.onload()
         shape = batch.mask.shape
         names = (
             ["values"] if self.model.is_critic else ["logps", "entropy"] if entropy else ["logps"]
@@ -106,11 +111,14 @@ class Worker:
         self.offload()
         # Each cell was computed by one process (by tp alike ones) and is 0 on the others: the sum gathers, and rounds nothing.
         alike = self.mesh.tp is not None and self.mesh.tp.get_local_rank() > 0
-        return Scores(
-            **{name: sum_(column * (not alike)).cpu() for name, column in columns.items()}
+        return TokenScores(
+            **{
+                name: all_reduce_sum_(column * (not alike)).cpu()
+                for name, column in columns.items()
+            }
         )
 
-    def reference(self) -> Callable[..., Scores]:
+    def reference(self) -> Callable[..., TokenScores]:
         """`infer` of the model that this worker started from: its own with the adapters off, at no memory, or that of
         another, frozen worker."""
         if self.adapters:
@@ -123,37 +131,39 @@ class Worker:
         loss_fn: Loss,
         temperature: float = 1.0,
         entropy: bool = False,
-        whole_groups: bool = False,
+        keep_groups_together: bool = False,
     ) -> dict[str, float]:
         """One optimizer step on `batch`. `loss_fn(rows of the batch, their scores [b, T])` returns a sum over tokens that
-        `batch.weights` have already divided by the global count, and metrics that are such sums too: neither the number
+        `batch.token_weights` have already divided by the global count, and metrics that are such sums too: neither the number
         of processes nor the micro-batches can change the gradient. `whole_groups`: the loss sees all rows of a group, one
         behind the other. Returns the metrics with loss, grad_norm, lr, skipped.
         """
-        self.load()
+        self.onload()
         totals = {}
-        for rows in self._micro_batches(batch, self.section.max_length_per_device, whole_groups):
+        for rows in self._micro_batches(
+            batch, self.section.max_length_per_device, keep_groups_together
+        ):
             part = batch.select(rows)
             scores = self._score(part, temperature, entropy).map(
-                lambda column: joined(column, self.mesh.sp)
+                lambda column: differentiable_all_reduce(column, self.mesh.sp)
             )
             loss, metrics = loss_fn(_move(part, self.mesh.device), scores)
             (
                 loss * self.mesh.fsdp.size()
             ).backward()  # FSDP averages gradients over its processes; this makes it a sum
             for name, value in {"loss": loss.detach(), **metrics}.items():
-                totals[name] = totals.get(name, 0.0) + value.float() * self.mesh.counts
+                totals[name] = totals.get(name, 0.0) + value.float() * self.mesh.reports_metrics
         names = sorted(totals)
-        sums = sum_(torch.stack([totals[name].to(self.mesh.device) for name in names]))
+        sums = all_reduce_sum_(torch.stack([totals[name].to(self.mesh.device) for name in names]))
         norm, lr = self._step()
         self.offload()
         totals = dict(zip(names, sums.tolist(), strict=True))
         return totals | {"grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm))}
 
-    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def iter_full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by its Hugging Face name, adapters merged in, whole and in `dtype`, one at a time. All processes
         must iterate."""
-        self.load()
+        self.onload()
         for name, weight in lora.merged(self.model.hf):
             yield name, weight.to(dtype).full_tensor()
         self.offload()
@@ -162,10 +172,10 @@ class Worker:
         """Writes the model as a Hugging Face folder; to its sub-folders what LoRA trained, as peft does (`adapter`), and
         the optimizer's state, which `optimizer_dir` reads (`optimizer`). All processes must call."""
         if self.adapters:
-            self.load()
+            self.onload()
             lora.save(self.model.hf, f"{folder}/adapter", self.section.model_name)
         full = {}
-        for name, tensor in self.weights(self.model.stored_dtype):
+        for name, tensor in self.iter_full_weights(self.model.stored_dtype):
             if dist.get_rank() == 0:
                 full[name] = tensor.cpu()
         if (
@@ -181,7 +191,7 @@ class Worker:
             dcp.save(
                 {"optimizer": self._optimizer_state()},
                 checkpoint_id=f"{folder}/optimizer",
-                no_dist=alone(),
+                no_dist=is_single_process(),
             )
         dist.barrier()
 
@@ -191,7 +201,7 @@ class Worker:
     def _import_optimizer(self, folder):
         folder = f"{folder}/optimizer" if Path(folder, "optimizer").is_dir() else folder
         state = {"optimizer": self._optimizer_state()}
-        dcp.load(state, checkpoint_id=folder, no_dist=alone())
+        dcp.load(state, checkpoint_id=folder, no_dist=is_single_process())
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=BY_NAME)
 
     def state_dict(self) -> dict:
@@ -206,7 +216,7 @@ class Worker:
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=BY_NAME)
         self.version = state["version"]
 
-    def load(self) -> None:
+    def onload(self) -> None:
         if self.mesh.device.type != "cpu":
             self.model.to(self.mesh.device)
 
@@ -215,9 +225,11 @@ class Worker:
         if self.section.offload_model and self.mesh.device.type != "cpu":
             self.model.to("cpu")
 
-    def _micro_batches(self, batch, budget, whole_groups=False):
+    def _micro_batches(self, batch, budget, keep_groups_together=False):
         budget, share = budget * self.section.sp_size, self.section.share_prompts
-        parts = plan(batch, budget, self.mesh.dp_size, share, self.model.quadratic, whole_groups)
+        parts = plan_micro_batches(
+            batch, budget, self.mesh.dp_size, share, self.model.attention_cost, keep_groups_together
+        )
         return [micro[self.mesh.dp_rank] for micro in parts]
 
     def _score(self, part, temperature, entropy):
@@ -261,7 +273,7 @@ class Worker:
             )
             local = parameter.grad.to_local()
             squares += local.norm().double().square() * sharded / dist.get_world_size()
-        return sum_(squares).sqrt().item()
+        return all_reduce_sum_(squares).sqrt().item()
 
 
 def _move(data, device):

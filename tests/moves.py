@@ -8,7 +8,7 @@ import torch.distributed as dist
 from parity import SECTION, make_batch, policy_loss, value_loss
 from transformers import AutoTokenizer
 
-from rl2.parallel.mesh import init
+from rl2.parallel.mesh import init_distributed
 from rl2.run_folder import Checkpoints
 from rl2.worker import Worker
 
@@ -17,7 +17,7 @@ LAYOUTS = {"hybrid": {"fsdp_size": 1}, "sp": {"sp_size": 2}, "tp": {"tp_size": 2
 
 def main(mode, name, folder):
     """`mode` is save or load, with a layout after an underscore if it is not fsdp over all."""
-    device, batch = init(), make_batch()
+    device, batch = init_distributed(), make_batch()
     layout = LAYOUTS.get(mode.rpartition("_")[2], {})
     changes = {"model_name": name, "lr": 1e-3, "warmup_ratio": 0.5, **layout}
     section = SimpleNamespace(**{**SECTION, **changes})
@@ -35,7 +35,11 @@ def main(mode, name, folder):
 
     def step():
         told = {k: w.update(batch, losses[k], entropy=k == "actor") for k, w in workers.items()}
-        weights = {(k, name): p for k, w in workers.items() for name, p in w.weights(torch.float32)}
+        weights = {
+            (k, name): p
+            for k, w in workers.items()
+            for name, p in w.iter_full_weights(torch.float32)
+        }
         return {"told": told, "weights": weights, "drawn": torch.rand(3)}
 
     if mode.startswith("save"):
@@ -45,7 +49,7 @@ def main(mode, name, folder):
         workers["lora"].export(f"{folder}/lora", AutoTokenizer.from_pretrained(name))
         workers["actor"].model.stored_dtype = torch.bfloat16  # as if the source had been
         workers["actor"].export(f"{folder}/export_bf16", AutoTokenizer.from_pretrained(name))
-        exported = dict(workers["actor"].weights(torch.float32))
+        exported = dict(workers["actor"].iter_full_weights(torch.float32))
     else:
         assert checkpoints.load(checkpoints.path(1), workers) == 1
         exported = None

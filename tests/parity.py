@@ -9,7 +9,7 @@ import torch.distributed as dist
 from common import make_samples
 
 from rl2.batch import collate
-from rl2.parallel.mesh import init
+from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
 SECTION = {
@@ -59,17 +59,17 @@ def make_batch():
     batch = collate(make_samples(seed=1, num_groups=3, group_size=3))
     torch.manual_seed(0)
     batch.advantages = torch.randn(batch.mask.shape) * batch.mask
-    batch.weights = batch.mask / batch.mask.sum()
+    batch.token_weights = batch.mask / batch.mask.sum()
     return batch
 
 
 def policy_loss(batch, scores):
-    loss = -((scores.logps * batch.advantages + 0.1 * scores.entropy) * batch.weights).sum()
-    return loss, {"entropy": (scores.entropy * batch.weights).sum().detach()}
+    loss = -((scores.logps * batch.advantages + 0.1 * scores.entropy) * batch.token_weights).sum()
+    return loss, {"entropy": (scores.entropy * batch.token_weights).sum().detach()}
 
 
 def value_loss(batch, scores):
-    return ((scores.values - batch.advantages).square() * batch.weights).sum(), {}
+    return ((scores.values - batch.advantages).square() * batch.token_weights).sum(), {}
 
 
 def two_steps(name, critic, device, batch, **changes):
@@ -90,7 +90,7 @@ def two_steps(name, critic, device, batch, **changes):
     before = worker.infer(batch, 0.9, entropy=not critic)
     loss = value_loss if critic else policy_loss
     metrics = [worker.update(batch, loss, 0.9, entropy=not critic) for _ in range(2)]
-    weights = dict(worker.weights(torch.float32))
+    weights = dict(worker.iter_full_weights(torch.float32))
     return {
         "scores": vars(before),
         "metrics": metrics,
@@ -101,7 +101,7 @@ def two_steps(name, critic, device, batch, **changes):
 
 
 def main(name, out):
-    device = init()
+    device = init_distributed()
     batch, results = make_batch(), {}
     layouts = LAYOUTS[dist.get_world_size()]
     budgets = [60, 4096] if dist.get_world_size() < 4 else [60]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from test_attention import as_pack, layout, reference
 
 from rl2.packing import zigzag
-from rl2.parallel.mesh import init
+from rl2.parallel.mesh import init_distributed
 from rl2.parallel.ring import PackedAttention, Ring
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
@@ -18,7 +18,7 @@ def check(seed, heads, groups, size, longest, dtype):
     cu, prefixes, sees = layout(random.Random(seed), 3, longest)
     ring = Ring(dist.group.WORLD if dist.get_world_size() > 1 else None)
     part = zigzag(as_pack(cu, prefixes), ring.size, ring.rank)
-    rows, real = part.tokens[0], len(part.hidden) > 0
+    rows, real = part.tokens[0], len(part.hidden_index) > 0
     torch.manual_seed(seed)
     full = [torch.randn(1, n, cu[-1], size).to(dtype) for n in (heads, groups, groups)]
     grad = torch.randn(1, cu[-1], heads, size).to(dtype)
@@ -57,7 +57,7 @@ def check(seed, heads, groups, size, longest, dtype):
 
 
 def main():
-    init()
+    init_distributed()
     for seed, (heads, groups, size) in enumerate(
         [(4, 4, 16), (6, 2, 24), (9, 3, 64), (2, 1, 80), (4, 2, 32)]
     ):

@@ -15,17 +15,17 @@ from rl2.algorithms.advantages import (
     group_advantages,
     trajectory_rewards,
     whiten,
-    zero_variance_share,
+    zero_std_group_fraction,
 )
 from rl2.algorithms.losses import (
-    correction_weights,
     cross_entropy,
     dpo_loss,
+    importance_weights,
     kl_estimate,
-    loss_weights,
-    mismatch,
     policy_loss,
     reward_loss,
+    rollout_mismatch,
+    token_weights,
     value_loss,
 )
 
@@ -198,7 +198,7 @@ def test_group_advantages_by_hand():
         group_advantages(rewards, mask, group, trajectory, True), expected / scale
     )
     assert group_advantages(rewards, mask, group, trajectory, True)[6:].eq(0).all()
-    assert zero_variance_share(rewards, mask, group, trajectory).item() == pytest.approx(2 / 3)
+    assert zero_std_group_fraction(rewards, mask, group, trajectory).item() == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("norm_var", [False, True])
@@ -210,7 +210,7 @@ def test_equal_rewards_give_exactly_zero(reward, norm_var):
         torch.zeros(7, dtype=torch.int64),
     )
     assert group_advantages(rewards, mask, group, torch.arange(7), norm_var).eq(0).all()
-    assert zero_variance_share(rewards, mask, group, torch.arange(7)).item() == 1
+    assert zero_std_group_fraction(rewards, mask, group, torch.arange(7)).item() == 1
     assert whiten(rewards, mask).eq(0).all()
 
 
@@ -218,7 +218,7 @@ def test_equal_rewards_give_exactly_zero(reward, norm_var):
 def test_zero_variance_share(seed):
     case = make_case(seed)
     groups = [len(set(rewards.values())) == 1 for rewards in rewards_of(case).values()]
-    share = zero_variance_share(case.rewards, case.mask, case.group, case.trajectory)
+    share = zero_std_group_fraction(case.rewards, case.mask, case.group, case.trajectory)
     assert share.item() == pytest.approx(sum(groups) / max(1, len(groups)))
 
 
@@ -284,13 +284,13 @@ def test_loss_weights(seed):
     def cells(weight):
         return {place: weight(line) for line in lines for place in line}
 
-    assert_cells(loss_weights(case.mask, case.trajectory, "token"), cells(lambda line: 1 / total))
+    assert_cells(token_weights(case.mask, case.trajectory, "token"), cells(lambda line: 1 / total))
     assert_cells(
-        loss_weights(case.mask, case.trajectory, "sequence"),
+        token_weights(case.mask, case.trajectory, "sequence"),
         cells(lambda line: 1 / len(line) / len(lines)),
     )
     assert_cells(
-        loss_weights(case.mask, case.trajectory, "constant", 16),
+        token_weights(case.mask, case.trajectory, "constant", 16),
         cells(lambda line: 1 / 16 / len(lines)),
     )
 
@@ -300,16 +300,16 @@ def test_loss_weights_by_hand_and_what_is_refused():
         torch.tensor([[1.0, 1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 1]]),
         torch.tensor([5, 5, 6, 2]),
     )
-    assert loss_weights(mask, trajectory, "token")[0].tolist() == pytest.approx([0.2, 0.2, 0])
-    assert loss_weights(mask, trajectory, "sequence").sum(1).tolist() == [0.25, 0.25, 0, 0.5]
-    assert loss_weights(mask, trajectory, "constant", 4)[3].tolist() == [0, 0, 0.125]
+    assert token_weights(mask, trajectory, "token")[0].tolist() == pytest.approx([0.2, 0.2, 0])
+    assert token_weights(mask, trajectory, "sequence").sum(1).tolist() == [0.25, 0.25, 0, 0.5]
+    assert token_weights(mask, trajectory, "constant", 4)[3].tolist() == [0, 0, 0.125]
     for average in ("token", "sequence", "constant"):
-        assert loss_weights(torch.zeros(2, 3), torch.tensor([0, 1]), average, 4).eq(0).all()
+        assert token_weights(torch.zeros(2, 3), torch.tensor([0, 1]), average, 4).eq(0).all()
     with pytest.raises(ValueError, match="'mean'.*token, sequence or constant"):
-        loss_weights(mask, trajectory, "mean")
+        token_weights(mask, trajectory, "mean")
     for constant in (None, 0, -3):
         with pytest.raises(ValueError, match=f"is {constant}: give a length"):
-            loss_weights(mask, trajectory, "constant", constant)
+            token_weights(mask, trajectory, "constant", constant)
 
 
 # Policy loss
@@ -430,7 +430,7 @@ def test_gspo_has_the_gradient_of_the_sequence_objective(seed):
     s = ((logps - case.old_logps) * mask)[alive].sum(1).div(mask[alive].sum(1)).exp()
     a = advantages[alive, 0]
     objective = -torch.min(s * a, s.clamp(0.95, 1.1) * a).mean()
-    weights = loss_weights(mask, rows, "sequence")
+    weights = token_weights(mask, rows, "sequence")
     loss, _ = policy_loss(logps, case.old_logps, advantages, mask, weights, 0.05, 0.1, loss="gspo")
     assert loss.item() == pytest.approx(objective.item())
     found, expected = torch.autograd.grad(loss, logps)[0], torch.autograd.grad(objective, logps)[0]
@@ -447,7 +447,12 @@ def test_an_absurd_ratio_stays_finite(loss, shift):
     advantages, ones = torch.tensor([[1.0, -1.0, 0.0]]), torch.ones(1, 3)
     value, metrics = policy_loss(logps, old, advantages, ones, ones, 0.2, loss=loss)
     value.backward()
-    for number in (value, logps.grad, *metrics.values(), *mismatch(logps, old, ones).values()):
+    for number in (
+        value,
+        logps.grad,
+        *metrics.values(),
+        *rollout_mismatch(logps, old, ones).values(),
+    ):
         assert number.isfinite().all()
     for estimator in ("k1", "k2", "k3"):
         assert kl_estimate(logps, old, estimator).isfinite().all()
@@ -471,7 +476,7 @@ def test_correction_weights(seed, cap):
             expected["geometric_mask"][place] = float(1 / cap <= product ** (1 / len(rhos)) <= cap)
     old, engine = case.old_logps.requires_grad_(), case.engine_logps.requires_grad_()
     for kind in KINDS:
-        found = correction_weights(old, engine, case.mask, kind, cap)
+        found = importance_weights(old, engine, case.mask, kind, cap)
         assert found.shape == case.mask.shape and not found.requires_grad
         assert_cells(found * case.mask, expected[kind])
 
@@ -479,16 +484,16 @@ def test_correction_weights(seed, cap):
 def test_correction_weights_by_hand():
     old = torch.tensor([[4.0, 0.5], [1.1, 1.2]]).log()
     found = {
-        kind: correction_weights(old, torch.zeros(2, 2), torch.ones(2, 2), kind, 2.0)
+        kind: importance_weights(old, torch.zeros(2, 2), torch.ones(2, 2), kind, 2.0)
         for kind in KINDS
     }
     torch.testing.assert_close(found["token_tis"], torch.tensor([[2.0, 0.5], [1.1, 1.2]]))
     torch.testing.assert_close(found["token_mask"], torch.tensor([[0.0, 0.5], [1.1, 1.2]]))
     torch.testing.assert_close(found["geometric_mask"], torch.ones(2, 2))
-    found = correction_weights(old, torch.zeros(2, 2), torch.ones(2, 2), "sequence_mask", 1.9)
+    found = importance_weights(old, torch.zeros(2, 2), torch.ones(2, 2), "sequence_mask", 1.9)
     torch.testing.assert_close(found, torch.tensor([[0.0, 0.0], [1.32, 1.32]]))
     with pytest.raises(ValueError, match="'tis'.*token_tis"):
-        correction_weights(old, old, old, "tis", 2.0)
+        importance_weights(old, old, old, "tis", 2.0)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -506,7 +511,7 @@ def test_mismatch(seed):
             expected["kl_k3"] += weight * (math.exp(-d) - 1 + d)
             expected["outside"] += weight * (not 0.9 <= math.exp(-d) <= 1.1)
     assert_sums(
-        mismatch(case.old_logps.requires_grad_(), case.engine_logps, case.weights), expected
+        rollout_mismatch(case.old_logps.requires_grad_(), case.engine_logps, case.weights), expected
     )
 
 
@@ -577,7 +582,7 @@ def make_pairs(seed):
         setattr(case, name, 2 * torch.randn(8, 5, generator=noise, dtype=torch.float64))
     case.mask = (torch.rand(8, 5, generator=noise) < 0.6).double()
     case.mask[:, 2] = 1
-    case.weights = loss_weights(case.mask, torch.arange(8), "sequence")
+    case.weights = token_weights(case.mask, torch.arange(8), "sequence")
     case.margin = torch.randn(4, generator=noise, dtype=torch.float64).repeat_interleave(2)
     return case
 
@@ -703,9 +708,9 @@ def losses_of(case):
     for name in ("k1", "k2", "k3"):
         found[name] = (kl_estimate(case.logps, case.ref_logps, name) * case.weights).sum()
     for kind in KINDS:
-        weights = correction_weights(case.old_logps, case.engine_logps, case.mask, kind, 1.1)
+        weights = importance_weights(case.old_logps, case.engine_logps, case.mask, kind, 1.1)
         found[kind] = (weights * case.weights).sum()
-    found |= mismatch(case.old_logps, case.engine_logps, case.weights)
+    found |= rollout_mismatch(case.old_logps, case.engine_logps, case.weights)
     loss, metrics = value_loss(case.values, case.old_values, case.returns, case.weights, 0.2)
     return found | {
         "value_loss": loss,
@@ -721,7 +726,7 @@ def columns_of(case):
     return {
         "plain": group_advantages(case.rewards, *where, False),
         "norm_var": group_advantages(case.rewards, *where, True),
-        "share": zero_variance_share(case.rewards, *where),
+        "share": zero_std_group_fraction(case.rewards, *where),
         "advantages": advantages,
         "returns": returns,
         "whiten": whiten(case.advantages, case.mask),
@@ -802,8 +807,8 @@ def test_a_failed_trajectory_changes_nothing_for_the_others(seed):
         torch.testing.assert_close(got if got.dim() == 0 else got[:-2], value)
         assert got.dim() == 0 or got[-2:].eq(0).all()
     for average in ("token", "sequence", "constant"):
-        got = loss_weights(more.mask, more.trajectory, average, 8)
-        torch.testing.assert_close(got[:-2], loss_weights(case.mask, case.trajectory, average, 8))
+        got = token_weights(more.mask, more.trajectory, average, 8)
+        torch.testing.assert_close(got[:-2], token_weights(case.mask, case.trajectory, average, 8))
 
 
 def test_a_batch_without_a_trained_token_gives_zeros():
@@ -824,7 +829,7 @@ def test_no_input_is_edited():
     before = {name: column.clone() for name, column in vars(case).items()}
     losses_of(case), columns_of(case), trajectory_rewards(case.rewards, case.trajectory)
     for average in ("token", "sequence", "constant"):
-        loss_weights(case.mask, case.trajectory, average, 8)
+        token_weights(case.mask, case.trajectory, average, 8)
     for name, column in vars(case).items():
         assert column.equal(before[name]), name
 
@@ -929,7 +934,7 @@ def test_policy_loss_against_trl(seed, settings, average, options):
         torch.zeros_like(logps),
         None,
     )
-    correction = correction_weights(case.old_logps, case.engine_logps, case.mask, "token_tis", 2.0)
+    correction = importance_weights(case.old_logps, case.engine_logps, case.mask, "token_tis", 2.0)
     expected = trainer._compute_loss(
         None,
         {
@@ -945,7 +950,7 @@ def test_policy_loss_against_trl(seed, settings, average, options):
             "num_items_in_batch": case.mask.sum(),
         },
     )
-    weights = loss_weights(case.mask, torch.arange(6), average, 11)
+    weights = token_weights(case.mask, torch.arange(6), average, 11)
     loss, metrics = policy_loss(
         logps,
         case.old_logps,
@@ -1036,15 +1041,15 @@ def test_advantages_and_corrections_against_trl(seed, mode, kind):
     expected = trainer._generate_and_score_completions([{"prompt": "question"}] * 6)
 
     correction = (
-        correction_weights(case.old_logps, case.engine_logps, case.mask, kind, 1.3) * case.mask
+        importance_weights(case.old_logps, case.engine_logps, case.mask, kind, 1.3) * case.mask
     )
     theirs = expected["importance_sampling_ratio"].expand(6, width) * case.mask[:, :width]
     torch.testing.assert_close(
         correction[:, :width], theirs, check_dtype=False, rtol=1e-5, atol=1e-6
     )
-    weights = loss_weights(case.mask, torch.arange(6), "token")
+    weights = token_weights(case.mask, torch.arange(6), "token")
     logged = trainer._metrics["train"]["sampling/sampling_logp_difference/mean"]
-    found = mismatch(case.old_logps, case.engine_logps, weights)["logp_difference"].item()
+    found = rollout_mismatch(case.old_logps, case.engine_logps, weights)["logp_difference"].item()
     assert logged == [pytest.approx(found, rel=1e-5)]
 
     mask, rewards = case.mask.clone(), torch.zeros_like(case.mask)

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from rl2.batch import Sample, collate, minibatches, spans
-from rl2.packing import pack, plan, unpack, zigzag
+from rl2.batch import Sample, collate, minibatches, scored_spans
+from rl2.packing import pack, plan_micro_batches, unpack, zigzag
 
 
 def make_samples(rng, num_groups=4, group_size=3, longest=20):
@@ -39,7 +39,7 @@ def test_columns_sit_beside_the_predicted_token():
     assert batch.mask.tolist() == [[0, 1, 1], [0, 0, 0]]
     assert batch.engine_logps.tolist() == [[0, -0.5, -0.25], [0, 0, 0]]
     assert batch.rewards.tolist() == [[0, 0, 1], [0, 0, 0]]
-    assert spans(batch) == [(2, 3), (0, 0)]
+    assert scored_spans(batch) == [(2, 3), (0, 0)]
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -53,7 +53,7 @@ def test_every_scored_pair_is_packed_once_with_its_own_history(seed, share):
     pairs = torch.stack([packed.rows, packed.columns], 1)
     assert sorted(pairs.tolist()) == batch.mask.nonzero().tolist()
     for at, target, row, column in zip(
-        *(x.tolist() for x in (packed.hidden, packed.targets, packed.rows, packed.columns)),
+        *(x.tolist() for x in (packed.hidden_index, packed.targets, packed.rows, packed.columns)),
         strict=True,
     ):
         # What the hidden state has seen: its segment up to itself, behind the prefix its segment may have.
@@ -87,7 +87,7 @@ def test_worked_example_of_a_shared_prompt():
     packed = pack(collate([one, two]))
     assert packed.tokens.tolist() == [[1, 2, 3]] and packed.cu_seqlens == [0, 2, 3]
     assert packed.prefixes == [(1, 2, 0)]
-    assert list(zip(packed.hidden.tolist(), packed.targets.tolist(), strict=True)) == [
+    assert list(zip(packed.hidden_index.tolist(), packed.targets.tolist(), strict=True)) == [
         (1, 3),
         (2, 4),
         (1, 5),
@@ -97,7 +97,7 @@ def test_worked_example_of_a_shared_prompt():
 def test_a_rank_without_rows_gets_a_pack_that_scores_nothing():
     batch = collate(make_samples(random.Random(0)))
     packed = pack(batch.select([]))
-    assert packed.tokens.shape == (1, 1) and len(packed.hidden) == 0
+    assert packed.tokens.shape == (1, 1) and len(packed.hidden_index) == 0
     assert unpack(packed, torch.zeros(0), (0, 5)).shape == (0, 5)
 
 
@@ -113,8 +113,8 @@ def test_zigzag_deals_out_every_token_and_every_pair_once(seed, size, share):
     for rank, part in enumerate(parts):
         assert part.tokens.shape[1] == sum(map(sum, part.chunks[rank]))
         # The token that a pair's hidden state reads, and where it stands, are the batch's own.
-        assert torch.equal(part.tokens[0, part.hidden], batch.inputs[part.rows, part.columns])
-        assert torch.equal(part.positions[0, part.hidden], part.columns)
+        assert torch.equal(part.tokens[0, part.hidden_index], batch.inputs[part.rows, part.columns])
+        assert torch.equal(part.positions[0, part.hidden_index], part.columns)
         assert torch.equal(part.targets, batch.targets[part.rows, part.columns])
         pairs += torch.stack([part.rows, part.columns], 1).tolist()
     assert sorted(pairs) == batch.mask.nonzero().tolist()
@@ -145,7 +145,7 @@ def test_zigzag_is_its_definition_and_shares_the_causal_work():
 def test_a_rank_whose_zigzag_holds_nothing_runs_one_token_and_scores_nothing():
     packed = pack(collate([Sample([5, 6], [0, 1], [0.0, 0.0], [0.0, 0.0], 0, 0)]))
     parts = [zigzag(packed, 4, rank) for rank in range(4)]
-    assert [len(part.hidden) for part in parts].count(1) == 1
+    assert [len(part.hidden_index) for part in parts].count(1) == 1
     assert all(part.tokens.shape == (1, 1) for part in parts)
 
 
@@ -157,7 +157,7 @@ def test_plan_runs_every_row_once_within_the_budget(seed, num_ranks, share):
     samples.append(Sample([4], [0], [0.0], [0.0], 6, len(samples)))
     batch = collate(samples)
     budget = 60
-    plans = plan(batch, budget, num_ranks, share)
+    plans = plan_micro_batches(batch, budget, num_ranks, share)
     assert all(len(micro) == num_ranks for micro in plans)
     rows = sorted(row for micro in plans for part in micro for row in part)
     assert rows == batch.mask.any(1).nonzero().squeeze(1).tolist()
@@ -166,31 +166,35 @@ def test_plan_runs_every_row_once_within_the_budget(seed, num_ranks, share):
             assert pack(batch.select(part), share).tokens.shape[1] <= budget
 
 
-@pytest.mark.parametrize("quadratic", [0.0, 1e-4])
-def test_plan_is_balanced_on_a_long_tailed_run(quadratic):
+@pytest.mark.parametrize("attention_cost", [0.0, 1e-4])
+def test_plan_is_balanced_on_a_long_tailed_run(attention_cost):
     rng = random.Random(0)
     lengths = [min(16000, max(200, int(rng.lognormvariate(7.6, 0.9)))) for _ in range(512)]
     samples = [
         Sample([1] * (n + 1), [0] * n + [1], [0.0] * (n + 1), [0.0] * (n + 1), i, i)
         for i, n in enumerate(lengths)
     ]
-    plans = plan(collate(samples), 32768, 8, share_prompts=False, quadratic=quadratic)
-    cost = [n + quadratic * n**2 for n in lengths]
+    plans = plan_micro_batches(
+        collate(samples), 32768, 8, share_prompts=False, attention_cost=attention_cost
+    )
+    cost = [n + attention_cost * n**2 for n in lengths]
     loads = [[sum(cost[row] for row in part) for part in micro] for micro in plans]
     slowest = sum(max(micro) for micro in loads)
     assert slowest <= 1.03 * sum(cost) / 8
-    assert len(plans) <= -(-sum(lengths) // (8 * 32768)) + (quadratic > 0)
+    assert len(plans) <= -(-sum(lengths) // (8 * 32768)) + (attention_cost > 0)
 
 
 def test_fewer_groups_than_ranks_are_cut_so_that_all_work():
     batch = collate(make_samples(random.Random(1), num_groups=1, group_size=8))
-    (micro,) = plan(batch, 1000, 4)
+    (micro,) = plan_micro_batches(batch, 1000, 4)
     assert all(micro)
 
 
 def test_a_sequence_over_the_budget_is_named():
     with pytest.raises(ValueError, match=r"12 tokens.*max_length_per_device x sp_size = 10"):
-        plan(collate([Sample([1] * 13, [0] * 12 + [1], [0] * 13, [0] * 13, 0, 0)]), 10, 1)
+        plan_micro_batches(
+            collate([Sample([1] * 13, [0] * 12 + [1], [0] * 13, [0] * 13, 0, 0)]), 10, 1
+        )
 
 
 @pytest.mark.parametrize("count", [1, 4, 12, 40])
@@ -215,7 +219,7 @@ def test_groups_are_cut_only_where_that_is_faster():
         samples = [
             Sample(tokens, [0] * prompt + [1] * answer, zeros, zeros, i // 4, i) for i in range(12)
         ]
-        return plan(collate(samples), 10**6, 2)
+        return plan_micro_batches(collate(samples), 10**6, 2)
 
     (micro,) = parts(
         prompt=10, answer=100
@@ -233,10 +237,10 @@ def test_cost_is_balanced_where_tokens_alone_would_not_be():
         for i, n in enumerate(lengths)
     ]
     cost = [n + n * n / 1000 for n in lengths]
-    (micro,) = plan(collate(samples), 10**6, 3, False, 1 / 1000)
+    (micro,) = plan_micro_batches(collate(samples), 10**6, 3, False, 1 / 1000)
     loads = [sum(cost[row] for row in part) for part in micro]
     assert max(loads) <= 1.1 * sum(loads) / 3
-    (by_tokens,) = plan(collate(samples), 10**6, 3, False)
+    (by_tokens,) = plan_micro_batches(collate(samples), 10**6, 3, False)
     assert max(sum(cost[row] for row in part) for part in by_tokens) > 1.15 * sum(loads) / 3
 
 
@@ -252,7 +256,7 @@ def test_whole_groups_are_one_behind_the_other_in_one_micro_batch(seed, num_rank
         if rng.random() < 0.2:
             sample.tokens[0] = 99
     batch = collate(samples)
-    plans = plan(batch, 85, num_ranks, share, whole=True)
+    plans = plan_micro_batches(batch, 85, num_ranks, share, whole=True)
     assert len(plans) > 1 or num_ranks > 2
     for part in (part for micro in plans for part in micro):
         assert part[::2] == [row - 1 for row in part[1::2]] and all(
@@ -263,4 +267,4 @@ def test_whole_groups_are_one_behind_the_other_in_one_micro_batch(seed, num_rank
     with pytest.raises(
         ValueError, match="a group of .* tokens exceeds max_length_per_device x sp_size = 8"
     ):
-        plan(batch, 8, num_ranks, share, whole=True)
+        plan_micro_batches(batch, 8, num_ranks, share, whole=True)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl2.config.parse import user_errors
-from rl2.parallel.mesh import init
+from rl2.parallel.mesh import init_distributed
 from rl2.run_folder import Checkpoints, find_checkpoint
 
 
@@ -84,7 +84,7 @@ def test_what_is_not_whole_is_not_found(tmp_path):
 
 def test_a_full_disk_is_told_in_a_line(tmp_path, monkeypatch, capsys):
     """What another process of the run says does not drown it, and the checkpoint before stands."""
-    init()
+    init_distributed()
     (tmp_path / "step_2").mkdir()
 
     def fail(*_, **__):

@@ -190,7 +190,7 @@ def test_load_changes_the_answers_and_the_version(name, tmp_path):
         play(fresh, prompts, max_new_tokens=8),
     )
     model = AutoModelForCausalLM.from_pretrained(other)
-    engine.load(model.named_parameters(), 7)  # a tied head comes once
+    engine.load_weights(model.named_parameters(), 7)  # a tied head comes once
     after = play(engine, prompts, max_new_tokens=8)
     assert bits(after) == bits(expected) != bits(before)
     assert {out.version for out in before} == {0} and {out.version for out in after} == {7}
@@ -200,13 +200,13 @@ def test_load_changes_the_answers_and_the_version(name, tmp_path):
 
 def test_check_tells_which_weights_differ(llama):
     engine, model = make(llama), AutoModelForCausalLM.from_pretrained(llama)
-    engine.check(model.named_parameters(), 0)
+    engine.verify_weights(model.named_parameters(), 0)
     weights = {key: tensor.detach().clone() for key, tensor in model.named_parameters()}
     weights["model.layers.1.mlp.up_proj.weight"][3, 2] += 1e-6
     with pytest.raises(RuntimeError, match=r"1 weights .*model\.layers\.1\.mlp\.up_proj"):
-        engine.check(weights.items(), 0)
-    engine.load(weights.items(), 1)
-    engine.check(weights.items(), 1)
+        engine.verify_weights(weights.items(), 0)
+    engine.load_weights(weights.items(), 1)
+    engine.verify_weights(weights.items(), 1)
     engine.close()
 
 
@@ -223,10 +223,10 @@ def test_an_incomplete_load_is_refused_and_so_is_generating_after_it(llama):
         (some, "weights did not arrive"),
     ):
         with pytest.raises(ValueError, match=message):
-            engine.load(bad.items(), 1)
+            engine.load_weights(bad.items(), 1)
         with pytest.raises(AssertionError, match="incomplete"):
             play(engine, [[5]], max_new_tokens=1)
-    engine.load(weights.items(), 2)
+    engine.load_weights(weights.items(), 2)
     assert play(engine, [[5]], max_new_tokens=1)[0].version == 2
     engine.close()
 
@@ -295,7 +295,7 @@ def test_weights_that_diverged_are_told_to_all_who_wait(llama):
     engine, good = make(llama, max_running=2), AutoModelForCausalLM.from_pretrained(llama)
     expected = bits(play(engine, [[5, 6]], max_new_tokens=3))
     bad = {name: torch.full_like(weight, float("nan")) for name, weight in good.named_parameters()}
-    engine.load(bad.items(), 1)
+    engine.load_weights(bad.items(), 1)
 
     async def all_():
         calls = [engine.generate([5], {"max_new_tokens": 3}, (0, i)) for i in range(4)]
@@ -303,7 +303,7 @@ def test_weights_that_diverged_are_told_to_all_who_wait(llama):
 
     told = engine.loop.run_until_complete(all_())
     assert all(isinstance(error, RuntimeError) and "diverged" in str(error) for error in told)
-    engine.load(good.named_parameters(), 2)
+    engine.load_weights(good.named_parameters(), 2)
     assert bits(play(engine, [[5, 6]], max_new_tokens=3)) == expected
     engine.close()
 

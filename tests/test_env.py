@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from common import make_tokenizer
 
-from rl2.env.call import MAX_THREADS, Env, FailureLog
+from rl2.env.call import MAX_THREADS, Env, EnvFailures
 from rl2.env.contract import EnvError
 from rl2.env.load import load_env, preflight
 
@@ -330,7 +330,7 @@ def test_env_file_may_use_dataclasses(tmp_path):
 
 def test_failure_log_tells_each_kind_once_and_stops_the_run_above_the_share(tmp_path, caplog):
     env = load(tmp_path, "def reward_fn(messages, answer):\n    raise KeyError(answer)")
-    log = FailureLog(max_share=0.5)
+    log = EnvFailures(max_share=0.5)
     with caplog.at_level(logging.WARNING):
         for answer in range(3):
             log.record(failure(env, {**ROW, "answer": answer}))
@@ -344,7 +344,7 @@ def test_failure_log_tells_each_kind_once_and_stops_the_run_above_the_share(tmp_
     ):
         log.check(5, 8)
     with pytest.raises(RuntimeError, match="log of the other processes"):
-        FailureLog(0).check(1, 8)
+        EnvFailures(0).check(1, 8)
 
 
 def test_preflight_accepts_what_works_and_warns_of_what_is_idle():

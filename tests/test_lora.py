@@ -11,15 +11,15 @@ from parity import SECTION, make_batch, policy_loss, value_loss
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from rl2.model.token_model import Scores
-from rl2.parallel.mesh import init
+from rl2.model.token_model import TokenScores
+from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
 
 @pytest.fixture
 def make(tmp_path):
     """Workers in a process group of one."""
-    name, device = make_model(tmp_path / "model"), init()
+    name, device = make_model(tmp_path / "model"), init_distributed()
     model = AutoModelForCausalLM.from_pretrained(name)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[:, ::2] = -0.0
@@ -51,7 +51,9 @@ def test_training_starts_from_the_model_and_the_reference_stays_it(make):
         )
         expected = plain.infer(batch, 0.9).logps
         for (key, weight), (_, other) in zip(
-            worker.weights(worker.dtype), plain.weights(worker.dtype), strict=True
+            worker.iter_full_weights(worker.dtype),
+            plain.iter_full_weights(worker.dtype),
+            strict=True,
         ):
             assert torch.equal(weight.view(torch.uint8), other.view(torch.uint8)), (
                 f"{key}: engines compare checksums"
@@ -97,7 +99,7 @@ def test_a_step_of_adamw_equals_peft_by_hand(make):
         log_p = model(batch.inputs).logits.log_softmax(-1)
         logps = log_p.gather(2, batch.targets[..., None])[..., 0] * batch.mask
         loss, _ = policy_loss(
-            batch, Scores(logps=logps, entropy=-(log_p.exp() * log_p).sum(-1) * batch.mask)
+            batch, TokenScores(logps=logps, entropy=-(log_p.exp() * log_p).sum(-1) * batch.mask)
         )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(plain.values(), SECTION["max_grad_norm"])
@@ -108,7 +110,7 @@ def test_a_step_of_adamw_equals_peft_by_hand(make):
                 worker.trained[key].full_tensor(), p, rtol=0, atol=5e-4, msg=key
             )
     merged = dict(model.merge_and_unload().named_parameters())
-    for key, weight in worker.weights(torch.float32):
+    for key, weight in worker.iter_full_weights(torch.float32):
         torch.testing.assert_close(weight, merged[key], rtol=0, atol=5e-4, msg=key)
 
 
@@ -117,12 +119,12 @@ def test_a_critic_trains_its_head_beside_the_adapters(make):
     assert (
         sum(not key.startswith("hf.score") for key in worker.trained) == 2 * 7 * 2
     )  # A and B, 7 matrices, 2 layers
-    before = {key: weight.clone() for key, weight in worker.weights(torch.float32)}
+    before = {key: weight.clone() for key, weight in worker.iter_full_weights(torch.float32)}
     expected = make(critic=True, num_updates=0).infer(batch).values
     assert torch.equal(worker.infer(batch).values, expected)
     for _ in range(2):
         worker.update(batch, value_loss)
-    for key, weight in worker.weights(torch.float32):
+    for key, weight in worker.iter_full_weights(torch.float32):
         assert torch.equal(weight, before[key]) == ("embed" in key or "norm" in key), key
 
 

@@ -10,9 +10,9 @@ from common import make_tokenizer
 
 from rl2.data import chat
 from rl2.data.examples import Prompts
-from rl2.env.call import FailureLog
+from rl2.env.call import EnvFailures
 from rl2.env.load import load_env
-from rl2.parallel.mesh import init
+from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Rollout
 from rl2.rollout.stats import gather_samples, summarise
 
@@ -21,7 +21,7 @@ PARAMS = {"max_new_tokens": 16}
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group():
-    init()
+    init_distributed()
     yield
     dist.destroy_process_group()
 
@@ -57,7 +57,7 @@ def make(tmp_path, script, env, max_turns=1, num_prompts=1, deterministic=True, 
         for i in range(num_prompts)
     ]
     engine = ScriptedEngine(tokenizer, script)
-    failures = FailureLog(0.5)
+    failures = EnvFailures(0.5)
     env = load_env(tmp_path / "env.py", 5)
     rollout = Rollout(engine, env, tokenizer, failures, max_turns, max_length, 0, deterministic)
     return rollout, list(Prompts(rows, tokenizer, 100, False, 0, 1)), tokenizer

@@ -13,7 +13,7 @@ from parity import SECTION
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl2.data.examples import Examples, render_pair, render_sft
-from rl2.parallel.mesh import init
+from rl2.parallel.mesh import init_distributed
 from rl2.trainer import dpo, rm, sft
 from rl2.worker import Worker
 
@@ -31,7 +31,7 @@ PAIRS = [
 
 @pytest.fixture
 def device():
-    yield init()
+    yield init_distributed()
     dist.destroy_process_group()
 
 
@@ -134,7 +134,9 @@ def test_dpo_loss(tmp_path, device, loss, beta):
     section = SimpleNamespace(**{**SECTION, "model_name": other})
     batch.ref_logps = Worker(section, device).infer(batch).logps
     settings = SimpleNamespace(beta=beta, loss=loss, label_smoothing=0.0)
-    told = update(name, device, batch, partial(dpo.preference_loss, settings), whole_groups=True)
+    told = update(
+        name, device, batch, partial(dpo.preference_loss, settings), keep_groups_together=True
+    )
     model = fused(name, "entropy", "mean_logits", "is_top1")
     trainer = make_trl(
         DPOTrainer,
@@ -145,7 +147,7 @@ def test_dpo_loss(tmp_path, device, loss, beta):
         precompute_ref_logps=False,
         f_divergence_type="reverse_kl",
         loss_types=[loss],
-        loss_weights=[1.0],
+        token_weights=[1.0],
         beta=beta,
         label_smoothing=0.0,
         use_weighting=False,
@@ -182,7 +184,7 @@ def test_reward_loss(tmp_path, device, margin, center):
     run, examples, ids, _, attention = read(tmp_path, rows, render_pair)
     loss_fn = partial(rm.reward_loss, center)
     told = update(
-        name, device, rm.make_batch(run, examples), loss_fn, critic=True, whole_groups=True
+        name, device, rm.make_batch(run, examples), loss_fn, critic=True, keep_groups_together=True
     )
     model = AutoModelForSequenceClassification.from_pretrained(name, dtype=torch.float32).train()
     trainer = make_trl(
@@ -210,5 +212,5 @@ def test_what_ends_in_padding_is_scored_where_transformers_does(tmp_path, device
     model = AutoModelForSequenceClassification.from_pretrained(name)
     expected = model(input_ids=ids, attention_mask=attention).logits[:, 0]
     torch.testing.assert_close(
-        (values * (batch.weights > 0)).sum(1), expected.detach(), rtol=0, atol=1e-5
+        (values * (batch.token_weights > 0)).sum(1), expected.detach(), rtol=0, atol=1e-5
     )

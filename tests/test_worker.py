@@ -11,10 +11,10 @@ from parity import ADAPTED, LAYOUTS, SECTION, make_batch, policy_loss, value_los
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rl2.model.token_model import Scores
+from rl2.model.token_model import TokenScores
 from rl2.optimizer import schedule
 from rl2.parallel import fsdp
-from rl2.parallel.mesh import init
+from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -61,11 +61,11 @@ def reference(name, critic, drawn=None):
             batch.inputs, attention_mask=torch.ones_like(batch.inputs)
         ).last_hidden_state
         if critic:
-            scores = Scores(values=model.score(hidden)[..., 0] * batch.mask)
+            scores = TokenScores(values=model.score(hidden)[..., 0] * batch.mask)
         else:
             log_p = (model.lm_head(hidden) / 0.9).log_softmax(-1)
             logps = log_p.gather(2, batch.targets[..., None])[..., 0] * batch.mask
-            scores = Scores(logps=logps, entropy=-(log_p.exp() * log_p).sum(-1) * batch.mask)
+            scores = TokenScores(logps=logps, entropy=-(log_p.exp() * log_p).sum(-1) * batch.mask)
         loss, _ = (value_loss if critic else policy_loss)(batch, scores)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), SECTION["max_grad_norm"])
@@ -121,10 +121,13 @@ def test_schedules_start_above_zero_and_end_where_they_say():
 def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path):
     name, batch = make_model(tmp_path / "model"), make_batch()
     worker = Worker(
-        SimpleNamespace(**{**SECTION, "model_name": name, "warmup_ratio": 1.0}), init(), False, 4
+        SimpleNamespace(**{**SECTION, "model_name": name, "warmup_ratio": 1.0}),
+        init_distributed(),
+        False,
+        4,
     )
     try:
-        before = {key: weight.clone() for key, weight in worker.weights(torch.float32)}
+        before = {key: weight.clone() for key, weight in worker.iter_full_weights(torch.float32)}
 
         def broken(part, scores):
             loss, metrics = policy_loss(part, scores)
@@ -133,13 +136,15 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path):
         told = worker.update(batch, broken, entropy=True)
         assert told["skipped"] == 1 and worker.version == 0
         assert all(
-            torch.equal(weight, before[key]) for key, weight in worker.weights(torch.float32)
+            torch.equal(weight, before[key])
+            for key, weight in worker.iter_full_weights(torch.float32)
         )
         told = worker.update(batch, policy_loss, entropy=True)
         assert told["skipped"] == 0 and worker.version == 1
         assert told["lr"] == SECTION["lr"] / 4  # the schedule had not moved either
         assert any(
-            not torch.equal(weight, before[key]) for key, weight in worker.weights(torch.float32)
+            not torch.equal(weight, before[key])
+            for key, weight in worker.iter_full_weights(torch.float32)
         )
     finally:
         dist.destroy_process_group()
@@ -153,7 +158,7 @@ def test_a_step_in_parts_is_the_same_step(tmp_path, monkeypatch):
     monkeypatch.setattr(
         fsdp, "_move", lambda states, device: (parts.append(len(states)), move(states, device))
     )
-    device = init()
+    device = init_distributed()
     try:
         for off in (False, True):
             settings = {
@@ -167,7 +172,7 @@ def test_a_step_in_parts_is_the_same_step(tmp_path, monkeypatch):
             worker.load_state_dict(worker.state_dict())
             told += [worker.update(batch, policy_loss, entropy=True) for _ in range(2)]
             assert all(parameter.grad is None for parameter in worker.model.parameters())
-            found.append((told, dict(worker.weights(torch.float32))))
+            found.append((told, dict(worker.iter_full_weights(torch.float32))))
     finally:
         dist.destroy_process_group()
     num = len(list(worker.model.parameters()))
@@ -179,7 +184,7 @@ def test_a_step_in_parts_is_the_same_step(tmp_path, monkeypatch):
 def test_a_new_value_head_starts_at_zero(tmp_path):
     section = SimpleNamespace(**{**SECTION, "model_name": make_model(tmp_path / "model")})
     try:
-        values = Worker(section, init(), True, 4).infer(make_batch()).values
+        values = Worker(section, init_distributed(), True, 4).infer(make_batch()).values
         assert values.abs().max() == 0
     finally:
         dist.destroy_process_group()
@@ -190,7 +195,7 @@ def test_values_computed_in_bf16_are_not_rounded_to_it(tmp_path):
     name, batch = make_critic(make_model(tmp_path / "model")), make_batch()
     section = SimpleNamespace(**{**SECTION, "model_name": name, "dtype": "bfloat16"})
     try:
-        values = Worker(section, init(), True, 4).infer(batch).values[batch.mask > 0]
+        values = Worker(section, init_distributed(), True, 4).infer(batch).values[batch.mask > 0]
         assert (values != values.bfloat16()).float().mean() > 0.9
     finally:
         dist.destroy_process_group()
@@ -198,7 +203,7 @@ def test_values_computed_in_bf16_are_not_rounded_to_it(tmp_path):
 
 def test_a_process_may_end_right_behind_a_collective():
     """Without init's pause this aborts every time: gloo's threads hold the last reference to the tensors."""
-    script = "import torch, torch.distributed as dist\nfrom rl2.parallel.mesh import init\ninit()\n"
+    script = "import torch, torch.distributed as dist\nfrom rl2.parallel.mesh import init_distributed\ninit_distributed()\n"
     script += "for _ in range(50):\n    dist.all_reduce(torch.ones(100_000), async_op=True)"
     run("-c", script)
 
@@ -208,7 +213,7 @@ def test_a_process_may_end_right_behind_a_collective():
 )
 def test_one_process_keeps_its_threads_to_itself():
     """A second team of OpenMP threads, that of a gloo thread which copies, costs a single process half its speed."""
-    script = "import torch, os\nfrom rl2.parallel.mesh import gather_objects, init\ninit()\n"
+    script = "import torch, os\nfrom rl2.parallel.mesh import gather_objects, init_distributed\ninit_distributed()\n"
     script += (
         "torch.ones(10**6) + 1\nbefore = set(os.listdir('/proc/self/task'))\nvalue = b'x' * 10**6\n"
     )

@@ -48,7 +48,9 @@ def group_advantages(
     return advantages[index, None] * mask
 
 
-def zero_variance_share(rewards: Tensor, mask: Tensor, group: Tensor, trajectory: Tensor) -> Tensor:
+def zero_std_group_fraction(
+    rewards: Tensor, mask: Tensor, group: Tensor, trajectory: Tensor
+) -> Tensor:
     """The share of groups whose trajectories all have the same reward, a single one included: without a critic they
     teach nothing. Trajectories with nothing to train do not count, nor groups without any other."""
     _, member, totals, counts = _groups(rewards, mask, group, trajectory)

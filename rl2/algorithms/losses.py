@@ -43,7 +43,7 @@ def kl_estimate(logps: Tensor, ref_logps: Tensor, estimator: str) -> Tensor:
     raise ValueError(f"KL estimator {estimator!r}: choose k1, k2 or k3")
 
 
-def loss_weights(
+def token_weights(
     mask: Tensor, trajectory: Tensor, average: str, constant: int | None = None
 ) -> Tensor:
     """The weight [B, T] of each token in the mean that a loss is, over the rows of one optimizer step. `token`: all
@@ -118,7 +118,7 @@ def policy_loss(
     }
 
 
-def correction_weights(
+def importance_weights(
     old_logps: Tensor, engine_logps: Tensor, mask: Tensor, kind: str, cap: float
 ) -> Tensor:
     """What each token's loss is multiplied by [B, T] because the engine sampled it with another probability than the
@@ -147,7 +147,7 @@ def correction_weights(
     )
 
 
-def mismatch(old_logps: Tensor, engine_logps: Tensor, weights: Tensor) -> dict[str, Tensor]:
+def rollout_mismatch(old_logps: Tensor, engine_logps: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """How far the trainer's log-probabilities of the sampled tokens are from the engine's: mean absolute difference,
     k1 and k3 of KL(engine || trainer), and the share of tokens whose ratio leaves [0.9, 1.1]."""
     log_rho = _where(weights, old_logps - engine_logps).detach()

@@ -11,7 +11,7 @@ import torch
 
 from rl2.config.parse import _walk
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
-from rl2.engine.select import installed, pick_engine
+from rl2.engine.select import choose_engine, installed
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 
@@ -361,7 +361,7 @@ def _check_sizes(config) -> list[str]:
 
 def _check_engine(config) -> list[str]:
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if pick_engine(config.rollout.engine)[0] != "sglang":
+    if choose_engine(config.rollout.engine)[0] != "sglang":
         return []
     if not installed("sglang"):
         return [
@@ -439,7 +439,7 @@ def _idle(config, set_keys) -> list[str]:
     if idle and not torch.cuda.is_available():
         warnings.append(f"{', '.join(sorted(idle))}: nothing to do without a GPU")
     idle = [key for key in _told(config, set_keys) if key.startswith(SGLANG)]
-    if idle and config.rollout.engine == "auto" and (picked := pick_engine("auto"))[0] == "local":
+    if idle and config.rollout.engine == "auto" and (picked := choose_engine("auto"))[0] == "local":
         warnings.append(
             f"{', '.join(sorted(idle))}: nothing to do with the local engine ({picked[1]})"
         )

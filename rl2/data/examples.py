@@ -59,7 +59,7 @@ def margin(row: dict) -> float:
         ) from None
 
 
-class _Ordered:
+class EpochSampler:
     """Items of at most `max_length` tokens in a fixed order: `self[i]` in the order of the rows, `batch(step)` in that of
     training. Longer ones are dropped and counted in `num_dropped`; ValueError when none is left."""
 
@@ -105,7 +105,7 @@ class Prompt:
     tokens: list[int]
 
 
-class Prompts(_Ordered):
+class Prompts(EpochSampler):
     """Tokenised prompts. Raises ValueError when the chat template refuses a row. `progress` shows a bar when it takes
     long: set it on one rank."""
 
@@ -142,7 +142,7 @@ class Example:
     sequences: list[tuple[list[int], list[int]]]  # tokens and mask of each
 
 
-class Examples(_Ordered):
+class Examples(EpochSampler):
     """Rows to train on as they are. `render(tokenizer, row)` gives the texts of a row's replies or refuses it with a
     ValueError, which names file and row; the row's length is that of its longest sequence."""
 

@@ -152,7 +152,7 @@ class LocalEngine:
         self.cache = _Cache(self.max_running)
         self._prepack()
 
-    def load(self, named_tensors: Iterable[tuple[str, Tensor]], version: int):
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int):
         """Copies full tensors with Hugging Face names into the model. ValueError for an unknown or missing name or a
         wrong shape, after which only a complete load makes the engine usable. A tied head may be left out."""
         assert not self.in_flight, f"load with {self.in_flight} requests in flight"
@@ -176,7 +176,7 @@ class LocalEngine:
         if self.cache is not None:
             self._prepack()
 
-    def check(self, named_tensors: Iterable[tuple[str, Tensor]], version: int):
+    def verify_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int):
         """The weights must be these already, bit by bit: RuntimeError names those that are not."""
         held = self.model.state_dict()
         wrong = [

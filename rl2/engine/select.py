@@ -17,7 +17,7 @@ def installed(package: str) -> bool:
     return True
 
 
-def pick_engine(wanted: str) -> tuple[str, str]:
+def choose_engine(wanted: str) -> tuple[str, str]:
     """(sglang | local, why) for rollout.engine."""
     if wanted != "auto":
         return wanted, "as rollout.engine says"
@@ -37,7 +37,7 @@ def make_engine(
     seed: int,
 ):
     """The engine of the config's rollout `section`; all processes call."""
-    kind, why = pick_engine(section.engine)
+    kind, why = choose_engine(section.engine)
     rank = dist.get_rank()
     if rank == 0:
         print(f"rollout engine: {kind}, {why}", flush=True)

@@ -176,7 +176,7 @@ class SGLangEngine:
         if self.engine is not None and self.device.type != "cpu":
             self.engine.resume_memory_occupation(["weights"])
 
-    def load(self, named_tensors: Iterable[tuple[str, Tensor]], version: int):
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int):
         """Full tensors with Hugging Face names, which all ranks must iterate, into the engines. RuntimeError with
         SGLang's words when it refuses."""
         if self.engine is not None:
@@ -193,7 +193,7 @@ class SGLangEngine:
             self.engine.flush_cache()
         self.version, self.asleep = version, False
 
-    def check(self, named_tensors: Iterable[tuple[str, Tensor]], version: int):
+    def verify_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int):
         """The weights must be these already, bit by bit: RuntimeError names those that are not. SGLang keeps them under
         other names and in other shapes, so its own are overwritten with noise, these loaded in their place, and the
         checksums of all its tensors compared with those of before. Where arguments make weights of its own, and in
@@ -202,7 +202,7 @@ class SGLangEngine:
         before = self.adapter.check("checksum") if able else []
         if able:
             self.adapter.check("reset_tensors")
-        self.load(named_tensors, version)
+        self.load_weights(named_tensors, version)
         after = self.adapter.check("checksum") if able else []
         wrong = sorted(
             {

@@ -149,7 +149,7 @@ def _traceback(error) -> tuple[str, str]:
     return "".join(traceback.format_exception(type(error), error, frames)), places
 
 
-class FailureLog:
+class EnvFailures:
     """Counts failed calls, logs each kind of them once, and stops the run when they are too many.
 
     The traceback of a failure is logged in full the first time; the same error at the same lines only counts.

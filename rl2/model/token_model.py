@@ -26,16 +26,16 @@ UNSUPPORTED = {
 
 
 @dataclass
-class Scores:
+class TokenScores:
     """What a model says of the scored tokens: pairs [P], or columns [B, T] once unpacked. A loss sees whole sequences."""
 
     logps: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
 
-    def map(self, function) -> "Scores":
+    def map(self, function) -> "TokenScores":
         """`function` of each that is there."""
-        return Scores(
+        return TokenScores(
             **{name: None if x is None else function(x) for name, x in vars(self).items()}
         )
 
@@ -52,25 +52,25 @@ class TokenModel(nn.Module):
             or hf.config.hidden_size // hf.config.num_attention_heads
         )
         channels = hf.config.num_hidden_layers * hf.config.num_attention_heads * size
-        self.quadratic = channels / sum(parameter.numel() for parameter in hf.parameters())
+        self.attention_cost = channels / sum(parameter.numel() for parameter in hf.parameters())
         self.is_critic = hf.get_output_embeddings() is None
         self.stored_dtype = torch.float32  # what an export is written in
 
-    def forward(self, pack, temperature: float = 1.0, entropy: bool = False) -> Scores:
+    def forward(self, pack, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
         attend = PackedAttention(pack.chunks, pack.prefixes, pack.tokens.device, self.ring)
         body = self.hf.base_model(
             pack.tokens, position_ids=pack.positions, use_cache=False, attend=attend
         )
-        hidden = body.last_hidden_state[0, pack.hidden]  # [P, E]
+        hidden = body.last_hidden_state[0, pack.hidden_index]  # [P, E]
         if self.is_critic:
-            return Scores(
+            return TokenScores(
                 values=hidden.float() @ self.hf.score.weight[0].float()
             )  # bf16 tells few rewards apart
         weight = self.hf.get_output_embeddings().weight
         if self.tp is not None:
             weight = weight.to_local()
         logps, entropies = head_scores(hidden, weight, pack.targets, temperature, entropy, self.tp)
-        return Scores(logps=logps, entropy=entropies if entropy else None)
+        return TokenScores(logps=logps, entropy=entropies if entropy else None)
 
 
 def load_model(

@@ -27,10 +27,10 @@ class Mesh:
     dp_size: int
     sp: dist.ProcessGroup | None  # the processes that share our sequences; None = we alone
     tp: DeviceMesh | None  # those that share our matrices
-    counts: float  # 1 on the one process, of those that share our part of the data, whose sums are counted; 0 on others
+    reports_metrics: bool  # 1 on the one process, of those that share our part of the data, whose sums are counted; 0 on others
 
 
-def init() -> torch.device:
+def init_distributed() -> torch.device:
     """Joins torchrun's process group, or makes one of a single process under plain `python`. Returns our device."""
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -73,7 +73,7 @@ def make_mesh(device: torch.device, fsdp_size: int = 0, sp_size: int = 1, tp_siz
         dp_size,
         sp,
         mesh["tp"] if tp_size > 1 else None,
-        float(first),
+        first,
     )
 
 
@@ -89,13 +89,15 @@ class _Sum(torch.autograd.Function):
         return gradient, None
 
 
-def joined(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def differentiable_all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None
+) -> torch.Tensor:
     """The sum over the group of tensors that are 0 where another process computes them. Each process goes on with the
     whole and gets the same gradient, of which its own part is meant."""
     return tensor if group is None else _Sum.apply(tensor, group)
 
 
-def sum_(tensor: torch.Tensor) -> torch.Tensor:
+def all_reduce_sum_(tensor: torch.Tensor) -> torch.Tensor:
     """The sum over all processes, in place."""
     dist.all_reduce(tensor)
     return tensor
@@ -103,10 +105,10 @@ def sum_(tensor: torch.Tensor) -> torch.Tensor:
 
 def any_rank(flag: bool, device: torch.device) -> bool:
     """Whether the flag is set on any process."""
-    return bool(sum_(torch.tensor(float(flag), device=device)).item())
+    return bool(all_reduce_sum_(torch.tensor(float(flag), device=device)).item())
 
 
-def alone() -> bool:
+def is_single_process() -> bool:
     """Whether there is one process, which should send itself nothing: gloo would copy it with a second team of OpenMP
     threads, and once a process has more threads than cores all of them sleep between any two operations (a rollout took
     twice as long)."""
@@ -117,7 +119,7 @@ def gather_objects(value, everywhere: bool = True) -> list:
     """The picklable value of every process in order of rank, on every process or on the first one only, where the others
     get a list that means nothing."""
     values = [value] * dist.get_world_size()
-    if alone():
+    if is_single_process():
         return values
     if everywhere:
         dist.all_gather_object(values, value)

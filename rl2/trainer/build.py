@@ -5,10 +5,10 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from rl2.batch import Batch, spans
+from rl2.batch import Batch, scored_spans
 from rl2.data.examples import Examples
-from rl2.parallel.mesh import init
-from rl2.trainer.recorder import Books
+from rl2.parallel.mesh import init_distributed
+from rl2.trainer.recorder import Recorder
 from rl2.worker import Worker
 
 
@@ -40,7 +40,7 @@ class ExampleRun:
     def __init__(self, config, name: str, render, make_batch):
         self.config, self.name, self.make_batch = config, name, make_batch
         data, section = config.data, getattr(config, name)
-        self.device, first = init(), dist.get_rank() == 0
+        self.device, first = init_distributed(), dist.get_rank() == 0
         self.tokenizer = AutoTokenizer.from_pretrained(section.model_name)
         order = (data.max_length, data.shuffle, data.seed, data.batch_size, first)
         self.examples = Examples(data.path, "train", self.tokenizer, render, *order)
@@ -55,7 +55,9 @@ class ExampleRun:
         self._check_positions(longest)
         start_loading(section.model_name, config.trainer.seed)
         self.worker = Worker(section, self.device, name == "critic", self.num_steps)
-        self.books = Books(config, self.tokenizer, {name: self.worker}, self.num_steps, self.device)
+        self.books = Recorder(
+            config, self.tokenizer, {name: self.worker}, self.num_steps, self.device
+        )
         self.step, self.phase = self.books.step, self.books.metrics.phase
 
     def _check_positions(self, longest):
@@ -79,7 +81,7 @@ class ExampleRun:
     def finish_step(self, step: int, told: dict[str, float], batch: Batch, evaluate) -> bool:
         """Evaluates if that is due and keeps the books. Whether the run is to stop here."""
         logged = {f"{self.name}/{key}": value for key, value in told.items()}
-        total = sum(end for _, end in spans(batch))
+        total = sum(end for _, end in scored_spans(batch))
         logged |= {"tokens/trained": int(batch.mask.sum()), "tokens/total": total}
         stopping = bool(self.books.stop)
         logged |= self._test(step, evaluate, stopping or step == self.num_steps)

@@ -11,7 +11,7 @@ from rl2.config.parse import parse, user_errors
 from rl2.config.rules import validate_dpo
 from rl2.config.schema import DPOConfig
 from rl2.data.examples import render_pair, to_samples
-from rl2.model.token_model import Scores
+from rl2.model.token_model import TokenScores
 from rl2.trainer.build import ExampleRun
 
 
@@ -27,14 +27,14 @@ def train(run: ExampleRun, reference) -> None:
         with run.phase("reference"):
             batch.ref_logps = reference(batch).logps
         with run.phase("update"):
-            told = run.worker.update(batch, loss_fn, whole_groups=True)
+            told = run.worker.update(batch, loss_fn, keep_groups_together=True)
         if run.finish_step(step, told, batch, evaluate):
             break
 
 
-def preference_loss(dpo, batch: Batch, scores: Scores):
+def preference_loss(dpo, batch: Batch, scores: TokenScores):
     """DPO's loss on whole sequences [b, T], where the rejected reply follows the chosen one."""
-    columns = (scores.logps, batch.ref_logps, batch.mask, batch.weights)
+    columns = (scores.logps, batch.ref_logps, batch.mask, batch.token_weights)
     return losses.dpo_loss(*columns, dpo.beta, dpo.loss, dpo.label_smoothing)
 
 
@@ -42,7 +42,7 @@ def make_batch(run: ExampleRun, examples) -> Batch:
     """Two rows of columns for each row of the data, chosen and rejected, which weigh the same."""
     batch = collate(to_samples(examples))
     batch.trajectory = torch.arange(len(batch.mask))
-    batch.weights = losses.loss_weights(batch.mask, batch.trajectory, "sequence")
+    batch.token_weights = losses.token_weights(batch.mask, batch.trajectory, "sequence")
     return batch
 
 

@@ -14,14 +14,14 @@ from rl2.data import chat
 from rl2.data.examples import Prompts
 from rl2.data.rows import check_ppo_row, load_rows
 from rl2.engine.select import make_engine
-from rl2.env.call import FailureLog
+from rl2.env.call import EnvFailures
 from rl2.env.load import load_env, preflight
-from rl2.model.token_model import Scores
-from rl2.parallel.mesh import init
+from rl2.model.token_model import TokenScores
+from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Rollout
 from rl2.rollout.stats import gather_samples, summarise
 from rl2.trainer.build import count_steps, start_loading
-from rl2.trainer.recorder import Books
+from rl2.trainer.recorder import Recorder
 from rl2.worker import Worker, compute_dtype
 
 
@@ -56,9 +56,9 @@ def train(run) -> None:
             logged |= run.update(actor, "actor", batch, config.actor, policy_loss(config), step)
         with metrics.phase("sync"):
             run.engine.wake()
-            run.engine.load(actor.weights(run.engine_dtype), actor.version)
+            run.engine.load_weights(actor.iter_full_weights(run.engine_dtype), actor.version)
             if config.rollout.check_weights:
-                run.engine.check(actor.weights(run.engine_dtype), actor.version)
+                run.engine.verify_weights(actor.iter_full_weights(run.engine_dtype), actor.version)
         stopping = bool(run.books.stop)
         logged |= run.evaluate(step, last=stopping or step == run.num_steps)
         run.finish_step(step, trajectories, batch, logged, stopping)
@@ -70,7 +70,7 @@ def add_advantages(batch: Batch, config) -> dict[str, float]:
     """Fills batch.advantages (and returns); the estimators are in algorithms.py."""
     rewards, kl, adv = batch.rewards, config.kl, config.adv
     logged = {
-        "rollout/zero_variance": advantages.zero_variance_share(
+        "rollout/zero_variance": advantages.zero_std_group_fraction(
             rewards, batch.mask, batch.group, batch.trajectory
         ).item()
     }
@@ -97,12 +97,12 @@ def policy_loss(config):
     """The actor's loss on whole sequences [b, T]: clipped policy gradient, KL and entropy terms, mismatch metrics."""
     actor, kl = config.actor, config.kl
 
-    def loss_fn(batch: Batch, scores: Scores):
+    def loss_fn(batch: Batch, scores: TokenScores):
         # One update a rollout starts from the policy that sampled: its log-probabilities are the current ones.
         old_logps = scores.logps.detach() if batch.old_logps is None else batch.old_logps
         correction = None
         if actor.correction != "none":
-            correction = losses.correction_weights(
+            correction = losses.importance_weights(
                 old_logps, batch.engine_logps, batch.mask, actor.correction, actor.correction_cap
             )
         loss, metrics = losses.policy_loss(
@@ -110,22 +110,22 @@ def policy_loss(config):
             old_logps,
             batch.advantages,
             batch.mask,
-            batch.weights,
+            batch.token_weights,
             actor.clip,
             actor.clip_high,
             actor.dual_clip,
             actor.loss,
             correction,
         )
-        mismatch = losses.mismatch(old_logps, batch.engine_logps, batch.weights)
+        mismatch = losses.rollout_mismatch(old_logps, batch.engine_logps, batch.token_weights)
         metrics |= {f"mismatch_{name}": value for name, value in mismatch.items()}
         if kl.type == "loss":
             estimate = losses.kl_estimate(scores.logps, batch.ref_logps, kl.loss_estimator)
-            metrics["kl"] = (estimate * batch.weights).sum()
+            metrics["kl"] = (estimate * batch.token_weights).sum()
             loss = loss + kl.coef * metrics["kl"]
             metrics["kl"] = metrics["kl"].detach()
         if scores.entropy is not None:
-            metrics["entropy"] = (scores.entropy * batch.weights).sum()
+            metrics["entropy"] = (scores.entropy * batch.token_weights).sum()
             loss = loss - actor.entropy * metrics["entropy"]
             metrics["entropy"] = metrics["entropy"].detach()
         return loss, metrics
@@ -136,9 +136,9 @@ def policy_loss(config):
 def value_loss(critic):
     """The critic's clipped squared error on whole sequences."""
 
-    def loss_fn(batch: Batch, scores: Scores):
+    def loss_fn(batch: Batch, scores: TokenScores):
         return losses.value_loss(
-            scores.values, batch.values, batch.returns, batch.weights, critic.clip
+            scores.values, batch.values, batch.returns, batch.token_weights, critic.clip
         )
 
     return loss_fn
@@ -153,7 +153,7 @@ class Run:
         env = load_env(config.rollout.env_path, config.rollout.env_timeout)
         for warning in preflight(env, rows, config.rollout.max_turns):
             print(f"warning: {warning}", flush=True)
-        self.device = init()
+        self.device = init_distributed()
         name = config.actor.model_name
         self.tokenizer = AutoTokenizer.from_pretrained(name)
         self._prepare_data(rows)
@@ -223,7 +223,7 @@ class Run:
         )
         for params in (config.rollout.train_sampling_params, config.rollout.test_sampling_params):
             params.stop_token_ids = sorted({*params.stop_token_ids, *stops})
-        self.failures = FailureLog(config.rollout.max_env_failures)
+        self.failures = EnvFailures(config.rollout.max_env_failures)
         limit = min(
             w.section.max_length_per_device * w.section.sp_size for w in self.workers.values()
         )
@@ -241,13 +241,13 @@ class Run:
     def _begin(self):
         """Goes on where an earlier run stopped, or starts with the first evaluation."""
         held = {"rollout": self.rollout}
-        self.books = Books(
+        self.books = Recorder(
             self.config, self.tokenizer, self.workers, self.num_steps, self.device, held
         )
         self.step, self.metrics = self.books.step, self.books.metrics
         # Both have read the same files, so at the start their weights must agree to the bit.
-        sync = self.engine.check if self.step == 0 else self.engine.load
-        sync(self.actor.weights(self.engine_dtype), self.actor.version)
+        sync = self.engine.verify_weights if self.step == 0 else self.engine.load_weights
+        sync(self.actor.iter_full_weights(self.engine_dtype), self.actor.version)
         if self.step == 0:
             logged = self.evaluate(0, last=False)
             if logged:
@@ -272,13 +272,13 @@ class Run:
         entropy = name == "actor" and (section.log_entropy or section.entropy != 0)
         results = []
         for mini in minibatches(batch, section.update_per_rollout, seed=step):
-            mini.weights = losses.loss_weights(mini.mask, mini.trajectory, average, constant)
+            mini.token_weights = losses.token_weights(mini.mask, mini.trajectory, average, constant)
             if name == "actor" and not entropy and self.config.kl.type != "loss":
                 # Rows without advantage (every answer of their group earned the same) move nothing and are not run; the
                 # loss stays the mean over all. Metrics are means over what was run.
                 moving = (mini.advantages != 0).any(1, keepdim=True)
-                mini.mask, mini.weights = mini.mask * moving, mini.weights * moving
-            share = mini.weights.sum().item() or float("nan")
+                mini.mask, mini.token_weights = mini.mask * moving, mini.token_weights * moving
+            share = mini.token_weights.sum().item() or float("nan")
             told = worker.update(mini, loss_fn, self.temperature, entropy)
             whole = ("loss", "grad_norm", "lr", "skipped")
             results.append(

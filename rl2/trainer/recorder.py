@@ -9,7 +9,7 @@ from rl2.signals import StopSignal
 from rl2.worker import Worker
 
 
-class Books:
+class Recorder:
     """Metrics, checkpoints, exports and the wish to stop. Made when the workers (name -> Worker) are, which it resumes
     with whatever else is `held` (name -> something with a state_dict): `step` steps are done already."""
 

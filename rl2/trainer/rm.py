@@ -12,7 +12,7 @@ from rl2.config.parse import parse, user_errors
 from rl2.config.rules import validate_rm
 from rl2.config.schema import RMConfig
 from rl2.data.examples import margin, render_pair, to_samples
-from rl2.model.token_model import Scores
+from rl2.model.token_model import TokenScores
 from rl2.trainer.build import ExampleRun
 
 
@@ -24,14 +24,14 @@ def train(run: ExampleRun) -> None:
     for step in range(run.step + 1, run.num_steps + 1):
         batch = run.batch(step)
         with run.phase("update"):
-            told = run.worker.update(batch, loss_fn, whole_groups=True)
+            told = run.worker.update(batch, loss_fn, keep_groups_together=True)
         if run.finish_step(step, told, batch, evaluate):
             break
 
 
-def reward_loss(center: float, batch: Batch, scores: Scores):
+def reward_loss(center: float, batch: Batch, scores: TokenScores):
     """Bradley-Terry on whole sequences [b, T], where the rejected reply follows the chosen one."""
-    return losses.reward_loss(scores.values, batch.weights, batch.margin, center)
+    return losses.reward_loss(scores.values, batch.token_weights, batch.pair_margin, center)
 
 
 def make_batch(run: ExampleRun, examples) -> Batch:
@@ -42,8 +42,10 @@ def make_batch(run: ExampleRun, examples) -> Batch:
     )
     batch.trajectory = torch.arange(len(batch.mask))
     last = batch.mask * (batch.mask.flip(1).cumsum(1).flip(1) == 1)
-    batch.weights = losses.loss_weights(last, batch.trajectory, "sequence")
-    batch.margin = torch.tensor([margin(example.row) for example in examples]).repeat_interleave(2)
+    batch.token_weights = losses.token_weights(last, batch.trajectory, "sequence")
+    batch.pair_margin = torch.tensor(
+        [margin(example.row) for example in examples]
+    ).repeat_interleave(2)
     return batch
 
 

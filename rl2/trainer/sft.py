@@ -10,7 +10,7 @@ from rl2.config.parse import parse, user_errors
 from rl2.config.rules import validate_sft
 from rl2.config.schema import SFTConfig
 from rl2.data.examples import render_sft, to_samples
-from rl2.model.token_model import Scores
+from rl2.model.token_model import TokenScores
 from rl2.trainer.build import ExampleRun
 
 
@@ -26,22 +26,24 @@ def train(run: ExampleRun) -> None:
             break
 
 
-def loss_fn(batch: Batch, scores: Scores):
+def loss_fn(batch: Batch, scores: TokenScores):
     """Cross-entropy of the trained tokens, on whole sequences [b, T]."""
-    return losses.cross_entropy(scores.logps, batch.weights), {}
+    return losses.cross_entropy(scores.logps, batch.token_weights), {}
 
 
 def make_batch(run: ExampleRun, examples) -> Batch:
     """The rows as columns, and what each of their tokens weighs in the loss."""
     batch = collate(to_samples(examples))
-    batch.weights = losses.loss_weights(batch.mask, batch.trajectory, run.config.actor.average)
+    batch.token_weights = losses.token_weights(
+        batch.mask, batch.trajectory, run.config.actor.average
+    )
     return batch
 
 
 def perplexity(run: ExampleRun) -> dict[str, float]:
     """Of the test rows, and its logarithm, over all their trained tokens alike, whatever the training's average."""
     test = run.test_batch
-    test.weights = losses.loss_weights(test.mask, test.trajectory, "token")
+    test.token_weights = losses.token_weights(test.mask, test.trajectory, "token")
     loss = run.measure(loss_fn)["loss"]
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 

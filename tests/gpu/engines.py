@@ -29,7 +29,7 @@ from rl2.algorithms import losses
 from rl2.batch import Sample, collate
 from rl2.engine.local import LocalEngine
 from rl2.engine.sglang import SGLangEngine
-from rl2.parallel.mesh import init
+from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker, compute_dtype
 
 MEMORY = 0.5  # of the GPU, for SGLang
@@ -67,11 +67,11 @@ def differences(told, prompts, model, temperature):
 def check_contract(make):
     """What tests/test_engine.py and tests/sglang/contract.py hold on a CPU in fp32, here within bf16's rounding."""
     others = {child.pid for child in psutil.Process().children(recursive=True)}
-    device, name = init(), make_model("small")
+    device, name = init_distributed(), make_model("small")
     dtype = compute_dtype("auto", device)
     actor = Worker(section(name, lr=0.05), device, num_updates=8)
     engine = make(name, device)
-    engine.load(actor.weights(dtype), actor.version)
+    engine.load_weights(actor.iter_full_weights(dtype), actor.version)
     prompts = make_prompts(1024, 12, 60)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
     for temperature in (1.0, 0.6):
@@ -99,15 +99,15 @@ def check_contract(make):
     greedy = [out.tokens for out in play(engine, prompts, temperature=0.0, max_new_tokens=10)]
     refused(engine, [], {"max_new_tokens": 1}, "no tokens")
     refused(engine, [1024], {"max_new_tokens": 1}, "vocabulary")
-    engine.check(actor.weights(dtype), actor.version)
+    engine.verify_weights(actor.iter_full_weights(dtype), actor.version)
     check_abort(engine, prompts)
     engine.sleep()
     for _ in range(2):
         actor.update(make_batch(1024, 3, 3, 20, 20), policy_loss)
     engine.wake()
-    engine.load(actor.weights(dtype), actor.version)
+    engine.load_weights(actor.iter_full_weights(dtype), actor.version)
     stale = differences(play(engine, prompts, max_new_tokens=40), prompts, model, 1.0)
-    weights = dict(actor.weights(torch.float32))
+    weights = dict(actor.iter_full_weights(torch.float32))
     for key, parameter in model.named_parameters():
         parameter.data.copy_(weights[key])
     told = play(engine, prompts, max_new_tokens=40)
@@ -167,10 +167,10 @@ def sglang_contract():
 
 def _actor_and_engine(max_running=64, **changes):
     need_sglang()  # before a large model is made
-    device, name = init(), make_model("qwen3-1.7b")
+    device, name = init_distributed(), make_model("qwen3-1.7b")
     actor = Worker(section(name, **changes), device, num_updates=8)
     engine = start_sglang(name, device, max_running)
-    engine.load(actor.weights(engine_dtype()), actor.version)
+    engine.load_weights(actor.iter_full_weights(engine_dtype()), actor.version)
     return actor, engine, actor.model.hf.config.vocab_size
 
 
@@ -193,7 +193,7 @@ def sglang_agreement():
     batch = collate(samples)
     logps = actor.infer(batch).logps
     gaps = (logps - batch.engine_logps).abs()[batch.mask > 0]
-    mismatch = losses.mismatch(logps, batch.engine_logps, batch.mask / batch.mask.sum())
+    mismatch = losses.rollout_mismatch(logps, batch.engine_logps, batch.mask / batch.mask.sum())
     record(mean=gaps.mean().item(), worst=gaps.max().item(), tokens=gaps.numel())
     record(**{name: float(value) for name, value in mismatch.items()})
     assert gaps.mean() < 0.02 and gaps.max() < 1.0
@@ -204,15 +204,15 @@ def sglang_sync():
     """Seconds of wake and load, and the bytes of weights a second against what a copy on the device delivers."""
     actor, engine, _ = _actor_and_engine()
     dtype = engine_dtype()
-    size = sum(weight.nbytes for _, weight in actor.weights(dtype))
-    walk = seconds(lambda: [None for _ in actor.weights(dtype)], 3, 1)
+    size = sum(weight.nbytes for _, weight in actor.iter_full_weights(dtype))
+    walk = seconds(lambda: [None for _ in actor.iter_full_weights(dtype)], 3, 1)
     loads, wakes = [], []
     for version in range(1, 5):
         engine.sleep()
         start = time.perf_counter()
         engine.wake()
         wakes.append(time.perf_counter() - start)
-        engine.load(actor.weights(dtype), version)
+        engine.load_weights(actor.iter_full_weights(dtype), version)
         loads.append(time.perf_counter() - start - wakes[-1])
     copied = copy_bandwidth()
     record(
@@ -230,11 +230,11 @@ def sglang_memory():
     """GPU memory in use around the engine's life; asleep it must have given back what it took, but for its graphs."""
     need_sglang()
     others = {child.pid for child in psutil.Process().children(recursive=True)}
-    device, name = init(), make_model("qwen3-1.7b")
+    device, name = init_distributed(), make_model("qwen3-1.7b")
     actor = Worker(section(name, offload_model=True, offload_optimizer=True), device, num_updates=8)
     found = {"before": used_gib()}
     engine = start_sglang(name, device)
-    engine.load(actor.weights(engine_dtype()), 0)
+    engine.load_weights(actor.iter_full_weights(engine_dtype()), 0)
     prompts = make_prompts(1000, 8 if DRY else 64, 50)
     before = play(engine, prompts, temperature=0.0, max_new_tokens=16)
     found["running"] = used_gib()
@@ -243,7 +243,7 @@ def sglang_memory():
         found[f"asleep_{round_}"] = used_gib()
         engine.wake()
         found[f"woken_{round_}"] = used_gib()
-        engine.load(actor.weights(engine_dtype()), 0)
+        engine.load_weights(actor.iter_full_weights(engine_dtype()), 0)
         found[f"loaded_{round_}"] = used_gib()
     after = play(engine, prompts, temperature=0.0, max_new_tokens=16)
     record(**{f"{name}_gib": value for name, value in found.items()})
@@ -273,7 +273,7 @@ def sglang_throughput():
 
     from transformers import AutoTokenizer
 
-    from rl2.env.call import FailureLog
+    from rl2.env.call import EnvFailures
     from rl2.env.load import load_env
     from rl2.rollout.collect import Rollout
 
@@ -301,7 +301,7 @@ def sglang_throughput():
         "tokenizer": AutoTokenizer.from_pretrained(name),
     }
     given |= {
-        "failures": FailureLog(0.0),
+        "failures": EnvFailures(0.0),
         "max_turns": 1,
         "max_length": 40960,
         "seed": 0,
@@ -335,7 +335,7 @@ def sglang_throughput():
 def local_throughput():
     """Sampled tokens per second of the embedded engine, which decodes without graphs."""
     slots, length = (8, 16) if DRY else (256, 128)
-    device, name = init(), make_model("qwen3-1.7b")
+    device, name = init_distributed(), make_model("qwen3-1.7b")
     engine = LocalEngine(name, compute_dtype("auto", device), device, slots, False)
     prompts = make_prompts(1000, slots, 200)
 

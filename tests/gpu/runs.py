@@ -109,10 +109,10 @@ def ring():
 def _ring(name):
     from training import two_steps
 
-    from rl2.parallel.mesh import init
+    from rl2.parallel.mesh import init_distributed
     from rl2.worker import Worker
 
-    device, batch = init(), make_batch(1024, groups=3, samples=3, prompt=40, answer=90)
+    device, batch = init_distributed(), make_batch(1024, groups=3, samples=3, prompt=40, answer=90)
     settings = {"lr": 0.1, "max_length_per_device": 400, "sp_size": 2}
     scores, told, moved = two_steps(
         Worker(section(name, **settings), device, num_updates=10), batch

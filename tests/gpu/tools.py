@@ -199,9 +199,9 @@ def make_batch(vocabulary: int, groups: int, samples: int, prompt: int, answer: 
             rows.append(Sample(first + tokens(answer), mask, zeros, zeros, group, len(rows)))
     batch = collate(rows)
     batch.advantages = torch.randn(batch.mask.shape, generator=generator) * batch.mask
-    batch.weights = batch.mask / batch.mask.sum()
+    batch.token_weights = batch.mask / batch.mask.sum()
     return batch
 
 
 def policy_loss(batch, scores):
-    return -(scores.logps * batch.advantages * batch.weights).sum(), {}
+    return -(scores.logps * batch.advantages * batch.token_weights).sum(), {}

@@ -6,7 +6,7 @@ import torch
 from figures import record
 from tools import DRY, error, make_batch, make_model, matrix_peak, policy_loss, section, synchronize
 
-from rl2.parallel.mesh import init
+from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
 
@@ -15,10 +15,15 @@ def two_steps(worker, batch):
     worker.optimizer = torch.optim.SGD(
         [{"params": [p]} for p in worker.model.parameters()], lr=worker.section.lr
     )
-    before = {name: weight.cpu().clone() for name, weight in worker.weights(torch.float32)}
+    before = {
+        name: weight.cpu().clone() for name, weight in worker.iter_full_weights(torch.float32)
+    }
     scores = worker.infer(batch, 0.9, entropy=True)
     told = [worker.update(batch, policy_loss, 0.9) for _ in range(2)]
-    moved = {name: weight.cpu() - before[name] for name, weight in worker.weights(torch.float32)}
+    moved = {
+        name: weight.cpu() - before[name]
+        for name, weight in worker.iter_full_weights(torch.float32)
+    }
     return scores, told, moved
 
 
@@ -28,7 +33,7 @@ def flat(named):
 
 def worker():
     """Two bf16 updates here against the same in fp32 on a CPU: log-probabilities, loss, gradient norm, every weight."""
-    device, name = init(), make_model("small")
+    device, name = init_distributed(), make_model("small")
     batch = make_batch(1024, groups=3, samples=3, prompt=40, answer=30)
     results = {}
     for place, dtype in ((device, "auto"), (torch.device("cpu"), "float32")):
@@ -62,7 +67,7 @@ def worker():
 
 def offload():
     """Model and optimizer in host memory between uses: the same numbers, and the memory is free."""
-    device, name = init(), make_model("small")
+    device, name = init_distributed(), make_model("small")
     batch, results = make_batch(1024, groups=3, samples=3, prompt=40, answer=30), {}
     for off in (False, True):
         settings = {"lr": 1e-3, "offload_model": off, "offload_optimizer": off}
@@ -78,7 +83,7 @@ def offload():
             **{f"held_{'with' if off else 'without'}_offloading": f"{held:.2f} of the fp32 weights"}
         )
         assert DRY or (held < 0.2 if off else held > 2.5), held
-        weights = {key: weight.cpu() for key, weight in actor.weights(torch.float32)}
+        weights = {key: weight.cpu() for key, weight in actor.iter_full_weights(torch.float32)}
         results[off] = told, logps, weights
         state = actor.state_dict()  # what a checkpoint saves, wherever it is
         actor.load_state_dict(state)
@@ -117,7 +122,7 @@ def _utilisation(length, micro_batches):
     document = 2048
     if DRY:
         length, document = length // 128, 16
-    device, name = init(), make_model("qwen2.5-1.5b")
+    device, name = init_distributed(), make_model("qwen2.5-1.5b")
     settings = {
         "gradient_checkpointing": True,
         "max_length_per_device": length,
@@ -162,7 +167,7 @@ def _utilisation(length, micro_batches):
 def memory_7b():
     """What an update of a 7B model takes with everything offloaded that can be: the table in the README, measured."""
     length, name = (64 if DRY else 8192), make_model("qwen2.5-7b")
-    device = init()
+    device = init_distributed()
     settings = {
         "gradient_checkpointing": True,
         "max_length_per_device": length,

@@ -14,7 +14,7 @@ from parity import SECTION
 from transformers import AutoModelForCausalLM
 
 from rl2.engine.sglang import SGLangEngine
-from rl2.parallel.mesh import init
+from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
 ARGUMENTS = {"max_total_tokens": 4096}
@@ -46,7 +46,7 @@ def check_logps(told, prompts, model, temperature):
 
 
 def named(actor):
-    return actor.weights(torch.float32)
+    return actor.iter_full_weights(torch.float32)
 
 
 def check_abort(engine, prompts, model):
@@ -85,7 +85,7 @@ def refused(engine, prompt, params, words):
 
 
 def main(name, tp_size, actor_tp_size):
-    device = init()
+    device = init_distributed()
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     section = {
         **SECTION,
@@ -99,14 +99,14 @@ def main(name, tp_size, actor_tp_size):
         name, torch.float32, device, int(tp_size), 16, True, 0.5, ARGUMENTS, dist.get_rank()
     )
     assert (engine.index is None) == (dist.get_rank() % int(tp_size) > 0)
-    engine.check(actor.weights(torch.float32), actor.version)
+    engine.verify_weights(actor.iter_full_weights(torch.float32), actor.version)
     wrong = (
         (k, w.clone().index_fill_(0, torch.tensor(1), 0.5)) if "o_proj" in k else (k, w)
         for k, w in named(actor)
     )
     if engine.index is not None:
         try:
-            engine.check(wrong, actor.version)
+            engine.verify_weights(wrong, actor.version)
         except RuntimeError as error:
             assert "weights of SGLang are not the trainer's" in str(error) and "o_proj" in str(
                 error
@@ -114,8 +114,8 @@ def main(name, tp_size, actor_tp_size):
         else:
             raise AssertionError("other weights were not noticed")
     else:
-        engine.check(wrong, actor.version)
-    engine.load(named(actor), actor.version)
+        engine.verify_weights(wrong, actor.version)
+    engine.load_weights(named(actor), actor.version)
     generator = torch.Generator().manual_seed(0)
     prompts = [
         torch.randint(3, 98, (n,), generator=generator).tolist() for n in (1, 7, 30, 61, 12, 5)
@@ -167,15 +167,15 @@ def main(name, tp_size, actor_tp_size):
     for _ in range(2):
         actor.update(make_batch(), policy_loss, entropy=True)
     engine.wake()
-    engine.load(actor.weights(torch.float32), actor.version)
-    weights = dict(actor.weights(torch.float32))
+    engine.load_weights(actor.iter_full_weights(torch.float32), actor.version)
+    weights = dict(actor.iter_full_weights(torch.float32))
     moved = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     for key, parameter in moved.named_parameters():
         parameter.data.copy_(weights[key])
     told = play(engine, prompts, max_new_tokens=20)
     check_logps(told, prompts, moved, 1.0)
     assert all(out.version == 2 for out in told)
-    engine.check(named(actor), actor.version)
+    engine.verify_weights(named(actor), actor.version)
     assert not told or play(engine, prompts, temperature=0.0, max_new_tokens=10) != greedy
     engine.close()
     left = {
