@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rl2.parallel.mesh import gather_objects, is_single_process
+from rl2.parallel.mesh import all_gather_objects, is_single_process
 
 
 class Checkpoints:
@@ -136,7 +136,7 @@ def _sync(folder):
 
 def assert_same_everywhere(value) -> None:
     """Every process must hold the same value: a layout or a data set that differs between nodes would deadlock later."""
-    values = gather_objects(value)
+    values = all_gather_objects(value)
     if any(other != values[0] for other in values):
         raise ValueError(
             f"processes disagree: {values}; do all nodes see the same files and arguments?"

@@ -6,7 +6,7 @@ and backward inside are split.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -58,51 +58,82 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
+@dataclass
+class UpdateResult:
+    """What one optimizer step reports; every process gets the same numbers."""
+
+    loss: float
+    grad_norm: float  # before clipping
+    lr: float
+    skipped: bool  # the gradient was not finite, so the weights did not move
+    metrics: dict[str, float]  # the loss function's, summed over all tokens
+
+    def to_log(self) -> dict[str, float]:
+        """All numbers by the names that the metrics log uses."""
+        return {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "skipped": float(self.skipped),
+            **self.metrics,
+        }
+
+
 class Worker:
-    """`section` is the worker's part of the config; `num_updates` how many updates the schedule is laid out for (0 = a
+    """`config` is the worker's section of the config; `num_updates` how many updates the schedule is laid out for (0 = a
     frozen model without an optimizer, the reference)."""
 
-    def __init__(self, section, device: torch.device, critic: bool = False, num_updates: int = 0):
-        self.section, self.num_updates = section, num_updates
-        self.mesh = make_mesh(device, section.fsdp_size, section.sp_size, section.tp_size)
-        self.dtype = compute_dtype(section.dtype, device)
+    def __init__(self, config, device: torch.device, critic: bool = False, num_updates: int = 0):
+        self.config = config
+        self.num_updates = num_updates
+        self.mesh = make_mesh(device, config.fsdp_size, config.sp_size, config.tp_size)
+        self.dtype = compute_dtype(config.dtype, device)
         trained = num_updates > 0
-        checkpointing = trained and section.gradient_checkpointing
-        adapted = trained and section.lora_rank > 0
+        checkpointing = trained and config.gradient_checkpointing
+        adapted = trained and config.lora_rank > 0
         self.adapters = (
-            (section.lora_rank, section.lora_alpha, section.lora_targets) if adapted else None
+            (config.lora_rank, config.lora_alpha, config.lora_targets) if adapted else None
         )
-        given = (section.model_name, critic, self.dtype, checkpointing, self.mesh)
+        given = (config.model_name, critic, self.dtype, checkpointing, self.mesh)
         self.model = load_model(*given, masters=trained, adapters=self.adapters)
-        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.trained_parameters = {
+            name: p for name, p in self.model.named_parameters() if p.requires_grad
+        }
         self.version = 0  # how many updates the weights have seen
         self.optimizer = None
         self.offload()
         if trained:
             # Fused even on the CPU: one pass over the memory instead of ten. It takes parameters of one mesh at a time.
             groups = [
-                [p for p in self.trained.values() if p.device_mesh.ndim == n] for n in (1, 2, 3)
+                [p for p in self.trained_parameters.values() if p.device_mesh.ndim == n]
+                for n in (1, 2, 3)
             ]
             groups = [{"params": group} for group in groups if group]
             self.optimizer = torch.optim.AdamW(
-                groups, section.lr, weight_decay=section.weight_decay, fused=True
+                groups, config.lr, weight_decay=config.weight_decay, fused=True
             )
-            if section.optimizer_dir:
-                self._import_optimizer(section.optimizer_dir)
+            if config.optimizer_dir:
+                self._import_optimizer(config.optimizer_dir)
 
     @torch.no_grad()
-    def infer(self, batch: Batch, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
+    def infer(
+        self, batch: Batch, temperature: float = 1.0, with_entropy: bool = False
+    ) -> TokenScores:
         """The model's scores of every trained token, as columns [B, T] on every process."""
         self.onload()
         shape = batch.mask.shape
         names = (
-            ["values"] if self.model.is_critic else ["logps", "entropy"] if entropy else ["logps"]
+            ["values"]
+            if self.model.is_critic
+            else ["logps", "entropy"]
+            if with_entropy
+            else ["logps"]
         )
         columns = {name: torch.zeros(shape, device=self.mesh.device) for name in names}
-        budget = self.section.max_inference_length_per_device or self.section.max_length_per_device
+        budget = self.config.max_inference_length_per_device or self.config.max_length_per_device
         for rows in self._micro_batches(batch, budget):
             part = batch.select(rows)
-            for name, column in vars(self._score(part, temperature, entropy)).items():
+            for name, column in vars(self._score(part, temperature, with_entropy)).items():
                 if column is not None:
                     columns[name][rows] = column
         for module in self.model.modules():  # without a backward pass nothing else would
@@ -123,28 +154,28 @@ class Worker:
         another, frozen worker."""
         if self.adapters:
             return lora.disabled(self.model.hf)(self.infer)  # a context around every call
-        return Worker(self.section, self.mesh.device).infer
+        return Worker(self.config, self.mesh.device).infer
 
     def update(
         self,
         batch: Batch,
         loss_fn: Loss,
         temperature: float = 1.0,
-        entropy: bool = False,
+        with_entropy: bool = False,
         keep_groups_together: bool = False,
-    ) -> dict[str, float]:
+    ) -> UpdateResult:
         """One optimizer step on `batch`. `loss_fn(rows of the batch, their scores [b, T])` returns a sum over tokens that
         `batch.token_weights` have already divided by the global count, and metrics that are such sums too: neither the number
         of processes nor the micro-batches can change the gradient. `whole_groups`: the loss sees all rows of a group, one
-        behind the other. Returns the metrics with loss, grad_norm, lr, skipped.
+        behind the other.
         """
         self.onload()
         totals = {}
         for rows in self._micro_batches(
-            batch, self.section.max_length_per_device, keep_groups_together
+            batch, self.config.max_length_per_device, keep_groups_together
         ):
             part = batch.select(rows)
-            scores = self._score(part, temperature, entropy).map(
+            scores = self._score(part, temperature, with_entropy).map(
                 lambda column: differentiable_all_reduce(column, self.mesh.sp)
             )
             loss, metrics = loss_fn(_move(part, self.mesh.device), scores)
@@ -158,7 +189,13 @@ class Worker:
         norm, lr = self._step()
         self.offload()
         totals = dict(zip(names, sums.tolist(), strict=True))
-        return totals | {"grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm))}
+        return UpdateResult(
+            loss=totals.pop("loss"),
+            grad_norm=norm,
+            lr=lr,
+            skipped=not math.isfinite(norm),
+            metrics=totals,
+        )
 
     def iter_full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by its Hugging Face name, adapters merged in, whole and in `dtype`, one at a time. All processes
@@ -168,12 +205,12 @@ class Worker:
             yield name, weight.to(dtype).full_tensor()
         self.offload()
 
-    def export(self, folder: str, tokenizer, optimizer: bool = False) -> None:
+    def export(self, folder: str, tokenizer, with_optimizer: bool = False) -> None:
         """Writes the model as a Hugging Face folder; to its sub-folders what LoRA trained, as peft does (`adapter`), and
         the optimizer's state, which `optimizer_dir` reads (`optimizer`). All processes must call."""
         if self.adapters:
             self.onload()
-            lora.save(self.model.hf, f"{folder}/adapter", self.section.model_name)
+            lora.save(self.model.hf, f"{folder}/adapter", self.config.model_name)
         full = {}
         for name, tensor in self.iter_full_weights(self.model.stored_dtype):
             if dist.get_rank() == 0:
@@ -187,7 +224,7 @@ class Worker:
             self.model.hf.config.dtype = self.model.stored_dtype  # it named that of the masters
             self.model.hf.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        if optimizer:
+        if with_optimizer:
             dcp.save(
                 {"optimizer": self._optimizer_state()},
                 checkpoint_id=f"{folder}/optimizer",
@@ -206,7 +243,7 @@ class Worker:
 
     def state_dict(self) -> dict:
         """What a resumed run needs of this worker: what is trained, its optimizer and version, sharded."""
-        model = {name: parameter.detach() for name, parameter in self.trained.items()}
+        model = {name: parameter.detach() for name, parameter in self.trained_parameters.items()}
         return {"model": model, "optimizer": self._optimizer_state(), "version": self.version}
 
     def load_state_dict(self, state: dict) -> None:
@@ -222,36 +259,36 @@ class Worker:
 
     def offload(self) -> None:
         """Moves the model to host memory if the config asks for it."""
-        if self.section.offload_model and self.mesh.device.type != "cpu":
+        if self.config.offload_model and self.mesh.device.type != "cpu":
             self.model.to("cpu")
 
     def _micro_batches(self, batch, budget, keep_groups_together=False):
-        budget, share = budget * self.section.sp_size, self.section.share_prompts
+        budget, share = budget * self.config.sp_size, self.config.share_prompts
         parts = plan_micro_batches(
             batch, budget, self.mesh.dp_size, share, self.model.attention_cost, keep_groups_together
         )
         return [micro[self.mesh.dp_rank] for micro in parts]
 
-    def _score(self, part, temperature, entropy):
+    def _score(self, part, temperature, with_entropy):
         """The scores of the rows as columns, with their gradient; 0 where another process of our ring computes them."""
         ring = self.model.ring
-        packed = zigzag(pack(part, self.section.share_prompts), ring.size, ring.rank)
+        packed = zigzag(pack(part, self.config.share_prompts), ring.size, ring.rank)
         packed = _move(packed, self.mesh.device)
-        scores = self.model(packed, temperature, entropy)
+        scores = self.model(packed, temperature, with_entropy)
         return scores.map(lambda pairs: unpack(packed, pairs, part.mask.shape))
 
     def _step(self) -> tuple[float, float]:
         """Clips, steps and clears the gradient; a gradient that is not finite is dropped, and nothing moves."""
-        gradients = [parameter.grad.to_local() for parameter in self.trained.values()]
+        gradients = [parameter.grad.to_local() for parameter in self.trained_parameters.values()]
         norm = self._gradient_norm()
-        lr = self.section.lr * schedule(
-            self.version, self.num_updates, self.section.warmup_ratio, self.section.scheduler
+        lr = self.config.lr * schedule(
+            self.version, self.num_updates, self.config.warmup_ratio, self.config.scheduler
         )
         if math.isfinite(norm):
-            torch._foreach_mul_(gradients, min(1.0, self.section.max_grad_norm / (norm + 1e-6)))
+            torch._foreach_mul_(gradients, min(1.0, self.config.max_grad_norm / (norm + 1e-6)))
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            if self.section.offload_optimizer:
+            if self.config.offload_optimizer:
                 step_in_parts(self.optimizer, self.mesh.device)
             else:
                 self.optimizer.step()
@@ -265,7 +302,7 @@ class Worker:
             for parameter in partial_gradients(self.model.hf):
                 dist.all_reduce(parameter.grad.to_local(), group=self.mesh.tp.get_group())
         squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for parameter in self.trained.values():
+        for parameter in self.trained_parameters.values():
             sharded = math.prod(
                 parameter.device_mesh.size(i)
                 for i, p in enumerate(parameter.placements)

@@ -34,7 +34,10 @@ def main(mode, name, folder):
     checkpoints = Checkpoints(folder)
 
     def step():
-        told = {k: w.update(batch, losses[k], entropy=k == "actor") for k, w in workers.items()}
+        told = {
+            k: w.update(batch, losses[k], with_entropy=k == "actor").to_log()
+            for k, w in workers.items()
+        }
         weights = {
             (k, name): p
             for k, w in workers.items()

@@ -84,12 +84,12 @@ def two_steps(name, critic, device, batch, **changes):
     )
     drawn = {
         key: p.detach().full_tensor().clone()
-        for key, p in worker.trained.items()
+        for key, p in worker.trained_parameters.items()
         if section.lora_rank
     }
-    before = worker.infer(batch, 0.9, entropy=not critic)
+    before = worker.infer(batch, 0.9, with_entropy=not critic)
     loss = value_loss if critic else policy_loss
-    metrics = [worker.update(batch, loss, 0.9, entropy=not critic) for _ in range(2)]
+    metrics = [worker.update(batch, loss, 0.9, with_entropy=not critic).to_log() for _ in range(2)]
     weights = dict(worker.iter_full_weights(torch.float32))
     return {
         "scores": vars(before),

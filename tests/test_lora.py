@@ -62,13 +62,15 @@ def test_training_starts_from_the_model_and_the_reference_stays_it(make):
         assert torch.equal(reference(batch, 0.9).logps, expected)  # first of all, as a run does
         assert torch.equal(worker.infer(batch, 0.9).logps, expected)
         held = {key: p.detach().full_tensor().clone() for key, p in worker.model.named_parameters()}
-        assert {held[key].dtype for key in worker.trained} == {torch.float32}
-        assert {held[key].dtype for key in held.keys() - worker.trained.keys()} == {worker.dtype}
-        norms.append(worker.update(batch, policy_loss, 0.9, entropy=True)["grad_norm"])
-        worker.update(batch, policy_loss, 0.9, entropy=True)
+        assert {held[key].dtype for key in worker.trained_parameters} == {torch.float32}
+        assert {held[key].dtype for key in held.keys() - worker.trained_parameters.keys()} == {
+            worker.dtype
+        }
+        norms.append(worker.update(batch, policy_loss, 0.9, with_entropy=True).grad_norm)
+        worker.update(batch, policy_loss, 0.9, with_entropy=True)
         for key, p in worker.model.named_parameters():
             assert torch.equal(p.detach().full_tensor(), held[key]) == (
-                key not in worker.trained
+                key not in worker.trained_parameters
             ), key
         trained = worker.infer(batch, 0.9).logps
         assert (trained - expected).abs().max() > 0.1
@@ -80,7 +82,7 @@ def test_training_starts_from_the_model_and_the_reference_stays_it(make):
 def test_a_step_of_adamw_equals_peft_by_hand(make):
     """Two steps: in the first one A has no gradient, since B is 0."""
     worker, batch = make(lora_targets=["q_proj", "v_proj"]), make_batch()
-    model = AutoModelForCausalLM.from_pretrained(worker.section.model_name, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(worker.config.model_name, dtype=torch.float32)
     model = get_peft_model(
         model, LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"])
     )
@@ -89,13 +91,13 @@ def test_a_step_of_adamw_equals_peft_by_hand(make):
         for key, p in model.named_parameters()
         if p.requires_grad
     }
-    assert plain.keys() == worker.trained.keys()
+    assert plain.keys() == worker.trained_parameters.keys()
     for key, p in plain.items():
-        p.data.copy_(worker.trained[key].detach().full_tensor())
+        p.data.copy_(worker.trained_parameters[key].detach().full_tensor())
     worker.reference()(batch)  # and the adapters are on again, at their scale
     optimizer = torch.optim.AdamW(plain.values(), lr=1e-2, weight_decay=0.0)
     for _ in range(2):
-        worker.update(batch, policy_loss, entropy=True)
+        worker.update(batch, policy_loss, with_entropy=True)
         log_p = model(batch.inputs).logits.log_softmax(-1)
         logps = log_p.gather(2, batch.targets[..., None])[..., 0] * batch.mask
         loss, _ = policy_loss(
@@ -107,7 +109,7 @@ def test_a_step_of_adamw_equals_peft_by_hand(make):
         optimizer.zero_grad()
         for key, p in plain.items():
             torch.testing.assert_close(
-                worker.trained[key].full_tensor(), p, rtol=0, atol=5e-4, msg=key
+                worker.trained_parameters[key].full_tensor(), p, rtol=0, atol=5e-4, msg=key
             )
     merged = dict(model.merge_and_unload().named_parameters())
     for key, weight in worker.iter_full_weights(torch.float32):
@@ -117,7 +119,7 @@ def test_a_step_of_adamw_equals_peft_by_hand(make):
 def test_a_critic_trains_its_head_beside_the_adapters(make):
     worker, batch = make(critic=True), make_batch()
     assert (
-        sum(not key.startswith("hf.score") for key in worker.trained) == 2 * 7 * 2
+        sum(not key.startswith("hf.score") for key in worker.trained_parameters) == 2 * 7 * 2
     )  # A and B, 7 matrices, 2 layers
     before = {key: weight.clone() for key, weight in worker.iter_full_weights(torch.float32)}
     expected = make(critic=True, num_updates=0).infer(batch).values
@@ -135,4 +137,4 @@ def test_a_target_that_is_not_there_is_told(make):
         ):
             make(lora_targets=["v_proj", target])
     worker = make(lora_targets=["layers.1.self_attn.q_proj", "o_proj"])
-    assert len(worker.trained) == 2 * 3
+    assert len(worker.trained_parameters) == 2 * 3

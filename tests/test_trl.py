@@ -94,8 +94,8 @@ def update(name, device, batch, loss_fn, critic=False, **options):
 def check(told, loss, model):
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    assert told["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert told["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert told.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert told.grad_norm == pytest.approx(norm.item(), rel=1e-4)
 
 
 def test_sft_loss(tmp_path, device):
@@ -170,7 +170,7 @@ def test_dpo_loss(tmp_path, device, loss, beta):
     }
     for theirs, ours in names.items():
         assert trainer._metrics["train"][f"rewards/{theirs}"] == [
-            pytest.approx(told[ours], rel=1e-5)
+            pytest.approx(told.metrics[ours], rel=1e-5)
         ]
 
 
@@ -196,7 +196,7 @@ def test_reward_loss(tmp_path, device, margin, center):
         inputs["margin"] = torch.tensor([row["margin"] for row in rows])
     check(told, trainer.compute_loss(model, inputs), model)
     for key in ("accuracy", "margin"):
-        assert trainer._metrics["train"][key] == [pytest.approx(told[key], rel=1e-5)]
+        assert trainer._metrics["train"][key] == [pytest.approx(told.metrics[key], rel=1e-5)]
 
 
 def test_what_ends_in_padding_is_scored_where_transformers_does(tmp_path, device):

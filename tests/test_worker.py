@@ -133,15 +133,15 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path):
             loss, metrics = policy_loss(part, scores)
             return loss * float("inf"), metrics
 
-        told = worker.update(batch, broken, entropy=True)
-        assert told["skipped"] == 1 and worker.version == 0
+        told = worker.update(batch, broken, with_entropy=True)
+        assert told.skipped and worker.version == 0
         assert all(
             torch.equal(weight, before[key])
             for key, weight in worker.iter_full_weights(torch.float32)
         )
-        told = worker.update(batch, policy_loss, entropy=True)
-        assert told["skipped"] == 0 and worker.version == 1
-        assert told["lr"] == SECTION["lr"] / 4  # the schedule had not moved either
+        told = worker.update(batch, policy_loss, with_entropy=True)
+        assert not told.skipped and worker.version == 1
+        assert told.lr == SECTION["lr"] / 4  # the schedule had not moved either
         assert any(
             not torch.equal(weight, before[key])
             for key, weight in worker.iter_full_weights(torch.float32)
@@ -168,9 +168,9 @@ def test_a_step_in_parts_is_the_same_step(tmp_path, monkeypatch):
                 "weight_decay": 0.1,
             }
             worker = Worker(SimpleNamespace(**{**SECTION, **settings}), device, False, 4)
-            told = [worker.update(batch, policy_loss, entropy=True) for _ in range(2)]
+            told = [worker.update(batch, policy_loss, with_entropy=True) for _ in range(2)]
             worker.load_state_dict(worker.state_dict())
-            told += [worker.update(batch, policy_loss, entropy=True) for _ in range(2)]
+            told += [worker.update(batch, policy_loss, with_entropy=True) for _ in range(2)]
             assert all(parameter.grad is None for parameter in worker.model.parameters())
             found.append((told, dict(worker.iter_full_weights(torch.float32))))
     finally:
@@ -213,9 +213,9 @@ def test_a_process_may_end_right_behind_a_collective():
 )
 def test_one_process_keeps_its_threads_to_itself():
     """A second team of OpenMP threads, that of a gloo thread which copies, costs a single process half its speed."""
-    script = "import torch, os\nfrom rl2.parallel.mesh import gather_objects, init_distributed\ninit_distributed()\n"
+    script = "import torch, os\nfrom rl2.parallel.mesh import all_gather_objects, init_distributed\ninit_distributed()\n"
     script += (
         "torch.ones(10**6) + 1\nbefore = set(os.listdir('/proc/self/task'))\nvalue = b'x' * 10**6\n"
     )
-    script += "assert gather_objects(value) == [value]\nassert set(os.listdir('/proc/self/task')) <= before"
+    script += "assert all_gather_objects(value) == [value]\nassert set(os.listdir('/proc/self/task')) <= before"
     run("-c", script, env={"OMP_NUM_THREADS": "2"})

@@ -6,6 +6,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,14 +116,19 @@ def is_single_process() -> bool:
     return dist.get_world_size() == 1
 
 
-def gather_objects(value, everywhere: bool = True) -> list:
-    """The picklable value of every process in order of rank, on every process or on the first one only, where the others
-    get a list that means nothing."""
-    values = [value] * dist.get_world_size()
+def gather_objects(value: Any) -> list:
+    """The picklable value of every process in order of rank, on rank 0; an empty list elsewhere."""
     if is_single_process():
-        return values
-    if everywhere:
-        dist.all_gather_object(values, value)
-    else:
-        dist.gather_object(value, values if dist.get_rank() == 0 else None)
+        return [value]
+    values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values)
+    return values or []
+
+
+def all_gather_objects(value: Any) -> list:
+    """The picklable value of every process in order of rank, on all processes."""
+    if is_single_process():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
     return values

@@ -74,7 +74,7 @@ class Metrics:
 
     def write_trajectories(self, purpose: str, step: int, records: list[dict]) -> None:
         """Every process's records to rollouts/`purpose`/step_N.jsonl, in the order of the data."""
-        gathered = gather_objects(records, everywhere=False)
+        gathered = gather_objects(records)
         if self.first:
             path = self.folder / "rollouts" / purpose / f"step_{step}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from rl2.data import chat
 from rl2.env.contract import EnvError
-from rl2.parallel.mesh import gather_objects
+from rl2.parallel.mesh import all_gather_objects
 from rl2.rollout.trajectory import Group, Trajectory, _append, _begin_sample, _reward
 
 
@@ -72,7 +72,7 @@ class Rollout:
     def _pause(self, groups, played, wanted):
         """Our part of the first `wanted` groups that are done. All others are kept, on every process, so that whichever
         engine is free goes on with them."""
-        told = {group.id: group for part in gather_objects(played) for group in part}
+        told = {group.id: group for part in all_gather_objects(played) for group in part}
         groups = [told.get(group.id, group) for group in groups]
         done = [group for group in groups if group.done][:wanted]
         ids = {group.id for group in done}

@@ -1,13 +1,15 @@
 """Trajectories: turns between the engine and the user's environment, and the training samples they become."""
 
 from rl2.batch import Sample
-from rl2.parallel.mesh import gather_objects
+from rl2.parallel.mesh import all_gather_objects
 from rl2.rollout.trajectory import Trajectory
 
 
 def gather_samples(trajectories: list[Trajectory]) -> list[Sample]:
     """The training samples of every process, on every process, in the order of the data."""
-    parts = gather_objects([sample for trajectory in trajectories for sample in trajectory.samples])
+    parts = all_gather_objects(
+        [sample for trajectory in trajectories for sample in trajectory.samples]
+    )
     return sorted(
         (sample for part in parts for sample in part), key=lambda sample: sample.trajectory
     )
@@ -20,7 +22,7 @@ def summarise(trajectories: list[Trajectory], failures, version: int) -> dict[st
         {k: v for k, v in trajectory.record().items() if k != "messages"}
         for trajectory in trajectories
     ]
-    told = [record for part in gather_objects(told) for record in part]
+    told = [record for part in all_gather_objects(told) for record in part]
     scored = [record for record in told if record["finish_reason"] != "failed"]
     failures.check(len(told) - len(scored), len(told))
 

@@ -9,7 +9,7 @@ from rl2.batch import Batch, scored_spans
 from rl2.data.examples import Examples
 from rl2.parallel.mesh import init_distributed
 from rl2.trainer.recorder import Recorder
-from rl2.worker import Worker
+from rl2.worker import UpdateResult, Worker
 
 
 def count_steps(items, config, what: str) -> int:
@@ -78,9 +78,9 @@ class ExampleRun:
         if self.step == 0 and (logged := self._test(0, evaluate, False)):
             self.books.metrics.log(0, logged)
 
-    def finish_step(self, step: int, told: dict[str, float], batch: Batch, evaluate) -> bool:
+    def finish_step(self, step: int, result: UpdateResult, batch: Batch, evaluate) -> bool:
         """Evaluates if that is due and keeps the books. Whether the run is to stop here."""
-        logged = {f"{self.name}/{key}": value for key, value in told.items()}
+        logged = {f"{self.name}/{key}": value for key, value in result.to_log().items()}
         total = sum(end for _, end in scored_spans(batch))
         logged |= {"tokens/trained": int(batch.mask.sum()), "tokens/total": total}
         stopping = bool(self.books.stop)

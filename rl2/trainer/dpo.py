@@ -27,8 +27,8 @@ def train(run: ExampleRun, reference) -> None:
         with run.phase("reference"):
             batch.ref_logps = reference(batch).logps
         with run.phase("update"):
-            told = run.worker.update(batch, loss_fn, keep_groups_together=True)
-        if run.finish_step(step, told, batch, evaluate):
+            result = run.worker.update(batch, loss_fn, keep_groups_together=True)
+        if run.finish_step(step, result, batch, evaluate):
             break
 
 

@@ -225,7 +225,7 @@ class Run:
             params.stop_token_ids = sorted({*params.stop_token_ids, *stops})
         self.failures = EnvFailures(config.rollout.max_env_failures)
         limit = min(
-            w.section.max_length_per_device * w.section.sp_size for w in self.workers.values()
+            w.config.max_length_per_device * w.config.sp_size for w in self.workers.values()
         )
         self.rollout = Rollout(
             self.engine,
@@ -279,11 +279,9 @@ class Run:
                 moving = (mini.advantages != 0).any(1, keepdim=True)
                 mini.mask, mini.token_weights = mini.mask * moving, mini.token_weights * moving
             share = mini.token_weights.sum().item() or float("nan")
-            told = worker.update(mini, loss_fn, self.temperature, entropy)
-            whole = ("loss", "grad_norm", "lr", "skipped")
-            results.append(
-                {key: value if key in whole else value / share for key, value in told.items()}
-            )
+            result = worker.update(mini, loss_fn, self.temperature, entropy)
+            result.metrics = {key: value / share for key, value in result.metrics.items()}
+            results.append(result.to_log())
         return {
             f"{name}/{key}": sum(told[key] for told in results) / len(results) for key in results[0]
         }

@@ -54,9 +54,9 @@ class Recorder:
             if stopping or (every and step % every == 0):
                 self.checkpoints.save(step, self.held, dump(self.config))
             for worker in self.workers.values():
-                if worker.section.save_freq and step % worker.section.save_freq == 0:
-                    folder = f"{worker.section.save_dir}/step_{step}"
-                    worker.export(folder, self.tokenizer, worker.section.save_optimizer)
+                if worker.config.save_freq and step % worker.config.save_freq == 0:
+                    folder = f"{worker.config.save_dir}/step_{step}"
+                    worker.export(folder, self.tokenizer, worker.config.save_optimizer)
 
     def finish(self, worker: Worker) -> None:
         """The final model, and a clean end."""

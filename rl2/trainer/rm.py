@@ -24,8 +24,8 @@ def train(run: ExampleRun) -> None:
     for step in range(run.step + 1, run.num_steps + 1):
         batch = run.batch(step)
         with run.phase("update"):
-            told = run.worker.update(batch, loss_fn, keep_groups_together=True)
-        if run.finish_step(step, told, batch, evaluate):
+            result = run.worker.update(batch, loss_fn, keep_groups_together=True)
+        if run.finish_step(step, result, batch, evaluate):
             break
 
 

@@ -279,7 +279,7 @@ def sglang_throughput():
 
     slots, length = (8, 16) if DRY else (256, 512)
     actor, engine, _ = _actor_and_engine(slots)
-    name = actor.section.model_name
+    name = actor.config.model_name
     env = Path(os.environ["RL2_GPU_MODELS"], "env.py")
     env.write_text(
         "def reward_fn(messages, answer):\n    return float(len(messages[-1]['content']) % 7)\n"

@@ -120,9 +120,7 @@ def _ring(name):
     plain = {**settings, "sp_size": 1, "dtype": "float32"}
     expected = two_steps(Worker(section(name, **plain), torch.device("cpu"), num_updates=10), batch)
     gap = (scores.logps - expected[0].logps).abs().max().item()
-    norm = max(
-        abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(told, expected[1], strict=True)
-    )
+    norm = max(abs(a.grad_norm / b.grad_norm - 1) for a, b in zip(told, expected[1], strict=True))
     weights = max(error(moved[key], expected[2][key]) for key in moved)
     if os.environ["RANK"] == "0":
         record(logps=gap, grad_norm=norm, worst_weight=weights)

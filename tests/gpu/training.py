@@ -13,12 +13,12 @@ from rl2.worker import Worker
 def two_steps(worker, batch):
     """What a worker says of the batch, what two SGD updates tell, and how each weight has moved."""
     worker.optimizer = torch.optim.SGD(
-        [{"params": [p]} for p in worker.model.parameters()], lr=worker.section.lr
+        [{"params": [p]} for p in worker.model.parameters()], lr=worker.config.lr
     )
     before = {
         name: weight.cpu().clone() for name, weight in worker.iter_full_weights(torch.float32)
     }
-    scores = worker.infer(batch, 0.9, entropy=True)
+    scores = worker.infer(batch, 0.9, with_entropy=True)
     told = [worker.update(batch, policy_loss, 0.9) for _ in range(2)]
     moved = {
         name: weight.cpu() - before[name]
@@ -53,7 +53,7 @@ def worker():
         "mean_logps": ((scores.logps - plain_scores.logps).abs().sum() / batch.mask.sum()).item(),
         "entropy": (scores.entropy - plain_scores.entropy).abs().max().item(),
         "grad_norm": max(
-            abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(told, plain_told, strict=True)
+            abs(a.grad_norm / b.grad_norm - 1) for a, b in zip(told, plain_told, strict=True)
         ),
         "weights": error(flat(moved), flat(plain_moved)),
         "worst_weight": max(error(moved[key], plain_moved[key]) for key in moved),
@@ -89,20 +89,19 @@ def offload():
         actor.load_state_dict(state)
         again = actor.infer(batch).logps
         assert (again - logps).abs().max() < 1e-5, "a state that was saved and read back is another"
-        assert actor.update(batch, policy_loss)["skipped"] == 0
+        assert actor.update(batch, policy_loss).skipped == 0
         del actor, state
     (told, logps, weights), (off_told, off_logps, off_weights) = results[False], results[True]
     # Not bit for bit: on a GPU attention's backward adds up in any order.
     record(
         grad_norm=max(
-            abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(off_told, told, strict=True)
+            abs(a.grad_norm / b.grad_norm - 1) for a, b in zip(off_told, told, strict=True)
         ),
         logps=(off_logps - logps).abs().max().item(),
         weights=max(error(off_weights[key], weights[key]) for key in weights),
     )
     assert (
-        max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(off_told, told, strict=True))
-        < 0.01
+        max(abs(a.grad_norm / b.grad_norm - 1) for a, b in zip(off_told, told, strict=True)) < 0.01
     )
     assert (off_logps - logps).abs().max() < 0.1
     assert max(error(off_weights[key], weights[key]) for key in weights) < 0.01
@@ -151,7 +150,7 @@ def _utilisation(length, micro_batches):
         synchronize()
         times.append(time.perf_counter() - start)
         record(update_seconds=times[-1])
-        assert told["skipped"] == 0
+        assert told.skipped == 0
     share = flops / min(times[1:]) / peak
     record(
         parameters=f"{(body + head) / 1e9:.2f}e9",
@@ -188,7 +187,7 @@ def memory_7b():
             record(idle_gib=torch.cuda.memory_allocated() / 2**30)
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        assert actor.update(batch, policy_loss)["skipped"] == 0
+        assert actor.update(batch, policy_loss).skipped == 0
         synchronize()
         record(update_seconds=time.perf_counter() - start)
         if not DRY:

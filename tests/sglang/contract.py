@@ -165,7 +165,7 @@ def main(name, tp_size, actor_tp_size):
     from parity import make_batch, policy_loss
 
     for _ in range(2):
-        actor.update(make_batch(), policy_loss, entropy=True)
+        actor.update(make_batch(), policy_loss, with_entropy=True)
     engine.wake()
     engine.load_weights(actor.iter_full_weights(torch.float32), actor.version)
     weights = dict(actor.iter_full_weights(torch.float32))
