@@ -17,6 +17,7 @@ from rl2.algorithms.advantages import (
     whiten,
     zero_std_group_fraction,
 )
+from rl2.algorithms.by_name import argument_names, find_function
 from rl2.algorithms.losses import (
     cross_entropy,
     dpo_loss,
@@ -215,7 +216,7 @@ def test_equal_rewards_give_exactly_zero(reward, norm_var):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_zero_variance_share(seed):
+def test_zero_std_group_fraction(seed):
     case = make_case(seed)
     groups = [len(set(rewards.values())) == 1 for rewards in rewards_of(case).values()]
     share = zero_std_group_fraction(case.rewards, case.mask, case.group, case.trajectory)
@@ -276,7 +277,7 @@ def test_whiten_of_one_token_or_none():
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_loss_weights(seed):
+def test_token_weights(seed):
     case = make_case(seed)
     lines = tokens(case.mask, case.trajectory).values()
     total = sum(len(line) for line in lines)
@@ -295,7 +296,7 @@ def test_loss_weights(seed):
     )
 
 
-def test_loss_weights_by_hand_and_what_is_refused():
+def test_token_weights_by_hand_and_what_is_refused():
     mask, trajectory = (
         torch.tensor([[1.0, 1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 1]]),
         torch.tensor([5, 5, 6, 2]),
@@ -399,7 +400,7 @@ def test_policy_loss_by_hand():
     )
     assert loss.item() == pytest.approx((-1.5 + 1.75 - 0.5 + 0.8) / 4)
     assert metrics["clip_ratio"].item() == 0.75
-    with pytest.raises(ValueError, match="'ppg'.*ppo, gspo or cispo"):
+    with pytest.raises(ValueError, match="actor.loss=ppg: choose ppo, gspo, cispo"):
         policy_loss(logps, old, advantages, mask, weights, 0.2, loss="ppg")
 
 
@@ -463,7 +464,7 @@ def test_an_absurd_ratio_stays_finite(loss, shift):
 
 @pytest.mark.parametrize("cap", [1.05, 1.3])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_correction_weights(seed, cap):
+def test_importance_weights(seed, cap):
     case, expected = make_case(seed), {kind: {} for kind in KINDS}
     for b, row in enumerate(case.mask.tolist()):
         places = [(b, t) for t, sampled in enumerate(row) if sampled]
@@ -481,7 +482,7 @@ def test_correction_weights(seed, cap):
         assert_cells(found * case.mask, expected[kind])
 
 
-def test_correction_weights_by_hand():
+def test_importance_weights_by_hand():
     old = torch.tensor([[4.0, 0.5], [1.1, 1.2]]).log()
     found = {
         kind: importance_weights(old, torch.zeros(2, 2), torch.ones(2, 2), kind, 2.0)
@@ -630,7 +631,7 @@ def test_dpo_loss(seed, loss, smoothing):
     assert found.item() == pytest.approx(total, rel=1e-9)
     assert_sums(metrics, {**told, "kl": kl})
     assert_cells(torch.autograd.grad(found, logps)[0], cells)
-    with pytest.raises(ValueError, match="'none': choose sigmoid, ipo or hinge"):
+    with pytest.raises(ValueError, match="dpo.loss=none: choose sigmoid, ipo, hinge"):
         dpo_loss(logps, case.ref_logps, case.mask, case.weights, beta, "none", 0.0)
 
 
@@ -683,6 +684,41 @@ def test_pairs_may_be_split_and_padding_holds_anything(garbage):
     torch.testing.assert_close(sum(everything(case, rows) for rows in parts), whole)
     garbage = 0.0
     assert whole.equal(everything(case, torch.arange(8)))
+
+
+# Functions by name
+
+
+def test_a_function_of_the_users_file_is_found_and_gets_what_it_asks_for(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def reinforce(logps, advantages):\n"
+        "    return -advantages * logps, {'logp': logps}\n"
+        "def greedy(logps, secret):\n    return logps, {}\n"
+        "text = 'no function'\n"
+    )
+    case = make_case(0)
+    columns = (case.logps, case.old_logps, case.advantages, case.mask, case.weights, 0.2)
+    loss, metrics = policy_loss(*columns, loss=f"{file}:reinforce")
+    expected = -(case.logps * case.advantages * case.weights).sum()
+    torch.testing.assert_close(loss, expected)
+    assert metrics.keys() == {"logp", "approx_kl"}
+    assert argument_names(find_function(f"{file}:reinforce", {}, "key")) == ("logps", "advantages")
+    with pytest.raises(TypeError, match="greedy asks for secret; there are logps, old_logps, "):
+        policy_loss(*columns, loss=f"{file}:greedy")
+    for name, message in (
+        (f"{file}:nothing", f"actor.loss={file}:nothing: {file} has no function nothing"),
+        (f"{file}:text", "has no function text"),
+        (f"{tmp_path}/none.py:f", "none.py: there is no such file"),
+        ("ppo2", "choose ppo, gspo, cispo, or your own as path/to/file.py:function"),
+    ):
+        with pytest.raises(ValueError) as raised:
+            policy_loss(*columns, loss=name)
+        assert message in str(raised.value)
+    file = tmp_path / "broken.py"
+    file.write_text("1 / 0")
+    with pytest.raises(ValueError, match="broken.py: the file fails on import: ZeroDivisionError"):
+        policy_loss(*columns, loss=f"{file}:f")
 
 
 # What holds for all of them

@@ -1,96 +1,155 @@
-"""Advantage estimators."""
+"""Advantage estimators: how much better each sampled token was than expected.
+
+Shapes: B sequences, T columns (each beside the token that is predicted), N trajectories, G groups,
+S sampled tokens of the longest trajectory. `mask` [B, T] is 1 where the policy sampled the token.
+`trajectory` [B] says which sequences are one conversation, in order of time. `group` [B] says which
+trajectories answer the same prompt. Finite values where the mask is 0 have no influence.
+
+An estimator asks by parameter name for any of these:
+
+    rewards [B, T]     the reward of each token, KL penalty included
+    values [B, T]      the critic's values; an estimator that names them needs a critic
+    mask, group, trajectory
+    gamma, lamda: float, norm_var: bool      the settings `adv.*` of the config
+
+It returns the advantages [B, T], or (advantages, returns) where it asks for values: the critic
+learns the returns.
+"""
 
 import torch
 from torch import Tensor
 
-from rl2.algorithms.losses import _sum_by, _where
-
-
-def trajectory_rewards(rewards: Tensor, trajectory: Tensor) -> Tensor:
-    """The reward of each distinct trajectory [N], in ascending order of their numbers: the sum over its columns."""
-    ids, index = trajectory.unique(return_inverse=True)
-    return _sum_by(index, rewards.sum(1), len(ids))
-
-
-def _groups(rewards, mask, group, trajectory):
-    """The trajectory of each row [B]; of each trajectory its group, its reward, and 1.0 if it counts [N]: those with
-    nothing to train do not. Their environment failed, and their reward means nothing."""
-    ids, index = trajectory.unique(return_inverse=True)
-    member = torch.zeros_like(ids).scatter(0, index, group.unique(return_inverse=True)[1])
-    counts = (_sum_by(index, mask.sum(1), len(ids)) > 0).to(rewards.dtype)
-    return index, member, trajectory_rewards(_where(mask, rewards), trajectory), counts
-
-
-def _spread(member, totals, counts):
-    """Each group's largest reward minus its smallest [G]; exactly 0 for equal ones, -inf for a group without any."""
-    member, totals, num_groups = member[counts > 0], totals[counts > 0], int(member.max()) + 1
-    infinite = totals.new_full((num_groups,), float("inf"))
-    return (-infinite).scatter_reduce(0, member, totals, "amax") - infinite.scatter_reduce(
-        0, member, totals, "amin"
-    )
+from rl2.algorithms.losses import masked, sum_by_index
 
 
 def group_advantages(
     rewards: Tensor, mask: Tensor, group: Tensor, trajectory: Tensor, norm_var: bool
 ) -> Tensor:
-    """[B, T]: the reward of the trajectory minus the mean of its group (Dr. GRPO, arXiv:2503.20783). `norm_var`
-    divides by the group's standard deviation + 1e-4 (GRPO, arXiv:2402.03300; unbiased and with this epsilon, as TRL
-    does). Trajectories with nothing to train do not count. A group of one, or of equal rewards, gets exactly 0."""
-    index, member, totals, counts = _groups(rewards, mask, group, trajectory)
-    spread = _spread(member, totals, counts)
-    sizes = _sum_by(member, counts, len(spread))
-    means = _sum_by(member, totals, len(spread)) / sizes.clamp(min=1)
-    # Equal rewards by their spread, not by their mean: 0.1 + 0.1 + 0.1 is not 3 * 0.1.
-    advantages = torch.where(spread[member] > 0, (totals - means[member]) * counts, 0.0)
+    """[B, T]: the trajectory's reward minus the mean of its group (Dr. GRPO, arXiv:2503.20783).
+
+    `norm_var` divides by the group's standard deviation + 1e-4 (GRPO, arXiv:2402.03300; unbiased
+    and with this epsilon, as TRL does). Trajectories without a trained token do not count. A group
+    of one, or of equal rewards, gets exactly 0.
+    """
+    row_index, member_of, totals, counts = _group_rewards(rewards, mask, group, trajectory)
+    ranges = _reward_ranges(member_of, totals, counts)
+    sizes = sum_by_index(member_of, counts, len(ranges))
+    means = sum_by_index(member_of, totals, len(ranges)) / sizes.clamp(min=1)
+    # Equal rewards are found by their range, not by their mean: 0.1 + 0.1 + 0.1 is not 3 * 0.1.
+    differs = ranges[member_of] > 0
+    advantages = torch.where(differs, (totals - means[member_of]) * counts, 0.0)
     if norm_var:
-        variances = _sum_by(member, advantages.square(), len(spread)) / (sizes - 1).clamp(min=1)
-        advantages = advantages / (variances.sqrt() + 1e-4)[member]
-    return advantages[index, None] * mask
+        squares = sum_by_index(member_of, advantages.square(), len(ranges))
+        deviations = (squares / (sizes - 1).clamp(min=1)).sqrt()
+        advantages = advantages / (deviations + 1e-4)[member_of]
+    return advantages[row_index, None] * mask
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    trajectory: Tensor,
+    gamma: float,
+    lamda: float,
+    norm_var: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [B, T] of generalised advantage estimation (arXiv:1506.02438).
+
+    Only sampled tokens count: delta_t = r_t + gamma V_{t+1} - V_t,
+    A_t = delta_t + gamma lamda A_{t+1}, return = A + V. Here t + 1 is the next sampled token of the
+    trajectory, which may stand in its next sequence, and V behind the last one is 0. `norm_var`
+    whitens the advantages over the batch; the returns stay as they are.
+    """
+    row_index = trajectory.unique(return_inverse=True)[1]
+    # The rows of a trajectory follow each other in order of time.
+    order = row_index.argsort(stable=True)
+    row, column = mask[order].nonzero(as_tuple=True)
+    row = order[row]
+    # Rows [5 6 . 7] and [. 8 9 .] of one trajectory become the line [5 6 7 8 9]: [B, T] -> [N, S].
+    line = row_index[row]
+    lengths = torch.bincount(line)
+    place = torch.arange(len(line), device=line.device) - (lengths.cumsum(0) - lengths)[line]
+    shape = (len(lengths), int(lengths.max()) if len(lengths) else 0)
+    line_rewards = rewards.new_zeros(shape).index_put((line, place), rewards[row, column])
+    line_values = values.new_zeros(shape).index_put((line, place), values[row, column])
+    line_advantages = _discounted_sums(line_rewards, line_values, gamma, lamda)
+    cells = line_advantages[line, place]
+    advantages = torch.zeros_like(values).index_put((row, column), cells)
+    returns = advantages + masked(mask, values)
+    return (whiten(advantages, mask) if norm_var else advantages), returns
+
+
+def _discounted_sums(rewards: Tensor, values: Tensor, gamma: float, lamda: float) -> Tensor:
+    """The advantages [N, S] of lines of rewards and values [N, S]."""
+    deltas = rewards - values
+    deltas[:, :-1] += gamma * values[:, 1:]
+    advantages = torch.zeros_like(values)
+    following = values.new_zeros(len(values))
+    for t in reversed(range(values.shape[1])):
+        following = deltas[:, t] + gamma * lamda * following
+        advantages[:, t] = following
+    return advantages
+
+
+def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Mean 0 and (unbiased) standard deviation 1 over the sampled tokens, 0 elsewhere [B, T].
+
+    Equal advantages and a single one become 0. The 1e-8 under the root is that of OpenAI's and
+    TRL's PPO.
+    """
+    # In fp32 the mean of equal values may differ from them, and the difference would be blown up.
+    sampled = advantages[mask > 0].double()
+    if len(sampled) < 2:
+        return torch.zeros_like(advantages)
+    scaled = (advantages.double() - sampled.mean()) * (sampled.var() + 1e-8).rsqrt()
+    return masked(mask, scaled).to(advantages.dtype)
+
+
+ADVANTAGE_ESTIMATORS = {"reinforce": group_advantages, "gae": gae}
 
 
 def zero_std_group_fraction(
     rewards: Tensor, mask: Tensor, group: Tensor, trajectory: Tensor
 ) -> Tensor:
-    """The share of groups whose trajectories all have the same reward, a single one included: without a critic they
-    teach nothing. Trajectories with nothing to train do not count, nor groups without any other."""
-    _, member, totals, counts = _groups(rewards, mask, group, trajectory)
-    spread = _spread(member, totals, counts)
-    return (spread == 0).sum() / (spread >= 0).sum().clamp(min=1)
+    """The fraction of groups whose trajectories all have the same reward, groups of one included.
+
+    Without a critic such a group teaches nothing. Trajectories without a trained token do not
+    count, nor do groups that have no others.
+    """
+    _, member_of, totals, counts = _group_rewards(rewards, mask, group, trajectory)
+    ranges = _reward_ranges(member_of, totals, counts)
+    return (ranges == 0).sum() / (ranges >= 0).sum().clamp(min=1)
 
 
-def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, trajectory: Tensor, gamma: float, lamda: float
-) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [B, T] of generalised advantage estimation (arXiv:1506.02438) over sampled tokens only:
-    delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lamda A_{t+1}, return = A + V, where t + 1 is the next
-    sampled token of the trajectory, in its next sequence if need be, and V behind the last one is 0."""
-    index = trajectory.unique(return_inverse=True)[1]
-    order = index.argsort(stable=True)  # a trajectory's rows follow each other, in order of time
-    row, column = mask[order].nonzero(as_tuple=True)
-    row = order[row]
-    # Rows [5 6 . 7] and [. 8 9 .] of one trajectory become the line [5 6 7 8 9]: [B, T] -> [N, S].
-    owner = index[row]
-    lengths = torch.bincount(owner)
-    place = torch.arange(len(owner), device=owner.device) - (lengths.cumsum(0) - lengths)[owner]
-    shape = (len(lengths), int(lengths.max()) if len(lengths) else 0)
-    r, v = (x.new_zeros(shape).index_put((owner, place), x[row, column]) for x in (rewards, values))
-    deltas = r - v
-    deltas[:, :-1] += gamma * v[:, 1:]
-    line, later = torch.zeros_like(v), v.new_zeros(len(v))
-    for t in reversed(range(v.shape[1])):
-        later = deltas[:, t] + gamma * lamda * later
-        line[:, t] = later
-    advantages = torch.zeros_like(values).index_put((row, column), line[owner, place])
-    return advantages, advantages + _where(mask, values)
+def trajectory_rewards(rewards: Tensor, trajectory: Tensor) -> Tensor:
+    """The sum of each trajectory's rewards [N], in ascending order of the trajectories' numbers."""
+    ids, row_index = trajectory.unique(return_inverse=True)
+    return sum_by_index(row_index, rewards.sum(1), len(ids))
 
 
-def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Mean 0 and (unbiased) standard deviation 1 over the sampled tokens of the batch, 0 elsewhere. Equal advantages
-    and a single one become 0. The 1e-8 under the root is that of OpenAI's and TRL's PPO."""
-    chosen = advantages[
-        mask > 0
-    ].double()  # in fp32 the mean of equal values may differ from them, and be blown up
-    if len(chosen) < 2:
-        return torch.zeros_like(advantages)
-    scaled = (advantages.double() - chosen.mean()) * (chosen.var() + 1e-8).rsqrt()
-    return _where(mask, scaled).to(advantages.dtype)
+def _group_rewards(
+    rewards: Tensor, mask: Tensor, group: Tensor, trajectory: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The trajectory of each row [B]; the group, the reward and the count of each trajectory [N].
+
+    The count is 1.0, or 0.0 for a trajectory without a trained token: its environment failed, and
+    its reward means nothing.
+    """
+    ids, row_index = trajectory.unique(return_inverse=True)
+    group_index = group.unique(return_inverse=True)[1]
+    member_of = torch.zeros_like(ids).scatter(0, row_index, group_index)
+    counts = (sum_by_index(row_index, mask.sum(1), len(ids)) > 0).to(rewards.dtype)
+    totals = trajectory_rewards(masked(mask, rewards), trajectory)
+    return row_index, member_of, totals, counts
+
+
+def _reward_ranges(member_of: Tensor, totals: Tensor, counts: Tensor) -> Tensor:
+    """The largest minus the smallest reward of each group [G]; -inf for a group that is empty."""
+    num_groups = int(member_of.max()) + 1
+    member_of = member_of[counts > 0]
+    totals = totals[counts > 0]
+    infinite = totals.new_full((num_groups,), float("inf"))
+    largest = (-infinite).scatter_reduce(0, member_of, totals, "amax")
+    smallest = infinite.scatter_reduce(0, member_of, totals, "amin")
+    return largest - smallest

@@ -1,70 +1,171 @@
-"""The mathematics: KL estimates, advantages, losses. Pure functions of tensors and plain values.
+"""Losses, KL estimates and the weights of tokens in a mean.
 
-Shapes: B sequences, T columns (each beside the token that is predicted), N trajectories, S sampled tokens of the
-longest trajectory, G groups. `mask` [B, T] is 1 where the policy sampled the token and it is trained; `trajectory` [B]
-says which sequences are one conversation, in order of time; `group` [B] which answer the same prompt. Whatever finite
-values stand where mask or weights are 0 are ignored, however large. Losses and metrics are sums weighted by `weights`
-[B, T] of `loss_weights`, so that summing them over any split of the rows gives the value of the whole.
+Shapes: B sequences, T columns, each beside the token that is predicted. `mask` [B, T] is 1 where a
+token is trained; `trajectory` [B] says which sequences are one conversation. Losses and metrics are
+sums weighted by `weights` [B, T] of `token_weights`, so the sum over any split of the rows is the
+value of the whole. Finite values where mask or weights are 0 have no influence, however large.
 """
+
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from rl2.algorithms.by_name import Function, call_by_name, find_function
 
-def _where(mask, values):
-    """Values where the mask is set, 0 elsewhere, before anything that could overflow."""
+Metrics = dict[str, Tensor]
+LARGEST_EXPONENT = 80  # e^80 is finite in fp32 and bf16, and no useful ratio is near it
+
+
+def masked(mask: Tensor, values: Tensor) -> Tensor:
+    """Values where the mask is set, 0 elsewhere. Apply it before anything that could overflow."""
     return torch.where(mask > 0, values, 0.0)
 
 
-def _exp(x):
-    """e^x, finite in fp32 and bf16 for any finite x: an infinite ratio whose gradient the clip stops would be 0 * inf.
-    No ratio that is still of use is near the bound."""
-    return x.clamp(max=80).exp()
-
-
-def _sum_by(index, values, num):
-    """[num]: the sum of the values of each index."""
+def sum_by_index(index: Tensor, values: Tensor, num: int) -> Tensor:
+    """[num]: the sum of the values that have each index."""
     return values.new_zeros(num).index_add(0, index, values)
 
 
+def finite_exp(exponent: Tensor) -> Tensor:
+    """e^x, finite for any finite x: an infinite ratio that a clip stops has the gradient 0 * inf."""
+    return exponent.clamp(max=LARGEST_EXPONENT).exp()
+
+
+# KL estimates, of d = logp - ref_logp.
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d.square() / 2,
+    "k3": lambda d: finite_exp(-d) - 1 + d,
+}
+
+
 def kl_estimate(logps: Tensor, ref_logps: Tensor, estimator: str) -> Tensor:
-    """KL(policy || reference) of each sampled token, from d = logp - ref_logp: k1 = d, k2 = d^2 / 2,
-    k3 = exp(-d) - 1 + d (Schulman, "Approximating KL divergence", 2020). In a loss, k2's on-policy gradient is the KL
-    gradient, k3's is not, and k1's is 0 in expectation. In a reward, k1 is unbiased."""
-    d = (logps - ref_logps).clamp(
-        -1e4, 1e4
-    )  # far from any real one: keeps what stands at padding finite
-    if estimator == "k1":
-        return d
-    if estimator == "k2":
-        return d.square() / 2
-    if estimator == "k3":
-        return _exp(-d) - 1 + d
-    raise ValueError(f"KL estimator {estimator!r}: choose k1, k2 or k3")
+    """KL(policy || reference) at each sampled token [B, T], by k1, k2 or k3.
+
+    Source: Schulman, "Approximating KL divergence", 2020. In a reward, k1 is unbiased. In a loss,
+    k2's on-policy gradient is that of the KL, k3's is not, and k1's is 0 in expectation.
+    """
+    if estimator not in KL_ESTIMATORS:
+        raise ValueError(f"KL estimator {estimator!r}: choose k1, k2 or k3")
+    # No real difference is near the bound. It keeps finite what stands at padding.
+    return KL_ESTIMATORS[estimator]((logps - ref_logps).clamp(-1e4, 1e4))
+
+
+# The weight of each token in the mean that a loss is.
+
+
+def token_mean(mask: Tensor) -> Tensor:
+    """Every trained token weighs the same (DAPO, arXiv:2503.14476)."""
+    return mask / mask.sum().clamp(min=1)
+
+
+def sequence_mean(mask: Tensor, lengths: Tensor, num_trajectories: Tensor) -> Tensor:
+    """The mean over trajectories of each one's token mean (GRPO, arXiv:2402.03300)."""
+    return mask / (lengths.clamp(min=1) * num_trajectories)
+
+
+def constant_mean(mask: Tensor, num_trajectories: Tensor, constant: int | None) -> Tensor:
+    """The sum over tokens divided by trajectories * `constant` (Dr. GRPO, arXiv:2503.20783).
+
+    These weights do not sum to 1, and metrics weighted by them are no means.
+    """
+    if not constant or constant < 0:
+        raise ValueError(
+            f"the constant of average 'constant' is {constant}: give a length, such as "
+            "max_new_tokens"
+        )
+    return mask / (num_trajectories * constant)
+
+
+TOKEN_AVERAGES: dict[str, Function] = {
+    "token": token_mean,
+    "sequence": sequence_mean,
+    "constant": constant_mean,
+}
 
 
 def token_weights(
     mask: Tensor, trajectory: Tensor, average: str, constant: int | None = None
 ) -> Tensor:
-    """The weight [B, T] of each token in the mean that a loss is, over the rows of one optimizer step. `token`: all
-    trained tokens alike (DAPO, arXiv:2503.14476); `sequence`: the mean over trajectories of each one's token mean
-    (GRPO, arXiv:2402.03300); `constant`: the sum over tokens divided by trajectories * `constant`, a length (Dr. GRPO,
-    arXiv:2503.20783), so that the weights do not sum to 1, and metrics weighted by them are no means. Trajectories
-    without a trained token do not count; where there is no other, all weights are 0."""
-    ids, index = trajectory.unique(return_inverse=True)
-    lengths = _sum_by(index, mask.sum(1), len(ids))
-    num = (lengths > 0).sum().clamp(min=1)
-    if average == "token":
-        return mask / mask.sum().clamp(min=1)
-    if average == "sequence":
-        return mask / (lengths.clamp(min=1)[index, None] * num)
-    if average != "constant":
+    """The weight [B, T] of each token of one optimizer step in the mean named by `average`.
+
+    Trajectories without a trained token do not count. Where there is no other, all weights are 0.
+    """
+    if average not in TOKEN_AVERAGES:
         raise ValueError(f"average {average!r}: choose token, sequence or constant")
-    if not constant or constant < 0:
-        raise ValueError(
-            f"the constant of average 'constant' is {constant}: give a length, such as max_new_tokens"
-        )
-    return mask / (num * constant)
+    ids, row_index = trajectory.unique(return_inverse=True)
+    lengths = sum_by_index(row_index, mask.sum(1), len(ids))
+    available = {
+        "mask": mask,
+        "lengths": lengths[row_index, None],
+        "num_trajectories": (lengths > 0).sum().clamp(min=1),
+        "constant": constant,
+    }
+    return call_by_name(TOKEN_AVERAGES[average], available)
+
+
+# Policy losses. Each asks by parameter name for any of
+#     logps [B, T]         the policy's log-probabilities, the only input with a gradient
+#     old_logps [B, T]     those of the policy that sampled
+#     log_ratio [B, T]     logps - old_logps, 0 where the mask is 0
+#     advantages, mask [B, T]
+#     clip, clip_high: float, dual_clip: float | None      the settings `actor.*` of the config
+# and returns the loss of each token [B, T] and metrics of each token {name: [B, T]}, which are
+# logged as means.
+
+TokenLosses = tuple[Tensor, Metrics]
+
+
+def ppo(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    clip: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> TokenLosses:
+    """-min(A rho, A clip(rho, 1 - clip, 1 + clip_high)) with rho = exp(log_ratio) (arXiv:1707.06347).
+
+    Where A < 0 it is at most dual_clip * |A| (arXiv:1912.09729; dual_clip > 1).
+    """
+    ratio = finite_exp(log_ratio)
+    bounded = ratio.clamp(1 - clip, 1 + clip_high)
+    losses = -torch.minimum(advantages * ratio, advantages * bounded)
+    clipped = advantages * ratio > advantages * bounded
+    if dual_clip is not None:
+        limit = dual_clip * advantages.abs()  # where A >= 0 the loss is below 0 anyway
+        clipped = clipped | (losses > limit)
+        losses = torch.minimum(losses, limit)
+    return losses, {"clip_ratio": clipped, "ratio": ratio.detach()}
+
+
+def gspo(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> TokenLosses:
+    """`ppo` with the geometric mean of the sequence's ratios (GSPO-token, arXiv:2507.18071).
+
+    The gradient flows through each token's own log-probability.
+    """
+    mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    sequence_log_ratio = mean.detach() + (log_ratio - log_ratio.detach())
+    return ppo(sequence_log_ratio, advantages, clip, clip_high, dual_clip)
+
+
+def cispo(logps: Tensor, log_ratio: Tensor, advantages: Tensor, clip_high: float) -> TokenLosses:
+    """-sg(min(rho, 1 + clip_high)) A logp (CISPO, arXiv:2506.13585)."""
+    ratio = finite_exp(log_ratio)
+    high = 1 + clip_high
+    losses = -ratio.detach().clamp(max=high) * advantages * logps
+    return losses, {"clip_ratio": ratio > high, "ratio": ratio.detach()}
+
+
+POLICY_LOSSES: dict[str, Function] = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
 
 
 def policy_loss(
@@ -78,119 +179,168 @@ def policy_loss(
     dual_clip: float | None = None,
     loss: str = "ppo",
     correction: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The surrogate of the policy gradient, a weighted sum over [B, T], and its metrics.
+) -> tuple[Tensor, Metrics]:
+    """The policy gradient's surrogate `loss`, a weighted sum over [B, T], and its metrics.
 
-    With rho = exp(logp - old_logp), `ppo`: -min(A rho, A clip(rho, 1 - clip, 1 + clip_high)) (arXiv:1707.06347), at
-    most dual_clip * |A| where A < 0 (arXiv:1912.09729; dual_clip > 1). `gspo`: the same with the row's geometric mean
-    of rho in place of rho, the gradient flowing through each token's own logp (GSPO-token, arXiv:2507.18071). `cispo`:
-    -sg(min(rho, 1 + clip_high)) A logp (arXiv:2506.13585). `clip_high` None is `clip`. `correction` [B, T] of
-    `correction_weights` multiplies each token's loss. Only `logps` gets a gradient.
+    `loss` is a name of POLICY_LOSSES or `file.py:function`. `clip_high` None is `clip`. `correction`
+    [B, T], of `importance_weights`, multiplies the loss of each token. Only `logps` gets a gradient.
 
-    Metrics: clip_ratio, the share of tokens whose gradient (cispo: whose rho) was clipped, the dual clip included;
-    approx_kl, k3 of KL(old || new); ratio, the mean rho that the loss used.
+    Metrics: approx_kl, k3 of KL(old || new), and those of the loss. Of ppo, gspo and cispo these are
+    clip_ratio, the fraction of tokens whose gradient (cispo: whose rho) was clipped, the dual clip
+    included, and ratio, the mean rho that the loss used.
     """
-    log_ratio = _where(mask, logps - old_logps.detach())
+    log_ratio = masked(mask, logps - old_logps.detach())
     approx_kl = kl_estimate(-log_ratio.detach(), torch.zeros_like(log_ratio), "k3")
-    advantages = _where(mask, advantages).detach()
-    if loss == "gspo":
-        mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-        log_ratio = mean.detach() + (log_ratio - log_ratio.detach())
-    ratio, high = _exp(log_ratio), 1 + (clip if clip_high is None else clip_high)
-    if loss == "cispo":
-        losses = -ratio.detach().clamp(max=high) * advantages * logps
-        clipped = ratio > high
-    elif loss in ("ppo", "gspo"):
-        bounded = ratio.clamp(1 - clip, high)
-        losses = -torch.minimum(advantages * ratio, advantages * bounded)
-        clipped = advantages * ratio > advantages * bounded
-        if dual_clip is not None:
-            limit = dual_clip * advantages.abs()  # where A >= 0 the loss is below 0 anyway
-            clipped = clipped | (losses > limit)
-            losses = torch.minimum(losses, limit)
-    else:
-        raise ValueError(f"policy loss {loss!r}: choose ppo, gspo or cispo")
+    available = {
+        "logps": logps,
+        "old_logps": old_logps.detach(),
+        "log_ratio": log_ratio,
+        "advantages": masked(mask, advantages).detach(),
+        "mask": mask,
+        "clip": clip,
+        "clip_high": clip if clip_high is None else clip_high,
+        "dual_clip": dual_clip,
+    }
+    token_loss = find_function(loss, POLICY_LOSSES, "actor.loss")
+    losses, metrics = call_by_name(token_loss, available)
     if correction is not None:
         losses = losses * correction.detach()
-    metrics = {"clip_ratio": clipped, "approx_kl": approx_kl, "ratio": ratio.detach()}
-    return (losses * weights).sum(), {
-        name: (value * weights).sum() for name, value in metrics.items()
-    }
+    return (losses * weights).sum(), weighted_sums({**metrics, "approx_kl": approx_kl}, weights)
+
+
+def weighted_sums(metrics: Mapping[str, Tensor], weights: Tensor) -> Metrics:
+    """The weighted sum of each metric, without a gradient."""
+    return {name: (value.detach() * weights).sum() for name, value in metrics.items()}
+
+
+# Corrections for an engine that samples with other probabilities than the trainer computes.
+# `log_rho` [B, T] is old_logp - engine_logp, and rho its exponential.
+
+
+def truncated_weights(log_rho: Tensor, cap: float) -> Tensor:
+    """min(rho, cap): truncated importance sampling.
+
+    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
+    2025.
+    """
+    return finite_exp(log_rho).clamp(max=cap)
+
+
+def masked_weights(log_rho: Tensor, cap: float) -> Tensor:
+    """rho, or 0 outside [1/cap, cap] (IcePop, arXiv:2510.18855)."""
+    rho = finite_exp(log_rho)
+    return torch.where((rho >= 1 / cap) & (rho <= cap), rho, 0.0)
+
+
+def sequence_masked_weights(log_rho: Tensor, cap: float) -> Tensor:
+    """The product of the row's rho, or 0 above cap (TRL)."""
+    rho = finite_exp(log_rho.sum(1, keepdim=True))
+    return torch.where(rho <= cap, rho, 0.0).expand_as(log_rho)
+
+
+def geometric_mask(log_rho: Tensor, mask: Tensor, cap: float) -> Tensor:
+    """1, or 0 for a row whose geometric mean of rho is outside [1/cap, cap]."""
+    total = log_rho.sum(1, keepdim=True)
+    rho = finite_exp(total / mask.sum(1, keepdim=True).clamp(min=1))
+    return ((rho >= 1 / cap) & (rho <= cap)).to(log_rho.dtype).expand_as(log_rho)
+
+
+IMPORTANCE_CORRECTIONS: dict[str, Function] = {
+    "token_tis": truncated_weights,
+    "token_mask": masked_weights,
+    "sequence_mask": sequence_masked_weights,
+    "geometric_mask": geometric_mask,
+}
 
 
 def importance_weights(
     old_logps: Tensor, engine_logps: Tensor, mask: Tensor, kind: str, cap: float
 ) -> Tensor:
-    """What each token's loss is multiplied by [B, T] because the engine sampled it with another probability than the
-    trainer computes: from rho = exp(old_logp - engine_logp), detached, never from the current logps.
+    """The factor [B, T] of each token's loss, by the correction `kind`. It has no gradient.
 
-    `token_tis`: min(rho, cap), truncated importance sampling (Yao et al., "Your efficient RL framework secretly brings
-    you off-policy RL training", 2025); `token_mask`: rho, or 0 outside [1/cap, cap] (IcePop, arXiv:2510.18855);
-    `sequence_mask`: the product of the row's rho, or 0 above cap (TRL); `geometric_mask`: 1, or 0 for a row whose
-    geometric mean of rho is outside [1/cap, cap].
+    It is computed from the policy that starts the update, never from the current log-probabilities.
     """
-    log_rho = _where(mask, old_logps - engine_logps).detach()
-    if kind == "token_tis":
-        return _exp(log_rho).clamp(max=cap)
-    if kind == "token_mask":
-        rho = _exp(log_rho)
-        return torch.where((rho >= 1 / cap) & (rho <= cap), rho, 0.0)
-    total = log_rho.sum(1, keepdim=True)
-    if kind == "sequence_mask":
-        rho = _exp(total)
-        return torch.where(rho <= cap, rho, 0.0).expand_as(log_rho)
-    if kind == "geometric_mask":
-        rho = _exp(total / mask.sum(1, keepdim=True).clamp(min=1))
-        return ((rho >= 1 / cap) & (rho <= cap)).to(log_rho.dtype).expand_as(log_rho)
-    raise ValueError(
-        f"correction {kind!r}: choose token_tis, token_mask, sequence_mask or geometric_mask"
-    )
+    if kind not in IMPORTANCE_CORRECTIONS:
+        raise ValueError(f"correction {kind!r}: choose {', '.join(IMPORTANCE_CORRECTIONS)}")
+    log_rho = masked(mask, old_logps - engine_logps).detach()
+    available = {"log_rho": log_rho, "mask": mask, "cap": cap}
+    return call_by_name(IMPORTANCE_CORRECTIONS[kind], available)
 
 
-def rollout_mismatch(old_logps: Tensor, engine_logps: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """How far the trainer's log-probabilities of the sampled tokens are from the engine's: mean absolute difference,
-    k1 and k3 of KL(engine || trainer), and the share of tokens whose ratio leaves [0.9, 1.1]."""
-    log_rho = _where(weights, old_logps - engine_logps).detach()
-    rho, zeros = _exp(log_rho), torch.zeros_like(log_rho)
-    found = {
+def rollout_mismatch(old_logps: Tensor, engine_logps: Tensor, weights: Tensor) -> Metrics:
+    """How far the trainer's log-probabilities of the sampled tokens are from the engine's.
+
+    logp_difference: the mean absolute difference; kl_k1 and kl_k3: KL(engine || trainer); outside:
+    the fraction of tokens whose ratio leaves [0.9, 1.1].
+    """
+    log_rho = masked(weights, old_logps - engine_logps).detach()
+    rho = finite_exp(log_rho)
+    zeros = torch.zeros_like(log_rho)
+    metrics = {
         "logp_difference": log_rho.abs(),
         "kl_k1": kl_estimate(zeros, log_rho, "k1"),
         "kl_k3": kl_estimate(zeros, log_rho, "k3"),
         "outside": (rho < 0.9) | (rho > 1.1),
     }
-    return {name: (value * weights).sum() for name, value in found.items()}
+    return weighted_sums(metrics, weights)
 
 
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weighted sum of max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), without the 1/2 that TRL and
-    verl put before it. Metrics: clip_ratio, the share of tokens where the clipped error is the larger; value, the mean
-    V."""
-    values, old_values, returns = (
-        _where(weights, x) for x in (values, old_values.detach(), returns.detach())
-    )
+) -> tuple[Tensor, Metrics]:
+    """The weighted sum of max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2).
+
+    It lacks the 1/2 that TRL and verl put before it. Metrics: clip_ratio, the fraction of tokens
+    whose clipped error is the larger one; value, the mean V.
+    """
+    values = masked(weights, values)
+    old_values = masked(weights, old_values.detach())
+    returns = masked(weights, returns.detach())
     bounded = values.clamp(old_values - clip, old_values + clip)
-    plain, clipped = (values - returns).square(), (bounded - returns).square()
-    metrics = {"clip_ratio": clipped > plain, "value": values}
+    plain = (values - returns).square()
+    clipped = (bounded - returns).square()
     loss = (torch.maximum(plain, clipped) * weights).sum()
-    return loss, {name: (value.detach() * weights).sum() for name, value in metrics.items()}
+    return loss, weighted_sums({"clip_ratio": clipped > plain, "value": values}, weights)
 
 
 def cross_entropy(logps: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of -logp over the trained tokens: of supervised fine-tuning, and under `token` weights the
-    logarithm of the perplexity."""
-    return -(_where(weights, logps) * weights).sum()
+    """The weighted sum of -logp: the loss of supervised fine-tuning.
+
+    With the weights of `token_mean` it is the logarithm of the perplexity.
+    """
+    return -(masked(weights, logps) * weights).sum()
 
 
-def _preferences(rewards, weights):
-    """What is told of the rewards [B] of pairs, row 2i the chosen and 2i + 1 the rejected reply of pair i: the share of
-    pairs in the right order, by how much, and the means. A pair [B / 2] weighs as much as its two rows."""
-    weights = weights.sum(1)[::2] + weights.sum(1)[1::2]
-    chosen, rejected = rewards.detach()[::2], rewards.detach()[1::2]
-    found = {"accuracy": chosen > rejected, "margin": chosen - rejected}
-    found |= {"chosen_reward": chosen, "rejected_reward": rejected}
-    return weights, {name: (value * weights).sum() for name, value in found.items()}
+# Preference losses, of pairs: row 2i is the chosen and row 2i + 1 the rejected reply of pair i. Each
+# asks by parameter name for any of
+#     margin [P]           m = d_chosen - d_rejected, d the sum over a reply of logp - ref_logp
+#     mean_margin [P]      the same with d the mean over the reply's tokens
+#     beta, label_smoothing: float      the settings `dpo.*` of the config
+# and returns the loss of each pair [P].
+
+
+def sigmoid(margin: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    """-log sigmoid(beta m): DPO (arXiv:2305.18290).
+
+    `label_smoothing` is the fraction of pairs taken to be the wrong way round, whose loss has -m
+    (conservative DPO, Mitchell, 2023).
+    """
+    log_sigmoid = torch.nn.functional.logsigmoid
+    right = -(1 - label_smoothing) * log_sigmoid(beta * margin)
+    return right - label_smoothing * log_sigmoid(-beta * margin)
+
+
+def ipo(mean_margin: Tensor, beta: float) -> Tensor:
+    """(m - 1 / (2 beta))^2 (arXiv:2310.12036; the mean over tokens as its authors and TRL take it)."""
+    return (mean_margin - 1 / (2 * beta)).square()
+
+
+def hinge(margin: Tensor, beta: float) -> Tensor:
+    """max(0, 1 - beta m) (SLiC, arXiv:2305.10425)."""
+    return (1 - beta * margin).clamp(min=0)
+
+
+PREFERENCE_LOSSES: dict[str, Function] = {"sigmoid": sigmoid, "ipo": ipo, "hinge": hinge}
 
 
 def dpo_loss(
@@ -201,46 +351,58 @@ def dpo_loss(
     beta: float,
     loss: str,
     label_smoothing: float,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weighted sum over pairs, row 2i the chosen and 2i + 1 the rejected reply of pair i, and its metrics.
+) -> tuple[Tensor, Metrics]:
+    """The weighted sum over pairs of the preference loss `loss`, and its metrics.
 
-    With d the sum over a reply of logp - ref_logp and m = d_chosen - d_rejected, `sigmoid`: -log sigmoid(beta m)
-    (arXiv:2305.18290); `label_smoothing` is the share of pairs taken to be the wrong way round, whose loss has -m
-    (conservative DPO, Mitchell, 2023). `hinge`: max(0, 1 - beta m) (SLiC, arXiv:2305.10425). `ipo`:
-    (m - 1 / (2 beta))^2 with d the mean over the reply's tokens (arXiv:2310.12036; the mean as its authors and TRL have
-    it). Metrics: those of `_preferences` for the rewards beta * sum(logp - ref_logp), and kl, the k3 estimate of
-    KL(reference || policy) on the tokens of both, as though the reference had written them.
+    `loss` is a name of PREFERENCE_LOSSES or `file.py:function`. Metrics: those of `pair_metrics` for
+    the rewards beta * sum(logp - ref_logp), and kl, the k3 estimate of KL(reference || policy) on
+    the tokens of both replies, as though the reference had written them.
     """
-    totals = _where(mask, logps - ref_logps.detach()).sum(1)
-    weights_of_pairs, metrics = _preferences(beta * totals, weights)
+    totals = masked(mask, logps - ref_logps.detach()).sum(1)
+    weights_of_pairs, metrics = pair_metrics(beta * totals, weights)
     metrics["kl"] = (kl_estimate(ref_logps, logps.detach(), "k3") * weights).sum()
-    if loss == "ipo":
-        totals = totals / mask.sum(1).clamp(min=1)
-    m = totals[::2] - totals[1::2]
-    if loss == "sigmoid":
-        log_sigmoid = torch.nn.functional.logsigmoid
-        losses = -(1 - label_smoothing) * log_sigmoid(beta * m) - label_smoothing * log_sigmoid(
-            -beta * m
-        )
-    elif loss == "hinge":
-        losses = (1 - beta * m).clamp(min=0)
-    elif loss == "ipo":
-        losses = (m - 1 / (2 * beta)).square()
-    else:
-        raise ValueError(f"DPO loss {loss!r}: choose sigmoid, ipo or hinge")
-    return (losses * weights_of_pairs).sum(), metrics
+    means = totals / mask.sum(1).clamp(min=1)
+    available = {
+        "margin": totals[::2] - totals[1::2],
+        "mean_margin": means[::2] - means[1::2],
+        "beta": beta,
+        "label_smoothing": label_smoothing,
+    }
+    pair_loss = find_function(loss, PREFERENCE_LOSSES, "dpo.loss")
+    return (call_by_name(pair_loss, available) * weights_of_pairs).sum(), metrics
 
 
 def reward_loss(
-    values: Tensor, weights: Tensor, margin: Tensor, center: float = 0.0
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weighted sum over pairs of -log sigmoid(r_chosen - r_rejected - margin) (Bradley-Terry; the margin is Llama 2's,
-    arXiv:2307.09288) + center * (r_chosen + r_rejected)^2, which holds the mean near 0 (arXiv:2312.09244). Row 2i is the
-    chosen and 2i + 1 the rejected reply of pair i, `margin` [B] the pair's. A row's reward is its value at the one column
-    that has a weight. Metrics: those of `_preferences`."""
-    rewards = _where(weights, values).sum(1)
-    weights, metrics = _preferences(rewards, weights)
+    values: Tensor, weights: Tensor, pair_margin: Tensor, center: float = 0.0
+) -> tuple[Tensor, Metrics]:
+    """The weighted sum over pairs of -log sigmoid(r_chosen - r_rejected - pair_margin).
+
+    This is Bradley-Terry with Llama 2's margin (arXiv:2307.09288), plus
+    center * (r_chosen + r_rejected)^2, which holds the mean near 0 (arXiv:2312.09244). Row 2i is the
+    chosen and row 2i + 1 the rejected reply of pair i; `pair_margin` [B] is the pair's. The reward of
+    a row is its value at the one column that has a weight. Metrics: those of `pair_metrics`.
+    """
+    rewards = masked(weights, values).sum(1)
+    weights_of_pairs, metrics = pair_metrics(rewards, weights)
     chosen, rejected = rewards[::2], rewards[1::2]
-    losses = -torch.nn.functional.logsigmoid(chosen - rejected - margin[::2])
+    losses = -torch.nn.functional.logsigmoid(chosen - rejected - pair_margin[::2])
     losses = losses + center * (chosen + rejected).square()
-    return (losses * weights).sum(), metrics
+    return (losses * weights_of_pairs).sum(), metrics
+
+
+def pair_metrics(rewards: Tensor, weights: Tensor) -> tuple[Tensor, Metrics]:
+    """The weights [P] of pairs, and metrics of their replies' rewards [B].
+
+    accuracy: the fraction of pairs in the right order; margin: by how much; chosen_reward and
+    rejected_reward: the means. A pair weighs as much as its two rows.
+    """
+    row_weights = weights.sum(1)
+    pair_weights = row_weights[::2] + row_weights[1::2]
+    chosen, rejected = rewards.detach()[::2], rewards.detach()[1::2]
+    metrics = {
+        "accuracy": chosen > rejected,
+        "margin": chosen - rejected,
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+    }
+    return pair_weights, weighted_sums(metrics, pair_weights)
