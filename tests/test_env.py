@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from common import make_tokenizer
 
-from rl2.env.call import MAX_THREADS, Env, EnvFailures
-from rl2.env.contract import EnvError
+from rl2.env.call import MAX_SYNC_CALLS, Env
+from rl2.env.contract import EnvError, EnvFailures
 from rl2.env.load import load_env, preflight
 
 ENVS = Path(__file__).resolve().parent.parent / "envs"
@@ -115,7 +115,7 @@ def test_failure_carries_the_users_traceback_and_nothing_of_ours(tmp_path, prefi
         "KeyError: 'nothing'"
     )
     assert f'"{tmp_path / "env.py"}", line 4, in reward_fn' in text and "line 2, in help" in text
-    assert "rollout/env.py" not in text
+    assert "rl2/env/" not in text
     assert (str(pickle.loads(pickle.dumps(error))), pickle.loads(pickle.dumps(error)).kind) == (
         text,
         error.kind,
@@ -198,7 +198,7 @@ def test_calls_that_hang_time_out_and_take_no_place_for_ever(monkeypatch):
     env = Env(hangs, timeout=0.4)
 
     async def main():
-        rows = [{**ROW, "answer": "hang"}] * (2 * MAX_THREADS) + [ROW]
+        rows = [{**ROW, "answer": "hang"}] * (2 * MAX_SYNC_CALLS) + [ROW]
         return await asyncio.gather(
             *(env.score(REPLY, row) for row in rows), return_exceptions=True
         )
@@ -227,11 +227,11 @@ def test_waiting_for_a_thread_is_not_hanging():
     env = Env(slow, timeout=0.5)
 
     async def main():
-        return await asyncio.gather(*(env.score(REPLY, ROW) for _ in range(16 * MAX_THREADS)))
+        return await asyncio.gather(*(env.score(REPLY, ROW) for _ in range(16 * MAX_SYNC_CALLS)))
 
     for _ in range(2):  # each in an event loop of its own
-        assert len(asyncio.run(main())) == 16 * MAX_THREADS
-    assert 1 < most <= MAX_THREADS
+        assert len(asyncio.run(main())) == 16 * MAX_SYNC_CALLS
+    assert 1 < most <= MAX_SYNC_CALLS
 
 
 def test_hung_call_does_not_keep_the_process_from_exiting(tmp_path):
@@ -294,6 +294,7 @@ def test_env_file_that_cannot_work_is_refused(tmp_path, text, said):
     with pytest.raises(ValueError, match=said) as error:
         load(tmp_path, text)
     assert "importlib" not in str(error.value)
+    assert "rl2/env/" not in str(error.value)
 
 
 def test_missing_file_and_other_files_are_refused(tmp_path):
@@ -330,7 +331,7 @@ def test_env_file_may_use_dataclasses(tmp_path):
 
 def test_failure_log_tells_each_kind_once_and_stops_the_run_above_the_share(tmp_path, caplog):
     env = load(tmp_path, "def reward_fn(messages, answer):\n    raise KeyError(answer)")
-    log = EnvFailures(max_share=0.5)
+    log = EnvFailures(max_fraction=0.5)
     with caplog.at_level(logging.WARNING):
         for answer in range(3):
             log.record(failure(env, {**ROW, "answer": answer}))
@@ -377,7 +378,7 @@ def test_preflight_accepts_what_works_and_warns_of_what_is_idle():
             None,
             [ROW, {"messages": "x"}],
             1,
-            "reward_fn needs column 'level', which 1 .*first 1",
+            "reward_fn needs column 'level', which 1 .*first row 1",
         ),
         (lambda messages: float("nan"), None, [ROW], 1, "finite"),
         (

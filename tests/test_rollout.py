@@ -10,7 +10,7 @@ from common import make_tokenizer
 
 from rl2.data import chat
 from rl2.data.examples import Prompts
-from rl2.env.call import EnvFailures
+from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Rollout

@@ -1,7 +1,8 @@
-"""The user's env file: loaded, checked before the model is, and called so that nothing it does can stop the run.
+"""Calls the environment such that no call can stop or delay the run.
 
-Async functions run on an event loop of their own, which lives as long as the run (as do the sessions they open there);
-others run in threads. Whatever goes wrong inside is an EnvError, whose trajectory the caller masks.
+Async functions run on one event loop, in a thread that lives as long as the run, so that sessions
+opened there stay usable. Other functions run in a thread for each call. A call that raises, takes
+too long or returns a wrong value raises EnvError.
 """
 
 import asyncio
@@ -9,172 +10,170 @@ import concurrent.futures
 import copy
 import inspect
 import json
-import logging
 import numbers
+import os
 import reprlib
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from rl2.env.contract import EnvError, _arguments, _is_message, _required
+from rl2.env.contract import EnvError, is_env_message, required_columns, select_arguments
 
-MAX_THREADS = (
-    32  # sync calls at a time; more would time out waiting for Python's one interpreter lock
-)
-
-
-LARGEST = 3e38  # a reward must fit float32
-
-
-logger = logging.getLogger(__name__)
+# Sync calls that run at the same time. Python threads share one interpreter lock: with more of
+# them, calls would time out while they wait for it.
+MAX_SYNC_CALLS = 32
+LARGEST_REWARD = 3e38  # float32 overflows above it
+# The files of the frames that a user's traceback leaves out: this room's and the import system's.
+OWN_FILES = (str(Path(__file__).parent) + os.sep, "<frozen importlib")
 
 
 class Env:
-    """The functions of an env file. Every method raises EnvError, and nothing else, when the env fails."""
+    """The functions of an env file. `score` and `interact` raise no other error than EnvError.
 
-    def __init__(self, reward_fn, interact=None, timeout: float = 60.0):
-        self.reward_fn, self.interact_fn, self.timeout = reward_fn, interact, timeout
-        self._caller, self._slots = None, None
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="env", daemon=True).start()
+    `interact` is None if the file has no such function. `timeout` is the limit of a call in
+    seconds.
+    """
+
+    def __init__(
+        self, reward_fn: Callable, interact: Callable | None = None, timeout: float = 60.0
+    ):
+        self.reward_fn = reward_fn
+        self.interact_fn = interact
+        self.timeout = timeout
+        # A semaphore works in one event loop only: `_sync_slots` belongs to `_caller_loop`.
+        self._caller_loop: asyncio.AbstractEventLoop | None = None
+        self._sync_slots = asyncio.Semaphore(MAX_SYNC_CALLS)
+        self._async_loop = asyncio.new_event_loop()
+        threading.Thread(target=self._async_loop.run_forever, name="env", daemon=True).start()
 
     async def score(self, messages: list[dict], row: dict) -> dict[str, float]:
-        """Reward parts by name, of which the reward is the sum; a plain number is {"reward": number}."""
-        result = await self._call("reward_fn", self.reward_fn, messages, row)
-        parts = result if isinstance(result, dict) else {"reward": result}
-        if not parts or not all(isinstance(name, str) for name in parts):
-            raise EnvError(
-                f"reward_fn: expected a number or a dict of numbers, got {_show(result)}",
-                "type of reward",
-            )
-        for name, value in parts.items():
-            if not isinstance(value, numbers.Real):
-                raise EnvError(
-                    f"reward_fn: expected {name} to be a number, got {_show(value)}",
-                    f"type of {name}",
-                )
-            if not abs(value) <= LARGEST:  # written so that it catches NaN too
-                raise EnvError(
-                    f"reward_fn: expected {name} to be finite, got {_show(value)}",
-                    f"range of {name}",
-                )
-        return {name: float(value) for name, value in parts.items()}
+        """The reward parts of a conversation, by name. The reward is their sum.
+
+        A plain number becomes {"reward": number}.
+        """
+        return _to_reward_parts(await self._call("reward_fn", self.reward_fn, messages, row))
 
     async def interact(self, messages: list[dict], row: dict) -> list[dict]:
-        """The new messages that answer the last turn; none ends the trajectory."""
-        result = await self._call("interact", self.interact_fn, messages, row)
-        if not isinstance(result, list) or not all(map(_is_message, result)):
-            raise EnvError(
-                "interact: expected a list (empty to end) of new messages {'role': ..., 'content': ...}, none of them "
-                f"the assistant's, got {_show(result)}",
-                "result of interact",
-            )
-        try:
-            return json.loads(
-                json.dumps(result)
-            )  # they are written to rollouts/, and the env may change its own
-        except (TypeError, ValueError) as error:
-            raise EnvError(f"interact: {error} in {_show(result)}", "result of interact") from error
+        """The new messages that answer the last turn; an empty list ends the conversation."""
+        return _to_messages(await self._call("interact", self.interact_fn, messages, row))
 
-    async def _call(self, name, function, messages, row):
-        if missing := [column for column in _required(function) if column not in row]:
+    async def _call(self, name: str, function: Callable, messages: list[dict], row: dict) -> Any:
+        missing = [column for column in required_columns(function) if column not in row]
+        if missing:
             raise EnvError(f"{name} needs {', '.join(missing)}, which the row does not have")
-        arguments = _arguments(function, messages, row)
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            type(function).__call__
-        ):
-            future = asyncio.run_coroutine_threadsafe(
-                _awaited(name, function, arguments), self._loop
-            )
+        arguments = select_arguments(function, messages, row)
+        if _is_async(function):
+            coroutine = _run_coroutine(name, function, arguments)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._async_loop)
             return await self._wait(name, future)
-        if (
-            self._caller is not asyncio.get_running_loop()
-        ):  # a semaphore serves the loop it was first used in
-            self._caller, self._slots = asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS)
-        async with self._slots:
-            return await self._wait(name, _in_thread(name, function, arguments))
+        if self._caller_loop is not asyncio.get_running_loop():
+            self._caller_loop = asyncio.get_running_loop()
+            self._sync_slots = asyncio.Semaphore(MAX_SYNC_CALLS)
+        async with self._sync_slots:
+            return await self._wait(name, _start_thread(name, function, arguments))
 
-    async def _wait(self, name, future):
+    async def _wait(self, name: str, future: concurrent.futures.Future) -> Any:
         task = asyncio.wrap_future(future)
         done, _ = await asyncio.wait([task], timeout=self.timeout)
         if not done:
-            task.cancel()  # ends a coroutine; a thread cannot be ended, and is left behind with its slot free again
+            # This ends a coroutine. A thread cannot be ended: it goes on, but frees its slot.
+            task.cancel()
             raise EnvError(f"{name} did not return within rollout.env_timeout={self.timeout:g} s")
         if task.cancelled():
             raise EnvError(f"{name} cancelled itself")
         return task.result()
 
 
-def _show(value) -> str:
-    return f"{reprlib.repr(value)} ({type(value).__name__})"
+def user_traceback(error: BaseException) -> tuple[str, str]:
+    """The traceback of `error` without the frames of rl2: (its text, "file:line file:line ...")."""
+    frame = error.__traceback__
+    while frame and frame.tb_frame.f_code.co_filename.startswith(OWN_FILES):
+        frame = frame.tb_next
+    summaries = traceback.extract_tb(frame)
+    locations = " ".join(f"{summary.filename}:{summary.lineno}" for summary in summaries)
+    return "".join(traceback.format_exception(type(error), error, frame)), locations
 
 
-async def _awaited(name, function, arguments):
+def _is_async(function: Callable) -> bool:
+    """Whether calling `function`, or an object with an async `__call__`, gives a coroutine."""
+    call_method = type(function).__call__
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
+
+
+async def _run_coroutine(name: str, function: Callable, arguments: dict) -> Any:
     try:
+        # The env may change its arguments, so it gets a copy.
         return await function(**copy.deepcopy(arguments))
     except Exception as error:
-        raise _failure(name, error) from error
+        raise _to_env_error(name, error) from error
 
 
-def _in_thread(name, function, arguments) -> concurrent.futures.Future:
-    """A thread of its own for each call: a pool would be used up by calls that hang, and would join them at exit."""
-    future = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()  # from here on a cancel leaves it alone, so a late result is no error
+def _start_thread(name: str, function: Callable, arguments: dict) -> concurrent.futures.Future:
+    """Calls `function` in a new thread and returns the future of its result.
 
-    def run():
+    A thread pool would not do: calls that hang would occupy it, and the interpreter would wait for
+    them at exit.
+    """
+    future: concurrent.futures.Future = concurrent.futures.Future()
+    # The future cannot be cancelled from here on, so a result that comes too late is no error.
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
         try:
-            future.set_result(
-                function(**copy.deepcopy(arguments))
-            )  # an env may change what it is given
+            # The env may change its arguments, so it gets a copy.
+            future.set_result(function(**copy.deepcopy(arguments)))
         except Exception as error:
-            future.set_exception(_failure(name, error))
+            future.set_exception(_to_env_error(name, error))
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
 
 
-def _failure(name, error) -> EnvError:
-    text, places = _traceback(error)
-    return EnvError(f"{name} raised:\n{text}", f"{type(error).__name__} {places}")
+def _to_env_error(name: str, error: Exception) -> EnvError:
+    text, locations = user_traceback(error)
+    return EnvError(f"{name} raised:\n{text}", kind=f"{type(error).__name__} {locations}")
 
 
-def _traceback(error) -> tuple[str, str]:
-    """(text, places) of the frames below our own: the user's."""
-    frames = error.__traceback__
-    while frames and frames.tb_frame.f_code.co_filename.startswith(
-        (str(Path(__file__).parent), "<frozen importlib")
-    ):
-        frames = frames.tb_next
-    places = " ".join(f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(frames))
-    return "".join(traceback.format_exception(type(error), error, frames)), places
-
-
-class EnvFailures:
-    """Counts failed calls, logs each kind of them once, and stops the run when they are too many.
-
-    The traceback of a failure is logged in full the first time; the same error at the same lines only counts.
-    """
-
-    def __init__(self, max_share: float):
-        self.max_share = max_share
-        self.count = 0
-        self.last = None
-        self._seen = set()
-
-    def record(self, error: EnvError) -> None:
-        self.count += 1
-        self.last = error
-        if error.kind not in self._seen:
-            self._seen.add(error.kind)
-            logger.warning(
-                "env failure (trajectory masked; more like it are only counted): %s", error
+def _to_reward_parts(result: Any) -> dict[str, float]:
+    """What `reward_fn` returned, as reward parts by name. EnvError unless all are finite."""
+    parts = result if isinstance(result, dict) else {"reward": result}
+    if not parts or not all(isinstance(name, str) for name in parts):
+        raise EnvError(
+            f"reward_fn: expected a number or a dict of numbers, got {_describe(result)}",
+            kind="type of reward",
+        )
+    for name, value in parts.items():
+        if not isinstance(value, numbers.Real):
+            raise EnvError(
+                f"reward_fn: expected {name} to be a number, got {_describe(value)}",
+                kind=f"type of {name}",
             )
-
-    def check(self, failures: int, total: int) -> None:
-        """RuntimeError when too large a share of trajectories failed. Counts are of all ranks, so that all stop."""
-        if failures > self.max_share * total:
-            reason = self.last or "see the log of the other processes"
-            raise RuntimeError(
-                f"the env failed on {failures} of {total} trajectories, more than the share "
-                f"rollout.max_env_failures={self.max_share:g}. The last failure here: {reason}"
+        if not abs(value) <= LARGEST_REWARD:  # NaN compares as false, so it is caught too
+            raise EnvError(
+                f"reward_fn: expected {name} to be finite, got {_describe(value)}",
+                kind=f"range of {name}",
             )
+    return {name: float(value) for name, value in parts.items()}
+
+
+def _to_messages(result: Any) -> list[dict]:
+    """What `interact` returned, copied. EnvError unless it is a list of messages and JSON."""
+    if not isinstance(result, list) or not all(map(is_env_message, result)):
+        raise EnvError(
+            "interact: expected a list of new messages {'role': ..., 'content': ...}, none of them "
+            f"from the assistant (an empty list ends the conversation), got {_describe(result)}",
+            kind="result of interact",
+        )
+    try:
+        # The run folder records messages as JSON. A copy, since the env may change its own later.
+        return json.loads(json.dumps(result))
+    except (TypeError, ValueError) as error:
+        raise EnvError(
+            f"interact: {error} in {_describe(result)}", kind="result of interact"
+        ) from error
+
+
+def _describe(value: Any) -> str:
+    return f"{reprlib.repr(value)} ({type(value).__name__})"

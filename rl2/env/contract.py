@@ -1,61 +1,116 @@
-"""The user's env file: loaded, checked before the model is, and called so that nothing it does can stop the run.
+"""What an environment is: the two functions of the user's env file.
 
-Async functions run on an event loop of their own, which lives as long as the run (as do the sessions they open there);
-others run in threads. Whatever goes wrong inside is an EnvError, whose trajectory the caller masks.
+    def reward_fn(messages, answer): ...  # required: the reward of a conversation that has ended
+    def interact(messages): ...           # used when rollout.max_turns > 1: answers the last turn
+
+Each may be async. Arguments are passed by name: `messages` is the conversation so far, every other
+name is a column of the row, and `**columns` receives all columns. `reward_fn` returns a number, or
+a dict of reward parts whose sum is the reward. `interact` returns a list of new messages, none of
+them from the assistant. An empty list ends the conversation.
 """
 
 import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 class EnvError(Exception):
-    """A failed call of the env: str() is the reason with the user's traceback; `kind` is equal for failures alike."""
+    """A call of the environment failed. The rollout masks the trajectory, so it is not trained.
+
+    `str(error)` is the reason and, if the user's code raised, its traceback. Failures that differ
+    in their data only have the same `kind`.
+    """
 
     def __init__(self, reason: str, kind: str = ""):
         super().__init__(reason)
         self.kind = kind or reason
 
 
-def _check_signature(function, name):
+class EnvFailures:
+    """Counts the failed calls of this process and stops the run when too many fail.
+
+    The first failure of each kind is logged in full. Later ones of that kind are only counted.
+    `max_fraction` is the fraction of trajectories that may fail: rollout.max_env_failures.
+    """
+
+    def __init__(self, max_fraction: float):
+        self.max_fraction = max_fraction
+        self.count = 0
+        self.last: EnvError | None = None
+        self._logged_kinds: set[str] = set()
+
+    def record(self, error: EnvError) -> None:
+        self.count += 1
+        self.last = error
+        if error.kind not in self._logged_kinds:
+            self._logged_kinds.add(error.kind)
+            logger.warning(
+                "an environment call failed, its trajectory is masked "
+                "(more failures of this kind are counted, not logged): %s",
+                error,
+            )
+
+    def check(self, num_failed: int, num_total: int) -> None:
+        """Raises RuntimeError when more than `max_fraction` of the trajectories failed.
+
+        Both counts are sums over all processes, so that every process stops at the same step.
+        """
+        if num_failed > self.max_fraction * num_total:
+            raise RuntimeError(
+                f"the environment failed on {num_failed} of {num_total} trajectories, more than "
+                f"rollout.max_env_failures={self.max_fraction:g} allows. The last failure of this "
+                f"process: {self.last or 'none, see the log of the other processes'}"
+            )
+
+
+def check_signature(function: Callable, name: str) -> None:
+    """Raises ValueError when `function` cannot be called by the names of its parameters."""
     if not callable(function):
         raise ValueError(f"{name}: expected a function, got {function!r}")
-    parameters = inspect.signature(function).parameters.values()
+    signature = inspect.signature(function)
+    parameters = signature.parameters.values()
     if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
-        raise ValueError(
-            f"{name}{inspect.signature(function)}: its arguments are passed by name; remove the '/'"
-        )
-    if not any(
-        parameter.name == "messages" or parameter.kind is parameter.VAR_KEYWORD
-        for parameter in parameters
-    ):
-        raise ValueError(
-            f"{name}{inspect.signature(function)}: expected a parameter called messages"
-        )
+        raise ValueError(f"{name}{signature}: its arguments are passed by name; remove the '/'")
+    if "messages" not in signature.parameters and not _takes_all_columns(signature):
+        raise ValueError(f"{name}{signature}: expected a parameter called messages")
 
 
-def _required(function) -> list[str]:
-    """Parameters without default that the row has to provide."""
-    return [
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        and name != "messages"
-    ]
+def required_columns(function: Callable) -> list[str]:
+    """The columns that a row must have: parameters without a default, other than `messages`."""
+    columns = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if by_name and parameter.default is parameter.empty and name != "messages":
+            columns.append(name)
+    return columns
 
 
-def _arguments(function, messages, row) -> dict:
-    """What the function asks for by name: `messages` is the conversation, all else comes from the row."""
+def select_arguments(function: Callable, messages: list[dict], row: dict) -> dict[str, Any]:
+    """The arguments that `function` asks for, by name.
+
+    `messages` is always the conversation, even if the row has a column with that name.
+    """
     available = {**row, "messages": messages}
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    signature = inspect.signature(function)
+    if _takes_all_columns(signature):
         return available
-    return {name: available[name] for name in parameters if name in available}
+    return {name: available[name] for name in signature.parameters if name in available}
 
 
-def _is_message(message) -> bool:
+def is_env_message(message: Any) -> bool:
+    """Whether `message` is one that `interact` may return."""
     return (
         isinstance(message, dict)
         and isinstance(message.get("role"), str)
-        and message["role"] != "assistant"  # the whole conversation handed back by mistake
+        # The assistant's role means that the env returned the whole conversation by mistake.
+        and message["role"] != "assistant"
         and isinstance(message.get("content"), str | list)
     )
+
+
+def _takes_all_columns(signature: inspect.Signature) -> bool:
+    parameters = signature.parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -14,7 +14,7 @@ from rl2.data import chat
 from rl2.data.examples import Prompts
 from rl2.data.rows import check_ppo_row, load_rows
 from rl2.engine.select import make_engine
-from rl2.env.call import EnvFailures
+from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env, preflight
 from rl2.model.token_model import TokenScores
 from rl2.parallel.mesh import init_distributed

@@ -273,7 +273,7 @@ def sglang_throughput():
 
     from transformers import AutoTokenizer
 
-    from rl2.env.call import EnvFailures
+    from rl2.env.contract import EnvFailures
     from rl2.env.load import load_env
     from rl2.rollout.collect import Rollout
 
