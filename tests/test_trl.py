@@ -147,7 +147,7 @@ def test_dpo_loss(tmp_path, device, loss, beta):
         precompute_ref_logps=False,
         f_divergence_type="reverse_kl",
         loss_types=[loss],
-        token_weights=[1.0],
+        loss_weights=[1.0],
         beta=beta,
         label_smoothing=0.0,
         use_weighting=False,
