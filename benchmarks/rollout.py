@@ -17,6 +17,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.worker import compute_dtype
 
@@ -38,11 +39,18 @@ def make_generate(arguments, dtype, prompts, device):
 
 
 def make_engine(arguments, dtype, prompts, device, slots, deterministic):
-    engine = LocalEngine(arguments.model, dtype, device, slots, deterministic)
+    settings = EngineSettings(
+        model_name=arguments.model,
+        dtype=dtype,
+        device=device,
+        max_running_requests=slots,
+        deterministic=deterministic,
+    )
+    engine = LocalEngine(settings)
 
     async def all_(lengths):
         calls = [
-            engine.generate(prompt, {"max_new_tokens": length}, (0, i))
+            engine.generate(prompt, SamplingParams(max_new_tokens=length), (0, i))
             for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
         ]
         told = await asyncio.gather(*calls)

@@ -430,7 +430,7 @@ def test_k1_in_the_loss_warns(base, capsys):
 
 
 def test_lora_without_peft_is_refused(base, capsys, monkeypatch):
-    monkeypatch.setattr("rl2.config.rules.installed", lambda package: False)
+    monkeypatch.setattr("rl2.config.rules.is_installed", lambda package: False)
     assert "actor.lora_rank=8 needs peft, which is not installed; pip install peft" in problems(
         [*base, "actor.lora_rank=8"], capsys
     )

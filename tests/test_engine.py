@@ -7,6 +7,7 @@ import torch
 from common import make_model
 from transformers import AutoModelForCausalLM
 
+from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.engine.sampler import sample
 
@@ -26,7 +27,7 @@ def llama(tmp_path_factory):
 
 
 def make(name, dtype=torch.float32, **options):
-    return LocalEngine(name, dtype, CPU, **options)
+    return LocalEngine(EngineSettings(name, dtype, CPU, **options))
 
 
 def play(engine, prompts, seeds=None, **params):
@@ -35,7 +36,7 @@ def play(engine, prompts, seeds=None, **params):
     async def all_():
         given = [(0, i) for i in range(len(prompts))] if seeds is None else seeds
         calls = [
-            engine.generate(prompt, params, seed)
+            engine.generate(prompt, SamplingParams(**params), seed)
             for prompt, seed in zip(prompts, given, strict=True)
         ]
         return await asyncio.gather(*calls)
@@ -64,7 +65,7 @@ def bits(generations):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logps_are_those_of_a_plain_forward(name, deterministic, temperature):
     engine, model = (
-        make(name, max_running=5, deterministic=deterministic),
+        make(name, max_running_requests=5, deterministic=deterministic),
         AutoModelForCausalLM.from_pretrained(name),
     )
     prompts = make_prompts(12)
@@ -79,7 +80,7 @@ def test_logps_are_those_of_a_plain_forward(name, deterministic, temperature):
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_greedy_is_what_generate_says(name, deterministic):
     engine, model = (
-        make(name, max_running=3, deterministic=deterministic),
+        make(name, max_running_requests=3, deterministic=deterministic),
         AutoModelForCausalLM.from_pretrained(name),
     )
     prompts = make_prompts(7)
@@ -125,7 +126,7 @@ def test_a_seed_is_a_sample(llama):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_company_changes_no_bit_when_deterministic(name, dtype):
     """Alone, among others, in another order, in another slot and after others have left: the same bits."""
-    engine, prompts = make(name, dtype, max_running=5), make_prompts(13)
+    engine, prompts = make(name, dtype, max_running_requests=5), make_prompts(13)
     params = {"max_new_tokens": 80, "stop_token_ids": [10, 11]}
     seeds = [(3, i) for i in range(13)]
     together = bits(play(engine, prompts, seeds, **params))
@@ -141,14 +142,15 @@ def test_company_changes_no_bit_when_deterministic(name, dtype):
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_free_slot_is_refilled_before_the_next_step(llama, monkeypatch, deterministic):
     """One answer of 8 tokens holds a slot while 7 answers of one token pass through the other: 8 steps in all."""
-    engine, steps = make(llama, max_running=2, deterministic=deterministic), []
+    engine, steps = make(llama, max_running_requests=2, deterministic=deterministic), []
     step = engine._step
     monkeypatch.setattr(engine, "_step", lambda: (steps.append(1), step()))
 
     async def all_():
         lengths = [8] + [1] * 7
         calls = [
-            engine.generate([5, 6], {"max_new_tokens": n}, (0, i)) for i, n in enumerate(lengths)
+            engine.generate([5, 6], SamplingParams(max_new_tokens=n), (0, i))
+            for i, n in enumerate(lengths)
         ]
         assert [len(out.tokens) for out in await asyncio.gather(*calls)] == lengths
 
@@ -158,7 +160,7 @@ def test_a_free_slot_is_refilled_before_the_next_step(llama, monkeypatch, determ
 
 
 def test_a_groups_prompt_is_prefilled_once(llama, monkeypatch):
-    engine, seen = make(llama, max_running=3), []
+    engine, seen = make(llama, max_running_requests=3), []
     prefill = engine._prefill
     monkeypatch.setattr(
         engine,
@@ -244,19 +246,19 @@ def test_sleep_gives_memory_back_and_wake_goes_on(llama):
 
 
 def test_a_request_that_is_given_up_frees_its_slot(llama):
-    engine = make(llama, max_running=2)
+    engine = make(llama, max_running_requests=2)
     expected = bits(play(engine, [[9, 8]] * 2, [(5, 0), (5, 1)], max_new_tokens=5))
 
     async def all_():
         running = [
-            asyncio.ensure_future(engine.generate([5], {"max_new_tokens": 400}, (0, i)))
+            asyncio.ensure_future(engine.generate([5], SamplingParams(max_new_tokens=400), (0, i)))
             for i in range(3)
         ]
         await asyncio.sleep(0.05)  # two have slots, one waits
         for task in running:
             task.cancel()
         return await asyncio.gather(
-            *(engine.generate([9, 8], {"max_new_tokens": 5}, (5, i)) for i in range(2))
+            *(engine.generate([9, 8], SamplingParams(max_new_tokens=5), (5, i)) for i in range(2))
         )
 
     assert bits(engine.loop.run_until_complete(all_())) == expected
@@ -266,11 +268,11 @@ def test_a_request_that_is_given_up_frees_its_slot(llama):
 
 def test_abort_returns_what_there_is(llama):
     """Running, waiting and sharing a prompt: each gets the beginning of what it would have got, and can go on from it."""
-    engine = make(llama, max_running=2)
+    engine = make(llama, max_running_requests=2)
     whole = play(engine, [[5, 6]] * 3 + [[7]], max_new_tokens=60)
 
     async def all_():
-        given = {"max_new_tokens": 60}
+        given = SamplingParams(max_new_tokens=60)
         calls = [
             engine.generate(prompt, given, (0, i)) for i, prompt in enumerate([[5, 6]] * 3 + [[7]])
         ]
@@ -292,13 +294,13 @@ def test_abort_returns_what_there_is(llama):
 
 
 def test_weights_that_diverged_are_told_to_all_who_wait(llama):
-    engine, good = make(llama, max_running=2), AutoModelForCausalLM.from_pretrained(llama)
+    engine, good = make(llama, max_running_requests=2), AutoModelForCausalLM.from_pretrained(llama)
     expected = bits(play(engine, [[5, 6]], max_new_tokens=3))
     bad = {name: torch.full_like(weight, float("nan")) for name, weight in good.named_parameters()}
     engine.load_weights(bad.items(), 1)
 
     async def all_():
-        calls = [engine.generate([5], {"max_new_tokens": 3}, (0, i)) for i in range(4)]
+        calls = [engine.generate([5], SamplingParams(max_new_tokens=3), (0, i)) for i in range(4)]
         return await asyncio.gather(*calls, return_exceptions=True)
 
     told = engine.loop.run_until_complete(all_())
@@ -321,7 +323,6 @@ def test_weights_that_diverged_are_told_to_all_who_wait(llama):
         ([5], {"temperature": float("nan")}, "temperature=nan"),
         ([5], {"top_p": 0.0}, "top_p=0.0"),
         ([5], {"top_k": 0}, "top_k=0"),
-        ([5], {"topk": 1}, "topk"),
     ],
 )
 def test_what_can_never_be_answered_is_refused(llama, prompt, params, message):
@@ -329,6 +330,11 @@ def test_what_can_never_be_answered_is_refused(llama, prompt, params, message):
     with pytest.raises(ValueError, match=message):
         play(engine, [prompt], **{"max_new_tokens": 3, **params})
     engine.close()
+
+
+def test_unknown_sampling_parameters_are_refused():
+    with pytest.raises(TypeError, match="topk"):
+        SamplingParams(topk=1)
 
 
 def draw(logits, noise, temperature=1.0, top_p=1.0, top_k=-1):

@@ -147,7 +147,7 @@ ALLOWED = {
     "algorithms": {"algorithms"},
     "batch": set(),
     "packing": {"batch"},
-    "config": {"config", "algorithms", "engine.select"},
+    "config": {"config", "algorithms", "engine.select", "engine.base"},
     "parallel.mesh": set(),
     "parallel.tensor": {"parallel.mesh"},
     "parallel.fsdp": {"parallel.mesh"},

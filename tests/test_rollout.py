@@ -10,13 +10,14 @@ from common import make_tokenizer
 
 from rl2.data import chat
 from rl2.data.examples import Prompts
+from rl2.engine.base import SamplingParams
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Rollout
 from rl2.rollout.stats import gather_samples, summarise
 
-PARAMS = {"max_new_tokens": 16}
+PARAMS = SamplingParams(max_new_tokens=16)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,7 +30,7 @@ def process_group():
 class ScriptedEngine:
     """Says `script(turn, seed)`; a reply is (text, finish reason)."""
 
-    max_running, index, count, version = 4, 0, 1, 0
+    max_running_requests, index, count, version = 4, 0, 1, 0
 
     def __init__(self, tokenizer, script):
         self.tokenizer, self.script, self.loop = tokenizer, script, asyncio.new_event_loop()
@@ -197,8 +198,8 @@ class SlowEngine(ScriptedEngine):
 
     async def generate(self, prompt, params, seed):
         text, said = self.script(prompt), []
-        self.asked.append((seed, list(prompt), params["max_new_tokens"]))
-        for token in chat.tokenize(self.tokenizer, text)[: params["max_new_tokens"]]:
+        self.asked.append((seed, list(prompt), params.max_new_tokens))
+        for token in chat.tokenize(self.tokenizer, text)[: params.max_new_tokens]:
             await asyncio.sleep(0.002)
             if self.aborted:
                 return SimpleNamespace(
@@ -234,7 +235,7 @@ def test_a_pause_keeps_tokens_and_goes_on_with_other_weights(tmp_path):
     assert len(start) == 1
     rollout.engine = engine = SlowEngine(tokenizer, script)
     engine.asked = []
-    params = {"max_new_tokens": 300}
+    params = SamplingParams(max_new_tokens=300)
     done = rollout(prompts[:3], params, 2, "train", 1, wanted=2)
     assert sorted({t.group for t in done}) == [1, 2] and all(
         t.versions == [(0, 2)] and t.reward == 1 for t in done
@@ -276,14 +277,13 @@ def test_a_pause_between_turns_and_during_the_environment(tmp_path):
     rollout, prompts, tokenizer = make(tmp_path, None, env, 3, num_prompts=3, deterministic=False)
     rollout.engine = engine = SlowEngine(tokenizer, lambda prompt: "ok")
     engine.asked = []
-    done = rollout(
-        prompts, {"max_new_tokens": 16}, 1, "train", 11, wanted=2
-    )  # the store counts by step
+    # the store counts by step
+    done = rollout(prompts, PARAMS, 1, "train", 11, wanted=2)
     assert [t.group for t in done] == [1, 2] and [t.num_turns for t in done] == [2, 2]
     (trajectory,) = rollout.paused[0].trajectories
     assert trajectory.num_turns == 1 and trajectory.partial == 0 and len(trajectory.messages) == 3
     engine.aborted = False
-    (trajectory,) = rollout([], {"max_new_tokens": 16}, 1, "train", 12, wanted=1)
+    (trajectory,) = rollout([], PARAMS, 1, "train", 12, wanted=1)
     assert trajectory.num_turns == 2 and trajectory.reward == 4
 
 

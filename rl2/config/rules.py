@@ -11,7 +11,7 @@ import torch
 
 from rl2.config.parse import _walk
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
-from rl2.engine.select import choose_engine, installed
+from rl2.engine.select import choose_engine, is_installed
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 
@@ -275,7 +275,7 @@ def check_worker(config, name: str, world_size: int) -> list[str]:
             f"{name}.lora_rank={worker.lora_rank} with {name}.tp_size={worker.tp_size}: adapters are not cut "
             f"into parts; set {name}.tp_size=1, fsdp_size and sp_size divide the work as well"
         )
-    if worker.lora_rank > 0 and not installed("peft"):
+    if worker.lora_rank > 0 and not is_installed("peft"):
         problems.append(
             f"{name}.lora_rank={worker.lora_rank} needs peft, which is not installed; pip install peft"
         )
@@ -363,7 +363,7 @@ def _check_engine(config) -> list[str]:
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if choose_engine(config.rollout.engine)[0] != "sglang":
         return []
-    if not installed("sglang"):
+    if not is_installed("sglang"):
         return [
             "rollout.engine=sglang: it is not installed; pip install sglang, or set rollout.engine=local"
         ]

@@ -13,7 +13,6 @@ V vocabulary.
 """
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,7 +24,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from rl2.engine.base import DEFAULTS, Generation, check_request
+from rl2.engine.base import (
+    Engine,
+    EngineSettings,
+    Generation,
+    SamplingParams,
+    check_request,
+    max_request_tokens,
+)
 from rl2.engine.cache import _Cache
 from rl2.engine.sampler import sample
 from rl2.parallel.ring import PackedAttention
@@ -46,7 +52,7 @@ class _Prompt:
 @dataclass(eq=False)
 class _Request:
     prompt: _Prompt
-    params: dict
+    params: SamplingParams
     noise: np.ndarray  # uniform, one for each new token
     future: asyncio.Future
     tokens: list[int] = field(default_factory=list)
@@ -61,60 +67,46 @@ class _Request:
         """Returns why this was the last token, or None."""
         self.tokens.append(token)
         self.logps.append(logp)
-        if token in self.params["stop_token_ids"]:
+        if token in self.params.stop_token_ids:
             return "stop"
-        return "length" if len(self.tokens) == self.params["max_new_tokens"] else None
+        return "length" if len(self.tokens) == self.params.max_new_tokens else None
 
 
-class LocalEngine:
-    """`dtype`: of weights and keys. `max_running`: slots. `max_length`: the most tokens of a prompt and its answer, if
-    less than the model's positions. This is engine `index` of `count`. `loop` is the event loop that every `generate`
-    must run on."""
+class LocalEngine(Engine):
+    """`max_running_requests` are its slots."""
 
-    def __init__(
-        self,
-        model_name,
-        dtype,
-        device,
-        max_running=64,
-        deterministic=True,
-        max_length=None,
-        index=0,
-        count=1,
-    ):
-        self.index, self.count = index, count
+    def __init__(self, settings: EngineSettings):
+        self.index = settings.rank
+        self.count = settings.world_size
         self.model = AutoModelForCausalLM.from_pretrained(
-            model_name, dtype=dtype, attn_implementation="rl2"
+            settings.model_name, dtype=settings.dtype, attn_implementation="rl2"
         )
-        self.model.to(device).eval().requires_grad_(False)
-        self.device, self.max_running, self.deterministic = (
-            torch.device(device),
-            max_running,
-            deterministic,
-        )
-        self.max_length = min(x for x in (max_length, _positions(self.model.config), math.inf) if x)
+        self.model.to(settings.device).eval().requires_grad_(False)
+        self.device = torch.device(settings.device)
+        self.max_running_requests = settings.max_running_requests
+        self.deterministic = settings.deterministic
+        self.max_length = max_request_tokens(settings, self.model.config)
         self.loop = asyncio.new_event_loop()
         self.version: int | None = 0  # None: a load failed half way
         self.waiting: deque[_Request] = deque()
-        self.slots: list[_Request | None] = [None] * max_running
+        self.slots: list[_Request | None] = [None] * self.max_running_requests
         self.prompts: dict[tuple, _Prompt] = {}  # those that requests wait with
-        self.cache: _Cache | None = _Cache(max_running)  # None: asleep
+        self.cache: _Cache | None = _Cache(self.max_running_requests)  # None: asleep
         self._task = None
         self._prepack()
 
     async def generate(
-        self, prompt: list[int], params: dict, seed: tuple[int, ...], share=None
+        self, prompt: list[int], params: SamplingParams, seed: tuple[int, ...]
     ) -> Generation:
-        """Samples an answer to the token ids `prompt`. `params`: see DEFAULTS; temperature 0 is greedy, top_k -1 off.
-        The noise of new token i is a function of `seed` and i alone. `share` is for engines that have to be told which
-        requests have a prompt in common; here equal prompts are found. ValueError for what can never be answered."""
+        """Samples an answer to the token ids `prompt`.
+        The noise of new token i is a function of `seed` and i alone. ValueError for what can never be answered."""
         assert asyncio.get_running_loop() is self.loop, "generate runs on engine.loop only"
         assert self.cache is not None, "generate on a sleeping engine: call wake first"
         assert self.version is not None, "the weights are incomplete: the last load failed"
         vocabulary = self.model.get_input_embeddings().num_embeddings
-        params = check_request(prompt, params, vocabulary, self.max_length)
+        check_request(prompt, params, vocabulary, self.max_length)
         noise = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).random(
-            params["max_new_tokens"]
+            params.max_new_tokens
         )
         key = tuple(prompt)
         request = _Request(
@@ -135,7 +127,7 @@ class LocalEngine:
                 )
         self.waiting.clear()
         self.prompts.clear()
-        self.slots = [None] * self.max_running
+        self.slots = [None] * self.max_running_requests
 
     def sleep(self):
         """Gives back the memory of keys and values, and on a GPU that of the weights."""
@@ -149,7 +141,7 @@ class LocalEngine:
     def wake(self):
         """Ready again, with the weights it slept with."""
         self.model.to(self.device)
-        self.cache = _Cache(self.max_running)
+        self.cache = _Cache(self.max_running_requests)
         self._prepack()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int):
@@ -215,7 +207,7 @@ class LocalEngine:
                 if not request.future.done():
                     request.future.set_exception(error)
             self.abort()
-            self.cache = _Cache(self.max_running)  # it may hold NaN
+            self.cache = _Cache(self.max_running_requests)  # it may hold NaN
 
     @torch.inference_mode()
     def _admit(self) -> bool:
@@ -271,9 +263,10 @@ class LocalEngine:
         logits = self.model(
             inputs[0], position_ids=inputs[1], use_cache=False, attend=self.cache
         ).logits[:, -1]
+        idle = SamplingParams()
         settings = [
             torch.tensor(
-                [r.params[key] if r else DEFAULTS[key] for r in requests], device=self.device
+                [getattr(r.params if r else idle, key) for r in requests], device=self.device
             )
             for key in ("temperature", "top_p", "top_k")
         ]
@@ -293,9 +286,9 @@ class LocalEngine:
     def _num_rows(self) -> int:
         """How many of the slots to decode. Without `deterministic` the busy ones move to the front."""
         if self.deterministic:
-            return self.max_running
+            return self.max_running_requests
         busy = [slot for slot, request in enumerate(self.slots) if request]
-        num = min(-(-len(busy) // ROWS) * ROWS, self.max_running)
+        num = min(-(-len(busy) // ROWS) * ROWS, self.max_running_requests)
         free = (slot for slot in range(num) if self.slots[slot] is None)
         for slot in reversed(busy):
             if slot >= num:
@@ -312,7 +305,7 @@ class LocalEngine:
             return
         for module in self.model.modules():
             if type(module) is nn.Linear and _can_pack(module.weight.dtype):
-                packed = ops._reorder_linear_weight(module.weight, self.max_running)
+                packed = ops._reorder_linear_weight(module.weight, self.max_running_requests)
                 module.forward = partial(_packed_linear, packed, module.bias)
 
     def _unpack(self):
@@ -343,10 +336,6 @@ def _batches(prompts: list[_Prompt]) -> list[list[_Prompt]]:
         batches[-1].append(prompt)
         size += len(prompt.tokens)
     return batches
-
-
-def _positions(config) -> int | None:
-    return getattr(config, "max_position_embeddings", None)
 
 
 def _can_pack(dtype: torch.dtype) -> bool:

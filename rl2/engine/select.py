@@ -1,15 +1,20 @@
-"""Which engine generates, and why."""
+"""Which engine generates, and why. A new engine is one file and one line of `ENGINES`."""
 
+import importlib
 import importlib.metadata
 
 import torch
-import torch.distributed as dist
 
-from rl2.engine.local import LocalEngine
-from rl2.engine.sglang import SGLangEngine
+from rl2.engine.base import Engine, EngineSettings
+
+ENGINES = {
+    "local": "rl2.engine.local:LocalEngine",
+    "sglang": "rl2.engine.sglang:SGLangEngine",
+}
 
 
-def installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Whether the Python package `package` is installed; it is not imported."""
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -17,35 +22,21 @@ def installed(package: str) -> bool:
     return True
 
 
-def choose_engine(wanted: str) -> tuple[str, str]:
-    """(sglang | local, why) for rollout.engine."""
-    if wanted != "auto":
-        return wanted, "as rollout.engine says"
+def choose_engine(name: str) -> tuple[str, str]:
+    """(a key of ENGINES, the reason) for the config's `rollout.engine`: auto or a key of ENGINES."""
+    if name != "auto":
+        return name, "as rollout.engine says"
     if not torch.cuda.is_available():
         return "local", "there is no GPU"
-    if not installed("sglang"):
+    if not is_installed("sglang"):
         return "local", "sglang is not installed; it generates much faster on GPUs"
     return "sglang", "there are GPUs and sglang"
 
 
-def make_engine(
-    section,
-    model_name: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    deterministic: bool,
-    seed: int,
-):
-    """The engine of the config's rollout `section`; all processes call."""
-    kind, why = choose_engine(section.engine)
-    rank = dist.get_rank()
-    if rank == 0:
-        print(f"rollout engine: {kind}, {why}", flush=True)
-    given = (model_name, dtype, device)
-    if kind == "local":
-        where = {"index": rank, "count": dist.get_world_size()}
-        return LocalEngine(*given, section.max_running, deterministic, **where)
-    memory, arguments = section.gpu_memory_utilization, section.engine_args
-    return SGLangEngine(
-        *given, section.tp_size, section.max_running, deterministic, memory, arguments, seed + rank
-    )
+def make_engine(name: str, settings: EngineSettings) -> Engine:
+    """The engine that `choose_engine(name)` names. All ranks call; rank 0 prints the choice."""
+    kind, reason = choose_engine(name)
+    if settings.rank == 0:
+        print(f"rollout engine: {kind}, {reason}", flush=True)
+    module, _, class_name = ENGINES[kind].partition(":")
+    return getattr(importlib.import_module(module), class_name)(settings)

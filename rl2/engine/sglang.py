@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig
 
-from rl2.engine.base import Generation, check_request
+from rl2.engine.base import (
+    Engine,
+    EngineSettings,
+    Generation,
+    SamplingParams,
+    check_request,
+    max_request_tokens,
+)
 
 BUCKET = 2**29  # bytes of weights that travel at a time
 CPU = {  # what makes SGLang run without a GPU
@@ -30,42 +37,24 @@ CPU = {  # what makes SGLang run without a GPU
 }
 
 
-class SGLangEngine:
-    """`tp_size` ranks of one node share an engine; `memory`: the share of a GPU's memory it may take; `arguments`: further
-    ones of SGLang's ServerArgs. All ranks call everything but `generate`, which is for ranks with `index` not None: this
-    is engine `index` of `count`. `loop` is the event loop that every `generate` must run on."""
+class SGLangEngine(Engine):
+    """`tp_size` ranks of one node share an engine; `engine_args` are further ones of SGLang's ServerArgs."""
 
-    def __init__(
-        self,
-        model_name,
-        dtype,
-        device,
-        tp_size,
-        max_running,
-        deterministic,
-        memory,
-        arguments,
-        seed,
-    ):
-        rank, world = dist.get_rank(), dist.get_world_size()
+    def __init__(self, settings: EngineSettings):
+        rank, world, tp_size = settings.rank, settings.world_size, settings.tp_size
         groups = [
             dist.new_group(range(i, i + tp_size), backend="gloo") for i in range(0, world, tp_size)
         ]
-        self.tp_size, self.group, self.device = (
-            tp_size,
-            groups[rank // tp_size],
-            torch.device(device),
-        )
-        self.index, self.count = (
-            (rank // tp_size if rank % tp_size == 0 else None),
-            world // tp_size,
-        )
-        self.max_running, self.version, self.asleep, self.num_aborts = max_running, 0, False, 0
-        config = AutoConfig.from_pretrained(model_name)
-        self.vocabulary, self.max_length = (
-            config.vocab_size,
-            getattr(config, "max_position_embeddings", 2**31),
-        )
+        self.tp_size = tp_size
+        self.group = groups[rank // tp_size]
+        self.device = torch.device(settings.device)
+        self.index = rank // tp_size if rank % tp_size == 0 else None
+        self.count = world // tp_size
+        self.max_running_requests = settings.max_running_requests
+        self.version, self.asleep, self.num_aborts = 0, False, 0
+        config = AutoConfig.from_pretrained(settings.model_name)
+        self.vocabulary = config.vocab_size
+        self.max_length = max_request_tokens(settings, config)
         ports = _free_ports(2)
         self.engine, self.children = None, []
         self._free()
@@ -73,14 +62,14 @@ class SGLangEngine:
             self.loop = asyncio.new_event_loop()
             return
         given = {
-            "model_path": model_name,
-            "dtype": str(dtype).removeprefix("torch."),
+            "model_path": settings.model_name,
+            "dtype": str(settings.dtype).removeprefix("torch."),
             "tp_size": tp_size,
             "nccl_port": ports[0],
             "port": ports[1],
-            "max_running_requests": max_running,
-            "mem_fraction_static": memory,
-            "random_seed": seed,
+            "max_running_requests": settings.max_running_requests,
+            "mem_fraction_static": settings.gpu_memory_utilization,
+            "random_seed": settings.seed + rank,
             "skip_tokenizer_init": True,
             "skip_server_warmup": True,
             "log_level": "error",
@@ -91,9 +80,9 @@ class SGLangEngine:
             given |= CPU
         else:
             given |= {"base_gpu_id": self.device.index, "enable_memory_saver": True}
-            given["enable_deterministic_inference"] = deterministic
-        self.comparable = not {"quantization", "load_format"} & set(arguments)
-        self._start({**given, **arguments})
+            given["enable_deterministic_inference"] = settings.deterministic
+        self.comparable = not {"quantization", "load_format"} & set(settings.engine_args)
+        self._start({**given, **settings.engine_args})
 
     def _start(self, arguments):
         # With it, a store that SGLang opens would believe to be a client of torchrun's.
@@ -125,15 +114,25 @@ class SGLangEngine:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
-    async def generate(self, prompt: list[int], params: dict, seed: tuple[int, ...]) -> Generation:
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, seed: tuple[int, ...]
+    ) -> Generation:
         """Samples an answer to the token ids `prompt`. The seed counts in SGLang's deterministic mode only."""
-        params = check_request(prompt, params, self.vocabulary, self.max_length)
-        stops = list(params.pop("stop_token_ids"))
+        check_request(prompt, params, self.vocabulary, self.max_length)
+        stops = list(params.stop_token_ids)
         # Without stop tokens an answer has its full length; with them SGLang adds the model's own.
-        params |= {"stop_token_ids": stops, "ignore_eos": not stops, "sampling_seed": _mix(seed)}
+        sampling = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "max_new_tokens": params.max_new_tokens,
+            "stop_token_ids": stops,
+            "ignore_eos": not stops,
+            "sampling_seed": _mix(seed),
+        }
         num_aborts = self.num_aborts
         out = await self.engine.async_generate(
-            input_ids=list(prompt), sampling_params=params, return_logprob=True
+            input_ids=list(prompt), sampling_params=sampling, return_logprob=True
         )
         meta = out["meta_info"]
         logps, tokens = (
@@ -148,7 +147,7 @@ class SGLangEngine:
                 "stop"
                 if tokens[-1] in stops
                 else "length"
-                if len(tokens) == params["max_new_tokens"]
+                if len(tokens) == params.max_new_tokens
                 else reason
             )
         return Generation(tokens, logps, reason, int(meta["weight_version"]))

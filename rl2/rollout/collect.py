@@ -2,12 +2,13 @@
 
 import asyncio
 import pickle
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from rl2.data import chat
+from rl2.engine.base import SamplingParams
 from rl2.env.contract import EnvError
 from rl2.parallel.mesh import all_gather_objects
 from rl2.rollout.trajectory import Group, Trajectory, _append, _begin_sample, _reward
@@ -32,7 +33,7 @@ class Rollout:
     def __call__(
         self,
         prompts: list,
-        params: dict,
+        params: SamplingParams,
         num_samples: int,
         purpose: str,
         step: int,
@@ -102,7 +103,7 @@ class Rollout:
                     store.add(counter + "/done", 1)
 
         # Enough groups in flight to fill the engine twice, so that a slot never waits for an environment.
-        each = 1 + 2 * self.engine.max_running // len(groups[0].trajectories)
+        each = 1 + 2 * self.engine.max_running_requests // len(groups[0].trajectories)
         in_flight = len(groups) if self.deterministic else each
         players = asyncio.gather(*(play_groups() for _ in range(in_flight)))
         while wanted < len(groups) and not players.done():
@@ -144,7 +145,7 @@ class Rollout:
     async def _turn(self, trajectory, row, params, seed):
         """What the engine says, unless it is aborted, and what the environment answers."""
         sample, messages = trajectory.samples[-1], trajectory.messages
-        left = {**params, "max_new_tokens": params["max_new_tokens"] - trajectory.partial}
+        left = replace(params, max_new_tokens=params.max_new_tokens - trajectory.partial)
         out = await self.engine.generate(sample.tokens, left, seed)
         assert out.version == self.engine.version, "sampled from other weights than the ones loaded"
         _append(sample, out.tokens, 1, out.logps)
@@ -162,7 +163,7 @@ class Rollout:
             trajectory.finish_reason = out.finish_reason
             return
         told, new = self._continue(sample.tokens, messages, answer, row.get("tools"))
-        if len(told) + len(new) + params["max_new_tokens"] > self.max_length:
+        if len(told) + len(new) + params.max_new_tokens > self.max_length:
             trajectory.finish_reason = "length"
             return
         messages.extend(answer)

@@ -13,6 +13,7 @@ from rl2.config.schema import PPOConfig
 from rl2.data import chat
 from rl2.data.examples import Prompts
 from rl2.data.rows import check_ppo_row, load_rows
+from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.select import make_engine
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env, preflight
@@ -29,14 +30,13 @@ def train(run) -> None:
     """The whole algorithm. Every process holds the same `batch` and runs the same lines; forward, backward and generate
     are what the workers and engines split."""
     config, metrics, actor, critic = run.config, run.metrics, run.actor, run.critic
-    train_params = vars(config.rollout.train_sampling_params)
     for step in range(run.step + 1, run.num_steps + 1):
         with metrics.phase("rollout"):
             assert run.engine.version == actor.version, (
                 "the engine has other weights than the actor"
             )
             prompts, num = run.next_prompts(step), config.data.responses_per_prompt
-            trajectories = run.rollout(prompts, train_params, num, "train", step, run.wanted)
+            trajectories = run.rollout(prompts, run.train_params, num, "train", step, run.wanted)
             batch = collate(gather_samples(trajectories))
             run.engine.sleep()
         logged = summarise(trajectories, run.failures, actor.version)
@@ -144,6 +144,17 @@ def value_loss(critic):
     return loss_fn
 
 
+def sampling_params(section, stop_token_ids: list[int]) -> SamplingParams:
+    """What engines are given of a section of the config. `stop_token_ids`: the model's own, added to the section's."""
+    return SamplingParams(
+        temperature=section.temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        max_new_tokens=section.max_new_tokens,
+        stop_token_ids=tuple(sorted({*section.stop_token_ids, *stop_token_ids})),
+    )
+
+
 class Run:
     """What `train` works with, made from the config: workers, engine, data, and the books that are kept."""
 
@@ -215,14 +226,25 @@ class Run:
         )
         self.engine_dtype = compute_dtype(config.actor.dtype, self.device)
         section, seed = config.rollout, config.trainer.seed
-        self.engine = make_engine(
-            section, name, self.engine_dtype, self.device, deterministic, seed
+        settings = EngineSettings(
+            model_name=name,
+            dtype=self.engine_dtype,
+            device=self.device,
+            max_running_requests=section.max_running,
+            deterministic=deterministic,
+            tp_size=section.tp_size,
+            gpu_memory_utilization=section.gpu_memory_utilization,
+            engine_args=section.engine_args,
+            seed=seed,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
         )
+        self.engine = make_engine(section.engine, settings)
         stops = chat.stop_token_ids(
             self.tokenizer, GenerationConfig.from_pretrained(name).eos_token_id
         )
-        for params in (config.rollout.train_sampling_params, config.rollout.test_sampling_params):
-            params.stop_token_ids = sorted({*params.stop_token_ids, *stops})
+        self.train_params = sampling_params(section.train_sampling_params, stops)
+        self.test_params = sampling_params(section.test_sampling_params, stops)
         self.failures = EnvFailures(config.rollout.max_env_failures)
         limit = min(
             w.config.max_length_per_device * w.config.sp_size for w in self.workers.values()
@@ -291,8 +313,7 @@ class Run:
         if not self.test_prompts or not self.books.tests_at(step, last):
             return {}
         with self.metrics.phase("test"):
-            params = vars(self.config.rollout.test_sampling_params)
-            trajectories = self.rollout(self.test_prompts, params, 1, "test", step)
+            trajectories = self.rollout(self.test_prompts, self.test_params, 1, "test", step)
             logged = {
                 f"test/{key}": value
                 for key, value in summarise(trajectories, self.failures, self.actor.version).items()
