@@ -1,16 +1,28 @@
+"""What is installed. The tools are configured in pyproject.toml.
+
+The scripts that make virtual environments hash this file and constraints.txt to know when to install again.
+"""
+
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+HERE = Path(__file__).parent
+
 setup(
     name="rl2",
-    version="0.1.0",
+    version=re.search(r'__version__ = "(.+)"', (HERE / "rl2/__init__.py").read_text())[1],
     description="A minimal, torchrun-native trainer for reinforcement learning of language models",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["rl2", "rl2.*"]),
+    # The ready-made environments stand at the top of the repository; the wheel carries them inside the package.
+    packages=[*find_packages(include=["rl2", "rl2.*"]), "rl2.ready_envs"],
+    package_dir={"rl2.ready_envs": "envs"},
+    package_data={"rl2": ["py.typed"]},
+    entry_points={"console_scripts": ["rl2 = rl2.__main__:main"]},
     # Ranges, since SGLang pins exact versions of torch and transformers; constraints.txt is the set that is tested.
     install_requires=[
         "torch>=2.11",
@@ -28,6 +40,15 @@ setup(
         "wandb": ["wandb"],
         "lora": ["peft>=0.20"],
         "quickstart": ["gguf>=0.10", "matplotlib", "reasoning-gym>=0.1.25"],
-        "test": ["hypothesis", "psutil", "peft>=0.20", "pytest", "ruff", "trl>=1.16"],
+        "test": [
+            "hypothesis",
+            "mypy>=2.4",
+            "peft>=0.20",
+            "psutil",
+            "pytest",
+            "ruff",
+            "setuptools>=77",
+            "trl>=1.16",
+        ],
     },
 )

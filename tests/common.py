@@ -109,7 +109,7 @@ def make_samples(seed=0, num_groups=4, group_size=3, longest=20) -> list[Sample]
     return samples
 
 
-def run(*command, check=True, env=None, timeout=300) -> subprocess.CompletedProcess:
+def run(*command, check=True, env=None, cwd=None, timeout=300) -> subprocess.CompletedProcess:
     """A Python program in a process of its own, one thread."""
     env = {
         **os.environ,
@@ -120,6 +120,7 @@ def run(*command, check=True, env=None, timeout=300) -> subprocess.CompletedProc
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         env=env,
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -5,5 +5,6 @@ cd "$(dirname "$0")/.."
 source examples/install.sh test
 ruff check .
 ruff format --check .
+mypy
 # One thread a process: several run at once, and threads that share a core wait for each other.
 OMP_NUM_THREADS=1 python -m pytest -x -q --durations=15 --ignore tests/sglang --ignore tests/gpu tests "$@"

@@ -16,7 +16,7 @@ import pytest
 from common import make_tokenizer
 
 from rl2.env.call import MAX_SYNC_CALLS, Env
-from rl2.env.contract import EnvError, EnvFailures
+from rl2.env.contract import EnvError, EnvFailures, find_env_file
 from rl2.env.load import load_env, preflight
 
 ENVS = Path(__file__).resolve().parent.parent / "envs"
@@ -303,6 +303,17 @@ def test_missing_file_and_other_files_are_refused(tmp_path):
     (tmp_path / "env.txt").write_text("x")
     with pytest.raises(ValueError, match="expected a Python file"):
         load_env(str(tmp_path / "env.txt"))
+
+
+def test_an_env_file_is_found_by_its_path_or_as_a_ready_made_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_env_file("gsm8k") == ENVS / "gsm8k.py"
+    (tmp_path / "gsm8k").mkdir()  # a folder of this name is no env file
+    assert find_env_file("gsm8k") == ENVS / "gsm8k.py"
+    with pytest.raises(ValueError, match="=gsm9k: no such file.*did you mean gsm8k.*arithmetic, "):
+        find_env_file("gsm9k")
+    (tmp_path / "boxed").write_text("")  # a file that exists wins
+    assert find_env_file("boxed") == Path("boxed")
 
 
 def test_env_files_of_one_name_do_not_meet_and_may_import_neighbours(tmp_path):

@@ -5,6 +5,7 @@ import importlib
 import io
 import re
 import shlex
+import shutil
 import tokenize
 from dataclasses import fields, is_dataclass
 from math import prod
@@ -311,3 +312,29 @@ def test_every_command_composes_and_is_valid(path, capsys, monkeypatch):
         told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
         allowed = "no such|this folder holds no model" + ("|is missing:" if "..." in words else "")
         assert not [line for line in told if not re.search(allowed, line)], f"{path}: {told}"
+
+
+def test_the_wheel_carries_the_ready_made_envs(tmp_path):
+    """Built and installed without the network, it finds them from any folder."""
+    source = tmp_path / "source"
+    for name in ("rl2", "envs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    run(*"-m pip wheel -q --no-build-isolation --no-deps -w".split(), tmp_path, source)
+    [wheel] = tmp_path.glob("rl2-*.whl")
+    target = tmp_path / "target"
+    run(*"-m pip install -q --no-deps --no-index --target".split(), target, wheel)
+    code = (
+        "import rl2; from rl2.env.contract import find_env_file; "
+        "print(rl2.__version__, rl2.__file__, find_env_file('gsm8k'), sep='\\n')"
+    )
+    found = run("-c", code, env={"PYTHONPATH": str(target)}, cwd=tmp_path).stdout.split()
+    assert found == [
+        wheel.name.split("-")[1],
+        str(target / "rl2/__init__.py"),
+        str(target / "rl2/ready_envs/gsm8k.py"),
+    ]
+    carried = {path.name for path in (target / "rl2/ready_envs").glob("*.py")}
+    assert carried == {path.name for path in (ROOT / "envs").glob("*.py")}
+    assert (target / "rl2/py.typed").exists() and (target / "bin/rl2").exists()

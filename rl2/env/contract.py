@@ -9,10 +9,14 @@ a dict of reward parts whose sum is the reward. `interact` returns a list of new
 them from the assistant. An empty list ends the conversation.
 """
 
+import difflib
 import inspect
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+PACKAGE = Path(__file__).resolve().parents[1]
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +68,29 @@ class EnvFailures:
                 f"rollout.max_env_failures={self.max_fraction:g} allows. The last failure of this "
                 f"process: {self.last or 'none, see the log of the other processes'}"
             )
+
+
+def find_env_file(path: str) -> Path:
+    """The env file that `path` names: a file that exists, or a ready-made env by its bare name.
+
+    Raises ValueError, with the names of the ready-made envs, when `path` is neither.
+    """
+    file = Path(path).expanduser()
+    if file.is_file():
+        return file
+    # A wheel carries the ready-made envs inside the package. In a checkout they stand beside it.
+    folder = PACKAGE / "ready_envs"
+    if not folder.is_dir():
+        folder = PACKAGE.parent / "envs"
+    ready_made = {env.stem: env for env in sorted(folder.glob("*.py"))}
+    if path in ready_made:
+        return ready_made[path]
+    near = difflib.get_close_matches(file.stem, ready_made, n=2)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(
+        f"rollout.env_path={path}: no such file, and no ready-made env of that name; "
+        f"{hint}there are {', '.join(ready_made)}"
+    )
 
 
 def check_signature(function: Callable, name: str) -> None:

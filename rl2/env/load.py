@@ -5,11 +5,10 @@ import importlib.util
 import itertools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 from rl2.env.call import Env, user_traceback
-from rl2.env.contract import EnvError, check_signature, required_columns
+from rl2.env.contract import EnvError, check_signature, find_env_file, required_columns
 
 TRIAL_REPLIES = ("", "The answer is 42.")
 
@@ -57,9 +56,7 @@ def preflight(env: Env, rows: list[dict], max_turns: int) -> list[str]:
 
 
 def _import_file(path: str) -> ModuleType:
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise ValueError(f"rollout.env_path={path}: no such file")
+    file = find_env_file(path)
     # A number makes the name unique: two env files may have the same file name.
     name = f"rl2_env_{next(_module_numbers)}_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file.resolve())
