@@ -1,8 +1,10 @@
-"""Sample -> Batch -> Pack: ragged trajectories, aligned columns, packed micro-batches, and the way back.
+"""Sample -> Batch -> Pack: the three forms of the same data.
 
-Shapes: B sequences, T columns of the longest one, L packed tokens, P scored pairs.
+A Sample is ragged, a Batch has aligned columns, and a Pack is a packed micro-batch; `packing.py`
+makes packs. Shapes: B sequences, T columns of the longest one, L packed tokens, P scored pairs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -11,74 +13,79 @@ from torch import Tensor
 
 @dataclass
 class Sample:
-    """One training sequence of n tokens; a trajectory is one or several of them."""
+    """One training sequence of n tokens. A trajectory is one or several of them."""
 
     tokens: list[int]  # [n]
     mask: list[int]  # [n] 1 = sampled by the policy, so trained
     logps: list[float]  # [n] the engine's log-probability of each sampled token, 0 elsewhere
     rewards: list[float]  # [n] the reward, at the token that earned it
-    group: int  # the prompt it answers
-    trajectory: int  # several sequences of one trajectory are in order of time
+    group: int  # the number of the prompt that it answers
+    trajectory: int  # the sequences of one trajectory are in order of time
 
 
 @dataclass
 class Batch:
-    """Columns [B, T], right-padded. Column t reads inputs[:, :t+1] and predicts targets[:, t]: tokens are shifted here,
-    once, and every other column sits beside the token that is predicted.
+    """Columns [B, T], right-padded. Column t reads inputs[:, :t+1] and predicts targets[:, t].
 
-    Tokens [5, 6, 7, 2] with mask [0, 0, 1, 1] become inputs [5, 6, 7], targets [6, 7, 2], mask [0, 1, 1].
+    Tokens are shifted here, once. Every other column stands beside the token that is predicted:
+    tokens [5, 6, 7, 2] with mask [0, 0, 1, 1] become inputs [5, 6, 7], targets [6, 7, 2] and
+    mask [0, 1, 1].
     """
 
     inputs: Tensor  # [B, T] int64
     targets: Tensor  # [B, T] int64
     mask: Tensor  # [B, T] float32, 1 = trained
-    engine_logps: Tensor  # [B, T]
-    rewards: Tensor  # [B, T]
+    engine_logps: Tensor  # [B, T] float32, of the engine that sampled
+    rewards: Tensor  # [B, T] float32
     group: Tensor  # [B] int64
     trajectory: Tensor  # [B] int64
     old_logps: Tensor | None = None  # [B, T] of the policy that starts the update
-    ref_logps: Tensor | None = None  # [B, T]
+    ref_logps: Tensor | None = None  # [B, T] of the reference model
     values: Tensor | None = None  # [B, T] of the critic that starts the update
     advantages: Tensor | None = None  # [B, T]
-    returns: Tensor | None = None  # [B, T]
+    returns: Tensor | None = None  # [B, T] what the critic learns
     token_weights: Tensor | None = None  # [B, T] of each token in the mean that the loss is
-    pair_margin: Tensor | None = None  # [B] of the pair that a reply to compare belongs to
+    pair_margin: Tensor | None = (
+        None  # [B] by how much the chosen reply of the row's pair is better
+    )
 
-    def select(self, rows) -> "Batch":
-        """The same columns of some rows only."""
-        columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(
-            **{name: None if column is None else column[rows] for name, column in columns.items()}
-        )
+    def select(self, rows: Tensor | Sequence[int]) -> "Batch":
+        """The batch of these rows only, in this order."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, column in columns.items():
+            columns[name] = None if column is None else column[rows]
+        return Batch(**columns)
 
 
 @dataclass
 class Pack:
-    """One micro-batch. Segment s is tokens[cu_seqlens[s]:cu_seqlens[s+1]] and attends causally to itself; a prefix
-    (a, b, c) lets the segments a..b attend to all of segment c as well: answers to the prompt they share.
+    """One micro-batch in one packed sequence.
 
-    Pairs, not positions, are scored: where a prompt is shared, its last hidden state predicts every answer's first token.
-    `zigzag` leaves one process's tokens and pairs; the segments then are still those of all.
+    Segment s is tokens[cu_seqlens[s]:cu_seqlens[s+1]] and attends causally to itself. A prefix
+    (a, b, c) lets the segments a to b - 1 attend to all of segment c too: they answer the prompt
+    that they share.
+
+    Pairs of a hidden state and a target are scored, not positions: the last hidden state of a
+    shared prompt predicts the first token of every answer. `packing.zigzag` leaves the tokens and
+    pairs of one process; the segments then are still those of all processes.
     """
 
     tokens: Tensor  # [1, L] int64
     positions: Tensor  # [1, L] int64
-    cu_seqlens: list[int]  # segment boundaries
+    cu_seqlens: list[int]  # [number of segments + 1] their boundaries
     prefixes: list[tuple[int, int, int]]
-    hidden_index: Tensor  # [P] int64, index of the hidden state
-    targets: Tensor  # [P] int64, the token it should predict
-    rows: Tensor  # [P] int64, which row of the packed rows it belongs to
+    hidden_index: Tensor  # [P] int64, place in L of the hidden state
+    targets: Tensor  # [P] int64, the token that it should predict
+    rows: Tensor  # [P] int64, which of the packed rows the pair belongs to
     columns: Tensor  # [P] int64
-    chunks: list[list[tuple[int, int]]] | None = (
-        None  # [process][segment] lengths of its two chunks, see `zigzag`
-    )
+    chunks: list[list[tuple[int, int]]] | None = None  # lengths [process][segment], see `zigzag`
 
 
 def collate(samples: list[Sample]) -> Batch:
-    """Ragged samples to columns. A sample of one token has nothing to predict and becomes an all-masked row."""
+    """Ragged samples to columns. A sample of one token predicts nothing: its row is all masked."""
     width = max([len(sample.tokens) - 1 for sample in samples] + [1])
 
-    def column(values, dtype):
+    def column(values: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
         out = torch.zeros(len(samples), width, dtype=dtype)
         for row, value in zip(out, values, strict=True):
             row[: len(value)] = torch.tensor(value, dtype=dtype)
@@ -96,25 +103,43 @@ def collate(samples: list[Sample]) -> Batch:
 
 
 def scored_spans(batch: Batch) -> list[tuple[int, int]]:
-    """(prompt, end) of each row: the columns before the first trained one plus that one, and the last trained one plus
-    one. What lies behind is never run. A row with nothing to train is (0, 0)."""
+    """(prompt, end) of each row, in columns. A row without a trained token is (0, 0).
+
+    `prompt` counts the columns up to the first trained one, that one included; `end` those up to
+    the last trained one. The columns behind `end` are never run.
+    """
     trained = batch.mask > 0
+    width = trained.shape[1]
     first = trained.int().argmax(1)
-    last = trained.shape[1] - trained.flip(1).int().argmax(1)
-    columns = zip(first.tolist(), last.tolist(), trained.any(1).tolist(), strict=True)
-    return [(f + 1, e) if t else (0, 0) for f, e, t in columns]
+    end = width - trained.flip(1).int().argmax(1)
+    any_trained = trained.any(1)
+    prompts = torch.where(any_trained, first + 1, 0)
+    ends = torch.where(any_trained, end, 0)
+    return list(zip(prompts.tolist(), ends.tolist(), strict=True))
 
 
-def minibatches(batch: Batch, count: int, seed: int) -> list[Batch]:
-    """`batch` in `count` parts of nearly equal numbers of trajectories, shuffled by `seed`; none of them empty.
+def split_minibatches(batch: Batch, count: int, seed: int) -> list[Batch]:
+    """`batch` in `count` parts with nearly equal numbers of trajectories, shuffled by `seed`.
 
-    All sequences of a trajectory stay together, so that sequence averages mean the same in every part.
+    All sequences of a trajectory stay together, so that a mean over sequences has the same meaning
+    in every part. No part is empty: there are fewer parts where there are fewer trajectories.
     """
     if count == 1:
         return [batch]
     trajectories = batch.trajectory.unique()
     count = min(count, len(trajectories))
-    order = trajectories[
-        torch.randperm(len(trajectories), generator=torch.Generator().manual_seed(seed))
-    ]
+    generator = torch.Generator().manual_seed(seed)
+    order = trajectories[torch.randperm(len(trajectories), generator=generator)]
     return [batch.select(torch.isin(batch.trajectory, part)) for part in order.tensor_split(count)]
+
+
+def drop_zero_advantages(batch: Batch) -> None:
+    """Clears mask and token weights of the rows whose advantages are all 0: they are not run.
+
+    Every answer of their group earned the same, so they have no gradient. The weights of the other
+    rows stay, so the loss is still the mean over all rows.
+    """
+    assert batch.advantages is not None and batch.token_weights is not None
+    has_advantage = (batch.advantages != 0).any(1, keepdim=True)
+    batch.mask = batch.mask * has_advantage
+    batch.token_weights = batch.token_weights * has_advantage

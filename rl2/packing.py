@@ -1,16 +1,36 @@
-"""Sample -> Batch -> Pack: ragged trajectories, aligned columns, packed micro-batches, and the way back.
+"""Packs: which rows run together, in one packed sequence, cut over the processes, and the way back.
 
-Shapes: B sequences, T columns of the longest one, L packed tokens, P scored pairs.
+Shapes: B rows, T columns, L packed tokens, P scored pairs.
 """
 
 import heapq
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from rl2.batch import Batch, Pack, scored_spans
+
+Span = tuple[int, int]  # (prompt, end) of a row, see `scored_spans`
+
+
+@dataclass
+class Unit:
+    """Rows that run together, and what they cost."""
+
+    cost: float  # tokens + attention_cost * pairs of tokens that attend
+    tokens: int
+    rows: list[int]
+
+
+@dataclass
+class Bin:
+    """The rows of one rank in one micro-batch."""
+
+    cost: float = 0.0
+    tokens: int = 0
+    rows: list[int] = field(default_factory=list)
 
 
 def plan_micro_batches(
@@ -19,190 +39,257 @@ def plan_micro_batches(
     num_ranks: int,
     share_prompts: bool = True,
     attention_cost: float = 0.0,
-    whole: bool = False,
+    keep_groups_together: bool = False,
 ) -> list[list[list[int]]]:
-    """Which rows each data-parallel rank runs in each micro-batch: `plan[micro][rank]` is a list of rows.
+    """Which rows each data-parallel rank runs in each micro-batch: plan[micro_batch][rank] = rows.
 
-    A sequence of n tokens costs n + quadratic * n^2: attention meets every pair. Costliest-first greedy into as few bins
-    as keep each within `budget` tokens; every rank gets the same number of micro-batches, some of them empty when there
-    are fewer rows than ranks. Bins of similar cost meet in one micro-batch, since FSDP makes ranks wait for each other in
-    each. A group stays together for its prompt's sake, or in a few parts where that is estimated to be faster. With
-    `whole` its rows are in one micro-batch, one behind the other: a loss may compare them.
+    A sequence of n tokens costs n + attention_cost * n^2, since attention meets every pair. The
+    costliest unit is placed first, into as few bins as keep each within `budget` tokens. Every rank
+    gets the same number of micro-batches; some are empty where there are fewer rows than ranks.
+    Bins of similar cost share a micro-batch, since FSDP makes ranks wait for each other in each.
+
+    A group stays together, so that its prompt runs once, or in a few parts where that is estimated
+    to be faster. With `keep_groups_together` all its rows follow each other in one micro-batch, for
+    a loss that compares them.
+
+    ValueError if a sequence, or a group that must stay together, has more than `budget` tokens.
     """
-    lengths = scored_spans(batch)
-    groups = _groups(batch, lengths, share_prompts)
-    total = sum(end for _, end in lengths)
-    plans = []
-    for parts in (1, 2, 4, 8) if share_prompts and num_ranks > 1 and not whole else (1,):
-        limit = budget if whole else min(budget, total // num_ranks // parts + 1)
-        units = _units(groups, lengths, limit, attention_cost)
-        if whole:
-            units = _joined(units, batch.group.tolist())
-        longest = max((tokens for _, tokens, _ in units), default=0)
-        if longest > budget:
-            what = "group" if whole else "sequence"
-            raise ValueError(
-                f"a {what} of {longest} tokens exceeds max_length_per_device x sp_size = {budget}"
-            )
-        num_micro = max(1, -(-sum(tokens for _, tokens, _ in units) // (budget * num_ranks)))
-        while (bins := _fill(units, num_micro * num_ranks, budget)) is None:
-            num_micro += 1
-        # Largest first, so the first bin of a micro-batch is its slowest.
-        slowest = sum(cost for cost, _ in bins[::num_ranks])
-        plans.append((slowest, parts, [rows for _, rows in bins]))
-    rows = min(plans)[2]
-    return [rows[i : i + num_ranks] for i in range(0, len(rows), num_ranks)]
+    spans = scored_spans(batch)
+    groups = _rows_by_prompt(batch, spans, share_prompts)
+    total = sum(end for _, end in spans)
+    cut_groups = share_prompts and num_ranks > 1 and not keep_groups_together
+    best: tuple[float, int] | None = None
+    best_bins: list[Bin] = []
+    for num_parts in (1, 2, 4, 8) if cut_groups else (1,):
+        limit = min(budget, total // num_ranks // num_parts + 1)
+        if keep_groups_together:
+            limit = budget
+        units = [u for rows in groups for u in _cut_group(rows, spans, limit, attention_cost)]
+        if keep_groups_together:
+            units = _merge_groups(units, batch.group.tolist())
+        _check_budget(units, budget, "group" if keep_groups_together else "sequence")
+        bins = _fill_bins(units, num_ranks, budget)
+        # Bins are in order of cost, so the first one of a micro-batch is its slowest.
+        slowest = sum(bin_.cost for bin_ in bins[::num_ranks])
+        if best is None or (slowest, num_parts) < best:
+            best = (slowest, num_parts)
+            best_bins = bins
+    rows_of_bins = [bin_.rows for bin_ in best_bins]
+    return [rows_of_bins[i : i + num_ranks] for i in range(0, len(rows_of_bins), num_ranks)]
 
 
-def _groups(batch, lengths, share_prompts) -> list[list[int]]:
-    """Rows with something to train, those with a prompt in common together."""
-    groups, number = [], batch.group.tolist()
-    for row in sorted(range(len(number)), key=lambda row: (number[row], row)):
-        prompt, end = lengths[row]
-        first = groups[-1][0] if groups and share_prompts else None
-        alike = first is not None and (number[first], lengths[first][0]) == (number[row], prompt)
-        if alike and torch.equal(batch.inputs[first, :prompt], batch.inputs[row, :prompt]):
+def _rows_by_prompt(batch: Batch, spans: list[Span], share_prompts: bool) -> list[list[int]]:
+    """The rows with a trained token, those that share a prompt together."""
+    numbers = batch.group.tolist()
+    groups: list[list[int]] = []
+    for row in sorted(range(len(numbers)), key=lambda row: (numbers[row], row)):
+        if groups and share_prompts and _have_same_prompt(batch, spans, groups[-1][0], row):
             groups[-1].append(row)
-        elif end:
+        elif spans[row][1] > 0:
             groups.append([row])
     return groups
 
 
-def _units(groups, lengths, limit, attention_cost) -> list[tuple[float, int, list[int]]]:
-    """(cost, tokens, rows) of groups cut into parts of at most `limit` tokens, or of one row."""
-    units = []
-    for group in groups:
-        prompt, tokens, square, rows = lengths[group[0]][0], 0, 0, []
-        for row in group:
-            end = lengths[row][1]
-            if rows and tokens + end - prompt > limit:
-                units.append((tokens + attention_cost * square, tokens, rows))
-                rows = []
-            # The prompt's pairs come once; an answer's are with the prompt and with itself: end^2 - prompt^2.
-            tokens, square = (
-                (tokens + end - prompt, square + end**2 - prompt**2) if rows else (end, end**2)
-            )
-            rows = [*rows, row]
-        units.append((tokens + attention_cost * square, tokens, rows))
+def _have_same_prompt(batch: Batch, spans: list[Span], first: int, second: int) -> bool:
+    prompt = spans[first][0]
+    if prompt != spans[second][0] or batch.group[first] != batch.group[second]:
+        return False
+    return torch.equal(batch.inputs[first, :prompt], batch.inputs[second, :prompt])
+
+
+def _cut_group(rows: list[int], spans: list[Span], limit: int, attention_cost: float) -> list[Unit]:
+    """The rows of one prompt in parts of at most `limit` tokens, or of one row."""
+    prompt = spans[rows[0]][0]
+    units: list[Unit] = []
+    tokens = pairs = 0
+    part: list[int] = []
+    for row in rows:
+        end = spans[row][1]
+        if part and tokens + end - prompt > limit:
+            units.append(Unit(tokens + attention_cost * pairs, tokens, part))
+            part = []
+        if part:  # the prompt is there already: the answer attends to the prompt and to itself
+            tokens += end - prompt
+            pairs += end**2 - prompt**2
+        else:
+            tokens = end
+            pairs = end**2
+        part = [*part, row]
+    units.append(Unit(tokens + attention_cost * pairs, tokens, part))
     return units
 
 
-def _joined(units, number) -> list[tuple[float, int, list[int]]]:
-    """The units with all those of a group in one; where its prompts differ there were several."""
-    joined = {}
-    for cost, tokens, rows in units:
-        before = joined.get(number[rows[0]], (0.0, 0, []))
-        joined[number[rows[0]]] = (before[0] + cost, before[1] + tokens, before[2] + rows)
-    return list(joined.values())
+def _merge_groups(units: list[Unit], numbers: list[int]) -> list[Unit]:
+    """One unit a group. It had several where its rows have different prompts."""
+    merged: dict[int, Unit] = {}
+    for unit in units:
+        number = numbers[unit.rows[0]]
+        before = merged.get(number, Unit(0.0, 0, []))
+        merged[number] = Unit(
+            cost=before.cost + unit.cost,
+            tokens=before.tokens + unit.tokens,
+            rows=before.rows + unit.rows,
+        )
+    return list(merged.values())
 
 
-def _fill(units, num_bins, budget) -> list[tuple[float, list[int]]] | None:
-    """The next costliest unit goes to the bin with the least cost that has room for its tokens. (cost, rows) of each bin,
-    costliest first; None if some unit has no room."""
+def _check_budget(units: list[Unit], budget: int, kind: str) -> None:
+    longest = max((unit.tokens for unit in units), default=0)
+    if longest > budget:
+        raise ValueError(
+            f"a {kind} of {longest} tokens exceeds max_length_per_device x sp_size = {budget}"
+        )
+
+
+def _fill_bins(units: list[Unit], num_ranks: int, budget: int) -> list[Bin]:
+    """Bins for the fewest micro-batches that hold all units, the costliest bin first."""
+    num_micro_batches = max(1, -(-sum(unit.tokens for unit in units) // (budget * num_ranks)))
+    while (bins := _place_units(units, num_micro_batches * num_ranks, budget)) is None:
+        num_micro_batches += 1
+    return bins
+
+
+def _place_units(units: list[Unit], num_bins: int, budget: int) -> list[Bin] | None:
+    """The next costliest unit goes to the bin of least cost that has room for its tokens.
+
+    Returns the bins, the costliest first. None if there is no room for some unit.
+    """
+    bins = [Bin() for _ in range(num_bins)]
     heap = [(0.0, i) for i in range(num_bins)]
-    held, members = [0] * num_bins, [[] for _ in range(num_bins)]
-    for cost, tokens, rows in sorted(units, key=lambda unit: (-unit[0], unit[2])):
-        full = []
-        while heap and held[heap[0][1]] + tokens > budget:
-            full.append(heapq.heappop(heap))
+    for unit in sorted(units, key=lambda unit: (-unit.cost, unit.rows)):
+        full_bins = []
+        while heap and bins[heap[0][1]].tokens + unit.tokens > budget:
+            full_bins.append(heapq.heappop(heap))
         if not heap:
             return None
-        load, i = heap[0]
-        heapq.heapreplace(heap, (load + cost, i))
-        held[i] += tokens
-        members[i] += rows
-        for item in full:
-            heapq.heappush(heap, item)
-    return [(load, members[i]) for load, i in sorted(heap, key=lambda item: (-item[0], item[1]))]
+        cost, i = heap[0]
+        heapq.heapreplace(heap, (cost + unit.cost, i))
+        bins[i].cost = cost + unit.cost
+        bins[i].tokens += unit.tokens
+        bins[i].rows += unit.rows
+        for entry in full_bins:
+            heapq.heappush(heap, entry)
+    order = sorted(heap, key=lambda entry: (-entry[0], entry[1]))
+    return [bins[i] for _, i in order]
+
+
+@dataclass
+class _Segments:
+    """The token segments of a pack that is being made."""
+
+    tokens: list[Tensor] = field(default_factory=list)
+    positions: list[Tensor] = field(default_factory=list)
+    cu_seqlens: list[int] = field(default_factory=lambda: [0])
+
+    def add(self, tokens: Tensor, first_position: int) -> int:
+        """Appends a segment. Returns where it starts."""
+        start = self.cu_seqlens[-1]
+        self.tokens.append(tokens)
+        self.positions.append(torch.arange(first_position, first_position + len(tokens)))
+        self.cu_seqlens.append(start + len(tokens))
+        return start
 
 
 def pack(batch: Batch, share_prompts: bool = True) -> Pack:
-    """All rows of `batch` in one packed sequence, without padding. Rows of a group with equal prompts follow each other
-    and run the prompt once when `share_prompts`.
+    """All rows of `batch` in one packed sequence, without padding.
 
-    Two answers [3, 4] and [5] to the prompt [1, 2]: nothing is predicted from their last tokens, so tokens [1, 2, 3],
-    segments 0:2 and 2:3, prefix (1, 2, 0), and the pairs (1, 3), (2, 4), (1, 5) of hidden state and target.
+    With `share_prompts`, rows of a group that follow each other and have equal prompts run the
+    prompt once. Without, the whole row counts as a prompt that nobody shares.
+
+    Two answers [3, 4] and [5] to the prompt [1, 2]: nothing is predicted from their last tokens, so
+    there are the tokens [1, 2, 3] in segments 0:2 and 2:3, the prefix (1, 2, 0), and the pairs of
+    hidden state and target (1, 3), (2, 4), (1, 5).
     """
-    tokens, positions, cu_seqlens, prefixes = [], [], [0], []
-    hidden, targets, rows, columns = [], [], [], []
-
-    def segment(inputs, start):
-        tokens.append(inputs)
-        positions.append(torch.arange(start, start + len(inputs)))
-        cu_seqlens.append(cu_seqlens[-1] + len(inputs))
-
-    key = None
-    for row, (prompt, end) in enumerate(scored_spans(batch)):
+    segments = _Segments()
+    last_answers: dict[int, int] = {}  # segment of a shared prompt -> the one behind its answers
+    none = torch.zeros(0, dtype=torch.int64)
+    hidden_index, targets, rows, columns = [none], [none], [none], [none]
+    spans = scored_spans(batch)
+    prompt_row: int | None = None  # the row whose prompt is the newest one in the pack
+    prompt_start = prompt_segment = 0
+    for row, (prompt, end) in enumerate(spans):
         if end == 0:
             continue
         inputs = batch.inputs[row]
-        head = (batch.group[row].item(), inputs[:prompt].tolist()) if share_prompts else None
-        if head is None or head != key:
-            key, at, shared = head, cu_seqlens[-1], len(cu_seqlens) - 1
-            segment(inputs[: prompt if share_prompts else end], 0)
-        tail = cu_seqlens[-1]
-        if share_prompts and end > prompt:
-            segment(inputs[prompt:end], prompt)
-            if prefixes and prefixes[-1][2] == shared:
-                prefixes.pop()
-            prefixes.append((shared + 1, len(cu_seqlens) - 1, shared))
+        if not share_prompts:
+            prompt = end
+        is_shared = prompt_row is not None and share_prompts
+        if not (is_shared and _have_same_prompt(batch, spans, prompt_row, row)):
+            prompt_row = row
+            prompt_segment = len(segments.cu_seqlens) - 1
+            prompt_start = segments.add(inputs[:prompt], 0)
+        answer_start = segments.cu_seqlens[-1]
+        if end > prompt:
+            segments.add(inputs[prompt:end], prompt)
+            last_answers[prompt_segment] = len(segments.cu_seqlens) - 1
         scored = batch.mask[row].nonzero().squeeze(1)
-        hidden.append(
-            torch.where(scored < prompt, at + scored, tail + scored - prompt)
-            if share_prompts
-            else at + scored
-        )
+        in_prompt = prompt_start + scored
+        in_answer = answer_start + scored - prompt
+        hidden_index.append(torch.where(scored < prompt, in_prompt, in_answer))
         targets.append(batch.targets[row, scored])
         rows.append(torch.full_like(scored, row))
         columns.append(scored)
-    if not tokens:  # a rank without rows still runs the model, so that collectives meet: one token, nothing scored
-        segment(torch.zeros(1, dtype=torch.int64), 0)
-    none = torch.zeros(0, dtype=torch.int64)
+    if not segments.tokens:
+        # A rank without rows runs one token and scores nothing, so that it meets the collectives.
+        segments.add(torch.zeros(1, dtype=torch.int64), 0)
     return Pack(
-        tokens=torch.cat(tokens)[None],
-        positions=torch.cat(positions)[None],
-        cu_seqlens=cu_seqlens,
-        prefixes=prefixes,
-        hidden_index=torch.cat([none, *hidden]),
-        targets=torch.cat([none, *targets]),
-        rows=torch.cat([none, *rows]),
-        columns=torch.cat([none, *columns]),
+        tokens=torch.cat(segments.tokens)[None],
+        positions=torch.cat(segments.positions)[None],
+        cu_seqlens=segments.cu_seqlens,
+        prefixes=[(prompt + 1, end, prompt) for prompt, end in last_answers.items()],
+        hidden_index=torch.cat(hidden_index),
+        targets=torch.cat(targets),
+        rows=torch.cat(rows),
+        columns=torch.cat(columns),
     )
 
 
 def zigzag(pack: Pack, size: int, rank: int) -> Pack:
-    """The part of `pack` that process `rank` of `size` holds: chunks rank and 2 * size - 1 - rank of the 2 * size that each
-    segment is cut into, one behind the other, so that all have the same causal work.
+    """The part of `pack` that process `rank` of a ring of `size` processes holds.
 
-    Chunks differ by at most one token, and nothing is padded. Segment s of n tokens ends chunk i - 1 at
-    (i * n + s % (2 * size)) // (2 * size): the last term deals the odd tokens of short segments to all. A process
-    without a token runs one that nobody sees. Size 2, segments of 4 and 1: process 0 holds tokens 0, 3, process 1 the rest.
+    Each segment is cut into 2 * size chunks. Process `rank` holds the chunks rank and
+    2 * size - 1 - rank of it, one behind the other, so that all have the same causal work.
+
+    Chunks differ by at most one token, and nothing is padded. Segment s of n tokens ends chunk
+    i - 1 at (i * n + s % (2 * size)) // (2 * size): the last term deals the odd tokens of short
+    segments to all processes. A process without a token runs one that nobody sees. For size 2 and
+    segments of 4 and 1 tokens, process 0 holds the tokens 0 and 3, process 1 the others.
     """
-    parts = 2 * size
-    chunks, held = [[] for _ in range(size)], []
+    num_chunks = 2 * size
+    chunks: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+    parts = [torch.zeros(0, dtype=torch.int64)]
     for s, (start, end) in enumerate(pairwise(pack.cu_seqlens)):
-        cuts = [start + (i * (end - start) + s % parts) // parts for i in range(parts + 1)]
-        for r in range(size):
-            both = [(cuts[i], cuts[i + 1]) for i in (r, parts - 1 - r)]
-            chunks[r].append(tuple(b - a for a, b in both))
-            held += [torch.arange(a, b) for a, b in both if r == rank]
-    held = torch.cat(held)
-    local = torch.full((pack.cu_seqlens[-1],), -1).index_copy(0, held, torch.arange(len(held)))
-    ours = local[pack.hidden_index] >= 0
-    pairs = {name: getattr(pack, name)[ours] for name in ("targets", "rows", "columns")}
-    if not len(held):
-        held = torch.zeros(1, dtype=torch.int64)
-    tokens, positions = pack.tokens[:, held], pack.positions[:, held]
+        length = end - start
+        cuts = [start + (i * length + s % num_chunks) // num_chunks for i in range(num_chunks + 1)]
+        for process in range(size):
+            opposite = num_chunks - 1 - process
+            first = (cuts[process], cuts[process + 1])
+            second = (cuts[opposite], cuts[opposite + 1])
+            chunks[process].append((first[1] - first[0], second[1] - second[0]))
+            if process == rank:
+                parts += [torch.arange(*first), torch.arange(*second)]
+    local_tokens = torch.cat(parts)
+    # The place of each token of the whole pack among ours, -1 where another process holds it.
+    place = torch.full((pack.cu_seqlens[-1],), -1)
+    place.index_copy_(0, local_tokens, torch.arange(len(local_tokens)))
+    is_ours = place[pack.hidden_index] >= 0
+    if not len(local_tokens):
+        local_tokens = torch.zeros(1, dtype=torch.int64)
     return replace(
         pack,
-        tokens=tokens,
-        positions=positions,
-        hidden_index=local[pack.hidden_index[ours]],
+        tokens=pack.tokens[:, local_tokens],
+        positions=pack.positions[:, local_tokens],
+        hidden_index=place[pack.hidden_index[is_ours]],
+        targets=pack.targets[is_ours],
+        rows=pack.rows[is_ours],
+        columns=pack.columns[is_ours],
         chunks=chunks,
-        **pairs,
     )
 
 
 def unpack(pack: Pack, scores: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Scores of the pairs [P] back to columns `shape` = [b, T], 0 where nothing is scored; differentiable."""
+    """Scores of the pairs [P] back to columns `shape` = [b, T], 0 where nothing is scored.
+
+    It is differentiable in the scores.
+    """
     return scores.new_zeros(shape).index_put((pack.rows, pack.columns), scores)

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from rl2.batch import Sample, collate, minibatches, scored_spans
+from rl2.batch import Sample, collate, split_minibatches, scored_spans
 from rl2.packing import pack, plan_micro_batches, unpack, zigzag
 
 
@@ -202,7 +202,7 @@ def test_minibatches_keep_trajectories_whole_and_leave_none_empty(count):
     samples = make_samples(random.Random(0), num_groups=5, group_size=5)
     for i, sample in enumerate(samples):
         sample.trajectory = i // 2  # two sequences a trajectory
-    parts = minibatches(collate(samples), count, seed=3)
+    parts = split_minibatches(collate(samples), count, seed=3)
     assert len(parts) == min(count, 13)
     sets = [set(part.trajectory.tolist()) for part in parts]
     assert all(sets) and sum(map(len, sets)) == 13 and len(set.union(*sets)) == 13
@@ -256,7 +256,7 @@ def test_whole_groups_are_one_behind_the_other_in_one_micro_batch(seed, num_rank
         if rng.random() < 0.2:
             sample.tokens[0] = 99
     batch = collate(samples)
-    plans = plan_micro_batches(batch, 85, num_ranks, share, whole=True)
+    plans = plan_micro_batches(batch, 85, num_ranks, share, keep_groups_together=True)
     assert len(plans) > 1 or num_ranks > 2
     for part in (part for micro in plans for part in micro):
         assert part[::2] == [row - 1 for row in part[1::2]] and all(
@@ -267,4 +267,4 @@ def test_whole_groups_are_one_behind_the_other_in_one_micro_batch(seed, num_rank
     with pytest.raises(
         ValueError, match="a group of .* tokens exceeds max_length_per_device x sp_size = 8"
     ):
-        plan_micro_batches(batch, 8, num_ranks, share, whole=True)
+        plan_micro_batches(batch, 8, num_ranks, share, keep_groups_together=True)

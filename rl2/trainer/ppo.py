@@ -6,7 +6,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from rl2.algorithms import advantages, losses
-from rl2.batch import Batch, collate, minibatches
+from rl2.batch import Batch, collate, split_minibatches
 from rl2.config.parse import parse, user_errors
 from rl2.config.rules import validate_ppo
 from rl2.config.schema import PPOConfig
@@ -293,7 +293,7 @@ class Run:
         constant = getattr(section, "average_constant", None)
         entropy = name == "actor" and (section.log_entropy or section.entropy != 0)
         results = []
-        for mini in minibatches(batch, section.update_per_rollout, seed=step):
+        for mini in split_minibatches(batch, section.update_per_rollout, seed=step):
             mini.token_weights = losses.token_weights(mini.mask, mini.trajectory, average, constant)
             if name == "actor" and not entropy and self.config.kl.type != "loss":
                 # Rows without advantage (every answer of their group earned the same) move nothing and are not run; the
