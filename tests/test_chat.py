@@ -271,7 +271,7 @@ def replies(tokenizer, messages):
 
 def sequences(tokenizer, texts):
     replies = [tuple(chat.tokenize(tokenizer, text) for text in pair) for pair in texts]
-    return chat.sequences(tokenizer, replies, chat.special_ids(tokenizer))
+    return chat.training_sequences(tokenizer, replies, chat.special_token_ids(tokenizer))
 
 
 TALK = [
@@ -280,6 +280,16 @@ TALK = [
     {"role": "user", "content": "the other?"},
     {"role": "assistant", "content": "<think>hm</think> 5"},
 ]
+
+
+def test_worked_example_of_training_sequences():
+    """The example of the docstring: "." ends a turn, and the second reply continues the first."""
+    tokenizer = make_tokenizer()
+    texts = ["U?A", "U?A1.", "U?A1.V?A", "U?A1.V?A2."]
+    tokens = [bytewise(tokenizer, text) for text in texts]
+    replies = [(tokens[0], tokens[1]), (tokens[2], tokens[3])]
+    found = chat.training_sequences(tokenizer, replies, set(bytewise(tokenizer, ".")))
+    assert found == [(tokens[3], [0, 0, 0, 1, 1, 0, 0, 0, 1, 1])]
 
 
 @pytest.mark.parametrize("template", [CHATML, NO_NEWLINE])

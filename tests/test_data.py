@@ -41,6 +41,17 @@ def make_rows(lengths):
     return [{"messages": [{"role": "user", "content": "w " * n}], "answer": n} for n in lengths]
 
 
+def make_prompts(rows, max_length=99, shuffle=False, seed=0, batch_size=1, tokenizer=None):
+    return Prompts(
+        rows,
+        tokenizer or make_tokenizer(),
+        max_length=max_length,
+        shuffle=shuffle,
+        seed=seed,
+        batch_size=batch_size,
+    )
+
+
 def write(file, rows):
     suffix = file.suffix
     if suffix == ".json":
@@ -237,7 +248,7 @@ def test_prompts_are_the_templates_tokens_and_tools_pass_through():
         {"messages": "w w", "answer": 0},
         {**make_rows([1])[0], "tools": [{"w": 0}]},
     ]
-    prompts = Prompts(rows, make_tokenizer(), 20, False, 0, 1)
+    prompts = make_prompts(rows, max_length=20)
     tools = [0, 3, 0, 0, 0]  # [{' w ': 0 }]
     assert [prompt.tokens for prompt in prompts] == [[1, 3, 3, 2], [3, 3], [*tools, 3, 2]]
     assert all(type(token) is int for token in prompts[0].tokens)
@@ -246,18 +257,18 @@ def test_prompts_are_the_templates_tokens_and_tools_pass_through():
 
 def test_long_prompts_are_dropped_and_counted():
     rows = make_rows([3, 9, 4, 10])  # two tokens more with None and ?
-    prompts = Prompts(rows, make_tokenizer(), 6, False, 0, 2)
+    prompts = make_prompts(rows, max_length=6, batch_size=2)
     assert (len(prompts), prompts.num_dropped) == (2, 2)
     assert [(prompt.index, prompt.row["answer"]) for prompt in prompts.batch(0)] == [(0, 3), (2, 4)]
     with pytest.raises(
         ValueError, match="data.max_length=4 leaves none of the 4 .*shortest has 5 .*longest 12"
     ):
-        Prompts(rows, make_tokenizer(), 4, False, 0, 2)
+        make_prompts(rows, max_length=4, batch_size=2)
 
 
 def test_more_rows_than_one_chunk(monkeypatch):
-    monkeypatch.setattr("rl2.data.examples.CHUNK", 3)
-    prompts = Prompts(make_rows(range(1, 9)), make_tokenizer(), 99, False, 0, 8)
+    monkeypatch.setattr("rl2.data.examples.ROWS_PER_CHUNK", 3)
+    prompts = make_prompts(make_rows(range(1, 9)), batch_size=8)
     assert [len(prompt.tokens) for prompt in prompts.batch(0)] == [n + 2 for n in range(1, 9)]
 
 
@@ -265,7 +276,7 @@ def test_row_that_the_template_refuses_is_named():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no such role') }}"
     with pytest.raises(ValueError, match=r"row 0 \(from 0\): .*no such role"):
-        Prompts(make_rows([1]), tokenizer, 9, False, 0, 1)
+        make_prompts(make_rows([1]), tokenizer=tokenizer)
 
 
 @settings(deadline=None, max_examples=30)
@@ -274,7 +285,7 @@ def test_each_epoch_holds_every_prompt_once_and_batches_need_only_the_step(
     n, batch_size, n_epochs, shuffle
 ):
     def make():
-        return Prompts(make_rows([1] * n), make_tokenizer(), 9, shuffle, 5, batch_size)
+        return make_prompts(make_rows([1] * n), shuffle=shuffle, seed=5, batch_size=batch_size)
 
     prompts = make()
     num_steps = prompts.num_steps(n_epochs)
@@ -289,12 +300,20 @@ def test_each_epoch_holds_every_prompt_once_and_batches_need_only_the_step(
         assert order[:n] == list(range(n))
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_take_gives_any_stretch_of_the_sequence_that_batches_divide(shuffle):
+    prompts = make_prompts(make_rows([1] * 5), shuffle=shuffle, seed=3, batch_size=2)
+    order = [prompt.index for step in range(10) for prompt in prompts.batch(step)]
+    for start in range(8):
+        for count in (0, 1, 3, 12):
+            taken = [prompt.index for prompt in prompts.take(start, count)]
+            assert taken == order[start : start + count]
+
+
 def test_order_differs_by_epoch_and_seed():
     def order(seed, epoch):
-        return [
-            p.index
-            for p in Prompts(make_rows([1] * 50), make_tokenizer(), 9, True, seed, 50).batch(epoch)
-        ]
+        prompts = make_prompts(make_rows([1] * 50), shuffle=True, seed=seed, batch_size=50)
+        return [prompt.index for prompt in prompts.batch(epoch)]
 
     assert len({tuple(order(seed, epoch)) for seed in range(2) for epoch in range(2)}) == 4
     assert order(0, 1) == order(0, 1)
@@ -307,7 +326,14 @@ GOOD_PAIR = {"messages": [{"role": "user", "content": "x"}], "chosen": "w", "rej
 
 def make_examples(path, render, tokenizer=None, max_length=99, batch_size=2):
     return Examples(
-        str(path), "train", tokenizer or make_tokenizer(), render, max_length, False, 0, batch_size
+        str(path),
+        "train",
+        tokenizer or make_tokenizer(),
+        render,
+        max_length=max_length,
+        shuffle=False,
+        seed=0,
+        batch_size=batch_size,
     )
 
 

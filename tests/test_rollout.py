@@ -61,7 +61,12 @@ def make(tmp_path, script, env, max_turns=1, num_prompts=1, deterministic=True, 
     failures = EnvFailures(0.5)
     env = load_env(tmp_path / "env.py", 5)
     rollout = Rollout(engine, env, tokenizer, failures, max_turns, max_length, 0, deterministic)
-    return rollout, list(Prompts(rows, tokenizer, 100, False, 0, 1)), tokenizer
+    return rollout, make_prompts(rows, tokenizer), tokenizer
+
+
+def make_prompts(rows, tokenizer):
+    order = {"shuffle": False, "seed": 0, "batch_size": 1}
+    return list(Prompts(rows, tokenizer, max_length=100, **order))
 
 
 TOOL_ENV = """
@@ -114,7 +119,7 @@ def test_a_template_that_rewrites_history_starts_a_new_sequence(tmp_path):
         "{% for m in messages %}{{ m['role'] + ':' + (m['content'] if m['role'] != 'assistant' else '') + '<|im_end|>' }}"
         "{% endfor %}{{ 'assistant:' }}"
     )
-    prompts = list(Prompts([prompts[0].row], tokenizer, 100, False, 0, 1))
+    prompts = make_prompts([prompts[0].row], tokenizer)
     (trajectory,) = rollout(prompts, PARAMS, 1, "train", 1)
     first, second = trajectory.samples
     assert tokenizer.decode(first.tokens) == "user:q0<|im_end|>assistant:=abc<|im_end|>"

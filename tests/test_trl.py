@@ -69,7 +69,8 @@ def read(tmp_path, rows, render):
     """Our examples, and their sequences padded as TRL's collators do."""
     path, tokenizer = tmp_path / "rows.jsonl", make_tokenizer()
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    examples = list(Examples(str(path), "train", tokenizer, render, 400, False, 0, len(rows)))
+    order = {"shuffle": False, "seed": 0, "batch_size": len(rows)}
+    examples = list(Examples(str(path), "train", tokenizer, render, max_length=400, **order))
     sequences = [sequence for example in examples for sequence in example.sequences]
     width = max(len(tokens) for tokens, _ in sequences)
 

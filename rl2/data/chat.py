@@ -1,159 +1,265 @@
-"""Chat templates: messages -> tokens, and the tokens that new messages add to a conversation.
+"""Chat templates: from messages to tokens, and the tokens that new messages add to a conversation.
 
-Sampled tokens are never tokenised again: a conversation grows by appending tokens, or it starts anew.
+`messages` is a list of {"role": ..., "content": ...}, or a plain string to which no template is
+applied. `tools` is the list of tool schemas that the template may show.
+
+Sampled tokens are never tokenised again, because a text may have several tokenisations. A
+conversation grows by appending tokens, or a new training sequence starts.
 """
 
+from typing import Any
+
 from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
 
-PROBE = "rl2probe"
+Messages = str | list[dict[str, Any]]
+
+PROBE = "rl2probe"  # a content that no template changes
 
 
-def encode_prompt(tokenizer, messages, tools=None) -> list[int]:
-    """Tokens of a conversation up to where the assistant speaks; of a plain string, its own tokens (see `render`)."""
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None
+) -> list[int]:
+    """The tokens of a conversation up to the place where the assistant's next reply begins."""
     return tokenize(tokenizer, render(tokenizer, messages, tools))
 
 
-def render(tokenizer, messages, tools=None, prompt: bool = True) -> str:
-    """The template's text of `messages`, with the generation prompt if `prompt`.
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    tools: list | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """The text of a conversation. `add_generation_prompt` adds the header of the next reply.
 
-    A plain string passes as it is, after the beginning-of-sequence token if the tokenizer puts one before plain text.
-    Messages with the role "tool" become the user's where the template refuses that role or drops their content.
-    Raises ValueError when the template refuses the messages.
+    A plain string is returned as it is, after the beginning-of-sequence token if the tokenizer puts
+    one before plain text. Messages with the role "tool" get the role "user" if the template refuses
+    that role or drops their content. ValueError when the template refuses the messages.
     """
     if isinstance(messages, str):
-        bos = tokenizer.bos_token
-        prepends = bos is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
-        return bos + messages if prepends and not messages.startswith(bos) else messages
-    # A probe, since templates may trim or escape the real content.
-    probes = [
-        {**message, "content": PROBE} if _is_tool(message) else message for message in messages
-    ]
-    if probes != messages and not _has_tool_role(tokenizer, probes, tools):
-        messages = [
-            {**message, "role": "user"} if _is_tool(message) else message for message in messages
-        ]
+        return _prepend_bos(tokenizer, messages)
+    messages = _replace_unknown_tool_role(tokenizer, messages, tools)
     try:
-        return _apply(tokenizer, messages, tools, prompt)
-    except (
-        TemplateError,
-        TypeError,
-    ) as error:  # TypeError: a template that adds a list or None to text
+        return _apply_template(tokenizer, messages, tools, add_generation_prompt)
+    except (TemplateError, TypeError) as error:
+        # TypeError: the template joins a text and a content that is a list or None.
         raise ValueError(
             f"the chat template refuses these messages ({error}): {str(messages)[:500]}"
         ) from error
 
 
-def _is_tool(message) -> bool:
-    return message.get("role") == "tool"
+def render_reply(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    reply: str | dict,
+    tools: list | None = None,
+) -> tuple[str, str]:
+    """The text of a conversation (up to where `reply` begins, with `reply`).
 
-
-def _has_tool_role(tokenizer, probes, tools) -> bool:
-    try:
-        return PROBE in _apply(tokenizer, probes, tools, True)
-    except (TemplateError, TypeError):
-        return False
-
-
-def _apply(tokenizer, messages, tools, prompt) -> str:
-    return tokenizer.apply_chat_template(
-        messages, tools=tools, add_generation_prompt=prompt, tokenize=False
-    )
-
-
-def render_reply(tokenizer, messages, reply, tools=None) -> tuple[str, str]:
-    """The text of `messages` where the assistant begins to speak, and the text with its `reply`: a message, or text.
-    A plain string is followed by the reply as it is."""
+    `reply` is the assistant's message or its content. After a plain string, it is a plain string.
+    """
     before = render(tokenizer, messages, tools)
     if isinstance(messages, str):
+        assert isinstance(reply, str), "a plain string is continued by a plain string"
         return before, before + reply
-    reply = {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
-    return before, render(tokenizer, [*messages, reply], tools, prompt=False)
+    if isinstance(reply, str):
+        reply = {"role": "assistant", "content": reply}
+    whole = render(tokenizer, [*messages, reply], tools, add_generation_prompt=False)
+    return before, whole
 
 
-def tokenize(tokenizer, text: str | list[str]):
-    """Token ids of a rendered text, or of each text of a list (in parallel, by fast tokenizers)."""
-    # The template writes its special tokens itself: adding them again would start with two.
-    return tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)[
-        "input_ids"
-    ]
+def tokenize(tokenizer: PreTrainedTokenizerBase, text: str | list[str]) -> list:
+    """The token ids of a rendered text, or of each text of a list.
 
-
-def special_ids(tokenizer) -> set[int]:
-    """The ids that no text of a user's becomes: ends of turns and of sequences among them."""
-    added = tokenizer.added_tokens_decoder.items()
-    return {id for id, token in added if token.special} | set(tokenizer.all_special_ids)
-
-
-def sequences(tokenizer, replies, specials: set[int]) -> list[tuple[list[int], list[int]]]:
-    """(tokens, mask) of training sequences, from the (tokens before, tokens with it) of each reply of a row. The mask is 1
-    on a reply up to its end-of-turn token, the last of `specials`; a reply that ends with none gets the end-of-sequence
-    token.
-
-    A reply goes on the sequence of the one before it if its tokens begin with that. Else (another reply to the same
-    prompt; or a template that rewrites earlier turns, as for reasoning) it starts a sequence of its own. With <e> the end
-    of a turn, "U?A" -> "U?A1<e>" and "U?A1<e>V?A" -> "U?A1<e>V?A2<e>" are one sequence, in which 1<e> and 2<e> are trained.
+    Fast tokenizers process a list in parallel.
     """
-    found = []
-    for before, tokens in replies:
-        differ = (i for i, (a, b) in enumerate(zip(before, tokens, strict=False)) if a != b)
-        start = next(differ, min(len(before), len(tokens)))
-        end = len(tokens)
-        while end > start and tokenizer.decode([tokens[end - 1]]).isspace():
-            end -= 1
-        if end == start or tokens[end - 1] not in specials:
-            if tokenizer.eos_token_id is None:
-                raise ValueError(
-                    "the tokenizer has no eos_token to end a reply with: set one in the model folder"
-                )
-            tokens = [*tokens, tokenizer.eos_token_id]
-            end = len(tokens)
-        mask = [0] * start + [1] * (end - start) + [0] * (len(tokens) - end)
-        earlier, trained = found[-1] if found else ([], [])
-        if found and start >= len(earlier) and tokens[: len(earlier)] == earlier:
-            found.pop()
-            mask[: len(earlier)] = trained
-        found.append((tokens, mask))
-    return found
+    # The rendered text holds its special tokens: adding them again would double the first one.
+    encoded = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    return encoded["input_ids"]
 
 
-def extend(tokenizer, tokens, messages, new_messages, tools=None) -> list[int] | None:
-    """The tokens that `new_messages` add: turn separators, the messages, the next generation prompt.
-
-    `tokens` is everything so far, ending with the sampled turn, which is the last of `messages`. If that turn was cut
-    off by the length limit and has no end-of-turn token, the template's own is the first of the new tokens.
-
-    decode(tokens + new) is then the template's text of the whole conversation, up to what the tokenizer normalises.
-    None when no tokens could make it so: the template rewrites or drops what was there (reasoning of earlier turns,
-    spaces around the content), or the model sampled what no template writes (another end of turn, a special token in
-    its text). The caller then starts a new training sequence from `encode_prompt(messages + new_messages)`.
-    """
-    before = _exact(tokenizer, tokens)
-    whole = _exact(tokenizer, encode_prompt(tokenizer, messages + new_messages, tools))
-    new = tokenize(tokenizer, whole[len(before) :])
-    # This also refuses what a tokenizer does to a text without the one before it, such as starting it with a space.
-    return new if _exact(tokenizer, list(tokens) + new) == whole else None
-
-
-def _exact(tokenizer, tokens) -> str:
-    return tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def decode(tokenizer, tokens) -> str:
-    """Text of a completion as the env and the template see it: no special tokens, no spaces cleaned up."""
-    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-def stop_token_ids(tokenizer, generation_config_eos) -> list[int]:
-    """Every id that ends a turn, ascending: the tokenizer's and those of the model's `generation_config.eos_token_id`
-    (an int, a list or None; chat models often name several there, of which the tokenizer knows one)."""
-    eos = (
-        generation_config_eos
-        if isinstance(generation_config_eos, list)
-        else [generation_config_eos]
+def decode(
+    tokenizer: PreTrainedTokenizerBase, tokens: list[int], with_special_tokens: bool = False
+) -> str:
+    """The text of tokens, spaces unchanged. The default gives the content of a sampled turn."""
+    text = tokenizer.decode(
+        tokens,
+        skip_special_tokens=not with_special_tokens,
+        clean_up_tokenization_spaces=False,
     )
-    ids = {*eos, tokenizer.eos_token_id} - {None}
-    if not ids:
+    assert isinstance(text, str)
+    return text
+
+
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The ids of all special tokens, ends of turns and of sequences among them."""
+    added_tokens = tokenizer.added_tokens_decoder.items()
+    special_ids = {token_id for token_id, token in added_tokens if token.special}
+    return special_ids | set(tokenizer.all_special_ids)
+
+
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, generation_config_eos: int | list[int] | None
+) -> list[int]:
+    """The ids that end a turn, ascending: the tokenizer's and the generation config's.
+
+    `generation_config_eos` is the model's `generation_config.eos_token_id`. Chat models often list
+    several ids there, of which the tokenizer names only one.
+    """
+    stop_ids = {tokenizer.eos_token_id}
+    if isinstance(generation_config_eos, list):
+        stop_ids.update(generation_config_eos)
+    else:
+        stop_ids.add(generation_config_eos)
+    stop_ids.discard(None)
+    if not stop_ids:
         raise ValueError(
-            "neither the tokenizer nor generation_config has an eos_token: set one in the model folder"
+            "neither the tokenizer nor generation_config has an eos_token: set one in the model "
+            "folder"
         )
-    return sorted(ids)
+    return sorted(stop_ids)
+
+
+def training_sequences(
+    tokenizer: PreTrainedTokenizerBase,
+    replies: list[tuple[list[int], list[int]]],
+    special_ids: set[int],
+) -> list[tuple[list[int], list[int]]]:
+    """The sequences (tokens, mask) that train all replies of a row, in as few as possible.
+
+    Each reply is given by the tokens of its conversation (up to where the reply begins, with the
+    reply), see `render_reply`. The mask is 1 on the tokens of a reply up to its end of turn: the
+    last token, apart from white space, if it is one of `special_ids`. A reply that does not end in
+    one gets the tokenizer's end-of-sequence token.
+
+    A reply continues the sequence of the previous reply if its tokens begin with that sequence.
+    Otherwise it starts a new one: it is another reply to the same prompt, or the template has
+    rewritten earlier turns, for instance to drop their reasoning.
+
+    Example, one token a character, in which `.` ends a turn and `?A` begins a reply: the replies
+    ("U?A", "U?A1.") and ("U?A1.V?A", "U?A1.V?A2.") give one sequence:
+
+        tokens  U ? A 1 . V ? A 2 .
+        mask    0 0 0 1 1 0 0 0 1 1
+    """
+    sequences: list[tuple[list[int], list[int]]] = []
+    for before, whole in replies:
+        start = _common_prefix_length(before, whole)
+        tokens, end = _end_reply(tokenizer, whole, start, special_ids)
+        mask = [0] * start + [1] * (end - start) + [0] * (len(tokens) - end)
+        if sequences:
+            previous_tokens, previous_mask = sequences[-1]
+            length = len(previous_tokens)
+            if start >= length and tokens[:length] == previous_tokens:
+                mask[:length] = previous_mask
+                sequences.pop()
+        sequences.append((tokens, mask))
+    return sequences
+
+
+def extend(
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: list[int],
+    messages: list[dict],
+    new_messages: list[dict],
+    tools: list | None = None,
+) -> list[int] | None:
+    """The tokens to append to a conversation, so that `new_messages` follow its last turn.
+
+    `tokens` are those of the conversation so far. They end with the sampled turn, which is the last
+    of `messages`. The result ends with the header of the assistant's next turn. With ChatML, for a
+    conversation that ends with "4<|im_end|>" and a new message of the user, "Sure?", its text is
+
+        "\\n<|im_start|>user\\nSure?<|im_end|>\\n<|im_start|>assistant\\n"
+
+    If the length limit cut the sampled turn, so that it lacks its end of turn, the result begins
+    with the end of turn that the template writes.
+
+    The text of `tokens` and the result is exactly the template's text of the whole conversation
+    (as the tokenizer gives it back). None when no tokens can achieve that, because
+    - the template rewrites or drops earlier text: reasoning of earlier turns, spaces around it; or
+    - the model sampled what the template never writes: another end of turn, or a special token
+      inside its text.
+    The caller then starts a new sequence with `encode_prompt(messages + new_messages)`.
+    """
+    old_text = decode(tokenizer, tokens, with_special_tokens=True)
+    whole_tokens = encode_prompt(tokenizer, messages + new_messages, tools)
+    whole_text = decode(tokenizer, whole_tokens, with_special_tokens=True)
+    new_tokens = tokenize(tokenizer, whole_text[len(old_text) :])
+    # This comparison also fails for a tokenizer that changes a text which has nothing before it,
+    # for instance by starting it with a space.
+    extended_text = decode(tokenizer, list(tokens) + new_tokens, with_special_tokens=True)
+    return new_tokens if extended_text == whole_text else None
+
+
+def _prepend_bos(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """A plain text after the beginning-of-sequence token, if this tokenizer puts one there."""
+    bos = tokenizer.bos_token
+    if bos is None or text.startswith(bos):
+        return text
+    adds_bos = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return bos + text if adds_bos else text
+
+
+def _replace_unknown_tool_role(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], tools: list | None
+) -> list[dict]:
+    """The messages, with the role "user" for "tool" if the template does not show the latter."""
+    # Templates may trim or escape the real content, so a probe takes its place.
+    probes = _update_tool_messages(messages, {"content": PROBE})
+    if probes == messages:  # no message of a tool
+        return messages
+    try:
+        shows_tool_role = PROBE in _apply_template(tokenizer, probes, tools, True)
+    except (TemplateError, TypeError):
+        shows_tool_role = False
+    if shows_tool_role:
+        return messages
+    return _update_tool_messages(messages, {"role": "user"})
+
+
+def _update_tool_messages(messages: list[dict], changes: dict[str, str]) -> list[dict]:
+    updated = []
+    for message in messages:
+        is_from_tool = message.get("role") == "tool"
+        updated.append({**message, **changes} if is_from_tool else message)
+    return updated
+
+
+def _apply_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict],
+    tools: list | None,
+    add_generation_prompt: bool,
+) -> str:
+    text = tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
+    )
+    assert isinstance(text, str)
+    return text
+
+
+def _common_prefix_length(left: list[int], right: list[int]) -> int:
+    shorter = min(len(left), len(right))
+    differences = (i for i in range(shorter) if left[i] != right[i])
+    return next(differences, shorter)
+
+
+def _end_reply(
+    tokenizer: PreTrainedTokenizerBase, tokens: list[int], start: int, special_ids: set[int]
+) -> tuple[list[int], int]:
+    """(tokens, end): the reply is tokens[start:end], the last of which ends its turn.
+
+    White space behind the end of turn stays outside the reply. If there is no end of turn, the
+    end-of-sequence token is added behind all tokens.
+    """
+    end = len(tokens)
+    while end > start and decode(tokenizer, [tokens[end - 1]], with_special_tokens=True).isspace():
+        end -= 1
+    if end > start and tokens[end - 1] in special_ids:
+        return tokens, end
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "the tokenizer has no eos_token to end a reply with: set one in the model folder"
+        )
+    return [*tokens, tokenizer.eos_token_id], len(tokens) + 1

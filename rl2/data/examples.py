@@ -1,133 +1,138 @@
-"""Rows -> prompts and training examples. What is wrong with the user's data is named and refused, or counted; nothing
-passes in silence."""
+"""From rows to what the trainers take: prompts for PPO, examples for SFT, DPO and reward models."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from rl2.batch import Sample
 from rl2.data import chat
-from rl2.data.rows import _check_prompt, _show, _text, check_messages, load_rows
+from rl2.data.rows import (
+    abbreviate,
+    check_ends_before_reply,
+    check_messages,
+    load_rows,
+    text_column,
+)
 
-CHUNK = 1000  # rows tokenised in one call, which fast tokenizers share out over threads
+ROWS_PER_CHUNK = 1000  # rows tokenised in one call, which fast tokenizers share among threads
 
-
-def render_sft(tokenizer, row: dict, turns: str = "all") -> list[tuple[str, str]]:
-    """(text before, text with it) of each of the assistant's `turns` (all | last) in `messages`. Text in `messages`, or
-    in a column `text`, is trained whole. ValueError if the row does not suit; other columns but `tools` are ignored."""
-    if row.get("messages") is None and "text" in row:
-        row = {"messages": _text(row, "text")}
-    check_messages(row)
-    messages = row["messages"]
-    if isinstance(messages, str):
-        return [("", chat.render(tokenizer, messages))]
-    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not places:
-        raise ValueError(
-            "column 'messages': no message of the assistant to train on; add one, or remove the row"
-        )
-    places = places if turns == "all" else places[-1:]
-    return [
-        chat.render_reply(tokenizer, messages[:i], messages[i], row.get("tools")) for i in places
-    ]
+Item = TypeVar("Item")
+# The text of a conversation up to where a reply begins, and with the reply.
+RenderedReply = tuple[str, str]
 
 
-def render_pair(tokenizer, row: dict) -> list[tuple[str, str]]:
-    """(text of the prompt `messages`, text with the reply) for `chosen` and for `rejected`, and a look at `margin`, a
-    number that may be there. ValueError if the row does not suit."""
-    check_messages(row)
-    _check_prompt(row["messages"])
-    texts = [_text(row, column) for column in ("chosen", "rejected")]
-    margin(row)
-    pair = [chat.render_reply(tokenizer, row["messages"], text, row.get("tools")) for text in texts]
-    if pair[0] == pair[1]:
-        raise ValueError(
-            f"'chosen' and 'rejected' are the same text; remove the row: {_show(texts[0])}"
-        )
-    return pair
+class EpochSampler(Generic[Item]):
+    """Items in a fixed order of epochs. `Prompts` and `Examples` are its subclasses.
 
+    `self[i]` is the i-th item in the order of the rows. `take` and `batch` follow the order of
+    training, an endless sequence of epochs, each of which holds every item once. Items that are
+    longer than `max_length` tokens are dropped: `num_dropped` counts them, `longest` is the length
+    of the longest item kept. ValueError when none is kept.
 
-def margin(row: dict) -> float:
-    """By how much the row says that chosen is better: its column `margin`; 0 without one."""
-    try:
-        return float(row.get("margin") or 0)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"column 'margin': expected a number, got {_show(row['margin'])}"
-        ) from None
+    `lengths` has the number of tokens of each row. `item_name` is the plural that messages use.
+    """
 
-
-class EpochSampler:
-    """Items of at most `max_length` tokens in a fixed order: `self[i]` in the order of the rows, `batch(step)` in that of
-    training. Longer ones are dropped and counted in `num_dropped`; ValueError when none is left."""
-
-    def _order(self, lengths, max_length, shuffle, seed, batch_size, what):
-        lengths = np.array(lengths)
-        self.shuffle, self.seed, self.batch_size = shuffle, seed, batch_size
-        self.kept = np.flatnonzero(lengths <= max_length)
-        self.num_dropped = len(lengths) - len(self.kept)
+    def __init__(
+        self,
+        lengths: list[int],
+        *,
+        item_name: str,
+        max_length: int,
+        shuffle: bool,
+        seed: int,
+        batch_size: int,
+    ):
+        token_counts = np.array(lengths)
+        self.shuffle = shuffle
+        self.seed = seed
+        self.batch_size = batch_size
+        self.kept = np.flatnonzero(token_counts <= max_length)  # indices of rows, ascending
+        self.num_dropped = len(token_counts) - len(self.kept)
         if len(self.kept) == 0:
             raise ValueError(
-                f"data.max_length={max_length} leaves none of the {len(lengths)} {what}: the shortest has "
-                f"{lengths.min()} tokens, the longest {lengths.max()}; raise data.max_length"
+                f"data.max_length={max_length} leaves none of the {len(token_counts)} {item_name}: "
+                f"the shortest has {token_counts.min()} tokens, the longest {token_counts.max()}; "
+                "raise data.max_length"
             )
-        self.longest = int(lengths[self.kept].max())
+        self.longest = int(token_counts[self.kept].max())
+
+    def __getitem__(self, i: int) -> Item:
+        raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self.kept)
 
     def num_steps(self, n_epochs: int) -> int:
-        """Whole batches in `n_epochs`, at least one."""
+        """The number of whole batches in `n_epochs`, at least one."""
         return max(1, n_epochs * len(self) // self.batch_size)
 
-    def batch(self, step: int) -> list:
-        """Items of step 0, 1, ...: a function of the seed and the step alone, so that resuming needs nothing else.
+    def batch(self, step: int) -> list[Item]:
+        """The items of step 0, 1, ...: the next `batch_size` of the endless sequence.
 
-        Epochs follow each other without a gap: 5 items in batches of 2, not shuffled, are 01 23 40 12 34. A batch
-        that is larger than the data holds an item several times.
+        Batches cross the ends of epochs: 5 items in batches of 2, not shuffled, are 01 23 40 12 34.
         """
-        return [
-            self._at(position)
-            for position in range(step * self.batch_size, (step + 1) * self.batch_size)
-        ]
+        return self.take(step * self.batch_size, self.batch_size)
 
-    def _at(self, position: int):
+    def take(self, start: int, count: int) -> list[Item]:
+        """The items at positions start, ..., start + count - 1 of the endless sequence of epochs.
+
+        They depend on the seed and the positions alone, so a resumed run needs no other state. If
+        `count` exceeds the number of items, an item occurs several times.
+        """
+        return [self._item_at(position) for position in range(start, start + count)]
+
+    def _item_at(self, position: int) -> Item:
         epoch, i = divmod(position, len(self))
-        return self[int(_permutation(len(self), self.seed, epoch)[i]) if self.shuffle else i]
+        if self.shuffle:
+            i = int(_permutation(len(self), self.seed, epoch)[i])
+        return self[i]
 
 
 @dataclass
 class Prompt:
-    index: int  # of the row, from 0
-    row: dict
+    """A prompt of PPO."""
+
+    index: int  # of its row, from 0
+    row: dict[str, Any]
     tokens: list[int]
 
 
-class Prompts(EpochSampler):
-    """Tokenised prompts. Raises ValueError when the chat template refuses a row. `progress` shows a bar when it takes
-    long: set it on one rank."""
+class Prompts(EpochSampler[Prompt]):
+    """The tokenised prompts of rows that passed `check_ppo_row`.
 
-    def __init__(self, rows, tokenizer, max_length, shuffle, seed, batch_size, progress=False):
+    ValueError names a row that the chat template refuses. `progress` shows a bar if tokenising
+    takes long: set it on one rank.
+    """
+
+    def __init__(
+        self,
+        rows: list[dict],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        shuffle: bool,
+        seed: int,
+        batch_size: int,
+        progress: bool = False,
+    ):
         self.rows = rows
-        self.tokens = []  # int32 arrays: lists of int would take ten times the memory
-        for start in tqdm(
-            range(0, len(rows), CHUNK), desc="tokenise prompts", delay=2, disable=not progress
-        ):
-            texts = [
-                _render(tokenizer, i, rows[i]) for i in range(start, min(start + CHUNK, len(rows)))
-            ]
-            self.tokens += [
-                np.array(tokens, np.int32) for tokens in chat.tokenize(tokenizer, texts)
-            ]
-        self._order(
+        self.tokens: list[np.ndarray] = []  # int32: lists of int would take ten times the memory
+        for chunk in _chunks(len(rows), "tokenise prompts", progress):
+            texts = [_render_prompt(tokenizer, index, rows[index]) for index in chunk]
+            for tokens in chat.tokenize(tokenizer, texts):
+                self.tokens.append(np.array(tokens, np.int32))
+        super().__init__(
             [len(tokens) for tokens in self.tokens],
-            max_length,
-            shuffle,
-            seed,
-            batch_size,
-            "prompts",
+            item_name="prompts",
+            max_length=max_length,
+            shuffle=shuffle,
+            seed=seed,
+            batch_size=batch_size,
         )
 
     def __getitem__(self, i: int) -> Prompt:
@@ -137,60 +142,169 @@ class Prompts(EpochSampler):
 
 @dataclass
 class Example:
+    """A row to train on as it is."""
+
     index: int  # of the row, from 0
-    row: dict
-    sequences: list[tuple[list[int], list[int]]]  # tokens and mask of each
+    row: dict[str, Any]
+    sequences: list[tuple[list[int], list[int]]]  # (tokens, mask) of each; 1 = trained
 
 
-class Examples(EpochSampler):
-    """Rows to train on as they are. `render(tokenizer, row)` gives the texts of a row's replies or refuses it with a
-    ValueError, which names file and row; the row's length is that of its longest sequence."""
+class Examples(EpochSampler[Example]):
+    """The tokenised examples of a data file, a folder or a hub data set, see `load_rows`.
+
+    `render(tokenizer, row)` returns the replies of a row, or raises ValueError for a row that does
+    not suit; the message then names its file and row. The length of a row is that of its longest
+    sequence. `progress` shows a bar if tokenising takes long: set it on one rank.
+    """
 
     def __init__(
-        self, path, split, tokenizer, render, max_length, shuffle, seed, batch_size, progress=False
+        self,
+        path: str,
+        split: str,
+        tokenizer: PreTrainedTokenizerBase,
+        render: Callable[[PreTrainedTokenizerBase, dict], list[RenderedReply]],
+        *,
+        max_length: int,
+        shuffle: bool,
+        seed: int,
+        batch_size: int,
+        progress: bool = False,
     ):
-        texts = []
-        self.rows = load_rows(path, split, lambda row: texts.append(render(tokenizer, row)))
-        self.sequences, specials = [], chat.special_ids(tokenizer)
-        for start in tqdm(
-            range(0, len(texts), CHUNK), desc="tokenise rows", delay=2, disable=not progress
-        ):
-            part = texts[start : start + CHUNK]
-            flat = [text for replies in part for reply in replies for text in reply]
-            tokens = iter(chat.tokenize(tokenizer, flat))
-            for replies in part:
-                found = chat.sequences(
-                    tokenizer, [(next(tokens), next(tokens)) for _ in replies], specials
-                )
-                self.sequences.append(
-                    [(np.array(ids, np.int32), np.array(mask, np.int8)) for ids, mask in found]
-                )
-        lengths = [max(len(ids) for ids, _ in row) for row in self.sequences]
-        self._order(lengths, max_length, shuffle, seed, batch_size, "rows")
+        replies_by_row: list[list[RenderedReply]] = []
+
+        def render_row(row: dict) -> None:
+            replies_by_row.append(render(tokenizer, row))
+
+        self.rows = load_rows(path, split, check=render_row)
+        # (tokens int32, mask int8) of each sequence of each row
+        self.sequences: list[list[tuple[np.ndarray, np.ndarray]]] = []
+        special_ids = chat.special_token_ids(tokenizer)
+        for chunk in _chunks(len(self.rows), "tokenise rows", progress):
+            chunk_replies = [replies_by_row[index] for index in chunk]
+            for replies in _tokenize_replies(tokenizer, chunk_replies):
+                sequences = chat.training_sequences(tokenizer, replies, special_ids)
+                self.sequences.append([_to_arrays(*sequence) for sequence in sequences])
+        super().__init__(
+            [max(len(tokens) for tokens, _ in sequences) for sequences in self.sequences],
+            item_name="rows",
+            max_length=max_length,
+            shuffle=shuffle,
+            seed=seed,
+            batch_size=batch_size,
+        )
 
     def __getitem__(self, i: int) -> Example:
         index = int(self.kept[i])
-        return Example(
-            index, self.rows[index], [(x.tolist(), y.tolist()) for x, y in self.sequences[index]]
-        )
+        sequences = [(tokens.tolist(), mask.tolist()) for tokens, mask in self.sequences[index]]
+        return Example(index, self.rows[index], sequences)
 
 
 def to_samples(examples: list[Example]) -> list[Sample]:
-    """The sequences of all examples; those of one are a group, numbered by its place, and one trajectory."""
-    return [
-        Sample(tokens, mask, [0.0] * len(tokens), [0.0] * len(tokens), number, number)
-        for number, example in enumerate(examples)
-        for tokens, mask in example.sequences
+    """One sample for each sequence of the examples.
+
+    The sequences of an example have one group and one trajectory: the position of the example.
+    """
+    samples = []
+    for position, example in enumerate(examples):
+        for tokens, mask in example.sequences:
+            samples.append(
+                Sample(
+                    tokens=tokens,
+                    mask=mask,
+                    logps=[0.0] * len(tokens),
+                    rewards=[0.0] * len(tokens),
+                    group=position,
+                    trajectory=position,
+                )
+            )
+    return samples
+
+
+def render_sft(
+    tokenizer: PreTrainedTokenizerBase, row: dict, turns: str = "all"
+) -> list[RenderedReply]:
+    """The assistant's replies in `messages`: all of them, or only the last with turns="last".
+
+    If `messages` is plain text, or there is a column `text` instead, all of the text is one reply.
+    ValueError if the row does not suit. Columns other than `tools` are ignored.
+    """
+    if row.get("messages") is None and "text" in row:
+        row = {"messages": text_column(row, "text")}
+    check_messages(row)
+    messages = row["messages"]
+    if isinstance(messages, str):
+        return [("", chat.render(tokenizer, messages))]
+    reply_indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not reply_indices:
+        raise ValueError(
+            "column 'messages': no message of the assistant to train on; add one, or remove the row"
+        )
+    if turns == "last":
+        reply_indices = reply_indices[-1:]
+    tools = row.get("tools")
+    return [chat.render_reply(tokenizer, messages[:i], messages[i], tools) for i in reply_indices]
+
+
+def render_pair(tokenizer: PreTrainedTokenizerBase, row: dict) -> list[RenderedReply]:
+    """The replies `chosen` and `rejected` to the prompt `messages`, in this order.
+
+    ValueError if the row does not suit, its `margin` included.
+    """
+    check_messages(row)
+    check_ends_before_reply(row["messages"])
+    replies = [text_column(row, "chosen"), text_column(row, "rejected")]
+    pair_margin(row)  # its check
+    pair = [
+        chat.render_reply(tokenizer, row["messages"], reply, row.get("tools")) for reply in replies
     ]
+    if pair[0] == pair[1]:
+        raise ValueError(
+            f"'chosen' and 'rejected' are the same text; remove the row: {abbreviate(replies[0])}"
+        )
+    return pair
 
 
-def _render(tokenizer, index, row) -> str:
+def pair_margin(row: dict) -> float:
+    """By how much the chosen reply is better: the number in column `margin`, or 0 without one."""
+    try:
+        return float(row.get("margin") or 0)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"column 'margin': expected a number, got {abbreviate(row['margin'])}"
+        ) from None
+
+
+def _chunks(num_rows: int, description: str, progress: bool) -> Iterator[range]:
+    """Ranges of rows to tokenise together, with a progress bar after two seconds."""
+    starts = range(0, num_rows, ROWS_PER_CHUNK)
+    for start in tqdm(starts, desc=description, delay=2, disable=not progress):
+        yield range(start, min(start + ROWS_PER_CHUNK, num_rows))
+
+
+def _render_prompt(tokenizer: PreTrainedTokenizerBase, index: int, row: dict) -> str:
     try:
         return chat.render(tokenizer, row["messages"], row.get("tools"))
     except ValueError as error:
         raise ValueError(f"row {index} (from 0): {error}") from error
 
 
-@lru_cache(maxsize=4)  # a step asks for each of its prompts, of two epochs at most
-def _permutation(n, seed, epoch):
-    return np.random.default_rng((seed, epoch)).permutation(n)
+def _tokenize_replies(
+    tokenizer: PreTrainedTokenizerBase, replies_by_row: list[list[RenderedReply]]
+) -> Iterator[list[tuple[list[int], list[int]]]]:
+    """The replies of each row with tokens in place of texts. One call tokenises all texts."""
+    texts = []
+    for replies in replies_by_row:
+        for before, whole in replies:
+            texts += [before, whole]
+    token_lists = iter(chat.tokenize(tokenizer, texts))
+    for replies in replies_by_row:
+        yield [(next(token_lists), next(token_lists)) for _ in replies]
+
+
+def _to_arrays(tokens: list[int], mask: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array(tokens, np.int32), np.array(mask, np.int8)
+
+
+@lru_cache(maxsize=4)  # a step asks for each of its items, from two epochs at most
+def _permutation(num_items: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(num_items)

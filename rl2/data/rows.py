@@ -1,68 +1,185 @@
-"""Rows -> prompts and training examples. What is wrong with the user's data is named and refused, or counted; nothing
-passes in silence."""
+"""From data files to rows, which are dicts. A malformed row is refused and named, never skipped."""
 
 import csv
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+MAX_LISTED_PROBLEMS = 5
+MAX_SHOWN_CHARACTERS = 100  # of a wrong value, in a message
+MAX_CSV_CELL_BYTES = 2**31 - 1
+MISSING_CELL: Any = object()  # the value of a cell that a csv row lacks
 
-
-MAX_LISTED = 5  # problems in one message
-
-
-NO_CELL = object()  # where a csv row is too short
+# (where the row is, the row as its format gives it: a line of JSON is still text)
+LocatedRow = tuple[str, Any]
 
 
 def load_rows(
     path: str, split: str = "train", check: Callable[[dict], None] | None = None
 ) -> list[dict]:
-    """Rows of a json (list or lines), jsonl, csv, parquet or arrow file, of a folder of these, or of a hub data set.
+    """The rows of a data file, of a folder of data files, or of a data set of the hub.
 
-    A folder gives its files in order of name; if some are called after `split` (`train.jsonl`, `train-00000.parquet`)
-    or lie in a sub-folder called so, only those. A hub name may carry a configuration: `openai/gsm8k:main`.
-    In every format `messages` and `tools` may be JSON text (in csv they are); `messages` that is other text is a plain
-    prompt, to which no chat template is applied. All other cells of a csv stay text.
+    A file is json (a list, or lines), jsonl, csv, parquet or arrow. A folder gives the rows of its
+    files in the order of their names. If it has a sub-folder called `split`, or files whose names
+    begin with `split` (train.jsonl, train-00000.parquet), only those are read. The name of a hub
+    data set may end in a configuration: openai/gsm8k:main.
 
-    `check(row)` raises ValueError where a row does not suit. All rows are read and checked; the ValueError of this
-    function lists the first problems, each with file, row (its line in jsonl and csv; else counted from 1) and column.
+    In every format `messages` and `tools` may be JSON text, as they are in csv. Other text in
+    `messages` is a plain prompt. All other cells of a csv file stay text.
+
+    `check(row)` raises ValueError for a row that does not suit. All rows are read and checked; then
+    ValueError lists the first problems, each with its file, row and column. Rows are counted by
+    the lines of a jsonl or csv file, from 1 in other formats.
     """
     rows, problems = [], []
-    for place, raw in _read(path, split):
+    for location, raw_row in _read_rows(path, split):
         try:
-            row = _row(raw)
+            row = _parse_row(raw_row)
             if check:
                 check(row)
         except ValueError as error:
-            problems.append(f"{place}: {error}")
+            problems.append(f"{location}: {error}")
         else:
             rows.append(row)
     if problems:
-        more = f"\n... and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
-        raise ValueError(
-            f"malformed rows in {path} ({len(problems)}):\n"
-            + "\n".join(problems[:MAX_LISTED])
-            + more
-        )
+        listed = problems[:MAX_LISTED_PROBLEMS]
+        if len(problems) > len(listed):
+            listed.append(f"... and {len(problems) - len(listed)} more")
+        raise ValueError(f"malformed rows in {path} ({len(problems)}):\n" + "\n".join(listed))
     if not rows:
         raise ValueError(f"{path} has no rows (split {split})")
     return rows
 
 
-def _read(path: str, split: str) -> Iterator[tuple[str, object]]:
-    """(place, row) of every row, as its format gives it: a line of json is still text."""
-    local = Path(path).expanduser()
-    if not local.exists():
-        if local.suffix in SUFFIXES or path.startswith(("/", ".", "~")):
+def check_ppo_row(row: dict) -> None:
+    """ValueError unless the row is one for PPO: `messages` that end before the reply, and `answer`.
+
+    `answer` may be anything. Other columns are passed to the environment.
+    """
+    check_messages(row)
+    if "answer" not in row:
+        raise ValueError(_missing_column_message(row, "answer"))
+    check_ends_before_reply(row["messages"])
+
+
+def check_messages(row: dict) -> None:
+    """ValueError unless `messages` is text or a list of messages, and not empty.
+
+    A message is {"role": ..., "content": ...}. Its content is text or a list of parts, and may be
+    missing beside `tool_calls`.
+    """
+    if "messages" not in row:
+        raise ValueError(_missing_column_message(row, "messages"))
+    messages = row["messages"]
+    if not isinstance(messages, str | list) or not messages:
+        raise ValueError(
+            "column 'messages': expected text or a list of messages, not empty, "
+            f"got {abbreviate(messages)}"
+        )
+    if isinstance(messages, list):
+        for message in messages:
+            _check_message(message)
+
+
+def check_ends_before_reply(messages: str | list[dict]) -> None:
+    """ValueError if the last message is the assistant's: then there is no reply left to give."""
+    if isinstance(messages, list) and messages[-1]["role"] == "assistant":
+        raise ValueError(
+            "column 'messages': expected a prompt, but the last message is the assistant's"
+        )
+
+
+def text_column(row: dict, column: str) -> str:
+    """The text in a column. ValueError if it is missing, empty or no text."""
+    if column not in row:
+        raise ValueError(_missing_column_message(row, column))
+    text = row[column]
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"column '{column}': expected text, not empty, got {abbreviate(text)}")
+    return text
+
+
+def abbreviate(value: Any) -> str:
+    """A value as a message shows it."""
+    text = repr(value)
+    if len(text) <= MAX_SHOWN_CHARACTERS:
+        return text
+    return text[:MAX_SHOWN_CHARACTERS] + "..."
+
+
+def _missing_column_message(row: dict, column: str) -> str:
+    return f"column '{column}' is missing; the row has {', '.join(row)}"
+
+
+def _check_message(message: Any) -> None:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(
+            "column 'messages': expected {'role': ..., 'content': ...}, "
+            f"got {abbreviate(message)}"
+        )
+    if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
+        raise ValueError(
+            f"column 'messages': expected content that is text or a list, got {abbreviate(message)}"
+        )
+
+
+def _parse_row(raw_row: Any) -> dict:
+    """The row, with `messages` and `tools` parsed from JSON text and without nulls.
+
+    Columnar files give each struct the keys of all structs, with null for those it lacks. Chat
+    templates only ask whether a key exists.
+    """
+    row = _parse_json(raw_row, "row") if isinstance(raw_row, str) else raw_row
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, got {abbreviate(row)}")
+    if None in row:  # where csv.DictReader puts the cells that have no column
+        raise ValueError("expected a cell for each column of the header, got more")
+    if MISSING_CELL in row.values():
+        raise ValueError("expected a cell for each column of the header, got fewer")
+    for column in ("messages", "tools"):
+        if column in row:
+            row[column] = _drop_nulls(_parse_cell(row[column], column))
+    return row
+
+
+def _parse_cell(value: Any, column: str) -> Any:
+    """The value of `messages` or `tools`. Text in `messages` is JSON if it begins like a list."""
+    if not isinstance(value, str):
+        return value
+    if column == "messages" and not re.match(r"\s*\[\s*\{", value):
+        return value
+    return _parse_json(value or "null", f"column '{column}'")
+
+
+def _parse_json(text: str, source: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source}: expected JSON ({error}), got {abbreviate(text)}") from error
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_drop_nulls(item) for item in value]
+    return value
+
+
+def _read_rows(path: str, split: str) -> Iterator[LocatedRow]:
+    local_path = Path(path).expanduser()
+    if not local_path.exists():
+        if local_path.suffix in SUFFIXES or path.startswith(("/", ".", "~")):
             raise ValueError(f"data path {path}: no such file or folder")
-        yield from _numbered(path, _load_from_hub(path, split))
+        yield from _number_rows(path, _load_from_hub(path, split))
         return
-    for file in _files(local, split) if local.is_dir() else [local]:
+    for file in _list_files(local_path, split) if local_path.is_dir() else [local_path]:
         if file.suffix not in SUFFIXES:
             raise ValueError(
                 f"data path {file}: expected a file that ends in one of {', '.join(SUFFIXES)}"
@@ -73,19 +190,19 @@ def _read(path: str, split: str) -> Iterator[tuple[str, object]]:
             raise ValueError(f"{file} is not a readable {file.suffix[1:]} file: {error}") from error
 
 
-def _load_from_hub(path, split):
+def _load_from_hub(path: str, split: str) -> Iterable[dict]:
     from datasets import load_dataset  # slow to import, and not needed for files
 
-    name, _, config = path.partition(":")
+    name, _, configuration = path.partition(":")
     try:
-        return load_dataset(name, config or None, split=split)
+        return load_dataset(name, configuration or None, split=split)
     except (OSError, ValueError) as error:  # not found, offline, unknown split or configuration
         raise ValueError(
             f"data path {path}: no such file or folder here, and the hub says: {error}"
         ) from error
 
 
-def _files(folder: Path, split: str) -> list[Path]:
+def _list_files(folder: Path, split: str) -> list[Path]:
     if (folder / split).is_dir():
         folder = folder / split
     files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
@@ -93,127 +210,50 @@ def _files(folder: Path, split: str) -> list[Path]:
         raise ValueError(
             f"data path {folder}: this folder has no file that ends in one of {', '.join(SUFFIXES)}"
         )
-    return [file for file in files if re.match(rf"{re.escape(split)}[-_.]", file.name)] or files
+    of_split = [file for file in files if re.match(rf"{re.escape(split)}[-_.]", file.name)]
+    return of_split or files
 
 
-def _numbered(place, rows, start=1):
-    return ((f"{place}, row {number}", row) for number, row in enumerate(rows, start))
+def _number_rows(source: str | Path, rows: Iterable) -> Iterator[LocatedRow]:
+    return ((f"{source}, row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def _read_json(file):
+def _read_json(file: Path) -> Iterator[LocatedRow]:
     text = file.read_text(encoding="utf-8-sig")
     if file.suffix == ".json" and text.lstrip().startswith("["):
-        return _numbered(file, json.loads(text))
-    lines = _numbered(
-        file, text.split("\n")
-    )  # splitlines() also cuts at characters that JSON strings may hold
-    return ((place, line) for place, line in lines if line.strip())
+        return _number_rows(file, json.loads(text))
+    # Not splitlines(), which also splits at characters that JSON strings may hold.
+    lines = _number_rows(file, text.split("\n"))
+    return ((location, line) for location, line in lines if line.strip())
 
 
-def _read_csv(file):
-    csv.field_size_limit(2**31 - 1)  # the default refuses a cell of more than 128 KiB
+def _read_csv(file: Path) -> Iterator[LocatedRow]:
+    csv.field_size_limit(MAX_CSV_CELL_BYTES)  # the default is 128 KiB
     with open(file, encoding="utf-8-sig", newline="") as lines:
-        reader, line = (
-            csv.DictReader(lines, restval=NO_CELL),
-            2,
-        )  # a row may span several lines: named by its first
+        reader = csv.DictReader(lines, restval=MISSING_CELL)
+        first_line = 2  # a row may span several lines: the first of them names it
         for row in reader:
-            yield f"{file}, row {line}", row
-            line = reader.line_num + 1
+            yield f"{file}, row {first_line}", row
+            first_line = reader.line_num + 1
 
 
-def _read_parquet(file):
-    return _numbered(file, pyarrow.parquet.read_table(file).to_pylist())
+def _read_parquet(file: Path) -> Iterator[LocatedRow]:
+    return _number_rows(file, pyarrow.parquet.read_table(file).to_pylist())
 
 
-def _read_arrow(file):
+def _read_arrow(file: Path) -> Iterator[LocatedRow]:
     source = pyarrow.memory_map(str(file))
-    is_file = source.read(6) == b"ARROW1"  # else a stream, which is what `datasets` writes
+    is_file_format = source.read(6) == b"ARROW1"
     source.seek(0)
-    table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source).read_all()
-    return _numbered(file, table.to_pylist())
+    # `datasets` writes the stream format.
+    open_table = pyarrow.ipc.open_file if is_file_format else pyarrow.ipc.open_stream
+    return _number_rows(file, open_table(source).read_all().to_pylist())
 
 
-_READERS = dict(
-    zip(SUFFIXES, [_read_json, _read_json, _read_csv, _read_parquet, _read_arrow], strict=True)
-)
-
-
-def _row(raw) -> dict:
-    """The row with `messages` and `tools` parsed and free of nulls: columnar files fill each struct with the keys of
-    all, and templates ask only whether a key is there."""
-    row = _parse(raw, "row") if isinstance(raw, str) else raw
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, got {_show(row)}")
-    if None in row or NO_CELL in row.values():
-        raise ValueError(
-            f"expected a cell for each column of the header, got {'more' if None in row else 'fewer'}"
-        )
-    for column in row.keys() & {"messages", "tools"}:
-        value = row[column]
-        if isinstance(value, str) and (column == "tools" or re.match(r"\s*\[\s*\{", value)):
-            value = _parse(value or "null", f"column '{column}'")
-        row[column] = _drop_nulls(value)
-    return row
-
-
-def _parse(text, what):
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{what}: expected JSON ({error}), got {_show(text)}") from error
-
-
-def _drop_nulls(value):
-    if isinstance(value, dict):
-        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
-    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def check_ppo_row(row: dict) -> None:
-    """A row of PPO has `messages`, a prompt that ends before the reply to be sampled, and `answer`: anything. Other
-    columns pass through to the env."""
-    check_messages(row)
-    if "answer" not in row:
-        raise ValueError(f"column 'answer' is missing; the row has {', '.join(row)}")
-    _check_prompt(row["messages"])
-
-
-def _check_prompt(messages):
-    if isinstance(messages, list) and messages[-1]["role"] == "assistant":
-        raise ValueError(
-            "column 'messages': expected a prompt, but the last message is the assistant's"
-        )
-
-
-def check_messages(row: dict) -> None:
-    """`messages` is text or a list of {"role", "content"}, not empty; content is text or a list of parts."""
-    if "messages" not in row:
-        raise ValueError(f"column 'messages' is missing; the row has {', '.join(row)}")
-    messages = row["messages"]
-    if not isinstance(messages, str | list) or not messages:
-        raise ValueError(
-            f"column 'messages': expected text or a list of messages, not empty, got {_show(messages)}"
-        )
-    for message in messages if isinstance(messages, list) else []:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(
-                f"column 'messages': expected {{'role': ..., 'content': ...}}, got {_show(message)}"
-            )
-        if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
-            raise ValueError(
-                f"column 'messages': expected content that is text or a list, got {_show(message)}"
-            )
-
-
-def _text(row, column) -> str:
-    if column not in row:
-        raise ValueError(f"column '{column}' is missing; the row has {', '.join(row)}")
-    if not isinstance(row[column], str) or not row[column].strip():
-        raise ValueError(f"column '{column}': expected text, not empty, got {_show(row[column])}")
-    return row[column]
-
-
-def _show(value) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else text[:100] + "..."
+_READERS = {
+    ".json": _read_json,
+    ".jsonl": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}

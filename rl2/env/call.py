@@ -57,6 +57,7 @@ class Env:
 
     async def interact(self, messages: list[dict], row: dict) -> list[dict]:
         """The new messages that answer the last turn; an empty list ends the conversation."""
+        assert self.interact_fn is not None, "the env file has no interact(messages)"
         return _to_messages(await self._call("interact", self.interact_fn, messages, row))
 
     async def _call(self, name: str, function: Callable, messages: list[dict], row: dict) -> Any:
@@ -145,7 +146,8 @@ def _to_reward_parts(result: Any) -> dict[str, float]:
             kind="type of reward",
         )
     for name, value in parts.items():
-        if not isinstance(value, numbers.Real):
+        is_number = isinstance(value, numbers.Real)
+        if not is_number:
             raise EnvError(
                 f"reward_fn: expected {name} to be a number, got {_describe(value)}",
                 kind=f"type of {name}",

@@ -42,13 +42,30 @@ class ExampleRun:
         data, section = config.data, getattr(config, name)
         self.device, first = init_distributed(), dist.get_rank() == 0
         self.tokenizer = AutoTokenizer.from_pretrained(section.model_name)
-        order = (data.max_length, data.shuffle, data.seed, data.batch_size, first)
-        self.examples = Examples(data.path, "train", self.tokenizer, render, *order)
+        self.examples = Examples(
+            data.path,
+            "train",
+            self.tokenizer,
+            render,
+            max_length=data.max_length,
+            shuffle=data.shuffle,
+            seed=data.seed,
+            batch_size=data.batch_size,
+            progress=first,
+        )
         self.num_steps = count_steps(self.examples, config, "training rows")
         self.test_batch, longest = None, self.examples.longest
         if data.test_path:
             test = Examples(
-                data.test_path, "test", self.tokenizer, render, data.max_length, False, 0, 1, first
+                data.test_path,
+                "test",
+                self.tokenizer,
+                render,
+                max_length=data.max_length,
+                shuffle=False,
+                seed=0,
+                batch_size=1,
+                progress=first,
             )
             count_steps(test, config, "test rows")
             self.test_batch, longest = make_batch(self, list(test)), max(longest, test.longest)

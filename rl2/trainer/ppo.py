@@ -177,14 +177,28 @@ class Run:
         data, first = self.config.data, dist.get_rank() == 0
         size = data.prompts_per_rollout
         self.prompts = Prompts(
-            rows, self.tokenizer, data.max_length, data.shuffle, data.seed, size, first
+            rows,
+            self.tokenizer,
+            max_length=data.max_length,
+            shuffle=data.shuffle,
+            seed=data.seed,
+            batch_size=size,
+            progress=first,
         )
         self.num_steps = count_steps(self.prompts, self.config, "prompts")
         self.test_prompts = []
         if data.test_path:
             rows = load_rows(data.test_path, "test", check_ppo_row)
             self.test_prompts = list(
-                Prompts(rows, self.tokenizer, data.max_length, False, 0, 1, first)
+                Prompts(
+                    rows,
+                    self.tokenizer,
+                    max_length=data.max_length,
+                    shuffle=False,
+                    seed=0,
+                    batch_size=1,
+                    progress=first,
+                )
             )
         self._check_positions()
 

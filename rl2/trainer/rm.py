@@ -11,7 +11,7 @@ from rl2.batch import Batch, Sample, collate
 from rl2.config.parse import parse, user_errors
 from rl2.config.rules import validate_rm
 from rl2.config.schema import RMConfig
-from rl2.data.examples import margin, render_pair, to_samples
+from rl2.data.examples import pair_margin, render_pair, to_samples
 from rl2.model.token_model import TokenScores
 from rl2.trainer.build import ExampleRun
 
@@ -44,7 +44,7 @@ def make_batch(run: ExampleRun, examples) -> Batch:
     last = batch.mask * (batch.mask.flip(1).cumsum(1).flip(1) == 1)
     batch.token_weights = losses.token_weights(last, batch.trajectory, "sequence")
     batch.pair_margin = torch.tensor(
-        [margin(example.row) for example in examples]
+        [pair_margin(example.row) for example in examples]
     ).repeat_interleave(2)
     return batch
 
