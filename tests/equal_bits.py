@@ -1,0 +1,537 @@
+"""Compares two checkouts to the bit: the same short runs in both, on this machine.
+
+    python tests/equal_bits.py OLD_CHECKOUT [NEW_CHECKOUT] [--only NAME ...] [--record FOLDER]
+
+Each run trains a tiny random model for a few steps; the quickstart trains its own model. Compared
+are every metric of metrics.jsonl except times and memory, the SHA-256 of every tensor of the
+exported models and the checkpoints, the records of the rollouts in the fields that both checkouts
+write, and the names of the files. Each run prints a line: "equal" or the first difference. The exit
+code is 1 after a difference or a crash.
+
+--record keeps the data and the results of the old checkout in FOLDER. Later calls with this folder
+read them instead of running the old checkout again. --only takes names of runs and shell patterns,
+such as `ppo*`. The quickstart needs rl2[quickstart] once, to prepare its data.
+"""
+
+import argparse
+import fnmatch
+import hashlib
+import json
+import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+ROOT = Path(__file__).resolve().parent.parent
+UNCOMPARED = ("time/", "memory/", "tokens/per_second")
+TIMEOUT = 600  # seconds of one command
+SHOWN = 1500  # last characters of a crashed run's output
+LAST = "without a step"  # sorts behind the runs' folders, first and second
+RECORD = " record "
+
+
+@dataclass(frozen=True)
+class Run:
+    """Commands that follow each other. A command is a trainer's name and its arguments, where {data}
+    and {run} are the folders of the inputs and of the run."""
+
+    name: str
+    commands: tuple[str, ...]
+    world_size: int = 2
+
+
+COMMON = (
+    "trainer.disable_wandb=true trainer.save_dir={run}/first trainer.keep_checkpoints=null"
+    " trainer.max_steps=4 trainer.n_epochs=9 data.max_length=100"
+)
+ACTOR = "actor.model_name={data}/llama actor.dtype=float32 actor.max_length_per_device=250"
+PPO = (
+    f"ppo {COMMON} {ACTOR} actor.lr=0.01 data.path={{data}}/prompts.jsonl"
+    " data.prompts_per_rollout=4 data.responses_per_prompt=6 rollout.env_path={data}/letters.py"
+    " rollout.env_timeout=200 rollout.max_running=16"
+    " rollout.train_sampling_params.max_new_tokens=12"
+    " rollout.train_sampling_params.stop_token_ids=[10,20,30,40,50,60,70,80,90]"
+)
+CRITIC = (
+    "adv.estimator=gae critic.lr=0.02 critic.dtype=float32 critic.max_length_per_device=250"
+    " critic.save_dir={run}/critic critic.save_freq=4 critic.save_optimizer=true"
+)
+TEST = "data.test_path={data}/test_prompts.jsonl rollout.test_sampling_params.max_new_tokens=8"
+TURNS = (
+    "data.path={data}/chats.jsonl rollout.env_path={data}/tool.py rollout.max_turns=3"
+    " actor.max_length_per_device=500"
+)
+EXAMPLES = f"{COMMON} data.batch_size=6 trainer.test_freq=2"
+SFT = (
+    f"sft {EXAMPLES} {ACTOR} actor.lr=0.01 actor.scheduler=linear actor.warmup_ratio=0.3"
+    " data.path={data}/conversations.jsonl data.test_path={data}/test_conversations.jsonl"
+)
+PAIRS = "data.path={data}/pairs.jsonl data.test_path={data}/test_pairs.jsonl"
+DPO = f"dpo {EXAMPLES} {ACTOR} {PAIRS} actor.lr=0.003"
+RM = (
+    f"rm {EXAMPLES} {PAIRS} critic.model_name={{data}}/llama critic.dtype=float32"
+    " critic.max_length_per_device=250 critic.lr=0.01"
+)
+
+
+def and_resume(command: str) -> tuple[str, str]:
+    """The command with checkpoints, and one that goes on from its second step in another folder."""
+    command += " trainer.save_freq=2"
+    places = "trainer.resume={run}/first/checkpoints/step_2 trainer.save_dir={run}/second"
+    return command, f"{command} {places}"
+
+
+RUNS = [
+    Run("quickstart", ("quickstart",), 1),
+    Run("ppo", (f"{PPO} {TEST} adv.norm_var=true trainer.test_freq=2 trainer.save_freq=2",)),
+    Run(
+        "ppo_one_process",
+        (f"{PPO} {TEST} adv.norm_var=true actor.gradient_checkpointing=false",),
+        1,
+    ),
+    Run(
+        "ppo_critic",
+        and_resume(
+            f"{PPO} {CRITIC} adv.norm_var=true adv.gamma=0.99 adv.lamda=0.95 kl.coef=0.01"
+            " kl.type=reward actor.update_per_rollout=2 critic.update_per_rollout=2"
+            " actor.entropy=0.001 actor.correction=token_tis actor.scheduler=cosine"
+            " actor.warmup_ratio=0.3 actor.weight_decay=0.01"
+        ),
+    ),
+    Run(
+        "ppo_critic_freeze",
+        (
+            f"{PPO} {CRITIC} actor.freeze_steps=1 kl.coef=0.01 kl.type=reward"
+            " kl.reward_estimator=k3 actor.log_entropy=true critic.model_name={data}/qwen3"
+            " rollout.check_weights=true",
+        ),
+    ),
+    Run(
+        "ppo_sp",
+        (
+            f"{PPO} {CRITIC} actor.sp_size=2 critic.fsdp_size=1 kl.coef=0.01 kl.type=loss"
+            " actor.update_per_rollout=2 actor.share_prompts=false",
+        ),
+    ),
+    Run(
+        "ppo_tp",
+        (
+            f"{PPO} {CRITIC} actor.tp_size=2 critic.sp_size=2 kl.coef=0.01 kl.type=loss"
+            " kl.loss_estimator=k3 trainer.save_freq=4",
+        ),
+    ),
+    Run(
+        "ppo_lora",
+        and_resume(
+            f"{PPO} {CRITIC} actor.lora_rank=4 critic.lora_rank=2 critic.lora_alpha=8"
+            " actor.lora_targets=[q_proj,v_proj] kl.coef=0.01 kl.type=reward adv.norm_var=true"
+        ),
+    ),
+    Run("ppo_gspo", (f"{PPO} actor.loss=gspo actor.update_per_rollout=2 actor.clip=0.01",)),
+    Run("ppo_cispo", (f"{PPO} actor.loss=cispo actor.update_per_rollout=2 actor.clip_high=0.1",)),
+    Run(
+        "ppo_dual_clip",
+        (
+            f"{PPO} actor.dual_clip=1.05 actor.clip=0.05 actor.clip_high=0.1 adv.norm_var=true"
+            " actor.update_per_rollout=3 actor.average=sequence",
+        ),
+    ),
+    Run("ppo_constant", (f"{PPO} actor.average=constant actor.average_constant=12",)),
+    Run("ppo_sequence", (f"{PPO} actor.average=sequence actor.correction=sequence_mask",)),
+    Run(
+        "ppo_masks",
+        (
+            f"{PPO} actor.correction=token_mask actor.correction_cap=1.01 actor.dtype=bfloat16"
+            " actor.update_per_rollout=2 actor.model_name={data}/qwen2",
+            f"{PPO} actor.correction=geometric_mask actor.correction_cap=1.001 actor.dtype=bfloat16"
+            " trainer.save_dir={run}/second actor.fsdp_size=1",
+        ),
+    ),
+    Run(
+        "ppo_sampling",
+        (
+            f"{PPO} {TEST} rollout.train_sampling_params.temperature=0.7 trainer.test_freq=2"
+            " rollout.train_sampling_params.top_p=0.9 rollout.train_sampling_params.top_k=40"
+            " rollout.test_sampling_params.temperature=0.5 data.shuffle=false trainer.seed=3"
+            " rollout.test_sampling_params.top_p=0.8 actor.model_name={data}/qwen3",
+        ),
+    ),
+    Run(
+        "ppo_optimizer",
+        (
+            f"{PPO} actor.save_dir={{run}}/exports actor.save_freq=4 actor.save_optimizer=true",
+            f"{PPO} actor.model_name={{run}}/exports/step_4 trainer.save_dir={{run}}/second"
+            " actor.optimizer_dir={run}/exports/step_4",
+        ),
+    ),
+    Run("ppo_turns", (f"{PPO} {TURNS}",)),
+    Run(
+        "ppo_turns_rewritten",
+        (
+            f"{PPO} {CRITIC} {TURNS} actor.model_name={{data}}/forgetful"
+            " critic.max_length_per_device=500 actor.update_per_rollout=2 adv.norm_var=true",
+        ),
+    ),
+    Run("ppo_failures", (f"{PPO} rollout.env_path={{data}}/fails.py rollout.max_env_failures=1",)),
+    Run("ppo_free", (f"{PPO} trainer.deterministic=false rollout.max_running=64",), 1),
+    Run("sft", and_resume(SFT)),
+    Run("sft_one_process", (f"{SFT} actor.lora_rank=4",), 1),
+    Run("sft_last_turn", (f"{SFT} data.turns=last actor.average=sequence",)),
+    Run("sft_sp", (f"{SFT} actor.sp_size=2",)),
+    Run("sft_tp", (f"{SFT} actor.tp_size=2 actor.model_name={{data}}/qwen3",)),
+    Run("dpo", (f"{DPO} dpo.label_smoothing=0.1 trainer.save_freq=2",)),
+    Run("dpo_ipo", (f"{DPO} dpo.loss=ipo dpo.beta=0.3 actor.sp_size=2",)),
+    Run("dpo_hinge", (f"{DPO} dpo.loss=hinge",)),
+    Run("dpo_lora", (f"{DPO} actor.lora_rank=4 actor.lr=0.03",)),
+    Run("rm", (f"{RM} trainer.save_freq=2",)),
+    Run("rm_center", (f"{RM} rm.center=0.01 critic.sp_size=2",)),
+    Run("rm_lora", (f"{RM} critic.lora_rank=4",)),
+]
+
+LETTERS = '''
+def reward_fn(messages, answer):
+    """Two parts: the share of the answer's letters in the reply, and its length."""
+    reply = messages[-1]["content"]
+    share = sum(letter in answer for letter in reply) / max(len(reply), 1)
+    return {"share": share, "length": -0.01 * len(reply)}
+'''
+TOOL = """
+def interact(messages):
+    turns = sum(message["role"] == "assistant" for message in messages)
+    return [{"role": "tool", "content": f"go on {turns}"}] if turns < 3 else []
+"""
+FAILS = '''
+def reward_fn(messages, answer):
+    """Fails where the reply has an even length, except the empty one."""
+    reply = messages[-1]["content"]
+    if reply and len(reply) % 2 == 0:
+        raise RuntimeError("even")
+    return sum(letter in answer for letter in reply) / max(len(reply), 1)
+'''
+# Cuts what the assistant said in all turns but the last message.
+FORGETFUL = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{{ m['content'][:2] if m['role'] == 'assistant' and not loop.last else m['content'] }}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def conversation(i: int) -> dict:
+    letter = "abcd"[i % 4]
+    messages = [
+        {"role": "user", "content": f"say {letter}, {i}"},
+        {"role": "assistant", "content": letter * (3 + i % 3)},
+        {"role": "user", "content": "again" * (i % 3)},
+        {"role": "assistant", "content": letter * 5},
+    ]
+    return {"messages": messages}
+
+
+def preference(i: int) -> dict:
+    messages = [{"role": "user", "content": f"pick, {i}"}]
+    row = {"messages": messages, "chosen": "a" * (2 + i % 3), "rejected": "z" * (1 + i % 4)}
+    return {**row, "margin": 0.1 * i} if i % 2 else row
+
+
+def prompt(i: int) -> dict:
+    text = f"say {'a' * (i % 7)}, {i}"
+    chat = [{"role": "user", "content": text}]
+    return {"messages": text if i % 5 == 0 else chat, "answer": "abcdefghijklm"[i % 4 :]}
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_data(folder: Path) -> None:
+    """Models, rows and environments of all runs except the quickstart, once."""
+    if (folder / "fails.py").exists():
+        return
+    sys.path.insert(0, str(ROOT))
+    from common import make_model
+    from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    folder.mkdir(parents=True, exist_ok=True)
+    for family in ("llama", "qwen2", "qwen3"):
+        make_model(folder / family, family, tied=family != "qwen2")
+    make_model(folder / "forgetful")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "forgetful")
+    tokenizer.chat_template = FORGETFUL
+    tokenizer.save_pretrained(folder / "forgetful")
+    text_rows = [{"text": "abcd" * 4}, {"messages": "dcba" * 3}, {"text": "x" * 200}]
+    write_rows(folder / "prompts.jsonl", [prompt(i) for i in range(22)])
+    write_rows(folder / "chats.jsonl", [prompt(i) for i in range(1, 30) if i % 5])
+    write_rows(folder / "test_prompts.jsonl", [prompt(i) for i in range(30, 37)])
+    write_rows(folder / "conversations.jsonl", [conversation(i) for i in range(20)] + text_rows)
+    write_rows(folder / "test_conversations.jsonl", [conversation(i) for i in range(30, 37)])
+    write_rows(folder / "pairs.jsonl", [preference(i) for i in range(20)])
+    write_rows(folder / "test_pairs.jsonl", [preference(i) for i in range(30, 37)])
+    (folder / "letters.py").write_text(LETTERS)
+    (folder / "tool.py").write_text(LETTERS + TOOL)
+    (folder / "fails.py").write_text(FAILS)
+
+
+def environment(checkout: Path, threads: int) -> dict[str, str]:
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    changes = {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": str(threads), "PATH": programs}
+    return {**os.environ, **changes, "TOKENIZERS_PARALLELISM": "false"}
+
+
+def run_quickstart(checkout: Path, folder: Path, data: Path) -> None:
+    """Three steps of examples/quickstart.sh, by its own lines without installation and report."""
+    source = data / "quickstart"
+    if not (source / "model/config.json").exists():
+        prepare = [sys.executable, "examples/quickstart.py", "prepare", str(source)]
+        subprocess.run(prepare, cwd=checkout, env=environment(checkout, 2), check=True)
+    script = (checkout / "examples/quickstart.sh").read_text().splitlines()
+    start = next(i for i, line in enumerate(script) if line.startswith("source ")) + 1
+    lines = [line for line in script[start:] if not line.startswith("python examples/")]
+    inputs = {
+        "data.path": "train.jsonl",
+        "data.test_path": "test.jsonl",
+        "actor.model_name": "model",
+    }
+    words = [f"{key}={source / name}" for key, name in inputs.items()]
+    env = {**environment(checkout, 2), "OUT": str(folder / "first")}
+    command = ["bash", "-c", "set -e\n" + "\n".join(lines), "quickstart.sh", *words]
+    with open(folder / "output.txt", "w") as output:
+        limits = {"stdout": output, "stderr": subprocess.STDOUT, "timeout": TIMEOUT}
+        subprocess.run([*command, "trainer.max_steps=3"], cwd=checkout, env=env, **limits)
+
+
+def play(plan_path: str) -> None:
+    """Plays the planned runs in the checkout that is the working directory. The trainers are imported
+    once, and each command runs in processes that are forked after that."""
+    for trainer in ("ppo", "sft", "dpo", "rm"):
+        __import__(f"rl2.trainer.{trainer}")
+    import rl2
+
+    assert Path(rl2.__path__[0]).parent == Path.cwd(), f"{rl2.__path__} is not in {Path.cwd()}"
+    for entry in json.loads(Path(plan_path).read_text()):
+        for words in entry["commands"]:
+            if not play_command(words, entry["world_size"], entry["output"]):
+                break
+
+
+def play_command(words: list[str], world_size: int, output: str) -> bool:
+    """One command, by `world_size` processes that are forked here. Whether all ended well."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    arguments = [(words, rank, world_size, port, output) for rank in range(world_size)]
+    processes = [context.Process(target=play_rank, args=each) for each in arguments]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + TIMEOUT
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        processes[0].join(0.1)
+        if any(process.exitcode for process in processes):
+            deadline = min(
+                deadline, time.monotonic() + 5
+            )  # the others wait for the one that failed
+    for process in processes:
+        process.kill()
+        process.join()
+    return all(process.exitcode == 0 for process in processes)
+
+
+def play_rank(words: list[str], rank: int, world_size: int, port: int, output: str) -> None:
+    """`python -m rl2.trainer.NAME key=value ...` in the environment that torchrun makes."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    values |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({name: str(value) for name, value in values.items()})
+    module = f"rl2.trainer.{words[0]}"
+    sys.argv = [module, *words[1:]]
+    warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
+    runpy.run_module(module, run_name="__main__")
+
+
+def run_all(checkout: Path, runs: list[Run], folder: Path, data: Path) -> None:
+    """Plays the runs in a checkout; their files and output.txt are in `folder`/NAME."""
+    plan = []
+    for run in runs:
+        own = folder / run.name
+        own.mkdir(parents=True)
+        if run.name == "quickstart":
+            run_quickstart(checkout, own, data)
+            continue
+        commands = [command.replace("{data}", str(data)) for command in run.commands]
+        words = [command.replace("{run}", str(own)).split() for command in commands]
+        entry = {"commands": words, "world_size": run.world_size}
+        plan.append({**entry, "output": str(own / "output.txt")})
+    if plan:
+        path = folder / "plan.json"
+        path.write_text(json.dumps(plan))
+        command = [sys.executable, str(Path(__file__).resolve()), "--play", str(path)]
+        subprocess.run(command, cwd=checkout, env=environment(checkout, 1), check=True)
+
+
+def read_results(folder: Path, run: Run) -> dict:
+    """What is compared, as `values`: place -> value, the earliest step first. `crash` is None, or the
+    end of the output of a run that left no final model."""
+    for end in ("first", "second")[: len(run.commands)]:
+        if not (folder / end / "model/config.json").exists():
+            output = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
+            return {"values": {}, "crash": output[-SHOWN:]}
+    entries: list[tuple[tuple, str, object]] = []
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        entries.append(((LAST, name), f"{name} exists", True))
+        if path.name == "metrics.jsonl":
+            entries += read_metrics(path, name)
+        elif path.suffix == ".jsonl":
+            entries += read_records(path, name)
+        elif path.suffix == ".safetensors":
+            entries += hash_tensors(load_file(path), name)
+        elif path.name == ".metadata":
+            entries += hash_tensors(load_checkpoint(path.parent), name)
+    entries.sort(key=lambda entry: entry[0])
+    return {"values": {place: value for _, place, value in entries}, "crash": None}
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read_metrics(path: Path, name: str) -> list[tuple]:
+    entries = []
+    for line in read_lines(path):
+        step = line["step"]
+        for key, value in line.items():
+            if not key.startswith(UNCOMPARED):
+                order = (name.split("/")[0], step, "metrics")
+                entries.append((order, f"{name} step {step} {key}", value))
+    return entries
+
+
+def read_records(path: Path, name: str) -> list[tuple]:
+    records = read_lines(path)
+    order = (name.split("/")[0], int(path.stem.removeprefix("step_")), "a rollout")
+    entries = [(order, f"{name} number of records", len(records))]
+    for i, record in enumerate(records):
+        entries += [(order, f"{name}{RECORD}{i} {key}", value) for key, value in record.items()]
+    return entries
+
+
+def load_checkpoint(folder: Path) -> dict[str, object]:
+    """Whole tensors and other values of a distributed checkpoint, by their paths in its state."""
+    state: dict = {}
+    reader = dcp.FileSystemReader(folder)
+    _load_state_dict(state, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return dict(flatten(state))
+
+
+def flatten(value: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """(path, leaf) of nested dicts and lists."""
+    if isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from flatten(item, f"{path}/{key}")
+    else:
+        yield path, value
+
+
+def hash_tensors(state: dict[str, object], name: str) -> list[tuple]:
+    """Entries with the SHA-256 of each tensor's type, shape and bytes; other values are left out."""
+    entries = []
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+            entries.append(((LAST, name), f"{name} tensor {key}", digest.hexdigest()))
+    return entries
+
+
+def differences(old: dict, new: dict) -> list[str]:
+    """Each difference of two runs' results as a line of text, the earliest step first."""
+    for side, results in (("old", old), ("new", new)):
+        if results["crash"] is not None:
+            return [f"{side} crashed: {results['crash']}"]
+    lines = []
+    for place in dict.fromkeys([*old["values"], *new["values"]]):
+        missing = place not in old["values"] or place not in new["values"]
+        if missing and RECORD in place:
+            continue  # records are compared in the fields that both have
+        before, after = (results["values"].get(place, "absent") for results in (old, new))
+        if before != after:
+            lines.append(f"{place}: {before!r} != {after!r}")
+    return lines
+
+
+def read_or_record(checkout: Path, runs: list[Run], folder: Path) -> dict[str, dict]:
+    """The old checkout's results by name: from `folder`, or played and recorded if they are missing."""
+    paths = {run.name: folder / f"{run.name}.json" for run in runs}
+    missing = [run for run in runs if not paths[run.name].exists()]
+    results = play_and_read(checkout, missing, folder / "data")
+    for name, result in results.items():
+        if result["crash"] is None:
+            paths[name].write_text(json.dumps(result))
+    for name in paths.keys() - results.keys():
+        results[name] = json.loads(paths[name].read_text())
+    return results
+
+
+def play_and_read(checkout: Path, runs: list[Run], data: Path) -> dict[str, dict]:
+    """The results by name of the runs, played in a folder that is removed after."""
+    with tempfile.TemporaryDirectory(prefix="equal_bits_") as folder:
+        run_all(checkout, runs, Path(folder), data)
+        return {run.name: read_results(Path(folder, run.name), run) for run in runs}
+
+
+def choose(patterns: list[str]) -> list[Run]:
+    unknown = [p for p in patterns if not fnmatch.filter([run.name for run in RUNS], p)]
+    if unknown:
+        sys.exit(f"--only {' '.join(unknown)}: no such run; there are {[run.name for run in RUNS]}")
+    return [run for run in RUNS if any(fnmatch.fnmatch(run.name, p) for p in patterns)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path, nargs="?", default=Path("."))
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=["*"])
+    parser.add_argument("--record", type=Path, metavar="FOLDER")
+    arguments = parser.parse_args()
+    runs = choose(arguments.only)
+    with tempfile.TemporaryDirectory(prefix="equal_bits_old_") as temporary:
+        folder = (arguments.record or Path(temporary)).resolve()
+        make_data(folder / "data")
+        old = read_or_record(arguments.old.resolve(), runs, folder)
+        new = play_and_read(arguments.new.resolve(), runs, folder / "data")
+    num_different = 0
+    for run in runs:
+        found = differences(old[run.name], new[run.name])
+        num_different += bool(found)
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        values = len(old[run.name]["values"])
+        print(f"{run.name}: {found[0] + more if found else f'equal ({values} values)'}", flush=True)
+    print(f"{len(runs) - num_different} of {len(runs)} runs are equal")
+    return int(num_different > 0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--play"]:
+        play(sys.argv[2])
+    else:
+        sys.exit(main())
