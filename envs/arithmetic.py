@@ -1,13 +1,24 @@
-"""Questions with one number as the answer. Row: {"messages": [...], "answer": 7}, the answer a number or its text."""
+"""Questions whose answer is one number.
+
+Row: {"messages": [...], "answer": 7}. The answer is a number or its text, such as "1,234".
+"""
 
 import re
 from fractions import Fraction
 
-# Digits, with or without thousands commas and decimals. The minus of a difference is no sign: 5-3 has 5 and 3.
+# Digits, which may have thousands separators, decimals and a minus sign. The minus of a difference
+# is not a sign: 5-3 has the numbers 5 and 3.
 NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
 
 
 def reward_fn(messages, answer):
-    """1.0 if the last number of the reply is the answer, else 0.0."""
-    numbers = [number.replace(",", "") for number in NUMBER.findall(messages[-1]["content"])]
-    return float(bool(numbers) and Fraction(numbers[-1]) == Fraction(str(answer).replace(",", "")))
+    """1.0 if the last number in the reply equals the answer, else 0.0."""
+    numbers = NUMBER.findall(messages[-1]["content"])
+    if not numbers:
+        return 0.0
+    return float(exact_value(numbers[-1]) == exact_value(answer))
+
+
+def exact_value(number):
+    """The exact value of a number or of its text: exact_value("1,234.5") == 1234.5."""
+    return Fraction(str(number).replace(",", ""))

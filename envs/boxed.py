@@ -1,96 +1,135 @@
-r"""Mathematics whose answer is in \boxed{}. Row: {"messages": [...], "answer": "\\frac{\\pi}{2}"}.
+r"""Mathematics whose answer stands in \boxed{}.
 
-Two answers are the same if their LaTeX is, spacing and the many ways to write a fraction aside, or their numbers, or all
-entries of their tuples and sets. 2x + 1 and 1 + 2x are not: for algebra, call math_verify's parse and verify here.
+Row: {"messages": [...], "answer": "\\frac{\\pi}{2}"}. The answer is LaTeX.
+
+Two answers are the same if one of these is equal:
+- their LaTeX, apart from spacing and from spellings such as \dfrac12 for \frac{1}{2};
+- their numbers: \frac{1}{2} is 0.5;
+- all entries of their tuples, intervals, lists or sets, where those of lists and sets may come in
+  any order.
+No algebra is done: 2x + 1 and 1 + 2x differ. For algebra, call math_verify's parse and verify here.
 """
 
 import re
 from fractions import Fraction
 
-SPELLING = [
+BOX = "\\boxed{"
+# (pattern, replacement), applied in this order: answers that mean the same become the same text.
+REPLACEMENTS = [
+    # Sizes of brackets, and spaces
     (
-        r"\\(?:left|right|big|Big|bigg|Bigg)(?![a-zA-Z])|\\[,;:! ]|\\(?:quad|qquad|displaystyle)(?![a-zA-Z])|~",
+        r"\\(?:left|right|big|Big|bigg|Bigg)(?![a-zA-Z])"
+        r"|\\[,;:! ]|\\(?:quad|qquad|displaystyle)(?![a-zA-Z])|~",
         "",
     ),
+    # Other names of the same command
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
     (r"\\(?:text|mathrm|textbf|mathbf|mbox)\{([^{}]*)\}", r"\1"),
+    # Units: degrees, per cent, dollars
     (r"\^\{?\\circ\}?|\\degree|\\%|%|\\\$|\$", ""),
     (r"\\leq(?![a-zA-Z])", r"\\le"),
     (r"\\geq(?![a-zA-Z])", r"\\ge"),
     (r"\\neq(?![a-zA-Z])", r"\\ne"),
     (r"\s+", ""),
+    # Braces around each argument: \frac12, \frac{1}2, \frac1{2}, \sqrt3
     (r"\\frac([^{\\])([^{\\])", r"\\frac{\1}{\2}"),
     (r"\\frac\{([^{}]*)\}([^{\\])", r"\\frac{\1}{\2}"),
     (r"\\frac([^{\\])\{", r"\\frac{\1}{"),
     (r"\\sqrt([^{\\\[])", r"\\sqrt{\1}"),
+    # Thousands separators: 1{,}234 and 1,234
     (r"\{,\}", ","),
-    (r"(?<=\d),(?=\d{3}(?!\d))", ""),  # thousands
-    (r"^[a-zA-Z]=(?=.)", ""),  # x = 3
+    (r"(?<=\d),(?=\d{3}(?!\d))", ""),
+    # The name of the unknown, as in x=3, and a full stop at the end
+    (r"^[a-zA-Z]=(?=.)", ""),
     (r"\.$", ""),
 ]
-PAIRS = {"(": ")", "[": "]", "\\{": "\\}"}
-
-
-def boxed(text):
-    r"""What is in the last \boxed{...} of the text, or None."""
-    start = text.rfind("\\boxed{")
-    depth, begin = 0, start + len("\\boxed{")
-    for i in range(begin - 1, len(text)) if start >= 0 else []:
-        depth += (text[i] == "{") - (text[i] == "}")
-        if depth == 0:
-            return text[begin:i]
-    return None
-
-
-def spell(answer):
-    for pattern, plain in SPELLING:
-        answer = re.sub(pattern, plain, answer)
-    return answer
-
-
-def number(answer):
-    """The value of 3, -0.5, 7/2 or \\frac{7}{2}, else None."""
-    found = re.fullmatch(r"(-?)\\frac\{(-?\d+)\}\{(-?\d+)\}|(-?\d+)/(\d+)", answer)
-    try:
-        if found:
-            top, bottom = (found[2], found[3]) if found[2] else (found[4], found[5])
-            return (-1 if found[1] else 1) * Fraction(int(top), int(bottom))
-        return Fraction(answer) if re.fullmatch(r"-?(?:\d+\.?\d*|\.\d+)", answer) else None
-    except ZeroDivisionError:
-        return None
-
-
-def entries(answer):
-    """(bracket, entries) of a tuple, interval or set; commas within braces or brackets separate nothing."""
-    opening = next(
-        (o for o, c in PAIRS.items() if answer.startswith(o) and answer.endswith((c, ")", "]"))), ""
-    )
-    closing = answer[-len(opening) :] if opening else ""
-    found, depth = [""], 0
-    for letter in answer[len(opening) : len(answer) - len(closing)]:
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
-            found.append("")
-        else:
-            found[-1] += letter
-    return opening + closing, found
-
-
-def same(one, other):
-    one, other = spell(one), spell(other)
-    if one == other:
-        return True
-    if None not in (values := (number(one), number(other))):
-        return values[0] == values[1]
-    (brackets, parts), (other_brackets, other_parts) = entries(one), entries(other)
-    if brackets != other_brackets or len(parts) != len(other_parts) or parts == [one]:
-        return False
-    if brackets in ("\\{\\}", ""):  # a set, or all solutions: in any order
-        parts, other_parts = sorted(parts), sorted(other_parts)
-    return all(map(same, parts, other_parts))
+BRACKETS = {"(": ")", "[": "]", "\\{": "\\}"}
+UNORDERED = ("\\{\\}", "")  # the brackets of a set, and those of a list of all solutions
 
 
 def reward_fn(messages, answer):
-    r"""1.0 if what the last \boxed{} of the reply holds is the answer, else 0.0."""
-    told = boxed(messages[-1]["content"])
-    return float(told is not None and same(told, str(answer)))
+    r"""1.0 if the last \boxed{} of the reply holds the answer, else 0.0."""
+    content = last_boxed(messages[-1]["content"])
+    return float(content is not None and is_same(content, str(answer)))
+
+
+def last_boxed(text):
+    r"""The content of the last \boxed{...} in the text. None if there is none or it is not closed."""
+    start = text.rfind(BOX)
+    if start < 0:
+        return None
+    start += len(BOX)
+    depth = 1
+    for i in range(start, len(text)):
+        depth += (text[i] == "{") - (text[i] == "}")
+        if depth == 0:
+            return text[start:i]
+    return None
+
+
+def is_same(left, right):
+    """Whether two answers in LaTeX are the same."""
+    left, right = normalise(left), normalise(right)
+    if left == right:
+        return True
+    left_number, right_number = to_number(left), to_number(right)
+    if left_number is not None and right_number is not None:
+        return left_number == right_number
+    left_brackets, left_entries = split_entries(left)
+    right_brackets, right_entries = split_entries(right)
+    if left_brackets != right_brackets or len(left_entries) != len(right_entries):
+        return False
+    if left_entries == [left]:  # there was nothing to split
+        return False
+    if left_brackets in UNORDERED:
+        left_entries, right_entries = sorted(left_entries), sorted(right_entries)
+    return all(map(is_same, left_entries, right_entries))
+
+
+def normalise(answer):
+    for pattern, replacement in REPLACEMENTS:
+        answer = re.sub(pattern, replacement, answer)
+    return answer
+
+
+def to_number(answer):
+    r"""The exact value of 3, -0.5, 7/2 or \frac{7}{2}. None for anything else."""
+    fraction = re.fullmatch(r"(-?)\\frac\{(-?\d+)\}\{(-?\d+)\}", answer)
+    quotient = re.fullmatch(r"(-?\d+)/(\d+)", answer)
+    try:
+        if fraction:
+            sign = -1 if fraction[1] else 1
+            return sign * Fraction(int(fraction[2]), int(fraction[3]))
+        if quotient:
+            return Fraction(int(quotient[1]), int(quotient[2]))
+    except ZeroDivisionError:
+        return None
+    if re.fullmatch(r"-?(?:\d+\.?\d*|\.\d+)", answer):
+        return Fraction(answer)
+    return None
+
+
+def split_entries(answer):
+    """(brackets, entries) of a tuple, an interval, a set, or a list without brackets.
+
+    A comma inside inner brackets separates nothing. `brackets` are the outer ones, such as "[)".
+    """
+    opening = find_opening(answer)
+    closing = answer[-len(opening) :] if opening else ""
+    entries = [""]
+    depth = 0
+    for character in answer[len(opening) : len(answer) - len(closing)]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            entries.append("")
+        else:
+            entries[-1] += character
+    return opening + closing, entries
+
+
+def find_opening(answer):
+    """The bracket that opens the whole answer, or "". An interval may close by another kind."""
+    for opening, closing in BRACKETS.items():
+        if answer.startswith(opening) and answer.endswith((closing, ")", "]")):
+            return opening
+    return ""

@@ -1,6 +1,9 @@
-"""Make a target of some numbers. Row: {"messages": [...], "answer": 24, "numbers": [1, 2, 3, 4]}.
+"""Countdown: make a target from given numbers with + - * / and parentheses.
 
-The prompt should say that the expression goes within <answer></answer>, and that each number is used exactly once.
+Row: {"messages": [...], "answer": 24, "numbers": [1, 2, 3, 4]}. The answer is the target.
+
+The prompt should say that the expression goes into <answer></answer>, and that each number must be
+used exactly once.
 """
 
 import ast
@@ -9,7 +12,7 @@ import re
 from fractions import Fraction
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-MAX_CHARACTERS = 200
+MAX_CHARACTERS = 200  # of an expression
 OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -18,28 +21,39 @@ OPERATORS = {
 }
 
 
-def evaluate(node, used):
-    """The exact value of sums, differences, products and quotients of whole numbers, which are added to `used`."""
+def reward_fn(messages, answer, numbers):
+    """Two reward parts for the last <answer></answer> of the reply.
+
+    right: 1.0 if its expression equals the target and uses each number exactly once, else 0.0.
+    format: 0.1 if it is an expression of whole numbers, else 0.0.
+    """
+    no_expression = {"right": 0.0, "format": 0.0}
+    expressions = ANSWER.findall(messages[-1]["content"])
+    if not expressions or len(expressions[-1]) > MAX_CHARACTERS:
+        return no_expression
+    used_numbers = []
+    try:
+        tree = ast.parse(expressions[-1].strip(), mode="eval").body
+        value = evaluate(tree, used_numbers)
+    except ZeroDivisionError:
+        value = None
+    except (SyntaxError, ValueError):
+        return no_expression
+    is_right = value == int(answer) and sorted(used_numbers) == sorted(map(int, numbers))
+    return {"right": float(is_right), "format": 0.1}
+
+
+def evaluate(node, used_numbers):
+    """The exact value of a syntax tree. Its numbers are appended to `used_numbers`.
+
+    ValueError if it has anything but whole numbers and the four operators.
+    """
     match node:
         case ast.Constant(value=int()) if not isinstance(node.value, bool):
-            used.append(node.value)
+            used_numbers.append(node.value)
             return Fraction(node.value)
         case ast.BinOp() if type(node.op) in OPERATORS:
-            return OPERATORS[type(node.op)](evaluate(node.left, used), evaluate(node.right, used))
+            left = evaluate(node.left, used_numbers)
+            right = evaluate(node.right, used_numbers)
+            return OPERATORS[type(node.op)](left, right)
     raise ValueError("only whole numbers and + - * / ( ) are allowed")
-
-
-def reward_fn(messages, answer, numbers):
-    """right: 1 if the last <answer> makes the target of all the numbers; format: 0.1 if it is an expression at all."""
-    found, used, value = ANSWER.findall(messages[-1]["content"]), [], None
-    wrong = {"right": 0.0, "format": 0.0}
-    if not found or len(found[-1]) > MAX_CHARACTERS:
-        return wrong
-    try:
-        value = evaluate(ast.parse(found[-1].strip(), mode="eval").body, used)
-    except ZeroDivisionError:
-        pass
-    except (SyntaxError, ValueError):
-        return wrong
-    right = value == int(answer) and sorted(used) == sorted(int(n) for n in numbers)
-    return {"right": float(right), "format": 0.1}

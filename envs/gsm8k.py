@@ -1,20 +1,32 @@
-"""Word problems whose answer is a number behind ####, as GSM8K writes it. Row: {"messages": [...], "answer": "72"}.
+"""Word problems whose answer is a number behind ####, as in the solutions of GSM8K.
 
-The prompt should say so, for instance: "Reason step by step, then write the number after ####."
+Row: {"messages": [...], "answer": "72"}. The answer is a number or its text.
+
+The prompt should ask for it, for instance: "Reason step by step, then write the number after ####."
 """
 
 import re
 from fractions import Fraction
 
-# What may stand around the number: $72, 72%, 72 apples. Digits come with or without thousands commas and decimals.
+# The number may have signs before it and text behind it: $72, 72%, 72 apples. Its digits may have
+# thousands separators and decimals.
 NUMBER = re.compile(r"[^\d\w-]*(-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?)", re.ASCII)
 
 
 def reward_fn(messages, answer):
-    """right: 1 if the number behind the last #### is the answer; format: 0.1 if a number is there at all."""
-    _, marker, told = messages[-1]["content"].rpartition("####")
-    found = NUMBER.match(told) if marker else None
-    if not found:
+    """Two reward parts for the text behind the last #### of the reply.
+
+    right: 1.0 if its number is the answer, else 0.0.
+    format: 0.1 if it has a number, else 0.0.
+    """
+    _, marker, conclusion = messages[-1]["content"].rpartition("####")
+    number = NUMBER.match(conclusion)
+    if not marker or not number:
         return {"right": 0.0, "format": 0.0}
-    right = Fraction(found[1].replace(",", "")) == Fraction(str(answer).replace(",", ""))
-    return {"right": float(right), "format": 0.1}
+    is_right = exact_value(number[1]) == exact_value(answer)
+    return {"right": float(is_right), "format": 0.1}
+
+
+def exact_value(number):
+    """The exact value of a number or of its text: exact_value("1,234.5") == 1234.5."""
+    return Fraction(str(number).replace(",", ""))

@@ -1,11 +1,20 @@
-"""Questions that may be looked up, over several turns. Row: {"messages": [...], "answer": ["Paris", "City of Paris"]}.
+"""Questions that the model may look up with a search server, for rollout.max_turns > 1.
 
-The model writes <search>capital of France</search>, ends its turn and is given what a retrieval server finds; its answer
-stands within <answer></answer>. The prompt should say so: examples/data.py has one. Results come in a message with the role
-"tool"; where a chat template has no such role, rl2 sends them as the user's.
+Row: {"messages": [...], "answer": ["Paris", "City of Paris"]}. The answer is one right answer, or a
+list of all of them.
 
-RL2_SEARCH_URL names the server, if that is not http://127.0.0.1:8000/retrieve. It is asked as that of Search-R1 is:
-{"queries": ["..."], "topk": 3, "return_scores": true}, and answers {"result": [[{"document": {"contents": "..."}}, ...]]}.
+The model writes <search>capital of France</search> and ends its turn. The next message gives it the
+documents that the server finds. The prompt should explain this, and that the answer goes into
+<answer></answer>: examples/data.py has such a prompt.
+
+Results come in a message with the role "tool". If a chat template does not have that role, rl2
+sends the message with the role "user".
+
+RL2_SEARCH_URL is the server's address, by default http://127.0.0.1:8000/retrieve. Requests and
+responses are those of Search-R1's retrieval server:
+
+    {"queries": ["..."], "topk": 3, "return_scores": true}
+    {"result": [[{"document": {"contents": "..."}}, ...]]}
 """
 
 import json
@@ -17,40 +26,54 @@ import urllib.request
 SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 URL = os.environ.get("RL2_SEARCH_URL", "http://127.0.0.1:8000/retrieve")
-TOP, MAX_CHARACTERS = 3, 1500  # documents, and characters of each
-
-
-def look_up(query):
-    body = json.dumps({"queries": [query], "topk": TOP, "return_scores": True}).encode()
-    request = urllib.request.Request(URL, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=25) as response:
-        found = json.load(response)["result"][0]
-    texts = [one.get("document", one)["contents"].strip()[:MAX_CHARACTERS] for one in found]
-    return "\n\n".join(f"[{i}] {text}" for i, text in enumerate(texts, 1)) or "nothing was found"
+TIMEOUT_SECONDS = 25
+NUM_DOCUMENTS = 3
+MAX_CHARACTERS = 1500  # of each document
+ARTICLES = ("a", "an", "the")
 
 
 def interact(messages):
-    """What the first search of the last turn finds; a turn that answers, or asks for nothing, ends the conversation."""
+    """The documents for the first search of the last turn.
+
+    A turn that has an answer, or no search, ends the conversation.
+    """
     reply = messages[-1]["content"]
-    query = SEARCH.search(reply)
-    if not query or ANSWER.search(reply):
+    search = SEARCH.search(reply)
+    if not search or ANSWER.search(reply):
         return []
-    return [
-        {
-            "role": "tool",
-            "content": look_up(query[1].strip()) if query[1].strip() else "the query is empty",
-        }
-    ]
-
-
-def plain(text):
-    """Lower case, without punctuation and articles."""
-    text = "".join(letter for letter in str(text).lower() if letter not in string.punctuation)
-    return " ".join(word for word in text.split() if word not in ("a", "an", "the"))
+    query = search[1].strip()
+    content = look_up(query) if query else "the query is empty"
+    return [{"role": "tool", "content": content}]
 
 
 def reward_fn(messages, answer):
-    """1.0 if the last <answer> of the last reply is one of the answers, else 0.0."""
-    found = ANSWER.findall(messages[-1]["content"])
-    answers = answer if isinstance(answer, list) else [answer]
-    return float(bool(found) and plain(found[-1]) in map(plain, answers))
+    """1.0 if the last <answer></answer> of the last reply is a right answer, else 0.0.
+
+    Case, punctuation and articles do not matter.
+    """
+    answers = ANSWER.findall(messages[-1]["content"])
+    if not answers:
+        return 0.0
+    right_answers = answer if isinstance(answer, list) else [answer]
+    return float(normalise(answers[-1]) in map(normalise, right_answers))
+
+
+def look_up(query):
+    """The text of the documents that the server finds, each after its number: [1] ..., [2] ..."""
+    question = {"queries": [query], "topk": NUM_DOCUMENTS, "return_scores": True}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(URL, json.dumps(question).encode(), headers)
+    with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+        results = json.load(response)["result"][0]
+    texts = []
+    for number, result in enumerate(results, start=1):
+        document = result.get("document", result)
+        texts.append(f"[{number}] {document['contents'].strip()[:MAX_CHARACTERS]}")
+    return "\n\n".join(texts) or "nothing was found"
+
+
+def normalise(text):
+    """The words in lower case, without punctuation and articles."""
+    lower = str(text).lower()
+    text = "".join(character for character in lower if character not in string.punctuation)
+    return " ".join(word for word in text.split() if word not in ARTICLES)
