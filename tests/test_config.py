@@ -5,7 +5,8 @@ import os
 import pytest
 import yaml
 
-from rl2.config.parse import _docs, _walk, dump, explain, parse
+from rl2.config.key import Key, key, schema_keys
+from rl2.config.parse import dump, explain, explain_common, parse
 from rl2.config.rules import validate_dpo, validate_ppo, validate_rm, validate_sft
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 
@@ -45,7 +46,7 @@ RULES = [  # (refused, what the message says, accepted)
     ("actor.weight_decay=-1", "must not be below 0", "actor.weight_decay=0.1"),
     ("actor.warmup_ratio=1.5", "must not be above 1", "actor.warmup_ratio=1"),
     ("rollout.max_env_failures=2", "must not be above 1", "rollout.max_env_failures=1.0"),
-    ("actor.loss=grpo", "actor.loss=grpo: choose ppo, gspo or cispo", "actor.loss=gspo"),
+    ("actor.loss=grpo", "actor.loss=grpo: choose ppo, gspo, cispo, or", "actor.loss=gspo"),
     ("kl.type=both kl.coef=1", "kl.type=both: choose reward or loss", "kl.type=loss kl.coef=1"),
     ("+actor.lr=1", "+ and ~ are not needed", "actor.lr=1"),
     ("foo", "'foo' sets no key", ""),
@@ -67,7 +68,7 @@ RULES = [  # (refused, what the message says, accepted)
     ("actor.model_name=.", "holds no model (no config.json)", "actor.model_name=model"),
     (
         "rollout.env_path=note.txt",
-        "rollout.env_path=note.txt: no such Python file",
+        "rollout.env_path=note.txt: this is no Python file",
         "rollout.env_path=env.py",
     ),
     (
@@ -118,12 +119,12 @@ RULES = [  # (refused, what the message says, accepted)
     ),
     (
         "rollout.train_sampling_params.top_p=0",
-        "top_p lies above 0",
+        "rollout.train_sampling_params.top_p=0.0: it must be above 0",
         "rollout.train_sampling_params.top_p=0.9",
     ),
     (
         "rollout.train_sampling_params.top_k=0",
-        "top_k is 1 or more",
+        "top_k=0: it must not be below 1; the default is -1",
         "rollout.train_sampling_params.top_k=20",
     ),
     (
@@ -285,7 +286,7 @@ SIBLING_RULES = [  # (trainer, refused, what the message says, accepted)
         "trainer.seed=1 has no effect where nothing is sampled",
         "data.seed=1",
     ),
-    ("sft", "trainer.seed=2", "and actor.lora_rank=0", "trainer.seed=2 actor.lora_rank=4"),
+    ("sft", "trainer.seed=2", "and lora_rank=0", "trainer.seed=2 actor.lora_rank=4"),
     ("sft", "trainer.deterministic=true", "has no effect where nothing is sampled", ""),
     (
         "sft",
@@ -314,7 +315,7 @@ SIBLING_RULES = [  # (trainer, refused, what the message says, accepted)
     ),
     ("sft", "actor.warmup_ratio=2", "must not be above 1", "actor.warmup_ratio=0.1"),
     ("sft", "actor.model_name=./missing", "actor.model_name=./missing: no such folder", ""),
-    ("dpo", "dpo.loss=nca", "dpo.loss=nca: choose sigmoid, ipo or hinge", "dpo.loss=ipo"),
+    ("dpo", "dpo.loss=nca", "dpo.loss=nca: choose sigmoid, ipo, hinge, or", "dpo.loss=ipo"),
     ("dpo", "dpo.beta=0", "dpo.beta=0.0: it must be above 0", "dpo.beta=0.5"),
     ("dpo", "dpo.label_smoothing=0.5", "it must be below 0.5", "dpo.label_smoothing=0.1"),
     ("dpo", "dpo.label_smoothing=-1", "must not be below 0", "dpo.label_smoothing=0.0"),
@@ -381,19 +382,25 @@ def test_rule_of_a_trainer_without_rollouts(
     assert isinstance(parse(config, [*required, *accepted.split()], validate), config)
 
 
-@pytest.mark.parametrize("root", [PPOConfig, *(config for config, _ in SIBLINGS.values())])
+ROOTS = [PPOConfig, *(config for config, _ in SIBLINGS.values())]
+
+
+@pytest.mark.parametrize("root", ROOTS)
 def test_every_key_is_explained(root):
-    text, docs = explain(root, "rl2.trainer"), _docs(root)
-    for key, entry, _ in _walk(root):
-        assert len(docs[key]) > 5, key
-        assert f"  {key}=" in text
-        for value in entry.metadata.get("choices", ()):
+    text = explain(root)
+    for name, entry in schema_keys(root).items():
+        assert len(entry.help) > 5, name
+        assert entry.is_section or f"  {name}=" in text
+        for value in [*entry.choices, *(entry.functions or ())]:
             assert value in text
+    assert max(len(line) for line in text.splitlines()) <= 100
 
 
-def test_a_key_without_words_of_its_own_has_those_of_its_parent():
-    docs = _docs(PPOConfig)
-    assert docs["critic.lr"] and docs["critic.clip"] == docs["actor.clip"]
+def test_a_field_that_only_changes_a_default_keeps_all_else():
+    known = schema_keys(PPOConfig)
+    assert known["critic.lr"] == known["actor.lr"] and known["critic.lr"].above == 0
+    assert PPOConfig().critic.lr == 5e-6 and PPOConfig().actor.lr == 1e-6
+    assert known["critic.max_grad_norm"].help == known["actor.max_grad_norm"].help
 
 
 def test_recipes_round_trip_and_overrides_win(base, capsys, tmp_path):

@@ -148,7 +148,7 @@ ALLOWED = {
     "algorithms": {"algorithms"},
     "batch": set(),
     "packing": {"batch"},
-    "config": {"config", "algorithms", "engine.select", "engine.base"},
+    "config": {"config", "algorithms", "engine.select", "engine.base", "env.contract"},
     "parallel.mesh": set(),
     "parallel.tensor": {"parallel.mesh"},
     "parallel.fsdp": {"parallel.mesh"},

@@ -1,12 +1,9 @@
-"""The config: typed sections, one dataclass each, every key explained beside it; Hydra's override grammar; and the
-checks that find every problem before a model is loaded.
+"""From the command line to a checked config: overrides, recipes, near names and `--help`.
 
 `parse(PPOConfig, argv, validate_ppo)` is the entry that all trainers share.
 """
 
-import ast
 import difflib
-import inspect
 import os
 import shutil
 import signal
@@ -14,109 +11,138 @@ import sys
 import textwrap
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import fields, is_dataclass
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf, StringNode
+from omegaconf import MISSING, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 from yaml import YAMLError
 
+from rl2.config.key import Key, schema_keys
+from rl2.config.rules import Checked, check_choices, get_value
 
-def parse(root: type, argv: list[str], validate, usage: str = "rl2.trainer.ppo"):
-    """The config that the arguments ask for, as a `root`. `--help` and `--cfg job` print and exit; problems, all of
-    them in one message, exit with 2. `validate(config, set_keys, world_size)` returns (problems, warnings)."""
+Validate = Callable[[Any, set[str], int], Checked]
+
+OPTIONS = ("--cfg", "--config-dir", "--config-name")  # each takes a value
+OPTIONS_HELP = "--help [SECTION | all], --cfg job, --config-dir DIR and --config-name NAME"
+HELP_COLUMN = 40  # where the explanations of the short help begin
+ENGINE_ARGS = "rollout.engine_args"  # a dict: its keys are not in the schema
+
+
+class Assignment(NamedTuple):
+    key: str
+    value: Any
+    source: str = ""  # where it was written, in words that follow a message
+
+
+def parse(root: type, argv: list[str], validate: Validate, usage: str = "rl2.trainer.ppo") -> Any:
+    """The config that the arguments ask for, an instance of `root`.
+
+    `--help` and `--cfg job` print and exit. If there are problems, rank 0 prints all of them and
+    every rank exits with status 2.
+    """
     if {"-h", "--help"} & set(argv):
-        print(explain(root, usage))
-        sys.exit(0)
-    options, overrides, problems = _options(argv)
+        show_help(root, argv, usage)
+    options, words, problems = read_options(argv)
+    recipe, recipe_problems = read_recipe(options)
+    overrides, override_problems = read_overrides(words)
     config = OmegaConf.structured(root)
-    set_keys = set()
-    for key, value, source in _recipe(options, problems) + _overrides(overrides, problems):
-        meant, problem = _set(config, key, value)
-        if meant:
-            set_keys.add(meant)
-        if problem:
-            problems.append(problem + source)
+    set_keys, key_problems = assign(config, recipe + overrides)
+    problems += recipe_problems + override_problems + key_problems
     missing = sorted(OmegaConf.missing_keys(config))
     if "--cfg" not in options:
-        problems += [f"{key} is missing: {_docs(root)[key]}" for key in missing]
-    wrong = _choices(root, config)
-    if "--cfg" in options and not problems + wrong:
-        print(OmegaConf.to_yaml(config, resolve=True), end="")
-        sys.exit(0)
-    for key in missing:  # so that what there is can be checked
-        OmegaConf.update(config, key, "")
-    result = OmegaConf.to_object(config)
-    # A wrong choice may be why other keys seem to have no effect.
-    found, warnings = validate(
-        result, set() if wrong else set_keys, int(os.environ.get("WORLD_SIZE", "1"))
-    )
-    problems += wrong + found
-    first = os.environ.get("RANK", "0") == "0"
-    if problems and first:
-        print(
-            f"{len(problems)} problem{'s' * (len(problems) > 1)} in the configuration:",
-            file=sys.stderr,
-        )
-        print("\n".join(f"  - {problem}" for problem in problems), file=sys.stderr)
-    if problems:
-        sys.exit(2)
-    for warning in warnings if first else []:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
+        problems += [f"{key} is missing: {schema_keys(root)[key].help}" for key in missing]
+    result = to_object(config, missing)
+    choice_problems = check_choices(result)
+    if "--cfg" in options and not problems + choice_problems:
+        print_and_exit(OmegaConf.to_yaml(config, resolve=True))
+    if choice_problems:  # which may be why other keys seem to have no effect
+        set_keys = set()
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    found_problems, warnings = validate(result, set_keys, world_size)
+    report(problems + choice_problems + found_problems, warnings)
     return result
 
 
+def is_first_rank() -> bool:
+    """Whether this is rank 0, as torchrun says; torch.distributed is not there yet."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def report(problems: list[str], warnings: list[str]) -> None:
+    """Prints them on rank 0. Exits with status 2 if there are problems."""
+    lines = [f"warning: {warning}" for warning in warnings]
+    if problems:
+        plural = "s" if len(problems) > 1 else ""
+        lines = [f"{len(problems)} problem{plural} in the configuration:"]
+        lines += [f"  - {problem}" for problem in problems]
+    if lines and is_first_rank():
+        print("\n".join(lines), file=sys.stderr, flush=True)
+    if problems:
+        sys.exit(2)
+
+
+def print_and_exit(text: str) -> NoReturn:
+    """Prints the answer to an option such as --help, on rank 0, and ends the program."""
+    try:
+        if is_first_rank():
+            print(text.rstrip("\n"), flush=True)
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
+
+
 @contextmanager
-def user_errors():
-    """Shows what rl2 itself refuses, and files and hubs that are out of reach, as one message; everything else with its
-    traceback."""
+def user_errors() -> Iterator[None]:
+    """Prints an error that rl2 raises, or that a file or a hub causes, without its traceback."""
     try:
         yield
     except (ValueError, RuntimeError, OSError, SafetensorError) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        ours = Path(__file__).parents[1] in Path(frames[-1].filename).parents
-        if "by peer" in str(error):  # gloo's connection to a process that is gone
-            error = "another process ended; if it said nothing above, it was killed, perhaps for its memory"
-        elif not (ours or isinstance(error, OSError | SafetensorError)):
+        message = str(error)
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        is_ours = Path(__file__).parents[1] in raised_in.parents
+        if "by peer" in message:  # gloo lost the connection to another process
+            message = (
+                "another process ended; if it printed no error above, it was killed, perhaps "
+                "because the memory was full"
+            )
+        elif not (is_ours or isinstance(error, OSError | SafetensorError)):
             raise
         rank = os.environ.get("RANK", "0")
-        if (
-            rank != "0"
-        ):  # most errors meet all ranks: the first one tells, and torchrun ends the others meanwhile
+        if rank != "0":
+            # Most errors occur on all ranks. Rank 0 prints, and torchrun ends the others meanwhile.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
-        print(
-            f"error{'' if rank == '0' else f' on rank {rank}'}: {error}",
-            file=sys.stderr,
-            flush=True,
-        )
+        place = "" if rank == "0" else f" on rank {rank}"
+        print(f"error{place}: {message}", file=sys.stderr, flush=True)
         sys.exit(1)
 
 
-def dump(config) -> str:
+def dump(config: Any) -> str:
     """The config as YAML that --config-name reads back."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def _options(argv):
-    """--cfg, --config-dir and --config-name (as `--name value` or `--name=value`), the overrides, and what is wrong."""
-    options, overrides, problems, words = {}, [], [], list(argv)
-    while words:
-        word = words.pop(0)
+# Reading.
+
+
+def read_options(argv: list[str]) -> tuple[dict[str, str], list[str], list[str]]:
+    """(options by name, overrides, problems). An option is `--name value` or `--name=value`."""
+    options = {}
+    overrides = []
+    problems = []
+    words = iter(argv)
+    for word in words:
         name, equals, value = word.partition("=")
-        if name in ("--cfg", "--config-dir", "--config-name"):
-            options[name] = value if equals else (words.pop(0) if words else "")
+        if name in OPTIONS:
+            options[name] = value if equals else next(words, "")
         elif word.startswith("-"):
-            problems.append(
-                f"{word} is no option: there are --help, --cfg job, --config-dir DIR and --config-name NAME"
-            )
+            problems.append(f"{word} is no option: there are {OPTIONS_HELP}")
         else:
             overrides.append(word)
     if options.get("--cfg", "job") != "job":
@@ -124,39 +150,39 @@ def _options(argv):
     return options, overrides, problems
 
 
-def _recipe(options, problems):
-    """(key, value, where it was written) of each entry of the recipe file."""
+def read_recipe(options: dict[str, str]) -> tuple[list[Assignment], list[str]]:
+    """(assignments, problems) of the recipe file that the options name."""
     if "--config-name" not in options:
-        if "--config-dir" in options:
-            problems.append(
-                "--config-dir needs --config-name: the file in that folder, with or without .yaml"
-            )
-        return []
+        if "--config-dir" not in options:
+            return [], []
+        remedy = "the name of the file in that folder, with or without .yaml"
+        return [], [f"--config-dir needs --config-name: {remedy}"]
     name = options["--config-name"]
-    path = Path(
-        options.get("--config-dir", "."),
-        name if name.endswith((".yaml", ".yml")) else name + ".yaml",
-    )
+    file = name if name.endswith((".yaml", ".yml")) else name + ".yaml"
+    path = Path(options.get("--config-dir", "."), file)
     if not path.is_file():
-        problems.append(f"--config-name {name}: there is no file {path}")
-        return []
+        return [], [f"--config-name {name}: there is no file {path}"]
     try:
         recipe = OmegaConf.to_container(OmegaConf.load(path))
     except (YAMLError, OmegaConfBaseException) as error:
-        problems.append(f"{path} is not readable YAML: {error}")
-        return []
-    return [(key, value, f" (in {path})") for key, value in _flatten(recipe or {})]
+        return [], [f"{path} is not readable YAML: {error}"]
+    return [Assignment(key, value, f" (in {path})") for key, value in _flatten(recipe or {})], []
 
 
-def _flatten(tree, prefix=""):
-    for key, value in tree.items():
-        deeper = isinstance(value, dict) and value and prefix + key != "rollout.engine_args"
-        yield from _flatten(value, f"{prefix}{key}.") if deeper else [(prefix + str(key), value)]
+def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value and key != ENGINE_ARGS:
+            yield from _flatten(value, key + ".")
+        else:
+            yield key, value
 
 
-def _overrides(words, problems):
-    """(key, value, "") of each key=value argument."""
-    found, parser = [], OverridesParser.create()
+def read_overrides(words: list[str]) -> tuple[list[Assignment], list[str]]:
+    """(assignments, problems) of the `key=value` arguments, in Hydra's grammar."""
+    assignments = []
+    problems = []
+    parser = OverridesParser.create()
     for word in words:
         key, equals, text = word.partition("=")
         if key[:1] in "+~" or not equals:
@@ -173,119 +199,149 @@ def _overrides(words, problems):
             )
             continue
         if override.is_sweep_override():
-            problems.append(
-                f"{word} names several values, and a run has one: for a list write {key}=[{text}]"
-            )
+            remedy = f"for a list write {key}=[{text}]"
+            problems.append(f"{word} names several values, and a run has one: {remedy}")
         else:
-            found.append((override.key_or_group, override.value(), ""))
-    return found
+            assignments.append(Assignment(override.key_or_group, override.value()))
+    return assignments, problems
 
 
-def _set(config, key, value) -> tuple[str | None, str | None]:
-    """Sets one key, or the one that it is a slip of. Returns which that was, and what is wrong."""
-    if key.startswith("rollout.engine_args."):
-        OmegaConf.update(config, key, value, force_add=True)
-        return key, None
-    known = dict(_leaves(config))
-    if key not in known:
-        near = difflib.get_close_matches(key, known, 3, 0.75)
-        last = key.rpartition(".")[2]
-        near += [k for k in known if k.rpartition(".")[2] == last and k not in near]
-        near = near or [
-            k for k in known if difflib.get_close_matches(last, [k.rpartition(".")[2]], 1, 0.7)
-        ]
-        hint = f": did you mean {' or '.join(near[:3])}?" if near else "; --help lists all"
-        meant = _set(config, near[0], value)[0] if len(near) == 1 else None
-        return meant, f"unknown key {key}={value}{hint}"
-    if isinstance(value, bool) and isinstance(known[key], StringNode):
-        return key, f"{key}={value}: this is text, so quote it: '{'off' if not value else 'on'}'"
-    try:
-        OmegaConf.update(config, key, value, force_add=False)
-    except OmegaConfBaseException as error:
-        return key, f"{key}={value}: {str(error).splitlines()[0]}"
-    return key, None
+# Setting keys.
 
 
-def _leaves(config, prefix=""):
-    """(dotted key, node) of everything that can be set."""
-    for key in config:
-        node = config._get_node(key)
-        if OmegaConf.is_dict(node) and OmegaConf.get_type(node) is not dict:
-            yield from _leaves(node, f"{prefix}{key}.")
-        else:
-            yield prefix + key, node
+def assign(config: Any, assignments: list[Assignment]) -> tuple[set[str], list[str]]:
+    """Sets the keys. Returns (the keys that were set, problems).
 
-
-def _walk(section, prefix=""):
-    """(dotted key, field, the class it stands in) of all fields below a config class."""
-    for entry in fields(section):
-        kind = entry.default_factory if entry.default_factory is not NO_DEFAULT else None
-        if is_dataclass(kind):
-            yield from _walk(kind, f"{prefix}{entry.name}.")
-        else:
-            yield prefix + entry.name, entry, section
-
-
-def _choices(root, config) -> list[str]:
+    A misspelled key sets the one key that it must mean, so that no other problem follows from it.
+    """
+    set_keys = set()
     problems = []
-    for key, entry, _ in _walk(root):
-        value, choices = (
-            OmegaConf.select(config, key, throw_on_missing=False),
-            entry.metadata.get("choices"),
-        )
-        if choices and value is not None and value not in choices:
-            problems.append(f"{key}={value}: choose {', '.join(choices[:-1])} or {choices[-1]}")
-    return problems
+    for key, value, source in assignments:
+        nodes = dict(_leaf_nodes(config))
+        meant = [key]
+        if key not in nodes and not key.startswith(ENGINE_ARGS + "."):
+            meant = near_keys(key, list(nodes))
+            hint = f": did you mean {' or '.join(meant)}?" if meant else "; --help all lists all"
+            problems.append(f"unknown key {key}={value}{hint}{source}")
+        if len(meant) == 1:
+            set_keys.add(meant[0])
+            problem = set_value(config, nodes.get(meant[0]), meant[0], value)
+            if problem and meant == [key]:
+                problems.append(problem + source)
+    return set_keys, problems
 
 
-def _docs(root) -> dict[str, str]:
-    """Key -> the string under its field, read from the source; a class without one takes its parents'."""
-    return {
-        key: next(
-            texts[entry.name]
-            for texts in map(_class_docs, section.__mro__[:-1])
-            if entry.name in texts
-        )
-        for key, entry, section in _walk(root)
-    }
+def to_object(config: Any, missing: list[str]) -> Any:
+    """The config as its dataclass. Missing keys are empty texts, which pass the checks."""
+    filled = config.copy()
+    for key in missing:
+        OmegaConf.update(filled, key, "")
+    return OmegaConf.to_object(filled)
 
 
-@cache
-def _class_docs(section) -> dict[str, str]:
-    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body
-    return {
-        statement.target.id: following.value.value
-        for statement, following in pairwise(body)
-        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr)
-    }
+def set_value(config: Any, node: Any, key: str, value: Any) -> str:
+    """Sets the key, whose node in `config` is `node`. Returns the problem, or ""."""
+    if isinstance(value, bool) and isinstance(node, StringNode):
+        return f"{key}={value}: this is text, so quote it: '{'on' if value else 'off'}'"
+    try:
+        OmegaConf.update(config, key, value, force_add=node is None)
+    except OmegaConfBaseException as error:
+        return f"{key}={value}: {str(error).splitlines()[0]}"
+    return ""
 
 
-def explain(root: type, usage: str) -> str:
-    """The help: every key with its default, its choices and what it is."""
-    width = min(120, shutil.get_terminal_size().columns)
-    lines = [
-        f"torchrun --nproc_per_node=N -m {usage} key=value ...     (python -m {usage} for one process)",
-        "",
-    ]
+def near_keys(key: str, known: list[str]) -> list[str]:
+    """Up to three known keys that a misspelled key may mean: near names, or the same last part."""
+    near = difflib.get_close_matches(key, known, 3, 0.75)
+    last_part = key.rpartition(".")[2]
+    near += [name for name in known if name.rpartition(".")[2] == last_part]
+    if not near:
+        last_parts = [name.rpartition(".")[2] for name in known]
+        close = difflib.get_close_matches(last_part, last_parts, len(known), 0.7)
+        near = [name for name in known if name.rpartition(".")[2] in close]
+    return list(dict.fromkeys(near))[:3]
+
+
+def _leaf_nodes(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, node) of every key."""
+    for name in config:
+        node = config._get_node(name)
+        if OmegaConf.is_dict(node) and OmegaConf.get_type(node) is not dict:
+            yield from _leaf_nodes(node, f"{prefix}{name}.")
+        else:
+            yield prefix + name, node
+
+
+# Help.
+
+
+def show_help(root: type, argv: list[str], usage: str) -> NoReturn:
+    """Prints the help of the sections or keys that the arguments name, `all`, or the short one."""
+    topics = [word for word in argv if not word.startswith("-") and "=" not in word]
+    if not topics:
+        print_and_exit(explain_common(root, usage))
+    known = schema_keys(root)
+    for topic in topics:
+        if topic not in known and topic != "all":
+            near = difflib.get_close_matches(topic, known, 3) or [n for n in known if "." not in n]
+            report([f"--help {topic}: there is no such section or key; try {', '.join(near)}"], [])
+    print_and_exit("\n\n".join(explain(root, topic) for topic in topics))
+
+
+def explain(root: type, topic: str = "all") -> str:
+    """The full help of every key of `topic`: a section, a key or `all`."""
+    lines = []
+    for name, key in schema_keys(root).items():
+        if topic != "all" and not f"{name}.".startswith(f"{topic}."):
+            continue
+        if not key.is_section:
+            lines.append(f"  {name}={_default(root, name)}")
+            help_and_choices = f"{key.help} {_offered(key)}".strip()
+            lines += [" " * 6 + line for line in textwrap.wrap(help_and_choices, _width() - 6)]
+        elif "." not in name:
+            lines += ["", f"{name}: {key.help}"]
+    return "\n".join(lines).strip("\n")
+
+
+def explain_common(root: type, usage: str) -> str:
+    """The short help: the most used keys, one line each, and how to see more."""
+    known = schema_keys(root)
+    sections = [name for name in known if "." not in name]
+    hidden = tuple(name for name, key in known.items() if key.is_section and not key.common)
+    lines = [f"torchrun --nproc_per_node=N -m {usage} key=value ..."]
+    for name, key in known.items():
+        if name in sections:
+            lines.append(f"{name}: {key.help}")
+        elif key.common and not key.is_section and not name.startswith(hidden):
+            start = f"  {name}={_default(root, name)}".ljust(HELP_COLUMN) + "  "
+            short_help = f"{key.help.split(';')[0]} {_offered(key)}".strip()
+            space = _width() - len(start)
+            lines.append(start + textwrap.shorten(short_help, space, placeholder=" ..."))
     lines += [
-        "--cfg job prints the resolved config; --config-dir DIR --config-name NAME starts from a YAML recipe;"
+        f"--help SECTION explains every key of {', '.join(sections)}; --help all: everything",
+        "--cfg job prints the resolved config",
+        "--config-dir DIR --config-name NAME starts from a YAML file",
+        "A value with spaces, commas, = or parentheses needs quotes in quotes: 'key=\"a value\"'",
     ]
-    lines += [
-        "values with spaces, commas, = or parentheses need quotes in quotes: 'key=\"a value\"'."
-    ]
-    defaults, docs, section = OmegaConf.structured(root), _docs(root), None
-    for key, entry, _ in _walk(root):
-        if key.split(".")[0] != section:
-            section = key.split(".")[0]
-            lines += ["", section]
-        value = OmegaConf.to_container(defaults)
-        for part in key.split("."):
-            value = value[part]
-        shown = "(required)" if value == "???" else "(none)" if value is None else value
-        choices = entry.metadata.get("choices")
-        text = docs[key] + (f" [{' | '.join(choices)}]" if choices else "")
-        lines += [
-            f"  {key}={shown}",
-            *textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6),
-        ]
     return "\n".join(lines)
+
+
+def _offered(key: Key) -> str:
+    """The choices of a key, or ""."""
+    if key.functions:
+        return f"[{' | '.join(key.functions)} | file.py:function]"
+    return f"[{' | '.join(key.choices)}]" if key.choices else ""
+
+
+def _default(root: type, name: str) -> str:
+    """The default of a key as the user would write it."""
+    value = get_value(root(), name)
+    if value == MISSING:
+        return "(required)"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "(none)" if value is None else str(value)
+
+
+def _width() -> int:
+    return min(100, shutil.get_terminal_size(fallback=(100, 24)).columns)

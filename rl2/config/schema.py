@@ -1,304 +1,570 @@
-"""The config: typed sections, one dataclass each, every key explained beside it; Hydra's override grammar; and the
-checks that find every problem before a model is loaded.
+"""The sections of the config, one dataclass each. Everything about a key stands beside its field.
 
-`parse(PPOConfig, argv, validate_ppo)` is the entry that all trainers share.
+`key` (in key.py) declares a key with its default, its help, its range, its choices and the condition
+under which it has an effect. `parse.py` prints the help, and `rules.py` checks the rest. A subclass
+that only changes a default writes a plain `name: type = default`: the key keeps all else.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import MISSING
 
+from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from rl2.algorithms.by_name import Function, argument_names, find_function
+from rl2.algorithms.losses import (
+    IMPORTANCE_CORRECTIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    PREFERENCE_LOSSES,
+    TOKEN_AVERAGES,
+)
+from rl2.config.key import Condition, key, section
+from rl2.engine.base import SamplingParams
+from rl2.engine.select import ENGINES
 
-def choice(*values: str):
-    """A field that takes one of `values`; the first is the default."""
-    return field(default=values[0], metadata={"choices": values})
+
+def function_settings(name: str, table: Mapping[str, Function], key: str) -> tuple[str, ...]:
+    """The parameter names of the function that `key` names; () if there is no such function.
+
+    A wrong name is reported once, by the check of choices.
+    """
+    try:
+        return argument_names(find_function(name, table, key))
+    except ValueError:
+        return ()
+
+
+def estimator_inputs(estimator: str) -> tuple[str, ...]:
+    """What the advantage estimator asks for: columns of the batch and settings."""
+    return function_settings(estimator, ADVANTAGE_ESTIMATORS, "adv.estimator")
+
+
+def needs_critic(estimator: str) -> bool:
+    """Whether the advantage estimator asks for the values that a critic gives."""
+    return "values" in estimator_inputs(estimator)
+
+
+WITH_TEST_DATA = Condition(lambda config, section: config.data.test_path, "without data.test_path")
+WITH_CRITIC = Condition(
+    lambda config, section: needs_critic(config.adv.estimator),
+    "with adv.estimator={config.adv.estimator}, which needs no critic: set adv.estimator=gae",
+)
+WITH_SGLANG = Condition(
+    lambda config, section: section.engine != "local", "with rollout.engine=local"
+)
+WITH_LORA = Condition(lambda config, section: section.lora_rank, "with {path}.lora_rank=0")
+WITH_SAMPLING = Condition(
+    lambda config, section: isinstance(config, PPOConfig), "where nothing is sampled"
+)
+WITH_RANDOMNESS = Condition(
+    lambda config, section: isinstance(config, PPOConfig) or has_new_adapters(config),
+    "where nothing is sampled and lora_rank=0",
+)
+WITH_INFERENCE = Condition(  # DPO infers with its reference, PPO before its updates
+    lambda config, section: isinstance(config, PPOConfig | DPOConfig) or config.data.test_path,
+    "without data.test_path",
+)
+WITH_GROUPS = Condition(
+    lambda config, section: not isinstance(config, SFTConfig),
+    "in SFT, where no rows share a prompt",
+)
 
 
 @dataclass
 class DataConfig:
-    path: str = MISSING
-    """training rows: a json, jsonl, csv, parquet or arrow file, a folder of them, or a Hugging Face dataset name"""
-    test_path: str | None = None
-    """rows to evaluate on, at the start, every trainer.test_freq steps and at the end"""
-    max_length: int = 1024
-    """longest prompt (PPO) or whole sequence that is kept, in tokens; longer ones are dropped and counted"""
-    shuffle: bool = True
-    """a new order every epoch, a function of data.seed"""
-    seed: int = 0
-    """of the order of the data"""
+    path: str = key(
+        MISSING,
+        "training rows, a file, folder or dataset name; json, jsonl, csv, parquet or arrow files, a "
+        "folder of them, or a dataset of the Hugging Face hub",
+        common=True,
+    )
+    test_path: str | None = key(
+        None,
+        "rows to evaluate on; at the start, every trainer.test_freq steps and at the end",
+        common=True,
+    )
+    max_length: int = key(
+        1024,
+        "longest prompt (PPO) or row, in tokens; longer ones are dropped and counted",
+        common=True,
+        above=0,
+    )
+    shuffle: bool = key(True, "a new order in every epoch; it is a function of data.seed")
+    seed: int = key(0, "seed of the order of the data", at_least=0)
 
 
 @dataclass
 class PromptConfig(DataConfig):
-    prompts_per_rollout: int = 32
-    """prompts of one step"""
-    responses_per_prompt: int = 8
-    """answers sampled for each prompt: a group"""
+    prompts_per_rollout: int = key(32, "prompts in a step", common=True, above=0)
+    responses_per_prompt: int = key(
+        8, "answers sampled for each prompt; together they are a group", common=True, above=0
+    )
 
 
 @dataclass
 class ExampleConfig(DataConfig):
-    batch_size: int = 32
-    """rows of one step"""
+    batch_size: int = key(32, "rows in a step", common=True, above=0)
 
 
 @dataclass
 class SFTDataConfig(ExampleConfig):
-    turns: str = choice("all", "last")
-    """which of the assistant's turns are trained"""
+    turns: str = key("all", "which assistant turns are trained", choices=("all", "last"))
 
 
 @dataclass
 class WorkerConfig:
-    model_name: str = MISSING
-    """a Hugging Face causal LM: a folder or a hub name"""
-    optimizer_dir: str | None = None
-    """a folder written by save_optimizer to start the optimizer from"""
-    dtype: str = choice("auto", "float32", "bfloat16")
-    """what is computed in; auto is bfloat16 where the machine is fast at it; the weights trained are always float32"""
-    fsdp_size: int = 0
-    """processes that share one copy of the model; 0 = all; fewer keeps several copies (hybrid sharding)"""
-    sp_size: int = 1
-    """processes that share each sequence (ring attention)"""
-    tp_size: int = 1
-    """processes that share each matrix (tensor parallelism)"""
-    gradient_checkpointing: bool = True
-    """recompute each layer in the backward pass: less memory, about a third more time"""
-    max_length_per_device: int = 8192
-    """tokens of one micro-batch on one process; also the longest sequence"""
-    max_inference_length_per_device: int | None = None
-    """the same for passes without a gradient; by default the same number"""
-    lora_rank: int = 0
-    """train adapters of this rank beside frozen weights (LoRA), which wants a higher lr; 0 = train the weights"""
-    lora_alpha: float | None = None
-    """adapters are scaled by lora_alpha / lora_rank; by default twice the rank"""
-    lora_targets: list[str] = field(default_factory=list)
-    """names of the linear layers that get adapters, e.g. [q_proj,v_proj]; by default all but the head"""
-    share_prompts: bool = True
-    """run the prompt of a group once for all its answers in a micro-batch; exact, up to rounding"""
-    lr: float = 1e-6
-    """learning rate of AdamW"""
-    weight_decay: float = 0.0
-    """of AdamW"""
-    max_grad_norm: float = 1.0
-    """gradients are scaled down to this norm"""
-    warmup_ratio: float = 0.0
-    """share of all updates in which the learning rate rises linearly"""
-    scheduler: str = choice("constant", "linear", "cosine")
-    """the learning rate after the warm-up: constant, or falling to 0"""
-    offload_model: bool = False
-    """keep the weights in host memory while they are not used (GPU)"""
-    offload_optimizer: bool = False
-    """keep the optimizer in host memory while it is not used (GPU)"""
-    save_dir: str | None = None
-    """export this worker as Hugging Face folders step_N here, for use elsewhere"""
-    save_freq: int | None = None
-    """steps between these exports"""
-    save_optimizer: bool = False
-    """export the optimizer with it"""
+    model_name: str = key(
+        MISSING, "a Hugging Face causal LM; a folder or a name on the hub", common=True
+    )
+    optimizer_dir: str | None = key(
+        None, "a folder, written by save_optimizer, from which the optimizer starts"
+    )
+    dtype: str = key(
+        "auto",
+        "type of the computation; auto is bfloat16 where the machine is fast at it, else float32; "
+        "the trained weights are always float32",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    fsdp_size: int = key(
+        0,
+        "processes that share one copy of the model, 0 = all; fewer keep several copies (hybrid "
+        "sharding)",
+        common=True,
+        at_least=0,
+    )
+    sp_size: int = key(
+        1, "processes that share each sequence (ring attention)", common=True, above=0
+    )
+    tp_size: int = key(1, "processes that share each matrix (tensor parallelism)", above=0)
+    gradient_checkpointing: bool = key(
+        True,
+        "recompute each layer in the backward pass; less memory, about a third more time",
+        common=True,
+    )
+    max_length_per_device: int = key(
+        8192,
+        "tokens of one micro-batch on one process; also the longest sequence",
+        common=True,
+        above=0,
+    )
+    max_inference_length_per_device: int | None = key(
+        None,
+        "the same for passes without a gradient; by default max_length_per_device",
+        above=0,
+        only_if=WITH_INFERENCE,
+    )
+    lora_rank: int = key(
+        0,
+        "rank of LoRA adapters, 0 = train all weights; with adapters the weights are frozen, and a "
+        "higher lr is needed",
+        common=True,
+        at_least=0,
+    )
+    lora_alpha: float | None = key(
+        None,
+        "adapters are scaled by lora_alpha / lora_rank; by default twice the rank",
+        above=0,
+        only_if=WITH_LORA,
+    )
+    lora_targets: list[str] = key(
+        [],
+        "names of the linear layers that get adapters, e.g. [q_proj,v_proj]; by default all but "
+        "the head",
+        only_if=WITH_LORA,
+    )
+    share_prompts: bool = key(
+        True,
+        "run the prompt of a group once for all its answers in a micro-batch; exact up to rounding",
+        only_if=WITH_GROUPS,
+    )
+    lr: float = key(1e-6, "learning rate of AdamW", common=True, above=0)
+    weight_decay: float = key(0.0, "weight decay of AdamW", at_least=0)
+    max_grad_norm: float = key(1.0, "larger gradients are scaled down to this norm", above=0)
+    warmup_ratio: float = key(
+        0.0,
+        "fraction of the updates in which the learning rate rises linearly",
+        at_least=0,
+        at_most=1,
+    )
+    scheduler: str = key(
+        "constant",
+        "the learning rate after the warm-up; linear and cosine fall to 0",
+        choices=("constant", "linear", "cosine"),
+    )
+    offload_model: bool = key(
+        False, "keep the weights in host memory while they are not used", needs_gpu=True
+    )
+    offload_optimizer: bool = key(
+        False, "keep the optimizer in host memory while it is not used", needs_gpu=True
+    )
+    save_dir: str | None = key(
+        None, "export this worker here as Hugging Face folders step_N, for use elsewhere"
+    )
+    save_freq: int | None = key(None, "steps between these exports", above=0)
+    save_optimizer: bool = key(
+        False,
+        "export the optimizer too",
+        only_if=Condition(lambda config, section: section.save_dir, "without {path}.save_dir"),
+    )
 
 
 @dataclass
 class SFTActorConfig(WorkerConfig):
     lr: float = 1e-5
-    """learning rate of AdamW"""
-    average: str = choice("token", "sequence")
-    """the mean that the loss is: over all trained tokens of the step, or over rows of each one's token mean"""
+    average: str = key(
+        "token",
+        "the mean that the loss is; token: over all trained tokens of the step; sequence: over the "
+        "rows' token means",
+        choices=[name for name in TOKEN_AVERAGES if name != "constant"],
+    )
 
 
 @dataclass
 class RewardModelConfig(WorkerConfig):
     lr: float = 1e-5
-    """learning rate of AdamW"""
 
 
 @dataclass
 class RolloutWorkerConfig(WorkerConfig):
-    update_per_rollout: int = 1
-    """optimizer steps (mini-batches) for each rollout"""
-    clip: float = 0.2
-    """how far the probability ratio (actor) or the value (critic) may move in one rollout"""
-    freeze_steps: int = 0
-    """first steps in which this worker is not updated"""
+    update_per_rollout: int = key(
+        1, "optimizer steps (mini-batches) in each step", common=True, above=0
+    )
+    freeze_steps: int = key(0, "first steps in which this worker is not updated", at_least=0)
 
 
 @dataclass
 class ActorConfig(RolloutWorkerConfig):
-    clip_high: float | None = None
-    """the upper clip, if it differs from clip (DAPO: 0.28)"""
-    dual_clip: float | None = None
-    """bounds the loss of a bad answer by this times its advantage, e.g. 3"""
-    loss: str = choice("ppo", "gspo", "cispo")
-    """the policy loss: clipped token ratios, clipped sequence ratios, or clipped importance weights"""
-    average: str = choice("token", "sequence", "constant")
-    """the mean that the loss is: over tokens (DAPO), over sequences of token means (GRPO), or over a constant length"""
-    average_constant: int | None = None
-    """the length that average=constant divides by, in tokens (Dr. GRPO: the longest answer)"""
-    correction: str = choice("none", "token_tis", "token_mask", "sequence_mask", "geometric_mask")
-    """for the engine's probabilities differing from the trainer's: truncated importance weights, or masks"""
-    correction_cap: float = 2.0
-    """the cap of the correction's ratio"""
-    entropy: float = 0.0
-    """coefficient of an entropy bonus"""
-    log_entropy: bool = False
-    """log the policy's entropy; costs a little in the head"""
+    loss: str = key(
+        "ppo",
+        "policy loss; ppo: clipped token ratios; gspo: clipped sequence ratios; cispo: clipped "
+        "importance weights",
+        common=True,
+        functions=POLICY_LOSSES,
+    )
+    clip: float = key(
+        0.2,
+        "how far the probability ratio may move in one step",
+        common=True,
+        above=0,
+        setting_of="loss",
+    )
+    clip_high: float | None = key(
+        None,
+        "the upper clip, if it differs from clip (DAPO: 0.28)",
+        above=0,
+        setting_of="loss",
+    )
+    dual_clip: float | None = key(
+        None,
+        "bounds the loss of a bad answer by this times its advantage, e.g. 3",
+        above=0,
+        setting_of="loss",
+    )
+    average: str = key(
+        "token",
+        "the mean that the loss is; token: over tokens (DAPO); sequence: over the trajectories' "
+        "token means (GRPO); constant: over a constant length (Dr. GRPO)",
+        common=True,
+        choices=TOKEN_AVERAGES,
+    )
+    average_constant: int | None = key(
+        None,
+        "the length that average=constant divides by, in tokens (Dr. GRPO: the longest answer)",
+        above=0,
+    )
+    correction: str = key(
+        "none",
+        "corrects for engine probabilities that differ from the trainer's; token_tis: truncated "
+        "importance weights; the others mask what differs too much",
+        choices=("none", *IMPORTANCE_CORRECTIONS),
+    )
+    correction_cap: float = key(
+        2.0,
+        "the cap of the correction's ratio",
+        only_if=Condition(
+            lambda config, section: section.correction != "none", "with actor.correction=none"
+        ),
+    )
+    entropy: float = key(0.0, "coefficient of an entropy bonus", at_least=0)
+    log_entropy: bool = key(False, "log the policy's entropy; this costs a little time")
 
 
 @dataclass
 class CriticConfig(RolloutWorkerConfig):
-    model_name: str | None = None
-    """the model the critic starts from; by default the actor's"""
+    model_name: str | None = key(None, "the model the critic starts from; by default the actor's")
     lr: float = 5e-6
-    """learning rate of AdamW"""
+    clip: float = key(0.2, "how far the value may move in one step", above=0)
 
 
 @dataclass
-class SamplingParams:
-    temperature: float = 1.0
-    """the logits are divided by it, in the engine and in training; 0 (tests only) is greedy"""
-    top_p: float = 1.0
-    """sample from the most likely tokens that hold this much probability"""
-    top_k: int = -1
-    """sample from so many most likely tokens; -1 = all"""
-    max_new_tokens: int = 512
-    """longest answer of one turn"""
-    stop_token_ids: list[int] = field(default_factory=list)
-    """tokens that end a turn, besides the model's own"""
+class SamplingConfig:
+    temperature: float = key(
+        SamplingParams.temperature,
+        "divides the logits, in the engine and in training",
+        common=True,
+        above=0,
+    )
+    top_p: float = key(
+        SamplingParams.top_p,
+        "sample from the most likely tokens that hold this much probability",
+        above=0,
+        at_most=1,
+    )
+    top_k: int = key(
+        SamplingParams.top_k,
+        "sample from this many of the most likely tokens; -1 = all",
+        at_least=1,
+    )
+    max_new_tokens: int = key(
+        SamplingParams.max_new_tokens, "longest answer of one turn, in tokens", common=True, above=0
+    )
+    stop_token_ids: list[int] = key(
+        list(SamplingParams.stop_token_ids), "tokens that end a turn, besides the model's own"
+    )
 
 
 @dataclass
-class TestSamplingParams(SamplingParams):
-    temperature: float = 0.0
-    """0 is greedy"""
+class TestSamplingConfig(SamplingConfig):
+    temperature: float = key(0.0, "divides the logits; 0 is greedy", at_least=0)
 
 
 @dataclass
 class RolloutConfig:
-    engine: str = choice("auto", "local", "sglang")
-    """sglang, local (the embedded engine on plain torch), or auto: sglang where both it and a GPU are there, else local"""
-    engine_args: dict[str, Any] = field(default_factory=dict)
-    """further arguments of SGLang's engine, as rollout.engine_args.NAME=VALUE"""
-    tp_size: int = 1
-    """GPUs of one SGLang engine"""
-    gpu_memory_utilization: float = 0.6
-    """share of the GPU's memory that SGLang may take"""
-    max_running: int = 64
-    """sequences that one engine decodes at a time"""
-    check_weights: bool = False
-    """compare the engine's weights with the trainer's, tensor by tensor, after every step; the start always does"""
-    train_sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    test_sampling_params: TestSamplingParams = field(default_factory=TestSamplingParams)
-    max_turns: int = 1
-    """most assistant turns of a trajectory; more than 1 calls the env's interact"""
-    partial: bool = False
-    """start the next step's prompts early, pause what is unfinished when a step has its groups, and go on with it after
-    the update: long answers delay nobody. Wants actor.correction=token_tis"""
-    env_path: str = MISSING
-    """a Python file with reward_fn(messages, answer), and interact(messages) for several turns"""
-    env_timeout: float = 30.0
-    """seconds that one call of the env may take"""
-    max_env_failures: float = 0.1
-    """share of a step's trajectories whose env may fail; more stops the run"""
+    engine: str = key(
+        "auto",
+        "the engine that generates; local: the embedded one on plain torch; auto: sglang where it "
+        "and a GPU are there, else local",
+        common=True,
+        choices=("auto", *ENGINES),
+    )
+    engine_args: dict[str, Any] = key(
+        {},
+        "further arguments of SGLang's engine, as rollout.engine_args.NAME=VALUE",
+        only_if=WITH_SGLANG,
+    )
+    tp_size: int = key(1, "GPUs of one SGLang engine", above=0, only_if=WITH_SGLANG)
+    gpu_memory_utilization: float = key(
+        0.6,
+        "fraction of the GPU's memory that SGLang may take",
+        above=0,
+        at_most=1,
+        only_if=WITH_SGLANG,
+    )
+    max_running: int = key(64, "sequences that one engine decodes at a time", above=0)
+    check_weights: bool = key(
+        False,
+        "compare the engine's weights with the trainer's after every step, tensor by tensor; the "
+        "start always does",
+    )
+    train_sampling_params: SamplingConfig = section(SamplingConfig, "sampling of training answers")
+    test_sampling_params: TestSamplingConfig = section(
+        TestSamplingConfig,
+        "sampling of answers on data.test_path",
+        common=False,
+        only_if=WITH_TEST_DATA,
+    )
+    max_turns: int = key(
+        1,
+        "most assistant turns of a trajectory; more than 1 calls the env's interact",
+        common=True,
+        above=0,
+    )
+    partial: bool = key(
+        False,
+        "start the next step's prompts early; when a step has its groups, unfinished answers pause "
+        "and continue after the update, so that long answers delay nobody; use it with "
+        "actor.correction=token_tis",
+    )
+    env_path: str = key(
+        MISSING,
+        "a Python file or the name of a ready-made env; the file has reward_fn(messages, answer) and "
+        "for several turns interact(messages)",
+        common=True,
+    )
+    env_timeout: float = key(30.0, "seconds that one call of the env may take", above=0)
+    max_env_failures: float = key(
+        0.1,
+        "fraction of a step's trajectories whose env may fail; more stops the run",
+        at_least=0,
+        at_most=1,
+    )
 
 
 @dataclass
 class KLConfig:
-    coef: float = 0.0
-    """weight of the KL divergence from the starting model; 0 loads no reference model"""
-    type: str | None = field(default=None, metadata={"choices": ("reward", "loss")})
-    """where it goes: subtracted from the reward, or added to the loss"""
-    reward_estimator: str = choice("k1", "k2", "k3")
-    """estimator with type=reward"""
-    loss_estimator: str = field(default="k2", metadata={"choices": ("k1", "k2", "k3")})
-    """estimator with type=loss; k2 has the gradient of the KL"""
+    coef: float = key(
+        0.0,
+        "weight of the KL divergence from the start model; 0 loads no reference model",
+        common=True,
+        at_least=0,
+    )
+    type: str | None = key(
+        None,
+        "where the KL goes; reward: subtracted from the reward; loss: added to the loss",
+        common=True,
+        choices=("reward", "loss"),
+    )
+    reward_estimator: str = key(
+        "k1",
+        "estimator with kl.type=reward",
+        choices=KL_ESTIMATORS,
+        only_if=Condition(
+            lambda config, section: section.type == "reward", "with kl.type={section.type}"
+        ),
+    )
+    loss_estimator: str = key(
+        "k2",
+        "estimator with kl.type=loss; k2 has the gradient of the KL divergence",
+        choices=KL_ESTIMATORS,
+        only_if=Condition(
+            lambda config, section: section.type == "loss", "with kl.type={section.type}"
+        ),
+    )
 
 
 @dataclass
 class AdvConfig:
-    estimator: str = choice("reinforce", "gae")
-    """reinforce: the reward minus its group's mean, no critic (GRPO); gae: with a critic (PPO)"""
-    gamma: float = 1.0
-    """discount of gae"""
-    lamda: float = 1.0
-    """lambda of gae"""
-    norm_var: bool = False
-    """divide by the standard deviation: of the group (reinforce: GRPO; off: Dr. GRPO) or of the batch (gae)"""
+    estimator: str = key(
+        "reinforce",
+        "advantage estimator; reinforce: the reward minus its group's mean, no critic "
+        "(GRPO); gae: with a critic (PPO)",
+        common=True,
+        functions=ADVANTAGE_ESTIMATORS,
+    )
+    gamma: float = key(
+        1.0, "discount of later rewards", at_least=0, at_most=1, setting_of="estimator"
+    )
+    lamda: float = key(1.0, "lambda of gae", at_least=0, at_most=1, setting_of="estimator")
+    norm_var: bool = key(
+        False,
+        "divide advantages by their standard deviation; reinforce: of the group (on: GRPO; off: Dr. "
+        "GRPO); gae: of the batch",
+        common=True,
+        setting_of="estimator",
+    )
 
 
 @dataclass
 class DPOLossConfig:
-    beta: float = 0.1
-    """how strongly the policy is held to the model it starts from (ipo: the regularisation, tau)"""
-    loss: str = choice("sigmoid", "ipo", "hinge")
-    """DPO's own loss, IPO's squared error or SLiC's hinge"""
-    label_smoothing: float = 0.0
-    """share of the pairs taken to be the wrong way round (conservative DPO); below 0.5"""
+    beta: float = key(
+        0.1,
+        "how strongly the policy is held to the model it starts from; with dpo.loss=ipo the "
+        "regularisation tau",
+        common=True,
+        above=0,
+    )
+    loss: str = key(
+        "sigmoid",
+        "preference loss; sigmoid: DPO's own; ipo: IPO's squared error; hinge: SLiC's hinge",
+        common=True,
+        functions=PREFERENCE_LOSSES,
+    )
+    label_smoothing: float = key(
+        0.0,
+        "fraction of the pairs taken to be the wrong way round (conservative DPO)",
+        at_least=0,
+        below=0.5,
+        setting_of="loss",
+    )
 
 
 @dataclass
 class RewardLossConfig:
-    center: float = 0.0
-    """weight of a squared error that holds the mean of chosen and rejected rewards near 0, e.g. 0.01"""
+    center: float = key(
+        0.0,
+        "weight of a squared error that holds the mean of chosen and rejected rewards near 0, e.g. "
+        "0.01",
+        common=True,
+        at_least=0,
+    )
 
 
 @dataclass
 class TrainerConfig:
-    project: str = "rl2"
-    """project in wandb"""
-    experiment_name: str = "default"
-    """name of the run"""
-    n_epochs: int = 1
-    """passes over the training rows"""
-    max_steps: int | None = None
-    """stop after so many steps, if that is sooner"""
-    disable_wandb: bool = False
-    """no wandb; it is skipped anyway where it is not installed or not logged in"""
-    deterministic: bool | None = None
-    """rollouts that repeat bit for bit on the same layout; by default on a CPU only"""
-    save_dir: str = "runs/${trainer.experiment_name}"
-    """everything the run writes"""
-    save_freq: int | None = None
-    """steps between checkpoints that a run resumes from; Ctrl-C writes one too"""
-    keep_checkpoints: int | None = 2
-    """how many of the newest are kept; null = all"""
-    resume: str = "auto"
-    """auto: go on from the newest checkpoint in save_dir, if any; off; or the folder of a checkpoint"""
-    test_freq: int | None = None
-    """steps between evaluations on data.test_path; by default only before and after"""
-    seed: int = 0
-    """of sampling and of new weights"""
+    project: str = key("rl2", "project in wandb")
+    experiment_name: str = key("default", "name of the run", common=True)
+    n_epochs: int = key(1, "passes over the training rows", common=True, above=0)
+    max_steps: int | None = key(
+        None, "stop after this many steps, if that is sooner", common=True, above=0
+    )
+    disable_wandb: bool = key(
+        False, "do not use wandb; it is skipped anyway where it is not installed or not logged in"
+    )
+    deterministic: bool | None = key(
+        None,
+        "rollouts that repeat bit for bit on the same layout; by default on a CPU only",
+        only_if=WITH_SAMPLING,
+    )
+    save_dir: str = key(
+        "runs/${trainer.experiment_name}", "folder of everything the run writes", common=True
+    )
+    save_freq: int | None = key(
+        None,
+        "steps between checkpoints; a run resumes from them; Ctrl-C writes one too",
+        common=True,
+        above=0,
+    )
+    keep_checkpoints: int | None = key(
+        2, "how many of the newest checkpoints are kept; null = all", above=0
+    )
+    resume: str = key(
+        "auto",
+        "auto, off or a checkpoint's folder; auto: from the newest one in save_dir, if any",
+        common=True,
+    )
+    test_freq: int | None = key(
+        None,
+        "steps between evaluations on data.test_path; by default only before and after",
+        common=True,
+        above=0,
+        only_if=WITH_TEST_DATA,
+    )
+    seed: int = key(0, "seed of sampling and of new weights", at_least=0, only_if=WITH_RANDOMNESS)
 
 
 @dataclass
 class PPOConfig:
-    data: PromptConfig = field(default_factory=PromptConfig)
-    actor: ActorConfig = field(default_factory=ActorConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    kl: KLConfig = field(default_factory=KLConfig)
-    adv: AdvConfig = field(default_factory=AdvConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    data: PromptConfig = section(PromptConfig, "the rows")
+    actor: ActorConfig = section(ActorConfig, "the policy that is trained")
+    critic: CriticConfig = section(
+        CriticConfig, "the value model of gae", common=False, only_if=WITH_CRITIC
+    )
+    rollout: RolloutConfig = section(RolloutConfig, "sampling of answers and their environment")
+    kl: KLConfig = section(KLConfig, "the KL divergence from the starting model")
+    adv: AdvConfig = section(AdvConfig, "advantages")
+    trainer: TrainerConfig = section(TrainerConfig, "the run: length, folder, checkpoints")
 
 
 @dataclass
 class SFTConfig:
-    data: SFTDataConfig = field(default_factory=SFTDataConfig)
-    actor: SFTActorConfig = field(default_factory=SFTActorConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    data: SFTDataConfig = section(SFTDataConfig, "the rows")
+    actor: SFTActorConfig = section(SFTActorConfig, "the model that is trained")
+    trainer: TrainerConfig = section(TrainerConfig, "the run: length, folder, checkpoints")
 
 
 @dataclass
 class DPOConfig:
-    data: ExampleConfig = field(default_factory=ExampleConfig)
-    actor: WorkerConfig = field(default_factory=WorkerConfig)
-    dpo: DPOLossConfig = field(default_factory=DPOLossConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    data: ExampleConfig = section(ExampleConfig, "the rows")
+    actor: WorkerConfig = section(WorkerConfig, "the policy that is trained")
+    dpo: DPOLossConfig = section(DPOLossConfig, "the loss")
+    trainer: TrainerConfig = section(TrainerConfig, "the run: length, folder, checkpoints")
 
 
 @dataclass
 class RMConfig:
-    data: ExampleConfig = field(default_factory=ExampleConfig)
-    critic: RewardModelConfig = field(default_factory=RewardModelConfig)
-    rm: RewardLossConfig = field(default_factory=RewardLossConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    data: ExampleConfig = section(ExampleConfig, "the rows")
+    critic: RewardModelConfig = section(RewardModelConfig, "the reward model that is trained")
+    rm: RewardLossConfig = section(RewardLossConfig, "the loss")
+    trainer: TrainerConfig = section(TrainerConfig, "the run: length, folder, checkpoints")
+
+
+def worker_names(config: Any) -> list[str]:
+    """The sections of workers: actor, critic or both."""
+    return [name for name in vars(config) if isinstance(getattr(config, name), WorkerConfig)]
+
+
+def has_new_adapters(config: Any) -> bool:
+    """Whether a worker trains adapters, whose weights are random at first."""
+    return any(getattr(config, name).lora_rank for name in worker_names(config))

@@ -1,0 +1,47 @@
+"""`python -m rl2 COMMAND ...` and the console script `rl2`: every command under one name."""
+
+import difflib
+import importlib
+import sys
+
+# name -> (module with a function `main`, which reads sys.argv; one line of help)
+COMMANDS = {
+    "ppo": ("rl2.trainer.ppo", "PPO and GRPO: answers are sampled and an environment rewards them"),
+    "sft": ("rl2.trainer.sft", "supervised fine-tuning on conversations"),
+    "dpo": ("rl2.trainer.dpo", "direct preference optimization on pairs of replies"),
+    "rm": ("rl2.trainer.rm", "a reward model from pairs of replies"),
+}
+
+
+def describe_commands() -> str:
+    """The commands, one line each, and how to start them."""
+    lines = ["python -m rl2 COMMAND key=value ...    (one process)", ""]
+    lines += [f"  {name:8}{help}" for name, (_, help) in COMMANDS.items()]
+    lines += [
+        "",
+        "python -m rl2 COMMAND --help explains the keys of a command.",
+        "Several processes: torchrun --nproc_per_node=N -m rl2 COMMAND key=value ...",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Runs the command that the first argument names; without one it lists the commands."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print(describe_commands())
+        return
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        print(
+            f"rl2 {name}: no such command; {hint}there are {', '.join(COMMANDS)}", file=sys.stderr
+        )
+        sys.exit(2)
+    module = importlib.import_module(COMMANDS[name][0])
+    sys.argv = [f"rl2 {name}", *arguments]
+    module.main()
+
+
+if __name__ == "__main__":
+    main()

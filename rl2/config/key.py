@@ -1,0 +1,78 @@
+"""How the schema declares a key: its default, help, range, choices and condition in one place."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from typing import Any
+
+from rl2.algorithms.by_name import Function
+
+
+@dataclass(frozen=True)
+class Condition:
+    """When a key has an effect: `holds(config, section)`, where `section` is the key's section.
+
+    `reason` completes "KEY=VALUE has no effect ..." for when it does not hold. It may refer to
+    {config}, {section} and {path}, the section's name.
+    """
+
+    holds: Callable[[Any, Any], object]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Key:
+    """What the schema says about a key or a section. None and the default are always allowed."""
+
+    help: str  # its first clause is the short help
+    common: bool = False  # whether the short help lists it
+    above: float | None = None  # the value is greater than this
+    at_least: float | None = None
+    at_most: float | None = None
+    below: float | None = None  # the value is less than this
+    choices: Collection[str] = ()
+    functions: Mapping[str, Function] | None = None  # the choices, or path/to/file.py:function
+    only_if: Condition | None = None
+    # A key of the same section that names a function. This key is a setting of that function and
+    # has an effect only if the function has a parameter of this key's name.
+    setting_of: str | None = None
+    needs_gpu: bool = False  # without a GPU it has no effect
+    is_section: bool = False
+
+
+def key(default: Any, help: str, **properties: Any) -> Any:
+    """A field that is a key. `properties` are the other attributes of Key."""
+    metadata = {"key": Key(help, **properties)}
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(kind: type, help: str, common: bool = True, only_if: Condition | None = None) -> Any:
+    """A field that is a section. Without `common` the short help lists none of its keys."""
+    info = Key(help, common=common, only_if=only_if, is_section=True)
+    return field(default_factory=kind, metadata={"key": info})
+
+
+@cache
+def schema_keys(root: type) -> dict[str, Key]:
+    """Dotted name -> Key, of every section and key of a config class, in order."""
+    return dict(_walk(root, ""))
+
+
+def _walk(kind: Any, prefix: str) -> Iterator[tuple[str, Key]]:
+    for entry in fields(kind):
+        name = prefix + entry.name
+        yield name, _inherited_key(kind, entry.name)
+        if is_dataclass(entry.default_factory):
+            yield from _walk(entry.default_factory, name + ".")
+
+
+def _inherited_key(kind: Any, name: str) -> Key:
+    """The Key of the nearest class that declares the field with `key` or `section`."""
+    for parent in kind.__mro__[:-1]:
+        metadata = parent.__dataclass_fields__[name].metadata
+        if "key" in metadata:
+            info: Key = metadata["key"]
+            return info
+    raise TypeError(f"{kind.__name__}.{name} is declared without key(default, help)")
