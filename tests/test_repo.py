@@ -4,11 +4,9 @@ import ast
 import importlib
 import io
 import re
-import shlex
 import shutil
 import tokenize
 from dataclasses import fields, is_dataclass
-from math import prod
 
 import pytest
 from common import ROOT, run
@@ -271,47 +269,6 @@ def test_every_config_key_is_read():
     for key, name in [item for root in roots for item in keys(root())]:
         pattern = rf"[.]{name}\b|[\"']{name}[\"']|getattr\([\w.]+, f?[\"'].*{name.split('_')[0]}_"
         assert re.search(pattern, source), f"no code reads {key}"
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("examples/*.sh"))],
-)
-def test_every_command_composes_and_is_valid(path, capsys, monkeypatch):
-    """Each `-m rl2.trainer.X key=value` of the README and the examples passes the checks of its own world size, up to files
-    that only a user has and to keys that a line leaves out by its dots."""
-    schema = importlib.import_module("rl2.config.schema")
-    rules = importlib.import_module("rl2.config.rules")
-    parse = importlib.import_module("rl2.config.parse").parse
-    text = (ROOT / path).read_text().replace("\\\n", " ")
-    lines = [
-        line.split("-m rl2.trainer.") for line in text.splitlines() if "-m rl2.trainer." in line
-    ]
-    assert lines or path == "examples/install.sh"
-    for launch, command in lines:
-        trainer, _, rest = command.strip().strip("`").partition(" ")
-        # ${NAME:-value} is its value, and $NAME its name.
-        words = [
-            re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in shlex.split(rest, comments=True)
-        ]
-        words = [re.sub(r"\$\{?(\w+)\}?", r"\1", word) for word in words]
-        overrides = [word for word in words if re.match(r"[\w.]+=.", word) and "..." not in word]
-        launch = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", launch).replace('"', "")
-        sizes = [int(n) for n in re.findall(r"--n(?:nodes|proc_per_node)=(\d+)", launch)]
-        monkeypatch.setenv("WORLD_SIZE", str(prod(sizes)))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(sizes[-1] if sizes else 1))
-        root, validate = (
-            getattr(schema, f"{trainer.upper()}Config"),
-            getattr(rules, f"validate_{trainer}"),
-        )
-        monkeypatch.chdir(ROOT)
-        try:
-            parse(root, overrides, validate)
-        except SystemExit:
-            pass
-        told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
-        allowed = "no such|this folder holds no model" + ("|is missing:" if "..." in words else "")
-        assert not [line for line in told if not re.search(allowed, line)], f"{path}: {told}"
 
 
 def test_the_wheel_carries_the_ready_made_envs(tmp_path):

@@ -1,0 +1,191 @@
+"""The documentation says what is there: commands compose, keys and files exist, metrics are those of the code."""
+
+import ast
+import importlib
+import inspect
+import re
+import shlex
+from dataclasses import fields, is_dataclass
+from math import prod
+
+import pytest
+import torch
+from common import ROOT
+
+from rl2.algorithms import losses
+
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+SCRIPTS = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*.sh")]
+README_BUDGET = 10_000  # characters
+TRAINERS = ("ppo", "sft", "dpo", "rm")
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def leaf_keys(section, prefix: str = "") -> dict[str, object]:
+    """Every key below a section of the config, with its default."""
+    found = {}
+    for field in fields(section):
+        value = getattr(section, field.name)
+        key = prefix + field.name
+        found |= leaf_keys(value, key + ".") if is_dataclass(value) else {key: value}
+    return found
+
+
+def all_keys() -> dict[str, object]:
+    schema = importlib.import_module("rl2.config.schema")
+    found = {}
+    for trainer in reversed(TRAINERS):  # PPO's defaults win
+        found |= leaf_keys(getattr(schema, f"{trainer.upper()}Config")())
+    return found
+
+
+def test_the_readme_is_one_page():
+    assert len(read("README.md")) <= README_BUDGET
+
+
+@pytest.mark.parametrize("page", sorted([*PAGES, *SCRIPTS]))
+def test_every_command_composes_and_is_valid(page, capsys, monkeypatch):
+    """Each `-m rl2.trainer.X key=value` passes the checks of its own world size, up to files that only a user has and to
+    keys that a line leaves out by its dots."""
+    schema = importlib.import_module("rl2.config.schema")
+    rules = importlib.import_module("rl2.config.rules")
+    parse = importlib.import_module("rl2.config.parse").parse
+    text = read(page).replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if re.search(r"-m rl2\.trainer\.\w+[ `]", line)]
+    assert lines or page.startswith("docs/") or page == "examples/install.sh"
+    for line in lines:
+        launch, command = line.split("-m rl2.trainer.", maxsplit=1)
+        trainer, _, rest = command.split("`")[0].strip().partition(" ")
+        # ${NAME:-value} is its value, and $NAME its name.
+        words = [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in shlex.split(rest, True)]
+        words = [re.sub(r"\$\{?(\w+)\}?", r"\1", word) for word in words]
+        overrides = [word for word in words if re.match(r"[\w.]+=.", word) and "..." not in word]
+        launch = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", launch).replace('"', "")
+        sizes = [int(n) for n in re.findall(r"--n(?:nodes|proc_per_node)=(\d+)", launch)]
+        monkeypatch.setenv("WORLD_SIZE", str(prod(sizes)))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(sizes[-1] if sizes else 1))
+        monkeypatch.chdir(ROOT)
+        root = getattr(schema, f"{trainer.upper()}Config")
+        try:
+            parse(root, overrides, getattr(rules, f"validate_{trainer}"))
+        except SystemExit:
+            pass
+        errors = capsys.readouterr().err.splitlines()
+        # A line without keys shows how to launch, and dots stand for keys that it leaves out.
+        may_miss = "|is missing:" if "..." in words or not overrides else ""
+        allowed = "no such|this folder holds no model" + may_miss
+        problems = [error for error in errors if error.startswith("  - ")]
+        assert not [p for p in problems if not re.search(allowed, p)], f"{page}: {problems}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_key_that_is_named_exists(page):
+    """In backticks, or as `key=value` anywhere. Names of other projects' keys stand without backticks."""
+    keys = all_keys()
+    sections = "|".join({key.split(".")[0] for key in keys})
+    name = rf"(?<![\w./-])((?:{sections})\.[a-z_]+(?:\.[a-z_]+)*)"
+    text = read(page)
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
+    named = {key for span in spans for key in re.findall(name + r"(?![\w(/*])", span)}
+    named |= set(re.findall(name + "=", text))
+    for key in named:
+        is_key = key in keys or any(other.startswith(key + ".") for other in keys)
+        is_open = key.startswith("rollout.engine_args.")
+        is_file = re.search(r"\.(py|md|json|jsonl)$", key)
+        assert is_key or is_open or is_file, f"{page} names {key}, which is no key"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_and_file_that_is_named_exists(page):
+    text = read(page)
+    folder = (ROOT / page).parent
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if not target.startswith(("http:", "https:")):
+            assert (folder / target).exists(), f"{page} links to {target}"
+    folders = "rl2|envs|examples|benchmarks|tests|docs"
+    for name in re.findall(rf"(?<![\w/.-])((?:{folders})/[\w/.-]*\w\.(?:py|sh|md|png))", text):
+        is_example = f"# new file {name}" in text  # CONTRIBUTING shows how to write it
+        assert is_example or (ROOT / name).exists(), f"{page} names {name}"
+
+
+def test_the_list_of_keys_is_whole_and_its_defaults_are_right():
+    """One line a key: | `key` | default | what it does |. The critic's keys that the actor has too stand once."""
+    rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| ", read("docs/keys.md"), re.M)
+    listed = dict(rows)
+    assert len(listed) == len(rows), "a key is listed twice"
+    keys = all_keys()
+    for key, default in keys.items():
+        as_actor = key.replace("critic.", "actor.", 1)
+        as_train = key.replace(".test_sampling", ".train_sampling", 1)
+        assert key in listed or as_actor in listed or as_train in listed, f"{key} is not listed"
+        if key in listed:
+            text = listed[key].strip("`")
+            expected = {None: "none", "???": "required", True: "true", False: "false"}
+            shown = expected.get(default, default) if not isinstance(default, list) else "[]"
+            shown = "{}" if default == {} else shown
+            same = text == str(shown)
+            if isinstance(default, float) and not same:
+                same = float(text) == default
+            assert same, f"docs/keys.md: {key} is {default!r} by default, not {text}"
+    assert not listed.keys() - keys.keys()
+
+
+def string_constants(node) -> set[str]:
+    constants = (n.value for n in ast.walk(node) if isinstance(n, ast.Constant))
+    return {value for value in constants if isinstance(value, str)}
+
+
+def metrics_of_losses() -> set[str]:
+    """The names of the metrics that the losses return, without the worker's name before them."""
+    column = torch.zeros(2, 3)
+    arguments = {
+        "correction": None,
+        "clip_high": None,
+        "dual_clip": None,
+        "clip": 0.2,
+        "beta": 0.1,
+        "label_smoothing": 0.0,
+        "pair_margin": torch.zeros(2),
+        "center": 0.0,
+    }
+    found = {f"mismatch_{name}" for name in losses.rollout_mismatch(column, column, column)}
+    for function in (losses.policy_loss, losses.value_loss, losses.dpo_loss, losses.reward_loss):
+        names = inspect.signature(function).parameters
+        values = {name: arguments.get(name, column) for name in names if name != "loss"}
+        if "loss" in names:
+            values["loss"] = "ppo" if function is losses.policy_loss else "sigmoid"
+        found |= function(**values)[1].keys()
+    return found
+
+
+def metrics_of_code() -> set[str]:
+    """The metrics that a simple reading of the code finds: names with a slash, phases, and what updates return."""
+    found = {f"{name}" for name in metrics_of_losses()}
+    for path in (ROOT / "rl2").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        found |= {text for text in string_constants(tree) if re.fullmatch(r"[a-z]+/[a-z_]{2,}", text)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "phase":
+                found |= {f"time/{text}" for text in string_constants(node)}
+    worker = importlib.import_module("rl2.worker")
+    found |= {field.name for field in fields(worker.UpdateResult)} - {"metrics"}
+    return found
+
+
+def test_the_glossary_has_the_metrics_of_the_code():
+    """docs/metrics.md explains each metric in a row that starts with its name; after `/` for those of a loss."""
+    rows = re.findall(r"^\| (`[^|]+) \| ", read("docs/metrics.md"), re.M)
+    explained = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    short = {name.rpartition("/")[2] for name in explained}
+    for metric in metrics_of_code():
+        assert metric in (explained if "/" in metric else short), f"{metric} is not explained"
+    names = string_constants(ast.parse("")) | metrics_of_code()
+    known = names | {name.rpartition("/")[2] for name in names}
+    for path in (ROOT / "rl2").rglob("*.py"):
+        known |= string_constants(ast.parse(path.read_text()))
+    for metric in explained:
+        name = metric.rpartition("/")[2]
+        assert name.isupper() or metric in known or name in known, f"no code logs {metric}"
