@@ -1,89 +1,121 @@
-"""The embedded engine: continuous batching in plain torch around any Hugging Face causal LM, in the trainer's process.
+"""The paged cache of keys and values, and the attention of a prefill and of a decoding step.
 
-A request waits for a slot, its prompt but for the last token is prefilled (once for all requests with that prompt), and
-then every step feeds one token of every slot and samples the next. A slot that is done is refilled before the next step.
-
-Bits: kernels choose their order of summation by shape, so a row's rounding can depend on how many rows and keys share
-its call, though not on what the others hold. With `deterministic` every call has a constant shape: all slots decode in
-every step, busy or not, attention goes over pages of PAGE keys, and each prompt is prefilled alone. Tokens and logps are
-then bit-equal whatever else is in flight.
-
-Shapes: S slots, n rows of a step (the first n slots), H query heads, G key heads, D head size, N pages, P keys a page,
-V vocabulary.
+Shapes: S slots, n rows of a step (the first n slots), H query heads, G key heads, D head size, N pages,
+P = PAGE_SIZE_TOKENS, L prompt tokens.
 """
 
 import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-PAGE = 64  # keys
+from rl2.parallel.ring import PackedAttention
+
+PAGE_SIZE_TOKENS = 64
+
+PromptKV = dict[int, list[Tensor]]  # layer -> keys and values of one prompt, [G, L, D] each
 
 
-class _Cache:
-    """Keys and values of all slots, [N, S, G, P, D] each a layer, and the attention of one new token a slot on them.
+class PrefillAttention(PackedAttention):
+    """Attention of a prefill, each prompt with itself. It keeps the keys and values of every layer."""
 
-    Scores are fp32 whatever the dtype, as in flash attention: some models' (Qwen2's) are too large for bf16.
+    def __init__(self, lengths: list[int], device: torch.device):
+        super().__init__([[(length, 0) for length in lengths]], [], device)
+        self.kv: PromptKV = {}  # of all prompts, one behind the other
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """query [1, H, L, D], key and value [1, G, L, D] -> [1, L, H, D]."""
+        self.kv[module.layer_idx] = [key[0], value[0]]
+        return super().__call__(module, query, key, value, scaling)
+
+    def tokens(self, start: int, end: int) -> PromptKV:
+        """Keys and values of the packed tokens `start` to `end`."""
+        return {layer: [x[:, start:end] for x in kv] for layer, kv in self.kv.items()}
+
+
+class PagedKVCache:
+    """Keys and values of all slots, and the attention of one new token a slot over them.
+
+    A layer has two tensors of pages, keys and values, [N, S, G, P, D] each; N grows with the longest request. Scores
+    are fp32 whatever the dtype, as in flash attention: those of some models (Qwen2) are too large for bf16.
     """
 
     def __init__(self, num_slots: int):
-        self.num_slots, self.layers = num_slots, {}
+        self.num_slots = num_slots
+        self.layers: dict[int, list[Tensor]] = {}  # layer -> pages of keys, pages of values
 
-    def begin(self, positions: Tensor, last: int):
-        """What all layers of a step share: where the new tokens [n] go, and which keys they see."""
-        self.slots = torch.arange(len(positions), device=positions.device)
-        self.page, self.offset = positions // PAGE, positions % PAGE
-        self.num_pages = last // PAGE + 1
-        seen = torch.arange(self.num_pages * PAGE, device=positions.device) <= positions[:, None]
-        self.mask = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)[
-            :, None
-        ]  # [n, 1, N * P]
+    def begin_step(self, positions: Tensor, last_position: int) -> None:
+        """Prepares what all layers of a step share: where the new tokens go, and which keys they see.
 
-    def __call__(self, module, query, key, value, scaling):
-        """query [n, H, 1, D], key and value [n, G, 1, D] -> [n, 1, H, D]."""
-        (n, heads), groups = query.shape[:2], key.shape[1]
+        positions [n]: of the new token of each of the first n slots; `last_position` is the largest of them.
+        """
+        device = positions.device
+        self.slots = torch.arange(len(positions), device=device)
+        self.page = positions // PAGE_SIZE_TOKENS
+        self.offset = positions % PAGE_SIZE_TOKENS
+        self.num_pages = last_position // PAGE_SIZE_TOKENS + 1
+        keys = torch.arange(self.num_pages * PAGE_SIZE_TOKENS, device=device)
+        hidden = keys > positions[:, None]
+        mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)
+        self.mask = mask[:, None]  # [n, 1, N * P]
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """Stores the new keys and values and attends. query [n, H, 1, D], key and value [n, G, 1, D] -> [n, 1, H, D]."""
+        n, num_heads = query.shape[:2]
+        num_groups = key.shape[1]
         keys, values = self._reserve(module.layer_idx, [key, value], self.num_pages)
-        for pages, new in ((keys, key), (values, value)):
-            pages[self.page, self.slots, :, self.offset] = new[:, :, 0]
-        query = query.float().reshape(
-            n * groups, heads // groups, -1
-        )  # those of a key head as one matrix: no repeat
-        scores = torch.cat(
-            [
-                query @ page[:n].flatten(0, 1).float().transpose(1, 2)
-                for page in keys[: self.num_pages]
-            ],
-            -1,
-        )
-        probs = scores.mul_(scaling).view(n, heads, -1).add_(self.mask).softmax(-1).to(value.dtype)
-        probs = probs.view(n * groups, heads // groups, -1).split(PAGE, -1)
-        out = sum(
-            (prob @ page[:n].flatten(0, 1)).float()
-            for prob, page in zip(probs, values, strict=False)
-        )
-        return out.to(value.dtype).view(n, 1, heads, -1)
+        keys[self.page, self.slots, :, self.offset] = key[:, :, 0]
+        values[self.page, self.slots, :, self.offset] = value[:, :, 0]
+        # The query heads of one key head are the rows of one matrix, so no key is repeated.
+        query = query.float().reshape(n * num_groups, num_heads // num_groups, -1)
+        page_scores = []
+        for page in keys[: self.num_pages]:
+            page_keys = page[:n].flatten(0, 1).float()  # [n * G, P, D]
+            page_scores.append(query @ page_keys.transpose(1, 2))
+        scores = torch.cat(page_scores, -1).mul_(scaling).view(n, num_heads, -1)
+        probs = scores.add_(self.mask).softmax(-1).to(value.dtype)
+        probs = probs.view(n * num_groups, num_heads // num_groups, -1)
+        page_probs = probs.split(PAGE_SIZE_TOKENS, -1)
+        out = query.new_zeros(*query.shape[:2], value.shape[-1])
+        for page, prob in zip(values[: self.num_pages], page_probs, strict=True):
+            out += (prob @ page[:n].flatten(0, 1)).float()
+        return out.to(value.dtype).view(n, 1, num_heads, -1)
 
-    def write(self, kv: dict, slots: list[int]):
-        """A prompt's keys and values [G, L, D] a layer into each of these slots, from the start."""
-        for layer, new in kv.items():
-            length = new[0].shape[1]
-            num_pages = -(-length // PAGE)
-            for pages, x in zip(self._reserve(layer, new, num_pages), new, strict=True):
-                padded = F.pad(x, (0, 0, 0, num_pages * PAGE - length)).unflatten(
-                    1, (num_pages, PAGE)
-                )
-                pages[:num_pages, slots] = padded.transpose(0, 1)[:, None]
+    def write_prompt(self, kv: PromptKV, slots: list[int]) -> None:
+        """Writes a prompt's keys and values into each of `slots`, from position 0."""
+        for layer, keys_and_values in kv.items():
+            length = keys_and_values[0].shape[1]
+            num_pages = -(-length // PAGE_SIZE_TOKENS)
+            padding = num_pages * PAGE_SIZE_TOKENS - length
+            layer_pages = self._reserve(layer, keys_and_values, num_pages)
+            for pages, new in zip(layer_pages, keys_and_values, strict=True):
+                padded = F.pad(new, (0, 0, 0, padding))
+                new_pages = padded.unflatten(1, (num_pages, PAGE_SIZE_TOKENS))  # [G, N, P, D]
+                pages[:num_pages, slots] = new_pages.transpose(0, 1)[:, None]
 
-    def move(self, source: int, target: int):
-        for pages in (x for layer in self.layers.values() for x in layer):
-            pages[:, target] = pages[:, source]
+    def move_slot(self, source: int, target: int) -> None:
+        """Copies all keys and values of slot `source` to slot `target`."""
+        for layer_pages in self.layers.values():
+            for pages in layer_pages:
+                pages[:, target] = pages[:, source]
 
     def _reserve(self, layer: int, like: list[Tensor], num_pages: int) -> list[Tensor]:
-        """The layer's pages, at least so many. New ones are zero: what is masked is multiplied by 0, and must be finite."""
-        held = self.layers.setdefault(
-            layer, [x.new_zeros(0, self.num_slots, x.shape[-3], PAGE, x.shape[-1]) for x in like]
-        )
-        if (more := num_pages - len(held[0])) > 0:
-            held[:] = [torch.cat([x, x.new_zeros(more, *x.shape[1:])]) for x in held]
-        return held
+        """The layer's pages of keys and of values, at least `num_pages`, in dtype and head size as `like` [..., G, *, D].
+
+        New pages are zero: masked values are multiplied by a probability of 0 and must be finite.
+        """
+        if layer not in self.layers:
+            self.layers[layer] = [
+                x.new_zeros(0, self.num_slots, x.shape[-3], PAGE_SIZE_TOKENS, x.shape[-1])
+                for x in like
+            ]
+        pages = self.layers[layer]
+        num_missing = num_pages - len(pages[0])
+        if num_missing > 0:
+            pages[:] = [torch.cat([x, x.new_zeros(num_missing, *x.shape[1:])]) for x in pages]
+        return pages

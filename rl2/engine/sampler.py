@@ -1,13 +1,20 @@
-"""What engines are asked and answer, and one token of every row from its logits, by noise that is given.
+"""One token of every row, drawn from its logits by noise that the caller gives.
 
-Shapes: n rows, V vocabulary.
+Shapes: n rows, V vocabulary, B = BLOCK_SIZE_TOKENS.
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 64  # tokens of the vocabulary that are summed before the search
+BLOCK_SIZE_TOKENS = 64  # tokens of the vocabulary whose weights are summed before the search
+
+
+def uniform_noise(seed: tuple[int, ...], count: int) -> np.ndarray:
+    """`count` float64 numbers in [0, 1). Number i is a function of `seed` and i alone."""
+    bits = np.random.Philox(np.random.SeedSequence(seed))
+    return np.random.Generator(bits).random(count)
 
 
 def sample(
@@ -15,51 +22,64 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """logits [n, V], uniform noise [n] float64, settings [n] -> tokens [n], logps [n] float32.
 
-    Inverse CDF: the token whose share of the cumulative weights holds the noise, searched first among sums of BLOCK
-    tokens, then in its block. One pass of exp over the vocabulary serves the draw and the log-probability.
-    RuntimeError if the logits are not finite.
+    One pass of exp over the vocabulary serves both the draw and the log-probability, which is that of the whole
+    softmax, before top_p and top_k. Temperature 0 takes the most likely token. RuntimeError if the logits are not finite.
     """
-    rows = torch.arange(len(logits), device=logits.device)
     greedy = temperature == 0
     temperature = torch.where(greedy, 1.0, temperature)
-    x = logits.to(torch.float32, copy=True).div_(temperature[:, None])
-    top = x.amax(-1, keepdim=True)
-    weights = F.pad(x.sub_(top).exp_(), (0, -x.shape[1] % BLOCK)).unflatten(
-        1, (-1, BLOCK)
-    )  # [n, V / BLOCK, BLOCK]
-    sums = weights.sum(-1).double()
-    total = sums.sum(-1)
+    scaled = logits.to(torch.float32, copy=True).div_(temperature[:, None])
+    highest = scaled.amax(-1, keepdim=True)
+    weights = scaled.sub_(highest).exp_()
+    weights = F.pad(weights, (0, -weights.shape[1] % BLOCK_SIZE_TOKENS))
+    weights = weights.unflatten(1, (-1, BLOCK_SIZE_TOKENS))  # [n, V / B, B]
+    block_sums = weights.sum(-1).double()
+    total = block_sums.sum(-1)
     if not total.isfinite().all():
         raise RuntimeError("the model's logits are not finite: its weights have diverged")
     restricted = ((top_p < 1) | (top_k > 0)).nonzero()[:, 0]
     if len(restricted):
-        settings = (top_p[restricted], top_k[restricted])
-        weights[restricted] = _truncate(weights[restricted].flatten(1), *settings).view_as(
-            weights[restricted]
-        )
-        sums = weights.sum(-1).double()
-    cumulative = sums.cumsum(-1)
-    target = noise * cumulative[:, -1]
-    block = _search(cumulative, target)
-    within = weights[rows, block].double().cumsum(-1)
-    tokens = block * BLOCK + _search(within, target - (cumulative - sums)[rows, block])
+        whole = weights[restricted].flatten(1)
+        truncated = _truncate(whole, top_p[restricted], top_k[restricted])
+        weights[restricted] = truncated.unflatten(1, (-1, BLOCK_SIZE_TOKENS))
+        block_sums = weights.sum(-1).double()
+    tokens = _draw(weights, block_sums, noise)
     if greedy.any():
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
-    logps = logits[rows, tokens].float() / temperature - top[:, 0] - total.log()
+    token_logits = logits.gather(1, tokens[:, None])[:, 0].float()
+    logps = token_logits / temperature - highest[:, 0] - total.log()
     return tokens, logps.float()
 
 
+def _draw(weights: Tensor, block_sums: Tensor, noise: Tensor) -> Tensor:
+    """weights [n, V / B, B], their sums [n, V / B], noise [n] -> tokens [n], by the inverse of the cumulative weights.
+
+    The token is searched first among the sums of blocks, then in its block.
+    """
+    rows = torch.arange(len(weights), device=weights.device)
+    cumulative = block_sums.cumsum(-1)
+    target = noise * cumulative[:, -1]
+    block = _search(cumulative, target)
+    before = (cumulative - block_sums)[rows, block]
+    within = weights[rows, block].double().cumsum(-1)
+    return block * BLOCK_SIZE_TOKENS + _search(within, target - before)
+
+
 def _search(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Per row the first index whose cumulative weight exceeds the target, kept within [0, all): so its weight is not 0."""
+    """Per row the first index whose cumulative weight exceeds the target.
+
+    The target is kept between 0 and just below the whole, so the weight at the index is never 0.
+    """
     highest = torch.nextafter(cumulative[:, -1], torch.zeros_like(target))
-    return torch.searchsorted(
-        cumulative, target.clamp_min(0).minimum(highest)[:, None], right=True
-    )[:, 0]
+    target = target.clamp_min(0).minimum(highest)
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
 
 
 def _truncate(weights: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """weights [n, V] with 0 outside the `top_k` likeliest tokens and outside the fewest that hold `top_p` of all weight.
-    Both look at the whole distribution, as in SGLang."""
+    """weights [n, V] -> the same with 0 for every token that top_p or top_k leaves out.
+
+    top_k keeps that many most likely tokens, top_p the fewest most likely ones that hold this share of all weight. Both
+    look at the whole distribution, as in SGLang.
+    """
     ordered, index = weights.sort(dim=-1, descending=True, stable=True)
     before = ordered.double().cumsum(-1) - ordered
     limit = torch.where(top_k > 0, top_k, weights.shape[1])[:, None]
