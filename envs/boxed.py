@@ -54,7 +54,7 @@ def reward_fn(messages, answer):
 
 
 def last_boxed(text):
-    r"""The content of the last \boxed{...} in the text. None if there is none or it is not closed."""
+    r"""The content of the last \boxed{...} in the text, or None if there is none that closes."""
     start = text.rfind(BOX)
     if start < 0:
         return None

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# REINFORCE on Countdown (make 24 of 1, 2, 3, 4) with Qwen2.5-3B-Instruct. For four GPUs of 40 GB or more, with sglang
-# installed and a network for model and data. Not run yet.
+# REINFORCE on Countdown (make 24 from 1, 2, 3, 4) with Qwen2.5-3B-Instruct.
+# Needs four GPUs of 40 GB or more, sglang installed, and a network for the model and the data.
+# Not run yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python examples/data.py countdown runs/data/countdown

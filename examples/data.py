@@ -1,6 +1,10 @@
-"""Public data sets as rows of rl2: `python examples/data.py gsm8k|orz|countdown|search FOLDER` writes train.jsonl and
-test.jsonl there. Needs a network. What each set looks like is said where it is read; the conversions are tested on rows of
-that look, the downloads have not been run."""
+"""Writes a public data set as rows of rl2: FOLDER/train.jsonl and FOLDER/test.jsonl.
+
+    python examples/data.py gsm8k|orz|countdown|search FOLDER
+
+Needs a network. Each conversion names the data set and the columns that it reads. The conversions
+are tested on rows of that form. The downloads have not been run.
+"""
 
 import argparse
 import itertools
@@ -8,106 +12,115 @@ import json
 import urllib.request
 from pathlib import Path
 
-ORZ = "https://github.com/Open-Reasoner-Zero/Open-Reasoner-Zero/raw/refs/heads/main/data/orz_math_57k_collected.json"
+ORZ_URL = (
+    "https://github.com/Open-Reasoner-Zero/Open-Reasoner-Zero/raw/refs/heads/main/"
+    "data/orz_math_57k_collected.json"
+)
 NUM_HELD_OUT = 512
+NUM_COUNTDOWN = 50_000  # rows of Countdown to take
 
 
-def ask(text: str, **columns) -> dict:
-    return {"messages": [{"role": "user", "content": text}], **columns}
+def make_row(question: str, **columns) -> dict:
+    return {"messages": [{"role": "user", "content": question}], **columns}
 
 
 def gsm8k(row: dict) -> dict:
-    """openai/gsm8k: question, answer; the answer is a solution that ends in "#### 72"."""
-    told = row["answer"].rpartition("####")[2].strip().replace(",", "")
-    return ask(
+    """openai/gsm8k: question, answer. The answer is a solution that ends in "#### 72"."""
+    solution = row["answer"]
+    return make_row(
         f"{row['question'].strip()}\nReason step by step, then write the number after ####.",
-        answer=told,
+        answer=solution.rpartition("####")[2].strip().replace(",", ""),
     )
 
 
 def orz(row: list) -> dict:
-    """Open-Reasoner-Zero: [{"from": "human", "value"}, {"from": "assistant", "ground_truth": {"value"}}]."""
-    question, answer = row[0]["value"].strip(), row[1]["ground_truth"]["value"]
-    return ask(
-        f"{question}\nReason step by step, and put the final answer within \\boxed{{}}.",
+    """Open-Reasoner-Zero: a list of messages.
+
+    [{"from": "human", "value": ...}, {"from": "assistant", "ground_truth": {"value": ...}}]
+    """
+    return make_boxed_row(row[0]["value"], row[1]["ground_truth"]["value"])
+
+
+def math500(row: dict) -> dict:
+    """HuggingFaceH4/MATH-500: problem, answer, level."""
+    return make_boxed_row(row["problem"], row["answer"]) | {"level": row["level"]}
+
+
+def make_boxed_row(question: str, answer) -> dict:
+    return make_row(
+        f"{question.strip()}\nReason step by step, and put the final answer within \\boxed{{}}.",
         answer=str(answer),
     )
 
 
-def math500(row: dict) -> dict:
-    """HuggingFaceH4/MATH-500: problem, solution, answer, subject, level."""
-    problem = {"value": row["problem"]}, {"ground_truth": {"value": row["answer"]}}
-    return orz(list(problem)) | {"level": row["level"]}
-
-
 def countdown(row: dict) -> dict:
     """Jiayi-Pan/Countdown-Tasks-3to4: target, nums."""
-    numbers, target = [int(n) for n in row["nums"]], int(row["target"])
-    return ask(
-        f"Make {target} of the numbers {', '.join(map(str, numbers))}: use each exactly once, with + - * / and parentheses. "
-        "Think first, then write the expression, and nothing else, within <answer></answer>, as in "
-        "<answer>(1 + 2) / 3</answer>.",
+    target = int(row["target"])
+    numbers = [int(number) for number in row["nums"]]
+    return make_row(
+        f"Make {target} of the numbers {', '.join(map(str, numbers))}: use each exactly once, "
+        "with + - * / and parentheses. Think first, then write the expression, and nothing else, "
+        "within <answer></answer>, as in <answer>(1 + 2) / 3</answer>.",
         answer=target,
         numbers=numbers,
     )
 
 
 def search(row: dict) -> dict:
-    """RUC-NLPIR/FlashRAG_datasets: question, golden_answers (all of them right)."""
-    return ask(
-        f"Answer the question. You may look things up: write <search>what you look for</search>, end your turn, and you will "
-        "be given what was found. When you know the answer, write it, and nothing else, within <answer></answer>, as in "
-        f"<answer>Beijing</answer>.\nQuestion: {row['question'].strip()}",
+    """RUC-NLPIR/FlashRAG_datasets: question, golden_answers. Each of these answers is right."""
+    return make_row(
+        "Answer the question. You may look things up: write <search>what you look for</search>, "
+        "end your turn, and you will be given what was found. When you know the answer, write it, "
+        "and nothing else, within <answer></answer>, as in <answer>Beijing</answer>.\n"
+        f"Question: {row['question'].strip()}",
         answer=list(row["golden_answers"]),
     )
 
 
-def hub(name: str, split: str, config: str | None = None):
+def load_split(name: str, split: str, configuration: str | None = None):
+    """One split of a data set of the Hugging Face hub."""
     from datasets import load_dataset
 
-    return load_dataset(name, config, split=split)
+    return load_dataset(name, configuration, split=split)
 
 
-def make(name: str) -> tuple[list[dict], list[dict]]:
-    """(rows to train, rows to test)."""
+def make_rows(name: str) -> tuple[list[dict], list[dict]]:
+    """(training rows, test rows) of a data set."""
     if name == "gsm8k":
-        return tuple(
-            [gsm8k(row) for row in hub("openai/gsm8k", split, "main")]
-            for split in ("train", "test")
-        )
+        train = load_split("openai/gsm8k", "train", "main")
+        test = load_split("openai/gsm8k", "test", "main")
+        return [gsm8k(row) for row in train], [gsm8k(row) for row in test]
     if name == "orz":
-        with urllib.request.urlopen(ORZ, timeout=300) as response:
-            rows = json.load(response)
-        return [orz(row) for row in rows], [
-            math500(row) for row in hub("HuggingFaceH4/MATH-500", "test")
-        ]
+        with urllib.request.urlopen(ORZ_URL, timeout=300) as response:
+            train = json.load(response)
+        test = load_split("HuggingFaceH4/MATH-500", "test")
+        return [orz(row) for row in train], [math500(row) for row in test]
     if name == "countdown":
-        rows = [
-            countdown(row)
-            for row in itertools.islice(hub("Jiayi-Pan/Countdown-Tasks-3to4", "train"), 50_000)
-        ]
+        tasks = load_split("Jiayi-Pan/Countdown-Tasks-3to4", "train")
+        rows = [countdown(row) for row in itertools.islice(tasks, NUM_COUNTDOWN)]
         return rows[NUM_HELD_OUT:], rows[:NUM_HELD_OUT]
-    parts = {split: hub("RUC-NLPIR/FlashRAG_datasets", split, "nq") for split in ("train", "test")}
-    return [search(row) for row in parts["train"]], [search(row) for row in parts["test"]][
-        :NUM_HELD_OUT
-    ]
+    train = load_split("RUC-NLPIR/FlashRAG_datasets", "train", "nq")
+    test = load_split("RUC-NLPIR/FlashRAG_datasets", "test", "nq")
+    return [search(row) for row in train], [search(row) for row in test][:NUM_HELD_OUT]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", choices=["gsm8k", "orz", "countdown", "search"])
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
-    if (arguments.folder / "test.jsonl").exists():
+    folder = arguments.folder
+    if (folder / "test.jsonl").exists():
         return
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    for split, rows in zip(("train", "test"), make(arguments.name), strict=True):
-        (arguments.folder / f"{split}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows)
-        )
-        print(
-            f"{arguments.folder}/{split}.jsonl: {len(rows)} rows, e.g. {rows[0]['messages'][0]['content'][:100]!r}"
-        )
+    folder.mkdir(parents=True, exist_ok=True)
+    train, test = make_rows(arguments.name)
+    for split, rows in (("train", train), ("test", test)):
+        file = folder / f"{split}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        question = rows[0]["messages"][0]["content"]
+        print(f"{file}: {len(rows)} rows. The first question: {question[:100]!r}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# GRPO on GSM8K with Qwen2.5-1.5B-Instruct. For one GPU of 80 GB, with sglang installed and a network for model and data.
-# Not run yet: no time and no number can be promised. NUM_GPUS=8 uses a node.
+# GRPO on GSM8K with Qwen2.5-1.5B-Instruct.
+# Needs one GPU of 80 GB, sglang installed, and a network for the model and the data. NUM_GPUS=8
+# uses eight GPUs. Not run yet, so neither its time nor its result is known.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python examples/data.py gsm8k runs/data/gsm8k

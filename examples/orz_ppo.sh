@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# PPO as in Open-Reasoner-Zero (arXiv:2503.24290): Qwen2.5-7B, a critic, no KL, 57k mathematical problems, MATH-500 held out.
-# For one node of eight GPUs of 80 GB, with sglang installed and a network for model and data. Not run yet.
+# PPO as in Open-Reasoner-Zero (arXiv:2503.24290): Qwen2.5-7B with a critic and without KL, trained
+# on 57,000 mathematical problems and tested on MATH-500.
+# Needs one node of eight GPUs of 80 GB, sglang installed, and a network for the model and the data.
+# Not run yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python examples/data.py orz runs/data/orz

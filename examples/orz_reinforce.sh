@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The task of orz_ppo.sh without a critic: each answer against the mean of its group. For one node of eight GPUs of 80 GB,
-# with sglang installed and a network for model and data. Not run yet.
+# The task of orz_ppo.sh without a critic: REINFORCE with the mean reward of the group as baseline.
+# Needs one node of eight GPUs of 80 GB, sglang installed, and a network for the model and the data.
+# Not run yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python examples/data.py orz runs/data/orz

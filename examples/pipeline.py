@@ -1,5 +1,8 @@
-"""What pipeline.sh does beside training: `prepare FOLDER` makes the rows of the stages before GRPO, whose task is the
-quickstart's; `report FOLDER` tells how the stages went."""
+"""The parts of pipeline.sh other than training.
+
+`prepare FOLDER` makes the rows of SFT, of the reward model and of DPO. GRPO trains on the task of
+the quickstart. `report FOLDER` prints how the stages went.
+"""
 
 import argparse
 import json
@@ -8,136 +11,170 @@ import re
 from collections import Counter
 from pathlib import Path
 
-# Of 24,000 generated problems, those with a short worked answer of small whole numbers: 1,267 of 9 kinds.
-NUM_GENERATED, LONGEST_ANSWER, LARGEST, SMALLEST_KIND = 24000, 140, 50, 20
-SIZES = {"test": 100, "sft": 400, "pairs": 320}  # problems; no two of these sets share one
-STAGES = ("sft", "rm", "dpo", "grpo")
+# Of the generated problems, those with a short worked answer of small whole numbers are kept, if
+# enough are of their kind: 1,267 problems of 9 kinds.
+NUM_GENERATED = 24_000
+MAX_ANSWER_CHARACTERS = 140
+NUMBER_LIMIT = 50  # numbers in the worked answer are smaller
+MIN_PROBLEMS_OF_KIND = 20
+NUM_PROBLEMS = {"test": 100, "sft": 400, "pairs": 320}  # no problem is in two of these sets
+# (title, stage, name of the metric, its key). Stages have the names that pipeline.sh gives them.
+REPORTED_METRICS = (
+    ("SFT", "sft", "perplexity", "test/perplexity"),
+    ("reward model", "rm", "accuracy (chance 0.5)", "test/accuracy"),
+    ("DPO", "dpo", "accuracy (chance 0.5)", "test/accuracy"),
+    ("", "dpo", "margin", "test/margin"),
+    ("GRPO", "grpo", "right answers", "test/reward/mean"),
+)
 
 
 def prepare(folder: Path) -> None:
     if (folder / "pairs_test.jsonl").exists():
         return
-    problems, start = make_problems(), 0
-    parts = {}
-    for name, size in SIZES.items():
-        parts[name], start = problems[start : start + size], start + size
-        assert len(parts[name]) == size, f"{len(problems)} problems are not enough"
-    asked = [{problem["question"] for problem in part} for part in parts.values()]
-    assert sum(map(len, asked)) == len(set.union(*asked)), "a problem is in two sets"
-    by_kind = {}
+    problems = make_problems()
+    sets = divide(problems)
+    problems_by_kind = {}
     for problem in problems:
-        by_kind.setdefault(problem["kind"], []).append(problem)
-    rng, rows = random.Random(0), {}
-    for split in ("train", "test"):
-        sft, pairs = (parts[name if split == "train" else "test"] for name in ("sft", "pairs"))
-        rows[f"sft_{split}"] = [sft_row(problem) for problem in sft]
-        rows[f"pairs_{split}"] = [
-            pair_row(problem, i, by_kind, rng) for i, problem in enumerate(pairs)
-        ]
+        problems_by_kind.setdefault(problem["kind"], []).append(problem)
+    rng = random.Random(0)
+    rows = {
+        "sft_train": [sft_row(problem) for problem in sets["sft"]],
+        "pairs_train": pair_rows(sets["pairs"], problems_by_kind, rng),
+        "sft_test": [sft_row(problem) for problem in sets["test"]],
+        "pairs_test": pair_rows(sets["test"], problems_by_kind, rng),
+    }
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    sizes = ", ".join(f"{size} {name}" for name, size in SIZES.items())
-    print(f"word problems: {sizes}; {len(by_kind)} kinds. A question:\n{problems[0]['question']}")
-    print(
-        f"chosen:\n{rows['pairs_test'][0]['chosen']}\nrejected:\n{rows['pairs_test'][0]['rejected']}"
-    )
-    print(
-        f"choosing the shorter of two answers is right for {shorter(rows['pairs_test']):.0%} of the held-out pairs"
-    )
+    sizes = ", ".join(f"{size} {name}" for name, size in NUM_PROBLEMS.items())
+    pair = rows["pairs_test"][0]
+    share = share_of_shorter_chosen(rows["pairs_test"])
+    print(f"word problems: {sizes}; {len(problems_by_kind)} kinds")
+    print(f"A question:\n{pair['messages'][0]['content']}")
+    print(f"chosen:\n{pair['chosen']}\nrejected:\n{pair['rejected']}")
+    print(f"choosing the shorter of two answers is right for {share:.0%} of the held-out pairs")
 
 
 def make_problems() -> list[dict]:
-    """Word problems in the manner of GSM8K with their worked answers, in a fixed random order."""
+    """Word problems in the manner of GSM8K with worked answers, in a fixed random order."""
     import reasoning_gym
 
-    found, numbers = {}, re.compile(r"[\d.,]*\d")
+    problems = {}
     for item in reasoning_gym.create_dataset("gsm_symbolic", size=NUM_GENERATED, seed=0):
-        question, answer = item["question"].split(" Give the result as")[0], item["answer"]
-        worked, kind = item["metadata"]["answer_cot"], tuple(item["metadata"]["variables"])
-        small = all(
-            number.isdigit() and int(number) < LARGEST for number in numbers.findall(worked)
-        )
-        if small and len(worked) <= LONGEST_ANSWER and worked.endswith(f"#### {answer}"):
-            found[question] = {
+        question, _, _ = item["question"].partition(" Give the result as")
+        worked_answer = item["metadata"]["answer_cot"]
+        if is_simple(worked_answer) and worked_answer.endswith(f"#### {item['answer']}"):
+            problems[question] = {
                 "question": question,
-                "answer": answer,
-                "worked": worked,
-                "kind": kind,
+                "answer": item["answer"],
+                "worked_answer": worked_answer,
+                "kind": tuple(item["metadata"]["variables"]),
             }
-    sizes = Counter(problem["kind"] for problem in found.values())
-    problems = [problem for problem in found.values() if sizes[problem["kind"]] >= SMALLEST_KIND]
-    random.Random(0).shuffle(problems)
-    return problems
+    kind_sizes = Counter(problem["kind"] for problem in problems.values())
+    kept = []
+    for problem in problems.values():
+        if kind_sizes[problem["kind"]] >= MIN_PROBLEMS_OF_KIND:
+            kept.append(problem)
+    random.Random(0).shuffle(kept)
+    return kept
 
 
-def sft_row(problem):
-    return {"messages": [*prompt(problem), {"role": "assistant", "content": problem["worked"]}]}
+def is_simple(worked_answer: str) -> bool:
+    """Whether the answer is short and has only small whole numbers."""
+    if len(worked_answer) > MAX_ANSWER_CHARACTERS:
+        return False
+    numbers = re.findall(r"[\d.,]*\d", worked_answer)
+    return all(number.isdigit() and int(number) < NUMBER_LIMIT for number in numbers)
 
 
-def prompt(problem):
+def divide(problems: list[dict]) -> dict[str, list[dict]]:
+    """The sets of NUM_PROBLEMS, one after the other."""
+    sets = {}
+    start = 0
+    for name, size in NUM_PROBLEMS.items():
+        sets[name] = problems[start : start + size]
+        start += size
+    assert start <= len(problems), f"{len(problems)} problems are not enough, {start} are needed"
+    questions = {problem["question"] for problem in problems[:start]}
+    assert len(questions) == start, "a problem is in two sets"
+    return sets
+
+
+def prompt(problem: dict) -> list[dict]:
     return [{"role": "user", "content": problem["question"]}]
 
 
-def pair_row(problem, number, by_kind, rng):
-    """The worked answer is chosen. Rejected is, for every other row, the same with a slip in its last step, as long to
-    the character; for the rest the right answer to another problem of the kind, with other numbers and names."""
-    others = [
-        other["worked"]
-        for other in by_kind[problem["kind"]]
-        if other["answer"] != problem["answer"]
-    ]
-    rejected = rng.choice(others) if number % 2 else slip(problem, rng)
-    return {"messages": prompt(problem), "chosen": problem["worked"], "rejected": rejected}
+def sft_row(problem: dict) -> dict:
+    reply = {"role": "assistant", "content": problem["worked_answer"]}
+    return {"messages": [*prompt(problem), reply]}
 
 
-def slip(problem, rng):
+def pair_rows(problems: list[dict], problems_by_kind: dict, rng: random.Random) -> list[dict]:
+    """Rows whose chosen reply is the worked answer.
+
+    The rejected reply is, in turns, the worked answer with a slip in its last step, or the right
+    answer to another problem of the same kind, with other numbers and names.
+    """
+    rows = []
+    for i, problem in enumerate(problems):
+        other_answers = []
+        for other in problems_by_kind[problem["kind"]]:
+            if other["answer"] != problem["answer"]:
+                other_answers.append(other["worked_answer"])
+        rejected = with_slip(problem, rng) if i % 2 == 0 else rng.choice(other_answers)
+        chosen = problem["worked_answer"]
+        rows.append({"messages": prompt(problem), "chosen": chosen, "rejected": rejected})
+    return rows
+
+
+def with_slip(problem: dict, rng: random.Random) -> str:
+    """The worked answer with a wrong result: as many digits, at most 9 from the right one."""
     answer = int(problem["answer"])
-    near = [answer + by for by in range(-9, 10) if by and len(str(answer + by)) == len(str(answer))]
-    return re.sub(rf"(?<!\d){answer}(?!\d)", str(rng.choice(near)), problem["worked"])
+    wrong_answers = []
+    for wrong in range(answer - 9, answer + 10):
+        if wrong != answer and len(str(wrong)) == len(str(answer)):
+            wrong_answers.append(wrong)
+    wrong = str(rng.choice(wrong_answers))
+    return re.sub(rf"(?<!\d){answer}(?!\d)", wrong, problem["worked_answer"])
 
 
-def shorter(rows) -> float:
-    """How often the shorter answer is the chosen one; a tie is half."""
-    lengths = [(len(row["chosen"]), len(row["rejected"])) for row in rows]
-    return sum((a < b) + (a == b) / 2 for a, b in lengths) / len(lengths)
+def share_of_shorter_chosen(rows: list[dict]) -> float:
+    """The share of pairs whose chosen reply is the shorter one. Equal lengths count as half."""
+    total = 0.0
+    for row in rows:
+        chosen, rejected = len(row["chosen"]), len(row["rejected"])
+        total += 0.5 if chosen == rejected else chosen < rejected
+    return total / len(rows)
 
 
 def report(folder: Path) -> None:
-    lines = {stage: read(folder / stage) for stage in STAGES}
-    told = [
-        ("SFT", "sft", "perplexity", "test/perplexity", "{:.2f}"),
-        ("reward model", "rm", "accuracy (chance 0.5)", "test/accuracy", "{:.2f}"),
-        ("DPO", "dpo", "accuracy (chance 0.5)", "test/accuracy", "{:.2f}"),
-        ("", "dpo", "margin", "test/margin", "{:.2f}"),
-        ("GRPO", "grpo", "right answers", "test/reward/mean", "{:.2f}"),
-    ]
     print(f"\n{'':14}{'held out':24}{'before':>8}{'after':>8}{'seconds':>9}  model")
-    for title, stage, what, key, form in told:
-        before, after = (form.format(x) for x in ends(lines[stage], key))
-        if key == "test/accuracy":
-            before = "ties"  # a new head says 0 to all, and DPO's policy is its reference
-        spent = f"{sum(line['time/step'] for line in lines[stage]):.0f}" if title else ""
-        where = folder / stage / "model" if title else ""
-        print(f"{title:14}{what:24}{before:>8}{after:>8}{spent:>9}  {where}")
+    for title, stage, name, key in REPORTED_METRICS:
+        lines = read_metrics(folder / stage)
+        values = [line[key] for line in lines if key in line]
+        # Before training every pair ties: a new reward head gives 0, and DPO's policy still equals
+        # its reference.
+        before = "ties" if key == "test/accuracy" else f"{values[0]:.2f}"
+        seconds = model = ""
+        if title:
+            seconds = f"{sum(line['time/step'] for line in lines):.0f}"
+            model = folder / stage / "model"
+        print(f"{title:14}{name:24}{before:>8}{values[-1]:>8.2f}{seconds:>9}  {model}")
 
 
-def read(folder: Path) -> list[dict]:
+def read_metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def ends(lines, key):
-    """The metric before the first step and after the last one."""
-    found = [line[key] for line in lines if key in line]
-    return found[0], found[-1]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["prepare", "report"])
+    parser.add_argument("command", choices=["prepare", "report"])
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
-    {"prepare": prepare, "report": report}[arguments.what](arguments.folder)
+    if arguments.command == "prepare":
+        prepare(arguments.folder)
+    else:
+        report(arguments.folder)
 
 
 if __name__ == "__main__":

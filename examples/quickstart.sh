@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Hardware: any CPU with two cores and 8 GB of memory. Installs rl2, fetches SmolLM2-135M-Instruct, trains it with GRPO on
-# sums and differences, and shows the reward rising. Safe to run again: nothing is fetched or installed twice.
-# MODEL=owner/name trains another model of the Hugging Face hub; SEED=1 another run; key=value arguments override.
+# Installs rl2, fetches SmolLM2-135M-Instruct, trains it with GRPO on sums and differences, and
+# shows how the reward rises. Needs any CPU with two cores and 8 GB of memory.
+# It may run again: nothing is fetched or installed twice. MODEL=owner/name trains another model of
+# the Hugging Face hub, SEED=1 makes another run, and key=value arguments override the keys below.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source examples/install.sh quickstart
@@ -10,7 +11,8 @@ out="${OUT:-runs/quickstart}"
 python examples/quickstart.py prepare runs/quickstart-data ${MODEL:+--no-model}
 cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$cores}" TOKENIZERS_PARALLELISM=false
-# Large tensors come and go at every layer: keeping their memory mapped instead of returning it saves a tenth of the time.
+# Large tensors are allocated and freed at every layer. Keeping their memory instead of returning it
+# to the system saves a tenth of the time.
 export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000
 
 torchrun --standalone --nproc_per_node=1 -m rl2.trainer.ppo \

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Multi-turn search in the manner of Search-R1 (arXiv:2503.09516) with Qwen2.5-3B-Instruct on Natural Questions. For four GPUs
-# of 80 GB, with sglang installed, a network for model and data, and a retrieval server: that of
-# github.com/PeterGriffinJin/Search-R1, or any that answers as envs/search.py says; RL2_SEARCH_URL names it. Not run yet.
+# Multi-turn search as in Search-R1 (arXiv:2503.09516): Qwen2.5-3B-Instruct on Natural Questions.
+# Needs four GPUs of 80 GB, sglang installed, a network for the model and the data, and a retrieval
+# server at RL2_SEARCH_URL: that of github.com/PeterGriffinJin/Search-R1, or any other with the
+# interface that envs/search.py describes. Not run yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 url="${RL2_SEARCH_URL:-http://127.0.0.1:8000/retrieve}"
