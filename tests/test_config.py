@@ -1,14 +1,20 @@
 """Every rule of the config: what it refuses, in which words, and a neighbour that passes."""
 
 import os
+import subprocess
+import sys
+from dataclasses import dataclass
 
 import pytest
 import yaml
+from common import ROOT
 
-from rl2.config.key import Key, key, schema_keys
+from rl2.__main__ import main
+from rl2.algorithms.by_name import argument_names
+from rl2.config.key import Condition, key, schema_keys, section
 from rl2.config.parse import dump, explain, explain_common, parse
-from rl2.config.rules import validate_dpo, validate_ppo, validate_rm, validate_sft
-from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
+from rl2.config.rules import check_keys, validate_dpo, validate_ppo, validate_rm, validate_sft
+from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, needs_critic
 
 
 @pytest.fixture
@@ -457,3 +463,181 @@ def test_what_only_the_hardware_makes_idle_warns(base, capsys):
     assert words in capsys.readouterr().err
     parse(PPOConfig, [*base, "rollout.gpu_memory_utilization=0.6"], validate_ppo)
     assert "nothing to do" not in capsys.readouterr().err
+
+
+def test_the_short_help_is_one_screen(base, capsys):
+    for root in ROOTS:
+        lines = explain_common(root, "rl2.trainer.ppo").splitlines()
+        assert len(lines) <= 50 and max(map(len, lines)) <= 100
+        assert any(line.startswith("  data.path=(required)") for line in lines)
+        assert not any(line.startswith("  trainer.project=") for line in lines)
+    for topic, included, left_out in [
+        ([], "actor.lr=1e-06", "critic.lr"),
+        (["actor"], "actor.share_prompts=true", "data.path"),
+        (["actor.clip"], "actor.clip=0.2", "actor.clip_high="),
+        (["all"], "critic.lr=5e-06", "nothing"),
+    ]:
+        with pytest.raises(SystemExit) as exit_:
+            parse(PPOConfig, ["--help", *topic, "actor.lr=1"], validate_ppo)
+        text = capsys.readouterr().out
+        assert exit_.value.code == 0 and included in text and left_out not in text
+    assert "--help actr: there is no such section or key; try actor" in problems(
+        ["--help", "actr"], capsys
+    )
+
+
+def test_help_survives_a_reader_that_leaves():
+    command = [sys.executable, "-m", "rl2", "ppo", "--help", "all"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 0
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_every_setting_of_a_function_is_used_by_one(root):
+    known = schema_keys(root)
+    for name, entry in known.items():
+        if entry.setting_of:
+            section, _, setting = name.rpartition(".")
+            table = known[f"{section}.{entry.setting_of}"].functions.values()
+            assert any(setting in argument_names(function) for function in table), name
+
+
+OWN_FUNCTIONS = """
+def loss(log_ratio, advantages, clip_high):
+    ...
+def estimator(rewards, values, mask, lamda):
+    ...
+def group_estimator(rewards, mask, group):
+    ...
+"""
+FUNCTION_RULES = [  # (refused, what the message says, accepted)
+    (
+        "actor.loss=own.py:loss actor.clip=0.1",
+        "actor.clip=0.1 has no effect with actor.loss=own.py:loss, which uses clip_high; clip is "
+        "used by ppo, gspo",
+        "actor.loss=own.py:loss actor.clip_high=4",
+    ),
+    (
+        "actor.loss=own.py:los",
+        "actor.loss=own.py:los: own.py has no function los",
+        "actor.loss=own.py:loss",
+    ),
+    ("actor.loss=other.py:loss", "actor.loss=other.py: there is no such file", "actor.loss=gspo"),
+    ("adv.estimator=broken.py:f", "the file fails on import: NameError", "adv.estimator=gae"),
+    (
+        "adv.estimator=own.py:estimator adv.gamma=0.9",
+        "adv.gamma=0.9 has no effect with adv.estimator=own.py:estimator, which uses lamda",
+        "adv.estimator=own.py:estimator adv.lamda=0.9 critic.lr=1e-5",
+    ),
+    (
+        "adv.estimator=own.py:group_estimator adv.norm_var=true critic.lr=1e-5",
+        "critic.lr=1e-05 has no effect with adv.estimator=own.py:group_estimator",
+        "adv.estimator=own.py:group_estimator",
+    ),
+    (
+        "adv.estimator=own.py:group_estimator data.responses_per_prompt=1",
+        "leaves adv.estimator=own.py:group_estimator no group to compare with",
+        "adv.estimator=own.py:estimator data.responses_per_prompt=1",
+    ),
+    (
+        "adv.estimator=own.py:estimator critic.sp_size=3",
+        "critic.sp_size=3 does not divide",
+        "adv.estimator=own.py:estimator critic.sp_size=2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("refused", "words", "accepted"), FUNCTION_RULES)
+def test_rule_of_a_function_from_a_file(
+    base, capsys, tmp_path, monkeypatch, refused, words, accepted
+):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    (tmp_path / "own.py").write_text(OWN_FUNCTIONS)
+    (tmp_path / "broken.py").write_text("f = undefined")
+    assert words in problems([*base, *refused.split()], capsys)
+    parse(PPOConfig, [*base, *accepted.split()], validate_ppo)
+
+
+def test_needs_critic(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_FUNCTIONS)
+    assert needs_critic("gae") and needs_critic(f"{tmp_path}/own.py:estimator")
+    assert not needs_critic("reinforce") and not needs_critic("gea")
+
+
+@dataclass
+class Section:
+    size: int = key(4, "a size", above=0, at_most=8)
+    ratio: float | None = key(None, "a ratio", at_least=0, below=1)
+    top_k: int = key(-1, "a count; -1 = all", at_least=1)
+    detail: int = key(
+        0, "a detail", only_if=Condition(lambda config, section: section.ratio, "in {path}")
+    )
+
+
+@dataclass
+class LargeSection(Section):
+    size: int = 6
+
+
+@dataclass
+class Root:
+    small: Section = section(Section, "a section")
+    large: LargeSection = section(LargeSection, "a section with another default")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("size", 0, "it must be above 0; the default is 6"),
+        ("size", 9, "it must not be above 8; the default is 6"),
+        ("ratio", -0.5, "it must not be below 0; the default is None"),
+        ("ratio", 1.0, "it must be below 1; the default is None"),
+        ("top_k", 0, "it must not be below 1; the default is -1"),
+        ("size", 8, None),
+        ("ratio", 0.0, None),
+        ("ratio", None, None),
+        ("top_k", -1, None),
+    ],
+)
+def test_a_range_stands_beside_its_field_and_is_inherited(name, value, problem):
+    config = Root()
+    setattr(config.large, name, value)
+    expected = [f"large.{name}={value}: {problem}"] if problem else []
+    assert check_keys(config, set_keys=set()) == expected
+
+
+def test_a_condition_stands_beside_its_field():
+    config = Root()
+    config.large.detail = 1
+    assert check_keys(config, {"large.detail", "small.detail"}) == [
+        "large.detail=1 has no effect in large"
+    ]
+    config.large.ratio = 0.5
+    assert check_keys(config, {"large.detail"}) == []
+
+
+def test_a_key_without_help_is_an_error():
+    @dataclass
+    class Plain:
+        size: int = 1
+
+    with pytest.raises(TypeError, match="Plain.size is declared without key"):
+        schema_keys(Plain)
+
+
+def test_commands(capsys, monkeypatch):
+    def run_main(*arguments):
+        monkeypatch.setattr("sys.argv", ["rl2", *arguments])
+        main()
+
+    run_main()
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text for name in ("ppo", "sft", "dpo", "rm"))
+    assert "torchrun --nproc_per_node=N -m rl2 COMMAND" in text
+    with pytest.raises(SystemExit) as exit_:
+        run_main("pop", "actor.lr=1")
+    assert exit_.value.code == 2 and "did you mean ppo?" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit_:
+        run_main("rm", "critic.lrr=1", "foo")
+    assert exit_.value.code == 2 and "did you mean critic.lr" in capsys.readouterr().err

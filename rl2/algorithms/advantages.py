@@ -19,6 +19,7 @@ learns the returns.
 import torch
 from torch import Tensor
 
+from rl2.algorithms.by_name import Function
 from rl2.algorithms.losses import masked, sum_by_index
 
 
@@ -106,7 +107,7 @@ def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
     return masked(mask, scaled).to(advantages.dtype)
 
 
-ADVANTAGE_ESTIMATORS = {"reinforce": group_advantages, "gae": gae}
+ADVANTAGE_ESTIMATORS: dict[str, Function] = {"reinforce": group_advantages, "gae": gae}
 
 
 def zero_std_group_fraction(

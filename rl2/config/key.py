@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
 from typing import Any
 
 from rl2.algorithms.by_name import Function
@@ -54,7 +53,6 @@ def section(kind: type, help: str, common: bool = True, only_if: Condition | Non
     return field(default_factory=kind, metadata={"key": info})
 
 
-@cache
 def schema_keys(root: type) -> dict[str, Key]:
     """Dotted name -> Key, of every section and key of a config class, in order."""
     return dict(_walk(root, ""))

@@ -318,7 +318,7 @@ def explain_common(root: type, usage: str) -> str:
             space = _width() - len(start)
             lines.append(start + textwrap.shorten(short_help, space, placeholder=" ..."))
     lines += [
-        f"--help SECTION explains every key of {', '.join(sections)}; --help all: everything",
+        f"All keys: --help SECTION, one of {', '.join(sections)}, or --help all",
         "--cfg job prints the resolved config",
         "--config-dir DIR --config-name NAME starts from a YAML file",
         "A value with spaces, commas, = or parentheses needs quotes in quotes: 'key=\"a value\"'",

@@ -293,7 +293,9 @@ class ActorConfig(RolloutWorkerConfig):
 
 @dataclass
 class CriticConfig(RolloutWorkerConfig):
-    model_name: str | None = key(None, "the model the critic starts from; by default the actor's")
+    model_name: str | None = key(  # type: ignore[assignment]  # build.py fills it in
+        None, "the model the critic starts from; by default the actor's"
+    )
     lr: float = 5e-6
     clip: float = key(0.2, "how far the value may move in one step", above=0)
 
