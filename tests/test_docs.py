@@ -111,6 +111,15 @@ def test_every_link_and_file_that_is_named_exists(page):
         assert is_example or (ROOT / name).exists(), f"{page} names {name}"
 
 
+def show(default) -> str:
+    """A default as docs/keys.md writes it."""
+    if isinstance(default, bool):
+        return str(default).lower()
+    if default is None:
+        return "none"
+    return "required" if default == "???" else str(default)
+
+
 def test_the_list_of_keys_is_whole_and_its_defaults_are_right():
     """One line a key: | `key` | default | what it does |. The critic's keys that the actor has too stand once."""
     rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| ", read("docs/keys.md"), re.M)
@@ -121,15 +130,11 @@ def test_the_list_of_keys_is_whole_and_its_defaults_are_right():
         as_actor = key.replace("critic.", "actor.", 1)
         as_train = key.replace(".test_sampling", ".train_sampling", 1)
         assert key in listed or as_actor in listed or as_train in listed, f"{key} is not listed"
-        if key in listed:
-            text = listed[key].strip("`")
-            expected = {None: "none", "???": "required", True: "true", False: "false"}
-            shown = expected.get(default, default) if not isinstance(default, list) else "[]"
-            shown = "{}" if default == {} else shown
-            same = text == str(shown)
-            if isinstance(default, float) and not same:
-                same = float(text) == default
-            assert same, f"docs/keys.md: {key} is {default!r} by default, not {text}"
+        shown = listed.get(key, show(default)).strip("`")
+        same = shown == show(default)
+        if isinstance(default, float) and not same:
+            same = float(shown) == default
+        assert same, f"docs/keys.md: {key} is {show(default)} by default, not {shown}"
     assert not listed.keys() - keys.keys()
 
 
@@ -166,7 +171,9 @@ def metrics_of_code() -> set[str]:
     found = {f"{name}" for name in metrics_of_losses()}
     for path in (ROOT / "rl2").rglob("*.py"):
         tree = ast.parse(path.read_text())
-        found |= {text for text in string_constants(tree) if re.fullmatch(r"[a-z]+/[a-z_]{2,}", text)}
+        found |= {
+            text for text in string_constants(tree) if re.fullmatch(r"[a-z]+/[a-z_]{2,}", text)
+        }
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "phase":
                 found |= {f"time/{text}" for text in string_constants(node)}
