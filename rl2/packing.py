@@ -213,8 +213,12 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
         inputs = batch.inputs[row]
         if not share_prompts:
             prompt = end
-        is_shared = prompt_row is not None and share_prompts
-        if not (is_shared and _have_same_prompt(batch, spans, prompt_row, row)):
+        shares_prompt = (
+            share_prompts
+            and prompt_row is not None
+            and _have_same_prompt(batch, spans, prompt_row, row)
+        )
+        if not shares_prompt:
             prompt_row = row
             prompt_segment = len(segments.cu_seqlens) - 1
             prompt_start = segments.add(inputs[:prompt], 0)

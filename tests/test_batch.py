@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from rl2.batch import Sample, collate, split_minibatches, scored_spans
+from rl2.batch import Sample, collate, scored_spans, split_minibatches
 from rl2.packing import pack, plan_micro_batches, unpack, zigzag
 
 

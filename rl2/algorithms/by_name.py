@@ -27,8 +27,8 @@ def find_function(name: str, table: Mapping[str, Function], key: str) -> Functio
     if not colon or not path.endswith(".py"):
         choices = ", ".join(table)
         raise ValueError(f"{key}={name}: choose {choices}, or your own as path/to/file.py:function")
-    function = getattr(_load_file(path, key), attribute, None)
-    if not callable(function):
+    function: Function | None = getattr(_load_file(path, key), attribute, None)
+    if function is None or not callable(function):
         raise ValueError(f"{key}={name}: {path} has no function {attribute}")
     return function
 

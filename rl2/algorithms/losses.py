@@ -103,7 +103,8 @@ def token_weights(
         "num_trajectories": (lengths > 0).sum().clamp(min=1),
         "constant": constant,
     }
-    return call_by_name(TOKEN_AVERAGES[average], available)
+    weights: Tensor = call_by_name(TOKEN_AVERAGES[average], available)
+    return weights
 
 
 # Policy losses. Each asks by parameter name for any of
@@ -264,7 +265,8 @@ def importance_weights(
         raise ValueError(f"correction {kind!r}: choose {', '.join(IMPORTANCE_CORRECTIONS)}")
     log_rho = masked(mask, old_logps - engine_logps).detach()
     available = {"log_rho": log_rho, "mask": mask, "cap": cap}
-    return call_by_name(IMPORTANCE_CORRECTIONS[kind], available)
+    factors: Tensor = call_by_name(IMPORTANCE_CORRECTIONS[kind], available)
+    return factors
 
 
 def rollout_mismatch(old_logps: Tensor, engine_logps: Tensor, weights: Tensor) -> Metrics:
