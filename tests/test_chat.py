@@ -1,4 +1,4 @@
-"""Chat templates on a byte-level tokenizer, which gives back any text exactly."""
+"""Chat templates with a byte-level tokenizer, which decodes any text exactly."""
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -11,13 +11,13 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 NO_NEWLINE = CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>'")
-LLAMA = (  # trims contents, starts with <|bos|>, gives a tool's result as JSON under another role
+LLAMA = (  # trims contents, begins with <|bos|>, writes a tool's result as JSON under another role
     "{{ bos_token }}{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|eot|>' }}{% endif %}"
     "{% for m in messages %}{% if m.role == 'tool' %}{{ '<|im_start|>ipython\n' + (m.content | tojson) + '<|eot|>' }}"
     "{% else %}{{ '<|im_start|>' + m.role + '\n\n' + (m.content | trim) + '<|eot|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}"
 )
-QWEN = (  # drops the reasoning of turns before the last question; a tool's result is no question
+QWEN = (  # drops the reasoning of turns before the last message of the user
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}{% set content = m.content %}"
     "{% if m.role == 'assistant' and loop.index0 < ns.last %}"
@@ -74,12 +74,12 @@ def text_of(tokenizer, tokens):
 
 
 def bytewise(tokenizer, text):
-    """One token a byte: not what the tokenizer itself would give for a text with "the" in it."""
+    """One token for each byte. The tokenizer itself would merge the letters of "the"."""
     return tokenizer.convert_tokens_to_ids([BYTES[byte] for byte in text.encode()])
 
 
 def turn(tokenizer, prompt_messages, reply, end, tools=None):
-    """(tokens, messages) after a sampled reply, as the rollout makes them."""
+    """(tokens, messages) after a sampled reply, as the rollout has them."""
     completion = bytewise(tokenizer, reply) + (
         [tokenizer.convert_tokens_to_ids(end)] if end else []
     )
@@ -175,11 +175,11 @@ def test_dropped_reasoning_starts_a_new_sequence_but_a_tool_call_keeps_it():
 @pytest.mark.parametrize(
     "template, reply, end",
     [
-        (LLAMA, " 4 ", "<|eot|>"),  # the template trims
-        (CHATML, "4", "<|endoftext|>"),  # not how the template ends a turn
+        (LLAMA, " 4 ", "<|eot|>"),  # the template removes the spaces
+        (CHATML, "4", "<|endoftext|>"),  # the template ends turns otherwise
     ],
 )
-def test_what_the_template_would_not_write_starts_a_new_sequence(template, reply, end):
+def test_a_reply_that_the_template_would_not_write_starts_a_new_sequence(template, reply, end):
     tokenizer = make_tokenizer(template)
     tokens, messages = turn(tokenizer, QUESTION, reply, end)
     assert chat.extend(tokenizer, tokens, messages, [{"role": "user", "content": "Sure?"}]) is None
@@ -230,7 +230,7 @@ def test_tool_message_becomes_the_users_where_the_template_has_no_tools(template
     assert text_of(tokenizer, new) == "\n<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_refusal_of_a_template_is_told_in_words():
+def test_refusal_of_a_template_is_an_error_with_its_reason():
     tokenizer = make_tokenizer(ONLY_USER_AND_ASSISTANT)
     with pytest.raises(ValueError, match="refuses these messages.*unknown role.*judge"):
         chat.encode_prompt(tokenizer, [{"role": "judge", "content": "x"}])
@@ -262,8 +262,8 @@ def test_stop_token_ids():
 # Training sequences
 
 
-def replies(tokenizer, messages):
-    """(tokens, mask) of the sequences that train every turn of the assistant's."""
+def train_all_turns(tokenizer, messages):
+    """(tokens, mask) of the sequences that train every turn of the assistant."""
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     texts = [chat.render_reply(tokenizer, messages[:i], messages[i]) for i in places]
     return sequences(tokenizer, texts)
@@ -295,7 +295,7 @@ def test_worked_example_of_training_sequences():
 @pytest.mark.parametrize("template", [CHATML, NO_NEWLINE])
 def test_every_reply_is_trained_with_its_end_of_turn_and_nothing_else_is(template):
     tokenizer = make_tokenizer(template)
-    ((tokens, mask),) = replies(tokenizer, TALK)
+    ((tokens, mask),) = train_all_turns(tokenizer, TALK)
     whole = tokenizer.apply_chat_template(TALK, tokenize=False)
     assert tokenizer.decode(tokens) == whole
     trained = tokenizer.decode(
@@ -304,25 +304,23 @@ def test_every_reply_is_trained_with_its_end_of_turn_and_nothing_else_is(templat
     assert trained == "the sum is 4 é<|im_end|><think>hm</think> 5<|im_end|>"
 
 
-def test_where_the_template_rewrites_a_turn_a_sequence_of_its_own_begins():
-    """What is trained is what the model would have read and said at that turn."""
+def test_a_turn_that_the_template_rewrites_starts_a_new_sequence():
+    """Each sequence has the tokens that the model would read and sample at that turn."""
     tokenizer = make_tokenizer(QWEN)
     talk = [QUESTION[0], TALK[3], TALK[2], TALK[1]]
-    found = replies(tokenizer, talk)
+    found = train_all_turns(tokenizer, talk)
     for (tokens, mask), end in zip(found, (2, 4), strict=True):
         assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(talk[:end], tokenize=False)
         first = mask.index(1)
         assert tokens[:first] == chat.encode_prompt(tokenizer, talk[: end - 1])
-        assert (
-            sum(mask) == len(tokens) - first - 1
-        )  # all but the newline behind the end of the turn
+        assert sum(mask) == len(tokens) - first - 1  # all but the newline after the end of the turn
 
 
 def test_a_reply_without_an_end_of_turn_gets_the_end_of_sequence():
     tokenizer = make_tokenizer(
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     )
-    ((tokens, mask),) = replies(tokenizer, TALK[:2])
+    ((tokens, mask),) = train_all_turns(tokenizer, TALK[:2])
     assert tokenizer.decode(tokens).endswith("assistant: the sum is 4 é\n<|im_end|>")
     assert mask[-1] == 1 and tokens[-1] == tokenizer.eos_token_id
     (before, whole) = chat.render_reply(tokenizer, "plain ", "text")

@@ -1,4 +1,4 @@
-"""Rows from every format, what is said of malformed ones, and the order of prompts and examples."""
+"""Rows of every format, errors for malformed rows, and the order of prompts and examples."""
 
 import csv
 import json
@@ -132,7 +132,7 @@ GOOD = '{"messages": [{"role": "user", "content": "x"}], "answer": 1}'
 
 
 @pytest.mark.parametrize(
-    "line, said",
+    "line, message",
     [
         ('{"messages": [', "expected JSON"),
         ("[1]", r"expected a JSON object, got \[1\]"),
@@ -162,10 +162,10 @@ GOOD = '{"messages": [{"role": "user", "content": "x"}], "answer": 1}'
         ('{"messages": "x", "answer": 1, "tools": "{"}', "column 'tools': expected JSON"),
     ],
 )
-def test_malformed_row_names_file_row_and_column(tmp_path, line, said):
+def test_malformed_row_names_file_row_and_column(tmp_path, line, message):
     file = tmp_path / "a.jsonl"
     file.write_text(f"{GOOD}\n\n{line}\n{GOOD}")
-    with pytest.raises(ValueError, match=rf"(?s)\(1\):.*{file}, row 3: .*{said}"):
+    with pytest.raises(ValueError, match=rf"(?s)\(1\):.*{file}, row 3: .*{message}"):
         load_rows(str(file), check=check_ppo_row)
 
 
@@ -204,7 +204,7 @@ def test_csv_cell_may_be_long(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, content, said",
+    "name, content, message",
     [
         ("a.jsonl", b"", "has no rows"),
         ("a.json", b"[]", "has no rows"),
@@ -215,9 +215,9 @@ def test_csv_cell_may_be_long(tmp_path):
         ("a.txt", b"x", "expected a file that ends in one of .json, .jsonl"),
     ],
 )
-def test_unusable_file_is_refused_in_words(tmp_path, name, content, said):
+def test_unusable_file_is_refused_with_the_reason(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{tmp_path / name}.*{said}"):
+    with pytest.raises(ValueError, match=rf"{tmp_path / name}.*{message}"):
         load_rows(str(tmp_path / name))
 
 
@@ -301,7 +301,7 @@ def test_each_epoch_holds_every_prompt_once_and_batches_need_only_the_step(
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_take_gives_any_stretch_of_the_sequence_that_batches_divide(shuffle):
+def test_take_gives_any_stretch_of_the_order_of_training(shuffle):
     prompts = make_prompts(make_rows([1] * 5), shuffle=shuffle, seed=3, batch_size=2)
     order = [prompt.index for step in range(10) for prompt in prompts.batch(step)]
     for start in range(8):
@@ -319,7 +319,7 @@ def test_order_differs_by_epoch_and_seed():
     assert order(0, 1) == order(0, 1)
 
 
-# Rows to train on as they are
+# Examples of SFT, DPO and reward models
 
 GOOD_PAIR = {"messages": [{"role": "user", "content": "x"}], "chosen": "w", "rejected": "w w"}
 
@@ -341,7 +341,7 @@ TURNS = "{% for m in messages %} {{ m.content }}{% if m.role == 'assistant' %}<e
 
 
 def with_eos(template=TURNS):
-    """The tokenizer above, with an end of sequence (4) that the template puts behind each of the assistant's turns."""
+    """The tokenizer above. The template ends each assistant turn with the end-of-sequence token, 4."""
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<e>"})
     tokenizer.chat_template = template
@@ -405,7 +405,7 @@ def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("render", "row", "said"),
+    ("render", "row", "message"),
     [
         (render_sft, {"prompt": "x"}, "column 'messages' is missing; the row has prompt"),
         (render_sft, {"text": " "}, "column 'text': expected text, not empty, got ' '"),
@@ -458,12 +458,12 @@ def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
         ),
     ],
 )
-def test_malformed_example_names_file_row_and_remedy(tmp_path, render, row, said):
+def test_malformed_example_names_file_row_and_remedy(tmp_path, render, row, message):
     tokenizer = with_eos(
         "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('roles must alternate') }}{% endif %}"
         " {{ m.content }}{% endfor %}<e>"
     )
     good = GOOD_PAIR if render is render_pair else {"messages": talk("x", "w")}
     file = write(tmp_path / "a.jsonl", [good, row, good])
-    with pytest.raises(ValueError, match=rf"(?s)\(1\):.*{file}, row 3: .*{said}"):
+    with pytest.raises(ValueError, match=rf"(?s)\(1\):.*{file}, row 3: .*{message}"):
         make_examples(file, render, tokenizer)

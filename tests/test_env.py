@@ -1,4 +1,4 @@
-"""Env files that work, that cannot, and that misbehave; and the env files that come with rl2."""
+"""Env files that work, that cannot work and that misbehave, and the ready-made ones."""
 
 import asyncio
 import copy
@@ -85,7 +85,7 @@ def test_reward_types(value, parts):
 
 
 @pytest.mark.parametrize(
-    "value, said",
+    "value, message",
     [
         (None, "expected reward to be a number, got None"),
         ("1", "expected reward to be a number, got '1' .str"),
@@ -98,8 +98,8 @@ def test_reward_types(value, parts):
         ({"a": float("inf")}, "expected a to be finite"),
     ],
 )
-def test_bad_reward_is_an_env_error(value, said):
-    with pytest.raises(EnvError, match=said):
+def test_bad_reward_is_an_env_error(value, message):
+    with pytest.raises(EnvError, match=message):
         score(Env(lambda messages: value))
 
 
@@ -139,7 +139,7 @@ def test_row_without_a_needed_column_costs_its_trajectory_only():
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
-def test_env_may_change_what_it_is_given(tmp_path, prefix):
+def test_env_may_change_its_arguments(tmp_path, prefix):
     body = "messages[0]['content'] = tags.pop()\n    messages.clear()\n    return 1"
     env = load(tmp_path, f"{prefix}def reward_fn(messages, tags):\n    {body}")
     reply, row = copy.deepcopy(REPLY), copy.deepcopy(ROW)
@@ -186,7 +186,7 @@ def test_async_state_outlives_the_callers_loop(tmp_path):
     assert [score(env), score(env)] == [{"reward": 1.0}, {"reward": 1.0}]
 
 
-def test_calls_that_hang_time_out_and_take_no_place_for_ever(monkeypatch):
+def test_calls_that_hang_time_out_and_free_their_slots(monkeypatch):
     release, uncaught = threading.Event(), []
     monkeypatch.setattr(threading, "excepthook", uncaught.append)
 
@@ -213,13 +213,13 @@ def test_calls_that_hang_time_out_and_take_no_place_for_ever(monkeypatch):
     assert all(isinstance(error, EnvError) and "env_timeout=0.4 s" in str(error) for error in hung)
 
 
-def test_waiting_for_a_thread_is_not_hanging():
-    running, most = set(), 0
+def test_waiting_for_a_slot_does_not_count_towards_the_timeout():
+    running, max_running = set(), 0
 
     def slow(messages):
-        nonlocal most
+        nonlocal max_running
         running.add(threading.get_ident())
-        most = max(most, len(running))
+        max_running = max(max_running, len(running))
         time.sleep(0.05)
         running.discard(threading.get_ident())
         return 1.0
@@ -231,7 +231,7 @@ def test_waiting_for_a_thread_is_not_hanging():
 
     for _ in range(2):  # each in an event loop of its own
         assert len(asyncio.run(main())) == 16 * MAX_SYNC_CALLS
-    assert 1 < most <= MAX_SYNC_CALLS
+    assert 1 < max_running <= MAX_SYNC_CALLS
 
 
 def test_hung_call_does_not_keep_the_process_from_exiting(tmp_path):
@@ -273,7 +273,7 @@ def test_bad_messages_are_an_env_error(value):
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, message",
     [
         ("def reward_fn(:", r"env.py:1: .*def reward_fn\(:"),
         (
@@ -290,8 +290,8 @@ def test_bad_messages_are_an_env_error(value):
         ("def reward_fn(messages): pass\ninteract = []", "interact: expected a function"),
     ],
 )
-def test_env_file_that_cannot_work_is_refused(tmp_path, text, said):
-    with pytest.raises(ValueError, match=said) as error:
+def test_env_file_that_cannot_work_is_refused(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message) as error:
         load(tmp_path, text)
     assert "importlib" not in str(error.value)
     assert "rl2/env/" not in str(error.value)
@@ -316,7 +316,7 @@ def test_an_env_file_is_found_by_its_path_or_as_a_ready_made_one(tmp_path, monke
     assert find_env_file("boxed") == Path("boxed")
 
 
-def test_env_files_of_one_name_do_not_meet_and_may_import_neighbours(tmp_path):
+def test_env_files_of_the_same_name_stay_apart_and_may_import_neighbours(tmp_path):
     envs = []
     for value in (1, 2):
         folder = tmp_path / str(value)
@@ -340,26 +340,26 @@ def test_env_file_may_use_dataclasses(tmp_path):
     assert score(env) == {"reward": 1.0}
 
 
-def test_failure_log_tells_each_kind_once_and_stops_the_run_above_the_share(tmp_path, caplog):
+def test_failures_are_logged_once_a_kind_and_stop_the_run_above_the_fraction(tmp_path, caplog):
     env = load(tmp_path, "def reward_fn(messages, answer):\n    raise KeyError(answer)")
-    log = EnvFailures(max_fraction=0.5)
+    failures = EnvFailures(max_fraction=0.5)
     with caplog.at_level(logging.WARNING):
         for answer in range(3):
-            log.record(failure(env, {**ROW, "answer": answer}))
-        log.record(failure(lambda messages: None))
-    assert log.count == 4 and len(caplog.records) == 2 and "KeyError: 0" in caplog.text
-    log.check(0, 0)
-    log.check(4, 8)
+            failures.record(failure(env, {**ROW, "answer": answer}))
+        failures.record(failure(lambda messages: None))
+    assert failures.count == 4 and len(caplog.records) == 2 and "KeyError: 0" in caplog.text
+    failures.check(0, 0)
+    failures.check(4, 8)
     with pytest.raises(
         RuntimeError,
         match="(?s)failed on 5 of 8 .*max_env_failures=0.5.*expected reward to be a number",
     ):
-        log.check(5, 8)
+        failures.check(5, 8)
     with pytest.raises(RuntimeError, match="log of the other processes"):
         EnvFailures(0).check(1, 8)
 
 
-def test_preflight_accepts_what_works_and_warns_of_what_is_idle():
+def test_preflight_accepts_a_working_env_and_warns_of_an_unused_function():
     env = Env(lambda messages, answer: 0, lambda messages: [])
     assert preflight(env, [ROW, ROW], 2) == []
     assert ["interact()" in warning for warning in preflight(env, [ROW], 1)] == [True]
@@ -374,7 +374,7 @@ def test_preflight_accepts_what_works_and_warns_of_what_is_idle():
 
 
 @pytest.mark.parametrize(
-    "reward_fn, interact, rows, max_turns, said",
+    "reward_fn, interact, rows, max_turns, message",
     [
         (lambda messages: 0, None, [ROW], 2, r"max_turns=2, but the env file has no interact"),
         (
@@ -409,8 +409,8 @@ def test_preflight_accepts_what_works_and_warns_of_what_is_idle():
         (lambda messages: 0, lambda messages: None, [ROW], 2, "interact: expected a list"),
     ],
 )
-def test_preflight_refuses_what_cannot_work(reward_fn, interact, rows, max_turns, said):
-    with pytest.raises(ValueError, match=said):
+def test_preflight_refuses_an_env_that_cannot_work(reward_fn, interact, rows, max_turns, message):
+    with pytest.raises(ValueError, match=message):
         preflight(Env(reward_fn, interact), rows, max_turns)
 
 
@@ -496,7 +496,7 @@ def test_calculator_answers_all_calls_in_one_message_and_ends_without(calculator
     assert calculator.interact_fn([{"role": "assistant", "content": "<calc>1+1"}]) == []
 
 
-def test_call_is_no_answer_and_the_last_reply_counts(calculator):
+def test_numbers_in_calls_do_not_count_and_the_last_reply_does(calculator):
     def reward(*replies):
         return calculator.reward_fn(
             [{"role": "assistant", "content": reply} for reply in replies], 2
@@ -514,16 +514,18 @@ def test_ready_env_files_pass_preflight(name):
     assert preflight(load_env(str(ENVS / name)), [ROW], 2 if name == "calculator.py" else 1) == []
 
 
-def test_a_served_reward_model_is_asked_for_the_text_it_was_trained_on(monkeypatch):
-    """envs/reward_model.py against a server of the standard library; a call that it refuses is an error of the env."""
-    asked = []
+def test_a_reward_model_server_gets_the_text_of_the_chat_template(monkeypatch):
+    """envs/reward_model.py with a server of the standard library. A refused call is an EnvError."""
+    requests = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
-            self.send_response(500 if "fail" in asked[-1] else 200)
+            requests.append(
+                json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"]
+            )
+            self.send_response(500 if "fail" in requests[-1] else 200)
             self.end_headers()
-            self.wfile.write(json.dumps([{"embedding": [len(asked[-1]) / 2]}]).encode())
+            self.wfile.write(json.dumps([{"embedding": [len(requests[-1]) / 2]}]).encode())
 
         def log_message(self, *args):
             pass
@@ -533,13 +535,13 @@ def test_a_served_reward_model_is_asked_for_the_text_it_was_trained_on(monkeypat
     monkeypatch.setenv("RL2_REWARD_URL", f"http://127.0.0.1:{server.server_port}/classify")
     env = load_env(str(ENVS / "reward_model.py"), 10)
     text = make_tokenizer().apply_chat_template(REPLY, tokenize=False)
-    assert score(env) == {"reward": len(text) / 2} and asked == [text]
+    assert score(env) == {"reward": len(text) / 2} and requests == [text]
     with pytest.raises(EnvError, match="500"):
         asyncio.run(env.score([{"role": "user", "content": "fail"}], ROW))
     server.shutdown()
 
 
-def said(*replies):
+def conversation(*replies):
     return [{"role": "assistant", "content": reply} for reply in replies]
 
 
@@ -560,7 +562,7 @@ def said(*replies):
     ],
 )
 def test_gsm8k_reward(reply, answer, right, format):
-    assert load_env(str(ENVS / "gsm8k.py")).reward_fn(said(reply), answer) == {
+    assert load_env(str(ENVS / "gsm8k.py")).reward_fn(conversation(reply), answer) == {
         "right": right,
         "format": format,
     }
@@ -589,16 +591,19 @@ def test_gsm8k_reward(reply, answer, right, format):
 )
 def test_countdown_reward(reply, right, format):
     env = load_env(str(ENVS / "countdown.py"))
-    assert env.reward_fn(said(reply), 24, [3, 9, 1]) == {"right": right, "format": format}
+    assert env.reward_fn(conversation(reply), 24, [3, 9, 1]) == {"right": right, "format": format}
 
 
 def test_countdown_is_exact():
     env = load_env(str(ENVS / "countdown.py"))
-    assert env.reward_fn(said("<answer>8 / (3 - 8 / 3)</answer>"), 24, [3, 3, 8, 8])["right"] == 1
+    assert (
+        env.reward_fn(conversation("<answer>8 / (3 - 8 / 3)</answer>"), 24, [3, 3, 8, 8])["right"]
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
-    "told, answer, right",
+    "content, answer, right",
     [
         (r"\frac{1}{2}", "1/2", 1),
         (r"\dfrac12", "0.5", 1),
@@ -631,30 +636,33 @@ def test_countdown_is_exact():
         (r"\sqrt{2}", "1.414", 0),
     ],
 )
-def test_boxed_reward(told, answer, right):
+def test_boxed_reward(content, answer, right):
     env = load_env(str(ENVS / "boxed.py"))
-    assert env.reward_fn(said(rf"First \boxed{{0}}, no: \boxed{{{told}}}."), answer) == right
+    assert (
+        env.reward_fn(conversation(rf"First \boxed{{0}}, no: \boxed{{{content}}}."), answer)
+        == right
+    )
 
 
 @pytest.mark.parametrize("reply", ["", "4", r"\boxed{4", r"\boxed 4", r"\boxed{3}4", "boxed{4}"])
 def test_boxed_needs_its_box(reply):
-    assert load_env(str(ENVS / "boxed.py")).reward_fn(said(reply), "4") == 0.0
+    assert load_env(str(ENVS / "boxed.py")).reward_fn(conversation(reply), "4") == 0.0
 
 
 @pytest.fixture
 def search(monkeypatch):
-    """The env with a server of the standard library behind it, and what that was asked."""
-    asked = []
+    """(the env, the requests it sends): its server is one of the standard library."""
+    requests = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             contents = (
                 []
-                if "nothing" in asked[-1]["queries"][0]
+                if "nothing" in requests[-1]["queries"][0]
                 else ['"France"\nIts capital is Paris. ', "x" * 9999]
             )
-            self.send_response(500 if "fail" in asked[-1]["queries"][0] else 200)
+            self.send_response(500 if "fail" in requests[-1]["queries"][0] else 200)
             self.end_headers()
             result = [[{"document": {"contents": text}, "score": 1.0} for text in contents]]
             self.wfile.write(json.dumps({"result": result}).encode())
@@ -665,16 +673,16 @@ def search(monkeypatch):
     server = HTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("RL2_SEARCH_URL", f"http://127.0.0.1:{server.server_port}/retrieve")
-    yield load_env(str(ENVS / "search.py"), 10), asked
+    yield load_env(str(ENVS / "search.py"), 10), requests
     server.shutdown()
 
 
-def test_search_looks_up_what_the_last_turn_asks_for(search):
-    env, asked = search
+def test_search_looks_up_the_first_query_of_the_last_turn(search):
+    env, requests = search
 
     def answered(reply):
         return asyncio.run(
-            env.interact([*ROW["messages"], *said("<search>old</search>", reply)], ROW)
+            env.interact([*ROW["messages"], *conversation("<search>old</search>", reply)], ROW)
         )
 
     [message] = answered("Let me see. <search> capital of France\n</search> <search>two</search>")
@@ -682,10 +690,10 @@ def test_search_looks_up_what_the_last_turn_asks_for(search):
         '[1] "France"\nIts capital is Paris.\n\n[2] xx'
     )
     assert len(message["content"]) < 1700
-    assert asked == [{"queries": ["capital of France"], "topk": 3, "return_scores": True}]
+    assert requests == [{"queries": ["capital of France"], "topk": 3, "return_scores": True}]
     assert answered("<search>nothing</search>")[0]["content"] == "nothing was found"
     assert answered("<search> </search>")[0]["content"] == "the query is empty"
-    assert len(asked) == 2
+    assert len(requests) == 2
     for end in (
         "<answer>Paris</answer>",
         "<search>x</search><answer>Paris</answer>",
@@ -712,8 +720,8 @@ def test_search_looks_up_what_the_last_turn_asks_for(search):
     ],
 )
 def test_search_reward(search, replies, right):
-    assert search[0].reward_fn(said(*replies), ["Paris", "City of Paris"]) == right
-    assert search[0].reward_fn(said(*replies), "paris") == (
+    assert search[0].reward_fn(conversation(*replies), ["Paris", "City of Paris"]) == right
+    assert search[0].reward_fn(conversation(*replies), "paris") == (
         right if "city" not in replies[-1] else 0
     )
 
@@ -733,7 +741,7 @@ def test_the_envs_of_the_examples_pass_preflight(name):
 
 
 def test_public_data_becomes_rows():
-    """examples/data.py on rows as their owners publish them; each row passes the checks of a run."""
+    """examples/data.py converts rows in their published form; each passes the checks of a run."""
     import importlib.util
 
     from rl2.data.rows import check_ppo_row
@@ -770,5 +778,5 @@ def test_public_data_becomes_rows():
         and rows[24]["numbers"] == [3, 9, 1]
         and rows["Paris"]["answer"] == ["Paris"]
     )
-    said_how = {"72,000": "####", "2": r"\boxed{}", 24: "<answer>", "Paris": "<search>"}
-    assert all(how in rows[key]["messages"][0]["content"] for key, how in said_how.items())
+    shown_format = {"72,000": "####", "2": r"\boxed{}", 24: "<answer>", "Paris": "<search>"}
+    assert all(how in rows[key]["messages"][0]["content"] for key, how in shown_format.items())

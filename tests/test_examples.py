@@ -1,5 +1,8 @@
-"""Whole runs of SFT, DPO and reward models under torchrun on a tiny random model: losses that fall to what plain
-transformers says of the exported model, killed runs that end the same, layouts that change nothing."""
+"""Whole runs of SFT, DPO and reward models under torchrun, with a tiny random model.
+
+Losses fall, and equal those that transformers alone computes for the exported model. Killed runs
+end with the same numbers. Layouts change nothing.
+"""
 
 import asyncio
 import itertools
@@ -54,14 +57,18 @@ def untimed(folder):
 
 
 def several(world, runs):
-    """The runs, lists of words, one after the other in one launch."""
+    """Runs, each a list of words, one after the other in one launch."""
     return torchrun(world, "tests/several.py", *[word for run in runs for word in ["--", *run]][1:])
 
 
 def check_killed_and_resumed_and_lora(trainer, worker, args, tmp_path):
-    """In one launch. To the bit as the run in `run`: one killed in step 5, which goes on from step 4, an epoch's edge, is
-    killed again in step 7 and goes on from step 6, inside an epoch; and one that goes on from a folder it is given. And
-    the whole run with LoRA, which must learn too."""
+    """Three runs in one launch.
+
+    - One is killed in step 5, resumes from step 4 (the end of an epoch), is killed in step 7, and
+      resumes from step 6 (inside an epoch). It must equal the run in `run` to the bit.
+    - One resumes from a checkpoint folder. It must equal that run too.
+    - One trains LoRA adapters, and must learn.
+    """
     again = [trainer, *args, f"trainer.save_dir={tmp_path}/killed"]
     given = [
         trainer,
@@ -89,7 +96,7 @@ def check_killed_and_resumed_and_lora(trainer, worker, args, tmp_path):
         )
     lines = metrics(tmp_path / "lora")
     assert {key: lines[0][key] for key in whole[0]} == whole[0], (
-        "adapters change the model before they are trained"
+        "untrained adapters change the model"
     )
     assert lines[-1]["test/loss"] < 0.7 * lines[0]["test/loss"]
     cls = AutoModelForSequenceClassification if trainer == "rm" else AutoModelForCausalLM
@@ -111,7 +118,10 @@ def conversation(i):
 
 
 def plain_nll(folder, rows):
-    """Of what the assistant says, end of turn included, and of plain text: the mean over tokens, by transformers alone."""
+    """The mean negative log-likelihood of a token, computed by transformers alone.
+
+    Its tokens are those of the assistant's turns, ends of turns included, and those of plain text.
+    """
     tokenizer, model = (
         AutoTokenizer.from_pretrained(folder),
         AutoModelForCausalLM.from_pretrained(folder),
@@ -148,7 +158,7 @@ def test_sft(tmp_path):
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == list(
         range(13)
-    )  # 16 rows, 3 times, by 4; and the test before them
+    )  # 16 rows, 3 epochs, batches of 4; step 0 is the first test
     assert [line["step"] for line in lines if "test/loss" in line] == [0, 6, 12]
     assert lines[0]["test/loss"] == pytest.approx(plain_nll(tmp_path / "tiny", test), abs=1e-5)
     assert lines[-1]["test/loss"] == pytest.approx(
@@ -173,12 +183,12 @@ def preference(i, **more):
 
 
 def encoded(tokenizer, row):
-    """Tokens of both conversations, and where their replies begin and end."""
+    """(tokens, start, end) of both conversations: the reply is tokens[start:end]."""
     for reply in (row["chosen"], row["rejected"]):
         messages = [*row["messages"], {"role": "assistant", "content": reply}]
         text = tokenizer.apply_chat_template(messages, tokenize=False)
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        start = len(tokens) - len(reply) - 2  # one token a letter, the end of turn and a newline
+        start = len(tokens) - len(reply) - 2  # a token for each letter, the end of turn, a newline
         yield tokens, start, len(tokens) - 1
 
 
@@ -222,7 +232,7 @@ def test_dpo(tmp_path):
 
 
 def test_reward_model(tmp_path, monkeypatch):
-    """The exported folder, as transformers alone loads it, gives a padded batch the rewards that training told."""
+    """The exported model gives the rewards of training, when transformers runs a padded batch."""
     test = write(
         tmp_path / "test.jsonl", [preference(i, margin=0.1 * (i - 30)) for i in (30, 31, 32)]
     )
@@ -232,7 +242,7 @@ def test_reward_model(tmp_path, monkeypatch):
     lines = metrics(tmp_path / "run")
     assert (
         lines[0]["test/margin"] == 0 and lines[0]["test/accuracy"] == 0
-    )  # a new head says 0 to all
+    )  # a new head gives 0 to all
     last = lines[-1]
     assert last["critic/loss"] < 0.6 * lines[1]["critic/loss"] and last["critic/accuracy"] == 1
     assert last["test/accuracy"] == 1
@@ -264,7 +274,7 @@ def test_reward_model(tmp_path, monkeypatch):
 
 
 def check_rewards_of_a_policy(tmp_path, monkeypatch, expected):
-    """envs/reward_model.py with the model in process gives what training told, and gives it to GRPO."""
+    """envs/reward_model.py, with the model in process, gives GRPO the rewards of training."""
     monkeypatch.setenv("RL2_REWARD_MODEL", str(tmp_path / "run/model"))
     env, row = load_env(str(ROOT / "envs/reward_model.py")), preference(30)
     for reply in ("chosen", "rejected"):
@@ -299,7 +309,7 @@ LAYOUTS = {"fsdp": "fsdp_size=2", "replicas": "fsdp_size=1", "sp": "sp_size=2", 
 
 
 def test_each_trainer_in_each_layout_of_two_processes_equals_one_process(tmp_path):
-    """Every metric of three steps of gradient descent and of the tests around them, and then every weight."""
+    """Compares all metrics of three steps of gradient descent and their tests, and all weights."""
     rows = {"sft": [{"messages": conversation(i)} for i in range(9)] + [{"text": "abcd" * 4}]}
     rows["dpo"] = [preference(i) for i in range(10)]
     rows["rm"] = [preference(i, margin=0.1 * i) for i in range(10)]
@@ -348,9 +358,10 @@ def test_each_trainer_in_each_layout_of_two_processes_equals_one_process(tmp_pat
             )
 
 
-def test_the_rows_of_the_pipeline_are_right_and_apart(tmp_path):
-    """What examples/pipeline.py generates: no problem is in two sets, the chosen answer is right by the env that knows
-    numbers and the rejected one wrong, and half of the slips can not be told by their length."""
+def test_the_rows_of_the_pipeline_are_right_and_in_one_set_only(tmp_path):
+    """examples/pipeline.py: no problem is in two sets, and by envs/arithmetic.py the chosen answer
+    is right and the rejected one wrong. A slip has the same length as the right answer.
+    """
     pytest.importorskip("reasoning_gym", reason="comes with rl2[quickstart]")
     run("examples/pipeline.py", "prepare", tmp_path)
     rows = {
