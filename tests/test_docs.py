@@ -107,8 +107,14 @@ def test_every_link_and_file_that_is_named_exists(page):
             assert (folder / target).exists(), f"{page} links to {target}"
     folders = "rl2|envs|examples|benchmarks|tests|docs"
     for name in re.findall(rf"(?<![\w/.-])((?:{folders})/[\w/.-]*\w\.(?:py|sh|md|png))", text):
-        is_example = f"# new file {name}" in text  # CONTRIBUTING shows how to write it
-        assert is_example or (ROOT / name).exists(), f"{page} names {name}"
+        assert (ROOT / name).exists(), f"{page} names {name}"
+
+
+def test_the_readme_leads_to_every_page():
+    assert set(re.findall(r"docs/\w+[.]md", read("README.md"))) == {*PAGES} - {
+        "README.md",
+        "CONTRIBUTING.md",
+    }
 
 
 def show(default) -> str:
