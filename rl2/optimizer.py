@@ -1,20 +1,153 @@
-"""A worker: one sharded model with what it does. The actor, the reference and the critic are workers.
-
-It knows no loss, no engine and no rollout. Every process calls the same methods with the same Batch; only the forward
-and backward inside are split.
+"""The optimizer of a worker: AdamW, its learning rate, the gradient's norm, and the step whose
+state is in host memory.
 """
 
 import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from rl2.parallel.mesh import all_reduce_sum_, is_single_process
+
+# Optimizer state that is on the device at a time while all of it lives in host memory, in bytes.
+DEVICE_STATE_BYTES = 2**31
+# Entries are named after parameters, so that another layout may group the parameters differently.
+BY_PARAMETER_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def make_adamw(parameters: Iterable[nn.Parameter], lr: float, weight_decay: float):
+    """AdamW over sharded parameters, grouped by the number of axes of their mesh."""
+    groups: dict[int, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh.ndim, []).append(parameter)
+    # Fused even on the CPU: one pass over the memory instead of ten. It takes parameters of one
+    # mesh at a time.
+    return torch.optim.AdamW(
+        [{"params": groups[ndim]} for ndim in sorted(groups)],
+        lr=lr,
+        weight_decay=weight_decay,
+        fused=True,
+    )
 
 
 def schedule(done: int, total: int, warmup_ratio: float, kind: str) -> float:
-    """The learning rate's factor after `done` of `total` updates: a linear rise to 1, then constant, linear or cosine to 0."""
+    """The factor of the learning rate after `done` of `total` updates.
+
+    It rises linearly to 1 in the first `warmup_ratio` of the updates. Then it is constant, or falls
+    to 0 linearly or as a cosine (`kind`: constant | linear | cosine).
+    """
     warmup = math.ceil(warmup_ratio * total)
     if done < warmup:
         return (done + 1) / warmup
     progress = (done - warmup) / max(1, total - warmup)
-    return {
+    factors = {
         "constant": 1.0,
         "linear": 1 - progress,
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
-    }[kind]
+    }
+    return factors[kind]
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> float:
+    """The norm of the gradient over all parameters and all processes. All processes must call.
+
+    A shard that several processes hold counts once: each of them adds its square times shards /
+    processes.
+    """
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for parameter in parameters:
+        local = parameter.grad.to_local()
+        square += local.norm().double().square() * _num_shards(parameter) / dist.get_world_size()
+    return all_reduce_sum_(square).sqrt().item()
+
+
+def _num_shards(parameter) -> int:
+    """How many different parts the parameter is cut into."""
+    mesh = parameter.device_mesh
+    sharded_axes = [i for i, place in enumerate(parameter.placements) if not place.is_replicate()]
+    return math.prod(mesh.size(axis) for axis in sharded_axes)
+
+
+def clip_gradient_(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
+    """Scales the gradient, whose norm is `norm`, down to `max_norm`, in place."""
+    gradients = [parameter.grad.to_local() for parameter in parameters]
+    torch._foreach_mul_(gradients, min(1.0, max_norm / (norm + 1e-6)))
+
+
+def step_from_host_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """A step of an optimizer whose state lives in host memory.
+
+    The state visits the device a few parameters at a time, and only these have a gradient then. The
+    result is exact, since the step of one parameter reads no other.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = {parameter: parameter.grad for parameter in parameters}
+    for parameter in parameters:
+        parameter.grad = None
+    for part in _parts(parameters):
+        states = [optimizer.state[parameter] for parameter in part]
+        _move_states(states, device)
+        for parameter in part:
+            parameter.grad = gradients[parameter]
+        optimizer.step()
+        for parameter in part:
+            parameter.grad = None
+        _move_states(states, torch.device("cpu"))
+
+
+def _parts(parameters) -> Iterator[list[nn.Parameter]]:
+    """The parameters in parts, each closed when its state reaches DEVICE_STATE_BYTES."""
+    part = []
+    state_bytes = 0
+    for parameter in parameters:
+        part.append(parameter)
+        state_bytes += 2 * parameter.to_local().nbytes  # AdamW's two moments
+        if state_bytes >= DEVICE_STATE_BYTES:
+            yield part
+            part = []
+            state_bytes = 0
+    if part:
+        yield part
+
+
+def _move_states(states, device):
+    for state in states:
+        for key, value in state.items():
+            if key != "step":  # a counter, which stays in host memory
+                state[key] = value.to(device)
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """The sharded state of the optimizer by names of parameters, for a checkpoint."""
+    return get_optimizer_state_dict(model, optimizer, options=BY_PARAMETER_NAME)
+
+
+def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Restores what `optimizer_state` returned."""
+    set_optimizer_state_dict(model, optimizer, state, options=BY_PARAMETER_NAME)
+
+
+def export_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Writes the optimizer's state to `folder`/optimizer. All processes must call."""
+    state = {"optimizer": optimizer_state(model, optimizer)}
+    dcp.save(state, checkpoint_id=f"{folder}/optimizer", no_dist=is_single_process())
+
+
+def import_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Reads what `export_optimizer` wrote to `folder`; `folder` may also be that sub-folder itself.
+    All processes must call.
+    """
+    if Path(folder, "optimizer").is_dir():
+        folder = f"{folder}/optimizer"
+    state = {"optimizer": optimizer_state(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder, no_dist=is_single_process())
+    load_optimizer_state(model, optimizer, state["optimizer"])

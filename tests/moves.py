@@ -50,7 +50,7 @@ def main(mode, name, folder):
         checkpoints.save(1, workers, "config")
         workers["actor"].export(f"{folder}/export", AutoTokenizer.from_pretrained(name))
         workers["lora"].export(f"{folder}/lora", AutoTokenizer.from_pretrained(name))
-        workers["actor"].model.stored_dtype = torch.bfloat16  # as if the source had been
+        workers["actor"].model.export_dtype = torch.bfloat16  # as if the source had been
         workers["actor"].export(f"{folder}/export_bf16", AutoTokenizer.from_pretrained(name))
         exported = dict(workers["actor"].iter_full_weights(torch.float32))
     else:

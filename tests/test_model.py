@@ -11,7 +11,7 @@ from rl2.model.head import head_scores
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk_rows", [1, 7, 1000])
 def test_chunked_head_equals_log_softmax(monkeypatch, temperature, chunk_rows):
-    monkeypatch.setitem(head_module.HEAD_CHUNK, "cpu", chunk_rows * 37)
+    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", chunk_rows * 37)
     torch.manual_seed(0)
     hidden, weight = torch.randn(23, 8, requires_grad=True), torch.randn(37, 8, requires_grad=True)
     targets = torch.randint(37, (23,))
@@ -54,7 +54,7 @@ def test_a_frozen_head_costs_no_gradient():
 def test_extreme_logits_stay_finite():
     hidden = torch.tensor([[200.0], [-200.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0], [0.0]], requires_grad=True)
-    logps, entropy = head_scores(hidden, weight, torch.tensor([0, 0]), entropy=True)
+    logps, entropy = head_scores(hidden, weight, torch.tensor([0, 0]), with_entropy=True)
     torch.testing.assert_close(logps, torch.tensor([0.0, -400.0]))
     torch.testing.assert_close(entropy, torch.zeros(2))
     (logps + entropy).sum().backward()

@@ -154,7 +154,7 @@ ALLOWED = {
     "parallel.ring": {"parallel.mesh", "parallel.attention"},
     "model": {"batch", "model", "parallel"},
     "optimizer": {"parallel"},
-    "worker": {"batch", "packing", "model", "optimizer", "parallel"},
+    "worker": {"batch", "packing", "model", "optimizer", "parallel", "config.schema"},
     "engine.base": set(),
     "engine.select": {"engine.base"},
     "engine.sampler": set(),

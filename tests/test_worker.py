@@ -11,9 +11,9 @@ from parity import ADAPTED, LAYOUTS, SECTION, make_batch, policy_loss, value_los
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rl2 import optimizer
 from rl2.model.token_model import TokenScores
 from rl2.optimizer import schedule
-from rl2.parallel import fsdp
 from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
@@ -153,11 +153,14 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path):
 def test_a_step_in_parts_is_the_same_step(tmp_path, monkeypatch):
     """offload_optimizer: AdamW with a few parameters at a time, an optimizer that was saved in between, to the bit."""
     name, batch, parts, found = make_model(tmp_path / "model"), make_batch(), [], []
-    monkeypatch.setattr(fsdp, "PART", 20_000)
-    move = fsdp._move
-    monkeypatch.setattr(
-        fsdp, "_move", lambda states, device: (parts.append(len(states)), move(states, device))
-    )
+    monkeypatch.setattr(optimizer, "DEVICE_STATE_BYTES", 20_000)
+    move_states = optimizer._move_states
+
+    def count_and_move(states, device):
+        parts.append(len(states))
+        move_states(states, device)
+
+    monkeypatch.setattr(optimizer, "_move_states", count_and_move)
     device = init_distributed()
     try:
         for off in (False, True):

@@ -1,13 +1,16 @@
-"""Low-rank adapters beside frozen weights that FSDP2 shards, through peft (LoRA: Hu et al., 2021, arXiv:2106.09685).
+"""Low-rank adapters beside frozen weights that FSDP2 shards, through peft (LoRA: Hu et al., 2021,
+arXiv:2106.09685).
 
-An adapted layer computes W x + scale B A x, with W [out, in] frozen, A [r, in] drawn by peft and B [out, r], which starts
-at 0, so that training starts from the model itself. peft names the three NAME.base_layer.weight,
-NAME.lora_A.default.weight and NAME.lora_B.default.weight; nothing outside this file knows that.
+An adapted layer computes W x + scale B A x, with W [out, in] frozen, A [rank, in] drawn by peft and
+B [out, rank], which starts at 0, so that training starts from the model itself. peft names the
+three NAME.base_layer.weight, NAME.lora_A.default.weight and NAME.lora_B.default.weight; nothing
+outside this file knows that.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -15,95 +18,118 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-ADAPTER = "default"  # what peft calls the only one
+ADAPTER = "default"  # peft's name of the only adapter
 
 
-def inject(hf: nn.Module, adapters: tuple[int, float | None, list[str]] | None) -> None:
-    """Puts adapters (rank, alpha, targets; None = none) beside the linear layers of the body of `hf` whose names end in
-    one of `targets` (none = beside all) and freezes the rest, but for the head of a critic. The scale is alpha / rank, 2
-    if alpha is None. What is trained becomes fp32; what is frozen stays in its dtype. ValueError for a target that is
-    not there."""
-    if adapters is None:
+@dataclass(frozen=True)
+class LoraSettings:
+    """Which adapters a model gets."""
+
+    rank: int
+    alpha: float | None = None  # the scale is alpha / rank; None = 2 * rank
+    targets: list[str] = field(default_factory=list)  # endings of layer names; empty = all layers
+
+
+def inject(hf: nn.Module, settings: LoraSettings | None) -> None:
+    """Puts adapters beside linear layers of the body of `hf` and freezes the rest, but for the head
+    of a critic.
+
+    What is trained becomes fp32; what is frozen stays in its dtype. None puts nothing. ValueError
+    for a target that no layer is called.
+    """
+    if settings is None:
         return
     from peft import LoraConfig, inject_adapter_in_model
 
-    rank, alpha, targets = adapters
-    linear = [
-        name for name, module in hf.base_model.named_modules() if isinstance(module, nn.Linear)
-    ]
-    kinds = sorted({name.rpartition(".")[2] for name in linear})
-    for target in targets:
-        if not any(f".{name}".endswith(f".{target}") for name in linear):
+    modules = hf.base_model.named_modules()
+    linear_names = [name for name, module in modules if isinstance(module, nn.Linear)]
+    kinds = sorted({name.rpartition(".")[2] for name in linear_names})
+    for target in settings.targets:
+        if not any(f".{name}".endswith(f".{target}") for name in linear_names):
             raise ValueError(
                 f"lora_targets: no linear layer is called {target}; there are {', '.join(kinds)}"
             )
-    alpha = 2 * rank if alpha is None else alpha
-    inject_adapter_in_model(
-        LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets or kinds), hf.base_model
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=2 * settings.rank if settings.alpha is None else settings.alpha,
+        target_modules=settings.targets or kinds,
     )
+    inject_adapter_in_model(config, hf.base_model)
     for name, parameter in hf.named_parameters():
-        trained = ".lora_" in name or name.startswith("score.")
-        parameter.requires_grad_(trained)
-        if trained:
+        is_trained = ".lora_" in name or name.startswith("score.")
+        parameter.requires_grad_(is_trained)
+        if is_trained:
             parameter.data = parameter.data.float()
 
 
-def _layers(hf):
-    """(name, layer) of what is adapted."""
-    return [(name, module) for name, module in hf.named_modules() if hasattr(module, "lora_A")]
+def _adapted_layers(hf) -> dict[str, nn.Module]:
+    """The layers that have an adapter, by name."""
+    return {name: module for name, module in hf.named_modules() if hasattr(module, "lora_A")}
 
 
 @contextmanager
-def disabled(hf: nn.Module):
-    """`hf` without its adapters: the model that training started from."""
-    # Not peft's enable_adapters(False): that freezes the adapters too, and FSDP2 settles in the first forward what is
-    # trained. Adding 0 changes no value.
-    for _, layer in _layers(hf):
+def disabled(hf: nn.Module) -> Iterator[None]:
+    """A context in which `hf` computes without its adapters: the model that training started
+    from.
+    """
+    # Not by peft's enable_adapters(False): that freezes the adapters too, and FSDP2 fixes in the
+    # first forward pass which parameters are trained. A scale of 0 adds 0, which changes no value.
+    for layer in _adapted_layers(hf).values():
         layer.set_scale(ADAPTER, 0.0)
     try:
         yield
     finally:
-        for _, layer in _layers(hf):
+        for layer in _adapted_layers(hf).values():
             layer.set_scale(ADAPTER, 1.0)
 
 
 def merged(hf: nn.Module) -> Iterator[tuple[str, DTensor]]:
-    """Every parameter by its Hugging Face name, sharded as it is, with its adapter, if it has one, added in fp32."""
-    layers = dict(_layers(hf))
+    """Every parameter by its Hugging Face name, sharded as it is. Adapters are added to their
+    weights in fp32.
+    """
+    layers = _adapted_layers(hf)
     for name, parameter in hf.named_parameters():
         if ".lora_" in name:
             continue
         weight = parameter.detach()
         layer = layers.get(name.removesuffix(".base_layer.weight"))
         if layer is not None:
-            a, b = (part[ADAPTER].weight.detach() for part in (layer.lora_A, layer.lora_B))
-            weight = weight.to(torch.float32, copy=True)
-            rows = weight.to_local()
-            delta = layer.scaling[ADAPTER] * (
-                b.to_local() @ a.full_tensor()
-            )  # FSDP2 cuts W and B by the same rows
-            rows.copy_(
-                torch.where(delta == 0, rows, rows + delta)
-            )  # -0.0 + 0.0 would be other bits than the engine's
+            weight = _merge(weight, layer)
         yield name.replace(".base_layer.", "."), weight
 
 
+def _merge(weight: DTensor, layer: nn.Module) -> DTensor:
+    """W + scale B A of an adapted layer, in fp32. FSDP2 cuts W and B by the same rows, so each
+    process merges its own.
+    """
+    a = layer.lora_A[ADAPTER].weight.detach().full_tensor()  # [rank, in]
+    b = layer.lora_B[ADAPTER].weight.detach().to_local()  # [local rows, rank]
+    delta = layer.scaling[ADAPTER] * (b @ a)  # [local rows, in]
+    weight = weight.to(torch.float32, copy=True)
+    rows = weight.to_local()
+    # Where delta is 0 the weight keeps its bits, which engines compare: -0.0 + 0.0 would be 0.0.
+    rows.copy_(torch.where(delta == 0, rows, rows + delta))
+    return weight
+
+
 def save(hf: nn.Module, folder: str, base: str) -> None:
-    """Writes what is trained as a folder for `peft.PeftModel.from_pretrained(model, folder)`, where `model` is that of
-    the name `base`. All processes must call."""
-    full = {
-        "base_model.model." + name.replace(f".{ADAPTER}.", "."): parameter.detach()
-        .full_tensor()
-        .cpu()
-        for name, parameter in hf.named_parameters()
-        if parameter.requires_grad
-    }
-    if dist.get_rank() == 0:
-        critic = hf.get_output_embeddings() is None
-        config = copy(hf.base_model.peft_config[ADAPTER])
-        config.task_type, config.modules_to_save = (
-            ("SEQ_CLS", ["score"]) if critic else ("CAUSAL_LM", None)
-        )
-        config.base_model_name_or_path, config.inference_mode = base, True
-        config.save_pretrained(folder)
-        save_file(full, f"{folder}/adapter_model.safetensors", metadata={"format": "pt"})
+    """Writes what is trained as a folder for `peft.PeftModel.from_pretrained(model, folder)`, where
+    `model` is loaded from the name `base`. All processes must call.
+    """
+    full = {}
+    for name, parameter in hf.named_parameters():
+        if parameter.requires_grad:
+            peft_name = "base_model.model." + name.replace(f".{ADAPTER}.", ".")
+            full[peft_name] = parameter.detach().full_tensor().cpu()
+    if dist.get_rank() > 0:
+        return
+    config = copy(hf.base_model.peft_config[ADAPTER])
+    config.task_type = "CAUSAL_LM"
+    config.modules_to_save = None
+    if hf.get_output_embeddings() is None:  # a critic
+        config.task_type = "SEQ_CLS"
+        config.modules_to_save = ["score"]
+    config.base_model_name_or_path = base
+    config.inference_mode = True
+    config.save_pretrained(folder)
+    save_file(full, f"{folder}/adapter_model.safetensors", metadata={"format": "pt"})

@@ -1,23 +1,34 @@
-"""The token model: a Hugging Face body, a head that scores chosen tokens only, and how both are sharded.
+"""The token model: a Hugging Face body, a head that scores chosen tokens only, and how both are
+loaded and sharded.
 
-Shapes: L packed tokens, P scored pairs, E hidden size, V vocabulary.
+Shapes: L packed tokens, P scored pairs, E hidden size, V vocabulary, B sequences, T columns.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+)
 
+from rl2.batch import Pack
 from rl2.model import lora
 from rl2.model.head import head_scores
+from rl2.model.lora import LoraSettings
 from rl2.parallel import fsdp, tensor
+from rl2.parallel.mesh import Mesh
 from rl2.parallel.ring import PackedAttention, Ring
 
-# What changes the logits after the head, or what a token sees, and is not computed here.
-UNSUPPORTED = {
+# Keys of a model's config that change the logits or the attention in ways rl2 does not compute,
+# with their neutral value.
+NEUTRAL_VALUES = {
     "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
     "logit_scale": 1.0,
@@ -27,106 +38,153 @@ UNSUPPORTED = {
 
 @dataclass
 class TokenScores:
-    """What a model says of the scored tokens: pairs [P], or columns [B, T] once unpacked. A loss sees whole sequences."""
+    """What a model says about the scored tokens: pairs [P], or columns [B, T] once unpacked.
+    fp32.
+    """
 
-    logps: Tensor | None = None
-    entropy: Tensor | None = None
-    values: Tensor | None = None
+    logps: Tensor | None = None  # log-probability of each token
+    entropy: Tensor | None = None  # entropy of the distribution that the token is drawn from
+    values: Tensor | None = None  # a critic's value of the state before the token
 
-    def map(self, function) -> "TokenScores":
-        """`function` of each that is there."""
-        return TokenScores(
-            **{name: None if x is None else function(x) for name, x in vars(self).items()}
-        )
+    def map(self, function: Callable[[Tensor], Tensor]) -> "TokenScores":
+        """`function` applied to each of the tensors that are there."""
+        scores = {name: column for name, column in vars(self).items() if column is not None}
+        return TokenScores(**{name: function(column) for name, column in scores.items()})
 
 
 class TokenModel(nn.Module):
-    """`hf` with its head replaced by scores of (hidden state, target) pairs, so that [L, V] logits never exist."""
+    """`hf` with its head replaced by scores of (hidden state, target) pairs, so that [L, V] logits
+    never exist.
 
-    def __init__(self, hf: nn.Module, ring: Ring, tp: dist.ProcessGroup | None = None):
+    `export_dtype` is what an export is written in.
+    """
+
+    def __init__(
+        self,
+        hf: nn.Module,
+        ring: Ring,
+        tp: dist.ProcessGroup | None = None,
+        export_dtype: torch.dtype = torch.float32,
+    ):
         super().__init__()
-        self.hf, self.ring, self.tp = hf, ring, tp
-        # n tokens cost 2 n FLOPs a weight, and 2 n^2 a layer and channel of the queries in causal attention.
-        size = (
-            getattr(hf.config, "head_dim", None)
-            or hf.config.hidden_size // hf.config.num_attention_heads
-        )
-        channels = hf.config.num_hidden_layers * hf.config.num_attention_heads * size
-        self.attention_cost = channels / sum(parameter.numel() for parameter in hf.parameters())
+        self.hf = hf
+        self.ring = ring
+        self.tp = tp
+        self.export_dtype = export_dtype
+        self.attention_cost = attention_cost(hf)
         self.is_critic = hf.get_output_embeddings() is None
-        self.stored_dtype = torch.float32  # what an export is written in
 
-    def forward(self, pack, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
+    def forward(
+        self, pack: Pack, temperature: float = 1.0, with_entropy: bool = False
+    ) -> TokenScores:
+        """The scores of the pack's pairs [P]: values of a critic, else log-probabilities (and
+        entropies).
+        """
         attend = PackedAttention(pack.chunks, pack.prefixes, pack.tokens.device, self.ring)
         body = self.hf.base_model(
             pack.tokens, position_ids=pack.positions, use_cache=False, attend=attend
         )
         hidden = body.last_hidden_state[0, pack.hidden_index]  # [P, E]
         if self.is_critic:
-            return TokenScores(
-                values=hidden.float() @ self.hf.score.weight[0].float()
-            )  # bf16 tells few rewards apart
-        weight = self.hf.get_output_embeddings().weight
+            # In fp32: bf16 has too few numbers to tell similar rewards apart.
+            return TokenScores(values=hidden.float() @ self.hf.score.weight[0].float())
+        weight = self.hf.get_output_embeddings().weight  # [V, E], or this process's part of V
         if self.tp is not None:
             weight = weight.to_local()
-        logps, entropies = head_scores(hidden, weight, pack.targets, temperature, entropy, self.tp)
-        return TokenScores(logps=logps, entropy=entropies if entropy else None)
+        logps, entropy = head_scores(
+            hidden, weight, pack.targets, temperature, with_entropy, self.tp
+        )
+        return TokenScores(logps=logps, entropy=entropy if with_entropy else None)
+
+
+def attention_cost(hf: nn.Module) -> float:
+    """The c in n + c n^2, the cost of a sequence of n tokens in units of one token's matrix
+    products.
+
+    The forward pass of n tokens takes 2 n FLOPs a weight, and causal attention 2 n^2 FLOPs a layer
+    and query channel, so c is layers x query channels / weights.
+    """
+    config = hf.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    channels = config.num_hidden_layers * config.num_attention_heads * head_dim
+    return channels / sum(parameter.numel() for parameter in hf.parameters())
 
 
 def load_model(
     name: str,
-    critic: bool,
-    dtype: torch.dtype,
-    checkpointing: bool,
-    mesh,
-    masters: bool,
-    adapters: tuple | None = None,
+    mesh: Mesh,
+    *,
+    compute_dtype: torch.dtype,
+    critic: bool = False,
+    trainable: bool = False,
+    gradient_checkpointing: bool = False,
+    lora_settings: LoraSettings | None = None,
 ) -> TokenModel:
-    """A Hugging Face causal LM (or a critic: its body with a scalar head) sharded over `mesh` with FSDP2.
+    """A Hugging Face causal LM (or a critic: its body with a scalar head) sharded over `mesh` with
+    FSDP2.
 
-    The first process reads the weights and scatters them, so a node holds one full copy, not one a process. `masters`:
-    parameters are kept in fp32 and cast to `dtype` for compute; else they are kept in `dtype`. With `adapters` (rank,
-    alpha, targets) these and a critic's head are what is trained, and all that has masters.
+    A trainable model keeps its parameters in fp32 and casts them to `compute_dtype` for compute; a
+    frozen one keeps them in `compute_dtype`. With `lora_settings` only the adapters and a critic's
+    head are trained and in fp32. All processes must call. ValueError for a model that rl2 computes
+    wrongly or cannot cut.
     """
-    cls = AutoModelForSequenceClassification if critic else AutoModelForCausalLM
-    config = AutoConfig.from_pretrained(name, **({"num_labels": 1} if critic else {}))
-    stored = config.dtype or dtype
-    _check(name, config)
+    model_class = AutoModelForSequenceClassification if critic else AutoModelForCausalLM
+    labels = {"num_labels": 1} if critic else {}
+    config = AutoConfig.from_pretrained(name, **labels)
+    export_dtype = config.dtype or compute_dtype  # read here: loading the weights overwrites it
+    check_supported(name, config)
     if mesh.tp is not None:
-        tensor.check(name, config, mesh.tp.size())
-    held = torch.float32 if masters and not adapters else dtype
+        tensor.check_tp_size(name, config, mesh.tp.size())
+    all_in_fp32 = trainable and lora_settings is None
+    parameter_dtype = torch.float32 if all_in_fp32 else compute_dtype
     with init_empty_weights(include_buffers=False):
-        hf = cls.from_config(config, attn_implementation="rl2", dtype=held)
-        lora.inject(hf, adapters)
-    hf.tie_weights()  # which meta parameters do not survive
+        hf = model_class.from_config(config, attn_implementation="rl2", dtype=parameter_dtype)
+        lora.inject(hf, lora_settings)
+    hf.tie_weights()  # meta parameters lose their ties
+    # Rank 0 reads the weights and scatters them, so a node holds one full copy, not one for each
+    # process.
     full = None
     if dist.get_rank() == 0:
-        source, loaded = cls.from_pretrained(
-            name, config=config, dtype=held, output_loading_info=True
-        )
-        lora.inject(source, adapters)
-        full = source.state_dict()
-        if "score.weight" in loaded["missing_keys"]:
-            full[
-                "score.weight"
-            ].zero_()  # a critic made from a language model starts from V = 0, not from noise
+        full = read_weights(model_class, name, config, parameter_dtype, lora_settings)
     if mesh.tp is not None:
         tensor.parallelize(hf, mesh.tp)
-    model = TokenModel(hf, Ring(mesh.sp), mesh.tp and mesh.tp.get_group()).train(masters)
-    model.stored_dtype = stored
-    fsdp.shard(model, mesh, dtype if masters else None, checkpointing)
+    tp_group = mesh.tp.get_group() if mesh.tp is not None else None
+    model = TokenModel(hf, Ring(mesh.sp), tp_group, export_dtype).train(trainable)
+    fsdp.shard(model, mesh, compute_dtype if trainable else None, gradient_checkpointing)
     fsdp.scatter(model, full, mesh)
     return model
 
 
-def _check(name, config):
-    for key, neutral in UNSUPPORTED.items():
-        if getattr(config, key, neutral) not in (neutral, None):
+def read_weights(
+    model_class: type,
+    name: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    lora_settings: LoraSettings | None,
+) -> dict[str, Tensor]:
+    """The whole weights of the model `name` by their names in it, with new adapters."""
+    hf, report = model_class.from_pretrained(
+        name, config=config, dtype=dtype, output_loading_info=True
+    )
+    lora.inject(hf, lora_settings)
+    weights = hf.state_dict()
+    if "score.weight" in report["missing_keys"]:
+        # A critic made from a language model starts from V = 0, not from noise.
+        weights["score.weight"].zero_()
+    return weights
+
+
+def check_supported(name: str, config: PreTrainedConfig) -> None:
+    """ValueError if the config of the model `name` asks for something that rl2 does not compute."""
+    for key, neutral in NEUTRAL_VALUES.items():
+        value = getattr(config, key, neutral)
+        if value not in (neutral, None):
             raise ValueError(
-                f"{name} sets {key}={getattr(config, key)}, which rl2 does not compute: choose another model"
+                f"{name} sets {key}={value}, which rl2 does not compute: choose another model"
             )
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or getattr(config, "use_sliding_window", False):
         raise ValueError(
-            f"{name} has attention layers of the kinds {sorted(kinds)}; rl2 computes full causal attention only"
+            f"{name} has attention layers of the kinds {sorted(kinds)}; rl2 computes full causal "
+            "attention only: choose another model"
         )

@@ -1,9 +1,11 @@
-"""Attention on a block interface, its kernels, and the one place where Hugging Face models are hooked.
+"""Attention on a block interface, its kernels, and the one place where Hugging Face models are
+hooked.
 
-A block is `forward_block(q, k, v, ...) -> (out, lse)` with its backward: queries attend to the keys of their own document
-only, and the log-sum-exp lets the results of several blocks over different keys be merged into what one softmax over all
-of them would give: out = sum_i exp(lse_i - lse) out_i, lse = log sum_i exp(lse_i). The backward of each block takes the
-merged out and lse (as ring attention does: Liu et al., 2023, arXiv:2310.01889).
+A block is `forward_block(q, k, v, ...) -> (out, lse)` with its backward: queries attend to the keys
+of their own document only, and the log-sum-exp lets the results of several blocks over different
+keys be merged into what one softmax over all of them would give: out = sum_i exp(lse_i - lse)
+out_i, lse = log sum_i exp(lse_i). The backward of each block takes the merged out and lse (as ring
+attention does: Liu et al., 2023, arXiv:2310.01889).
 
 Shapes: L packed tokens, H query heads, G key heads (H a multiple of G), D head size, S documents.
 """
@@ -17,15 +19,17 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 aten = torch.ops.aten
-# Documents no longer than SHORT share a CPU kernel call, padded to a multiple of ROUND. Up to SHORT queries times SHORT keys
-# go backward in fp32: on 160 tokens the bf16 kernel took twice as long, on 1,024 the fp32 one 1.4 times (AVX512-BF16).
+# Documents no longer than SHORT share a CPU kernel call, padded to a multiple of ROUND. Up to SHORT
+# queries times SHORT keys go backward in fp32: on 160 tokens the bf16 kernel took twice as long, on
+# 1,024 the fp32 one 1.4 times (AVX512-BF16).
 SHORT, ROUND = 256, 16
 
 
 @dataclass
 class Block:
-    """Which queries meet which keys: document s is queries[cu_q[s]:cu_q[s+1]] against keys[cu_k[s]:cu_k[s+1]]; none is
-    empty on either side."""
+    """Which queries meet which keys: document s is queries[cu_q[s]:cu_q[s+1]] against
+    keys[cu_k[s]:cu_k[s+1]]; none is empty on either side.
+    """
 
     cu_q: list[int]  # [S + 1]
     cu_k: list[int]  # [S + 1]
@@ -35,10 +39,12 @@ class Block:
 
     @cached_property
     def calls(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The CPU kernel's calls: (query rows [n, w], key rows [n, v], which query rows are real [n, w]).
+        """The CPU kernel's calls: (query rows [n, w], key rows [n, v], which query rows are real
+        [n, w]).
 
-        Short documents of similar length are padded into one call. Padding repeats a document's last token: in a causal
-        block it stands behind every real query, which hides it; in any other the keys must be equally many.
+        Short documents of similar length are padded into one call. Padding repeats a document's
+        last token: in a causal block it stands behind every real query, which hides it; in any
+        other the keys must be equally many.
         """
         groups = {}
         for s in range(len(self.cu_q) - 1):
@@ -91,7 +97,9 @@ def forward_block(
 def backward_block(
     dout, q, k, v, out, lse, block: Block, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, given the merged out [Lq, H, D] and lse [Lq, H] over all blocks of these queries."""
+    """Gradients of q, k, v, given the merged out [Lq, H, D] and lse [Lq, H] over all blocks of
+    these queries.
+    """
     if q.is_cuda:
         return _backward_cuda(dout, q, k, v, out, lse, block, scale)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -116,8 +124,9 @@ def backward_block(
 
 @cache
 def _flash_attn():
-    """The package flash-attn (2.7 and later) if it is installed and built for this torch, else None: then torch's own
-    copy of the same kernel serves."""
+    """The package flash-attn (2.7 and later) if it is installed and built for this torch, else
+    None: then torch's own copy of the same kernel serves.
+    """
     try:
         from flash_attn import flash_attn_interface
     except ImportError:
@@ -165,7 +174,9 @@ def _backward_cuda(dout, q, k, v, out, lse, block, scale):
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two partial softmax results over different keys as one, in fp32. out [L, H, D], lse [L, H]."""
+    """Two partial softmax results over different keys as one, in fp32. out [L, H, D], lse [L,
+    H].
+    """
     merged = torch.logaddexp(lse, block_lse)
     return out * (lse - merged).exp()[..., None] + block_out * (block_lse - merged).exp()[
         ..., None
@@ -175,8 +186,8 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tup
 def _hook(module, query, key, value, attention_mask, scaling=None, attend=None, **_):
     """Hugging Face's attention contract: query [B, H, L, D] in, (output [B, L, H, D], None) out.
 
-    What attends is the `attend` the caller passed to the model's forward: it travels through every layer as a keyword,
-    so no global can go stale.
+    What attends is the `attend` the caller passed to the model's forward: it travels through every
+    layer as a keyword, so no global can go stale.
     """
     return attend(module, query, key, value, scaling), None
 

@@ -4,89 +4,75 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from rl2.parallel.mesh import Mesh
 
-PART = (
-    2**31
-)  # bytes of optimizer state that are on the device at a time, if it is kept in host memory
 
+def shard(
+    model: nn.Module,
+    mesh: Mesh,
+    compute_dtype: torch.dtype | None = None,
+    gradient_checkpointing: bool = False,
+) -> None:
+    """Shards the TokenModel `model`: each of its layers, then the rest.
 
-def shard(model: nn.Module, mesh: Mesh, dtype: torch.dtype | None, checkpointing: bool) -> None:
-    """Shards the TokenModel `model`, layer by layer and then the rest. `dtype`: what is computed in, gradients are
-    summed in fp32; None = in what the parameters are kept in."""
-    kinds = model.hf._no_split_modules or ()
-    layers = [module for module in model.hf.modules() if type(module).__name__ in kinds]
-    policy = (
-        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        if dtype
-        else MixedPrecisionPolicy()
-    )
-    # Under checkpointing even a single shard gives its copy in `dtype` back until backward: 2 bytes a parameter.
-    frees = checkpointing or mesh.fsdp.size(-1) > 1
+    With `compute_dtype`, weights are cast to it for compute and gradients are summed in fp32.
+    Without, both happen in the dtype of the parameters. `gradient_checkpointing` recomputes each
+    layer in the backward pass.
+    """
+    policy = MixedPrecisionPolicy()
+    if compute_dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    # With checkpointing even a single shard frees its copy in `compute_dtype` until the backward
+    # pass: 2 bytes a parameter.
+    free_after_forward = gradient_checkpointing or mesh.fsdp.size(-1) > 1
+    layer_classes = model.hf._no_split_modules or ()
+    layers = [module for module in model.hf.modules() if type(module).__name__ in layer_classes]
     for layer in layers:
-        if (
-            checkpointing
-        ):  # around forward, so FSDP's hooks stay outside and parameter names stay the same
+        if gradient_checkpointing:
+            # Only `forward` is wrapped: FSDP's hooks stay outside and the names of parameters stay
+            # the same.
             layer.forward = partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
             )
-        fully_shard(layer, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=frees)
+        fully_shard(
+            layer, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=free_after_forward
+        )
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy)
 
 
+def reshard(model: nn.Module) -> None:
+    """Frees the gathered weights of all modules. A backward pass does so by itself; inference has
+    none.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def scatter(model: nn.Module, full: dict[str, Tensor] | None, mesh: Mesh) -> None:
-    """Gives every parameter, which is on the meta device, its memory and its values: `full` holds them by name on the
-    first process, which loses them on the way, and is None elsewhere."""
+    """Gives every parameter of `model`, which is on the meta device, its memory and its values.
+
+    `full` holds the whole weights by name on rank 0 and is None elsewhere. It is emptied on the
+    way, so that no weight is there twice for longer than needed. All processes must call.
+    """
     buffers = dict(model.named_buffers())
     model.to_empty(device=mesh.device)
     model.hf.tie_weights()
     for name, buffer in buffers.items():
         model.get_buffer(name).copy_(buffer)
+    fsdp_placements = [*[Replicate()] * (mesh.fsdp.ndim - 1), Shard(0)]
     for name, parameter in model.hf.named_parameters():
-        value = (
-            torch.empty(parameter.shape, dtype=parameter.dtype) if full is None else full.pop(name)
-        )
+        if full is None:
+            value = torch.empty(parameter.shape, dtype=parameter.dtype)  # rank 0 sends its values
+        else:
+            value = full.pop(name)
         value = value.to(mesh.device)
         if mesh.tp is not None:
-            cut = parameter.placements[mesh.fsdp.ndim :] or [Replicate()]
-            value = distribute_tensor(value, mesh.tp, cut).to_local()
-        sharded = [*[Replicate()] * (mesh.fsdp.ndim - 1), Shard(0)]
-        parameter.data.to_local().copy_(distribute_tensor(value, mesh.fsdp, sharded).to_local())
-
-
-def step_in_parts(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """A step whose state lives in host memory and visits the device a few parameters at a time, which are all that have a
-    gradient then. Exact: no parameter's step looks at another."""
-    gradients = {p: p.grad for group in optimizer.param_groups for p in group["params"]}
-    for parameter in gradients:
-        parameter.grad = None
-    for part in _parts(list(gradients)):
-        states = [optimizer.state[parameter] for parameter in part]
-        _move(states, device)
-        for parameter in part:
-            parameter.grad = gradients[parameter]
-        optimizer.step()
-        for parameter in part:
-            parameter.grad = None
-        _move(states, torch.device("cpu"))
-
-
-def _parts(parameters):
-    part, size = [], 0
-    for parameter in parameters:
-        part.append(parameter)
-        size += 2 * parameter.to_local().nbytes
-        if size >= PART:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
-
-
-def _move(states, device):
-    for state in states:
-        state.update({key: value.to(device) for key, value in state.items() if key != "step"})
+            tp_placements = parameter.placements[mesh.fsdp.ndim :] or [Replicate()]
+            value = distribute_tensor(value, mesh.tp, tp_placements).to_local()
+        value = distribute_tensor(value, mesh.fsdp, fsdp_placements).to_local()
+        parameter.data.to_local().copy_(value)

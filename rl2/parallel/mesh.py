@@ -1,4 +1,4 @@
-"""The process group, the device mesh and the few collectives we use."""
+"""The process group, the device mesh and the few collectives that rl2 uses."""
 
 import atexit
 import os
@@ -10,75 +10,93 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-warnings.filterwarnings(
-    "ignore", "torch.distributed is disabled"
-)  # checkpoints of one process ask for it
+# A single process writes its checkpoints without collectives, about which torch warns every time.
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
+
+# A rank waits this long for another one whose environment is slow. If the other rank dies, it fails
+# at once.
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
+# Seconds before the interpreter ends. A gloo thread that still has to free the tensors of a
+# collective takes Python's lock for that, which aborts a process whose interpreter is ending
+# (pytorch issue 190489).
+EXIT_PAUSE_SECONDS = 0.1
 
 
 @dataclass
 class Mesh:
-    """How one worker is spread over the processes: world = dp x sp x tp, tp innermost. FSDP shards what tp leaves over dp
-    and sp together, in one copy (`fsdp` is [shard]) or several ([replicate, shard])."""
+    """How one worker is spread over the processes: world = dp x sp x tp, with tp innermost.
+
+    FSDP shards what tp leaves over dp and sp together, in one copy (`fsdp` is [shard]) or in
+    several copies ([replicate, shard]).
+    """
 
     device: torch.device
-    fsdp: DeviceMesh
-    dp_rank: int  # which part of the data this process works on, of dp_size
+    fsdp: DeviceMesh  # [shard] or [replicate, shard]
+    dp_rank: int  # which part of the data this process works on
     dp_size: int
-    sp: dist.ProcessGroup | None  # the processes that share our sequences; None = we alone
-    tp: DeviceMesh | None  # those that share our matrices
-    reports_metrics: bool  # 1 on the one process, of those that share our part of the data, whose sums are counted; 0 on others
+    sp: (
+        dist.ProcessGroup | None
+    )  # the processes that share our sequences; None = this process alone
+    tp: DeviceMesh | None  # [tp], the processes that share our matrices; None = this process alone
+    reports_metrics: bool  # true on one process of each sp x tp group: they compute the same sums
 
 
 def init_distributed() -> torch.device:
-    """Joins torchrun's process group, or makes one of a single process under plain `python`. Returns our device."""
+    """Joins torchrun's process group, or makes a group of one process under plain `python`. Returns
+    the device.
+    """
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"  # objects and host tensors travel over gloo
     else:
-        device, backend = torch.device("cpu"), "gloo"
-    where = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    # Two hours: a rank may wait that long for one whose environment is slow, and dies at once if the other one dies.
-    dist.init_process_group(backend, timeout=timedelta(hours=2), **where)
-    # A thread of gloo that is still about to free the tensors of a collective takes Python's lock for it, which aborts a
-    # process whose interpreter is ending (pytorch issue 190489): it gets the time before that.
-    atexit.register(time.sleep, 0.1)
+        device = torch.device("cpu")
+        backend = "gloo"
+    rendezvous: dict[str, Any] = {}
+    if "RANK" not in os.environ:
+        rendezvous = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **rendezvous)
+    atexit.register(time.sleep, EXIT_PAUSE_SECONDS)
     return device
 
 
 def make_mesh(device: torch.device, fsdp_size: int = 0, sp_size: int = 1, tp_size: int = 1) -> Mesh:
-    """`fsdp_size` processes share one copy of the model's parts (0 = all there are), `sp_size` share each sequence and
-    `tp_size` each matrix. ValueError unless sp x tp, and fsdp x tp, divide the world."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+    """The mesh of one worker. All processes must call.
+
+    `fsdp_size` processes share one copy of the model (0 = as many as there are), `sp_size`
+    processes share each sequence and `tp_size` processes share each matrix. ValueError unless sp x
+    tp and fsdp x tp divide the number of processes.
+    """
+    world = dist.get_world_size()
     fsdp_size = fsdp_size or world // tp_size
     for size in (sp_size, fsdp_size):
         if world % (size * tp_size):
             raise ValueError(f"{world} processes cannot be {size} x {tp_size} at a time")
-    sizes = {"replicate": world // (fsdp_size * tp_size), "shard": fsdp_size, "tp": tp_size}
-    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    fsdp = mesh[tuple(name for name in sizes if name != "tp")]
-    sp, dp_size = None, world // (sp_size * tp_size)
+    axes = {"replicate": world // (fsdp_size * tp_size), "shard": fsdp_size, "tp": tp_size}
+    axes = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    group_size = sp_size * tp_size  # processes that share one part of the data
+    dp_size = world // group_size
+    sp = None
     if sp_size > 1:
-        names = ("dp", "sp", "tp")
-        sp = init_device_mesh(
-            device.type, (dp_size, sp_size, tp_size), mesh_dim_names=names
-        ).get_group("sp")
-    first = rank % (sp_size * tp_size) == 0
+        shape = (dp_size, sp_size, tp_size)
+        data_mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "sp", "tp"))
+        sp = data_mesh.get_group("sp")
     return Mesh(
-        device,
-        fsdp,
-        rank // (sp_size * tp_size),
-        dp_size,
-        sp,
-        mesh["tp"] if tp_size > 1 else None,
-        first,
+        device=device,
+        fsdp=mesh[tuple(name for name in axes if name != "tp")],
+        dp_rank=dist.get_rank() // group_size,
+        dp_size=dp_size,
+        sp=sp,
+        tp=mesh["tp"] if tp_size > 1 else None,
+        reports_metrics=dist.get_rank() % group_size == 0,
     )
 
 
-class _Sum(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, group):
         tensor = tensor.clone()
@@ -90,45 +108,56 @@ class _Sum(torch.autograd.Function):
         return gradient, None
 
 
-def differentiable_all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """The sum over the group of tensors that are 0 where another process computes them. Each process goes on with the
-    whole and gets the same gradient, of which its own part is meant."""
-    return tensor if group is None else _Sum.apply(tensor, group)
+def differentiable_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum over the group of tensors that are 0 where another process computes them (None = this
+    process alone).
+
+    Every process continues with the whole sum, so every process gets the same gradient. The
+    backward pass hands it on unchanged: each process keeps the part of the cells that it computed.
+    """
+    return tensor if group is None else _AllReduce.apply(tensor, group)
 
 
-def all_reduce_sum_(tensor: torch.Tensor) -> torch.Tensor:
+def all_reduce_sum_(tensor: Tensor) -> Tensor:
     """The sum over all processes, in place."""
     dist.all_reduce(tensor)
     return tensor
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether the flag is set on any process."""
+    """Whether the flag is set on any process. All processes must call."""
     return bool(all_reduce_sum_(torch.tensor(float(flag), device=device)).item())
 
 
 def is_single_process() -> bool:
-    """Whether there is one process, which should send itself nothing: gloo would copy it with a second team of OpenMP
-    threads, and once a process has more threads than cores all of them sleep between any two operations (a rollout took
-    twice as long)."""
+    """Whether there is one process only. Such a process should not send itself anything.
+
+    gloo would copy the message with a second team of OpenMP threads. Once a process has more
+    threads than cores, all of them sleep between any two operations: a rollout took twice as long.
+    """
     return dist.get_world_size() == 1
 
 
-def gather_objects(value: Any) -> list:
-    """The picklable value of every process in order of rank, on rank 0; an empty list elsewhere."""
-    if is_single_process():
-        return [value]
-    values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value, values)
-    return values or []
-
-
 def all_gather_objects(value: Any) -> list:
-    """The picklable value of every process in order of rank, on all processes."""
+    """The picklable value of every process in order of rank, on all processes. All processes must
+    call.
+    """
     if is_single_process():
         return [value]
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
+    return values
+
+
+def gather_objects(value: Any) -> list:
+    """The picklable value of every process in order of rank on rank 0; an empty list elsewhere. All
+    processes must call.
+    """
+    if is_single_process():
+        return [value]
+    if dist.get_rank() > 0:
+        dist.gather_object(value)
+        return []
+    values = [None] * dist.get_world_size()
+    dist.gather_object(value, values)
     return values

@@ -1,14 +1,17 @@
-"""Zigzag ring attention over packed segments; with one process it is packed attention without communication.
+"""Zigzag ring attention over packed segments; with one process it is packed attention without
+communication.
 
-A segment is cut into 2 * size chunks, and rank r of `size` holds chunks r and 2 * size - 1 - r of each, one behind the
-other: so all ranks have the same causal work. Keys and values travel around the ring (Liu et al., 2023, arXiv:2310.01889)
-while the next block is computed. At rank r, with the keys of rank `source`:
+A segment is cut into 2 * size chunks, and rank r of `size` holds chunks r and 2 * size - 1 - r of
+each, one behind the other: so all ranks have the same causal work. Keys and values travel around
+the ring (Liu et al., 2023, arXiv:2310.01889) while the next block is computed. At rank r, with the
+keys of rank `source`:
 
-    source == r   causal over our two chunks: their positions ascend
-    source <  r   all our queries see its first chunk, none its second
-    source >  r   the queries of our second chunk see both of its chunks, those of our first see none
+    source == r   causal over our two chunks: their positions ascend source <  r   all our queries
+    see its first chunk, none its second source >  r   the queries of our second chunk see both of
+    its chunks, those of our first see none
 
-Chunks need not be equally long, so nothing is padded, and a short segment may leave a rank without any of it.
+Chunks need not be equally long, so nothing is padded, and a short segment may leave a rank without
+any of it.
 
 Shapes: L local packed tokens, H query heads, G key heads, D head size, S segments.
 """
@@ -32,8 +35,9 @@ class Ring:
         )
 
     def start(self, tensor: Tensor, length: int):
-        """Begins to pass `tensor` [n, rows, ...] on to the next rank; returns a function that waits for what the
-        previous one passes, [n, length, ...]."""
+        """Begins to pass `tensor` [n, rows, ...] on to the next rank; returns a function that waits
+        for what the previous one passes, [n, length, ...].
+        """
         received = tensor.new_empty(tensor.shape[0], length, *tensor.shape[2:])
         to, source = (
             dist.get_global_rank(self.group, (self.rank + i) % self.size) for i in (1, -1)
@@ -56,9 +60,9 @@ class Ring:
 class PackedAttention:
     """The attention of one pack: what every layer of its forward is given as `attend`.
 
-    `chunks[rank][s]`: lengths of the two chunks of segment s that each rank of the ring holds. A segment is causal within
-    itself; a prefix (a, b, c) lets segments a..b see all of segment c as well. No dataclass: FSDP would copy it, and its
-    blocks, at every layer.
+    `chunks[rank][s]`: lengths of the two chunks of segment s that each rank of the ring holds. A
+    segment is causal within itself; a prefix (a, b, c) lets segments a..b see all of segment c as
+    well. No dataclass: FSDP would copy it, and its blocks, at every layer.
     """
 
     def __init__(
@@ -101,7 +105,9 @@ class PackedAttention:
 
 
 def _block(pairs, causal, device) -> Block | None:
-    """Queries a..b against keys c..d for each (a, b, c, d); pairs with nothing on a side are left out."""
+    """Queries a..b against keys c..d for each (a, b, c, d); pairs with nothing on a side are left
+    out.
+    """
     pairs = [(a, b, c, d) for a, b, c, d in pairs if a < b and c < d]
     if not pairs:
         return None
