@@ -218,15 +218,17 @@ def assign(config: Any, assignments: list[Assignment]) -> tuple[set[str], list[s
     problems = []
     for key, value, source in assignments:
         nodes = dict(_leaf_nodes(config))
-        meant = [key]
+        candidates = [key]
         if key not in nodes and not key.startswith(ENGINE_ARGS + "."):
-            meant = near_keys(key, list(nodes))
-            hint = f": did you mean {' or '.join(meant)}?" if meant else "; --help all lists all"
+            candidates = near_keys(key, list(nodes))
+            near = " or ".join(candidates)
+            hint = f": did you mean {near}?" if near else "; --help all lists all"
             problems.append(f"unknown key {key}={value}{hint}{source}")
-        if len(meant) == 1:
-            set_keys.add(meant[0])
-            problem = set_value(config, nodes.get(meant[0]), meant[0], value)
-            if problem and meant == [key]:
+        if len(candidates) == 1:
+            target = candidates[0]
+            set_keys.add(target)
+            problem = set_value(config, nodes.get(target), target, value)
+            if problem and target == key:
                 problems.append(problem + source)
     return set_keys, problems
 
@@ -308,7 +310,10 @@ def explain_common(root: type, usage: str) -> str:
     known = schema_keys(root)
     sections = [name for name in known if "." not in name]
     hidden = tuple(name for name, key in known.items() if key.is_section and not key.common)
-    lines = [f"torchrun --nproc_per_node=N -m {usage} key=value ..."]
+    lines = [
+        f"torchrun --nproc_per_node=N -m {usage} key=value ...",
+        f"python -m {usage} key=value ...    (one process)",
+    ]
     for name, key in known.items():
         if name in sections:
             lines.append(f"{name}: {key.help}")
@@ -344,4 +349,5 @@ def _default(root: type, name: str) -> str:
 
 
 def _width() -> int:
-    return min(100, shutil.get_terminal_size(fallback=(100, 24)).columns)
+    """Columns of the help: those of the terminal, from 80 to 100."""
+    return max(80, min(100, shutil.get_terminal_size(fallback=(100, 24)).columns))

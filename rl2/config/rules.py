@@ -79,12 +79,6 @@ def _validate_offline(
     return problems, hardware_warnings(config, set_keys)
 
 
-def keys_of(config: Any) -> dict[str, Key]:
-    """Dotted name -> Key, of every section and key of the config."""
-    root: type = type(config)
-    return schema_keys(root)
-
-
 def get_value(config: Any, name: str) -> Any:
     """The value of a dotted name; `rollout.engine_args` is a dict, everything else has attributes."""
     for part in name.split("."):
@@ -98,7 +92,7 @@ def get_value(config: Any, name: str) -> Any:
 def check_choices(config: Any) -> list[str]:
     """The keys whose value is none of their choices, or names no function."""
     problems = []
-    for name, key in keys_of(config).items():
+    for name, key in schema_keys(type(config)).items():
         value = get_value(config, name)
         if key.functions is not None:
             problems += _function_problem(value, key, name)
@@ -121,7 +115,7 @@ def check_keys(config: Any, set_keys: set[str]) -> list[str]:
     """The keys outside their range, and the keys that the user set without an effect."""
     problems = []
     defaults = type(config)()
-    for name, key in keys_of(config).items():
+    for name, key in schema_keys(type(config)).items():
         value = get_value(config, name)
         default = get_value(defaults, name)
         if value is not None and value != default:
@@ -162,7 +156,7 @@ def non_default_keys(config: Any, set_keys: set[str]) -> set[str]:
 
     A default has no effect to lose, and a whole config.yaml can be read back.
     """
-    known = keys_of(config)
+    known = schema_keys(type(config))
     defaults = type(config)()
     return {
         name
@@ -173,7 +167,7 @@ def non_default_keys(config: Any, set_keys: set[str]) -> set[str]:
 
 def no_effect_reason(config: Any, name: str) -> str:
     """Why a section or a key has no effect, or "" if it has one."""
-    key = keys_of(config).get(name)  # None: an argument of the engine
+    key = schema_keys(type(config)).get(name)  # None: an argument of the engine
     path = name.rpartition(".")[0]
     section = get_value(config, path) if path else config
     if key is None:
@@ -188,7 +182,7 @@ def no_effect_reason(config: Any, name: str) -> str:
 def _setting_reason(config: Any, name: str, function_key: str) -> str:
     """Why a setting of the function that `function_key` names has no effect, or ""."""
     path, _, setting = name.rpartition(".")
-    known = keys_of(config)
+    known = schema_keys(type(config))
     table = known[function_key].functions
     assert table is not None
     function = get_value(config, function_key)
@@ -423,7 +417,7 @@ def ppo_warnings(config: PPOConfig, set_keys: set[str]) -> list[str]:
 
 def hardware_warnings(config: Any, set_keys: set[str]) -> list[str]:
     """The user's keys that have no effect on this machine."""
-    known = keys_of(config)
+    known = schema_keys(type(config))
     changed = sorted(non_default_keys(config, set_keys))
     gpu_keys = [name for name in changed if name in known and known[name].needs_gpu]
     warnings = []
