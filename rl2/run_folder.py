@@ -1,10 +1,11 @@
-"""Checkpoints that are whole or absent, exact resume, and a stop that saves."""
+"""The folder of a run on disk: made ready, and checkpoints that are whole or absent."""
 
 import json
 import os
 import random
 import shutil
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,102 +13,183 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rl2.parallel.mesh import all_gather_objects, is_single_process
+from rl2.parallel.mesh import is_single_process
+
+
+class Resumable(Protocol):
+    """A part of the run whose state is in the checkpoint, such as a worker."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+Parts = dict[str, Resumable]  # by name
 
 
 class Checkpoints:
-    """`folder`/step_N holds everything the run needs to go on after step N. Several nodes need a shared folder.
+    """`folder`/step_N holds everything that the run needs to go on after step N.
 
-    A checkpoint is written under another name and renamed when every process has finished and the disk has it: what is
-    called step_N is whole, whenever the run was killed. The newest `keep` stay (None = all).
+    A checkpoint is written under another name. It is renamed when every process has finished and the
+    disk has it: a folder called step_N is whole, whenever the run was killed. The newest `keep` stay
+    (None = all). Several nodes need a folder that all of them see.
     """
 
     def __init__(self, folder: str | os.PathLike, keep: int | None = None):
-        self.folder, self.keep = Path(folder), keep
+        self.folder = Path(folder)
+        self.keep = keep
 
     def steps(self) -> list[int]:
         """The steps that can be resumed, oldest first."""
-        return sorted(
-            int(path.name[5:]) for path in self.folder.glob("step_*") if path.name[5:].isdigit()
-        )
+        names = [path.name.removeprefix("step_") for path in self.folder.glob("step_*")]
+        return sorted(int(name) for name in names if name.isdigit())
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step}"
 
-    def save(self, step: int, held: dict, config: str) -> None:
-        """Writes the state_dict of all that is held (name -> Worker or the like) after `step` steps. All processes must
-        call; what is no sharded tensor must be the same on each."""
+    def save(self, step: int, parts: Parts, config: str) -> None:
+        """Writes the state of all parts after `step` steps, with the config as YAML.
+
+        All processes must call. What is no sharded tensor must be the same on each of them.
+        RuntimeError if it could not be written; the checkpoints before it stay.
+        """
         partial = self.folder / f"step_{step}.partial"
-        if dist.get_rank() == 0:
+        is_first = dist.get_rank() == 0
+        if is_first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
-        try:
-            dcp.save(
-                {name: part.state_dict() for name, part in held.items()},
-                checkpoint_id=partial,
-                no_dist=is_single_process(),
-            )
-        except CheckpointException as error:
-            reason, _ = next(iter(error.failures.values()))
-            whole = (
-                f"step_{self.steps()[-1]} is the newest whole one"
-                if self.steps()
-                else "there is no other yet"
-            )
-            raise RuntimeError(
-                f"the checkpoint of step {step} could not be written: {reason}; {whole}"
-            ) from error
+        self._write_parts(step, parts, partial)
         torch.save(_random_states(), partial / f"random_{dist.get_rank()}.pt")
         dist.barrier()
-        if dist.get_rank() == 0:
+        if is_first:
+            run = {"step": step, "world_size": dist.get_world_size()}
             (partial / "config.yaml").write_text(config)
-            (partial / "run.json").write_text(
-                json.dumps({"step": step, "world_size": dist.get_world_size()})
-            )
-            _sync(partial)
+            (partial / "run.json").write_text(json.dumps(run))
+            _sync_to_disk(partial)
             shutil.rmtree(self.path(step), ignore_errors=True)
             partial.rename(self.path(step))
-            _sync(self.folder)
-            for old in self.steps()[: -self.keep] if self.keep else []:
-                shutil.rmtree(self.path(old))
+            _sync_to_disk(self.folder)
+            for old_step in self.steps()[: -self.keep] if self.keep else []:
+                shutil.rmtree(self.path(old_step))
         dist.barrier()
 
-    def load(self, path: str | os.PathLike, held: dict) -> int:
-        """Restores what is held and the random states from a step_N folder; returns its step. The number of processes may
-        differ from the one that saved: then each process keeps its own random states."""
+    def _write_parts(self, step: int, parts: Parts, folder: Path) -> None:
+        states = {name: part.state_dict() for name, part in parts.items()}
+        try:
+            dcp.save(states, checkpoint_id=folder, no_dist=is_single_process())
+        except CheckpointException as error:
+            reason, _ = next(iter(error.failures.values()))
+            newest = "there is no other yet"
+            if self.steps():
+                newest = f"step_{self.steps()[-1]} is the newest whole one"
+            raise RuntimeError(
+                f"the checkpoint of step {step} could not be written: {reason}; {newest}"
+            ) from error
+
+    def load(self, path: str | os.PathLike, parts: Parts) -> int:
+        """Restores all parts and the random states from a step_N folder. Returns its step.
+
+        The number of processes may differ from the one that saved. Then each process keeps its own
+        random states.
+        """
         path = Path(path)
         run = json.loads((path / "run.json").read_text())
-        state = {name: part.state_dict() for name, part in held.items()}
-        dcp.load(state, checkpoint_id=path, no_dist=is_single_process())
-        for name, part in held.items():
-            part.load_state_dict(state[name])
+        states = {name: part.state_dict() for name, part in parts.items()}
+        dcp.load(states, checkpoint_id=path, no_dist=is_single_process())
+        for name, part in parts.items():
+            part.load_state_dict(states[name])
         if run["world_size"] == dist.get_world_size():
-            _set_random_states(
-                torch.load(path / f"random_{dist.get_rank()}.pt", weights_only=False)
-            )
+            random_file = path / f"random_{dist.get_rank()}.pt"
+            _set_random_states(torch.load(random_file, weights_only=False))
         return run["step"]
 
 
 def find_checkpoint(resume: str, folder: str | os.PathLike) -> Path | None:
-    """The step_N folder that `trainer.resume` means (auto, off, or a step_N folder or one that holds some)."""
+    """The step_N folder that `trainer.resume` names; None to start anew.
+
+    `resume` is auto (the newest in `folder`, if any), off, a step_N folder, or a folder that holds
+    some. ValueError if a folder is named that holds no complete checkpoint.
+    """
     if resume == "off":
         return None
-    given = None if resume == "auto" else Path(resume)
-    if given is not None and given.suffix != ".partial" and (given / "run.json").exists():
-        return given
-    places = [Path(folder)] if given is None else [given, given / "checkpoints"]
-    for place in map(Checkpoints, places):
-        if place.steps():
-            return place.path(place.steps()[-1])
-    if given is not None:
+    if resume == "auto":
+        return _newest_checkpoint(Path(folder))
+    named = Path(resume)
+    if named.suffix != ".partial" and (named / "run.json").exists():
+        return named
+    newest = _newest_checkpoint(named) or _newest_checkpoint(named / "checkpoints")
+    if newest is None:
         raise ValueError(
-            f"trainer.resume={resume}: no complete checkpoint (step_N) there; give a step_N folder, auto or off"
+            f"trainer.resume={resume}: no complete checkpoint (step_N) there; "
+            "give a step_N folder, auto or off"
         )
-    return None
+    return newest
 
 
-def _random_states():
+def _newest_checkpoint(folder: Path) -> Path | None:
+    checkpoints = Checkpoints(folder)
+    steps = checkpoints.steps()
+    return checkpoints.path(steps[-1]) if steps else None
+
+
+def prepare_folder(folder: str | os.PathLike, step: int) -> None:
+    """Makes the run folder ready to go on after `step` steps.
+
+    Metrics and transcripts of later steps are removed, since they will be made again. A folder with
+    an earlier run that is not resumed is kept under another name.
+    """
+    folder = Path(folder)
+    metrics = folder / "metrics.jsonl"
+    if step == 0 and metrics.exists() and metrics.stat().st_size:
+        set_aside = _free_name(folder)
+        folder.rename(set_aside)
+        print(
+            f"{folder} held an earlier run without a checkpoint to resume: "
+            f"it is now {set_aside.name}",
+            flush=True,
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    if metrics.exists():
+        _cut_metrics(metrics, step)
+    for path in folder.glob("rollouts/*/step_*.jsonl"):
+        if int(path.stem.removeprefix("step_")) > step:
+            path.unlink()
+
+
+def _free_name(folder: Path) -> Path:
+    number = 1
+    while folder.with_name(f"{folder.name}.{number}").exists():
+        number += 1
+    return folder.with_name(f"{folder.name}.{number}")
+
+
+def _cut_metrics(path: Path, step: int) -> None:
+    """Removes the lines of steps after `step`, and a line that a kill cut short."""
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            is_kept = json.loads(line)["step"] <= step
+        except json.JSONDecodeError:
+            is_kept = False
+        if is_kept:
+            kept.append(line + "\n")
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(kept))
+    partial.replace(path)
+
+
+def write_records(
+    folder: str | os.PathLike, split: str, step: int, records: list[dict[str, Any]]
+) -> None:
+    """Writes the transcripts of a step to rollouts/`split`/step_N.jsonl."""
+    path = Path(folder, "rollouts", split, f"step_{step}.jsonl")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(record, ensure_ascii=False, default=str) for record in records]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _random_states() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     return {
         "python": random.getstate(),
@@ -117,7 +199,7 @@ def _random_states():
     }
 
 
-def _set_random_states(states):
+def _set_random_states(states: dict[str, Any]) -> None:
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -125,19 +207,10 @@ def _set_random_states(states):
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def _sync(folder):
+def _sync_to_disk(folder: Path) -> None:
     """Waits until the disk has every file of the folder, and the folder's own list of them."""
     for path in [*folder.iterdir(), folder]:
         if path.is_file() or path == folder:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
-
-
-def assert_same_everywhere(value) -> None:
-    """Every process must hold the same value: a layout or a data set that differs between nodes would deadlock later."""
-    values = all_gather_objects(value)
-    if any(other != values[0] for other in values):
-        raise ValueError(
-            f"processes disagree: {values}; do all nodes see the same files and arguments?"
-        )

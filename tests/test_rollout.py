@@ -5,17 +5,20 @@ import textwrap
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from common import make_tokenizer
 
+from rl2.batch import Batch
 from rl2.data import chat
 from rl2.data.examples import Prompts
 from rl2.engine.base import SamplingParams
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
-from rl2.rollout.collect import Rollout
-from rl2.rollout.stats import gather_samples, summarise
+from rl2.rollout.collect import Collector
+from rl2.rollout.stats import count_failed, summarise, to_records, training_samples
+from rl2.rollout.trajectory import Player, Trajectory
 
 PARAMS = SamplingParams(max_new_tokens=16)
 
@@ -60,8 +63,9 @@ def make(tmp_path, script, env, max_turns=1, num_prompts=1, deterministic=True, 
     engine = ScriptedEngine(tokenizer, script)
     failures = EnvFailures(0.5)
     env = load_env(tmp_path / "env.py", 5)
-    rollout = Rollout(engine, env, tokenizer, failures, max_turns, max_length, 0, deterministic)
-    return rollout, make_prompts(rows, tokenizer), tokenizer
+    player = Player(engine, env, tokenizer, failures, max_turns, max_length)
+    collector = Collector(player, params=PARAMS, seed=0, deterministic=deterministic)
+    return collector, make_prompts(rows, tokenizer), tokenizer
 
 
 def make_prompts(rows, tokenizer):
@@ -79,10 +83,10 @@ TOOL_ENV = """
 
 
 def test_two_turns_are_masked_token_by_token(tmp_path):
-    rollout, prompts, tokenizer = make(
+    collector, prompts, tokenizer = make(
         tmp_path, lambda turn, _: [("=7", "stop"), ("ok", "stop")][turn], TOOL_ENV, 3
     )
-    (trajectory,) = rollout(prompts, PARAMS, 1, "train", 1)
+    (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
     (sample,) = trajectory.samples
     text = [tokenizer.decode([token]) for token in sample.tokens]
     told = "".join(
@@ -103,16 +107,16 @@ def test_two_turns_are_masked_token_by_token(tmp_path):
 
 
 def test_the_second_prompt_is_the_sampled_tokens_themselves(tmp_path):
-    rollout, prompts, _ = make(
+    collector, prompts, _ = make(
         tmp_path, lambda turn, _: [("=7", "stop"), ("ok", "stop")][turn], TOOL_ENV, 2
     )
-    (trajectory,) = rollout(prompts, PARAMS, 1, "train", 1)
-    (_, first), (_, second) = rollout.engine.prompts
+    (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
+    (_, first), (_, second) = collector.player.engine.prompts
     assert second[: len(first)] == first and trajectory.samples[0].tokens[: len(second)] == second
 
 
 def test_a_template_that_rewrites_history_starts_a_new_sequence(tmp_path):
-    rollout, prompts, tokenizer = make(
+    collector, prompts, tokenizer = make(
         tmp_path, lambda turn, _: [("=abc", "stop"), ("ok", "stop")][turn], TOOL_ENV, 2
     )
     tokenizer.chat_template = (  # earlier assistant turns lose their text
@@ -120,7 +124,7 @@ def test_a_template_that_rewrites_history_starts_a_new_sequence(tmp_path):
         "{% endfor %}{{ 'assistant:' }}"
     )
     prompts = make_prompts([prompts[0].row], tokenizer)
-    (trajectory,) = rollout(prompts, PARAMS, 1, "train", 1)
+    (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
     first, second = trajectory.samples
     assert tokenizer.decode(first.tokens) == "user:q0<|im_end|>assistant:=abc<|im_end|>"
     assert tokenizer.decode(second.tokens) == (
@@ -132,10 +136,12 @@ def test_a_template_that_rewrites_history_starts_a_new_sequence(tmp_path):
 
 
 def test_length_limits_end_a_trajectory(tmp_path):
-    rollout, prompts, _ = make(tmp_path, lambda turn, _: ("=1", "length"), TOOL_ENV, 4)
-    assert rollout(prompts, PARAMS, 1, "train", 1)[0].num_turns == 1
-    rollout, prompts, _ = make(tmp_path, lambda turn, _: ("=1", "stop"), TOOL_ENV, 9, max_length=90)
-    (trajectory,) = rollout(prompts, PARAMS, 1, "train", 1)
+    collector, prompts, _ = make(tmp_path, lambda turn, _: ("=1", "length"), TOOL_ENV, 4)
+    assert collector.play(prompts, PARAMS, 1, "train", 1)[0].num_turns == 1
+    collector, prompts, _ = make(
+        tmp_path, lambda turn, _: ("=1", "stop"), TOOL_ENV, 9, max_length=90
+    )
+    (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
     assert 1 < trajectory.num_turns < 9 and trajectory.finish_reason == "length"
     assert len(trajectory.samples[0].tokens) <= 90 and sum(trajectory.samples[0].rewards) > 0
 
@@ -147,8 +153,8 @@ def test_a_failed_environment_costs_its_trajectory_only(tmp_path):
                 raise RuntimeError("boom")
             return 1.0
     """
-    rollout, prompts, _ = make(tmp_path, lambda turn, _: ("hi", "stop"), env, num_prompts=3)
-    trajectories = rollout(prompts, PARAMS, 2, "train", 1)
+    collector, prompts, _ = make(tmp_path, lambda turn, _: ("hi", "stop"), env, num_prompts=3)
+    trajectories = collector.play(prompts, PARAMS, 2, "train", 1)
     assert [t.finish_reason for t in trajectories] == [
         "stop",
         "stop",
@@ -157,43 +163,49 @@ def test_a_failed_environment_costs_its_trajectory_only(tmp_path):
         "stop",
         "stop",
     ]
-    samples = gather_samples(trajectories)
+    samples = training_samples(trajectories)
     assert [sum(s.mask) for s in samples] == [3, 3, 0, 0, 3, 3]
-    told = summarise(trajectories, rollout.failures, 0)
+    told = summarise(trajectories, 0)
+    assert count_failed(trajectories) == 2
     assert told["reward/mean"] == 1.0 and told["rollout/failed"] == pytest.approx(1 / 3)
-    assert rollout.failures.count == 2 and "boom" in str(rollout.failures.last)
+    assert collector.player.failures.count == 2 and "boom" in str(collector.player.failures.last)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_groups_are_complete_ordered_and_differently_seeded(tmp_path, deterministic):
     env = "def reward_fn(messages, answer): return float(answer)"
-    rollout, prompts, _ = make(
+    collector, prompts, _ = make(
         tmp_path, lambda *_: ("x", "stop"), env, num_prompts=9, deterministic=deterministic
     )
-    trajectories = rollout(prompts, PARAMS, 3, "train", 5)
+    trajectories = collector.play(prompts, PARAMS, 3, "train", 5)
     assert [t.id for t in trajectories] == list(range(27))
     assert [t.group for t in trajectories] == [i // 3 for i in range(27)]
     assert [t.reward for t in trajectories] == [float(i // 3) for i in range(27)]
-    seeds = [seed for seed, _ in rollout.engine.prompts]
-    assert len(set(seeds)) == 27 and rollout.engine.most_in_flight >= 6
-    again = rollout(prompts, PARAMS, 3, "test", 5)
-    assert len(again) == 27 and not {seed for seed, _ in rollout.engine.prompts[27:]} & set(seeds)
+    seeds = [seed for seed, _ in collector.player.engine.prompts]
+    assert len(set(seeds)) == 27 and collector.player.engine.most_in_flight >= 6
+    again = collector.play(prompts, PARAMS, 3, "test", 5)
+    assert len(again) == 27 and not {
+        seed for seed, _ in collector.player.engine.prompts[27:]
+    } & set(seeds)
 
 
 def test_too_many_failures_stop_the_run_with_the_reason(tmp_path):
     env = "def reward_fn(messages, answer): return 1 / 0"
-    rollout, prompts, _ = make(tmp_path, lambda *_: ("x", "stop"), env, num_prompts=2)
+    collector, prompts, _ = make(tmp_path, lambda *_: ("x", "stop"), env, num_prompts=2)
     with pytest.raises(
         RuntimeError, match=r"4 of 4 .*max_env_failures=0.5(.|\n)*ZeroDivisionError"
     ):
-        summarise(rollout(prompts, PARAMS, 2, "train", 1), rollout.failures, 0)
+        trajectories = collector.play(prompts, PARAMS, 2, "train", 1)
+        collector.player.failures.check(count_failed(trajectories), len(trajectories))
 
 
 def test_messages_the_template_refuses_are_the_environments_failure(tmp_path):
-    rollout, prompts, tokenizer = make(tmp_path, lambda turn, _: ("=7", "stop"), TOOL_ENV, 3)
+    collector, prompts, tokenizer = make(tmp_path, lambda turn, _: ("=7", "stop"), TOOL_ENV, 3)
     tokenizer.chat_template = "{{ raise_exception('no tools here') if messages|length > 1 }}"
-    (trajectory,) = rollout(prompts, PARAMS, 1, "train", 1)
-    assert trajectory.finish_reason == "failed" and "no tools here" in str(rollout.failures.last)
+    (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
+    assert trajectory.finish_reason == "failed" and "no tools here" in str(
+        collector.player.failures.last
+    )
 
 
 class SlowEngine(ScriptedEngine):
@@ -230,7 +242,7 @@ def test_a_pause_keeps_tokens_and_goes_on_with_other_weights(tmp_path):
         def reward_fn(messages, answer):
             return float(len(messages[-1]["content"]))
     """
-    rollout, prompts, tokenizer = make(tmp_path, None, env, num_prompts=4, deterministic=False)
+    collector, prompts, tokenizer = make(tmp_path, None, env, num_prompts=4, deterministic=False)
     start = {len(prompt.tokens): prompt for prompt in prompts}  # q0 to q3 are equally long
 
     def script(prompt):
@@ -238,23 +250,23 @@ def test_a_pause_keeps_tokens_and_goes_on_with_other_weights(tmp_path):
         return whole[length:] if prompts[0].tokens == prompt[: len(prompts[0].tokens)] else "y"
 
     assert len(start) == 1
-    rollout.engine = engine = SlowEngine(tokenizer, script)
+    collector.player.engine = engine = SlowEngine(tokenizer, script)
     engine.asked = []
     params = SamplingParams(max_new_tokens=300)
-    done = rollout(prompts[:3], params, 2, "train", 1, wanted=2)
+    done = collector.play(prompts[:3], params, 2, "train", 1, num_groups=2)
     assert sorted({t.group for t in done}) == [1, 2] and all(
         t.versions == [(0, 2)] and t.reward == 1 for t in done
     )
-    (paused,) = rollout.paused
-    assert paused.id == 0 and not paused.done
+    (paused,) = collector.carried_over
+    assert paused.id == 0 and not paused.is_done
     kept = [list(t.samples[0].tokens) for t in paused.trajectories]
-    counts = [t.partial for t in paused.trajectories]
+    counts = [t.partial_tokens for t in paused.trajectories]
     assert all(0 < count < 200 for count in counts)
-    rollout.load_state_dict(rollout.state_dict())  # as a resumed run does
+    collector.load_state_dict(collector.state_dict())  # as a resumed run does
     first = len(engine.asked)
     engine.version, engine.aborted = 1, False
-    done = rollout(prompts[3:], params, 2, "train", 2, wanted=2)
-    assert not rollout.paused and len(done) == 4
+    done = collector.play(prompts[3:], params, 2, "train", 2, num_groups=2)
+    assert not collector.carried_over and len(done) == 4
     for trajectory, tokens, count in zip(done[:2], kept, counts, strict=True):
         (sample,) = trajectory.samples
         assert sample.tokens[: len(tokens)] == tokens and trajectory.reward == 200
@@ -266,7 +278,7 @@ def test_a_pause_keeps_tokens_and_goes_on_with_other_weights(tmp_path):
     assert len({seed for seed, *_ in engine.asked}) == len(engine.asked), (
         "two requests had the same noise"
     )
-    told = summarise(done, rollout.failures, 1)
+    told = summarise(done, 1)
     assert told["rollout/staleness"] == pytest.approx(sum(counts) / (2 * 201 + 2 * 2))
 
 
@@ -279,32 +291,91 @@ def test_a_pause_between_turns_and_during_the_environment(tmp_path):
             return [{"role": "tool", "content": "t"}] if len(messages) < 4 else []
         def reward_fn(messages, answer): return float(len(messages))
     """
-    rollout, prompts, tokenizer = make(tmp_path, None, env, 3, num_prompts=3, deterministic=False)
-    rollout.engine = engine = SlowEngine(tokenizer, lambda prompt: "ok")
+    collector, prompts, tokenizer = make(tmp_path, None, env, 3, num_prompts=3, deterministic=False)
+    collector.player.engine = engine = SlowEngine(tokenizer, lambda prompt: "ok")
     engine.asked = []
     # the store counts by step
-    done = rollout(prompts, PARAMS, 1, "train", 11, wanted=2)
+    done = collector.play(prompts, PARAMS, 1, "train", 11, num_groups=2)
     assert [t.group for t in done] == [1, 2] and [t.num_turns for t in done] == [2, 2]
-    (trajectory,) = rollout.paused[0].trajectories
-    assert trajectory.num_turns == 1 and trajectory.partial == 0 and len(trajectory.messages) == 3
+    (trajectory,) = collector.carried_over[0].trajectories
+    assert (
+        trajectory.num_turns == 1
+        and trajectory.partial_tokens == 0
+        and len(trajectory.messages) == 3
+    )
     engine.aborted = False
-    (trajectory,) = rollout([], PARAMS, 1, "train", 12, wanted=1)
+    (trajectory,) = collector.play([], PARAMS, 1, "train", 12, num_groups=1)
     assert trajectory.num_turns == 2 and trajectory.reward == 4
 
 
 def test_groups_done_beyond_what_is_wanted_wait_for_the_next_step(tmp_path):
     env = "def reward_fn(messages, answer): return float(answer)"
-    rollout, prompts, tokenizer = make(
+    collector, prompts, tokenizer = make(
         tmp_path, lambda *_: ("x", "stop"), env, num_prompts=6, deterministic=False
     )
-    rollout.engine.abort = lambda: None
-    first = rollout(prompts, PARAMS, 2, "train", 21, wanted=3)
+    collector.player.engine.abort = lambda: None
+    first = collector.play(prompts, PARAMS, 2, "train", 21, num_groups=3)
     assert [t.group for t in first] == [0, 0, 1, 1, 2, 2]
-    assert [group.id for group in rollout.paused] == [3, 4, 5]
-    asked = len(rollout.engine.prompts)
-    done = sum(group.done for group in rollout.paused)
-    second = rollout([], PARAMS, 2, "train", 22, wanted=3)
-    assert [t.reward for t in second] == [3.0, 3.0, 4.0, 4.0, 5.0, 5.0] and not rollout.paused
-    assert len(rollout.engine.prompts) - asked == 2 * (3 - done), (
+    assert [group.id for group in collector.carried_over] == [3, 4, 5]
+    asked = len(collector.player.engine.prompts)
+    done = sum(group.is_done for group in collector.carried_over)
+    second = collector.play([], PARAMS, 2, "train", 22, num_groups=3)
+    assert [t.reward for t in second] == [
+        3.0,
+        3.0,
+        4.0,
+        4.0,
+        5.0,
+        5.0,
+    ] and not collector.carried_over
+    assert len(collector.player.engine.prompts) - asked == 2 * (3 - done), (
         "what was done is not played again"
     )
+
+
+def test_the_collector_owns_the_cursor_and_a_resumed_one_goes_on(tmp_path):
+    """Steps of 2 prompts out of 5: the same prompts in one go as by a collector resumed between."""
+    env = "def reward_fn(messages, answer): return float(answer)"
+    collector, _, tokenizer = make(tmp_path, lambda *_: ("x", "stop"), env)
+    rows = [
+        {"messages": [{"role": "user", "content": f"q{i}"}], "answer": str(i)} for i in range(5)
+    ]
+    prompts = Prompts(rows, tokenizer, max_length=100, shuffle=False, seed=0, batch_size=2)
+
+    def make_collector():
+        return Collector(
+            collector.player,
+            prompts=prompts,
+            params=PARAMS,
+            prompts_per_step=2,
+            samples_per_prompt=3,
+            num_steps=4,
+            deterministic=True,
+        )
+
+    whole, resumed, rewards = make_collector(), make_collector(), []
+    for step in (1, 2, 3):
+        whole.next_position = (step - 1) * 2
+        trajectories = whole.collect(step)
+        assert [t.reward for t in resumed.collect(step)] == [t.reward for t in trajectories]
+        rewards += [t.reward for t in trajectories[::3]]
+        state = resumed.state_dict()
+        resumed = make_collector()
+        resumed.load_state_dict(state)
+    assert rewards == [0, 1, 2, 3, 4, 0] and resumed.next_position == 6
+
+
+def test_a_record_has_the_mean_advantage_of_all_its_sequences(tmp_path):
+    """Trajectory 4 has two sequences, with one and three trained tokens."""
+    trajectories = [Trajectory(4, 0, []), Trajectory(3, 0, [])]
+    columns = {name: torch.zeros(3, 3) for name in ("inputs", "targets", "engine_logps", "rewards")}
+    batch = Batch(
+        **columns,
+        mask=torch.tensor([[1.0, 0, 0], [1, 1, 1], [0, 0, 0]]),
+        group=torch.zeros(3),
+        trajectory=torch.tensor([4, 4, 3]),
+        advantages=torch.tensor([[2.0, 9, 9], [1, 1, 0], [5, 5, 5]]),
+    )
+    records = to_records(trajectories, batch)
+    assert [(record["id"], record["advantage"]) for record in records] == [(3, 0), (4, 1)]
+    assert "advantage" not in to_records(trajectories)[0]

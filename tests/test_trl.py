@@ -112,7 +112,7 @@ def test_sft_loss(tmp_path, device):
         tmp_path, [{"messages": talk}, {"text": "abc" * 9}], render_sft
     )
     run.config = SimpleNamespace(actor=SimpleNamespace(average="token"))
-    told = update(name, device, sft.make_batch(run, examples), sft.loss_fn)
+    told = update(name, device, sft.make_batch(run, examples), sft.sft_loss)
     model = fused(name, "entropy", "is_top1")
     arguments = SimpleNamespace(loss_type="nll", average_tokens_across_devices=False)
     trainer = make_trl(SFTTrainer, model=model, args=arguments)

@@ -1,185 +1,164 @@
-"""What a person and a program see of a run: one line a step, metrics.jsonl, wandb, trajectories."""
+"""Where metrics go: metrics.jsonl, the console, and services such as wandb.
+
+A service is a function in LOGGERS. It starts the service for a run and returns a Logger, or None
+where the service cannot be used, after printing why.
+"""
 
 import json
 import math
 import os
-import resource
-import time
 from collections import deque
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, Protocol
 
-import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
-from rl2.parallel.mesh import gather_objects
+RECENT_STEPS = 10  # whose mean time tells the time left
 
 
-class Metrics:
-    """Writes to `folder`; the first process does the writing. `start` steps are done already."""
+class Logger(Protocol):
+    """What every logger does. Only the first process has loggers."""
 
-    def __init__(self, folder, start: int, num_steps: int, wandb: dict | None = None):
-        self.folder, self.times = Path(folder), {}
-        self.first, self.num_steps, self.recent = dist.get_rank() == 0, num_steps, deque(maxlen=10)
-        self.wandb = _start_wandb(wandb, self.folder) if wandb and self.first else None
-        if self.first:
-            self.bar = tqdm(
-                total=num_steps,
-                initial=start,
-                unit="step",
-                dynamic_ncols=True,
-                disable=None,
-                smoothing=0.1,
-            )
-
-    @contextmanager
-    def phase(self, name: str):
-        """Adds the seconds spent inside to time/`name` of this step."""
-        start = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - start
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """One object in metrics.jsonl and one line on the console for a finished step."""
-        times = {f"time/{name}": seconds for name, seconds in self.times.items()}
-        self.times = {}
-        total = sum(times.values())
-        values = {
-            "step": step,
-            **values,
-            **times,
-            "time/step": total,
-            "memory/peak_gib": peak_memory(),
-        }
-        if tokens := values.get("tokens/sampled") or values.get("tokens/total"):
-            values["tokens/per_second"] = tokens / total
-        if not self.first:
-            return
-        with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({key: _plain(value) for key, value in values.items()}) + "\n")
-            file.flush()
-            os.fsync(
-                file.fileno()
-            )  # a checkpoint may follow, and must not survive a line of its own
-        if self.wandb:
-            self.wandb.log(values, step=step)
-        self.bar.update(step - self.bar.n)
-        self.recent.append(total)
-        left = sum(self.recent) / len(self.recent) * (self.num_steps - step)
-        self.bar.write(f"{_line(values, self.num_steps)}  {timedelta(seconds=round(left))} left")
-
-    def write_trajectories(self, purpose: str, step: int, records: list[dict]) -> None:
-        """Every process's records to rollouts/`purpose`/step_N.jsonl, in the order of the data."""
-        gathered = gather_objects(records)
-        if self.first:
-            path = self.folder / "rollouts" / purpose / f"step_{step}.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            records = sorted(
-                (record for part in gathered for record in part), key=lambda record: record["id"]
-            )
-            lines = [json.dumps(record, ensure_ascii=False, default=str) for record in records]
-            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-    def say(self, text: str) -> None:
-        """A line on the console, once."""
-        if self.first:
-            self.bar.write(text)
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Writes the metrics of a finished step."""
 
     def close(self) -> None:
-        if self.first:
-            self.bar.close()
-        if self.wandb:
-            self.wandb.finish()
+        """Ends the service. Nothing is logged after it."""
 
 
-def prepare_folder(folder: str | os.PathLike, step: int) -> None:
-    """Makes the output folder ready to go on after `step`: what lies behind it is cut, since it will be made again.
-    A folder with an earlier run that is not resumed is kept under another name."""
-    folder = Path(folder)
-    metrics = folder / "metrics.jsonl"
-    if step == 0 and metrics.exists() and metrics.stat().st_size:
-        number = next(
-            n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists()
+@dataclass(frozen=True)
+class RunName:
+    """What services call a run."""
+
+    folder: Path  # where the run writes
+    project: str
+    experiment: str
+
+
+class JsonLines:
+    """metrics.jsonl in the run folder: one object a step."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / "metrics.jsonl"
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        line = {name: _to_json_number(value) for name, value in metrics.items()}
+        with open(self.path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            # A checkpoint of this step may follow, and must not reach the disk before the line.
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        pass
+
+
+class Console:
+    """A progress bar, and one line a step above it. `start` steps are done already."""
+
+    def __init__(self, start: int, num_steps: int):
+        self.num_steps = num_steps
+        self.recent_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
+        self.bar = tqdm(
+            total=num_steps,
+            initial=start,
+            unit="step",
+            dynamic_ncols=True,
+            disable=None,
+            smoothing=0.1,
         )
-        folder.rename(folder.with_name(f"{folder.name}.{number}"))
-        print(
-            f"{folder} held an earlier run without a checkpoint to resume: it is now {folder.name}.{number}",
-            flush=True,
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    if metrics.exists():
-        kept = [
-            line
-            for line in metrics.read_text().splitlines()
-            if _step(line) is not None and _step(line) <= step
-        ]
-        partial = metrics.with_suffix(".partial")
-        partial.write_text("".join(line + "\n" for line in kept))
-        partial.replace(metrics)
-    for path in folder.glob("rollouts/*/step_*.jsonl"):
-        if int(path.stem[5:]) > step:
-            path.unlink()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.bar.update(step - self.bar.n)
+        self.recent_seconds.append(metrics["time/step"])
+        mean_seconds = sum(self.recent_seconds) / len(self.recent_seconds)
+        left = timedelta(seconds=round(mean_seconds * (self.num_steps - step)))
+        self.print(f"{_console_line(metrics, self.num_steps)}  {left} left")
+
+    def print(self, text: str) -> None:
+        self.bar.write(text)
+
+    def close(self) -> None:
+        self.bar.close()
 
 
-def _step(line):
-    """The step of a line of metrics.jsonl; None for one that a kill cut short."""
-    try:
-        return json.loads(line)["step"]
-    except json.JSONDecodeError:
-        return None
+class Wandb:
+    """A run of Weights & Biases."""
+
+    def __init__(self, run: Any):
+        self.run = run
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
 
 
-def peak_memory() -> float:
-    """The most memory this process has used, in GiB: the GPU's if there is one."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def _plain(value):
-    """A number that JSON can hold."""
-    value = float(value) if not isinstance(value, int) else value
-    return value if math.isfinite(value) else None
-
-
-def _line(values, num_steps):
-    shown = [("reward/mean", "reward", "{:.3f}"), ("test/reward/mean", "test reward", "{:.3f}")]
-    shown += [
-        ("rollout/length", "length", "{:.1f}"),
-        ("actor/loss", "loss", "{:+.4f}"),
-        ("actor/kl", "kl", "{:.4f}"),
-    ]
-    shown += [
-        (f"{place}accuracy", f"{place}accuracy", "{:.3f}")
-        for place in ("actor/", "critic/", "test/")
-    ]
-    shown += [("test/loss", "test loss", "{:.4f}"), ("test/perplexity", "perplexity", "{:.3f}")]
-    shown += [("actor/grad_norm", "grad", "{:.2f}"), ("tokens/per_second", "tok/s", "{:.0f}")]
-    parts = [f"{name} {form.format(values[key])}" for key, name, form in shown if key in values]
-    phases = [
-        (key[5:], seconds)
-        for key, seconds in values.items()
-        if key.startswith("time/") and key != "time/step"
-    ]
-    spent = " ".join(f"{name} {seconds:.1f}" for name, seconds in phases if seconds >= 0.05)
-    return f"step {values['step']}/{num_steps}  {'  '.join(parts)}  {values['time/step']:.1f}s ({spent})"
-
-
-def _start_wandb(settings, folder):
+def start_wandb(run: RunName) -> Logger | None:
+    """Weights & Biases, where it is installed and logged in."""
+    remedy = "or trainer.disable_wandb=true"
     try:
         import wandb
     except ImportError:
         print(
-            "wandb is not installed: metrics go to metrics.jsonl only (pip install wandb, or trainer.disable_wandb=true)"
+            "wandb is not installed: metrics go to metrics.jsonl only "
+            f"(pip install wandb, {remedy})"
         )
         return None
     if not (wandb.api.api_key or os.environ.get("WANDB_MODE")):
-        print(
-            "wandb is not logged in: metrics go to metrics.jsonl only (wandb login, or trainer.disable_wandb=true)"
-        )
+        print(f"wandb is not logged in: metrics go to metrics.jsonl only (wandb login, {remedy})")
         return None
-    return wandb.init(dir=str(folder), resume="allow", **settings)
+    started = wandb.init(
+        dir=str(run.folder), resume="allow", project=run.project, name=run.experiment
+    )
+    return Wandb(started)
+
+
+LOGGERS: dict[str, Callable[[RunName], Logger | None]] = {"wandb": start_wandb}
+
+
+def start_loggers(run: RunName, disabled: set[str]) -> list[Logger]:
+    """The services that can be used, but for the `disabled` ones."""
+    started = [start(run) for name, start in LOGGERS.items() if name not in disabled]
+    return [logger for logger in started if logger is not None]
+
+
+# (metric, its name on the console, its format), in the order of the line.
+CONSOLE_METRICS = [
+    ("reward/mean", "reward", ".3f"),
+    ("test/reward/mean", "test reward", ".3f"),
+    ("rollout/length", "length", ".1f"),
+    ("actor/loss", "loss", "+.4f"),
+    ("actor/kl", "kl", ".4f"),
+    ("actor/accuracy", "actor/accuracy", ".3f"),
+    ("critic/accuracy", "critic/accuracy", ".3f"),
+    ("test/accuracy", "test/accuracy", ".3f"),
+    ("test/loss", "test loss", ".4f"),
+    ("test/perplexity", "perplexity", ".3f"),
+    ("actor/grad_norm", "grad", ".2f"),
+    ("tokens/per_second", "tok/s", ".0f"),
+]
+
+
+def _console_line(metrics: dict[str, float], num_steps: int) -> str:
+    values = []
+    for metric, name, number_format in CONSOLE_METRICS:
+        if metric in metrics:
+            values.append(f"{name} {metrics[metric]:{number_format}}")
+    phases = []
+    for metric, seconds in metrics.items():
+        if metric.startswith("time/") and metric != "time/step" and seconds >= 0.05:
+            phases.append(f"{metric.removeprefix('time/')} {seconds:.1f}")
+    step = f"step {metrics['step']}/{num_steps}"
+    return f"{step}  {'  '.join(values)}  {metrics['time/step']:.1f}s ({' '.join(phases)})"
+
+
+def _to_json_number(value: float) -> float | None:
+    """A number that JSON can hold: None for NaN and infinities."""
+    if not isinstance(value, int):
+        value = float(value)
+    return value if math.isfinite(value) else None

@@ -1,190 +1,194 @@
-"""Trajectories: turns between the engine and the user's environment, and the training samples they become."""
+"""Collects the trajectories of a step from all engines. Owns the cursor in the training data."""
 
 import asyncio
 import pickle
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from rl2.data import chat
+from rl2.data.examples import Prompt, Prompts
 from rl2.engine.base import SamplingParams
-from rl2.env.contract import EnvError
-from rl2.parallel.mesh import all_gather_objects
-from rl2.rollout.trajectory import Group, Trajectory, _append, _begin_sample, _reward
+from rl2.parallel.mesh import all_gather_objects, gather_objects
+from rl2.rollout.trajectory import Group, Player, Trajectory, begin_group
+
+SPLITS = ("train", "test")  # their numbers are part of the seed of each answer
+POLL_SECONDS = 0.05  # between two looks at how many groups the other engines have finished
 
 
-@dataclass
-class Rollout:
-    """How trajectories are made: the engine, the environment and their limits. `max_length` bounds the tokens of one
-    training sequence; `deterministic` assigns groups to engines in advance."""
+class Collector:
+    """Plays prompts on all processes. All processes make the same calls.
 
-    engine: object
-    env: object
-    tokenizer: object
-    failures: object
-    max_turns: int
-    max_length: int
-    seed: int
-    deterministic: bool
-    paused: list[Group] = field(default_factory=list)  # the same on every process
-    pausing: bool = False
+    `next_position` is the cursor: how many training prompts were taken so far, over all epochs.
+    With `partial`, a step takes the prompts of the next step too and ends when it has its groups;
+    the others wait in `carried_over`, the same on every process, and go on in the next step.
 
-    def __call__(
+    `deterministic` assigns groups to engines in advance. Otherwise an engine takes the next group
+    from a counter that all share, so that a slow one delays nobody.
+    """
+
+    def __init__(
         self,
-        prompts: list,
+        player: Player,
+        *,
+        prompts: Prompts | None = None,
+        params: SamplingParams,
+        prompts_per_step: int = 1,
+        samples_per_prompt: int = 1,
+        num_steps: int = 1,
+        seed: int = 0,
+        deterministic: bool = True,
+        partial: bool = False,
+    ):
+        self.player = player
+        self.prompts = prompts
+        self.params = params
+        self.prompts_per_step = prompts_per_step
+        self.samples_per_prompt = samples_per_prompt
+        self.num_steps = num_steps
+        self.seed = seed
+        self.deterministic = deterministic
+        self.partial = partial
+        self.next_position = 0
+        self.carried_over: list[Group] = []
+
+    def collect(self, step: int) -> list[Trajectory]:
+        """The trajectories of training step 1, 2, ..., of all processes on every process.
+
+        Their messages are on the first process only, which writes them.
+        """
+        assert self.prompts is not None
+        last_step = min(step + 1, self.num_steps) if self.partial else step
+        num_prompts = last_step * self.prompts_per_step - self.next_position
+        prompts = self.prompts.take(self.next_position, num_prompts)
+        self.next_position += num_prompts
+        num_groups = self.prompts_per_step if self.partial else None
+        return self.play(
+            prompts, self.params, self.samples_per_prompt, "train", step, num_groups=num_groups
+        )
+
+    def play(
+        self,
+        prompts: list[Prompt],
         params: SamplingParams,
         num_samples: int,
-        purpose: str,
+        split: str,
         step: int,
-        wanted: int | None = None,
+        num_groups: int | None = None,
     ) -> list[Trajectory]:
-        """Plays every prompt `num_samples` times, shared among the engines. Returns this process's trajectories.
-        `purpose` (train | test) and `step` name the randomness.
+        """Plays each prompt `num_samples` times, shared among the engines.
 
-        With `wanted` (partial rollouts) the groups that an earlier call paused come first, and the call returns when so
-        many groups are done, dealt out among the processes; the others pause where they stand, for the next call.
+        `split` (train | test) and `step` name the randomness. With `num_groups` the groups that an
+        earlier call carried over come first, and the call returns when that many groups are done.
+        The others pause where they stand. Returns what `collect` returns.
         """
-        held = self.paused if wanted else []
-        first = max((group.id for group in held), default=-1) + 1
-        groups = held + [
-            self._begin(first + i, prompt, num_samples) for i, prompt in enumerate(prompts)
-        ]
-        coroutine = self._play_all(groups, params, purpose, step, wanted or len(groups))
-        played = self.engine.loop.run_until_complete(coroutine)
-        if wanted:
-            played = self._pause(groups, played, wanted)
-        return sorted(
-            (t for group in played for t in group.trajectories),
-            key=lambda trajectory: trajectory.id,
-        )
+        groups = list(self.carried_over) if num_groups else []
+        first_id = max((group.id for group in groups), default=-1) + 1
+        for i, prompt in enumerate(prompts):
+            groups.append(begin_group(first_id + i, prompt.row, prompt.tokens, num_samples))
+        rollout = self._play_groups(groups, params, split, step, num_groups or len(groups))
+        played = self.player.engine.loop.run_until_complete(rollout)
+        if num_groups:
+            return self._split_off_done(groups, played, num_groups)
+        return _gather_trajectories(played)
 
-    def _begin(self, number, prompt, num_samples):
-        messages = prompt.row["messages"]
-        messages = (
-            [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        )
-        ids = range(number * num_samples, (number + 1) * num_samples)
-        group = Group(number, prompt.row, [Trajectory(id, number, list(messages)) for id in ids])
-        for trajectory in group.trajectories:
-            _append(_begin_sample(trajectory), prompt.tokens, 0)
-        return group
+    def _split_off_done(
+        self, groups: list[Group], played: list[Group], num_groups: int
+    ) -> list[Trajectory]:
+        """The first `num_groups` groups that are done. All others are carried over.
 
-    def _pause(self, groups, played, wanted):
-        """Our part of the first `wanted` groups that are done. All others are kept, on every process, so that whichever
-        engine is free goes on with them."""
-        told = {group.id: group for part in all_gather_objects(played) for group in part}
-        groups = [told.get(group.id, group) for group in groups]
-        done = [group for group in groups if group.done][:wanted]
-        ids = {group.id for group in done}
-        self.paused = [group for group in groups if group.id not in ids]
-        return done[dist.get_rank() :: dist.get_world_size()]
+        Every process keeps them, so that whichever engine is free goes on with them.
+        """
+        newest = {group.id: group for part in all_gather_objects(played) for group in part}
+        groups = [newest.get(group.id, group) for group in groups]
+        done = [group for group in groups if group.is_done][:num_groups]
+        done_ids = {group.id for group in done}
+        self.carried_over = [group for group in groups if group.id not in done_ids]
+        return [trajectory for group in done for trajectory in group.trajectories]
 
-    async def _play_all(self, groups, params, purpose, step, wanted):
-        counter, played, store = f"rl2/{purpose}/{step}", [], _get_default_store()
-        queue, self.pausing = self._queue(len(groups), counter), False
-        stream = ("train", "test").index(purpose)
+    async def _play_groups(
+        self, groups: list[Group], params: SamplingParams, split: str, step: int, num_needed: int
+    ) -> list[Group]:
+        """Plays this engine's groups until `num_needed` groups of all engines are done."""
+        counter = f"rl2/{split}/{step}"
+        store = _get_default_store()
+        may_pause = num_needed < len(groups)
+        queue = self._own_groups(groups, counter)
+        played: list[Group] = []
+        self.player.is_pausing = False
 
-        async def play_groups():
-            for group in map(groups.__getitem__, queue):
-                seeds = [
-                    (self.seed, stream, step, group.id, i) for i in range(len(group.trajectories))
-                ]
-                plays = map(
-                    self._play,
-                    group.trajectories,
-                    [group.row] * len(seeds),
-                    [params] * len(seeds),
-                    seeds,
-                )
-                await asyncio.gather(*plays)
+        async def play_queue() -> None:
+            for group in queue:
+                await self._play_group(group, params, split, step)
                 played.append(group)
-                if group.done and wanted < len(groups):
-                    store.add(counter + "/done", 1)
+                if group.is_done and may_pause:
+                    store.add(f"{counter}/done", 1)
 
-        # Enough groups in flight to fill the engine twice, so that a slot never waits for an environment.
-        each = 1 + 2 * self.engine.max_running_requests // len(groups[0].trajectories)
-        in_flight = len(groups) if self.deterministic else each
-        players = asyncio.gather(*(play_groups() for _ in range(in_flight)))
-        while wanted < len(groups) and not players.done():
-            await asyncio.sleep(0.05)
-            if self.pausing or store.add(counter + "/done", 0) >= wanted:
-                self.pausing = True
-                self.engine.abort()  # again and again: a request may have been on its way
+        players = asyncio.gather(*(play_queue() for _ in range(self._groups_in_flight(groups))))
+        while may_pause and not players.done():
+            await asyncio.sleep(POLL_SECONDS)
+            if self.player.is_pausing or store.add(f"{counter}/done", 0) >= num_needed:
+                self.player.is_pausing = True
+                self.player.engine.abort()  # repeated: a request may have been on its way
         await players
         return played
 
-    def _queue(self, num_groups, counter):
-        """The groups of our engine: every so-manyth, or the next from a counter all engines share, so that a slow one
-        delays nobody. A process that only serves its tensors to another's engine has none."""
-        if self.engine.index is None:
+    def _groups_in_flight(self, groups: list[Group]) -> int:
+        """Enough groups to fill the engine twice, so that no slot waits for an environment."""
+        if self.deterministic:
+            return len(groups)
+        group_size = len(groups[0].trajectories)
+        return 1 + 2 * self.player.engine.max_running_requests // group_size
+
+    def _own_groups(self, groups: list[Group], counter: str) -> Iterator[Group]:
+        """The groups that this process's engine plays, as it gets to them.
+
+        A process that only serves its tensors to the engine of another one has none.
+        """
+        engine = self.player.engine
+        if engine.index is None:
             return
         if self.deterministic:
-            yield from range(self.engine.index, num_groups, self.engine.count)
-        else:
-            store = _get_default_store()
-            while not self.pausing and (group := store.add(counter, 1) - 1) < num_groups:
-                yield group
-
-    async def _play(self, trajectory, row, params, seed) -> None:
-        """On from where the trajectory stands, to its end or until the rollout pauses."""
-        if trajectory.finish_reason:
+            yield from groups[engine.index :: engine.count]
             return
-        try:
-            while not trajectory.finish_reason and not self.pausing:
-                await self._turn(trajectory, row, params, (*seed, trajectory.num_turns))
-            if trajectory.finish_reason:
-                trajectory.rewards = await self.env.score(trajectory.messages, row)
-                _reward(trajectory)
-        except EnvError as error:
-            self.failures.record(error)
-            trajectory.finish_reason = "failed"
-            for sample in trajectory.samples:
-                sample.mask = [0] * len(sample.mask)
+        store = _get_default_store()
+        while not self.player.is_pausing:
+            number = store.add(counter, 1) - 1
+            if number >= len(groups):
+                return
+            yield groups[number]
 
-    async def _turn(self, trajectory, row, params, seed):
-        """What the engine says, unless it is aborted, and what the environment answers."""
-        sample, messages = trajectory.samples[-1], trajectory.messages
-        left = replace(params, max_new_tokens=params.max_new_tokens - trajectory.partial)
-        out = await self.engine.generate(sample.tokens, left, seed)
-        assert out.version == self.engine.version, "sampled from other weights than the ones loaded"
-        _append(sample, out.tokens, 1, out.logps)
-        trajectory.versions.append((out.version, len(out.tokens)))
-        trajectory.partial += len(out.tokens)
-        if out.finish_reason == "abort":
-            return
-        said = chat.decode(self.tokenizer, sample.tokens[-trajectory.partial :])
-        messages.append({"role": "assistant", "content": said})
-        trajectory.partial, trajectory.num_turns = 0, trajectory.num_turns + 1
-        answer = []
-        if out.finish_reason == "stop" and trajectory.num_turns < self.max_turns:
-            answer = await self.env.interact(messages, row)
-        if not answer:
-            trajectory.finish_reason = out.finish_reason
-            return
-        told, new = self._continue(sample.tokens, messages, answer, row.get("tools"))
-        if len(told) + len(new) + params.max_new_tokens > self.max_length:
-            trajectory.finish_reason = "length"
-            return
-        messages.extend(answer)
-        _append(sample if told else _begin_sample(trajectory), new, 0)
+    async def _play_group(
+        self, group: Group, params: SamplingParams, split: str, step: int
+    ) -> None:
+        plays = []
+        for i, trajectory in enumerate(group.trajectories):
+            seed = (self.seed, SPLITS.index(split), step, group.id, i)
+            plays.append(self.player.play(trajectory, group.row, params, seed))
+        await asyncio.gather(*plays)
 
-    def _continue(self, tokens, messages, answer, tools) -> tuple[list[int], list[int]]:
-        """The tokens the next turn goes on from, and the new ones. Where the template rewrites what came before, the
-        first are none, and what follows trains as a sequence of its own."""
-        try:
-            new = chat.extend(self.tokenizer, tokens, messages, answer, tools)
-            return (
-                (tokens, new)
-                if new is not None
-                else ([], chat.encode_prompt(self.tokenizer, messages + answer, tools))
-            )
-        except ValueError as error:  # the template refuses the environment's messages
-            raise EnvError(str(error)) from error
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {
+            "next_position": self.next_position,
+            "carried_over": pickle.dumps(self.carried_over),
+        }
 
-    def state_dict(self) -> dict:
-        """What a resumed run needs: the paused groups."""
-        return {"paused": pickle.dumps(self.paused)}
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next_position = state["next_position"]
+        self.carried_over = pickle.loads(state["carried_over"])
 
-    def load_state_dict(self, state: dict) -> None:
-        self.paused = pickle.loads(state["paused"])
+
+def _gather_trajectories(played: list[Group]) -> list[Trajectory]:
+    """The trajectories of all processes, in order of process and then of the data."""
+    trajectories = [trajectory for group in played for trajectory in group.trajectories]
+    trajectories.sort(key=lambda trajectory: trajectory.id)
+    messages = gather_objects([trajectory.messages for trajectory in trajectories])
+    without_messages = [replace(trajectory, messages=[]) for trajectory in trajectories]
+    gathered = [t for part in all_gather_objects(without_messages) for t in part]
+    # The first process has the messages of all, in the same order; the others have none.
+    for trajectory, its_messages in zip(gathered, chain.from_iterable(messages), strict=False):
+        trajectory.messages = its_messages
+    return gathered

@@ -1,48 +1,89 @@
-"""Trajectories: turns between the engine and the user's environment, and the training samples they become."""
+"""What a step's trajectories become: training samples, metrics and records. Nothing here
+communicates: every process has all trajectories."""
 
-from rl2.batch import Sample
-from rl2.parallel.mesh import all_gather_objects
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from rl2.batch import Batch, Sample
 from rl2.rollout.trajectory import Trajectory
 
 
-def gather_samples(trajectories: list[Trajectory]) -> list[Sample]:
-    """The training samples of every process, on every process, in the order of the data."""
-    parts = all_gather_objects(
-        [sample for trajectory in trajectories for sample in trajectory.samples]
-    )
-    return sorted(
-        (sample for part in parts for sample in part), key=lambda sample: sample.trajectory
-    )
+def training_samples(trajectories: list[Trajectory]) -> list[Sample]:
+    """The samples of all trajectories, in the order of the data."""
+    ordered = sorted(trajectories, key=lambda trajectory: trajectory.id)
+    return [sample for trajectory in ordered for sample in trajectory.samples]
 
 
-def summarise(trajectories: list[Trajectory], failures, version: int) -> dict[str, float]:
-    """Rewards and lengths over the trajectories of every process; failed ones count as failed and nothing else, and stop
-    the run when they are too many. Staleness: by how many updates the weights that sampled a token lag `version`."""
-    told = [
-        {k: v for k, v in trajectory.record().items() if k != "messages"}
-        for trajectory in trajectories
-    ]
-    told = [record for part in all_gather_objects(told) for record in part]
-    scored = [record for record in told if record["finish_reason"] != "failed"]
-    failures.check(len(told) - len(scored), len(told))
+def count_failed(trajectories: list[Trajectory]) -> int:
+    """How many trajectories the environment failed on."""
+    return sum(trajectory.finish_reason == "failed" for trajectory in trajectories)
 
-    def mean(values):
-        values = list(values)
-        return sum(values) / len(values) if values else float("nan")
 
-    reward = mean(r["reward"] for r in scored)
-    lags = [(version - sampler) * num for r in told for sampler, num in r["versions"]]
-    sampled = sum(r["length"] for r in told)
-    parts = sorted({name for r in scored for name in r["rewards"]} - {"reward"})
-    return {
+def summarise(trajectories: list[Trajectory], version: int) -> dict[str, float]:
+    """Means over trajectories of rewards and lengths, by the name of the metric.
+
+    Failed trajectories count in rollout/* only. rollout/staleness is by how many updates the
+    weights that sampled a token lag behind `version`, as a mean over tokens.
+    """
+    scored = [t for t in trajectories if t.finish_reason != "failed"]
+    reward = _mean(t.reward for t in scored)
+    metrics = {
         "reward/mean": reward,
-        "reward/std": mean((r["reward"] - reward) ** 2 for r in scored) ** 0.5,
-        **{f"reward/{name}": mean(r["rewards"].get(name, 0.0) for r in scored) for name in parts},
-        "rollout/length": mean(r["length"] for r in told),
-        "rollout/longest": max(r["length"] for r in told),
-        "rollout/truncated": mean(r["finish_reason"] == "length" for r in told),
-        "rollout/failed": mean(r["finish_reason"] == "failed" for r in told),
-        "rollout/turns": mean(r["num_turns"] for r in told),
-        "rollout/staleness": sum(lags) / max(1, sampled),
-        "tokens/sampled": sampled,
+        "reward/std": _mean((t.reward - reward) ** 2 for t in scored) ** 0.5,
     }
+    part_names = {name for t in scored for name in t.rewards} - {"reward"}
+    for name in sorted(part_names):
+        metrics[f"reward/{name}"] = _mean(t.rewards.get(name, 0.0) for t in scored)
+    lengths = [t.length for t in trajectories]
+    num_sampled = sum(lengths)
+    metrics |= {
+        "rollout/length": _mean(lengths),
+        "rollout/longest": max(lengths),
+        "rollout/truncated": _mean(t.finish_reason == "length" for t in trajectories),
+        "rollout/failed": _mean(t.finish_reason == "failed" for t in trajectories),
+        "rollout/turns": _mean(t.num_turns for t in trajectories),
+        "rollout/staleness": _total_lag(trajectories, version) / max(1, num_sampled),
+        "tokens/sampled": num_sampled,
+    }
+    return metrics
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _total_lag(trajectories: list[Trajectory], version: int) -> int:
+    lag = 0
+    for trajectory in trajectories:
+        for sampled_by, num_tokens in trajectory.versions:
+            lag += (version - sampled_by) * num_tokens
+    return lag
+
+
+def to_records(trajectories: list[Trajectory], batch: Batch | None = None) -> list[dict[str, Any]]:
+    """What the run folder keeps, in the order of the data.
+
+    With the `batch` that was made of them, each record has the trajectory's advantage: the mean
+    over its trained tokens.
+    """
+    records = [t.record() for t in sorted(trajectories, key=lambda trajectory: trajectory.id)]
+    if batch is not None:
+        advantages = _mean_advantages(batch)
+        for record in records:
+            record["advantage"] = advantages[record["id"]]
+    return records
+
+
+def _mean_advantages(batch: Batch) -> dict[int, float]:
+    """The mean advantage over the trained tokens of each trajectory, by its id."""
+    assert batch.advantages is not None
+    ids, row_index = batch.trajectory.unique(return_inverse=True)
+
+    def sum_rows(columns: Tensor) -> Tensor:
+        return columns.new_zeros(len(ids)).index_add(0, row_index, columns.sum(1))
+
+    means = sum_rows(batch.advantages * batch.mask) / sum_rows(batch.mask).clamp(min=1)
+    return dict(zip(ids.tolist(), means.tolist(), strict=True))

@@ -1,80 +1,210 @@
-"""Trajectories: turns between the engine and the user's environment, and the training samples they become."""
+"""A trajectory: its types, and how it is played turn by turn between engine and environment."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rl2.batch import Sample
+from rl2.data import chat
+from rl2.engine.base import Engine, Generation, SamplingParams
+from rl2.env.call import Env
+from rl2.env.contract import EnvError, EnvFailures
 
 
 @dataclass
 class Trajectory:
-    """One conversation of the policy with the environment. It stays on the process that made it, unless it is paused."""
+    """One conversation of the policy with the environment, and the training sequences it becomes."""
 
     id: int
     group: int
     messages: list[dict]
     samples: list[Sample] = field(default_factory=list)
-    rewards: dict[str, float] = field(default_factory=dict)  # the parts; their sum is the reward
-    finish_reason: str = (
-        ""  # stop | length of the last turn, or failed: the environment did; "" while it goes on
-    )
-    num_turns: int = 0
-    versions: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (of the weights, tokens they sampled), in order
-    partial: int = 0  # tokens of a turn that a pause cut short
+    rewards: dict[str, float] = field(default_factory=dict)  # by name of the part
+    # stop or length, of the last turn; failed, if the environment did; "" while it is being played.
+    finish_reason: str = ""
+    num_turns: int = 0  # finished turns of the assistant
+    # (version of the weights, number of tokens that they sampled), in order of time.
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    partial_tokens: int = 0  # tokens of a turn that a pause interrupted
 
     @property
     def reward(self) -> float:
+        """The sum of the reward parts."""
         return sum(self.rewards.values())
 
     @property
     def length(self) -> int:
-        """Tokens the policy sampled."""
+        """The number of tokens that the policy sampled."""
         return sum(sum(sample.mask) for sample in self.samples)
 
-    def record(self) -> dict:
-        """What is told of it beside its tokens."""
-        keys = (
-            "id",
-            "group",
-            "messages",
-            "rewards",
-            "reward",
-            "length",
-            "num_turns",
-            "finish_reason",
-            "versions",
-        )
-        return {key: getattr(self, key) for key in keys}
+    def record(self) -> dict[str, Any]:
+        """What the run folder keeps of it: everything but the tokens."""
+        return {
+            "id": self.id,
+            "group": self.group,
+            "messages": self.messages,
+            "rewards": self.rewards,
+            "reward": self.reward,
+            "length": self.length,
+            "num_turns": self.num_turns,
+            "finish_reason": self.finish_reason,
+            "versions": self.versions,
+        }
 
 
 @dataclass
 class Group:
-    """A row with the trajectories that start from it."""
+    """A row of the data with the trajectories that start from it."""
 
     id: int
     row: dict
     trajectories: list[Trajectory]
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
+        """Whether every trajectory has ended."""
         return all(trajectory.finish_reason for trajectory in self.trajectories)
 
 
-def _begin_sample(trajectory):
-    trajectory.samples.append(Sample([], [], [], [], trajectory.group, trajectory.id))
-    return trajectory.samples[-1]
+def begin_group(group_id: int, row: dict, prompt: list[int], num_samples: int) -> Group:
+    """`num_samples` new trajectories for one row, whose prompt has the token ids `prompt`."""
+    messages = row["messages"]
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    group = Group(group_id, row, [])
+    for i in range(num_samples):
+        trajectory = Trajectory(group_id * num_samples + i, group_id, list(messages))
+        begin_sample(trajectory, prompt)
+        group.trajectories.append(trajectory)
+    return group
 
 
-def _reward(trajectory):
-    """The reward sits on the last token that was sampled; a sequence the policy said nothing in is dropped."""
-    trajectory.samples = [sample for sample in trajectory.samples if any(sample.mask)]
-    last = trajectory.samples[-1]
-    last.rewards[max(i for i, sampled in enumerate(last.mask) if sampled)] = trajectory.reward
+def begin_sample(trajectory: Trajectory, prompt: list[int]) -> None:
+    """Starts a new training sequence of the trajectory with tokens that are not trained."""
+    sample = Sample([], [], [], [], trajectory.group, trajectory.id)
+    append_tokens(sample, prompt)
+    trajectory.samples.append(sample)
 
 
-def _append(sample, tokens, mask, logps=None):
+def append_tokens(
+    sample: Sample, tokens: list[int], sampled_logps: list[float] | None = None
+) -> None:
+    """Appends tokens: trained ones where the log-probabilities of their sampling are given."""
+    is_trained = int(sampled_logps is not None)
     sample.tokens.extend(tokens)
-    sample.mask.extend([mask] * len(tokens))
-    sample.logps.extend(logps or [0.0] * len(tokens))
+    sample.mask.extend([is_trained] * len(tokens))
+    sample.logps.extend(sampled_logps or [0.0] * len(tokens))
     sample.rewards.extend([0.0] * len(tokens))
+
+
+def place_reward(trajectory: Trajectory) -> None:
+    """Puts the reward on the last sampled token, and drops sequences without a sampled token."""
+    trajectory.samples = [sample for sample in trajectory.samples if any(sample.mask)]
+    last_sample = trajectory.samples[-1]
+    last_token = max(i for i, sampled in enumerate(last_sample.mask) if sampled)
+    last_sample.rewards[last_token] = trajectory.reward
+
+
+@dataclass
+class Player:
+    """Plays trajectories on one process. Any number of them may be played at a time."""
+
+    engine: Engine
+    env: Env
+    tokenizer: Any
+    failures: EnvFailures
+    max_turns: int
+    max_length: int  # most tokens of one training sequence
+    is_pausing: bool = False  # then no turn begins, and aborted turns stay as they are
+
+    async def play(
+        self, trajectory: Trajectory, row: dict, params: SamplingParams, seed: tuple[int, ...]
+    ) -> None:
+        """Plays on from where the trajectory stands, to its end or until the player pauses.
+
+        A failing environment ends the trajectory, which is then not trained.
+        """
+        if trajectory.finish_reason:
+            return
+        try:
+            while not trajectory.finish_reason and not self.is_pausing:
+                await self._play_turn(trajectory, row, params, (*seed, trajectory.num_turns))
+            if trajectory.finish_reason:
+                trajectory.rewards = await self.env.score(trajectory.messages, row)
+                place_reward(trajectory)
+        except EnvError as error:
+            self.failures.record(error)
+            trajectory.finish_reason = "failed"
+            for sample in trajectory.samples:
+                sample.mask = [0] * len(sample.mask)
+
+    async def _play_turn(
+        self, trajectory: Trajectory, row: dict, params: SamplingParams, seed: tuple[int, ...]
+    ) -> None:
+        """One turn of the assistant, unless it is aborted, and the environment's answer to it."""
+        generation = await self._generate(trajectory, params, seed)
+        if generation.finish_reason == "abort":
+            return
+        sampled = trajectory.samples[-1].tokens[-trajectory.partial_tokens :]
+        reply = chat.decode(self.tokenizer, sampled)
+        trajectory.messages.append({"role": "assistant", "content": reply})
+        trajectory.partial_tokens = 0
+        trajectory.num_turns += 1
+        env_messages: list[dict] = []
+        if generation.finish_reason == "stop" and trajectory.num_turns < self.max_turns:
+            env_messages = await self.env.interact(trajectory.messages, row)
+        if env_messages:
+            tools = row.get("tools")
+            self._append_env_messages(trajectory, env_messages, tools, params.max_new_tokens)
+        else:
+            trajectory.finish_reason = generation.finish_reason
+
+    async def _generate(
+        self, trajectory: Trajectory, params: SamplingParams, seed: tuple[int, ...]
+    ) -> Generation:
+        """Samples the rest of a turn and appends it. A paused turn keeps its earlier tokens."""
+        sample = trajectory.samples[-1]
+        remaining = params.max_new_tokens - trajectory.partial_tokens
+        generation = await self.engine.generate(
+            sample.tokens, replace(params, max_new_tokens=remaining), seed
+        )
+        assert generation.version is not None and generation.version == self.engine.version, (
+            "sampled with other weights than the engine has"
+        )
+        append_tokens(sample, generation.tokens, generation.logps)
+        trajectory.versions.append((generation.version, len(generation.tokens)))
+        trajectory.partial_tokens += len(generation.tokens)
+        return generation
+
+    def _append_env_messages(
+        self,
+        trajectory: Trajectory,
+        env_messages: list[dict],
+        tools: list | None,
+        max_new_tokens: int,
+    ) -> None:
+        """Appends the environment's messages as tokens, for another turn of `max_new_tokens`.
+
+        Where the chat template rewrites what came before, a new training sequence begins. Where the
+        next turn could exceed `max_length`, the trajectory ends instead.
+        """
+        sample = trajectory.samples[-1]
+        messages = trajectory.messages
+        new_prompt: list[int] = []
+        try:
+            extension = chat.extend(self.tokenizer, sample.tokens, messages, env_messages, tools)
+            if extension is None:
+                new_prompt = chat.encode_prompt(self.tokenizer, messages + env_messages, tools)
+        except ValueError as error:  # the template refuses the environment's messages
+            raise EnvError(str(error)) from error
+        if extension is None:
+            length = len(new_prompt)
+        else:
+            length = len(sample.tokens) + len(extension)
+        if length + max_new_tokens > self.max_length:
+            trajectory.finish_reason = "length"
+            return
+        messages.extend(env_messages)
+        if extension is None:
+            begin_sample(trajectory, new_prompt)
+        else:
+            append_tokens(sample, extension)

@@ -1,45 +1,61 @@
-"""Direct preference optimization: `torchrun --nproc_per_node=N -m rl2.trainer.dpo key=value`. `train` is the algorithm."""
+"""Direct preference optimization: `torchrun --nproc_per_node=N -m rl2.trainer.dpo key=value`.
+
+`train` is the whole algorithm; read it first.
+"""
 
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from rl2.algorithms import losses
 from rl2.batch import Batch, collate
-from rl2.config.parse import parse, user_errors
+from rl2.config.parse import parse
 from rl2.config.rules import validate_dpo
-from rl2.config.schema import DPOConfig
-from rl2.data.examples import render_pair, to_samples
+from rl2.config.schema import DPOConfig, DPOLossConfig
+from rl2.data.examples import Example, render_pair, to_samples
 from rl2.model.token_model import TokenScores
-from rl2.trainer.build import ExampleRun
+from rl2.signals import user_errors
+from rl2.trainer.build import OfflineRun
 
 
-def train(run: ExampleRun, reference) -> None:
-    """The whole algorithm. Every process holds the same `batch` and runs the same lines; the workers split their work."""
+def train(run: OfflineRun, reference: Callable[..., TokenScores]) -> None:
+    """The whole algorithm.
+
+    Every process holds the same `batch` and runs the same lines. The workers split the work of
+    `update` and `infer`.
+    """
     loss_fn = partial(preference_loss, run.config.dpo)
+    evaluate = partial(run.measure, loss_fn)
     if run.test_batch is not None:
         run.test_batch.ref_logps = reference(run.test_batch).logps
-    evaluate = partial(run.measure, loss_fn)
     run.begin(evaluate)
-    for step in range(run.step + 1, run.num_steps + 1):
+    for step in range(run.start_step + 1, run.num_steps + 1):
         batch = run.batch(step)
-        with run.phase("reference"):
+        with run.recorder.phase("reference"):
             batch.ref_logps = reference(batch).logps
-        with run.phase("update"):
+        with run.recorder.phase("update"):
             result = run.worker.update(batch, loss_fn, keep_groups_together=True)
-        if run.finish_step(step, result, batch, evaluate):
+        if run.finish_step(step, batch, result, evaluate):
             break
 
 
-def preference_loss(dpo, batch: Batch, scores: TokenScores):
+def preference_loss(config: DPOLossConfig, batch: Batch, scores: TokenScores):
     """DPO's loss on whole sequences [b, T], where the rejected reply follows the chosen one."""
-    columns = (scores.logps, batch.ref_logps, batch.mask, batch.token_weights)
-    return losses.dpo_loss(*columns, dpo.beta, dpo.loss, dpo.label_smoothing)
+    return losses.dpo_loss(
+        scores.logps,
+        batch.ref_logps,
+        batch.mask,
+        batch.token_weights,
+        beta=config.beta,
+        loss=config.loss,
+        label_smoothing=config.label_smoothing,
+    )
 
 
-def make_batch(run: ExampleRun, examples) -> Batch:
-    """Two rows of columns for each row of the data, chosen and rejected, which weigh the same."""
+def make_batch(run: OfflineRun, examples: list[Example]) -> Batch:
+    """Two rows for each example, the chosen and the rejected reply, which weigh the same."""
     batch = collate(to_samples(examples))
     batch.trajectory = torch.arange(len(batch.mask))
     batch.token_weights = losses.token_weights(batch.mask, batch.trajectory, "sequence")
@@ -49,9 +65,9 @@ def make_batch(run: ExampleRun, examples) -> Batch:
 def main() -> None:
     config = parse(DPOConfig, sys.argv[1:], validate_dpo, "rl2.trainer.dpo")
     with user_errors():
-        run = ExampleRun(config, "actor", render_pair, make_batch)
+        run = OfflineRun(config, "actor", render_pair, make_batch)
         train(run, reference=run.worker.reference())
-        run.books.finish(run.worker)
+        run.finish()
 
 
 if __name__ == "__main__":

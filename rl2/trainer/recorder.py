@@ -1,67 +1,143 @@
-"""What the trainers share: the books of a run, and what a trainer without rollouts works with."""
+"""When to log, evaluate, save, export and stop. All processes make the same calls; the first writes."""
 
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from rl2.config.parse import dump
-from rl2.report.loggers import Metrics, prepare_folder
-from rl2.run_folder import Checkpoints, find_checkpoint
+from rl2.report.loggers import Console, JsonLines, Logger, RunName, start_loggers
+from rl2.run_folder import Checkpoints, Parts, find_checkpoint, prepare_folder, write_records
 from rl2.signals import StopSignal
 from rl2.worker import Worker
 
 
+def resume(config: Any, parts: Parts, num_steps: int) -> int:
+    """Restores the parts from the checkpoint that trainer.resume names, if there is one.
+
+    Makes the run folder ready to go on from there. Returns how many steps are done.
+    """
+    trainer = config.trainer
+    checkpoints = Checkpoints(f"{trainer.save_dir}/checkpoints")
+    checkpoint = find_checkpoint(trainer.resume, checkpoints.folder)
+    step = checkpoints.load(checkpoint, parts) if checkpoint else 0
+    if dist.get_rank() == 0:
+        prepare_folder(trainer.save_dir, step)
+        Path(trainer.save_dir, "config.yaml").write_text(dump(config))
+        if checkpoint:
+            print(f"resumed from {checkpoint}: {step} of {num_steps} steps are done", flush=True)
+    dist.barrier()
+    return step
+
+
 class Recorder:
-    """Metrics, checkpoints, exports and the wish to stop. Made when the workers (name -> Worker) are, which it resumes
-    with whatever else is `held` (name -> something with a state_dict): `step` steps are done already."""
+    """Keeps the books of a run: metrics, transcripts, checkpoints and exports.
+
+    `workers` are exported as their configs say; `parts`, the workers among them, are what a
+    checkpoint holds. `start_step` steps are done already.
+    """
 
     def __init__(
-        self, config, tokenizer, workers: dict, num_steps: int, device, held: dict | None = None
+        self,
+        config: Any,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        workers: dict[str, Worker],
+        parts: Parts,
+        start_step: int,
+        num_steps: int,
+        stop_signal: StopSignal,
     ):
-        self.config, self.tokenizer, self.workers, self.num_steps = (
-            config,
-            tokenizer,
-            workers,
-            num_steps,
-        )
-        self.held = {**workers, **(held or {})}
-        self.stop = StopSignal(device)
         trainer = config.trainer
-        self.checkpoints = Checkpoints(f"{trainer.save_dir}/checkpoints", trainer.keep_checkpoints)
-        found = find_checkpoint(trainer.resume, self.checkpoints.folder)
-        self.step = self.checkpoints.load(found, self.held) if found else 0
+        self.config = config
+        self.tokenizer = tokenizer
+        self.workers = workers
+        self.parts = parts
+        self.num_steps = num_steps
+        self.stop_signal = stop_signal
+        self.folder = Path(trainer.save_dir)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", trainer.keep_checkpoints)
+        self.phase_seconds: dict[str, float] = {}
+        self.loggers: list[Logger] = []
+        self.console: Console | None = None
         if dist.get_rank() == 0:
-            prepare_folder(trainer.save_dir, self.step)
-            with open(f"{trainer.save_dir}/config.yaml", "w") as file:
-                file.write(dump(config))
-        dist.barrier()
-        wandb = {"project": trainer.project, "name": trainer.experiment_name}
-        self.metrics = Metrics(
-            trainer.save_dir, self.step, num_steps, None if trainer.disable_wandb else wandb
-        )
-        if found:
-            self.metrics.say(f"resumed from {found}: {self.step} of {num_steps} steps are done")
+            run = RunName(self.folder, trainer.project, trainer.experiment_name)
+            services = start_loggers(run, disabled={"wandb"} if trainer.disable_wandb else set())
+            self.console = Console(start_step, num_steps)
+            self.loggers = [JsonLines(self.folder), *services, self.console]
 
-    def tests_at(self, step: int, last: bool) -> bool:
-        """Whether to evaluate: once at the start, every `test_freq` steps and at the end."""
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the seconds spent inside to time/`name` of this step."""
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Writes the metrics of a finished step, with its times and the peak of memory."""
+        times = {f"time/{name}": seconds for name, seconds in self.phase_seconds.items()}
+        self.phase_seconds = {}
+        step_seconds = sum(times.values())
+        line = {"step": step, **metrics, **times}
+        line["time/step"] = step_seconds
+        line["memory/peak_gib"] = peak_memory()
+        num_tokens = metrics.get("tokens/sampled") or metrics.get("tokens/total")
+        if num_tokens:
+            line["tokens/per_second"] = num_tokens / step_seconds
+        for logger in self.loggers:
+            logger.log(step, line)
+
+    def write_records(self, split: str, step: int, records: list[dict[str, Any]]) -> None:
+        """Writes the transcripts of the `split` (train | test) of a step."""
+        if dist.get_rank() == 0:
+            write_records(self.folder, split, step, records)
+
+    def should_stop(self) -> bool:
+        """Whether a signal asked any process to stop after this step."""
+        return self.stop_signal.is_requested_anywhere()
+
+    def should_evaluate(self, step: int, is_last: bool) -> bool:
+        """Whether to evaluate: at the start, every trainer.test_freq steps and at the end."""
         every = self.config.trainer.test_freq
-        return last or step == 0 or bool(every and step % every == 0)
+        return is_last or step == 0 or bool(every and step % every == 0)
 
-    def finish_step(self, step: int, logged: dict[str, float], stopping: bool) -> None:
-        """Metrics to disk, then the checkpoints and exports that are due."""
-        # In this order: a kill in between repeats the step and its line, the other way round would lose the line.
-        self.metrics.log(step, logged)
-        with self.metrics.phase("save"):
+    def finish_step(self, step: int, metrics: dict[str, float], is_stopping: bool) -> None:
+        """Writes metrics, then the checkpoint and the exports that are due."""
+        # In this order a kill in between repeats the step and its line. The other order would lose
+        # the line.
+        self.log(step, metrics)
+        with self.phase("save"):
             every = self.config.trainer.save_freq
-            if stopping or (every and step % every == 0):
-                self.checkpoints.save(step, self.held, dump(self.config))
+            if is_stopping or (every and step % every == 0):
+                self.checkpoints.save(step, self.parts, dump(self.config))
             for worker in self.workers.values():
-                if worker.config.save_freq and step % worker.config.save_freq == 0:
-                    folder = f"{worker.config.save_dir}/step_{step}"
-                    worker.export(folder, self.tokenizer, worker.config.save_optimizer)
+                config = worker.config
+                if config.save_freq and step % config.save_freq == 0:
+                    folder = f"{config.save_dir}/step_{step}"
+                    worker.export(folder, self.tokenizer, with_optimizer=config.save_optimizer)
 
     def finish(self, worker: Worker) -> None:
-        """The final model, and a clean end."""
-        folder = f"{self.config.trainer.save_dir}/model"
+        """Exports `worker` as the final model and ends the process group."""
+        folder = f"{self.folder}/model"
         worker.export(folder, self.tokenizer)
-        self.metrics.say(f"model saved to {folder}")
-        self.metrics.close()
+        if self.console is not None:
+            self.console.print(f"model saved to {folder}")
+        for logger in reversed(self.loggers):
+            logger.close()
         dist.destroy_process_group()
+
+
+def peak_memory() -> float:
+    """The most memory that this process has used, in GiB: the GPU's if there is one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

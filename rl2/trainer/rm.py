@@ -1,4 +1,7 @@
-"""Reward models: `torchrun --nproc_per_node=N -m rl2.trainer.rm key=value`. `train` is the algorithm."""
+"""Reward models: `torchrun --nproc_per_node=N -m rl2.trainer.rm key=value`.
+
+`train` is the whole algorithm; read it first.
+"""
 
 import sys
 from dataclasses import replace
@@ -8,24 +11,29 @@ import torch
 
 from rl2.algorithms import losses
 from rl2.batch import Batch, Sample, collate
-from rl2.config.parse import parse, user_errors
+from rl2.config.parse import parse
 from rl2.config.rules import validate_rm
 from rl2.config.schema import RMConfig
-from rl2.data.examples import pair_margin, render_pair, to_samples
+from rl2.data.examples import Example, pair_margin, render_pair, to_samples
 from rl2.model.token_model import TokenScores
-from rl2.trainer.build import ExampleRun
+from rl2.signals import user_errors
+from rl2.trainer.build import OfflineRun
 
 
-def train(run: ExampleRun) -> None:
-    """The whole algorithm. Every process holds the same `batch` and runs the same lines; `update` splits its work."""
+def train(run: OfflineRun) -> None:
+    """The whole algorithm.
+
+    Every process holds the same `batch` and runs the same lines. The worker splits the work of
+    `update` and `infer`.
+    """
     loss_fn = partial(reward_loss, run.config.rm.center)
     evaluate = partial(run.measure, loss_fn)
     run.begin(evaluate)
-    for step in range(run.step + 1, run.num_steps + 1):
+    for step in range(run.start_step + 1, run.num_steps + 1):
         batch = run.batch(step)
-        with run.phase("update"):
+        with run.recorder.phase("update"):
             result = run.worker.update(batch, loss_fn, keep_groups_together=True)
-        if run.finish_step(step, result, batch, evaluate):
+        if run.finish_step(step, batch, result, evaluate):
             break
 
 
@@ -34,36 +42,48 @@ def reward_loss(center: float, batch: Batch, scores: TokenScores):
     return losses.reward_loss(scores.values, batch.token_weights, batch.pair_margin, center)
 
 
-def make_batch(run: ExampleRun, examples) -> Batch:
-    """Two rows of columns for each row of the data, chosen and rejected. The columns of the whole reply are scored, so
-    that the two share the prompt's pass; only the last one weighs."""
-    batch = collate(
-        [score_last(sample, run.tokenizer.pad_token_id) for sample in to_samples(examples)]
-    )
+def make_batch(run: OfflineRun, examples: list[Example]) -> Batch:
+    """Two rows for each example, the chosen and the rejected reply.
+
+    The columns of the whole reply are scored, so that both replies share the prompt's pass. Only
+    the last one has a weight.
+    """
+    pad_token_id = run.tokenizer.pad_token_id
+    batch = collate([score_last(sample, pad_token_id) for sample in to_samples(examples)])
     batch.trajectory = torch.arange(len(batch.mask))
-    last = batch.mask * (batch.mask.flip(1).cumsum(1).flip(1) == 1)
-    batch.token_weights = losses.token_weights(last, batch.trajectory, "sequence")
-    batch.pair_margin = torch.tensor(
-        [pair_margin(example.row) for example in examples]
-    ).repeat_interleave(2)
+    trained_columns_left = batch.mask.flip(1).cumsum(1).flip(1)
+    last_column = batch.mask * (trained_columns_left == 1)
+    batch.token_weights = losses.token_weights(last_column, batch.trajectory, "sequence")
+    margins = torch.tensor([pair_margin(example.row) for example in examples])
+    batch.pair_margin = margins.repeat_interleave(2)
     return batch
 
 
-def score_last(sample: Sample, pad: int | None) -> Sample:
-    """A column pairs a hidden state with the token that it predicts. The reward is read from the state of the last token,
-    which predicts none: token 0, which nobody reads, stands in. Transformers reads it at the last token that is not
-    `pad`, so what ends in some (where pad is the end of a turn too) ends before them."""
-    end = max(i + 1 for i, token in enumerate(sample.tokens) if token != pad)
-    tokens, mask, zeros = [*sample.tokens[:end], 0], [*sample.mask[:end], 1], [0.0] * (end + 1)
-    return replace(sample, tokens=tokens, mask=mask, logps=zeros, rewards=zeros)
+def score_last(sample: Sample, pad_token_id: int | None) -> Sample:
+    """The sample with a column at which the reward is read.
+
+    A column pairs a hidden state with the token that it predicts. The reward is read from the state
+    of the last token, which predicts none: token 0, which nobody reads, stands in. Transformers
+    reads the reward at the last token that is not `pad_token_id`. So a sample that ends in pad
+    tokens (where pad is the end of a turn too) ends before them.
+    """
+    end = max(i + 1 for i, token in enumerate(sample.tokens) if token != pad_token_id)
+    zeros = [0.0] * (end + 1)
+    return replace(
+        sample,
+        tokens=[*sample.tokens[:end], 0],
+        mask=[*sample.mask[:end], 1],
+        logps=zeros,
+        rewards=zeros,
+    )
 
 
 def main() -> None:
     config = parse(RMConfig, sys.argv[1:], validate_rm, "rl2.trainer.rm")
     with user_errors():
-        run = ExampleRun(config, "critic", render_pair, make_batch)
+        run = OfflineRun(config, "critic", render_pair, make_batch)
         train(run)
-        run.books.finish(run.worker)
+        run.finish()
 
 
 if __name__ == "__main__":
