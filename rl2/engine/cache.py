@@ -5,10 +5,11 @@ P = PAGE_SIZE_TOKENS, L prompt tokens.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl2.parallel.ring import PackedAttention
 
@@ -25,7 +26,7 @@ class PrefillAttention(PackedAttention):
         self.kv: PromptKV = {}  # of all prompts, one behind the other
 
     def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
         """query [1, H, L, D], key and value [1, G, L, D] -> [1, L, H, D]."""
         self.kv[module.layer_idx] = [key[0], value[0]]
@@ -63,27 +64,31 @@ class PagedKVCache:
         self.mask = mask[:, None]  # [n, 1, N * P]
 
     def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
         """Stores the new keys and values and attends. query [n, H, 1, D], key and value [n, G, 1, D] -> [n, 1, H, D]."""
-        n, num_heads = query.shape[:2]
+        n, num_heads, _, _ = query.shape
         num_groups = key.shape[1]
-        keys, values = self._reserve(module.layer_idx, [key, value], self.num_pages)
+        group_size = num_heads // num_groups
+        layer: int = module.layer_idx
+        keys, values = self._reserve(layer, [key, value], self.num_pages)
         keys[self.page, self.slots, :, self.offset] = key[:, :, 0]
         values[self.page, self.slots, :, self.offset] = value[:, :, 0]
         # The query heads of one key head are the rows of one matrix, so no key is repeated.
-        query = query.float().reshape(n * num_groups, num_heads // num_groups, -1)
+        query = query.float().reshape(n * num_groups, group_size, -1)
         page_scores = []
         for page in keys[: self.num_pages]:
             page_keys = page[:n].flatten(0, 1).float()  # [n * G, P, D]
             page_scores.append(query @ page_keys.transpose(1, 2))
-        scores = torch.cat(page_scores, -1).mul_(scaling).view(n, num_heads, -1)
-        probs = scores.add_(self.mask).softmax(-1).to(value.dtype)
-        probs = probs.view(n * num_groups, num_heads // num_groups, -1)
+        scores = torch.cat(page_scores, -1).mul_(scaling)
+        scores = scores.view(n, num_heads, -1).add_(self.mask)
+        probs = scores.softmax(-1).to(value.dtype)
+        probs = probs.view(n * num_groups, group_size, -1)
         page_probs = probs.split(PAGE_SIZE_TOKENS, -1)
-        out = query.new_zeros(*query.shape[:2], value.shape[-1])
+        out = query.new_zeros(n * num_groups, group_size, value.shape[-1])
         for page, prob in zip(values[: self.num_pages], page_probs, strict=True):
-            out += (prob @ page[:n].flatten(0, 1)).float()
+            page_values = page[:n].flatten(0, 1)  # [n * G, P, D]
+            out += (prob @ page_values).float()
         return out.to(value.dtype).view(n, 1, num_heads, -1)
 
     def write_prompt(self, kv: PromptKV, slots: list[int]) -> None:
@@ -105,17 +110,18 @@ class PagedKVCache:
                 pages[:, target] = pages[:, source]
 
     def _reserve(self, layer: int, like: list[Tensor], num_pages: int) -> list[Tensor]:
-        """The layer's pages of keys and of values, at least `num_pages`, in dtype and head size as `like` [..., G, *, D].
-
-        New pages are zero: masked values are multiplied by a probability of 0 and must be finite.
-        """
+        """The layer's pages of keys and of values, at least `num_pages` each. `like`: keys and values, [..., G, *, D]."""
         if layer not in self.layers:
-            self.layers[layer] = [
-                x.new_zeros(0, self.num_slots, x.shape[-3], PAGE_SIZE_TOKENS, x.shape[-1])
-                for x in like
-            ]
-        pages = self.layers[layer]
-        num_missing = num_pages - len(pages[0])
+            self.layers[layer] = [self._new_pages(0, tensor) for tensor in like]
+        keys, values = self.layers[layer]
+        num_missing = num_pages - len(keys)
         if num_missing > 0:
-            pages[:] = [torch.cat([x, x.new_zeros(num_missing, *x.shape[1:])]) for x in pages]
-        return pages
+            more_keys, more_values = (self._new_pages(num_missing, tensor) for tensor in like)
+            self.layers[layer] = [torch.cat([keys, more_keys]), torch.cat([values, more_values])]
+        return self.layers[layer]
+
+    def _new_pages(self, count: int, like: Tensor) -> Tensor:
+        """Zeros [count, S, G, P, D]. Masked values are multiplied by a probability of 0, so they must be finite."""
+        num_groups = like.shape[-3]
+        head_size = like.shape[-1]
+        return like.new_zeros(count, self.num_slots, num_groups, PAGE_SIZE_TOKENS, head_size)

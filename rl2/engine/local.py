@@ -86,13 +86,10 @@ class LocalEngine(Engine):
         self.max_running_requests = settings.max_running_requests
         self.deterministic = settings.deterministic
         self.device = settings.device
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            settings.model_name, dtype=settings.dtype, attn_implementation="rl2"
-        )
-        self.model.to(self.device).eval().requires_grad_(False)
+        self.model = _load_model(settings).to(self.device)
         self.max_length = max_request_tokens(settings, self.model.config)
         self.loop = asyncio.new_event_loop()
-        self.version = 0
+        self.version: int | None = 0
         self.waiting: deque[_Request] = deque()
         self.slots: list[_Request | None] = [None] * self.max_running_requests
         self.prompts: dict[tuple[int, ...], _Prompt] = {}  # of the requests that wait
@@ -218,6 +215,7 @@ class LocalEngine(Engine):
         for batch in self._prefill_batches(new):
             self._prefill(batch)
         for prompt, slots in admitted.items():
+            assert self.cache is not None and prompt.kv is not None
             self.cache.write_prompt(prompt.kv, slots)
             if not prompt.num_waiting:
                 prompt.kv = None
@@ -293,14 +291,17 @@ class LocalEngine(Engine):
         )
         sampled = zip(requests, new_tokens.tolist(), new_logps.tolist(), strict=True)
         for slot, (request, token, logp) in enumerate(sampled):
-            reason = request.append(token, logp) if request else None
-            if reason:
+            if request is None:
+                continue
+            reason = request.append(token, logp)
+            if reason is not None:
                 self.slots[slot] = None
                 request.finish(reason, self.version)
 
     def _decode(self, tokens: tuple[int, ...], positions: tuple[int, ...]) -> Tensor:
         """The logits [n, V] after one token of each of the first n slots."""
         inputs = torch.tensor([tokens, positions], device=self.device)
+        assert self.cache is not None
         self.cache.begin_step(inputs[1], max(positions))
         token_ids, position_ids = inputs[:, :, None]  # [n, 1] each
         out = self.model(token_ids, position_ids=position_ids, use_cache=False, attend=self.cache)
@@ -315,6 +316,7 @@ class LocalEngine(Engine):
         num_rows = min(num_rows, self.max_running_requests)
         free = [slot for slot in range(num_rows) if self.slots[slot] is None]
         outside = [slot for slot in reversed(busy) if slot >= num_rows]
+        assert self.cache is not None
         for source, target in zip(outside, free, strict=False):
             self.cache.move_slot(source, target)
             self.slots[target] = self.slots[source]
@@ -330,7 +332,15 @@ class LocalEngine(Engine):
         for module in self.model.modules():
             if type(module) is nn.Linear and _can_pack(module.weight.dtype):
                 packed = ops._reorder_linear_weight(module.weight, self.max_running_requests)
-                module.forward = partial(_packed_linear, packed, module.bias)
+                module.__dict__["forward"] = partial(_packed_linear, packed, module.bias)
+
+
+def _load_model(settings: EngineSettings) -> Any:
+    # The attention "rl2" is the hook of parallel/attention.py: a forward gets its own as the argument `attend`.
+    model = AutoModelForCausalLM.from_pretrained(
+        settings.model_name, dtype=settings.dtype, attn_implementation="rl2"
+    )
+    return model.eval().requires_grad_(False)
 
 
 def _unpack_linear_layers(model: nn.Module) -> None:

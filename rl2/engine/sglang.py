@@ -1,8 +1,10 @@
-"""SGLang in the trainer's own processes: the first rank of every `tp_size` holds an engine, which starts its schedulers on
-the GPUs of that group; the others serve it their tensors.
+"""SGLang inside the trainer's processes.
 
-Run with sglang 0.5.15, 0.5.17, 0.5.20 and 0.5.23 on a CPU; what differs between them is in `_Adapter`. The paths of a GPU
-(memory handles, memory saver) are written from its source and have not been run.
+The first rank of every `tp_size` ranks holds an engine. It starts SGLang's schedulers as processes of its own, on the GPUs
+of that group of ranks. The other ranks of the group only pass their weights on to it.
+
+Run with sglang 0.5.15, 0.5.17, 0.5.20 and 0.5.23 on a CPU; `_Adapter` holds the calls that differ between releases. The paths
+of a GPU (memory handles, memory saver) are written from SGLang's source and have not been run.
 """
 
 import asyncio
@@ -10,8 +12,10 @@ import atexit
 import os
 import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,8 +30,8 @@ from rl2.engine.base import (
     max_request_tokens,
 )
 
-BUCKET = 2**29  # bytes of weights that travel at a time
-CPU = {  # what makes SGLang run without a GPU
+BUCKET_SIZE_BYTES = 2**29  # weights that travel together
+CPU_ARGUMENTS = {  # what makes SGLang run without a GPU
     "device": "cpu",
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -35,62 +39,51 @@ CPU = {  # what makes SGLang run without a GPU
     "disable_overlap_schedule": True,
     "disable_cuda_graph": True,
 }
+Bucket = list[tuple[str, Tensor]]
 
 
 class SGLangEngine(Engine):
-    """`tp_size` ranks of one node share an engine; `engine_args` are further ones of SGLang's ServerArgs."""
+    """`tp_size` ranks of one node share an engine. `engine_args` are further arguments of SGLang's ServerArgs."""
 
     def __init__(self, settings: EngineSettings):
-        rank, world, tp_size = settings.rank, settings.world_size, settings.tp_size
+        rank, tp_size = settings.rank, settings.tp_size
         groups = [
-            dist.new_group(range(i, i + tp_size), backend="gloo") for i in range(0, world, tp_size)
+            dist.new_group(range(first, first + tp_size), backend="gloo")
+            for first in range(0, settings.world_size, tp_size)
         ]
-        self.tp_size = tp_size
         self.group = groups[rank // tp_size]
-        self.device = torch.device(settings.device)
+        self.tp_size = tp_size
         self.index = rank // tp_size if rank % tp_size == 0 else None
-        self.count = world // tp_size
+        self.count = settings.world_size // tp_size
+        self.device = settings.device
         self.max_running_requests = settings.max_running_requests
-        self.version, self.asleep, self.num_aborts = 0, False, 0
+        self.version: int | None = 0
+        self.asleep = False
+        self.num_aborts = 0
         config = AutoConfig.from_pretrained(settings.model_name)
         self.vocabulary = config.vocab_size
         self.max_length = max_request_tokens(settings, config)
-        ports = _free_ports(2)
-        self.engine, self.children = None, []
-        self._free()
+        # With these arguments SGLang stores other weights than it is sent.
+        self.converts_weights = bool({"quantization", "load_format"} & set(settings.engine_args))
+        self.engine: Any = None  # sglang.Engine, on ranks with an index
+        self.children: list[Any] = []  # its processes
+        nccl_port, http_port = _free_ports(2)
+        self._free_cached_memory()
         if self.index is None:
             self.loop = asyncio.new_event_loop()
-            return
-        given = {
-            "model_path": settings.model_name,
-            "dtype": str(settings.dtype).removeprefix("torch."),
-            "tp_size": tp_size,
-            "nccl_port": ports[0],
-            "port": ports[1],
-            "max_running_requests": settings.max_running_requests,
-            "mem_fraction_static": settings.gpu_memory_utilization,
-            "random_seed": settings.seed + rank,
-            "skip_tokenizer_init": True,
-            "skip_server_warmup": True,
-            "log_level": "error",
-            "custom_sigquit_handler": _child_failed,
-        }
+        else:
+            self._start(_server_arguments(settings, nccl_port, http_port))
+
+    def _start(self, arguments: dict[str, Any]) -> None:
+        # With this variable, a store that SGLang opens would connect to torchrun's store as a client.
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         if self.device.type == "cpu":
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-            given |= CPU
-        else:
-            given |= {"base_gpu_id": self.device.index, "enable_memory_saver": True}
-            given["enable_deterministic_inference"] = settings.deterministic
-        self.comparable = not {"quantization", "load_format"} & set(settings.engine_args)
-        self._start({**given, **settings.engine_args})
-
-    def _start(self, arguments):
-        # With it, a store that SGLang opens would believe to be a client of torchrun's.
-        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         import psutil
         import sglang
 
-        before = set(psutil.Process().children(recursive=True))
+        this_process = psutil.Process()
+        others = set(this_process.children(recursive=True))
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         atexit.register(self.close)
         try:
@@ -101,191 +94,201 @@ class SGLangEngine(Engine):
                 " rollout.gpu_memory_utilization, or rollout.engine_args.NAME=VALUE for any argument of its server."
             ) from error
         finally:
-            self.children = [
-                child for child in psutil.Process().children(recursive=True) if child not in before
-            ]
-        self.loop, self.adapter = self.engine.loop, _Adapter(self.engine)
-        # Its own end would kill every child process of ours, and its signal handlers would take the place of ours.
+            children = this_process.children(recursive=True)
+            self.children = [child for child in children if child not in others]
+        self.loop = self.engine.loop
+        self.adapter = _Adapter(self.engine)
+        # SGLang's shutdown would kill every child process of ours, and its signal handlers would replace ours.
         atexit.unregister(self.engine.shutdown)
         self.loop.run_until_complete(self.adapter.begin())
         for number in (signal.SIGTERM, signal.SIGQUIT):
             self.loop.remove_signal_handler(number)
-        signal.signal(signal.SIGQUIT, _child_failed)
+        signal.signal(signal.SIGQUIT, _raise_child_failed)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
     async def generate(
         self, prompt: list[int], params: SamplingParams, seed: tuple[int, ...]
     ) -> Generation:
-        """Samples an answer to the token ids `prompt`. The seed counts in SGLang's deterministic mode only."""
+        """Samples an answer, see Engine.generate. SGLang uses the seed only if it is deterministic."""
         check_request(prompt, params, self.vocabulary, self.max_length)
-        stops = list(params.stop_token_ids)
-        # Without stop tokens an answer has its full length; with them SGLang adds the model's own.
-        sampling = {
+        sampling_params = {
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k,
             "max_new_tokens": params.max_new_tokens,
-            "stop_token_ids": stops,
-            "ignore_eos": not stops,
-            "sampling_seed": _mix(seed),
+            "stop_token_ids": list(params.stop_token_ids),
+            # With stop tokens SGLang stops at the model's own too; without, the answer has its full length.
+            "ignore_eos": not params.stop_token_ids,
+            "sampling_seed": _mix_seed(seed),
         }
         num_aborts = self.num_aborts
-        out = await self.engine.async_generate(
-            input_ids=list(prompt), sampling_params=sampling, return_logprob=True
+        answer = await self.engine.async_generate(
+            input_ids=list(prompt), sampling_params=sampling_params, return_logprob=True
         )
-        meta = out["meta_info"]
-        logps, tokens = (
-            [x[0] for x in meta["output_token_logprobs"]],
-            [x[1] for x in meta["output_token_logprobs"]],
-        )
+        meta = answer["meta_info"]
+        logps = [entry[0] for entry in meta["output_token_logprobs"]]
+        tokens = [entry[1] for entry in meta["output_token_logprobs"]]
         reason = meta["finish_reason"]["type"]
-        if reason == "abort" and num_aborts == self.num_aborts:
-            raise RuntimeError(f"SGLang gave up a request: {meta['finish_reason'].get('message')}")
-        if reason == "abort" and tokens:  # its last token may have been the last one anyway
-            reason = (
-                "stop"
-                if tokens[-1] in stops
-                else "length"
-                if len(tokens) == params.max_new_tokens
-                else reason
-            )
+        if reason == "abort":
+            if num_aborts == self.num_aborts:
+                message = meta["finish_reason"].get("message")
+                raise RuntimeError(f"SGLang gave up a request: {message}")
+            reason = _finish_reason(tokens, params)
         return Generation(tokens, logps, reason, int(meta["weight_version"]))
 
-    def abort(self):
-        """Every request returns what it has got, with finish_reason abort; call it again for those on their way."""
+    def abort(self) -> None:
         self.num_aborts += 1
         if self.engine is not None:
-            self.adapter.manager.abort_request(abort_all=True)
+            self.adapter.abort_all()
 
-    def sleep(self):
-        """Gives back the memory of the weights and of keys and values; `load` must follow `wake`."""
+    def sleep(self) -> None:
+        """Gives back the memory of weights, keys and values. `wake` and `load_weights` must follow."""
         self.asleep = True
         if self.engine is not None:
-            self.adapter.wait()
+            self.adapter.wait_until_idle()
         if self.device.type != "cpu":
             if self.engine is not None:
                 self.engine.release_memory_occupation(["weights", "kv_cache"])
-            dist.barrier(self.group)  # the GPUs of the others have it back only then
+            dist.barrier(self.group)  # only now the other ranks have the memory of their GPUs back
 
-    def wake(self):
-        """Takes the memory of the weights again; that of keys and values comes with `load`, when the trainer's copy of
-        the weights is gone."""
-        self._free()
+    def wake(self) -> None:
+        """Takes the memory of the weights again. That of keys and values comes back in `load_weights`, when the trainer
+        has freed its own copy of the weights."""
+        self._free_cached_memory()
         if self.engine is not None and self.device.type != "cpu":
             self.engine.resume_memory_occupation(["weights"])
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int):
-        """Full tensors with Hugging Face names, which all ranks must iterate, into the engines. RuntimeError with
-        SGLang's words when it refuses."""
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Sends the tensors to SGLang's processes, see Engine.load_weights. RuntimeError with SGLang's message if it
+        refuses them."""
+        self.version = None
         if self.engine is not None:
-            self.adapter.open()
+            self.adapter.begin_update()
         for bucket in _buckets(named_tensors):
             self._send(bucket, version)
-            del bucket
+            del bucket  # before the next one is made
         if self.engine is not None:
-            self.adapter.close()
-        self._free()
+            self.adapter.end_update()
+        self._free_cached_memory()
         if self.engine is not None:
             if self.device.type != "cpu" and self.asleep:
                 self.engine.resume_memory_occupation(["kv_cache"])
             self.engine.flush_cache()
-        self.version, self.asleep = version, False
+        self.version = version
+        self.asleep = False
 
-    def verify_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int):
-        """The weights must be these already, bit by bit: RuntimeError names those that are not. SGLang keeps them under
-        other names and in other shapes, so its own are overwritten with noise, these loaded in their place, and the
-        checksums of all its tensors compared with those of before. Where arguments make weights of its own, and in
-        releases that have no checksums, they are only loaded."""
-        able = self.engine is not None and self.comparable and self.adapter.can_check
-        before = self.adapter.check("checksum") if able else []
-        if able:
-            self.adapter.check("reset_tensors")
-        self.load_weights(named_tensors, version)
-        after = self.adapter.check("checksum") if able else []
-        wrong = sorted(
-            {
-                name
-                for a, b in zip(before, after, strict=True)
-                for name in a
-                if a[name] != b.get(name)
-            }
+    def verify_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Compares SGLang's weights with these, see Engine.verify_weights.
+
+        SGLang stores them under other names and in other shapes. So its weights are overwritten with noise, these are
+        loaded in their place, and the checksums of all its tensors are compared with those from before. With arguments
+        that make SGLang convert weights, and in releases without checksums, the weights are only loaded.
+        """
+        can_compare = (
+            self.engine is not None and not self.converts_weights and self.adapter.has_checksums
         )
-        if wrong:
-            raise RuntimeError(f"{len(wrong)} weights of SGLang are not the trainer's: {wrong[:5]}")
+        if not can_compare:
+            self.load_weights(named_tensors, version)
+            return
+        before = self.adapter.checksums()
+        self.adapter.overwrite_weights()
+        self.load_weights(named_tensors, version)
+        different = _different_names(before, self.adapter.checksums())
+        if different:
+            raise RuntimeError(
+                f"{len(different)} weights of SGLang are not the trainer's: {different[:5]}"
+            )
 
-    def _free(self):
-        """What torch keeps for later goes back to the GPUs of the group, where SGLang is another process."""
+    def close(self) -> None:
+        """Ends SGLang's processes, and no other child processes of this one."""
+        atexit.unregister(self.close)
+        children, self.children = self.children, []
+        self.engine = None
+        if not children:
+            return
+        import psutil
+
+        for child in children:
+            try:
+                child.kill()
+            except psutil.NoSuchProcess:
+                pass
+        psutil.wait_procs(children, timeout=30)
+
+    def _free_cached_memory(self) -> None:
+        """Returns the memory that torch caches to the GPUs of the group, where SGLang's processes need it."""
         if self.device.type != "cpu":
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
             dist.barrier(self.group)
 
-    def _send(self, bucket, version):
-        payloads, _shared = self._payloads(bucket)
+    def _send(self, bucket: Bucket, version: int) -> None:
+        """Loads one bucket into the schedulers of this group. All its ranks call."""
+        if self.device.type == "cpu":
+            payloads = self._shared_memory_payloads(bucket)
+        else:
+            from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+            flat = FlattenedTensorBucket(named_tensors=bucket)
+            payloads = self._gpu_handle_payloads(flat)
         if self.engine is not None:
             self.adapter.update(payloads, version, flattened=self.device.type != "cpu")
-        dist.barrier(self.group)  # what is shared is read until then
+        dist.barrier(self.group)  # the schedulers read the memory of `bucket` or `flat` until here
 
-    def _payloads(self, bucket) -> tuple[list | None, Tensor | None]:
-        """What each scheduler of our engine reads, and the memory it is in: on GPUs a handle to that of the rank that
-        shares its GPU, on a CPU shared memory of the first rank."""
+    def _shared_memory_payloads(self, bucket: Bucket) -> list[bytes]:
+        """For each scheduler of this rank's engine, the same bucket in shared memory of this rank."""
         from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-        if self.device.type == "cpu":
-            alike = (
-                [MultiprocessingSerializer.serialize(bucket) for _ in range(self.tp_size)]
-                if self.engine
-                else None
-            )
-            return alike, None
+        if self.engine is None:
+            return []
+        return [MultiprocessingSerializer.serialize(bucket) for _ in range(self.tp_size)]
+
+    def _gpu_handle_payloads(self, flat: Any) -> list[bytes]:
+        """For each scheduler of this rank's engine, a handle to the flattened bucket of the rank that has its GPU."""
+        from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-        monkey_patch_torch_reductions()  # handles name the GPU by what it is, not by its number
-        flat = FlattenedTensorBucket(named_tensors=bucket)
+        monkey_patch_torch_reductions()  # handles name a GPU by its UUID, not by its number
         payload = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
         torch.cuda.synchronize()
-        gathered = [None] * self.tp_size if self.engine is not None else None
-        dist.gather_object(
-            MultiprocessingSerializer.serialize(payload), gathered, group=self.group, group_dst=0
-        )
-        return gathered, payload["flattened_tensor"]
-
-    def close(self):
-        """Ends the engine's processes, and no others of ours."""
-        atexit.unregister(self.close)
-        children, self.children, self.engine = self.children, [], None
-        if children:
-            import psutil
-
-            for child in children:
-                try:
-                    child.kill()
-                except psutil.NoSuchProcess:
-                    pass
-            psutil.wait_procs(children, timeout=30)
+        handle = MultiprocessingSerializer.serialize(payload)
+        handles: list[Any] | None = [None] * self.tp_size if self.engine is not None else None
+        dist.gather_object(handle, handles, group=self.group, group_dst=0)
+        return handles or []
 
 
 class _Adapter:
-    """The calls that differ between releases: sessions of weight updates are there since 0.5.21, and required."""
+    """The calls of SGLang's tokenizer manager, and what differs between releases.
 
-    def __init__(self, engine):
-        self.engine, self.manager = engine, engine.tokenizer_manager
+    - Weights are updated inside a session since 0.5.21, which refuses updates outside; 0.5.20 and older have none.
+    - Checksums of weights are there in all releases that were run; older ones than 0.5.15 may lack them.
+    Both are recognised by the methods that exist. SGLang answers (success, message, ...) where others raise.
+    """
 
-    async def begin(self):
+    def __init__(self, engine: Any):
+        self.engine = engine
+        self.manager = engine.tokenizer_manager
+
+    async def begin(self) -> None:
+        """Starts the manager's tasks, and with them its signal handlers, which else come with the first request."""
         self.manager.auto_create_handle_loop()
 
-    def wait(self):
-        """Until nothing runs: SGLang dies when its memory is taken away while its last batch is on the way."""
+    def abort_all(self) -> None:
+        self.manager.abort_request(abort_all=True)
+
+    def wait_until_idle(self) -> None:
+        """Waits for the last batch: SGLang dies when its memory is taken away before."""
         answer = self.engine.loop.run_until_complete(self.manager.flush_cache(timeout_s=60.0))
-        self._told((answer.success, "to sleep: a request is still running"))
+        _require(answer.success, "to sleep: a request is still running")
 
-    def open(self):
+    def begin_update(self) -> None:
         if hasattr(self.engine, "begin_weight_update"):
-            self._told(self.engine.begin_weight_update())
+            success, message = self.engine.begin_weight_update()[:2]
+            _require(success, message)
 
-    def update(self, payloads, version, flattened):
+    def update(self, payloads: list[bytes], version: int, flattened: bool) -> None:
+        """Loads one bucket; `payloads` has one for each scheduler."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         request = UpdateWeightsFromTensorReqInput(
@@ -295,62 +298,112 @@ class _Adapter:
             load_format="flattened_bucket" if flattened else None,
         )
         call = self.manager.update_weights_from_tensor(request, None)
-        self._told(self.engine.loop.run_until_complete(call))
+        success, message = self.engine.loop.run_until_complete(call)[:2]
+        _require(success, message)
 
-    def close(self):
+    def end_update(self) -> None:
         if hasattr(self.engine, "end_weight_update"):
-            self._told(self.engine.end_weight_update())
+            success, message = self.engine.end_weight_update()[:2]
+            _require(success, message)
 
     @property
-    def can_check(self) -> bool:
+    def has_checksums(self) -> bool:
         return hasattr(self.manager, "check_weights")
 
-    def check(self, action: str) -> list[dict[str, str]]:
-        """Of each scheduler, the checksums of its tensors by SGLang's names, if `action` is checksum."""
+    def checksums(self) -> list[dict[str, str]]:
+        """The checksums of each scheduler's tensors, by SGLang's names."""
+        return [scheduler["checksums"] for scheduler in self._check_weights("checksum")]
+
+    def overwrite_weights(self) -> None:
+        """Fills all weights with noise."""
+        self._check_weights("reset_tensors")
+
+    def _check_weights(self, action: str) -> list[dict[str, Any]]:
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         call = self.manager.check_weights(CheckWeightsReqInput(action=action))
-        answer = self.engine.loop.run_until_complete(call)
-        self._told(answer)
-        return [rank["checksums"] for rank in answer[2] or []]
-
-    def _told(self, answer):
-        """SGLang answers (success, message, ...) where others raise."""
-        success, message = answer[:2]
-        if not success:
-            raise RuntimeError(f"SGLang refused: {message}")
+        success, message, schedulers = self.engine.loop.run_until_complete(call)[:3]
+        _require(success, message)
+        return schedulers or []
 
 
-def _buckets(named_tensors):
-    bucket, size = [], 0
+def _server_arguments(settings: EngineSettings, nccl_port: int, http_port: int) -> dict[str, Any]:
+    arguments = {
+        "model_path": settings.model_name,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "tp_size": settings.tp_size,
+        "nccl_port": nccl_port,
+        "port": http_port,
+        "max_running_requests": settings.max_running_requests,
+        "mem_fraction_static": settings.gpu_memory_utilization,
+        "random_seed": settings.seed + settings.rank,
+        "skip_tokenizer_init": True,
+        "skip_server_warmup": True,
+        "log_level": "error",
+        "custom_sigquit_handler": _raise_child_failed,
+    }
+    if settings.device.type == "cpu":
+        arguments |= CPU_ARGUMENTS
+    else:
+        arguments |= {
+            "base_gpu_id": settings.device.index,
+            "enable_memory_saver": True,
+            "enable_deterministic_inference": settings.deterministic,
+        }
+    return {**arguments, **settings.engine_args}
+
+
+def _require(success: bool, message: str) -> None:
+    if not success:
+        raise RuntimeError(f"SGLang refused: {message}")
+
+
+def _finish_reason(tokens: list[int], params: SamplingParams) -> str:
+    """Of an answer that was aborted: its last token may have been the last one anyway."""
+    if tokens and tokens[-1] in params.stop_token_ids:
+        return "stop"
+    return "length" if len(tokens) == params.max_new_tokens else "abort"
+
+
+def _different_names(before: list[dict[str, str]], after: list[dict[str, str]]) -> list[str]:
+    """Names of tensors whose checksums differ in any scheduler, sorted."""
+    names = set()
+    for old, new in zip(before, after, strict=True):
+        names |= {name for name, checksum in old.items() if new.get(name) != checksum}
+    return sorted(names)
+
+
+def _buckets(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
+    """Consecutive tensors of at most BUCKET_SIZE_BYTES together; a larger one alone."""
+    bucket: Bucket = []
+    num_bytes = 0
     for name, tensor in named_tensors:
-        if bucket and size + tensor.nbytes > BUCKET:
+        if bucket and num_bytes + tensor.nbytes > BUCKET_SIZE_BYTES:
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            num_bytes = 0
         bucket.append((name, tensor.contiguous()))
-        size += tensor.nbytes
+        num_bytes += tensor.nbytes
     if bucket:
         yield bucket
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that no other rank of this node is given: all are held until everyone has theirs."""
-    held = [socket.socket() for _ in range(count)]
-    for one in held:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in held]
+    """Ports that no other rank of this node gets: all sockets stay bound until every rank has its ports."""
+    sockets = [socket.socket() for _ in range(count)]
+    for bound in sockets:
+        bound.bind(("127.0.0.1", 0))
+    ports = [bound.getsockname()[1] for bound in sockets]
     dist.barrier()
-    for one in held:
-        one.close()
+    for bound in sockets:
+        bound.close()
     return ports
 
 
-def _mix(seed: tuple[int, ...]) -> int:
+def _mix_seed(seed: tuple[int, ...]) -> int:
     """One number of 31 bits from several: SGLang takes one seed."""
-    import numpy as np
-
     return int(np.random.SeedSequence(seed).generate_state(1)[0] >> 1)
 
 
-def _child_failed(number, frame):
+def _raise_child_failed(number: int, frame: Any) -> None:
     raise RuntimeError("a process of SGLang failed; its message is above")
