@@ -341,7 +341,7 @@ TURNS = "{% for m in messages %} {{ m.content }}{% if m.role == 'assistant' %}<e
 
 
 def with_eos(template=TURNS):
-    """The tokenizer above. The template ends each assistant turn with the end-of-sequence token, 4."""
+    """The tokenizer above. The template ends assistant turns with the end of sequence, token 4."""
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<e>"})
     tokenizer.chat_template = template
