@@ -1,4 +1,4 @@
-"""Calls the environment such that no call can stop or delay the run.
+"""Calls the environment, so that no call can stop or block the run.
 
 Async functions run on one event loop, in a thread that lives as long as the run, so that sessions
 opened there stay usable. Other functions run in a thread for each call. A call that raises, takes
@@ -25,7 +25,7 @@ from rl2.env.contract import EnvError, is_env_message, required_columns, select_
 # them, calls would time out while they wait for it.
 MAX_SYNC_CALLS = 32
 LARGEST_REWARD = 3e38  # float32 overflows above it
-# The files of the frames that a user's traceback leaves out: this room's and the import system's.
+# Frames of these files are left out of tracebacks: those of rl2/env and of the import system.
 OWN_FILES = (str(Path(__file__).parent) + os.sep, "<frozen importlib")
 
 
