@@ -6,13 +6,9 @@
 import difflib
 import os
 import shutil
-import signal
 import sys
 import textwrap
-import time
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,7 +16,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
-from safetensors import SafetensorError
 from yaml import YAMLError
 
 from rl2.config.key import Key, schema_keys
@@ -95,32 +90,6 @@ def print_and_exit(text: str) -> NoReturn:
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)
-
-
-@contextmanager
-def user_errors() -> Iterator[None]:
-    """Prints an error that rl2 raises, or that a file or a hub causes, without its traceback."""
-    try:
-        yield
-    except (ValueError, RuntimeError, OSError, SafetensorError) as error:
-        message = str(error)
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        is_ours = Path(__file__).parents[1] in raised_in.parents
-        if "by peer" in message:  # gloo lost the connection to another process
-            message = (
-                "another process ended; if it printed no error above, it was killed, perhaps "
-                "because the memory was full"
-            )
-        elif not (is_ours or isinstance(error, OSError | SafetensorError)):
-            raise
-        rank = os.environ.get("RANK", "0")
-        if rank != "0":
-            # Most errors occur on all ranks. Rank 0 prints, and torchrun ends the others meanwhile.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(5)
-        place = "" if rank == "0" else f" on rank {rank}"
-        print(f"error{place}: {message}", file=sys.stderr, flush=True)
-        sys.exit(1)
 
 
 def dump(config: Any) -> str:
