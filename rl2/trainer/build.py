@@ -1,12 +1,11 @@
 """From the config to workers, engine and data: what every main begins with."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -20,129 +19,127 @@ from rl2.engine.select import make_engine
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env, preflight
-from rl2.model.token_model import TokenScores
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
 from rl2.rollout.stats import count_failed, summarise, to_records
 from rl2.rollout.trajectory import Player, Trajectory
-from rl2.signals import StopSignal
-from rl2.trainer.recorder import Recorder, resume
+from rl2.trainer.recorder import Evaluate, Recorder
 from rl2.worker import Loss, UpdateResult, Worker, compute_dtype
 
 Tokenizer = PreTrainedTokenizerBase
 
 
-@dataclass
 class PPORun:
-    """What PPO's `train` works with."""
+    """What PPO's `train` works with.
 
-    config: PPOConfig
-    actor: Worker
-    critic: Worker | None
-    # The scores of the reference model; None without a KL term.
-    reference: Callable[..., TokenScores] | None
-    engine: Engine
-    engine_dtype: torch.dtype
-    collector: Collector
-    test_prompts: list[Prompt]
-    test_params: SamplingParams
-    recorder: Recorder
-    start_step: int  # steps that are done already
-    num_steps: int
+    Data and environment are checked first, then the models are loaded.
+    """
+
+    def __init__(self, config: PPOConfig):
+        self.config = config
+        rows = load_rows(config.data.path, check=check_ppo_row)
+        env = load_env(config.rollout.env_path, config.rollout.env_timeout)
+        for warning in preflight(env, rows, config.rollout.max_turns):
+            print(f"warning: {warning}", flush=True)
+        device = init_distributed()
+        tokenizer = AutoTokenizer.from_pretrained(config.actor.model_name)
+        prompts = _make_prompts(rows, tokenizer, config)
+        self.num_steps = _count_steps(prompts, config, "prompts")
+        self.test_prompts: list[Prompt] = []
+        if config.data.test_path:
+            test_rows = load_rows(config.data.test_path, "test", check_ppo_row)
+            self.test_prompts = list(_make_prompts(test_rows, tokenizer, config, is_test=True))
+        _check_trajectory_length(config, "train", list(prompts))
+        _check_trajectory_length(config, "test", self.test_prompts)
+
+        self._make_workers(device)
+        self._make_collector(device, env, tokenizer, prompts)
+        workers = {"actor": self.actor}
+        if self.critic is not None:
+            workers["critic"] = self.critic
+        parts = {**workers, "rollout": self.collector}
+        self.recorder = Recorder(config, tokenizer, workers, parts, self.num_steps, device)
+        self.start_step = self.recorder.resume()
+
+    def _make_workers(self, device: torch.device) -> None:
+        config = self.config
+        _start_loading(config.actor.model_name, config.trainer.seed)
+        actor_steps = self.num_steps - config.actor.freeze_steps
+        num_updates = actor_steps * config.actor.update_per_rollout
+        self.actor = Worker(config.actor, device, num_updates=num_updates)
+        # The scores of the reference model; None without a KL term.
+        self.reference = self.actor.reference() if config.kl.coef else None
+        self.critic: Worker | None = None
+        if needs_critic(config.adv.estimator):
+            model_name = config.critic.model_name or config.actor.model_name
+            critic_config = replace(config.critic, model_name=model_name)
+            critic_steps = self.num_steps - config.critic.freeze_steps
+            num_updates = critic_steps * config.critic.update_per_rollout
+            self.critic = Worker(critic_config, device, critic=True, num_updates=num_updates)
+
+    def _make_collector(
+        self, device: torch.device, env: Env, tokenizer: Tokenizer, prompts: Prompts
+    ) -> None:
+        config = self.config
+        deterministic = config.trainer.deterministic
+        if deterministic is None:
+            deterministic = device.type == "cpu" and not config.rollout.partial
+        self.engine_dtype = compute_dtype(config.actor.dtype, device)
+        self.engine = _make_engine(config, device, self.engine_dtype, deterministic)
+        eos = GenerationConfig.from_pretrained(config.actor.model_name).eos_token_id
+        stop_ids = chat.stop_token_ids(tokenizer, eos)
+        self.test_params = _sampling_params(config.rollout.test_sampling_params, stop_ids)
+        trained = [self.actor] if self.critic is None else [self.actor, self.critic]
+        player = Player(
+            engine=self.engine,
+            env=env,
+            tokenizer=tokenizer,
+            failures=EnvFailures(config.rollout.max_env_failures),
+            max_turns=config.rollout.max_turns,
+            max_length=min(w.config.max_length_per_device * w.config.sp_size for w in trained),
+        )
+        self.collector = Collector(
+            player,
+            prompts=prompts,
+            params=_sampling_params(config.rollout.train_sampling_params, stop_ids),
+            prompts_per_step=config.data.prompts_per_rollout,
+            samples_per_prompt=config.data.responses_per_prompt,
+            num_steps=self.num_steps,
+            seed=config.trainer.seed,
+            deterministic=deterministic,
+            partial=config.rollout.partial,
+        )
 
     @property
     def temperature(self) -> float:
         """Divides the logits in training as it did in sampling."""
         return self.config.rollout.train_sampling_params.temperature
 
-    def check_env(self, trajectories: list[Trajectory]) -> None:
-        """RuntimeError if the environment failed on too many of a step's trajectories."""
-        num_failed = count_failed(trajectories)
-        self.collector.player.failures.check(num_failed, len(trajectories))
-
-    def evaluate(self, step: int, is_last: bool) -> dict[str, float]:
-        """Plays the test prompts where that is due. Returns their metrics as test/*."""
-        if not self.test_prompts or not self.recorder.should_evaluate(step, is_last):
-            return {}
-        with self.recorder.phase("test"):
-            trajectories = self.collector.play(self.test_prompts, self.test_params, 1, "test", step)
-        self.check_env(trajectories)
-        metrics = summarise(trajectories, self.actor.version)
-        self.recorder.write_records("test", step, to_records(trajectories))
-        return {f"test/{name}": value for name, value in metrics.items()}
-
     def begin(self) -> None:
         """Brings engine and actor to the same weights, and evaluates before the first step."""
         weights = self.actor.iter_full_weights(self.engine_dtype)
         if self.start_step > 0:
             self.engine.load_weights(weights, self.actor.version)
-            return
-        # Both have read the same files, so their weights must agree to the bit.
-        self.engine.verify_weights(weights, self.actor.version)
-        metrics = self.evaluate(0, is_last=False)
-        if metrics:
-            self.recorder.log(0, metrics)
+        else:  # both have read the same files, so their weights must agree to the bit
+            self.engine.verify_weights(weights, self.actor.version)
+        self.recorder.begin(self.start_step, self.evaluate if self.test_prompts else None)
+
+    def check_env(self, trajectories: list[Trajectory]) -> None:
+        """RuntimeError if the environment failed on too many of a step's trajectories."""
+        num_failed = count_failed(trajectories)
+        self.collector.player.failures.check(num_failed, len(trajectories))
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Plays the test prompts and writes their transcripts. Returns their metrics."""
+        trajectories = self.collector.play(self.test_prompts, self.test_params, 1, "test", step)
+        self.check_env(trajectories)
+        self.recorder.write_records("test", step, to_records(trajectories))
+        return summarise(trajectories, self.actor.version)
 
     def finish(self) -> None:
         """Ends the engine and saves the final model."""
         self.engine.close()
         self.recorder.finish(self.actor)
-
-
-def build_ppo(config: PPOConfig) -> PPORun:
-    """Checks data and environment first, then loads the models."""
-    rows = load_rows(config.data.path, check=check_ppo_row)
-    env = load_env(config.rollout.env_path, config.rollout.env_timeout)
-    for warning in preflight(env, rows, config.rollout.max_turns):
-        print(f"warning: {warning}", flush=True)
-    device = init_distributed()
-    tokenizer = AutoTokenizer.from_pretrained(config.actor.model_name)
-    prompts = _make_prompts(rows, tokenizer, config)
-    num_steps = _count_steps(prompts, config, "prompts")
-    test_prompts: list[Prompt] = []
-    if config.data.test_path:
-        test_rows = load_rows(config.data.test_path, "test", check_ppo_row)
-        test_prompts = list(_make_prompts(test_rows, tokenizer, config, is_test=True))
-    _check_trajectory_length(config, "train", list(prompts))
-    _check_trajectory_length(config, "test", test_prompts)
-
-    actor, reference, critic = _make_workers(config, device, num_steps)
-    deterministic = config.trainer.deterministic
-    if deterministic is None:
-        deterministic = device.type == "cpu" and not config.rollout.partial
-    engine_dtype = compute_dtype(config.actor.dtype, device)
-    engine = _make_engine(config, device, engine_dtype, deterministic)
-    eos = GenerationConfig.from_pretrained(config.actor.model_name).eos_token_id
-    stop_token_ids = chat.stop_token_ids(tokenizer, eos)
-    workers = {"actor": actor} if critic is None else {"actor": actor, "critic": critic}
-    collector = Collector(
-        _make_player(config, engine, env, tokenizer, list(workers.values())),
-        prompts=prompts,
-        params=_sampling_params(config.rollout.train_sampling_params, stop_token_ids),
-        prompts_per_step=config.data.prompts_per_rollout,
-        samples_per_prompt=config.data.responses_per_prompt,
-        num_steps=num_steps,
-        seed=config.trainer.seed,
-        deterministic=deterministic,
-        partial=config.rollout.partial,
-    )
-    recorder, start_step = _begin_recording(
-        config, tokenizer, workers, {**workers, "rollout": collector}, num_steps, device
-    )
-    return PPORun(
-        config=config,
-        actor=actor,
-        critic=critic,
-        reference=reference,
-        engine=engine,
-        engine_dtype=engine_dtype,
-        collector=collector,
-        test_prompts=test_prompts,
-        test_params=_sampling_params(config.rollout.test_sampling_params, stop_token_ids),
-        recorder=recorder,
-        start_step=start_step,
-        num_steps=num_steps,
-    )
 
 
 def _make_prompts(
@@ -175,27 +172,6 @@ def _check_trajectory_length(config: PPOConfig, split: str, prompts: list[Prompt
         )
 
 
-def _make_workers(
-    config: PPOConfig, device: torch.device, num_steps: int
-) -> tuple[Worker, Callable[..., TokenScores] | None, Worker | None]:
-    """(actor, reference or None, critic or None)."""
-    _start_loading(config.actor.model_name, config.trainer.seed)
-    actor_steps = num_steps - config.actor.freeze_steps
-    actor = Worker(config.actor, device, num_updates=actor_steps * config.actor.update_per_rollout)
-    reference = actor.reference() if config.kl.coef else None
-    if not needs_critic(config.adv.estimator):
-        return actor, reference, None
-    model_name = config.critic.model_name or config.actor.model_name
-    critic_steps = num_steps - config.critic.freeze_steps
-    critic = Worker(
-        replace(config.critic, model_name=model_name),
-        device,
-        critic=True,
-        num_updates=critic_steps * config.critic.update_per_rollout,
-    )
-    return actor, reference, critic
-
-
 def _make_engine(
     config: PPOConfig, device: torch.device, dtype: torch.dtype, deterministic: bool
 ) -> Engine:
@@ -216,20 +192,6 @@ def _make_engine(
     return make_engine(rollout.engine, settings)
 
 
-def _make_player(
-    config: PPOConfig, engine: Engine, env: Env, tokenizer: Tokenizer, workers: list[Worker]
-) -> Player:
-    limits = [worker.config.max_length_per_device * worker.config.sp_size for worker in workers]
-    return Player(
-        engine=engine,
-        env=env,
-        tokenizer=tokenizer,
-        failures=EnvFailures(config.rollout.max_env_failures),
-        max_turns=config.rollout.max_turns,
-        max_length=min(limits),
-    )
-
-
 def _sampling_params(config: Any, stop_token_ids: list[int]) -> SamplingParams:
     """A section of the config as the engine takes it, with the model's own stop tokens."""
     return SamplingParams(
@@ -239,29 +201,6 @@ def _sampling_params(config: Any, stop_token_ids: list[int]) -> SamplingParams:
         max_new_tokens=config.max_new_tokens,
         stop_token_ids=tuple(sorted({*config.stop_token_ids, *stop_token_ids})),
     )
-
-
-def _begin_recording(
-    config: Any,
-    tokenizer: Tokenizer,
-    workers: dict[str, Worker],
-    parts: dict[str, Any],
-    num_steps: int,
-    device: torch.device,
-) -> tuple[Recorder, int]:
-    """(the recorder, steps that are done already, which the parts are resumed to)."""
-    stop_signal = StopSignal(device)
-    start_step = resume(config, parts, num_steps)
-    recorder = Recorder(
-        config,
-        tokenizer=tokenizer,
-        workers=workers,
-        parts=parts,
-        start_step=start_step,
-        num_steps=num_steps,
-        stop_signal=stop_signal,
-    )
-    return recorder, start_step
 
 
 def _count_steps(items: EpochSampler, config: Any, item_name: str) -> int:
@@ -321,9 +260,10 @@ class OfflineRun:
         is_critic = worker_name == "critic"
         self.worker = Worker(worker_config, device, is_critic, num_updates=self.num_steps)
         workers = {worker_name: self.worker}
-        self.recorder, self.start_step = _begin_recording(
+        self.recorder = Recorder(
             config, self.tokenizer, workers, dict(workers), self.num_steps, device
         )
+        self.start_step = self.recorder.resume()
 
     def _load_examples(self, render: Callable, is_test: bool = False) -> Examples:
         data = self.config.data
@@ -348,48 +288,28 @@ class OfflineRun:
                 "lower data.max_length"
             )
 
-    def begin(self, evaluate: Callable[[], dict[str, float]]) -> None:
-        """Evaluates before the first step, unless the run goes on from a checkpoint."""
-        if self.start_step == 0:
-            metrics = self._evaluate(0, evaluate, is_last=False)
-            if metrics:
-                self.recorder.log(0, metrics)
+    def begin(self, evaluate: Evaluate) -> None:
+        """Evaluates before the first step; `evaluate(step)` is called where that is due."""
+        has_test = self.test_batch is not None
+        self.recorder.begin(self.start_step, evaluate if has_test else None)
 
     def batch(self, step: int) -> Batch:
         """The batch of step 1, 2, ..."""
         with self.recorder.phase("data"):
             return self.make_batch(self, self.examples.batch(step - 1))
 
-    def finish_step(
-        self,
-        step: int,
-        batch: Batch,
-        result: UpdateResult,
-        evaluate: Callable[[], dict[str, float]],
-    ) -> bool:
-        """Evaluates where that is due, logs and saves. Returns whether the run is to stop here."""
+    def finish_step(self, step: int, batch: Batch, result: UpdateResult) -> bool:
+        """Evaluates, logs and saves where that is due. Returns whether to stop here."""
         metrics = {f"{self.worker_name}/{name}": x for name, x in result.to_log().items()}
         metrics["tokens/trained"] = int(batch.mask.sum())
         metrics["tokens/total"] = sum(end for _, end in scored_spans(batch))
-        is_stopping = self.recorder.should_stop()
-        metrics |= self._evaluate(step, evaluate, is_stopping or step == self.num_steps)
-        self.recorder.finish_step(step, metrics, is_stopping)
-        return is_stopping
+        return self.recorder.finish_step(step, metrics)
 
     def measure(self, loss_fn: Loss) -> dict[str, float]:
         """The loss on the test rows, and its metrics."""
         assert self.test_batch is not None
         loss, metrics = loss_fn(self.test_batch, self.worker.infer(self.test_batch))
-        measured: dict[str, Tensor] = {"loss": loss, **metrics}
-        return {name: value.item() for name, value in measured.items()}
-
-    def _evaluate(
-        self, step: int, evaluate: Callable[[], dict[str, float]], is_last: bool
-    ) -> dict[str, float]:
-        if self.test_batch is None or not self.recorder.should_evaluate(step, is_last):
-            return {}
-        with self.recorder.phase("test"):
-            return {f"test/{name}": value for name, value in evaluate().items()}
+        return {name: value.item() for name, value in {"loss": loss, **metrics}.items()}
 
     def finish(self) -> None:
         """Saves the final model."""

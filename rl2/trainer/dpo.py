@@ -27,17 +27,16 @@ def train(run: OfflineRun, reference: Callable[..., TokenScores]) -> None:
     `update` and `infer`.
     """
     loss_fn = partial(preference_loss, run.config.dpo)
-    evaluate = partial(run.measure, loss_fn)
     if run.test_batch is not None:
         run.test_batch.ref_logps = reference(run.test_batch).logps
-    run.begin(evaluate)
+    run.begin(lambda step: run.measure(loss_fn))
     for step in range(run.start_step + 1, run.num_steps + 1):
         batch = run.batch(step)
         with run.recorder.phase("reference"):
             batch.ref_logps = reference(batch).logps
         with run.recorder.phase("update"):
             result = run.worker.update(batch, loss_fn, keep_groups_together=True)
-        if run.finish_step(step, batch, result, evaluate):
+        if run.finish_step(step, batch, result):
             break
 
 

@@ -15,7 +15,7 @@ from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig
 from rl2.model.token_model import TokenScores
 from rl2.rollout.stats import summarise, to_records, training_samples
 from rl2.signals import user_errors
-from rl2.trainer.build import PPORun, build_ppo
+from rl2.trainer.build import PPORun
 from rl2.worker import Loss, UpdateResult
 
 
@@ -81,11 +81,8 @@ def train(run: PPORun) -> None:
                 weights = actor.iter_full_weights(run.engine_dtype)
                 run.engine.verify_weights(weights, actor.version)
 
-        is_stopping = recorder.should_stop()
-        metrics |= run.evaluate(step, is_last=is_stopping or step == run.num_steps)
         recorder.write_records("train", step, to_records(trajectories, batch))
-        recorder.finish_step(step, metrics, is_stopping)
-        if is_stopping:
+        if recorder.finish_step(step, metrics):
             break
 
 
@@ -196,7 +193,7 @@ def average_updates(worker_name: str, updates: list[dict[str, float]]) -> dict[s
 def main() -> None:
     config = parse(PPOConfig, sys.argv[1:], validate_ppo, "rl2.trainer.ppo")
     with user_errors():
-        run = build_ppo(config)
+        run = PPORun(config)
         train(run)
         run.finish()
 

@@ -2,7 +2,7 @@
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,60 +17,71 @@ from rl2.run_folder import Checkpoints, Parts, find_checkpoint, prepare_folder, 
 from rl2.signals import StopSignal
 from rl2.worker import Worker
 
-
-def resume(config: Any, parts: Parts, num_steps: int) -> int:
-    """Restores the parts from the checkpoint that trainer.resume names, if there is one.
-
-    Makes the run folder ready to go on from there. Returns how many steps are done.
-    """
-    trainer = config.trainer
-    checkpoints = Checkpoints(f"{trainer.save_dir}/checkpoints")
-    checkpoint = find_checkpoint(trainer.resume, checkpoints.folder)
-    step = checkpoints.load(checkpoint, parts) if checkpoint else 0
-    if dist.get_rank() == 0:
-        prepare_folder(trainer.save_dir, step)
-        Path(trainer.save_dir, "config.yaml").write_text(dump(config))
-        if checkpoint:
-            print(f"resumed from {checkpoint}: {step} of {num_steps} steps are done", flush=True)
-    dist.barrier()
-    return step
+Evaluate = Callable[[int], dict[str, float]]  # step -> metrics of the test data
 
 
 class Recorder:
     """Keeps the books of a run: metrics, transcripts, checkpoints and exports.
 
-    `workers` are exported as their configs say; `parts`, the workers among them, are what a
-    checkpoint holds. `start_step` steps are done already.
+    `workers` are exported as their configs say. `parts`, the workers among them, are what a
+    checkpoint holds. Call `resume` first, then `begin`.
     """
 
     def __init__(
         self,
         config: Any,
-        *,
         tokenizer: PreTrainedTokenizerBase,
         workers: dict[str, Worker],
         parts: Parts,
-        start_step: int,
         num_steps: int,
-        stop_signal: StopSignal,
+        device: torch.device,
     ):
-        trainer = config.trainer
         self.config = config
         self.tokenizer = tokenizer
         self.workers = workers
         self.parts = parts
         self.num_steps = num_steps
-        self.stop_signal = stop_signal
-        self.folder = Path(trainer.save_dir)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", trainer.keep_checkpoints)
+        self.folder = Path(config.trainer.save_dir)
+        keep = config.trainer.keep_checkpoints
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", keep)
+        self.stop_signal = StopSignal(device)
+        self.evaluate: Evaluate | None = None
         self.phase_seconds: dict[str, float] = {}
         self.loggers: list[Logger] = []
-        self.console: Console | None = None
+
+    def resume(self) -> int:
+        """Restores the parts from the checkpoint that trainer.resume names, if there is one.
+
+        Makes the run folder ready to go on from there. Returns how many steps are done.
+        """
+        checkpoint = find_checkpoint(self.config.trainer.resume, self.checkpoints.folder)
+        step = self.checkpoints.load(checkpoint, self.parts) if checkpoint else 0
         if dist.get_rank() == 0:
-            run = RunName(self.folder, trainer.project, trainer.experiment_name)
-            services = start_loggers(run, disabled={"wandb"} if trainer.disable_wandb else set())
-            self.console = Console(start_step, num_steps)
-            self.loggers = [JsonLines(self.folder), *services, self.console]
+            prepare_folder(self.folder, step)
+            (self.folder / "config.yaml").write_text(dump(self.config))
+            if checkpoint:
+                done = f"{step} of {self.num_steps} steps are done"
+                print(f"resumed from {checkpoint}: {done}", flush=True)
+            self.loggers = self._start_loggers(step)
+        dist.barrier()
+        return step
+
+    def _start_loggers(self, start_step: int) -> list[Logger]:
+        trainer = self.config.trainer
+        run = RunName(self.folder, trainer.project, trainer.experiment_name)
+        services = start_loggers(run, disabled={"wandb"} if trainer.disable_wandb else set())
+        return [JsonLines(self.folder), *services, Console(start_step, self.num_steps)]
+
+    def begin(self, start_step: int, evaluate: Evaluate | None) -> None:
+        """Evaluates before the first step, unless the run goes on from a checkpoint.
+
+        `evaluate(step)` returns the metrics of the test data; None where there is none.
+        """
+        self.evaluate = evaluate
+        if start_step == 0:
+            metrics = self._evaluate_if_due(0)
+            if metrics:
+                self.log(0, metrics)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -101,39 +112,50 @@ class Recorder:
         if dist.get_rank() == 0:
             write_records(self.folder, split, step, records)
 
-    def should_stop(self) -> bool:
-        """Whether a signal asked any process to stop after this step."""
-        return self.stop_signal.is_requested_anywhere()
+    def finish_step(self, step: int, metrics: dict[str, float]) -> bool:
+        """Evaluates, logs, saves and exports where that is due.
 
-    def should_evaluate(self, step: int, is_last: bool) -> bool:
-        """Whether to evaluate: at the start, every trainer.test_freq steps and at the end."""
-        every = self.config.trainer.test_freq
-        return is_last or step == 0 or bool(every and step % every == 0)
-
-    def finish_step(self, step: int, metrics: dict[str, float], is_stopping: bool) -> None:
-        """Writes metrics, then the checkpoint and the exports that are due."""
-        # In this order a kill in between repeats the step and its line. The other order would lose
-        # the line.
-        self.log(step, metrics)
+        Returns whether a signal asked any process to stop after this step.
+        """
+        is_stopping = self.stop_signal.is_requested_anywhere()
+        is_last = is_stopping or step == self.num_steps
+        # The line of a step is written before its checkpoint. So a kill in between repeats the step
+        # and its line; in the other order the line would be lost.
+        self.log(step, metrics | self._evaluate_if_due(step, is_last))
         with self.phase("save"):
-            every = self.config.trainer.save_freq
-            if is_stopping or (every and step % every == 0):
+            save_freq = self.config.trainer.save_freq
+            if is_stopping or is_due(step, save_freq):
                 self.checkpoints.save(step, self.parts, dump(self.config))
             for worker in self.workers.values():
                 config = worker.config
-                if config.save_freq and step % config.save_freq == 0:
+                if is_due(step, config.save_freq):
                     folder = f"{config.save_dir}/step_{step}"
                     worker.export(folder, self.tokenizer, with_optimizer=config.save_optimizer)
+        return is_stopping
+
+    def _evaluate_if_due(self, step: int, is_last: bool = False) -> dict[str, float]:
+        """Metrics as test/*: at the start, every trainer.test_freq steps and at the end."""
+        test_freq = self.config.trainer.test_freq
+        if self.evaluate is None or not (is_last or step == 0 or is_due(step, test_freq)):
+            return {}
+        with self.phase("test"):
+            metrics = self.evaluate(step)
+        return {f"test/{name}": value for name, value in metrics.items()}
 
     def finish(self, worker: Worker) -> None:
         """Exports `worker` as the final model and ends the process group."""
         folder = f"{self.folder}/model"
         worker.export(folder, self.tokenizer)
-        if self.console is not None:
-            self.console.print(f"model saved to {folder}")
         for logger in reversed(self.loggers):
             logger.close()
+        if dist.get_rank() == 0:
+            print(f"model saved to {folder}", flush=True)
         dist.destroy_process_group()
+
+
+def is_due(step: int, every: int | None) -> bool:
+    """Whether something that happens every so many steps (None = never) happens at this step."""
+    return bool(every) and step % every == 0
 
 
 def peak_memory() -> float:

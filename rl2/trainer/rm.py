@@ -27,13 +27,12 @@ def train(run: OfflineRun) -> None:
     `update` and `infer`.
     """
     loss_fn = partial(reward_loss, run.config.rm.center)
-    evaluate = partial(run.measure, loss_fn)
-    run.begin(evaluate)
+    run.begin(lambda step: run.measure(loss_fn))
     for step in range(run.start_step + 1, run.num_steps + 1):
         batch = run.batch(step)
         with run.recorder.phase("update"):
             result = run.worker.update(batch, loss_fn, keep_groups_together=True)
-        if run.finish_step(step, batch, result, evaluate):
+        if run.finish_step(step, batch, result):
             break
 
 

@@ -24,13 +24,12 @@ def train(run: OfflineRun) -> None:
     Every process holds the same `batch` and runs the same lines. The worker splits the work of
     `update` and `infer`.
     """
-    evaluate = partial(perplexity, run)
-    run.begin(evaluate)
+    run.begin(lambda step: perplexity(run))
     for step in range(run.start_step + 1, run.num_steps + 1):
         batch = run.batch(step)
         with run.recorder.phase("update"):
             result = run.worker.update(batch, sft_loss)
-        if run.finish_step(step, batch, result, evaluate):
+        if run.finish_step(step, batch, result):
             break
 
 
