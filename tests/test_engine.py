@@ -1,15 +1,18 @@
-"""The engine's contract: log-probabilities are the trainer's, a seed is a sample, a load is seen, a full house waits."""
+"""The engine's contract on the embedded engine, the choice of engines, and the sampler."""
 
 import asyncio
+import importlib
 
 import pytest
 import torch
 from common import make_model
+from engine_contract import check_attributes, check_signatures, plain_logps, play
 from transformers import AutoModelForCausalLM
 
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.engine.sampler import sample
+from rl2.engine.select import ENGINES, make_engine
 
 CPU = torch.device("cpu")
 FAMILIES = [("llama", True), ("qwen2", False), ("qwen3", True)]
@@ -30,48 +33,96 @@ def make(name, dtype=torch.float32, **options):
     return LocalEngine(EngineSettings(name, dtype, CPU, **options))
 
 
-def play(engine, prompts, seeds=None, **params):
-    """One answer to each prompt, all in flight at once."""
-
-    async def all_():
-        given = [(0, i) for i in range(len(prompts))] if seeds is None else seeds
-        calls = [
-            engine.generate(prompt, SamplingParams(**params), seed)
-            for prompt, seed in zip(prompts, given, strict=True)
-        ]
-        return await asyncio.gather(*calls)
-
-    return engine.loop.run_until_complete(all_())
-
-
 def make_prompts(count, longest=90, seed=0):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
     return [torch.randint(3, 98, (n,), generator=generator).tolist() for n in lengths]
 
 
-def plain_logps(model, prompt, tokens, temperature):
-    """Log-probabilities of `tokens` after `prompt` by one plain forward of the Hugging Face model."""
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
-    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-
-
 def bits(generations):
     return [(g.tokens, g.logps, g.finish_reason) for g in generations]
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_every_engine_has_the_verbs_of_the_protocol(kind):
+    module, class_name = ENGINES[kind].split(":")
+    check_signatures(getattr(importlib.import_module(module), class_name))
+
+
+def test_the_attributes_of_the_protocol(llama):
+    settings = EngineSettings(
+        model_name=llama,
+        dtype=torch.float32,
+        device=CPU,
+        max_running_requests=3,
+        rank=2,
+        world_size=4,
+    )
+    engine = LocalEngine(settings)
+    check_attributes(engine, settings)
+    assert (engine.index, engine.count) == (2, 4)
+    engine.close()
+
+
+ECHO_ENGINE = """
+import asyncio
+
+from rl2.engine.base import Engine, Generation
+
+
+class EchoEngine(Engine):
+    def __init__(self, settings):
+        self.index = settings.rank
+        self.count = settings.world_size
+        self.max_running_requests = settings.max_running_requests
+        self.version = 0
+        self.loop = asyncio.new_event_loop()
+
+    async def generate(self, prompt, params, seed):
+        return Generation(prompt, [0.0] * len(prompt), "length", self.version)
+
+    def abort(self):
+        pass
+
+    def sleep(self):
+        pass
+
+    def wake(self):
+        pass
+
+    def load_weights(self, named_tensors, version):
+        self.version = version
+
+    def verify_weights(self, named_tensors, version):
+        self.version = version
+
+    def close(self):
+        self.loop.close()
+"""
+
+
+def test_a_new_engine_is_one_file_and_one_line_of_the_table(tmp_path, monkeypatch, capsys):
+    (tmp_path / "echo_engine.py").write_text(ECHO_ENGINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(ENGINES, "echo", "echo_engine:EchoEngine")
+    settings = EngineSettings(model_name="", dtype=torch.float32, device=CPU)
+    engine = make_engine("echo", settings)
+    assert capsys.readouterr().out == "rollout engine: echo, as rollout.engine says\n"
+    check_attributes(engine, settings)
+    engine.load_weights([], 5)
+    (out,) = play(engine, [[7, 8]], max_new_tokens=2)
+    assert (out.tokens, out.version) == ([7, 8], 5)
+    engine.close()
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logps_are_those_of_a_plain_forward(name, deterministic, temperature):
-    engine, model = (
-        make(name, max_running_requests=5, deterministic=deterministic),
-        AutoModelForCausalLM.from_pretrained(name),
-    )
+    engine = make(name, max_running_requests=5, deterministic=deterministic)
+    model = AutoModelForCausalLM.from_pretrained(name)
     prompts = make_prompts(12)
-    for prompt, out in zip(
-        prompts, play(engine, prompts, temperature=temperature, max_new_tokens=90), strict=True
-    ):
+    generations = play(engine, prompts, temperature=temperature, max_new_tokens=90)
+    for prompt, out in zip(prompts, generations, strict=True):
         expected = plain_logps(model, prompt, out.tokens, temperature)
         torch.testing.assert_close(torch.tensor(out.logps), expected, rtol=0, atol=1e-4)
     engine.close()
@@ -79,29 +130,25 @@ def test_logps_are_those_of_a_plain_forward(name, deterministic, temperature):
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_greedy_is_what_generate_says(name, deterministic):
-    engine, model = (
-        make(name, max_running_requests=3, deterministic=deterministic),
-        AutoModelForCausalLM.from_pretrained(name),
-    )
+    engine = make(name, max_running_requests=3, deterministic=deterministic)
+    model = AutoModelForCausalLM.from_pretrained(name)
     prompts = make_prompts(7)
-    told = play(engine, prompts, temperature=0.0, max_new_tokens=12, stop_token_ids=[2])
-    for prompt, out in zip(prompts, told, strict=True):
-        given = torch.tensor([prompt])
+    greedy = play(engine, prompts, temperature=0.0, max_new_tokens=12, stop_token_ids=(2,))
+    for prompt, out in zip(prompts, greedy, strict=True):
+        tokens = torch.tensor([prompt])
         expected = model.generate(
-            given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=12
+            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=12
         )
         assert out.tokens == expected[0, len(prompt) :].tolist()
-    assert (
-        play(engine, prompts, temperature=0.7, top_k=1, max_new_tokens=12)[0].tokens[:3]
-        == told[0].tokens[:3]
-    )
+    only_one = play(engine, prompts, temperature=0.7, top_k=1, max_new_tokens=12)
+    assert only_one[0].tokens[:3] == greedy[0].tokens[:3]
     engine.close()
 
 
 def test_a_stop_token_ends_and_is_kept(llama):
     engine = make(llama)
     prompts = make_prompts(40, 10)
-    stops = list(range(3, 40))
+    stops = tuple(range(3, 40))
     for out in play(engine, prompts, max_new_tokens=6, stop_token_ids=stops):
         stopped = out.tokens[-1] in stops
         assert out.finish_reason == ("stop" if stopped else "length")
@@ -127,7 +174,7 @@ def test_a_seed_is_a_sample(llama):
 def test_company_changes_no_bit_when_deterministic(name, dtype):
     """Alone, among others, in another order, in another slot and after others have left: the same bits."""
     engine, prompts = make(name, dtype, max_running_requests=5), make_prompts(13)
-    params = {"max_new_tokens": 80, "stop_token_ids": [10, 11]}
+    params = {"max_new_tokens": 80, "stop_token_ids": (10, 11)}
     seeds = [(3, i) for i in range(13)]
     together = bits(play(engine, prompts, seeds, **params))
     backwards = bits(play(engine, prompts[::-1], seeds[::-1], **params))[::-1]
@@ -186,11 +233,10 @@ def test_a_prompt_of_one_token(llama):
 def test_load_changes_the_answers_and_the_version(name, tmp_path):
     family = name.rsplit("/", 1)[1]
     other = make_model(tmp_path / "other", family, dict(FAMILIES)[family], seed=1)
-    engine, fresh, prompts = make(name), make(other), make_prompts(5)
-    before, expected = (
-        play(engine, prompts, max_new_tokens=8),
-        play(fresh, prompts, max_new_tokens=8),
-    )
+    engine, fresh = make(name), make(other)
+    prompts = make_prompts(5)
+    before = play(engine, prompts, max_new_tokens=8)
+    expected = play(fresh, prompts, max_new_tokens=8)
     model = AutoModelForCausalLM.from_pretrained(other)
     engine.load_weights(model.named_parameters(), 7)  # a tied head comes once
     after = play(engine, prompts, max_new_tokens=8)
@@ -200,7 +246,7 @@ def test_load_changes_the_answers_and_the_version(name, tmp_path):
     fresh.close()
 
 
-def test_check_tells_which_weights_differ(llama):
+def test_verify_weights_names_the_weights_that_differ(llama):
     engine, model = make(llama), AutoModelForCausalLM.from_pretrained(llama)
     engine.verify_weights(model.named_parameters(), 0)
     weights = {key: tensor.detach().clone() for key, tensor in model.named_parameters()}
@@ -272,20 +318,19 @@ def test_abort_returns_what_there_is(llama):
     whole = play(engine, [[5, 6]] * 3 + [[7]], max_new_tokens=60)
 
     async def all_():
-        given = SamplingParams(max_new_tokens=60)
-        calls = [
-            engine.generate(prompt, given, (0, i)) for i, prompt in enumerate([[5, 6]] * 3 + [[7]])
-        ]
+        params = SamplingParams(max_new_tokens=60)
+        prompts = [[5, 6]] * 3 + [[7]]
+        calls = [engine.generate(prompt, params, (0, i)) for i, prompt in enumerate(prompts)]
         tasks = [asyncio.ensure_future(call) for call in calls]
         while len(engine.slots[0].tokens if engine.slots[0] else ()) < 5:
             await asyncio.sleep(0)
         engine.abort()
         return await asyncio.gather(*tasks)
 
-    told = engine.loop.run_until_complete(all_())
-    assert [out.finish_reason for out in told] == ["abort"] * 4
-    assert [len(out.tokens) for out in told] == [5, 5, 0, 0]
-    for part, out in zip(told, whole, strict=True):
+    generations = engine.loop.run_until_complete(all_())
+    assert [out.finish_reason for out in generations] == ["abort"] * 4
+    assert [len(out.tokens) for out in generations] == [5, 5, 0, 0]
+    for part, out in zip(generations, whole, strict=True):
         assert bits([part])[0][:2] == (out.tokens[: len(part.tokens)], out.logps[: len(part.logps)])
     assert not engine.in_flight and not engine.prompts
     engine.abort()  # nothing is in flight
@@ -293,7 +338,7 @@ def test_abort_returns_what_there_is(llama):
     engine.close()
 
 
-def test_weights_that_diverged_are_told_to_all_who_wait(llama):
+def test_diverged_weights_raise_in_every_request(llama):
     engine, good = make(llama, max_running_requests=2), AutoModelForCausalLM.from_pretrained(llama)
     expected = bits(play(engine, [[5, 6]], max_new_tokens=3))
     bad = {name: torch.full_like(weight, float("nan")) for name, weight in good.named_parameters()}
@@ -303,8 +348,8 @@ def test_weights_that_diverged_are_told_to_all_who_wait(llama):
         calls = [engine.generate([5], SamplingParams(max_new_tokens=3), (0, i)) for i in range(4)]
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    told = engine.loop.run_until_complete(all_())
-    assert all(isinstance(error, RuntimeError) and "diverged" in str(error) for error in told)
+    errors = engine.loop.run_until_complete(all_())
+    assert all(isinstance(error, RuntimeError) and "diverged" in str(error) for error in errors)
     engine.load_weights(good.named_parameters(), 2)
     assert bits(play(engine, [[5, 6]], max_new_tokens=3)) == expected
     engine.close()

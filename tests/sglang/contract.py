@@ -10,51 +10,90 @@ from types import SimpleNamespace
 import psutil
 import torch
 import torch.distributed as dist
-from parity import SECTION
+from engine_contract import check_attributes, check_refused, check_signatures, plain_logps, play
+from parity import SECTION, make_batch, policy_loss
 from transformers import AutoModelForCausalLM
 
+from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.sglang import SGLangEngine
 from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
-ARGUMENTS = {"max_total_tokens": 4096}
 
-
-def play(engine, prompts, **params):
-    """One answer to each prompt, all in flight at once; [] on ranks without an engine of their own."""
-    if engine.index is None:
-        return []
-
-    async def all_():
-        return await asyncio.gather(
-            *(engine.generate(p, params, (0, i)) for i, p in enumerate(prompts))
-        )
-
-    return engine.loop.run_until_complete(all_())
-
-
-def check_logps(told, prompts, model, temperature):
+def check_logps(generations, prompts, model, temperature):
     """Each answer's log-probabilities are those of one plain forward."""
-    for prompt, out in zip(prompts, told, strict=False):
-        with torch.no_grad():
-            logits = (
-                model(torch.tensor([prompt + out.tokens])).logits[0, len(prompt) - 1 : -1]
-                / temperature
-            )
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(out.tokens)[:, None])[:, 0]
+    for prompt, out in zip(prompts, generations, strict=False):
+        expected = plain_logps(model, prompt, out.tokens, temperature)
         torch.testing.assert_close(torch.tensor(out.logps), expected, rtol=0, atol=1e-4)
 
 
-def named(actor):
+def full_weights(actor):
     return actor.iter_full_weights(torch.float32)
 
 
-def check_abort(engine, prompts, model):
-    """More requests than run at a time, cut short: each returns what it has, and can be gone on from."""
-    prompts = prompts * 4
+def check_verification(engine, actor):
+    """Equal weights pass, other ones are named, and the right ones mend the engine."""
+    engine.verify_weights(full_weights(actor), actor.version)
+    wrong = (
+        (name, weight.clone().index_fill_(0, torch.tensor(1), 0.5))
+        if "o_proj" in name
+        else (name, weight)
+        for name, weight in full_weights(actor)
+    )
+    if engine.index is None:
+        engine.verify_weights(wrong, actor.version)
+    else:
+        try:
+            engine.verify_weights(wrong, actor.version)
+        except RuntimeError as error:
+            assert "weights of SGLang are not the trainer's" in str(error), error
+            assert "o_proj" in str(error), error
+        else:
+            raise AssertionError("other weights were not noticed")
+    engine.load_weights(full_weights(actor), actor.version)
 
-    async def all_():
-        calls = [engine.generate(p, {"max_new_tokens": 300}, (7, i)) for i, p in enumerate(prompts)]
+
+def check_sampling(engine, prompts, model):
+    """Log-probabilities, lengths, greedy answers, stop tokens and groups. Returns the greedy answers."""
+    for temperature in (1.0, 0.6):
+        generations = play(engine, prompts, temperature=temperature, max_new_tokens=20)
+        check_logps(generations, prompts, model, temperature)
+        assert all(len(out.tokens) == 20 for out in generations)
+        assert all(out.finish_reason == "length" and out.version == 0 for out in generations)
+    greedy = play(engine, prompts, temperature=0.0, max_new_tokens=10)
+    for prompt, out in zip(prompts, greedy, strict=False):
+        tokens = torch.tensor([prompt])
+        expected = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            do_sample=False,
+            max_new_tokens=10,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert out.tokens == expected[0, len(prompt) :].tolist()
+    stop_ids = tuple(range(2, 50))
+    generations = play(engine, prompts * 3, max_new_tokens=8, stop_token_ids=stop_ids)
+    assert not generations or {out.finish_reason for out in generations} >= {"stop"}
+    for out in generations:
+        stops = [token in stop_ids for token in out.tokens]
+        assert not any(stops[:-1]) and stops[-1] == (out.finish_reason == "stop"), (
+            "the stop token ends it, and is kept"
+        )
+    group = play(engine, [prompts[2]] * 6, max_new_tokens=20)
+    assert not group or len({tuple(out.tokens) for out in group}) == 6, (
+        "the samples of a group are the same"
+    )
+    return greedy
+
+
+def check_abort(engine, prompts, model):
+    """More requests than run at a time, cut short: each returns what it has, and a new request can continue it."""
+    prompts = prompts * 4
+    params = SamplingParams(max_new_tokens=300)
+
+    async def abort_all():
+        calls = [engine.generate(prompt, params, (7, i)) for i, prompt in enumerate(prompts)]
         tasks = [asyncio.ensure_future(call) for call in calls]
         await asyncio.sleep(0.5)
         while not all(task.done() for task in tasks):
@@ -62,26 +101,36 @@ def check_abort(engine, prompts, model):
             await asyncio.sleep(0.05)
         return [task.result() for task in tasks]
 
-    told = engine.loop.run_until_complete(all_())
-    assert all(
-        out.finish_reason == "abort" and len(out.tokens) == len(out.logps) < 300 for out in told
-    )
-    assert any(out.tokens for out in told) and not all(out.tokens for out in told)
-    check_logps(told, prompts, model, 1.0)
-    longer = [prompt + out.tokens for prompt, out in zip(prompts, told, strict=True)][:6]
+    generations = engine.loop.run_until_complete(abort_all())
+    assert all(out.finish_reason == "abort" for out in generations)
+    assert all(len(out.tokens) == len(out.logps) < 300 for out in generations)
+    assert any(out.tokens for out in generations) and not all(out.tokens for out in generations)
+    check_logps(generations, prompts, model, 1.0)
+    longer = [prompt + out.tokens for prompt, out in zip(prompts, generations, strict=True)][:6]
     check_logps(play(engine, longer, max_new_tokens=5), longer, model, 1.0)
 
 
-def refused(engine, prompt, params, words):
-    async def ask():
-        await engine.generate(prompt, params, (0,))
+def check_other_weights(engine, actor, prompts, name):
+    """Weights that moved, from a worker in its own layout, between sleep and wake as the trainer sends them."""
+    engine.sleep()
+    for _ in range(2):
+        actor.update(make_batch(), policy_loss, with_entropy=True)
+    engine.wake()
+    engine.load_weights(full_weights(actor), actor.version)
+    weights = dict(full_weights(actor))
+    moved = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    for key, parameter in moved.named_parameters():
+        parameter.data.copy_(weights[key])
+    generations = play(engine, prompts, max_new_tokens=20)
+    check_logps(generations, prompts, moved, 1.0)
+    assert all(out.version == 2 for out in generations)
+    engine.verify_weights(full_weights(actor), actor.version)
 
-    try:
-        engine.loop.run_until_complete(ask())
-    except ValueError as error:
-        assert words in str(error), error
-    else:
-        raise AssertionError(f"{prompt} with {params} was not refused")
+
+def check_no_process_left(others):
+    children = psutil.Process().children(recursive=True)
+    left = {child.pid for child in children if "resource_tracker" not in str(child.cmdline())}
+    assert not left - others, "processes of the engine are left"
 
 
 def main(name, tp_size, actor_tp_size):
@@ -95,95 +144,36 @@ def main(name, tp_size, actor_tp_size):
         "max_grad_norm": 1.0,
     }
     actor = Worker(SimpleNamespace(**section), device, num_updates=8)
-    engine = SGLangEngine(
-        name, torch.float32, device, int(tp_size), 16, True, 0.5, ARGUMENTS, dist.get_rank()
+    settings = EngineSettings(
+        model_name=name,
+        dtype=torch.float32,
+        device=device,
+        max_running_requests=16,
+        tp_size=int(tp_size),
+        gpu_memory_utilization=0.5,
+        engine_args={"max_total_tokens": 4096},
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
     )
+    check_signatures(SGLangEngine)
+    engine = SGLangEngine(settings)
+    check_attributes(engine, settings)
     assert (engine.index is None) == (dist.get_rank() % int(tp_size) > 0)
-    engine.verify_weights(actor.iter_full_weights(torch.float32), actor.version)
-    wrong = (
-        (k, w.clone().index_fill_(0, torch.tensor(1), 0.5)) if "o_proj" in k else (k, w)
-        for k, w in named(actor)
-    )
-    if engine.index is not None:
-        try:
-            engine.verify_weights(wrong, actor.version)
-        except RuntimeError as error:
-            assert "weights of SGLang are not the trainer's" in str(error) and "o_proj" in str(
-                error
-            ), error
-        else:
-            raise AssertionError("other weights were not noticed")
-    else:
-        engine.verify_weights(wrong, actor.version)
-    engine.load_weights(named(actor), actor.version)
+    check_verification(engine, actor)
     generator = torch.Generator().manual_seed(0)
-    prompts = [
-        torch.randint(3, 98, (n,), generator=generator).tolist() for n in (1, 7, 30, 61, 12, 5)
-    ]
+    lengths = (1, 7, 30, 61, 12, 5)
+    prompts = [torch.randint(3, 98, (n,), generator=generator).tolist() for n in lengths]
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    for temperature in (1.0, 0.6):
-        told = play(engine, prompts, temperature=temperature, max_new_tokens=20)
-        check_logps(told, prompts, model, temperature)
-        assert all(
-            len(out.tokens) == 20 and out.finish_reason == "length" and out.version == 0
-            for out in told
-        )
-    greedy = play(engine, prompts, temperature=0.0, max_new_tokens=10)
-    for prompt, out in zip(prompts, greedy, strict=False):
-        given = torch.tensor([prompt])
-        settings = {
-            "do_sample": False,
-            "max_new_tokens": 10,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-        }
-        assert (
-            out.tokens
-            == model.generate(given, attention_mask=torch.ones_like(given), **settings)[
-                0, len(prompt) :
-            ].tolist()
-        )
-    told = play(engine, prompts * 3, max_new_tokens=8, stop_token_ids=list(range(2, 50)))
-    assert not told or {out.finish_reason for out in told} >= {"stop"}
-    for out in told:
-        stops = [token < 50 and token >= 2 for token in out.tokens]
-        assert not any(stops[:-1]) and stops[-1] == (out.finish_reason == "stop"), (
-            "the stop token ends it, and is kept"
-        )
-    group = play(engine, [prompts[2]] * 6, max_new_tokens=20)
-    assert not group or len({tuple(out.tokens) for out in group}) == 6, (
-        "the samples of a group are the same"
-    )
+    greedy = check_sampling(engine, prompts, model)
     if engine.index is not None:
-        refused(engine, [], {"max_new_tokens": 1}, "no tokens")
-        refused(engine, [98], {"max_new_tokens": 1}, "vocabulary")
-        refused(engine, [5] * 510, {"max_new_tokens": 3}, "exceeds 512")
-    if engine.index is not None:
+        check_refused(engine, [], "no tokens", max_new_tokens=1)
+        check_refused(engine, [98], "vocabulary", max_new_tokens=1)
+        check_refused(engine, [5] * 510, "exceeds 512", max_new_tokens=3)
         check_abort(engine, prompts, model)
-    # Other weights, from a worker in its own layout, between sleep and wake as the trainer does it.
-    engine.sleep()
-    from parity import make_batch, policy_loss
-
-    for _ in range(2):
-        actor.update(make_batch(), policy_loss, with_entropy=True)
-    engine.wake()
-    engine.load_weights(actor.iter_full_weights(torch.float32), actor.version)
-    weights = dict(actor.iter_full_weights(torch.float32))
-    moved = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    for key, parameter in moved.named_parameters():
-        parameter.data.copy_(weights[key])
-    told = play(engine, prompts, max_new_tokens=20)
-    check_logps(told, prompts, moved, 1.0)
-    assert all(out.version == 2 for out in told)
-    engine.verify_weights(named(actor), actor.version)
-    assert not told or play(engine, prompts, temperature=0.0, max_new_tokens=10) != greedy
+    check_other_weights(engine, actor, prompts, name)
+    assert not greedy or play(engine, prompts, temperature=0.0, max_new_tokens=10) != greedy
     engine.close()
-    left = {
-        child.pid
-        for child in psutil.Process().children(recursive=True)
-        if "resource_tracker" not in str(child.cmdline())
-    }
-    assert not left - others, "processes of the engine are left"
+    check_no_process_left(others)
     dist.barrier()
     print(f"rank {dist.get_rank()} is done", flush=True)
     dist.destroy_process_group()

@@ -1,7 +1,10 @@
-"""What engine_sglang.py calls exists, with the parameters it passes, in every line of releases that it says it works with:
-read from their sources, since their environments cannot all be installed."""
+"""What engine/sglang.py calls exists, with the parameters it passes, in every line of releases that it says it works with.
+
+Both sides are read as syntax trees, since the environments of all releases cannot be installed.
+"""
 
 import ast
+import dataclasses
 import importlib.util
 import subprocess
 import sys
@@ -13,12 +16,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import ROOT  # noqa: E402
 
-# One for each change of what we use: before and after the arguments moved (0.5.20), without a session of updates. The
-# newest one is what is installed here.
+from rl2.engine.base import SamplingParams  # noqa: E402
+
+# One release before each change of what is used: the server's arguments moved in 0.5.20, sessions of weight updates came
+# in 0.5.21. "installed" is the newest one.
 RELEASES = ["0.5.15", "0.5.17", "0.5.20", "installed"]
 OPTIONAL = {"begin_weight_update", "end_weight_update"}  # asked for with hasattr
-OURS = ast.parse((ROOT / "rl2/rollout/engine_sglang.py").read_text())
-SAMPLING = ast.parse((ROOT / "rl2/rollout/sampling.py").read_text())
+OURS = ast.parse((ROOT / "rl2/engine/sglang.py").read_text())
 
 
 class Release:
@@ -55,8 +59,8 @@ class Release:
             self.texts = {name: wheel.read(name).decode() for name in names}
 
     def text(self, name: str) -> str:
-        found = self.texts[name]
-        return found if isinstance(found, str) else found.read_text()
+        text = self.texts[name]
+        return text if isinstance(text, str) else text.read_text()
 
     def tree(self, module: str) -> ast.Module:
         name = module.replace(".", "/")
@@ -117,11 +121,9 @@ def function(tree, name: str) -> ast.AST:
 
 
 def keys(node: ast.AST) -> set[str]:
-    """Of the dicts in it, and of its assignments to given["..."]."""
-    dicts = [inner.keys for inner in ast.walk(node) if isinstance(inner, ast.Dict)]
-    told = {key.value for group in dicts for key in group if isinstance(key, ast.Constant)}
-    subscripts = [inner for inner in ast.walk(node) if isinstance(inner, ast.Subscript)]
-    return told | {s.slice.value for s in subscripts if getattr(s.value, "id", None) == "given"}
+    """The constant keys of all dicts inside."""
+    dicts = [inner for inner in ast.walk(node) if isinstance(inner, ast.Dict)]
+    return {key.value for d in dicts for key in d.keys if isinstance(key, ast.Constant)}
 
 
 @pytest.fixture(scope="module", params=RELEASES)
@@ -129,14 +131,15 @@ def release(request):
     return Release(request.param)
 
 
-def check_calls(calls: list[ast.Call], there: dict[str, ast.arguments]):
+def check_calls(calls: list[ast.Call], signatures: dict[str, ast.arguments]):
+    """Every call is of a method in `signatures`, with arguments that it takes."""
     assert calls
     for call in calls:
         name = call.func.attr
-        if name in OPTIONAL and name not in there:
+        if name in OPTIONAL and name not in signatures:
             continue
-        assert name in there, f"there is no {name}"
-        arguments = there[name]
+        assert name in signatures, f"there is no {name}"
+        arguments = signatures[name]
         positional = [a.arg for a in arguments.args if a.arg not in ("self", "cls")]
         assert len(call.args) <= len(positional), f"{name} takes {positional}"
         known = {*positional, *(a.arg for a in arguments.kwonlyargs)}
@@ -146,13 +149,10 @@ def check_calls(calls: list[ast.Call], there: dict[str, ast.arguments]):
 
 
 def test_what_we_import_is_there(release):
-    found = [
-        node
-        for node in ast.walk(OURS)
-        if isinstance(node, ast.ImportFrom) and "sglang." in (node.module or "")
-    ]
-    assert len(found) >= 4
-    for node in found:
+    imports = [node for node in ast.walk(OURS) if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in imports if node.module.startswith("sglang.")]
+    assert len(imports) >= 4
+    for node in imports:
         assert {alias.name for alias in node.names} <= release.names(node.module), node.module
 
 
@@ -163,8 +163,9 @@ def test_the_arguments_of_the_server_are_there(release):
         if name == "sglang/srt/server_args.py" or name.startswith("sglang/srt/arg_groups/fields/")
     ]
     known = set().union(*(fields(node) for node in release.classes(*modules).values()))
-    constant = next(n for n in OURS.body if isinstance(n, ast.Assign) and n.targets[0].id == "CPU")
-    ours = keys(constant) | keys(function(function(OURS, "SGLangEngine"), "__init__"))
+    constants = [node for node in OURS.body if isinstance(node, ast.Assign)]
+    for_cpu = next(node for node in constants if node.targets[0].id == "CPU_ARGUMENTS")
+    ours = keys(for_cpu) | keys(function(OURS, "_server_arguments"))
     assert len(ours) > 15 and "custom_sigquit_handler" in ours
     assert ours <= known, f"ServerArgs has no {sorted(ours - known)}"
 
@@ -186,22 +187,17 @@ def test_the_methods_of_engine_and_manager_take_what_we_pass(release):
 
 def test_the_requests_have_the_fields_we_set(release):
     classes = release.classes("sglang.srt.managers.io_struct")
-    made = [
-        n
-        for n in ast.walk(OURS)
-        if isinstance(n, ast.Call) and getattr(n.func, "id", "").endswith("ReqInput")
-    ]
-    assert made
-    for call in made:
+    calls = [node for node in ast.walk(OURS) if isinstance(node, ast.Call)]
+    requests = [call for call in calls if getattr(call.func, "id", "").endswith("ReqInput")]
+    assert requests
+    for call in requests:
         assert {k.arg for k in call.keywords} <= fields(classes[call.func.id]), call.func.id
 
 
 def test_the_sampling_parameters_are_there(release):
     known = fields(release.classes("sglang.srt.sampling.sampling_params")["SamplingParams"])
-    defaults = next(
-        n for n in SAMPLING.body if isinstance(n, ast.Assign) and n.targets[0].id == "DEFAULTS"
-    )
-    ours = keys(defaults) | keys(function(OURS, "generate"))
+    ours = keys(function(OURS, "generate"))
+    assert {field.name for field in dataclasses.fields(SamplingParams)} <= ours
     assert {"sampling_seed", "ignore_eos", "stop_token_ids"} <= ours
     assert ours <= known, f"SamplingParams has no {sorted(ours - known)}"
 
@@ -217,7 +213,7 @@ def test_the_weights_are_packed_as_it_unpacks_them(release):
         if n.startswith("sglang/srt/model_executor/") and "flattened_bucket" in release.text(n)
     ]
     assert readers, "nobody reads load_format=flattened_bucket"
-    for key in keys(function(OURS, "_payloads")):
+    for key in keys(function(OURS, "_gpu_handle_payloads")):
         assert any(f'"{key}"' in release.text(name) for name in readers), f"nobody reads {key}"
 
 

@@ -88,29 +88,26 @@ def test_a_run_learns_as_with_the_local_engine(tmp_path, tied):
         ]
         assert all((line["actor/mismatch_logp_difference"] or 0) < 1e-4 for line in lines)
         rewards[engine] = [line["reward/mean"] for line in lines]
-    for told in rewards.values():
-        assert told[0] < 0.25 and sum(told[-3:]) / 3 > 0.6
+    for means in rewards.values():
+        assert means[0] < 0.25 and sum(means[-3:]) / 3 > 0.6
     # 32 samples of about 0.3 standard deviation a step: the first steps, before they part, agree within noise.
     assert abs(rewards["local"][0] - rewards["sglang"][0]) < 0.15
 
 
 def test_a_run_with_partial_rollouts(tmp_path, tied):
-    more = [
+    command = [
+        *arguments(tmp_path, tied),
         "rollout.engine=sglang",
         "rollout.engine_args.max_total_tokens=4096",
         "rollout.partial=true",
-    ]
-    more += [
         "actor.correction=token_tis",
         "rollout.max_running=12",
         "trainer.max_steps=6",
         "rollout.check_weights=true",
-    ]
-    more += [
         "rollout.train_sampling_params.max_new_tokens=24",
         f"trainer.save_dir={tmp_path / 'run'}",
     ]
-    torchrun(2, *arguments(tmp_path, tied), *more, env={"SGLANG_CPU_OMP_THREADS_BIND": "0"})
+    torchrun(2, *command, env={"SGLANG_CPU_OMP_THREADS_BIND": "0"})
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 6 and any(line["rollout/staleness"] > 0 for line in lines)
     records = [

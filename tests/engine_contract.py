@@ -1,0 +1,69 @@
+"""What the tests of all engines share: requests in flight together, refusals, and the comparison with the protocol."""
+
+import asyncio
+import inspect
+
+import torch
+
+from rl2.engine.base import Engine, EngineSettings, SamplingParams
+
+VERBS = ["generate", "abort", "sleep", "wake", "load_weights", "verify_weights", "close"]
+ATTRIBUTES = ["index", "count", "max_running_requests", "version", "loop"]
+
+
+def check_signatures(engine_class: type) -> None:
+    """The class says that it is an Engine and defines every verb itself, with the parameters of the protocol."""
+    assert Engine in engine_class.__mro__
+    assert sorted(VERBS) == sorted(Engine.__abstractmethods__)
+    assert not inspect.isabstract(engine_class)
+    assert list(inspect.signature(engine_class).parameters) == ["settings"]
+    for verb in VERBS:
+        own, promised = getattr(engine_class, verb), getattr(Engine, verb)
+        assert own is not promised, f"{engine_class.__name__} does not define {verb}"
+        assert inspect.signature(own) == inspect.signature(promised), verb
+        assert inspect.iscoroutinefunction(own) == inspect.iscoroutinefunction(promised), verb
+
+
+def check_attributes(engine: Engine, settings: EngineSettings) -> None:
+    """Every attribute of the protocol is there with a value that it allows, after construction with `settings`."""
+    assert sorted(ATTRIBUTES) == sorted(Engine.__annotations__)
+    assert 1 <= engine.count <= settings.world_size
+    assert engine.index is None or engine.index in range(engine.count)
+    assert engine.max_running_requests == settings.max_running_requests
+    assert engine.version == 0
+    assert isinstance(engine.loop, asyncio.AbstractEventLoop) and not engine.loop.is_running()
+
+
+def play(engine, prompts, seeds=None, **params):
+    """One answer to each prompt, all in flight at once; [] on ranks without an engine of their own."""
+    if engine.index is None:
+        return []
+    if seeds is None:
+        seeds = [(0, i) for i in range(len(prompts))]
+    sampling_params = SamplingParams(**params)
+
+    async def generate_all():
+        calls = [
+            engine.generate(prompt, sampling_params, seed)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        return await asyncio.gather(*calls)
+
+    return engine.loop.run_until_complete(generate_all())
+
+
+def plain_logps(model, prompt, tokens, temperature):
+    """Log-probabilities of `tokens` after `prompt` by one plain forward of the Hugging Face model."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def check_refused(engine, prompt, message, **params):
+    """The engine refuses the request with `message`."""
+    try:
+        play(engine, [prompt], **params)
+    except ValueError as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(f"{prompt} with {params} was not refused")
