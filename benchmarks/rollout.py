@@ -22,14 +22,21 @@ from rl2.engine.local import LocalEngine
 from rl2.worker import compute_dtype
 
 
-def make_generate(arguments, dtype, prompts, device):
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).to(device).eval()
+def make_generate(model_name, dtype, prompts, device):
+    """A function that answers all prompts by `model.generate`; it takes the length of each answer."""
+    model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype).to(device).eval()
     inputs = torch.tensor(prompts, device=device)
     model.generation_config.eos_token_id = None
-    settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
 
     def play(lengths):
-        config = GenerationConfig(max_new_tokens=max(lengths), **settings)
+        config = GenerationConfig(
+            max_new_tokens=max(lengths),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            pad_token_id=0,
+        )
         out = model.generate(
             inputs, attention_mask=torch.ones_like(inputs), generation_config=config
         )
@@ -38,25 +45,48 @@ def make_generate(arguments, dtype, prompts, device):
     return play
 
 
-def make_engine(arguments, dtype, prompts, device, slots, deterministic):
-    settings = EngineSettings(
-        model_name=arguments.model,
-        dtype=dtype,
-        device=device,
-        max_running_requests=slots,
-        deterministic=deterministic,
-    )
+def make_engine(settings, prompts):
+    """The same by an embedded engine."""
     engine = LocalEngine(settings)
 
-    async def all_(lengths):
-        calls = [
-            engine.generate(prompt, SamplingParams(max_new_tokens=length), (0, i))
-            for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-        ]
-        told = await asyncio.gather(*calls)
-        assert [len(out.tokens) for out in told] == lengths
+    async def generate_all(lengths):
+        calls = []
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+            params = SamplingParams(max_new_tokens=length)
+            calls.append(engine.generate(prompt, params, (0, i)))
+        generations = await asyncio.gather(*calls)
+        assert [len(out.tokens) for out in generations] == lengths
 
-    return lambda lengths: engine.loop.run_until_complete(all_(lengths))
+    return lambda lengths: engine.loop.run_until_complete(generate_all(lengths))
+
+
+def make_players(model_name, dtype, prompts, device):
+    """Name -> a function that answers all prompts; it takes the length of each answer."""
+    players = {"model.generate": make_generate(model_name, dtype, prompts, device)}
+    for deterministic in (False, True):
+        for slots in (len(prompts), len(prompts) // 2):
+            name = f"engine, {slots} slots" + (", deterministic" if deterministic else "")
+            settings = EngineSettings(
+                model_name=model_name,
+                dtype=dtype,
+                device=device,
+                max_running_requests=slots,
+                deterministic=deterministic,
+            )
+            players[name] = make_engine(settings, prompts)
+    return players
+
+
+def measure(players, lengths, repeats):
+    """Median seconds of each player. They run in turn, since machines drift; the first round warms up."""
+    seconds = {name: [] for name in players}
+    for repeat in range(repeats + 1):
+        for name, play in players.items():
+            start = time.perf_counter()
+            play(lengths)
+            if repeat:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def main() -> None:
@@ -64,49 +94,32 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model")
-    for name, default in (
-        ("groups", 8),
-        ("samples", 8),
-        ("prompt", 94),
-        ("longest", 64),
-        ("repeats", 3),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=94)
+    parser.add_argument("--longest", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype, rng = compute_dtype("auto", device), random.Random(0)
-    groups = [
-        [rng.randrange(5, 1000) for _ in range(arguments.prompt)] for _ in range(arguments.groups)
-    ]
-    prompts = [prompt for prompt in groups for _ in range(arguments.samples)]
+    dtype = compute_dtype("auto", device)
+    rng = random.Random(0)
+    prompts = []
+    for _ in range(arguments.groups):
+        prompt = [rng.randrange(5, 1000) for _ in range(arguments.prompt)]
+        prompts += [prompt] * arguments.samples
+    players = make_players(arguments.model, dtype, prompts, device)
     num = len(prompts)
-    players = {"model.generate": make_generate(arguments, dtype, prompts, device)}
-    for deterministic in (False, True):
-        for slots in (num, num // 2):
-            name = f"engine, {slots} slots" + (", deterministic" if deterministic else "")
-            players[name] = make_engine(arguments, dtype, prompts, device, slots, deterministic)
     cases = {
         "fixed": [arguments.longest] * num,
         "uneven": [rng.randint(1, arguments.longest) for _ in range(num)],
     }
     print(f"{num} prompts of {arguments.prompt} tokens, {dtype}, {torch.get_num_threads()} threads")
     for case, lengths in cases.items():
-        seconds = {name: [] for name in players}
-        for repeat in range(
-            arguments.repeats + 1
-        ):  # in turn, since machines drift; the first round warms up
-            for name, play in players.items():
-                start = time.perf_counter()
-                play(lengths)
-                if repeat:
-                    seconds[name].append(time.perf_counter() - start)
-        base = statistics.median(seconds["model.generate"])
-        for name, times in seconds.items():
-            median = statistics.median(times)
-            print(
-                f"{case:7} {name:32} {median:6.2f} s  {sum(lengths) / median:6.0f} tokens/s  x{base / median:.2f}",
-                flush=True,
-            )
+        medians = measure(players, lengths, arguments.repeats)
+        for name, seconds in medians.items():
+            rate = f"{seconds:6.2f} s  {sum(lengths) / seconds:6.0f} tokens/s"
+            speedup = medians["model.generate"] / seconds
+            print(f"{case:7} {name:32} {rate}  x{speedup:.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,11 @@
 import asyncio
 import os
 import time
-from types import SimpleNamespace
 
 import psutil
 import torch
 import torch.distributed as dist
-from contract import play, refused
+from engine_contract import check_attributes, check_refused, check_signatures, play
 from figures import goal, record
 from tools import (
     DEVICE,
@@ -27,23 +26,41 @@ from transformers import AutoModelForCausalLM
 
 from rl2.algorithms import losses
 from rl2.batch import Sample, collate
+from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.engine.sglang import SGLangEngine
 from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker, compute_dtype
 
-MEMORY = 0.5  # of the GPU, for SGLang
+
+def engine_settings(name, device, max_running_requests, **changes):
+    return EngineSettings(
+        model_name=name,
+        dtype=compute_dtype("auto", device),
+        device=device,
+        max_running_requests=max_running_requests,
+        deterministic=False,
+        **changes,
+    )
 
 
-def start_sglang(name, device, max_running=64, **more):
+def start_sglang(name, device, max_running_requests=64):
     need_sglang()
     start = time.perf_counter()
-    arguments = {**sglang_args(), **more}
-    engine = SGLangEngine(
-        name, compute_dtype("auto", device), device, 1, max_running, False, MEMORY, arguments, 0
+    settings = engine_settings(
+        name,
+        device,
+        max_running_requests,
+        gpu_memory_utilization=0.5,
+        engine_args=sglang_args(),
     )
+    engine = SGLangEngine(settings)
     record(start_seconds=time.perf_counter() - start)
     return engine
+
+
+def start_local(name, device, max_running_requests):
+    return LocalEngine(engine_settings(name, device, max_running_requests))
 
 
 def make_prompts(vocabulary, count, longest, seed=0):
@@ -52,53 +69,62 @@ def make_prompts(vocabulary, count, longest, seed=0):
     return [torch.randint(3, vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
-def differences(told, prompts, model, temperature):
+def logp_differences(generations, prompts, model, temperature):
     """|engine's log-probability - that of a plain fp32 forward| of every sampled token."""
-    found = []
-    for prompt, out in zip(prompts, told, strict=True):
-        given = torch.tensor([prompt + out.tokens], device=DEVICE)
+    differences = []
+    for prompt, out in zip(prompts, generations, strict=True):
+        tokens = torch.tensor([prompt + out.tokens], device=DEVICE)
         with torch.no_grad():
-            logits = model(given).logits[0, len(prompt) - 1 : -1].float() / temperature
-        expected = logits.log_softmax(-1).gather(1, given[0, len(prompt) :, None])[:, 0].cpu()
-        found.append((expected - torch.tensor(out.logps)).abs())
-    return torch.cat(found)
+            logits = model(tokens).logits[0, len(prompt) - 1 : -1].float() / temperature
+        sampled = tokens[0, len(prompt) :, None]
+        expected = logits.log_softmax(-1).gather(1, sampled)[:, 0].cpu()
+        differences.append((expected - torch.tensor(out.logps)).abs())
+    return torch.cat(differences)
 
 
-def check_contract(make):
-    """What tests/test_engine.py and tests/sglang/contract.py hold on a CPU in fp32, here within bf16's rounding."""
-    others = {child.pid for child in psutil.Process().children(recursive=True)}
-    device, name = init_distributed(), make_model("small")
-    dtype = compute_dtype("auto", device)
-    actor = Worker(section(name, lr=0.05), device, num_updates=8)
-    engine = make(name, device)
-    engine.load_weights(actor.iter_full_weights(dtype), actor.version)
-    prompts = make_prompts(1024, 12, 60)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
+def check_sampling(engine, prompts, model):
+    """Log-probabilities, lengths, stop tokens and groups."""
     for temperature in (1.0, 0.6):
-        told = play(engine, prompts, temperature=temperature, max_new_tokens=40)
-        gaps = differences(told, prompts, model, temperature)
-        record(
-            **{
-                f"logps_at_{temperature}": gaps.max().item(),
-                f"mean_logps_at_{temperature}": gaps.mean().item(),
-            }
-        )
+        generations = play(engine, prompts, temperature=temperature, max_new_tokens=40)
+        gaps = logp_differences(generations, prompts, model, temperature)
+        figures = {
+            f"logps_at_{temperature}": gaps.max().item(),
+            f"mean_logps_at_{temperature}": gaps.mean().item(),
+        }
+        record(**figures)
         assert gaps.max() < 0.3 and gaps.mean() < 0.03
-        assert all(
-            len(out.tokens) == 40 and out.finish_reason == "length" and out.version == 0
-            for out in told
-        )
-    stops = list(range(2, 500))
-    for out in play(engine, prompts * 3, max_new_tokens=8, stop_token_ids=stops):
-        hits = [token in stops for token in out.tokens]
-        assert not any(hits[:-1]) and hits[-1] == (out.finish_reason == "stop"), (
+        assert all(len(out.tokens) == 40 for out in generations)
+        assert all(out.finish_reason == "length" and out.version == 0 for out in generations)
+    stop_ids = tuple(range(2, 500))
+    for out in play(engine, prompts * 3, max_new_tokens=8, stop_token_ids=stop_ids):
+        stops = [token in stop_ids for token in out.tokens]
+        assert not any(stops[:-1]) and stops[-1] == (out.finish_reason == "stop"), (
             "the stop token ends it, and is kept"
         )
     group = play(engine, [prompts[2]] * 8, max_new_tokens=20)
     assert len({tuple(out.tokens) for out in group}) == 8, "the samples of a group are the same"
-    greedy = [out.tokens for out in play(engine, prompts, temperature=0.0, max_new_tokens=10)]
-    refused(engine, [], {"max_new_tokens": 1}, "no tokens")
-    refused(engine, [1024], {"max_new_tokens": 1}, "vocabulary")
+
+
+def greedy_tokens(engine, prompts):
+    return [out.tokens for out in play(engine, prompts, temperature=0.0, max_new_tokens=10)]
+
+
+def check_contract(start_engine, max_running_requests):
+    """What tests/test_engine.py and tests/sglang/contract.py check on a CPU in fp32, here within bf16's rounding."""
+    others = {child.pid for child in psutil.Process().children(recursive=True)}
+    device, name = init_distributed(), make_model("small")
+    dtype = compute_dtype("auto", device)
+    actor = Worker(section(name, lr=0.05), device, num_updates=8)
+    engine = start_engine(name, device, max_running_requests)
+    check_signatures(type(engine))
+    check_attributes(engine, engine_settings(name, device, max_running_requests))
+    engine.load_weights(actor.iter_full_weights(dtype), actor.version)
+    prompts = make_prompts(1024, 12, 60)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
+    check_sampling(engine, prompts, model)
+    greedy = greedy_tokens(engine, prompts)
+    check_refused(engine, [], "no tokens", max_new_tokens=1)
+    check_refused(engine, [1024], "vocabulary", max_new_tokens=1)
     engine.verify_weights(actor.iter_full_weights(dtype), actor.version)
     check_abort(engine, prompts)
     engine.sleep()
@@ -106,24 +132,21 @@ def check_contract(make):
         actor.update(make_batch(1024, 3, 3, 20, 20), policy_loss)
     engine.wake()
     engine.load_weights(actor.iter_full_weights(dtype), actor.version)
-    stale = differences(play(engine, prompts, max_new_tokens=40), prompts, model, 1.0)
+    stale = logp_differences(play(engine, prompts, max_new_tokens=40), prompts, model, 1.0)
     weights = dict(actor.iter_full_weights(torch.float32))
     for key, parameter in model.named_parameters():
         parameter.data.copy_(weights[key])
-    told = play(engine, prompts, max_new_tokens=40)
-    gaps = differences(told, prompts, model, 1.0)
+    generations = play(engine, prompts, max_new_tokens=40)
+    gaps = logp_differences(generations, prompts, model, 1.0)
     record(
         logps_after_load=gaps.max().item(),
         mean_logps_after_load=gaps.mean().item(),
         stale=stale.mean().item(),
     )
-    assert gaps.max() < 0.3 and gaps.mean() < 0.03 < 3 * gaps.mean() + 0.03 < stale.mean(), (
-        "the load was not seen"
-    )
-    assert all(out.version == 2 for out in told)
-    assert [
-        out.tokens for out in play(engine, prompts, temperature=0.0, max_new_tokens=10)
-    ] != greedy
+    assert gaps.max() < 0.3 and gaps.mean() < 0.03
+    assert 3 * gaps.mean() + 0.03 < stale.mean(), "the load was not seen"
+    assert all(out.version == 2 for out in generations)
+    assert greedy_tokens(engine, prompts) != greedy
     engine.close()
     check_no_process_left(others)
     dist.destroy_process_group()
@@ -131,12 +154,10 @@ def check_contract(make):
 
 def check_abort(engine, prompts):
     """More requests than run at a time, cut short: each returns what it has, and the engine can sleep at once."""
+    params = SamplingParams(max_new_tokens=400)
 
-    async def all_():
-        calls = [
-            engine.generate(prompt, {"max_new_tokens": 400}, (7, i))
-            for i, prompt in enumerate(prompts * 8)
-        ]
+    async def abort_all():
+        calls = [engine.generate(prompt, params, (7, i)) for i, prompt in enumerate(prompts * 8)]
         tasks = [asyncio.ensure_future(call) for call in calls]
         await asyncio.sleep(0.3)
         while not all(task.done() for task in tasks):
@@ -144,9 +165,9 @@ def check_abort(engine, prompts):
             await asyncio.sleep(0.02)
         return [task.result() for task in tasks]
 
-    told = engine.loop.run_until_complete(all_())
-    assert all(len(out.tokens) == len(out.logps) <= 400 for out in told)
-    assert any(out.finish_reason == "abort" for out in told)
+    generations = engine.loop.run_until_complete(abort_all())
+    assert all(len(out.tokens) == len(out.logps) <= 400 for out in generations)
+    assert any(out.finish_reason == "abort" for out in generations)
 
 
 def check_no_process_left(others):
@@ -156,20 +177,18 @@ def check_no_process_left(others):
 
 
 def local_contract():
-    check_contract(
-        lambda name, device: LocalEngine(name, compute_dtype("auto", device), device, 16, False)
-    )
+    check_contract(start_local, 16)
 
 
 def sglang_contract():
-    check_contract(start_sglang)
+    check_contract(start_sglang, 64)
 
 
-def _actor_and_engine(max_running=64, **changes):
+def _actor_and_engine(max_running_requests=64, **changes):
     need_sglang()  # before a large model is made
     device, name = init_distributed(), make_model("qwen3-1.7b")
     actor = Worker(section(name, **changes), device, num_updates=8)
-    engine = start_sglang(name, device, max_running)
+    engine = start_sglang(name, device, max_running_requests)
     engine.load_weights(actor.iter_full_weights(engine_dtype()), actor.version)
     return actor, engine, actor.model.hf.config.vocab_size
 
@@ -182,9 +201,9 @@ def sglang_agreement():
     """Log-probabilities of sampled tokens by SGLang and by the worker that trains on them."""
     actor, engine, vocabulary = _actor_and_engine()
     prompts = make_prompts(vocabulary, 8 if DRY else 64, 30 if DRY else 300)
-    told = play(engine, prompts, max_new_tokens=16 if DRY else 256)
+    generations = play(engine, prompts, max_new_tokens=16 if DRY else 256)
     samples = []
-    for i, (prompt, out) in enumerate(zip(prompts, told, strict=True)):
+    for i, (prompt, out) in enumerate(zip(prompts, generations, strict=True)):
         zeros = [0.0] * len(prompt)
         mask = [0] * len(prompt) + [1] * len(out.tokens)
         samples.append(
@@ -232,21 +251,21 @@ def sglang_memory():
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     device, name = init_distributed(), make_model("qwen3-1.7b")
     actor = Worker(section(name, offload_model=True, offload_optimizer=True), device, num_updates=8)
-    found = {"before": used_gib()}
+    used = {"before": used_gib()}
     engine = start_sglang(name, device)
     engine.load_weights(actor.iter_full_weights(engine_dtype()), 0)
     prompts = make_prompts(1000, 8 if DRY else 64, 50)
     before = play(engine, prompts, temperature=0.0, max_new_tokens=16)
-    found["running"] = used_gib()
+    used["running"] = used_gib()
     for round_ in range(2):
         engine.sleep()
-        found[f"asleep_{round_}"] = used_gib()
+        used[f"asleep_{round_}"] = used_gib()
         engine.wake()
-        found[f"woken_{round_}"] = used_gib()
+        used[f"woken_{round_}"] = used_gib()
         engine.load_weights(actor.iter_full_weights(engine_dtype()), 0)
-        found[f"loaded_{round_}"] = used_gib()
+        used[f"loaded_{round_}"] = used_gib()
     after = play(engine, prompts, temperature=0.0, max_new_tokens=16)
-    record(**{f"{name}_gib": value for name, value in found.items()})
+    record(**{f"{name}_gib": value for name, value in used.items()})
     same = sum(a.tokens == b.tokens for a, b in zip(before, after, strict=True))
     record(same_answers=f"{same} of {len(before)}")
     assert same >= 0.8 * len(before), (
@@ -255,15 +274,15 @@ def sglang_memory():
     engine.close()
     check_no_process_left(others)
     ends = time.monotonic() + 20
-    while (closed := used_gib()) > found["before"] + 0.5 and time.monotonic() < ends:
+    while (closed := used_gib()) > used["before"] + 0.5 and time.monotonic() < ends:
         time.sleep(0.5)
     record(closed_gib=closed)
     if not DRY:
-        took = found["running"] - found["before"]
-        assert found["asleep_1"] - found["before"] < 0.1 * took + 2, "memory was not given back"
-        assert abs(found["asleep_1"] - found["asleep_0"]) < 0.3, "something grows with every round"
-        assert found["woken_1"] < found["loaded_1"], "keys and values came back too early"
-        assert closed < found["before"] + 0.5, "memory is held after the end"
+        took = used["running"] - used["before"]
+        assert used["asleep_1"] - used["before"] < 0.1 * took + 2, "memory was not given back"
+        assert abs(used["asleep_1"] - used["asleep_0"]) < 0.3, "something grows with every round"
+        assert used["woken_1"] < used["loaded_1"], "keys and values came back too early"
+        assert closed < used["before"] + 0.5, "memory is held after the end"
 
 
 def sglang_throughput():
@@ -273,58 +292,49 @@ def sglang_throughput():
 
     from transformers import AutoTokenizer
 
+    from rl2.data.examples import Prompt
     from rl2.env.contract import EnvFailures
     from rl2.env.load import load_env
-    from rl2.rollout.collect import Rollout
+    from rl2.rollout.collect import Collector
+    from rl2.rollout.trajectory import Player
 
     slots, length = (8, 16) if DRY else (256, 512)
     actor, engine, _ = _actor_and_engine(slots)
-    name = actor.config.model_name
     env = Path(os.environ["RL2_GPU_MODELS"], "env.py")
     env.write_text(
         "def reward_fn(messages, answer):\n    return float(len(messages[-1]['content']) % 7)\n"
     )
+    player = Player(
+        engine=engine,
+        env=load_env(str(env), 60.0),
+        tokenizer=AutoTokenizer.from_pretrained(actor.config.model_name),
+        failures=EnvFailures(0.0),
+        max_turns=1,
+        max_length=40960,
+    )
+    params = SamplingParams(max_new_tokens=length)
+    collector = Collector(player, params=params, deterministic=False)
     row = {"messages": [{"role": "user", "content": "hello"}], "answer": ""}
-    groups = [
-        SimpleNamespace(tokens=tokens, row=row) for tokens in make_prompts(1000, slots // 4, 200)
-    ]
-    params = {
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": -1,
-        "max_new_tokens": length,
-        "stop_token_ids": [],
-    }
-    given = {
-        "engine": engine,
-        "env": load_env(str(env), 60.0),
-        "tokenizer": AutoTokenizer.from_pretrained(name),
-    }
-    given |= {
-        "failures": EnvFailures(0.0),
-        "max_turns": 1,
-        "max_length": 40960,
-        "seed": 0,
-        "deterministic": False,
-    }
-    rollout = Rollout(**given)
-    offline = {"temperature": 1.0, "max_new_tokens": length, "ignore_eos": True}
-    prompts = [group.tokens for group in groups for _ in range(4)]
+    token_lists = make_prompts(1000, slots // 4, 200)
+    prompts = [Prompt(i, row, tokens) for i, tokens in enumerate(token_lists)]
+    offline_prompts = [prompt.tokens for prompt in prompts for _ in range(4)]
+    offline_params = {"temperature": 1.0, "max_new_tokens": length, "ignore_eos": True}
     rates = {"rollout": [], "offline": []}
-    for round_ in range(3):
+    for step in range(3):
         engine.engine.flush_cache()
         start = time.perf_counter()
-        told = rollout(groups, params, 4, "train", round_)
-        rates["rollout"].append(sum(t.length for t in told) / (time.perf_counter() - start))
-        assert all(t.length == length for t in told) and len(told) == slots
+        trajectories = collector.play(prompts, params, 4, "train", step)
+        num_tokens = sum(trajectory.length for trajectory in trajectories)
+        rates["rollout"].append(num_tokens / (time.perf_counter() - start))
+        assert all(trajectory.length == length for trajectory in trajectories)
+        assert len(trajectories) == slots
         engine.engine.flush_cache()
         start = time.perf_counter()
-        outs = engine.engine.generate(
-            input_ids=prompts, sampling_params=offline, return_logprob=True
+        answers = engine.engine.generate(
+            input_ids=offline_prompts, sampling_params=offline_params, return_logprob=True
         )
-        rates["offline"].append(
-            sum(len(o["output_ids"]) for o in outs) / (time.perf_counter() - start)
-        )
+        num_tokens = sum(len(answer["output_ids"]) for answer in answers)
+        rates["offline"].append(num_tokens / (time.perf_counter() - start))
     # The first round makes kernels.
     best = {name: max(values[1:]) for name, values in rates.items()}
     record(**{f"{name}_tokens_per_second": value for name, value in best.items()})
@@ -336,15 +346,8 @@ def local_throughput():
     """Sampled tokens per second of the embedded engine, which decodes without graphs."""
     slots, length = (8, 16) if DRY else (256, 128)
     device, name = init_distributed(), make_model("qwen3-1.7b")
-    engine = LocalEngine(name, compute_dtype("auto", device), device, slots, False)
+    engine = start_local(name, device, slots)
     prompts = make_prompts(1000, slots, 200)
-
-    async def all_():
-        params = {"max_new_tokens": length}
-        return await asyncio.gather(
-            *(engine.generate(p, params, (0, i)) for i, p in enumerate(prompts))
-        )
-
-    rate = slots * length / seconds(lambda: engine.loop.run_until_complete(all_()), 2, 1)
-    record(tokens_per_second=rate)
+    time_each = seconds(lambda: play(engine, prompts, max_new_tokens=length), 2, 1)
+    record(tokens_per_second=slots * length / time_each)
     engine.close()
