@@ -1,9 +1,11 @@
-"""Useful tokens per second of the embedded engine against `model.generate` on the same model, dtype and prompts:
+"""Useful tokens per second of the embedded engine against `model.generate` on the same model, dtype
+and prompts:
 
     python benchmarks/rollout.py MODEL [--groups 8] [--samples 8] [--prompt 94] [--longest 64]
 
 - fixed: every answer has `longest` tokens;
-- uneven: answers of 1 to `longest` tokens. `generate` runs until its longest one is done, as it does when answers stop.
+- uneven: answers of 1 to `longest` tokens. `generate` runs until its longest one is done, as it
+  does when answers stop.
 
 Both sample at temperature 1 from the whole vocabulary; only the engine returns log-probabilities.
 """
@@ -23,7 +25,7 @@ from rl2.worker import compute_dtype
 
 
 def make_generate(model_name, dtype, prompts, device):
-    """A function that answers all prompts by `model.generate`; it takes the length of each answer."""
+    """A function of the answers' lengths that answers all prompts by `model.generate`."""
     model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype).to(device).eval()
     inputs = torch.tensor(prompts, device=device)
     model.generation_config.eos_token_id = None
@@ -78,7 +80,10 @@ def make_players(model_name, dtype, prompts, device):
 
 
 def measure(players, lengths, repeats):
-    """Median seconds of each player. They run in turn, since machines drift; the first round warms up."""
+    """Median seconds of each player.
+
+    They run in turn, since machines drift; the first round warms up.
+    """
     seconds = {name: [] for name in players}
     for repeat in range(repeats + 1):
         for name, play in players.items():

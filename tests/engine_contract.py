@@ -1,4 +1,4 @@
-"""What the tests of all engines share: requests in flight together, refusals, and the comparison with the protocol."""
+"""What the tests of all engines share: requests, and the comparison with the protocol."""
 
 import asyncio
 import inspect
@@ -12,7 +12,7 @@ ATTRIBUTES = ["index", "count", "max_running_requests", "version", "loop"]
 
 
 def check_signatures(engine_class: type) -> None:
-    """The class says that it is an Engine and defines every verb itself, with the parameters of the protocol."""
+    """The class is an Engine and defines every verb, with the parameters of the protocol."""
     assert Engine in engine_class.__mro__
     assert sorted(VERBS) == sorted(Engine.__abstractmethods__)
     assert not inspect.isabstract(engine_class)
@@ -25,7 +25,7 @@ def check_signatures(engine_class: type) -> None:
 
 
 def check_attributes(engine: Engine, settings: EngineSettings) -> None:
-    """Every attribute of the protocol is there with a value that it allows, after construction with `settings`."""
+    """A new engine has every attribute of the protocol, with a value that it allows."""
     assert sorted(ATTRIBUTES) == sorted(Engine.__annotations__)
     assert 1 <= engine.count <= settings.world_size
     assert engine.index is None or engine.index in range(engine.count)
@@ -35,7 +35,7 @@ def check_attributes(engine: Engine, settings: EngineSettings) -> None:
 
 
 def play(engine, prompts, seeds=None, **params):
-    """One answer to each prompt, all in flight at once; [] on ranks without an engine of their own."""
+    """One answer to each prompt, all in flight at once; [] on ranks without an index."""
     if engine.index is None:
         return []
     if seeds is None:
@@ -53,7 +53,7 @@ def play(engine, prompts, seeds=None, **params):
 
 
 def plain_logps(model, prompt, tokens, temperature):
-    """Log-probabilities of `tokens` after `prompt` by one plain forward of the Hugging Face model."""
+    """Log-probabilities of `tokens` after `prompt` by one forward of the Hugging Face model."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]

@@ -172,7 +172,9 @@ def test_a_seed_is_a_sample(llama):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_company_changes_no_bit_when_deterministic(name, dtype):
-    """Alone, among others, in another order, in another slot and after others have left: the same bits."""
+    """Alone, among others, in another order, in another slot and after others have left: the same
+    bits.
+    """
     engine, prompts = make(name, dtype, max_running_requests=5), make_prompts(13)
     params = {"max_new_tokens": 80, "stop_token_ids": (10, 11)}
     seeds = [(3, i) for i in range(13)]
@@ -188,7 +190,9 @@ def test_company_changes_no_bit_when_deterministic(name, dtype):
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_free_slot_is_refilled_before_the_next_step(llama, monkeypatch, deterministic):
-    """One answer of 8 tokens holds a slot while 7 answers of one token pass through the other: 8 steps in all."""
+    """One answer of 8 tokens holds a slot while 7 answers of one token pass through the other: 8
+    steps in all.
+    """
     engine, steps = make(llama, max_running_requests=2, deterministic=deterministic), []
     step = engine._step
     monkeypatch.setattr(engine, "_step", lambda: (steps.append(1), step()))
@@ -313,7 +317,9 @@ def test_a_request_that_is_given_up_frees_its_slot(llama):
 
 
 def test_abort_returns_what_there_is(llama):
-    """Running, waiting and sharing a prompt: each gets the beginning of what it would have got, and can go on from it."""
+    """Running, waiting and sharing a prompt: each gets the beginning of what it would have got, and
+    can go on from it.
+    """
     engine = make(llama, max_running_requests=2)
     whole = play(engine, [[5, 6]] * 3 + [[7]], max_new_tokens=60)
 
@@ -392,7 +398,9 @@ def draw(logits, noise, temperature=1.0, top_p=1.0, top_k=-1):
 @pytest.mark.parametrize("vocabulary", [5, 64, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_sampling_is_the_softmax(vocabulary, temperature):
-    """Evenly spaced noise must meet each token as often as its probability says, to one count at each of its ends."""
+    """Evenly spaced noise must meet each token as often as its probability says, to one count at
+    each of its ends.
+    """
     torch.manual_seed(0)
     logits, num = torch.randn(vocabulary) * 2, 20_000
     noise = (torch.arange(num, dtype=torch.float64) + 0.5) / num

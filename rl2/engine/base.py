@@ -1,4 +1,4 @@
-"""What every rollout engine promises: the protocol, and the types of its settings, requests and answers."""
+"""What every rollout engine promises: the protocol, and the types of its settings and answers."""
 
 import asyncio
 import math
@@ -22,13 +22,14 @@ class SamplingParams:
     top_k: int = -1
     """sample from this many most likely tokens; -1 is all"""
     max_new_tokens: int = 512
+    """longest answer, in tokens"""
     stop_token_ids: tuple[int, ...] = ()
     """tokens that end the answer; without any, the answer has max_new_tokens tokens"""
 
 
 @dataclass
 class Generation:
-    """One answer: new tokens only, a sampled stop token included."""
+    """One answer: the new tokens only, a sampled stop token included."""
 
     tokens: list[int]
     logps: list[float]
@@ -58,36 +59,38 @@ class EngineSettings:
     tp_size: int = 1
     """ranks of one node that share an engine"""
     gpu_memory_utilization: float = 0.6
-    """share of a GPU's memory that an engine in other processes may take"""
+    """share of a GPU's memory that an engine with processes of its own may take"""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """further arguments of the engine's own library"""
     seed: int = 0
-    """of the run; an engine with randomness of its own mixes it with `rank`"""
+    """of the run; an engine with randomness of its own adds `rank` to it"""
     rank: int = 0
+    """of this process, among `world_size` processes of the job"""
     world_size: int = 1
 
 
 class Engine(Protocol):
-    """Generates answers with the weights that the trainer sends. One object on every rank of the job.
+    """Generates answers with the weights that the trainer sends. Every rank of the job has one.
 
-    The constructor takes one `EngineSettings`. All ranks call every verb but `generate`, in the same order, from the
-    main thread, while no `generate` is in flight; `abort` is the exception to both. An engine that spans ranks or
-    processes may communicate in any verb.
+    The constructor takes one `EngineSettings`; all ranks call it. All ranks also call every verb
+    but `generate` and `abort`, in the same order, from the main thread, while `loop` does not run
+    and no request is in flight. An engine may communicate between ranks in these verbs.
 
-    States: awake with weights (after construction), asleep (after `sleep`), and awake without weights (after `wake`,
-    in engines that free their weights). A training step calls `generate`..., `sleep`, `wake`, `load_weights`.
+    An engine is awake with weights after construction, asleep after `sleep`, and awake again after
+    `wake`; it may have lost its weights then. A training step calls `generate` many times, then
+    `sleep`, `wake` and `load_weights`.
     """
 
     index: int | None
-    """number of this rank's engine, 0 to count - 1; None: this rank only serves the engine of another rank"""
+    """number of this rank's engine, 0 to count - 1; None: this rank serves another rank's engine"""
     count: int
     """engines of the whole job"""
     max_running_requests: int
     """requests that this engine decodes at a time"""
     version: int | None
-    """of the loaded weights, 0 at the start; None: a load failed half way, and only a complete load mends that"""
+    """of the weights, 0 at the start; None: a load failed, and a complete one has to follow"""
     loop: asyncio.AbstractEventLoop
-    """the event loop that `generate` runs on; the caller runs it, and it does not run between rollouts"""
+    """runs `generate`; the caller runs it with run_until_complete, one rollout at a time"""
 
     @abstractmethod
     async def generate(
@@ -95,50 +98,53 @@ class Engine(Protocol):
     ) -> Generation:
         """Samples an answer to the token ids `prompt`.
 
-        For ranks with an `index`, on `loop`, awake, with weights. Any number of calls may be in flight; those beyond
-        `max_running_requests` wait. Cancelling the call frees its place. The noise of new token i is a function of
-        `seed` and i alone, where the engine is deterministic. ValueError for a request that can never be answered
-        (see `check_request`); RuntimeError if the model or the engine fails.
+        Only ranks with an `index` call it, on `loop`, while the engine is awake and `version` is
+        not None. Any number of calls may be in flight; those beyond `max_running_requests` wait.
+        In a deterministic engine the noise of new token i is a function of `seed` and i alone.
+        ValueError for a request that can never be answered, see `check_request`; RuntimeError if
+        the model or the engine fails.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Ends every request in flight: its `generate` returns the tokens it has, with finish_reason abort.
+        """Ends all requests in flight: `generate` returns the tokens so far, with reason abort.
 
-        Called on `loop`, or while it does not run; on any rank, without the others. A request that is still on its way
-        to another process may be missed, so the caller repeats it until no request is in flight. Harmless when idle.
+        Any rank calls it alone, also from a task on `loop`. A request that is on its way to another
+        process may be missed, so the caller repeats the call until none is in flight. Without any
+        it does nothing.
         """
 
     @abstractmethod
     def sleep(self) -> None:
-        """Gives the memory of keys, values and weights back to the trainer, as far as the engine can."""
+        """Gives the memory of keys, values and weights to the trainer, as far as it is able to."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Prepares a sleeping engine for `load_weights`, which must follow before the next `generate`."""
+        """Ends the sleep. `load_weights` has to follow before the next `generate`."""
 
     @abstractmethod
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replaces all weights by full tensors with Hugging Face names, and sets `version`.
 
-        Every rank must exhaust `named_tensors`, since making them may communicate. A tied head may be left out.
-        ValueError or RuntimeError if the weights do not fit the model; `version` is None then.
+        Every rank passes all tensors, since making them may communicate. A tied head may be left
+        out. ValueError or RuntimeError if the weights do not fit the model; `version` is None then.
         """
 
     @abstractmethod
     def verify_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Compares all weights with these, bit by bit, and sets `version`. RuntimeError names those that differ.
+        """Compares all weights with the tensors, bit by bit, and sets `version`.
 
-        The arguments are those of `load_weights`. An engine that cannot compare loads them instead.
+        The arguments are those of `load_weights`. RuntimeError names the weights that differ. An
+        engine that cannot compare loads the tensors instead.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Cancels what is in flight and ends the engine's processes. Nothing may be called after it but `close`."""
+        """Cancels what is in flight and frees memory and processes. Nothing else may follow."""
 
 
 def max_request_tokens(settings: EngineSettings, model_config: Any) -> float:
-    """Most tokens of prompt and answer together: the smaller of the setting and the model's positions, or infinity."""
+    """Most tokens of prompt and answer: by the settings and the model's positions, or infinity."""
     positions = getattr(model_config, "max_position_embeddings", None)
     return min(settings.max_length or math.inf, positions or math.inf)
 
@@ -146,7 +152,10 @@ def max_request_tokens(settings: EngineSettings, model_config: Any) -> float:
 def check_request(
     prompt: list[int], params: SamplingParams, vocabulary: int, max_length: float
 ) -> None:
-    """ValueError for a request that can never be answered by a model of `vocabulary` tokens and `max_length` positions."""
+    """ValueError for a request that can never be answered.
+
+    `vocabulary` is the model's number of tokens, `max_length` the most tokens of a request.
+    """
     new = params.max_new_tokens
     if not isinstance(new, int) or new < 1:
         raise ValueError(f"max_new_tokens={new}: expected at least 1")
@@ -159,9 +168,8 @@ def check_request(
     if not prompt:
         raise ValueError("the prompt has no tokens")
     if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-        raise ValueError(
-            f"prompt token ids {min(prompt)} to {max(prompt)}: the vocabulary is 0 to {vocabulary - 1}"
-        )
+        ids = f"prompt token ids {min(prompt)} to {max(prompt)}"
+        raise ValueError(f"{ids}: the vocabulary is 0 to {vocabulary - 1}")
     if len(prompt) + new > max_length:
         raise ValueError(
             f"prompt of {len(prompt)} + max_new_tokens={new} exceeds {max_length} tokens"

@@ -1,7 +1,7 @@
 """The paged cache of keys and values, and the attention of a prefill and of a decoding step.
 
-Shapes: S slots, n rows of a step (the first n slots), H query heads, G key heads, D head size, N pages,
-P = PAGE_SIZE_TOKENS, L prompt tokens.
+Shapes: S slots, n rows of a step (the first n slots), H query heads, G key heads, D head size,
+N pages, P = PAGE_SIZE_TOKENS, L prompt tokens.
 """
 
 import math
@@ -19,7 +19,7 @@ PromptKV = dict[int, list[Tensor]]  # layer -> keys and values of one prompt, [G
 
 
 class PrefillAttention(PackedAttention):
-    """Attention of a prefill, each prompt with itself. It keeps the keys and values of every layer."""
+    """Attention of a prefill, each prompt with itself. Keeps the keys and values of every layer."""
 
     def __init__(self, lengths: list[int], device: torch.device):
         super().__init__([[(length, 0) for length in lengths]], [], device)
@@ -40,8 +40,9 @@ class PrefillAttention(PackedAttention):
 class PagedKVCache:
     """Keys and values of all slots, and the attention of one new token a slot over them.
 
-    A layer has two tensors of pages, keys and values, [N, S, G, P, D] each; N grows with the longest request. Scores
-    are fp32 whatever the dtype, as in flash attention: those of some models (Qwen2) are too large for bf16.
+    A layer has two tensors of pages, keys and values, [N, S, G, P, D] each; N grows with the
+    longest request. Scores are fp32 whatever the dtype, as in flash attention: those of some models
+    (Qwen2) are too large for bf16.
     """
 
     def __init__(self, num_slots: int):
@@ -49,9 +50,10 @@ class PagedKVCache:
         self.layers: dict[int, list[Tensor]] = {}  # layer -> pages of keys, pages of values
 
     def begin_step(self, positions: Tensor, last_position: int) -> None:
-        """Prepares what all layers of a step share: where the new tokens go, and which keys they see.
+        """Prepares what all layers share: where the new tokens go, and which keys they see.
 
-        positions [n]: of the new token of each of the first n slots; `last_position` is the largest of them.
+        positions [n]: of the new token of each of the first n slots; `last_position` is the largest
+        of them.
         """
         device = positions.device
         self.slots = torch.arange(len(positions), device=device)
@@ -66,7 +68,10 @@ class PagedKVCache:
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        """Stores the new keys and values and attends. query [n, H, 1, D], key and value [n, G, 1, D] -> [n, 1, H, D]."""
+        """Stores the new keys and values and attends.
+
+        query [n, H, 1, D], key and value [n, G, 1, D] -> [n, 1, H, D].
+        """
         n, num_heads, _, _ = query.shape
         num_groups = key.shape[1]
         group_size = num_heads // num_groups
@@ -110,7 +115,10 @@ class PagedKVCache:
                 pages[:, target] = pages[:, source]
 
     def _reserve(self, layer: int, like: list[Tensor], num_pages: int) -> list[Tensor]:
-        """The layer's pages of keys and of values, at least `num_pages` each. `like`: keys and values, [..., G, *, D]."""
+        """The layer's pages of keys and of values, at least `num_pages` each.
+
+        `like`: keys and values, [..., G, *, D].
+        """
         if layer not in self.layers:
             self.layers[layer] = [self._new_pages(0, tensor) for tensor in like]
         keys, values = self.layers[layer]
@@ -121,7 +129,10 @@ class PagedKVCache:
         return self.layers[layer]
 
     def _new_pages(self, count: int, like: Tensor) -> Tensor:
-        """Zeros [count, S, G, P, D]. Masked values are multiplied by a probability of 0, so they must be finite."""
+        """Zeros [count, S, G, P, D].
+
+        Masked values are multiplied by a probability of 0, so they must be finite.
+        """
         num_groups = like.shape[-3]
         head_size = like.shape[-1]
         return like.new_zeros(count, self.num_slots, num_groups, PAGE_SIZE_TOKENS, head_size)

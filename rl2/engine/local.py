@@ -1,13 +1,14 @@
-"""The embedded engine: continuous batching in plain torch around any Hugging Face causal LM, in the trainer's process.
+"""The embedded engine: continuous batching of any Hugging Face causal LM in the trainer's process.
 
-A request waits for a slot. Then its prompt is prefilled, all but the last token, once for all requests with the same
-prompt. Then every step feeds one token of every slot and samples the next one. A slot whose request has ended is filled
-again before the next step.
+A request waits for a slot. Then its prompt is prefilled, all but the last token, once for all
+requests with the same prompt. Then every step feeds one token of every slot and samples the next
+one. A slot whose request has ended is filled again before the next step.
 
-Equal bits: a kernel chooses its order of summation by shape. So the rounding of a row can depend on how many rows and keys
-share its call, but not on their values. With `deterministic` every call has a constant shape: all slots decode in every
-step, busy or not; attention runs page by page; and each prompt is prefilled alone. Tokens and log-probabilities of a request
-are then bit-equal whatever else is in flight.
+Equal bits: a kernel chooses its order of summation by shape. So the rounding of a row can depend on
+how many rows and keys share its call, but not on their values. With `deterministic` every call has
+a constant shape: all slots decode in every step, busy or not; attention runs page by page; and each
+prompt is prefilled alone. Tokens and log-probabilities of a request are then bit-equal whatever
+else is in flight.
 """
 
 import asyncio
@@ -78,7 +79,10 @@ class _Request:
 
 
 class LocalEngine(Engine):
-    """One engine a rank, each with a whole model. A request runs in one of `max_running_requests` slots."""
+    """One engine a rank, each with a whole model.
+
+    A request runs in one of `max_running_requests` slots.
+    """
 
     def __init__(self, settings: EngineSettings):
         self.index = settings.rank
@@ -100,7 +104,10 @@ class LocalEngine(Engine):
     async def generate(
         self, prompt: list[int], params: SamplingParams, seed: tuple[int, ...]
     ) -> Generation:
-        """Samples an answer, see Engine.generate. Requests with equal prompts share one prefill."""
+        """Samples an answer, see Engine.generate.
+
+        Requests with equal prompts share one prefill. Cancelling the call frees its slot.
+        """
         assert asyncio.get_running_loop() is self.loop, "generate runs on engine.loop only"
         assert self.cache is not None, "generate on a sleeping engine: call wake first"
         assert self.version is not None, "the weights are incomplete: the last load failed"
@@ -142,8 +149,10 @@ class LocalEngine(Engine):
         self._pack_linear_layers()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copies the tensors into the model, see Engine.load_weights. ValueError for a name that is unknown or missing
-        and for a wrong shape."""
+        """Copies the tensors into the model, see Engine.load_weights.
+
+        ValueError for a name that is unknown or missing, and for a wrong shape.
+        """
         assert not self.in_flight, f"load_weights with {self.in_flight} requests in flight"
         self.version = None
         weights = self.model.state_dict(keep_vars=True)
@@ -209,7 +218,10 @@ class LocalEngine(Engine):
 
     @torch.inference_mode()
     def _admit(self) -> bool:
-        """Gives free slots to waiting requests and prefills their prompts. Returns whether any slot is busy."""
+        """Gives free slots to waiting requests and prefills their prompts.
+
+        Returns whether any slot is busy.
+        """
         admitted = self._fill_slots()
         new = [prompt for prompt in admitted if prompt.kv is None]
         for batch in self._prefill_batches(new):
@@ -223,7 +235,10 @@ class LocalEngine(Engine):
         return any(self.slots)
 
     def _fill_slots(self) -> dict[_Prompt, list[int]]:
-        """Puts waiting requests into free slots, first come first served. Returns the new slots of each prompt."""
+        """Puts waiting requests into free slots, first come first served.
+
+        Returns the new slots of each prompt.
+        """
         for slot, request in enumerate(self.slots):
             if request is not None and request.future.done():  # cancelled
                 self.slots[slot] = None
@@ -242,7 +257,7 @@ class LocalEngine(Engine):
         return admitted
 
     def _prefill_batches(self, prompts: list[_Prompt]) -> list[list[_Prompt]]:
-        """The prompts of each forward: one alone if deterministic, else up to PREFILL_BATCH_TOKENS together."""
+        """The prompts of each forward: one if deterministic, else up to PREFILL_BATCH_TOKENS."""
         limit = 0 if self.deterministic else PREFILL_BATCH_TOKENS
         batches: list[list[_Prompt]] = []
         num_tokens = 0
@@ -255,7 +270,10 @@ class LocalEngine(Engine):
         return batches
 
     def _prefill(self, prompts: list[_Prompt]) -> None:
-        """Computes the keys and values of all tokens but the last of each prompt. The last one is the first to decode."""
+        """Computes the keys and values of all tokens but the last of each prompt.
+
+        The last one is the first to decode.
+        """
         tokens: list[int] = []
         positions: list[int] = []
         for prompt in prompts:
@@ -308,7 +326,10 @@ class LocalEngine(Engine):
         return out.logits[:, -1]
 
     def _num_step_rows(self) -> int:
-        """How many of the slots, from the first on, to decode. Without `deterministic` it moves busy ones to the front."""
+        """How many slots to decode, from the first one on.
+
+        Without `deterministic` busy slots move to the front, so that few are enough.
+        """
         if self.deterministic:
             return self.max_running_requests
         busy = [slot for slot, request in enumerate(self.slots) if request]
@@ -324,8 +345,11 @@ class LocalEngine(Engine):
         return num_rows
 
     def _pack_linear_layers(self) -> None:
-        """Stores the weights of linear layers in the layout of oneDNN's kernels too, which otherwise convert them in every
-        call: 1.25 times as fast with 64 rows, twice as fast with 8."""
+        """Gives linear layers copies of their weights in the layout of oneDNN's kernels.
+
+        The kernels convert plain weights in every call, which takes 1.25 times as long with 64
+        rows, twice as long with 8.
+        """
         ops = torch.ops.mkldnn
         if self.device.type != "cpu" or not hasattr(ops, "_linear_pointwise"):
             return
@@ -336,7 +360,7 @@ class LocalEngine(Engine):
 
 
 def _load_model(settings: EngineSettings) -> Any:
-    # The attention "rl2" is the hook of parallel/attention.py: a forward gets its own as the argument `attend`.
+    # The attention "rl2" calls what a forward is given as `attend`, see parallel/attention.py.
     model = AutoModelForCausalLM.from_pretrained(
         settings.model_name, dtype=settings.dtype, attn_implementation="rl2"
     )

@@ -22,8 +22,9 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """logits [n, V], uniform noise [n] float64, settings [n] -> tokens [n], logps [n] float32.
 
-    One pass of exp over the vocabulary serves both the draw and the log-probability, which is that of the whole
-    softmax, before top_p and top_k. Temperature 0 takes the most likely token. RuntimeError if the logits are not finite.
+    One pass of exp over the vocabulary serves both the draw and the log-probability, which is that
+    of the whole softmax, before top_p and top_k. Temperature 0 takes the most likely token.
+    RuntimeError if the logits are not finite.
     """
     greedy = temperature == 0
     temperature = torch.where(greedy, 1.0, temperature)
@@ -51,9 +52,10 @@ def sample(
 
 
 def _draw(weights: Tensor, block_sums: Tensor, noise: Tensor) -> Tensor:
-    """weights [n, V / B, B], their sums [n, V / B], noise [n] -> tokens [n], by the inverse of the cumulative weights.
+    """weights [n, V / B, B], their sums [n, V / B], noise [n] -> tokens [n].
 
-    The token is searched first among the sums of blocks, then in its block.
+    This inverts the cumulative weights at the noise: the search goes first among the sums of
+    blocks, then inside one block.
     """
     rows = torch.arange(len(weights), device=weights.device)
     cumulative = block_sums.cumsum(-1)
@@ -77,8 +79,8 @@ def _search(cumulative: Tensor, target: Tensor) -> Tensor:
 def _truncate(weights: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     """weights [n, V] -> the same with 0 for every token that top_p or top_k leaves out.
 
-    top_k keeps that many most likely tokens, top_p the fewest most likely ones that hold this share of all weight. Both
-    look at the whole distribution, as in SGLang.
+    top_k keeps that many most likely tokens, top_p the fewest most likely ones that hold this share
+    of all weight. Both look at the whole distribution, as in SGLang.
     """
     ordered, index = weights.sort(dim=-1, descending=True, stable=True)
     before = ordered.double().cumsum(-1) - ordered

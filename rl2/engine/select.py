@@ -23,7 +23,7 @@ def is_installed(package: str) -> bool:
 
 
 def choose_engine(name: str) -> tuple[str, str]:
-    """(a key of ENGINES, the reason) for the config's `rollout.engine`: auto or a key of ENGINES."""
+    """(key of ENGINES, reason) for the config's `rollout.engine`, which is a key or auto."""
     if name != "auto":
         return name, "as rollout.engine says"
     if not torch.cuda.is_available():

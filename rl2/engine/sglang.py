@@ -1,10 +1,12 @@
 """SGLang inside the trainer's processes.
 
-The first rank of every `tp_size` ranks holds an engine. It starts SGLang's schedulers as processes of its own, on the GPUs
-of that group of ranks. The other ranks of the group only pass their weights on to it.
+The first rank of every `tp_size` ranks holds an engine. It starts SGLang's schedulers as processes
+of its own, on the GPUs of that group of ranks. The other ranks of the group only pass their weights
+on to it.
 
-Run with sglang 0.5.15, 0.5.17, 0.5.20 and 0.5.23 on a CPU; `_Adapter` holds the calls that differ between releases. The paths
-of a GPU (memory handles, memory saver) are written from SGLang's source and have not been run.
+Run with sglang 0.5.15, 0.5.17, 0.5.20 and 0.5.23 on a CPU; `_Adapter` holds the calls that differ
+between releases. The paths of a GPU (memory handles, memory saver) are written from SGLang's source
+and have not been run.
 """
 
 import asyncio
@@ -43,7 +45,10 @@ Bucket = list[tuple[str, Tensor]]
 
 
 class SGLangEngine(Engine):
-    """`tp_size` ranks of one node share an engine. `engine_args` are further arguments of SGLang's ServerArgs."""
+    """`tp_size` ranks of one node share an engine.
+
+    `engine_args` are further arguments of SGLang's ServerArgs.
+    """
 
     def __init__(self, settings: EngineSettings):
         rank, tp_size = settings.rank, settings.tp_size
@@ -75,7 +80,7 @@ class SGLangEngine(Engine):
             self._start(_server_arguments(settings, nccl_port, http_port))
 
     def _start(self, arguments: dict[str, Any]) -> None:
-        # With this variable, a store that SGLang opens would connect to torchrun's store as a client.
+        # With this variable SGLang's own store would connect to torchrun's store as a client.
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         if self.device.type == "cpu":
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -90,15 +95,17 @@ class SGLangEngine(Engine):
             self.engine = sglang.Engine(**arguments)
         except (RuntimeError, EOFError, TypeError, ValueError, AssertionError) as error:
             raise RuntimeError(
-                f"SGLang did not start ({error}); its own message is above. What most often helps: a smaller"
-                " rollout.gpu_memory_utilization, or rollout.engine_args.NAME=VALUE for any argument of its server."
+                f"SGLang did not start ({error}); its own message is above. What most often helps: "
+                "a smaller rollout.gpu_memory_utilization, or rollout.engine_args.NAME=VALUE for "
+                "any argument of its server."
             ) from error
         finally:
             children = this_process.children(recursive=True)
             self.children = [child for child in children if child not in others]
         self.loop = self.engine.loop
         self.adapter = _Adapter(self.engine)
-        # SGLang's shutdown would kill every child process of ours, and its signal handlers would replace ours.
+        # SGLang's shutdown would kill every child process of ours, and its signal handlers would
+        # replace ours.
         atexit.unregister(self.engine.shutdown)
         self.loop.run_until_complete(self.adapter.begin())
         for number in (signal.SIGTERM, signal.SIGQUIT):
@@ -110,7 +117,10 @@ class SGLangEngine(Engine):
     async def generate(
         self, prompt: list[int], params: SamplingParams, seed: tuple[int, ...]
     ) -> Generation:
-        """Samples an answer, see Engine.generate. SGLang uses the seed only if it is deterministic."""
+        """Samples an answer, see Engine.generate.
+
+        SGLang uses the seed only if it is deterministic.
+        """
         check_request(prompt, params, self.vocabulary, self.max_length)
         sampling_params = {
             "temperature": params.temperature,
@@ -118,7 +128,8 @@ class SGLangEngine(Engine):
             "top_k": params.top_k,
             "max_new_tokens": params.max_new_tokens,
             "stop_token_ids": list(params.stop_token_ids),
-            # With stop tokens SGLang stops at the model's own too; without, the answer has its full length.
+            # With stop tokens SGLang stops at the model's own too; without, the answer has its full
+            # length.
             "ignore_eos": not params.stop_token_ids,
             "sampling_seed": _mix_seed(seed),
         }
@@ -143,7 +154,10 @@ class SGLangEngine(Engine):
             self.adapter.abort_all()
 
     def sleep(self) -> None:
-        """Gives back the memory of weights, keys and values. `wake` and `load_weights` must follow."""
+        """Gives back the memory of weights, keys and values.
+
+        `wake` and `load_weights` must follow.
+        """
         self.asleep = True
         if self.engine is not None:
             self.adapter.wait_until_idle()
@@ -153,15 +167,20 @@ class SGLangEngine(Engine):
             dist.barrier(self.group)  # only now the other ranks have the memory of their GPUs back
 
     def wake(self) -> None:
-        """Takes the memory of the weights again. That of keys and values comes back in `load_weights`, when the trainer
-        has freed its own copy of the weights."""
+        """Takes the memory of the weights again.
+
+        That of keys and values follows in `load_weights`, when the trainer has freed its own copy
+        of the weights.
+        """
         self._free_cached_memory()
         if self.engine is not None and self.device.type != "cpu":
             self.engine.resume_memory_occupation(["weights"])
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Sends the tensors to SGLang's processes, see Engine.load_weights. RuntimeError with SGLang's message if it
-        refuses them."""
+        """Sends the tensors to SGLang's processes, see Engine.load_weights.
+
+        RuntimeError with SGLang's message if it refuses them.
+        """
         self.version = None
         if self.engine is not None:
             self.adapter.begin_update()
@@ -181,9 +200,10 @@ class SGLangEngine(Engine):
     def verify_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Compares SGLang's weights with these, see Engine.verify_weights.
 
-        SGLang stores them under other names and in other shapes. So its weights are overwritten with noise, these are
-        loaded in their place, and the checksums of all its tensors are compared with those from before. With arguments
-        that make SGLang convert weights, and in releases without checksums, the weights are only loaded.
+        SGLang stores them under other names and in other shapes. So its weights are overwritten
+        with noise, these are loaded in their place, and the checksums of all its tensors are
+        compared with those from before. With arguments that make SGLang convert weights, and in
+        releases without checksums, the weights are only loaded.
         """
         can_compare = (
             self.engine is not None and not self.converts_weights and self.adapter.has_checksums
@@ -217,7 +237,7 @@ class SGLangEngine(Engine):
         psutil.wait_procs(children, timeout=30)
 
     def _free_cached_memory(self) -> None:
-        """Returns the memory that torch caches to the GPUs of the group, where SGLang's processes need it."""
+        """Gives the memory that torch caches back to the GPUs, where SGLang's processes need it."""
         if self.device.type != "cpu":
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
@@ -237,7 +257,7 @@ class SGLangEngine(Engine):
         dist.barrier(self.group)  # the schedulers read the memory of `bucket` or `flat` until here
 
     def _shared_memory_payloads(self, bucket: Bucket) -> list[bytes]:
-        """For each scheduler of this rank's engine, the same bucket in shared memory of this rank."""
+        """For each scheduler of this rank's engine, the bucket in shared memory of this rank."""
         from sglang.srt.utils import MultiprocessingSerializer
 
         if self.engine is None:
@@ -245,7 +265,10 @@ class SGLangEngine(Engine):
         return [MultiprocessingSerializer.serialize(bucket) for _ in range(self.tp_size)]
 
     def _gpu_handle_payloads(self, flat: Any) -> list[bytes]:
-        """For each scheduler of this rank's engine, a handle to the flattened bucket of the rank that has its GPU."""
+        """For each scheduler of this rank's engine, a handle to the bucket on the scheduler's GPU.
+
+        The ranks of the group have the same GPUs as the schedulers, one each.
+        """
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
@@ -261,9 +284,12 @@ class SGLangEngine(Engine):
 class _Adapter:
     """The calls of SGLang's tokenizer manager, and what differs between releases.
 
-    - Weights are updated inside a session since 0.5.21, which refuses updates outside; 0.5.20 and older have none.
-    - Checksums of weights are there in all releases that were run; older ones than 0.5.15 may lack them.
-    Both are recognised by the methods that exist. SGLang answers (success, message, ...) where others raise.
+    - Since 0.5.21 weights are updated inside a session, and updates outside are refused. Releases
+      up to 0.5.20 have no sessions.
+    - Checksums of weights: all releases that were run have them; older ones may not.
+
+    The methods that exist tell which release it is. SGLang does not raise: it answers with
+    (success, message, ...).
     """
 
     def __init__(self, engine: Any):
@@ -271,7 +297,7 @@ class _Adapter:
         self.manager = engine.tokenizer_manager
 
     async def begin(self) -> None:
-        """Starts the manager's tasks, and with them its signal handlers, which else come with the first request."""
+        """Starts the manager's tasks and signal handlers, which otherwise come with a request."""
         self.manager.auto_create_handle_loop()
 
     def abort_all(self) -> None:
@@ -389,7 +415,7 @@ def _buckets(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that no other rank of this node gets: all sockets stay bound until every rank has its ports."""
+    """Free ports, different on every rank: sockets stay bound until every rank has its ports."""
     sockets = [socket.socket() for _ in range(count)]
     for bound in sockets:
         bound.bind(("127.0.0.1", 0))

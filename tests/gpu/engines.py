@@ -1,4 +1,4 @@
-"""Both engines on a GPU: their contract, agreement with the trainer, weight sync, memory and speed."""
+"""Both engines on a GPU: contract, agreement with the trainer, weight sync, memory and speed."""
 
 import asyncio
 import os
@@ -110,7 +110,9 @@ def greedy_tokens(engine, prompts):
 
 
 def check_contract(start_engine, max_running_requests):
-    """What tests/test_engine.py and tests/sglang/contract.py check on a CPU in fp32, here within bf16's rounding."""
+    """What tests/test_engine.py and tests/sglang/contract.py check on a CPU in fp32, here within
+    bf16's rounding.
+    """
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     device, name = init_distributed(), make_model("small")
     dtype = compute_dtype("auto", device)
@@ -153,7 +155,9 @@ def check_contract(start_engine, max_running_requests):
 
 
 def check_abort(engine, prompts):
-    """More requests than run at a time, cut short: each returns what it has, and the engine can sleep at once."""
+    """More requests than run at a time, cut short: each returns what it has, and the engine can
+    sleep at once.
+    """
     params = SamplingParams(max_new_tokens=400)
 
     async def abort_all():
@@ -220,7 +224,9 @@ def sglang_agreement():
 
 
 def sglang_sync():
-    """Seconds of wake and load, and the bytes of weights a second against what a copy on the device delivers."""
+    """Seconds of wake and load, and the bytes of weights a second against what a copy on the device
+    delivers.
+    """
     actor, engine, _ = _actor_and_engine()
     dtype = engine_dtype()
     size = sum(weight.nbytes for _, weight in actor.iter_full_weights(dtype))
@@ -246,7 +252,9 @@ def sglang_sync():
 
 
 def sglang_memory():
-    """GPU memory in use around the engine's life; asleep it must have given back what it took, but for its graphs."""
+    """GPU memory in use around the engine's life; asleep it must have given back what it took, but
+    for its graphs.
+    """
     need_sglang()
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     device, name = init_distributed(), make_model("qwen3-1.7b")
@@ -286,8 +294,9 @@ def sglang_memory():
 
 
 def sglang_throughput():
-    """Sampled tokens per second of a whole rollout, environment and books included, against the same SGLang called
-    offline with the same prompts and parameters."""
+    """Sampled tokens per second of a whole rollout, environment and books included, against the
+    same SGLang called offline with the same prompts and parameters.
+    """
     from pathlib import Path
 
     from transformers import AutoTokenizer

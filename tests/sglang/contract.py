@@ -1,4 +1,5 @@
-"""Run under torchrun by test_sglang.py: the engine's contract on the real SGLang, its weights from sharded workers.
+"""Run under torchrun by test_sglang.py: the engine's contract on the real SGLang, its weights from
+sharded workers.
 
 contract.py MODEL TP_SIZE ACTOR_TP_SIZE
 """
@@ -54,7 +55,10 @@ def check_verification(engine, actor):
 
 
 def check_sampling(engine, prompts, model):
-    """Log-probabilities, lengths, greedy answers, stop tokens and groups. Returns the greedy answers."""
+    """Log-probabilities, lengths, greedy answers, stop tokens and groups.
+
+    Returns the greedy answers.
+    """
     for temperature in (1.0, 0.6):
         generations = play(engine, prompts, temperature=temperature, max_new_tokens=20)
         check_logps(generations, prompts, model, temperature)
@@ -88,7 +92,9 @@ def check_sampling(engine, prompts, model):
 
 
 def check_abort(engine, prompts, model):
-    """More requests than run at a time, cut short: each returns what it has, and a new request can continue it."""
+    """More requests than run at a time, cut short: each returns what it has, and a new request can
+    continue it.
+    """
     prompts = prompts * 4
     params = SamplingParams(max_new_tokens=300)
 
@@ -111,7 +117,9 @@ def check_abort(engine, prompts, model):
 
 
 def check_other_weights(engine, actor, prompts, name):
-    """Weights that moved, from a worker in its own layout, between sleep and wake as the trainer sends them."""
+    """Weights that moved, from a worker in its own layout, between sleep and wake as the trainer
+    sends them.
+    """
     engine.sleep()
     for _ in range(2):
         actor.update(make_batch(), policy_loss, with_entropy=True)

@@ -1,4 +1,5 @@
-"""What engine/sglang.py calls exists, with the parameters it passes, in every line of releases that it says it works with.
+"""What engine/sglang.py calls exists, with the parameters it passes, in every line of releases that
+it says it works with.
 
 Both sides are read as syntax trees, since the environments of all releases cannot be installed.
 """
@@ -18,8 +19,8 @@ from common import ROOT  # noqa: E402
 
 from rl2.engine.base import SamplingParams  # noqa: E402
 
-# One release before each change of what is used: the server's arguments moved in 0.5.20, sessions of weight updates came
-# in 0.5.21. "installed" is the newest one.
+# One release before each change of what is used: the server's arguments moved in 0.5.20, sessions
+# of weight updates came in 0.5.21. "installed" is the newest one.
 RELEASES = ["0.5.15", "0.5.17", "0.5.20", "installed"]
 OPTIONAL = {"begin_weight_update", "end_weight_update"}  # asked for with hasattr
 OURS = ast.parse((ROOT / "rl2/engine/sglang.py").read_text())
