@@ -4,6 +4,7 @@ state is in host memory.
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,11 @@ from rl2.parallel.mesh import all_reduce_sum_, is_single_process
 DEVICE_STATE_BYTES = 2**31
 # Entries are named after parameters, so that another layout may group the parameters differently.
 BY_PARAMETER_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+
+# (model, optimizer) -> the optimizer's sharded state, for a checkpoint.
+optimizer_state = partial(get_optimizer_state_dict, options=BY_PARAMETER_NAME)
+# (model, optimizer, state) restores it.
+load_optimizer_state = partial(set_optimizer_state_dict, options=BY_PARAMETER_NAME)
 
 
 def make_adamw(parameters: Iterable[nn.Parameter], lr: float, weight_decay: float):
@@ -124,16 +130,6 @@ def _move_states(states, device):
         for key, value in state.items():
             if key != "step":  # a counter, which stays in host memory
                 state[key] = value.to(device)
-
-
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """The sharded state of the optimizer by names of parameters, for a checkpoint."""
-    return get_optimizer_state_dict(model, optimizer, options=BY_PARAMETER_NAME)
-
-
-def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Restores what `optimizer_state` returned."""
-    set_optimizer_state_dict(model, optimizer, state, options=BY_PARAMETER_NAME)
 
 
 def export_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:

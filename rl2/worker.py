@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl2.batch import Batch
 from rl2.model import lora
@@ -73,15 +73,15 @@ class UpdateResult:
     skipped: bool  # the gradient was not finite, so no weight moved
     metrics: dict[str, float]  # the loss function's, summed over all micro-batches and processes
 
-    def to_log(self) -> dict[str, float]:
-        """All numbers by the names that the metrics log uses."""
-        return {
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
-            "lr": self.lr,
-            "skipped": float(self.skipped),
-            **self.metrics,
-        }
+    def to_log(self, total_weight: float = 1.0) -> dict[str, float]:
+        """All numbers by the names that the metrics log uses.
+
+        `total_weight` is the sum of the token weights that were run: metrics divided by it are
+        means. They are NaN where no token was run.
+        """
+        numbers = {name: x / (total_weight or math.nan) for name, x in self.metrics.items()}
+        numbers |= {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr}
+        return numbers | {"skipped": float(self.skipped)}
 
 
 class Worker:
@@ -119,10 +119,8 @@ class Worker:
             gradient_checkpointing=is_trained and config.gradient_checkpointing,
             lora_settings=self.lora_settings,
         )
-        self.trained_parameters: dict[str, nn.Parameter] = {}
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                self.trained_parameters[name] = parameter
+        parameters = self.model.named_parameters()
+        self.trained_parameters = {name: p for name, p in parameters if p.requires_grad}
         self.offload()
         self.optimizer: torch.optim.Optimizer | None = None
         if is_trained:
@@ -164,12 +162,7 @@ class Worker:
         """
         if self.lora_settings is None:
             return Worker(self.config, self.mesh.device).infer
-
-        def infer_without_adapters(*args: Any, **options: Any) -> TokenScores:
-            with lora.disabled(self.model.hf):
-                return self.infer(*args, **options)
-
-        return infer_without_adapters
+        return lora.disabled(self.model.hf)(self.infer)  # the context is entered at every call
 
     def update(
         self,

@@ -19,11 +19,11 @@ from rl2.algorithms.advantages import (
 )
 from rl2.algorithms.by_name import argument_names, find_function
 from rl2.algorithms.losses import (
+    PolicyInputs,
     cross_entropy,
     dpo_loss,
     importance_weights,
     kl_estimate,
-    policy_loss,
     reward_loss,
     rollout_mismatch,
     token_weights,
@@ -31,6 +31,26 @@ from rl2.algorithms.losses import (
 )
 
 SEEDS = range(12)
+
+
+def policy_loss(
+    logps,
+    old_logps,
+    advantages,
+    mask,
+    weights,
+    clip,
+    clip_high=None,
+    dual_clip=None,
+    loss="ppo",
+    correction=None,
+):
+    """`losses.policy_loss` with the inputs of the policy loss one by one."""
+    clip_high = clip if clip_high is None else clip_high
+    inputs = PolicyInputs(logps, old_logps, advantages, mask, clip, clip_high, dual_clip)
+    return losses.policy_loss(inputs, weights, loss, correction)
+
+
 KINDS = ("token_tis", "token_mask", "sequence_mask", "geometric_mask")
 LOSSES = [
     dict(loss="ppo", clip=0.2),
@@ -704,7 +724,7 @@ def test_a_function_of_the_users_file_is_found_and_gets_what_it_asks_for(tmp_pat
     torch.testing.assert_close(loss, expected)
     assert metrics.keys() == {"logp", "approx_kl"}
     assert argument_names(find_function(f"{file}:reinforce", {}, "key")) == ("logps", "advantages")
-    with pytest.raises(TypeError, match="greedy asks for secret; there are logps, old_logps, "):
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'secret'"):
         policy_loss(*columns, loss=f"{file}:greedy")
     for name, message in (
         (f"{file}:nothing", f"actor.loss={file}:nothing: {file} has no function nothing"),

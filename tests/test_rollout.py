@@ -17,7 +17,7 @@ from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
-from rl2.rollout.stats import count_failed, summarise, to_records, training_samples
+from rl2.rollout.stats import summarise, to_records, training_samples
 from rl2.rollout.trajectory import Player, Trajectory
 
 PARAMS = SamplingParams(max_new_tokens=16)
@@ -166,7 +166,6 @@ def test_a_failed_environment_costs_its_trajectory_only(tmp_path):
     samples = training_samples(trajectories)
     assert [sum(s.mask) for s in samples] == [3, 3, 0, 0, 3, 3]
     told = summarise(trajectories, 0)
-    assert count_failed(trajectories) == 2
     assert told["reward/mean"] == 1.0 and told["rollout/failed"] == pytest.approx(1 / 3)
     assert collector.player.failures.count == 2 and "boom" in str(collector.player.failures.last)
 
@@ -195,13 +194,13 @@ def test_too_many_failures_stop_the_run_with_the_reason(tmp_path):
     with pytest.raises(
         RuntimeError, match=r"4 of 4 .*max_env_failures=0.5(.|\n)*ZeroDivisionError"
     ):
-        trajectories = collector.play(prompts, PARAMS, 2, "train", 1)
-        collector.player.failures.check(count_failed(trajectories), len(trajectories))
+        collector.play(prompts, PARAMS, 2, "train", 1)
 
 
 def test_messages_the_template_refuses_are_the_environments_failure(tmp_path):
     collector, prompts, tokenizer = make(tmp_path, lambda turn, _: ("=7", "stop"), TOOL_ENV, 3)
     tokenizer.chat_template = "{{ raise_exception('no tools here') if messages|length > 1 }}"
+    collector.player.failures.max_fraction = 1.0
     (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
     assert trajectory.finish_reason == "failed" and "no tools here" in str(
         collector.player.failures.last

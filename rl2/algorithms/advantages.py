@@ -4,23 +4,33 @@ Shapes: B sequences, T columns (each beside the token that is predicted), N traj
 S sampled tokens of the longest trajectory. `mask` [B, T] is 1 where the policy sampled the token.
 `trajectory` [B] says which sequences are one conversation, in order of time. `group` [B] says which
 trajectories answer the same prompt. Finite values where the mask is 0 have no influence.
-
-An estimator asks by parameter name for any of these:
-
-    rewards [B, T]     the reward of each token, KL penalty included
-    values [B, T]      the critic's values; an estimator that names them needs a critic
-    mask, group, trajectory
-    gamma, lamda: float, norm_var: bool      the settings `adv.*` of the config
-
-It returns the advantages [B, T], or (advantages, returns) where it asks for values: the critic
-learns the returns.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rl2.algorithms.by_name import Function
 from rl2.algorithms.losses import masked, sum_by_index
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What an estimator may ask for, by the name of a parameter.
+
+    It returns the advantages [B, T], or (advantages, returns) where it asks for values: the critic
+    learns the returns. What it returns where the mask is 0 has no influence, if it is finite.
+    """
+
+    rewards: Tensor  # [B, T] the reward of each token, minus the KL penalty with kl.type=reward
+    values: Tensor | None  # [B, T] an estimator that asks for them gets a critic
+    mask: Tensor  # [B, T]
+    group: Tensor  # [B]
+    trajectory: Tensor  # [B]
+    gamma: float  # this and the following are the settings adv.* of the config
+    lamda: float
+    norm_var: bool
 
 
 def group_advantages(

@@ -5,9 +5,8 @@ parameters of the function say which inputs and which settings it uses. So the c
 know which keys have an effect, and a new function needs no entry anywhere else.
 """
 
-import importlib.util
 import inspect
-import sys
+import runpy
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -23,12 +22,12 @@ def find_function(name: str, table: Mapping[str, Function], key: str) -> Functio
     """
     if name in table:
         return table[name]
-    path, colon, attribute = name.rpartition(":")
-    if not colon or not path.endswith(".py"):
+    path, _, attribute = name.rpartition(":")
+    if not path.endswith(".py"):
         choices = ", ".join(table)
         raise ValueError(f"{key}={name}: choose {choices}, or your own as path/to/file.py:function")
-    function: Function | None = getattr(_load_file(path, key), attribute, None)
-    if function is None or not callable(function):
+    function = _run_file(path, key).get(attribute)
+    if not callable(function):
         raise ValueError(f"{key}={name}: {path} has no function {attribute}")
     return function
 
@@ -38,34 +37,26 @@ def argument_names(function: Function) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
-def call_by_name(function: Function, available: Mapping[str, Any]) -> Any:
-    """Calls the function with those of the `available` values that its parameters name.
+def required_names(function: Function) -> list[str]:
+    """The names of the parameters that have no default."""
+    parameters = inspect.signature(function).parameters.items()
+    return [name for name, parameter in parameters if parameter.default is parameter.empty]
 
-    TypeError if the function asks for a value that is not there and has no default for it.
-    """
-    parameters = inspect.signature(function).parameters
-    required = [name for name, p in parameters.items() if p.default is p.empty]
-    missing = [name for name in required if name not in available]
-    if missing:
-        raise TypeError(
-            f"{function.__name__} asks for {', '.join(missing)}; there are {', '.join(available)}"
-        )
-    return function(**{name: available[name] for name in parameters if name in available})
+
+def call_by_name(function: Function, inputs: object) -> Any:
+    """Calls the function with the attributes of `inputs` that its parameters name."""
+    names = [name for name in argument_names(function) if hasattr(inputs, name)]
+    return function(**{name: getattr(inputs, name) for name in names})
 
 
 @cache
-def _load_file(path: str, key: str) -> Any:
-    file = Path(path).expanduser().resolve()
+def _run_file(path: str, key: str) -> dict[str, Any]:
+    """The names that the file defines."""
+    file = Path(path).expanduser()
     if not file.is_file():
         raise ValueError(f"{key}={path}: there is no such file")
-    name = f"rl2_user_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
     try:
-        spec.loader.exec_module(module)
+        return runpy.run_path(str(file))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{key}={path}: the file fails on import: {reason}") from error
-    return module

@@ -7,6 +7,8 @@ value of the whole. Finite values where mask or weights are 0 have no influence,
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from rl2.algorithms.by_name import Function, call_by_name, find_function
 
 Metrics = dict[str, Tensor]
+LossAndMetrics = tuple[Tensor, Metrics]
 LARGEST_EXPONENT = 80  # e^80 is finite in fp32 and bf16, and no useful ratio is near it
 
 
@@ -53,24 +56,30 @@ def kl_estimate(logps: Tensor, ref_logps: Tensor, estimator: str) -> Tensor:
     return KL_ESTIMATORS[estimator]((logps - ref_logps).clamp(-1e4, 1e4))
 
 
-# The weight of each token in the mean that a loss is.
+TOKEN_AVERAGES = ("token", "sequence", "constant")
 
 
-def token_mean(mask: Tensor) -> Tensor:
-    """Every trained token weighs the same (DAPO, arXiv:2503.14476)."""
-    return mask / mask.sum().clamp(min=1)
+def token_weights(
+    mask: Tensor, trajectory: Tensor, average: str, constant: int | None = None
+) -> Tensor:
+    """The weight [B, T] of each token of one optimizer step in the mean that its loss is.
 
+    `token`: every trained token weighs the same (DAPO, arXiv:2503.14476). `sequence`: the mean over
+    trajectories of each one's token mean (GRPO, arXiv:2402.03300). `constant`: the sum over tokens
+    divided by trajectories * `constant`, a length (Dr. GRPO, arXiv:2503.20783); these weights do not
+    sum to 1, and metrics weighted by them are no means.
 
-def sequence_mean(mask: Tensor, lengths: Tensor, num_trajectories: Tensor) -> Tensor:
-    """The mean over trajectories of each one's token mean (GRPO, arXiv:2402.03300)."""
-    return mask / (lengths.clamp(min=1) * num_trajectories)
-
-
-def constant_mean(mask: Tensor, num_trajectories: Tensor, constant: int | None) -> Tensor:
-    """The sum over tokens divided by trajectories * `constant` (Dr. GRPO, arXiv:2503.20783).
-
-    These weights do not sum to 1, and metrics weighted by them are no means.
+    Trajectories without a trained token do not count. Where there is no other, all weights are 0.
     """
+    ids, row_index = trajectory.unique(return_inverse=True)
+    lengths = sum_by_index(row_index, mask.sum(1), len(ids))
+    num_trajectories = (lengths > 0).sum().clamp(min=1)
+    if average == "token":
+        return mask / mask.sum().clamp(min=1)
+    if average == "sequence":
+        return mask / (lengths.clamp(min=1)[row_index, None] * num_trajectories)
+    if average != "constant":
+        raise ValueError(f"average {average!r}: choose token, sequence or constant")
     if not constant or constant < 0:
         raise ValueError(
             f"the constant of average 'constant' is {constant}: give a length, such as "
@@ -79,42 +88,27 @@ def constant_mean(mask: Tensor, num_trajectories: Tensor, constant: int | None) 
     return mask / (num_trajectories * constant)
 
 
-TOKEN_AVERAGES: dict[str, Function] = {
-    "token": token_mean,
-    "sequence": sequence_mean,
-    "constant": constant_mean,
-}
+@dataclass(frozen=True)
+class PolicyInputs:
+    """What a policy loss may ask for, by the name of a parameter.
 
-
-def token_weights(
-    mask: Tensor, trajectory: Tensor, average: str, constant: int | None = None
-) -> Tensor:
-    """The weight [B, T] of each token of one optimizer step in the mean named by `average`.
-
-    Trajectories without a trained token do not count. Where there is no other, all weights are 0.
+    It returns the loss of each token [b, T], and metrics of each token {name: [b, T]}, which are
+    logged as means. What it returns where the mask is 0 has no influence, if it is finite.
     """
-    if average not in TOKEN_AVERAGES:
-        raise ValueError(f"average {average!r}: choose token, sequence or constant")
-    ids, row_index = trajectory.unique(return_inverse=True)
-    lengths = sum_by_index(row_index, mask.sum(1), len(ids))
-    available = {
-        "mask": mask,
-        "lengths": lengths[row_index, None],
-        "num_trajectories": (lengths > 0).sum().clamp(min=1),
-        "constant": constant,
-    }
-    weights: Tensor = call_by_name(TOKEN_AVERAGES[average], available)
-    return weights
 
+    logps: Tensor  # [b, T] the policy's log-probabilities, the only input with a gradient
+    old_logps: Tensor  # [b, T] those of the policy that sampled
+    advantages: Tensor  # [b, T] 0 where the mask is 0
+    mask: Tensor  # [b, T] 1 = trained
+    clip: float  # this and the following are the settings actor.* of the config
+    clip_high: float
+    dual_clip: float | None = None
 
-# Policy losses. Each asks by parameter name for any of
-#     logps [B, T]         the policy's log-probabilities, the only input with a gradient
-#     old_logps [B, T]     those of the policy that sampled
-#     log_ratio [B, T]     logps - old_logps, 0 where the mask is 0
-#     advantages, mask [B, T]
-#     clip, clip_high: float, dual_clip: float | None      the settings `actor.*` of the config
-# and returns the loss of each token [B, T] and metrics of each token {name: [B, T]}, which are
-# logged as means.
+    @cached_property
+    def log_ratio(self) -> Tensor:
+        """logps - old_logps [b, T], 0 where the mask is 0."""
+        return masked(self.mask, self.logps - self.old_logps.detach())
+
 
 TokenLosses = tuple[Tensor, Metrics]
 
@@ -170,42 +164,25 @@ POLICY_LOSSES: dict[str, Function] = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
 
 
 def policy_loss(
-    logps: Tensor,
-    old_logps: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    weights: Tensor,
-    clip: float,
-    clip_high: float | None = None,
-    dual_clip: float | None = None,
-    loss: str = "ppo",
-    correction: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
-    """The policy gradient's surrogate `loss`, a weighted sum over [B, T], and its metrics.
+    inputs: PolicyInputs, weights: Tensor, loss: str = "ppo", correction: Tensor | None = None
+) -> LossAndMetrics:
+    """The policy gradient's surrogate `loss`, a weighted sum over [b, T], and its metrics.
 
-    `loss` is a name of POLICY_LOSSES or `file.py:function`. `clip_high` None is `clip`. `correction`
-    [B, T], of `importance_weights`, multiplies the loss of each token. Only `logps` gets a gradient.
+    `loss` is a name of POLICY_LOSSES or `file.py:function`. `correction` [b, T], of
+    `importance_weights`, multiplies the loss of each token. Only `inputs.logps` gets a gradient.
 
     Metrics: approx_kl, k3 of KL(old || new), and those of the loss. Of ppo, gspo and cispo these are
     clip_ratio, the fraction of tokens whose gradient (cispo: whose rho) was clipped, the dual clip
     included, and ratio, the mean rho that the loss used.
     """
-    log_ratio = masked(mask, logps - old_logps.detach())
-    approx_kl = kl_estimate(-log_ratio.detach(), torch.zeros_like(log_ratio), "k3")
-    available = {
-        "logps": logps,
-        "old_logps": old_logps.detach(),
-        "log_ratio": log_ratio,
-        "advantages": masked(mask, advantages).detach(),
-        "mask": mask,
-        "clip": clip,
-        "clip_high": clip if clip_high is None else clip_high,
-        "dual_clip": dual_clip,
-    }
+    advantages = masked(inputs.mask, inputs.advantages).detach()
+    inputs = replace(inputs, old_logps=inputs.old_logps.detach(), advantages=advantages)
     token_loss = find_function(loss, POLICY_LOSSES, "actor.loss")
-    losses, metrics = call_by_name(token_loss, available)
+    losses, metrics = call_by_name(token_loss, inputs)
     if correction is not None:
         losses = losses * correction.detach()
+    log_ratio = inputs.log_ratio.detach()
+    approx_kl = kl_estimate(-log_ratio, torch.zeros_like(log_ratio), "k3")
     return (losses * weights).sum(), weighted_sums({**metrics, "approx_kl": approx_kl}, weights)
 
 
@@ -218,7 +195,7 @@ def weighted_sums(metrics: Mapping[str, Tensor], weights: Tensor) -> Metrics:
 # `log_rho` [B, T] is old_logp - engine_logp, and rho its exponential.
 
 
-def truncated_weights(log_rho: Tensor, cap: float) -> Tensor:
+def truncated_weights(log_rho: Tensor, mask: Tensor, cap: float) -> Tensor:
     """min(rho, cap): truncated importance sampling.
 
     Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
@@ -227,13 +204,13 @@ def truncated_weights(log_rho: Tensor, cap: float) -> Tensor:
     return finite_exp(log_rho).clamp(max=cap)
 
 
-def masked_weights(log_rho: Tensor, cap: float) -> Tensor:
+def masked_weights(log_rho: Tensor, mask: Tensor, cap: float) -> Tensor:
     """rho, or 0 outside [1/cap, cap] (IcePop, arXiv:2510.18855)."""
     rho = finite_exp(log_rho)
     return torch.where((rho >= 1 / cap) & (rho <= cap), rho, 0.0)
 
 
-def sequence_masked_weights(log_rho: Tensor, cap: float) -> Tensor:
+def sequence_masked_weights(log_rho: Tensor, mask: Tensor, cap: float) -> Tensor:
     """The product of the row's rho, or 0 above cap (TRL)."""
     rho = finite_exp(log_rho.sum(1, keepdim=True))
     return torch.where(rho <= cap, rho, 0.0).expand_as(log_rho)
@@ -264,9 +241,7 @@ def importance_weights(
     if kind not in IMPORTANCE_CORRECTIONS:
         raise ValueError(f"correction {kind!r}: choose {', '.join(IMPORTANCE_CORRECTIONS)}")
     log_rho = masked(mask, old_logps - engine_logps).detach()
-    available = {"log_rho": log_rho, "mask": mask, "cap": cap}
-    factors: Tensor = call_by_name(IMPORTANCE_CORRECTIONS[kind], available)
-    return factors
+    return IMPORTANCE_CORRECTIONS[kind](log_rho, mask, cap)
 
 
 def rollout_mismatch(old_logps: Tensor, engine_logps: Tensor, weights: Tensor) -> Metrics:
@@ -289,7 +264,7 @@ def rollout_mismatch(old_logps: Tensor, engine_logps: Tensor, weights: Tensor) -
 
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float
-) -> tuple[Tensor, Metrics]:
+) -> LossAndMetrics:
     """The weighted sum of max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2).
 
     It lacks the 1/2 that TRL and verl put before it. Metrics: clip_ratio, the fraction of tokens
@@ -313,12 +288,17 @@ def cross_entropy(logps: Tensor, weights: Tensor) -> Tensor:
     return -(masked(weights, logps) * weights).sum()
 
 
-# Preference losses, of pairs: row 2i is the chosen and row 2i + 1 the rejected reply of pair i. Each
-# asks by parameter name for any of
-#     margin [P]           m = d_chosen - d_rejected, d the sum over a reply of logp - ref_logp
-#     mean_margin [P]      the same with d the mean over the reply's tokens
-#     beta, label_smoothing: float      the settings `dpo.*` of the config
-# and returns the loss of each pair [P].
+@dataclass(frozen=True)
+class PreferenceInputs:
+    """What a preference loss may ask for, by the name of a parameter. It returns losses [P].
+
+    P pairs: row 2i is the chosen and row 2i + 1 the rejected reply of pair i.
+    """
+
+    margin: Tensor  # [P] m = d_chosen - d_rejected, d the sum over a reply of logp - ref_logp
+    mean_margin: Tensor  # [P] the same with d the mean over the reply's tokens
+    beta: float  # this and the following are the settings dpo.* of the config
+    label_smoothing: float
 
 
 def sigmoid(margin: Tensor, beta: float, label_smoothing: float) -> Tensor:
@@ -353,7 +333,7 @@ def dpo_loss(
     beta: float,
     loss: str,
     label_smoothing: float,
-) -> tuple[Tensor, Metrics]:
+) -> LossAndMetrics:
     """The weighted sum over pairs of the preference loss `loss`, and its metrics.
 
     `loss` is a name of PREFERENCE_LOSSES or `file.py:function`. Metrics: those of `pair_metrics` for
@@ -364,19 +344,19 @@ def dpo_loss(
     weights_of_pairs, metrics = pair_metrics(beta * totals, weights)
     metrics["kl"] = (kl_estimate(ref_logps, logps.detach(), "k3") * weights).sum()
     means = totals / mask.sum(1).clamp(min=1)
-    available = {
-        "margin": totals[::2] - totals[1::2],
-        "mean_margin": means[::2] - means[1::2],
-        "beta": beta,
-        "label_smoothing": label_smoothing,
-    }
+    inputs = PreferenceInputs(
+        margin=totals[::2] - totals[1::2],
+        mean_margin=means[::2] - means[1::2],
+        beta=beta,
+        label_smoothing=label_smoothing,
+    )
     pair_loss = find_function(loss, PREFERENCE_LOSSES, "dpo.loss")
-    return (call_by_name(pair_loss, available) * weights_of_pairs).sum(), metrics
+    return (call_by_name(pair_loss, inputs) * weights_of_pairs).sum(), metrics
 
 
 def reward_loss(
     values: Tensor, weights: Tensor, pair_margin: Tensor, center: float = 0.0
-) -> tuple[Tensor, Metrics]:
+) -> LossAndMetrics:
     """The weighted sum over pairs of -log sigmoid(r_chosen - r_rejected - pair_margin).
 
     This is Bradley-Terry with Llama 2's margin (arXiv:2307.09288), plus

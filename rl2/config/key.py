@@ -31,6 +31,7 @@ class Key:
     below: float | None = None  # the value is less than this
     choices: Collection[str] = ()
     functions: Mapping[str, Function] | None = None  # the choices, or path/to/file.py:function
+    inputs: Any = None  # the dataclass whose fields and properties such a function may ask for
     only_if: Condition | None = None
     # A key of the same section that names a function. This key is a setting of that function and
     # has an effect only if the function has a parameter of this key's name.

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,9 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rl2.config.key import Key, schema_keys
-from rl2.config.rules import Checked, check_choices, get_value
-
-Validate = Callable[[Any, set[str], int], Checked]
+from rl2.config.rules import VALIDATORS, check_choices, get_value
 
 OPTIONS = ("--cfg", "--config-dir", "--config-name")  # each takes a value
 OPTIONS_HELP = "--help [SECTION | all], --cfg job, --config-dir DIR and --config-name NAME"
@@ -35,14 +33,14 @@ class Assignment(NamedTuple):
     source: str = ""  # where it was written, in words that follow a message
 
 
-def parse(root: type, argv: list[str], validate: Validate, usage: str = "rl2.trainer.ppo") -> Any:
-    """The config that the arguments ask for, an instance of `root`.
+def parse(root: type, argv: list[str]) -> Any:
+    """The config that the arguments ask for, an instance of `root`, a key of VALIDATORS.
 
     `--help` and `--cfg job` print and exit. If there are problems, rank 0 prints all of them and
     every rank exits with status 2.
     """
     if {"-h", "--help"} & set(argv):
-        show_help(root, argv, usage)
+        show_help(root, argv)
     options, words, problems = read_options(argv)
     recipe, recipe_problems = read_recipe(options)
     overrides, override_problems = read_overrides(words)
@@ -59,7 +57,7 @@ def parse(root: type, argv: list[str], validate: Validate, usage: str = "rl2.tra
     if choice_problems:  # which may be why other keys seem to have no effect
         set_keys = set()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    found_problems, warnings = validate(result, set_keys, world_size)
+    found_problems, warnings = VALIDATORS[root](result, set_keys, world_size)
     report(problems + choice_problems + found_problems, warnings)
     return result
 
@@ -246,11 +244,11 @@ def _leaf_nodes(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 # Help.
 
 
-def show_help(root: type, argv: list[str], usage: str) -> NoReturn:
+def show_help(root: type, argv: list[str]) -> NoReturn:
     """Prints the help of the sections or keys that the arguments name, `all`, or the short one."""
     topics = [word for word in argv if not word.startswith("-") and "=" not in word]
     if not topics:
-        print_and_exit(explain_common(root, usage))
+        print_and_exit(explain_common(root))
     known = schema_keys(root)
     for topic in topics:
         if topic not in known and topic != "all":
@@ -274,14 +272,15 @@ def explain(root: type, topic: str = "all") -> str:
     return "\n".join(lines).strip("\n")
 
 
-def explain_common(root: type, usage: str) -> str:
+def explain_common(root: type) -> str:
     """The short help: the most used keys, one line each, and how to see more."""
     known = schema_keys(root)
     sections = [name for name in known if "." not in name]
     hidden = tuple(name for name, key in known.items() if key.is_section and not key.common)
+    trainer = f"rl2.trainer.{root.__name__.removesuffix('Config').lower()}"
     lines = [
-        f"torchrun --nproc_per_node=N -m {usage} key=value ...",
-        f"python -m {usage} key=value ...    (one process)",
+        f"torchrun --nproc_per_node=N -m {trainer} key=value ...",
+        f"python -m {trainer} key=value ...    (one process)",
     ]
     for name, key in known.items():
         if name in sections:

@@ -5,13 +5,14 @@ Every check returns its problems as messages, so that the user sees all of them 
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rl2.algorithms.by_name import argument_names, find_function
+from rl2.algorithms.by_name import argument_names, find_function, required_names
 from rl2.config.key import Key, schema_keys
 from rl2.config.schema import (
     WITH_SGLANG,
@@ -79,6 +80,14 @@ def _validate_offline(
     return problems, hardware_warnings(config, set_keys)
 
 
+VALIDATORS: dict[type, Callable[[Any, set[str], int], Checked]] = {
+    PPOConfig: validate_ppo,
+    SFTConfig: validate_sft,
+    DPOConfig: validate_dpo,
+    RMConfig: validate_rm,
+}
+
+
 def get_value(config: Any, name: str) -> Any:
     """The value of a dotted name; `rollout.engine_args` is a dict, everything else has attributes."""
     for part in name.split("."):
@@ -105,9 +114,15 @@ def check_choices(config: Any) -> list[str]:
 def _function_problem(value: str, key: Key, name: str) -> list[str]:
     assert key.functions is not None
     try:
-        find_function(value, key.functions, name)
+        function = find_function(value, key.functions, name)
     except ValueError as error:
         return [str(error)]
+    available = [part for part in dir(key.inputs) if not part.startswith("_")]
+    available += [entry.name for entry in fields(key.inputs)]
+    unknown = [argument for argument in required_names(function) if argument not in available]
+    if unknown:
+        choices = ", ".join(sorted(set(available)))
+        return [f"{name}={value} asks for {', '.join(unknown)}; it may ask for {choices}"]
     return []
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from rl2.algorithms.by_name import Function, argument_names, find_function
 from rl2.algorithms.losses import (
     IMPORTANCE_CORRECTIONS,
@@ -19,6 +19,8 @@ from rl2.algorithms.losses import (
     POLICY_LOSSES,
     PREFERENCE_LOSSES,
     TOKEN_AVERAGES,
+    PolicyInputs,
+    PreferenceInputs,
 )
 from rl2.config.key import Condition, key, section
 from rl2.engine.base import SamplingParams
@@ -242,6 +244,7 @@ class ActorConfig(RolloutWorkerConfig):
         "importance weights",
         common=True,
         functions=POLICY_LOSSES,
+        inputs=PolicyInputs,
     )
     clip: float = key(
         0.2,
@@ -434,6 +437,7 @@ class AdvConfig:
         "(GRPO); gae: with a critic (PPO)",
         common=True,
         functions=ADVANTAGE_ESTIMATORS,
+        inputs=AdvantageInputs,
     )
     gamma: float = key(
         1.0, "discount of later rewards", at_least=0, at_most=1, setting_of="estimator"
@@ -462,6 +466,7 @@ class DPOLossConfig:
         "preference loss; sigmoid: DPO's own; ipo: IPO's squared error; hinge: SLiC's hinge",
         common=True,
         functions=PREFERENCE_LOSSES,
+        inputs=PreferenceInputs,
     )
     label_smoothing: float = key(
         0.0,

@@ -43,9 +43,9 @@ class EpochSampler(Generic[Item]):
         *,
         item_name: str,
         max_length: int,
-        shuffle: bool,
-        seed: int,
-        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 0,
+        batch_size: int = 1,
     ):
         token_counts = np.array(lengths)
         self.shuffle = shuffle
@@ -115,9 +115,9 @@ class Prompts(EpochSampler[Prompt]):
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_length: int,
-        shuffle: bool,
-        seed: int,
-        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 0,
+        batch_size: int = 1,
         progress: bool = False,
     ):
         self.rows = rows
@@ -165,9 +165,9 @@ class Examples(EpochSampler[Example]):
         render: Callable[[PreTrainedTokenizerBase, dict], list[RenderedReply]],
         *,
         max_length: int,
-        shuffle: bool,
-        seed: int,
-        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 0,
+        batch_size: int = 1,
         progress: bool = False,
     ):
         replies_by_row: list[list[RenderedReply]] = []

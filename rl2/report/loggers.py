@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl, the console, and services such as wandb.
+"""What a person and a program see of a run: metrics.jsonl, the console, and services such as wandb.
 
 A service is a function in LOGGERS. It starts the service for a run and returns a Logger, or None
 where the service cannot be used, after printing why.
@@ -7,13 +7,18 @@ where the service cannot be used, after printing why.
 import json
 import math
 import os
+import resource
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
 RECENT_STEPS = 10  # whose mean time tells the time left
@@ -121,10 +126,55 @@ def start_wandb(run: RunName) -> Logger | None:
 LOGGERS: dict[str, Callable[[RunName], Logger | None]] = {"wandb": start_wandb}
 
 
-def start_loggers(run: RunName, disabled: set[str]) -> list[Logger]:
-    """The services that can be used, but for the `disabled` ones."""
-    started = [start(run) for name, start in LOGGERS.items() if name not in disabled]
-    return [logger for logger in started if logger is not None]
+class MetricsLog:
+    """Times the phases of a step and writes its metrics to all loggers.
+
+    All processes make the same calls; the first one has the loggers. `start_step` of `num_steps` are
+    done already. `disabled` are names of LOGGERS that are not started.
+    """
+
+    def __init__(self, run: RunName, start_step: int, num_steps: int, disabled: set[str]):
+        self.phase_seconds: dict[str, float] = {}
+        self.loggers: list[Logger] = []
+        if dist.get_rank() == 0:
+            started = [start(run) for name, start in LOGGERS.items() if name not in disabled]
+            services = [logger for logger in started if logger is not None]
+            self.loggers = [JsonLines(run.folder), *services, Console(start_step, num_steps)]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the seconds spent inside to time/`name` of this step."""
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Writes the metrics of a finished step, with its times and the peak of memory."""
+        times = {f"time/{name}": seconds for name, seconds in self.phase_seconds.items()}
+        self.phase_seconds = {}
+        step_seconds = sum(times.values())
+        line = {"step": step, **metrics, **times}
+        line["time/step"] = step_seconds
+        line["memory/peak_gib"] = peak_memory()
+        num_tokens = metrics.get("tokens/sampled") or metrics.get("tokens/total")
+        if num_tokens:
+            line["tokens/per_second"] = num_tokens / step_seconds
+        for logger in self.loggers:
+            logger.log(step, line)
+
+    def close(self) -> None:
+        for logger in reversed(self.loggers):
+            logger.close()
+
+
+def peak_memory() -> float:
+    """The most memory that this process has used, in GiB: the GPU's if there is one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 # (metric, its name on the console, its format), in the order of the line.

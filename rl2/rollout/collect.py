@@ -83,6 +83,8 @@ class Collector:
         `split` (train | test) and `step` name the randomness. With `num_groups` the groups that an
         earlier call carried over come first, and the call returns when that many groups are done.
         The others pause where they stand. Returns what `collect` returns.
+
+        RuntimeError if the environment failed on more trajectories than it may.
         """
         groups = list(self.carried_over) if num_groups else []
         first_id = max((group.id for group in groups), default=-1) + 1
@@ -91,8 +93,12 @@ class Collector:
         rollout = self._play_groups(groups, params, split, step, num_groups or len(groups))
         played = self.player.engine.loop.run_until_complete(rollout)
         if num_groups:
-            return self._split_off_done(groups, played, num_groups)
-        return _gather_trajectories(played)
+            trajectories = self._split_off_done(groups, played, num_groups)
+        else:
+            trajectories = _gather_trajectories(played)
+        num_failed = sum(trajectory.finish_reason == "failed" for trajectory in trajectories)
+        self.player.failures.check(num_failed, len(trajectories))
+        return trajectories
 
     def _split_off_done(
         self, groups: list[Group], played: list[Group], num_groups: int

@@ -16,11 +16,6 @@ def training_samples(trajectories: list[Trajectory]) -> list[Sample]:
     return [sample for trajectory in ordered for sample in trajectory.samples]
 
 
-def count_failed(trajectories: list[Trajectory]) -> int:
-    """How many trajectories the environment failed on."""
-    return sum(trajectory.finish_reason == "failed" for trajectory in trajectories)
-
-
 def summarise(trajectories: list[Trajectory], version: int) -> dict[str, float]:
     """Means over trajectories of rewards and lengths, by the name of the metric.
 

@@ -12,7 +12,6 @@ import torch
 from rl2.algorithms import losses
 from rl2.batch import Batch, collate
 from rl2.config.parse import parse
-from rl2.config.rules import validate_dpo
 from rl2.config.schema import DPOConfig, DPOLossConfig
 from rl2.data.examples import Example, render_pair, to_samples
 from rl2.model.token_model import TokenScores
@@ -30,7 +29,7 @@ def train(run: OfflineRun, reference: Callable[..., TokenScores]) -> None:
     if run.test_batch is not None:
         run.test_batch.ref_logps = reference(run.test_batch).logps
     run.begin(lambda step: run.measure(loss_fn))
-    for step in range(run.start_step + 1, run.num_steps + 1):
+    for step in run.recorder.remaining_steps():
         batch = run.batch(step)
         with run.recorder.phase("reference"):
             batch.ref_logps = reference(batch).logps
@@ -62,7 +61,7 @@ def make_batch(run: OfflineRun, examples: list[Example]) -> Batch:
 
 
 def main() -> None:
-    config = parse(DPOConfig, sys.argv[1:], validate_dpo, "rl2.trainer.dpo")
+    config = parse(DPOConfig, sys.argv[1:])
     with user_errors():
         run = OfflineRun(config, "actor", render_pair, make_batch)
         train(run, reference=run.worker.reference())

@@ -6,17 +6,20 @@
 import sys
 
 from rl2.algorithms import losses
-from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS, zero_std_group_fraction
+from rl2.algorithms.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    AdvantageInputs,
+    zero_std_group_fraction,
+)
 from rl2.algorithms.by_name import call_by_name, find_function
 from rl2.batch import Batch, collate, drop_zero_advantages, split_minibatches
 from rl2.config.parse import parse
-from rl2.config.rules import validate_ppo
 from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig
 from rl2.model.token_model import TokenScores
 from rl2.rollout.stats import summarise, to_records, training_samples
 from rl2.signals import user_errors
 from rl2.trainer.build import PPORun
-from rl2.worker import Loss, UpdateResult
+from rl2.worker import Loss
 
 
 def train(run: PPORun) -> None:
@@ -28,24 +31,24 @@ def train(run: PPORun) -> None:
     config, actor, critic, recorder = run.config, run.actor, run.critic, run.recorder
     actor_loss = make_actor_loss(config.actor, config.kl)
     critic_loss = make_critic_loss(config.critic)
+    temperature = config.rollout.train_sampling_params.temperature  # logits are divided by it
     with_entropy = config.actor.log_entropy or config.actor.entropy != 0
     # Rows without advantage have no gradient, unless the loss has a KL or an entropy term.
     can_drop_rows = not with_entropy and config.kl.type != "loss"
     run.begin()
-    for step in range(run.start_step + 1, run.num_steps + 1):
+    for step in recorder.remaining_steps():
         with recorder.phase("rollout"):
             assert run.engine.version == actor.version, "the engine has other weights"
             trajectories = run.collector.collect(step)
-            run.check_env(trajectories)
             batch = collate(training_samples(trajectories))
             run.engine.sleep()
         metrics = summarise(trajectories, actor.version)
 
         with recorder.phase("infer"):
             if run.reference is not None:
-                batch.ref_logps = run.reference(batch, run.temperature).logps
+                batch.ref_logps = run.reference(batch, temperature).logps
             if config.actor.update_per_rollout > 1 or config.kl.type == "reward":
-                batch.old_logps = actor.infer(batch, run.temperature).logps
+                batch.old_logps = actor.infer(batch, temperature).logps
             if critic is not None:
                 batch.values = critic.infer(batch).values
         metrics |= add_advantages(batch, config)
@@ -56,7 +59,7 @@ def train(run: PPORun) -> None:
                 for part in split_minibatches(batch, config.critic.update_per_rollout, step):
                     part.token_weights = losses.token_weights(part.mask, part.trajectory, "token")
                     result = critic.update(part, critic_loss)
-                    updates.append(to_means(result, part))
+                    updates.append(result.to_log(part.token_weights.sum().item()))
                 metrics |= average_updates("critic", updates)
             if step > config.actor.freeze_steps:
                 updates = []
@@ -69,8 +72,8 @@ def train(run: PPORun) -> None:
                     )
                     if can_drop_rows:
                         drop_zero_advantages(part)
-                    result = actor.update(part, actor_loss, run.temperature, with_entropy)
-                    updates.append(to_means(result, part))
+                    result = actor.update(part, actor_loss, temperature, with_entropy)
+                    updates.append(result.to_log(part.token_weights.sum().item()))
                 metrics |= average_updates("actor", updates)
 
         with recorder.phase("sync"):
@@ -89,8 +92,7 @@ def train(run: PPORun) -> None:
 def add_advantages(batch: Batch, config: PPOConfig) -> dict[str, float]:
     """Fills batch.advantages, and batch.returns for a critic. Returns metrics."""
     rewards = batch.rewards
-    groups = (batch.group, batch.trajectory)
-    fraction = zero_std_group_fraction(rewards, batch.mask, *groups)
+    fraction = zero_std_group_fraction(rewards, batch.mask, batch.group, batch.trajectory)
     metrics = {"rollout/zero_variance": fraction.item()}
     if config.kl.type == "reward":
         assert batch.old_logps is not None and batch.ref_logps is not None
@@ -98,18 +100,18 @@ def add_advantages(batch: Batch, config: PPOConfig) -> dict[str, float]:
         kl = losses.kl_estimate(batch.old_logps, batch.ref_logps, estimator) * batch.mask
         rewards = rewards - config.kl.coef * kl
         metrics["actor/kl"] = (kl.sum() / batch.mask.sum().clamp(min=1)).item()
-    available = {
-        "rewards": rewards,
-        "values": batch.values,
-        "mask": batch.mask,
-        "group": batch.group,
-        "trajectory": batch.trajectory,
-        "gamma": config.adv.gamma,
-        "lamda": config.adv.lamda,
-        "norm_var": config.adv.norm_var,
-    }
+    inputs = AdvantageInputs(
+        rewards=rewards,
+        values=batch.values,
+        mask=batch.mask,
+        group=batch.group,
+        trajectory=batch.trajectory,
+        gamma=config.adv.gamma,
+        lamda=config.adv.lamda,
+        norm_var=config.adv.norm_var,
+    )
     estimator = find_function(config.adv.estimator, ADVANTAGE_ESTIMATORS, "adv.estimator")
-    estimated = call_by_name(estimator, available)
+    estimated = call_by_name(estimator, inputs)
     if isinstance(estimated, tuple):
         batch.advantages, batch.returns = estimated
     else:
@@ -133,18 +135,16 @@ def make_actor_loss(config: ActorConfig, kl: KLConfig) -> Loss:
                 config.correction,
                 config.correction_cap,
             )
-        loss, metrics = losses.policy_loss(
-            logps,
-            old_logps,
-            batch.advantages,
-            batch.mask,
-            weights,
+        inputs = losses.PolicyInputs(
+            logps=logps,
+            old_logps=old_logps,
+            advantages=batch.advantages,
+            mask=batch.mask,
             clip=config.clip,
-            clip_high=config.clip_high,
+            clip_high=config.clip if config.clip_high is None else config.clip_high,
             dual_clip=config.dual_clip,
-            loss=config.loss,
-            correction=correction,
         )
+        loss, metrics = losses.policy_loss(inputs, weights, config.loss, correction)
         mismatch = losses.rollout_mismatch(old_logps, batch.engine_logps, weights)
         metrics |= {f"mismatch_{name}": value for name, value in mismatch.items()}
         if kl.type == "loss":
@@ -172,16 +172,6 @@ def make_critic_loss(config: CriticConfig) -> Loss:
     return critic_loss
 
 
-def to_means(result: UpdateResult, batch: Batch) -> dict[str, float]:
-    """The numbers of an update, the loss function's metrics as means over the tokens that were run.
-
-    NaN where no token was run.
-    """
-    total_weight = batch.token_weights.sum().item() or float("nan")
-    means = {name: value / total_weight for name, value in result.metrics.items()}
-    return {**result.to_log(), **means}
-
-
 def average_updates(worker_name: str, updates: list[dict[str, float]]) -> dict[str, float]:
     """The mean of each metric over the updates of a step, as worker_name/metric."""
     means = {}
@@ -191,7 +181,7 @@ def average_updates(worker_name: str, updates: list[dict[str, float]]) -> dict[s
 
 
 def main() -> None:
-    config = parse(PPOConfig, sys.argv[1:], validate_ppo, "rl2.trainer.ppo")
+    config = parse(PPOConfig, sys.argv[1:])
     with user_errors():
         run = PPORun(config)
         train(run)

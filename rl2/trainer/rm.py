@@ -12,7 +12,6 @@ import torch
 from rl2.algorithms import losses
 from rl2.batch import Batch, Sample, collate
 from rl2.config.parse import parse
-from rl2.config.rules import validate_rm
 from rl2.config.schema import RMConfig
 from rl2.data.examples import Example, pair_margin, render_pair, to_samples
 from rl2.model.token_model import TokenScores
@@ -28,7 +27,7 @@ def train(run: OfflineRun) -> None:
     """
     loss_fn = partial(reward_loss, run.config.rm.center)
     run.begin(lambda step: run.measure(loss_fn))
-    for step in range(run.start_step + 1, run.num_steps + 1):
+    for step in run.recorder.remaining_steps():
         batch = run.batch(step)
         with run.recorder.phase("update"):
             result = run.worker.update(batch, loss_fn, keep_groups_together=True)
@@ -78,7 +77,7 @@ def score_last(sample: Sample, pad_token_id: int | None) -> Sample:
 
 
 def main() -> None:
-    config = parse(RMConfig, sys.argv[1:], validate_rm, "rl2.trainer.rm")
+    config = parse(RMConfig, sys.argv[1:])
     with user_errors():
         run = OfflineRun(config, "critic", render_pair, make_batch)
         train(run)

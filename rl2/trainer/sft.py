@@ -10,7 +10,6 @@ from functools import partial
 from rl2.algorithms import losses
 from rl2.batch import Batch, collate
 from rl2.config.parse import parse
-from rl2.config.rules import validate_sft
 from rl2.config.schema import SFTConfig
 from rl2.data.examples import Example, render_sft, to_samples
 from rl2.model.token_model import TokenScores
@@ -25,7 +24,7 @@ def train(run: OfflineRun) -> None:
     `update` and `infer`.
     """
     run.begin(lambda step: perplexity(run))
-    for step in range(run.start_step + 1, run.num_steps + 1):
+    for step in run.recorder.remaining_steps():
         batch = run.batch(step)
         with run.recorder.phase("update"):
             result = run.worker.update(batch, sft_loss)
@@ -55,7 +54,7 @@ def perplexity(run: OfflineRun) -> dict[str, float]:
 
 
 def main() -> None:
-    config = parse(SFTConfig, sys.argv[1:], validate_sft, "rl2.trainer.sft")
+    config = parse(SFTConfig, sys.argv[1:])
     with user_errors():
         render = partial(render_sft, turns=config.data.turns)
         run = OfflineRun(config, "actor", render, make_batch)
