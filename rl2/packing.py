@@ -56,26 +56,23 @@ def plan_micro_batches(
     """
     spans = scored_spans(batch)
     groups = _rows_by_prompt(batch, spans, share_prompts)
-    total = sum(end for _, end in spans)
-    cut_groups = share_prompts and num_ranks > 1 and not keep_groups_together
-    best: tuple[float, int] | None = None
-    best_bins: list[Bin] = []
-    for num_parts in (1, 2, 4, 8) if cut_groups else (1,):
-        limit = min(budget, total // num_ranks // num_parts + 1)
-        if keep_groups_together:
-            limit = budget
-        units = [u for rows in groups for u in _cut_group(rows, spans, limit, attention_cost)]
-        if keep_groups_together:
-            units = _merge_groups(units, batch.group.tolist())
-        _check_budget(units, budget, "group" if keep_groups_together else "sequence")
-        bins = _fill_bins(units, num_ranks, budget)
+    if keep_groups_together:
+        units = _cut_groups(groups, spans, budget, attention_cost)
+        merged = _merge_groups(units, batch.group.tolist())
+        bins = _fill_bins(merged, num_ranks, budget, "group")
+    else:
+        # No part of a group has more tokens than a rank's share, or half, a quarter, ... of it.
+        share = sum(end for _, end in spans) // num_ranks
+        divisors = (1, 2, 4, 8) if share_prompts and num_ranks > 1 else (1,)
+        candidates = []
+        for divisor in divisors:
+            limit = min(budget, share // divisor + 1)
+            units = _cut_groups(groups, spans, limit, attention_cost)
+            candidates.append(_fill_bins(units, num_ranks, budget, "sequence"))
         # Bins are in order of cost, so the first one of a micro-batch is its slowest.
-        slowest = sum(bin_.cost for bin_ in bins[::num_ranks])
-        if best is None or (slowest, num_parts) < best:
-            best = (slowest, num_parts)
-            best_bins = bins
-    rows_of_bins = [bin_.rows for bin_ in best_bins]
-    return [rows_of_bins[i : i + num_ranks] for i in range(0, len(rows_of_bins), num_ranks)]
+        bins = min(candidates, key=lambda bins: sum(bin_.cost for bin_ in bins[::num_ranks]))
+    rows = [bin_.rows for bin_ in bins]
+    return [rows[i : i + num_ranks] for i in range(0, len(rows), num_ranks)]
 
 
 def _rows_by_prompt(batch: Batch, spans: list[Span], share_prompts: bool) -> list[list[int]]:
@@ -95,6 +92,16 @@ def _have_same_prompt(batch: Batch, spans: list[Span], first: int, second: int) 
     if prompt != spans[second][0] or batch.group[first] != batch.group[second]:
         return False
     return torch.equal(batch.inputs[first, :prompt], batch.inputs[second, :prompt])
+
+
+def _cut_groups(
+    groups: list[list[int]], spans: list[Span], limit: int, attention_cost: float
+) -> list[Unit]:
+    """All groups in parts of at most `limit` tokens, or of one row."""
+    units = []
+    for rows in groups:
+        units += _cut_group(rows, spans, limit, attention_cost)
+    return units
 
 
 def _cut_group(rows: list[int], spans: list[Span], limit: int, attention_cost: float) -> list[Unit]:
@@ -133,17 +140,18 @@ def _merge_groups(units: list[Unit], numbers: list[int]) -> list[Unit]:
     return list(merged.values())
 
 
-def _check_budget(units: list[Unit], budget: int, kind: str) -> None:
+def _fill_bins(units: list[Unit], num_ranks: int, budget: int, kind: str) -> list[Bin]:
+    """Bins for the fewest micro-batches that hold all units, the costliest bin first.
+
+    ValueError if one unit alone, a sequence or a group as `kind` says, is over the budget.
+    """
     longest = max((unit.tokens for unit in units), default=0)
     if longest > budget:
         raise ValueError(
             f"a {kind} of {longest} tokens exceeds max_length_per_device x sp_size = {budget}"
         )
-
-
-def _fill_bins(units: list[Unit], num_ranks: int, budget: int) -> list[Bin]:
-    """Bins for the fewest micro-batches that hold all units, the costliest bin first."""
-    num_micro_batches = max(1, -(-sum(unit.tokens for unit in units) // (budget * num_ranks)))
+    total = sum(unit.tokens for unit in units)
+    num_micro_batches = max(1, -(-total // (budget * num_ranks)))
     while (bins := _place_units(units, num_micro_batches * num_ranks, budget)) is None:
         num_micro_batches += 1
     return bins

@@ -22,18 +22,10 @@ def summarise(trajectories: list[Trajectory], version: int) -> dict[str, float]:
     Failed trajectories count in rollout/* only. rollout/staleness is by how many updates the
     weights that sampled a token lag behind `version`, as a mean over tokens.
     """
-    scored = [t for t in trajectories if t.finish_reason != "failed"]
-    reward = _mean(t.reward for t in scored)
-    metrics = {
-        "reward/mean": reward,
-        "reward/std": _mean((t.reward - reward) ** 2 for t in scored) ** 0.5,
-    }
-    part_names = {name for t in scored for name in t.rewards} - {"reward"}
-    for name in sorted(part_names):
-        metrics[f"reward/{name}"] = _mean(t.rewards.get(name, 0.0) for t in scored)
     lengths = [t.length for t in trajectories]
     num_sampled = sum(lengths)
-    metrics |= {
+    return {
+        **_reward_metrics([t for t in trajectories if t.finish_reason != "failed"]),
         "rollout/length": _mean(lengths),
         "rollout/longest": max(lengths),
         "rollout/truncated": _mean(t.finish_reason == "length" for t in trajectories),
@@ -42,6 +34,15 @@ def summarise(trajectories: list[Trajectory], version: int) -> dict[str, float]:
         "rollout/staleness": _total_lag(trajectories, version) / max(1, num_sampled),
         "tokens/sampled": num_sampled,
     }
+
+
+def _reward_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    mean = _mean(t.reward for t in trajectories)
+    deviation = _mean((t.reward - mean) ** 2 for t in trajectories) ** 0.5
+    metrics = {"reward/mean": mean, "reward/std": deviation}
+    part_names = {name for t in trajectories for name in t.rewards}
+    for name in sorted(part_names - {"reward"}):
+        metrics[f"reward/{name}"] = _mean(t.rewards.get(name, 0.0) for t in trajectories)
     return metrics
 
 

@@ -125,12 +125,22 @@ class PPORun:
 
     def begin(self) -> None:
         """Brings engine and actor to the same weights, and evaluates before the first step."""
-        weights = self.actor.iter_full_weights(self.engine_dtype)
         if self.recorder.start_step > 0:
-            self.engine.load_weights(weights, self.actor.version)
+            self.send_weights()
         else:  # both have read the same files, so their weights must agree to the bit
-            self.engine.verify_weights(weights, self.actor.version)
+            self._verify_weights()
         self.recorder.begin(self.evaluate if self.test_prompts else None)
+
+    def send_weights(self) -> None:
+        """The actor's weights to the engine, compared there if the config asks for it."""
+        weights = self.actor.iter_full_weights(self.engine_dtype)
+        self.engine.load_weights(weights, self.actor.version)
+        if self.config.rollout.check_weights:
+            self._verify_weights()
+
+    def _verify_weights(self) -> None:
+        weights = self.actor.iter_full_weights(self.engine_dtype)
+        self.engine.verify_weights(weights, self.actor.version)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Plays the test prompts and writes their transcripts. Returns their metrics."""

@@ -32,9 +32,7 @@ def train(run: PPORun) -> None:
     actor_loss = make_actor_loss(config.actor, config.kl)
     critic_loss = make_critic_loss(config.critic)
     temperature = config.rollout.train_sampling_params.temperature  # logits are divided by it
-    with_entropy = config.actor.log_entropy or config.actor.entropy != 0
-    # Rows without advantage have no gradient, unless the loss has a KL or an entropy term.
-    can_drop_rows = not with_entropy and config.kl.type != "loss"
+    with_entropy = needs_entropy(config.actor)
     run.begin()
     for step in recorder.remaining_steps():
         with recorder.phase("rollout"):
@@ -47,7 +45,7 @@ def train(run: PPORun) -> None:
         with recorder.phase("infer"):
             if run.reference is not None:
                 batch.ref_logps = run.reference(batch, temperature).logps
-            if config.actor.update_per_rollout > 1 or config.kl.type == "reward":
+            if needs_old_logps(config):
                 batch.old_logps = actor.infer(batch, temperature).logps
             if critic is not None:
                 batch.values = critic.infer(batch).values
@@ -70,7 +68,7 @@ def train(run: PPORun) -> None:
                         config.actor.average,
                         config.actor.average_constant,
                     )
-                    if can_drop_rows:
+                    if can_drop_rows(config):
                         drop_zero_advantages(part)
                     result = actor.update(part, actor_loss, temperature, with_entropy)
                     updates.append(result.to_log(part.token_weights.sum().item()))
@@ -78,15 +76,28 @@ def train(run: PPORun) -> None:
 
         with recorder.phase("sync"):
             run.engine.wake()
-            weights = actor.iter_full_weights(run.engine_dtype)
-            run.engine.load_weights(weights, actor.version)
-            if config.rollout.check_weights:
-                weights = actor.iter_full_weights(run.engine_dtype)
-                run.engine.verify_weights(weights, actor.version)
+            run.send_weights()
 
         recorder.write_records("train", step, to_records(trajectories, batch))
         if recorder.finish_step(step, metrics):
             break
+
+
+def needs_old_logps(config: PPOConfig) -> bool:
+    """Whether to score the rollout before the update.
+
+    With one update a rollout the policy that sampled is the current one, so the update scores it.
+    """
+    return config.actor.update_per_rollout > 1 or config.kl.type == "reward"
+
+
+def needs_entropy(config: ActorConfig) -> bool:
+    return config.log_entropy or config.entropy != 0
+
+
+def can_drop_rows(config: PPOConfig) -> bool:
+    """Whether rows without advantage have no gradient: the loss has no KL and no entropy term."""
+    return not needs_entropy(config.actor) and config.kl.type != "loss"
 
 
 def add_advantages(batch: Batch, config: PPOConfig) -> dict[str, float]:
