@@ -30,9 +30,9 @@ Parts = dict[str, Resumable]  # by name
 class Checkpoints:
     """`folder`/step_N holds everything that the run needs to go on after step N.
 
-    A checkpoint is written under another name. It is renamed when every process has finished and the
-    disk has it: a folder called step_N is whole, whenever the run was killed. The newest `keep` stay
-    (None = all). Several nodes need a folder that all of them see.
+    A checkpoint is written under another name. It is renamed when every process has finished and
+    the disk has it: a folder called step_N is whole, whenever the run was killed. The newest `keep`
+    stay (None = all). Several nodes need a folder that all of them see.
     """
 
     def __init__(self, folder: str | os.PathLike, keep: int | None = None):

@@ -31,7 +31,7 @@ def sum_by_index(index: Tensor, values: Tensor, num: int) -> Tensor:
 
 
 def finite_exp(exponent: Tensor) -> Tensor:
-    """e^x, finite for any finite x: an infinite ratio that a clip stops has the gradient 0 * inf."""
+    """e^x, finite for any finite x. A clipped infinite ratio would have the gradient 0 * inf."""
     return exponent.clamp(max=LARGEST_EXPONENT).exp()
 
 
@@ -66,8 +66,8 @@ def token_weights(
 
     `token`: every trained token weighs the same (DAPO, arXiv:2503.14476). `sequence`: the mean over
     trajectories of each one's token mean (GRPO, arXiv:2402.03300). `constant`: the sum over tokens
-    divided by trajectories * `constant`, a length (Dr. GRPO, arXiv:2503.20783); these weights do not
-    sum to 1, and metrics weighted by them are no means.
+    divided by trajectories * `constant`, a length (Dr. GRPO, arXiv:2503.20783). The weights of
+    `constant` do not sum to 1, and metrics weighted by them are no means.
 
     Trajectories without a trained token do not count. Where there is no other, all weights are 0.
     """
@@ -120,7 +120,7 @@ def ppo(
     clip_high: float,
     dual_clip: float | None,
 ) -> TokenLosses:
-    """-min(A rho, A clip(rho, 1 - clip, 1 + clip_high)) with rho = exp(log_ratio) (arXiv:1707.06347).
+    """-min(A rho, A clip(rho, 1 - clip, 1 + clip_high)), rho = exp(log_ratio) (arXiv:1707.06347).
 
     Where A < 0 it is at most dual_clip * |A| (arXiv:1912.09729; dual_clip > 1).
     """
@@ -171,7 +171,7 @@ def policy_loss(
     `loss` is a name of POLICY_LOSSES or `file.py:function`. `correction` [b, T], of
     `importance_weights`, multiplies the loss of each token. Only `inputs.logps` gets a gradient.
 
-    Metrics: approx_kl, k3 of KL(old || new), and those of the loss. Of ppo, gspo and cispo these are
+    Metrics: approx_kl, k3 of KL(old || new), and those of the loss. ppo, gspo and cispo give
     clip_ratio, the fraction of tokens whose gradient (cispo: whose rho) was clipped, the dual clip
     included, and ratio, the mean rho that the loss used.
     """
@@ -313,7 +313,7 @@ def sigmoid(margin: Tensor, beta: float, label_smoothing: float) -> Tensor:
 
 
 def ipo(mean_margin: Tensor, beta: float) -> Tensor:
-    """(m - 1 / (2 beta))^2 (arXiv:2310.12036; the mean over tokens as its authors and TRL take it)."""
+    """(m - 1 / (2 beta))^2 (arXiv:2310.12036), with the mean over tokens as its authors and TRL."""
     return (mean_margin - 1 / (2 * beta)).square()
 
 
@@ -336,9 +336,9 @@ def dpo_loss(
 ) -> LossAndMetrics:
     """The weighted sum over pairs of the preference loss `loss`, and its metrics.
 
-    `loss` is a name of PREFERENCE_LOSSES or `file.py:function`. Metrics: those of `pair_metrics` for
-    the rewards beta * sum(logp - ref_logp), and kl, the k3 estimate of KL(reference || policy) on
-    the tokens of both replies, as though the reference had written them.
+    `loss` is a name of PREFERENCE_LOSSES or `file.py:function`. Metrics: those of `pair_metrics`
+    for the rewards beta * sum(logp - ref_logp), and kl, the k3 estimate of KL(reference || policy)
+    on the tokens of both replies, as though the reference had written them.
     """
     totals = masked(mask, logps - ref_logps.detach()).sum(1)
     weights_of_pairs, metrics = pair_metrics(beta * totals, weights)
@@ -360,9 +360,10 @@ def reward_loss(
     """The weighted sum over pairs of -log sigmoid(r_chosen - r_rejected - pair_margin).
 
     This is Bradley-Terry with Llama 2's margin (arXiv:2307.09288), plus
-    center * (r_chosen + r_rejected)^2, which holds the mean near 0 (arXiv:2312.09244). Row 2i is the
-    chosen and row 2i + 1 the rejected reply of pair i; `pair_margin` [B] is the pair's. The reward of
-    a row is its value at the one column that has a weight. Metrics: those of `pair_metrics`.
+    center * (r_chosen + r_rejected)^2, which holds the mean near 0 (arXiv:2312.09244). Row 2i is
+    the chosen and row 2i + 1 the rejected reply of pair i; `pair_margin` [B] is the pair's. The
+    reward of a row is its value at the one column that has a weight. Metrics: those of
+    `pair_metrics`.
     """
     rewards = masked(weights, values).sum(1)
     weights_of_pairs, metrics = pair_metrics(rewards, weights)

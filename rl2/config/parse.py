@@ -34,7 +34,9 @@ class Assignment(NamedTuple):
 
 
 def parse(root: type, argv: list[str]) -> Any:
-    """The config that the arguments ask for, an instance of `root`, a key of VALIDATORS.
+    """The config that the arguments ask for, an instance of `root`.
+
+    `root` is a key of VALIDATORS or a subclass of one, whose checks it has then.
 
     `--help` and `--cfg job` print and exit. If there are problems, rank 0 prints all of them and
     every rank exits with status 2.
@@ -57,7 +59,8 @@ def parse(root: type, argv: list[str]) -> Any:
     if choice_problems:  # which may be why other keys seem to have no effect
         set_keys = set()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    found_problems, warnings = VALIDATORS[root](result, set_keys, world_size)
+    validate = next(VALIDATORS[kind] for kind in root.__mro__ if kind in VALIDATORS)
+    found_problems, warnings = validate(result, set_keys, world_size)
     report(problems + choice_problems + found_problems, warnings)
     return result
 

@@ -89,7 +89,7 @@ VALIDATORS: dict[type, Callable[[Any, set[str], int], Checked]] = {
 
 
 def get_value(config: Any, name: str) -> Any:
-    """The value of a dotted name; `rollout.engine_args` is a dict, everything else has attributes."""
+    """The value of a dotted name. `rollout.engine_args` is a dict, all else has attributes."""
     for part in name.split("."):
         config = config[part] if isinstance(config, dict) else getattr(config, part)
     return config

@@ -1,8 +1,8 @@
 """The sections of the config, one dataclass each. Everything about a key stands beside its field.
 
-`key` (in key.py) declares a key with its default, its help, its range, its choices and the condition
-under which it has an effect. `parse.py` prints the help, and `rules.py` checks the rest. A subclass
-that only changes a default writes a plain `name: type = default`: the key keeps all else.
+`key` (in key.py) declares a key with its default, its help, its range, its choices and the
+condition under which it has an effect. `parse.py` prints the help, and `rules.py` checks the rest.
+A subclass that only changes a default writes a plain `name: type = default`: the key keeps all else.
 """
 
 from collections.abc import Mapping
@@ -78,8 +78,8 @@ WITH_GROUPS = Condition(
 class DataConfig:
     path: str = key(
         MISSING,
-        "training rows, a file, folder or dataset name; json, jsonl, csv, parquet or arrow files, a "
-        "folder of them, or a dataset of the Hugging Face hub",
+        "training rows, a file, folder or dataset name; json, jsonl, csv, parquet or arrow files, "
+        "a folder of them, or a dataset of the Hugging Face hub",
         common=True,
     )
     test_path: str | None = key(
@@ -384,8 +384,8 @@ class RolloutConfig:
     )
     env_path: str = key(
         MISSING,
-        "a Python file or the name of a ready-made env; the file has reward_fn(messages, answer) and "
-        "for several turns interact(messages)",
+        "a Python file or the name of a ready-made env; the file has reward_fn(messages, answer) "
+        "and for several turns interact(messages)",
         common=True,
     )
     env_timeout: float = key(30.0, "seconds that one call of the env may take", above=0)
@@ -445,8 +445,8 @@ class AdvConfig:
     lamda: float = key(1.0, "lambda of gae", at_least=0, at_most=1, setting_of="estimator")
     norm_var: bool = key(
         False,
-        "divide advantages by their standard deviation; reinforce: of the group (on: GRPO; off: Dr. "
-        "GRPO); gae: of the batch",
+        "divide advantages by their standard deviation; reinforce: of the group (on: GRPO; off: "
+        "Dr. GRPO); gae: of the batch",
         common=True,
         setting_of="estimator",
     )

@@ -129,8 +129,8 @@ LOGGERS: dict[str, Callable[[RunName], Logger | None]] = {"wandb": start_wandb}
 class MetricsLog:
     """Times the phases of a step and writes its metrics to all loggers.
 
-    All processes make the same calls; the first one has the loggers. `start_step` of `num_steps` are
-    done already. `disabled` are names of LOGGERS that are not started.
+    All processes make the same calls; the first one has the loggers. `start_step` of `num_steps`
+    are done already. `disabled` are names of LOGGERS that are not started.
     """
 
     def __init__(self, run: RunName, start_step: int, num_steps: int, disabled: set[str]):

@@ -12,7 +12,7 @@ from rl2.env.contract import EnvError, EnvFailures
 
 @dataclass
 class Trajectory:
-    """One conversation of the policy with the environment, and the training sequences it becomes."""
+    """A conversation of the policy with the environment, and the training sequences it becomes."""
 
     id: int
     group: int

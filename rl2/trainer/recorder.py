@@ -1,4 +1,7 @@
-"""When to log, evaluate, save, export and stop. All processes make the same calls; the first writes."""
+"""When to log, evaluate, save, export and stop.
+
+All processes make the same calls; the first one writes.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
