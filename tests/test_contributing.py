@@ -55,7 +55,7 @@ def changed_copy(tmp_path_factory):
         shutil.copytree(ROOT / folder, copy / folder, ignore=ignored)
     for heading, diff in read_diffs().items():
         applied = subprocess.run(
-            ["git", "apply", "-C1", "--recount", "-"],
+            ["git", "apply", "-C1", "-"],
             input=diff,
             cwd=copy,
             text=True,
@@ -80,13 +80,14 @@ def write_rows(path, rows):
 
 def test_additions_work_in_a_run_of_grpo(changed_copy, tmp_path):
     """One step with the new engine, env, loss, estimator, logger and key."""
-    message = {"role": "user", "content": "Shout"}
-    rows = [{"messages": [{**message, "content": f"Shout {i}"}], "answer": ""} for i in range(9)]
+    texts = ["ab", "AB", "not used", "nor this"]
+    rows = [{"messages": [{"role": "user", "content": text}], "answer": ""} for text in texts]
     arguments = [
         f"data.path={write_rows(tmp_path / 'rows.jsonl', rows)}",
         "data.prompts_per_rollout=2",
         "data.responses_per_prompt=2",
         f"actor.model_name={make_model(tmp_path / 'tiny')}",
+        "rollout.train_sampling_params.max_new_tokens=8",
         "actor.loss=unclipped",
         "adv.estimator=batch_mean",
         "rollout.engine=echo",
@@ -108,7 +109,7 @@ def test_additions_work_in_a_run_of_grpo(changed_copy, tmp_path):
     assert float(table["reward/mean"]) == line["reward/mean"] > 0
     records = (tmp_path / "run/rollouts/train/step_1.jsonl").read_text().splitlines()
     prompts = {json.loads(record)["messages"][0]["content"] for record in records}
-    assert prompts == {"Shout 0", "Shout 1"}
+    assert prompts == {"ab", "AB"}
 
 
 def test_the_added_trainer_works(changed_copy, tmp_path):
@@ -116,7 +117,7 @@ def test_the_added_trainer_works(changed_copy, tmp_path):
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * i}]}
         for i in range(1, 5)
     ]
-    assert "unlike " in run("-m", "rl2", env={"PYTHONPATH": str(changed_copy)}).stdout
+    assert "unlike " in start(changed_copy, "--help").stdout
     done = start(
         changed_copy,
         "unlike",
