@@ -1,6 +1,7 @@
 """Compares two checkouts to the bit: the same short runs in both, on this machine.
 
     python tests/equal_bits.py OLD_CHECKOUT [NEW_CHECKOUT] [--only NAME ...] [--record FOLDER]
+        [--ignore PLACE ...]
 
 Each run trains a tiny random model for a few steps; the quickstart trains its own model. Compared
 are every metric of metrics.jsonl except times and memory, the SHA-256 of every tensor of the
@@ -10,7 +11,8 @@ code is 1 after a difference or a crash.
 
 --record keeps the data and the results of the old checkout in FOLDER. Later calls with this folder
 read them instead of running the old checkout again. --only takes names of runs and shell patterns,
-such as `ppo*`. The quickstart needs rl2[quickstart] once, to prepare its data.
+such as `ppo*`. --ignore takes shell patterns of places that changed on purpose, such as
+`*record*advantage`. The quickstart needs rl2[quickstart] once, to prepare its data.
 """
 
 import argparse
@@ -463,8 +465,9 @@ def hash_tensors(state: dict[str, object], name: str) -> list[tuple]:
     return entries
 
 
-def differences(old: dict, new: dict) -> list[str]:
-    """Each difference of two runs' results as a line of text, the earliest step first."""
+def differences(old: dict, new: dict, ignored: list[str]) -> list[str]:
+    """Each difference of two runs' results as a line of text, the earliest step first. Places that
+    match a pattern of `ignored` are left out."""
     for side, results in (("old", old), ("new", new)):
         if results["crash"] is not None:
             return [f"{side} crashed: {results['crash']}"]
@@ -473,6 +476,8 @@ def differences(old: dict, new: dict) -> list[str]:
         missing = place not in old["values"] or place not in new["values"]
         if missing and RECORD in place:
             continue  # records are compared in the fields that both have
+        if any(fnmatch.fnmatch(place, pattern) for pattern in ignored):
+            continue
         before, after = (results["values"].get(place, "absent") for results in (old, new))
         if before != after:
             lines.append(f"{place}: {before!r} != {after!r}")
@@ -512,6 +517,7 @@ def main() -> int:
     parser.add_argument("new", type=Path, nargs="?", default=Path("."))
     parser.add_argument("--only", nargs="+", metavar="NAME", default=["*"])
     parser.add_argument("--record", type=Path, metavar="FOLDER")
+    parser.add_argument("--ignore", nargs="+", metavar="PLACE", default=[])
     arguments = parser.parse_args()
     runs = choose(arguments.only)
     with tempfile.TemporaryDirectory(prefix="equal_bits_old_") as temporary:
@@ -521,7 +527,7 @@ def main() -> int:
         new = play_and_read(arguments.new.resolve(), runs, folder / "data")
     num_different = 0
     for run in runs:
-        found = differences(old[run.name], new[run.name])
+        found = differences(old[run.name], new[run.name], arguments.ignore)
         num_different += bool(found)
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         values = len(old[run.name]["values"])
