@@ -2,7 +2,7 @@
 
 `key` (in key.py) declares a key with its default, its help, its range, its choices and the
 condition under which it has an effect. `parse.py` prints the help, and `rules.py` checks the rest.
-A subclass that only changes a default writes a plain `name: type = default`: the key keeps all else.
+A subclass that only changes a default writes a plain `name: type = default`; the rest stays.
 """
 
 from collections.abc import Mapping
