@@ -26,7 +26,7 @@ def find_function(name: str, table: Mapping[str, Function], key: str) -> Functio
     if not path.endswith(".py"):
         choices = ", ".join(table)
         raise ValueError(f"{key}={name}: choose {choices}, or your own as path/to/file.py:function")
-    function = _run_file(path, key).get(attribute)
+    function: Function | None = _run_file(path, key).get(attribute)
     if not callable(function):
         raise ValueError(f"{key}={name}: {path} has no function {attribute}")
     return function

@@ -223,7 +223,7 @@ def geometric_mask(log_rho: Tensor, mask: Tensor, cap: float) -> Tensor:
     return ((rho >= 1 / cap) & (rho <= cap)).to(log_rho.dtype).expand_as(log_rho)
 
 
-IMPORTANCE_CORRECTIONS: dict[str, Function] = {
+IMPORTANCE_CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "token_tis": truncated_weights,
     "token_mask": masked_weights,
     "sequence_mask": sequence_masked_weights,

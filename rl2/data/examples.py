@@ -64,6 +64,9 @@ class EpochSampler(Generic[Item]):
     def __getitem__(self, i: int) -> Item:
         raise NotImplementedError
 
+    def __iter__(self) -> Iterator[Item]:
+        return (self[i] for i in range(len(self)))
+
     def __len__(self) -> int:
         return len(self.kept)
 

@@ -23,6 +23,7 @@ from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
 from rl2.rollout.stats import summarise, to_records
 from rl2.rollout.trajectory import Player
+from rl2.run_folder import Parts
 from rl2.trainer.recorder import Evaluate, Recorder
 from rl2.worker import Loss, UpdateResult, Worker, compute_dtype
 
@@ -63,7 +64,7 @@ class PPORun:
 
         workers = self._make_workers(device, num_steps)
         self.collector = self._make_collector(device, env, tokenizer, prompts, num_steps)
-        parts = {**workers, "rollout": self.collector}
+        parts: Parts = {**workers, "rollout": self.collector}
         self.recorder = Recorder(config, tokenizer, workers, parts, num_steps, device)
         self.recorder.resume()
 

@@ -107,8 +107,8 @@ def add_advantages(batch: Batch, config: PPOConfig) -> dict[str, float]:
     metrics = {"rollout/zero_variance": fraction.item()}
     if config.kl.type == "reward":
         assert batch.old_logps is not None and batch.ref_logps is not None
-        estimator = config.kl.reward_estimator
-        kl = losses.kl_estimate(batch.old_logps, batch.ref_logps, estimator) * batch.mask
+        kl = losses.kl_estimate(batch.old_logps, batch.ref_logps, config.kl.reward_estimator)
+        kl = kl * batch.mask
         rewards = rewards - config.kl.coef * kl
         metrics["actor/kl"] = (kl.sum() / batch.mask.sum().clamp(min=1)).item()
     inputs = AdvantageInputs(
