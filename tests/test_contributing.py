@@ -160,15 +160,16 @@ def test_functions_of_a_users_file(tmp_path, monkeypatch):
     assert advantages[4, 0] == 0
 
     logps = torch.tensor([[-1.0, -2]], requires_grad=True)
-    loss, metrics = losses.policy_loss(
-        logps,
+    inputs = losses.PolicyInputs(
+        logps=logps,
         old_logps=torch.tensor([[-2.0, -2]]),
         advantages=torch.tensor([[1.0, -1]]),
         mask=torch.ones(1, 2),
-        weights=torch.full((1, 2), 0.5),
         clip=0.2,
-        loss="my_algorithms.py:unclipped",
+        clip_high=0.2,
     )
+    weights = torch.full((1, 2), 0.5)
+    loss, metrics = losses.policy_loss(inputs, weights, "my_algorithms.py:unclipped")
     loss.backward()
     e = torch.tensor(1.0).exp().item()
     assert loss.item() == pytest.approx((1 - e) / 2)

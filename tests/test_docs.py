@@ -151,7 +151,9 @@ def string_constants(node) -> set[str]:
 def metrics_of_losses() -> set[str]:
     """The names of the metrics that the losses return, without the worker's name before them."""
     column = torch.zeros(2, 3)
+    inputs = losses.PolicyInputs(column, column, column, column, clip=0.2, clip_high=0.2)
     arguments = {
+        "inputs": inputs,
         "correction": None,
         "clip_high": None,
         "dual_clip": None,

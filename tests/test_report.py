@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from rl2.report import loggers
-from rl2.report.loggers import Console, JsonLines, RunName, start_loggers
+from rl2.report.loggers import Console, JsonLines, MetricsLog, RunName
 
 
 def test_metrics_that_json_cannot_hold_become_null(tmp_path):
@@ -23,8 +23,11 @@ def test_a_service_is_started_unless_it_is_disabled_or_cannot_be_used(monkeypatc
 
     table = {"works": Service, "cannot": lambda run: None, "disabled": Service}
     monkeypatch.setattr(loggers, "LOGGERS", table)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     run = RunName(Path("runs/x"), "project", "x")
-    [service] = start_loggers(run, disabled={"disabled"})
+    log = MetricsLog(run, start_step=0, num_steps=5, disabled={"disabled"})
+    file, service, console = log.loggers
+    assert isinstance(file, JsonLines) and isinstance(console, Console)
     assert service.run is run
 
 
