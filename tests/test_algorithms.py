@@ -1,4 +1,8 @@
-"""Every formula against loops in plain Python, hand-worked cases, closed-form gradients, and TRL's own code."""
+"""Tests of rl2/algorithms.
+
+Every formula is compared with loops in plain Python, cases worked by hand, closed-form gradients,
+and TRL's own code.
+"""
 
 import math
 import random
@@ -31,6 +35,15 @@ from rl2.algorithms.losses import (
 )
 
 SEEDS = range(12)
+CORRECTIONS = ("token_tis", "token_mask", "sequence_mask", "geometric_mask")
+LOSSES = [
+    dict(loss="ppo", clip=0.2),
+    dict(loss="ppo", clip=0.2, clip_high=0.28),
+    dict(loss="ppo", clip=0.1, dual_clip=1.2),
+    dict(loss="gspo", clip=0.05, clip_high=0.1),
+    dict(loss="gspo", clip=0.05, dual_clip=1.1),
+    dict(loss="cispo", clip=0.2, clip_high=0.1),
+]
 
 
 def policy_loss(
@@ -45,92 +58,91 @@ def policy_loss(
     loss="ppo",
     correction=None,
 ):
-    """`losses.policy_loss` with the inputs of the policy loss one by one."""
-    clip_high = clip if clip_high is None else clip_high
+    """Call `losses.policy_loss` with separate arguments. `clip_high` defaults to `clip`."""
+    if clip_high is None:
+        clip_high = clip
     inputs = PolicyInputs(logps, old_logps, advantages, mask, clip, clip_high, dual_clip)
     return losses.policy_loss(inputs, weights, loss, correction)
 
 
-KINDS = ("token_tis", "token_mask", "sequence_mask", "geometric_mask")
-LOSSES = [
-    dict(loss="ppo", clip=0.2),
-    dict(loss="ppo", clip=0.2, clip_high=0.28),
-    dict(loss="ppo", clip=0.1, dual_clip=1.2),
-    dict(loss="gspo", clip=0.05, clip_high=0.1),
-    dict(loss="gspo", clip=0.05, dual_clip=1.1),
-    dict(loss="cispo", clip=0.2, clip_high=0.1),
-]
-
-
 def make_case(seed, dtype=torch.float64):
-    """Ragged groups of trajectories of one to three rows each, the rows of different trajectories interleaved, some
-    tokens not sampled, some trajectories without any; numbers of groups and trajectories in no order."""
+    """Random columns of ragged groups of trajectories.
+
+    A trajectory has one to three rows. The rows of different trajectories are interleaved. Some
+    tokens are not sampled, and some trajectories have no sampled token. The ids of groups and
+    trajectories are not sorted.
+    """
     rng = random.Random(seed)
-    trajectories = [
-        (g, n) for g in rng.sample(range(100), rng.randint(1, 4)) for n in range(rng.randint(1, 4))
-    ]
-    numbers = rng.sample(range(1000), len(trajectories))
-    rows = [
-        (g, n)
-        for (g, _), n in zip(trajectories, numbers, strict=True)
-        for _ in range(rng.randint(1, 3))
-    ]
+    groups = []  # the group id of each trajectory
+    for group in rng.sample(range(100), rng.randint(1, 4)):
+        groups += [group] * rng.randint(1, 4)
+    trajectories = rng.sample(range(1000), len(groups))
+    rows = []
+    for group, trajectory in zip(groups, trajectories, strict=True):
+        rows += [(group, trajectory)] * rng.randint(1, 3)
     rng.shuffle(rows)
-    failed = {n for n in numbers if rng.random() < 0.15}
+    failed = {trajectory for trajectory in trajectories if rng.random() < 0.15}
     width = rng.randint(1, 8)
-    mask = [[float(n not in failed and rng.random() < 0.7) for _ in range(width)] for _, n in rows]
+    mask = []
+    for _, trajectory in rows:
+        is_alive = trajectory not in failed
+        mask.append([float(is_alive and rng.random() < 0.7) for _ in range(width)])
     mask[0][0] = float(rows[0][1] not in failed)
     case = SimpleNamespace(mask=torch.tensor(mask, dtype=dtype))
-    case.group, case.trajectory = (
-        torch.tensor([g for g, _ in rows]),
-        torch.tensor([n for _, n in rows]),
-    )
-    noise = torch.Generator().manual_seed(seed)
+    case.group = torch.tensor([group for group, _ in rows])
+    case.trajectory = torch.tensor([trajectory for _, trajectory in rows])
+    generator = torch.Generator().manual_seed(seed)
 
     def normal(scale=1.0):
-        return scale * torch.randn(len(rows), width, generator=noise, dtype=dtype)
+        return scale * torch.randn(len(rows), width, generator=generator, dtype=dtype)
 
     case.old_logps = -normal().abs()
-    case.logps, case.engine_logps = case.old_logps + normal(0.2), case.old_logps + normal(0.15)
-    case.rewards = torch.randint(0, 2, case.mask.shape, generator=noise).to(dtype) * case.mask
-    case.advantages, case.correction = normal(), normal().abs()
-    case.old_values, case.returns = normal(), normal()
+    case.logps = case.old_logps + normal(0.2)
+    case.engine_logps = case.old_logps + normal(0.15)
+    case.rewards = torch.randint(0, 2, case.mask.shape, generator=generator).to(dtype) * case.mask
+    case.advantages = normal()
+    case.correction = normal().abs()
+    case.old_values = normal()
+    case.returns = normal()
     case.values = case.old_values + normal(0.3)
-    case.weights = torch.rand(case.mask.shape, generator=noise, dtype=dtype) * case.mask
+    case.weights = torch.rand(case.mask.shape, generator=generator, dtype=dtype) * case.mask
     return case
 
 
-def tokens(mask, trajectory):
-    """The sampled tokens (row, column) of each trajectory in order of time."""
-    found = defaultdict(list)
+def sampled_cells(mask, trajectory):
+    """{trajectory: [(row, column) of each sampled token, in order of time]}."""
+    cells = defaultdict(list)
     for b, row in enumerate(mask.tolist()):
         for t, sampled in enumerate(row):
             if sampled:
-                found[trajectory[b].item()].append((b, t))
-    return found
+                cells[trajectory[b].item()].append((b, t))
+    return cells
 
 
-def assert_cells(tensor, cells):
-    """`tensor` holds the values of `cells`, {(row, column): value}, and 0 elsewhere."""
+def assert_cells(tensor, values):
+    """Assert that `tensor` holds `values`, {(row, column): value}, and 0 in all other cells."""
     expected = torch.zeros_like(tensor)
-    for place, value in cells.items():
-        expected[place] = value
+    for cell, value in values.items():
+        expected[cell] = value
     torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-9)
 
 
-def assert_sums(metrics, expected):
+def assert_metrics(metrics, expected):
+    """Assert that the metrics are scalars without a gradient, equal to `expected`."""
     assert metrics.keys() == expected.keys()
     for name, value in metrics.items():
         assert value.shape == () and not value.requires_grad, name
         assert value.item() == pytest.approx(expected[name], rel=1e-9, abs=1e-9), name
 
 
-def rewards_of(case):
-    """{group: {trajectory: reward}} of the trajectories that count."""
-    found = defaultdict(dict)
-    for number, places in tokens(case.mask, case.trajectory).items():
-        found[case.group[places[0][0]].item()][number] = sum(case.rewards[p].item() for p in places)
-    return found
+def rewards_by_group(case):
+    """{group: {trajectory: reward}} of the trajectories with a sampled token."""
+    rewards = defaultdict(dict)
+    for trajectory, cells in sampled_cells(case.mask, case.trajectory).items():
+        first_row = cells[0][0]
+        group = case.group[first_row].item()
+        rewards[group][trajectory] = sum(case.rewards[cell].item() for cell in cells)
+    return rewards
 
 
 # KL
@@ -145,29 +157,33 @@ def test_kl_estimates_by_hand():
         kl_estimate(logps, ref, "k4")
 
 
+def random_logits(seed):
+    return torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
 def test_kl_estimates_and_their_gradients_in_expectation():
-    """Over all tokens of a softmax: k1 and k3 are unbiased; the gradient of k2 is that of KL(policy || reference), the
-    one of k3 that of KL(reference || policy), the one of k1 nothing."""
-    logits = torch.randn(
-        6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    ).requires_grad_()
+    """The expectations over all tokens of a softmax.
+
+    k1 and k3 are unbiased. The gradient of k2 is that of KL(policy || reference), the gradient of
+    k3 is that of KL(reference || policy), and the gradient of k1 is zero.
+    """
+    logits = random_logits(seed=0).requires_grad_()
     logps = logits.log_softmax(0)
-    ref = torch.randn(
-        6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    ).log_softmax(0)
+    ref = random_logits(seed=1).log_softmax(0)
     probs = logps.exp().detach()
     estimates = {name: (probs * kl_estimate(logps, ref, name)).sum() for name in ("k1", "k2", "k3")}
-    reverse, forward = (logps.exp() * (logps - ref)).sum(), (ref.exp() * (ref - logps)).sum()
-    assert estimates["k1"].item() == pytest.approx(reverse.item())
-    assert estimates["k3"].item() == pytest.approx(reverse.item())
+    reverse_kl = (logps.exp() * (logps - ref)).sum()
+    forward_kl = (ref.exp() * (ref - logps)).sum()
+    assert estimates["k1"].item() == pytest.approx(reverse_kl.item())
+    assert estimates["k3"].item() == pytest.approx(reverse_kl.item())
 
     def gradient(loss):
         return torch.autograd.grad(loss, logits, retain_graph=True)[0]
 
-    torch.testing.assert_close(gradient(estimates["k2"]), gradient(reverse))
-    torch.testing.assert_close(gradient(estimates["k3"]), gradient(forward))
+    torch.testing.assert_close(gradient(estimates["k2"]), gradient(reverse_kl))
+    torch.testing.assert_close(gradient(estimates["k3"]), gradient(forward_kl))
     torch.testing.assert_close(gradient(estimates["k1"]), torch.zeros_like(logits))
-    assert (gradient(forward) - gradient(reverse)).abs().max() > 0.05
+    assert (gradient(forward_kl) - gradient(reverse_kl)).abs().max() > 0.05
 
 
 # Advantages
@@ -177,33 +193,37 @@ def test_kl_estimates_and_their_gradients_in_expectation():
 def test_trajectory_rewards(seed):
     case = make_case(seed)
     expected = defaultdict(float)
-    for number, row in zip(case.trajectory.tolist(), case.rewards.tolist(), strict=True):
-        expected[number] += sum(row)
-    assert trajectory_rewards(case.rewards, case.trajectory).tolist() == [
-        expected[n] for n in sorted(expected)
-    ]
+    for trajectory, rewards in zip(case.trajectory.tolist(), case.rewards.tolist(), strict=True):
+        expected[trajectory] += sum(rewards)
+    in_order = [expected[trajectory] for trajectory in sorted(expected)]
+    assert trajectory_rewards(case.rewards, case.trajectory).tolist() == in_order
 
 
 @pytest.mark.parametrize("norm_var", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_group_advantages(seed, norm_var):
-    case, cells = make_case(seed), {}
-    for rewards in rewards_of(case).values():
+    case = make_case(seed)
+    cells_of = sampled_cells(case.mask, case.trajectory)
+    expected = {}
+    for rewards in rewards_by_group(case).values():
         mean = sum(rewards.values()) / len(rewards)
-        for number, places in tokens(case.mask, case.trajectory).items():
-            if number in rewards:
-                std = (
-                    statistics.stdev(rewards.values()) if norm_var and len(rewards) > 1 else 0.9999
-                )
-                cells |= {place: (rewards[number] - mean) / (std + 1e-4) for place in places}
-    assert_cells(
-        group_advantages(case.rewards, case.mask, case.group, case.trajectory, norm_var), cells
-    )
+        std = 0.9999
+        if norm_var and len(rewards) > 1:
+            std = statistics.stdev(rewards.values())
+        for trajectory, reward in rewards.items():
+            for cell in cells_of[trajectory]:
+                expected[cell] = (reward - mean) / (std + 1e-4)
+    columns = (case.rewards, case.mask, case.group, case.trajectory)
+    assert_cells(group_advantages(*columns, norm_var), expected)
 
 
 def test_group_advantages_by_hand():
-    """Group 3: trajectory 7 in two rows with reward 1 + 2, trajectory 5 with 0, trajectory 6 failed. Group 0: a single
-    one left. Group 1: three times 0.1, whose mean in floating point is not 0.1."""
+    """Three groups of different kinds.
+
+    Group 3: trajectory 7 has two rows and the reward 1 + 2, trajectory 5 has the reward 0, and
+    trajectory 6 failed. Group 0: one trajectory of two failed. Group 1: three rewards of 0.1, whose
+    mean in floating point is not 0.1.
+    """
     mask = torch.tensor([[0.0, 1], [1, 0], [1, 1], [0, 0], [1, 1], [0, 0], [1, 0], [1, 0], [1, 0]])
     rewards = torch.tensor(
         [[0.0, 1], [2, 0], [0, 0], [0, 9], [0, 5], [4, 0], [0.1, 0], [0.1, 0], [0.1, 0]]
@@ -225,11 +245,9 @@ def test_group_advantages_by_hand():
 @pytest.mark.parametrize("norm_var", [False, True])
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e6 + 0.1])
 def test_equal_rewards_give_exactly_zero(reward, norm_var):
-    rewards, mask, group = (
-        torch.full((7, 1), reward),
-        torch.ones(7, 1),
-        torch.zeros(7, dtype=torch.int64),
-    )
+    rewards = torch.full((7, 1), reward)
+    mask = torch.ones(7, 1)
+    group = torch.zeros(7, dtype=torch.int64)
     assert group_advantages(rewards, mask, group, torch.arange(7), norm_var).eq(0).all()
     assert zero_std_group_fraction(rewards, mask, group, torch.arange(7)).item() == 1
     assert whiten(rewards, mask).eq(0).all()
@@ -238,56 +256,61 @@ def test_equal_rewards_give_exactly_zero(reward, norm_var):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_zero_std_group_fraction(seed):
     case = make_case(seed)
-    groups = [len(set(rewards.values())) == 1 for rewards in rewards_of(case).values()]
-    share = zero_std_group_fraction(case.rewards, case.mask, case.group, case.trajectory)
-    assert share.item() == pytest.approx(sum(groups) / max(1, len(groups)))
+    has_zero_std = [len(set(rewards.values())) == 1 for rewards in rewards_by_group(case).values()]
+    fraction = zero_std_group_fraction(case.rewards, case.mask, case.group, case.trajectory)
+    assert fraction.item() == pytest.approx(sum(has_zero_std) / max(1, len(has_zero_std)))
 
 
 @pytest.mark.parametrize("gamma, lamda", [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.97, 1.0)])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gae(seed, gamma, lamda):
-    case, cells, returns = make_case(seed), {}, {}
-    for places in tokens(case.mask, case.trajectory).values():
-        advantage = following = 0.0
-        for place in reversed(places):
-            value = case.values[place].item()
-            advantage = (
-                case.rewards[place].item() + gamma * following - value + gamma * lamda * advantage
-            )
-            cells[place], returns[place], following = advantage, advantage + value, value
-    found = gae(case.rewards, case.values, case.mask, case.trajectory, gamma, lamda)
-    assert_cells(found[0], cells)
-    assert_cells(found[1], returns)
+    case = make_case(seed)
+    expected_advantages, expected_returns = {}, {}
+    for cells in sampled_cells(case.mask, case.trajectory).values():
+        advantage = next_value = 0.0
+        for cell in reversed(cells):
+            value = case.values[cell].item()
+            delta = case.rewards[cell].item() + gamma * next_value - value
+            advantage = delta + gamma * lamda * advantage
+            expected_advantages[cell] = advantage
+            expected_returns[cell] = advantage + value
+            next_value = value
+    columns = (case.rewards, case.values, case.mask, case.trajectory)
+    advantages, returns = gae(*columns, gamma, lamda)
+    assert_cells(advantages, expected_advantages)
+    assert_cells(returns, expected_returns)
 
 
 def test_gae_by_hand():
-    """One trajectory in rows 0 and 2 with a tool's token in between, reward 1 at its end; another in row 1."""
+    """Trajectory 4 has rows 0 and 2, a tool's token between them, and the reward 1 at its end.
+
+    Trajectory 2 has row 1.
+    """
     mask = torch.tensor([[1.0, 0, 1], [0, 1, 0], [0, 1, 0]])
     values = torch.tensor([[0.5, 9, 0.25], [9, 2, 9], [9, 0.75, 9]])
     rewards = torch.tensor([[0.0, 0, 0], [0, -1, 0], [0, 1, 0]])
     advantages, returns = gae(rewards, values, mask, torch.tensor([4, 2, 4]), 0.5, 0.5)
-    # Deltas 0.5 * 0.25 - 0.5, 0.5 * 0.75 - 0.25 and 1 - 0.75; each advantage adds a quarter of the next.
+    # The deltas are 0.5 * 0.25 - 0.5, 0.5 * 0.75 - 0.25 and 1 - 0.75.
+    # Each advantage adds a quarter of the next one.
     assert advantages.tolist() == [[-0.328125, 0, 0.1875], [0, -3, 0], [0, 0.25, 0]]
     assert returns.tolist() == [[0.171875, 0, 0.4375], [0, -1, 0], [0, 1, 0]]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_whiten(seed):
-    case, cells = make_case(seed), {}
-    chosen = {
-        place: case.advantages[place].item()
-        for line in tokens(case.mask, case.trajectory).values()
-        for place in line
-    }
-    if len(chosen) > 1:
-        mean, variance = statistics.mean(chosen.values()), statistics.variance(chosen.values())
-        cells = {
-            place: (value - mean) / math.sqrt(variance + 1e-8) for place, value in chosen.items()
-        }
-    assert_cells(whiten(case.advantages, case.mask), cells)
+    case = make_case(seed)
+    advantages = {}
+    for cells in sampled_cells(case.mask, case.trajectory).values():
+        advantages |= {cell: case.advantages[cell].item() for cell in cells}
+    expected = {}
+    if len(advantages) > 1:
+        mean = statistics.mean(advantages.values())
+        std = math.sqrt(statistics.variance(advantages.values()) + 1e-8)
+        expected = {cell: (advantage - mean) / std for cell, advantage in advantages.items()}
+    assert_cells(whiten(case.advantages, case.mask), expected)
 
 
-def test_whiten_of_one_token_or_none():
+def test_whiten_one_token_or_none():
     advantages = torch.tensor([[3.0, 4.0]])
     assert whiten(advantages, torch.tensor([[0.0, 1.0]])).tolist() == [[0, 0]]
     assert whiten(advantages, torch.zeros(1, 2)).tolist() == [[0, 0]]
@@ -299,28 +322,23 @@ def test_whiten_of_one_token_or_none():
 @pytest.mark.parametrize("seed", SEEDS)
 def test_token_weights(seed):
     case = make_case(seed)
-    lines = tokens(case.mask, case.trajectory).values()
-    total = sum(len(line) for line in lines)
-
-    def cells(weight):
-        return {place: weight(line) for line in lines for place in line}
-
-    assert_cells(token_weights(case.mask, case.trajectory, "token"), cells(lambda line: 1 / total))
-    assert_cells(
-        token_weights(case.mask, case.trajectory, "sequence"),
-        cells(lambda line: 1 / len(line) / len(lines)),
-    )
-    assert_cells(
-        token_weights(case.mask, case.trajectory, "constant", 16),
-        cells(lambda line: 1 / 16 / len(lines)),
-    )
+    trajectories = sampled_cells(case.mask, case.trajectory).values()
+    num_trajectories = len(trajectories)
+    num_tokens = sum(len(cells) for cells in trajectories)
+    by_token, by_sequence, by_constant = {}, {}, {}
+    for cells in trajectories:
+        for cell in cells:
+            by_token[cell] = 1 / num_tokens
+            by_sequence[cell] = 1 / len(cells) / num_trajectories
+            by_constant[cell] = 1 / 16 / num_trajectories
+    assert_cells(token_weights(case.mask, case.trajectory, "token"), by_token)
+    assert_cells(token_weights(case.mask, case.trajectory, "sequence"), by_sequence)
+    assert_cells(token_weights(case.mask, case.trajectory, "constant", 16), by_constant)
 
 
-def test_token_weights_by_hand_and_what_is_refused():
-    mask, trajectory = (
-        torch.tensor([[1.0, 1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 1]]),
-        torch.tensor([5, 5, 6, 2]),
-    )
+def test_token_weights_by_hand_and_wrong_arguments():
+    mask = torch.tensor([[1.0, 1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 1]])
+    trajectory = torch.tensor([5, 5, 6, 2])
     assert token_weights(mask, trajectory, "token")[0].tolist() == pytest.approx([0.2, 0.2, 0])
     assert token_weights(mask, trajectory, "sequence").sum(1).tolist() == [0.25, 0.25, 0, 0.5]
     assert token_weights(mask, trajectory, "constant", 4)[3].tolist() == [0, 0, 0.125]
@@ -337,32 +355,39 @@ def test_token_weights_by_hand_and_what_is_refused():
 
 
 def loop_policy_loss(case, loss, clip, clip_high=None, dual_clip=None, correction=None):
-    """The loss, its metrics, and the gradient of each token's logp."""
-    high, total, cells = 1 + (clip if clip_high is None else clip_high), 0.0, {}
+    """Returns the loss, its metrics, and the gradient in each token's logp as {cell: value}."""
+    low = 1 - clip
+    high = 1 + (clip if clip_high is None else clip_high)
+    total, gradient = 0.0, {}
     metrics = {"clip_ratio": 0.0, "approx_kl": 0.0, "ratio": 0.0}
     for b, row in enumerate(case.mask.tolist()):
-        places = [(b, t) for t, sampled in enumerate(row) if sampled]
-        log_ratios = [(case.logps[p] - case.old_logps[p]).item() for p in places]
-        for place, log_ratio in zip(places, log_ratios, strict=True):
-            rho = math.exp(sum(log_ratios) / len(log_ratios) if loss == "gspo" else log_ratio)
-            advantage, weight = case.advantages[place].item(), case.weights[place].item()
-            factor = weight if correction is None else weight * correction[place].item()
+        cells = [(b, t) for t, sampled in enumerate(row) if sampled]
+        log_ratios = [(case.logps[cell] - case.old_logps[cell]).item() for cell in cells]
+        for cell, log_ratio in zip(cells, log_ratios, strict=True):
+            if loss == "gspo":
+                rho = math.exp(sum(log_ratios) / len(log_ratios))
+            else:
+                rho = math.exp(log_ratio)
+            advantage = case.advantages[cell].item()
+            weight = case.weights[cell].item()
+            factor = weight if correction is None else weight * correction[cell].item()
             if loss == "cispo":
                 clipped = rho > high
                 slope = -min(rho, high) * advantage
-                total += factor * slope * case.logps[place].item()
+                total += factor * slope * case.logps[cell].item()
             else:
-                clipped = rho > high if advantage > 0 else rho < 1 - clip
-                value = -min(rho * advantage, min(max(rho, 1 - clip), high) * advantage)
-                if dual_clip is not None and advantage < 0 and value > dual_clip * -advantage:
-                    clipped, value = True, dual_clip * -advantage
-                total += factor * value
+                clipped = rho > high if advantage > 0 else rho < low
+                token_loss = -min(rho * advantage, min(max(rho, low), high) * advantage)
+                if dual_clip is not None and advantage < 0 and token_loss > dual_clip * -advantage:
+                    clipped = True
+                    token_loss = dual_clip * -advantage
+                total += factor * token_loss
                 slope = 0.0 if clipped else -rho * advantage
-            cells[place] = factor * slope
+            gradient[cell] = factor * slope
             metrics["clip_ratio"] += weight * clipped
             metrics["approx_kl"] += weight * (math.exp(log_ratio) - 1 - log_ratio)
             metrics["ratio"] += weight * rho
-    return total, metrics, cells
+    return total, metrics, gradient
 
 
 @pytest.mark.parametrize("corrected", [False, True])
@@ -381,47 +406,44 @@ def test_policy_loss_and_its_gradient(seed, options, corrected):
         correction=correction,
         **options,
     )
-    total, expected, cells = loop_policy_loss(case, correction=correction, **options)
+    total, expected_metrics, gradient = loop_policy_loss(case, correction=correction, **options)
     assert loss.item() == pytest.approx(total, rel=1e-9, abs=1e-9)
-    assert_sums(metrics, expected)
-    assert_cells(torch.autograd.grad(loss, logps)[0], cells)
+    assert_metrics(metrics, expected_metrics)
+    assert_cells(torch.autograd.grad(loss, logps)[0], gradient)
 
 
 def test_the_random_cases_reach_every_branch():
-    """Both clips and the dual one, so that the test above says something."""
+    """The test above checks something only if the lower, the upper and the dual clip all happen."""
+    cases = [make_case(seed) for seed in SEEDS]
+
+    def clip_ratios(**options):
+        return [loop_policy_loss(case, **options)[1]["clip_ratio"] for case in cases]
+
+    totals = [case.weights.sum().item() for case in cases]
     for options in LOSSES:
-        cases = [make_case(seed) for seed in SEEDS]
-        shares = [
-            loop_policy_loss(case, **options)[1]["clip_ratio"] / case.weights.sum().item()
-            for case in cases
-        ]
+        clip_ratio_and_total = zip(clip_ratios(**options), totals, strict=True)
+        shares = [clip_ratio / total for clip_ratio, total in clip_ratio_and_total]
         assert 0.02 < statistics.mean(shares) < 0.9, options
-    dual = sum(loop_policy_loss(case, **LOSSES[2])[1]["clip_ratio"] for case in cases)
-    assert dual > sum(
-        loop_policy_loss(case, loss="ppo", clip=0.1)[1]["clip_ratio"] for case in cases
-    )
+    assert sum(clip_ratios(**LOSSES[2])) > sum(clip_ratios(loss="ppo", clip=0.1))
 
 
 def test_policy_loss_by_hand():
-    """Ratios 2 and 1/2 against a clip of 0.2 / 0.5, each with advantage 1 and -1."""
+    """The ratios 2 and 1/2, each with the advantages 1 and -1; clip=0.2 and clip_high=0.5."""
     logps = torch.tensor([[2.0, 2.0, 0.5, 0.5]]).log().requires_grad_()
-    advantages, mask, weights = (
-        torch.tensor([[1.0, -1, 1, -1]]),
-        torch.ones(1, 4),
-        torch.full((1, 4), 0.25),
-    )
     old = torch.zeros(1, 4)
-    loss, metrics = policy_loss(logps, old, advantages, mask, weights, 0.2, clip_high=0.5)
+    advantages = torch.tensor([[1.0, -1, 1, -1]])
+    mask = torch.ones(1, 4)
+    weights = torch.full((1, 4), 0.25)
+    columns = (logps, old, advantages, mask, weights)
+    loss, metrics = policy_loss(*columns, 0.2, clip_high=0.5)
     assert loss.item() == pytest.approx((-1.5 + 2 - 0.5 + 0.8) / 4)
     assert metrics["clip_ratio"].item() == 0.5 and metrics["ratio"].item() == pytest.approx(1.25)
     assert torch.autograd.grad(loss, logps)[0].tolist() == [pytest.approx([0, 0.5, -0.125, 0])]
-    loss, metrics = policy_loss(
-        logps, old, advantages, mask, weights, 0.2, clip_high=0.5, dual_clip=1.75
-    )
+    loss, metrics = policy_loss(*columns, 0.2, clip_high=0.5, dual_clip=1.75)
     assert loss.item() == pytest.approx((-1.5 + 1.75 - 0.5 + 0.8) / 4)
     assert metrics["clip_ratio"].item() == 0.75
     with pytest.raises(ValueError, match="actor.loss=ppg: choose ppo, gspo, cispo"):
-        policy_loss(logps, old, advantages, mask, weights, 0.2, loss="ppg")
+        policy_loss(*columns, 0.2, loss="ppg")
 
 
 @pytest.mark.parametrize("options", LOSSES)
@@ -429,20 +451,23 @@ def test_policy_loss_by_hand():
 def test_at_ratio_one_the_gradient_is_exactly_the_policy_gradient(seed, options):
     case = make_case(seed, torch.float32)
     logps = case.logps.requires_grad_()
-    # Old logps that are the current ones and a correction made of them, undetached: no gradient may flow there.
+    # The old logps and the correction depend on `logps`. No gradient may flow through them.
     correction = 1 + (logps - logps.detach())
-    loss, metrics = policy_loss(
-        logps, logps, case.advantages, case.mask, case.weights, correction=correction, **options
-    )
+    columns = (logps, logps, case.advantages, case.mask, case.weights)
+    loss, metrics = policy_loss(*columns, correction=correction, **options)
     assert torch.autograd.grad(loss, logps)[0].equal(-case.advantages * case.weights)
     assert metrics["clip_ratio"].item() == 0 and metrics["approx_kl"].item() == 0
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gspo_has_the_gradient_of_the_sequence_objective(seed):
-    """With sequence weights and one advantage a row, it is mean over rows of min(s A, clip(s) A), equation 5."""
+    """The objective is the mean over rows of min(s A, clip(s) A), equation 5 of GSPO.
+
+    That holds with sequence weights and one advantage a row.
+    """
     case = make_case(seed)
-    mask, logps = case.mask, case.logps.requires_grad_()
+    mask = case.mask
+    logps = case.logps.requires_grad_()
     rows = torch.arange(len(mask))
     advantages = case.advantages[:, :1].expand_as(mask)
     alive = mask.sum(1) > 0
@@ -454,27 +479,23 @@ def test_gspo_has_the_gradient_of_the_sequence_objective(seed):
     weights = token_weights(mask, rows, "sequence")
     loss, _ = policy_loss(logps, case.old_logps, advantages, mask, weights, 0.05, 0.1, loss="gspo")
     assert loss.item() == pytest.approx(objective.item())
-    found, expected = torch.autograd.grad(loss, logps)[0], torch.autograd.grad(objective, logps)[0]
-    torch.testing.assert_close(found, expected)
+    gradient = torch.autograd.grad(loss, logps)[0]
+    expected_gradient = torch.autograd.grad(objective, logps)[0]
+    torch.testing.assert_close(gradient, expected_gradient)
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
 @pytest.mark.parametrize("shift", [1e3, -1e3])
-def test_an_absurd_ratio_stays_finite(loss, shift):
-    logps, old = (
-        torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True),
-        torch.full((1, 3), -1.0 - shift),
-    )
-    advantages, ones = torch.tensor([[1.0, -1.0, 0.0]]), torch.ones(1, 3)
+def test_an_extreme_ratio_gives_finite_numbers(loss, shift):
+    logps = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True)
+    old = torch.full((1, 3), -1.0 - shift)
+    advantages = torch.tensor([[1.0, -1.0, 0.0]])
+    ones = torch.ones(1, 3)
     value, metrics = policy_loss(logps, old, advantages, ones, ones, 0.2, loss=loss)
     value.backward()
-    for number in (
-        value,
-        logps.grad,
-        *metrics.values(),
-        *rollout_mismatch(logps, old, ones).values(),
-    ):
-        assert number.isfinite().all()
+    mismatch = rollout_mismatch(logps, old, ones)
+    for tensor in (value, logps.grad, *metrics.values(), *mismatch.values()):
+        assert tensor.isfinite().all()
     for estimator in ("k1", "k2", "k3"):
         assert kl_estimate(logps, old, estimator).isfinite().all()
 
@@ -485,55 +506,55 @@ def test_an_absurd_ratio_stays_finite(loss, shift):
 @pytest.mark.parametrize("cap", [1.05, 1.3])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_importance_weights(seed, cap):
-    case, expected = make_case(seed), {kind: {} for kind in KINDS}
+    case = make_case(seed)
+    expected = {correction: {} for correction in CORRECTIONS}
     for b, row in enumerate(case.mask.tolist()):
-        places = [(b, t) for t, sampled in enumerate(row) if sampled]
-        rhos = [math.exp((case.old_logps[p] - case.engine_logps[p]).item()) for p in places]
+        cells = [(b, t) for t, sampled in enumerate(row) if sampled]
+        rhos = [math.exp((case.old_logps[cell] - case.engine_logps[cell]).item()) for cell in cells]
         product = math.prod(rhos)
-        for place, rho in zip(places, rhos, strict=True):
-            expected["token_tis"][place] = min(rho, cap)
-            expected["token_mask"][place] = rho if 1 / cap <= rho <= cap else 0.0
-            expected["sequence_mask"][place] = product if product <= cap else 0.0
-            expected["geometric_mask"][place] = float(1 / cap <= product ** (1 / len(rhos)) <= cap)
-    old, engine = case.old_logps.requires_grad_(), case.engine_logps.requires_grad_()
-    for kind in KINDS:
-        found = importance_weights(old, engine, case.mask, kind, cap)
-        assert found.shape == case.mask.shape and not found.requires_grad
-        assert_cells(found * case.mask, expected[kind])
+        for cell, rho in zip(cells, rhos, strict=True):
+            geometric_mean = product ** (1 / len(rhos))
+            expected["token_tis"][cell] = min(rho, cap)
+            expected["token_mask"][cell] = rho if 1 / cap <= rho <= cap else 0.0
+            expected["sequence_mask"][cell] = product if product <= cap else 0.0
+            expected["geometric_mask"][cell] = float(1 / cap <= geometric_mean <= cap)
+    old_logps = case.old_logps.requires_grad_()
+    engine_logps = case.engine_logps.requires_grad_()
+    for correction in CORRECTIONS:
+        weights = importance_weights(old_logps, engine_logps, case.mask, correction, cap)
+        assert weights.shape == case.mask.shape and not weights.requires_grad
+        assert_cells(weights * case.mask, expected[correction])
 
 
 def test_importance_weights_by_hand():
     old = torch.tensor([[4.0, 0.5], [1.1, 1.2]]).log()
-    found = {
-        kind: importance_weights(old, torch.zeros(2, 2), torch.ones(2, 2), kind, 2.0)
-        for kind in KINDS
-    }
-    torch.testing.assert_close(found["token_tis"], torch.tensor([[2.0, 0.5], [1.1, 1.2]]))
-    torch.testing.assert_close(found["token_mask"], torch.tensor([[0.0, 0.5], [1.1, 1.2]]))
-    torch.testing.assert_close(found["geometric_mask"], torch.ones(2, 2))
-    found = importance_weights(old, torch.zeros(2, 2), torch.ones(2, 2), "sequence_mask", 1.9)
-    torch.testing.assert_close(found, torch.tensor([[0.0, 0.0], [1.32, 1.32]]))
+    columns = (old, torch.zeros(2, 2), torch.ones(2, 2))
+    weights = importance_weights(*columns, "token_tis", 2.0)
+    torch.testing.assert_close(weights, torch.tensor([[2.0, 0.5], [1.1, 1.2]]))
+    weights = importance_weights(*columns, "token_mask", 2.0)
+    torch.testing.assert_close(weights, torch.tensor([[0.0, 0.5], [1.1, 1.2]]))
+    weights = importance_weights(*columns, "geometric_mask", 2.0)
+    torch.testing.assert_close(weights, torch.ones(2, 2))
+    weights = importance_weights(*columns, "sequence_mask", 1.9)
+    torch.testing.assert_close(weights, torch.tensor([[0.0, 0.0], [1.32, 1.32]]))
     with pytest.raises(ValueError, match="'tis'.*token_tis"):
         importance_weights(old, old, old, "tis", 2.0)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_mismatch(seed):
+def test_rollout_mismatch(seed):
     case = make_case(seed)
     expected = {"logp_difference": 0.0, "kl_k1": 0.0, "kl_k3": 0.0, "outside": 0.0}
-    for places in tokens(case.mask, case.trajectory).values():
-        for place in places:
-            weight, d = (
-                case.weights[place].item(),
-                (case.engine_logps[place] - case.old_logps[place]).item(),
-            )
+    for cells in sampled_cells(case.mask, case.trajectory).values():
+        for cell in cells:
+            weight = case.weights[cell].item()
+            d = (case.engine_logps[cell] - case.old_logps[cell]).item()
             expected["logp_difference"] += weight * abs(d)
             expected["kl_k1"] += weight * d
             expected["kl_k3"] += weight * (math.exp(-d) - 1 + d)
             expected["outside"] += weight * (not 0.9 <= math.exp(-d) <= 1.1)
-    assert_sums(
-        rollout_mismatch(case.old_logps.requires_grad_(), case.engine_logps, case.weights), expected
-    )
+    old_logps = case.old_logps.requires_grad_()
+    assert_metrics(rollout_mismatch(old_logps, case.engine_logps, case.weights), expected)
 
 
 # Value loss
@@ -541,71 +562,77 @@ def test_mismatch(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_value_loss_and_its_gradient(seed):
-    case, clip, total, cells = make_case(seed), 0.2, 0.0, {}
-    expected = {"clip_ratio": 0.0, "value": 0.0}
-    for places in tokens(case.mask, case.trajectory).values():
-        for place in places:
-            value, old, target, weight = (
-                column[place].item()
-                for column in (case.values, case.old_values, case.returns, case.weights)
-            )
-            plain, clipped = (
-                (value - target) ** 2,
-                (min(max(value, old - clip), old + clip) - target) ** 2,
-            )
-            total += weight * max(plain, clipped)
-            cells[place] = 2 * weight * (value - target) if plain >= clipped else 0.0
-            expected["clip_ratio"] += weight * (clipped > plain)
-            expected["value"] += weight * value
+    case = make_case(seed)
+    clip = 0.2
+    total, gradient = 0.0, {}
+    expected_metrics = {"clip_ratio": 0.0, "value": 0.0}
+    for cells in sampled_cells(case.mask, case.trajectory).values():
+        for cell in cells:
+            value = case.values[cell].item()
+            old_value = case.old_values[cell].item()
+            target = case.returns[cell].item()
+            weight = case.weights[cell].item()
+            clipped_value = min(max(value, old_value - clip), old_value + clip)
+            error = (value - target) ** 2
+            clipped_error = (clipped_value - target) ** 2
+            total += weight * max(error, clipped_error)
+            gradient[cell] = 2 * weight * (value - target) if error >= clipped_error else 0.0
+            expected_metrics["clip_ratio"] += weight * (clipped_error > error)
+            expected_metrics["value"] += weight * value
     values = case.values.requires_grad_()
     loss, metrics = value_loss(values, case.old_values, case.returns, case.weights, clip)
     assert loss.item() == pytest.approx(total, rel=1e-9, abs=1e-9)
-    assert_sums(metrics, expected)
-    assert_cells(torch.autograd.grad(loss, values)[0], cells)
+    assert_metrics(metrics, expected_metrics)
+    assert_cells(torch.autograd.grad(loss, values)[0], gradient)
 
 
 def test_value_loss_by_hand():
-    """Values that moved by 0, 1 (away from the return) and 1 (towards it) with a clip of 0.5; no factor 1/2."""
+    """Three values with a clip of 0.5. The loss has no factor 1/2.
+
+    One value did not move, one moved by 1 away from the return, and one moved by 1 towards it.
+    """
     values = torch.tensor([[1.0, 2.0, 2.0]], requires_grad=True)
-    old, returns, weights = (
-        torch.ones(1, 3, requires_grad=True),
-        torch.tensor([[3.0, 0.0, 3.0]]),
-        torch.ones(1, 3),
-    )
+    old = torch.ones(1, 3, requires_grad=True)
+    returns = torch.tensor([[3.0, 0.0, 3.0]])
+    weights = torch.ones(1, 3)
     loss, metrics = value_loss(values, old, returns, weights, 0.5)
-    assert (
-        loss.item() == 4 + 4 + 1.5**2
-        and metrics["clip_ratio"].item() == 1
-        and metrics["value"].item() == 5
-    )
+    assert loss.item() == 4 + 4 + 1.5**2
+    assert metrics["clip_ratio"].item() == 1
+    assert metrics["value"].item() == 5
     gradients = torch.autograd.grad(loss, (values, old), allow_unused=True)
     assert gradients[0].tolist() == [[-4, 4, 0]] and gradients[1] is None
 
 
-# Losses of rows that are given, not sampled
+# Losses of data sets
 
 
 def test_cross_entropy_by_hand():
-    logps, weights = (
-        torch.tensor([[-1.0, -2.0, -9.0]], requires_grad=True),
-        torch.tensor([[0.25, 0.75, 0.0]]),
-    )
+    logps = torch.tensor([[-1.0, -2.0, -9.0]], requires_grad=True)
+    weights = torch.tensor([[0.25, 0.75, 0.0]])
     loss = cross_entropy(logps, weights)
     assert loss.item() == 1.75
     assert torch.autograd.grad(loss, logps)[0].tolist() == [[-0.25, -0.75, 0]]
 
 
 def make_pairs(seed):
-    """Four pairs of rows with ragged masks, each row weighing 1/8, and a margin for each pair."""
-    noise = torch.Generator().manual_seed(seed)
+    """Four pairs of rows with ragged masks. Each row has weight 1/8, and each pair has a margin."""
+    generator = torch.Generator().manual_seed(seed)
     case = SimpleNamespace()
     for name in ("logps", "ref_logps", "values"):
-        setattr(case, name, 2 * torch.randn(8, 5, generator=noise, dtype=torch.float64))
-    case.mask = (torch.rand(8, 5, generator=noise) < 0.6).double()
+        setattr(case, name, 2 * torch.randn(8, 5, generator=generator, dtype=torch.float64))
+    case.mask = (torch.rand(8, 5, generator=generator) < 0.6).double()
     case.mask[:, 2] = 1
     case.weights = token_weights(case.mask, torch.arange(8), "sequence")
-    case.margin = torch.randn(4, generator=noise, dtype=torch.float64).repeat_interleave(2)
+    case.margin = torch.randn(4, generator=generator, dtype=torch.float64).repeat_interleave(2)
     return case
+
+
+def add_pair_metrics(metrics, chosen_reward, rejected_reward):
+    """Add the metrics of one of four pairs to the means in `metrics`."""
+    metrics["chosen_reward"] += chosen_reward / 4
+    metrics["rejected_reward"] += rejected_reward / 4
+    metrics["accuracy"] += (chosen_reward > rejected_reward) / 4
+    metrics["margin"] += (chosen_reward - rejected_reward) / 4
 
 
 def softplus(x):
@@ -618,17 +645,16 @@ DPO = [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("ipo", 0.0)]
 @pytest.mark.parametrize(("loss", "smoothing"), DPO)
 @pytest.mark.parametrize("seed", range(6))
 def test_dpo_loss(seed, loss, smoothing):
-    case, beta = make_pairs(seed), 0.3
-    total, cells, kl = 0.0, {}, 0.0
-    told = defaultdict(float)
+    case = make_pairs(seed)
+    beta = 0.3
+    total, gradient = 0.0, {}
+    expected_metrics = defaultdict(float)
     for pair in range(4):
         rows = (2 * pair, 2 * pair + 1)
-        d = [
-            [(case.logps - case.ref_logps)[row, t].item() for t in range(5) if case.mask[row, t]]
-            for row in rows
-        ]
-        sizes = [len(x) if loss == "ipo" else 1 for x in d]
-        m = sum(d[0]) / sizes[0] - sum(d[1]) / sizes[1]
+        log_ratios = [(case.logps - case.ref_logps)[row][case.mask[row] > 0] for row in rows]
+        log_ratios = [row.tolist() for row in log_ratios]
+        sizes = [len(row) if loss == "ipo" else 1 for row in log_ratios]
+        m = sum(log_ratios[0]) / sizes[0] - sum(log_ratios[1]) / sizes[1]
         if loss == "sigmoid":
             total += ((1 - smoothing) * softplus(-beta * m) + smoothing * softplus(beta * m)) / 4
             slope = beta * (smoothing - 1 / (1 + math.exp(beta * m)))
@@ -639,78 +665,75 @@ def test_dpo_loss(seed, loss, smoothing):
             total += (m - 1 / (2 * beta)) ** 2 / 4
             slope = 2 * (m - 1 / (2 * beta))
         for sign, row, size in zip((1, -1), rows, sizes, strict=True):
-            cells |= {(row, t): sign * slope / size / 4 for t in range(5) if case.mask[row, t]}
-        kl += sum(sum(math.exp(x) - 1 - x for x in part) / len(part) for part in d) / 8
-        chosen, rejected = (beta * sum(part) for part in d)
-        told["chosen_reward"] += chosen / 4
-        told["rejected_reward"] += rejected / 4
-        told["accuracy"] += (chosen > rejected) / 4
-        told["margin"] += (chosen - rejected) / 4
+            gradient |= {(row, t): sign * slope / size / 4 for t in range(5) if case.mask[row, t]}
+        for row in log_ratios:
+            expected_metrics["kl"] += sum(math.exp(x) - 1 - x for x in row) / len(row) / 8
+        add_pair_metrics(expected_metrics, *(beta * sum(row) for row in log_ratios))
     logps = case.logps.requires_grad_()
-    found, metrics = dpo_loss(logps, case.ref_logps, case.mask, case.weights, beta, loss, smoothing)
-    assert found.item() == pytest.approx(total, rel=1e-9)
-    assert_sums(metrics, {**told, "kl": kl})
-    assert_cells(torch.autograd.grad(found, logps)[0], cells)
+    columns = (logps, case.ref_logps, case.mask, case.weights)
+    value, metrics = dpo_loss(*columns, beta, loss, smoothing)
+    assert value.item() == pytest.approx(total, rel=1e-9)
+    assert_metrics(metrics, expected_metrics)
+    assert_cells(torch.autograd.grad(value, logps)[0], gradient)
     with pytest.raises(ValueError, match="dpo.loss=none: choose sigmoid, ipo, hinge"):
-        dpo_loss(logps, case.ref_logps, case.mask, case.weights, beta, "none", 0.0)
+        dpo_loss(*columns, beta, "none", 0.0)
 
 
 @pytest.mark.parametrize("center", [0.0, 0.1])
 @pytest.mark.parametrize("seed", range(6))
 def test_reward_loss(seed, center):
     case = make_pairs(seed)
-    total, cells = 0.0, {}
-    last = [max(t for t in range(5) if case.mask[row, t]) for row in range(8)]
+    total, gradient = 0.0, {}
+    last_columns = [max(t for t in range(5) if case.mask[row, t]) for row in range(8)]
     weights = torch.zeros_like(case.mask)
-    for row, t in enumerate(last):
+    for row, t in enumerate(last_columns):
         weights[row, t] = 1 / 8
-    told = defaultdict(float)
+    expected_metrics = defaultdict(float)
     for pair in range(4):
-        chosen, rejected = (case.values[row, last[row]].item() for row in (2 * pair, 2 * pair + 1))
+        cells = [(row, last_columns[row]) for row in (2 * pair, 2 * pair + 1)]
+        chosen, rejected = (case.values[cell].item() for cell in cells)
         x = chosen - rejected - case.margin[2 * pair].item()
         total += (softplus(-x) + center * (chosen + rejected) ** 2) / 4
-        for sign, row in ((1, 2 * pair), (-1, 2 * pair + 1)):
-            cells[row, last[row]] = (
-                -sign / (1 + math.exp(x)) + 2 * center * (chosen + rejected)
-            ) / 4
-        told["chosen_reward"] += chosen / 4
-        told["rejected_reward"] += rejected / 4
-        told["accuracy"] += (chosen > rejected) / 4
-        told["margin"] += (chosen - rejected) / 4
+        for sign, cell in zip((1, -1), cells, strict=True):
+            slope = -sign / (1 + math.exp(x)) + 2 * center * (chosen + rejected)
+            gradient[cell] = slope / 4
+        add_pair_metrics(expected_metrics, chosen, rejected)
     values = case.values.requires_grad_()
-    found, metrics = reward_loss(values, weights, case.margin, center)
-    assert found.item() == pytest.approx(total, rel=1e-9)
-    assert_sums(metrics, told)
-    assert_cells(torch.autograd.grad(found, values)[0], cells)
+    loss, metrics = reward_loss(values, weights, case.margin, center)
+    assert loss.item() == pytest.approx(total, rel=1e-9)
+    assert_metrics(metrics, expected_metrics)
+    assert_cells(torch.autograd.grad(loss, values)[0], gradient)
 
 
 @pytest.mark.parametrize("garbage", [0.0, 1e30, -3e38])
-def test_pairs_may_be_split_and_padding_holds_anything(garbage):
-    """Losses and metrics of any parts of whole pairs add up, a part without any included."""
+def test_pairs_may_be_split_and_padding_does_not_matter(garbage):
+    """The losses and metrics of parts add up to those of the whole. One part has no pair."""
 
-    def everything(case, rows):
+    def losses_and_metrics(case, rows, padding):
         part = {name: column[rows].float() for name, column in vars(case).items()}
         for name in ("logps", "ref_logps", "values"):
-            part[name] = torch.where(part["mask"] > 0, part[name], garbage)
+            part[name] = torch.where(part["mask"] > 0, part[name], padding)
         columns = (part["logps"], part["ref_logps"], part["mask"], part["weights"])
-        found = [dpo_loss(*columns, 0.2, *kind) for kind in DPO]
-        found.append(reward_loss(part["values"], part["weights"], part["margin"], 0.1))
-        found.append((cross_entropy(part["logps"], part["weights"]), {}))
-        return torch.stack([x for loss, metrics in found for x in (loss, *metrics.values())])
+        results = [dpo_loss(*columns, 0.2, loss, smoothing) for loss, smoothing in DPO]
+        results.append(reward_loss(part["values"], part["weights"], part["margin"], 0.1))
+        numbers = [cross_entropy(part["logps"], part["weights"])]
+        for loss, metrics in results:
+            numbers += [loss, *metrics.values()]
+        return torch.stack(numbers)
 
     case = make_pairs(3)
     parts = [torch.tensor(rows, dtype=torch.long) for rows in ([6, 7, 2, 3], [], [0, 1, 4, 5])]
-    whole = everything(case, torch.arange(8))
-    torch.testing.assert_close(sum(everything(case, rows) for rows in parts), whole)
-    garbage = 0.0
-    assert whole.equal(everything(case, torch.arange(8)))
+    whole = losses_and_metrics(case, torch.arange(8), garbage)
+    total = sum(losses_and_metrics(case, rows, garbage) for rows in parts)
+    torch.testing.assert_close(total, whole)
+    assert whole.equal(losses_and_metrics(case, torch.arange(8), 0.0))
 
 
 # Functions by name
 
 
-def test_a_function_of_the_users_file_is_found_and_gets_what_it_asks_for(tmp_path):
-    file = tmp_path / "mine.py"
+def test_a_function_of_a_users_file_gets_the_arguments_that_it_names(tmp_path):
+    file = tmp_path / "custom.py"
     file.write_text(
         "def reinforce(logps, advantages):\n"
         "    return -advantages * logps, {'logp': logps}\n"
@@ -741,12 +764,12 @@ def test_a_function_of_the_users_file_is_found_and_gets_what_it_asks_for(tmp_pat
         policy_loss(*columns, loss=f"{file}:f")
 
 
-# What holds for all of them
+# Properties of all functions
 
 
 def losses_of(case):
-    """Every loss and weighted metric of the rows of `case`, with a gradient where there is one."""
-    found = {}
+    """{name: value} of every loss and weighted metric. The losses of the policy have gradients."""
+    results = {}
     for options in LOSSES:
         loss, metrics = policy_loss(
             case.logps,
@@ -757,18 +780,17 @@ def losses_of(case):
             correction=case.correction,
             **options,
         )
-        found |= {
-            f"{options}": loss,
-            **{f"{options} {name}": value for name, value in metrics.items()},
-        }
+        results[f"{options}"] = loss
+        results |= {f"{options} {name}": value for name, value in metrics.items()}
     for name in ("k1", "k2", "k3"):
-        found[name] = (kl_estimate(case.logps, case.ref_logps, name) * case.weights).sum()
-    for kind in KINDS:
-        weights = importance_weights(case.old_logps, case.engine_logps, case.mask, kind, 1.1)
-        found[kind] = (weights * case.weights).sum()
-    found |= rollout_mismatch(case.old_logps, case.engine_logps, case.weights)
+        results[name] = (kl_estimate(case.logps, case.ref_logps, name) * case.weights).sum()
+    logps = (case.old_logps, case.engine_logps)
+    for correction in CORRECTIONS:
+        weights = importance_weights(*logps, case.mask, correction, 1.1)
+        results[correction] = (weights * case.weights).sum()
+    results |= rollout_mismatch(*logps, case.weights)
     loss, metrics = value_loss(case.values, case.old_values, case.returns, case.weights, 0.2)
-    return found | {
+    return results | {
         "value_loss": loss,
         "value_clip": metrics["clip_ratio"],
         "value": metrics["value"],
@@ -776,13 +798,13 @@ def losses_of(case):
 
 
 def columns_of(case):
-    """Everything that is computed before the loss."""
-    where = (case.mask, case.group, case.trajectory)
+    """{name: column} of the advantages and of all else that is computed before the loss."""
+    ids = (case.mask, case.group, case.trajectory)
     advantages, returns = gae(case.rewards, case.values, case.mask, case.trajectory, 0.9, 0.95)
     return {
-        "plain": group_advantages(case.rewards, *where, False),
-        "norm_var": group_advantages(case.rewards, *where, True),
-        "share": zero_std_group_fraction(case.rewards, *where),
+        "plain": group_advantages(case.rewards, *ids, False),
+        "norm_var": group_advantages(case.rewards, *ids, True),
+        "zero_std_group_fraction": zero_std_group_fraction(case.rewards, *ids),
         "advantages": advantages,
         "returns": returns,
         "whiten": whiten(case.advantages, case.mask),
@@ -796,94 +818,96 @@ def make_full_case(seed, dtype=torch.float64):
 
 
 def losses_and_gradients(case):
-    """`losses_of`, and the gradient of the sum of those that have one in logps and values."""
-    case.logps, case.values = (
-        case.logps.detach().requires_grad_(),
-        case.values.detach().requires_grad_(),
-    )
-    found = losses_of(case)
-    return found, torch.autograd.grad(
-        sum(x for x in found.values() if x.requires_grad), (case.logps, case.values)
-    )
+    """`losses_of(case)`, and the gradients of their sum in logps and values."""
+    case.logps = case.logps.detach().requires_grad_()
+    case.values = case.values.detach().requires_grad_()
+    results = losses_of(case)
+    total = sum(loss for loss in results.values() if loss.requires_grad)
+    return results, torch.autograd.grad(total, (case.logps, case.values))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_splitting_rows_changes_nothing(seed):
-    """Losses, metrics and gradients of any parts add up to those of the whole, a part without rows included."""
+    """Losses, metrics and gradients of parts add up to those of the whole.
+
+    One part has no rows.
+    """
     case = make_full_case(seed)
     whole, gradients = losses_and_gradients(case)
     order = torch.randperm(len(case.mask), generator=torch.Generator().manual_seed(seed))
-    sums, split = defaultdict(float), [torch.zeros_like(case.mask), torch.zeros_like(case.mask)]
+    sums = defaultdict(float)
+    gathered_gradients = [torch.zeros_like(case.mask), torch.zeros_like(case.mask)]
     for rows in (*order.tensor_split(3), order[:0]):
-        part = SimpleNamespace(
-            **{name: column.detach()[rows] for name, column in vars(case).items()}
-        )
-        found, of_part = losses_and_gradients(part)
-        for name, value in found.items():
+        part = {name: column.detach()[rows] for name, column in vars(case).items()}
+        part_losses, part_gradients = losses_and_gradients(SimpleNamespace(**part))
+        for name, value in part_losses.items():
             sums[name] = sums[name] + value
-        for into, gradient in zip(split, of_part, strict=True):
-            into[rows] = gradient
+        for gathered, gradient in zip(gathered_gradients, part_gradients, strict=True):
+            gathered[rows] = gradient
     for name, value in whole.items():
         torch.testing.assert_close(sums[name], value, msg=lambda text, name=name: f"{name}: {text}")
-    for found, expected in zip(split, gradients, strict=True):
-        torch.testing.assert_close(found, expected)
+    for gathered, expected in zip(gathered_gradients, gradients, strict=True):
+        torch.testing.assert_close(gathered, expected)
 
 
 @pytest.mark.parametrize("garbage", [1e30, -1e30, 1e4, -3e38])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_stands_at_padding_changes_nothing(seed, garbage):
-    """In fp32, where it would overflow; and the gradient at padding is 0."""
-    clean, dirty = make_full_case(seed, torch.float32), make_full_case(seed, torch.float32)
-    sign = torch.Generator().manual_seed(seed)
+def test_the_values_at_padding_change_nothing(seed, garbage):
+    """The columns are fp32, where the garbage would overflow. The gradient at padding is 0."""
+    clean = make_full_case(seed, torch.float32)
+    dirty = make_full_case(seed, torch.float32)
+    generator = torch.Generator().manual_seed(seed)
     for name, column in vars(dirty).items():
         if name not in ("mask", "weights", "group", "trajectory"):
-            noise = garbage * torch.randint(-1, 2, column.shape, generator=sign)
+            noise = garbage * torch.randint(-1, 2, column.shape, generator=generator)
             setattr(dirty, name, torch.where(dirty.mask > 0, column, noise))
     for name, value in columns_of(clean).items():
         assert columns_of(dirty)[name].equal(value), name
-    (expected, gradients), (found, of_dirty) = (
-        losses_and_gradients(clean),
-        losses_and_gradients(dirty),
-    )
-    for name, value in expected.items():
-        assert found[name].equal(value), name
-    for expected, got in zip(gradients, of_dirty, strict=True):
-        assert got.equal(expected) and got[dirty.mask == 0].eq(0).all()
+    clean_losses, clean_gradients = losses_and_gradients(clean)
+    dirty_losses, dirty_gradients = losses_and_gradients(dirty)
+    for name, value in clean_losses.items():
+        assert dirty_losses[name].equal(value), name
+    for expected, gradient in zip(clean_gradients, dirty_gradients, strict=True):
+        assert gradient.equal(expected) and gradient[dirty.mask == 0].eq(0).all()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_failed_trajectory_changes_nothing_for_the_others(seed):
+    """Two failed trajectories with rewards are appended, one of them in a group of its own."""
     case = make_full_case(seed)
     rows = torch.cat([torch.arange(len(case.mask)), torch.tensor([0, 0])])
-    more = SimpleNamespace(**{name: column[rows].clone() for name, column in vars(case).items()})
-    more.mask[-2:], more.trajectory[-2:], more.rewards[-2:] = 0, torch.tensor([5000, 5001]), 7.0
-    more.group[-1] = 5000
-    for name, value in columns_of(case).items():
-        got = columns_of(more)[name]
-        torch.testing.assert_close(got if got.dim() == 0 else got[:-2], value)
-        assert got.dim() == 0 or got[-2:].eq(0).all()
+    longer = SimpleNamespace(**{name: column[rows].clone() for name, column in vars(case).items()})
+    longer.mask[-2:] = 0
+    longer.trajectory[-2:] = torch.tensor([5000, 5001])
+    longer.rewards[-2:] = 7.0
+    longer.group[-1] = 5000
+    for name, expected in columns_of(case).items():
+        column = columns_of(longer)[name]
+        torch.testing.assert_close(column if column.dim() == 0 else column[:-2], expected)
+        assert column.dim() == 0 or column[-2:].eq(0).all()
     for average in ("token", "sequence", "constant"):
-        got = token_weights(more.mask, more.trajectory, average, 8)
-        torch.testing.assert_close(got[:-2], token_weights(case.mask, case.trajectory, average, 8))
+        weights = token_weights(longer.mask, longer.trajectory, average, 8)
+        expected = token_weights(case.mask, case.trajectory, average, 8)
+        torch.testing.assert_close(weights[:-2], expected)
 
 
 def test_a_batch_without_a_trained_token_gives_zeros():
     case = make_full_case(0, torch.float32)
-    case.mask, case.weights = torch.zeros_like(case.mask), torch.zeros_like(case.mask)
-    found, gradients = losses_and_gradients(case)
-    for name, value in {
-        **columns_of(case),
-        **found,
-        "logps": gradients[0],
-        "values": gradients[1],
-    }.items():
+    case.mask = torch.zeros_like(case.mask)
+    case.weights = torch.zeros_like(case.mask)
+    results, gradients = losses_and_gradients(case)
+    results |= columns_of(case)
+    results |= {"logps": gradients[0], "values": gradients[1]}
+    for name, value in results.items():
         assert value.eq(0).all(), name
 
 
 def test_no_input_is_edited():
     case = make_full_case(0)
     before = {name: column.clone() for name, column in vars(case).items()}
-    losses_of(case), columns_of(case), trajectory_rewards(case.rewards, case.trajectory)
+    losses_of(case)
+    columns_of(case)
+    trajectory_rewards(case.rewards, case.trajectory)
     for average in ("token", "sequence", "constant"):
         token_weights(case.mask, case.trajectory, average, 8)
     for name, column in vars(case).items():
@@ -896,11 +920,11 @@ def test_only_torch_is_imported():
         assert imported == {"torch"}, module
 
 
-# TRL's own code (1.16: its PPO trainer is gone, so GAE and the value loss have no counterpart there)
+# TRL's own code. TRL 1.16 has no PPO trainer, so it has no GAE and no value loss to compare with.
 
 
 def make_trl(**settings):
-    """A GRPOTrainer with nothing but the attributes that its loss and its scoring read."""
+    """A GRPOTrainer that has only the attributes that its loss and its scoring read."""
     trainer_module = pytest.importorskip("trl.trainer.grpo_trainer")
     trainer = trainer_module.GRPOTrainer.__new__(trainer_module.GRPOTrainer)
     arguments = SimpleNamespace(
@@ -931,30 +955,32 @@ def make_trl(**settings):
             num_processes=1,
             process_index=0,
             device=torch.device("cpu"),
-            gather=lambda x: x,
-            reduce=lambda x, reduction: x,
+            gather=lambda tensor: tensor,
+            reduce=lambda tensor, reduction: tensor,
         ),
     )
     trainer.__dict__.update({**defaults, **settings})
     return trainer
 
 
-def trl_case(seed):
-    """Two groups of three answers with a tool's tokens inside; every row has something to train, as TRL expects."""
-    noise = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(2, 8, (6,), generator=noise)
-    case = SimpleNamespace(
-        completion_mask=(torch.arange(7) < lengths[:, None]).double(), lengths=lengths.tolist()
-    )
-    case.tool_mask = (torch.rand(6, 7, generator=noise) < 0.7).double()
+def make_trl_case(seed):
+    """Two groups of three answers that contain a tool's tokens.
+
+    Every row has a token to train, as TRL expects.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 8, (6,), generator=generator)
+    case = SimpleNamespace(lengths=lengths.tolist())
+    case.completion_mask = (torch.arange(7) < lengths[:, None]).double()
+    case.tool_mask = (torch.rand(6, 7, generator=generator) < 0.7).double()
     case.tool_mask[:, 0] = 1
     case.mask = case.completion_mask * case.tool_mask
-    case.old_logps = -torch.rand(6, 7, generator=noise, dtype=torch.float64)
+    case.old_logps = -torch.rand(6, 7, generator=generator, dtype=torch.float64)
     for name, scale in (("logps", 0.25), ("ref_logps", 0.3), ("engine_logps", 0.2)):
-        drift = torch.randn(6, 7, generator=noise, dtype=torch.float64)
-        setattr(case, name, case.old_logps + scale * drift)
-    case.rewards = torch.randn(6, generator=noise, dtype=torch.float64)
-    case.advantages = torch.randn(6, generator=noise, dtype=torch.float64)
+        noise = torch.randn(6, 7, generator=generator, dtype=torch.float64)
+        setattr(case, name, case.old_logps + scale * noise)
+    case.rewards = torch.randn(6, generator=generator, dtype=torch.float64)
+    case.advantages = torch.randn(6, generator=generator, dtype=torch.float64)
     case.group = torch.tensor([0, 0, 0, 1, 1, 1])
     return case
 
@@ -983,29 +1009,25 @@ def trl_case(seed):
 )
 @pytest.mark.parametrize("seed", range(4))
 def test_policy_loss_against_trl(seed, settings, average, options):
-    case, trainer = trl_case(seed), make_trl(**settings)
+    case = make_trl_case(seed)
+    trainer = make_trl(**settings)
     logps = case.logps.requires_grad_()
-    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (
-        logps,
-        torch.zeros_like(logps),
-        None,
-    )
+    scores = (logps, torch.zeros_like(logps), None)
+    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: scores
     correction = importance_weights(case.old_logps, case.engine_logps, case.mask, "token_tis", 2.0)
-    expected = trainer._compute_loss(
-        None,
-        {
-            "prompt_ids": torch.zeros(6, 1),
-            "prompt_mask": torch.ones(6, 1),
-            "completion_ids": torch.zeros(6, 7),
-            "completion_mask": case.completion_mask,
-            "tool_mask": case.tool_mask,
-            "advantages": case.advantages,
-            "old_per_token_logps": case.old_logps,
-            "ref_per_token_logps": case.ref_logps,
-            "importance_sampling_ratio": correction,
-            "num_items_in_batch": case.mask.sum(),
-        },
-    )
+    inputs = {
+        "prompt_ids": torch.zeros(6, 1),
+        "prompt_mask": torch.ones(6, 1),
+        "completion_ids": torch.zeros(6, 7),
+        "completion_mask": case.completion_mask,
+        "tool_mask": case.tool_mask,
+        "advantages": case.advantages,
+        "old_per_token_logps": case.old_logps,
+        "ref_per_token_logps": case.ref_logps,
+        "importance_sampling_ratio": correction,
+        "num_items_in_batch": case.mask.sum(),
+    }
+    expected = trainer._compute_loss(None, inputs)
     weights = token_weights(case.mask, torch.arange(6), average, 11)
     loss, metrics = policy_loss(
         logps,
@@ -1024,13 +1046,13 @@ def test_policy_loss_against_trl(seed, settings, average, options):
     gradients = [torch.autograd.grad(value, logps)[0] for value in (loss, expected)]
     assert gradients[0].abs().sum() > 0
     torch.testing.assert_close(*gradients)
-    if average == "token" and not options:  # TRL does not count what delta, its dual clip, stops
+    if average == "token" and not options:  # TRL does not count the tokens that its delta clips
         logged = trainer._metrics["train"]["clip_ratio/region_mean"]
         assert logged == [pytest.approx(metrics["clip_ratio"].item())]
 
 
 @pytest.mark.parametrize(
-    "mode, kind",
+    "mode, correction",
     [
         ("token_truncate", "token_tis"),
         ("token_mask", "token_mask"),
@@ -1038,12 +1060,15 @@ def test_policy_loss_against_trl(seed, settings, average, options):
     ],
 )
 @pytest.mark.parametrize("seed", range(4))
-def test_advantages_and_corrections_against_trl(seed, mode, kind):
-    """One call of TRL's scoring gives its group advantages (one answer unscorable, as our failed ones), its correction
-    and its difference of logps."""
-    case, failed = trl_case(seed), 4
-    scored = case.rewards.clone()
-    scored[failed] = math.nan
+def test_advantages_and_corrections_against_trl(seed, mode, correction):
+    """One call of TRL's scoring gives its advantages, its correction and its logp difference.
+
+    One answer has the reward NaN in TRL, and is a failed trajectory in rl2.
+    """
+    case = make_trl_case(seed)
+    failed = 4
+    rewards_with_nan = case.rewards.clone()
+    rewards_with_nan[failed] = math.nan
     low = 1 / 1.3 if mode == "token_mask" else None
     trainer = make_trl(
         use_vllm=True,
@@ -1077,14 +1102,9 @@ def test_advantages_and_corrections_against_trl(seed, mode, kind):
     trainer.args.gradient_accumulation_steps = 1
     trainer._is_vlm = False
     trainer.model.is_gradient_checkpointing = False
-    trainer._calculate_rewards = lambda *args: scored[:, None]
-    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (
-        case.old_logps[:, :width],
-        None,
-        None,
-    )
     width = max(case.lengths)
-    trainer._generate = lambda prompts: (
+    scores = (case.old_logps[:, :width], None, None)
+    generations = (
         [[1]] * 6,
         [[1] * n for n in case.lengths],
         ragged(case.tool_mask.long()),
@@ -1094,25 +1114,27 @@ def test_advantages_and_corrections_against_trl(seed, mode, kind):
         None,
         None,
     )
+    trainer._calculate_rewards = lambda *args: rewards_with_nan[:, None]
+    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: scores
+    trainer._generate = lambda prompts: generations
     expected = trainer._generate_and_score_completions([{"prompt": "question"}] * 6)
 
-    correction = (
-        importance_weights(case.old_logps, case.engine_logps, case.mask, kind, 1.3) * case.mask
-    )
-    theirs = expected["importance_sampling_ratio"].expand(6, width) * case.mask[:, :width]
+    logps = (case.old_logps, case.engine_logps)
+    ratios = importance_weights(*logps, case.mask, correction, 1.3) * case.mask
+    trl_ratios = expected["importance_sampling_ratio"].expand(6, width) * case.mask[:, :width]
     torch.testing.assert_close(
-        correction[:, :width], theirs, check_dtype=False, rtol=1e-5, atol=1e-6
+        ratios[:, :width], trl_ratios, check_dtype=False, rtol=1e-5, atol=1e-6
     )
     weights = token_weights(case.mask, torch.arange(6), "token")
     logged = trainer._metrics["train"]["sampling/sampling_logp_difference/mean"]
-    found = rollout_mismatch(case.old_logps, case.engine_logps, weights)["logp_difference"].item()
-    assert logged == [pytest.approx(found, rel=1e-5)]
+    difference = rollout_mismatch(*logps, weights)["logp_difference"].item()
+    assert logged == [pytest.approx(difference, rel=1e-5)]
 
-    mask, rewards = case.mask.clone(), torch.zeros_like(case.mask)
+    mask = case.mask.clone()
     mask[failed] = 0
+    rewards = torch.zeros_like(case.mask)
     rewards[:, 0] = case.rewards
     advantages = group_advantages(rewards, mask, case.group, torch.arange(6), True)
-    torch.testing.assert_close(
-        advantages, expected["advantages"][:, None] * mask, check_dtype=False
-    )
+    trl_advantages = expected["advantages"][:, None] * mask
+    torch.testing.assert_close(advantages, trl_advantages, check_dtype=False)
     assert trainer._metrics["train"]["frac_reward_zero_std"] == [0]
