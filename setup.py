@@ -1,7 +1,7 @@
 """What is installed. The tools are configured in pyproject.toml.
 
-The scripts that make virtual environments hash this file and constraints.txt to know when to install again.
-"""
+The scripts that make virtual environments hash this file and constraints.txt to know when to
+install again."""
 
 import re
 from pathlib import Path
@@ -18,12 +18,14 @@ setup(
     long_description_content_type="text/markdown",
     license_expression="Apache-2.0",
     python_requires=">=3.11",
-    # The ready-made environments stand at the top of the repository; the wheel carries them inside the package.
+    # The ready-made environments stand at the top of the repository; the wheel carries them inside
+    # the package.
     packages=[*find_packages(include=["rl2", "rl2.*"]), "rl2.ready_envs"],
     package_dir={"rl2.ready_envs": "envs"},
     package_data={"rl2": ["py.typed"]},
     entry_points={"console_scripts": ["rl2 = rl2.__main__:main"]},
-    # Ranges, since SGLang pins exact versions of torch and transformers; constraints.txt is the set that is tested.
+    # Ranges, since SGLang pins exact versions of torch and transformers; constraints.txt is the set
+    # that is tested.
     install_requires=[
         "torch>=2.11",
         "transformers>=5.12",

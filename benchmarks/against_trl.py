@@ -1,5 +1,5 @@
-"""What the benchmarks against TRL share: word problems of reasoning-gym's gsm_symbolic, and each side in a process of its
-own, where the first step warms up and is not counted."""
+"""What the benchmarks against TRL share: word problems of reasoning-gym's gsm_symbolic, and each
+side in a process of its own, where the first step warms up and is not counted."""
 
 import argparse
 import json
@@ -22,7 +22,8 @@ def read_rows(folder: Path) -> list[dict]:
 
 
 def train(trainer: str, folder: Path, arguments: list[str], tokens: str) -> list[dict]:
-    """Seconds and tokens (the metric of that name) of each step of an rl2 trainer on the rows in `folder`."""
+    """Seconds and tokens (the metric of that name) of each step of an rl2 trainer on the rows in
+    `folder`."""
     given = [
         f"data.path={folder / 'rows.jsonl'}",
         f"trainer.save_dir={folder}",
@@ -50,7 +51,8 @@ def parser(doc: str, **sizes: int) -> argparse.ArgumentParser:
 
 
 def steps_of(side: str, rows: list[dict]) -> list[dict]:
-    """The steps that count, of this script started again with --only and --folder, which prints all of them as JSON."""
+    """The steps that count, of this script started again with --only and --folder, which prints all
+    of them as JSON."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         command = [sys.executable, *sys.argv, "--only", side, "--folder", folder]

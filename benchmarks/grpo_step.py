@@ -1,11 +1,11 @@
-"""Seconds of one whole GRPO step (rollout, update, weights back) of rl2 and of TRL's GRPOTrainer at the same settings:
+"""Seconds of one whole GRPO step (rollout, update, weights back) of rl2 and of TRL's GRPOTrainer at
+the same settings:
 
     python benchmarks/grpo_step.py MODEL [--prompts 8] [--samples 8] [--longest 64] [--steps 4]
 
-Word problems of reasoning-gym's gsm_symbolic, no KL term, one update a rollout, bf16 where the machine is fast at it, no
-gradient checkpointing. Each runs in a process of its own; the first step warms up and is not counted. Needs the `test` and
-`quickstart` extras.
-"""
+Word problems of reasoning-gym's gsm_symbolic, no KL term, one update a rollout, bf16 where the
+machine is fast at it, no gradient checkpointing. Each runs in a process of its own; the first step
+warms up and is not counted. Needs the `test` and `quickstart` extras."""
 
 import json
 import statistics
@@ -13,7 +13,8 @@ from pathlib import Path
 
 from against_trl import SIDES, parser, problems, read_rows, steps_of, train
 
-# Every answer of a group earns something else: rl2 does not run groups that all earned the same, which would flatter it.
+# Every answer of a group earns something else: rl2 does not run groups that all earned the same,
+# which would flatter it.
 ENV = "def reward_fn(messages):\n    return len(messages[-1]['content']) / 100\n"
 
 
@@ -109,7 +110,8 @@ def main() -> None:
         tokens = statistics.mean(step["tokens"] for step in steps)
         rate = sum(step["tokens"] for step in steps) / sum(step["seconds"] for step in steps)
         print(
-            f"{side}  {middle[side]:6.1f} s a step, {tokens:.0f} sampled tokens, {rate:.0f} tokens/s",
+            f"{side}  {middle[side]:6.1f} s a step, {tokens:.0f} sampled tokens, {rate:.0f} "
+            f"tokens/s",
             flush=True,
         )
     print(f"trl / rl2: {middle['trl'] / middle['rl2']:.2f}")

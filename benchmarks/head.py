@@ -1,9 +1,10 @@
-"""The chunked head against a plain linear + log_softmax: seconds and peak extra memory of a forward and backward.
+"""The chunked head against a plain linear + log_softmax: seconds and peak extra memory of a forward
+and backward.
 
     python benchmarks/head.py [--positions 4096] [--hidden 576] [--vocabulary 49152] [--scored 1.0]
 
-Each variant runs in processes of its own, in turn; medians are printed. The head's weight gradient is not counted.
-"""
+Each variant runs in processes of its own, in turn; medians are printed. The head's weight gradient
+is not counted."""
 
 import argparse
 import json
@@ -85,7 +86,8 @@ def main() -> None:
         )
     ratio = {k: middle["chunked"][k] / middle["plain"][k] for k in ("seconds", "mib")}
     print(
-        f"chunked / plain: time {ratio['seconds']:.2f}, memory {ratio['mib']:.3f} (weight gradient: {gradient:.0f} MiB)"
+        f"chunked / plain: time {ratio['seconds']:.2f}, memory {ratio['mib']:.3f} (weight "
+        f"gradient: {gradient:.0f} MiB)"
     )
 
 

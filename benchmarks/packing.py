@@ -1,11 +1,11 @@
-"""Planning of micro-batches on the lengths of a long-tailed reasoning run: quality and time, against Karmarkar-Karp.
+"""Planning of micro-batches on the lengths of a long-tailed reasoning run: quality and time,
+against Karmarkar-Karp.
 
     python benchmarks/packing.py [--sequences 512] [--ranks 8] [--budget 32768] [--quadratic 2e-5]
 
-Lengths are log-normal, 200 to 16,000 tokens; a sequence of n costs n + quadratic * n^2 (2e-5 is a 7B model's). Printed is
-the sum over micro-batches of the slowest rank's cost, over that of a perfect balance, and what share of packed tokens is
-padding.
-"""
+Lengths are log-normal, 200 to 16,000 tokens; a sequence of n costs n + quadratic * n^2 (2e-5 is a
+7B model's). Printed is the sum over micro-batches of the slowest rank's cost, over that of a
+perfect balance, and what share of packed tokens is padding."""
 
 import argparse
 import heapq
@@ -69,7 +69,8 @@ def main() -> None:
         )
         worst = max(row[0] for row in found)
         print(
-            f"{name:15} slowest rank / perfect {slowest:.4f} (worst of {len(found)}: {worst:.4f})  {seconds * 1e3:7.1f} ms"
+            f"{name:15} slowest rank / perfect {slowest:.4f} (worst of {len(found)}: "
+            f"{worst:.4f})  {seconds * 1e3:7.1f} ms"
             f"  padding {padding:.2%}  {micro:.0f} micro-batches"
         )
 

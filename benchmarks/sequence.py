@@ -1,10 +1,10 @@
-"""Ring attention: seconds and activation memory of one update on one long sequence, shared by 1 or by 2 processes of one
-thread each.
+"""Ring attention: seconds and activation memory of one update on one long sequence, shared by 1 or
+by 2 processes of one thread each.
 
     python benchmarks/sequence.py [--lengths 8192 16384] [--layers 6] [--repeats 2]
 
-The model is a random Llama of SmolLM2-135M's width. Memory is what the process's peak grows by in its first long step.
-"""
+The model is a random Llama of SmolLM2-135M's width. Memory is what the process's peak grows by in
+its first long step."""
 
 import argparse
 import json
@@ -125,12 +125,14 @@ def main() -> None:
                 ).stdout
                 found[size] = json.loads(out.splitlines()[-1])
                 print(
-                    f"{length} tokens, sp_size={size}: {found[size]['seconds']:.1f} s, {found[size]['mib']:.0f} MiB",
+                    f"{length} tokens, sp_size={size}: {found[size]['seconds']:.1f} s, "
+                    f"{found[size]['mib']:.0f} MiB",
                     flush=True,
                 )
             ratio = {key: found[2][key] / found[1][key] for key in found[1]}
             print(
-                f"{length} tokens: {1 / ratio['seconds']:.2f}x as fast, {ratio['mib']:.2f} of the memory",
+                f"{length} tokens: {1 / ratio['seconds']:.2f}x as fast, {ratio['mib']:.2f} of "
+                f"the memory",
                 flush=True,
             )
 

@@ -1,12 +1,14 @@
-"""Tokens per second of supervised fine-tuning, rl2 and TRL's SFTTrainer in turns, at the same settings:
+"""Tokens per second of supervised fine-tuning, rl2 and TRL's SFTTrainer in turns, at the same
+settings:
 
-    python benchmarks/sft.py MODEL [--pack 1024] [--rows 20] [--steps 4] [--rounds 2] [--checkpointing true]
+    python benchmarks/sft.py MODEL [--pack 1024] [--rows 20] [--steps 4] [--rounds 2]
+    [--checkpointing true]
 
-Word problems of reasoning-gym's gsm_symbolic with their worked answers, trained whole, in the same order. TRL's step is 4
-packs of --pack tokens, packed its own way (`bfd`), --trl-batch of them at a time; rl2's is --rows rows, 20 of which are a
-little more, at most 4 packs at a time. fp32 weights, bf16 where the machine is fast at it, AdamW. Each runs in a process of
-its own; the first step warms up and is not counted. Needs the `test` and `quickstart` extras.
-"""
+Word problems of reasoning-gym's gsm_symbolic with their worked answers, trained whole, in the same
+order. TRL's step is 4 packs of --pack tokens, packed its own way (`bfd`), --trl-batch of them at a
+time; rl2's is --rows rows, 20 of which are a little more, at most 4 packs at a time. fp32 weights,
+bf16 where the machine is fast at it, AdamW. Each runs in a process of its own; the first step warms
+up and is not counted. Needs the `test` and `quickstart` extras."""
 
 import json
 import statistics
@@ -107,7 +109,8 @@ def main() -> None:
             steps = steps_of(side, rows)
             seconds, tokens = ([step[key] for step in steps] for key in ("seconds", "tokens"))
             rates[side].append(sum(tokens) / sum(seconds))
-            told = f"{statistics.mean(tokens):15.0f}{statistics.mean(seconds):16.1f}{rates[side][-1]:10.0f}"
+            means = f"{statistics.mean(tokens):15.0f}{statistics.mean(seconds):16.1f}"
+            told = f"{means}{rates[side][-1]:10.0f}"
             print(f"{number + 1:<8}{side:6}{len(steps):6}{told}", flush=True)
     ratios = [ours / theirs for ours, theirs in zip(rates["rl2"], rates["trl"], strict=True)]
     print(f"rl2 / trl: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")

@@ -1,9 +1,13 @@
-"""Seconds of one policy update, forward, backward and AdamW step, on group rollouts of uneven lengths:
+"""Seconds of one policy update, forward, backward and AdamW step, on group rollouts of uneven
+lengths:
 
-    python benchmarks/training.py MODEL [--groups 8] [--samples 8] [--prompt 94] [--shortest 8] [--longest 64]
+    python benchmarks/training.py MODEL [--groups 8] [--samples 8] [--prompt 94] [--shortest 8]
+    [--longest 64]
 
-- padded: right-padded rows of the plain Hugging Face model, log_softmax over all logits, bf16 autocast, as common loops do;
-- packed: rl2's worker, every sequence with its own prompt; packed+head is the same work without padding;
+- padded: right-padded rows of the plain Hugging Face model, log_softmax over all logits, bf16
+  autocast, as common loops do;
+- packed: rl2's worker, every sequence with its own prompt; packed+head is the same work without
+  padding;
 - shared: rl2's worker as it runs by default, each group's prompt once.
 """
 
@@ -110,7 +114,8 @@ def main():
     device, batch = init_distributed(), make_batch(arguments)
     useful = int(pack(batch, share_prompts=False).tokens.numel())
     print(
-        f"{len(batch.inputs)} sequences: {batch.inputs.numel()} padded, {useful} packed, {pack(batch).tokens.numel()} shared"
+        f"{len(batch.inputs)} sequences: {batch.inputs.numel()} padded, {useful} packed, "
+        f"{pack(batch).tokens.numel()} shared"
     )
     steps = {
         "padded": make_padded(arguments, batch, device, compute_dtype("auto", device)),
@@ -129,7 +134,8 @@ def main():
     middle = {name: statistics.median(times) for name, times in seconds.items()}
     for name, time_ in middle.items():
         print(
-            f"{name:7} {time_:6.2f} s  {useful / time_:7.0f} sequence tokens/s  x{middle['padded'] / time_:.2f}",
+            f"{name:7} {time_:6.2f} s  {useful / time_:7.0f} sequence tokens/s  "
+            f"x{middle['padded'] / time_:.2f}",
             flush=True,
         )
 

@@ -1,4 +1,5 @@
-"""What several tests share: tiny random models, a tokenizer, samples, and launches of several processes."""
+"""What several tests share: tiny random models, a tokenizer, samples, and launches of several
+processes."""
 
 import os
 import random
@@ -22,7 +23,8 @@ from rl2.batch import Sample
 
 ROOT = Path(__file__).resolve().parent.parent
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n"
+    "' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -77,8 +79,8 @@ def make_critic(name) -> str:
 
 
 def check_adapter(cls, name, folder):
-    """The exported model in `folder`, as transformers loads it, is the model `name` with the adapter beside it, as peft
-    loads that; and not the model itself."""
+    """The exported model in `folder`, as transformers loads it, is the model `name` with the
+    adapter beside it, as peft loads that; and not the model itself."""
     from peft import PeftModel  # which SGLang's environment lacks
 
     tokens = torch.arange(3, 40)[None]

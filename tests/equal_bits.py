@@ -48,8 +48,8 @@ RECORD = " record "
 
 @dataclass(frozen=True)
 class Run:
-    """Commands that follow each other. A command is a trainer's name and its arguments, where {data}
-    and {run} are the folders of the inputs and of the run."""
+    """Commands that follow each other. A command is a trainer's name and its arguments, where
+    {data} and {run} are the folders of the inputs and of the run."""
 
     name: str
     commands: tuple[str, ...]
@@ -319,8 +319,8 @@ def run_quickstart(checkout: Path, folder: Path, data: Path) -> None:
 
 
 def play(plan_path: str) -> None:
-    """Plays the planned runs in the checkout that is the working directory. The trainers are imported
-    once, and each command runs in processes that are forked after that."""
+    """Plays the planned runs in the checkout that is the working directory. The trainers are
+    imported once, and each command runs in processes that are forked after that."""
     for trainer in ("ppo", "sft", "dpo", "rm"):
         __import__(f"rl2.trainer.{trainer}")
     import rl2
@@ -390,8 +390,8 @@ def run_all(checkout: Path, runs: list[Run], folder: Path, data: Path) -> None:
 
 
 def read_results(folder: Path, run: Run) -> dict:
-    """What is compared, as `values`: place -> value, the earliest step first. `crash` is None, or the
-    end of the output of a run that left no final model."""
+    """What is compared, as `values`: place -> value, the earliest step first. `crash` is None, or
+    the end of the output of a run that left no final model."""
     for end in ("first", "second")[: len(run.commands)]:
         if not (folder / end / "model/config.json").exists():
             output = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
@@ -455,7 +455,8 @@ def flatten(value: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def hash_tensors(state: dict[str, object], name: str) -> list[tuple]:
-    """Entries with the SHA-256 of each tensor's type, shape and bytes; other values are left out."""
+    """Entries with the SHA-256 of each tensor's type, shape and bytes; other values are left
+    out."""
     entries = []
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
@@ -485,7 +486,8 @@ def differences(old: dict, new: dict, ignored: list[str]) -> list[str]:
 
 
 def read_or_record(checkout: Path, runs: list[Run], folder: Path) -> dict[str, dict]:
-    """The old checkout's results by name: from `folder`, or played and recorded if they are missing."""
+    """The old checkout's results by name: from `folder`, or played and recorded if they are
+    missing."""
     paths = {run.name: folder / f"{run.name}.json" for run in runs}
     missing = [run for run in runs if not paths[run.name].exists()]
     results = play_and_read(checkout, missing, folder / "data")

@@ -1,4 +1,5 @@
-"""Run under torchrun by test_checkpoint.py: two AdamW steps with a checkpoint between them, or the second one from it."""
+"""Run under torchrun by test_checkpoint.py: two AdamW steps with a checkpoint between them, or the
+second one from it."""
 
 import sys
 from types import SimpleNamespace

@@ -1,4 +1,5 @@
-"""Run under torchrun by test_worker.py: two SGD steps of every layout of this world size, saved to a file."""
+"""Run under torchrun by test_worker.py: two SGD steps of every layout of this world size, saved to
+a file."""
 
 import sys
 from itertools import product
@@ -51,7 +52,8 @@ LAYOUTS = {
         (1, 1, 2),
     ],
 }
-# The same with adapters: (fsdp_size, sp_size). Over 3 processes the rows of rank 3 are one each, over 4 one has none.
+# The same with adapters: (fsdp_size, sp_size). Over 3 processes the rows of rank 3 are one each,
+# over 4 one has none.
 ADAPTED = {1: [(0, 1)], 2: [(0, 1), (1, 1), (0, 2), (1, 2)], 3: [(0, 1)], 4: [(0, 1), (2, 2)]}
 
 
@@ -73,7 +75,8 @@ def value_loss(batch, scores):
 
 
 def two_steps(name, critic, device, batch, **changes):
-    """The weights in the result are named as Hugging Face does, what is `drawn` at the start as peft does."""
+    """The weights in the result are named as Hugging Face does, what is `drawn` at the start as
+    peft does."""
     section = SimpleNamespace(
         **{**SECTION, "model_name": f"{name}-critic" if critic else name, **changes}
     )

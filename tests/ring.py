@@ -1,4 +1,5 @@
-"""Run under torchrun by test_attention.py: the ring on random packs against full attention, on every process."""
+"""Run under torchrun by test_attention.py: the ring on random packs against full attention, on
+every process."""
 
 import random
 import sys

@@ -1,9 +1,11 @@
-"""Several runs in one launch, to import once: several.py [kill=N] [sgd] TRAINER key=value ... [-- another run] ...
+"""Several runs in one launch, which import everything once:
 
-Each run is a process of its own, forked before anything runs, with a process group of its own in torchrun's store.
-kill=N: the last rank dies by SIGKILL in the N-th update, its gradients made and its weights not moved, and the others
-must end by that. sgd: plain gradient descent, since AdamW's first steps are hardly more than the gradient's sign.
-"""
+    several.py [kill=N] [sgd] TRAINER key=value ... [-- another run] ...
+
+Each run is a process of its own, forked before anything runs, with a process group of its own in
+torchrun's store. kill=N: the last rank dies by SIGKILL in the N-th update, its gradients made and
+its weights not moved, and the others must end by that. sgd: plain gradient descent, since AdamW's
+first steps are hardly more than the gradient's sign."""
 
 import itertools
 import multiprocessing

@@ -1,4 +1,5 @@
-"""Packed attention against one softmax a document, values and gradients, with and without shared prompts."""
+"""Packed attention against one softmax a document, values and gradients, with and without shared
+prompts."""
 
 import random
 from itertools import pairwise
@@ -15,7 +16,8 @@ from rl2.parallel.ring import PackedAttention
 
 
 def reference(q, k, v, sees, scale):
-    """Plain attention under a boolean [L, L] mask; q [1, H, L, D], k and v [1, G, L, D] -> [1, L, H, D]."""
+    """Plain attention under a boolean [L, L] mask; q [1, H, L, D], k and v [1, G, L, D] -> [1, L,
+    H, D]."""
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~sees, float("-inf"))
@@ -23,7 +25,8 @@ def reference(q, k, v, sees, scale):
 
 
 def layout(rng, num_groups, longest):
-    """Prompts, each followed by answers that see it, the first by some: (cu_seqlens, prefixes, who sees whom)."""
+    """Prompts, each followed by answers that see it, the first by some: (cu_seqlens, prefixes, who
+    sees whom)."""
     cu, prefixes = [0], []
     for group in range(num_groups):
         prompt = len(cu) - 1
@@ -93,7 +96,8 @@ def test_bf16_is_within_its_rounding():
 
 
 class FlashAttn:
-    """The two functions of flash-attn 2.8 that are called: its names, order of arguments and layouts, on the CPU."""
+    """The two functions of flash-attn 2.8 that are called: its names, order of arguments and
+    layouts, on the CPU."""
 
     @staticmethod
     def _flash_attn_varlen_forward(

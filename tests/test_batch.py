@@ -10,7 +10,8 @@ from rl2.packing import pack, plan_micro_batches, unpack, zigzag
 
 
 def make_samples(rng, num_groups=4, group_size=3, longest=20):
-    """Groups with a common prompt; some trajectories train tokens in the middle only, some nothing at all."""
+    """Groups with a common prompt; some trajectories train tokens in the middle only, some nothing
+    at all."""
     samples = []
     for group in range(num_groups):
         prompt = [rng.randrange(1, 90) for _ in range(rng.randint(1, longest))]
@@ -56,7 +57,8 @@ def test_every_scored_pair_is_packed_once_with_its_own_history(seed, share):
         *(x.tolist() for x in (packed.hidden_index, packed.targets, packed.rows, packed.columns)),
         strict=True,
     ):
-        # What the hidden state has seen: its segment up to itself, behind the prefix its segment may have.
+        # What the hidden state has seen: its segment up to itself, behind the prefix its segment
+        # may have.
         segment = max(s for s in range(len(starts) - 1) if starts[s] <= at)
         seen = tokens[starts[segment] : at + 1]
         for a, b, c in packed.prefixes:
@@ -121,7 +123,8 @@ def test_zigzag_deals_out_every_token_and_every_pair_once(seed, size, share):
 
 
 def test_zigzag_is_its_definition_and_shares_the_causal_work():
-    """Where 2 * size divides a segment, rank r holds chunks r and 2 * size - 1 - r; any length is balanced to 1%."""
+    """Where 2 * size divides a segment, rank r holds chunks r and 2 * size - 1 - r; any length is
+    balanced to 1%."""
     for size in (2, 4, 8):
         rng = random.Random(size)
         work = [0] * size
@@ -230,7 +233,8 @@ def test_groups_are_cut_only_where_that_is_faster():
 
 
 def test_cost_is_balanced_where_tokens_alone_would_not_be():
-    """At quadratic=1/1000 a document of 1,000 tokens costs 2,000, as much as 18 of 100 tokens do."""
+    """At quadratic=1/1000 a document of 1,000 tokens costs 2,000, as much as 18 of 100 tokens
+    do."""
     lengths = [1000] * 2 + [100] * 20
     samples = [
         Sample([1] * (n + 1), [0] + [1] * n, [0.0] * (n + 1), [0.0] * (n + 1), i, i)

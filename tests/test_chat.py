@@ -7,18 +7,23 @@ from transformers import PreTrainedTokenizerFast
 from rl2.data import chat
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n"
+    "' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 NO_NEWLINE = CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>'")
 LLAMA = (  # trims contents, begins with <|bos|>, writes a tool's result as JSON under another role
-    "{{ bos_token }}{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|eot|>' }}{% endif %}"
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ '<|im_start|>ipython\n' + (m.content | tojson) + '<|eot|>' }}"
-    "{% else %}{{ '<|im_start|>' + m.role + '\n\n' + (m.content | trim) + '<|eot|>' }}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% if tools %}{{ '<|im_start|>system\n"
+    "' + (tools | tojson) + '<|eot|>' }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ '<|im_start|>ipython\n"
+    "' + (m.content | tojson) + '<|eot|>' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n\n' + (m.content | trim) + '<|eot|>' }}"
+    "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}"
 )
 QWEN = (  # drops the reasoning of turns before the last message of the user
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}{% set content = m.content %}"
     "{% if m.role == 'assistant' and loop.index0 < ns.last %}"
     "{% set content = m.content.split('</think>')[-1] %}{% endif %}"

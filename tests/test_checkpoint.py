@@ -97,7 +97,10 @@ def test_a_full_disk_is_told_in_a_line(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit), user_errors():
             Checkpoints(tmp_path).save(4, {}, "")
-        words = "the checkpoint of step 4 could not be written: [Errno 28] No space left on device; step_2 is the newest"
+        words = (
+            "the checkpoint of step 4 could not be written: [Errno 28] No space left on "
+            "device; step_2 is the newest"
+        )
         assert capsys.readouterr().err.startswith(begin + words)
     assert Checkpoints(tmp_path).steps() == [2]
     with pytest.raises(SystemExit), user_errors():

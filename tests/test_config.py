@@ -448,7 +448,10 @@ def test_what_only_the_hardware_makes_idle_warns(base, capsys):
     text = capsys.readouterr().err
     assert "actor.offload_model: nothing to do without a GPU" in text and "exactly 1" in text
     parse(PPOConfig, [*base, "rollout.gpu_memory_utilization=0.5", "rollout.engine_args.x=1"])
-    words = "rollout.engine_args.x, rollout.gpu_memory_utilization: nothing to do with the local engine (there is no GPU)"
+    words = (
+        "rollout.engine_args.x, rollout.gpu_memory_utilization: nothing to do with the "
+        "local engine (there is no GPU)"
+    )
     assert words in capsys.readouterr().err
     parse(PPOConfig, [*base, "rollout.gpu_memory_utilization=0.6"])
     assert "nothing to do" not in capsys.readouterr().err

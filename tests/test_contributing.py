@@ -1,5 +1,6 @@
-"""CONTRIBUTING.md and docs/custom_losses.md are right: the diffs are applied to a copy of the package, and runs use what
-they add; the example's functions are used from a file, without a change."""
+"""CONTRIBUTING.md and docs/custom_losses.md are right: the diffs are applied to a copy of the
+package, and runs use what they add; the example's functions are used from a file, without a
+change."""
 
 import json
 import re
@@ -14,7 +15,8 @@ from rl2.algorithms import losses
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.algorithms.by_name import find_function
 
-# Heading -> the files that its diff touches: one, and for some the table that names it or the reader of the key.
+# Heading -> the files that its diff touches: one, and for some the table that names it or the
+# reader of the key.
 TOUCHED = {
     "A policy loss": {"rl2/algorithms/losses.py"},
     "An advantage estimator": {"rl2/algorithms/advantages.py"},

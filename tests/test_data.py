@@ -16,7 +16,10 @@ from transformers import PreTrainedTokenizerFast
 from rl2.data.examples import Examples, Prompts, render_pair, render_sft, to_samples
 from rl2.data.rows import check_ppo_row, load_rows
 
-TEMPLATE = "{{ tools }}{% for m in messages %} {{ m.content }}{% endfor %}{% if add_generation_prompt %} ?{% endif %}"
+TEMPLATE = (
+    "{{ tools }}{% for m in messages %} {{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %} ?{% endif %}"
+)
 ROWS = [
     {
         "messages": [{"role": "user", "content": f"what is {i}\u2028?"}],
@@ -337,7 +340,10 @@ def make_examples(path, render, tokenizer=None, max_length=99, batch_size=2):
     )
 
 
-TURNS = "{% for m in messages %} {{ m.content }}{% if m.role == 'assistant' %}<e>{% endif %}{% endfor %}"
+TURNS = (
+    "{% for m in messages %} {{ m.content }}{% if m.role == 'assistant' %}"
+    "<e>{% endif %}{% endfor %}"
+)
 
 
 def with_eos(template=TURNS):
@@ -460,7 +466,8 @@ def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
 )
 def test_malformed_example_names_file_row_and_remedy(tmp_path, render, row, message):
     tokenizer = with_eos(
-        "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{% for m in messages %}{% if m.content == 'refuse' %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}"
         " {{ m.content }}{% endfor %}<e>"
     )
     good = GOOD_PAIR if render is render_pair else {"messages": talk("x", "w")}

@@ -1,4 +1,5 @@
-"""The documentation says what is there: commands compose, keys and files exist, metrics are those of the code."""
+"""The documentation says what is there: commands compose, keys and files exist, metrics are those
+of the code."""
 
 import ast
 import importlib
@@ -48,8 +49,8 @@ def test_the_readme_is_one_page():
 
 @pytest.mark.parametrize("page", sorted([*PAGES, *SCRIPTS]))
 def test_every_command_composes_and_is_valid(page, capsys, monkeypatch):
-    """Each `-m rl2.trainer.X key=value` passes the checks of its own world size, up to files that only a user has and to
-    keys that a line leaves out by its dots."""
+    """Each `-m rl2.trainer.X key=value` passes the checks of its own world size, up to files that
+    only a user has and to keys that a line leaves out by its dots."""
     schema = importlib.import_module("rl2.config.schema")
     parse = importlib.import_module("rl2.config.parse").parse
     text = read(page).replace("\\\n", " ")
@@ -82,7 +83,8 @@ def test_every_command_composes_and_is_valid(page, capsys, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_key_that_is_named_exists(page):
-    """In backticks, or as `key=value` anywhere. Names of other projects' keys stand without backticks."""
+    """In backticks, or as `key=value` anywhere. Names of other projects' keys stand without
+    backticks."""
     keys = all_keys()
     sections = "|".join({key.split(".")[0] for key in keys})
     name = rf"(?<![\w./-])((?:{sections})\.[a-z_]+(?:\.[a-z_]+)*)"
@@ -126,7 +128,8 @@ def show(default) -> str:
 
 
 def test_the_list_of_keys_is_whole_and_its_defaults_are_right():
-    """One line a key: | `key` | default | what it does |. The critic's keys that the actor has too stand once."""
+    """One line a key: | `key` | default | what it does |. The critic's keys that the actor has too
+    stand once."""
     rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| ", read("docs/keys.md"), re.M)
     listed = dict(rows)
     assert len(listed) == len(rows), "a key is listed twice"
@@ -174,7 +177,8 @@ def metrics_of_losses() -> set[str]:
 
 
 def metrics_of_code() -> set[str]:
-    """The metrics that a simple reading of the code finds: names with a slash, phases, and what updates return."""
+    """The metrics that a simple reading of the code finds: names with a slash, phases, and what
+    updates return."""
     found = {f"{name}" for name in metrics_of_losses()}
     for path in (ROOT / "rl2").rglob("*.py"):
         tree = ast.parse(path.read_text())
@@ -190,7 +194,8 @@ def metrics_of_code() -> set[str]:
 
 
 def test_the_glossary_has_the_metrics_of_the_code():
-    """docs/metrics.md explains each metric in a row that starts with its name; after `/` for those of a loss."""
+    """docs/metrics.md explains each metric in a row that starts with its name; after `/` for those
+    of a loss."""
     rows = re.findall(r"^\| (`[^|]+) \| ", read("docs/metrics.md"), re.M)
     explained = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
     short = {name.rpartition("/")[2] for name in explained}

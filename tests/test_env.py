@@ -107,7 +107,8 @@ def test_bad_reward_is_an_env_error(value, message):
 def test_failure_carries_the_users_traceback_and_nothing_of_ours(tmp_path, prefix):
     env = load(
         tmp_path,
-        f"def help(m):\n    return m['nothing']\n{prefix}def reward_fn(messages):\n    return help({{}})\n",
+        f"def help(m):\n    return m['nothing']\n{prefix}def reward_fn(messages):\n"
+        f"    return help({{}})\n",
     )
     error = failure(env)
     text = str(error)
@@ -181,7 +182,8 @@ def test_async_state_outlives_the_callers_loop(tmp_path):
     env = load(
         tmp_path,
         "import asyncio\nloops = set()\n"
-        "async def reward_fn(messages):\n    loops.add(asyncio.get_running_loop())\n    return len(loops)",
+        "async def reward_fn(messages):\n    loops.add(asyncio.get_running_loop())\n"
+        "    return len(loops)",
     )
     assert [score(env), score(env)] == [{"reward": 1.0}, {"reward": 1.0}]
 
@@ -237,8 +239,10 @@ def test_waiting_for_a_slot_does_not_count_towards_the_timeout():
 def test_hung_call_does_not_keep_the_process_from_exiting(tmp_path):
     (tmp_path / "env.py").write_text("import time\ndef reward_fn(messages):\n    time.sleep(60)")
     code = (
-        "import asyncio, sys\nfrom rl2.env.contract import EnvError\nfrom rl2.env.load import load_env\n"
-        "try:\n    asyncio.run(load_env(sys.argv[1], 0.1).score([], {}))\nexcept EnvError:\n    print('failed')"
+        "import asyncio, sys\nfrom rl2.env.contract import EnvError\n"
+        "from rl2.env.load import load_env\n"
+        "try:\n    asyncio.run(load_env(sys.argv[1], 0.1).score([], {}))\n"
+        "except EnvError:\n    print('failed')"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "env.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ENVS.parent)
@@ -333,7 +337,8 @@ def test_env_files_of_the_same_name_stay_apart_and_may_import_neighbours(tmp_pat
 def test_env_file_may_use_dataclasses(tmp_path):
     env = load(
         tmp_path,
-        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom typing import ClassVar\n"
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "from typing import ClassVar\n"
         "@dataclass\nclass Point:\n    x: int\n    y: ClassVar[int] = 0\n"
         "def reward_fn(messages): return Point(1).x",
     )

@@ -1,5 +1,5 @@
-"""The runner of tests/gpu, driven with parts that fail, hang, die and leave processes behind; and the real ones as far as a
-CPU can try them."""
+"""The runner of tests/gpu, driven with parts that fail, hang, die and leave processes behind; and
+the real ones as far as a CPU can try them."""
 
 import ast
 import os
@@ -37,7 +37,8 @@ def dies():
     os.kill(os.getpid(), signal.SIGKILL)
 
 def leaves():
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)  # forgotten"], start_new_session=True)
+    code = "import time; time.sleep(600)  # forgotten"
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 
 def skipped():
     raise Skip("there is one GPU")

@@ -1,5 +1,6 @@
-"""LoRA in one process, against the plain model and against peft trained by hand; layouts are in test_worker.py, moves
-between them in test_checkpoint.py, whole runs in test_trainer.py and test_examples.py."""
+"""LoRA in one process, against the plain model and against peft trained by hand; layouts are in
+test_worker.py, moves between them in test_checkpoint.py, whole runs in test_trainer.py and
+test_examples.py."""
 
 from types import SimpleNamespace
 

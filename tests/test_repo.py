@@ -1,4 +1,4 @@
-"""The house rules: line budgets, who imports whom, no GPU at import, every config key read, every command composes."""
+"""The house rules: token budgets, who imports whom, no GPU at import, every config key is read."""
 
 import ast
 import importlib
@@ -221,7 +221,8 @@ def test_packages_that_one_file_alone_imports():
 
 
 def test_envs_load_with_the_standard_library_alone():
-    """Their own needs are imported by the functions that have them, and rl2 nowhere: an env can be copied anywhere."""
+    """Their own needs are imported by the functions that have them, and rl2 nowhere: an env can be
+    copied anywhere."""
     import sys
 
     def imported(node, inside=False):
@@ -245,7 +246,11 @@ def test_every_module_imports_without_a_gpu():
         "rl2." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
         for file in FILES
     ]
-    code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\nassert 'sglang' not in sys.modules"
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "assert 'sglang' not in sys.modules"
+    )
     run("-c", code, *modules, env={"CUDA_VISIBLE_DEVICES": ""})
 
 
@@ -260,7 +265,8 @@ def keys(section, prefix=""):
 
 
 def test_every_config_key_is_read():
-    """By an attribute of its name outside config/; a key that only its check reads would change nothing."""
+    """By an attribute of its name outside config/; a key that only its check reads would change
+    nothing."""
     config = importlib.import_module("rl2.config.schema")
     source = "\n".join(
         (PACKAGE / file).read_text() for file in FILES if not file.startswith("config/")

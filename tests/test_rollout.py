@@ -120,7 +120,8 @@ def test_a_template_that_rewrites_history_starts_a_new_sequence(tmp_path):
         tmp_path, lambda turn, _: [("=abc", "stop"), ("ok", "stop")][turn], TOOL_ENV, 2
     )
     tokenizer.chat_template = (  # earlier assistant turns lose their text
-        "{% for m in messages %}{{ m['role'] + ':' + (m['content'] if m['role'] != 'assistant' else '') + '<|im_end|>' }}"
+        "{% for m in messages %}"
+        "{{ m['role'] + ':' + (m['content'] if m['role'] != 'assistant' else '') + '<|im_end|>' }}"
         "{% endfor %}{{ 'assistant:' }}"
     )
     prompts = make_prompts([prompts[0].row], tokenizer)
@@ -235,7 +236,8 @@ class SlowEngine(ScriptedEngine):
 
 
 def test_a_pause_keeps_tokens_and_goes_on_with_other_weights(tmp_path):
-    """Group 0 says 200 letters, the others one: it is paused, then ends its turn under newer weights."""
+    """Group 0 says 200 letters, the others one: it is paused, then ends its turn under newer
+    weights."""
     whole = "x" * 200
     env = """
         def reward_fn(messages, answer):
@@ -282,7 +284,8 @@ def test_a_pause_keeps_tokens_and_goes_on_with_other_weights(tmp_path):
 
 
 def test_a_pause_between_turns_and_during_the_environment(tmp_path):
-    """The environment of group 0 is slow: the pause waits for its answer, and the next turn waits for the next call."""
+    """The environment of group 0 is slow: the pause waits for its answer, and the next turn waits
+    for the next call."""
     env = """
         import time
         def interact(messages):

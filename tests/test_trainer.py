@@ -1,4 +1,5 @@
-"""Whole runs of rl2.trainer.ppo under torchrun on a tiny random model: rewards that rise, files, kill and resume."""
+"""Whole runs of rl2.trainer.ppo under torchrun on a tiny random model: rewards that rise, files,
+kill and resume."""
 
 import json
 import os
@@ -15,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TIMED = ("time/", "memory/", "tokens/per_second")
-# The share of a few letters: a policy that answers at random starts near 8/98 and can learn it in a few steps.
+# The share of a few letters: a policy that answers at random starts near 8/98 and can learn it in a
+# few steps.
 LETTER_ENV = """
     def reward_fn(messages, answer):
         reply = messages[-1]["content"]
@@ -129,7 +131,8 @@ def test_ppo_with_a_critic_and_kl_learns(setup, tmp_path):
     "layout", ["actor.sp_size=2 critic.fsdp_size=1", "actor.tp_size=2 critic.sp_size=2"]
 )
 def test_other_layouts_train_to_the_same_policy(setup, tmp_path, layout):
-    """Three steps of PPO with a reference, each worker with a layout of its own, against FSDP over both processes."""
+    """Three steps of PPO with a reference, each worker with a layout of its own, against FSDP over
+    both processes."""
     more = [
         "trainer.max_steps=3",
         "adv.estimator=gae",
@@ -161,7 +164,8 @@ def test_other_layouts_train_to_the_same_policy(setup, tmp_path, layout):
 
 
 def test_turns_with_a_tool_and_exports_that_start_another_run(setup, tmp_path):
-    """The env answers the first turn; the exported actor and optimizer are where the next run begins."""
+    """The env answers the first turn; the exported actor and optimizer are where the next run
+    begins."""
     interact = """
     def interact(messages):
         turns = sum(m["role"] == "assistant" for m in messages)
@@ -205,7 +209,8 @@ def test_turns_with_a_tool_and_exports_that_start_another_run(setup, tmp_path):
 
 
 def test_a_killed_run_resumes_bit_for_bit(setup, tmp_path):
-    """SIGKILL in mid-step, from within the environment of one rank; the run that was never killed ends the same."""
+    """SIGKILL in mid-step, from within the environment of one rank; the run that was never killed
+    ends the same."""
     env = (
         LETTER_ENV
         + """
@@ -230,7 +235,8 @@ def test_a_killed_run_resumes_bit_for_bit(setup, tmp_path):
     ]
     command = ["-m", "rl2.trainer.ppo", *setup, *more]
     torchrun(2, *command, f"trainer.save_dir={tmp_path / 'whole'}")
-    # Four calls of the preflight, then 16 a step on each of two ranks: the 60th is in the fourth step.
+    # Four calls of the preflight, then 16 a step on each of two ranks: the 60th is in the fourth
+    # step.
     killed = torchrun(2, *command, check=False, env={"KILL_AT": "60"})
     assert killed.returncode != 0
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
@@ -248,8 +254,8 @@ def test_a_killed_run_resumes_bit_for_bit(setup, tmp_path):
 
 
 def test_partial_rollouts_train_every_prompt_once_and_resume(setup, tmp_path):
-    """Answers go on under newer weights; what was paused is in the checkpoint, so that a resumed run, here by one
-    process instead of two, still trains every prompt of every epoch once."""
+    """Answers go on under newer weights; what was paused is in the checkpoint, so that a resumed
+    run, here by one process instead of two, still trains every prompt of every epoch once."""
     more = [
         "rollout.partial=true",
         "actor.correction=token_tis",
@@ -283,12 +289,14 @@ def test_partial_rollouts_train_every_prompt_once_and_resume(setup, tmp_path):
             )
         newest.append(max(version for record in records for version, _ in record["versions"]))
     assert set(asked.values()) == {2 * 8} and len(asked) == 24
-    # What a step starts early the next one ends, so a step can train on answers that were all done before its weights.
+    # What a step starts early the next one ends, so a step can train on answers that were all done
+    # before its weights.
     assert all(step - 1 <= version <= step for step, version in enumerate(newest)), newest
 
 
 def test_lora_with_its_base_as_the_reference(setup, tmp_path):
-    """The policy leaves the reference, which is the base; a run that goes on from a checkpoint ends with the same bits."""
+    """The policy leaves the reference, which is the base; a run that goes on from a checkpoint ends
+    with the same bits."""
     more = [
         "actor.lora_rank=4",
         "kl.coef=0.01",
@@ -377,7 +385,8 @@ def test_what_is_wrong_is_said_before_the_model_loads(setup, tmp_path):
 
 
 def test_two_nodes_train_and_resume(setup, tmp_path):
-    """Two torchrun agents that meet on loopback, as two machines would; then one agent of two processes goes on."""
+    """Two torchrun agents that meet on loopback, as two machines would; then one agent of two
+    processes goes on."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,5 @@
-"""SFT, DPO and reward models against TRL's trainers on the same rows and weights: loss, metrics and gradient norm."""
+"""SFT, DPO and reward models against TRL's trainers on the same rows and weights: loss, metrics and
+gradient norm."""
 
 import json
 from collections import defaultdict
@@ -201,7 +202,8 @@ def test_reward_loss(tmp_path, device, margin, center):
 
 
 def test_what_ends_in_padding_is_scored_where_transformers_does(tmp_path, device):
-    """Where the end of a turn is the padding token too, as in SmolLM2, transformers reads the token before it."""
+    """Where the end of a turn is the padding token too, as in SmolLM2, transformers reads the token
+    before it."""
     name = make_critic(make_model(tmp_path / "model", pad_token_id=2))
     row = {"messages": "plain prompt ", "chosen": "good", "rejected": "evil"}
     run, examples, ids, _, attention = read(tmp_path, [row], render_pair)

@@ -21,7 +21,8 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def adapt(model, drawn):
-    """What peft makes of a plain model, with adapters that start at `drawn`, of rank 3 and alpha 5."""
+    """What peft makes of a plain model, with adapters that start at `drawn`, of rank 3 and alpha
+    5."""
     inject_adapter_in_model(LoraConfig(r=3, lora_alpha=5, target_modules=LINEAR), model)
     for key, parameter in model.named_parameters():
         parameter.requires_grad_(f"hf.{key}" in drawn)
@@ -43,7 +44,8 @@ def merge(model):
 
 
 def reference(name, critic, drawn=None):
-    """The same two steps on padded rows of a plain model: scores before them, loss and norm of each, weights after."""
+    """The same two steps on padded rows of a plain model: scores before them, loss and norm of
+    each, weights after."""
     batch = make_batch()
     torch.manual_seed(0)
     cls, more = (
@@ -151,7 +153,8 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path):
 
 
 def test_a_step_in_parts_is_the_same_step(tmp_path, monkeypatch):
-    """offload_optimizer: AdamW with a few parameters at a time, an optimizer that was saved in between, to the bit."""
+    """offload_optimizer: AdamW with a few parameters at a time, an optimizer that was saved in
+    between, to the bit."""
     name, batch, parts, found = make_model(tmp_path / "model"), make_batch(), [], []
     monkeypatch.setattr(optimizer, "DEVICE_STATE_BYTES", 20_000)
     move_states = optimizer._move_states
@@ -205,8 +208,12 @@ def test_values_computed_in_bf16_are_not_rounded_to_it(tmp_path):
 
 
 def test_a_process_may_end_right_behind_a_collective():
-    """Without init's pause this aborts every time: gloo's threads hold the last reference to the tensors."""
-    script = "import torch, torch.distributed as dist\nfrom rl2.parallel.mesh import init_distributed\ninit_distributed()\n"
+    """Without init's pause this aborts every time: gloo's threads hold the last reference to the
+    tensors."""
+    script = (
+        "import torch, torch.distributed as dist\n"
+        "from rl2.parallel.mesh import init_distributed\ninit_distributed()\n"
+    )
     script += "for _ in range(50):\n    dist.all_reduce(torch.ones(100_000), async_op=True)"
     run("-c", script)
 
@@ -215,10 +222,17 @@ def test_a_process_may_end_right_behind_a_collective():
     not Path("/proc/self/task").exists(), reason="threads are counted in Linux's /proc"
 )
 def test_one_process_keeps_its_threads_to_itself():
-    """A second team of OpenMP threads, that of a gloo thread which copies, costs a single process half its speed."""
-    script = "import torch, os\nfrom rl2.parallel.mesh import all_gather_objects, init_distributed\ninit_distributed()\n"
+    """A second team of OpenMP threads, that of a gloo thread which copies, costs a single process
+    half its speed."""
+    script = (
+        "import torch, os\n"
+        "from rl2.parallel.mesh import all_gather_objects, init_distributed\ninit_distributed()\n"
+    )
     script += (
         "torch.ones(10**6) + 1\nbefore = set(os.listdir('/proc/self/task'))\nvalue = b'x' * 10**6\n"
     )
-    script += "assert all_gather_objects(value) == [value]\nassert set(os.listdir('/proc/self/task')) <= before"
+    script += (
+        "assert all_gather_objects(value) == [value]\n"
+        "assert set(os.listdir('/proc/self/task')) <= before"
+    )
     run("-c", script, env={"OMP_NUM_THREADS": "2"})

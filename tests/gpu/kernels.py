@@ -25,8 +25,9 @@ def device():
 
 
 def attention():
-    """Packed documents with shared prompts: two blocks over different keys, merged, and a backward that takes the merged
-    log-sum-exp; grouped heads, sizes that are no power of two; then long rows against torch's own attention."""
+    """Packed documents with shared prompts: two blocks over different keys, merged, and a backward
+    that takes the merged log-sum-exp; grouped heads, sizes that are no power of two; then long rows
+    against torch's own attention."""
     from test_attention import as_pack, layout, reference
 
     from rl2.packing import zigzag
@@ -52,7 +53,8 @@ def attention():
             expected = torch.autograd.grad(expected_out, floats, grad.float())
             pairs = zip(worst, (out, *got), (expected_out, *expected), strict=True)
             for name, a, b in pairs:
-                # Where each document is one token the gradient of q and k is 0 but for rounding: no ratio to speak of.
+                # Where each document is one token the gradient of q and k is 0 but for rounding: no
+                # ratio to speak of.
                 small = b.float().norm() < 1e-3 * expected_out.float().norm()
                 worst[name] = max(
                     worst[name],
@@ -82,7 +84,8 @@ def _poison():
 
 
 def _long():
-    """One document as long as a context, grouped heads: the same numbers as torch's attention, and its time."""
+    """One document as long as a context, grouped heads: the same numbers as torch's attention, and
+    its time."""
     from rl2.parallel.attention import Block, backward_block, forward_block
 
     length, heads, groups, size = (256, 4, 2, 64) if DRY else (16384, 16, 8, 128)
@@ -112,7 +115,8 @@ def _long():
 
 
 def head():
-    """The chunked head against plain fp32 log-softmax at a real vocabulary: values, gradients, time and memory."""
+    """The chunked head against plain fp32 log-softmax at a real vocabulary: values, gradients, time
+    and memory."""
     from rl2.model.head import head_scores
 
     rows, hidden, vocabulary = (64, 32, 1000) if DRY else (4096, 2048, 151936)

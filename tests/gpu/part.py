@@ -1,4 +1,5 @@
-"""The process of one part: part.py FILE PART FIGURES. Exit status 0 = passed, 77 = skipped, else failed."""
+"""The process of one part: part.py FILE PART FIGURES. Exit status 0 = passed, 77 = skipped, else
+failed."""
 
 import importlib.util
 import os

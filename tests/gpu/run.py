@@ -65,7 +65,8 @@ class Outcome:
 
 
 def run_part(name: str, path: Path, limit: float, log) -> Outcome:
-    """One part in a process of its own; of it and of what it started nothing is left when this returns."""
+    """One part in a process of its own; of it and of what it started nothing is left when this
+    returns."""
     start, mark = time.monotonic(), uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder, "figures.jsonl")
@@ -96,7 +97,8 @@ def run_part(name: str, path: Path, limit: float, log) -> Outcome:
 
 
 def _end(mark: str, patience: float) -> list[str]:
-    """Ends the processes that carry the mark in their environment, and says which were still there after so long."""
+    """Ends the processes that carry the mark in their environment, and says which were still there
+    after so long."""
     ends = time.monotonic() + patience
     while (alive := _marked(mark)) and time.monotonic() < ends:
         time.sleep(0.2)
@@ -129,8 +131,8 @@ def _marked(mark: str) -> list[psutil.Process]:
 def run_parts(
     parts: dict[str, Part], file: Path, header: str, budget: float = float("inf"), patience: int = 1
 ):
-    """The outcomes of all of them, whatever happens to one; `file` tells what is known at any time. `budget`: seconds for
-    all; `patience`: how many times its limit a part may take."""
+    """The outcomes of all of them, whatever happens to one; `file` tells what is known at any time.
+    `budget`: seconds for all; `patience`: how many times its limit a part may take."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(header + "\n| part | result | seconds | |\n|---|---|---|---|\n")
     ends, outcomes = time.monotonic() + budget, []
@@ -172,7 +174,10 @@ def describe(dry: bool) -> str:
     )
     commit = f"; commit {git.stdout.strip()}" if git.returncode == 0 else ""
     now = datetime.now().strftime("%Y-%m-%d %H:%M")
-    return f"# `bash tests/gpu/run.sh`, {now}\n\n{device}; Python {sys.version.split()[0]}, {', '.join(told)}{commit}\n"
+    return (
+        f"# `bash tests/gpu/run.sh`, {now}\n\n"
+        f"{device}; Python {sys.version.split()[0]}, {', '.join(told)}{commit}\n"
+    )
 
 
 def main() -> int:
@@ -198,7 +203,8 @@ def main() -> int:
 
     if not dry and not torch.cuda.is_available():
         print(
-            "tests/gpu: there is no GPU here, so nothing was run (RL2_DEVICE=cpu tries the parts on a CPU)"
+            "tests/gpu: there is no GPU here, so nothing was run (RL2_DEVICE=cpu tries the "
+            "parts on a CPU)"
         )
         return 3
     wanted = {
@@ -215,7 +221,8 @@ def main() -> int:
         + "\n".join(f"{o.name:18} {o.result:9} {o.seconds:5.0f} s  {o.reason}" for o in outcomes)
     )
     print(
-        f"{sum(o.result == 'passed' for o in outcomes)} of {len(outcomes)} passed; written to {file}"
+        f"{sum(o.result == 'passed' for o in outcomes)} of {len(outcomes)} passed; "
+        f"written to {file}"
     )
     return int(any(o.result in ("failed", "timed out") for o in outcomes))
 

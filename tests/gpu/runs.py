@@ -29,7 +29,8 @@ def torchrun(world, *command):
 
 
 def _grpo(engine, model, *more):
-    """Three steps of GRPO, and an end that leaves no memory in use; the runner looks for processes."""
+    """Three steps of GRPO, and an end that leaves no memory in use; the runner looks for
+    processes."""
     before, name = used_gib(), make_model(model)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)

@@ -76,7 +76,8 @@ def need_sglang() -> None:
 
 
 def sglang_args() -> dict:
-    """Arguments of SGLang's engine for this machine, from SGLANG_ARGS; on a CPU those that make it run."""
+    """Arguments of SGLang's engine for this machine, from SGLANG_ARGS; on a CPU those that make it
+    run."""
     words = [word.partition("=") for word in os.environ.get("SGLANG_ARGS", "").split()]
     return ({"max_total_tokens": 8192} if DRY else {}) | {
         key: yaml.safe_load(value) for key, _, value in words
@@ -133,7 +134,8 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def make_model(name: str) -> str:
-    """A folder with a random bf16 model of that shape and a character tokenizer as large as its vocabulary."""
+    """A folder with a random bf16 model of that shape and a character tokenizer as large as its
+    vocabulary."""
     from common import CONFIGS
     from transformers import AutoModelForCausalLM
 
@@ -162,7 +164,8 @@ def make_model(name: str) -> str:
 
 
 def _tokenizer(size: int):
-    """The tests' tokenizer of characters, with words behind them up to `size`: every id can be decoded."""
+    """The tests' tokenizer of characters, with words behind them up to `size`: every id can be
+    decoded."""
     from common import make_tokenizer
     from tokenizers import Tokenizer
 

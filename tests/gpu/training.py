@@ -1,4 +1,5 @@
-"""The worker on one GPU: against a CPU, with offloading, and how much of the matrix peak an update reaches."""
+"""The worker on one GPU: against a CPU, with offloading, and how much of the matrix peak an update
+reaches."""
 
 import time
 
@@ -32,7 +33,8 @@ def flat(named):
 
 
 def worker():
-    """Two bf16 updates here against the same in fp32 on a CPU: log-probabilities, loss, gradient norm, every weight."""
+    """Two bf16 updates here against the same in fp32 on a CPU: log-probabilities, loss, gradient
+    norm, every weight."""
     device, name = init_distributed(), make_model("small")
     batch = make_batch(1024, groups=3, samples=3, prompt=40, answer=30)
     results = {}
@@ -116,8 +118,9 @@ def utilisation_32k():
 
 
 def _utilisation(length, micro_batches):
-    """Model FLOPs (6 a weight and scored token, causal attention besides, nothing for recomputing) of an actor update
-    over the measured matrix peak: a random 1.5B model, every pack full of sequences of 2,048 tokens, all scored."""
+    """Model FLOPs (6 a weight and scored token, causal attention besides, nothing for recomputing)
+    of an actor update over the measured matrix peak: a random 1.5B model, every pack full of
+    sequences of 2,048 tokens, all scored."""
     document = 2048
     if DRY:
         length, document = length // 128, 16
@@ -164,7 +167,8 @@ def _utilisation(length, micro_batches):
 
 
 def memory_7b():
-    """What an update of a 7B model takes with everything offloaded that can be: the table in the README, measured."""
+    """What an update of a 7B model takes with everything offloaded that can be: the table in the
+    README, measured."""
     length, name = (64 if DRY else 8192), make_model("qwen2.5-7b")
     device = init_distributed()
     settings = {

@@ -1,6 +1,7 @@
-"""The package index has torchvision built for CUDA: beside a CPU build of torch its import fails for two operators that
-nobody here calls. They are declared when it is first imported, in every process of this environment: a .pth file imports
-this one, since Python reads a single sitecustomize and some systems have theirs."""
+"""The package index has torchvision built for CUDA: beside a CPU build of torch its import fails
+for two operators that nobody here calls. They are declared when it is first imported, in every
+process of this environment: a .pth file imports this one, since Python reads a single sitecustomize
+and some systems have theirs."""
 
 import sys
 from importlib.abc import MetaPathFinder

@@ -1,4 +1,5 @@
-"""In place of SGLang's compiled kernels, which need a GPU: any name can be imported, none can be called."""
+"""In place of SGLang's compiled kernels, which need a GPU: any name can be imported, none can be
+called."""
 
 __version__ = "999.0"  # SGLang asks for a lowest version
 
