@@ -110,8 +110,8 @@ RUNS = [
         and_resume(
             f"{PPO} {CRITIC} adv.norm_var=true adv.gamma=0.99 adv.lamda=0.95 kl.coef=0.01"
             " kl.type=reward actor.update_per_rollout=2 critic.update_per_rollout=2"
-            " actor.entropy=0.001 actor.correction=token_tis actor.scheduler=cosine"
-            " actor.warmup_ratio=0.3 actor.weight_decay=0.01"
+            " actor.entropy=0.001 actor.correction=token_tis actor.correction_cap=1"
+            " actor.scheduler=cosine actor.warmup_ratio=0.3 actor.weight_decay=0.01"
         ),
     ),
     Run(
