@@ -182,7 +182,9 @@ def _cut_metrics(path: Path, step: int) -> None:
 def write_records(
     folder: str | os.PathLike, split: str, step: int, records: list[dict[str, Any]]
 ) -> None:
-    """Writes the transcripts of a step to rollouts/`split`/step_N.jsonl."""
+    """Writes the transcripts of a step to rollouts/`split`/step_N.jsonl, on the first process."""
+    if dist.get_rank() > 0:
+        return
     path = Path(folder, "rollouts", split, f"step_{step}.jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(record, ensure_ascii=False, default=str) for record in records]

@@ -37,12 +37,6 @@ def argument_names(function: Function) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
-def required_names(function: Function) -> list[str]:
-    """The names of the parameters that have no default."""
-    parameters = inspect.signature(function).parameters.items()
-    return [name for name, parameter in parameters if parameter.default is parameter.empty]
-
-
 def call_by_name(function: Function, inputs: object) -> Any:
     """Calls the function with the attributes of `inputs` that its parameters name."""
     names = [name for name in argument_names(function) if hasattr(inputs, name)]

@@ -4,6 +4,7 @@ between keys.
 Every check returns its problems as messages, so that the user sees all of them at once.
 """
 
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rl2.algorithms.by_name import argument_names, find_function, required_names
+from rl2.algorithms.by_name import argument_names, find_function
 from rl2.config.key import Key, schema_keys
 from rl2.config.schema import (
     WITH_SGLANG,
@@ -117,12 +118,14 @@ def _function_problem(value: str, key: Key, name: str) -> list[str]:
         function = find_function(value, key.functions, name)
     except ValueError as error:
         return [str(error)]
-    available = [part for part in dir(key.inputs) if not part.startswith("_")]
-    available += [entry.name for entry in fields(key.inputs)]
-    unknown = [argument for argument in required_names(function) if argument not in available]
+    available = {entry.name for entry in fields(key.inputs)}
+    available.update(part for part in dir(key.inputs) if not part.startswith("_"))
+    parameters = inspect.signature(function).parameters.values()
+    required = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
+    unknown = ", ".join(sorted(required - available))
     if unknown:
-        choices = ", ".join(sorted(set(available)))
-        return [f"{name}={value} asks for {', '.join(unknown)}; it may ask for {choices}"]
+        choices = ", ".join(sorted(available))
+        return [f"{name}={value} asks for {unknown}; it may ask for {choices}"]
     return []
 
 

@@ -23,7 +23,7 @@ from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
 from rl2.rollout.stats import summarise, to_records
 from rl2.rollout.trajectory import Player
-from rl2.run_folder import Parts
+from rl2.run_folder import Parts, write_records
 from rl2.trainer.recorder import Evaluate, Recorder
 from rl2.worker import Loss, UpdateResult, Worker, compute_dtype
 
@@ -146,7 +146,7 @@ class PPORun:
     def evaluate(self, step: int) -> dict[str, float]:
         """Plays the test prompts and writes their transcripts. Returns their metrics."""
         trajectories = self.collector.play(self.test_prompts, self.test_params, 1, "test", step)
-        self.recorder.write_records("test", step, to_records(trajectories))
+        write_records(self.recorder.folder, "test", step, to_records(trajectories))
         return summarise(trajectories, self.actor.version)
 
     def finish(self) -> None:

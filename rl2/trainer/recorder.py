@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl2.config.parse import dump
 from rl2.report.loggers import MetricsLog, RunName
-from rl2.run_folder import Checkpoints, Parts, find_checkpoint, prepare_folder, write_records
+from rl2.run_folder import Checkpoints, Parts, find_checkpoint, prepare_folder
 from rl2.signals import StopSignal
 from rl2.worker import Worker
 
@@ -73,11 +73,6 @@ class Recorder:
     def remaining_steps(self) -> range:
         """The numbers of the steps that are not done yet; the first step is 1."""
         return range(self.start_step + 1, self.num_steps + 1)
-
-    def write_records(self, split: str, step: int, records: list[dict[str, Any]]) -> None:
-        """Writes the transcripts of the `split` (train | test) of a step."""
-        if dist.get_rank() == 0:
-            write_records(self.folder, split, step, records)
 
     def finish_step(self, step: int, metrics: dict[str, float]) -> bool:
         """Evaluates, logs, saves and exports where that is due.
