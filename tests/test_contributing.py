@@ -1,6 +1,8 @@
-"""CONTRIBUTING.md and docs/custom_losses.md are right: the diffs are applied to a copy of the
-package, and runs use what they add; the example's functions are used from a file, without a
-change."""
+"""What CONTRIBUTING.md and docs/custom_losses.md say how to do works.
+
+The diffs are applied to a copy of the package, and runs of the copy use what they add. The functions
+of the example are used from a file, without a change to the package.
+"""
 
 import json
 import re

@@ -1,5 +1,4 @@
-"""The documentation says what is there: commands compose, keys and files exist, metrics are those
-of the code."""
+"""The documentation agrees with the code: commands compose, keys and files exist, metrics are logged."""
 
 import ast
 import importlib
@@ -49,8 +48,10 @@ def test_the_readme_is_one_page():
 
 @pytest.mark.parametrize("page", sorted([*PAGES, *SCRIPTS]))
 def test_every_command_composes_and_is_valid(page, capsys, monkeypatch):
-    """Each `-m rl2.trainer.X key=value` passes the checks of its own world size, up to files that
-    only a user has and to keys that a line leaves out by its dots."""
+    """Each `-m rl2.trainer.X key=value` passes the checks of the config at its own world size.
+
+    Files that only a user has may be missing, and so may keys of a line that has dots.
+    """
     schema = importlib.import_module("rl2.config.schema")
     parse = importlib.import_module("rl2.config.parse").parse
     text = read(page).replace("\\\n", " ")
@@ -83,8 +84,7 @@ def test_every_command_composes_and_is_valid(page, capsys, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_key_that_is_named_exists(page):
-    """In backticks, or as `key=value` anywhere. Names of other projects' keys stand without
-    backticks."""
+    """A key is named in backticks, or as key=value. Keys of other projects have no backticks."""
     keys = all_keys()
     sections = "|".join({key.split(".")[0] for key in keys})
     name = rf"(?<![\w./-])((?:{sections})\.[a-z_]+(?:\.[a-z_]+)*)"
@@ -128,8 +128,7 @@ def show(default) -> str:
 
 
 def test_the_list_of_keys_is_whole_and_its_defaults_are_right():
-    """One line a key: | `key` | default | what it does |. The critic's keys that the actor has too
-    stand once."""
+    """One row a key: | `key` | default | meaning |. A key of actor and critic has one row."""
     rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| ", read("docs/keys.md"), re.M)
     listed = dict(rows)
     assert len(listed) == len(rows), "a key is listed twice"
@@ -177,8 +176,10 @@ def metrics_of_losses() -> set[str]:
 
 
 def metrics_of_code() -> set[str]:
-    """The metrics that a simple reading of the code finds: names with a slash, phases, and what
-    updates return."""
+    """The metrics that a simple reading of the code finds.
+
+    These are strings with a slash, the names of phases, and what losses and updates return.
+    """
     found = {f"{name}" for name in metrics_of_losses()}
     for path in (ROOT / "rl2").rglob("*.py"):
         tree = ast.parse(path.read_text())
@@ -194,8 +195,10 @@ def metrics_of_code() -> set[str]:
 
 
 def test_the_glossary_has_the_metrics_of_the_code():
-    """docs/metrics.md explains each metric in a row that starts with its name; after `/` for those
-    of a loss."""
+    """docs/metrics.md has a row for each metric of the code, and no row for anything else.
+
+    The metrics of a loss are compared without the name of the worker before them.
+    """
     rows = re.findall(r"^\| (`[^|]+) \| ", read("docs/metrics.md"), re.M)
     explained = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
     short = {name.rpartition("/")[2] for name in explained}
