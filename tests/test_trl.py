@@ -1,5 +1,7 @@
-"""SFT, DPO and reward models against TRL's trainers on the same rows and weights: loss, metrics and
-gradient norm."""
+"""SFT, DPO and reward models against TRL's trainers.
+
+Loss, metrics and gradient norm are compared on the same rows and weights.
+"""
 
 import json
 from collections import defaultdict
@@ -19,15 +21,19 @@ from rl2.trainer import dpo, rm, sft
 from rl2.worker import Worker
 
 pytest.importorskip("trl")
-PAIRS = [
-    {
-        "messages": [{"role": "user", "content": "q" * n}],
-        "chosen": "ab" * c,
-        "rejected": "yx" * r,
-        "margin": 0.3 * n,
+
+
+def make_pair(question_length, chosen_length, rejected_length):
+    return {
+        "messages": [{"role": "user", "content": "q" * question_length}],
+        "chosen": "ab" * chosen_length,
+        "rejected": "yx" * rejected_length,
+        "margin": 0.3 * question_length,
     }
-    for n, c, r in ((3, 1, 4), (9, 2, 2), (5, 6, 1))
-]
+
+
+PAIRS = [make_pair(3, 1, 4), make_pair(9, 2, 2), make_pair(5, 6, 1)]
+CHOSEN_THEN_REJECTED = [0, 2, 4, 1, 3, 5]  # the order of the rows in TRL's batches
 
 
 @pytest.fixture
@@ -37,12 +43,12 @@ def device():
 
 
 def make_trl(cls, **settings):
-    """TRL's trainer with nothing but what its loss reads."""
+    """A trainer of TRL that has only the attributes that its loss reads."""
     trainer = cls.__new__(cls)
     accelerator = SimpleNamespace(
         device=torch.device("cpu"),
-        gather=lambda x: x,
-        gather_for_metrics=lambda x: x,
+        gather=lambda tensor: tensor,
+        gather_for_metrics=lambda tensor: tensor,
         parallelism_config=None,
     )
     defaults = dict(
@@ -58,7 +64,8 @@ def make_trl(cls, **settings):
     return trainer
 
 
-def fused(name, *outputs):
+def load_trl_model(name, *outputs):
+    """The model with TRL's fused head, which returns log-probabilities and `outputs`."""
     from trl.trainer.utils import add_fused_lm_head
 
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
@@ -66,62 +73,64 @@ def fused(name, *outputs):
     return model.train()
 
 
-def read(tmp_path, rows, render):
-    """Our examples, and their sequences padded as TRL's collators do."""
-    path, tokenizer = tmp_path / "rows.jsonl", make_tokenizer()
+def read_examples(tmp_path, rows, render):
+    """(run, examples, ids, mask, attention mask) of `rows`.
+
+    The last three are the sequences of the examples, padded like TRL's collators do.
+    """
+    path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = make_tokenizer()
     order = {"shuffle": False, "seed": 0, "batch_size": len(rows)}
     examples = list(Examples(str(path), "train", tokenizer, render, max_length=400, **order))
     sequences = [sequence for example in examples for sequence in example.sequences]
     width = max(len(tokens) for tokens, _ in sequences)
 
-    def padded(part):
-        return torch.tensor(
-            [sequence[part] + [0] * (width - len(sequence[part])) for sequence in sequences]
-        )
+    def pad(columns):
+        return torch.tensor([column + [0] * (width - len(column)) for column in columns])
 
-    ids, mask = padded(0), padded(1)
-    attention = torch.tensor([[1] * len(t) + [0] * (width - len(t)) for t, _ in sequences])
-    return SimpleNamespace(tokenizer=tokenizer), examples, ids, mask, attention
+    ids = pad([tokens for tokens, _ in sequences])
+    mask = pad([mask for _, mask in sequences])
+    attention_mask = pad([[1] * len(tokens) for tokens, _ in sequences])
+    return SimpleNamespace(tokenizer=tokenizer), examples, ids, mask, attention_mask
+
+
+def make_section(name, **settings):
+    return SimpleNamespace(**{**SECTION, "model_name": name, **settings})
 
 
 def update(name, device, batch, loss_fn, critic=False, **options):
-    """One step of ours, in several micro-batches."""
-    section = SimpleNamespace(
-        **{**SECTION, "model_name": name, "max_length_per_device": 120, "lr": 1e-4}
-    )
+    """The result of one update of a new worker, in several micro-batches."""
+    section = make_section(name, max_length_per_device=120, lr=1e-4)
     return Worker(section, device, critic, 1).update(batch, loss_fn, **options)
 
 
-def check(told, loss, model):
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    assert told.loss == pytest.approx(loss.item(), rel=1e-5)
-    assert told.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+def check_update(result, trl_loss, trl_model):
+    """The update has the loss and the gradient norm of TRL."""
+    trl_loss.backward()
+    grad_norm = torch.nn.utils.clip_grad_norm_(trl_model.parameters(), 1e9)
+    assert result.loss == pytest.approx(trl_loss.item(), rel=1e-5)
+    assert result.grad_norm == pytest.approx(grad_norm.item(), rel=1e-4)
 
 
 def test_sft_loss(tmp_path, device):
     from trl import SFTTrainer
 
     name = make_model(tmp_path / "model")
-    talk = [
-        {"role": role, "content": f"{role} {i}" * i}
-        for i in (1, 3)
-        for role in ("user", "assistant")
-    ]
-    run, examples, ids, mask, attention = read(
-        tmp_path, [{"messages": talk}, {"text": "abc" * 9}], render_sft
-    )
+    messages = []
+    for i in (1, 3):
+        for role in ("user", "assistant"):
+            messages.append({"role": role, "content": f"{role} {i}" * i})
+    rows = [{"messages": messages}, {"text": "abc" * 9}]
+    run, examples, ids, mask, attention_mask = read_examples(tmp_path, rows, render_sft)
     run.config = SimpleNamespace(actor=SimpleNamespace(average="token"))
-    told = update(name, device, sft.make_batch(run, examples), sft.sft_loss)
-    model = fused(name, "entropy", "is_top1")
+    result = update(name, device, sft.make_batch(run, examples), sft.sft_loss)
+    model = load_trl_model(name, "entropy", "is_top1")
     arguments = SimpleNamespace(loss_type="nll", average_tokens_across_devices=False)
     trainer = make_trl(SFTTrainer, model=model, args=arguments)
     labels = ids.masked_fill(mask == 0, -100)
-    loss = trainer.compute_loss(
-        model, {"input_ids": ids, "attention_mask": attention, "labels": labels}
-    )
-    check(told, loss, model)
+    inputs = {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
+    check_update(result, trainer.compute_loss(model, inputs), model)
 
 
 @pytest.mark.parametrize(
@@ -130,20 +139,19 @@ def test_sft_loss(tmp_path, device):
 def test_dpo_loss(tmp_path, device, loss, beta):
     from trl import DPOTrainer
 
-    name, other = make_model(tmp_path / "model", seed=1), make_model(tmp_path / "reference")
-    run, examples, ids, mask, attention = read(tmp_path, PAIRS, render_pair)
+    name = make_model(tmp_path / "model", seed=1)
+    reference = make_model(tmp_path / "reference")
+    run, examples, ids, mask, attention_mask = read_examples(tmp_path, PAIRS, render_pair)
     batch = dpo.make_batch(run, examples)
-    section = SimpleNamespace(**{**SECTION, "model_name": other})
-    batch.ref_logps = Worker(section, device).infer(batch).logps
+    batch.ref_logps = Worker(make_section(reference), device).infer(batch).logps
     settings = SimpleNamespace(beta=beta, loss=loss, label_smoothing=0.0)
-    told = update(
-        name, device, batch, partial(dpo.preference_loss, settings), keep_groups_together=True
-    )
-    model = fused(name, "entropy", "mean_logits", "is_top1")
+    loss_fn = partial(dpo.preference_loss, settings)
+    result = update(name, device, batch, loss_fn, keep_groups_together=True)
+    model = load_trl_model(name, "entropy", "mean_logits", "is_top1")
     trainer = make_trl(
         DPOTrainer,
         model=model,
-        ref_model=fused(other),
+        ref_model=load_trl_model(reference),
         args=SimpleNamespace(gradient_checkpointing_kwargs=None),
         ld_alpha=None,
         precompute_ref_logps=False,
@@ -154,26 +162,21 @@ def test_dpo_loss(tmp_path, device, loss, beta):
         label_smoothing=0.0,
         use_weighting=False,
     )
-    order = [
-        *range(0, 6, 2),
-        *range(1, 6, 2),
-    ]  # TRL's batch holds all chosen replies, then all rejected ones
     inputs = {
-        "input_ids": ids[order],
-        "attention_mask": attention[order],
-        "completion_mask": mask[order],
+        "input_ids": ids[CHOSEN_THEN_REJECTED],
+        "attention_mask": attention_mask[CHOSEN_THEN_REJECTED],
+        "completion_mask": mask[CHOSEN_THEN_REJECTED],
     }
-    check(told, trainer._compute_loss(model, inputs, False), model)
+    check_update(result, trainer._compute_loss(model, inputs, False), model)
     names = {
         "chosen": "chosen_reward",
         "rejected": "rejected_reward",
         "accuracies": "accuracy",
         "margins": "margin",
     }
-    for theirs, ours in names.items():
-        assert trainer._metrics["train"][f"rewards/{theirs}"] == [
-            pytest.approx(told.metrics[ours], rel=1e-5)
-        ]
+    for trl_name, rl2_name in names.items():
+        expected = pytest.approx(result.metrics[rl2_name], rel=1e-5)
+        assert trainer._metrics["train"][f"rewards/{trl_name}"] == [expected]
 
 
 @pytest.mark.parametrize("margin", [True, False])
@@ -182,38 +185,41 @@ def test_reward_loss(tmp_path, device, margin, center):
     from trl import RewardTrainer
 
     name = make_critic(make_model(tmp_path / "model"))
-    rows = PAIRS if margin else [{key: row[key] for key in row if key != "margin"} for row in PAIRS]
-    run, examples, ids, _, attention = read(tmp_path, rows, render_pair)
+    rows = [dict(pair) for pair in PAIRS]
+    if not margin:
+        for row in rows:
+            del row["margin"]
+    run, examples, ids, _, attention_mask = read_examples(tmp_path, rows, render_pair)
+    batch = rm.make_batch(run, examples)
     loss_fn = partial(rm.reward_loss, center)
-    told = update(
-        name, device, rm.make_batch(run, examples), loss_fn, critic=True, keep_groups_together=True
-    )
+    result = update(name, device, batch, loss_fn, critic=True, keep_groups_together=True)
     model = AutoModelForSequenceClassification.from_pretrained(name, dtype=torch.float32).train()
-    trainer = make_trl(
-        RewardTrainer, model=model, args=SimpleNamespace(center_rewards_coefficient=center or None)
-    )
-    order = [*range(0, 6, 2), *range(1, 6, 2)]
-    inputs = {"input_ids": ids[order], "attention_mask": attention[order]}
+    arguments = SimpleNamespace(center_rewards_coefficient=center or None)
+    trainer = make_trl(RewardTrainer, model=model, args=arguments)
+    inputs = {
+        "input_ids": ids[CHOSEN_THEN_REJECTED],
+        "attention_mask": attention_mask[CHOSEN_THEN_REJECTED],
+    }
     if margin:
         inputs["margin"] = torch.tensor([row["margin"] for row in rows])
-    check(told, trainer.compute_loss(model, inputs), model)
+    check_update(result, trainer.compute_loss(model, inputs), model)
     for key in ("accuracy", "margin"):
-        assert trainer._metrics["train"][key] == [pytest.approx(told.metrics[key], rel=1e-5)]
+        assert trainer._metrics["train"][key] == [pytest.approx(result.metrics[key], rel=1e-5)]
 
 
-def test_what_ends_in_padding_is_scored_where_transformers_does(tmp_path, device):
-    """Where the end of a turn is the padding token too, as in SmolLM2, transformers reads the token
-    before it."""
+def test_a_reply_that_ends_in_the_padding_token_is_scored_like_transformers(tmp_path, device):
+    """In models like SmolLM2 the end of a turn is also the padding token.
+
+    Transformers then scores the token before it.
+    """
     name = make_critic(make_model(tmp_path / "model", pad_token_id=2))
     row = {"messages": "plain prompt ", "chosen": "good", "rejected": "evil"}
-    run, examples, ids, _, attention = read(tmp_path, [row], render_pair)
+    run, examples, ids, _, attention_mask = read_examples(tmp_path, [row], render_pair)
     run.tokenizer.pad_token = run.tokenizer.eos_token
     assert ids[0, -1] == run.tokenizer.pad_token_id == 2
     batch = rm.make_batch(run, examples)
-    section = SimpleNamespace(**{**SECTION, "model_name": name})
-    values = Worker(section, device, critic=True).infer(batch).values
+    values = Worker(make_section(name), device, critic=True).infer(batch).values
+    scores = (values * (batch.token_weights > 0)).sum(1)
     model = AutoModelForSequenceClassification.from_pretrained(name)
-    expected = model(input_ids=ids, attention_mask=attention).logits[:, 0]
-    torch.testing.assert_close(
-        (values * (batch.token_weights > 0)).sum(1), expected.detach(), rtol=0, atol=1e-5
-    )
+    expected = model(input_ids=ids, attention_mask=attention_mask).logits[:, 0].detach()
+    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
