@@ -1,8 +1,7 @@
-"""Trajectories with a scripted engine: masks token by token, rewards, several turns, failures."""
+"""Tests of trajectories with a scripted engine: masks, rewards, several turns, failures."""
 
 import asyncio
 import textwrap
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from common import make_tokenizer
 from rl2.batch import Batch
 from rl2.data import chat
 from rl2.data.examples import Prompts
-from rl2.engine.base import SamplingParams
+from rl2.engine.base import Generation, SamplingParams
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
@@ -31,35 +30,44 @@ def process_group():
 
 
 class ScriptedEngine:
-    """Says `script(turn, seed)`; a reply is (text, finish reason)."""
+    """Generates `script(turn, seed)`, which returns (text, finish reason)."""
 
-    max_running_requests, index, count, version = 4, 0, 1, 0
+    max_running_requests = 4
+    index = 0
+    count = 1
+    version = 0
 
     def __init__(self, tokenizer, script):
-        self.tokenizer, self.script, self.loop = tokenizer, script, asyncio.new_event_loop()
-        self.prompts, self.in_flight, self.most_in_flight = [], 0, 0
+        self.tokenizer = tokenizer
+        self.script = script
+        self.loop = asyncio.new_event_loop()
+        self.requests = []  # (seed, prompt) of each
+        self.num_running = 0
+        self.max_num_running = 0
 
     async def generate(self, prompt, params, seed):
-        self.prompts.append((seed, list(prompt)))
-        self.in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        self.requests.append((seed, list(prompt)))
+        self.num_running += 1
+        self.max_num_running = max(self.max_num_running, self.num_running)
         await asyncio.sleep(0.001)
-        self.in_flight -= 1
-        text, reason = self.script(seed[-1], seed)
-        tokens = chat.tokenize(self.tokenizer, text) + (
-            [self.tokenizer.eos_token_id] if reason == "stop" else []
-        )
+        self.num_running -= 1
+        text, finish_reason = self.script(seed[-1], seed)
+        tokens = chat.tokenize(self.tokenizer, text)
+        if finish_reason == "stop":
+            tokens = [*tokens, self.tokenizer.eos_token_id]
         logps = [-0.1 * (i + 1) for i in range(len(tokens))]
-        return SimpleNamespace(tokens=tokens, logps=logps, finish_reason=reason, version=0)
+        return Generation(tokens, logps, finish_reason, version=0)
+
+
+def make_row(i):
+    return {"messages": [{"role": "user", "content": f"q{i}"}], "answer": str(i)}
 
 
 def make(tmp_path, script, env, max_turns=1, num_prompts=1, deterministic=True, max_length=400):
+    """(collector, prompts, tokenizer) with a scripted engine."""
     (tmp_path / "env.py").write_text(textwrap.dedent(env))
     tokenizer = make_tokenizer()
-    rows = [
-        {"messages": [{"role": "user", "content": f"q{i}"}], "answer": str(i)}
-        for i in range(num_prompts)
-    ]
+    rows = [make_row(i) for i in range(num_prompts)]
     engine = ScriptedEngine(tokenizer, script)
     failures = EnvFailures(0.5)
     env = load_env(tmp_path / "env.py", 5)
@@ -73,6 +81,7 @@ def make_prompts(rows, tokenizer):
     return list(Prompts(rows, tokenizer, max_length=100, **order))
 
 
+ANSWER_ENV = "def reward_fn(messages, answer): return float(answer)"
 TOOL_ENV = """
     def interact(messages):
         call = messages[-1]["content"]
@@ -82,44 +91,52 @@ TOOL_ENV = """
 """
 
 
+def say_x(*_):
+    return "x", "stop"
+
+
+def call_always(*_):
+    return "=1", "stop"
+
+
+def call_then_answer(turn, _):
+    """A tool call in turn 0 and the answer in turn 1."""
+    return [("=7", "stop"), ("ok", "stop")][turn]
+
+
 def test_two_turns_are_masked_token_by_token(tmp_path):
-    collector, prompts, tokenizer = make(
-        tmp_path, lambda turn, _: [("=7", "stop"), ("ok", "stop")][turn], TOOL_ENV, 3
-    )
+    collector, prompts, tokenizer = make(tmp_path, call_then_answer, TOOL_ENV, 3)
     (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
     (sample,) = trajectory.samples
-    text = [tokenizer.decode([token]) for token in sample.tokens]
-    told = "".join(
-        "#" if m and t in ("<|im_end|>",) else t if m else "."
-        for t, m in zip(text, sample.mask, strict=True)
-    )
-    assert "".join(text) == (
+    words = [tokenizer.decode([token]) for token in sample.tokens]
+    assert "".join(words) == (
         "<|im_start|>user\nq0<|im_end|>\n<|im_start|>assistant\n=7<|im_end|>\n"
         "<|im_start|>tool\n7!<|im_end|>\n<|im_start|>assistant\nok<|im_end|>"
     )
-    assert told.replace(".", "") == "=7#ok#"
-    assert told.index("=") == text.index("=") and told.endswith("ok#")
-    assert [round(x, 1) for x in sample.logps if x] == [-0.1, -0.2, -0.3, -0.1, -0.2, -0.3]
+    trained = ""  # a dot for each token that is not trained, a number sign for <|im_end|>
+    for word, is_trained in zip(words, sample.mask, strict=True):
+        trained += word.replace("<|im_end|>", "#") if is_trained else "."
+    assert trained.replace(".", "") == "=7#ok#"
+    assert trained.index("=") == words.index("=") and trained.endswith("ok#")
+    logps = [round(logp, 1) for logp in sample.logps if logp]
+    assert logps == [-0.1, -0.2, -0.3, -0.1, -0.2, -0.3]
     assert all((logp != 0) == bool(m) for logp, m in zip(sample.logps, sample.mask, strict=True))
-    assert sample.rewards == [0.0] * (len(text) - 1) + [1.5]
+    assert sample.rewards == [0.0] * (len(words) - 1) + [1.5]
     assert trajectory.rewards == {"right": 1.0, "turns": 0.5} and trajectory.num_turns == 2
     assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
 
 
-def test_the_second_prompt_is_the_sampled_tokens_themselves(tmp_path):
-    collector, prompts, _ = make(
-        tmp_path, lambda turn, _: [("=7", "stop"), ("ok", "stop")][turn], TOOL_ENV, 2
-    )
+def test_the_second_prompt_starts_with_the_tokens_of_the_first_turn(tmp_path):
+    collector, prompts, _ = make(tmp_path, call_then_answer, TOOL_ENV, 2)
     (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
-    (_, first), (_, second) = collector.player.engine.prompts
+    (_, first), (_, second) = collector.player.engine.requests
     assert second[: len(first)] == first and trajectory.samples[0].tokens[: len(second)] == second
 
 
 def test_a_template_that_rewrites_history_starts_a_new_sequence(tmp_path):
-    collector, prompts, tokenizer = make(
-        tmp_path, lambda turn, _: [("=abc", "stop"), ("ok", "stop")][turn], TOOL_ENV, 2
-    )
-    tokenizer.chat_template = (  # earlier assistant turns lose their text
+    script = [("=abc", "stop"), ("ok", "stop")]
+    collector, prompts, tokenizer = make(tmp_path, lambda turn, _: script[turn], TOOL_ENV, 2)
+    tokenizer.chat_template = (  # drops the text of earlier assistant turns
         "{% for m in messages %}"
         "{{ m['role'] + ':' + (m['content'] if m['role'] != 'assistant' else '') + '<|im_end|>' }}"
         "{% endfor %}{{ 'assistant:' }}"
@@ -139,15 +156,13 @@ def test_a_template_that_rewrites_history_starts_a_new_sequence(tmp_path):
 def test_length_limits_end_a_trajectory(tmp_path):
     collector, prompts, _ = make(tmp_path, lambda turn, _: ("=1", "length"), TOOL_ENV, 4)
     assert collector.play(prompts, PARAMS, 1, "train", 1)[0].num_turns == 1
-    collector, prompts, _ = make(
-        tmp_path, lambda turn, _: ("=1", "stop"), TOOL_ENV, 9, max_length=90
-    )
+    collector, prompts, _ = make(tmp_path, call_always, TOOL_ENV, 9, max_length=90)
     (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
     assert 1 < trajectory.num_turns < 9 and trajectory.finish_reason == "length"
     assert len(trajectory.samples[0].tokens) <= 90 and sum(trajectory.samples[0].rewards) > 0
 
 
-def test_a_failed_environment_costs_its_trajectory_only(tmp_path):
+def test_a_failed_environment_excludes_only_its_trajectory(tmp_path):
     env = """
         def reward_fn(messages, answer):
             if answer == "1":
@@ -156,136 +171,125 @@ def test_a_failed_environment_costs_its_trajectory_only(tmp_path):
     """
     collector, prompts, _ = make(tmp_path, lambda turn, _: ("hi", "stop"), env, num_prompts=3)
     trajectories = collector.play(prompts, PARAMS, 2, "train", 1)
-    assert [t.finish_reason for t in trajectories] == [
-        "stop",
-        "stop",
-        "failed",
-        "failed",
-        "stop",
-        "stop",
-    ]
+    finish_reasons = [trajectory.finish_reason for trajectory in trajectories]
+    assert finish_reasons == ["stop"] * 2 + ["failed"] * 2 + ["stop"] * 2
     samples = training_samples(trajectories)
-    assert [sum(s.mask) for s in samples] == [3, 3, 0, 0, 3, 3]
-    told = summarise(trajectories, 0)
-    assert told["reward/mean"] == 1.0 and told["rollout/failed"] == pytest.approx(1 / 3)
+    assert [sum(sample.mask) for sample in samples] == [3, 3, 0, 0, 3, 3]
+    metrics = summarise(trajectories, 0)
+    assert metrics["reward/mean"] == 1.0 and metrics["rollout/failed"] == pytest.approx(1 / 3)
     assert collector.player.failures.count == 2 and "boom" in str(collector.player.failures.last)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_groups_are_complete_ordered_and_differently_seeded(tmp_path, deterministic):
-    env = "def reward_fn(messages, answer): return float(answer)"
-    collector, prompts, _ = make(
-        tmp_path, lambda *_: ("x", "stop"), env, num_prompts=9, deterministic=deterministic
-    )
+def test_groups_are_complete_and_ordered_and_every_request_has_its_own_seed(
+    tmp_path, deterministic
+):
+    options = {"num_prompts": 9, "deterministic": deterministic}
+    collector, prompts, _ = make(tmp_path, say_x, ANSWER_ENV, **options)
     trajectories = collector.play(prompts, PARAMS, 3, "train", 5)
     assert [t.id for t in trajectories] == list(range(27))
     assert [t.group for t in trajectories] == [i // 3 for i in range(27)]
     assert [t.reward for t in trajectories] == [float(i // 3) for i in range(27)]
-    seeds = [seed for seed, _ in collector.player.engine.prompts]
-    assert len(set(seeds)) == 27 and collector.player.engine.most_in_flight >= 6
-    again = collector.play(prompts, PARAMS, 3, "test", 5)
-    assert len(again) == 27 and not {
-        seed for seed, _ in collector.player.engine.prompts[27:]
-    } & set(seeds)
+    engine = collector.player.engine
+    seeds = {seed for seed, _ in engine.requests}
+    assert len(seeds) == 27 and engine.max_num_running >= 6
+    test_trajectories = collector.play(prompts, PARAMS, 3, "test", 5)
+    test_seeds = {seed for seed, _ in engine.requests[27:]}
+    assert len(test_trajectories) == 27 and not test_seeds & seeds
 
 
 def test_too_many_failures_stop_the_run_with_the_reason(tmp_path):
     env = "def reward_fn(messages, answer): return 1 / 0"
-    collector, prompts, _ = make(tmp_path, lambda *_: ("x", "stop"), env, num_prompts=2)
-    with pytest.raises(
-        RuntimeError, match=r"4 of 4 .*max_env_failures=0.5(.|\n)*ZeroDivisionError"
-    ):
+    collector, prompts, _ = make(tmp_path, say_x, env, num_prompts=2)
+    message = r"4 of 4 .*max_env_failures=0.5(.|\n)*ZeroDivisionError"
+    with pytest.raises(RuntimeError, match=message):
         collector.play(prompts, PARAMS, 2, "train", 1)
 
 
-def test_messages_the_template_refuses_are_the_environments_failure(tmp_path):
+def test_messages_that_the_template_refuses_are_a_failure_of_the_environment(tmp_path):
     collector, prompts, tokenizer = make(tmp_path, lambda turn, _: ("=7", "stop"), TOOL_ENV, 3)
     tokenizer.chat_template = "{{ raise_exception('no tools here') if messages|length > 1 }}"
     collector.player.failures.max_fraction = 1.0
     (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
-    assert trajectory.finish_reason == "failed" and "no tools here" in str(
-        collector.player.failures.last
-    )
+    assert trajectory.finish_reason == "failed"
+    assert "no tools here" in str(collector.player.failures.last)
 
 
 class SlowEngine(ScriptedEngine):
-    """Says one letter of `script` at a time; `abort` cuts short what is being said."""
+    """Generates `script(prompt)` token by token until `abort` is called."""
 
     aborted = False
 
     async def generate(self, prompt, params, seed):
-        text, said = self.script(prompt), []
-        self.asked.append((seed, list(prompt), params.max_new_tokens))
+        self.requests.append((seed, params.max_new_tokens))
+        text = self.script(prompt)
+        tokens = []
         for token in chat.tokenize(self.tokenizer, text)[: params.max_new_tokens]:
             await asyncio.sleep(0.002)
             if self.aborted:
-                return SimpleNamespace(
-                    tokens=said, logps=self.logps(said), finish_reason="abort", version=self.version
-                )
-            said.append(token)
-        said.append(self.tokenizer.eos_token_id)
-        return SimpleNamespace(
-            tokens=said, logps=self.logps(said), finish_reason="stop", version=self.version
-        )
+                return self.make_generation(tokens, "abort")
+            tokens.append(token)
+        return self.make_generation([*tokens, self.tokenizer.eos_token_id], "stop")
 
-    def logps(self, said):
-        return [-0.5 - self.version] * len(said)
+    def make_generation(self, tokens, finish_reason):
+        logps = [-0.5 - self.version] * len(tokens)
+        return Generation(tokens, logps, finish_reason, self.version)
 
     def abort(self):
         self.aborted = True
 
 
-def test_a_pause_keeps_tokens_and_goes_on_with_other_weights(tmp_path):
-    """Group 0 says 200 letters, the others one: it is paused, then ends its turn under newer
-    weights."""
-    whole = "x" * 200
+def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_path):
+    """Group 0 generates 200 letters, the other groups one. Only group 0 is paused."""
+    text = "x" * 200
     env = """
         def reward_fn(messages, answer):
             return float(len(messages[-1]["content"]))
     """
     collector, prompts, tokenizer = make(tmp_path, None, env, num_prompts=4, deterministic=False)
-    start = {len(prompt.tokens): prompt for prompt in prompts}  # q0 to q3 are equally long
+    first_prompt = prompts[0].tokens
+    assert len({len(prompt.tokens) for prompt in prompts}) == 1
 
     def script(prompt):
-        length = len(prompt) - len(prompts[0].tokens)
-        return whole[length:] if prompts[0].tokens == prompt[: len(prompts[0].tokens)] else "y"
+        if prompt[: len(first_prompt)] == first_prompt:
+            return text[len(prompt) - len(first_prompt) :]
+        return "y"
 
-    assert len(start) == 1
-    collector.player.engine = engine = SlowEngine(tokenizer, script)
-    engine.asked = []
+    engine = SlowEngine(tokenizer, script)
+    collector.player.engine = engine
     params = SamplingParams(max_new_tokens=300)
     done = collector.play(prompts[:3], params, 2, "train", 1, num_groups=2)
-    assert sorted({t.group for t in done}) == [1, 2] and all(
-        t.versions == [(0, 2)] and t.reward == 1 for t in done
-    )
+    assert sorted({trajectory.group for trajectory in done}) == [1, 2]
+    for trajectory in done:
+        assert trajectory.versions == [(0, 2)] and trajectory.reward == 1
     (paused,) = collector.carried_over
     assert paused.id == 0 and not paused.is_done
-    kept = [list(t.samples[0].tokens) for t in paused.trajectories]
-    counts = [t.partial_tokens for t in paused.trajectories]
+    partial_tokens = [list(trajectory.samples[0].tokens) for trajectory in paused.trajectories]
+    counts = [trajectory.partial_tokens for trajectory in paused.trajectories]
     assert all(0 < count < 200 for count in counts)
     collector.load_state_dict(collector.state_dict())  # as a resumed run does
-    first = len(engine.asked)
-    engine.version, engine.aborted = 1, False
+    num_requests = len(engine.requests)
+    engine.version = 1
+    engine.aborted = False
     done = collector.play(prompts[3:], params, 2, "train", 2, num_groups=2)
     assert not collector.carried_over and len(done) == 4
-    for trajectory, tokens, count in zip(done[:2], kept, counts, strict=True):
+    for trajectory, tokens, count in zip(done[:2], partial_tokens, counts, strict=True):
         (sample,) = trajectory.samples
         assert sample.tokens[: len(tokens)] == tokens and trajectory.reward == 200
-        assert trajectory.messages[-1]["content"] == whole and trajectory.num_turns == 1
+        assert trajectory.messages[-1]["content"] == text and trajectory.num_turns == 1
         assert trajectory.versions == [(0, count), (1, 201 - count)] and sum(sample.mask) == 201
         assert [logp for logp in sample.logps if logp] == [-0.5] * count + [-1.5] * (201 - count)
-    asked = {seed: left for seed, _, left in engine.asked[first:] if seed[3] == 0}
-    assert [asked[seed] for seed in sorted(asked)] == [300 - count for count in counts]
-    assert len({seed for seed, *_ in engine.asked}) == len(engine.asked), (
-        "two requests had the same noise"
-    )
-    told = summarise(done, 1)
-    assert told["rollout/staleness"] == pytest.approx(sum(counts) / (2 * 201 + 2 * 2))
+    continued = [request for request in engine.requests[num_requests:] if request[0][3] == 0]
+    max_new_tokens = [max_new_tokens for _, max_new_tokens in sorted(continued)]
+    assert max_new_tokens == [300 - count for count in counts]
+    seeds = {seed for seed, _ in engine.requests}
+    assert len(seeds) == len(engine.requests), "two requests had the same seed"
+    metrics = summarise(done, 1)
+    assert metrics["rollout/staleness"] == pytest.approx(sum(counts) / (2 * 201 + 2 * 2))
 
 
 def test_a_pause_between_turns_and_during_the_environment(tmp_path):
-    """The environment of group 0 is slow: the pause waits for its answer, and the next turn waits
-    for the next call."""
+    """The environment of group 0 is slow. The pause waits for it, but does not start a turn."""
     env = """
         import time
         def interact(messages):
@@ -294,54 +298,40 @@ def test_a_pause_between_turns_and_during_the_environment(tmp_path):
         def reward_fn(messages, answer): return float(len(messages))
     """
     collector, prompts, tokenizer = make(tmp_path, None, env, 3, num_prompts=3, deterministic=False)
-    collector.player.engine = engine = SlowEngine(tokenizer, lambda prompt: "ok")
-    engine.asked = []
-    # the store counts by step
+    engine = SlowEngine(tokenizer, lambda prompt: "ok")
+    collector.player.engine = engine
+    # Every call needs a step of its own, since the process group's store counts by step.
     done = collector.play(prompts, PARAMS, 1, "train", 11, num_groups=2)
     assert [t.group for t in done] == [1, 2] and [t.num_turns for t in done] == [2, 2]
     (trajectory,) = collector.carried_over[0].trajectories
-    assert (
-        trajectory.num_turns == 1
-        and trajectory.partial_tokens == 0
-        and len(trajectory.messages) == 3
-    )
+    assert trajectory.num_turns == 1
+    assert trajectory.partial_tokens == 0
+    assert len(trajectory.messages) == 3
     engine.aborted = False
     (trajectory,) = collector.play([], PARAMS, 1, "train", 12, num_groups=1)
     assert trajectory.num_turns == 2 and trajectory.reward == 4
 
 
-def test_groups_done_beyond_what_is_wanted_wait_for_the_next_step(tmp_path):
-    env = "def reward_fn(messages, answer): return float(answer)"
-    collector, prompts, tokenizer = make(
-        tmp_path, lambda *_: ("x", "stop"), env, num_prompts=6, deterministic=False
-    )
-    collector.player.engine.abort = lambda: None
+def test_groups_that_a_step_does_not_need_wait_for_the_next_step(tmp_path):
+    options = {"num_prompts": 6, "deterministic": False}
+    collector, prompts, _ = make(tmp_path, say_x, ANSWER_ENV, **options)
+    engine = collector.player.engine
+    engine.abort = lambda: None
     first = collector.play(prompts, PARAMS, 2, "train", 21, num_groups=3)
     assert [t.group for t in first] == [0, 0, 1, 1, 2, 2]
     assert [group.id for group in collector.carried_over] == [3, 4, 5]
-    asked = len(collector.player.engine.prompts)
-    done = sum(group.is_done for group in collector.carried_over)
+    num_requests = len(engine.requests)
+    num_done = sum(group.is_done for group in collector.carried_over)
     second = collector.play([], PARAMS, 2, "train", 22, num_groups=3)
-    assert [t.reward for t in second] == [
-        3.0,
-        3.0,
-        4.0,
-        4.0,
-        5.0,
-        5.0,
-    ] and not collector.carried_over
-    assert len(collector.player.engine.prompts) - asked == 2 * (3 - done), (
-        "what was done is not played again"
-    )
+    assert [t.reward for t in second] == [3.0, 3.0, 4.0, 4.0, 5.0, 5.0]
+    assert not collector.carried_over
+    assert len(engine.requests) - num_requests == 2 * (3 - num_done), "a group was played twice"
 
 
-def test_the_collector_owns_the_cursor_and_a_resumed_one_goes_on(tmp_path):
-    """Steps of 2 prompts out of 5: the same prompts in one go as by a collector resumed between."""
-    env = "def reward_fn(messages, answer): return float(answer)"
-    collector, _, tokenizer = make(tmp_path, lambda *_: ("x", "stop"), env)
-    rows = [
-        {"messages": [{"role": "user", "content": f"q{i}"}], "answer": str(i)} for i in range(5)
-    ]
+def test_a_resumed_collector_continues_at_its_position(tmp_path):
+    """A step takes 2 of 5 prompts. A collector resumed after every step takes the same prompts."""
+    collector, _, tokenizer = make(tmp_path, say_x, ANSWER_ENV)
+    rows = [make_row(i) for i in range(5)]
     prompts = Prompts(rows, tokenizer, max_length=100, shuffle=False, seed=0, batch_size=2)
 
     def make_collector():
@@ -355,12 +345,14 @@ def test_the_collector_owns_the_cursor_and_a_resumed_one_goes_on(tmp_path):
             deterministic=True,
         )
 
-    whole, resumed, rewards = make_collector(), make_collector(), []
+    expected = make_collector()
+    resumed = make_collector()
+    rewards = []
     for step in (1, 2, 3):
-        whole.next_position = (step - 1) * 2
-        trajectories = whole.collect(step)
-        assert [t.reward for t in resumed.collect(step)] == [t.reward for t in trajectories]
-        rewards += [t.reward for t in trajectories[::3]]
+        expected.next_position = (step - 1) * 2
+        expected_rewards = [trajectory.reward for trajectory in expected.collect(step)]
+        assert [trajectory.reward for trajectory in resumed.collect(step)] == expected_rewards
+        rewards += expected_rewards[::3]
         state = resumed.state_dict()
         resumed = make_collector()
         resumed.load_state_dict(state)
