@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from rl2.parallel.mesh import all_reduce_sum_, is_single_process
 
+# A parameter of a model that FSDP2 shards: an nn.Parameter that is a DTensor, as its gradient is.
+ShardedParameter = Any
 # Optimizer state that is on the device at a time while all of it lives in host memory, in bytes.
 DEVICE_STATE_BYTES = 2**31
 # Entries are named after parameters, so that another layout may group the parameters differently.
@@ -30,9 +33,11 @@ optimizer_state = partial(get_optimizer_state_dict, options=BY_PARAMETER_NAME)
 load_optimizer_state = partial(set_optimizer_state_dict, options=BY_PARAMETER_NAME)
 
 
-def make_adamw(parameters: Iterable[nn.Parameter], lr: float, weight_decay: float):
+def make_adamw(
+    parameters: Iterable[ShardedParameter], lr: float, weight_decay: float
+) -> torch.optim.Optimizer:
     """AdamW over sharded parameters, grouped by the number of axes of their mesh."""
-    groups: dict[int, list[nn.Parameter]] = {}
+    groups: dict[int, list[ShardedParameter]] = {}
     for parameter in parameters:
         groups.setdefault(parameter.device_mesh.ndim, []).append(parameter)
     # Fused even on the CPU: one pass over the memory instead of ten. It takes parameters of one
@@ -63,7 +68,7 @@ def schedule(done: int, total: int, warmup_ratio: float, kind: str) -> float:
     return factors[kind]
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> float:
+def gradient_norm(parameters: Iterable[ShardedParameter], device: torch.device) -> float:
     """The norm of the gradient over all parameters and all processes. All processes must call.
 
     A shard that several processes hold counts once: each of them adds its square times shards /
@@ -76,14 +81,14 @@ def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> f
     return all_reduce_sum_(square).sqrt().item()
 
 
-def _num_shards(parameter) -> int:
+def _num_shards(parameter: ShardedParameter) -> int:
     """How many different parts the parameter is cut into."""
     mesh = parameter.device_mesh
     sharded_axes = [i for i, place in enumerate(parameter.placements) if not place.is_replicate()]
     return math.prod(mesh.size(axis) for axis in sharded_axes)
 
 
-def clip_gradient_(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
+def clip_gradient_(parameters: Iterable[ShardedParameter], norm: float, max_norm: float) -> None:
     """Scales the gradient, whose norm is `norm`, down to `max_norm`, in place."""
     gradients = [parameter.grad.to_local() for parameter in parameters]
     torch._foreach_mul_(gradients, min(1.0, max_norm / (norm + 1e-6)))
@@ -110,13 +115,13 @@ def step_from_host_memory(optimizer: torch.optim.Optimizer, device: torch.device
         _move_states(states, torch.device("cpu"))
 
 
-def _parts(parameters) -> Iterator[list[nn.Parameter]]:
+def _parts(parameters) -> Iterator[list[ShardedParameter]]:
     """The parameters in parts, each closed when its state reaches DEVICE_STATE_BYTES."""
     part = []
     state_bytes = 0
     for parameter in parameters:
         part.append(parameter)
-        state_bytes += 2 * parameter.to_local().nbytes  # AdamW's two moments
+        state_bytes += 2 * parameter.to_local().nbytes  # AdamW has two moments
         if state_bytes >= DEVICE_STATE_BYTES:
             yield part
             part = []

@@ -299,7 +299,7 @@ def zigzag(pack: Pack, size: int, rank: int) -> Pack:
     )
 
 
-def unpack(pack: Pack, scores: Tensor, shape: tuple[int, int]) -> Tensor:
+def unpack(pack: Pack, scores: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Scores of the pairs [P] back to columns `shape` = [b, T], 0 where nothing is scored.
 
     It is differentiable in the scores.

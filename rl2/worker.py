@@ -9,7 +9,8 @@ same Batch; only the forward and backward passes are split.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from rl2.model import lora
 from rl2.model.lora import LoraSettings
 from rl2.model.token_model import TokenScores, load_model
 from rl2.optimizer import (
+    ShardedParameter,
     clip_gradient_,
     export_optimizer,
     gradient_norm,
@@ -43,8 +45,6 @@ if TYPE_CHECKING:
 # the whole batch, so that the sums over all micro-batches and processes are the means that the user
 # asked for, however the batch is split.
 Loss = Callable[[Batch, TokenScores], tuple[Tensor, dict[str, Tensor]]]
-
-Data = TypeVar("Data")
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -79,9 +79,15 @@ class UpdateResult:
         `total_weight` is the sum of the token weights that were run: metrics divided by it are
         means. They are NaN where no token was run.
         """
-        numbers = {name: x / (total_weight or math.nan) for name, x in self.metrics.items()}
-        numbers |= {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr}
-        return numbers | {"skipped": float(self.skipped)}
+        weight = total_weight or math.nan
+        means = {name: total / weight for name, total in self.metrics.items()}
+        return {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "skipped": float(self.skipped),
+            **means,
+        }
 
 
 class Worker:
@@ -119,10 +125,12 @@ class Worker:
             gradient_checkpointing=is_trained and config.gradient_checkpointing,
             lora_settings=self.lora_settings,
         )
-        parameters = self.model.named_parameters()
-        self.trained_parameters = {name: p for name, p in parameters if p.requires_grad}
+        self.trained_parameters: dict[str, ShardedParameter] = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                self.trained_parameters[name] = parameter
         self.offload()
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizer: Any = None  # a torch.optim.Optimizer unless the model is frozen
         if is_trained:
             self.optimizer = make_adamw(
                 self.trained_parameters.values(), config.lr, config.weight_decay
@@ -162,7 +170,8 @@ class Worker:
         """
         if self.lora_settings is None:
             return Worker(self.config, self.mesh.device).infer
-        return lora.disabled(self.model.hf)(self.infer)  # the context is entered at every call
+        # A context manager is a decorator too: every call runs inside the context.
+        return lora.disabled(self.model.hf)(self.infer)
 
     def update(
         self,
@@ -183,7 +192,8 @@ class Worker:
         for rows in self._micro_batches(batch, budget, keep_groups_together):
             micro_batch = batch.select(rows)
             scores = self._score(micro_batch, temperature, with_entropy)
-            scores = scores.map(self._sum_over_ring)  # now whole sequences, on each process of it
+            # The processes of a ring computed different columns; each goes on with whole sequences.
+            scores = scores.map(partial(differentiable_all_reduce, group=self.mesh.sp))
             loss, metrics = loss_fn(_to_device(micro_batch, self.mesh.device), scores)
             # FSDP averages the gradients of its processes; this factor makes the average a sum.
             (loss * self.mesh.fsdp.size()).backward()
@@ -202,12 +212,14 @@ class Worker:
         )
 
     def iter_full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by its Hugging Face name, whole and in `dtype`, one at a time, with its
-        adapter merged in. All processes must iterate to the end.
+        """Every parameter by its Hugging Face name, whole and in `dtype`, one at a time.
+
+        Adapters are merged in. All processes must iterate to the end.
         """
         self.onload()
         for name, weight in lora.merged(self.model.hf):
-            yield name, weight.to(dtype).full_tensor()
+            whole: Any = weight.to(dtype)
+            yield name, whole.full_tensor()
         self.offload()
 
     def export(self, folder: str, tokenizer: Any, with_optimizer: bool = False) -> None:
@@ -240,9 +252,7 @@ class Worker:
         tokenizer.save_pretrained(folder)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of this worker: trained weights, optimizer and version,
-        sharded.
-        """
+        """The sharded state that a resumed run needs: trained weights, optimizer and version."""
         weights = {name: parameter.detach() for name, parameter in self.trained_parameters.items()}
         return {
             "model": weights,
@@ -268,8 +278,9 @@ class Worker:
             self.model.to("cpu")
 
     def _micro_batches(self, batch, budget, keep_groups_together=False) -> list[list[int]]:
-        """The rows of each micro-batch on this process. A ring holds `budget` tokens on each of its
-        processes.
+        """The rows of each micro-batch on this process.
+
+        `budget` is in tokens of one process; the processes of a ring share a sequence.
         """
         plan = plan_micro_batches(
             batch,
@@ -282,8 +293,9 @@ class Worker:
         return [ranks[self.mesh.dp_rank] for ranks in plan]
 
     def _score(self, rows: Batch, temperature, with_entropy) -> TokenScores:
-        """The scores of the rows as columns [b, T], with their gradient; 0 where another process of
-        our ring computes them.
+        """The scores of the rows as columns [b, T], differentiable.
+
+        A ring splits the columns over its processes: a cell is 0 where another one computes it.
         """
         ring = self.model.ring
         packed = zigzag(pack(rows, self.config.share_prompts), ring.size, ring.rank)
@@ -291,13 +303,11 @@ class Worker:
         scores = self.model(packed, temperature, with_entropy)  # [P]
         return scores.map(lambda pairs: unpack(packed, pairs, rows.mask.shape))
 
-    def _sum_over_ring(self, column: Tensor) -> Tensor:
-        return differentiable_all_reduce(column, self.mesh.sp)
-
     def _sum_over_processes(self, column: Tensor) -> Tensor:
-        """Cells of all processes in one column. One process computed each of them, and it is 0 on
-        the others, so the sum rounds nothing. The processes of a tp group have the same cells: only
-        the first of them counts.
+        """The cells of all processes in one column [B, T], in host memory.
+
+        A cell is 0 on all processes but the one that computed it, so the sum is exact. The
+        processes of a tp group compute the same cells; the first of them counts.
         """
         tp = self.mesh.tp
         is_copy = tp is not None and tp.get_local_rank() > 0
@@ -310,8 +320,9 @@ class Worker:
         return dict(zip(names, all_reduce_sum_(sums).tolist(), strict=True))
 
     def _step(self) -> tuple[float, float]:
-        """Clips the gradient, steps and clears it; returns its norm and the learning rate. A
-        gradient that is not finite is dropped, and nothing moves.
+        """Clips the gradient, steps and clears it; returns its norm and the learning rate.
+
+        A gradient that is not finite is dropped: no weight moves, and the schedule does not either.
         """
         config = self.config
         parameters = self.trained_parameters.values()
@@ -334,7 +345,7 @@ class Worker:
         return norm, lr
 
 
-def _to_device(data: Data, device: torch.device) -> Data:
+def _to_device(data, device):
     """A dataclass with its tensors on `device`."""
     tensors = {name: value for name, value in vars(data).items() if isinstance(value, Tensor)}
     return replace(data, **{name: tensor.to(device) for name, tensor in tensors.items()})

@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 ADAPTER = "default"  # peft's name of the only adapter
 
@@ -30,7 +32,7 @@ class LoraSettings:
     targets: list[str] = field(default_factory=list)  # endings of layer names; empty = all layers
 
 
-def inject(hf: nn.Module, settings: LoraSettings | None) -> None:
+def inject(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
     """Puts adapters beside linear layers of the body of `hf` and freezes the rest, but for the head
     of a critic.
 
@@ -44,16 +46,11 @@ def inject(hf: nn.Module, settings: LoraSettings | None) -> None:
     modules = hf.base_model.named_modules()
     linear_names = [name for name, module in modules if isinstance(module, nn.Linear)]
     kinds = sorted({name.rpartition(".")[2] for name in linear_names})
-    for target in settings.targets:
-        if not any(f".{name}".endswith(f".{target}") for name in linear_names):
-            raise ValueError(
-                f"lora_targets: no linear layer is called {target}; there are {', '.join(kinds)}"
-            )
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=2 * settings.rank if settings.alpha is None else settings.alpha,
-        target_modules=settings.targets or kinds,
-    )
+    _check_targets(settings.targets, linear_names, kinds)
+    alpha: Any = settings.alpha  # peft takes a float, though its type says int
+    if alpha is None:
+        alpha = 2 * settings.rank
+    config = LoraConfig(r=settings.rank, lora_alpha=alpha, target_modules=settings.targets or kinds)
     inject_adapter_in_model(config, hf.base_model)
     for name, parameter in hf.named_parameters():
         is_trained = ".lora_" in name or name.startswith("score.")
@@ -62,13 +59,21 @@ def inject(hf: nn.Module, settings: LoraSettings | None) -> None:
             parameter.data = parameter.data.float()
 
 
-def _adapted_layers(hf) -> dict[str, nn.Module]:
+def _check_targets(targets: list[str], linear_names: list[str], kinds: list[str]) -> None:
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in linear_names):
+            raise ValueError(
+                f"lora_targets: no linear layer is called {target}; there are {', '.join(kinds)}"
+            )
+
+
+def _adapted_layers(hf) -> dict[str, Any]:
     """The layers that have an adapter, by name."""
     return {name: module for name, module in hf.named_modules() if hasattr(module, "lora_A")}
 
 
 @contextmanager
-def disabled(hf: nn.Module) -> Iterator[None]:
+def disabled(hf: PreTrainedModel) -> Iterator[None]:
     """A context in which `hf` computes without its adapters: the model that training started
     from.
     """
@@ -83,7 +88,7 @@ def disabled(hf: nn.Module) -> Iterator[None]:
             layer.set_scale(ADAPTER, 1.0)
 
 
-def merged(hf: nn.Module) -> Iterator[tuple[str, DTensor]]:
+def merged(hf: PreTrainedModel) -> Iterator[tuple[str, DTensor]]:
     """Every parameter by its Hugging Face name, sharded as it is. Adapters are added to their
     weights in fp32.
     """
@@ -91,28 +96,28 @@ def merged(hf: nn.Module) -> Iterator[tuple[str, DTensor]]:
     for name, parameter in hf.named_parameters():
         if ".lora_" in name:
             continue
-        weight = parameter.detach()
+        weight: Any = parameter.detach()
         layer = layers.get(name.removesuffix(".base_layer.weight"))
         if layer is not None:
             weight = _merge(weight, layer)
         yield name.replace(".base_layer.", "."), weight
 
 
-def _merge(weight: DTensor, layer: nn.Module) -> DTensor:
+def _merge(weight: DTensor, layer: Any) -> DTensor:
     """W + scale B A of an adapted layer, in fp32. FSDP2 cuts W and B by the same rows, so each
     process merges its own.
     """
     a = layer.lora_A[ADAPTER].weight.detach().full_tensor()  # [rank, in]
     b = layer.lora_B[ADAPTER].weight.detach().to_local()  # [local rows, rank]
     delta = layer.scaling[ADAPTER] * (b @ a)  # [local rows, in]
-    weight = weight.to(torch.float32, copy=True)
-    rows = weight.to_local()
+    merged_weight: Any = weight.to(torch.float32, copy=True)
+    rows = merged_weight.to_local()
     # Where delta is 0 the weight keeps its bits, which engines compare: -0.0 + 0.0 would be 0.0.
     rows.copy_(torch.where(delta == 0, rows, rows + delta))
-    return weight
+    return merged_weight
 
 
-def save(hf: nn.Module, folder: str, base: str) -> None:
+def save(hf: PreTrainedModel, folder: str, base: str) -> None:
     """Writes what is trained as a folder for `peft.PeftModel.from_pretrained(model, folder)`, where
     `model` is loaded from the name `base`. All processes must call.
     """
@@ -120,10 +125,12 @@ def save(hf: nn.Module, folder: str, base: str) -> None:
     for name, parameter in hf.named_parameters():
         if parameter.requires_grad:
             peft_name = "base_model.model." + name.replace(f".{ADAPTER}.", ".")
-            full[peft_name] = parameter.detach().full_tensor().cpu()
+            weight: Any = parameter.detach()
+            full[peft_name] = weight.full_tensor().cpu()
     if dist.get_rank() > 0:
         return
-    config = copy(hf.base_model.peft_config[ADAPTER])
+    body: Any = hf.base_model
+    config = copy(body.peft_config[ADAPTER])
     config.task_type = "CAUSAL_LM"
     config.modules_to_save = None
     if hf.get_output_embeddings() is None:  # a critic

@@ -6,6 +6,7 @@ Shapes: L packed tokens, P scored pairs, E hidden size, V vocabulary, B sequence
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
 from rl2.batch import Pack
@@ -61,13 +63,13 @@ class TokenModel(nn.Module):
 
     def __init__(
         self,
-        hf: nn.Module,
+        hf: PreTrainedModel,
         ring: Ring,
         tp: dist.ProcessGroup | None = None,
         export_dtype: torch.dtype = torch.float32,
     ):
         super().__init__()
-        self.hf = hf
+        self.hf: Any = hf
         self.ring = ring
         self.tp = tp
         self.export_dtype = export_dtype
@@ -80,6 +82,7 @@ class TokenModel(nn.Module):
         """The scores of the pack's pairs [P]: values of a critic, else log-probabilities (and
         entropies).
         """
+        assert pack.chunks is not None, "zigzag has not cut the pack"
         attend = PackedAttention(pack.chunks, pack.prefixes, pack.tokens.device, self.ring)
         body = self.hf.base_model(
             pack.tokens, position_ids=pack.positions, use_cache=False, attend=attend
@@ -97,7 +100,7 @@ class TokenModel(nn.Module):
         return TokenScores(logps=logps, entropy=entropy if with_entropy else None)
 
 
-def attention_cost(hf: nn.Module) -> float:
+def attention_cost(hf: PreTrainedModel) -> float:
     """The c in n + c n^2, the cost of a sequence of n tokens in units of one token's matrix
     products.
 
@@ -156,7 +159,7 @@ def load_model(
 
 
 def read_weights(
-    model_class: type,
+    model_class: Any,
     name: str,
     config: PreTrainedConfig,
     dtype: torch.dtype,

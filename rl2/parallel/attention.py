@@ -1,11 +1,10 @@
-"""Attention on a block interface, its kernels, and the one place where Hugging Face models are
-hooked.
+"""Attention by blocks, its kernels, and the one place where Hugging Face models are hooked.
 
-A block is `forward_block(q, k, v, ...) -> (out, lse)` with its backward: queries attend to the keys
-of their own document only, and the log-sum-exp lets the results of several blocks over different
-keys be merged into what one softmax over all of them would give: out = sum_i exp(lse_i - lse)
-out_i, lse = log sum_i exp(lse_i). The backward of each block takes the merged out and lse (as ring
-attention does: Liu et al., 2023, arXiv:2310.01889).
+A block lets queries attend to the keys of their own document only and gives (out, lse). The
+log-sum-exp lets the results of several blocks over different keys be merged into what one softmax
+over all of them gives: out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i). The
+backward pass of each block takes the merged out and lse (as ring attention does: Liu et al., 2023,
+arXiv:2310.01889).
 
 Shapes: L packed tokens, H query heads, G key heads (H a multiple of G), D head size, S documents.
 """
@@ -13,67 +12,75 @@ Shapes: L packed tokens, H query heads, G key heads (H a multiple of G), D head 
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
 aten = torch.ops.aten
-# Documents no longer than SHORT share a CPU kernel call, padded to a multiple of ROUND. Up to SHORT
-# queries times SHORT keys go backward in fp32: on 160 tokens the bf16 kernel took twice as long, on
-# 1,024 the fp32 one 1.4 times (AVX512-BF16).
-SHORT, ROUND = 256, 16
+# Documents of at most so many tokens share a call of the CPU's kernel, padded to a multiple of
+# WIDTH_MULTIPLE_TOKENS.
+SHORT_DOCUMENT_TOKENS = 256
+WIDTH_MULTIPLE_TOKENS = 16
+# Up to this size the backward pass of a document runs in fp32 on the CPU: on 160 tokens the bf16
+# kernel took twice as long, on 1,024 tokens the fp32 kernel took 1.4 times as long (AVX512-BF16).
+FP32_BACKWARD_CELLS = SHORT_DOCUMENT_TOKENS**2  # queries times keys
 
 
 @dataclass
 class Block:
     """Which queries meet which keys: document s is queries[cu_q[s]:cu_q[s+1]] against
-    keys[cu_k[s]:cu_k[s+1]]; none is empty on either side.
+    keys[cu_k[s]:cu_k[s+1]]. No document is empty on either side.
     """
 
     cu_q: list[int]  # [S + 1]
     cu_k: list[int]  # [S + 1]
     causal: bool  # then queries and keys are the same tokens
-    queries: Tensor | None = None  # rows of the packed tokens; None = all
-    keys: Tensor | None = None
+    queries: Tensor | None = None  # [cu_q[-1]], which packed tokens; None = all
+    keys: Tensor | None = None  # [cu_k[-1]], which packed tokens; None = all
 
     @cached_property
     def calls(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The CPU kernel's calls: (query rows [n, w], key rows [n, v], which query rows are real
-        [n, w]).
+        """The calls of the CPU's kernel, each on n documents padded to the same width: (rows of the
+        queries [n, width], rows of the keys [n, keys], which query rows are real [n, width]).
 
-        Short documents of similar length are padded into one call. Padding repeats a document's
-        last token: in a causal block it stands behind every real query, which hides it; in any
-        other the keys must be equally many.
+        Padding repeats a document's last token. In a causal block it stands behind all real
+        queries, which do not see it. In other blocks documents share a call only if they have
+        equally many keys, which are not padded.
         """
-        groups = {}
+        groups: dict[tuple[int, int, int], list[int]] = {}
         for s in range(len(self.cu_q) - 1):
-            queries, keys = self.cu_q[s + 1] - self.cu_q[s], self.cu_k[s + 1] - self.cu_k[s]
-            short = queries <= SHORT
-            width = -(-queries // ROUND) * ROUND if short else queries
-            groups.setdefault((width, 0 if self.causal else keys, -1 if short else s), []).append(s)
-        return [self._call(width, documents) for (width, *_), documents in groups.items()]
+            num_queries = self.cu_q[s + 1] - self.cu_q[s]
+            num_keys = 0 if self.causal else self.cu_k[s + 1] - self.cu_k[s]
+            width = num_queries
+            call = s  # a long document has a call of its own
+            if num_queries <= SHORT_DOCUMENT_TOKENS:
+                width = -(-num_queries // WIDTH_MULTIPLE_TOKENS) * WIDTH_MULTIPLE_TOKENS
+                call = -1
+            groups.setdefault((width, num_keys, call), []).append(s)
+        return [self._call(width, documents) for (width, _, _), documents in groups.items()]
 
-    def _call(self, width, documents):
-        first, last = (
-            torch.tensor([self.cu_q[s + i] - i for s in documents])[:, None] for i in (0, 1)
-        )
+    def _call(self, width: int, documents: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        first = torch.tensor([self.cu_q[s] for s in documents])[:, None]
+        last = torch.tensor([self.cu_q[s + 1] - 1 for s in documents])[:, None]
         rows = first + torch.arange(width)
         q_rows = torch.minimum(rows, last)
-        k_rows = (
-            q_rows
-            if self.causal
-            else torch.stack([torch.arange(*self.cu_k[s : s + 2]) for s in documents])
-        )
+        k_rows = q_rows
+        if not self.causal:
+            k_rows = torch.stack([torch.arange(self.cu_k[s], self.cu_k[s + 1]) for s in documents])
         return q_rows, k_rows, rows <= last
 
-    def varlen(self, device) -> tuple[Tensor, Tensor, int, int]:
-        """What CUDA kernels want: cu_q, cu_k, and the longest of each."""
-        longest = [max(b - a for a, b in pairwise(cu)) for cu in (self.cu_q, self.cu_k)]
-        cu_q, cu_k = (
-            torch.tensor(cu, dtype=torch.int32, device=device) for cu in (self.cu_q, self.cu_k)
-        )
-        return cu_q, cu_k, *longest
+    def varlen(self, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+        """The arguments of CUDA kernels: cu_q, cu_k, the longest queries and the longest keys."""
+        cu_q = torch.tensor(self.cu_q, dtype=torch.int32, device=device)
+        cu_k = torch.tensor(self.cu_k, dtype=torch.int32, device=device)
+        return cu_q, cu_k, _longest(self.cu_q), _longest(self.cu_k)
+
+
+def _longest(boundaries: list[int]) -> int:
+    return max(end - start for start, end in pairwise(boundaries))
 
 
 def forward_block(
@@ -82,50 +89,72 @@ def forward_block(
     """q [Lq, H, D], k and v [Lk, G, D] -> out [Lq, H, D], lse [Lq, H] float32."""
     if q.is_cuda:
         return _forward_cuda(q, k, v, block, scale)
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-    for q_rows, k_rows, real in block.calls:
-        # [n, w, H, D] -> [n, H, w, D]
-        heads = [x[rows].transpose(1, 2) for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows))]
-        o, s = aten._scaled_dot_product_flash_attention_for_cpu(
-            *heads, 0.0, block.causal, scale=scale
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    for q_rows, k_rows, is_real in block.calls:
+        call_out, call_lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            _heads(q, q_rows),
+            _heads(k, k_rows),
+            _heads(v, k_rows),
+            0.0,  # dropout
+            block.causal,
+            scale=scale,
         )
-        out[q_rows[real]] = o.transpose(1, 2)[real]
-        lse[q_rows[real]] = s.transpose(1, 2)[real]
+        out[q_rows[is_real]] = call_out.transpose(1, 2)[is_real]
+        lse[q_rows[is_real]] = call_lse.transpose(1, 2)[is_real]
     return out, lse
 
 
 def backward_block(
-    dout, q, k, v, out, lse, block: Block, scale: float
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block: Block,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, given the merged out [Lq, H, D] and lse [Lq, H] over all blocks of
-    these queries.
+    """Gradients of q, k and v, given out [Lq, H, D] and lse [Lq, H] merged over all blocks of these
+    queries, and the gradient of that out.
     """
     if q.is_cuda:
-        return _backward_cuda(dout, q, k, v, out, lse, block, scale)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for q_rows, k_rows, real in block.calls:
-        dtype = torch.float32 if q_rows.shape[1] * k_rows.shape[1] <= SHORT**2 else q.dtype
-        heads = [
-            x[rows].to(dtype).transpose(1, 2)
-            for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows), (out, q_rows))
-        ]
-        d = (dout[q_rows] * real[..., None, None]).to(dtype).transpose(1, 2)
-        s = lse[q_rows].transpose(1, 2)
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            d, *heads, s, 0.0, block.causal, scale=scale
+        return _backward_cuda(d_out, q, k, v, out, lse, block, scale)
+    dq = torch.zeros_like(q)
+    dk = torch.zeros_like(k)
+    dv = torch.zeros_like(v)
+    for q_rows, k_rows, is_real in block.calls:
+        cells = q_rows.shape[1] * k_rows.shape[1]
+        dtype = torch.float32 if cells <= FP32_BACKWARD_CELLS else q.dtype
+        call_d_out = d_out[q_rows] * is_real[..., None, None]  # 0 where a query is padding
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            call_d_out.to(dtype).transpose(1, 2),
+            _heads(q, q_rows, dtype),
+            _heads(k, k_rows, dtype),
+            _heads(v, k_rows, dtype),
+            _heads(out, q_rows, dtype),
+            lse[q_rows].transpose(1, 2),
+            0.0,  # dropout
+            block.causal,
+            scale=scale,
         )
-        gq, gk, gv = (g.transpose(1, 2).to(q.dtype) for g in grads)
-        dq[q_rows[real]] = gq[real]
-        kept = real if block.causal else torch.ones_like(k_rows, dtype=torch.bool)
-        dk[k_rows[kept]] = gk[kept]
-        dv[k_rows[kept]] = gv[kept]
+        call_dq, call_dk, call_dv = (heads.transpose(1, 2).to(q.dtype) for heads in gradients)
+        dq[q_rows[is_real]] = call_dq[is_real]
+        is_real_key = is_real if block.causal else torch.ones_like(k_rows, dtype=torch.bool)
+        dk[k_rows[is_real_key]] = call_dk[is_real_key]
+        dv[k_rows[is_real_key]] = call_dv[is_real_key]
     return dq, dk, dv
 
 
+def _heads(tensor: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Rows [n, width] of [L, H, D] as the CPU's kernel takes them: [n, H, width, D]."""
+    return tensor[rows].to(dtype or tensor.dtype).transpose(1, 2)
+
+
 @cache
-def _flash_attn():
-    """The package flash-attn (2.7 and later) if it is installed and built for this torch, else
-    None: then torch's own copy of the same kernel serves.
+def _flash_attn() -> ModuleType | None:
+    """The package flash-attn (2.7 and later) if it is installed and built for this torch. Without
+    it torch's own copy of the same kernel serves.
     """
     try:
         from flash_attn import flash_attn_interface
@@ -134,60 +163,89 @@ def _flash_attn():
     return flash_attn_interface
 
 
-def _forward_cuda(q, k, v, block, scale):
-    varlen, package = block.varlen(q.device), _flash_attn()
+def _forward_cuda(q, k, v, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    varlen = block.varlen(q.device)
+    package = _flash_attn()
+    no_dropout = 0.0
     if package:
         out, lse, *_ = package._flash_attn_varlen_forward(
-            q, k, v, *varlen, 0.0, scale, block.causal
+            q, k, v, *varlen, no_dropout, scale, block.causal
         )
     else:
+        return_mask = False
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, *varlen, 0.0, block.causal, False, scale=scale
+            q, k, v, *varlen, no_dropout, block.causal, return_mask, scale=scale
         )
     return out, lse.T  # [H, L] -> [L, H]
 
 
-def _backward_cuda(dout, q, k, v, out, lse, block, scale):
-    given, varlen, package = (
-        (dout, q, k, v, out, lse.T.contiguous()),
-        block.varlen(q.device),
-        _flash_attn(),
-    )
-    if package:
-        gradients = tuple(x.new_empty(x.shape) for x in (q, k, v))
-        settings = (
-            0.0,
-            scale,
+def _backward_cuda(d_out, q, k, v, out, lse, block: Block, scale: float):
+    varlen = block.varlen(q.device)
+    lse = lse.T.contiguous()  # [L, H] -> [H, L]
+    no_dropout = 0.0
+    package = _flash_attn()
+    if package is None:
+        random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout
+        unused = random_state[:0]
+        return aten._flash_attention_backward(
+            d_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            *varlen,
+            no_dropout,
             block.causal,
-            -1,
-            -1,
-            0.0,
-            None,
-            False,
-        )  # no window, cap, slopes; fastest order of sums
-        package._flash_attn_varlen_backward(*given, *gradients, *varlen, *settings)
-        return gradients
-    rng = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the dropout that there is not
-    return aten._flash_attention_backward(
-        *given, *varlen, 0.0, block.causal, rng, rng[:0], scale=scale
+            random_state,
+            unused,
+            scale=scale,
+        )
+    dq = q.new_empty(q.shape)
+    dk = k.new_empty(k.shape)
+    dv = v.new_empty(v.shape)
+    no_window = -1
+    no_softcap = 0.0
+    no_slopes = None
+    deterministic = False  # sums in any order, which is faster
+    package._flash_attn_varlen_backward(
+        d_out,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dq,
+        dk,
+        dv,
+        *varlen,
+        no_dropout,
+        scale,
+        block.causal,
+        no_window,
+        no_window,
+        no_softcap,
+        no_slopes,
+        deterministic,
     )
+    return dq, dk, dv
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two partial softmax results over different keys as one, in fp32. out [L, H, D], lse [L,
-    H].
-    """
-    merged = torch.logaddexp(lse, block_lse)
-    return out * (lse - merged).exp()[..., None] + block_out * (block_lse - merged).exp()[
-        ..., None
-    ], merged
+    """Two softmax results over different keys as one, in fp32: out [L, H, D] and lse [L, H]."""
+    merged_lse = torch.logaddexp(lse, block_lse)
+    share = (lse - merged_lse).exp()[..., None]
+    block_share = (block_lse - merged_lse).exp()[..., None]
+    return out * share + block_out * block_share, merged_lse
 
 
-def _hook(module, query, key, value, attention_mask, scaling=None, attend=None, **_):
+def _hook(
+    module, query, key, value, attention_mask, scaling=None, attend=None, **_: Any
+) -> tuple[Tensor, None]:
     """Hugging Face's attention contract: query [B, H, L, D] in, (output [B, L, H, D], None) out.
 
-    What attends is the `attend` the caller passed to the model's forward: it travels through every
-    layer as a keyword, so no global can go stale.
+    `attend` is the PackedAttention that the caller passed to the model's forward. It travels
+    through every layer as a keyword, so no global can go stale.
     """
     return attend(module, query, key, value, scaling), None
 

@@ -1,6 +1,7 @@
 """FSDP2: how a model is cut over the processes, and how one full copy of its weights gets there."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from rl2.parallel.mesh import Mesh
 
 
 def shard(
-    model: nn.Module,
+    model: Any,
     mesh: Mesh,
     compute_dtype: torch.dtype | None = None,
     gradient_checkpointing: bool = False,
@@ -53,7 +54,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def scatter(model: nn.Module, full: dict[str, Tensor] | None, mesh: Mesh) -> None:
+def scatter(model: Any, full: dict[str, Tensor] | None, mesh: Mesh) -> None:
     """Gives every parameter of `model`, which is on the meta device, its memory and its values.
 
     `full` holds the whole weights by name on rank 0 and is None elsewhere. It is emptied on the

@@ -5,13 +5,15 @@ Matrices are cut by columns or rows as the plan says; the embedding and the head
 vocabulary.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 # Every process has the whole weight, but its gradient comes from the heads of this process only.
@@ -40,11 +42,11 @@ def check_tp_size(name: str, config: PreTrainedConfig, size: int) -> None:
             )
 
 
-def parallelize(hf: nn.Module, mesh: DeviceMesh) -> None:
+def parallelize(hf: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Cuts the parameters of a Hugging Face model over a mesh of one axis. The model may be on the
     meta device.
     """
-    plan = hf.config.base_model_tp_plan
+    plan: dict[str, str] = hf.config.base_model_tp_plan or {}
     cuts = {name: STYLES[style]() for name, style in plan.items() if style != PARTIAL_GRADIENT}
     parallelize_module(hf.base_model, mesh, cuts)
     parallelize_module(hf.get_input_embeddings(), mesh, RowwiseParallel(input_layouts=Replicate()))
@@ -55,17 +57,18 @@ def parallelize(hf: nn.Module, mesh: DeviceMesh) -> None:
         parallelize_module(head, mesh, ColwiseParallel())
 
 
-def all_reduce_partial_gradients(hf: nn.Module, group: dist.ProcessGroup) -> None:
+def all_reduce_partial_gradients(hf: PreTrainedModel, group: dist.ProcessGroup) -> None:
     """Sums over `group` the gradients that each process has of its own heads only (norms of queries
     and keys).
     """
-    plan = hf.config.base_model_tp_plan
+    plan: dict[str, str] = hf.config.base_model_tp_plan or {}
     # `layers.*.self_attn.q_norm` means every module whose name ends in `.self_attn.q_norm`.
     endings = [name.rpartition("*")[2] for name, style in plan.items() if style == PARTIAL_GRADIENT]
     for name, parameter in hf.named_parameters():
         module_name = name.rpartition(".")[0]
         if module_name.endswith(tuple(endings)):
-            dist.all_reduce(parameter.grad.to_local(), group=group)
+            gradient: Any = parameter.grad
+            dist.all_reduce(gradient.to_local(), group=group)
 
 
 def sum_softmax(
