@@ -1,7 +1,7 @@
 """What CONTRIBUTING.md and docs/custom_losses.md say how to do works.
 
-The diffs are applied to a copy of the package, and runs of the copy use what they add. The functions
-of the example are used from a file, without a change to the package.
+The diffs are applied to a copy of the package, and runs of the copy use what they add. The
+functions of the example are used from a file, without a change to the package.
 """
 
 import json
