@@ -1,4 +1,4 @@
-"""The documentation agrees with the code: its commands, keys, files, links, defaults and metrics."""
+"""The documentation agrees with the code: commands, keys, files, links, defaults and metrics."""
 
 import ast
 import importlib
