@@ -195,6 +195,13 @@ RUNS = [
     Run("sft_last_turn", (f"{SFT} data.turns=last actor.average=sequence",)),
     Run("sft_sp", (f"{SFT} actor.sp_size=2",)),
     Run("sft_tp", (f"{SFT} actor.tp_size=2 actor.model_name={{data}}/qwen3",)),
+    Run(
+        "sft_bfloat16",
+        (
+            f"{SFT} actor.dtype=bfloat16 actor.sp_size=2",
+            f"{SFT} actor.dtype=bfloat16 actor.tp_size=2 trainer.save_dir={{run}}/second",
+        ),
+    ),
     Run("dpo", (f"{DPO} dpo.label_smoothing=0.1 trainer.save_freq=2",)),
     Run("dpo_ipo", (f"{DPO} dpo.loss=ipo dpo.beta=0.3 actor.sp_size=2",)),
     Run("dpo_hinge", (f"{DPO} dpo.loss=hinge",)),
