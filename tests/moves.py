@@ -35,16 +35,14 @@ def main(mode, name, folder):
     checkpoints = Checkpoints(folder)
 
     def step():
-        told = {
-            k: w.update(batch, losses[k], with_entropy=k == "actor").to_log()
-            for k, w in workers.items()
-        }
-        weights = {
-            (k, name): p
-            for k, w in workers.items()
-            for name, p in w.iter_full_weights(torch.float32)
-        }
-        return {"told": told, "weights": weights, "drawn": torch.rand(3)}
+        metrics, weights = {}, {}
+        for key, worker in workers.items():
+            result = worker.update(batch, losses[key], with_entropy=key == "actor")
+            metrics[key] = result.to_log()
+        for key, worker in workers.items():
+            for name, weight in worker.iter_full_weights(torch.float32):
+                weights[key, name] = weight
+        return {"metrics": metrics, "weights": weights, "random_numbers": torch.rand(3)}
 
     if mode.startswith("save"):
         step()
