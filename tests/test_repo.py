@@ -8,7 +8,6 @@ import shutil
 import tokenize
 from dataclasses import fields, is_dataclass
 
-import pytest
 from common import ROOT, run
 
 PACKAGE = ROOT / "rl2"
