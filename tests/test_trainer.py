@@ -1,5 +1,7 @@
-"""Whole runs of rl2.trainer.ppo under torchrun on a tiny random model: rewards that rise, files,
-kill and resume."""
+"""Whole runs of rl2.trainer.ppo under torchrun with a tiny random model.
+
+They test that rewards rise, which files a run writes, and that killed runs resume.
+"""
 
 import json
 import os
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 
 import pytest
 from common import ROOT, check_adapter, make_model, torchrun
@@ -16,8 +19,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TIMED = ("time/", "memory/", "tokens/per_second")
-# The share of a few letters: a policy that answers at random starts near 8/98 and can learn it in a
-# few steps.
+# The reward is the fraction of letters of the reply that are in the answer. A random policy starts
+# near 8/98 and learns it in a few steps.
 LETTER_ENV = """
     def reward_fn(messages, answer):
         reply = messages[-1]["content"]
@@ -58,40 +61,61 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def train(world, *arguments, **options):
+    """Run rl2.trainer.ppo with `world` processes."""
+    return torchrun(world, "-m", "rl2.trainer.ppo", *arguments, **options)
 
 
-def untimed(folder):
-    return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in metrics(folder)]
+def start(*command):
+    """Start torchrun, and do not wait for it. Its stdout and stderr are one pipe."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *command],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
-def test_grpo_learns_and_leaves_what_it_promises(setup, tmp_path):
+def read_jsonl(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_metrics(folder):
+    return read_jsonl(folder / "metrics.jsonl")
+
+
+def read_untimed_metrics(folder):
+    lines = read_metrics(folder)
+    return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in lines]
+
+
+def read_weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def test_grpo_learns_and_writes_its_files(setup, tmp_path):
     test = [
         f"data.test_path={tmp_path / 'train.jsonl'}",
         "rollout.test_sampling_params.max_new_tokens=8",
     ]
-    done = torchrun(2, "-m", "rl2.trainer.ppo", *setup, *test, "trainer.test_freq=6")
+    done = train(2, *setup, *test, "trainer.test_freq=6")
     run = tmp_path / "run"
-    lines = metrics(run)
+    lines = read_metrics(run)
     assert [line["step"] for line in lines] == list(range(13))
     rewards = [line["reward/mean"] for line in lines[1:]]
     assert rewards[0] < 0.2 and rewards[-1] > 0.7
     assert [line["step"] for line in lines if "test/reward/mean" in line] == [0, 6, 12]
     assert all((line["actor/mismatch_logp_difference"] or 0) < 1e-4 for line in lines[1:])
     assert all(line["actor/ratio"] in (None, pytest.approx(1)) for line in lines[1:])
-    records = [
-        json.loads(line) for line in (run / "rollouts/train/step_12.jsonl").read_text().splitlines()
-    ]
+    records = read_jsonl(run / "rollouts/train/step_12.jsonl")
     assert [record["id"] for record in records] == list(range(32))
-    assert {"messages", "rewards", "reward", "length", "finish_reason", "advantage"} <= records[
-        0
-    ].keys()
+    keys = {"messages", "rewards", "reward", "length", "finish_reason", "advantage"}
+    assert keys <= records[0].keys()
     assert sum(record["reward"] for record in records) / 32 == pytest.approx(rewards[-1])
     for group in range(4):
-        assert sum(r["advantage"] for r in records if r["group"] == group) == pytest.approx(
-            0, abs=1e-5
-        )
+        advantages = [record["advantage"] for record in records if record["group"] == group]
+        assert sum(advantages) == pytest.approx(0, abs=1e-5)
     assert len(list((run / "rollouts/test").iterdir())) == 3
     assert (run / "config.yaml").exists()
     AutoModelForCausalLM.from_pretrained(run / "model")
@@ -115,13 +139,11 @@ def test_ppo_with_a_critic_and_kl_learns(setup, tmp_path):
         "actor.scheduler=cosine",
         "actor.warmup_ratio=0.1",
     ]
-    torchrun(2, "-m", "rl2.trainer.ppo", *setup, *extra)
-    lines = metrics(tmp_path / "run")
-    assert (
-        "actor/loss" not in lines[0]
-        and lines[0]["critic/loss"] > 0
-        and lines[1]["actor/kl"] == pytest.approx(0, abs=1e-3)
-    )
+    train(2, *setup, *extra)
+    lines = read_metrics(tmp_path / "run")
+    assert "actor/loss" not in lines[0]
+    assert lines[0]["critic/loss"] > 0
+    assert lines[1]["actor/kl"] == pytest.approx(0, abs=1e-3)
     assert lines[-1]["reward/mean"] > lines[0]["reward/mean"] + 0.3
     assert lines[-1]["actor/entropy"] < lines[1]["actor/entropy"]
     assert lines[-1]["actor/lr"] < lines[3]["actor/lr"]
@@ -130,301 +152,268 @@ def test_ppo_with_a_critic_and_kl_learns(setup, tmp_path):
 @pytest.mark.parametrize(
     "layout", ["actor.sp_size=2 critic.fsdp_size=1", "actor.tp_size=2 critic.sp_size=2"]
 )
-def test_other_layouts_train_to_the_same_policy(setup, tmp_path, layout):
-    """Three steps of PPO with a reference, each worker with a layout of its own, against FSDP over
-    both processes."""
-    more = [
+def test_all_layouts_train_the_same_policy(setup, tmp_path, layout):
+    """Three steps of PPO with a critic and a reference.
+
+    The run whose workers have different layouts must equal the run with FSDP over both processes.
+    """
+    arguments = [
+        *setup,
         "trainer.max_steps=3",
         "adv.estimator=gae",
         "critic.lr=0.01",
         "critic.dtype=float32",
         "kl.coef=0.01",
-    ]
-    command = [
-        "-m",
-        "rl2.trainer.ppo",
-        *setup,
-        *more,
         "kl.type=loss",
         "actor.update_per_rollout=2",
         "actor.lr=0.001",
     ]
-    torchrun(2, *command)
-    torchrun(2, *command, *layout.split(), f"trainer.save_dir={tmp_path / 'other'}")
-    for one, other in zip(metrics(tmp_path / "run"), metrics(tmp_path / "other"), strict=True):
-        for key in (
-            "reward/mean",
-            "actor/loss",
-            "actor/kl",
-            "actor/grad_norm",
-            "critic/loss",
-            "actor/lr",
-        ):
-            assert one[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5), (one["step"], key)
+    keys = [
+        "reward/mean",
+        "actor/loss",
+        "actor/kl",
+        "actor/grad_norm",
+        "critic/loss",
+        "actor/lr",
+    ]
+    train(2, *arguments)
+    train(2, *arguments, *layout.split(), f"trainer.save_dir={tmp_path / 'layout'}")
+    fsdp_lines = read_metrics(tmp_path / "run")
+    layout_lines = read_metrics(tmp_path / "layout")
+    for expected, line in zip(fsdp_lines, layout_lines, strict=True):
+        for key in keys:
+            value = pytest.approx(line[key], rel=1e-3, abs=1e-5)
+            assert expected[key] == value, (expected["step"], key)
 
 
-def test_turns_with_a_tool_and_exports_that_start_another_run(setup, tmp_path):
-    """The env answers the first turn; the exported actor and optimizer are where the next run
-    begins."""
+def test_tool_turns_and_a_run_that_starts_from_an_export(setup, tmp_path):
+    """The env answers the first turn. The next run starts from the exported actor and optimizer."""
     interact = """
     def interact(messages):
         turns = sum(m["role"] == "assistant" for m in messages)
         return [{"role": "tool", "content": "go on"}] if turns < 2 else []
     """
     (tmp_path / "env.py").write_text(textwrap.dedent(LETTER_ENV) + textwrap.dedent(interact))
-    more = ["rollout.max_turns=3", "trainer.max_steps=2", f"actor.save_dir={tmp_path / 'exports'}"]
-    more += [
+    extra = [
+        "rollout.max_turns=3",
+        "trainer.max_steps=2",
+        f"actor.save_dir={tmp_path / 'exports'}",
         "actor.save_freq=2",
         "actor.save_optimizer=true",
         "rollout.train_sampling_params.max_new_tokens=16",
     ]
-    torchrun(2, "-m", "rl2.trainer.ppo", *setup, *more)
-    records = [
-        json.loads(x)
-        for x in (tmp_path / "run/rollouts/train/step_2.jsonl").read_text().splitlines()
-    ]
+    train(2, *setup, *extra)
+    records = read_jsonl(tmp_path / "run/rollouts/train/step_2.jsonl")
     for record in records:
         roles = [message["role"] for message in record["messages"]]
         assert roles == ["user", "assistant", "tool", "assistant"][: 2 * record["num_turns"]]
         assert record["num_turns"] == 2 or record["finish_reason"] == "length"
     assert any(record["num_turns"] == 2 for record in records)
     exported = tmp_path / "exports/step_2"
-    whole, part = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "run/model", exported)
-    )
-    assert all((whole[key] == part[key]).all() for key in whole)
-    again = [
-        f"actor.model_name={exported}",
-        f"trainer.save_dir={tmp_path / 'again'}",
-        "trainer.max_steps=1",
-    ]
-    torchrun(1, "-m", "rl2.trainer.ppo", *setup, *again, f"actor.optimizer_dir={exported}")
-    torchrun(1, "-m", "rl2.trainer.ppo", *setup, *again, f"trainer.save_dir={tmp_path / 'fresh'}")
-    moments, fresh = (
-        load_file(tmp_path / name / "model/model.safetensors") for name in ("again", "fresh")
-    )
-    assert any((moments[key] != fresh[key]).any() for key in fresh), (
-        "the optimizer that was exported changed nothing"
-    )
+    weights = read_weights(tmp_path / "run/model")
+    exported_weights = read_weights(exported)
+    assert all((weights[key] == exported_weights[key]).all() for key in weights)
+    arguments = [*setup, f"actor.model_name={exported}", "trainer.max_steps=1"]
+    with_moments = tmp_path / "with_moments"
+    without_moments = tmp_path / "without_moments"
+    train(1, *arguments, f"trainer.save_dir={with_moments}", f"actor.optimizer_dir={exported}")
+    train(1, *arguments, f"trainer.save_dir={without_moments}")
+    weights = read_weights(with_moments / "model")
+    fresh_weights = read_weights(without_moments / "model")
+    has_changed = any((weights[key] != fresh_weights[key]).any() for key in weights)
+    assert has_changed, "the exported optimizer changed nothing"
+
+
+KILL_ENV = """
+    import os
+    import signal
+
+    num_calls = 0
+    letter_reward = reward_fn
+
+    def reward_fn(messages, answer):
+        global num_calls
+        num_calls += 1
+        if num_calls == int(os.environ.get("KILL_AT", 0)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return letter_reward(messages, answer)
+"""
 
 
 def test_a_killed_run_resumes_bit_for_bit(setup, tmp_path):
-    """SIGKILL in mid-step, from within the environment of one rank; the run that was never killed
-    ends the same."""
-    env = (
-        LETTER_ENV
-        + """
-    import os, random, signal
-    calls = 0
-    plain = reward_fn
-    def reward_fn(messages, answer):
-        global calls
-        calls += 1
-        if calls == int(os.environ.get("KILL_AT", 0)):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return plain(messages, answer)
+    """The environment of one rank kills its process in mid-step.
+
+    The resumed run must equal the run that was not killed.
     """
-    )
-    (tmp_path / "env.py").write_text(textwrap.dedent(env))
-    more = [
+    (tmp_path / "env.py").write_text(textwrap.dedent(LETTER_ENV) + textwrap.dedent(KILL_ENV))
+    arguments = [
+        *setup,
         "trainer.save_freq=2",
         "trainer.max_steps=5",
         "adv.estimator=gae",
         "critic.lr=0.01",
         "critic.dtype=float32",
     ]
-    command = ["-m", "rl2.trainer.ppo", *setup, *more]
-    torchrun(2, *command, f"trainer.save_dir={tmp_path / 'whole'}")
-    # Four calls of the preflight, then 16 a step on each of two ranks: the 60th is in the fourth
-    # step.
-    killed = torchrun(2, *command, check=False, env={"KILL_AT": "60"})
+    run = tmp_path / "run"
+    not_killed = tmp_path / "not_killed"
+    train(2, *arguments, f"trainer.save_dir={not_killed}")
+    # The preflight makes four calls, and every step makes 16 on each of two ranks. Call 60 is in
+    # step 4.
+    killed = train(2, *arguments, check=False, env={"KILL_AT": "60"})
     assert killed.returncode != 0
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
-    (tmp_path / "run/checkpoints/step_4.partial").mkdir()  # as if it had been saving
-    resumed = torchrun(2, *command)
+    assert [line["step"] for line in read_metrics(run)] == [1, 2, 3]
+    (run / "checkpoints/step_4.partial").mkdir()  # as if it was killed while it saved
+    resumed = train(2, *arguments)
     assert "step_2" in resumed.stdout + resumed.stderr
-    assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
-    one, other = (
-        load_file(tmp_path / name / "model/model.safetensors") for name in ("run", "whole")
-    )
-    assert all((one[key] == other[key]).all() for key in other)
+    assert read_untimed_metrics(run) == read_untimed_metrics(not_killed)
+    weights = read_weights(run / "model")
+    expected = read_weights(not_killed / "model")
+    assert all((weights[key] == expected[key]).all() for key in expected)
     for step in range(1, 6):
-        names = [tmp_path / name / f"rollouts/train/step_{step}.jsonl" for name in ("run", "whole")]
-        assert names[0].read_text() == names[1].read_text()
+        file = f"rollouts/train/step_{step}.jsonl"
+        assert (run / file).read_text() == (not_killed / file).read_text()
 
 
 def test_partial_rollouts_train_every_prompt_once_and_resume(setup, tmp_path):
-    """Answers go on under newer weights; what was paused is in the checkpoint, so that a resumed
-    run, here by one process instead of two, still trains every prompt of every epoch once."""
-    more = [
+    """Answers continue with newer weights, and checkpoints hold the paused answers.
+
+    A run that resumes with one process instead of two trains every prompt once an epoch.
+    """
+    arguments = [
+        *setup,
         "rollout.partial=true",
         "actor.correction=token_tis",
         "trainer.save_freq=3",
         "rollout.max_running=12",
-    ]
-    more += [
         "data.shuffle=false",
         "rollout.train_sampling_params.max_new_tokens=16",
         "data.max_length=100",
     ]
-    torchrun(2, "-m", "rl2.trainer.ppo", *setup, *more, "trainer.max_steps=7")
-    done = torchrun(1, "-m", "rl2.trainer.ppo", *setup, *more)
-    assert "step_6: 6 of 12 steps are done" in done.stdout
-    lines = metrics(tmp_path / "run")
+    train(2, *arguments, "trainer.max_steps=7")
+    resumed = train(1, *arguments)
+    assert "step_6: 6 of 12 steps are done" in resumed.stdout
+    lines = read_metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(1, 13))
-    assert (
-        any(line["rollout/staleness"] > 0 for line in lines)
-        and sum(line["reward/mean"] for line in lines[-3:]) > 1
-    )
-    asked, newest = {}, []
+    assert any(line["rollout/staleness"] > 0 for line in lines)
+    assert sum(line["reward/mean"] for line in lines[-3:]) > 1
+    counts = Counter()  # of trajectories, by prompt
+    newest_versions = []  # of each step
     for step in range(1, 13):
-        path = tmp_path / f"run/rollouts/train/step_{step}.jsonl"
-        records = [json.loads(line) for line in path.read_text().splitlines()]
+        records = read_jsonl(tmp_path / f"run/rollouts/train/step_{step}.jsonl")
         assert len(records) == 32 and len({record["id"] for record in records}) == 32
+        versions = []
         for record in records:
             assert sum(num for _, num in record["versions"]) == record["length"]
             assert all(version < step for version, _ in record["versions"])
-            asked[record["messages"][0]["content"]] = (
-                asked.get(record["messages"][0]["content"], 0) + 1
-            )
-        newest.append(max(version for record in records for version, _ in record["versions"]))
-    assert set(asked.values()) == {2 * 8} and len(asked) == 24
-    # What a step starts early the next one ends, so a step can train on answers that were all done
-    # before its weights.
-    assert all(step - 1 <= version <= step for step, version in enumerate(newest)), newest
+            versions += [version for version, _ in record["versions"]]
+            counts[record["messages"][0]["content"]] += 1
+        newest_versions.append(max(versions))
+    assert set(counts.values()) == {2 * 8} and len(counts) == 24
+    # A step may end answers that the previous step started, so all of its answers can be older than
+    # its weights.
+    for step, version in enumerate(newest_versions):
+        assert step - 1 <= version <= step, newest_versions
 
 
 def test_lora_with_its_base_as_the_reference(setup, tmp_path):
-    """The policy leaves the reference, which is the base; a run that goes on from a checkpoint ends
-    with the same bits."""
-    more = [
+    """The policy moves away from the reference, which is the base model.
+
+    A run that resumes from a checkpoint ends with the same bits.
+    """
+    arguments = [
+        "ppo",
+        *setup,
         "actor.lora_rank=4",
         "kl.coef=0.01",
         "kl.type=reward",
         "trainer.max_steps=4",
         "trainer.save_freq=2",
+        "adv.estimator=gae",
+        "critic.lr=0.01",
+        "critic.dtype=float32",
+        "critic.lora_rank=2",
     ]
-    more += ["adv.estimator=gae", "critic.lr=0.01", "critic.dtype=float32", "critic.lora_rank=2"]
-    again = [
+    resume = [
         f"trainer.resume={tmp_path / 'run/checkpoints/step_2'}",
-        f"trainer.save_dir={tmp_path / 'again'}",
+        f"trainer.save_dir={tmp_path / 'resumed'}",
     ]
-    torchrun(2, "tests/several.py", "ppo", *setup, *more, "--", "ppo", *setup, *more, *again)
-    lines = metrics(tmp_path / "run")
+    torchrun(2, "tests/several.py", *arguments, "--", *arguments, *resume)
+    lines = read_metrics(tmp_path / "run")
     assert lines[0]["actor/kl"] == 0 and all(line["actor/kl"] > 1e-3 for line in lines[1:])
-    assert all(abs(line["actor/mismatch_logp_difference"]) < 1e-4 for line in lines), (
-        "the engine lacks the adapters"
-    )
-    assert untimed(tmp_path / "again") == [
-        line for line in untimed(tmp_path / "run") if line["step"] > 2
-    ]
-    one, other = (
-        load_file(tmp_path / name / "model/model.safetensors") for name in ("run", "again")
-    )
-    assert all((one[key] == other[key]).all() for key in one)
+    mismatches = [abs(line["actor/mismatch_logp_difference"]) for line in lines]
+    assert all(mismatch < 1e-4 for mismatch in mismatches), "the engine lacks the adapters"
+    last_lines = [line for line in read_untimed_metrics(tmp_path / "run") if line["step"] > 2]
+    assert read_untimed_metrics(tmp_path / "resumed") == last_lines
+    weights = read_weights(tmp_path / "run/model")
+    resumed_weights = read_weights(tmp_path / "resumed/model")
+    assert all((weights[key] == resumed_weights[key]).all() for key in weights)
     check_adapter(AutoModelForCausalLM, tmp_path / "tiny", tmp_path / "run/model")
 
 
+SLOW_ENV = """
+    import time
+
+    letter_reward = reward_fn
+
+    def reward_fn(messages, answer):
+        time.sleep(0.02)
+        return letter_reward(messages, answer)
+"""
+
+
 def test_a_signal_finishes_the_step_and_saves(setup, tmp_path):
-    (tmp_path / "env.py").write_text(
-        textwrap.dedent(LETTER_ENV)
-        + "\nimport time\nplain = reward_fn\ndef reward_fn(messages, answer):\n"
-        "    time.sleep(0.02)\n    return plain(messages, answer)\n"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "-m",
-        "rl2.trainer.ppo",
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [*command, *setup, "trainer.n_epochs=1000"],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    (tmp_path / "env.py").write_text(textwrap.dedent(LETTER_ENV) + textwrap.dedent(SLOW_ENV))
+    command = ["--standalone", "--nproc_per_node=2", "-m", "rl2.trainer.ppo"]
+    process = start(*command, *setup, "trainer.n_epochs=1000")
     deadline = time.time() + 120
     while not (tmp_path / "run/metrics.jsonl").exists() and time.time() < deadline:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    done = metrics(tmp_path / "run")[-1]["step"]
-    assert (tmp_path / f"run/checkpoints/step_{done}/run.json").exists(), out
-    assert "stopping" in out and f"step {done}/6000" in out
+    output, _ = process.communicate(timeout=60)
+    last_step = read_metrics(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / f"run/checkpoints/step_{last_step}/run.json").exists(), output
+    assert "stopping" in output and f"step {last_step}/6000" in output
     assert len(list((tmp_path / "run/checkpoints").iterdir())) == 1
 
 
-def test_a_model_too_short_for_the_trajectories_is_refused(setup):
-    done = torchrun(
-        1,
-        "-m",
-        "rl2.trainer.ppo",
-        *setup,
-        "rollout.train_sampling_params.max_new_tokens=500",
-        check=False,
-    )
+def test_a_model_with_too_few_positions_is_refused(setup):
+    max_new_tokens = "rollout.train_sampling_params.max_new_tokens=500"
+    done = train(1, *setup, max_new_tokens, check=False)
     assert "has 512 positions" in done.stderr and "loading" not in done.stdout
 
 
-def test_what_is_wrong_is_said_before_the_model_loads(setup, tmp_path):
+def test_an_error_of_the_environment_is_shown_before_the_model_loads(setup, tmp_path):
     (tmp_path / "env.py").write_text(
         "def reward_fn(messages, answer):\n    return undefined_name\n"
     )
-    done = torchrun(1, "-m", "rl2.trainer.ppo", *setup, check=False)
+    done = train(1, *setup, check=False)
     assert done.returncode != 0
-    text = done.stdout + done.stderr
-    assert "undefined_name" in text and "env.py" in text and "loading" not in done.stdout
-    assert (
-        "rl2/trainer/ppo.py" not in text.split("ChildFailedError")[0]
-    )  # the user's mistake, not our traceback
+    output = done.stdout + done.stderr
+    assert "undefined_name" in output and "env.py" in output and "loading" not in done.stdout
+    # It is the user's error, so there is no traceback of rl2.
+    assert "rl2/trainer/ppo.py" not in output.split("ChildFailedError")[0]
 
 
 def test_two_nodes_train_and_resume(setup, tmp_path):
-    """Two torchrun agents that meet on loopback, as two machines would; then one agent of two
-    processes goes on."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
+    """Two torchrun agents on the loopback interface act as two nodes.
+
+    Then one agent with two processes resumes the run.
+    """
+    torchrun_options = [
         "--nnodes=2",
         "--nproc_per_node=1",
         "--rdzv_backend=c10d",
-    ]
-    command += [
         f"--rdzv_endpoint=127.0.0.1:{free_port()}",
-        "-m",
-        "rl2.trainer.ppo",
-        *setup,
-        "trainer.save_freq=1",
     ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    arguments = [*setup, "actor.sp_size=2"]
+    command = [*torchrun_options, "-m", "rl2.trainer.ppo", *arguments, "trainer.save_freq=1"]
     for steps in (2, 3):
-        agents = [
-            subprocess.Popen(
-                [*command, f"trainer.max_steps={steps}", "actor.sp_size=2"],
-                env=env,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-            for _ in range(2)
-        ]
-        told = [agent.communicate(timeout=120)[0] for agent in agents]
-        assert [agent.returncode for agent in agents] == [0, 0], told
-    assert "2 of 3 steps are done" in "".join(told)
-    torchrun(2, "-m", "rl2.trainer.ppo", *setup, "trainer.max_steps=4", "actor.sp_size=2")
-    torchrun(
-        2,
-        "-m",
-        "rl2.trainer.ppo",
-        *setup,
-        "trainer.max_steps=4",
-        "actor.sp_size=2",
-        f"trainer.save_dir={tmp_path / 'one'}",
-    )
-    assert untimed(tmp_path / "run") == untimed(tmp_path / "one"), "nodes change the numbers"
+        agents = [start(*command, f"trainer.max_steps={steps}") for _ in range(2)]
+        outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+        assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert "2 of 3 steps are done" in "".join(outputs)
+    one_node = tmp_path / "one_node"
+    train(2, *arguments, "trainer.max_steps=4")
+    train(2, *arguments, "trainer.max_steps=4", f"trainer.save_dir={one_node}")
+    metrics = read_untimed_metrics(tmp_path / "run")
+    assert metrics == read_untimed_metrics(one_node), "nodes change the numbers"
