@@ -1,39 +1,21 @@
-"""Run under torchrun by test_worker.py: two SGD steps of every layout of this world size, saved to
-a file."""
+"""test_worker.py runs this under torchrun: `parity.py MODEL OUT` makes two SGD updates in every
+layout of this world size and saves the results to the file OUT.
+"""
 
 import sys
 from itertools import product
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from common import make_samples
 
 from rl2.batch import collate
+from rl2.config.schema import WorkerConfig
 from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
-SECTION = {
-    "fsdp_size": 0,
-    "sp_size": 1,
-    "tp_size": 1,
-    "dtype": "float32",
-    "gradient_checkpointing": False,
-    "max_length_per_device": 4096,
-    "max_inference_length_per_device": None,
-    "share_prompts": True,
-    "lr": 0.1,
-    "weight_decay": 0.0,
-    "max_grad_norm": 0.05,
-    "warmup_ratio": 0.0,
-    "scheduler": "constant",
-    "offload_model": False,
-    "offload_optimizer": False,
-    "optimizer_dir": None,
-    "lora_rank": 0,
-    "lora_alpha": None,
-    "lora_targets": [],
-}
+LEARNING_RATE = 0.1
+MAX_GRAD_NORM = 0.05
 # World size -> (fsdp_size, sp_size, tp_size): every pure layout, the hybrid one, and mixes.
 LAYOUTS = {
     1: [(0, 1, 1)],
@@ -52,9 +34,21 @@ LAYOUTS = {
         (1, 1, 2),
     ],
 }
-# The same with adapters: (fsdp_size, sp_size). Over 3 processes the rows of rank 3 are one each,
-# over 4 one has none.
+# The same with adapters of rank 3: (fsdp_size, sp_size). Of their matrices A [3, in] three
+# processes hold one row each; of four processes one holds none.
 ADAPTED = {1: [(0, 1)], 2: [(0, 1), (1, 1), (0, 2), (1, 2)], 3: [(0, 1)], 4: [(0, 1), (2, 2)]}
+
+
+def worker_config(model_name: str, **changes) -> WorkerConfig:
+    """A worker's section of the config: its defaults, and fp32, a short budget and large steps."""
+    settings = {
+        "dtype": "float32",
+        "gradient_checkpointing": False,
+        "max_length_per_device": 4096,
+        "lr": LEARNING_RATE,
+        "max_grad_norm": MAX_GRAD_NORM,
+    }
+    return WorkerConfig(model_name=model_name, **{**settings, **changes})
 
 
 def make_batch():
@@ -75,37 +69,41 @@ def value_loss(batch, scores):
 
 
 def two_steps(name, critic, device, batch, **changes):
-    """The weights in the result are named as Hugging Face does, what is `drawn` at the start as
-    peft does."""
-    section = SimpleNamespace(
-        **{**SECTION, "model_name": f"{name}-critic" if critic else name, **changes}
-    )
+    """Scores before two SGD updates, what each update reports, and the weights after them.
+
+    Names of weights are Hugging Face's. `initial_adapters` are the trained parameters before the
+    updates where there are adapters; their names are peft's.
+    """
+    config = worker_config(f"{name}-critic" if critic else name, **changes)
     torch.manual_seed(0)
-    worker = Worker(section, device, critic, num_updates=10)
-    worker.optimizer = torch.optim.SGD(
-        [{"params": [p]} for p in worker.model.parameters()], lr=section.lr
-    )
-    drawn = {
-        key: p.detach().full_tensor().clone()
-        for key, p in worker.trained_parameters.items()
-        if section.lora_rank
-    }
-    before = worker.infer(batch, 0.9, with_entropy=not critic)
+    worker = Worker(config, device, critic, num_updates=10)
+    use_sgd(worker)
+    initial_adapters = {}
+    if config.lora_rank:
+        for key, parameter in worker.trained_parameters.items():
+            initial_adapters[key] = parameter.detach().full_tensor().clone()
+    scores = worker.infer(batch, 0.9, with_entropy=not critic)
     loss = value_loss if critic else policy_loss
-    metrics = [worker.update(batch, loss, 0.9, with_entropy=not critic).to_log() for _ in range(2)]
-    weights = dict(worker.iter_full_weights(torch.float32))
+    updates = [worker.update(batch, loss, 0.9, with_entropy=not critic) for _ in range(2)]
     return {
-        "scores": vars(before),
-        "metrics": metrics,
-        "weights": weights,
+        "scores": vars(scores),
+        "updates": [update.to_log() for update in updates],
+        "weights": dict(worker.iter_full_weights(torch.float32)),
         "version": worker.version,
-        "drawn": drawn,
+        "initial_adapters": initial_adapters,
     }
+
+
+def use_sgd(worker):
+    """Gives the worker plain gradient descent, one group a parameter: AdamW hides wrong scales."""
+    groups = [{"params": [parameter]} for parameter in worker.model.parameters()]
+    worker.optimizer = torch.optim.SGD(groups, lr=worker.config.lr)
 
 
 def main(name, out):
     device = init_distributed()
-    batch, results = make_batch(), {}
+    batch = make_batch()
+    results = {}
     layouts = LAYOUTS[dist.get_world_size()]
     budgets = [60, 4096] if dist.get_world_size() < 4 else [60]
     for critic, share, budget, layout in product([False, True], [True, False], budgets, layouts):

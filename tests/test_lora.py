@@ -2,13 +2,11 @@
 test_worker.py, moves between them in test_checkpoint.py, whole runs in test_trainer.py and
 test_examples.py."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
 from common import make_critic, make_model
-from parity import SECTION, make_batch, policy_loss, value_loss
+from parity import MAX_GRAD_NORM, make_batch, policy_loss, value_loss, worker_config
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +18,8 @@ from rl2.worker import Worker
 @pytest.fixture
 def make(tmp_path):
     """Workers in a process group of one."""
-    name, device = make_model(tmp_path / "model"), init_distributed()
+    name = make_model(tmp_path / "model")
+    device = init_distributed()
     model = AutoModelForCausalLM.from_pretrained(name)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[:, ::2] = -0.0
@@ -28,55 +27,48 @@ def make(tmp_path):
     make_critic(name)
 
     def make(critic=False, num_updates=8, **changes):
-        section = {
-            **SECTION,
-            "model_name": f"{name}-critic" if critic else name,
-            "lora_rank": 3,
-            "lr": 1e-2,
-            **changes,
-        }
+        settings = {"lora_rank": 3, "lr": 1e-2, **changes}
+        config = worker_config(f"{name}-critic" if critic else name, **settings)
         torch.manual_seed(0)
-        return Worker(SimpleNamespace(**section), device, critic, num_updates)
+        return Worker(config, device, critic, num_updates)
 
     yield make
     dist.destroy_process_group()
 
 
+def full_parameters(worker):
+    parameters = worker.model.named_parameters()
+    return {key: parameter.detach().full_tensor().clone() for key, parameter in parameters}
+
+
 def test_training_starts_from_the_model_and_the_reference_stays_it(make):
     """In bf16 too, where the frozen weights are held in it: then no weight is held twice."""
-    batch, norms = make_batch(), []
+    batch = make_batch()
+    norms = []
     for dtype in ("float32", "bfloat16"):
-        worker, plain = (
-            make(dtype=dtype, gradient_checkpointing=True),
-            make(dtype=dtype, num_updates=0),
-        )
+        worker = make(dtype=dtype, gradient_checkpointing=True)
+        plain = make(dtype=dtype, num_updates=0)
         expected = plain.infer(batch, 0.9).logps
-        for (key, weight), (_, other) in zip(
-            worker.iter_full_weights(worker.dtype),
-            plain.iter_full_weights(worker.dtype),
-            strict=True,
-        ):
-            assert torch.equal(weight.view(torch.uint8), other.view(torch.uint8)), (
-                f"{key}: engines compare checksums"
-            )
+        plain_weights = dict(plain.iter_full_weights(worker.dtype))
+        for key, weight in worker.iter_full_weights(worker.dtype):
+            bits, plain_bits = (x.view(torch.uint8) for x in (weight, plain_weights.pop(key)))
+            assert torch.equal(bits, plain_bits), f"{key}: engines compare checksums"
+        assert not plain_weights
         reference = worker.reference()
-        assert torch.equal(reference(batch, 0.9).logps, expected)  # first of all, as a run does
+        assert torch.equal(reference(batch, 0.9).logps, expected)  # before any other pass
         assert torch.equal(worker.infer(batch, 0.9).logps, expected)
-        held = {key: p.detach().full_tensor().clone() for key, p in worker.model.named_parameters()}
-        assert {held[key].dtype for key in worker.trained_parameters} == {torch.float32}
-        assert {held[key].dtype for key in held.keys() - worker.trained_parameters.keys()} == {
-            worker.dtype
-        }
+        start = full_parameters(worker)
+        trained = worker.trained_parameters.keys()
+        assert {start[key].dtype for key in trained} == {torch.float32}
+        assert {start[key].dtype for key in start.keys() - trained} == {worker.dtype}
         norms.append(worker.update(batch, policy_loss, 0.9, with_entropy=True).grad_norm)
         worker.update(batch, policy_loss, 0.9, with_entropy=True)
-        for key, p in worker.model.named_parameters():
-            assert torch.equal(p.detach().full_tensor(), held[key]) == (
-                key not in worker.trained_parameters
-            ), key
-        trained = worker.infer(batch, 0.9).logps
-        assert (trained - expected).abs().max() > 0.1
+        for key, parameter in full_parameters(worker).items():
+            assert torch.equal(parameter, start[key]) == (key not in trained), key
+        trained_logps = worker.infer(batch, 0.9).logps
+        assert (trained_logps - expected).abs().max() > 0.1
         assert torch.equal(reference(batch, 0.9).logps, expected)
-        assert torch.equal(worker.infer(batch, 0.9).logps, trained)
+        assert torch.equal(worker.infer(batch, 0.9).logps, trained_logps)
     assert norms[0] == pytest.approx(norms[1], rel=0.1)
 
 
@@ -105,7 +97,7 @@ def test_a_step_of_adamw_equals_peft_by_hand(make):
             batch, TokenScores(logps=logps, entropy=-(log_p.exp() * log_p).sum(-1) * batch.mask)
         )
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.values(), SECTION["max_grad_norm"])
+        torch.nn.utils.clip_grad_norm_(plain.values(), MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()
         for key, p in plain.items():

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import make_critic, make_model, make_tokenizer
-from parity import SECTION
+from parity import worker_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl2.data.examples import Examples, render_pair, render_sft
@@ -95,14 +95,10 @@ def read_examples(tmp_path, rows, render):
     return SimpleNamespace(tokenizer=tokenizer), examples, ids, mask, attention_mask
 
 
-def make_section(name, **settings):
-    return SimpleNamespace(**{**SECTION, "model_name": name, **settings})
-
-
 def update(name, device, batch, loss_fn, critic=False, **options):
     """The result of one update of a new worker, in several micro-batches."""
-    section = make_section(name, max_length_per_device=120, lr=1e-4)
-    return Worker(section, device, critic, 1).update(batch, loss_fn, **options)
+    config = worker_config(name, max_length_per_device=120, lr=1e-4)
+    return Worker(config, device, critic, 1).update(batch, loss_fn, **options)
 
 
 def check_update(result, trl_loss, trl_model):
@@ -143,7 +139,7 @@ def test_dpo_loss(tmp_path, device, loss, beta):
     reference = make_model(tmp_path / "reference")
     run, examples, ids, mask, attention_mask = read_examples(tmp_path, PAIRS, render_pair)
     batch = dpo.make_batch(run, examples)
-    batch.ref_logps = Worker(make_section(reference), device).infer(batch).logps
+    batch.ref_logps = Worker(worker_config(reference), device).infer(batch).logps
     settings = SimpleNamespace(beta=beta, loss=loss, label_smoothing=0.0)
     loss_fn = partial(dpo.preference_loss, settings)
     result = update(name, device, batch, loss_fn, keep_groups_together=True)
@@ -218,7 +214,7 @@ def test_a_reply_that_ends_in_the_padding_token_is_scored_like_transformers(tmp_
     run.tokenizer.pad_token = run.tokenizer.eos_token
     assert ids[0, -1] == run.tokenizer.pad_token_id == 2
     batch = rm.make_batch(run, examples)
-    values = Worker(make_section(name), device, critic=True).infer(batch).values
+    values = Worker(worker_config(name), device, critic=True).infer(batch).values
     scores = (values * (batch.token_weights > 0)).sum(1)
     model = AutoModelForSequenceClassification.from_pretrained(name)
     expected = model(input_ids=ids, attention_mask=attention_mask).logits[:, 0].detach()

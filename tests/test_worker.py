@@ -1,13 +1,21 @@
 """Every layout of the worker against a plain padded Hugging Face forward in this process."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from common import make_critic, make_model, run, torchrun
-from parity import ADAPTED, LAYOUTS, SECTION, make_batch, policy_loss, value_loss
+from parity import (
+    ADAPTED,
+    LAYOUTS,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    make_batch,
+    policy_loss,
+    value_loss,
+    worker_config,
+)
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -20,44 +28,51 @@ from rl2.worker import Worker
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def adapt(model, drawn):
-    """What peft makes of a plain model, with adapters that start at `drawn`, of rank 3 and alpha
-    5."""
+def adapt(model, initial_adapters):
+    """Puts peft's adapters of rank 3 and alpha 5 into a plain model; they start at the values
+    given.
+    """
     inject_adapter_in_model(LoraConfig(r=3, lora_alpha=5, target_modules=LINEAR), model)
     for key, parameter in model.named_parameters():
-        parameter.requires_grad_(f"hf.{key}" in drawn)
+        parameter.requires_grad_(f"hf.{key}" in initial_adapters)
         if parameter.requires_grad:
-            parameter.data.copy_(drawn[f"hf.{key}"])
+            parameter.data.copy_(initial_adapters[f"hf.{key}"])
 
 
 def merge(model):
     """The weights of a plain model by name, with what peft says that its adapters add."""
-    weights = {
-        key.replace(".base_layer.", "."): p
-        for key, p in model.named_parameters()
-        if ".lora_" not in key
-    }
+    weights = {}
+    for key, parameter in model.named_parameters():
+        if ".lora_" not in key:
+            weights[key.replace(".base_layer.", ".")] = parameter
     for key, module in model.named_modules():
         if hasattr(module, "get_delta_weight"):
             weights[f"{key}.weight"] = weights[f"{key}.weight"] + module.get_delta_weight("default")
     return weights
 
 
-def reference(name, critic, drawn=None):
-    """The same two steps on padded rows of a plain model: scores before them, loss and norm of
-    each, weights after."""
+def load_plain(name, critic):
+    """A plain Hugging Face model in fp32."""
+    if critic:
+        return AutoModelForSequenceClassification.from_pretrained(
+            f"{name}-critic", dtype=torch.float32, num_labels=1
+        )
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+
+
+def reference(name, critic, initial_adapters=None):
+    """The two updates of parity.py on padded rows of a plain model.
+
+    Returns the scores before them, (loss, gradient norm) of each, and the weights after them.
+    """
     batch = make_batch()
     torch.manual_seed(0)
-    cls, more = (
-        (AutoModelForSequenceClassification, {"num_labels": 1})
-        if critic
-        else (AutoModelForCausalLM, {})
-    )
-    model = cls.from_pretrained(f"{name}-critic" if critic else name, dtype=torch.float32, **more)
-    if drawn:
-        adapt(model, drawn)
-    optimizer = torch.optim.SGD(model.parameters(), lr=SECTION["lr"])
-    first, told = None, []
+    model = load_plain(name, critic)
+    if initial_adapters:
+        adapt(model, initial_adapters)
+    sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    first_scores = None
+    updates = []
     for _ in range(2):
         hidden = model.base_model(
             batch.inputs, attention_mask=torch.ones_like(batch.inputs)
@@ -70,12 +85,12 @@ def reference(name, critic, drawn=None):
             scores = TokenScores(logps=logps, entropy=-(log_p.exp() * log_p).sum(-1) * batch.mask)
         loss, _ = (value_loss if critic else policy_loss)(batch, scores)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), SECTION["max_grad_norm"])
-        optimizer.step()
-        optimizer.zero_grad()
-        first = first or vars(scores.map(torch.Tensor.detach))
-        told.append((loss.item(), norm.item()))
-    return first, told, merge(model)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        sgd.step()
+        sgd.zero_grad()
+        first_scores = first_scores or vars(scores.map(torch.Tensor.detach))
+        updates.append((loss.item(), norm.item()))
+    return first_scores, updates, merge(model)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -87,23 +102,25 @@ def test_every_layout_equals_one_padded_process(tmp_path, world, family, tied):
     results = torch.load(tmp_path / "out")
     assert len(results) == (8 if world < 4 else 4) * len(LAYOUTS[world]) + 2 * len(ADAPTED[world])
     expected = {critic: reference(name, critic) for critic in (False, True)}
-    drawn = {critic: results[critic, "lora", (0, 1)]["drawn"] for critic in (False, True)}
-    adapted = {critic: reference(name, critic, drawn[critic]) for critic in (False, True)}
+    adapters = {}
+    for critic in (False, True):
+        adapters[critic] = results[critic, "lora", (0, 1)]["initial_adapters"]
+        expected[critic, "lora"] = reference(name, critic, adapters[critic])
     for (critic, *layout), result in results.items():
-        scores, steps, weights = adapted[critic] if layout[0] == "lora" else expected[critic]
+        scores, updates, weights = expected[critic]
         if layout[0] == "lora":
-            assert all(
-                torch.equal(result["drawn"][key], start) for key, start in drawn[critic].items()
-            ), layout
+            scores, updates, weights = expected[critic, "lora"]
+            for key, start in adapters[critic].items():
+                assert torch.equal(result["initial_adapters"][key], start), layout
         for key, column in result["scores"].items():
             assert (column is None) == (scores[key] is None)
             if column is not None:
                 torch.testing.assert_close(
                     column, scores[key], rtol=0, atol=2e-5, msg=f"{layout} {key}"
                 )
-        for told, (loss, norm) in zip(result["metrics"], steps, strict=True):
-            assert told["loss"] == pytest.approx(loss, abs=1e-5), layout
-            assert told["grad_norm"] == pytest.approx(norm, rel=1e-5), layout
+        for update, (loss, norm) in zip(result["updates"], updates, strict=True):
+            assert update["loss"] == pytest.approx(loss, abs=1e-5), layout
+            assert update["grad_norm"] == pytest.approx(norm, rel=1e-5), layout
         assert result["version"] == 2
         assert result["weights"].keys() == weights.keys()
         for key, weight in result["weights"].items():
@@ -120,91 +137,83 @@ def test_schedules_start_above_zero_and_end_where_they_say():
     )
 
 
-def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path):
-    name, batch = make_model(tmp_path / "model"), make_batch()
-    worker = Worker(
-        SimpleNamespace(**{**SECTION, "model_name": name, "warmup_ratio": 1.0}),
-        init_distributed(),
-        False,
-        4,
-    )
-    try:
-        before = {key: weight.clone() for key, weight in worker.iter_full_weights(torch.float32)}
-
-        def broken(part, scores):
-            loss, metrics = policy_loss(part, scores)
-            return loss * float("inf"), metrics
-
-        told = worker.update(batch, broken, with_entropy=True)
-        assert told.skipped and worker.version == 0
-        assert all(
-            torch.equal(weight, before[key])
-            for key, weight in worker.iter_full_weights(torch.float32)
-        )
-        told = worker.update(batch, policy_loss, with_entropy=True)
-        assert not told.skipped and worker.version == 1
-        assert told.lr == SECTION["lr"] / 4  # the schedule had not moved either
-        assert any(
-            not torch.equal(weight, before[key])
-            for key, weight in worker.iter_full_weights(torch.float32)
-        )
-    finally:
-        dist.destroy_process_group()
+@pytest.fixture
+def device():
+    """The device of a process group of one."""
+    yield init_distributed()
+    dist.destroy_process_group()
 
 
-def test_a_step_in_parts_is_the_same_step(tmp_path, monkeypatch):
-    """offload_optimizer: AdamW with a few parameters at a time, an optimizer that was saved in
-    between, to the bit."""
-    name, batch, parts, found = make_model(tmp_path / "model"), make_batch(), [], []
+def full_weights(worker):
+    return {key: weight.clone() for key, weight in worker.iter_full_weights(torch.float32)}
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path, device):
+    name = make_model(tmp_path / "model")
+    batch = make_batch()
+    worker = Worker(worker_config(name, warmup_ratio=1.0), device, False, 4)
+    before = full_weights(worker)
+
+    def infinite_loss(rows, scores):
+        loss, metrics = policy_loss(rows, scores)
+        return loss * float("inf"), metrics
+
+    result = worker.update(batch, infinite_loss, with_entropy=True)
+    assert result.skipped and worker.version == 0
+    after = full_weights(worker)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    result = worker.update(batch, policy_loss, with_entropy=True)
+    assert not result.skipped and worker.version == 1
+    assert result.lr == LEARNING_RATE / 4  # the schedule had not moved either
+    after = full_weights(worker)
+    assert any(not torch.equal(after[key], before[key]) for key in before)
+
+
+def test_a_step_in_parts_is_the_same_step(tmp_path, monkeypatch, device):
+    """offload_optimizer: AdamW with a few parameters at a time, saved and restored in between,
+    gives the same bits.
+    """
+    name = make_model(tmp_path / "model")
+    batch = make_batch()
+    part_sizes = []
     monkeypatch.setattr(optimizer, "DEVICE_STATE_BYTES", 20_000)
     move_states = optimizer._move_states
 
     def count_and_move(states, device):
-        parts.append(len(states))
+        part_sizes.append(len(states))
         move_states(states, device)
 
     monkeypatch.setattr(optimizer, "_move_states", count_and_move)
-    device = init_distributed()
-    try:
-        for off in (False, True):
-            settings = {
-                "model_name": name,
-                "offload_optimizer": off,
-                "lr": 0.01,
-                "weight_decay": 0.1,
-            }
-            worker = Worker(SimpleNamespace(**{**SECTION, **settings}), device, False, 4)
-            told = [worker.update(batch, policy_loss, with_entropy=True) for _ in range(2)]
-            worker.load_state_dict(worker.state_dict())
-            told += [worker.update(batch, policy_loss, with_entropy=True) for _ in range(2)]
-            assert all(parameter.grad is None for parameter in worker.model.parameters())
-            found.append((told, dict(worker.iter_full_weights(torch.float32))))
-    finally:
-        dist.destroy_process_group()
+    updates = {}
+    weights = {}
+    for offload in (False, True):
+        config = worker_config(name, offload_optimizer=offload, lr=0.01, weight_decay=0.1)
+        worker = Worker(config, device, False, 4)
+        updates[offload] = [worker.update(batch, policy_loss, with_entropy=True) for _ in range(2)]
+        worker.load_state_dict(worker.state_dict())
+        updates[offload] += [worker.update(batch, policy_loss, with_entropy=True) for _ in range(2)]
+        assert all(parameter.grad is None for parameter in worker.model.parameters())
+        weights[offload] = full_weights(worker)
     num = len(list(worker.model.parameters()))
-    assert len(parts) > 4 * 2 * 3 and sum(parts) == 4 * 2 * num, "each parameter once in, once out"
-    (whole, weights), (in_parts, others) = found
-    assert whole == in_parts and all(torch.equal(weights[key], others[key]) for key in weights)
+    assert len(part_sizes) > 4 * 2 * 3, "there are several parts"
+    assert sum(part_sizes) == 4 * 2 * num, "each parameter once in, once out"
+    assert updates[False] == updates[True]
+    assert all(torch.equal(weights[False][key], weights[True][key]) for key in weights[False])
 
 
-def test_a_new_value_head_starts_at_zero(tmp_path):
-    section = SimpleNamespace(**{**SECTION, "model_name": make_model(tmp_path / "model")})
-    try:
-        values = Worker(section, init_distributed(), True, 4).infer(make_batch()).values
-        assert values.abs().max() == 0
-    finally:
-        dist.destroy_process_group()
+def test_a_new_value_head_starts_at_zero(tmp_path, device):
+    config = worker_config(make_model(tmp_path / "model"))
+    values = Worker(config, device, True, 4).infer(make_batch()).values
+    assert values.abs().max() == 0
 
 
-def test_values_computed_in_bf16_are_not_rounded_to_it(tmp_path):
-    """Rewards of like replies would tie: from 1 to 2 bf16 has 128 numbers."""
-    name, batch = make_critic(make_model(tmp_path / "model")), make_batch()
-    section = SimpleNamespace(**{**SECTION, "model_name": name, "dtype": "bfloat16"})
-    try:
-        values = Worker(section, init_distributed(), True, 4).infer(batch).values[batch.mask > 0]
-        assert (values != values.bfloat16()).float().mean() > 0.9
-    finally:
-        dist.destroy_process_group()
+def test_values_computed_in_bf16_are_not_rounded_to_it(tmp_path, device):
+    """Rewards of similar replies would tie: from 1 to 2 bf16 has 128 numbers."""
+    name = make_critic(make_model(tmp_path / "model"))
+    batch = make_batch()
+    worker = Worker(worker_config(name, dtype="bfloat16"), device, True, 4)
+    values = worker.infer(batch).values[batch.mask > 0]
+    assert (values != values.bfloat16()).float().mean() > 0.9
 
 
 def test_a_process_may_end_right_behind_a_collective():

@@ -18,9 +18,9 @@ from tools import (
     need_sglang,
     policy_loss,
     seconds,
-    section,
     sglang_args,
     used_gib,
+    worker_config,
 )
 from transformers import AutoModelForCausalLM
 
@@ -116,7 +116,7 @@ def check_contract(start_engine, max_running_requests):
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     device, name = init_distributed(), make_model("small")
     dtype = compute_dtype("auto", device)
-    actor = Worker(section(name, lr=0.05), device, num_updates=8)
+    actor = Worker(worker_config(name, lr=0.05), device, num_updates=8)
     engine = start_engine(name, device, max_running_requests)
     check_signatures(type(engine))
     check_attributes(engine, engine_settings(name, device, max_running_requests))
@@ -191,7 +191,7 @@ def sglang_contract():
 def _actor_and_engine(max_running_requests=64, **changes):
     need_sglang()  # before a large model is made
     device, name = init_distributed(), make_model("qwen3-1.7b")
-    actor = Worker(section(name, **changes), device, num_updates=8)
+    actor = Worker(worker_config(name, **changes), device, num_updates=8)
     engine = start_sglang(name, device, max_running_requests)
     engine.load_weights(actor.iter_full_weights(engine_dtype()), actor.version)
     return actor, engine, actor.model.hf.config.vocab_size
@@ -258,7 +258,9 @@ def sglang_memory():
     need_sglang()
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     device, name = init_distributed(), make_model("qwen3-1.7b")
-    actor = Worker(section(name, offload_model=True, offload_optimizer=True), device, num_updates=8)
+    actor = Worker(
+        worker_config(name, offload_model=True, offload_optimizer=True), device, num_updates=8
+    )
     used = {"before": used_gib()}
     engine = start_sglang(name, device)
     engine.load_weights(actor.iter_full_weights(engine_dtype()), 0)

@@ -10,7 +10,16 @@ from pathlib import Path
 
 import torch
 from figures import Skip, record
-from tools import DRY, error, make_batch, make_model, need_sglang, section, sglang_args, used_gib
+from tools import (
+    DRY,
+    error,
+    make_batch,
+    make_model,
+    need_sglang,
+    sglang_args,
+    used_gib,
+    worker_config,
+)
 
 
 def torchrun(world, *command):
@@ -116,10 +125,12 @@ def _ring(name):
     device, batch = init_distributed(), make_batch(1024, groups=3, samples=3, prompt=40, answer=90)
     settings = {"lr": 0.1, "max_length_per_device": 400, "sp_size": 2}
     scores, told, moved = two_steps(
-        Worker(section(name, **settings), device, num_updates=10), batch
+        Worker(worker_config(name, **settings), device, num_updates=10), batch
     )
     plain = {**settings, "sp_size": 1, "dtype": "float32"}
-    expected = two_steps(Worker(section(name, **plain), torch.device("cpu"), num_updates=10), batch)
+    expected = two_steps(
+        Worker(worker_config(name, **plain), torch.device("cpu"), num_updates=10), batch
+    )
     gap = (scores.logps - expected[0].logps).abs().max().item()
     norm = max(abs(a.grad_norm / b.grad_norm - 1) for a, b in zip(told, expected[1], strict=True))
     weights = max(error(moved[key], expected[2][key]) for key in moved)

@@ -6,11 +6,12 @@ import statistics
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import yaml
 from figures import Skip
+
+from rl2.config.schema import WorkerConfig
 
 DRY = os.environ.get("RL2_DEVICE") == "cpu"
 DEVICE = torch.device("cpu" if DRY else "cuda")
@@ -177,12 +178,10 @@ def _tokenizer(size: int):
     return fast
 
 
-def section(model: str, **changes) -> SimpleNamespace:
-    """A worker's section of the config."""
-    from parity import SECTION
-
-    usual = {"dtype": "auto", "lr": 1e-6, "max_grad_norm": 1.0}
-    return SimpleNamespace(**{**SECTION, **usual, "model_name": model, **changes})
+def worker_config(model_name: str, **changes) -> WorkerConfig:
+    """A worker's section of the config: its defaults, without gradient checkpointing."""
+    settings = {"gradient_checkpointing": False, "max_length_per_device": 4096, **changes}
+    return WorkerConfig(model_name=model_name, **settings)
 
 
 def make_batch(vocabulary: int, groups: int, samples: int, prompt: int, answer: int, seed: int = 0):

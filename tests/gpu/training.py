@@ -5,7 +5,16 @@ import time
 
 import torch
 from figures import record
-from tools import DRY, error, make_batch, make_model, matrix_peak, policy_loss, section, synchronize
+from tools import (
+    DRY,
+    error,
+    make_batch,
+    make_model,
+    matrix_peak,
+    policy_loss,
+    synchronize,
+    worker_config,
+)
 
 from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
@@ -45,7 +54,9 @@ def worker():
             "gradient_checkpointing": True,
             "max_length_per_device": 200,
         }
-        results[dtype] = two_steps(Worker(section(name, **settings), place, num_updates=10), batch)
+        results[dtype] = two_steps(
+            Worker(worker_config(name, **settings), place, num_updates=10), batch
+        )
     (scores, told, moved), (plain_scores, plain_told, plain_moved) = (
         results["auto"],
         results["float32"],
@@ -73,7 +84,7 @@ def offload():
     batch, results = make_batch(1024, groups=3, samples=3, prompt=40, answer=30), {}
     for off in (False, True):
         settings = {"lr": 1e-3, "offload_model": off, "offload_optimizer": off}
-        actor = Worker(section(name, **settings), device, num_updates=10)
+        actor = Worker(worker_config(name, **settings), device, num_updates=10)
         told = [actor.update(batch, policy_loss) for _ in range(3)]
         logps = actor.infer(batch).logps
         size = sum(4 * p.numel() for p in actor.model.parameters())
@@ -130,7 +141,7 @@ def _utilisation(length, micro_batches):
         "max_length_per_device": length,
         "share_prompts": False,
     }
-    actor = Worker(section(name, **settings), device, num_updates=10)
+    actor = Worker(worker_config(name, **settings), device, num_updates=10)
     config = actor.model.hf.config
     batch = make_batch(
         config.vocab_size, length // document * micro_batches, 1, 1, document, seed=1
@@ -177,7 +188,7 @@ def memory_7b():
         "share_prompts": False,
     }
     actor = Worker(
-        section(name, offload_model=True, offload_optimizer=True, **settings),
+        worker_config(name, offload_model=True, offload_optimizer=True, **settings),
         device,
         num_updates=10,
     )

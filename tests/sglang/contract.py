@@ -6,13 +6,12 @@ contract.py MODEL TP_SIZE ACTOR_TP_SIZE
 
 import asyncio
 import sys
-from types import SimpleNamespace
 
 import psutil
 import torch
 import torch.distributed as dist
 from engine_contract import check_attributes, check_refused, check_signatures, plain_logps, play
-from parity import SECTION, make_batch, policy_loss
+from parity import make_batch, policy_loss, worker_config
 from transformers import AutoModelForCausalLM
 
 from rl2.engine.base import EngineSettings, SamplingParams
@@ -144,14 +143,8 @@ def check_no_process_left(others):
 def main(name, tp_size, actor_tp_size):
     device = init_distributed()
     others = {child.pid for child in psutil.Process().children(recursive=True)}
-    section = {
-        **SECTION,
-        "model_name": name,
-        "tp_size": int(actor_tp_size),
-        "lr": 0.05,
-        "max_grad_norm": 1.0,
-    }
-    actor = Worker(SimpleNamespace(**section), device, num_updates=8)
+    config = worker_config(name, tp_size=int(actor_tp_size), lr=0.05, max_grad_norm=1.0)
+    actor = Worker(config, device, num_updates=8)
     settings = EngineSettings(
         model_name=name,
         dtype=torch.float32,
