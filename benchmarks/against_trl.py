@@ -1,5 +1,8 @@
-"""What the benchmarks against TRL share: word problems of reasoning-gym's gsm_symbolic, and each
-side in a process of its own, where the first step warms up and is not counted."""
+"""Shared code of the benchmarks that compare rl2 with TRL.
+
+The data are word problems of reasoning-gym's gsm_symbolic. Each library runs in its own process.
+The first step is a warm-up and does not count.
+"""
 
 import argparse
 import json
@@ -8,10 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-SIDES = ("trl", "rl2")
+LIBRARIES = ("trl", "rl2")
 
 
-def problems(count: int):
+def make_problems(count: int):
     import reasoning_gym
 
     return reasoning_gym.create_dataset("gsm_symbolic", size=count, seed=0)
@@ -21,40 +24,45 @@ def read_rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
-def train(trainer: str, folder: Path, arguments: list[str], tokens: str) -> list[dict]:
-    """Seconds and tokens (the metric of that name) of each step of an rl2 trainer on the rows in
-    `folder`."""
-    given = [
+def train_rl2(trainer: str, folder: Path, arguments: list[str], tokens_key: str) -> list[dict]:
+    """Train on the rows in `folder`. Returns the seconds and the tokens of each step.
+
+    `tokens_key` is the name of the metric that counts the tokens.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        f"rl2.trainer.{trainer}",
         f"data.path={folder / 'rows.jsonl'}",
         f"trainer.save_dir={folder}",
         "trainer.disable_wandb=true",
+        *arguments,
     ]
-    subprocess.run(
-        [sys.executable, "-m", f"rl2.trainer.{trainer}", *given, *arguments],
-        check=True,
-        stdout=sys.stderr,
-    )
+    subprocess.run(command, check=True, stdout=sys.stderr)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{"seconds": line["time/step"], "tokens": line[tokens]} for line in lines]
+    return [{"seconds": line["time/step"], "tokens": line[tokens_key]} for line in lines]
 
 
-def parser(doc: str, **sizes: int) -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+def make_parser(description: str, **sizes: int) -> argparse.ArgumentParser:
+    """A parser with the model, an option for each of `sizes`, and the options of the child."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("model")
+    parser.add_argument("model")
     for name, default in sizes.items():
-        options.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    options.add_argument("--only", choices=SIDES, help=argparse.SUPPRESS)
-    options.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    return options
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--only", choices=LIBRARIES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser
 
 
-def steps_of(side: str, rows: list[dict]) -> list[dict]:
-    """The steps that count, of this script started again with --only and --folder, which prints all
-    of them as JSON."""
+def measure_steps(library: str, rows: list[dict]) -> list[dict]:
+    """Run this script in a child process for one library. Returns its steps after the warm-up.
+
+    The child gets --only and --folder, and prints its steps as JSON on its last line.
+    """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        command = [sys.executable, *sys.argv, "--only", side, "--folder", folder]
-        out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return json.loads(out.splitlines()[-1])[1:]
+        command = [sys.executable, *sys.argv, "--only", library, "--folder", folder]
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return json.loads(output.splitlines()[-1])[1:]

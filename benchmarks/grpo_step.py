@@ -1,27 +1,37 @@
-"""Seconds of one whole GRPO step (rollout, update, weights back) of rl2 and of TRL's GRPOTrainer at
-the same settings:
+"""Seconds of one GRPO step of rl2 and of TRL's GRPOTrainer with the same settings.
 
     python benchmarks/grpo_step.py MODEL [--prompts 8] [--samples 8] [--longest 64] [--steps 4]
 
-Word problems of reasoning-gym's gsm_symbolic, no KL term, one update a rollout, bf16 where the
-machine is fast at it, no gradient checkpointing. Each runs in a process of its own; the first step
-warms up and is not counted. Needs the `test` and `quickstart` extras."""
+A step is the rollout, the update, and the transfer of the weights to the engine. The prompts are
+word problems of reasoning-gym's gsm_symbolic. There is no KL term, one update a rollout, and no
+gradient checkpointing. The dtype is bf16 if the hardware is fast at it. Each library runs in its
+own process. The first step is a warm-up and does not count.
+
+Needs the `test` and `quickstart` extras.
+"""
 
 import json
 import statistics
 from pathlib import Path
 
-from against_trl import SIDES, parser, problems, read_rows, steps_of, train
+from against_trl import (
+    LIBRARIES,
+    make_parser,
+    make_problems,
+    measure_steps,
+    read_rows,
+    train_rl2,
+)
 
-# Every answer of a group earns something else: rl2 does not run groups that all earned the same,
-# which would flatter it.
+# The rewards in a group differ. rl2 does not train on groups with equal rewards, so that equal
+# rewards would make its step faster.
 ENV = "def reward_fn(messages):\n    return len(messages[-1]['content']) / 100\n"
 
 
 def make_rows(count: int) -> list[dict]:
     return [
         {"messages": [{"role": "user", "content": item["question"]}], "answer": item["answer"]}
-        for item in problems(count)
+        for item in make_problems(count)
     ]
 
 
@@ -41,7 +51,7 @@ def run_rl2(arguments, folder: Path) -> list[dict]:
         "adv.norm_var=true",
         f"trainer.deterministic={arguments.deterministic}",
     ]
-    return train("ppo", folder, settings, "tokens/sampled")
+    return train_rl2("ppo", folder, settings, "tokens/sampled")
 
 
 def run_trl(arguments, folder: Path) -> list[dict]:
@@ -51,11 +61,10 @@ def run_trl(arguments, folder: Path) -> list[dict]:
 
     from rl2.worker import compute_dtype
 
-    data = Dataset.from_list(
-        [{"prompt": row["messages"], "answer": row["answer"]} for row in read_rows(folder)]
-    )
+    rows = read_rows(folder)
+    data = Dataset.from_list([{"prompt": row["messages"], "answer": row["answer"]} for row in rows])
 
-    def length(completions, **_):
+    def length_reward(completions, **_):
         return [len(reply[0]["content"]) / 100 for reply in completions]
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,40 +90,41 @@ def run_trl(arguments, folder: Path) -> list[dict]:
         lr_scheduler_type="constant",
     )
     trainer = GRPOTrainer(
-        model=arguments.model, args=config, reward_funcs=length, train_dataset=data
+        model=arguments.model, args=config, reward_funcs=length_reward, train_dataset=data
     )
     trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "step_time" in entry]
-    return [
-        {"seconds": e["step_time"], "tokens": e["completions/mean_length"] * total} for e in logs
-    ]
+    steps = []
+    for entry in trainer.state.log_history:
+        if "step_time" in entry:
+            tokens = entry["completions/mean_length"] * total
+            steps.append({"seconds": entry["step_time"], "tokens": tokens})
+    return steps
 
 
 def main() -> None:
-    options = parser(__doc__, prompts=8, samples=8, longest=64, steps=4)
-    options.add_argument(
-        "--deterministic", default="true", help="rl2's rollouts that repeat bit for bit"
+    parser = make_parser(__doc__, prompts=8, samples=8, longest=64, steps=4)
+    parser.add_argument(
+        "--deterministic", default="true", help="whether rl2's rollouts repeat bit for bit"
     )
-    arguments = options.parse_args()
+    arguments = parser.parse_args()
     if arguments.only:
-        print(
-            json.dumps(
-                {"trl": run_trl, "rl2": run_rl2}[arguments.only](arguments, arguments.folder)
-            )
-        )
+        run = {"trl": run_trl, "rl2": run_rl2}[arguments.only]
+        print(json.dumps(run(arguments, arguments.folder)))
         return
-    middle, rows = {}, make_rows(arguments.prompts * arguments.steps)
-    for side in SIDES:
-        steps = steps_of(side, rows)
-        middle[side] = statistics.median(step["seconds"] for step in steps)
-        tokens = statistics.mean(step["tokens"] for step in steps)
-        rate = sum(step["tokens"] for step in steps) / sum(step["seconds"] for step in steps)
+    rows = make_rows(arguments.prompts * arguments.steps)
+    medians = {}
+    for library in LIBRARIES:
+        steps = measure_steps(library, rows)
+        seconds = [step["seconds"] for step in steps]
+        tokens = [step["tokens"] for step in steps]
+        medians[library] = statistics.median(seconds)
+        rate = sum(tokens) / sum(seconds)
         print(
-            f"{side}  {middle[side]:6.1f} s a step, {tokens:.0f} sampled tokens, {rate:.0f} "
-            f"tokens/s",
+            f"{library}  {medians[library]:6.1f} s a step, "
+            f"{statistics.mean(tokens):.0f} sampled tokens, {rate:.0f} tokens/s",
             flush=True,
         )
-    print(f"trl / rl2: {middle['trl'] / middle['rl2']:.2f}")
+    print(f"trl / rl2: {medians['trl'] / medians['rl2']:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The chunked head against a plain linear + log_softmax: seconds and peak extra memory of a forward
-and backward.
+"""Seconds and peak memory of the chunked head and of a plain linear layer with log_softmax.
 
     python benchmarks/head.py [--positions 4096] [--hidden 576] [--vocabulary 49152] [--scored 1.0]
 
-Each variant runs in processes of its own, in turn; medians are printed. The head's weight gradient
-is not counted."""
+Measures a forward and a backward. The variants take turns, each run in its own process, and the
+medians are printed. The memory does not include the gradient of the head's weight.
+"""
 
 import argparse
 import json
@@ -30,19 +30,15 @@ def chunked(hidden, weight, targets):
 def measure(arguments) -> dict:
     torch.manual_seed(0)
     hidden = torch.randn(arguments.positions, arguments.hidden).bfloat16().requires_grad_()
-    weight = (
-        (torch.randn(arguments.vocabulary, arguments.hidden) * 0.05).bfloat16().requires_grad_()
-    )
+    weight = torch.randn(arguments.vocabulary, arguments.hidden) * 0.05
+    weight = weight.bfloat16().requires_grad_()
     targets = torch.randint(arguments.vocabulary, (arguments.positions,))
-    scored = (
-        slice(0, int(arguments.positions * arguments.scored))
-        if arguments.variant == "chunked"
-        else slice(None)
-    )
+    scored = slice(None)
+    if arguments.variant == "chunked":
+        scored = slice(0, int(arguments.positions * arguments.scored))
     function = {"plain": plain, "chunked": chunked}[arguments.variant]
-    function(
-        hidden[:8], weight, targets[:8]
-    ).sum().backward()  # kernels, threads and the gradient's memory
+    # The warm-up starts kernels and threads, and allocates the gradient of the weight.
+    function(hidden[:8], weight, targets[:8]).sum().backward()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     function(hidden[scored], weight, targets[scored]).sum().backward()
@@ -59,7 +55,10 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--vocabulary", type=int, default=49152)
     parser.add_argument(
-        "--scored", type=float, default=1.0, help="share of positions that the chunked head scores"
+        "--scored",
+        type=float,
+        default=1.0,
+        help="fraction of positions that the chunked head scores",
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--variant", choices=["plain", "chunked"], help=argparse.SUPPRESS)
@@ -67,27 +66,22 @@ def main() -> None:
     if arguments.variant:
         print(json.dumps(measure(arguments)))
         return
-    found = {"plain": [], "chunked": []}
+    results = {"plain": [], "chunked": []}
     for _ in range(arguments.repeats):
-        for variant, results in found.items():
-            out = subprocess.run(
-                [sys.executable, __file__, "--variant", variant, *sys.argv[1:]],
-                capture_output=True,
-                check=True,
-            )
-            results.append(json.loads(out.stdout.splitlines()[-1]))
-    middle = {v: {k: statistics.median(r[k] for r in rs) for k in rs[0]} for v, rs in found.items()}
-    gradient = (
-        arguments.vocabulary * arguments.hidden * 2 / 2**20
-    )  # a second copy while it is accumulated
-    for variant, figures in middle.items():
-        print(
-            f"{variant:8} {figures['seconds']:6.2f} s  {figures['mib']:7.0f} MiB extra at the peak"
-        )
-    ratio = {k: middle["chunked"][k] / middle["plain"][k] for k in ("seconds", "mib")}
+        for variant in results:
+            command = [sys.executable, __file__, "--variant", variant, *sys.argv[1:]]
+            output = subprocess.run(command, capture_output=True, check=True).stdout
+            results[variant].append(json.loads(output.splitlines()[-1]))
+    seconds, mib = {}, {}  # medians
+    for variant, runs in results.items():
+        seconds[variant] = statistics.median(run["seconds"] for run in runs)
+        mib[variant] = statistics.median(run["mib"] for run in runs)
+        print(f"{variant:8} {seconds[variant]:6.2f} s  {mib[variant]:7.0f} MiB extra at the peak")
+    gradient_mib = arguments.vocabulary * arguments.hidden * 2 / 2**20
     print(
-        f"chunked / plain: time {ratio['seconds']:.2f}, memory {ratio['mib']:.3f} (weight "
-        f"gradient: {gradient:.0f} MiB)"
+        f"chunked / plain: time {seconds['chunked'] / seconds['plain']:.2f}, "
+        f"memory {mib['chunked'] / mib['plain']:.3f} "
+        f"(weight gradient: {gradient_mib:.0f} MiB)"
     )
 
 

@@ -1,13 +1,13 @@
-"""Useful tokens per second of the embedded engine against `model.generate` on the same model, dtype
-and prompts:
+"""Useful tokens per second of the embedded engine and of `model.generate`.
 
     python benchmarks/rollout.py MODEL [--groups 8] [--samples 8] [--prompt 94] [--longest 64]
 
-- fixed: every answer has `longest` tokens;
-- uneven: answers of 1 to `longest` tokens. `generate` runs until its longest one is done, as it
-  does when answers stop.
+- fixed: every answer has `longest` tokens.
+- uneven: the answers have 1 to `longest` tokens. `generate` runs until the longest answer ends, as
+  it does when answers stop.
 
-Both sample at temperature 1 from the whole vocabulary; only the engine returns log-probabilities.
+The model, the dtype and the prompts are the same. Both sample at temperature 1 from the whole
+vocabulary. Only the engine returns log-probabilities.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from rl2.worker import compute_dtype
 
 
 def make_generate(model_name, dtype, prompts, device):
-    """A function of the answers' lengths that answers all prompts by `model.generate`."""
+    """A function that answers all prompts with `model.generate`. It takes the answers' lengths."""
     model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype).to(device).eval()
     inputs = torch.tensor(prompts, device=device)
     model.generation_config.eos_token_id = None
@@ -39,16 +39,16 @@ def make_generate(model_name, dtype, prompts, device):
             top_p=1.0,
             pad_token_id=0,
         )
-        out = model.generate(
+        outputs = model.generate(
             inputs, attention_mask=torch.ones_like(inputs), generation_config=config
         )
-        assert out.shape[1] == inputs.shape[1] + max(lengths)
+        assert outputs.shape[1] == inputs.shape[1] + max(lengths)
 
     return play
 
 
 def make_engine(settings, prompts):
-    """The same by an embedded engine."""
+    """The same with an embedded engine instead of `model.generate`."""
     engine = LocalEngine(settings)
 
     async def generate_all(lengths):
@@ -63,7 +63,7 @@ def make_engine(settings, prompts):
 
 
 def make_players(model_name, dtype, prompts, device):
-    """Name -> a function that answers all prompts; it takes the length of each answer."""
+    """{name: function that answers all prompts}. The functions take the length of each answer."""
     players = {"model.generate": make_generate(model_name, dtype, prompts, device)}
     for deterministic in (False, True):
         for slots in (len(prompts), len(prompts) // 2):
@@ -82,7 +82,7 @@ def make_players(model_name, dtype, prompts, device):
 def measure(players, lengths, repeats):
     """Median seconds of each player.
 
-    They run in turn, since machines drift; the first round warms up.
+    The players take turns, since the speed of a machine drifts. The first round is a warm-up.
     """
     seconds = {name: [] for name in players}
     for repeat in range(repeats + 1):

@@ -1,10 +1,11 @@
-"""Ring attention: seconds and activation memory of one update on one long sequence, shared by 1 or
-by 2 processes of one thread each.
+"""Seconds and activation memory of ring attention with 1 and with 2 processes.
 
     python benchmarks/sequence.py [--lengths 8192 16384] [--layers 6] [--repeats 2]
 
-The model is a random Llama of SmolLM2-135M's width. Memory is what the process's peak grows by in
-its first long step."""
+Measures one update on one long sequence. Each process has one thread. The model is a random Llama
+with the width of SmolLM2-135M. The memory is the growth of the process's peak in its first long
+step.
+"""
 
 import argparse
 import json
@@ -75,6 +76,24 @@ def measure(arguments) -> None:
     dist.destroy_process_group()
 
 
+def launch(sp_size: int, length: int, repeats: int, model: str) -> dict:
+    """Run `measure` with `sp_size` processes. Returns the seconds and the memory in MiB."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={sp_size}",
+        __file__,
+        f"--lengths={length}",
+        f"--repeats={repeats}",
+        f"--model={model}",
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=env)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -101,39 +120,19 @@ def main() -> None:
         )
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         for length in arguments.lengths:
-            found = {}
-            for size in (1, 2):
-                command = [
-                    sys.executable,
-                    "-m",
-                    "torch.distributed.run",
-                    "--standalone",
-                    f"--nproc_per_node={size}",
-                ]
-                command += [
-                    __file__,
-                    "--lengths",
-                    str(length),
-                    "--repeats",
-                    str(arguments.repeats),
-                    "--model",
-                    folder,
-                ]
-                env = {**os.environ, "OMP_NUM_THREADS": "1"}
-                out = subprocess.run(
-                    command, stdout=subprocess.PIPE, check=True, text=True, env=env
-                ).stdout
-                found[size] = json.loads(out.splitlines()[-1])
+            results = {}
+            for sp_size in (1, 2):
+                result = launch(sp_size, length, arguments.repeats, folder)
+                results[sp_size] = result
                 print(
-                    f"{length} tokens, sp_size={size}: {found[size]['seconds']:.1f} s, "
-                    f"{found[size]['mib']:.0f} MiB",
+                    f"{length} tokens, sp_size={sp_size}: {result['seconds']:.1f} s, "
+                    f"{result['mib']:.0f} MiB",
                     flush=True,
                 )
-            ratio = {key: found[2][key] / found[1][key] for key in found[1]}
+            speedup = results[1]["seconds"] / results[2]["seconds"]
+            memory = results[2]["mib"] / results[1]["mib"]
             print(
-                f"{length} tokens: {1 / ratio['seconds']:.2f}x as fast, {ratio['mib']:.2f} of "
-                f"the memory",
-                flush=True,
+                f"{length} tokens: {speedup:.2f}x as fast, {memory:.2f} of the memory", flush=True
             )
 
 

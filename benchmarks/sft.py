@@ -1,29 +1,43 @@
-"""Tokens per second of supervised fine-tuning, rl2 and TRL's SFTTrainer in turns, at the same
-settings:
+"""Tokens per second of supervised fine-tuning with rl2 and with TRL's SFTTrainer.
 
     python benchmarks/sft.py MODEL [--pack 1024] [--rows 20] [--steps 4] [--rounds 2]
-    [--checkpointing true]
+        [--checkpointing true]
 
-Word problems of reasoning-gym's gsm_symbolic with their worked answers, trained whole, in the same
-order. TRL's step is 4 packs of --pack tokens, packed its own way (`bfd`), --trl-batch of them at a
-time; rl2's is --rows rows, 20 of which are a little more, at most 4 packs at a time. fp32 weights,
-bf16 where the machine is fast at it, AdamW. Each runs in a process of its own; the first step warms
-up and is not counted. Needs the `test` and `quickstart` extras."""
+The rows are word problems of reasoning-gym's gsm_symbolic with their worked answers. All of their
+tokens are trained. The order of the rows is the same. The libraries take turns.
 
+- A step of TRL is 4 packs of --pack tokens, packed by TRL (`bfd`). --trl-batch packs run at a time.
+- A step of rl2 is --rows rows. 20 rows have slightly more tokens than TRL's step. At most the
+  tokens of 4 packs run at a time.
+
+The weights are fp32, the compute dtype is bf16 if the hardware is fast at it, and the optimizer is
+AdamW. Each library runs in its own process. The first step is a warm-up and does not count.
+
+Needs the `test` and `quickstart` extras.
+"""
+
+import itertools
 import json
 import statistics
 import time
 from pathlib import Path
 
-from against_trl import SIDES, parser, problems, read_rows, steps_of, train
+from against_trl import (
+    LIBRARIES,
+    make_parser,
+    make_problems,
+    measure_steps,
+    read_rows,
+    train_rl2,
+)
 
-PACKS = 4  # of a step
+PACKS_PER_STEP = 4
 
 
 def make_rows(count: int) -> list[dict]:
     return [
         {"text": f"{item['question']}\n{item['metadata']['answer_cot']}"}
-        for item in problems(count)
+        for item in make_problems(count)
     ]
 
 
@@ -34,10 +48,10 @@ def run_rl2(arguments, folder: Path) -> list[dict]:
         "data.shuffle=false",
         f"actor.model_name={arguments.model}",
         "actor.lr=1e-5",
-        f"actor.max_length_per_device={arguments.pack * PACKS}",
+        f"actor.max_length_per_device={arguments.pack * PACKS_PER_STEP}",
         f"actor.gradient_checkpointing={arguments.checkpointing}",
     ]
-    return train("sft", folder, settings, "tokens/total")
+    return train_rl2("sft", folder, settings, "tokens/total")
 
 
 def run_trl(arguments, folder: Path) -> list[dict]:
@@ -66,7 +80,7 @@ def run_trl(arguments, folder: Path) -> list[dict]:
         max_length=arguments.pack,
         packing=True,
         per_device_train_batch_size=arguments.trl_batch,
-        gradient_accumulation_steps=PACKS // arguments.trl_batch,
+        gradient_accumulation_steps=PACKS_PER_STEP // arguments.trl_batch,
         gradient_checkpointing=arguments.checkpointing == "true",
         bf16=compute_dtype("auto", device) == torch.bfloat16,
         use_cpu=device.type == "cpu",
@@ -78,41 +92,40 @@ def run_trl(arguments, folder: Path) -> list[dict]:
     trainer = SFTTrainer(model=arguments.model, args=config, train_dataset=data, callbacks=[clock])
     assert trainer.model.dtype == torch.float32
     trainer.train()
-    ends, totals = (
-        clock.ends,
-        [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry],
-    )
-    steps = zip(ends, ends[1:], totals, totals[1:], strict=False)
-    # The first entry stands for the step that warms up.
-    return [{}] + [
-        {"seconds": end - start, "tokens": after - before} for start, end, before, after in steps
-    ]
+    log = trainer.state.log_history
+    totals = [entry["num_tokens"] for entry in log if "num_tokens" in entry]
+    steps = [{}]  # the first entry stands for the warm-up
+    pairs_of_ends = itertools.pairwise(clock.ends)
+    pairs_of_totals = itertools.pairwise(totals)
+    for (start, end), (before, after) in zip(pairs_of_ends, pairs_of_totals, strict=False):
+        steps.append({"seconds": end - start, "tokens": after - before})
+    return steps
 
 
 def main() -> None:
-    options = parser(__doc__, rows=20, pack=1024, steps=4, rounds=2, trl_batch=1)
-    options.add_argument("--checkpointing", default="true", choices=["true", "false"])
-    arguments = options.parse_args()
+    parser = make_parser(__doc__, rows=20, pack=1024, steps=4, rounds=2, trl_batch=1)
+    parser.add_argument("--checkpointing", default="true", choices=["true", "false"])
+    arguments = parser.parse_args()
     if arguments.only:
-        print(
-            json.dumps(
-                {"trl": run_trl, "rl2": run_rl2}[arguments.only](arguments, arguments.folder)
-            )
-        )
+        run = {"trl": run_trl, "rl2": run_rl2}[arguments.only]
+        print(json.dumps(run(arguments, arguments.folder)))
         return
-    rates, rows = {side: [] for side in SIDES}, make_rows(arguments.rows * arguments.steps)
+    rows = make_rows(arguments.rows * arguments.steps)
+    rates = {library: [] for library in LIBRARIES}
     print(
         f"{'round':8}{'':6}{'steps':>6}{'tokens a step':>15}{'seconds a step':>16}{'tokens/s':>10}"
     )
-    for number in range(arguments.rounds):
-        for side in SIDES:
-            steps = steps_of(side, rows)
-            seconds, tokens = ([step[key] for step in steps] for key in ("seconds", "tokens"))
-            rates[side].append(sum(tokens) / sum(seconds))
+    for i in range(arguments.rounds):
+        for library in LIBRARIES:
+            steps = measure_steps(library, rows)
+            seconds = [step["seconds"] for step in steps]
+            tokens = [step["tokens"] for step in steps]
+            rate = sum(tokens) / sum(seconds)
+            rates[library].append(rate)
             means = f"{statistics.mean(tokens):15.0f}{statistics.mean(seconds):16.1f}"
-            told = f"{means}{rates[side][-1]:10.0f}"
-            print(f"{number + 1:<8}{side:6}{len(steps):6}{told}", flush=True)
-    ratios = [ours / theirs for ours, theirs in zip(rates["rl2"], rates["trl"], strict=True)]
+            print(f"{i + 1:<8}{library:6}{len(steps):6}{means}{rate:10.0f}", flush=True)
+    rate_pairs = zip(rates["rl2"], rates["trl"], strict=True)
+    ratios = [rl2_rate / trl_rate for rl2_rate, trl_rate in rate_pairs]
     print(f"rl2 / trl: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 

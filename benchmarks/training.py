@@ -1,14 +1,14 @@
-"""Seconds of one policy update, forward, backward and AdamW step, on group rollouts of uneven
-lengths:
+"""Seconds of one policy update on groups of answers with uneven lengths.
 
     python benchmarks/training.py MODEL [--groups 8] [--samples 8] [--prompt 94] [--shortest 8]
-    [--longest 64]
+        [--longest 64]
 
-- padded: right-padded rows of the plain Hugging Face model, log_softmax over all logits, bf16
-  autocast, as common loops do;
-- packed: rl2's worker, every sequence with its own prompt; packed+head is the same work without
-  padding;
-- shared: rl2's worker as it runs by default, each group's prompt once.
+An update is the forward, the backward and the AdamW step.
+
+- padded: the plain Hugging Face model on right-padded rows, with log_softmax over all logits and
+  bf16 autocast, as in common training loops.
+- packed: rl2's worker without padding. Every sequence has its own prompt.
+- shared: rl2's worker with its defaults. The prompt of a group runs once.
 """
 
 import argparse
@@ -45,25 +45,24 @@ SECTION = {
 
 
 def make_batch(arguments):
-    rng, samples = random.Random(0), []
+    rng = random.Random(0)
+    samples = []
     for group in range(arguments.groups):
         prompt = [rng.randrange(5, 1000) for _ in range(arguments.prompt)]
         for _ in range(arguments.samples):
-            answer = [
-                rng.randrange(5, 1000)
-                for _ in range(rng.randint(arguments.shortest, arguments.longest))
-            ]
+            length = rng.randint(arguments.shortest, arguments.longest)
+            answer = [rng.randrange(5, 1000) for _ in range(length)]
             tokens = prompt + answer
             mask = [0] * len(prompt) + [1] * len(answer)
-            samples.append(
-                Sample(tokens, mask, [0.0] * len(tokens), [0.0] * len(tokens), group, len(samples))
-            )
+            zeros = [0.0] * len(tokens)
+            samples.append(Sample(tokens, mask, zeros, zeros, group, len(samples)))
     batch = collate(samples)
     batch.token_weights = batch.mask / batch.mask.sum()
     return batch
 
 
 def make_padded(arguments, batch, device, dtype):
+    """A function that runs one update of the plain model on padded rows."""
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
     batch = SimpleNamespace(**{k: v.to(device) for k, v in vars(batch).items() if v is not None})
@@ -84,37 +83,39 @@ def make_padded(arguments, batch, device, dtype):
 
 
 def make_worker(arguments, batch, device, share):
-    more = {
-        "model_name": arguments.model,
-        "share_prompts": share,
-        "max_length_per_device": arguments.budget,
-    }
-    worker = Worker(SimpleNamespace(**SECTION, **more), device, num_updates=100)
-    return lambda: worker.update(
-        batch, lambda part, scores: ((scores.logps * part.token_weights).sum(), {})
+    """A function that runs one update of a worker."""
+    section = SimpleNamespace(
+        **SECTION,
+        model_name=arguments.model,
+        share_prompts=share,
+        max_length_per_device=arguments.budget,
     )
+    worker = Worker(section, device, num_updates=100)
+
+    def loss_fn(part, scores):
+        return (scores.logps * part.token_weights).sum(), {}
+
+    return lambda: worker.update(batch, loss_fn)
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model")
-    for name, default in (
-        ("groups", 8),
-        ("samples", 8),
-        ("prompt", 94),
-        ("shortest", 8),
-        ("longest", 64),
-        ("budget", 4096),
-        ("repeats", 3),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=94)
+    parser.add_argument("--shortest", type=int, default=8)
+    parser.add_argument("--longest", type=int, default=64)
+    parser.add_argument("--budget", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    device, batch = init_distributed(), make_batch(arguments)
-    useful = int(pack(batch, share_prompts=False).tokens.numel())
+    device = init_distributed()
+    batch = make_batch(arguments)
+    num_tokens = pack(batch, share_prompts=False).tokens.numel()
     print(
-        f"{len(batch.inputs)} sequences: {batch.inputs.numel()} padded, {useful} packed, "
+        f"{len(batch.inputs)} sequences: {batch.inputs.numel()} padded, {num_tokens} packed, "
         f"{pack(batch).tokens.numel()} shared"
     )
     steps = {
@@ -123,19 +124,18 @@ def main():
         "shared": make_worker(arguments, batch, device, share=True),
     }
     seconds = {name: [] for name in steps}
-    for repeat in range(
-        arguments.repeats + 1
-    ):  # in turn, since machines drift; the first round warms up
+    # The variants take turns, since the speed of a machine drifts. The first round is a warm-up.
+    for repeat in range(arguments.repeats + 1):
         for name, step in steps.items():
             start = time.perf_counter()
             step()
             if repeat:
                 seconds[name].append(time.perf_counter() - start)
-    middle = {name: statistics.median(times) for name, times in seconds.items()}
-    for name, time_ in middle.items():
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    for name, median in medians.items():
         print(
-            f"{name:7} {time_:6.2f} s  {useful / time_:7.0f} sequence tokens/s  "
-            f"x{middle['padded'] / time_:.2f}",
+            f"{name:7} {median:6.2f} s  {num_tokens / median:7.0f} sequence tokens/s  "
+            f"x{medians['padded'] / median:.2f}",
             flush=True,
         )
 
