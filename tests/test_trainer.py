@@ -149,6 +149,32 @@ def test_ppo_with_a_critic_and_kl_learns(setup, tmp_path):
     assert lines[-1]["actor/lr"] < lines[3]["actor/lr"]
 
 
+def test_a_loss_and_an_estimator_of_the_users_file_train_as_the_builtin_ones(setup, tmp_path):
+    """The user's functions are copies of ppo and gae, and the run gives the same numbers."""
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent(
+            """
+            from rl2.algorithms import advantages, losses
+
+            def loss(log_ratio, advantages, clip, clip_high, dual_clip):
+                return losses.ppo(log_ratio, advantages, clip, clip_high, dual_clip)
+
+            def estimator(rewards, values, mask, trajectory, gamma, lamda, norm_var):
+                return advantages.gae(rewards, values, mask, trajectory, gamma, lamda, norm_var)
+            """
+        )
+    )
+    options = ["critic.lr=0.02", "critic.dtype=float32", "adv.lamda=0.9", "adv.norm_var=true"]
+    options += ["actor.clip=0.1", "actor.update_per_rollout=2", "trainer.max_steps=2"]
+    builtin = ["adv.estimator=gae", f"trainer.save_dir={tmp_path / 'builtin'}"]
+    own = [f"actor.loss={tmp_path}/mine.py:loss", f"adv.estimator={tmp_path}/mine.py:estimator"]
+    builtin_run = ["ppo", *setup, *options, *builtin]
+    own_run = ["ppo", *setup, *options, *own]
+    torchrun(1, "tests/several.py", *builtin_run, "--", *own_run)
+    assert read_untimed_metrics(tmp_path / "run") == read_untimed_metrics(tmp_path / "builtin")
+    assert read_metrics(tmp_path / "run")[-1]["actor/clip_ratio"] > 0
+
+
 @pytest.mark.parametrize(
     "layout", ["actor.sp_size=2 critic.fsdp_size=1", "actor.tp_size=2 critic.sp_size=2"]
 )
