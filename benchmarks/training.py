@@ -1,14 +1,13 @@
-"""Seconds of one policy update on groups of answers with uneven lengths.
+"""Seconds of one policy update (forward, backward, AdamW step) on groups of answers of uneven
+lengths.
 
     python benchmarks/training.py MODEL [--groups 8] [--samples 8] [--prompt 94] [--shortest 8]
-        [--longest 64]
+                                  [--longest 64] [--budget 4096] [--repeats 3]
 
-An update is the forward, the backward and the AdamW step.
-
-- padded: the plain Hugging Face model on right-padded rows, with log_softmax over all logits and
-  bf16 autocast, as in common training loops.
-- packed: rl2's worker without padding. Every sequence has its own prompt.
-- shared: rl2's worker with its defaults. The prompt of a group runs once.
+- padded: right-padded rows of the plain Hugging Face model, log_softmax over all logits, bf16
+  autocast, as common loops do
+- packed: rl2's worker, where every sequence has its own prompt
+- shared: rl2's worker as it runs by default, with each group's prompt once
 """
 
 import argparse
@@ -20,38 +19,26 @@ from types import SimpleNamespace
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl2.batch import Sample, collate
+from rl2.batch import Batch, Sample, collate
+from rl2.config.schema import WorkerConfig
 from rl2.packing import pack
 from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker, compute_dtype
 
-SECTION = {
-    "fsdp_size": 0,
-    "sp_size": 1,
-    "tp_size": 1,
-    "dtype": "auto",
-    "gradient_checkpointing": False,
-    "max_inference_length_per_device": None,
-    "lr": 1e-6,
-    "weight_decay": 0.0,
-    "max_grad_norm": 1.0,
-    "warmup_ratio": 0.0,
-    "scheduler": "constant",
-    "offload_model": False,
-    "offload_optimizer": False,
-    "optimizer_dir": None,
-    "lora_rank": 0,
-}
+LEARNING_RATE = 1e-6
 
 
-def make_batch(arguments):
+def make_batch(arguments) -> Batch:
     rng = random.Random(0)
+
+    def random_tokens(length):
+        return [rng.randrange(5, 1000) for _ in range(length)]
+
     samples = []
     for group in range(arguments.groups):
-        prompt = [rng.randrange(5, 1000) for _ in range(arguments.prompt)]
+        prompt = random_tokens(arguments.prompt)
         for _ in range(arguments.samples):
-            length = rng.randint(arguments.shortest, arguments.longest)
-            answer = [rng.randrange(5, 1000) for _ in range(length)]
+            answer = random_tokens(rng.randint(arguments.shortest, arguments.longest))
             tokens = prompt + answer
             mask = [0] * len(prompt) + [1] * len(answer)
             zeros = [0.0] * len(tokens)
@@ -61,20 +48,24 @@ def make_batch(arguments):
     return batch
 
 
-def make_padded(arguments, batch, device, dtype):
-    """A function that runs one update of the plain model on padded rows."""
+def make_padded_step(arguments, batch, device):
+    """A function that makes one update of the plain model."""
+    dtype = compute_dtype("auto", device)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
-    batch = SimpleNamespace(**{k: v.to(device) for k, v in vars(batch).items() if v is not None})
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True
+    )
+    columns = {name: column for name, column in vars(batch).items() if column is not None}
+    batch = SimpleNamespace(**{name: column.to(device) for name, column in columns.items()})
 
     def step():
-        rows = max(1, arguments.budget // batch.inputs.shape[1])
-        for start in range(0, len(batch.inputs), rows):
-            part = slice(start, start + rows)
+        num_rows = max(1, arguments.budget // batch.inputs.shape[1])
+        for start in range(0, len(batch.inputs), num_rows):
+            rows = slice(start, start + num_rows)
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                logits = model(input_ids=batch.inputs[part], use_cache=False).logits
-            logps = logits.float().log_softmax(-1).gather(2, batch.targets[part, :, None])[..., 0]
-            (logps * batch.token_weights[part]).sum().backward()
+                logits = model(input_ids=batch.inputs[rows], use_cache=False).logits
+            logps = logits.float().log_softmax(-1).gather(2, batch.targets[rows, :, None])[..., 0]
+            (logps * batch.token_weights[rows]).sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -82,20 +73,21 @@ def make_padded(arguments, batch, device, dtype):
     return step
 
 
-def make_worker(arguments, batch, device, share):
-    """A function that runs one update of a worker."""
-    section = SimpleNamespace(
-        **SECTION,
+def weighted_logps(batch, scores):
+    return (scores.logps * batch.token_weights).sum(), {}
+
+
+def make_worker_step(arguments, batch, device, share_prompts):
+    """A function that makes one update of rl2's worker."""
+    config = WorkerConfig(
         model_name=arguments.model,
-        share_prompts=share,
+        gradient_checkpointing=False,
         max_length_per_device=arguments.budget,
+        share_prompts=share_prompts,
+        lr=LEARNING_RATE,
     )
-    worker = Worker(section, device, num_updates=100)
-
-    def loss_fn(part, scores):
-        return (scores.logps * part.token_weights).sum(), {}
-
-    return lambda: worker.update(batch, loss_fn)
+    worker = Worker(config, device, num_updates=100)
+    return lambda: worker.update(batch, weighted_logps)
 
 
 def main() -> None:
@@ -104,37 +96,37 @@ def main() -> None:
     )
     parser.add_argument("model")
     parser.add_argument("--groups", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=94)
-    parser.add_argument("--shortest", type=int, default=8)
-    parser.add_argument("--longest", type=int, default=64)
-    parser.add_argument("--budget", type=int, default=4096)
+    parser.add_argument("--samples", type=int, default=8, help="answers of a group")
+    parser.add_argument("--prompt", type=int, default=94, help="tokens of a prompt")
+    parser.add_argument("--shortest", type=int, default=8, help="tokens of the shortest answer")
+    parser.add_argument("--longest", type=int, default=64, help="tokens of the longest answer")
+    parser.add_argument("--budget", type=int, default=4096, help="tokens of a micro-batch")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     device = init_distributed()
     batch = make_batch(arguments)
-    num_tokens = pack(batch, share_prompts=False).tokens.numel()
+    num_packed = pack(batch, share_prompts=False).tokens.numel()
     print(
-        f"{len(batch.inputs)} sequences: {batch.inputs.numel()} padded, {num_tokens} packed, "
+        f"{len(batch.inputs)} sequences: {batch.inputs.numel()} padded, {num_packed} packed, "
         f"{pack(batch).tokens.numel()} shared"
     )
     steps = {
-        "padded": make_padded(arguments, batch, device, compute_dtype("auto", device)),
-        "packed": make_worker(arguments, batch, device, share=False),
-        "shared": make_worker(arguments, batch, device, share=True),
+        "padded": make_padded_step(arguments, batch, device),
+        "packed": make_worker_step(arguments, batch, device, share_prompts=False),
+        "shared": make_worker_step(arguments, batch, device, share_prompts=True),
     }
     seconds = {name: [] for name in steps}
-    # The variants take turns, since the speed of a machine drifts. The first round is a warm-up.
+    # In turn, since machines drift. The first round warms up.
     for repeat in range(arguments.repeats + 1):
         for name, step in steps.items():
             start = time.perf_counter()
             step()
-            if repeat:
+            if repeat > 0:
                 seconds[name].append(time.perf_counter() - start)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     for name, median in medians.items():
         print(
-            f"{name:7} {median:6.2f} s  {num_tokens / median:7.0f} sequence tokens/s  "
+            f"{name:7} {median:6.2f} s  {num_packed / median:7.0f} sequence tokens/s  "
             f"x{medians['padded'] / median:.2f}",
             flush=True,
         )
