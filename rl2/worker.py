@@ -1,5 +1,4 @@
-"""A worker: one sharded model with what it does. The actor, the reference and the critic are
-workers.
+"""A worker is one sharded model with what it does: the actor, the reference or the critic.
 
 A worker infers, updates, gives its full weights away, exports itself, and saves and restores its
 state. It knows no loss, no engine and no rollout. Every process calls the same methods with the
@@ -142,8 +141,7 @@ class Worker:
     def infer(
         self, batch: Batch, temperature: float = 1.0, with_entropy: bool = False
     ) -> TokenScores:
-        """The model's scores of every trained token, as columns [B, T] in host memory, on every
-        process.
+        """The scores of every trained token: columns [B, T] in host memory, on every process.
 
         A critic gives `values`; other models give `logps`, and `entropy` if asked.
         """

@@ -23,8 +23,9 @@ def head_scores(
     with_entropy: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """hidden [P, E], weight [V, E], targets [P] -> the log-probability of each target [P] under
-    softmax(hidden @ weight.T / temperature), and the entropy of that softmax [P], both fp32.
+    """hidden [P, E], weight [V, E], targets [P] -> (log-probabilities, entropies), [P] in fp32.
+
+    They are those of softmax(hidden @ weight.T / temperature): of each target, and of the whole.
 
     The entropy means nothing without `with_entropy`. With `group`, weight is this process's part of
     the vocabulary; the parts are in order of rank.
@@ -94,8 +95,9 @@ class _Head(torch.autograd.Function):
 
 
 def _gradient_of_all_logits(log_p, d_logps, d_entropy, entropy, with_entropy) -> Tensor:
-    """-p (d_logps + d_entropy (log p + H)) for log_p [P, columns] and the others [P, 1]. Overwrites
-    log_p.
+    """-p (d_logps + d_entropy (log p + H)): log_p is [P, columns], the others are [P, 1].
+
+    log_p is overwritten.
     """
     if not with_entropy:
         return log_p.exp_().mul_(-d_logps)

@@ -33,8 +33,7 @@ class LoraSettings:
 
 
 def inject(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
-    """Puts adapters beside linear layers of the body of `hf` and freezes the rest, but for the head
-    of a critic.
+    """Puts adapters beside linear layers of the body of `hf` and freezes all but a critic's head.
 
     What is trained becomes fp32; what is frozen stays in its dtype. None puts nothing. ValueError
     for a target that no layer is called.
@@ -74,9 +73,7 @@ def _adapted_layers(hf) -> dict[str, Any]:
 
 @contextmanager
 def disabled(hf: PreTrainedModel) -> Iterator[None]:
-    """A context in which `hf` computes without its adapters: the model that training started
-    from.
-    """
+    """A context without adapters: `hf` is the model that training started from."""
     # Not by peft's enable_adapters(False): that freezes the adapters too, and FSDP2 fixes in the
     # first forward pass which parameters are trained. A scale of 0 adds 0, which changes no value.
     for layer in _adapted_layers(hf).values():
@@ -89,9 +86,7 @@ def disabled(hf: PreTrainedModel) -> Iterator[None]:
 
 
 def merged(hf: PreTrainedModel) -> Iterator[tuple[str, DTensor]]:
-    """Every parameter by its Hugging Face name, sharded as it is. Adapters are added to their
-    weights in fp32.
-    """
+    """Every parameter by its Hugging Face name, sharded as it is, its adapter added in fp32."""
     layers = _adapted_layers(hf)
     for name, parameter in hf.named_parameters():
         if ".lora_" in name:
@@ -104,8 +99,9 @@ def merged(hf: PreTrainedModel) -> Iterator[tuple[str, DTensor]]:
 
 
 def _merge(weight: DTensor, layer: Any) -> DTensor:
-    """W + scale B A of an adapted layer, in fp32. FSDP2 cuts W and B by the same rows, so each
-    process merges its own.
+    """W + scale B A of an adapted layer, in fp32.
+
+    FSDP2 cuts W and B by the same rows, so each process merges its own rows.
     """
     a = layer.lora_A[ADAPTER].weight.detach().full_tensor()  # [rank, in]
     b = layer.lora_B[ADAPTER].weight.detach().to_local()  # [local rows, rank]

@@ -40,9 +40,7 @@ NEUTRAL_VALUES = {
 
 @dataclass
 class TokenScores:
-    """What a model says about the scored tokens: pairs [P], or columns [B, T] once unpacked.
-    fp32.
-    """
+    """What a model says about the scored tokens: pairs [P], or columns [B, T] once unpacked."""
 
     logps: Tensor | None = None  # log-probability of each token
     entropy: Tensor | None = None  # entropy of the distribution that the token is drawn from
@@ -55,10 +53,9 @@ class TokenScores:
 
 
 class TokenModel(nn.Module):
-    """`hf` with its head replaced by scores of (hidden state, target) pairs, so that [L, V] logits
-    never exist.
+    """`hf` with its head replaced by scores of (hidden state, target) pairs.
 
-    `export_dtype` is what an export is written in.
+    Logits [L, V] never exist. `export_dtype` is what an export is written in.
     """
 
     def __init__(
@@ -79,9 +76,7 @@ class TokenModel(nn.Module):
     def forward(
         self, pack: Pack, temperature: float = 1.0, with_entropy: bool = False
     ) -> TokenScores:
-        """The scores of the pack's pairs [P]: values of a critic, else log-probabilities (and
-        entropies).
-        """
+        """The scores of the pairs [P]: a critic's values, else log-probabilities and entropies."""
         assert pack.chunks is not None, "zigzag has not cut the pack"
         attend = PackedAttention(pack.chunks, pack.prefixes, pack.tokens.device, self.ring)
         body = self.hf.base_model(
@@ -101,8 +96,7 @@ class TokenModel(nn.Module):
 
 
 def attention_cost(hf: PreTrainedModel) -> float:
-    """The c in n + c n^2, the cost of a sequence of n tokens in units of one token's matrix
-    products.
+    """The c in n + c n^2, which a sequence of n tokens costs in units of a token's matrix products.
 
     The forward pass of n tokens takes 2 n FLOPs a weight, and causal attention 2 n^2 FLOPs a layer
     and query channel, so c is layers x query channels / weights.
@@ -123,8 +117,7 @@ def load_model(
     gradient_checkpointing: bool = False,
     lora_settings: LoraSettings | None = None,
 ) -> TokenModel:
-    """A Hugging Face causal LM (or a critic: its body with a scalar head) sharded over `mesh` with
-    FSDP2.
+    """A Hugging Face causal LM, or a critic (its body with a scalar head), sharded over `mesh`.
 
     A trainable model keeps its parameters in fp32 and casts them to `compute_dtype` for compute; a
     frozen one keeps them in `compute_dtype`. With `lora_settings` only the adapters and a critic's
@@ -144,8 +137,7 @@ def load_model(
         hf = model_class.from_config(config, attn_implementation="rl2", dtype=parameter_dtype)
         lora.inject(hf, lora_settings)
     hf.tie_weights()  # meta parameters lose their ties
-    # Rank 0 reads the weights and scatters them, so a node holds one full copy, not one for each
-    # process.
+    # Rank 0 reads the weights and scatters them: a node holds one full copy, not one a process.
     full = None
     if dist.get_rank() == 0:
         full = read_weights(model_class, name, config, parameter_dtype, lora_settings)

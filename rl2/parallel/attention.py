@@ -31,8 +31,10 @@ FP32_BACKWARD_CELLS = SHORT_DOCUMENT_TOKENS**2  # queries times keys
 
 @dataclass
 class Block:
-    """Which queries meet which keys: document s is queries[cu_q[s]:cu_q[s+1]] against
-    keys[cu_k[s]:cu_k[s+1]]. No document is empty on either side.
+    """Which queries meet which keys.
+
+    Document s is queries[cu_q[s]:cu_q[s+1]] against keys[cu_k[s]:cu_k[s+1]]. No document is empty
+    on either side.
     """
 
     cu_q: list[int]  # [S + 1]
@@ -43,8 +45,10 @@ class Block:
 
     @cached_property
     def calls(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The calls of the CPU's kernel, each on n documents padded to the same width: (rows of the
-        queries [n, width], rows of the keys [n, keys], which query rows are real [n, width]).
+        """The calls of the CPU's kernel, each on n documents padded to the same width.
+
+        A call is (rows of the queries [n, width], rows of the keys [n, keys], which query rows are
+        real [n, width]).
 
         Padding repeats a document's last token. In a causal block it stands behind all real
         queries, which do not see it. In other blocks documents share a call only if they have
@@ -115,8 +119,9 @@ def backward_block(
     block: Block,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, given out [Lq, H, D] and lse [Lq, H] merged over all blocks of these
-    queries, and the gradient of that out.
+    """Gradients of q, k and v.
+
+    out [Lq, H, D], its gradient d_out, and lse [Lq, H] are merged over all blocks of these queries.
     """
     if q.is_cuda:
         return _backward_cuda(d_out, q, k, v, out, lse, block, scale)
@@ -153,8 +158,9 @@ def _heads(tensor: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Te
 
 @cache
 def _flash_attn() -> ModuleType | None:
-    """The package flash-attn (2.7 and later) if it is installed and built for this torch. Without
-    it torch's own copy of the same kernel serves.
+    """The package flash-attn (2.7 and later) if it is installed and built for this torch.
+
+    Without it torch's own copy of the same kernel serves.
     """
     try:
         from flash_attn import flash_attn_interface

@@ -46,9 +46,7 @@ def shard(
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees the gathered weights of all modules. A backward pass does so by itself; inference has
-    none.
-    """
+    """Frees the gathered weights of all modules, as a backward pass does by itself."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -45,8 +45,9 @@ class Mesh:
 
 
 def init_distributed() -> torch.device:
-    """Joins torchrun's process group, or makes a group of one process under plain `python`. Returns
-    the device.
+    """Joins torchrun's process group and returns this process's device.
+
+    Under plain `python` it makes a group of one process.
     """
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -109,8 +110,9 @@ class _AllReduce(torch.autograd.Function):
 
 
 def differentiable_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum over the group of tensors that are 0 where another process computes them (None = this
-    process alone).
+    """The sum over `group` of tensors that are 0 where another process computes them.
+
+    Without a group it is the tensor itself.
 
     Every process continues with the whole sum, so every process gets the same gradient. The
     backward pass hands it on unchanged: each process keeps the part of the cells that it computed.
@@ -139,9 +141,7 @@ def is_single_process() -> bool:
 
 
 def all_gather_objects(value: Any) -> list:
-    """The picklable value of every process in order of rank, on all processes. All processes must
-    call.
-    """
+    """The picklable values of all processes in order of rank, on all processes, which must call."""
     if is_single_process():
         return [value]
     values = [None] * dist.get_world_size()
@@ -150,8 +150,9 @@ def all_gather_objects(value: Any) -> list:
 
 
 def gather_objects(value: Any) -> list:
-    """The picklable value of every process in order of rank on rank 0; an empty list elsewhere. All
-    processes must call.
+    """The picklable values of all processes in order of rank on rank 0; an empty list elsewhere.
+
+    All processes must call.
     """
     if is_single_process():
         return [value]

@@ -43,9 +43,7 @@ def check_tp_size(name: str, config: PreTrainedConfig, size: int) -> None:
 
 
 def parallelize(hf: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Cuts the parameters of a Hugging Face model over a mesh of one axis. The model may be on the
-    meta device.
-    """
+    """Cuts the parameters of a Hugging Face model, perhaps on the meta device, over a mesh [tp]."""
     plan: dict[str, str] = hf.config.base_model_tp_plan or {}
     cuts = {name: STYLES[style]() for name, style in plan.items() if style != PARTIAL_GRADIENT}
     parallelize_module(hf.base_model, mesh, cuts)
@@ -58,8 +56,9 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def all_reduce_partial_gradients(hf: PreTrainedModel, group: dist.ProcessGroup) -> None:
-    """Sums over `group` the gradients that each process has of its own heads only (norms of queries
-    and keys).
+    """Sums over `group` the gradients that each process has of its own heads only.
+
+    These are the norms of queries and keys.
     """
     plan: dict[str, str] = hf.config.base_model_tp_plan or {}
     # `layers.*.self_attn.q_norm` means every module whose name ends in `.self_attn.q_norm`.
@@ -74,8 +73,7 @@ def all_reduce_partial_gradients(hf: PreTrainedModel, group: dist.ProcessGroup) 
 def sum_softmax(
     lse: Tensor, target: Tensor, mean: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax statistics of this process's part of the vocabulary -> those of the whole vocabulary,
-    all [P].
+    """Softmax statistics of our part of the vocabulary -> those of the whole vocabulary, all [P].
 
     `lse` is the log-sum-exp of the logits; `target` is the target's logit, 0 where the target is in
     another part; `mean` is the mean of the logits under the softmax. With part i holding the share
