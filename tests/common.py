@@ -1,5 +1,4 @@
-"""What several tests share: tiny random models, a tokenizer, samples, and launches of several
-processes."""
+"""Helpers of several tests: tiny random models, a tokenizer, samples, and launches of processes."""
 
 import os
 import random
@@ -31,7 +30,7 @@ CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a printable character, the three ChatML tokens before them: 98 in all."""
+    """Returns a tokenizer of 98 tokens: three for ChatML, a newline, 94 printable characters."""
     specials = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
     vocab = {token: i for i, token in enumerate([*specials, "\n", *map(chr, range(32, 127))])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -46,7 +45,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(folder, family="llama", tied=True, seed=0, **overrides) -> str:
-    """A random causal LM with the tokenizer above, saved in `folder`."""
+    """Saves a random causal LM with the tokenizer above in `folder` and returns its path."""
     settings = {
         "vocab_size": 98,
         "hidden_size": 32,
@@ -70,7 +69,7 @@ def make_model(folder, family="llama", tied=True, seed=0, **overrides) -> str:
 
 
 def make_critic(name) -> str:
-    """The body of a model of `make_model` with a random value head, saved beside it."""
+    """Saves the body of the model `name` with a random value head and returns the new path."""
     torch.manual_seed(7)
     AutoModelForSequenceClassification.from_pretrained(name, num_labels=1).save_pretrained(
         f"{name}-critic"
@@ -79,9 +78,12 @@ def make_critic(name) -> str:
 
 
 def check_adapter(cls, name, folder):
-    """The exported model in `folder`, as transformers loads it, is the model `name` with the
-    adapter beside it, as peft loads that; and not the model itself."""
-    from peft import PeftModel  # which SGLang's environment lacks
+    """Checks that the exported model in `folder` equals the model `name` with its adapter.
+
+    transformers loads the exported model. peft loads the adapter from `folder`/adapter. The
+    exported model must differ from the model `name` without the adapter.
+    """
+    from peft import PeftModel  # SGLang's environment has no peft
 
     tokens = torch.arange(3, 40)[None]
     more = {"num_labels": 1} if cls is AutoModelForSequenceClassification else {}
@@ -96,7 +98,7 @@ def check_adapter(cls, name, folder):
 
 
 def make_samples(seed=0, num_groups=4, group_size=3, longest=20) -> list[Sample]:
-    """Groups with a common prompt and ragged, partly masked answers."""
+    """Returns groups of samples. Each group has one prompt and ragged, partly masked answers."""
     rng = random.Random(seed)
     samples = []
     for group in range(num_groups):
@@ -112,7 +114,7 @@ def make_samples(seed=0, num_groups=4, group_size=3, longest=20) -> list[Sample]
 
 
 def run(*command, check=True, env=None, cwd=None, timeout=300) -> subprocess.CompletedProcess:
-    """A Python program in a process of its own, one thread."""
+    """Runs a Python program in its own process with one thread."""
     env = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -127,13 +129,13 @@ def run(*command, check=True, env=None, cwd=None, timeout=300) -> subprocess.Com
         text=True,
         timeout=timeout,
     )
-    told = done.stderr.split("Sending process")[0]  # what torchrun adds is long and says nothing
+    told = done.stderr.split("Sending process")[0]  # drops the long report of torchrun
     assert not check or done.returncode == 0, f"{done.stdout[-3000:]}\n{told[-9000:]}"
     return done
 
 
 def torchrun(world, *command, **options) -> subprocess.CompletedProcess:
-    """The same under torchrun with `world` processes on a port of its own."""
+    """Runs a Python program under torchrun with `world` processes on a free port."""
     return run(
         "-m",
         "torch.distributed.run",

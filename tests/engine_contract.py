@@ -1,4 +1,4 @@
-"""What the tests of all engines share: requests, and the comparison with the protocol."""
+"""Helpers of the tests of all engines: requests, and the comparison with the protocol."""
 
 import asyncio
 import inspect
@@ -12,7 +12,7 @@ ATTRIBUTES = ["index", "count", "max_running_requests", "version", "loop"]
 
 
 def check_signatures(engine_class: type) -> None:
-    """The class is an Engine and defines every verb, with the parameters of the protocol."""
+    """Checks that the class is an Engine and defines every verb with the parameters of Engine."""
     assert Engine in engine_class.__mro__
     assert sorted(VERBS) == sorted(Engine.__abstractmethods__)
     assert not inspect.isabstract(engine_class)
@@ -25,7 +25,7 @@ def check_signatures(engine_class: type) -> None:
 
 
 def check_attributes(engine: Engine, settings: EngineSettings) -> None:
-    """A new engine has every attribute of the protocol, with a value that it allows."""
+    """Checks that a new engine has every attribute of Engine with a permitted value."""
     assert sorted(ATTRIBUTES) == sorted(Engine.__annotations__)
     assert 1 <= engine.count <= settings.world_size
     assert engine.index is None or engine.index in range(engine.count)
@@ -35,7 +35,7 @@ def check_attributes(engine: Engine, settings: EngineSettings) -> None:
 
 
 def play(engine, prompts, seeds=None, **params):
-    """One answer to each prompt, all in flight at once; [] on ranks without an index."""
+    """Returns one answer per prompt, generated concurrently; [] on ranks without an index."""
     if engine.index is None:
         return []
     if seeds is None:
@@ -53,14 +53,14 @@ def play(engine, prompts, seeds=None, **params):
 
 
 def plain_logps(model, prompt, tokens, temperature):
-    """Log-probabilities of `tokens` after `prompt` by one forward of the Hugging Face model."""
+    """Returns the log-probabilities [tokens] of `tokens` after `prompt` by one plain forward."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
 def check_refused(engine, prompt, message, **params):
-    """The engine refuses the request with `message`."""
+    """Checks that the engine refuses the request with a ValueError that contains `message`."""
     try:
         play(engine, [prompt], **params)
     except ValueError as error:

@@ -1,5 +1,6 @@
-"""test_attention.py runs this under torchrun: the ring on random packs against full attention, on
-every process.
+"""Compares ring attention on random packs with full attention, on every process.
+
+test_attention.py runs this file under torchrun.
 """
 
 import random
@@ -18,7 +19,10 @@ SCALE = 0.3
 
 
 def check(seed, heads, groups, size, longest, dtype):
-    """Values, gradients and isolation of one random pack; returns (our tokens, all tokens)."""
+    """Checks values, gradients and isolation of one random pack.
+
+    Returns the number of this process's tokens and of all tokens.
+    """
     case = (seed, heads, groups, size, longest, dtype)
     cu, prefixes, sees = layout(random.Random(seed), 3, longest)
     ring = Ring(dist.group.WORLD if dist.get_world_size() > 1 else None)
@@ -47,7 +51,7 @@ def check(seed, heads, groups, size, longest, dtype):
 
 
 def check_isolation(cu, prefixes, rows, full, attend, out):
-    """NaN in all groups but the first one changes no bit of the first one."""
+    """Checks that NaN in all other groups changes no bit of the first group."""
     start = cu[prefixes[0][2]]
     end = cu[prefixes[0][1]]
     is_first_group = (rows >= start) & (rows < end)

@@ -1,11 +1,16 @@
-"""Several runs in one launch, which import everything once:
+"""Runs several trainers in one launch, so that the imports happen once.
 
     several.py [kill=N] [sgd] TRAINER key=value ... [-- another run] ...
 
-Each run is a process of its own, forked before anything runs, with a process group of its own in
-torchrun's store. kill=N: the last rank dies by SIGKILL in the N-th update, its gradients made and
-its weights not moved, and the others must end by that. sgd: plain gradient descent, since AdamW's
-first steps are hardly more than the gradient's sign."""
+Each run is a forked process with its own process group in torchrun's store. The parent process
+runs no trainer.
+
+kill=N kills the last rank by SIGKILL in the N-th update, after the gradients are computed and
+before the weights change. The other ranks must end because of it.
+
+sgd selects plain gradient descent, because AdamW's first steps are little more than the sign of
+the gradient.
+"""
 
 import itertools
 import multiprocessing

@@ -1,5 +1,7 @@
-"""Packed attention against one softmax a document, values and gradients, with and without shared
-prompts."""
+"""Compares packed attention with one softmax per document, with and without shared prompts.
+
+Compares values and gradients.
+"""
 
 import random
 from itertools import pairwise
@@ -16,8 +18,10 @@ from rl2.parallel.ring import PackedAttention
 
 
 def reference(q, k, v, sees, scale):
-    """Plain attention under a boolean [L, L] mask; q [1, H, L, D], k and v [1, G, L, D] -> [1, L,
-    H, D]."""
+    """Returns plain attention [1, L, H, D] under the boolean mask `sees` [L, L].
+
+    q is [1, H, L, D], k and v are [1, G, L, D].
+    """
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~sees, float("-inf"))
@@ -25,8 +29,11 @@ def reference(q, k, v, sees, scale):
 
 
 def layout(rng, num_groups, longest):
-    """Prompts, each followed by answers that see it, the first by some: (cu_seqlens, prefixes, who
-    sees whom)."""
+    """Returns a random layout of prompts and answers: (cu_seqlens, prefixes, sees).
+
+    Each prompt is followed by 0 to 4 answers that see it. The first prompt has at least one
+    answer. `sees` [L, L] is the boolean attention mask.
+    """
     cu, prefixes = [0], []
     for group in range(num_groups):
         prompt = len(cu) - 1
@@ -44,7 +51,7 @@ def layout(rng, num_groups, longest):
 
 
 def as_pack(cu, prefixes):
-    """A pack whose tokens are their own numbers."""
+    """Returns a pack in which each token id is the position of the token."""
     each = torch.arange(cu[-1])
     return Pack(each[None], each[None], cu, prefixes, each, each, each, each)
 
@@ -96,8 +103,10 @@ def test_bf16_is_within_its_rounding():
 
 
 class FlashAttn:
-    """The two functions of flash-attn 2.8 that are called: its names, order of arguments and
-    layouts, on the CPU."""
+    """Implements on the CPU the two functions of flash-attn 2.8 that rl2 calls.
+
+    Names, order of arguments and tensor layouts are those of flash-attn.
+    """
 
     @staticmethod
     def _flash_attn_varlen_forward(

@@ -1,5 +1,7 @@
-"""The runner of tests/gpu, driven with parts that fail, hang, die and leave processes behind; and
-the real ones as far as a CPU can try them."""
+"""Tests the runner of tests/gpu with parts that fail, hang, die and leave processes behind.
+
+Also runs some of the real parts on a CPU.
+"""
 
 import ast
 import os

@@ -1,6 +1,8 @@
-"""LoRA in one process, against the plain model and against peft trained by hand; layouts are in
-test_worker.py, moves between them in test_checkpoint.py, whole runs in test_trainer.py and
-test_examples.py."""
+"""Compares LoRA in one process with the plain model and with a training loop on peft.
+
+test_worker.py tests the layouts, test_checkpoint.py the moves between layouts, test_trainer.py and
+test_examples.py whole runs.
+"""
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from rl2.worker import Worker
 
 @pytest.fixture
 def make(tmp_path):
-    """Workers in a process group of one."""
+    """Yields a function that creates workers in a process group with one process."""
     name = make_model(tmp_path / "model")
     device = init_distributed()
     model = AutoModelForCausalLM.from_pretrained(name)
@@ -42,7 +44,7 @@ def full_parameters(worker):
 
 
 def test_training_starts_from_the_model_and_the_reference_stays_it(make):
-    """In bf16 too, where the frozen weights are held in it: then no weight is held twice."""
+    """This also holds in bf16. The frozen weights are then in bf16 only, so none exists twice."""
     batch = make_batch()
     norms = []
     for dtype in ("float32", "bfloat16"):
@@ -55,7 +57,7 @@ def test_training_starts_from_the_model_and_the_reference_stays_it(make):
             assert torch.equal(bits, plain_bits), f"{key}: engines compare checksums"
         assert not plain_weights
         reference = worker.reference()
-        assert torch.equal(reference(batch, 0.9).logps, expected)  # before any other pass
+        assert torch.equal(reference(batch, 0.9).logps, expected)  # the first pass of this worker
         assert torch.equal(worker.infer(batch, 0.9).logps, expected)
         start = full_parameters(worker)
         trained = worker.trained_parameters.keys()
@@ -73,7 +75,7 @@ def test_training_starts_from_the_model_and_the_reference_stays_it(make):
 
 
 def test_a_step_of_adamw_equals_peft_by_hand(make):
-    """Two steps: in the first one A has no gradient, since B is 0."""
+    """The test makes two steps, because A has no gradient in the first one, where B is 0."""
     worker, batch = make(lora_targets=["q_proj", "v_proj"]), make_batch()
     model = AutoModelForCausalLM.from_pretrained(worker.config.model_name, dtype=torch.float32)
     model = get_peft_model(
@@ -87,7 +89,7 @@ def test_a_step_of_adamw_equals_peft_by_hand(make):
     assert plain.keys() == worker.trained_parameters.keys()
     for key, p in plain.items():
         p.data.copy_(worker.trained_parameters[key].detach().full_tensor())
-    worker.reference()(batch)  # and the adapters are on again, at their scale
+    worker.reference()(batch)  # afterwards the adapters must be active again at their scale
     optimizer = torch.optim.AdamW(plain.values(), lr=1e-2, weight_decay=0.0)
     for _ in range(2):
         worker.update(batch, policy_loss, with_entropy=True)
@@ -113,7 +115,7 @@ def test_a_critic_trains_its_head_beside_the_adapters(make):
     worker, batch = make(critic=True), make_batch()
     assert (
         sum(not key.startswith("hf.score") for key in worker.trained_parameters) == 2 * 7 * 2
-    )  # A and B, 7 matrices, 2 layers
+    )  # A and B of 7 matrices in 2 layers
     before = {key: weight.clone() for key, weight in worker.iter_full_weights(torch.float32)}
     expected = make(critic=True, num_updates=0).infer(batch).values
     assert torch.equal(worker.infer(batch).values, expected)

@@ -1,4 +1,4 @@
-"""The chunked head and the packed model against plain log-softmax and plain forwards."""
+"""Compares the chunked head and the packed model with plain log-softmax and plain forwards."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_a_frozen_head_costs_no_gradient():
     assert flops == [
         3 * 2 * 5 * 8 * 37,
         2 * 2 * 5 * 8 * 37,
-    ]  # the logits again, the hidden states', the weight's
+    ]  # recomputed logits, gradient of the hidden states, gradient of the weight
     assert torch.equal(*gradients)
 
 

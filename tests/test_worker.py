@@ -1,4 +1,4 @@
-"""Every layout of the worker against a plain padded Hugging Face forward in this process."""
+"""Compares every layout of the worker with a plain padded Hugging Face forward."""
 
 from pathlib import Path
 
@@ -29,9 +29,7 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def adapt(model, initial_adapters):
-    """Puts peft's adapters of rank 3 and alpha 5 into a plain model; they start at the values
-    given.
-    """
+    """Adds peft's adapters (rank 3, alpha 5) to a plain model and sets their initial values."""
     inject_adapter_in_model(LoraConfig(r=3, lora_alpha=5, target_modules=LINEAR), model)
     for key, parameter in model.named_parameters():
         parameter.requires_grad_(f"hf.{key}" in initial_adapters)
@@ -40,7 +38,7 @@ def adapt(model, initial_adapters):
 
 
 def merge(model):
-    """The weights of a plain model by name, with what peft says that its adapters add."""
+    """Returns the weights of a plain model by name, with peft's delta of the adapters added."""
     weights = {}
     for key, parameter in model.named_parameters():
         if ".lora_" not in key:
@@ -52,7 +50,7 @@ def merge(model):
 
 
 def load_plain(name, critic):
-    """A plain Hugging Face model in fp32."""
+    """Returns a plain Hugging Face model in fp32."""
     if critic:
         return AutoModelForSequenceClassification.from_pretrained(
             f"{name}-critic", dtype=torch.float32, num_labels=1
@@ -61,9 +59,10 @@ def load_plain(name, critic):
 
 
 def reference(name, critic, initial_adapters=None):
-    """The two updates of parity.py on padded rows of a plain model.
+    """Makes the two updates of parity.py on padded rows of a plain model.
 
-    Returns the scores before them, (loss, gradient norm) of each, and the weights after them.
+    Returns the scores before the updates, (loss, gradient norm) of each update, and the weights
+    after the updates.
     """
     batch = make_batch()
     torch.manual_seed(0)
@@ -139,7 +138,7 @@ def test_schedules_start_above_zero_and_end_where_they_say():
 
 @pytest.fixture
 def device():
-    """The device of a process group of one."""
+    """Yields the device of a process group with one process."""
     yield init_distributed()
     dist.destroy_process_group()
 
@@ -164,14 +163,15 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path, device):
     assert all(torch.equal(after[key], before[key]) for key in before)
     result = worker.update(batch, policy_loss, with_entropy=True)
     assert not result.skipped and worker.version == 1
-    assert result.lr == LEARNING_RATE / 4  # the schedule had not moved either
+    assert result.lr == LEARNING_RATE / 4  # the skipped update did not advance the schedule
     after = full_weights(worker)
     assert any(not torch.equal(after[key], before[key]) for key in before)
 
 
 def test_a_step_in_parts_is_the_same_step(tmp_path, monkeypatch, device):
-    """offload_optimizer: AdamW with a few parameters at a time, saved and restored in between,
-    gives the same bits.
+    """With offload_optimizer, AdamW updates a few parameters at a time and gives the same bits.
+
+    The state is saved and restored between the updates.
     """
     name = make_model(tmp_path / "model")
     batch = make_batch()
@@ -208,7 +208,7 @@ def test_a_new_value_head_starts_at_zero(tmp_path, device):
 
 
 def test_values_computed_in_bf16_are_not_rounded_to_it(tmp_path, device):
-    """Rewards of similar replies would tie: from 1 to 2 bf16 has 128 numbers."""
+    """bf16 has only 128 numbers from 1 to 2, so rewards of similar replies would be equal."""
     name = make_critic(make_model(tmp_path / "model"))
     batch = make_batch()
     worker = Worker(worker_config(name, dtype="bfloat16"), device, True, 4)
@@ -217,8 +217,10 @@ def test_values_computed_in_bf16_are_not_rounded_to_it(tmp_path, device):
 
 
 def test_a_process_may_end_right_behind_a_collective():
-    """Without init's pause this aborts every time: gloo's threads hold the last reference to the
-    tensors."""
+    """Without the pause at exit from init_distributed, this process aborts every time.
+
+    gloo's threads hold the last reference to the tensors.
+    """
     script = (
         "import torch, torch.distributed as dist\n"
         "from rl2.parallel.mesh import init_distributed\ninit_distributed()\n"
@@ -231,8 +233,10 @@ def test_a_process_may_end_right_behind_a_collective():
     not Path("/proc/self/task").exists(), reason="threads are counted in Linux's /proc"
 )
 def test_one_process_keeps_its_threads_to_itself():
-    """A second team of OpenMP threads, that of a gloo thread which copies, costs a single process
-    half its speed."""
+    """A gloo thread that copies starts a second team of OpenMP threads.
+
+    This second team halves the speed of a single process.
+    """
     script = (
         "import torch, os\n"
         "from rl2.parallel.mesh import all_gather_objects, init_distributed\ninit_distributed()\n"

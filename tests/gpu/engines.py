@@ -1,4 +1,4 @@
-"""Both engines on a GPU: contract, agreement with the trainer, weight sync, memory and speed."""
+"""Tests both engines on a GPU: contract, agreement with the trainer, weight sync, memory, speed."""
 
 import asyncio
 import os
@@ -70,7 +70,7 @@ def make_prompts(vocabulary, count, longest, seed=0):
 
 
 def logp_differences(generations, prompts, model, temperature):
-    """|engine's log-probability - that of a plain fp32 forward| of every sampled token."""
+    """Returns |engine's log-probability - plain fp32 forward's| of every sampled token."""
     differences = []
     for prompt, out in zip(prompts, generations, strict=True):
         tokens = torch.tensor([prompt + out.tokens], device=DEVICE)
@@ -83,7 +83,7 @@ def logp_differences(generations, prompts, model, temperature):
 
 
 def check_sampling(engine, prompts, model):
-    """Log-probabilities, lengths, stop tokens and groups."""
+    """Checks log-probabilities, lengths, stop tokens and groups."""
     for temperature in (1.0, 0.6):
         generations = play(engine, prompts, temperature=temperature, max_new_tokens=40)
         gaps = logp_differences(generations, prompts, model, temperature)
@@ -110,8 +110,9 @@ def greedy_tokens(engine, prompts):
 
 
 def check_contract(start_engine, max_running_requests):
-    """What tests/test_engine.py and tests/sglang/contract.py check on a CPU in fp32, here within
-    bf16's rounding.
+    """Checks the contract of an engine on the GPU, within the rounding error of bf16.
+
+    tests/test_engine.py and tests/sglang/contract.py check the same on a CPU in fp32.
     """
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     device, name = init_distributed(), make_model("small")
@@ -155,8 +156,9 @@ def check_contract(start_engine, max_running_requests):
 
 
 def check_abort(engine, prompts):
-    """More requests than run at a time, cut short: each returns what it has, and the engine can
-    sleep at once.
+    """Aborts more requests than the engine runs at a time.
+
+    Each request returns its tokens so far. The engine can sleep immediately afterwards.
     """
     params = SamplingParams(max_new_tokens=400)
 
@@ -189,7 +191,7 @@ def sglang_contract():
 
 
 def _actor_and_engine(max_running_requests=64, **changes):
-    need_sglang()  # before a large model is made
+    need_sglang()  # skips before the large model is created
     device, name = init_distributed(), make_model("qwen3-1.7b")
     actor = Worker(worker_config(name, **changes), device, num_updates=8)
     engine = start_sglang(name, device, max_running_requests)
@@ -202,7 +204,7 @@ def engine_dtype():
 
 
 def sglang_agreement():
-    """Log-probabilities of sampled tokens by SGLang and by the worker that trains on them."""
+    """Compares SGLang's log-probabilities of sampled tokens with those of the worker."""
     actor, engine, vocabulary = _actor_and_engine()
     prompts = make_prompts(vocabulary, 8 if DRY else 64, 30 if DRY else 300)
     generations = play(engine, prompts, max_new_tokens=16 if DRY else 256)
@@ -224,8 +226,9 @@ def sglang_agreement():
 
 
 def sglang_sync():
-    """Seconds of wake and load, and the bytes of weights a second against what a copy on the device
-    delivers.
+    """Measures the seconds of `wake` and of `load_weights`.
+
+    Compares the bytes of weights loaded per second with the bandwidth of a copy on the device.
     """
     actor, engine, _ = _actor_and_engine()
     dtype = engine_dtype()
@@ -252,8 +255,9 @@ def sglang_sync():
 
 
 def sglang_memory():
-    """GPU memory in use around the engine's life; asleep it must have given back what it took, but
-    for its graphs.
+    """Measures the GPU memory in use before, during and after the engine's life.
+
+    A sleeping engine must have freed all its memory except its CUDA graphs.
     """
     need_sglang()
     others = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -296,8 +300,10 @@ def sglang_memory():
 
 
 def sglang_throughput():
-    """Sampled tokens per second of a whole rollout, environment and books included, against the
-    same SGLang called offline with the same prompts and parameters.
+    """Measures the sampled tokens per second of a whole rollout.
+
+    The rollout includes the environment and the bookkeeping. The baseline is an offline call of
+    the same SGLang engine with the same prompts and parameters.
     """
     from pathlib import Path
 
@@ -346,7 +352,7 @@ def sglang_throughput():
         )
         num_tokens = sum(len(answer["output_ids"]) for answer in answers)
         rates["offline"].append(num_tokens / (time.perf_counter() - start))
-    # The first round makes kernels.
+    # The first round compiles kernels and is not counted.
     best = {name: max(values[1:]) for name, values in rates.items()}
     record(**{f"{name}_tokens_per_second": value for name, value in best.items()})
     goal("rollout_of_offline", best["rollout"] / best["offline"], 0.95)
@@ -354,7 +360,7 @@ def sglang_throughput():
 
 
 def local_throughput():
-    """Sampled tokens per second of the embedded engine, which decodes without graphs."""
+    """Measures the sampled tokens per second of the local engine, which uses no CUDA graphs."""
     slots, length = (8, 16) if DRY else (256, 128)
     device, name = init_distributed(), make_model("qwen3-1.7b")
     engine = start_local(name, device, slots)

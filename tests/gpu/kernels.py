@@ -1,4 +1,4 @@
-"""The device's own figures, attention and the head against fp32 references."""
+"""Measures the device. Compares attention and the head with fp32 references."""
 
 import random
 
@@ -18,16 +18,19 @@ def device():
             capability=f"{properties.major}.{properties.minor}",
         )
     record(matrix_tflops=matrix_peak() / 1e12, copy_gb_per_s=copy_bandwidth() / 1e9)
-    # The flash operator's own signature is the first thing that another torch could break.
+    # A new torch version is most likely to break the signature of the flash operator.
     q = torch.randn(8, 4, 64, device=DEVICE, dtype=torch.bfloat16)
     out, lse = forward_block(q, q[:, :2], q[:, :2], Block([0, 3, 8], [0, 3, 8], True), 0.125)
     assert out.shape == (8, 4, 64) and lse.shape == (8, 4) and lse.dtype == torch.float32
 
 
 def attention():
-    """Packed documents with shared prompts: two blocks over different keys, merged, and a backward
-    that takes the merged log-sum-exp; grouped heads, sizes that are no power of two; then long rows
-    against torch's own attention."""
+    """Compares packed attention with shared prompts with an fp32 reference.
+
+    The forward merges two blocks over different keys. The backward takes the merged log-sum-exp.
+    The shapes include grouped heads and sizes that are not powers of two. Then this part checks
+    that no NaN leaks between documents, and compares long rows with torch's attention.
+    """
     from test_attention import as_pack, layout, reference
 
     from rl2.packing import zigzag
@@ -53,8 +56,8 @@ def attention():
             expected = torch.autograd.grad(expected_out, floats, grad.float())
             pairs = zip(worst, (out, *got), (expected_out, *expected), strict=True)
             for name, a, b in pairs:
-                # Where each document is one token the gradient of q and k is 0 but for rounding: no
-                # ratio to speak of.
+                # If each document is one token, the gradients of q and k are 0 except for rounding.
+                # A relative error has no meaning then.
                 small = b.float().norm() < 1e-3 * expected_out.float().norm()
                 worst[name] = max(
                     worst[name],
@@ -67,7 +70,7 @@ def attention():
 
 
 def _poison():
-    """NaN in another document changes no bit of ours."""
+    """Checks that NaN in other documents changes no bit of the first group."""
     from test_attention import as_pack, layout
 
     from rl2.packing import zigzag
@@ -84,8 +87,10 @@ def _poison():
 
 
 def _long():
-    """One document as long as a context, grouped heads: the same numbers as torch's attention, and
-    its time."""
+    """Compares one document of the context length with torch's attention, and times it.
+
+    The heads are grouped.
+    """
     from rl2.parallel.attention import Block, backward_block, forward_block
 
     length, heads, groups, size = (256, 4, 2, 64) if DRY else (16384, 16, 8, 128)
@@ -107,7 +112,7 @@ def _long():
     assert max(errors.values()) < 0.02, errors
     forward = seconds(lambda: forward_block(q, k, v, block, size**-0.5))
     backward = seconds(lambda: backward_block(dout, q, k, v, out, lse, block, size**-0.5))
-    flops = 2 * length**2 * heads * size  # causal: half of 4 n^2
+    flops = 2 * length**2 * heads * size  # the causal mask halves 4 n^2
     record(
         attention_tflops=flops / forward / 1e12,
         attention_backward_tflops=2.5 * flops / backward / 1e12,
@@ -115,8 +120,10 @@ def _long():
 
 
 def head():
-    """The chunked head against plain fp32 log-softmax at a real vocabulary: values, gradients, time
-    and memory."""
+    """Compares the chunked head with a plain fp32 log-softmax at a real vocabulary size.
+
+    Compares values and gradients. Measures the time and the memory of both.
+    """
     from rl2.model.head import head_scores
 
     rows, hidden, vocabulary = (64, 32, 1000) if DRY else (4096, 2048, 151936)
@@ -152,7 +159,7 @@ def head():
         record(**{f"{name}_at_{temperature}": value for name, value in told.items()})
         assert told["logps"] < 1e-3 and told.get("entropy", 0) < 1e-3, (
             told
-        )  # both from the same bf16 logits
+        )  # both compute from the same bf16 logits
         assert told["d_hidden"] < 0.02 and told["d_weight"] < 0.02, told
         del logps, entropy, expected, expected_entropy, loss, plain_loss, got, wanted
     for name, function in (

@@ -1,5 +1,7 @@
-"""The process of one part: part.py FILE PART FIGURES. Exit status 0 = passed, 77 = skipped, else
-failed."""
+"""Runs one part in this process: part.py FILE PART FIGURES.
+
+The exit status is 0 if the part passed, 77 if it was skipped, anything else if it failed.
+"""
 
 import importlib.util
 import os

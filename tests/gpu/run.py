@@ -1,4 +1,4 @@
-"""Runs the parts, each in a process of its own: see run.sh."""
+"""Runs each part in its own process; see run.sh."""
 
 import argparse
 import json
@@ -17,17 +17,17 @@ import psutil
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-SKIPPED = 77  # the exit status that says so
-LEAST = 20  # seconds: with less left nothing is started
+SKIPPED = 77  # the exit status of a skipped part
+LEAST = 20  # seconds; no part starts with less time left
 
 
 @dataclass
 class Part:
-    file: str  # beside this one
+    file: str  # in the folder of this file
     limit: int  # seconds
 
 
-# In order of what one wants to know first, should the machine be taken away.
+# The most important parts come first, because the machine may be taken away.
 PARTS = {
     "device": Part("kernels.py", 120),
     "attention": Part("kernels.py", 180),
@@ -65,8 +65,10 @@ class Outcome:
 
 
 def run_part(name: str, path: Path, limit: float, log) -> Outcome:
-    """One part in a process of its own; of it and of what it started nothing is left when this
-    returns."""
+    """Runs one part in its own process and returns its outcome. `limit` is in seconds.
+
+    On return, no process of the part is left.
+    """
     start, mark = time.monotonic(), uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder, "figures.jsonl")
@@ -97,8 +99,10 @@ def run_part(name: str, path: Path, limit: float, log) -> Outcome:
 
 
 def _end(mark: str, patience: float) -> list[str]:
-    """Ends the processes that carry the mark in their environment, and says which were still there
-    after so long."""
+    """Waits `patience` seconds for the processes with `mark` in their environment, then kills them.
+
+    Returns the command lines of the killed processes.
+    """
     ends = time.monotonic() + patience
     while (alive := _marked(mark)) and time.monotonic() < ends:
         time.sleep(0.2)
@@ -131,8 +135,11 @@ def _marked(mark: str) -> list[psutil.Process]:
 def run_parts(
     parts: dict[str, Part], file: Path, header: str, budget: float = float("inf"), patience: int = 1
 ):
-    """The outcomes of all of them, whatever happens to one; `file` tells what is known at any time.
-    `budget`: seconds for all; `patience`: how many times its limit a part may take."""
+    """Runs all parts and returns their outcomes. A part that fails does not stop the others.
+
+    `file` receives each outcome as soon as its part ends. `budget` is the limit for all parts, in
+    seconds. `patience` is a factor on the limit of each part.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(header + "\n| part | result | seconds | |\n|---|---|---|---|\n")
     ends, outcomes = time.monotonic() + budget, []
@@ -156,7 +163,7 @@ def run_parts(
 
 
 def describe(dry: bool) -> str:
-    """What these figures are of: date, device, versions, commit."""
+    """Returns the header of the results: date, device, versions, commit."""
     import torch
 
     told = []
@@ -214,7 +221,7 @@ def main() -> int:
     header, file = describe(dry), arguments.out / f"{name}.md"
     print(header)
     with tempfile.TemporaryDirectory() as models:
-        os.environ["RL2_GPU_MODELS"] = models  # made once, used by several parts
+        os.environ["RL2_GPU_MODELS"] = models  # each model is created once and shared by the parts
         outcomes = run_parts(wanted, file, header, arguments.budget, patience=3 if dry else 1)
     print(
         "\n"

@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
-# What needs a GPU, in one command: bash tests/gpu/run.sh [--list] [--out FOLDER] [--budget SECONDS] [PART ...]
+# Runs everything that needs a GPU:
+#     bash tests/gpu/run.sh [--list] [--out FOLDER] [--budget SECONDS] [PART ...]
 #
-# Every part runs in a process of its own, with its own time limit: a crash or a hang costs that part only. What it found
-# is printed, and appended to benchmarks/results/gpu-DATE.md (or to the folder given), as soon as it ends; the table comes
-# last. The exit code is 1 if a part failed, 0 otherwise, and 3 where there is no GPU.
+# Every part runs in its own process with its own time limit, so a crash or a hang affects only
+# that part. The figures of a part are printed as soon as it ends. They are also appended to
+# benchmarks/results/gpu-DATE.md, or to a file in the folder of --out. The table comes last. The
+# exit code is 1 if a part failed, 3 if there is no GPU, and 0 otherwise.
 #
-# Nothing is installed: it takes PYTHON, or the python on the path, with rl2's requirements in it (sglang for the parts
-# named sglang_*; SGLANG_ARGS="attention_backend=triton ..." reaches its engine). --budget fits it into a machine lent for
-# so many seconds: a part starts only if something is left, and may use no more than that.
-# RL2_DEVICE=cpu runs every part on a CPU with tiny shapes: that proves the parts, not the GPU.
+# The script installs nothing. It uses $PYTHON, or the python3 on the path, which must have rl2's
+# requirements. The parts named sglang_* also need sglang.
+# SGLANG_ARGS="attention_backend=triton ..." sets arguments of its engine. --budget limits the total
+# time, for a machine that is lent for a number of seconds: a part starts only if time is left, and
+# it may use no more than that time.
+# RL2_DEVICE=cpu runs every part on a CPU with tiny shapes. This tests the parts, not the GPU.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH="$PWD:$PWD/tests:$PWD/tests/sglang:$PWD/tests/gpu${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1

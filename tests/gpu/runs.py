@@ -1,4 +1,4 @@
-"""Whole runs of the trainer, and the ring over two GPUs."""
+"""Whole runs of the trainer on one GPU, and ring attention over two GPUs."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from tools import (
 
 
 def torchrun(world, *command):
-    """Fails with the end of what it said."""
+    """Runs the command under torchrun. A failure reports the end of its output."""
     words = [
         sys.executable,
         "-m",
@@ -38,8 +38,10 @@ def torchrun(world, *command):
 
 
 def _grpo(engine, model, *more):
-    """Three steps of GRPO, and an end that leaves no memory in use; the runner looks for
-    processes."""
+    """Runs three steps of GRPO and checks that no GPU memory stays in use after the end.
+
+    The runner (run.py) checks that no process is left.
+    """
     before, name = used_gib(), make_model(model)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
@@ -110,7 +112,7 @@ def local_grpo():
 
 
 def ring():
-    """Two GPUs share each sequence: two updates equal those of one process on a CPU."""
+    """Checks that two updates with two GPUs per sequence equal those of one process on a CPU."""
     if not DRY and torch.cuda.device_count() < 2:
         raise Skip("nccl needs one GPU a process, and there is one")
     torchrun(2, __file__, make_model("small"))

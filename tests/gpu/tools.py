@@ -1,4 +1,4 @@
-"""What the parts share."""
+"""Functions that the parts share: models, batches and measurements."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from rl2.config.schema import WorkerConfig
 
 DRY = os.environ.get("RL2_DEVICE") == "cpu"
 DEVICE = torch.device("cpu" if DRY else "cuda")
-# Shapes of real models; the weights are random, since a lent machine reaches no hub.
+# Shapes of real models. The weights are random, because the GPU machine may be offline.
 SHAPES = {
     "qwen2.5-1.5b": {
         "family": "qwen2",
@@ -77,8 +77,10 @@ def need_sglang() -> None:
 
 
 def sglang_args() -> dict:
-    """Arguments of SGLang's engine for this machine, from SGLANG_ARGS; on a CPU those that make it
-    run."""
+    """Returns the arguments of SGLang's engine on this machine.
+
+    They come from SGLANG_ARGS. On a CPU, the arguments that SGLang needs there are added.
+    """
     words = [word.partition("=") for word in os.environ.get("SGLANG_ARGS", "").split()]
     return ({"max_total_tokens": 8192} if DRY else {}) | {
         key: yaml.safe_load(value) for key, _, value in words
@@ -91,7 +93,7 @@ def synchronize() -> None:
 
 
 def seconds(function, repeats: int = 5, warm: int = 2) -> float:
-    """The median time of a call, the device's work included."""
+    """Returns the median time of a call in seconds, including the device's work."""
     times = []
     for i in range(warm + repeats):
         synchronize()
@@ -104,7 +106,7 @@ def seconds(function, repeats: int = 5, warm: int = 2) -> float:
 
 
 def used_gib() -> float:
-    """Memory of the GPU in use, by all processes; 0 on a CPU."""
+    """Returns the GPU memory in use by all processes, in GiB; 0 on a CPU."""
     if DRY:
         return 0.0
     synchronize()
@@ -114,29 +116,31 @@ def used_gib() -> float:
 
 
 def matrix_peak() -> float:
-    """FLOP/s of a large bf16 matrix product on random data."""
+    """Returns the FLOP/s of a large bf16 matrix product on random data."""
     size = 256 if DRY else 8192
     a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     return 2 * size**3 / seconds(lambda: a @ b, repeats=10, warm=3)
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second that a copy on the device delivers (it reads as many again)."""
+    """Returns the bytes per second that a copy on the device writes. It reads as many bytes."""
     source = torch.randn(2**20 if DRY else 2**30, device=DEVICE)
     target = torch.empty_like(source)
     return source.nbytes / seconds(lambda: target.copy_(source), repeats=10, warm=3)
 
 
 def error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """|got - expected| / |expected|; a NaN never passes as small."""
+    """Returns |got - expected| / |expected|. AssertionError if `got` is not finite."""
     got, expected = got.detach().double().cpu(), expected.detach().double().cpu()
     assert got.isfinite().all(), "not finite"
     return ((got - expected).norm() / expected.norm()).item()
 
 
 def make_model(name: str) -> str:
-    """A folder with a random bf16 model of that shape and a character tokenizer as large as its
-    vocabulary."""
+    """Returns a folder with a random bf16 model of the shape `name`, created on the first call.
+
+    The folder has a character tokenizer with the size of the model's vocabulary.
+    """
     from common import CONFIGS
     from transformers import AutoModelForCausalLM
 
@@ -155,7 +159,7 @@ def make_model(name: str) -> str:
     torch.manual_seed(0)
     with DEVICE:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    with torch.no_grad():  # biases and norms begin at 0 and 1, which would hide a mix-up
+    with torch.no_grad():  # initial values 0 and 1 would hide swapped biases or norms
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -165,8 +169,10 @@ def make_model(name: str) -> str:
 
 
 def _tokenizer(size: int):
-    """The tests' tokenizer of characters, with words behind them up to `size`: every id can be
-    decoded."""
+    """Returns the tests' character tokenizer, extended with words up to `size` tokens.
+
+    So every token id can be decoded.
+    """
     from common import make_tokenizer
     from tokenizers import Tokenizer
 
@@ -179,13 +185,13 @@ def _tokenizer(size: int):
 
 
 def worker_config(model_name: str, **changes) -> WorkerConfig:
-    """A worker's section of the config: its defaults, without gradient checkpointing."""
+    """Returns a worker's section of the config: the defaults, without gradient checkpointing."""
     settings = {"gradient_checkpointing": False, "max_length_per_device": 4096, **changes}
     return WorkerConfig(model_name=model_name, **settings)
 
 
 def make_batch(vocabulary: int, groups: int, samples: int, prompt: int, answer: int, seed: int = 0):
-    """Groups of random tokens with advantages and weights; the prompt is not trained."""
+    """Returns groups of random tokens with advantages and token weights. Prompts are masked."""
     from rl2.batch import Sample, collate
 
     generator = torch.Generator().manual_seed(seed)

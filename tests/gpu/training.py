@@ -1,5 +1,4 @@
-"""The worker on one GPU: against a CPU, with offloading, and how much of the matrix peak an update
-reaches."""
+"""Tests the worker on one GPU: agreement with a CPU, offloading, utilisation and memory."""
 
 import time
 
@@ -21,7 +20,7 @@ from rl2.worker import Worker
 
 
 def two_steps(worker, batch):
-    """What a worker says of the batch, what two SGD updates tell, and how each weight has moved."""
+    """Returns the worker's scores, the results of two SGD updates, and each weight's change."""
     worker.optimizer = torch.optim.SGD(
         [{"params": [p]} for p in worker.model.parameters()], lr=worker.config.lr
     )
@@ -42,8 +41,10 @@ def flat(named):
 
 
 def worker():
-    """Two bf16 updates here against the same in fp32 on a CPU: log-probabilities, loss, gradient
-    norm, every weight."""
+    """Compares two bf16 updates on the GPU with the same updates in fp32 on a CPU.
+
+    Compares log-probabilities, entropy, gradient norm and the change of every weight.
+    """
     device, name = init_distributed(), make_model("small")
     batch = make_batch(1024, groups=3, samples=3, prompt=40, answer=30)
     results = {}
@@ -79,7 +80,7 @@ def worker():
 
 
 def offload():
-    """Model and optimizer in host memory between uses: the same numbers, and the memory is free."""
+    """Checks that offloading model and optimizer frees GPU memory and keeps the numbers."""
     device, name = init_distributed(), make_model("small")
     batch, results = make_batch(1024, groups=3, samples=3, prompt=40, answer=30), {}
     for off in (False, True):
@@ -98,14 +99,14 @@ def offload():
         assert DRY or (held < 0.2 if off else held > 2.5), held
         weights = {key: weight.cpu() for key, weight in actor.iter_full_weights(torch.float32)}
         results[off] = told, logps, weights
-        state = actor.state_dict()  # what a checkpoint saves, wherever it is
+        state = actor.state_dict()  # a checkpoint saves this state, offloaded or not
         actor.load_state_dict(state)
         again = actor.infer(batch).logps
         assert (again - logps).abs().max() < 1e-5, "a state that was saved and read back is another"
         assert actor.update(batch, policy_loss).skipped == 0
         del actor, state
     (told, logps, weights), (off_told, off_logps, off_weights) = results[False], results[True]
-    # Not bit for bit: on a GPU attention's backward adds up in any order.
+    # The bits may differ: attention's backward on a GPU sums in no fixed order.
     record(
         grad_norm=max(
             abs(a.grad_norm / b.grad_norm - 1) for a, b in zip(off_told, told, strict=True)
@@ -129,9 +130,12 @@ def utilisation_32k():
 
 
 def _utilisation(length, micro_batches):
-    """Model FLOPs (6 a weight and scored token, causal attention besides, nothing for recomputing)
-    of an actor update over the measured matrix peak: a random 1.5B model, every pack full of
-    sequences of 2,048 tokens, all scored."""
+    """Measures the model FLOP/s of an actor update as a share of the measured matrix peak.
+
+    Each scored token counts 6 FLOPs per weight, plus causal attention. Recomputation does not
+    count. The model is a random 1.5B model. Sequences of 2,048 tokens fill every pack, and all
+    their tokens are scored.
+    """
     document = 2048
     if DRY:
         length, document = length // 128, 16
@@ -158,7 +162,7 @@ def _utilisation(length, micro_batches):
     peak, times = matrix_peak(), []
     if not DRY:
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(3):  # the first one makes kernels and the optimizer's state
+    for _ in range(3):  # the first update compiles kernels and creates the optimizer's state
         start = time.perf_counter()
         told = actor.update(batch, policy_loss)
         synchronize()
@@ -178,8 +182,10 @@ def _utilisation(length, micro_batches):
 
 
 def memory_7b():
-    """What an update of a 7B model takes with everything offloaded that can be: the table in the
-    README, measured."""
+    """Measures the memory and time of an update of a 7B model with model and optimizer offloaded.
+
+    The table in the README has these figures.
+    """
     length, name = (64 if DRY else 8192), make_model("qwen2.5-7b")
     device = init_distributed()
     settings = {

@@ -1,7 +1,6 @@
-"""Run under torchrun by test_sglang.py: the engine's contract on the real SGLang, its weights from
-sharded workers.
+"""Checks the engine's contract on the real SGLang, with weights from sharded workers.
 
-contract.py MODEL TP_SIZE ACTOR_TP_SIZE
+test_sglang.py runs this file under torchrun: contract.py MODEL TP_SIZE ACTOR_TP_SIZE
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from rl2.worker import Worker
 
 
 def check_logps(generations, prompts, model, temperature):
-    """Each answer's log-probabilities are those of one plain forward."""
+    """Checks that each answer's log-probabilities equal those of one plain forward."""
     for prompt, out in zip(prompts, generations, strict=False):
         expected = plain_logps(model, prompt, out.tokens, temperature)
         torch.testing.assert_close(torch.tensor(out.logps), expected, rtol=0, atol=1e-4)
@@ -32,7 +31,10 @@ def full_weights(actor):
 
 
 def check_verification(engine, actor):
-    """Equal weights pass, other ones are named, and the right ones mend the engine."""
+    """Checks `verify_weights`.
+
+    Equal weights pass. The error names a weight that differs. Then the right weights are loaded.
+    """
     engine.verify_weights(full_weights(actor), actor.version)
     wrong = (
         (name, weight.clone().index_fill_(0, torch.tensor(1), 0.5))
@@ -54,7 +56,7 @@ def check_verification(engine, actor):
 
 
 def check_sampling(engine, prompts, model):
-    """Log-probabilities, lengths, greedy answers, stop tokens and groups.
+    """Checks log-probabilities, lengths, greedy answers, stop tokens and groups.
 
     Returns the greedy answers.
     """
@@ -91,8 +93,9 @@ def check_sampling(engine, prompts, model):
 
 
 def check_abort(engine, prompts, model):
-    """More requests than run at a time, cut short: each returns what it has, and a new request can
-    continue it.
+    """Aborts more requests than the engine runs at a time.
+
+    Each request returns its tokens so far. A new request can continue them.
     """
     prompts = prompts * 4
     params = SamplingParams(max_new_tokens=300)
@@ -116,8 +119,9 @@ def check_abort(engine, prompts, model):
 
 
 def check_other_weights(engine, actor, prompts, name):
-    """Weights that moved, from a worker in its own layout, between sleep and wake as the trainer
-    sends them.
+    """Checks the answers with updated weights from a worker that has its own layout.
+
+    As in the trainer, the engine sleeps during the updates, wakes and then loads the weights.
     """
     engine.sleep()
     for _ in range(2):

@@ -1,7 +1,7 @@
-"""What engine/sglang.py calls exists, with the parameters it passes, in every line of releases that
-it says it works with.
+"""Checks that the functions that engine/sglang.py calls exist in every supported line of releases.
 
-Both sides are read as syntax trees, since the environments of all releases cannot be installed.
+They must take the parameters that engine/sglang.py passes. The test reads the sources of both sides
+as syntax trees, because the environments of all releases cannot be installed.
 """
 
 import ast
@@ -19,10 +19,10 @@ from common import ROOT  # noqa: E402
 
 from rl2.engine.base import SamplingParams  # noqa: E402
 
-# One release before each change of what is used: the server's arguments moved in 0.5.20, sessions
-# of weight updates came in 0.5.21. "installed" is the newest one.
+# One release before each change of the used functions. The server's arguments moved in 0.5.20.
+# Sessions of weight updates came in 0.5.21. "installed" is the newest release.
 RELEASES = ["0.5.15", "0.5.17", "0.5.20", "installed"]
-OPTIONAL = {"begin_weight_update", "end_weight_update"}  # asked for with hasattr
+OPTIONAL = {"begin_weight_update", "end_weight_update"}  # checked with hasattr
 OURS = ast.parse((ROOT / "rl2/engine/sglang.py").read_text())
 
 
@@ -70,7 +70,7 @@ class Release:
         )
 
     def names(self, module: str) -> set[str]:
-        """What can be imported from a module: defined there, or imported into it (by * as well)."""
+        """Returns the names that a module defines or imports, including imports by *."""
         found = set()
         for node in ast.walk(self.tree(module)):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -99,7 +99,7 @@ def fields(node: ast.ClassDef) -> set[str]:
 
 
 def methods(nodes) -> dict[str, ast.arguments]:
-    """name -> arguments, of all the classes given; the last one wins."""
+    """Returns name -> arguments of the methods of all classes. The last class wins."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
     return {
         inner.name: inner.args for node in nodes for inner in node.body if isinstance(inner, kinds)
@@ -107,7 +107,7 @@ def methods(nodes) -> dict[str, ast.arguments]:
 
 
 def calls_on(name: str) -> list[ast.Call]:
-    """Our calls of x.name.METHOD(...), and of name.METHOD(...)."""
+    """Returns the calls of x.name.METHOD(...) and of name.METHOD(...) in engine/sglang.py."""
     found = []
     for node in ast.walk(OURS):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -122,7 +122,7 @@ def function(tree, name: str) -> ast.AST:
 
 
 def keys(node: ast.AST) -> set[str]:
-    """The constant keys of all dicts inside."""
+    """Returns the constant keys of all dicts inside `node`."""
     dicts = [inner for inner in ast.walk(node) if isinstance(inner, ast.Dict)]
     return {key.value for d in dicts for key in d.keys if isinstance(key, ast.Constant)}
 
@@ -133,7 +133,7 @@ def release(request):
 
 
 def check_calls(calls: list[ast.Call], signatures: dict[str, ast.arguments]):
-    """Every call is of a method in `signatures`, with arguments that it takes."""
+    """Checks that every call names a method in `signatures` and passes arguments that it takes."""
     assert calls
     for call in calls:
         name = call.func.attr

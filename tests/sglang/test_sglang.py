@@ -1,6 +1,4 @@
-"""The real SGLang on a CPU: its contract, weights from sharded workers, a start that fails, and
-whole runs.
-"""
+"""Tests the real SGLang on a CPU: contract, sharded workers, failed start, whole runs."""
 
 import json
 import sys
@@ -92,8 +90,8 @@ def test_a_run_learns_as_with_the_local_engine(tmp_path, tied):
         rewards[engine] = [line["reward/mean"] for line in lines]
     for means in rewards.values():
         assert means[0] < 0.25 and sum(means[-3:]) / 3 > 0.6
-    # 32 samples of about 0.3 standard deviation a step: the first steps, before they part, agree
-    # within noise.
+    # A step has 32 samples with a standard deviation of about 0.3. The runs diverge later, but
+    # their first steps agree within this noise.
     assert abs(rewards["local"][0] - rewards["sglang"][0]) < 0.15
 
 
