@@ -77,21 +77,21 @@ def make_critic(name) -> str:
     return f"{name}-critic"
 
 
-def check_adapter(cls, name, folder):
+def check_adapter(model_class, name, folder):
     """Checks that the exported model in `folder` equals the model `name` with its adapter.
 
     transformers loads the exported model. peft loads the adapter from `folder`/adapter. The
     exported model must differ from the model `name` without the adapter.
     """
-    from peft import PeftModel  # SGLang's environment has no peft
+    from peft import PeftModel  # SGLang's environment lacks it
 
     tokens = torch.arange(3, 40)[None]
-    more = {"num_labels": 1} if cls is AutoModelForSequenceClassification else {}
-    base, whole = (
-        cls.from_pretrained(where, dtype=torch.float32, **more) for where in (name, folder)
-    )
-    plain, expected = base(tokens).logits, whole(tokens).logits
-    assert (plain - expected).abs().max() > 1e-3
+    labels = {"num_labels": 1} if model_class is AutoModelForSequenceClassification else {}
+    base = model_class.from_pretrained(name, dtype=torch.float32, **labels)
+    exported = model_class.from_pretrained(folder, dtype=torch.float32, **labels)
+    base_logits = base(tokens).logits
+    expected = exported(tokens).logits
+    assert (base_logits - expected).abs().max() > 1e-3
     adapted = PeftModel.from_pretrained(base, f"{folder}/adapter")
     assert adapted.peft_config["default"].base_model_name_or_path == str(name)
     torch.testing.assert_close(adapted(tokens).logits, expected, rtol=0, atol=2e-5)
@@ -107,9 +107,8 @@ def make_samples(seed=0, num_groups=4, group_size=3, longest=20) -> list[Sample]
             answer = [rng.randrange(3, 98) for _ in range(rng.randint(1, longest))]
             mask = [0] * len(prompt) + [1] + [int(rng.random() < 0.7) for _ in answer[1:]]
             logps = [-rng.random() if m else 0.0 for m in mask]
-            samples.append(
-                Sample(prompt + answer, mask, logps, [0.0] * len(mask), group, len(samples))
-            )
+            rewards = [0.0] * len(mask)
+            samples.append(Sample(prompt + answer, mask, logps, rewards, group, len(samples)))
     return samples
 
 
@@ -129,8 +128,8 @@ def run(*command, check=True, env=None, cwd=None, timeout=300) -> subprocess.Com
         text=True,
         timeout=timeout,
     )
-    told = done.stderr.split("Sending process")[0]  # drops the long report of torchrun
-    assert not check or done.returncode == 0, f"{done.stdout[-3000:]}\n{told[-9000:]}"
+    errors = done.stderr.split("Sending process")[0]  # without torchrun's long report
+    assert not check or done.returncode == 0, f"{done.stdout[-3000:]}\n{errors[-9000:]}"
     return done
 
 

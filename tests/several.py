@@ -26,30 +26,34 @@ from rl2.trainer import dpo, ppo, rm, sft
 from rl2.worker import Worker
 
 MAINS = {"ppo": ppo.main, "sft": sft.main, "dpo": dpo.main, "rm": rm.main}
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+RANK = int(os.environ["RANK"])
+WORLD_SIZE = int(os.environ["WORLD_SIZE"])
 
 
-def run(number: int, main, words: list[str], kill_at: int, sgd: bool) -> None:
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.PrefixStore(f"run {number}", dist.TCPStore(*address, is_master=False))
+def run(number: int, main, arguments: list[str], kill_at: int, sgd: bool) -> None:
+    """One run, in its own process. `kill_at` 0 kills nothing."""
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.PrefixStore(f"run {number}", dist.TCPStore(address, port, is_master=False))
     dist.init_process_group = partial(
-        dist.init_process_group, store=store, rank=RANK, world_size=WORLD
+        dist.init_process_group, store=store, rank=RANK, world_size=WORLD_SIZE
     )
     if sgd:
-        torch.optim.AdamW = plain_descent
-    if kill_at and RANK == WORLD - 1:
-        Worker._step = killed(Worker._step, kill_at)
-    sys.argv[1:] = words
+        torch.optim.AdamW = make_sgd
+    if kill_at and RANK == WORLD_SIZE - 1:
+        Worker._step = kill_in_step(Worker._step, kill_at)
+    sys.argv[1:] = arguments
     main()
 
 
-def plain_descent(groups, lr, **_):
-    return torch.optim.SGD(
-        [{"params": [parameter]} for group in groups for parameter in group["params"]], lr
-    )
+def make_sgd(groups, lr, **_):
+    """Takes AdamW's arguments. Each parameter is a group of its own, whatever its mesh."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return torch.optim.SGD([{"params": [parameter]} for parameter in parameters], lr)
 
 
-def killed(step, kill_at):
+def kill_in_step(step, kill_at):
+    """`step`, but the call number `kill_at` kills this process instead."""
     calls = itertools.count(1)
 
     def step_or_die(worker):
@@ -60,20 +64,26 @@ def killed(step, kill_at):
     return step_or_die
 
 
+def launch(number: int, words: list[str]) -> None:
+    """Starts the run that `words` describe, waits for it and checks how it ends."""
+    trainer_at = next(i for i, word in enumerate(words) if word in MAINS)
+    options = dict(word.partition("=")[::2] for word in words[:trainer_at])
+    kill_at = int(options.get("kill", 0))
+    main = MAINS[words[trainer_at]]
+    arguments = (number, main, words[trainer_at + 1 :], kill_at, "sgd" in options)
+    process = multiprocessing.get_context("fork").Process(target=run, args=arguments)
+    process.start()
+    process.join()
+    ends_as_expected = (process.exitcode != 0) if kill_at else (process.exitcode == 0)
+    assert ends_as_expected, f"{' '.join(words)}: exit code {process.exitcode}"
+
+
 def main(words: list[str]) -> None:
-    for number, (_, part) in enumerate(itertools.groupby(words, lambda word: word == "--")):
-        part = list(part)
-        if part == ["--"]:
-            continue
-        at = next(i for i, word in enumerate(part) if word in MAINS)
-        options = dict(word.partition("=")[::2] for word in part[:at])
-        kill_at = int(options.get("kill", 0))
-        arguments = (number, MAINS[part[at]], part[at + 1 :], kill_at, "sgd" in options)
-        process = multiprocessing.get_context("fork").Process(target=run, args=arguments)
-        process.start()
-        process.join()
-        as_wanted = (process.exitcode != 0) if kill_at else (process.exitcode == 0)
-        assert as_wanted, f"{' '.join(part)}: exit code {process.exitcode}"
+    for number, (is_separator, run_words) in enumerate(
+        itertools.groupby(words, lambda word: word == "--")
+    ):
+        if not is_separator:
+            launch(number, list(run_words))
 
 
 if __name__ == "__main__":

@@ -75,14 +75,14 @@ def test_packed_attention_equals_full_attention(heads, groups, size, longest):
         for n in (heads, groups, groups)
     ]
     out = packed_attention(cu, prefixes)(None, *inputs, 0.3)
-    grad = torch.randn_like(out)
-    got = torch.autograd.grad(out, inputs, grad)
+    d_out = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, inputs, d_out)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
     expected_out = reference(*doubles, sees, 0.3)
-    expected = torch.autograd.grad(expected_out, doubles, grad.double())
+    expected = torch.autograd.grad(expected_out, doubles, d_out.double())
     torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=1e-5)
-    for name, a, b in zip("qkv", got, expected, strict=True):
-        assert (a.double() - b).abs().max() <= 1e-5 * max(1, b.abs().max()), name
+    for name, gradient, exact in zip("qkv", gradients, expected, strict=True):
+        assert (gradient.double() - exact).abs().max() <= 1e-5 * max(1, exact.abs().max()), name
 
 
 def test_bf16_is_within_its_rounding():
@@ -92,14 +92,12 @@ def test_bf16_is_within_its_rounding():
     out = packed_attention(cu, prefixes)(None, *inputs, 0.2)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
     expected = reference(*doubles, sees, 0.2)
-    grad = torch.randn_like(expected)
     assert (out.double() - expected).abs().max() < 0.02 * expected.abs().max()
-    for a, b in zip(
-        torch.autograd.grad(out, inputs, grad.bfloat16()),
-        torch.autograd.grad(expected, doubles, grad),
-        strict=True,
-    ):
-        assert (a.double() - b).abs().max() < 0.02 * b.abs().max()
+    d_out = torch.randn_like(expected)
+    gradients = torch.autograd.grad(out, inputs, d_out.bfloat16())
+    exact_gradients = torch.autograd.grad(expected, doubles, d_out)
+    for gradient, exact in zip(gradients, exact_gradients, strict=True):
+        assert (gradient.double() - exact).abs().max() < 0.02 * exact.abs().max()
 
 
 class FlashAttn:
@@ -164,29 +162,32 @@ class FlashAttn:
             target.copy_(gradient)
 
 
-def test_flash_attn_is_called_as_it_wants(monkeypatch):
+def test_the_flash_attn_package_gets_its_arguments_in_order(monkeypatch):
     monkeypatch.setattr(attention, "_flash_attn", lambda: FlashAttn)
     torch.manual_seed(0)
     block = Block([0, 5, 8], [0, 4, 11], causal=False)
     q, k, v = (torch.randn(heads, n, 16).transpose(0, 1) for heads, n in ((4, 8), (2, 11), (2, 11)))
     out, lse = forward_block(q, k, v, block, 0.3)
-    for got, expected in zip(attention._forward_cuda(q, k, v, block, 0.3), (out, lse), strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=0)
-    given = (torch.randn_like(out), q, k, v, out, lse, block, 0.3)
-    for got, expected in zip(attention._backward_cuda(*given), backward_block(*given), strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    cuda_out, cuda_lse = attention._forward_cuda(q, k, v, block, 0.3)
+    assert torch.equal(cuda_out, out) and torch.equal(cuda_lse, lse)
+    arguments = (torch.randn_like(out), q, k, v, out, lse, block, 0.3)
+    gradients = backward_block(*arguments)
+    cuda_gradients = attention._backward_cuda(*arguments)
+    for cuda_gradient, gradient in zip(cuda_gradients, gradients, strict=True):
+        assert torch.equal(cuda_gradient, gradient)
 
 
 def test_poisoned_neighbours_do_not_leak():
     cu, prefixes, _ = layout(random.Random(5), 3, 40)
-    a, b = cu[prefixes[0][2]], cu[prefixes[0][1]]  # the first group
+    start = cu[prefixes[0][2]]  # of the first group
+    end = cu[prefixes[0][1]]
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, cu[-1], 16) for _ in range(3))
     attend = packed_attention(cu, prefixes)
-    clean = attend(None, q, k, v, 0.2)[:, a:b]
+    clean = attend(None, q, k, v, 0.2)[:, start:end]
     for x in (q, k, v):
-        x[:, :, b:] = float("nan")
-    assert torch.equal(attend(None, q, k, v, 0.2)[:, a:b], clean)
+        x[:, :, end:] = float("nan")
+    assert torch.equal(attend(None, q, k, v, 0.2)[:, start:end], clean)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

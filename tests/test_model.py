@@ -1,4 +1,4 @@
-"""Compares the chunked head and the packed model with plain log-softmax and plain forwards."""
+"""Compares the chunked head with plain log-softmax: values, gradients, costs."""
 
 import pytest
 import torch
@@ -13,9 +13,11 @@ from rl2.model.head import head_scores
 def test_chunked_head_equals_log_softmax(monkeypatch, temperature, chunk_rows):
     monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", chunk_rows * 37)
     torch.manual_seed(0)
-    hidden, weight = torch.randn(23, 8, requires_grad=True), torch.randn(37, 8, requires_grad=True)
+    hidden = torch.randn(23, 8, requires_grad=True)
+    weight = torch.randn(37, 8, requires_grad=True)
     targets = torch.randint(37, (23,))
-    d_logps, d_entropy = torch.randn(23), torch.randn(23)
+    d_logps = torch.randn(23)
+    d_entropy = torch.randn(23)
     for with_entropy in (False, True):
         logps, entropy = head_scores(hidden, weight, targets, temperature, with_entropy)
         doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
@@ -23,31 +25,32 @@ def test_chunked_head_equals_log_softmax(monkeypatch, temperature, chunk_rows):
         plain = log_p.gather(1, targets[:, None])[:, 0]
         plain_entropy = -(log_p.exp() * log_p).sum(-1)
         torch.testing.assert_close(logps.double(), plain, rtol=0, atol=1e-5)
-        loss, expected = (logps * d_logps).sum(), (plain * d_logps).sum()
+        loss = (logps * d_logps).sum()
+        plain_loss = (plain * d_logps).sum()
         if with_entropy:
             torch.testing.assert_close(entropy.double(), plain_entropy, rtol=0, atol=1e-5)
-            loss, expected = (
-                loss + (entropy * d_entropy).sum(),
-                expected + (plain_entropy * d_entropy).sum(),
-            )
-        got = torch.autograd.grad(loss, (hidden, weight))
-        for a, b in zip(got, torch.autograd.grad(expected, doubles), strict=True):
-            torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-4)
+            loss = loss + (entropy * d_entropy).sum()
+            plain_loss = plain_loss + (plain_entropy * d_entropy).sum()
+        gradients = torch.autograd.grad(loss, (hidden, weight))
+        plain_gradients = torch.autograd.grad(plain_loss, doubles)
+        for gradient, plain_gradient in zip(gradients, plain_gradients, strict=True):
+            torch.testing.assert_close(gradient.double(), plain_gradient, rtol=0, atol=1e-4)
 
 
 def test_a_frozen_head_costs_no_gradient():
     torch.manual_seed(0)
-    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(37, 8, requires_grad=True)
-    flops, gradients = [], []
-    for weights in (weight, weight.detach()):
-        logps, _ = head_scores(hidden, weights, torch.arange(5))
+    hidden = torch.randn(5, 8, requires_grad=True)
+    weight = torch.randn(37, 8, requires_grad=True)
+    flops = []
+    gradients = []
+    for head_weight in (weight, weight.detach()):
+        logps, _ = head_scores(hidden, head_weight, torch.arange(5))
         with FlopCounterMode(display=False) as counter:
             gradients += torch.autograd.grad(logps.sum(), hidden)
         flops.append(counter.get_total_flops())
-    assert flops == [
-        3 * 2 * 5 * 8 * 37,
-        2 * 2 * 5 * 8 * 37,
-    ]  # recomputed logits, gradient of the hidden states, gradient of the weight
+    product = 2 * 5 * 8 * 37
+    # The logits again, the gradient of the hidden states, the gradient of the weight.
+    assert flops == [3 * product, 2 * product]
     assert torch.equal(*gradients)
 
 

@@ -10,12 +10,15 @@ class Skip(Exception):
 
 def record(**figures) -> None:
     """Prints figures and writes them to the file at once, so that a later failure loses none."""
-    shown = {name: float(f"{x:.4g}") if isinstance(x, float) else x for name, x in figures.items()}
-    print(shown, flush=True)
+    rounded = {}
+    for name, value in figures.items():
+        rounded[name] = float(f"{value:.4g}") if isinstance(value, float) else value
+    print(rounded, flush=True)
     with open(os.environ["RL2_GPU_FIGURES"], "a") as file:
-        file.write(json.dumps(shown) + "\n")
+        file.write(json.dumps(rounded) + "\n")
 
 
-def goal(name: str, value: float, wanted: float) -> None:
+def goal(name: str, value: float, target: float) -> None:
     """Records a figure with its goal. A missed goal is reported, but the part does not fail."""
-    record(**{name: f"{value:.3g} (goal {wanted:g}{'' if value >= wanted else ': missed'})"})
+    missed = "" if value >= target else ": missed"
+    record(**{name: f"{value:.3g} (goal {target:g}{missed})"})
