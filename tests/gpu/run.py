@@ -29,9 +29,9 @@ class Part:
 
 # The most important parts come first, because the machine may be taken away.
 PARTS = {
-    "device": Part("kernels.py", 120),
-    "attention": Part("kernels.py", 180),
-    "head": Part("kernels.py", 120),
+    "device": Part("operators.py", 120),
+    "attention": Part("operators.py", 180),
+    "head": Part("operators.py", 120),
     "worker": Part("training.py", 180),
     "offload": Part("training.py", 180),
     "local_contract": Part("engines.py", 180),
