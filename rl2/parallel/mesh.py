@@ -37,10 +37,8 @@ class Mesh:
     fsdp: DeviceMesh  # [shard] or [replicate, shard]
     dp_rank: int  # which part of the data this process works on
     dp_size: int
-    sp: (
-        dist.ProcessGroup | None
-    )  # the processes that share our sequences; None = this process alone
-    tp: DeviceMesh | None  # [tp], the processes that share our matrices; None = this process alone
+    sp: dist.ProcessGroup | None  # the processes that share our sequences; None = none do
+    tp: DeviceMesh | None  # [tp], the processes that share our matrices; None = none do
     reports_metrics: bool  # true on one process of each sp x tp group: they compute the same sums
 
 
