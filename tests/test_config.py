@@ -642,3 +642,8 @@ def test_a_function_that_asks_for_what_is_not_there_is_refused_with_what_there_i
     assert "log_ratio, logps, mask, old_logps" in refused
     refused = problems([*base, "adv.estimator=mine.py:f"], capsys)
     assert "adv.estimator=mine.py:f asks for logps, secret; it may ask for gamma" in refused
+
+
+def test_a_function_may_take_what_it_does_not_name(base):
+    Path("mine.py").write_text("def f(logps, **rest):\n    return logps, {}\n")
+    parse(PPOConfig, [*base, "actor.loss=mine.py:f"])

@@ -26,7 +26,8 @@ def find_function(name: str, table: Mapping[str, Function], key: str) -> Functio
     if not path.endswith(".py"):
         choices = ", ".join(table)
         raise ValueError(f"{key}={name}: choose {choices}, or your own as path/to/file.py:function")
-    function: Function | None = _run_file(path, key).get(attribute)
+    file = Path(path).expanduser().resolve()
+    function: Function | None = _run_file(file, f"{key}={path}").get(attribute)
     if not callable(function):
         raise ValueError(f"{key}={name}: {path} has no function {attribute}")
     return function
@@ -44,13 +45,12 @@ def call_by_name(function: Function, inputs: object) -> Any:
 
 
 @cache
-def _run_file(path: str, key: str) -> dict[str, Any]:
-    """The names that the file defines."""
-    file = Path(path).expanduser()
+def _run_file(file: Path, setting: str) -> dict[str, Any]:
+    """The names that the file defines. `setting` is where the user named it, for messages."""
     if not file.is_file():
-        raise ValueError(f"{key}={path}: there is no such file")
+        raise ValueError(f"{setting}: there is no such file")
     try:
         return runpy.run_path(str(file))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{key}={path}: the file fails on import: {reason}") from error
+        raise ValueError(f"{setting}: the file fails on import: {reason}") from error

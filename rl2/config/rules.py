@@ -120,8 +120,11 @@ def _function_problem(value: str, key: Key, name: str) -> list[str]:
         return [str(error)]
     available = {entry.name for entry in fields(key.inputs)}
     available.update(part for part in dir(key.inputs) if not part.startswith("_"))
-    parameters = inspect.signature(function).parameters.values()
-    required = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
+    required = set()
+    for parameter in inspect.signature(function).parameters.values():
+        is_named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if is_named and parameter.default is parameter.empty:
+            required.add(parameter.name)
     unknown = ", ".join(sorted(required - available))
     if unknown:
         choices = ", ".join(sorted(available))
