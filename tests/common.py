@@ -1,5 +1,6 @@
 """Helpers of several tests: tiny random models, a tokenizer, samples, and launches of processes."""
 
+import json
 import os
 import random
 import subprocess
@@ -143,3 +144,21 @@ def torchrun(world, *command, **options) -> subprocess.CompletedProcess:
         *command,
         **options,
     )
+
+
+TIMED = ("time/", "memory/", "tokens/per_second")  # metrics that differ from run to run
+
+
+def read_jsonl(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_metrics(folder) -> list[dict]:
+    """The lines of metrics.jsonl in a run folder."""
+    return read_jsonl(folder / "metrics.jsonl")
+
+
+def read_untimed_metrics(folder) -> list[dict]:
+    """The same without times and memory: equal for runs that compute the same."""
+    lines = read_metrics(folder)
+    return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in lines]

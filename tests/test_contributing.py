@@ -11,7 +11,7 @@ import subprocess
 
 import pytest
 import torch
-from common import ROOT, make_model, run
+from common import ROOT, make_model, read_metrics, run
 
 from rl2.algorithms import losses
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
@@ -105,7 +105,7 @@ def test_additions_work_in_a_run_of_grpo(changed_copy, tmp_path):
     done = start(changed_copy, "ppo", *arguments, "data.limit=2")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "rollout engine: echo" in done.stdout
-    [line] = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    [line] = read_metrics(tmp_path / "run")
     assert line["actor/ratio"] == pytest.approx(1)
     table = dict(
         row.split("\t")[1:] for row in (tmp_path / "run/metrics.tsv").read_text().splitlines()
@@ -131,7 +131,7 @@ def test_the_added_trainer_works(changed_copy, tmp_path):
         f"trainer.save_dir={tmp_path}/run",
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    [line] = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    [line] = read_metrics(tmp_path / "run")
     assert line["actor/loss"] > 0 and line["actor/grad_norm"] > 0
     assert (tmp_path / "run/model/config.json").exists()
 

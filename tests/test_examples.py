@@ -12,21 +12,24 @@ import re
 
 import pytest
 import torch
-from common import ROOT, check_adapter, make_model, run, torchrun
+from common import (
+    ROOT,
+    check_adapter,
+    make_model,
+    read_jsonl,
+    read_metrics,
+    read_untimed_metrics,
+    run,
+    torchrun,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rl2.env.load import load_env
 
-TIMED = ("time/", "memory/", "tokens/per_second")
-
 
 def write_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def read_jsonl(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def make_arguments(tmp_path, rows, worker, *extra):
@@ -50,15 +53,6 @@ def make_arguments(tmp_path, rows, worker, *extra):
         f"{worker}.warmup_ratio=0.2",
         *extra,
     ]
-
-
-def read_metrics(folder):
-    return read_jsonl(folder / "metrics.jsonl")
-
-
-def read_untimed_metrics(folder):
-    lines = read_metrics(folder)
-    return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in lines]
 
 
 def read_weights(folder):

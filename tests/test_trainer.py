@@ -14,11 +14,18 @@ import time
 from collections import Counter
 
 import pytest
-from common import ROOT, check_adapter, make_model, torchrun
+from common import (
+    ROOT,
+    check_adapter,
+    make_model,
+    read_jsonl,
+    read_metrics,
+    read_untimed_metrics,
+    torchrun,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-TIMED = ("time/", "memory/", "tokens/per_second")
 # The reward is the fraction of letters of the reply that are in the answer. A random policy starts
 # near 8/98 and learns it in a few steps.
 LETTER_ENV = """
@@ -75,19 +82,6 @@ def start(*command):
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def read_jsonl(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def read_metrics(folder):
-    return read_jsonl(folder / "metrics.jsonl")
-
-
-def read_untimed_metrics(folder):
-    lines = read_metrics(folder)
-    return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in lines]
 
 
 def read_weights(folder):

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 pytest.importorskip(
     "sglang.srt", reason="run by tests/sglang/run.sh, in an environment with sglang"
 )
-from common import make_model, torchrun  # noqa: E402
+from common import make_model, read_metrics, torchrun  # noqa: E402
 
 HERE = Path(__file__).parent
 
@@ -82,10 +82,7 @@ def test_a_run_learns_as_with_the_local_engine(tmp_path, tied):
             *more,
         ]
         torchrun(2, *command, env={"SGLANG_CPU_OMP_THREADS_BIND": "0"})
-        lines = [
-            json.loads(line)
-            for line in (tmp_path / engine / "metrics.jsonl").read_text().splitlines()
-        ]
+        lines = read_metrics(tmp_path / engine)
         assert all((line["actor/mismatch_logp_difference"] or 0) < 1e-4 for line in lines)
         rewards[engine] = [line["reward/mean"] for line in lines]
     for means in rewards.values():
@@ -109,7 +106,7 @@ def test_a_run_with_partial_rollouts(tmp_path, tied):
         f"trainer.save_dir={tmp_path / 'run'}",
     ]
     torchrun(2, *command, env={"SGLANG_CPU_OMP_THREADS_BIND": "0"})
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(tmp_path / "run")
     assert len(lines) == 6 and any(line["rollout/staleness"] > 0 for line in lines)
     records = [
         json.loads(line)
