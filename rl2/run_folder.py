@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -180,7 +181,7 @@ def _cut_metrics(path: Path, step: int) -> None:
 
 
 def write_records(
-    folder: str | os.PathLike, split: str, step: int, records: list[dict[str, Any]]
+    folder: str | os.PathLike, split: str, step: int, records: Iterable[dict[str, Any]]
 ) -> None:
     """Writes the transcripts of a step to rollouts/`split`/step_N.jsonl, on the first process."""
     if dist.get_rank() > 0:

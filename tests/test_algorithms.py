@@ -17,7 +17,7 @@ from rl2.algorithms import advantages, losses
 from rl2.algorithms.advantages import (
     gae,
     group_advantages,
-    trajectory_rewards,
+    sum_by_trajectory,
     whiten,
     zero_std_group_fraction,
 )
@@ -190,13 +190,13 @@ def test_kl_estimates_and_their_gradients_in_expectation():
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_trajectory_rewards(seed):
+def test_sum_by_trajectory(seed):
     case = make_case(seed)
     expected = defaultdict(float)
     for trajectory, rewards in zip(case.trajectory.tolist(), case.rewards.tolist(), strict=True):
         expected[trajectory] += sum(rewards)
     in_order = [expected[trajectory] for trajectory in sorted(expected)]
-    assert trajectory_rewards(case.rewards, case.trajectory).tolist() == in_order
+    assert sum_by_trajectory(case.rewards, case.trajectory).tolist() == in_order
 
 
 @pytest.mark.parametrize("norm_var", [False, True])
@@ -907,7 +907,7 @@ def test_no_input_is_edited():
     before = {name: column.clone() for name, column in vars(case).items()}
     losses_of(case)
     columns_of(case)
-    trajectory_rewards(case.rewards, case.trajectory)
+    sum_by_trajectory(case.rewards, case.trajectory)
     for average in ("token", "sequence", "constant"):
         token_weights(case.mask, case.trajectory, average, 8)
     for name, column in vars(case).items():

@@ -160,7 +160,7 @@ ALLOWED = {
     "env.contract": set(),
     "env": {"env"},
     "data": {"data", "batch"},
-    "rollout": {"rollout", "batch", "data", "engine.base", "env", "parallel.mesh"},
+    "rollout": {"rollout", "algorithms", "batch", "data", "engine.base", "env", "parallel.mesh"},
     "run_folder": {"parallel.mesh"},
     "signals": {"parallel.mesh"},
     "report": {"parallel.mesh"},

@@ -339,7 +339,6 @@ def test_a_resumed_collector_continues_at_its_position(tmp_path):
             collector.player,
             prompts=prompts,
             params=PARAMS,
-            prompts_per_step=2,
             samples_per_prompt=3,
             num_steps=4,
             deterministic=True,
@@ -370,6 +369,6 @@ def test_a_record_has_the_mean_advantage_of_all_its_sequences(tmp_path):
         trajectory=torch.tensor([4, 4, 3]),
         advantages=torch.tensor([[2.0, 9, 9], [1, 1, 0], [5, 5, 5]]),
     )
-    records = to_records(trajectories, batch)
+    records = list(to_records(trajectories, batch))
     assert [(record["id"], record["advantage"]) for record in records] == [(3, 0), (4, 1)]
-    assert "advantage" not in to_records(trajectories)[0]
+    assert "advantage" not in next(to_records(trajectories))

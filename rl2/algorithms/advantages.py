@@ -133,10 +133,10 @@ def zero_std_group_fraction(
     return (ranges == 0).sum() / (ranges >= 0).sum().clamp(min=1)
 
 
-def trajectory_rewards(rewards: Tensor, trajectory: Tensor) -> Tensor:
-    """The sum of each trajectory's rewards [N], in ascending order of the trajectories' numbers."""
+def sum_by_trajectory(columns: Tensor, trajectory: Tensor) -> Tensor:
+    """The sum over each trajectory's rows of columns [B, T]: [N], trajectories ascending."""
     ids, row_index = trajectory.unique(return_inverse=True)
-    return sum_by_index(row_index, rewards.sum(1), len(ids))
+    return sum_by_index(row_index, columns.sum(1), len(ids))
 
 
 def _group_rewards(
@@ -151,7 +151,7 @@ def _group_rewards(
     group_index = group.unique(return_inverse=True)[1]
     member_of = torch.zeros_like(ids).scatter(0, row_index, group_index)
     counts = (sum_by_index(row_index, mask.sum(1), len(ids)) > 0).to(rewards.dtype)
-    totals = trajectory_rewards(masked(mask, rewards), trajectory)
+    totals = sum_by_trajectory(masked(mask, rewards), trajectory)
     return row_index, member_of, totals, counts
 
 

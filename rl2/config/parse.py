@@ -186,8 +186,8 @@ def assign(config: Any, assignments: list[Assignment]) -> tuple[set[str], list[s
     """
     set_keys = set()
     problems = []
+    nodes = dict(_leaf_nodes(config))
     for key, value, source in assignments:
-        nodes = dict(_leaf_nodes(config))
         candidates = [key]
         if key not in nodes and not key.startswith(ENGINE_ARGS + "."):
             candidates = near_keys(key, list(nodes))

@@ -36,7 +36,7 @@ def inject(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
     """Puts adapters beside linear layers of the body of `hf` and freezes all but a critic's head.
 
     What is trained becomes fp32; what is frozen stays in its dtype. None puts nothing. ValueError
-    for a target that no layer is called.
+    for a target that names no layer.
     """
     if settings is None:
         return

@@ -35,7 +35,6 @@ class Collector:
         *,
         prompts: Prompts | None = None,
         params: SamplingParams,
-        prompts_per_step: int = 1,
         samples_per_prompt: int = 1,
         num_steps: int = 1,
         seed: int = 0,
@@ -45,7 +44,6 @@ class Collector:
         self.player = player
         self.prompts = prompts
         self.params = params
-        self.prompts_per_step = prompts_per_step
         self.samples_per_prompt = samples_per_prompt
         self.num_steps = num_steps
         self.seed = seed
@@ -61,10 +59,10 @@ class Collector:
         """
         assert self.prompts is not None
         last_step = min(step + 1, self.num_steps) if self.partial else step
-        num_prompts = last_step * self.prompts_per_step - self.next_position
+        num_prompts = last_step * self.prompts.batch_size - self.next_position
         prompts = self.prompts.take(self.next_position, num_prompts)
         self.next_position += num_prompts
-        num_groups = self.prompts_per_step if self.partial else None
+        num_groups = self.prompts.batch_size if self.partial else None
         return self.play(
             prompts, self.params, self.samples_per_prompt, "train", step, num_groups=num_groups
         )

@@ -1,11 +1,10 @@
 """What a step's trajectories become: training samples, metrics and records. Nothing here
 communicates: every process has all trajectories."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import Tensor
-
+from rl2.algorithms.advantages import sum_by_trajectory
 from rl2.batch import Batch, Sample
 from rl2.rollout.trajectory import Trajectory
 
@@ -59,27 +58,25 @@ def _total_lag(trajectories: list[Trajectory], version: int) -> int:
     return lag
 
 
-def to_records(trajectories: list[Trajectory], batch: Batch | None = None) -> list[dict[str, Any]]:
+def to_records(
+    trajectories: list[Trajectory], batch: Batch | None = None
+) -> Iterator[dict[str, Any]]:
     """What the run folder keeps, in the order of the data.
 
     With the `batch` that was made of them, each record has the trajectory's advantage: the mean
-    over its trained tokens.
+    over its trained tokens. A record is made when it is read, which the first process does alone.
     """
-    records = [t.record() for t in sorted(trajectories, key=lambda trajectory: trajectory.id)]
-    if batch is not None:
-        advantages = _mean_advantages(batch)
-        for record in records:
-            record["advantage"] = advantages[record["id"]]
-    return records
+    advantages = {} if batch is None else _mean_advantages(batch)
+    for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.id):
+        record = trajectory.record()
+        if batch is not None:
+            record["advantage"] = advantages[trajectory.id]
+        yield record
 
 
 def _mean_advantages(batch: Batch) -> dict[int, float]:
     """The mean advantage over the trained tokens of each trajectory, by its id."""
     assert batch.advantages is not None
-    ids, row_index = batch.trajectory.unique(return_inverse=True)
-
-    def sum_rows(columns: Tensor) -> Tensor:
-        return columns.new_zeros(len(ids)).index_add(0, row_index, columns.sum(1))
-
-    means = sum_rows(batch.advantages * batch.mask) / sum_rows(batch.mask).clamp(min=1)
-    return dict(zip(ids.tolist(), means.tolist(), strict=True))
+    sums = sum_by_trajectory(batch.advantages * batch.mask, batch.trajectory)
+    means = sums / sum_by_trajectory(batch.mask, batch.trajectory).clamp(min=1)
+    return dict(zip(batch.trajectory.unique().tolist(), means.tolist(), strict=True))

@@ -63,7 +63,9 @@ class PPORun:
             self.test_prompts = list(test_prompts)
 
         workers = self._make_workers(device, num_steps)
-        self.collector = self._make_collector(device, env, tokenizer, prompts, num_steps)
+        self.collector = self._make_collector(
+            device, env, tokenizer, prompts, list(workers.values()), num_steps
+        )
         parts: Parts = {**workers, "rollout": self.collector}
         self.recorder = Recorder(config, tokenizer, workers, parts, num_steps, device)
         self.recorder.resume()
@@ -92,6 +94,7 @@ class PPORun:
         env: Env,
         tokenizer: Tokenizer,
         prompts: Prompts,
+        workers: list[Worker],
         num_steps: int,
     ) -> Collector:
         config = self.config
@@ -103,20 +106,18 @@ class PPORun:
         eos = GenerationConfig.from_pretrained(config.actor.model_name).eos_token_id
         stop_ids = chat.stop_token_ids(tokenizer, eos)
         self.test_params = _sampling_params(config.rollout.test_sampling_params, stop_ids)
-        trained = [worker for worker in (self.actor, self.critic) if worker is not None]
         player = Player(
             engine=self.engine,
             env=env,
             tokenizer=tokenizer,
             failures=EnvFailures(config.rollout.max_env_failures),
             max_turns=config.rollout.max_turns,
-            max_length=min(w.config.max_length_per_device * w.config.sp_size for w in trained),
+            max_length=min(w.config.max_length_per_device * w.config.sp_size for w in workers),
         )
         return Collector(
             player,
             prompts=prompts,
             params=_sampling_params(config.rollout.train_sampling_params, stop_ids),
-            prompts_per_step=config.data.prompts_per_rollout,
             samples_per_prompt=config.data.responses_per_prompt,
             num_steps=num_steps,
             seed=config.trainer.seed,

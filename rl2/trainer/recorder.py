@@ -23,7 +23,7 @@ Evaluate = Callable[[int], dict[str, float]]  # step -> metrics of the test data
 
 @dataclass
 class Recorder:
-    """Keeps the books of a run: metrics, transcripts, checkpoints and exports.
+    """Logs, evaluates, saves and exports a run when it is due.
 
     Call `resume` first, then `begin`.
     """
