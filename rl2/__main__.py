@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import os
 import sys
 
 # name -> (module with a function `main`, which reads sys.argv; one line of help)
@@ -29,7 +30,10 @@ def main() -> None:
     """Runs the command that the first argument names; without one it lists the commands."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        print(describe_commands())
+        try:
+            print(describe_commands(), flush=True)
+        except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)

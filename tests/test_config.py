@@ -1,6 +1,7 @@
 """Every rule of the config: what it refuses, in which words, and a neighbour that passes."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -46,8 +47,15 @@ RULES = [  # (refused, what the message says, accepted)
         "did you mean data.prompts_per_rollout?",
         "data.prompts_per_rollout=4",
     ),
-    ("actor.lr=fast", "actor.lr=fast: Value 'fast'", "actor.lr=1e-5"),
-    ("data.max_length=1.5", "data.max_length=1.5", "data.max_length=15"),
+    ("actor.lr=fast", "actor.lr=fast: expected a number", "actor.lr=1e-5"),
+    ("data.max_length=1.5", "data.max_length=1.5: expected a whole number", "data.max_length=1e2"),
+    ("trainer.max_steps=1e-2", "expected a whole number or null", "trainer.max_steps=1e2"),
+    ("actor.lora_targets=q", "expected a list, as [a,b]", ""),
+    ("actor.share_prompts=maybe", "expected true or false", "actor.share_prompts=false"),
+    ("trainer.project=true", "is a text, so quote it", "trainer.project=x"),
+    ("data.test_path=", "data.test_path= is empty: write a value", "data.test_path=null"),
+    ("actor=3", "actor is a section; set its keys, as actor.NAME=VALUE", "actor.lr=3"),
+    ("trainer.save_dir=${oops}", "trainer.save_dir: Interpolation key 'oops' not found", ""),
     ("data.max_length=0", "data.max_length=0: it must be above 0", "data.max_length=1"),
     ("trainer.max_steps=0", "trainer.max_steps=0: it must be above 0", "trainer.max_steps=null"),
     ("actor.weight_decay=-1", "must not be below 0", "actor.weight_decay=0.1"),
@@ -58,8 +66,22 @@ RULES = [  # (refused, what the message says, accepted)
     ("+actor.lr=1", "+ and ~ are not needed", "actor.lr=1"),
     ("foo", "'foo' sets no key", ""),
     ("data.seed=1,2", "names several values", "data.seed=1"),
-    ("trainer.project=a(b)", "quotes", "trainer.project='\"a(b)\"'"),
+    (
+        "trainer.project=a(b)",
+        """'(' after 'a' needs quotes; write 'trainer.project="a(b)"'""",
+        "'trainer.project=\"a(b)\"'",
+    ),
+    (
+        "trainer.project=#x",
+        """'#' at its start needs quotes; write 'trainer.project="#x"'""",
+        "'trainer.project=\"#x\"'",
+    ),
+    ("actor.lora_targets=[q_proj,v", "a bracket is missing", ""),
+    ("actor.lora_targets=[a#b]", "put the item with '#' in double quotes", ""),
     ("--quiet", "--quiet is no option", ""),
+    ("--lr 1e-5", "keys are written key=value without dashes", "actor.lr=1e-5"),
+    ("--nproc_per_node=4", "options of torchrun stand before -m", ""),
+    ("--config-name", "--config-name needs a value: --config-name NAME", ""),
     ("--config-name none", "there is no file none.yaml", ""),
     ("data.path=missing.jsonl", "data.path=missing.jsonl: no such file", "data.path=openai/gsm8k"),
     (
@@ -256,6 +278,83 @@ def test_all_problems_come_at_once_and_once(base, capsys, monkeypatch):
     assert problems([*base, "foo"], capsys) == ""
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "actor.lr = 1",
+        "actor.lr =1",
+        "actor.lr= 1",
+        "--lr 1",
+        "data.path=",
+        "data.prompts_per_rollout=-8 actor.update_per_rollout=500",
+        "data.responses_per_prompt=0",
+        "data.max_length=-1",
+        "rollout.max_turns=0",
+        "rollout.train_sampling_params.max_new_tokens=-1",
+        "actor.max_length_per_device=-1",
+        "actor.sp_size=-1",
+        "kl.coef=-1",
+        "kl.coef=-1 kl.type=loss",
+    ],
+)
+def test_a_mistake_brings_no_follow_on_messages(base, capsys, arguments):
+    assert problems([*base, *arguments.split()], capsys).startswith("1 problem in")
+
+
+def test_the_remedy_for_quotes_can_be_pasted(base, capsys):
+    import shlex
+
+    for name in ("a(b)", "it's (x)", 'say "x", y', "a=b", "50%; #1", "é"):
+        text = problems([*base, f"trainer.project={name}"], capsys).strip()
+        remedy = re.search(r"(?:write|for a text) (\S.*)$", text)[1]
+        assert parse(PPOConfig, [*base, *shlex.split(remedy)]).trainer.project == name
+
+
+def test_a_key_that_is_set_twice_warns(base, capsys):
+    assert parse(PPOConfig, [*base, "actor.lr=1", "actor.lr=2"]).actor.lr == 2
+    words = "warning: actor.lr is set to 1 and to 2; the last value counts"
+    assert words in capsys.readouterr().err
+    parse(PPOConfig, [*base, "actor.lr=1", "actor.lr=1"])
+    assert capsys.readouterr().err == ""
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(base, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home (1)"))
+    config = parse(PPOConfig, [*base, "trainer.save_dir=~/runs", 'trainer.project="~/x"'])
+    assert config.trainer.save_dir == f"{tmp_path}/home (1)/runs"
+    assert config.trainer.project == f"{tmp_path}/home (1)/x"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- a", "holds no keys"),
+        ("actor: 3", "actor is a section"),
+        ("actor:\n  lr: ${oops}", "Interpolation key 'oops' not found"),
+        ("actor:\n  lr: 1\n  lr: 2", "found duplicate key lr"),
+        ("\0", "not readable YAML"),
+    ],
+)
+def test_a_recipe_with_errors_is_refused_in_words(base, capsys, text, words):
+    Path("wrong.yaml").write_text(text)
+    assert words in problems([*base, "--config-name=wrong"], capsys)
+    Path("right.yaml").write_text("actor:\ntrainer:\n  max_steps: 1e2\n")
+    assert parse(PPOConfig, [*base, "--config-name=right"]).trainer.max_steps == 100
+
+
+def test_what_else_is_wrong_comes_in_the_same_round(base, capsys, monkeypatch):
+    def find_problems(config):
+        assert config.data.path == "train.jsonl"
+        return ["data.path=train.jsonl: no rows", "actor.lr=1: the key has a problem already"]
+
+    with pytest.raises(SystemExit):
+        parse(PPOConfig, [*base, "actor.lr=x"], find_problems)
+    text = capsys.readouterr().err
+    assert text.startswith("2 problems") and "no rows" in text and "already" not in text
+    parse(PPOConfig, base, find_problems)  # the run itself will find them
+    assert capsys.readouterr().err == ""
+
+
 def test_values_and_types(base):
     config = parse(
         PPOConfig, [*base, "trainer.experiment_name=x", "trainer.resume=off", "actor.lr=3e-4"]
@@ -423,7 +522,7 @@ def test_recipes_round_trip_and_overrides_win(base, capsys, tmp_path):
     (tmp_path / "recipes/mine.yaml").write_text("actor:\n  lrr: 1\ntrainer:\n  resume: off\n")
     text = problems([*base, "--config-dir=recipes", "--config-name", "mine"], capsys)
     assert "unknown key actor.lrr=1" in text and "mine.yaml)" in text
-    assert "quote it: 'off'" in text
+    assert "trainer.resume=False: this key is a text, so quote it" in text
     (tmp_path / "recipes/mine.yaml").write_text("actor: [")
     assert "not readable YAML" in problems(
         [*base, "--config-dir=recipes", "--config-name", "mine"], capsys
@@ -478,8 +577,9 @@ def test_the_short_help_is_one_screen(base, capsys):
     )
 
 
-def test_help_survives_a_reader_that_leaves():
-    command = [sys.executable, "-m", "rl2", "ppo", "--help", "all"]
+@pytest.mark.parametrize("arguments", [["--help"], ["ppo", "--help", "all"]])
+def test_help_survives_a_reader_that_leaves(arguments):
+    command = [sys.executable, "-m", "rl2", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait() == 0

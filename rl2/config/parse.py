@@ -5,26 +5,44 @@
 
 import difflib
 import os
+import re
+import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import MISSING, OmegaConf, StringNode
+from omegaconf import (
+    MISSING,
+    BooleanNode,
+    FloatNode,
+    IntegerNode,
+    ListConfig,
+    OmegaConf,
+    StringNode,
+)
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rl2.config.key import Key, schema_keys
-from rl2.config.rules import VALIDATORS, check_choices, get_value
+from rl2.config.rules import VALIDATORS, Checked, check_choices, get_value
 
-OPTIONS = ("--cfg", "--config-dir", "--config-name")  # each takes a value
+OPTIONS = {"--cfg": "job", "--config-dir": "DIR", "--config-name": "NAME"}  # each takes a value
 OPTIONS_HELP = "--help [SECTION | all], --cfg job, --config-dir DIR and --config-name NAME"
+TORCHRUN_OPTION = r"--?(nproc|nnodes|node|standalone|master|rdzv|max.restarts|role|log.dir)"
+NEXT_ARGUMENT = r"-\D|[\w.]+="  # how an option or a key=value begins
 HELP_COLUMN = 40  # where the explanations of the short help begin
-ENGINE_ARGS = "rollout.engine_args"  # a dict: its keys are not in the schema
+OPEN_KEYS = ("rollout.engine_args", "data.columns")  # dicts, whose keys the schema does not list
+# What Hydra's grammar does not take in a text without quotes, and what it takes in lists and maps.
+NEEDS_QUOTES = r"[^\w/\\+.$%*@?|: -]"
+NEEDS_QUOTES_IN_LIST = r"[^\w/\\+.$%*@?|: \[\]{},-]"
+
+
+FindProblems = Callable[[Any], list[str]]
 
 
 class Assignment(NamedTuple):
@@ -33,36 +51,61 @@ class Assignment(NamedTuple):
     source: str = ""  # where it was written, in words that follow a message
 
 
-def parse(root: type, argv: list[str]) -> Any:
+class Arguments(NamedTuple):
+    """The command line and its recipe, read. Keys are not known yet."""
+
+    assignments: list[Assignment]
+    shows_config: bool  # with --cfg job
+    problems: list[str]
+    warnings: list[str]
+
+
+def parse(root: type, argv: list[str], find_problems: FindProblems | None = None) -> Any:
     """The config that the arguments ask for, an instance of `root`.
 
     `root` is a key of VALIDATORS or a subclass of one, whose checks it has then.
 
     `--help` and `--cfg job` print and exit. If there are problems, rank 0 prints all of them and
-    every rank exits with status 2.
+    every rank exits with status 2. `find_problems(config)` tries what the config names, such as the
+    data. It is called only if there are problems, to show all of them together.
     """
     if {"-h", "--help"} & set(argv):
         show_help(root, argv)
-    options, words, problems = read_options(argv)
-    recipe, recipe_problems = read_recipe(options)
-    overrides, override_problems = read_overrides(words)
+    arguments = read_arguments(argv)
+    problems = arguments.problems
     config = OmegaConf.structured(root)
-    set_keys, key_problems = assign(config, recipe + overrides)
-    problems += recipe_problems + override_problems + key_problems
+    set_keys, key_problems = assign(config, arguments.assignments)
+    problems += key_problems
     missing = sorted(OmegaConf.missing_keys(config))
-    if "--cfg" not in options:
-        problems += [f"{key} is missing: {schema_keys(root)[key].help}" for key in missing]
+    if not arguments.shows_config:
+        unset = [key for key in missing if key not in set_keys]
+        problems += [f"{key} is missing: {schema_keys(root)[key].help}" for key in unset]
     result = to_object(config, missing)
-    choice_problems = check_choices(result)
-    if "--cfg" in options and not problems + choice_problems:
+    if arguments.shows_config and not problems + check_choices(result):
         print_and_exit(OmegaConf.to_yaml(config, resolve=True))
+    config_problems, warnings = check_config(result, set_keys)
+    problems += config_problems
+    if problems and find_problems and is_first_rank():
+        problems += without_keys_of(problems, find_problems(result))
+    report(problems, arguments.warnings + warnings)
+    return result
+
+
+def check_config(config: Any, set_keys: set[str]) -> Checked:
+    """(problems, warnings) of a config whose keys and types are right."""
+    choice_problems = check_choices(config)
     if choice_problems:  # which may be why other keys seem to have no effect
         set_keys = set()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    validate = next(VALIDATORS[kind] for kind in root.__mro__ if kind in VALIDATORS)
-    found_problems, warnings = validate(result, set_keys, world_size)
-    report(problems + choice_problems + found_problems, warnings)
-    return result
+    validate = next(VALIDATORS[kind] for kind in type(config).__mro__ if kind in VALIDATORS)
+    problems, warnings = validate(config, set_keys, world_size)
+    return choice_problems + problems, warnings
+
+
+def without_keys_of(known: list[str], problems: list[str]) -> list[str]:
+    """The problems (KEY=VALUE: ...) without those whose key has a problem among the known ones."""
+    keys = {problem.partition("=")[0] for problem in known}
+    return [problem for problem in problems if problem.partition("=")[0] not in keys]
 
 
 def is_first_rank() -> bool:
@@ -101,23 +144,69 @@ def dump(config: Any) -> str:
 # Reading.
 
 
+def read_arguments(argv: list[str]) -> Arguments:
+    """What the arguments and the recipe that they name ask for. Arguments follow the recipe."""
+    words, word_problems = join_spaced_words(argv)
+    options, words, option_problems = read_options(words)
+    recipe, recipe_problems = read_recipe(options)
+    overrides, override_problems = read_overrides(words)
+    return Arguments(
+        assignments=recipe + overrides,
+        shows_config="--cfg" in options,
+        problems=word_problems + option_problems + recipe_problems + override_problems,
+        warnings=find_duplicates(overrides),
+    )
+
+
+def join_spaced_words(argv: list[str]) -> tuple[list[str], list[str]]:
+    """(arguments, problems): `key = value`, `key =value` and `key= value` become one argument."""
+    words: list[str] = []
+    problems = []
+    for word in argv:
+        previous = words[-1] if words else ""
+        is_key = re.fullmatch(r"\w[\w.]*", previous)
+        continues_key = is_key and word.startswith("=")
+        is_value = re.fullmatch(r"\w[\w.]*=", previous) and not re.match(NEXT_ARGUMENT, word)
+        if continues_key or is_value:
+            words[-1] = previous + word
+        else:
+            words.append(word)
+        if is_value or (continues_key and word != "="):
+            problems.append(f"{words[-1]} has spaces at its =: write it without them")
+    return words, problems
+
+
 def read_options(argv: list[str]) -> tuple[dict[str, str], list[str], list[str]]:
     """(options by name, overrides, problems). An option is `--name value` or `--name=value`."""
     options = {}
     overrides = []
     problems = []
-    words = iter(argv)
-    for word in words:
+    words = list(argv)
+    while words:
+        word = words.pop(0)
         name, equals, value = word.partition("=")
-        if name in OPTIONS:
-            options[name] = value if equals else next(words, "")
-        elif word.startswith("-"):
-            problems.append(f"{word} is no option: there are {OPTIONS_HELP}")
-        else:
+        if not name.startswith("-"):
             overrides.append(word)
+            continue
+        if not equals and words and not re.match(NEXT_ARGUMENT, words[0]):
+            value = words.pop(0)
+        if name not in OPTIONS:
+            problems.append(_unknown_option(word))
+        elif not value:
+            problems.append(f"{name} needs a value: {name} {OPTIONS[name]}")
+        else:
+            options[name] = value
     if options.get("--cfg", "job") != "job":
         problems.append(f"--cfg {options['--cfg']}: the only choice is job")
     return options, overrides, problems
+
+
+def _unknown_option(word: str) -> str:
+    if re.match(TORCHRUN_OPTION, word):
+        return f"{word} is no option of the trainer: options of torchrun stand before -m"
+    return (
+        f"{word} is no option: keys are written key=value without dashes; there are {OPTIONS_HELP}"
+    )
 
 
 def read_recipe(options: dict[str, str]) -> tuple[list[Assignment], list[str]]:
@@ -134,15 +223,17 @@ def read_recipe(options: dict[str, str]) -> tuple[list[Assignment], list[str]]:
         return [], [f"--config-name {name}: there is no file {path}"]
     try:
         recipe = OmegaConf.to_container(OmegaConf.load(path))
-    except (YAMLError, OmegaConfBaseException) as error:
+    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         return [], [f"{path} is not readable YAML: {error}"]
-    return [Assignment(key, value, f" (in {path})") for key, value in _flatten(recipe or {})], []
+    if not isinstance(recipe, dict):
+        return [], [f"{path} holds no keys: write sections with keys below them, as --cfg job does"]
+    return [Assignment(key, value, f" (in {path})") for key, value in _flatten(recipe)], []
 
 
 def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and value and key != ENGINE_ARGS:
+        if isinstance(value, dict) and value and key not in OPEN_KEYS:
             yield from _flatten(value, key + ".")
         else:
             yield key, value
@@ -159,21 +250,55 @@ def read_overrides(words: list[str]) -> tuple[list[Assignment], list[str]]:
             remedy = "write key=value; every key exists already, so + and ~ are not needed"
             problems.append(f"{word!r} sets no key: {remedy}")
             continue
+        is_readable_key = re.fullmatch(r"\w+(\.\w+)*", key)
+        if text.startswith("~/") or not is_readable_key:  # Hydra takes neither
+            assignments.append(Assignment(key, text))
+            continue
         try:
             override = parser.parse_override(word)
         except HydraException:
-            quoted = text.replace('"', '\\"')
-            problems.append(
-                f"{word} cannot be read: put quotes in quotes where a value has spaces, commas, "
-                f"parentheses or =, as in '{key}=\"{quoted}\"'"
-            )
+            problems.append(explain_quotes(key, text))
             continue
         if override.is_sweep_override():
-            remedy = f"for a list write {key}=[{text}]"
+            remedy = f"for a list write {key}=[{text}], for a text {quote_for_shell(key, text)}"
             problems.append(f"{word} names several values, and a run has one: {remedy}")
         else:
-            assignments.append(Assignment(override.key_or_group, override.value()))
+            assignments.append(Assignment(key, override.value()))
     return assignments, problems
+
+
+def explain_quotes(key: str, text: str) -> str:
+    """Which character makes the value unreadable, and how to quote it."""
+    is_list = text[:1] in ("[", "{")
+    found = re.search(NEEDS_QUOTES_IN_LIST if is_list else NEEDS_QUOTES, text, re.ASCII)
+    problem = f"{key}={text} cannot be read"
+    if found and is_list:
+        item = f'as in "a{found[0]}b", and the whole argument in single ones'
+        return f"{problem}: put the item with {found[0]!r} in double quotes, {item}"
+    if is_list:
+        return f"{problem}: a bracket is missing; put the whole argument in single quotes"
+    if not found:
+        return f"{problem}: write {quote_for_shell(key, text)}"
+    place = f"after {text[: found.start()]!r}" if found.start() else "at its start"
+    return f"{problem}: {found[0]!r} {place} needs quotes; write {quote_for_shell(key, text)}"
+
+
+def quote_for_shell(key: str, text: str) -> str:
+    """The argument that sets the key to this text, as one types it in a shell."""
+    escaped = text.replace('"', '\\"')
+    return shlex.quote(f'{key}="{escaped}"')
+
+
+def find_duplicates(overrides: list[Assignment]) -> list[str]:
+    """A warning for each key that the arguments set to several values."""
+    values_of: dict[str, list[str]] = {}
+    for key, value, _ in overrides:
+        values_of.setdefault(key, []).append(str(value))
+    warnings = []
+    for key, values in values_of.items():
+        if len(set(values)) > 1:
+            warnings.append(f"{key} is set to {' and to '.join(values)}; the last value counts")
+    return warnings
 
 
 # Setting keys.
@@ -184,12 +309,17 @@ def assign(config: Any, assignments: list[Assignment]) -> tuple[set[str], list[s
 
     A misspelled key sets the one key that it must mean, so that no other problem follows from it.
     """
-    set_keys = set()
+    set_keys: set[str] = set()
     problems = []
     nodes = dict(_leaf_nodes(config))
     for key, value, source in assignments:
+        if any(name.startswith(f"{key}.") for name in nodes):
+            if value is not None:  # a recipe may have a section without keys
+                remedy = f"set its keys, as {key}.NAME=VALUE; --help {key} lists them"
+                problems.append(f"{key}={value}: {key} is a section; {remedy}{source}")
+            continue
         candidates = [key]
-        if key not in nodes and not key.startswith(ENGINE_ARGS + "."):
+        if key not in nodes and not key.startswith(tuple(name + "." for name in OPEN_KEYS)):
             candidates = near_keys(key, list(nodes))
             near = " or ".join(candidates)
             hint = f": did you mean {near}?" if near else "; --help all lists all"
@@ -200,7 +330,20 @@ def assign(config: Any, assignments: list[Assignment]) -> tuple[set[str], list[s
             problem = set_value(config, nodes.get(target), target, value)
             if problem and target == key:
                 problems.append(problem + source)
-    return set_keys, problems
+    return set_keys, problems + check_references(config, set_keys)
+
+
+def check_references(config: Any, set_keys: set[str]) -> list[str]:
+    """The keys whose ${OTHER.KEY} cannot be resolved. They are set to their defaults."""
+    problems = []
+    defaults = OmegaConf.structured(OmegaConf.get_type(config))
+    for key in sorted(set_keys):
+        try:
+            OmegaConf.select(config, key)
+        except OmegaConfBaseException as error:
+            problems.append(f"{key}: {str(error).splitlines()[0]}")
+            OmegaConf.update(config, key, dict(_leaf_nodes(defaults))[key])
+    return problems
 
 
 def to_object(config: Any, missing: list[str]) -> Any:
@@ -212,14 +355,35 @@ def to_object(config: Any, missing: list[str]) -> Any:
 
 
 def set_value(config: Any, node: Any, key: str, value: Any) -> str:
-    """Sets the key, whose node in `config` is `node`. Returns the problem, or ""."""
-    if isinstance(value, bool) and isinstance(node, StringNode):
-        return f"{key}={value}: this is text, so quote it: '{'on' if value else 'off'}'"
+    """Sets the key, whose node in `config` is `node`. Returns the problem, or "".
+
+    A text that begins with ~/ is a path in the home folder.
+    """
+    if isinstance(node, StringNode) and value == "":
+        return f"{key}= is empty: write a value, or leave the key out; is a shell variable unset?"
+    if isinstance(node, StringNode) and isinstance(value, bool):
+        return f"{key}={value}: this key is a text, so quote it: 'true', 'false', 'on' or 'off'"
+    if isinstance(node, IntegerNode) and isinstance(value, float) and value.is_integer():
+        value = int(value)  # 1e3
+    if isinstance(value, str) and value.startswith("~/"):
+        value = os.path.expanduser(value)
     try:
         OmegaConf.update(config, key, value, force_add=node is None)
-    except OmegaConfBaseException as error:
-        return f"{key}={value}: {str(error).splitlines()[0]}"
+    except OmegaConfBaseException:
+        return f"{key}={value}: expected {_describe_type(node)}"
     return ""
+
+
+def _describe_type(node: Any) -> str:
+    kinds: dict[type, str] = {
+        IntegerNode: "a whole number",
+        FloatNode: "a number",
+        BooleanNode: "true or false",
+        StringNode: "a text",
+        ListConfig: "a list, as [a,b]",
+    }
+    kind = kinds.get(type(node), "a map, as KEY.NAME=VALUE")
+    return f"{kind} or null" if node is not None and node._is_optional() else kind
 
 
 def near_keys(key: str, known: list[str]) -> list[str]:

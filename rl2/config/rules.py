@@ -318,12 +318,14 @@ def check_trajectory_lengths(config: PPOConfig, workers: list[str]) -> list[str]
     answer = config.rollout.train_sampling_params.max_new_tokens
     prompt = config.data.max_length
     total = prompt + turns * answer
-    problems = []
+    problems: list[str] = []
+    if min(turns, answer, prompt) <= 0:  # their ranges are checked elsewhere
+        return problems
     for name in workers:
         worker = getattr(config, name)
         for limit in LENGTH_LIMITS:
             tokens = getattr(worker, limit)
-            if tokens and total > tokens * worker.sp_size:
+            if tokens and 0 < tokens * worker.sp_size < total:
                 problems.append(
                     f"{name}.{limit}={tokens} is shorter than a trajectory may get: "
                     f"data.max_length {prompt} + {turns} x max_new_tokens {answer} = {total}; "
@@ -339,7 +341,7 @@ def check_row_lengths(config: Any, name: str, rows_together: int) -> list[str]:
     for limit, num_rows in zip(LENGTH_LIMITS, (rows_together, 1), strict=True):
         tokens = getattr(worker, limit)
         total = config.data.max_length * num_rows
-        if tokens and total > tokens * worker.sp_size:
+        if tokens and 0 < tokens * worker.sp_size < total:
             problems.append(
                 f"{name}.{limit}={tokens} is shorter than a row may get: {total} = data.max_length "
                 f"x {num_rows}; raise it, or lower data.max_length"
@@ -361,7 +363,7 @@ def check_step_sizes(config: PPOConfig) -> list[str]:
     num_trajectories = data.prompts_per_rollout * data.responses_per_prompt
     for name in worker_names(config):
         updates = getattr(config, name).update_per_rollout
-        if updates > num_trajectories:
+        if 0 < num_trajectories < updates:
             problems.append(
                 f"{name}.update_per_rollout={updates} is more than the {num_trajectories} "
                 "trajectories of a step"
@@ -379,7 +381,7 @@ def check_pairs(config: PPOConfig) -> list[str]:
             "trainer.deterministic=true: partial rollouts depend on time; leave it or "
             "rollout.partial out"
         )
-    if (kl.coef > 0) != (kl.type is not None):
+    if kl.coef >= 0 and (kl.coef > 0) != (kl.type is not None):
         problems.append(
             f"kl.coef={kl.coef} and kl.type={kl.type} need each other: choose reward or loss"
         )
