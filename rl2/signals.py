@@ -11,13 +11,17 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 
+from rl2.error_report import report_error
 from rl2.parallel.mesh import any_rank
 
 PACKAGE = Path(__file__).parent
 SECONDS_BEFORE_OTHER_RANKS_PRINT = 5.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# One request may arrive twice: `timeout` signals its child and then the child's group, and a
+# terminal and torchrun both forward Ctrl-C.
+SECONDS_OF_ONE_REQUEST = 1.0
 
 
 class StopSignal:
@@ -25,26 +29,58 @@ class StopSignal:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.is_requested_here = False
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self.requested_at: float | None = None  # by the monotonic clock; None: not on this process
+        self.process_id = os.getpid()
+        for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # Under torchrun one Ctrl-C arrives twice: from the terminal, which signals all processes,
-        # and from torchrun. Only a lone process can know that the user pressed it again.
-        if self.is_requested_here and "TORCHELASTIC_RUN_ID" not in os.environ:
-            raise KeyboardInterrupt
-        if not self.is_requested_here and dist.get_rank() == 0:
-            print(
-                "\nstopping: this step will be finished and saved. torchrun waits 30 s for that; "
-                "after them the last checkpoint stands.",
-                flush=True,
+        now = time.monotonic()
+        if os.getpid() != self.process_id:  # an environment's child process, which has no step
+            os._exit(128 + number)
+        if self.requested_at is None:
+            self.requested_at = now
+            _print_once_a_node(
+                "stopping: this step will be finished and saved. torchrun waits 30 s for that; "
+                "after them the last checkpoint stands."
             )
-        self.is_requested_here = True
+        elif now - self.requested_at > SECONDS_OF_ONE_REQUEST and not _is_under_torchrun():
+            _print_once_a_node("ended at once; the last checkpoint stands.")
+            os._exit(128 + number)
 
     def is_requested_anywhere(self) -> bool:
         """Whether any process was asked to stop. All processes must call."""
-        return any_rank(self.is_requested_here, self.device)
+        return any_rank(self.requested_at is not None, self.device)
+
+
+def end_on_signals() -> None:
+    """Before the loop Ctrl-C and SIGTERM end the process at once: there is nothing to save."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    _print_once_a_node(f"ended by {name} before the first step of this launch; nothing to save.")
+    os._exit(128 + number)
+
+
+def _print_once_a_node(text: str) -> None:
+    """Prints from a signal handler, where Python's own files may be in use."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        os.write(sys.stderr.fileno(), f"\n{text}\n".encode())
+
+
+def _is_under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+@contextmanager
+def guard() -> Iterator[None]:
+    """What every main runs in: signals and errors end it with one message."""
+    end_on_signals()
+    with user_errors():
+        yield
 
 
 @contextmanager
@@ -66,7 +102,7 @@ def user_errors() -> Iterator[None]:
             # Most errors meet all ranks. The first one prints, and torchrun ends the others.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(SECONDS_BEFORE_OTHER_RANKS_PRINT)
-        print(f"error{place}: {message}", file=sys.stderr, flush=True)
+        report_error(f"error{place}: {message}")
         sys.exit(1)
 
 

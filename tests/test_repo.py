@@ -144,7 +144,14 @@ ALLOWED = {
     "algorithms": {"algorithms"},
     "batch": set(),
     "packing": {"batch"},
-    "config": {"config", "algorithms", "engine.select", "engine.base", "env.contract"},
+    "config": {
+        "config",
+        "algorithms",
+        "engine.select",
+        "engine.base",
+        "env.contract",
+        "error_report",
+    },
     "parallel.mesh": set(),
     "parallel.tensor": {"parallel.mesh"},
     "parallel.fsdp": {"parallel.mesh"},
@@ -162,7 +169,8 @@ ALLOWED = {
     "data": {"data", "batch"},
     "rollout": {"rollout", "algorithms", "batch", "data", "engine.base", "env", "parallel.mesh"},
     "run_folder": {"parallel.mesh"},
-    "signals": {"parallel.mesh"},
+    "error_report": set(),
+    "signals": {"parallel.mesh", "error_report"},
     "report": {"parallel.mesh"},
 }
 MAINS = {"trainer.ppo", "trainer.sft", "trainer.dpo", "trainer.rm"}

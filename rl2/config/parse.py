@@ -30,6 +30,7 @@ from yaml import YAMLError
 
 from rl2.config.key import Key, schema_keys
 from rl2.config.rules import VALIDATORS, Checked, check_choices, get_value
+from rl2.error_report import report_error
 
 OPTIONS = {"--cfg": "job", "--config-dir": "DIR", "--config-name": "NAME"}  # each takes a value
 OPTIONS_HELP = "--help [SECTION | all], --cfg job, --config-dir DIR and --config-name NAME"
@@ -115,15 +116,16 @@ def is_first_rank() -> bool:
 
 def report(problems: list[str], warnings: list[str]) -> None:
     """Prints them on rank 0. Exits with status 2 if there are problems."""
-    lines = [f"warning: {warning}" for warning in warnings]
     if problems:
         plural = "s" if len(problems) > 1 else ""
         lines = [f"{len(problems)} problem{plural} in the configuration:"]
         lines += [f"  - {problem}" for problem in problems]
-    if lines and is_first_rank():
-        print("\n".join(lines), file=sys.stderr, flush=True)
-    if problems:
+        if is_first_rank():
+            report_error("\n".join(lines))
         sys.exit(2)
+    for warning in warnings:
+        if is_first_rank():
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
 def print_and_exit(text: str) -> NoReturn:

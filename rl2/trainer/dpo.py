@@ -15,7 +15,7 @@ from rl2.config.parse import parse
 from rl2.config.schema import DPOConfig, DPOLossConfig
 from rl2.data.examples import Example, render_pair, to_samples
 from rl2.model.token_model import TokenScores
-from rl2.signals import user_errors
+from rl2.signals import guard
 from rl2.trainer.build import OfflineRun
 
 
@@ -62,7 +62,7 @@ def make_batch(run: OfflineRun, examples: list[Example]) -> Batch:
 
 def main() -> None:
     config = parse(DPOConfig, sys.argv[1:])
-    with user_errors():
+    with guard():
         run = OfflineRun(config, "actor", render_pair, make_batch)
         train(run, reference=run.worker.reference())
         run.finish()

@@ -18,7 +18,7 @@ from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig
 from rl2.model.token_model import TokenScores
 from rl2.rollout.stats import summarise, to_records, training_samples
 from rl2.run_folder import write_records
-from rl2.signals import user_errors
+from rl2.signals import guard
 from rl2.trainer.build import PPORun
 from rl2.worker import Loss
 
@@ -194,7 +194,7 @@ def average_updates(worker_name: str, updates: list[dict[str, float]]) -> dict[s
 
 def main() -> None:
     config = parse(PPOConfig, sys.argv[1:])
-    with user_errors():
+    with guard():
         run = PPORun(config)
         train(run)
         run.finish()

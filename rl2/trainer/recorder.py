@@ -42,7 +42,6 @@ class Recorder:
         """
         trainer = self.config.trainer
         self.folder = Path(trainer.save_dir)
-        self.stop_signal = StopSignal(self.device)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", trainer.keep_checkpoints)
         checkpoint = find_checkpoint(trainer.resume, self.checkpoints.folder)
         # The number of steps that are done.
@@ -69,6 +68,7 @@ class Recorder:
             metrics = self._evaluate_if_due(0)
             if metrics:
                 self.metrics_log.write(0, metrics)
+        self.stop_signal = StopSignal(self.device)
 
     def remaining_steps(self) -> range:
         """The numbers of the steps that are not done yet; the first step is 1."""
@@ -77,13 +77,15 @@ class Recorder:
     def finish_step(self, step: int, metrics: dict[str, float]) -> bool:
         """Evaluates, logs, saves and exports where that is due.
 
-        Returns whether a signal asked any process to stop after this step.
+        Returns whether a signal asked any process to stop after this step. Such a step is not
+        evaluated: a machine that takes its processes away gives them seconds.
         """
+        if not self.stop_signal.is_requested_anywhere():
+            metrics = metrics | self._evaluate_if_due(step)
         is_stopping = self.stop_signal.is_requested_anywhere()
-        is_last = is_stopping or step == self.num_steps
         # The line of a step is written before its checkpoint. So a kill in between repeats the step
         # and its line; in the other order the line would be lost.
-        self.metrics_log.write(step, metrics | self._evaluate_if_due(step, is_last))
+        self.metrics_log.write(step, metrics)
         with self.phase("save"):
             if is_stopping or is_due(step, self.config.trainer.save_freq):
                 self.checkpoints.save(step, self.parts, dump(self.config))
@@ -93,9 +95,9 @@ class Recorder:
                     worker.export(folder, self.tokenizer, worker.config.save_optimizer)
         return is_stopping
 
-    def _evaluate_if_due(self, step: int, is_last: bool = False) -> dict[str, float]:
+    def _evaluate_if_due(self, step: int) -> dict[str, float]:
         """Metrics as test/*: at the start, every trainer.test_freq steps and at the end."""
-        due = is_last or step == 0 or is_due(step, self.config.trainer.test_freq)
+        due = step in (0, self.num_steps) or is_due(step, self.config.trainer.test_freq)
         if self.evaluate is None or not due:
             return {}
         with self.phase("test"):

@@ -15,7 +15,7 @@ from rl2.config.parse import parse
 from rl2.config.schema import RMConfig
 from rl2.data.examples import Example, pair_margin, render_pair, to_samples
 from rl2.model.token_model import TokenScores
-from rl2.signals import user_errors
+from rl2.signals import guard
 from rl2.trainer.build import OfflineRun
 
 
@@ -78,7 +78,7 @@ def score_last(sample: Sample, pad_token_id: int | None) -> Sample:
 
 def main() -> None:
     config = parse(RMConfig, sys.argv[1:])
-    with user_errors():
+    with guard():
         run = OfflineRun(config, "critic", render_pair, make_batch)
         train(run)
         run.finish()

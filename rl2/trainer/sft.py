@@ -13,7 +13,7 @@ from rl2.config.parse import parse
 from rl2.config.schema import SFTConfig
 from rl2.data.examples import Example, render_sft, to_samples
 from rl2.model.token_model import TokenScores
-from rl2.signals import user_errors
+from rl2.signals import guard
 from rl2.trainer.build import OfflineRun
 
 
@@ -55,7 +55,7 @@ def perplexity(run: OfflineRun) -> dict[str, float]:
 
 def main() -> None:
     config = parse(SFTConfig, sys.argv[1:])
-    with user_errors():
+    with guard():
         render = partial(render_sft, turns=config.data.turns)
         run = OfflineRun(config, "actor", render, make_batch)
         train(run)

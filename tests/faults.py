@@ -1,0 +1,155 @@
+"""test_faults.py runs this: what runs do when signals, hangs and lost ranks meet them.
+
+    faults.py SCENARIO FOLDER
+
+FOLDER has the model `tiny` and `rows.jsonl`. All runs of a scenario are forked from this process.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from common import read_metrics
+from forked import ForkedRun, ForkedRuns
+
+from rl2 import signals
+from rl2.trainer import build, recorder
+from rl2.worker import Worker
+
+
+def arguments(folder: Path, name: str, *more: str) -> list[str]:
+    """Arguments of an SFT run that writes to `folder`/`name`."""
+    return [
+        f"actor.model_name={folder / 'tiny'}",
+        f"data.path={folder / 'rows.jsonl'}",
+        "data.batch_size=2",
+        "actor.dtype=float32",
+        "trainer.disable_wandb=true",
+        f"trainer.save_dir={folder / name}",
+        *more,
+    ]
+
+
+def before(module, name: str, action) -> None:
+    """Replaces the function `name` of `module`: it calls `action` first, then what it was."""
+    function = getattr(module, name)
+
+    def changed(*positional, **keywords):
+        action()
+        return function(*positional, **keywords)
+
+    setattr(module, name, changed)
+
+
+def check_signals_while_loading(runs: ForkedRuns, folder: Path) -> None:
+    """One line and the status of the signal, whether data or models are being read."""
+
+    def hang_at(module, name):
+        return lambda rank: before(module, name, lambda: (print("reached"), time.sleep(60)))
+
+    cases = [
+        (1, signal.SIGINT, "Ctrl-C", hang_at(build, "Examples")),
+        (2, signal.SIGTERM, "SIGTERM", hang_at(build, "Worker")),
+    ]
+    started = []
+    for world, number, name, prepare in cases:
+        run = runs.start(world, "sft", arguments(folder, f"loading_{world}"), prepare)
+        started.append((run, world, number, name))
+    for run, world, number, name in started:
+        run.wait_for(lambda run=run, world=world: run.output.count("reached") == world)
+        run.send(number)
+        assert run.wait(5) == [128 + number] * world, run.output
+        assert run.output.count(f"ended by {name}") == 1, run.output
+        assert "Traceback" not in run.output, run.output
+        assert not (folder / f"loading_{world}" / "model").exists()
+
+
+def start_slow_run(runs: ForkedRuns, folder: Path, name: str, *more: str) -> ForkedRun:
+    """A run that can be evaluated and whose steps take a second, behind the start of step 1."""
+
+    def prepare(rank: int) -> None:
+        before(Worker, "update", lambda: (print("update", flush=True), time.sleep(0.5)))
+
+    test = f"data.test_path={folder / 'rows.jsonl'}"
+    run = runs.start(1, "sft", arguments(folder, name, test, "trainer.n_epochs=9", *more), prepare)
+    run.wait_for(lambda: "update" in run.output)
+    return run
+
+
+def check_a_signal_saves_and_does_not_evaluate(runs: ForkedRuns, folder: Path) -> None:
+    """Also where it comes twice, as `timeout` sends it."""
+    run = start_slow_run(runs, folder, "stopped")
+    run.send(signal.SIGTERM)
+    run.wait_for(lambda: "stopping" in run.output)
+    run.send(signal.SIGTERM)
+    assert run.wait() == [0], run.output
+    assert run.output.count("stopping") == 1, run.output
+    lines = read_metrics(folder / "stopped")
+    assert [line["step"] for line in lines] == [0, 1]
+    assert "test/loss" in lines[0] and "test/loss" not in lines[1]
+    assert [path.name for path in (folder / "stopped/checkpoints").iterdir()] == ["step_1"]
+    checkpoint = folder / "stopped/checkpoints/step_1/run.json"
+    exported = folder / "stopped/model/config.json"
+    assert checkpoint.stat().st_mtime_ns < exported.stat().st_mtime_ns
+
+
+def check_a_second_ctrl_c_ends_a_lone_process_at_once(runs: ForkedRuns, folder: Path) -> None:
+    signals.SECONDS_OF_ONE_REQUEST = 0.05
+    run = start_slow_run(runs, folder, "ended")
+    run.send(signal.SIGINT)
+    run.wait_for(lambda: "stopping" in run.output)
+    time.sleep(0.1)
+    run.send(signal.SIGINT)
+    assert run.wait(5) == [130], run.output
+    assert "Traceback" not in run.output, run.output
+    assert [line["step"] for line in read_metrics(folder / "ended")] == [0]
+
+
+def check_a_signal_in_an_evaluation_trains_no_further_step(runs: ForkedRuns, folder: Path) -> None:
+    def prepare(rank: int) -> None:
+        evaluate = recorder.Recorder._evaluate_if_due
+
+        def evaluate_and_stop(self, step, *rest):
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return evaluate(self, step, *rest)
+
+        recorder.Recorder._evaluate_if_due = evaluate_and_stop
+
+    test = [f"data.test_path={folder / 'rows.jsonl'}", "trainer.test_freq=2", "trainer.n_epochs=9"]
+    run = runs.start(1, "sft", arguments(folder, "evaluated", *test), prepare)
+    assert run.wait() == [0], run.output
+    assert [line["step"] for line in read_metrics(folder / "evaluated")] == [0, 1, 2]
+    assert (folder / "evaluated/checkpoints/step_2").exists()
+
+
+SCENARIOS = {
+    "signals": [
+        check_signals_while_loading,
+        check_a_signal_saves_and_does_not_evaluate,
+        check_a_second_ctrl_c_ends_a_lone_process_at_once,
+        check_a_signal_in_an_evaluation_trains_no_further_step,
+    ],
+}
+
+
+def main(scenario: str, folder: Path) -> None:
+    """Runs all checks and fails if any does, with the messages of all."""
+    runs = ForkedRuns(folder)
+    failed = 0
+    for check in SCENARIOS[scenario]:
+        start = time.monotonic()
+        try:
+            check(runs, folder)
+            outcome = "ok"
+        except (AssertionError, TimeoutError) as error:
+            outcome = f"FAILED: {type(error).__name__}: {error}"
+            failed += 1
+        print(f"{time.monotonic() - start:5.1f} s  {check.__name__}  {outcome}", flush=True)
+    sys.exit(min(failed, 1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

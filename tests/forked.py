@@ -1,0 +1,117 @@
+"""Whole runs in forked processes, so that the imports happen once and a run starts at once.
+
+The parent process, a script, hosts the store of all runs. It must run no torch operation itself:
+threads do not survive a fork.
+"""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rl2.trainer import dpo, ppo, rm, sft
+
+MAINS = {"ppo": ppo.main, "sft": sft.main, "dpo": dpo.main, "rm": rm.main}
+
+
+class ForkedRuns:
+    """Starts runs. Each has its own process group and a file with the output of its ranks."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.num_runs = 0
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def start(
+        self,
+        world: int,
+        trainer: str,
+        arguments: Sequence[str],
+        prepare: Callable[[int], None] = lambda rank: None,
+    ) -> "ForkedRun":
+        """Starts `world` ranks of a trainer; each calls prepare(rank) first. One rank is alone."""
+        self.num_runs += 1
+        output = self.folder / f"output_{self.num_runs}"
+        output.touch()
+        process_ids = []
+        for rank in range(world):
+            process_id = os.fork()
+            if process_id == 0:
+                self._run_rank(rank, world, trainer, arguments, prepare, output)
+            process_ids.append(process_id)
+        return ForkedRun(process_ids, output)
+
+    def _run_rank(self, rank, world, trainer, arguments, prepare, output) -> None:
+        status = 1
+        try:
+            descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+            for standard in (1, 2):
+                os.dup2(descriptor, standard)
+            sys.argv[1:] = arguments
+            if world > 1:
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+                os.environ["LOCAL_WORLD_SIZE"] = str(world)
+                client = dist.TCPStore("127.0.0.1", self.store.port, is_master=False)
+                store = dist.PrefixStore(f"run {self.num_runs}", client)
+                dist.init_process_group = partial(
+                    dist.init_process_group, store=store, rank=rank, world_size=world
+                )
+            prepare(rank)
+            MAINS[trainer]()
+            status = 0
+        except SystemExit as error:
+            status = error.code if isinstance(error.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            time.sleep(0.1)  # as rl2 does at exit, see parallel/mesh.py
+            os._exit(status)
+
+
+class ForkedRun:
+    """The ranks of one run."""
+
+    def __init__(self, process_ids: list[int], output: Path):
+        self.process_ids = process_ids
+        self.output_file = output
+        self.statuses: dict[int, int] = {}  # by rank, of those that have ended; -9 is SIGKILL
+
+    @property
+    def output(self) -> str:
+        return self.output_file.read_text()
+
+    @property
+    def is_running(self) -> bool:
+        for rank, process_id in enumerate(self.process_ids):
+            if rank not in self.statuses:
+                ended, status = os.waitpid(process_id, os.WNOHANG)
+                if ended:
+                    self.statuses[rank] = os.waitstatus_to_exitcode(status)
+        return len(self.statuses) < len(self.process_ids)
+
+    def send(self, number: int, ranks: Sequence[int] | None = None) -> None:
+        """Sends a signal to these ranks, or to all."""
+        for rank, process_id in enumerate(self.process_ids):
+            if rank not in self.statuses and (ranks is None or rank in ranks):
+                os.kill(process_id, number)
+
+    def wait(self, timeout: float = 60.0) -> list[int]:
+        """The exit statuses. Kills the ranks and raises TimeoutError if they do not end."""
+        self.wait_for(lambda: not self.is_running, timeout)
+        return [self.statuses[rank] for rank in range(len(self.process_ids))]
+
+    def wait_for(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if time.monotonic() > deadline:
+                self.send(signal.SIGKILL)
+                raise TimeoutError(self.output)
+            time.sleep(0.005)

@@ -1,0 +1,20 @@
+"""Runs that meet signals, hangs, lost ranks and full disks. The scenarios are in faults.py."""
+
+import json
+
+import pytest
+from common import make_model, run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a model and rows for SFT."""
+    folder = tmp_path_factory.mktemp("faults")
+    make_model(folder / "tiny")
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]}
+    (folder / "rows.jsonl").write_text(4 * (json.dumps(row) + "\n"))
+    return folder
+
+
+def test_signals(folder):
+    print(run("tests/faults.py", "signals", folder, timeout=100).stdout)
