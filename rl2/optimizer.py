@@ -27,10 +27,20 @@ DEVICE_STATE_BYTES = 2**31
 # Entries are named after parameters, so that another layout may group the parameters differently.
 BY_PARAMETER_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
-# (model, optimizer) -> the optimizer's sharded state, for a checkpoint.
-optimizer_state = partial(get_optimizer_state_dict, options=BY_PARAMETER_NAME)
-# (model, optimizer, state) restores it.
+# (model, optimizer, state) restores what `optimizer_state` returned.
 load_optimizer_state = partial(set_optimizer_state_dict, options=BY_PARAMETER_NAME)
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's sharded state, for a checkpoint. The next update is the same without it."""
+    read_state = partial(get_optimizer_state_dict, model, optimizer, options=BY_PARAMETER_NAME)
+    if not optimizer.state:
+        # Before the first update torch fills the state by a step whose gradients are 0. This step
+        # must not count: Adam's first steps are scaled by their number.
+        read_state()
+        for moments in optimizer.state.values():
+            moments["step"].zero_()
+    return read_state()
 
 
 def make_adamw(
@@ -54,12 +64,12 @@ def schedule(done: int, total: int, warmup_ratio: float, kind: str) -> float:
     """The factor of the learning rate after `done` of `total` updates.
 
     It rises linearly to 1 in the first `warmup_ratio` of the updates. Then it is constant, or falls
-    to 0 linearly or as a cosine (`kind`: constant | linear | cosine).
+    to 0 linearly or as a cosine (`kind`: constant | linear | cosine). After `total` it stays.
     """
     warmup = math.ceil(warmup_ratio * total)
     if done < warmup:
         return (done + 1) / warmup
-    progress = (done - warmup) / max(1, total - warmup)
+    progress = min(1.0, (done - warmup) / max(1, total - warmup))
     factors = {
         "constant": 1.0,
         "linear": 1 - progress,

@@ -333,7 +333,8 @@ class Worker:
         if math.isfinite(norm):
             clip_gradient_(parameters, norm, config.max_grad_norm)
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                # The group of a checkpoint has the weight decay of the run that wrote it.
+                group.update(lr=lr, weight_decay=config.weight_decay)
             if config.offload_optimizer:
                 step_from_host_memory(self.optimizer, self.mesh.device)
             else:

@@ -1,5 +1,6 @@
 """Compares every layout of the worker with a plain padded Hugging Face forward."""
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rl2 import optimizer
 from rl2.model.token_model import TokenScores
-from rl2.optimizer import schedule
+from rl2.optimizer import export_optimizer, schedule
 from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
@@ -134,6 +135,9 @@ def test_schedules_start_above_zero_and_end_where_they_say():
     assert [schedule(n, 10, 0.2, "cosine") for n in (0, 2, 6, 10)] == pytest.approx(
         [0.5, 1, 0.5, 0]
     )
+    # A run that goes on with fewer updates than it has made: the rate stays where it ended.
+    for kind, last in (("linear", 0), ("cosine", 0), ("constant", 1)):
+        assert schedule(17, 10, 0.2, kind) == last
 
 
 @pytest.fixture
@@ -145,6 +149,47 @@ def device():
 
 def full_weights(worker):
     return {key: weight.clone() for key, weight in worker.iter_full_weights(torch.float32)}
+
+
+def test_saving_before_the_first_update_changes_nothing(tmp_path, device):
+    """Neither a checkpoint nor an export of the optimizer, nor a start from this export."""
+    name = make_model(tmp_path / "model")
+
+    def weights_after_two_updates(touch=lambda worker: None, **changes):
+        worker = Worker(worker_config(name, lr=1e-3, **changes), device, False, 8)
+        touch(worker)
+        for _ in range(2):
+            worker.update(make_batch(), policy_loss, with_entropy=True)
+        return full_weights(worker)
+
+    def export(worker):
+        export_optimizer(worker.model, worker.optimizer, str(tmp_path / "export"))
+
+    expected = weights_after_two_updates()
+    for weights in (
+        weights_after_two_updates(lambda worker: worker.state_dict()),
+        weights_after_two_updates(export),
+        weights_after_two_updates(optimizer_dir=str(tmp_path / "export")),
+        weights_after_two_updates(lambda worker: worker.load_state_dict(worker.state_dict())),
+    ):
+        assert all(torch.equal(weights[key], expected[key]) for key in expected)
+
+
+def test_a_restored_worker_has_the_weight_decay_of_its_config(tmp_path, device):
+    name = make_model(tmp_path / "model")
+
+    def make(weight_decay):
+        return Worker(worker_config(name, weight_decay=weight_decay), device, False, 8)
+
+    def update(worker):
+        worker.update(make_batch(), policy_loss, with_entropy=True)
+        return full_weights(worker)
+
+    saved, restored = make(0.0), make(0.5)
+    update(saved)
+    restored.load_state_dict(deepcopy(saved.state_dict()))
+    without_decay, with_decay = update(saved), update(restored)
+    assert any(not torch.equal(without_decay[key], with_decay[key]) for key in with_decay)
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path, device):

@@ -157,7 +157,8 @@ class PPORun:
 
 
 def _num_updates(config: RolloutWorkerConfig, num_steps: int) -> int:
-    return (num_steps - config.freeze_steps) * config.update_per_rollout
+    """At least 1: a worker that is frozen in all steps of this run may be trained in later ones."""
+    return max(1, (num_steps - config.freeze_steps) * config.update_per_rollout)
 
 
 def _check_trajectory_length(config: PPOConfig, split: str, prompts: Prompts) -> None:
