@@ -13,10 +13,14 @@ from tokenizers.decoders import Fuse
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
+    Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Starcoder2Config,
 )
 
 from rl2.batch import Sample
@@ -27,7 +31,24 @@ CHATML = (
     "' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {
+    "gemma3": Gemma3TextConfig,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "phi3": Phi3Config,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "starcoder2": Starcoder2Config,
+}
+# Small models with sliding windows: overrides of `make_model` by family. The windows are shorter
+# than the rows of `make_samples`, and two families mix layers with and without a window.
+WINDOWED = {
+    "mistral": {"sliding_window": 6},
+    "phi3": {"sliding_window": 6},
+    "starcoder2": {"sliding_window": 6},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "gemma3": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

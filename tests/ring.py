@@ -7,7 +7,7 @@ import random
 
 import torch
 import torch.distributed as dist
-from test_attention import as_pack, layout, reference
+from test_attention import as_pack, layout, reference, restrict
 
 from rl2.packing import zigzag
 from rl2.parallel.mesh import init_distributed
@@ -15,15 +15,16 @@ from rl2.parallel.ring import PackedAttention, Ring
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 SHAPES = [(4, 4, 16), (6, 2, 24), (9, 3, 64), (2, 1, 80), (4, 2, 32)]  # heads, key heads, head size
+WINDOWS = [1, 3, 20, 64, 150]
 SCALE = 0.3
 
 
-def check(seed, heads, groups, size, longest, dtype):
+def check(seed, heads, groups, size, longest, dtype, window):
     """Checks values, gradients and isolation of one random pack.
 
     Returns the number of this process's tokens and of all tokens.
     """
-    case = (seed, heads, groups, size, longest, dtype)
+    case = (seed, heads, groups, size, longest, dtype, window)
     cu, prefixes, sees = layout(random.Random(seed), 3, longest)
     ring = Ring(dist.group.WORLD if dist.get_world_size() > 1 else None)
     part = zigzag(as_pack(cu, prefixes), ring.size, ring.rank)
@@ -33,11 +34,11 @@ def check(seed, heads, groups, size, longest, dtype):
     full = [torch.randn(1, n, cu[-1], size).to(dtype) for n in (heads, groups, groups)]
     d_out = torch.randn(1, cu[-1], heads, size).to(dtype)
     doubles = [x.double().requires_grad_() for x in full]
-    expected_out = reference(*doubles, sees, SCALE)
+    expected_out = reference(*doubles, restrict(sees, cu, prefixes, window), SCALE)
     expected = torch.autograd.grad(expected_out, doubles, d_out.double())
     ours = [x[:, :, rows].clone().requires_grad_() for x in full]
     attend = PackedAttention(part.chunks, part.prefixes, torch.device("cpu"), ring)
-    out = attend(None, *ours, SCALE)
+    out = attend(None, *ours, SCALE, window)
     gradients = torch.autograd.grad(out, ours, d_out[:, rows] * has_tokens)
     if has_tokens:
         bound = TOLERANCE[dtype]
@@ -46,11 +47,11 @@ def check(seed, heads, groups, size, longest, dtype):
         for name, gradient, full_gradient in zip("qkv", gradients, expected, strict=True):
             error = (gradient.double() - full_gradient[:, :, rows]).abs().max()
             assert error <= bound, (name, case)
-    check_isolation(cu, prefixes, rows, full, attend, out)
+    check_isolation(cu, prefixes, rows, full, attend, out, window)
     return len(rows) if has_tokens else 0, cu[-1]
 
 
-def check_isolation(cu, prefixes, rows, full, attend, out):
+def check_isolation(cu, prefixes, rows, full, attend, out, window):
     """Checks that NaN in all other groups changes no bit of the first group."""
     start = cu[prefixes[0][2]]
     end = cu[prefixes[0][1]]
@@ -58,7 +59,7 @@ def check_isolation(cu, prefixes, rows, full, attend, out):
     poisoned = [x[:, :, rows].clone() for x in full]
     for x in poisoned:
         x[:, :, ~is_first_group] = float("nan")
-    poisoned_out = attend(None, *poisoned, SCALE)
+    poisoned_out = attend(None, *poisoned, SCALE, window)
     assert torch.equal(poisoned_out[:, is_first_group], out[:, is_first_group]), (
         "another document leaked in"
     )
@@ -67,9 +68,16 @@ def check_isolation(cu, prefixes, rows, full, attend, out):
 def main():
     init_distributed()
     for seed, (heads, groups, size) in enumerate(SHAPES):
-        for longest in (1, 3, 9, 70, 200):
-            for dtype in TOLERANCE:
-                num_ours, num_all = check(seed + longest, heads, groups, size, longest, dtype)
+        for i, longest in enumerate((1, 3, 9, 70, 200)):
+            window = WINDOWS[(seed + i) % len(WINDOWS)]
+            for dtype, case_window in (
+                (torch.float32, None),
+                (torch.float32, window),
+                (torch.bfloat16, window if seed % 2 else None),
+            ):
+                num_ours, num_all = check(
+                    seed + longest, heads, groups, size, longest, dtype, case_window
+                )
                 num_held = torch.tensor([num_ours])
                 dist.all_reduce(num_held)
                 assert num_held.item() == num_all, "a token is held twice, or by nobody"

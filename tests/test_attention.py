@@ -14,6 +14,7 @@ from rl2.batch import Pack
 from rl2.packing import zigzag
 from rl2.parallel import attention
 from rl2.parallel.attention import Block, backward_block, forward_block
+from rl2.parallel.blocks import Layout
 from rl2.parallel.ring import PackedAttention
 
 
@@ -50,6 +51,19 @@ def layout(rng, num_groups, longest):
     return cu, prefixes, sees
 
 
+def restrict(sees, cu, prefixes, window):
+    """Returns the mask `sees` with keys hidden that are `window` or more tokens before the query.
+
+    Distances are in the document: an answer follows its prompt.
+    """
+    if window is None:
+        return sees
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(cu)])
+    for a, b, c in prefixes:
+        positions[cu[a] : cu[b]] += cu[c + 1] - cu[c]
+    return sees & (positions[:, None] - positions < window)
+
+
 def as_pack(cu, prefixes):
     """Returns a pack in which each token id is the position of the token."""
     each = torch.arange(cu[-1])
@@ -67,31 +81,71 @@ def packed_attention(cu, prefixes):
 )
 @pytest.mark.parametrize("longest", [1, 9, 200])
 def test_packed_attention_equals_full_attention(heads, groups, size, longest):
-    rng = random.Random(longest * heads)
-    cu, prefixes, sees = layout(rng, 4, longest)
+    cu, prefixes, sees = layout(random.Random(longest * heads), 4, longest)
+    check_values_and_gradients(cu, prefixes, sees, (heads, groups, size))
+
+
+@pytest.mark.parametrize("longest", [1, 9, 60, 140])
+@pytest.mark.parametrize("window", [1, 2, 7, 59, 60, 61, 270])
+def test_a_window_hides_the_keys_that_are_further_back(longest, window):
+    """Documents are shorter than the window, as long, and longer; some share their prompt."""
+    cu, prefixes, sees = layout(random.Random(longest + window), 4, longest)
+    check_values_and_gradients(cu, prefixes, sees, (6, 2, 24), window)
+
+
+def check_values_and_gradients(cu, prefixes, sees, shape, window=None):
+    """Compares packed attention in fp32 with `reference` in fp64."""
+    heads, groups, size = shape
     torch.manual_seed(0)
     inputs = [
         torch.randn(1, n, cu[-1], size, dtype=torch.float32, requires_grad=True)
         for n in (heads, groups, groups)
     ]
-    out = packed_attention(cu, prefixes)(None, *inputs, 0.3)
+    out = packed_attention(cu, prefixes)(None, *inputs, 0.3, window)
     d_out = torch.randn_like(out)
     gradients = torch.autograd.grad(out, inputs, d_out)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
-    expected_out = reference(*doubles, sees, 0.3)
+    expected_out = reference(*doubles, restrict(sees, cu, prefixes, window), 0.3)
     expected = torch.autograd.grad(expected_out, doubles, d_out.double())
     torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=1e-5)
     for name, gradient, exact in zip("qkv", gradients, expected, strict=True):
         assert (gradient.double() - exact).abs().max() <= 1e-5 * max(1, exact.abs().max()), name
 
 
-def test_bf16_is_within_its_rounding():
+def test_a_window_costs_what_is_visible():
+    """The kernels get the visible pairs of one long document, and its diagonal pieces whole."""
+    length, window = 5000, 100
+    layout = Layout([[(length, 0)]], [], torch.device("cpu"), 0)
+    blocks = layout.window_blocks([0], window)
+    num_pairs = 0
+    for block in [blocks.causal, *blocks.cross[0]]:
+        for (q_start, q_end), (k_start, k_end) in zip(
+            pairwise(block.cu_q), pairwise(block.cu_k), strict=True
+        ):
+            num_queries = q_end - q_start
+            num_keys = k_end - k_start
+            num_pairs += (
+                num_queries * (num_queries + 1) // 2 if block.causal else num_queries * num_keys
+            )
+    assert num_pairs == window * (window + 1) // 2 + (length - window) * window
+
+
+def test_documents_within_the_window_are_computed_as_without_it():
+    attend = packed_attention([0, 30, 50, 55], [(1, 2, 0)])
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 55, 16).bfloat16() for n in (4, 2, 2))
+    assert torch.equal(attend(None, q, k, v, 0.2, 50), attend(None, q, k, v, 0.2))
+    assert not torch.equal(attend(None, q, k, v, 0.2, 49), attend(None, q, k, v, 0.2))
+
+
+@pytest.mark.parametrize("window", [None, 13])
+def test_bf16_is_within_its_rounding(window):
     cu, prefixes, sees = layout(random.Random(3), 3, 60)
     torch.manual_seed(0)
     inputs = [torch.randn(1, n, cu[-1], 32).bfloat16().requires_grad_() for n in (4, 2, 2)]
-    out = packed_attention(cu, prefixes)(None, *inputs, 0.2)
+    out = packed_attention(cu, prefixes)(None, *inputs, 0.2, window)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
-    expected = reference(*doubles, sees, 0.2)
+    expected = reference(*doubles, restrict(sees, cu, prefixes, window), 0.2)
     assert (out.double() - expected).abs().max() < 0.02 * expected.abs().max()
     d_out = torch.randn_like(expected)
     gradients = torch.autograd.grad(out, inputs, d_out.bfloat16())
@@ -177,17 +231,18 @@ def test_the_flash_attn_package_gets_its_arguments_in_order(monkeypatch):
         assert torch.equal(cuda_gradient, gradient)
 
 
-def test_poisoned_neighbours_do_not_leak():
+@pytest.mark.parametrize("window", [None, 13])
+def test_poisoned_neighbours_do_not_leak(window):
     cu, prefixes, _ = layout(random.Random(5), 3, 40)
     start = cu[prefixes[0][2]]  # of the first group
     end = cu[prefixes[0][1]]
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, cu[-1], 16) for _ in range(3))
     attend = packed_attention(cu, prefixes)
-    clean = attend(None, q, k, v, 0.2)[:, start:end]
+    clean = attend(None, q, k, v, 0.2, window)[:, start:end]
     for x in (q, k, v):
         x[:, :, end:] = float("nan")
-    assert torch.equal(attend(None, q, k, v, 0.2)[:, start:end], clean)
+    assert torch.equal(attend(None, q, k, v, 0.2, window)[:, start:end], clean)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -26,11 +26,17 @@ class PrefillAttention(PackedAttention):
         self.kv: PromptKV = {}  # of all prompts, one behind the other
 
     def __call__(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        sliding_window: int | None = None,
     ) -> Tensor:
         """query [1, H, L, D], key and value [1, G, L, D] -> [1, L, H, D]."""
         self.kv[module.layer_idx] = [key[0], value[0]]
-        return super().__call__(module, query, key, value, scaling)
+        return super().__call__(module, query, key, value, scaling, sliding_window)
 
     def tokens(self, start: int, end: int) -> PromptKV:
         """Keys and values of the packed tokens `start` to `end`."""
@@ -61,16 +67,22 @@ class PagedKVCache:
         self.offset = positions % PAGE_SIZE_TOKENS
         self.num_pages = last_position // PAGE_SIZE_TOKENS + 1
         keys = torch.arange(self.num_pages * PAGE_SIZE_TOKENS, device=device)
-        hidden = keys > positions[:, None]
-        mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -math.inf)
-        self.mask = mask[:, None]  # [n, 1, N * P]
+        self.distances = positions[:, None] - keys
+        self.masks: dict[int | None, Tensor] = {}  # by the window of the layer
 
     def __call__(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        sliding_window: int | None = None,
     ) -> Tensor:
         """Stores the new keys and values and attends.
 
         query [n, H, 1, D], key and value [n, G, 1, D] -> [n, 1, H, D].
+        With `sliding_window` a token sees so many tokens at most, the last one of which is itself.
         """
         n, num_heads, _, _ = query.shape
         num_groups = key.shape[1]
@@ -86,7 +98,7 @@ class PagedKVCache:
             page_keys = page[:n].flatten(0, 1).float()  # [n * G, P, D]
             page_scores.append(query @ page_keys.transpose(1, 2))
         scores = torch.cat(page_scores, -1).mul_(scaling)
-        scores = scores.view(n, num_heads, -1).add_(self.mask)
+        scores = scores.view(n, num_heads, -1).add_(self._mask(sliding_window))
         probs = scores.softmax(-1).to(value.dtype)
         probs = probs.view(n * num_groups, group_size, -1)
         page_probs = probs.split(PAGE_SIZE_TOKENS, -1)
@@ -95,6 +107,16 @@ class PagedKVCache:
             page_values = page[:n].flatten(0, 1)  # [n * G, P, D]
             out += (prob @ page_values).float()
         return out.to(value.dtype).view(n, 1, num_heads, -1)
+
+    def _mask(self, window: int | None) -> Tensor:
+        """What is added to the scores, [n, 1, N * P]: -inf where a slot does not see a key."""
+        if window not in self.masks:
+            hidden = self.distances < 0
+            if window is not None:
+                hidden |= self.distances >= window
+            mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -math.inf)
+            self.masks[window] = mask[:, None]
+        return self.masks[window]
 
     def write_prompt(self, kv: PromptKV, slots: list[int]) -> None:
         """Writes a prompt's keys and values into each of `slots`, from position 0."""

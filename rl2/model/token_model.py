@@ -177,9 +177,9 @@ def check_supported(name: str, config: PreTrainedConfig) -> None:
             raise ValueError(
                 f"{name} sets {key}={value}, which rl2 does not compute: choose another model"
             )
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(config, "use_sliding_window", False):
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if not kinds <= {"full_attention", "sliding_attention"}:
         raise ValueError(
-            f"{name} has attention layers of the kinds {sorted(kinds)}; rl2 computes full causal "
-            "attention only: choose another model"
+            f"{name} has attention layers of the kinds {sorted(kinds)}; rl2 computes full and "
+            "sliding attention only: choose another model"
         )

@@ -39,7 +39,7 @@ class Block:
 
     cu_q: list[int]  # [S + 1]
     cu_k: list[int]  # [S + 1]
-    causal: bool  # then queries and keys are the same tokens
+    causal: bool  # a document's query i sees its keys 0 to i, and there are equally many of both
     queries: Tensor | None = None  # [cu_q[-1]], which packed tokens; None = all
     keys: Tensor | None = None  # [cu_k[-1]], which packed tokens; None = all
 
@@ -245,15 +245,53 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tup
     return out * share + block_out * block_share, merged_lse
 
 
+# Keywords that models hand to their attention and that change nothing in a causal pack.
+HARMLESS_KEYWORDS = {"position_ids", "cache_position", "use_cache"}
+
+
+def _check_keywords(module: Any, dropout: float, keywords: dict[str, Any]) -> None:
+    """ValueError for a keyword that would change the result and that rl2 does not compute."""
+    is_causal = keywords.pop("is_causal", None)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    names = [] if is_causal else ["is_causal=False"]
+    for name, value in keywords.items():
+        if name not in HARMLESS_KEYWORDS and value is not None and value is not False:
+            names.append(name)
+    attention_name = type(module).__name__
+    if names:
+        raise ValueError(
+            f"{attention_name} asks for {', '.join(names)}, which rl2 does not compute: choose "
+            "another model"
+        )
+    if dropout:
+        raise ValueError(
+            f"{attention_name} asks for dropout={dropout}, which rl2 does not compute: set the "
+            "dropout of attention to 0 in the model's config.json"
+        )
+
+
 def _hook(
-    module, query, key, value, attention_mask, scaling=None, attend=None, **_: Any
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    sliding_window=None,
+    attend=None,
+    **unknown: Any,
 ) -> tuple[Tensor, None]:
     """Hugging Face's attention contract: query [B, H, L, D] in, (output [B, L, H, D], None) out.
 
     `attend` is the PackedAttention that the caller passed to the model's forward. It travels
     through every layer as a keyword, so no global can go stale.
     """
-    return attend(module, query, key, value, scaling), None
+    _check_keywords(module, dropout, {"attention_mask": attention_mask, **unknown})
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    return attend(module, query, key, value, scaling, sliding_window), None
 
 
 AttentionInterface.register("rl2", _hook)

@@ -1,0 +1,249 @@
+"""Which queries meet which keys: the blocks of a pack, for full attention and for sliding windows.
+
+A segment is cut into 2 * size chunks. Rank r of `size` holds chunks r and 2 * size - 1 - r of each
+segment, one behind the other, so all ranks have the same causal work. What rank r computes with the
+keys of rank `source`:
+
+    source == r   causal attention over its two chunks, whose positions ascend
+    source <  r   all its queries see the first chunk of `source`, none sees the second one
+    source >  r   the queries of its second chunk see both chunks, those of its first one see none
+
+Chunks need not be equally long, so nothing is padded, and a short segment may leave a rank without
+any of its tokens. The answers to a shared prompt, its prefix, see all of it.
+
+With a sliding window a query sees the key d tokens before it if 0 <= d < window. The tokens are cut
+into pieces of `window` tokens, and each piece is causal within itself. What is left of a query are
+the keys of the piece before whose place in it is later than the query's. For a window of 4:
+
+    keys   piece before   own piece
+           . x x x        x . . .
+           . . x x        x x . .
+           . . . x        x x x .
+           . . . .        x x x x
+
+The left triangle is causal too if its queries and its keys are taken in reverse order. So the
+kernels need no window, and they compute what is visible and nothing else.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, product
+
+import torch
+
+from rl2.parallel.attention import Block
+
+Chunks = list[tuple[int, int]]  # [S], the lengths of the two chunks of each segment on one rank
+Prefix = tuple[int, int, int]  # (a, b, c): segments a..b see all of segment c
+Pair = tuple[int, int, int, int]  # (a, b, c, d): our queries a..b meet keys c..d of a rank
+
+
+@dataclass
+class Blocks:
+    """The blocks of all layers with the same window.
+
+    `causal` covers all our tokens, with our own keys. `cross[i]` are the other blocks of step i of
+    the ring, and a query occurs in each of them once at most.
+    """
+
+    causal: Block
+    cross: list[list[Block]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tokens of one segment whose positions follow each other on one rank."""
+
+    start: int  # rows start..end of the rank's tokens
+    end: int
+    position: int  # of the first token in its document: a prefix counts
+
+    def cut(self, length: int) -> list["Run"]:
+        """Runs of at most `length` tokens."""
+        return [
+            Run(start, min(start + length, self.end), self.position + start - self.start)
+            for start in range(self.start, self.end, length)
+        ]
+
+
+class Layout:
+    """Where the tokens of a pack are, as rank `rank` sees it.
+
+    `chunks[rank]` has the lengths of the two chunks of each segment on each rank of the ring. A
+    segment is causal within itself; a prefix (a, b, c) lets segments a..b see all of segment c as
+    well.
+    """
+
+    def __init__(
+        self, chunks: list[Chunks], prefixes: list[Prefix], device: torch.device, rank: int
+    ):
+        self.chunks = chunks
+        self.prefixes = prefixes
+        self.device = device
+        self.rank = rank
+        self.starts = [_segment_starts(rank_chunks) for rank_chunks in chunks]
+        # The length of the prefix of each segment, 0 without one.
+        self.first_positions = [0] * len(chunks[0])
+        for a, b, c in prefixes:
+            self.first_positions[a:b] = [self.segment_length(c)] * (b - a)
+
+    def segment_length(self, s: int) -> int:
+        """Tokens of segment `s` on all ranks."""
+        return sum(sum(rank_chunks[s]) for rank_chunks in self.chunks)
+
+    def longest_document(self) -> int:
+        """Tokens of the longest segment, its prefix included."""
+        lengths = [first + self.segment_length(s) for s, first in enumerate(self.first_positions)]
+        return max(lengths)
+
+    def full_blocks(self, sources: list[int]) -> Blocks:
+        """The blocks without a window. In step i of the ring the keys are those of `sources[i]`."""
+        starts = self.starts[self.rank]
+        cross = []
+        for source in sources:
+            pairs = [self._chunk_pairs(source), self._prefix_pairs(source)]
+            blocks = [_cross_block(block_pairs, self.device) for block_pairs in pairs]
+            cross.append([block for block in blocks if block is not None])
+        return Blocks(_causal_block(starts), cross)
+
+    def _chunk_pairs(self, source: int) -> list[Pair]:
+        """Which queries of ours see which keys of another rank, by the table of this module."""
+        if source == self.rank:
+            return []
+        pairs = []
+        for (query_start, query_end), (key_start, key_end), ours, theirs in zip(
+            pairwise(self.starts[self.rank]),
+            pairwise(self.starts[source]),
+            self.chunks[self.rank],
+            self.chunks[source],
+            strict=True,
+        ):
+            if source < self.rank:
+                pairs.append((query_start, query_end, key_start, key_start + theirs[0]))
+            else:
+                pairs.append((query_start + ours[0], query_end, key_start, key_end))
+        return pairs
+
+    def _prefix_pairs(self, source: int) -> list[Pair]:
+        """Our queries of the segments that see a prefix against its keys on rank `source`."""
+        ours = self.starts[self.rank]
+        theirs = self.starts[source]
+        return [(ours[a], ours[b], theirs[c], theirs[c + 1]) for a, b, c in self.prefixes]
+
+    def window_blocks(self, sources: list[int], window: int) -> Blocks:
+        """The blocks of layers in which a query sees `window` keys at most, its own included."""
+        boundaries = [0]
+        for runs in self._runs(self.rank):
+            for run in runs:
+                boundaries += [piece.end for piece in run.cut(window)]
+        cross = []
+        for source in sources:
+            rectangles: dict[tuple[str, int], list[Pair]] = defaultdict(list)
+            triangles: dict[tuple[str, int], list[Pair]] = defaultdict(list)
+            for group, queries, keys in self._earlier_keys(source, window):
+                pairs, triangle = _visible_pairs(queries, keys, window)
+                rectangles[group] += pairs
+                triangles[group].append(triangle)
+            blocks = [_cross_block(pairs, self.device) for pairs in rectangles.values()]
+            blocks += [_cross_block(pairs, self.device, True) for pairs in triangles.values()]
+            cross.append([block for block in blocks if block is not None])
+        return Blocks(_causal_block(boundaries), cross)
+
+    def _earlier_keys(self, source: int, window: int) -> Iterator[tuple[tuple[str, int], Run, Run]]:
+        """(group, our queries, earlier keys of their document on rank `source`).
+
+        A query occurs once in each group.
+        """
+        ours = self._runs(self.rank)
+        theirs = self._runs(source)
+        for our_runs, their_runs in zip(ours, theirs, strict=True):
+            for queries, (i, keys) in product(our_runs, enumerate(their_runs)):
+                if queries == keys:
+                    for before, piece in pairwise(queries.cut(window)):
+                        yield ("segment", i), piece, before
+                elif keys.position < queries.position:
+                    yield ("segment", i), queries, keys
+        for a, b, c in self.prefixes:
+            for our_runs, (i, keys) in product(ours[a:b], enumerate(theirs[c])):
+                for queries in our_runs:
+                    yield ("prefix", i), queries, keys
+
+    def _runs(self, rank: int) -> list[list[Run]]:
+        """[S], the one or two runs of each segment on `rank`."""
+        size = len(self.chunks)
+        runs = []
+        for s, (first, second) in enumerate(self.chunks[rank]):
+            lengths = [rank_chunks[s][0] for rank_chunks in self.chunks]
+            lengths += [rank_chunks[s][1] for rank_chunks in reversed(self.chunks)]
+            positions = list(accumulate(lengths, initial=self.first_positions[s]))
+            start = self.starts[rank][s]
+            if rank == size - 1:  # it holds the two chunks in the middle
+                runs.append([Run(start, start + first + second, positions[rank])])
+            else:
+                middle = start + first
+                opposite = positions[2 * size - 1 - rank]
+                runs.append(
+                    [Run(start, middle, positions[rank]), Run(middle, middle + second, opposite)]
+                )
+        return runs
+
+
+def _segment_starts(chunks: Chunks) -> list[int]:
+    """[S + 1], the first local token of each segment and the number of all tokens."""
+    return list(accumulate((first + second for first, second in chunks), initial=0))
+
+
+def _causal_block(boundaries: list[int]) -> Block:
+    """Queries against keys between each two boundaries, over our own tokens."""
+    # Segments without a token here drop out. A rank without a token runs one that nobody sees.
+    distinct = sorted(set(boundaries))
+    cu_seqlens = distinct if distinct[-1] else [0, 1]
+    return Block(cu_seqlens, cu_seqlens, causal=True)
+
+
+def _visible_pairs(queries: Run, keys: Run, window: int) -> tuple[list[Pair], Pair]:
+    """What `queries` see of the earlier `keys`: pairs that meet completely, and a triangle.
+
+    In the triangle (a, b, c, d) the query a + i meets the keys c + i..d. Pairs may be empty.
+    """
+    query, key = queries.start, keys.start
+    # Query i sees the keys from `first` + i on.
+    first = queries.position - keys.position - window + 1
+    pairs = []
+    if first <= 0:
+        num_queries = min(1 - first, queries.end - query)
+        pairs.append((query, query + num_queries, key, keys.end))
+        query += num_queries
+        first = 1
+    key += first
+    size = min(queries.end - query, keys.end - key)
+    pairs.append((query, query + size, key + size, keys.end))
+    return pairs, (query, query + size, key, key + size)
+
+
+def _cross_block(
+    pairs: list[Pair], device: torch.device, is_triangle: bool = False
+) -> Block | None:
+    """The block of all pairs that have both queries and keys; None if there are none.
+
+    A triangle is causal in reverse order.
+    """
+    queries = []
+    keys = []
+    for query_start, query_end, key_start, key_end in pairs:
+        if query_start < query_end and key_start < key_end:
+            queries.append(torch.arange(query_start, query_end))
+            keys.append(torch.arange(key_start, key_end))
+    if not queries:
+        return None
+    if is_triangle:
+        queries = [rows.flip(0) for rows in queries]
+        keys = [rows.flip(0) for rows in keys]
+    return Block(
+        cu_q=list(accumulate(map(len, queries), initial=0)),
+        cu_k=list(accumulate(map(len, keys), initial=0)),
+        causal=is_triangle,
+        queries=torch.cat(queries).to(device),
+        keys=torch.cat(keys).to(device),
+    )

@@ -1,0 +1,162 @@
+"""Models with sliding windows, and the attention hook: against plain Hugging Face models."""
+
+import pytest
+import torch
+from common import WINDOWED, make_model, make_samples
+from engine_contract import plain_logps, play
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GptOssConfig
+
+from rl2.batch import collate
+from rl2.engine.base import EngineSettings
+from rl2.engine.local import LocalEngine
+from rl2.model.token_model import TokenModel
+from rl2.packing import pack, unpack, zigzag
+from rl2.parallel.attention import _hook
+from rl2.parallel.ring import PackedAttention, Ring
+
+CPU = torch.device("cpu")
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 98,
+}
+
+
+@pytest.fixture(scope="module", params=WINDOWED)
+def name(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / request.param
+    return make_model(folder, request.param, **WINDOWED[request.param])
+
+
+def weighted_sum_and_gradients(logps, weights, model):
+    (logps * weights).sum().backward()
+    return {key: parameter.grad for key, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_logps_and_gradients_equal_those_of_transformers(name, share_prompts):
+    batch = collate(make_samples(seed=2, num_groups=3, longest=20))
+    torch.manual_seed(0)
+    weights = torch.randn(batch.mask.shape) * batch.mask
+    plain = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    expected = torch.zeros(batch.mask.shape)
+    for row in range(len(expected)):
+        length = int(batch.mask[row].nonzero().max()) + 1
+        log_p = plain(batch.inputs[row : row + 1, :length]).logits[0].log_softmax(-1)
+        targets = batch.targets[row, :length, None]
+        expected[row, :length] = log_p.gather(1, targets)[:, 0] * batch.mask[row, :length]
+    expected_gradients = weighted_sum_and_gradients(expected, weights, plain)
+    hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation="rl2")
+    part = zigzag(pack(batch, share_prompts), 1, 0)
+    logps = TokenModel(hf, Ring())(part).logps
+    logps = unpack(part, logps, batch.mask.shape)
+    torch.testing.assert_close(logps, expected, rtol=0, atol=1e-4)
+    for key, gradient in weighted_sum_and_gradients(logps, weights, hf).items():
+        exact = expected_gradients[key]
+        error = (gradient - exact).abs().max()
+        assert error <= 1e-4 * max(1, exact.abs().max()), key
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_answers_of_the_engine_have_the_logps_of_transformers(name, deterministic):
+    """Prompts and answers are longer than the window and than a page of the cache."""
+    settings = EngineSettings(
+        name, torch.float32, CPU, max_running_requests=3, deterministic=deterministic
+    )
+    engine = LocalEngine(settings)
+    plain = AutoModelForCausalLM.from_pretrained(name)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 98, (n,), generator=generator).tolist() for n in (1, 4, 20, 90, 90)]
+    generations = play(engine, prompts, max_new_tokens=70)
+    for prompt, out in zip(prompts, generations, strict=True):
+        expected = plain_logps(plain, prompt, out.tokens, 1.0)
+        torch.testing.assert_close(torch.tensor(out.logps), expected, rtol=0, atol=1e-4)
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_requests_change_no_bit_when_deterministic(name, dtype):
+    engine = LocalEngine(EngineSettings(name, dtype, CPU, max_running_requests=3))
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 98, (n,), generator=generator).tolist() for n in (3, 100, 5, 40)]
+    seeds = [(3, i) for i in range(4)]
+    together = play(engine, prompts, seeds, max_new_tokens=40)
+    for prompt, seed, expected in zip(prompts, seeds, together, strict=True):
+        (alone,) = play(engine, [prompt], [seed], max_new_tokens=40)
+        assert (alone.tokens, alone.logps) == (expected.tokens, expected.logps)
+    engine.close()
+
+
+class Attention(torch.nn.Module):
+    """Stands for the attention module of a Hugging Face model."""
+
+    is_causal = True
+
+
+def call_hook(module=None, mask=None, **keywords):
+    heads = torch.randn(1, 2, 5, 8)
+    attend = PackedAttention([[(5, 0)]], [], CPU)
+    out, weights = _hook(
+        module or Attention(), heads, heads, heads, mask, attend=attend, **keywords
+    )
+    assert weights is None
+    return out
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"softcap": 50.0}, "softcap"),
+        ({"s_aux": torch.zeros(2)}, "s_aux"),
+        ({"position_bias": torch.zeros(1), "softcap": 1.0}, "position_bias, softcap"),
+        ({"is_causal": False}, "is_causal=False"),
+        ({"mask": torch.zeros(1, 1, 5, 5)}, "attention_mask"),
+        ({"dropout": 0.1}, "dropout=0.1"),
+    ],
+)
+def test_the_hook_refuses_what_it_does_not_compute(keywords, message):
+    with pytest.raises(ValueError, match=f"Attention asks for {message}"):
+        call_hook(**keywords)
+
+
+def test_the_hook_refuses_a_module_that_is_not_causal():
+    module = Attention()
+    module.is_causal = False
+    with pytest.raises(ValueError, match="is_causal=False"):
+        call_hook(module)
+
+
+def test_the_hook_accepts_what_is_harmless():
+    torch.manual_seed(0)
+    plain = call_hook(scaling=8**-0.5)
+    torch.manual_seed(0)
+    with_keywords = call_hook(
+        scaling=None,  # means 1 / sqrt(head size)
+        dropout=0.0,
+        position_ids=torch.arange(5)[None],
+        use_cache=False,
+        output_attentions=False,
+        is_causal=True,
+        softcap=None,
+    )
+    assert torch.equal(plain, with_keywords)
+
+
+@pytest.mark.parametrize(
+    ("config", "training", "keyword"),
+    [
+        (Gemma2Config(**SIZES), False, "softcap"),
+        (GptOssConfig(**SIZES, num_local_experts=2), False, "s_aux"),
+        (GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=98), True, "dropout"),
+    ],
+)
+def test_models_that_ask_for_more_are_refused(config, training, keyword):
+    """The keywords are those of the installed transformers."""
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="rl2").train(training)
+    attend = PackedAttention([[(5, 0)]], [], CPU)
+    with pytest.raises(ValueError, match=f"asks for {keyword}"):
+        model.base_model(torch.arange(5)[None], use_cache=False, attend=attend)
