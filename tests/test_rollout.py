@@ -372,3 +372,24 @@ def test_a_record_has_the_mean_advantage_of_all_its_sequences(tmp_path):
     records = list(to_records(trajectories, batch))
     assert [(record["id"], record["advantage"]) for record in records] == [(3, 0), (4, 1)]
     assert "advantage" not in next(to_records(trajectories))
+
+
+def test_reward_parts_do_not_overwrite_the_metrics_of_the_reward():
+    parts = [{"mean": 3.0, "std": 5.0, "right": 1.0}, {"mean": 5.0, "std": 7.0, "reward": 2.0}]
+    trajectories = [
+        Trajectory(i, 0, [], rewards=rewards, finish_reason="stop")
+        for i, rewards in enumerate(parts)
+    ]
+    metrics = {k: v for k, v in summarise(trajectories, 0).items() if k.startswith("reward/")}
+    assert metrics == {
+        "reward/mean": 11.5,
+        "reward/std": 2.5,
+        "reward/parts/mean": 4.0,
+        "reward/parts/std": 6.0,
+        "reward/right": 0.5,
+        "reward/reward": 1.0,
+    }
+    for trajectory in trajectories:
+        trajectory.rewards = {"reward": 2.0}  # a plain number
+    names = [name for name in summarise(trajectories, 0) if name.startswith("reward/")]
+    assert names == ["reward/mean", "reward/std"]

@@ -40,8 +40,12 @@ def _reward_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     deviation = _mean((t.reward - mean) ** 2 for t in trajectories) ** 0.5
     metrics = {"reward/mean": mean, "reward/std": deviation}
     part_names = {name for t in trajectories for name in t.rewards}
-    for name in sorted(part_names - {"reward"}):
-        metrics[f"reward/{name}"] = _mean(t.rewards.get(name, 0.0) for t in trajectories)
+    if part_names == {"reward"}:  # a plain number, which has no parts
+        return metrics
+    for name in sorted(part_names):
+        # A part that is called mean or std stands apart from those of the whole reward.
+        metric = f"reward/parts/{name}" if f"reward/{name}" in metrics else f"reward/{name}"
+        metrics[metric] = _mean(t.rewards.get(name, 0.0) for t in trajectories)
     return metrics
 
 
