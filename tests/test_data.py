@@ -303,6 +303,22 @@ def test_each_epoch_holds_every_prompt_once_and_batches_need_only_the_step(
         assert order[:n] == list(range(n))
 
 
+def test_the_start_says_how_a_run_uses_the_rows():
+    prompts = make_prompts(make_rows([1, 2, 99, 1, 1, 1]), max_length=60, batch_size=2)
+    assert prompts.describe_steps(5) == ["data: 5 prompts, 2 a step; steps: 5; epochs: 2"]
+    too_long = "1 training prompts are longer than data.max_length=60 and dropped"
+    assert prompts.describe_dropped("training ") == [too_long]
+    prompts = make_prompts(make_rows([1] * 5), batch_size=8)
+    assert prompts.describe_steps(prompts.num_steps(1)) == [
+        "data: 5 prompts, 8 a step; steps: 1; epochs: 1.6",
+        "data.prompts_per_rollout=8 is more than the 5 prompts: a step repeats them, 1.6 times "
+        "each on average",
+    ]
+    counts = Counter(prompt.index for prompt in prompts.batch(0))
+    assert sum(counts.values()) / len(counts) == 1.6
+    assert prompts.describe_dropped("training ") == []
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_take_gives_any_stretch_of_the_order_of_training(shuffle):
     prompts = make_prompts(make_rows([1] * 5), shuffle=shuffle, seed=3, batch_size=2)

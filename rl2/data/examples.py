@@ -34,20 +34,24 @@ class EpochSampler(Generic[Item]):
     longer than `max_length` tokens are dropped: `num_dropped` counts them, `longest` is the length
     of the longest item kept. ValueError when none is kept.
 
-    `lengths` has the number of tokens of each row. `item_name` is the plural that messages use.
+    `lengths` has the number of tokens of each row. A subclass names the items and the key of the
+    batch size as messages do.
     """
+
+    item_name: str  # plural
+    batch_key: str
 
     def __init__(
         self,
         lengths: list[int],
         *,
-        item_name: str,
         max_length: int,
         shuffle: bool = False,
         seed: int = 0,
         batch_size: int = 1,
     ):
         token_counts = np.array(lengths)
+        self.max_length = max_length
         self.shuffle = shuffle
         self.seed = seed
         self.batch_size = batch_size
@@ -55,9 +59,9 @@ class EpochSampler(Generic[Item]):
         self.num_dropped = len(token_counts) - len(self.kept)
         if len(self.kept) == 0:
             raise ValueError(
-                f"data.max_length={max_length} leaves none of the {len(token_counts)} {item_name}: "
-                f"the shortest has {token_counts.min()} tokens, the longest {token_counts.max()}; "
-                "raise data.max_length"
+                f"data.max_length={max_length} leaves none of the {len(token_counts)} "
+                f"{self.item_name}: the shortest has {token_counts.min()} tokens, the longest "
+                f"{token_counts.max()}; raise data.max_length"
             )
         self.longest = int(token_counts[self.kept].max())
 
@@ -73,6 +77,31 @@ class EpochSampler(Generic[Item]):
     def num_steps(self, n_epochs: int) -> int:
         """The number of whole batches in `n_epochs`, at least one."""
         return max(1, n_epochs * len(self) // self.batch_size)
+
+    def describe_steps(self, num_steps: int) -> list[str]:
+        """How a run of `num_steps` uses the items, in sentences."""
+        size = self.batch_size
+        epochs = num_steps * size / len(self)
+        sentences = [
+            f"data: {len(self)} {self.item_name}, {size} a step; steps: {num_steps}; "
+            f"epochs: {epochs:.3g}"
+        ]
+        if size > len(self):
+            sentences.append(
+                f"{self.batch_key}={size} is more than the {len(self)} {self.item_name}: a step "
+                f"repeats them, {size / len(self):.3g} times each on average"
+            )
+        return sentences
+
+    def describe_dropped(self, split: str) -> list[str]:
+        """How many items are too long, in a sentence if there are some.
+
+        `split` stands before their name: "training " or "test ".
+        """
+        if not self.num_dropped:
+            return []
+        limit = f"data.max_length={self.max_length}"
+        return [f"{self.num_dropped} {split}{self.item_name} are longer than {limit} and dropped"]
 
     def batch(self, step: int) -> list[Item]:
         """The items of step 0, 1, ...: the next `batch_size` of the endless sequence.
@@ -112,6 +141,9 @@ class Prompts(EpochSampler[Prompt]):
     takes long: set it on one rank.
     """
 
+    item_name = "prompts"
+    batch_key = "data.prompts_per_rollout"
+
     def __init__(
         self,
         rows: list[dict],
@@ -131,7 +163,6 @@ class Prompts(EpochSampler[Prompt]):
                 self.tokens.append(np.array(tokens, np.int32))
         super().__init__(
             [len(tokens) for tokens in self.tokens],
-            item_name="prompts",
             max_length=max_length,
             shuffle=shuffle,
             seed=seed,
@@ -159,6 +190,9 @@ class Examples(EpochSampler[Example]):
     not suit; the message then names its file and row. The length of a row is that of its longest
     sequence. `progress` shows a bar if tokenising takes long: set it on one rank.
     """
+
+    item_name = "rows"
+    batch_key = "data.batch_size"
 
     def __init__(
         self,
@@ -189,7 +223,6 @@ class Examples(EpochSampler[Example]):
                 self.sequences.append([_to_arrays(*sequence) for sequence in sequences])
         super().__init__(
             [max(len(tokens) for tokens, _ in sequences) for sequences in self.sequences],
-            item_name="rows",
             max_length=max_length,
             shuffle=shuffle,
             seed=seed,

@@ -53,12 +53,13 @@ class PPORun:
             batch_size=config.data.prompts_per_rollout,
             progress=dist.get_rank() == 0,
         )
-        num_steps = _count_steps(prompts, config, "prompts")
+        num_steps = _count_steps(prompts, config)
         _check_trajectory_length(config, "train", prompts)
         self.test_prompts: list[Prompt] = []
         if config.data.test_path:
             test_rows = load_rows(config.data.test_path, "test", check_ppo_row)
             test_prompts = Prompts(test_rows, tokenizer, max_length=config.data.max_length)
+            _print_once(test_prompts.describe_dropped("test "))
             _check_trajectory_length(config, "test", test_prompts)
             self.test_prompts = list(test_prompts)
 
@@ -207,13 +208,17 @@ def _sampling_params(config: SamplingConfig, model_stop_ids: list[int]) -> Sampl
     return SamplingParams(**{**vars(config), "stop_token_ids": stop_ids})
 
 
-def _count_steps(items: EpochSampler, config: Any, item_name: str) -> int:
-    """The steps of a run over `items`. Prints how many of them were dropped."""
-    if items.num_dropped and dist.get_rank() == 0:
-        limit = f"data.max_length={config.data.max_length}"
-        print(f"{items.num_dropped} {item_name} are longer than {limit} and dropped", flush=True)
+def _count_steps(items: EpochSampler, config: Any) -> int:
+    """The steps of a run over `items`. Prints how it uses them."""
     steps = items.num_steps(config.trainer.n_epochs)
-    return min(steps, config.trainer.max_steps or steps)
+    steps = min(steps, config.trainer.max_steps or steps)
+    _print_once(items.describe_dropped("training ") + items.describe_steps(steps))
+    return steps
+
+
+def _print_once(sentences: list[str]) -> None:
+    for sentence in sentences if dist.get_rank() == 0 else []:
+        print(sentence, flush=True)
 
 
 def _start_loading(model_name: str, seed: int) -> None:
@@ -258,14 +263,14 @@ class OfflineRun:
             batch_size=data.batch_size,
             progress=dist.get_rank() == 0,
         )
-        num_steps = _count_steps(self.examples, config, "training rows")
+        num_steps = _count_steps(self.examples, config)
         self.test_batch: Batch | None = None
         longest = self.examples.longest
         if data.test_path:
             test_examples = Examples(
                 data.test_path, "test", self.tokenizer, render, max_length=data.max_length
             )
-            _count_steps(test_examples, config, "test rows")
+            _print_once(test_examples.describe_dropped("test "))
             self.test_batch = make_batch(self, list(test_examples))
             longest = max(longest, test_examples.longest)
         problem = f"a row has {longest} tokens: lower data.max_length"
