@@ -172,7 +172,7 @@ ALLOWED = {
     "run_folder": {"parallel.mesh"},
     "error_report": set(),
     "signals": {"parallel.mesh", "error_report"},
-    "report": {"parallel.mesh"},
+    "report": {"report"},
 }
 MAINS = {"trainer.ppo", "trainer.sft", "trainer.dpo", "trainer.rm"}
 OUTSIDE = {  # packages that only these files import

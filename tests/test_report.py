@@ -1,10 +1,57 @@
-"""Where metrics go: the file, the console and the services."""
+"""Where metrics go: file, console and services. What is said of a run that goes wrong."""
 
 import json
+import math
+import sys
+import types
+from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+
+from rl2.config.schema import PPOConfig, SFTConfig
 from rl2.report import loggers
-from rl2.report.loggers import Console, JsonLines, MetricsLog, RunName
+from rl2.report.console import Console, describe_step
+from rl2.report.health import Health, find_problems
+from rl2.report.loggers import JsonLines, MetricsLog, RunInfo, start_wandb
+
+# A healthy step of GRPO.
+STEP = {
+    "step": 3,
+    "reward/mean": 0.5125,
+    "reward/std": 0.4,
+    "reward/right": 0.45,
+    "reward/short": 0.0625,
+    "rollout/length": 212.7,
+    "rollout/truncated": 0.03,
+    "rollout/failed": 0.0,
+    "rollout/zero_variance": 0.25,
+    "tokens/sampled": 54000,
+    "actor/loss": 0.0,
+    "actor/lr": 1e-6,
+    "actor/grad_norm": 0.4567,
+    "actor/skipped": 0.0,
+    "actor/approx_kl": 0.0,
+    "actor/kl": 0.0012,
+    "time/rollout": 4.3,
+    "time/update": 4.4,
+    "time/sync": 0.2,
+    "time/other": 0.1,
+    "time/step": 9.0,
+    "tokens/per_second": 6000.0,
+}
+SAME = {"reward/std": 0.0, "reward/mean": 0.0, "rollout/zero_variance": 1.0, "actor/grad_norm": 0.0}
+
+
+def make_config(config_class=PPOConfig, **trainer):
+    config = asdict(config_class())
+    config["trainer"].update(trainer)
+    return config
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
 
 
 def test_metrics_that_json_cannot_hold_become_null(tmp_path):
@@ -16,24 +63,305 @@ def test_metrics_that_json_cannot_hold_become_null(tmp_path):
     assert lines[1] == {"step": 2, "reward/mean": 0.5}
 
 
-def test_a_service_is_started_unless_it_is_disabled_or_cannot_be_used(monkeypatch):
+def test_a_service_is_started_unless_it_is_disabled_or_cannot_be_used(monkeypatch, one_process):
     class Service:
         def __init__(self, run):
             self.run = run
 
-    table = {"works": Service, "cannot": lambda run: None, "disabled": Service}
+    table = {"works": Service, "cannot": lambda run: None, "wandb": Service}
     monkeypatch.setattr(loggers, "LOGGERS", table)
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    run = RunName(Path("runs/x"), "project", "x")
-    log = MetricsLog(run, start_step=0, num_steps=5, disabled={"disabled"})
-    file, service, console = log.loggers
+    run = RunInfo(Path("runs/x"), make_config(disable_wandb=True))
+    file, service, console = MetricsLog(run, start_step=0, num_steps=5).loggers
     assert isinstance(file, JsonLines) and isinstance(console, Console)
     assert service.run is run
 
 
-def test_the_console_shows_the_metrics_that_are_there_and_the_time_left(capsys):
-    console = Console(start=2, num_steps=5)
-    console.log(3, {"step": 3, "reward/mean": 0.25, "time/rollout": 1.5, "time/step": 2.0})
+def test_a_step_lasts_until_the_next_line_and_the_rest_of_its_phases_is_other(
+    tmp_path, monkeypatch, one_process
+):
+    """The clock of this test: a save of 2 s after the first line counts to the second one."""
+    clock = iter([100.0, 101.0, 104.0, 107.0, 108.0, 110.0, 110.25, 113.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    config = make_config(SFTConfig, disable_wandb=True)
+    log = MetricsLog(RunInfo(tmp_path, config), 0, 2)  # at 100
+    with log.phase("update"):  # 101 to 104
+        pass
+    log.write(1, {"tokens/total": 70, "actor/grad_norm": 1.0})  # at 107
+    with log.phase("save"):  # 108 to 110
+        pass
+    log.write(2, {"tokens/total": 65, "actor/grad_norm": 1.0})  # at 110.25
+    first, second = [json.loads(line) for line in log.loggers[0].path.read_text().splitlines()]
+    assert (first["time/step"], first["time/update"], first["time/other"]) == (7, 3, 4)
+    assert (second["time/step"], second["time/save"], second["time/other"]) == (3.25, 2, 1.25)
+    assert (first["tokens/per_second"], second["tokens/per_second"]) == (10, 20)
+
+
+def console_lines(capsys, steps, **options):
+    """What the console prints of `steps`, the metrics of each step."""
+    console = Console(**{"start": 0, "num_steps": 100, **options})
+    for metrics in steps:
+        console.log(metrics["step"], metrics)
     console.close()
-    line = capsys.readouterr().out.strip()
-    assert line == "step 3/5  reward 0.250  2.0s (rollout 1.5)  0:00:04 left"
+    return capsys.readouterr().out.strip().splitlines()
+
+
+def test_the_line_of_grpo_shows_what_tells_and_not_the_loss(capsys):
+    [line] = console_lines(capsys, [STEP])
+    assert line == (
+        "step 3/100  reward 0.512 (right 0.45 short 0.06)  teaching 75%  cut 3%  kl 0.0012  "
+        "length 213  grad 0.46  tok/s 6000  9.0s (update 4.4)  0:14:33 left"
+    )
+    assert len(line) <= 150
+
+
+def test_the_line_of_ppo_shows_what_is_wrong_and_what_there_is(capsys):
+    critic = {
+        "critic/loss": 0.25,
+        "critic/grad_norm": 2.5,
+        "rollout/failed": 0.125,
+        "actor/skipped": 0.5,
+        "actor/approx_kl": 0.0021,
+        "actor/entropy": 0.75,
+        "test/reward/mean": 0.25,
+    }
+    [line] = console_lines(capsys, [STEP | critic])
+    for text in (
+        "value loss 0.2500",
+        "critic grad 2.50",
+        "failed 12%",
+        "skipped 50%",
+        "approx_kl 0.0021",
+        "entropy 0.750",
+        "test reward 0.250",
+    ):
+        assert f"  {text}  " in line
+    # With a critic, groups of equal rewards teach too.
+    assert "teaching" not in line and "  loss" not in line
+
+
+def test_the_line_of_the_offline_trainers_has_loss_accuracy_and_margin(capsys):
+    dpo = {"actor/loss": 0.6931, "actor/accuracy": 0.75, "actor/margin": 0.1, "actor/grad_norm": 2}
+    rm = {"critic/loss": 0.6, "critic/accuracy": 0.5, "critic/margin": 0.0, "critic/grad_norm": 2}
+    times = {"time/step": 2.0, "time/update": 1.9, "tokens/per_second": 10.0}
+    lines = console_lines(capsys, [{"step": 1, **dpo, **times}, {"step": 2, **rm, **times}])
+    end = "tok/s 10  2.0s (update 1.9)"
+    dpo_values = "loss 0.6931  accuracy 0.750  margin 0.100  grad 2.00"
+    rm_values = "loss 0.6000  accuracy 0.500  margin 0.000  critic grad 2.00"
+    assert lines[0].startswith(f"step 1/100  {dpo_values}  {end}")
+    assert lines[1].startswith(f"step 2/100  {rm_values}  {end}")
+
+
+def test_the_time_left_counts_the_evaluations_that_are_due(capsys):
+    """Steps take 2 s and evaluations 60 s. The steps 4, 8 and 10 evaluate."""
+    steps = [{"step": 0, "time/step": 60.5, "time/test": 60.0, "test/loss": 1.0}]
+    for step in range(1, 11):
+        tested = step in (4, 8, 10)
+        times = (
+            {"time/step": 62.0, "time/test": 60.0}
+            if tested
+            else {"time/step": 2.0, "time/data": 1.0}
+        )
+        steps.append({"step": step, **times})
+    lines = console_lines(capsys, steps, num_steps=10, test_freq=4)
+    assert "left" not in lines[0]  # nothing is known of the pace
+    left = [line.split("  ")[-1].removesuffix(" left") for line in lines[1:]]
+    seconds = [
+        2 * (10 - step) + 60 * sum(due > step for due in (4, 8, 10)) for step in range(1, 11)
+    ]
+    assert left == [f"0:{s // 60:02}:{s % 60:02}" for s in seconds]
+    [line] = console_lines(capsys, [steps[1]], start=0, num_steps=10)
+    assert line.endswith("0:00:18 left")  # a run without test rows
+
+
+def test_the_start_says_what_a_step_is_made_of():
+    config = make_config()
+    config["data"].update(prompts_per_rollout=4, responses_per_prompt=8)
+    config["actor"]["update_per_rollout"] = 2
+    expected = "each step: 4 prompts x 8 answers = 32 trajectories, then 2 updates of the actor"
+    assert describe_step(config) == [expected]
+    assert describe_step(make_config(SFTConfig)) == []
+
+
+def reasons(config=None, **changes):
+    """{name: reason} of the problems of the healthy step with some metrics changed.
+
+    A metric that is None is absent.
+    """
+    changed = {name.replace("__", "/"): value for name, value in changes.items()}
+    metrics = {name: value for name, value in (STEP | changed).items() if value is not None}
+    return {p.name: p.reason for p in find_problems(metrics, config or make_config())}
+
+
+def test_a_healthy_step_has_no_problems():
+    assert reasons() == {}
+    assert reasons(rollout__zero_variance=0.9, rollout__truncated=0.5, rollout__failed=0.9) == {}
+    evaluation = {"step": 0, "test/reward/mean": 0.0, "time/step": 1.0}
+    assert find_problems(evaluation, make_config()) == []
+    sft = {"step": 1, "actor/grad_norm": 0.5, "actor/skipped": 0.0}
+    assert find_problems(sft, make_config(SFTConfig)) == []
+
+
+def test_a_step_that_taught_nothing_says_why():
+    same = {name.replace("/", "__"): value for name, value in SAME.items()}
+    reason = reasons(**same)["taught nothing"]
+    assert reason.startswith("all 8 answers to each of the 32 prompts earned the same reward (0).")
+    assert "too hard" in reason and "rollouts/train/step_3.jsonl" in reason
+    # 0.1 is not exact: the deviation of equal rewards may be 1e-17.
+    reason = reasons(**same | {"reward__mean": 0.1, "reward__std": 1e-17})["taught nothing"]
+    assert "reward (0.1)" in reason and "too easy" in reason
+    reason = reasons(**same | {"reward__mean": 0.4, "reward__std": 0.5})["taught nothing"]
+    assert "prompts differ (mean 0.4)" in reason and "responses_per_prompt" in reason
+    nothing_trained = {"actor__grad_norm": 0.0, "rollout__failed": 1.0, "reward__mean": math.nan}
+    assert "failed on every" in reasons(**nothing_trained, reward__std=math.nan)["taught nothing"]
+    assert "masks every token" in reasons(actor__grad_norm=0.0)["taught nothing"]
+    frozen = reasons(actor__lr=None, actor__grad_norm=None, actor__skipped=None)
+    assert "actor.freeze_steps=0" in frozen["did not train the actor"]
+    [(name, reason)] = reasons(**same | {"actor__grad_norm": 0.1}).items()
+    assert name == "trained only on the KL or entropy term" and "too hard" in reason
+    gae = make_config()
+    gae["adv"]["estimator"] = "gae"  # a critic learns from equal rewards too
+    assert reasons(gae, **same | {"actor__grad_norm": 0.1}) == {}
+    sft = {"step": 1, "actor/grad_norm": 0.0, "actor/skipped": 0.0}
+    [problem] = find_problems(sft, make_config(SFTConfig))
+    assert problem.name == "taught nothing" and "no token" in problem.reason
+
+
+def test_cut_answers_name_the_limit():
+    reason = reasons(rollout__truncated=0.94)["had most answers cut"]
+    assert "94%" in reason and "rollout.train_sampling_params.max_new_tokens=" in reason
+    assert "max_length_per_device" not in reason
+    config = make_config()
+    config["rollout"]["max_turns"] = 3
+    reason = reasons(config, rollout__truncated=0.94)["had most answers cut"]
+    assert "actor.max_length_per_device" in reason
+
+
+def test_a_problem_is_told_in_full_once_and_then_counted(tmp_path):
+    health = Health(tmp_path, make_config(), start_step=0)
+    printed = []
+    for step in range(1, 121):
+        same = SAME if step % 2 else {}
+        printed += health.check(STEP | same | {"step": step})
+    assert len(printed) == 2
+    assert printed[0].startswith("step 1 taught nothing: all 8 answers")
+    assert printed[1] == "step 19 is the 10th that taught nothing"
+    assert health.summary() == ["60 of 120 steps taught nothing"]
+
+
+def test_constant_rewards_of_a_critic_are_told_after_three_steps(tmp_path):
+    config = make_config()
+    config["adv"]["estimator"] = "gae"
+    health = Health(tmp_path, config, start_step=0)
+    same = SAME | {"actor/grad_norm": 0.1, "critic/lr": 1e-6}
+    steps = [STEP | same, STEP | same, STEP | {"critic/lr": 1e-6}, *[STEP | same] * 3]
+    printed = [health.check(metrics | {"step": i}) for i, metrics in enumerate(steps, 1)]
+    assert printed[:5] == [[]] * 5
+    assert printed[5][0].startswith("step 6 earned a constant reward: all 8 answers")
+
+
+def skip_updates(health, first_step, num_steps, fraction=1.0):
+    printed = []
+    for step in range(first_step, first_step + num_steps):
+        bad = {"actor/grad_norm": math.nan, "actor/skipped": fraction}
+        printed += health.check(STEP | bad | {"step": step})
+        health.stop_if_diverged()
+    return printed
+
+
+def test_skipped_updates_are_told_counted_and_stop_the_run(tmp_path):
+    config = make_config(max_skipped_updates=4)
+    config["actor"]["update_per_rollout"] = 2
+    health = Health(tmp_path, config, start_step=0)
+    for step in (2, 5, 6):
+        (tmp_path / f"checkpoints/step_{step}").mkdir(parents=True)
+    (tmp_path / "checkpoints/step_4.partial").mkdir()
+    health.check(STEP | {"step": 5})
+    printed = skip_updates(health, 6, 1)
+    assert printed == [
+        "step 6 skipped updates of the actor: the gradient of 2 of 2 was not finite, so these "
+        "moved no weight. If it goes on, lower actor.lr=1e-06"
+    ]
+    assert health.is_diverging
+    skip_updates(health, 7, 5, fraction=0.5)  # half of the updates are good
+    assert not health.is_diverging
+    health.check(STEP | {"step": 12})
+    assert health.summary() == ["6 of 8 steps skipped updates of the actor, 7 in all"]
+    with pytest.raises(RuntimeError) as error:
+        skip_updates(health, 13, 9)
+    message = str(error.value)
+    assert message.startswith("the last 4 updates of the actor were skipped")
+    assert "trainer.max_skipped_updates=4" in message and "lower actor.lr=1e-06" in message
+    # The weights of step 11 still gave a finite gradient, those of step 12 did not.
+    assert message.endswith(f"trainer.resume={tmp_path}/checkpoints/step_6")
+
+
+def test_what_to_do_about_a_run_that_diverged_from_its_start(tmp_path):
+    for start_step, words in ((0, "actor.dtype=float32"), (8, "weights of step 8")):
+        health = Health(tmp_path, make_config(max_skipped_updates=3), start_step)
+        with pytest.raises(RuntimeError, match=words):
+            skip_updates(health, start_step + 1, 4)
+    health = Health(tmp_path, make_config(max_skipped_updates=3), 0)
+    health.check(STEP | {"step": 1})
+    with pytest.raises(RuntimeError, match="there is no checkpoint of a step before it"):
+        skip_updates(health, 2, 4)
+    skip_updates(Health(tmp_path, make_config(max_skipped_updates=None), 0), 1, 50)
+
+
+class FakeWandb(types.ModuleType):
+    """What rl2 uses of wandb 0.31."""
+
+    Error = RuntimeError
+
+    def __init__(self, key=None):
+        super().__init__("wandb")
+        self.key = key
+        self.runs = []
+        self.metrics = []
+
+    def login(self, prompt=True, verify=True):
+        assert not prompt, "nobody may be there to answer"
+        return bool(self.key)
+
+    def init(self, **settings):
+        self.runs.append(settings)
+        return types.SimpleNamespace(log=self.metrics.append, define_metric=self.define_metric)
+
+    def define_metric(self, name, step_metric):
+        assert (name, step_metric) == ("*", "step")
+
+
+def test_wandb_gets_the_config_and_an_id_that_resumes(tmp_path, monkeypatch, capsys):
+    wandb = FakeWandb(key="secret")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    run = RunInfo(tmp_path, make_config(project="mine", experiment_name="first"))
+    for _ in range(2):  # the second one resumes the run folder
+        start_wandb(run).log(4, {"step": 4, "reward/mean": 0.5})
+    first, second = wandb.runs
+    assert first == second and first["id"] and first["resume"] == "allow"
+    assert (first["project"], first["name"]) == ("mine", "first")
+    assert first["config"]["data"]["responses_per_prompt"] == 8
+    assert wandb.metrics == [{"step": 4, "reward/mean": 0.5}] * 2
+    other = RunInfo(tmp_path / "other", make_config())
+    other.folder.mkdir()
+    start_wandb(other)
+    assert wandb.runs[2]["id"] != first["id"]
+
+
+def test_wandb_needs_a_login_or_a_mode_and_its_errors_do_not_stop_a_run(
+    tmp_path, monkeypatch, capsys
+):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    run = RunInfo(tmp_path, make_config())
+    assert start_wandb(run) is None and "wandb login" in capsys.readouterr().out
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert start_wandb(run) is not None
+
+    def fail(**settings):
+        raise wandb.Error("the run was deleted")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    assert start_wandb(run) is None
+    assert "the run was deleted" in capsys.readouterr().out

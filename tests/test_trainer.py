@@ -21,6 +21,7 @@ from common import (
     read_jsonl,
     read_metrics,
     read_untimed_metrics,
+    run,
     torchrun,
 )
 from safetensors.torch import load_file
@@ -394,6 +395,30 @@ def test_a_signal_finishes_the_step_and_saves(setup, tmp_path):
     assert (tmp_path / f"run/checkpoints/step_{last_step}/run.json").exists(), output
     assert "stopping" in output and f"step {last_step}/6000" in output
     assert len(list((tmp_path / "run/checkpoints").iterdir())) == 1
+
+
+def test_a_run_that_diverges_stops_and_keeps_its_checkpoints(setup, tmp_path):
+    """The first update makes the weights so large that no later gradient is finite.
+
+    The reward has a part whose name is that of a metric of rl2.
+    """
+    (tmp_path / "env.py").write_text(
+        textwrap.dedent(LETTER_ENV).replace("return ", "return {'mean': 1 + ") + "}"
+    )
+    keys = ["actor.lr=1e30", "trainer.max_skipped_updates=2", "data.prompts_per_rollout=32"]
+    keys += ["trainer.save_freq=1", "trainer.n_epochs=100", "trainer.keep_checkpoints=1"]
+    done = run("-m", "rl2.trainer.ppo", *setup, *keys, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "error: the last 2 updates of the actor were skipped" in done.stderr
+    assert "lower actor.lr=1e+30 and start again" in done.stderr
+    lines = read_metrics(tmp_path / "run")
+    assert [line["actor/skipped"] for line in lines] == [0, 1, 1]
+    assert all(line["reward/parts/mean"] == line["reward/mean"] >= 1 for line in lines)
+    assert all(line["reward/std"] < 1 for line in lines)
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_1"]
+    assert not (tmp_path / "run/model").exists()
+    assert "data.prompts_per_rollout=32 is more than the 24 prompts" in done.stdout
+    assert "32 prompts x 8 answers = 256 trajectories, then 1 update of the actor" in done.stdout
 
 
 def test_a_model_with_too_few_positions_is_refused(setup):

@@ -516,6 +516,12 @@ class TrainerConfig:
     keep_checkpoints: int | None = key(
         2, "how many of the newest checkpoints are kept; null = all", above=0
     )
+    max_skipped_updates: int | None = key(
+        10,
+        "stop with an error after this many updates in a row whose gradient was not finite; null = "
+        "never",
+        above=0,
+    )
     resume: str = key(
         "auto",
         "auto, off or a checkpoint's folder; auto: from the newest one in save_dir, if any",

@@ -4,24 +4,25 @@ A service is a function in LOGGERS. It starts the service for a run and returns 
 where the service cannot be used, after printing why.
 """
 
+import inspect
 import json
 import math
 import os
 import resource
+import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
-RECENT_STEPS = 10  # whose mean time tells the time left
+from rl2.report.console import Console, describe_step
+from rl2.report.health import Health
 
 
 class Logger(Protocol):
@@ -35,12 +36,11 @@ class Logger(Protocol):
 
 
 @dataclass(frozen=True)
-class RunName:
-    """What services call a run."""
+class RunInfo:
+    """What a service may know of a run."""
 
     folder: Path  # where the run writes
-    project: str
-    experiment: str
+    config: dict[str, Any]  # all keys, as nested sections
 
 
 class JsonLines:
@@ -61,35 +61,6 @@ class JsonLines:
         pass
 
 
-class Console:
-    """A progress bar, and one line a step above it. `start` steps are done already."""
-
-    def __init__(self, start: int, num_steps: int):
-        self.num_steps = num_steps
-        self.recent_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
-        self.bar = tqdm(
-            total=num_steps,
-            initial=start,
-            unit="step",
-            dynamic_ncols=True,
-            disable=None,
-            smoothing=0.1,
-        )
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.bar.update(step - self.bar.n)
-        self.recent_seconds.append(metrics["time/step"])
-        mean_seconds = sum(self.recent_seconds) / len(self.recent_seconds)
-        left = timedelta(seconds=round(mean_seconds * (self.num_steps - step)))
-        self.print(f"{_console_line(metrics, self.num_steps)}  {left} left")
-
-    def print(self, text: str) -> None:
-        self.bar.write(text)
-
-    def close(self) -> None:
-        self.bar.close()
-
-
 class Wandb:
     """A run of Weights & Biases."""
 
@@ -97,13 +68,13 @@ class Wandb:
         self.run = run
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.run.log(metrics, step=step)
+        self.run.log(metrics)  # with "step" among them
 
     def close(self) -> None:
         self.run.finish()
 
 
-def start_wandb(run: RunName) -> Logger | None:
+def start_wandb(run: RunInfo) -> Logger | None:
     """Weights & Biases, where it is installed and logged in."""
     remedy = "or trainer.disable_wandb=true"
     try:
@@ -114,32 +85,62 @@ def start_wandb(run: RunName) -> Logger | None:
             f"(pip install wandb, {remedy})"
         )
         return None
-    if not (wandb.api.api_key or os.environ.get("WANDB_MODE")):
+    if not (os.environ.get("WANDB_MODE") or _is_logged_in(wandb)):
         print(f"wandb is not logged in: metrics go to metrics.jsonl only (wandb login, {remedy})")
         return None
-    started = wandb.init(
-        dir=str(run.folder), resume="allow", project=run.project, name=run.experiment
-    )
+    # A run that is resumed finds its id in its folder, and goes on as the same run of wandb.
+    id_file = run.folder / "wandb_id"
+    if not id_file.exists():
+        id_file.write_text(secrets.token_hex(8))
+    trainer = run.config["trainer"]
+    try:
+        started = wandb.init(
+            dir=str(run.folder),
+            id=id_file.read_text().strip(),
+            resume="allow",
+            project=trainer["project"],
+            name=trainer["experiment_name"],
+            config=run.config,
+        )
+    except wandb.Error as error:  # no network, or the run of this id was deleted there
+        print(f"wandb does not start: metrics go to metrics.jsonl only ({error}; {remedy})")
+        return None
+    # wandb's own count of steps only rises: it would drop the steps that a resumed run repeats.
+    started.define_metric("*", step_metric="step")
     return Wandb(started)
 
 
-LOGGERS: dict[str, Callable[[RunName], Logger | None]] = {"wandb": start_wandb}
+def _is_logged_in(wandb: ModuleType) -> bool:
+    """Whether there is a key, without asking for one."""
+    if "prompt" in inspect.signature(wandb.login).parameters:
+        return wandb.login(prompt=False, verify=False)
+    return bool(wandb.api.api_key)  # deprecated where `login` has `prompt`
+
+
+LOGGERS: dict[str, Callable[[RunInfo], Logger | None]] = {"wandb": start_wandb}
 
 
 class MetricsLog:
     """Times the phases of a step and writes its metrics to all loggers.
 
     All processes make the same calls; the first one has the loggers. `start_step` of `num_steps`
-    are done already. `disabled` are names of LOGGERS that are not started.
+    are done already.
     """
 
-    def __init__(self, run: RunName, start_step: int, num_steps: int, disabled: set[str]):
+    def __init__(self, run: RunInfo, start_step: int, num_steps: int):
         self.phase_seconds: dict[str, float] = {}
+        self.last_write = time.perf_counter()
         self.loggers: list[Logger] = []
+        self.health = Health(run.folder, run.config, start_step)
+        self.console: Console | None = None
         if dist.get_rank() == 0:
+            trainer = run.config["trainer"]
+            disabled = {"wandb"} if trainer["disable_wandb"] else set()
             started = [start(run) for name, start in LOGGERS.items() if name not in disabled]
             services = [logger for logger in started if logger is not None]
-            self.loggers = [JsonLines(run.folder), *services, Console(start_step, num_steps)]
+            self.console = Console(start_step, num_steps, trainer["test_freq"])
+            self.loggers = [JsonLines(run.folder), *services, self.console]
+        self._print(describe_step(run.config))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -152,11 +153,18 @@ class MetricsLog:
         self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Writes the metrics of a finished step, with its times and the peak of memory."""
+        """Writes the metrics of a finished step, with its times and the peak of memory.
+
+        Prints what is wrong with the step, and raises RuntimeError if the run has diverged.
+        A step lasts from the line before its own, or from when this log was made, to its own line.
+        """
+        now = time.perf_counter()
+        step_seconds = now - self.last_write
+        self.last_write = now
         times = {f"time/{name}": seconds for name, seconds in self.phase_seconds.items()}
         self.phase_seconds = {}
-        step_seconds = sum(times.values())
         line = {"step": step, **metrics, **times}
+        line["time/other"] = step_seconds - sum(times.values())
         line["time/step"] = step_seconds
         line["memory/peak_gib"] = peak_memory()
         num_tokens = metrics.get("tokens/sampled") or metrics.get("tokens/total")
@@ -164,10 +172,19 @@ class MetricsLog:
             line["tokens/per_second"] = num_tokens / step_seconds
         for logger in self.loggers:
             logger.log(step, line)
+        self._print(self.health.check(line))
+        self.health.stop_if_diverged()
 
     def close(self) -> None:
+        self._print(self.health.summary())
         for logger in reversed(self.loggers):
             logger.close()
+
+    def _print(self, sentences: list[str]) -> None:
+        """Prints the sentences on the first process, above the progress bar."""
+        if self.console is not None:
+            for sentence in sentences:
+                self.console.print(sentence)
 
 
 def peak_memory() -> float:
@@ -175,36 +192,6 @@ def peak_memory() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-# (metric, its name on the console, its format), in the order of the line.
-CONSOLE_METRICS = [
-    ("reward/mean", "reward", ".3f"),
-    ("test/reward/mean", "test reward", ".3f"),
-    ("rollout/length", "length", ".1f"),
-    ("actor/loss", "loss", "+.4f"),
-    ("actor/kl", "kl", ".4f"),
-    ("actor/accuracy", "actor/accuracy", ".3f"),
-    ("critic/accuracy", "critic/accuracy", ".3f"),
-    ("test/accuracy", "test/accuracy", ".3f"),
-    ("test/loss", "test loss", ".4f"),
-    ("test/perplexity", "perplexity", ".3f"),
-    ("actor/grad_norm", "grad", ".2f"),
-    ("tokens/per_second", "tok/s", ".0f"),
-]
-
-
-def _console_line(metrics: dict[str, float], num_steps: int) -> str:
-    values = []
-    for metric, name, number_format in CONSOLE_METRICS:
-        if metric in metrics:
-            values.append(f"{name} {metrics[metric]:{number_format}}")
-    phases = []
-    for metric, seconds in metrics.items():
-        if metric.startswith("time/") and metric != "time/step" and seconds >= 0.05:
-            phases.append(f"{metric.removeprefix('time/')} {seconds:.1f}")
-    step = f"step {metrics['step']}/{num_steps}"
-    return f"{step}  {'  '.join(values)}  {metrics['time/step']:.1f}s ({' '.join(phases)})"
 
 
 def _to_json_number(value: float) -> float | None:

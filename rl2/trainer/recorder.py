@@ -4,7 +4,7 @@ All processes make the same calls; the first one writes.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rl2.config.parse import dump
-from rl2.report.loggers import MetricsLog, RunName
+from rl2.report.loggers import MetricsLog, RunInfo
 from rl2.run_folder import Checkpoints, Parts, find_checkpoint, prepare_folder
 from rl2.signals import StopSignal
 from rl2.worker import Worker
@@ -53,9 +53,8 @@ class Recorder:
                 done = f"{self.start_step} of {self.num_steps} steps are done"
                 print(f"resumed from {checkpoint}: {done}", flush=True)
         dist.barrier()
-        run = RunName(self.folder, trainer.project, trainer.experiment_name)
-        disabled = {"wandb"} if trainer.disable_wandb else set()
-        self.metrics_log = MetricsLog(run, self.start_step, self.num_steps, disabled)
+        run = RunInfo(self.folder, asdict(self.config))
+        self.metrics_log = MetricsLog(run, self.start_step, self.num_steps)
         self.phase = self.metrics_log.phase
 
     def begin(self, evaluate: Evaluate | None) -> None:
@@ -87,7 +86,9 @@ class Recorder:
         # and its line; in the other order the line would be lost.
         self.metrics_log.write(step, metrics)
         with self.phase("save"):
-            if is_stopping or is_due(step, self.config.trainer.save_freq):
+            # Weights that may have diverged do not push older ones out of the checkpoints.
+            is_good = not self.metrics_log.health.is_diverging
+            if is_stopping or is_good and is_due(step, self.config.trainer.save_freq):
                 self.checkpoints.save(step, self.parts, dump(self.config))
             for worker in self.workers.values():
                 if is_due(step, worker.config.save_freq):

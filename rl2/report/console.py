@@ -1,0 +1,165 @@
+"""What a person sees of a run: one line a step, and the time that is left."""
+
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from tqdm import tqdm
+
+# The pace of the time left is the mean of so many steps: a usual trainer.save_freq, so that the
+# mean has its share of the saves.
+RECENT_STEPS = 20
+MAX_REWARD_PARTS = 4  # on a line
+
+
+@dataclass(frozen=True)
+class Column:
+    """A metric on the console."""
+
+    metric: str
+    name: str
+    format: str
+    is_shown_at_zero: bool = True
+
+
+TEST_COLUMNS = [
+    Column("test/reward/mean", "test reward", ".3f"),
+    Column("test/loss", "test loss", ".4f"),
+    Column("test/perplexity", "test perplexity", ".3f"),
+    Column("test/accuracy", "test accuracy", ".3f"),
+    Column("test/margin", "test margin", ".3f"),
+]
+# The loss of PPO is not among them: it is near 0 whether the policy learns or not.
+ROLLOUT_COLUMNS = [
+    Column("rollout/truncated", "cut", ".0%"),
+    Column("rollout/failed", "failed", ".0%", is_shown_at_zero=False),
+    Column("actor/kl", "kl", ".4f"),
+    # Exactly 0 with one update a step.
+    Column("actor/approx_kl", "approx_kl", ".4f", is_shown_at_zero=False),
+    Column("actor/entropy", "entropy", ".3f"),
+    Column("critic/loss", "value loss", ".4f"),
+    Column("rollout/length", "length", ".0f"),
+]
+OFFLINE_COLUMNS = [
+    Column("actor/loss", "loss", ".4f"),
+    Column("critic/loss", "loss", ".4f"),
+    Column("actor/accuracy", "accuracy", ".3f"),
+    Column("critic/accuracy", "accuracy", ".3f"),
+    Column("actor/margin", "margin", ".3f"),
+    Column("critic/margin", "margin", ".3f"),
+    Column("actor/kl", "kl", ".4f"),
+]
+UPDATE_COLUMNS = [
+    Column("actor/grad_norm", "grad", ".2f"),
+    Column("critic/grad_norm", "critic grad", ".2f"),
+    Column("actor/skipped", "skipped", ".0%", is_shown_at_zero=False),
+    Column("critic/skipped", "critic skipped", ".0%", is_shown_at_zero=False),
+    Column("tokens/per_second", "tok/s", ".0f"),
+]
+
+
+class Console:
+    """A progress bar, and one line a step above it. `start` steps are done already.
+
+    `test_freq` is the number of steps between two evaluations; None: there is one at the end only.
+    """
+
+    def __init__(self, start: int, num_steps: int, test_freq: int | None = None):
+        self.num_steps = num_steps
+        self.test_freq = test_freq or num_steps
+        self.test_seconds = 0.0  # of the last evaluation
+        self.recent_seconds: deque[float] = deque(maxlen=RECENT_STEPS)  # without evaluations
+        self.bar = tqdm(
+            total=num_steps,
+            initial=start,
+            unit="step",
+            dynamic_ncols=True,
+            disable=None,
+            smoothing=0.1,
+        )
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.bar.update(step - self.bar.n)
+        self.test_seconds = metrics.get("time/test", self.test_seconds)
+        line = format_line(metrics, self.num_steps)
+        if step > 0:
+            self.recent_seconds.append(metrics["time/step"] - metrics.get("time/test", 0.0))
+            line += f"  {timedelta(seconds=round(self._seconds_left(step)))} left"
+        self.print(line)
+
+    def _seconds_left(self, step: int) -> float:
+        """Each step takes as long as the recent ones, each evaluation as long as the last one."""
+        if step == self.num_steps:
+            return 0.0
+        num_tests = self.num_steps // self.test_freq - step // self.test_freq
+        num_tests += self.num_steps % self.test_freq > 0  # the last step evaluates anyway
+        pace = sum(self.recent_seconds) / len(self.recent_seconds)
+        return pace * (self.num_steps - step) + self.test_seconds * num_tests
+
+    def print(self, text: str) -> None:
+        self.bar.write(text)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def describe_step(config: dict[str, Any]) -> list[str]:
+    """What a step of PPO is made of, in a sentence; nothing for the other trainers.
+
+    `config` is that of the run, as nested sections.
+    """
+    data = config["data"]
+    if "responses_per_prompt" not in data:
+        return []
+    num_prompts = data["prompts_per_rollout"]
+    num_answers = data["responses_per_prompt"]
+    num_updates = config["actor"]["update_per_rollout"]
+    return [
+        f"each step: {num_prompts} prompts x {num_answers} answers = {num_prompts * num_answers} "
+        f"trajectories, then {num_updates} update{'s' if num_updates > 1 else ''} of the actor"
+    ]
+
+
+def format_line(metrics: dict[str, float], num_steps: int) -> str:
+    """The line of a step, with the metrics that it has and its longest phase."""
+    is_rollout = "rollout/length" in metrics
+    values = [f"step {metrics['step']}/{num_steps}"]
+    if is_rollout:
+        values += _reward_values(metrics)
+    values += _format_columns(metrics, TEST_COLUMNS)
+    values += _format_columns(metrics, ROLLOUT_COLUMNS if is_rollout else OFFLINE_COLUMNS)
+    values += _format_columns(metrics, UPDATE_COLUMNS)
+    phases = {}
+    for metric, seconds in metrics.items():
+        if metric.startswith("time/") and metric != "time/step":
+            phases[metric.removeprefix("time/")] = seconds
+    longest = max(phases, key=lambda phase: phases[phase])
+    values.append(f"{metrics['time/step']:.1f}s ({longest} {phases[longest]:.1f})")
+    return "  ".join(values)
+
+
+def _reward_values(metrics: dict[str, float]) -> list[str]:
+    """The reward with its parts, and the share of the prompts that teach."""
+    parts = []
+    for metric, value in metrics.items():
+        if metric.startswith("reward/") and metric not in ("reward/mean", "reward/std"):
+            parts.append(f"{metric.removeprefix('reward/')} {value:.2f}")
+    if len(parts) > MAX_REWARD_PARTS:
+        parts = [*parts[:MAX_REWARD_PARTS], "..."]
+    reward = f"reward {metrics['reward/mean']:.3f}"
+    values = [f"{reward} ({' '.join(parts)})" if parts else reward]
+    # A critic learns from equal rewards too.
+    if "rollout/zero_variance" in metrics and "critic/loss" not in metrics:
+        values.append(f"teaching {1 - metrics['rollout/zero_variance']:.0%}")
+    return values
+
+
+def _format_columns(metrics: dict[str, float], columns: list[Column]) -> list[str]:
+    values = []
+    for column in columns:
+        value: Any = metrics.get(column.metric)
+        # Without a token that was run, a mean is NaN: it is left out too where 0 is.
+        if value is not None and (value > 0 or column.is_shown_at_zero):
+            values.append(f"{column.name} {value:{column.format}}")
+    return values

@@ -1,0 +1,241 @@
+"""What a person should know of a step that goes wrong, in words.
+
+`find_problems` reads the metrics of a step. `Health` prints a problem in full the first time and
+then less and less often, and stops a run that has diverged.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# With more answers cut, most of the reward says where the limit is and not how good they are.
+MAX_CUT_FRACTION = 0.5
+# A critic learns from equal rewards too, and by chance one step may earn the same. Three in a row
+# of hundreds of answers do not.
+CONSTANT_STEPS = 3
+# Rewards are sums of floats: closer than this, relative to their mean, they are equal.
+EQUAL_REWARDS = 1e-6
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A step that did not go as it should."""
+
+    name: str  # completes "step 3 ..." and "4 steps ..."
+    reason: str  # and what to do; one or two sentences
+
+
+class Health:
+    """Watches a run. `config` is that of the run, as nested sections.
+
+    `start_step` steps were done before, by a process whose checkpoint this one resumed.
+    """
+
+    def __init__(self, folder: Path, config: dict[str, Any], start_step: int):
+        self.folder = folder
+        self.config = config
+        self.start_step = start_step
+        self.num_steps = 0  # so far, in this process
+        self.step_counts: dict[str, int] = {}  # by the name of the problem
+        self.num_constant_steps = 0  # in a row
+        self.last_reward = math.nan
+        self.skipped = {"actor": SkippedUpdates(), "critic": SkippedUpdates()}
+
+    def check(self, metrics: dict[str, float]) -> list[str]:
+        """The sentences to print about a step: problems that are new, or have come again often."""
+        sentences = []
+        step = int(metrics["step"])
+        self.num_steps += step > 0
+        self._count_skipped(step, metrics)
+        for problem in [*find_problems(metrics, self.config), *self._find_constant_reward(metrics)]:
+            count = self.step_counts.get(problem.name, 0) + 1
+            self.step_counts[problem.name] = count
+            if count == 1:
+                sentences.append(f"step {step} {problem.name}: {problem.reason}")
+            elif math.log10(count).is_integer():
+                sentences.append(f"step {step} is the {count}th that {problem.name}")
+        return sentences
+
+    @property
+    def is_diverging(self) -> bool:
+        """Whether the last step had no update with a finite gradient."""
+        return any(updates.num_in_a_row for updates in self.skipped.values())
+
+    def stop_if_diverged(self) -> None:
+        """RuntimeError after trainer.max_skipped_updates skipped updates in a row.
+
+        All processes must call it: they have the same metrics and stop at the same step.
+        """
+        limit = self.config["trainer"]["max_skipped_updates"]
+        for worker, updates in self.skipped.items():
+            if limit and updates.num_in_a_row >= limit:
+                raise RuntimeError(self._divergence(worker, updates))
+
+    def summary(self) -> list[str]:
+        """What to print at the end of the run."""
+        totals = {_skip_name(worker): updates.total for worker, updates in self.skipped.items()}
+        sentences = []
+        for name, count in self.step_counts.items():
+            num_updates = f", {totals[name]} in all" if name in totals else ""
+            sentences.append(f"{count} of {self.num_steps} steps {name}{num_updates}")
+        return sentences
+
+    def _count_skipped(self, step: int, metrics: dict[str, float]) -> None:
+        for worker, updates in self.skipped.items():
+            if f"{worker}/skipped" in metrics:
+                num_updates = self.config[worker].get("update_per_rollout", 1)
+                updates.count(step, metrics[f"{worker}/skipped"], num_updates)
+
+    def _find_constant_reward(self, metrics: dict[str, float]) -> Iterator[Problem]:
+        """Steps in a row in which all trajectories earn the same, where a critic learns from it."""
+        reward = metrics.get("reward/mean", math.nan)
+        is_same = _rewards_are_equal(metrics) and reward == self.last_reward
+        self.last_reward = reward
+        self.num_constant_steps = self.num_constant_steps + 1 if is_same else 1
+        if "critic/lr" in metrics and self.num_constant_steps >= CONSTANT_STEPS:
+            yield Problem("earned a constant reward", _equal_rewards(metrics, self.config))
+
+    def _divergence(self, worker: str, updates: "SkippedUpdates") -> str:
+        """Why the run stops, and how to go on."""
+        section = self.config[worker]
+        text = (
+            f"the last {updates.num_in_a_row} updates of the {worker} were skipped, since their "
+            "gradients were not finite (trainer.max_skipped_updates="
+            f"{self.config['trainer']['max_skipped_updates']}). "
+        )
+        lower = f"lower {worker}.lr={section['lr']:g}"
+        last_step = updates.last_finite_step
+        if last_step is None and self.start_step:
+            return text + (
+                f"The weights of step {self.start_step}, which it resumed, have diverged: {lower} "
+                "and resume from an earlier checkpoint, or start again"
+            )
+        if last_step is None:
+            return text + (
+                f"No gradient of the run was finite: the loss or the model overflows; try "
+                f"{worker}.dtype=float32 in place of {section['dtype']}"
+            )
+        text += f"The update of step {last_step} was the last finite one: {lower} and "
+        checkpoint = self._newest_checkpoint_before(last_step)
+        if checkpoint is None:
+            return text + "start again, since there is no checkpoint of a step before it"
+        return text + f"go on from before it with trainer.resume={checkpoint}"
+
+    def _newest_checkpoint_before(self, step: int) -> Path | None:
+        """Of the checkpoints whose weights still gave a finite gradient, the newest."""
+        by_step = {}
+        for path in self.folder.glob("checkpoints/step_*"):
+            number = path.name.removeprefix("step_")
+            if number.isdigit() and int(number) < step:
+                by_step[int(number)] = path
+        return by_step[max(by_step)] if by_step else None
+
+
+@dataclass
+class SkippedUpdates:
+    """The updates of a worker whose gradient was not finite, so that no weight moved."""
+
+    total: int = 0
+    num_in_a_row: int = 0  # of the steps that had no other; they may be more by a part of a step
+    last_finite_step: int | None = None
+
+    def count(self, step: int, fraction: float, num_updates: int) -> None:
+        """`fraction` of the updates of a step were skipped."""
+        num_skipped = round(fraction * num_updates)
+        self.total += num_skipped
+        if fraction < 1:
+            self.num_in_a_row = 0
+            self.last_finite_step = step
+        else:
+            self.num_in_a_row += num_skipped
+
+
+def find_problems(metrics: dict[str, float], config: dict[str, Any]) -> list[Problem]:
+    """The problems of one step of any trainer. An evaluation alone, step 0, has none."""
+    problems: list[Problem] = []
+    if "rollout/length" in metrics:
+        problems += _find_rollout_problems(metrics, config)
+    elif metrics.get("actor/grad_norm", metrics.get("critic/grad_norm")) == 0:
+        reason = "the loss cannot fall further, or no token of its rows is trained"
+        problems.append(Problem("taught nothing", f"the gradient was exactly 0: {reason}"))
+    for worker in ("actor", "critic"):
+        fraction = metrics.get(f"{worker}/skipped", 0.0)
+        if fraction > 0:
+            num_updates = config[worker].get("update_per_rollout", 1)
+            reason = (
+                f"the gradient of {round(fraction * num_updates)} of {num_updates} was not finite, "
+                f"so these moved no weight. If it goes on, lower {worker}.lr="
+                f"{config[worker]['lr']:g}"
+            )
+            problems.append(Problem(_skip_name(worker), reason))
+    return problems
+
+
+def _skip_name(worker: str) -> str:
+    return f"skipped updates of the {worker}"
+
+
+def _find_rollout_problems(metrics: dict[str, float], config: dict[str, Any]) -> Iterator[Problem]:
+    if metrics["rollout/failed"] == 1:
+        yield Problem("taught nothing", "the environment failed on every trajectory")
+    elif "actor/lr" not in metrics:
+        freeze_steps = config["actor"]["freeze_steps"]
+        reason = f"actor.freeze_steps={freeze_steps} keeps it as it is in these steps"
+        yield Problem("did not train the actor", reason)
+    elif metrics["actor/grad_norm"] == 0 and metrics["rollout/zero_variance"] == 1:
+        yield Problem("taught nothing", _equal_rewards(metrics, config))
+    elif metrics["actor/grad_norm"] == 0:
+        reason = (
+            "the gradient was exactly 0 although rewards differ: all advantages of "
+            f"adv.estimator={config['adv']['estimator']} are 0, or "
+            f"actor.correction={config['actor']['correction']} or the clip masks every token"
+        )
+        yield Problem("taught nothing", reason)
+    elif _has_no_advantages(metrics, config):
+        name = "trained only on the KL or entropy term"
+        yield Problem(name, _equal_rewards(metrics, config))
+    if metrics["rollout/truncated"] > MAX_CUT_FRACTION:
+        max_new_tokens = config["rollout"]["train_sampling_params"]["max_new_tokens"]
+        reason = (
+            f"{metrics['rollout/truncated']:.0%} of them reached a length limit, and what is cut "
+            "rarely earns its reward: raise rollout.train_sampling_params.max_new_tokens="
+            f"{max_new_tokens}"
+        )
+        if config["rollout"]["max_turns"] > 1:
+            reason += ", or the room for all turns, actor.max_length_per_device"
+        yield Problem("had most answers cut", reason)
+
+
+def _has_no_advantages(metrics: dict[str, float], config: dict[str, Any]) -> bool:
+    """Whether rewards gave no advantages, though the step was trained."""
+    compares_group = config["adv"]["estimator"] == "reinforce"
+    return compares_group and metrics["rollout/zero_variance"] == 1 and metrics["actor/skipped"] < 1
+
+
+def _rewards_are_equal(metrics: dict[str, float]) -> bool:
+    """Whether all trajectories of the step earned the same; False without rewards."""
+    tolerance = EQUAL_REWARDS * max(1.0, abs(metrics.get("reward/mean", 0.0)))
+    return metrics.get("reward/std", math.inf) <= tolerance
+
+
+def _equal_rewards(metrics: dict[str, float], config: dict[str, Any]) -> str:
+    """Which rewards are equal, and why that may be."""
+    data = config["data"]
+    num_prompts = data["prompts_per_rollout"]
+    num_answers = data["responses_per_prompt"]
+    reward = metrics["reward/mean"]
+    if not _rewards_are_equal(metrics):
+        return (
+            f"of each of the {num_prompts} prompts, all {num_answers} answers earned the same, "
+            f"though prompts differ (mean {reward:.3g}). Each prompt is too easy or too hard: use "
+            "others, or raise data.responses_per_prompt or the temperature"
+        )
+    hint = "The task is too hard, or reward_fn never pays"
+    if reward > 0:
+        hint = "The task is too easy, or reward_fn pays every answer alike"
+    return (
+        f"all {num_answers} answers to each of the {num_prompts} prompts earned the same reward "
+        f"({reward:.3g}). {hint}: read rollouts/train/step_{metrics['step']}.jsonl"
+    )
