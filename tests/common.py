@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -33,6 +34,7 @@ CHATML = (
 )
 CONFIGS = {
     "gemma3": Gemma3TextConfig,
+    "glm4_moe": Glm4MoeConfig,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "phi3": Phi3Config,

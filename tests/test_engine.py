@@ -272,6 +272,37 @@ def test_verify_weights_names_the_weights_that_differ(llama):
     engine.close()
 
 
+def test_verify_weights_refuses_unknown_and_missing_names(llama):
+    engine = make_engine(llama)
+    weights = dict(AutoModelForCausalLM.from_pretrained(llama).named_parameters())
+    with pytest.raises(ValueError, match="model.nothing is unknown to LlamaForCausalLM"):
+        engine.verify_weights({**weights, "model.nothing": torch.zeros(1)}.items(), 1)
+    weights.pop("model.norm.weight")
+    with pytest.raises(ValueError, match=r"1 weights did not arrive: \['model.norm.weight'\]"):
+        engine.verify_weights(weights.items(), 1)
+    assert engine.version == 0
+    engine.close()
+
+
+def test_buffers_that_are_saved_are_weights(tmp_path):
+    """The routing bias of GLM-4.5 is such a buffer. The rotary frequencies are not saved."""
+    name = make_model(tmp_path / "glm4_moe", "glm4_moe", n_routed_experts=4, num_experts_per_tok=2)
+    engine = make_engine(name)
+    weights = dict(AutoModelForCausalLM.from_pretrained(name).state_dict())
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    engine.verify_weights(weights.items(), 0)
+    weights[bias] = torch.arange(4.0)
+    with pytest.raises(RuntimeError, match=f"1 weights .*{bias}"):
+        engine.verify_weights(weights.items(), 0)
+    engine.load_weights(weights.items(), 1)
+    assert engine.model.get_buffer(bias).tolist() == [0.0, 1.0, 2.0, 3.0]
+    weights.pop(bias)
+    for verb in (engine.load_weights, engine.verify_weights):
+        with pytest.raises(ValueError, match=f"did not arrive: .*{bias}"):
+            verb(weights.items(), 2)
+    engine.close()
+
+
 def test_wrong_weights_are_refused_and_the_engine_does_not_generate_after_them(llama):
     engine = make_engine(llama)
     weights = dict(AutoModelForCausalLM.from_pretrained(llama).named_parameters())
@@ -321,6 +352,27 @@ def test_a_cancelled_request_frees_its_slot(llama):
 
     generations = engine.loop.run_until_complete(cancel_three_and_generate_two())
     assert to_tuples(generations) == expected
+    assert not engine.in_flight and not engine.prompts
+    engine.close()
+
+
+@pytest.mark.parametrize("cancelled", [0, 1])
+def test_a_request_is_cancelled_while_it_waits_with_the_prompt_of_another(llama, cancelled):
+    engine = make_engine(llama, max_running_requests=2)
+    seeds = [(5, 0), (5, 1)]
+    expected = to_tuples(play(engine, [[9, 8]] * 2, seeds, max_new_tokens=5))
+
+    async def cancel_one_of_two():
+        params = SamplingParams(max_new_tokens=5)
+        tasks = [asyncio.ensure_future(engine.generate([9, 8], params, seed)) for seed in seeds]
+        while len(engine.waiting) < 2:
+            await asyncio.sleep(0)
+        tasks[cancelled].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    results = engine.loop.run_until_complete(cancel_one_of_two())
+    assert isinstance(results.pop(cancelled), asyncio.CancelledError)
+    assert to_tuples(results) == [expected[1 - cancelled]]
     assert not engine.in_flight and not engine.prompts
     engine.close()
 

@@ -13,7 +13,7 @@ else is in flight.
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -155,6 +155,35 @@ class LocalEngine(Engine):
         """
         assert not self.in_flight, f"load_weights with {self.in_flight} requests in flight"
         self.version = None
+        for _, weight, tensor in self._pair_weights(named_tensors):
+            weight.data.copy_(tensor)
+        self.version = version
+        if self.cache is not None:
+            self._pack_linear_layers()
+
+    def verify_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Compares the tensors with the model's, see Engine.verify_weights.
+
+        ValueError as in `load_weights`.
+        """
+        different = []
+        for name, weight, tensor in self._pair_weights(named_tensors):
+            if not torch.equal(weight, tensor.to(weight)):
+                different.append(name)
+        if different:
+            raise RuntimeError(
+                f"{len(different)} weights of the engine are not the trainer's: {different[:5]}"
+            )
+        self.version = version
+
+    def _pair_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(name, our weight, the tensor for it) of each tensor.
+
+        A buffer that is saved with the model is a weight too. ValueError for a name that is unknown
+        or missing, and for a wrong shape.
+        """
         weights = self.model.state_dict(keep_vars=True)
         missing = {id(weight): name for name, weight in weights.items()}  # tied weights once
         for name, tensor in named_tensors:
@@ -164,27 +193,11 @@ class LocalEngine(Engine):
             if tensor.shape != weight.shape:
                 shapes = f"{list(tensor.shape)}, expected {list(weight.shape)}"
                 raise ValueError(f"weight {name} is {shapes}")
-            weight.data.copy_(tensor)
             missing.pop(id(weight), None)
+            yield name, weight, tensor
         if missing:
             names = sorted(missing.values())[:5]
             raise ValueError(f"{len(missing)} weights did not arrive: {names}")
-        self.version = version
-        if self.cache is not None:
-            self._pack_linear_layers()
-
-    def verify_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        weights = self.model.state_dict()
-        different = []
-        for name, tensor in named_tensors:
-            weight = weights[name]
-            if not torch.equal(weight, tensor.to(weight)):
-                different.append(name)
-        if different:
-            raise RuntimeError(
-                f"{len(different)} weights of the engine are not the trainer's: {different[:5]}"
-            )
-        self.version = version
 
     def close(self) -> None:
         """Cancels what is in flight and frees all memory."""
@@ -223,12 +236,13 @@ class LocalEngine(Engine):
         Returns whether any slot is busy.
         """
         admitted = self._fill_slots()
-        new = [prompt for prompt in admitted if prompt.kv is None]
+        new = [prompt for prompt, slots in admitted.items() if slots and prompt.kv is None]
         for batch in self._prefill_batches(new):
             self._prefill(batch)
         for prompt, slots in admitted.items():
-            assert self.cache is not None and prompt.kv is not None
-            self.cache.write_prompt(prompt.kv, slots)
+            if slots:
+                assert self.cache is not None and prompt.kv is not None
+                self.cache.write_prompt(prompt.kv, slots)
             if not prompt.num_waiting:
                 prompt.kv = None
                 self.prompts.pop(prompt.tokens)
@@ -237,7 +251,7 @@ class LocalEngine(Engine):
     def _fill_slots(self) -> dict[_Prompt, list[int]]:
         """Puts waiting requests into free slots, first come first served.
 
-        Returns the new slots of each prompt.
+        Returns the new slots of each prompt; none where all its requests were cancelled.
         """
         for slot, request in enumerate(self.slots):
             if request is not None and request.future.done():  # cancelled
@@ -248,12 +262,11 @@ class LocalEngine(Engine):
             request = self.waiting.popleft()
             prompt = request.prompt
             prompt.num_waiting -= 1
+            new_slots = admitted.setdefault(prompt, [])
             if not request.future.done():
                 slot = free.popleft()
                 self.slots[slot] = request
-                admitted.setdefault(prompt, []).append(slot)
-            elif not prompt.num_waiting:  # cancelled, and nobody else waits with its prompt
-                self.prompts.pop(prompt.tokens, None)
+                new_slots.append(slot)
         return admitted
 
     def _prefill_batches(self, prompts: list[_Prompt]) -> list[list[_Prompt]]:
