@@ -2,7 +2,8 @@
 
     python benchmarks/head.py [--positions 4096] [--hidden 576] [--vocabulary 49152] [--scored 1.0]
 
-Measures a forward and a backward. The variants take turns, each run in its own process, and the
+`plain` and `chunked_bf16` round the logits to bf16, `chunked` has them in fp32. Measures a forward
+and a backward. The variants take turns, each run in its own process, and the
 medians are printed. The memory does not include the gradient of the head's weight.
 """
 
@@ -27,6 +28,13 @@ def chunked(hidden, weight, targets):
     return head_scores(hidden, weight, targets)[0]
 
 
+def chunked_bf16(hidden, weight, targets):
+    return head_scores(hidden, weight, targets, dtype=torch.bfloat16)[0]
+
+
+VARIANTS = {"plain": plain, "chunked": chunked, "chunked_bf16": chunked_bf16}
+
+
 def measure(arguments) -> dict:
     torch.manual_seed(0)
     hidden = torch.randn(arguments.positions, arguments.hidden).bfloat16().requires_grad_()
@@ -34,9 +42,9 @@ def measure(arguments) -> dict:
     weight = weight.bfloat16().requires_grad_()
     targets = torch.randint(arguments.vocabulary, (arguments.positions,))
     scored = slice(None)
-    if arguments.variant == "chunked":
+    if arguments.variant != "plain":
         scored = slice(0, int(arguments.positions * arguments.scored))
-    function = {"plain": plain, "chunked": chunked}[arguments.variant]
+    function = VARIANTS[arguments.variant]
     # The warm-up starts kernels and threads, and allocates the gradient of the weight.
     function(hidden[:8], weight, targets[:8]).sum().backward()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -61,12 +69,12 @@ def main() -> None:
         help="fraction of positions that the chunked head scores",
     )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--variant", choices=["plain", "chunked"], help=argparse.SUPPRESS)
+    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.variant:
         print(json.dumps(measure(arguments)))
         return
-    results = {"plain": [], "chunked": []}
+    results = {variant: [] for variant in VARIANTS}
     for _ in range(arguments.repeats):
         for variant in results:
             command = [sys.executable, __file__, "--variant", variant, *sys.argv[1:]]
@@ -76,13 +84,14 @@ def main() -> None:
     for variant, runs in results.items():
         seconds[variant] = statistics.median(run["seconds"] for run in runs)
         mib[variant] = statistics.median(run["mib"] for run in runs)
-        print(f"{variant:8} {seconds[variant]:6.2f} s  {mib[variant]:7.0f} MiB extra at the peak")
+        print(f"{variant:12} {seconds[variant]:6.2f} s  {mib[variant]:7.0f} MiB extra at the peak")
     gradient_mib = arguments.vocabulary * arguments.hidden * 2 / 2**20
-    print(
-        f"chunked / plain: time {seconds['chunked'] / seconds['plain']:.2f}, "
-        f"memory {mib['chunked'] / mib['plain']:.3f} "
-        f"(weight gradient: {gradient_mib:.0f} MiB)"
-    )
+    for variant in ("chunked", "chunked_bf16"):
+        print(
+            f"{variant} / plain: time {seconds[variant] / seconds['plain']:.2f}, "
+            f"memory {mib[variant] / mib['plain']:.3f} "
+            f"(weight gradient: {gradient_mib:.0f} MiB)"
+        )
 
 
 if __name__ == "__main__":

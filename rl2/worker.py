@@ -119,15 +119,17 @@ class Worker:
             config.model_name,
             self.mesh,
             compute_dtype=self.dtype,
+            head_dtype=getattr(torch, config.head_dtype),
             critic=critic,
             trainable=is_trained,
             gradient_checkpointing=is_trained and config.gradient_checkpointing,
             lora_settings=self.lora_settings,
         )
-        self.trained_parameters: dict[str, ShardedParameter] = {}
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                self.trained_parameters[name] = parameter
+        self.trained_parameters: dict[str, ShardedParameter] = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
         self.offload()
         self.optimizer: Any = None  # a torch.optim.Optimizer unless the model is frozen
         if is_trained:

@@ -9,7 +9,7 @@ from common import make_model
 from engine_contract import check_attributes, check_signatures, plain_logps, play
 from transformers import AutoModelForCausalLM
 
-from rl2.engine import select
+from rl2.engine import local, select
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.engine.sampler import sample
@@ -127,6 +127,22 @@ def test_logps_equal_those_of_transformers(name, deterministic, temperature):
     for prompt, out in zip(prompts, generations, strict=True):
         expected = plain_logps(model, prompt, out.tokens, temperature)
         torch.testing.assert_close(torch.tensor(out.logps), expected, rtol=0, atol=1e-4)
+    engine.close()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_logits_are_fp32_whatever_the_dtype(llama, monkeypatch, packed):
+    """Every logit equals the fp32 product of the bf16 hidden states and weights."""
+    if not packed:
+        monkeypatch.setattr(local, "_can_pack", lambda dtype: False)
+    engine = make_engine(llama, torch.bfloat16, max_running_requests=4)
+    hidden = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).bfloat16() * 20
+    weight = engine.model.get_output_embeddings().weight
+    expected = hidden.double() @ weight.double().T
+    torch.testing.assert_close(engine._logits(hidden).double(), expected, rtol=0, atol=2e-5)
+    engine.close()
+    engine = make_engine(llama, torch.bfloat16, head_dtype=torch.bfloat16)
+    assert engine._logits(hidden).dtype == torch.bfloat16
     engine.close()
 
 

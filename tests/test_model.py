@@ -37,6 +37,63 @@ def test_chunked_head_equals_log_softmax(monkeypatch, temperature, chunk_rows):
             torch.testing.assert_close(gradient.double(), plain_gradient, rtol=0, atol=1e-4)
 
 
+def bf16_head(num_pairs=40, vocabulary=3000, seed=0):
+    """Hidden states, weight and targets in bf16, whose logits are as large as a real model's."""
+    torch.manual_seed(seed)
+    hidden = torch.randn(num_pairs, 64).bfloat16()
+    weight = torch.randn(vocabulary, 64).bfloat16()
+    return hidden, weight, torch.randint(vocabulary, (num_pairs,))
+
+
+def test_the_logits_of_bf16_factors_are_fp32(monkeypatch):
+    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 40 * 700)
+    hidden, weight, targets = bf16_head()
+    log_p = (hidden.double() @ weight.double().T).log_softmax(-1)
+    expected = log_p.gather(1, targets[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    fine = head_scores(hidden, weight, targets, with_entropy=True)
+    # fp32 has steps of 4e-6 where a log-probability is between -32 and -64.
+    torch.testing.assert_close(fine[0].double(), expected, rtol=3e-7, atol=1e-6)
+    torch.testing.assert_close(fine[1].double(), entropy, rtol=0, atol=3e-5)
+    coarse, _ = head_scores(hidden, weight, targets, dtype=torch.bfloat16)
+    assert (coarse - expected).abs().max() > 0.05
+    # A head is never coarser than what it is given.
+    same = head_scores(hidden.float(), weight.float(), targets, dtype=torch.bfloat16)
+    assert torch.equal(same[0], head_scores(hidden.float(), weight.float(), targets)[0])
+
+
+def test_gradients_of_bf16_factors(monkeypatch):
+    """They are those of the fp32 product, rounded to bf16."""
+    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 40 * 700)
+    hidden, weight, targets = bf16_head()
+    factors = [hidden.requires_grad_(), weight.requires_grad_()]
+    doubles = [x.detach().double().requires_grad_() for x in factors]
+    log_p = (doubles[0] @ doubles[1].T).log_softmax(-1).gather(1, targets[:, None])
+    expected = torch.autograd.grad(log_p.sum(), doubles)
+    gradients = torch.autograd.grad(head_scores(*factors, targets)[0].sum(), factors)
+    for gradient, right in zip(gradients, expected, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert (gradient - right).norm() < 4e-3 * right.norm()
+
+
+def test_the_weight_is_converted_once_and_not_as_a_whole(monkeypatch):
+    """On a CPU each row of the weight becomes fp32 once a pass, and few rows at a time."""
+    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 40 * 700)
+    hidden, weight, targets = bf16_head()
+    converted = []
+    plain = head_module._logits
+
+    def counted(hidden, weight, *rest):
+        converted.append(len(weight))
+        return plain(hidden, weight, *rest)
+
+    monkeypatch.setattr(head_module, "_logits", counted)
+    logps, _ = head_scores(hidden, weight.requires_grad_(), targets)
+    assert sum(converted) == 3000 and max(converted) <= 700
+    logps.sum().backward()
+    assert sum(converted) == 6000
+
+
 def test_a_frozen_head_costs_no_gradient():
     torch.manual_seed(0)
     hidden = torch.randn(5, 8, requires_grad=True)

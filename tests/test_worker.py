@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import make_critic, make_model, run, torchrun
+from engine_contract import play
 from parity import (
     ADAPTED,
     LAYOUTS,
@@ -21,6 +22,9 @@ from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl2 import optimizer
+from rl2.batch import Sample, collate
+from rl2.engine.base import EngineSettings
+from rl2.engine.local import LocalEngine
 from rl2.model.token_model import TokenScores
 from rl2.optimizer import export_optimizer, schedule
 from rl2.parallel.mesh import init_distributed
@@ -190,6 +194,47 @@ def test_a_restored_worker_has_the_weight_decay_of_its_config(tmp_path, device):
     restored.load_state_dict(deepcopy(saved.state_dict()))
     without_decay, with_decay = update(saved), update(restored)
     assert any(not torch.equal(without_decay[key], with_decay[key]) for key in with_decay)
+
+
+@pytest.mark.parametrize("head_dtype", ["float32", "bfloat16"])
+def test_the_head_is_fp32_in_trainer_and_engine(tmp_path, device, head_dtype):
+    """In bf16 both give the log-probabilities of the fp32 product, unless the head is bf16 too.
+
+    The layers of this model add nothing, so the hidden states are the same bits everywhere, and
+    what differs is the head.
+    """
+    name = make_model(tmp_path / "model", tied=False, initializer_range=0.6)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    model.save_pretrained(name)
+    settings = EngineSettings(
+        name, torch.bfloat16, device, head_dtype=getattr(torch, head_dtype), max_running_requests=4
+    )
+    engine = LocalEngine(settings)
+    prompts = [[5 + i, 20, 30] for i in range(8)]
+    answers = play(engine, prompts, max_new_tokens=20)
+    engine.close()
+    samples = []
+    expected = []
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        mask = [0] * 3 + [1] * 20
+        logps = [0.0] * 3 + answer.logps
+        samples.append(Sample(prompt + answer.tokens, mask, logps, [0.0] * 23, i, i))
+        with torch.no_grad():
+            hidden = model.base_model(torch.tensor([prompt + answer.tokens]))[0][0, 2:-1].float()
+        log_p = (hidden @ model.lm_head.weight.float().T).log_softmax(-1)
+        expected.append(log_p.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0])
+    batch = collate(samples)
+    worker = Worker(worker_config(name, dtype="bfloat16", head_dtype=head_dtype), device)
+    trained = batch.mask > 0
+    for logps in (worker.infer(batch).logps, batch.engine_logps):
+        difference = (logps[trained] - torch.cat(expected)).abs()
+        if head_dtype == "float32":
+            assert difference.max() < 2e-5
+        else:
+            assert difference.mean() > 0.005
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path, device):

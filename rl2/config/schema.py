@@ -129,6 +129,12 @@ class WorkerConfig:
         "the trained weights are always float32",
         choices=("auto", "float32", "bfloat16"),
     )
+    head_dtype: str = key(
+        "float32",
+        "type of the logits, in training and in the engine; bfloat16 rounds them, which is faster "
+        "on a CPU",
+        choices=("float32", "bfloat16"),
+    )
     fsdp_size: int = key(
         0,
         "processes that share one copy of the model, 0 = all; fewer keep several copies (hybrid "

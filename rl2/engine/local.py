@@ -90,6 +90,7 @@ class LocalEngine(Engine):
         self.max_running_requests = settings.max_running_requests
         self.deterministic = settings.deterministic
         self.device = settings.device
+        self.head_dtype = torch.promote_types(settings.head_dtype, settings.dtype)
         self.model = _load_model(settings).to(self.device)
         self.max_length = max_request_tokens(settings, self.model.config)
         self.loop = asyncio.new_event_loop()
@@ -335,8 +336,20 @@ class LocalEngine(Engine):
         assert self.cache is not None
         self.cache.begin_step(inputs[1], max(positions))
         token_ids, position_ids = inputs[:, :, None]  # [n, 1] each
-        out = self.model(token_ids, position_ids=position_ids, use_cache=False, attend=self.cache)
-        return out.logits[:, -1]
+        body = self.model.base_model(
+            token_ids, position_ids=position_ids, use_cache=False, attend=self.cache
+        )
+        return self._logits(body.last_hidden_state[:, -1])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, E] -> logits [n, V] in `head_dtype`."""
+        head = self.model.get_output_embeddings()
+        if hidden.is_cuda and hidden.dtype != self.head_dtype:
+            return torch.mm(hidden, head.weight.T, out_dtype=self.head_dtype)
+        hidden = hidden.to(self.head_dtype)
+        if "forward" in head.__dict__:  # packed, in head_dtype
+            return head(hidden)
+        return hidden @ head.weight.to(self.head_dtype).T
 
     def _num_step_rows(self) -> int:
         """How many slots to decode, from the first one on.
@@ -366,9 +379,13 @@ class LocalEngine(Engine):
         ops = torch.ops.mkldnn
         if self.device.type != "cpu" or not hasattr(ops, "_linear_pointwise"):
             return
+        head = self.model.get_output_embeddings()
         for module in self.model.modules():
-            if type(module) is nn.Linear and _can_pack(module.weight.dtype):
-                packed = ops._reorder_linear_weight(module.weight, self.max_running_requests)
+            if type(module) is not nn.Linear:
+                continue
+            weight = module.weight.to(self.head_dtype) if module is head else module.weight
+            if _can_pack(weight.dtype):
+                packed = ops._reorder_linear_weight(weight, self.max_running_requests)
                 module.__dict__["forward"] = partial(_packed_linear, packed, module.bias)
 
 

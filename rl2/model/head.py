@@ -11,7 +11,7 @@ from torch import Tensor
 from rl2.parallel.tensor import sum_softmax
 
 # Logits that are held at a time: 32 and 512 MiB in fp32. Few enough for a CPU's caches, and enough
-# rows for a GPU to make reading the weight worth it.
+# columns for a GPU to make reading the hidden states worth it.
 LOGITS_PER_CHUNK = {"cpu": 2**23, "cuda": 2**27}
 
 
@@ -22,76 +22,80 @@ def head_scores(
     temperature: float = 1.0,
     with_entropy: bool = False,
     group: dist.ProcessGroup | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """hidden [P, E], weight [V, E], targets [P] -> (log-probabilities, entropies), [P] in fp32.
 
     They are those of softmax(hidden @ weight.T / temperature): of each target, and of the whole.
+    The logits are rounded to `dtype`, or to the type of `hidden` if that is finer. In bf16 those
+    between 16 and 32 are multiples of 1/8.
 
     The entropy means nothing without `with_entropy`. With `group`, weight is this process's part of
     the vocabulary; the parts are in order of rank.
     """
-    return _Head.apply(hidden, weight, targets, temperature, with_entropy, group)
+    dtype = torch.promote_types(dtype, hidden.dtype)
+    return _Head.apply(hidden, weight, targets, temperature, with_entropy, group, dtype)
 
 
 class _Head(torch.autograd.Function):
-    """A chunk of logits z at a time; the backward pass computes them again.
+    """A chunk of the vocabulary at a time; the backward pass computes the logits z again.
 
     With p = softmax(z), d logp_t / dz = 1[t] - p and dH / dz = -p (log p + H), where H = lse - sum
-    p z. The forward pass goes by rows, which the softmax is over. The backward pass goes by
-    columns: each row of the weight's gradient is written once, and only the gradient of the hidden
-    states, which is smaller, is accumulated.
+    p z. Chunks are columns of the logits, so each row of the weight is read once, and its gradient
+    written once. What is accumulated over chunks is smaller: the statistics of the softmax, and the
+    gradient of the hidden states.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, with_entropy, group):
+    def forward(ctx, hidden, weight, targets, temperature, with_entropy, group, dtype):
         num = len(hidden)
-        vocabulary = len(weight)
-        target_logit = torch.zeros(num, device=hidden.device)
-        mean = torch.zeros(num, device=hidden.device)  # sum p z, the mean logit
-        lse = torch.zeros(num, device=hidden.device)
+        zeros = torch.zeros(num, device=hidden.device)
+        target_logit, total, weighted = zeros, zeros, zeros
+        top = zeros - torch.inf  # of the columns so far, like the sums over exp(z - top) beside it
         if group:  # targets become columns of our part; they may lie outside it
-            targets = targets - vocabulary * dist.get_rank(group)
-        is_ours = ((targets >= 0) & (targets < vocabulary)).float()
-        for rows in _chunks(num, vocabulary, hidden.device):
-            logits = _logits(hidden[rows], weight, temperature)  # [rows, V]
-            index = targets[rows, None].clamp(0, vocabulary - 1)
-            target_logit[rows] = logits.gather(1, index).squeeze(1) * is_ours[rows]
-            top = logits.max(1, keepdim=True).values
+            targets = targets - len(weight) * dist.get_rank(group)
+        for columns in _chunks(hidden, weight):
+            logits = _logits(hidden, weight[columns], temperature, dtype)
+            index, is_here = _targets_within(targets, columns)
+            target_logit = target_logit + logits.gather(1, index).squeeze(1) * is_here
+            old_top, top = top, torch.maximum(top, logits.amax(1))
+            scale = (old_top - top).exp()
             # Only the entropy needs the logits again; without it their memory is reused.
-            exp = (logits - top).exp_() if with_entropy else logits.sub_(top).exp_()
-            total = exp.sum(1)
-            lse[rows] = total.log() + top.squeeze(1)
+            shifted = logits - top[:, None] if with_entropy else logits.sub_(top[:, None])
+            exp = shifted.exp_()
+            total = total * scale + exp.sum(1)
             if with_entropy:
-                mean[rows] = exp.mul_(logits).sum(1) / total
+                weighted = weighted * scale + exp.mul_(logits).sum(1)
+        lse = total.log() + top
+        mean = weighted / total  # sum p z, the mean logit
         if group:
             lse, target_logit, mean = sum_softmax(lse, target_logit, mean, group)
         entropy = lse - mean
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        ctx.temperature = temperature
-        ctx.with_entropy = with_entropy
-        ctx.group = group
+        ctx.settings = (temperature, with_entropy, group, dtype)
         return target_logit - lse, entropy
 
     @staticmethod
     def backward(ctx, d_logps, d_entropy):
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        temperature, with_entropy, group, dtype = ctx.settings
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # None: frozen
-        for columns in _chunks(len(weight), len(hidden), hidden.device):
-            log_p = _logits(hidden, weight[columns], ctx.temperature).sub_(lse[:, None])
+        for columns in _chunks(hidden, weight):
+            log_p = _logits(hidden, weight[columns], temperature, dtype).sub_(lse[:, None])
             d_logits = _gradient_of_all_logits(
-                log_p, d_logps[:, None], d_entropy[:, None], entropy[:, None], ctx.with_entropy
+                log_p, d_logps[:, None], d_entropy[:, None], entropy[:, None], with_entropy
             )
-            is_here = (targets >= columns.start) & (targets < columns.stop)
-            pairs = is_here.nonzero().squeeze(1)  # the pairs whose target is in these columns
-            d_logits[pairs, targets[pairs] - columns.start] += d_logps[pairs]
-            d_logits = d_logits.div_(ctx.temperature).to(hidden.dtype)
+            index, is_here = _targets_within(targets, columns)
+            d_logits.scatter_add_(1, index, (d_logps * is_here)[:, None])
+            # The gradients end in the type of the weights, so their products need no more.
+            d_logits = d_logits.div_(temperature).to(hidden.dtype)
             d_hidden += d_logits @ weight[columns]
             if d_weight is not None:
                 d_weight[columns] = d_logits.T @ hidden
-        if ctx.group:
-            dist.all_reduce(d_hidden, group=ctx.group)
-        return d_hidden.to(hidden.dtype), d_weight, None, None, None, None
+        if group:
+            dist.all_reduce(d_hidden, group=group)
+        return d_hidden.to(hidden.dtype), d_weight, None, None, None, None, None
 
 
 def _gradient_of_all_logits(log_p, d_logps, d_entropy, entropy, with_entropy) -> Tensor:
@@ -106,13 +110,26 @@ def _gradient_of_all_logits(log_p, d_logps, d_entropy, entropy, with_entropy) ->
     return p.mul_(scale).neg_()
 
 
-def _logits(hidden, weight, temperature) -> Tensor:
-    """[P, E] and [V, E] -> [P, V] in fp32."""
-    logits = (hidden @ weight.T).float()
+def _logits(hidden, weight, temperature, dtype) -> Tensor:
+    """[P, E] and [V, E] -> [P, V] in fp32, of products that are rounded to `dtype`.
+
+    The product of two bf16 numbers is exact in fp32, and sums are in fp32.
+    """
+    if hidden.dtype != dtype and hidden.is_cuda:
+        logits = torch.mm(hidden, weight.T, out_dtype=dtype)
+    else:  # on a CPU the product has the type of its factors
+        logits = (hidden.to(dtype) @ weight.to(dtype).T).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _chunks(num, width, device) -> list[slice]:
-    """Slices of `num` rows of `width` logits each."""
-    size = max(1, LOGITS_PER_CHUNK[device.type] // max(1, width))
-    return [slice(start, min(start + size, num)) for start in range(0, num, size)]
+def _targets_within(targets, columns) -> tuple[Tensor, Tensor]:
+    """[P, 1] the target's place within the columns, and [P] 1.0, or 0.0 where it is elsewhere."""
+    is_here = (targets >= columns.start) & (targets < columns.stop)
+    index = (targets - columns.start).clamp(0, columns.stop - columns.start - 1)
+    return index[:, None], is_here.float()
+
+
+def _chunks(hidden, weight) -> list[slice]:
+    """Slices of the vocabulary, of few enough logits; their weight is no larger than these."""
+    size = max(1, LOGITS_PER_CHUNK[hidden.device.type] // max(1, *hidden.shape))
+    return [slice(i, min(i + size, len(weight))) for i in range(0, len(weight), size)]

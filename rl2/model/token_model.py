@@ -55,7 +55,8 @@ class TokenScores:
 class TokenModel(nn.Module):
     """`hf` with its head replaced by scores of (hidden state, target) pairs.
 
-    Logits [L, V] never exist. `export_dtype` is what an export is written in.
+    Logits [L, V] never exist; `head_dtype` is what those of a chunk are rounded to. `export_dtype`
+    is what an export is written in.
     """
 
     def __init__(
@@ -64,12 +65,14 @@ class TokenModel(nn.Module):
         ring: Ring,
         tp: dist.ProcessGroup | None = None,
         export_dtype: torch.dtype = torch.float32,
+        head_dtype: torch.dtype = torch.float32,
     ):
         super().__init__()
         self.hf: Any = hf
         self.ring = ring
         self.tp = tp
         self.export_dtype = export_dtype
+        self.head_dtype = head_dtype
         self.attention_cost = attention_cost(hf)
         self.is_critic = hf.get_output_embeddings() is None
 
@@ -90,7 +93,7 @@ class TokenModel(nn.Module):
         if self.tp is not None:
             weight = weight.to_local()
         logps, entropy = head_scores(
-            hidden, weight, pack.targets, temperature, with_entropy, self.tp
+            hidden, weight, pack.targets, temperature, with_entropy, self.tp, self.head_dtype
         )
         return TokenScores(logps=logps, entropy=entropy if with_entropy else None)
 
@@ -112,6 +115,7 @@ def load_model(
     mesh: Mesh,
     *,
     compute_dtype: torch.dtype,
+    head_dtype: torch.dtype = torch.float32,
     critic: bool = False,
     trainable: bool = False,
     gradient_checkpointing: bool = False,
@@ -120,9 +124,9 @@ def load_model(
     """A Hugging Face causal LM, or a critic (its body with a scalar head), sharded over `mesh`.
 
     A trainable model keeps its parameters in fp32 and casts them to `compute_dtype` for compute; a
-    frozen one keeps them in `compute_dtype`. With `lora_settings` only the adapters and a critic's
-    head are trained and in fp32. All processes must call. ValueError for a model that rl2 computes
-    wrongly or cannot cut.
+    frozen one keeps them in `compute_dtype`. The logits are in `head_dtype`, see `head_scores`.
+    With `lora_settings` only the adapters and a critic's head are trained and in fp32. All
+    processes must call. ValueError for a model that rl2 computes wrongly or cannot cut.
     """
     model_class = AutoModelForSequenceClassification if critic else AutoModelForCausalLM
     labels = {"num_labels": 1} if critic else {}
@@ -144,7 +148,7 @@ def load_model(
     if mesh.tp is not None:
         tensor.parallelize(hf, mesh.tp)
     tp_group = mesh.tp.get_group() if mesh.tp is not None else None
-    model = TokenModel(hf, Ring(mesh.sp), tp_group, export_dtype).train(trainable)
+    model = TokenModel(hf, Ring(mesh.sp), tp_group, export_dtype, head_dtype).train(trainable)
     fsdp.shard(model, mesh, compute_dtype if trainable else None, gradient_checkpointing)
     fsdp.scatter(model, full, mesh)
     return model

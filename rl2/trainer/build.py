@@ -189,6 +189,7 @@ def _make_engine(
     settings = EngineSettings(
         model_name=config.actor.model_name,
         dtype=dtype,
+        head_dtype=getattr(torch, config.actor.head_dtype),
         device=device,
         max_running_requests=rollout.max_running,
         deterministic=deterministic,

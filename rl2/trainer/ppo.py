@@ -153,7 +153,7 @@ def make_actor_loss(config: ActorConfig, kl: KLConfig) -> Loss:
             advantages=batch.advantages,
             mask=batch.mask,
             clip=config.clip,
-            clip_high=config.clip if config.clip_high is None else config.clip_high,
+            clip_high=config.clip_high or config.clip,
             dual_clip=config.dual_clip,
         )
         loss, metrics = losses.policy_loss(inputs, weights, config.loss, correction)
@@ -186,10 +186,10 @@ def make_critic_loss(config: CriticConfig) -> Loss:
 
 def average_updates(worker_name: str, updates: list[dict[str, float]]) -> dict[str, float]:
     """The mean of each metric over the updates of a step, as worker_name/metric."""
-    means = {}
-    for name in updates[0]:
-        means[f"{worker_name}/{name}"] = sum(update[name] for update in updates) / len(updates)
-    return means
+    return {
+        f"{worker_name}/{name}": sum(update[name] for update in updates) / len(updates)
+        for name in updates[0]
+    }
 
 
 def main() -> None:
