@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from rl2.error_report import report_error
 from rl2.parallel.mesh import any_rank
+from rl2.watchdog import Watchdog
 
 PACKAGE = Path(__file__).parent
 SECONDS_BEFORE_OTHER_RANKS_PRINT = 5.0
@@ -76,24 +77,27 @@ def _is_under_torchrun() -> bool:
 
 
 @contextmanager
-def guard() -> Iterator[None]:
-    """What every main runs in: signals and errors end it with one message."""
+def guard(watchdog_seconds: float) -> Iterator[None]:
+    """What every main runs in: signals and errors end it with one message, and a watchdog.
+
+    `watchdog_seconds` is the limit of the watchdog; 0 = none.
+    """
     end_on_signals()
-    with user_errors():
+    with Watchdog(watchdog_seconds) as watchdog, user_errors(watchdog):
         yield
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
+def user_errors(watchdog: Watchdog | None = None) -> Iterator[None]:
     """Shows an error that a user can mend as one message, and ends the process with status 1.
 
     These are errors that rl2 itself raises, and files and hubs that are out of reach. Any other
-    error keeps its traceback.
+    error keeps its traceback. The watchdog knows which rank was lost.
     """
     try:
         yield
     except (ValueError, RuntimeError, OSError, SafetensorError) as error:
-        message = _user_message(error)
+        message = _user_message(error, watchdog)
         if message is None:
             raise
         rank = os.environ.get("RANK", "0")
@@ -106,12 +110,13 @@ def user_errors() -> Iterator[None]:
         sys.exit(1)
 
 
-def _user_message(error: Exception) -> str | None:
+def _user_message(error: Exception, watchdog: Watchdog | None) -> str | None:
     """What to print of the error; None if it is a fault of the program."""
     if "by peer" in str(error):  # gloo's connection to a process that is gone
+        lost = watchdog.lost_ranks() if watchdog else []
         return (
-            "another process ended; if it printed nothing above, it was killed, perhaps for its "
-            "memory"
+            f"{', '.join(lost) or 'another process'} ended; if it printed nothing above, it was "
+            "killed, perhaps for its memory. The same command goes on from the last checkpoint."
         )
     last_frame = traceback.extract_tb(error.__traceback__)[-1]
     is_ours = PACKAGE in Path(last_frame.filename).parents

@@ -6,15 +6,21 @@ FOLDER has the model `tiny` and `rows.jsonl`. All runs of a scenario are forked 
 """
 
 import os
+import re
 import signal
+import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from common import read_metrics
 from forked import ForkedRun, ForkedRuns
 
 from rl2 import signals
+from rl2.parallel import attention
 from rl2.trainer import build, recorder
 from rl2.worker import Worker
 
@@ -125,12 +131,122 @@ def check_a_signal_in_an_evaluation_trains_no_further_step(runs: ForkedRuns, fol
     assert (folder / "evaluated/checkpoints/step_2").exists()
 
 
+WATCHDOG = "trainer.watchdog=1"
+
+
+def hang_in_update(rank: int, hanging_rank: int, hang) -> None:
+    """The rank calls `hang` before its first update, and `int`, which does nothing, later."""
+    calls = iter([hang])
+    if rank == hanging_rank:
+        before(Worker, "update", lambda: next(calls, int)())
+
+
+def loop_endlessly() -> None:
+    while True:
+        pass
+
+
+def reduce_alone() -> None:
+    dist.all_reduce(torch.zeros(1))  # which the other ranks do not join
+
+
+def hold_the_lock_of_python() -> None:
+    re.match("(a+)+$", 40 * "a" + "b")  # takes longer than anyone waits
+
+
+def check_the_watchdog(runs: ForkedRuns, folder: Path) -> None:
+    """All hangs at once, since each takes seconds of waiting."""
+
+    def start(name: str, world: int, hang, hanging_rank: int = 0) -> ForkedRun:
+        prepare = partial(hang_in_update, hanging_rank=hanging_rank, hang=hang)
+        return runs.start(world, "sft", arguments(folder, name, WATCHDOG), prepare)
+
+    stopped = start("sigstop", 2, lambda: os.kill(os.getpid(), signal.SIGSTOP), 1)
+    looping = start("loop", 2, loop_endlessly, 1)
+    lost = start("lost", 2, reduce_alone, 0)
+    alone = start("alone", 1, loop_endlessly)
+    locked = start("locked", 1, hold_the_lock_of_python)
+    try:
+        no_life = f"rank 1 (host {socket.gethostname()}, pid {stopped.process_ids[1]})"
+        stopped.wait_for(lambda: "its main thread:" in stopped.output)
+        assert f"{no_life} gives no sign of life" in stopped.output, stopped.output
+        assert "in phase update" in stopped.output and "rank 0: alive" in stopped.output
+        looping.wait_for(lambda: looping.output.count("its main thread:") == 2)
+        place = "faults.py:[0-9]+ in loop_endlessly"
+        assert re.search(f"rank 1: alive, in phase update at .*{place}", looping.output)
+        assert "no sign of life" not in looping.output, looping.output
+        lost.wait_for(lambda: lost.output.count("its main thread:") == 2)
+        assert re.search("rank 0: alive, .* in reduce_alone", lost.output), lost.output
+        assert re.search("rank 1: alive, ", lost.output), lost.output
+        alone.wait_for(lambda: "its main thread:" in alone.output)
+        assert "in loop_endlessly" in alone.output, alone.output
+        locked.wait_for(lambda: "Timeout" in locked.output)
+        assert "in hold_the_lock_of_python" in locked.output, locked.output
+        stopped.send(signal.SIGCONT)
+        assert stopped.wait() == [0, 0], stopped.output
+        assert "rank 0 moves again" in stopped.output, stopped.output
+    finally:
+        for run in (stopped, looping, lost, alone, locked):
+            run.end()
+
+
+def check_the_watchdog_is_quiet_about_slow_work(runs: ForkedRuns, folder: Path) -> None:
+    """A rank whose micro-batches or environment are slow, for which the other one waits."""
+
+    def prepare_update(rank: int) -> None:
+        if rank == 1:
+            before(attention, "_hook", lambda: time.sleep(0.5))
+
+    slow = arguments(folder, "slow", WATCHDOG, "trainer.max_steps=1")
+
+    rows = folder / "prompts.jsonl"
+    rows.write_text(8 * '{"messages": "say a", "answer": ""}\n')
+    env = folder / "slow_env.py"
+    env.write_text(
+        "import os, time\n"
+        "def reward_fn(messages, answer):\n"
+        "    time.sleep(2 if os.environ['RANK'] == '1' else 0)\n"
+        "    return len(messages[-1]['content'])\n"
+    )
+    options = arguments(folder, "slow_env", WATCHDOG)
+    options = [option for option in options if not option.startswith("data.")]
+    options += [f"data.path={rows}", f"rollout.env_path={env}", "data.prompts_per_rollout=2"]
+    options += ["data.responses_per_prompt=2", "rollout.train_sampling_params.max_new_tokens=4"]
+    options += ["trainer.max_steps=1", "data.max_length=32", "rollout.env_timeout=5"]
+    started = [
+        runs.start(2, "sft", slow, prepare_update),
+        runs.start(2, "ppo", options),
+    ]
+    for run in started:
+        assert run.wait(100) == [0, 0], run.output
+        assert "watchdog" not in run.output and "Timeout" not in run.output, run.output
+
+
+def check_a_lost_rank_is_named(runs: ForkedRuns, folder: Path) -> None:
+    """The other rank ends within seconds, with one message."""
+    prepare = partial(
+        hang_in_update, hanging_rank=1, hang=lambda: os.kill(os.getpid(), signal.SIGKILL)
+    )
+    run = runs.start(2, "sft", arguments(folder, "killed", WATCHDOG), prepare)
+    start = time.monotonic()
+    assert run.wait(30) == [1, -signal.SIGKILL], run.output
+    assert time.monotonic() - start < 15
+    name = f"rank 1 (host {socket.gethostname()}, pid {run.process_ids[1]})"
+    assert f"error: {name} ended" in run.output, run.output
+    assert "Traceback" not in run.output, run.output
+
+
 SCENARIOS = {
     "signals": [
         check_signals_while_loading,
         check_a_signal_saves_and_does_not_evaluate,
         check_a_second_ctrl_c_ends_a_lone_process_at_once,
         check_a_signal_in_an_evaluation_trains_no_further_step,
+    ],
+    "watchdog": [
+        check_the_watchdog,
+        check_the_watchdog_is_quiet_about_slow_work,
+        check_a_lost_rank_is_named,
     ],
 }
 

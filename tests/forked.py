@@ -55,8 +55,8 @@ class ForkedRuns:
                 os.dup2(descriptor, standard)
             sys.argv[1:] = arguments
             if world > 1:
-                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-                os.environ["LOCAL_WORLD_SIZE"] = str(world)
+                os.environ |= self._torchrun_variables(rank, world)
+                # By itself it would wait until the store has as many clients as ranks.
                 client = dist.TCPStore("127.0.0.1", self.store.port, is_master=False)
                 store = dist.PrefixStore(f"run {self.num_runs}", client)
                 dist.init_process_group = partial(
@@ -74,6 +74,20 @@ class ForkedRuns:
             sys.stderr.flush()
             time.sleep(0.1)  # as rl2 does at exit, see parallel/mesh.py
             os._exit(status)
+
+    def _torchrun_variables(self, rank: int, world: int) -> dict[str, str]:
+        """What torchrun sets. The number of restarts makes the run's keys in the store its own."""
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(self.num_runs),
+            "TORCHELASTIC_RUN_ID": "forked",
+        }
 
 
 class ForkedRun:
@@ -113,5 +127,10 @@ class ForkedRun:
         while not condition():
             if time.monotonic() > deadline:
                 self.send(signal.SIGKILL)
-                raise TimeoutError(self.output)
+                raise TimeoutError(self.output[-3000:])
             time.sleep(0.005)
+
+    def end(self) -> None:
+        """Kills what is left."""
+        self.send(signal.SIGKILL)
+        self.wait_for(lambda: not self.is_running)

@@ -17,4 +17,8 @@ def folder(tmp_path_factory):
 
 
 def test_signals(folder):
-    print(run("tests/faults.py", "signals", folder, timeout=100).stdout)
+    run("tests/faults.py", "signals", folder, timeout=100)
+
+
+def test_the_watchdog_and_a_lost_rank(folder):
+    run("tests/faults.py", "watchdog", folder, timeout=100)

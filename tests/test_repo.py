@@ -171,7 +171,9 @@ ALLOWED = {
     "rollout": {"rollout", "algorithms", "batch", "data", "engine.base", "env", "parallel.mesh"},
     "run_folder": {"parallel.mesh"},
     "error_report": set(),
-    "signals": {"parallel.mesh", "error_report"},
+    "progress": set(),
+    "watchdog": set(),
+    "signals": {"parallel.mesh", "error_report", "watchdog"},
     "report": {"report"},
 }
 MAINS = {"trainer.ppo", "trainer.sft", "trainer.dpo", "trainer.rm"}
@@ -180,6 +182,9 @@ OUTSIDE = {  # packages that only these files import
     "flash_attn": {"parallel/attention.py"},
     "peft": {"model/lora.py"},
 }
+
+
+EVERYWHERE = {"progress"}  # it counts, and imports nothing of rl2
 
 
 def imports(file: str) -> set[str]:
@@ -212,7 +217,7 @@ def test_who_imports_whom():
             continue
         rules = [room for room in ALLOWED if is_within(module, room)]
         assert rules, f"{module} is not in the import table"
-        allowed = ALLOWED[max(rules, key=len)]
+        allowed = ALLOWED[max(rules, key=len)] | EVERYWHERE
         wrong = {i for i in imports(file) if not any(is_within(i, room) for room in allowed)}
         assert not wrong, f"{module} may not import {sorted(wrong)}"
 

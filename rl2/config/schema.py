@@ -540,6 +540,11 @@ class TrainerConfig:
         above=0,
         only_if=WITH_TEST_DATA,
     )
+    watchdog: float = key(
+        60.0,
+        "seconds without progress after which the ranks print where they stand; 0 = never",
+        at_least=0,
+    )
     seed: int = key(0, "seed of sampling and of new weights", at_least=0, only_if=WITH_RANDOMNESS)
 
 

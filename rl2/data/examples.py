@@ -18,6 +18,7 @@ from rl2.data.rows import (
     load_rows,
     text_column,
 )
+from rl2.progress import mark
 
 ROWS_PER_CHUNK = 1000  # rows tokenised in one call, which fast tokenizers share among threads
 
@@ -314,6 +315,7 @@ def _chunks(num_rows: int, description: str, progress: bool) -> Iterator[range]:
     """Ranges of rows to tokenise together, with a progress bar after two seconds."""
     starts = range(0, num_rows, ROWS_PER_CHUNK)
     for start in tqdm(starts, desc=description, delay=2, disable=not progress):
+        mark()
         yield range(start, min(start + ROWS_PER_CHUNK, num_rows))
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from rl2.progress import mark
+
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 MAX_LISTED_PROBLEMS = 5
 MAX_SHOWN_CHARACTERS = 100  # of a wrong value, in a message
@@ -39,6 +41,7 @@ def load_rows(
     """
     rows, problems = [], []
     for location, raw_row in _read_rows(path, split):
+        mark()
         try:
             row = _parse_row(raw_row)
             if check:

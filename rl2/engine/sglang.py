@@ -31,8 +31,10 @@ from rl2.engine.base import (
     check_request,
     max_request_tokens,
 )
+from rl2.progress import mark
 
 BUCKET_SIZE_BYTES = 2**29  # weights that travel together
+SECONDS_BETWEEN_MARKS = 5.0  # while a request is in flight
 CPU_ARGUMENTS = {  # what makes SGLang run without a GPU
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -134,9 +136,13 @@ class SGLangEngine(Engine):
             "sampling_seed": _mix_seed(seed),
         }
         num_aborts = self.num_aborts
-        answer = await self.engine.async_generate(
-            input_ids=list(prompt), sampling_params=sampling_params, return_logprob=True
-        )
+        marks = asyncio.create_task(_mark_regularly())
+        try:
+            answer = await self.engine.async_generate(
+                input_ids=list(prompt), sampling_params=sampling_params, return_logprob=True
+            )
+        finally:
+            marks.cancel()
         meta = answer["meta_info"]
         logps = [entry[0] for entry in meta["output_token_logprobs"]]
         tokens = [entry[1] for entry in meta["output_token_logprobs"]]
@@ -425,6 +431,13 @@ def _free_ports(count: int) -> list[int]:
     for bound in sockets:
         bound.close()
     return ports
+
+
+async def _mark_regularly() -> None:
+    """Marks while a request is in flight: SGLang's own watchdog ends a scheduler that hangs."""
+    while True:
+        mark()
+        await asyncio.sleep(SECONDS_BETWEEN_MARKS)
 
 
 def _mix_seed(seed: tuple[int, ...]) -> int:

@@ -20,6 +20,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from rl2.progress import mark
+
 ADAPTER = "default"  # peft's name of the only adapter
 
 
@@ -91,6 +93,7 @@ def merged(hf: PreTrainedModel) -> Iterator[tuple[str, DTensor]]:
     for name, parameter in hf.named_parameters():
         if ".lora_" in name:
             continue
+        mark()
         weight: Any = parameter.detach()
         layer = layers.get(name.removesuffix(".base_layer.weight"))
         if layer is not None:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from rl2.progress import mark
+
 aten = torch.ops.aten
 # Documents of at most so many tokens share a call of the CPU's kernel, padded to a multiple of
 # WIDTH_MULTIPLE_TOKENS.
@@ -123,6 +125,7 @@ def backward_block(
 
     out [Lq, H, D], its gradient d_out, and lse [Lq, H] are merged over all blocks of these queries.
     """
+    mark()
     if q.is_cuda:
         return _backward_cuda(d_out, q, k, v, out, lse, block, scale)
     dq = torch.zeros_like(q)
@@ -288,6 +291,7 @@ def _hook(
     `attend` is the PackedAttention that the caller passed to the model's forward. It travels
     through every layer as a keyword, so no global can go stale.
     """
+    mark()
     _check_keywords(module, dropout, {"attention_mask": attention_mask, **unknown})
     if scaling is None:
         scaling = query.shape[-1] ** -0.5

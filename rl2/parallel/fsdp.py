@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from rl2.parallel.mesh import Mesh
+from rl2.progress import mark
 
 
 def shard(
@@ -65,6 +66,7 @@ def scatter(model: Any, full: dict[str, Tensor] | None, mesh: Mesh) -> None:
         model.get_buffer(name).copy_(buffer)
     fsdp_placements = [*[Replicate()] * (mesh.fsdp.ndim - 1), Shard(0)]
     for name, parameter in model.hf.named_parameters():
+        mark()
         if full is None:
             value = torch.empty(parameter.shape, dtype=parameter.dtype)  # rank 0 sends its values
         else:

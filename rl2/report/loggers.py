@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from rl2 import progress
 from rl2.report.console import Console, describe_step
 from rl2.report.health import Health
 
@@ -145,6 +146,7 @@ class MetricsLog:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the seconds spent inside to time/`name` of this step."""
+        progress.enter(name)
         start = time.perf_counter()
         yield
         if torch.cuda.is_available():

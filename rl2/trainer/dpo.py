@@ -62,7 +62,7 @@ def make_batch(run: OfflineRun, examples: list[Example]) -> Batch:
 
 def main() -> None:
     config = parse(DPOConfig, sys.argv[1:])
-    with guard():
+    with guard(config.trainer.watchdog):
         run = OfflineRun(config, "actor", render_pair, make_batch)
         train(run, reference=run.worker.reference())
         run.finish()

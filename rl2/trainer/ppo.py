@@ -194,7 +194,7 @@ def average_updates(worker_name: str, updates: list[dict[str, float]]) -> dict[s
 
 def main() -> None:
     config = parse(PPOConfig, sys.argv[1:])
-    with guard():
+    with guard(config.trainer.watchdog):
         run = PPORun(config)
         train(run)
         run.finish()

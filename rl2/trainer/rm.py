@@ -78,7 +78,7 @@ def score_last(sample: Sample, pad_token_id: int | None) -> Sample:
 
 def main() -> None:
     config = parse(RMConfig, sys.argv[1:])
-    with guard():
+    with guard(config.trainer.watchdog):
         run = OfflineRun(config, "critic", render_pair, make_batch)
         train(run)
         run.finish()

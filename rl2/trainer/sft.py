@@ -55,7 +55,7 @@ def perplexity(run: OfflineRun) -> dict[str, float]:
 
 def main() -> None:
     config = parse(SFTConfig, sys.argv[1:])
-    with guard():
+    with guard(config.trainer.watchdog):
         render = partial(render_sft, turns=config.data.turns)
         run = OfflineRun(config, "actor", render, make_batch)
         train(run)
