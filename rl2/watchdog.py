@@ -129,16 +129,21 @@ class Watchdog:
         self.seen[self.rank] = SeenSign(sign, now)
         if silent < self.limit / 2 or self.world_size > 1 and self.store is None:
             return  # before there is a store, a rank may rightly wait for a slow one
-        if self.store is not None:
-            for rank, its_sign in _read_signs(self.store, self.world_size).items():
-                if rank not in self.seen or its_sign != self.seen[rank].sign:
-                    self.seen[rank] = SeenSign(its_sign, now)
+        self._see_signs(now)
         least_silent = min(seen.silent_seconds(now) for seen in self.seen.values())
         if least_silent >= self.alarm_after:
             self.alarm_after *= 2
             stack = "".join(traceback.format_stack(frame))
             where = f"{_name(self.rank, sign)} stands in phase {sign.phase}; its main thread:"
             print(f"{self._summary(now)}\n{where}\n{stack}", file=sys.stderr, flush=True)
+
+    def _see_signs(self, now: float) -> None:
+        """Reads the signs of the other ranks, and notes when each one was new."""
+        if self.store is None:
+            return
+        for rank, sign in _read_signs(self.store, self.world_size).items():
+            if rank not in self.seen or sign != self.seen[rank].sign:
+                self.seen[rank] = SeenSign(sign, now)
 
     def _notice_progress(self, now: float) -> None:
         """Sets `progress_at`, the time when this process was last seen to make progress."""

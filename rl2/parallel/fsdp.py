@@ -34,6 +34,7 @@ def shard(
     layer_classes = model.hf._no_split_modules or ()
     layers = [module for module in model.hf.modules() if type(module).__name__ in layer_classes]
     for layer in layers:
+        mark()
         if gradient_checkpointing:
             # Only `forward` is wrapped: FSDP's hooks stay outside and the names of parameters stay
             # the same.
