@@ -17,6 +17,7 @@ from rl2.config.key import Condition, key, schema_keys, section
 from rl2.config.parse import dump, explain, explain_common, parse
 from rl2.config.rules import check_keys
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, needs_critic
+from rl2.inputs import find_input_problems, read_ppo_inputs
 
 
 @pytest.fixture
@@ -345,12 +346,12 @@ def test_a_recipe_with_errors_is_refused_in_words(base, capsys, text, words):
 def test_what_else_is_wrong_comes_in_the_same_round(base, capsys, monkeypatch):
     def find_problems(config):
         assert config.data.path == "train.jsonl"
-        return ["data.path=train.jsonl: no rows", "actor.lr=1: the key has a problem already"]
+        return {"data.path": "train.jsonl has no rows", "actor.lr": "has a problem already"}
 
     with pytest.raises(SystemExit):
         parse(PPOConfig, [*base, "actor.lr=x"], find_problems)
     text = capsys.readouterr().err
-    assert text.startswith("2 problems") and "no rows" in text and "already" not in text
+    assert text.startswith("2 problems") and "has no rows" in text and "already" not in text
     parse(PPOConfig, base, find_problems)  # the run itself will find them
     assert capsys.readouterr().err == ""
 
@@ -747,3 +748,37 @@ def test_a_function_that_asks_for_what_is_not_there_is_refused_with_what_there_i
 def test_a_function_may_take_what_it_does_not_name(base):
     Path("mine.py").write_text("def f(logps, **rest):\n    return logps, {}\n")
     parse(PPOConfig, [*base, "actor.loss=mine.py:f"])
+
+
+def test_problems_of_config_data_and_env_come_in_one_round(base, capsys, tmp_path):
+    """And each of them once."""
+    row = '{"messages": [{"role": "user", "content": "x"}]}\n'
+    (tmp_path / "train.jsonl").write_text(row)
+    (tmp_path / "test.jsonl").write_text(row + '{"messages": []}\n')
+    (tmp_path / "env.py").write_text("def reward_fn(messages, answer): return 0")
+    arguments = [*base, "data.test_path=test.jsonl"]
+    with pytest.raises(SystemExit):
+        parse(PPOConfig, [*arguments, "actor.lr=x"], find_input_problems)
+    text = capsys.readouterr().err
+    assert text.startswith("3 problems") and "actor.lr=x: expected a number" in text
+    assert "test.jsonl, row 2: column 'messages': expected" in text
+    assert "reward_fn needs column 'answer', which 1 of 1 rows of data.path lack" in text
+    config = parse(PPOConfig, arguments)
+    with pytest.raises(ValueError, match="(?s)test.jsonl, row 2: .*needs column 'answer'"):
+        read_ppo_inputs(config)
+    with pytest.raises(SystemExit):
+        parse(PPOConfig, [*base[1:], "data.path=no.jsonl", "actor.lr=x"], find_input_problems)
+    assert capsys.readouterr().err.startswith("2 problems")
+    (tmp_path / "env.py").write_text("def reward_fn(messages): return 1")
+    (tmp_path / "test.jsonl").write_text(row * 2)
+    rows, test_rows, env = read_ppo_inputs(config)
+    assert (len(rows), len(test_rows)) == (1, 2) and env.reward_fn([]) == 1
+
+
+def test_rows_of_every_trainer_are_tried_beside_the_config(base, tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "x"}\n')
+    path = "data.path=train.jsonl"
+    for root, word in ((SFTConfig, "completion"), (DPOConfig, "chosen"), (RMConfig, "chosen")):
+        worker = "critic" if root is RMConfig else "actor"
+        problems = find_input_problems(parse(root, [path, f"{worker}.model_name=model"]))
+        assert list(problems) == ["data.path"] and f"'{word}'" in problems["data.path"]

@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rl2.data.examples import Examples, Prompts, render_pair, render_sft, to_samples
-from rl2.data.rows import check_ppo_row, load_rows
+from rl2.data.examples import (
+    PAIR_ROWS,
+    SFT_ROWS,
+    Examples,
+    Prompts,
+    RowKind,
+    render_sft,
+    to_samples,
+)
+from rl2.data.formats import read_pair_row, read_ppo_row, read_sft_row
+from rl2.data.rows import load_rows
 
 TEMPLATE = (
     "{{ tools }}{% for m in messages %} {{ m.content }}{% endfor %}"
@@ -83,7 +92,7 @@ def write(file, rows):
     "name", ["a.json", "a.jsonl", "a.csv", "a.parquet", "stream.arrow", "file.arrow"]
 )
 def test_every_format_gives_the_same_rows(tmp_path, name):
-    assert load_rows(write(tmp_path / name, ROWS), check=check_ppo_row) == ROWS
+    assert load_rows(write(tmp_path / name, ROWS), read=read_ppo_row) == ROWS
 
 
 def test_json_may_hold_lines(tmp_path):
@@ -159,8 +168,26 @@ GOOD = '{"messages": [{"role": "user", "content": "x"}], "answer": 1}'
             "last message is the assistant's",
         ),
         (
-            '{"messages": [{"role": "user", "content": "x"}]}',
-            "column 'answer' is missing; the row has messages",
+            '{"question": "x", "label": 1}',
+            "column 'messages' is missing; the row has question, label; rl2 reads messages, prompt "
+            "and conversations; data.columns.NAME=messages renames one",
+        ),
+        (
+            '{"messages": [{"role": "human", "content": "x"}], "answer": 1}',
+            "the role 'human' is called 'user'",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            "content of type 'image' is not supported, only text",
+        ),
+        ('{"messages": "x", "answer": 1, "answer": 2}', "key 'answer' occurs twice in one object"),
+        (
+            '{"messages": [{"role": "user", "role": "user", "content": "x"}]}',
+            "key 'role' occurs twice in one object",
+        ),
+        (
+            '{"conversations": [{"from": "function_call", "value": "x"}]}',
+            "from='function_call' is unknown; it may be system, human, user, gpt",
         ),
         ('{"messages": "x", "answer": 1, "tools": "{"}', "column 'tools': expected JSON"),
     ],
@@ -169,18 +196,18 @@ def test_malformed_row_names_file_row_and_column(tmp_path, line, message):
     file = tmp_path / "a.jsonl"
     file.write_text(f"{GOOD}\n\n{line}\n{GOOD}")
     with pytest.raises(ValueError, match=rf"(?s)\(1\):.*{file}, row 3: .*{message}"):
-        load_rows(str(file), check=check_ppo_row)
+        load_rows(str(file), read=read_ppo_row)
 
 
 def test_tool_calls_need_no_content():
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "calc"}}]}
-    check_ppo_row({"messages": [call, {"role": "tool", "content": "5"}], "answer": None})
+    read_ppo_row({"messages": [call, {"role": "tool", "content": "5"}], "answer": None})
 
 
 def test_first_problems_are_listed_together_with_their_number(tmp_path):
-    rows = [{"messages": "x"}] * 7 + [{"messages": "x", "answer": 0}]
+    rows = [{"messages": ""}] * 7 + [{"messages": "x", "answer": 0}]
     with pytest.raises(ValueError) as error:
-        load_rows(write(tmp_path / "a.parquet", rows[:7]), check=check_ppo_row)
+        load_rows(write(tmp_path / "a.parquet", rows[:7]), read=read_ppo_row)
     lines = str(error.value).splitlines()
     assert (
         "(7)" in lines[0]
@@ -211,6 +238,7 @@ def test_csv_cell_may_be_long(tmp_path):
     [
         ("a.jsonl", b"", "has no rows"),
         ("a.json", b"[]", "has no rows"),
+        ("a.json", b'[{"a": 1, "a": 2}]', "not a readable json file: key 'a' occurs twice"),
         ("a.json", b'[\n{"a": 1},\n{"a"}]', "not a readable json file: .* line 3"),
         ("a.jsonl", b'{"a": "\xff"}', "not a readable jsonl file: .*utf-8"),
         ("a.parquet", b"PAR?", "not a readable parquet file"),
@@ -343,12 +371,12 @@ def test_order_differs_by_epoch_and_seed():
 GOOD_PAIR = {"messages": [{"role": "user", "content": "x"}], "chosen": "w", "rejected": "w w"}
 
 
-def make_examples(path, render, tokenizer=None, max_length=99, batch_size=2):
+def make_examples(path, kind, tokenizer=None, max_length=99, batch_size=2):
     return Examples(
         str(path),
         "train",
         tokenizer or make_tokenizer(),
-        render,
+        kind,
         max_length=max_length,
         shuffle=False,
         seed=0,
@@ -384,10 +412,10 @@ def test_turns_text_and_plain_messages(tmp_path):
         {"messages": "? w w", "text": None},
     ]
     path, tokenizer = write(tmp_path / "a.jsonl", rows), with_eos()
-    every = [example.sequences for example in make_examples(path, render_sft, tokenizer)]
+    every = [example.sequences for example in make_examples(path, SFT_ROWS, tokenizer)]
     assert every[0] == [([2, 2, 3, 4, 2, 3, 3, 4], [0, 0, 1, 1, 0, 1, 1, 1])]
     assert every[1:] == [[([3, 2, 4], [1, 1, 1])], [([2, 3, 3, 4], [1, 1, 1, 1])]]
-    last = make_examples(path, partial(render_sft, turns="last"), tokenizer)
+    last = make_examples(path, RowKind(read_sft_row, partial(render_sft, turns="last")), tokenizer)
     assert last[0].sequences == [([2, 2, 3, 4, 2, 3, 3, 4], [0, 0, 0, 0, 0, 1, 1, 1])]
     assert [example.sequences for example in last][1:] == every[1:]
 
@@ -395,7 +423,7 @@ def test_turns_text_and_plain_messages(tmp_path):
 def test_pairs_are_groups_of_chosen_and_rejected(tmp_path):
     examples = make_examples(
         write(tmp_path / "a.jsonl", [GOOD_PAIR, {**GOOD_PAIR, "chosen": "w ?"}]),
-        render_pair,
+        PAIR_ROWS,
         with_eos(),
     )
     samples = to_samples(examples.batch(0))
@@ -417,76 +445,248 @@ def test_pairs_are_groups_of_chosen_and_rejected(tmp_path):
 def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
     rows = [GOOD_PAIR, {**GOOD_PAIR, "rejected": "w w w w"}, {**GOOD_PAIR, "chosen": "w w w w w"}]
     path = write(tmp_path / "a.jsonl", rows)
-    examples = make_examples(path, render_pair, with_eos(), max_length=6)
+    examples = make_examples(path, PAIR_ROWS, with_eos(), max_length=6)
     assert (len(examples), examples.num_dropped, examples.longest) == (2, 1, 6)
     assert examples.num_steps(3) == 3 and [example.index for example in examples.batch(1)] == [0, 1]
     with pytest.raises(
         ValueError, match="data.max_length=3 leaves none of the 3 rows: the shortest has 4"
     ):
-        make_examples(path, render_pair, with_eos(), max_length=3)
+        make_examples(path, PAIR_ROWS, with_eos(), max_length=3)
 
 
 @pytest.mark.parametrize(
-    ("render", "row", "message"),
+    ("kind", "row", "message"),
     [
-        (render_sft, {"prompt": "x"}, "column 'messages' is missing; the row has prompt"),
-        (render_sft, {"text": " "}, "column 'text': expected text, not empty, got ' '"),
-        (render_sft, {"text": 5}, "column 'text': expected text, not empty, got 5"),
-        (render_sft, {"messages": []}, "column 'messages': expected .* not empty"),
+        (SFT_ROWS, {"prompt": "x"}, "column 'prompt' needs 'completion' beside it"),
+        (SFT_ROWS, {"prompt": "x", "completion": " "}, "column 'completion': expected text, not"),
+        (SFT_ROWS, {"question": "x"}, "column 'messages' is missing; the row has question"),
         (
-            render_sft,
+            SFT_ROWS,
+            {"messages": talk("x", " ", "y", "")},
+            "column 'messages': every reply of the assistant is empty",
+        ),
+        (
+            SFT_ROWS,
+            {"prompt": "x", "completion": talk("x", "w")[1:]},
+            "column 'completion': expected text, as the prompt is text",
+        ),
+        (
+            PAIR_ROWS,
+            {"messages": "x", "chosen": "w", "rejected": {**talk("x", "v")[1], "tool_calls": [1]}},
+            "expected texts, as the prompt is text",
+        ),
+        (
+            PAIR_ROWS,
+            {**GOOD_PAIR, "chosen": talk("a", "b", "c", "w"), "rejected": talk("a", "w")},
+            "column 'chosen': expected one message of the assistant behind the prompt",
+        ),
+        (
+            PAIR_ROWS,
+            {"chosen": "w w", "rejected": "v"},
+            "column 'messages': expected text or a list of messages, not empty, got ''",
+        ),
+        (SFT_ROWS, {"text": " "}, "column 'text': expected text, not empty, got ' '"),
+        (SFT_ROWS, {"text": 5}, "column 'text': expected text, not empty, got 5"),
+        (SFT_ROWS, {"messages": []}, "column 'messages': expected .* not empty"),
+        (
+            SFT_ROWS,
             {"messages": talk("x")},
             "no message of the assistant to train on; add one, or remove the row",
         ),
         (
-            render_sft,
+            SFT_ROWS,
             {"messages": talk("x", "w", "refuse", "w")},
             "the chat template refuses .*roles must alternate",
         ),
         (
-            render_pair,
+            PAIR_ROWS,
             {**GOOD_PAIR, "messages": talk("refuse")},
             "the chat template refuses .*roles must alternate",
         ),
         (
-            render_pair,
+            PAIR_ROWS,
             {**GOOD_PAIR, "messages": talk("x", "w")},
             "expected a prompt, but the last message is the assis",
         ),
         (
-            render_pair,
+            PAIR_ROWS,
             {"messages": talk("x"), "chosen": "w"},
             "column 'rejected' is missing; the row has messages, cho",
         ),
         (
-            render_pair,
+            PAIR_ROWS,
             {**GOOD_PAIR, "chosen": ""},
             "column 'chosen': expected text, not empty, got ''",
         ),
         (
-            render_pair,
+            PAIR_ROWS,
             {**GOOD_PAIR, "chosen": talk("x", "w")},
-            "column 'chosen': expected text, not empty, got .{'role'",
+            "column 'chosen': expected one message of the assistant behind the prompt, got",
         ),
         (
-            render_pair,
+            PAIR_ROWS,
             {**GOOD_PAIR, "rejected": "w"},
             "'chosen' and 'rejected' are the same text; remove the row: 'w'",
         ),
         (
-            render_pair,
+            PAIR_ROWS,
             {**GOOD_PAIR, "margin": "much"},
             "column 'margin': expected a number, got 'much'",
         ),
     ],
 )
-def test_malformed_example_names_file_row_and_remedy(tmp_path, render, row, message):
+def test_malformed_example_names_file_row_and_remedy(tmp_path, kind, row, message):
     tokenizer = with_eos(
         "{% for m in messages %}{% if m.content == 'refuse' %}"
         "{{ raise_exception('roles must alternate') }}{% endif %}"
         " {{ m.content }}{% endfor %}<e>"
     )
-    good = GOOD_PAIR if render is render_pair else {"messages": talk("x", "w")}
+    good = GOOD_PAIR if kind is PAIR_ROWS else {"messages": talk("x", "w")}
     file = write(tmp_path / "a.jsonl", [good, row, good])
     with pytest.raises(ValueError, match=rf"(?s)\(1\):.*{file}, row 3: .*{message}"):
-        make_examples(file, render, tokenizer)
+        make_examples(file, kind, tokenizer)
+
+
+def read(tmp_path, capsys, reader, row, **columns):
+    """(the row as it is read, without columns named other; what is printed)."""
+    file = write(tmp_path / "a.jsonl", [{**row, "other": 1}])
+    [row] = load_rows(file, read=reader, columns=columns)
+    assert row.pop("other") == 1
+    return row, capsys.readouterr().out
+
+
+USER, REPLY, OTHER_REPLY = (*talk("x", "w"), {"role": "assistant", "content": "v"})
+SHAREGPT = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "w"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected", "notes"),
+    [
+        ({"messages": [USER]}, {"messages": [USER]}, []),
+        (
+            {"messages": USER, "answer": 5},
+            {"messages": [USER], "answer": 5},
+            ["messages is read as a list of messages"],
+        ),
+        ({"prompt": [USER]}, {"messages": [USER]}, ["prompt is read as messages"]),
+        (
+            {"prompt": "x"},
+            {"messages": "x"},
+            ["prompt is read as messages", "as it is, without the chat template"],
+        ),
+        (
+            {"conversations": SHAREGPT[:1]},
+            {"messages": [USER]},
+            ["conversations is read as messages"],
+        ),
+        (
+            {"messages": [USER], "gt_answer": "5"},
+            {"messages": [USER], "gt_answer": "5", "answer": "5"},
+            ["gt_answer is read as answer"],
+        ),
+        (
+            {
+                "data_source": "openai/gsm8k",
+                "prompt": [USER],
+                "reward_model": {"style": "rule", "ground_truth": "5"},
+                "extra_info": {"index": 0},
+            },
+            {
+                "data_source": "openai/gsm8k",
+                "messages": [USER],
+                "reward_model": {"style": "rule", "ground_truth": "5"},
+                "extra_info": {"index": 0},
+                "answer": "5",
+            },
+            ["prompt is read as messages", "reward_model.ground_truth is read as answer"],
+        ),
+    ],
+)
+def test_prompts_of_other_projects_are_read_and_that_is_said(
+    tmp_path, capsys, row, expected, notes
+):
+    seen, text = read(tmp_path, capsys, read_ppo_row, row)
+    assert seen == expected
+    assert len(text.splitlines()) == len(notes) and all(note in text for note in notes)
+
+
+def test_columns_are_renamed(tmp_path, capsys, monkeypatch):
+    row = {"question": [USER], "label": 5, "answer": "long"}
+    seen, text = read(tmp_path, capsys, read_ppo_row, row, question="messages", label="answer")
+    assert seen == {"messages": [USER], "answer": 5} and not text
+    with pytest.raises(ValueError, match="row 1: data.columns renames quest, which the row lacks"):
+        read(tmp_path, capsys, read_ppo_row, row, quest="messages")
+    monkeypatch.setenv("RANK", "1")
+    assert read(tmp_path, capsys, read_ppo_row, {"prompt": "x"}) == ({"messages": "x"}, "")
+
+
+@pytest.mark.parametrize(
+    ("row", "sequence"),
+    [
+        ({"conversations": SHAREGPT}, ([0, 3, 4], [0, 1, 1])),
+        ({"prompt": [USER], "completion": [REPLY]}, ([0, 3, 4], [0, 1, 1])),
+        ({"prompt": [USER], "response": "w"}, ([0, 3, 4], [0, 1, 1])),
+        ({"prompt": "x ", "completion": "w"}, ([0, 3, 4], [0, 1, 1])),
+        ({"prompt": [USER, REPLY, USER], "completion": [REPLY]}, None),
+        ({"messages": [USER, REPLY], "response": "v"}, ([0, 3, 4], [0, 1, 1])),
+    ],
+)
+def test_conversations_of_other_projects_are_trained(tmp_path, row, sequence):
+    """Where a completion is given, replies in the prompt are not trained."""
+    path = write(tmp_path / "a.jsonl", [row])
+    [example] = make_examples(path, SFT_ROWS, with_eos())
+    expected = sequence or ([0, 3, 4, 0, 3, 4], [0, 0, 0, 0, 1, 1])
+    assert example.sequences == [expected]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER], "chosen": "w", "rejected": "v"},
+        {"prompt": [USER], "chosen": [REPLY], "rejected": [OTHER_REPLY]},
+        {"prompt": [USER], "chosen": REPLY, "rejected": "v"},
+        {"chosen": [USER, REPLY], "rejected": [USER, OTHER_REPLY]},
+        {"prompt": "x", "chosen": [USER, REPLY], "rejected": [USER, OTHER_REPLY]},
+        {"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": OTHER_REPLY},
+    ],
+)
+def test_pairs_of_other_projects_are_read(tmp_path, capsys, row):
+    seen, _ = read(tmp_path, capsys, read_pair_row, row)
+    seen.pop("prompt", None)  # of a row whose replies hold the prompt too
+    assert seen == {"messages": [USER], "chosen": "w", "rejected": "v"}
+
+
+def test_pairs_of_text(tmp_path, capsys):
+    seen, _ = read(tmp_path, capsys, read_pair_row, {"chosen": "a b cd", "rejected": "a b ce"})
+    assert seen == {"messages": "a b c", "chosen": "d", "rejected": "e"}
+    pair = {"chosen": "The sky is blue.", "rejected": "The sky is green."}
+    seen, text = read(tmp_path, capsys, read_pair_row, pair)
+    assert seen == {"messages": "The sky is", "chosen": " blue.", "rejected": " green."}
+    assert "what chosen and rejected begin with is read as the prompt (1 of 1 rows" in text
+
+
+@pytest.mark.parametrize(
+    ("row", "warning"),
+    [
+        ({"messages": [{"role": "system", "content": "x"}]}, "has no message of the user"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "the role 'critic' is unusual"),
+        ({"messages": "x", "images": [1]}, "column 'images' is not shown to the model"),
+    ],
+)
+def test_what_is_seldom_meant_warns_once(tmp_path, capsys, row, warning):
+    rows = [ROWS[0], row, row]
+    assert load_rows(write(tmp_path / "a.jsonl", rows), read=read_ppo_row) == rows
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("warning: ") and warning in line
+    assert line.endswith(f"(2 of 3 rows, first {tmp_path}/a.jsonl, row 3)")
+
+
+def test_tools_that_the_template_ignores_warn(capsys):
+    rows = [{**row, "tools": [{"name": "calc"}]} for row in make_rows([1, 2])]
+    make_prompts(rows)
+    assert capsys.readouterr().out == ""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TURNS
+    make_prompts(rows, tokenizer=tokenizer)
+    words = "warning: column 'tools' is not shown: the model's chat template ignores tools\n"
+    assert capsys.readouterr().out == words

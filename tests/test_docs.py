@@ -94,7 +94,7 @@ def test_every_key_that_is_named_exists(page):
     named |= set(re.findall(name + "=", text))
     for key in named:
         is_key = key in keys or any(other.startswith(key + ".") for other in keys)
-        is_open = key.startswith("rollout.engine_args.")
+        is_open = key.startswith(("rollout.engine_args.", "data.columns."))
         is_file = re.search(r"\.(py|md|json|jsonl)$", key)
         assert is_key or is_open or is_file, f"{page} names {key}, which is no key"
 

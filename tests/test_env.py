@@ -7,6 +7,7 @@ import logging
 import pickle
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -88,6 +89,7 @@ def test_reward_types(value, parts):
     "value, message",
     [
         (None, "expected reward to be a number, got None"),
+        ([1.0], "expected the number of one conversation, not a list"),
         ("1", "expected reward to be a number, got '1' .str"),
         (float("nan"), "expected reward to be finite, got nan"),
         (float("-inf"), "expected reward to be finite, got -inf"),
@@ -284,6 +286,7 @@ def test_bad_messages_are_an_env_error(value):
             "import nothing_such",
             "fails on import:\n(?s:.*)line 1(?s:.*)No module named 'nothing_such'",
         ),
+        ("import sys\nsys.exit(3)", "fails on import:\n(?s:.*)line 2(?s:.*)SystemExit: 3"),
         ("x = 1", r"expected a function reward_fn\(messages, answer\), found none"),
         ("reward_fn = 3", "reward_fn: expected a function, got 3"),
         (
@@ -366,16 +369,73 @@ def test_failures_are_logged_once_a_kind_and_stop_the_run_above_the_fraction(tmp
 
 def test_preflight_accepts_a_working_env_and_warns_of_an_unused_function():
     env = Env(lambda messages, answer: 0, lambda messages: [])
-    assert preflight(env, [ROW, ROW], 2) == []
-    assert ["interact()" in warning for warning in preflight(env, [ROW], 1)] == [True]
-    assert (
-        preflight(
-            Env(lambda messages: len(messages[0]["content"])),
-            [{"messages": "1+1=", "answer": 2}],
-            1,
-        )
-        == []
-    )
+    assert preflight(env, {"data.path": [ROW, ROW]}, 2) == []
+    [warning] = preflight(env, {"data.path": [ROW], "data.test_path": [ROW]}, 1)
+    assert "interact()" in warning
+    counts = Env(lambda messages: len(messages[0]["content"]))
+    assert preflight(counts, {"data.path": [{"messages": "1+1=", "answer": 2}]}, 1) == []
+
+
+def test_preflight_tries_rows_of_the_whole_data_and_of_the_test_data():
+    """A column of other types in the middle, or in the test data, is seen before training."""
+    env = Env(lambda messages, answer: float(answer))
+    rows = [{**ROW, "answer": i} for i in range(8)]
+    assert preflight(env, {"data.path": rows, "data.test_path": rows}, 1) == []
+    rows[4] = {**ROW, "answer": "four"}
+    for row_sets in ({"data.path": rows}, {"data.path": [ROW], "data.test_path": rows}):
+        with pytest.raises(ValueError, match="could not convert string to float: 'four'"):
+            preflight(env, row_sets, 1)
+    many = [{**ROW, "answer": i} for i in range(1000)]
+    seen = set()
+    counts = Env(lambda messages, answer: seen.add(answer) or 0)
+    preflight(counts, {"data.path": many}, 1)
+    assert len(seen) == 8 and {0, 999} <= seen
+
+
+def test_preflight_names_the_data_that_lacks_a_column():
+    env = Env(lambda messages, answer: 0.0)
+    rows = {"data.path": [ROW], "data.test_path": [{"messages": "x", "label": 1}]}
+    words = "needs column 'answer', which 1 of 1 rows of data.test_path lack.*it has messages, "
+    with pytest.raises(ValueError, match=words + "label.*data.columns.OLD=answer"):
+        preflight(env, rows, 1)
+
+
+def test_preflight_waits_for_hanging_calls_once():
+    def hangs(messages):
+        time.sleep(30)
+
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="did not return within"):
+        preflight(Env(hangs, timeout=0.5), {"data.path": [ROW] * 8}, 1)
+    assert time.monotonic() - start < 3
+
+
+TRL_FILE = """
+def {name}(completions, prompts, answer, **kwargs):
+    texts = [completion[0]["content"] for completion in completions]
+    assert prompts == [[{{"role": "user", "content": "1+1="}}]] and kwargs["level"] == ["easy"]
+    return [float(text == str(right)) for text, right in zip(texts, answer)]
+"""
+VERL_FILE = """
+def {name}(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str == str(ground_truth))
+"""
+
+
+@pytest.mark.parametrize(("text", "project"), [(TRL_FILE, "TRL"), (VERL_FILE, "verl")])
+def test_a_reward_function_of_another_project_works_after_the_remedy(tmp_path, text, project):
+    name = "score_all" if project == "TRL" else "compute_score"
+    with pytest.raises(ValueError, match=f"{name} has the signature of {project}") as error:
+        load(tmp_path, text.format(name=name))
+    remedy = textwrap.dedent(str(error.value).split("Add\n")[1])
+    assert score(load(tmp_path, text.format(name=name) + remedy)) == {"reward": 1.0}
+
+
+def test_a_reward_fn_with_the_signature_of_trl_is_renamed(tmp_path):
+    with pytest.raises(ValueError, match=r"reward_fn\(completions.*Rename it to trl_fn") as error:
+        load(tmp_path, TRL_FILE.format(name="reward_fn"))
+    remedy = textwrap.dedent(str(error.value).split("add\n")[1])
+    assert score(load(tmp_path, TRL_FILE.format(name="trl_fn") + remedy)) == {"reward": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -394,7 +454,7 @@ def test_preflight_accepts_a_working_env_and_warns_of_an_unused_function():
             None,
             [ROW, {"messages": "x"}],
             1,
-            "reward_fn needs column 'level', which 1 .*first row 1",
+            "reward_fn needs column 'level', which 1 of 2 .*first row 1",
         ),
         (lambda messages: float("nan"), None, [ROW], 1, "finite"),
         (
@@ -416,11 +476,11 @@ def test_preflight_accepts_a_working_env_and_warns_of_an_unused_function():
 )
 def test_preflight_refuses_an_env_that_cannot_work(reward_fn, interact, rows, max_turns, message):
     with pytest.raises(ValueError, match=message):
-        preflight(Env(reward_fn, interact), rows, max_turns)
+        preflight(Env(reward_fn, interact), {"data.path": rows}, max_turns)
 
 
 def test_preflight_does_not_call_interact_for_single_turns():
-    assert preflight(Env(lambda messages: 0, lambda messages: 1 / 0), [ROW], 1)
+    assert preflight(Env(lambda messages: 0, lambda messages: 1 / 0), {"data.path": [ROW]}, 1)
 
 
 @pytest.fixture(scope="module")
@@ -516,7 +576,8 @@ def test_numbers_in_calls_do_not_count_and_the_last_reply_does(calculator):
 
 @pytest.mark.parametrize("name", ["arithmetic.py", "calculator.py"])
 def test_ready_env_files_pass_preflight(name):
-    assert preflight(load_env(str(ENVS / name)), [ROW], 2 if name == "calculator.py" else 1) == []
+    max_turns = 2 if name == "calculator.py" else 1
+    assert preflight(load_env(str(ENVS / name)), {"data.path": [ROW]}, max_turns) == []
 
 
 def test_a_reward_model_server_gets_the_text_of_the_chat_template(monkeypatch):
@@ -742,14 +803,15 @@ ENV_ROWS = {
 @pytest.mark.parametrize("name", ENV_ROWS)
 def test_the_envs_of_the_examples_pass_preflight(name):
     row = {"messages": ROW["messages"], **ENV_ROWS[name]}
-    assert preflight(load_env(str(ENVS / f"{name}.py")), [row], 4 if name == "search" else 1) == []
+    max_turns = 4 if name == "search" else 1
+    assert preflight(load_env(str(ENVS / f"{name}.py")), {"data.path": [row]}, max_turns) == []
 
 
 def test_public_data_becomes_rows():
     """examples/data.py converts rows in their published form; each passes the checks of a run."""
     import importlib.util
 
-    from rl2.data.rows import check_ppo_row
+    from rl2.data.formats import read_ppo_row
 
     spec = importlib.util.spec_from_file_location("data", ENVS.parent / "examples/data.py")
     data = importlib.util.module_from_spec(spec)
@@ -772,7 +834,7 @@ def test_public_data_becomes_rows():
         ),
     }
     for row in rows.values():
-        check_ppo_row(json.loads(json.dumps(row)))
+        assert read_ppo_row(json.loads(json.dumps(row))) == (row, [])
     assert (
         rows["72,000"]["answer"] == "72000"
         and rows["2"]["answer"] == "2"

@@ -168,6 +168,7 @@ ALLOWED = {
     "env.contract": set(),
     "env": {"env"},
     "data": {"data", "batch"},
+    "inputs": {"config.schema", "data", "env"},
     "rollout": {"rollout", "algorithms", "batch", "data", "engine.base", "env", "parallel.mesh"},
     "run_folder": {"parallel.mesh"},
     "error_report": set(),

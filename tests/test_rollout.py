@@ -1,7 +1,9 @@
 """Tests of trajectories with a scripted engine: masks, rewards, several turns, failures."""
 
 import asyncio
+import json
 import textwrap
+from datetime import date
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
 from rl2.rollout.stats import summarise, to_records, training_samples
-from rl2.rollout.trajectory import Player, Trajectory
+from rl2.rollout.trajectory import Player, Trajectory, begin_group
 
 PARAMS = SamplingParams(max_new_tokens=16)
 
@@ -349,7 +351,9 @@ def test_a_resumed_collector_continues_at_its_position(tmp_path):
     rewards = []
     for step in (1, 2, 3):
         expected.next_position = (step - 1) * 2
-        expected_rewards = [trajectory.reward for trajectory in expected.collect(step)]
+        trajectories = expected.collect(step)
+        assert all(trajectory.row in expected.prompts.rows for trajectory in trajectories)
+        expected_rewards = [trajectory.reward for trajectory in trajectories]
         assert [trajectory.reward for trajectory in resumed.collect(step)] == expected_rewards
         rewards += expected_rewards[::3]
         state = resumed.state_dict()
@@ -393,3 +397,29 @@ def test_reward_parts_do_not_overwrite_the_metrics_of_the_reward():
         trajectory.rewards = {"reward": 2.0}  # a plain number
     names = [name for name in summarise(trajectories, 0) if name.startswith("reward/")]
     assert names == ["reward/mean", "reward/std"]
+
+
+def test_a_record_has_the_columns_of_its_row():
+    """They can be written as JSON, whatever they are, and long ones are cut."""
+    image = b"\xff" * 9999
+    row = {
+        "messages": [{"role": "user", "content": "x"}],
+        "answer": "5",
+        "extra_info": {"index": 3, "split": "train"},
+        "length": 7,  # a name that the record has too
+        "when": date(2026, 11, 22),
+        "pairs": {(1, 2): 3},
+        "image": image,
+    }
+    group = begin_group(0, row, [1, 2], num_samples=1)
+    [record] = to_records(group.trajectories)
+    columns = json.loads(json.dumps(record))["row"]
+    assert columns.pop("image").startswith(str(image)[:50]) and len(str(record)) < 4000
+    assert columns == {
+        "answer": "5",
+        "extra_info": {"index": 3, "split": "train"},
+        "length": 7,
+        "when": "2026-11-22",
+        "pairs": "{(1, 2): 3}",
+    }
+    assert record["messages"] == row["messages"] and record["length"] == 0

@@ -15,7 +15,7 @@ from common import make_critic, make_model, make_tokenizer
 from parity import worker_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rl2.data.examples import Examples, render_pair, render_sft
+from rl2.data.examples import PAIR_ROWS, SFT_ROWS, Examples
 from rl2.parallel.mesh import init_distributed
 from rl2.trainer import dpo, rm, sft
 from rl2.worker import Worker
@@ -73,7 +73,7 @@ def load_trl_model(name, *outputs):
     return model.train()
 
 
-def read_examples(tmp_path, rows, render):
+def read_examples(tmp_path, rows, kind):
     """(run, examples, ids, mask, attention mask) of `rows`.
 
     The last three are the sequences of the examples, padded like TRL's collators do.
@@ -82,7 +82,7 @@ def read_examples(tmp_path, rows, render):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = make_tokenizer()
     order = {"shuffle": False, "seed": 0, "batch_size": len(rows)}
-    examples = list(Examples(str(path), "train", tokenizer, render, max_length=400, **order))
+    examples = list(Examples(str(path), "train", tokenizer, kind, max_length=400, **order))
     sequences = [sequence for example in examples for sequence in example.sequences]
     width = max(len(tokens) for tokens, _ in sequences)
 
@@ -118,7 +118,7 @@ def test_sft_loss(tmp_path, device):
         for role in ("user", "assistant"):
             messages.append({"role": role, "content": f"{role} {i}" * i})
     rows = [{"messages": messages}, {"text": "abc" * 9}]
-    run, examples, ids, mask, attention_mask = read_examples(tmp_path, rows, render_sft)
+    run, examples, ids, mask, attention_mask = read_examples(tmp_path, rows, SFT_ROWS)
     run.config = SimpleNamespace(actor=SimpleNamespace(average="token"))
     result = update(name, device, sft.make_batch(run, examples), sft.sft_loss)
     model = load_trl_model(name, "entropy", "is_top1")
@@ -137,7 +137,7 @@ def test_dpo_loss(tmp_path, device, loss, beta):
 
     name = make_model(tmp_path / "model", seed=1)
     reference = make_model(tmp_path / "reference")
-    run, examples, ids, mask, attention_mask = read_examples(tmp_path, PAIRS, render_pair)
+    run, examples, ids, mask, attention_mask = read_examples(tmp_path, PAIRS, PAIR_ROWS)
     batch = dpo.make_batch(run, examples)
     batch.ref_logps = Worker(worker_config(reference), device).infer(batch).logps
     settings = SimpleNamespace(beta=beta, loss=loss, label_smoothing=0.0)
@@ -185,7 +185,7 @@ def test_reward_loss(tmp_path, device, margin, center):
     if not margin:
         for row in rows:
             del row["margin"]
-    run, examples, ids, _, attention_mask = read_examples(tmp_path, rows, render_pair)
+    run, examples, ids, _, attention_mask = read_examples(tmp_path, rows, PAIR_ROWS)
     batch = rm.make_batch(run, examples)
     loss_fn = partial(rm.reward_loss, center)
     result = update(name, device, batch, loss_fn, critic=True, keep_groups_together=True)
@@ -210,7 +210,7 @@ def test_a_reply_that_ends_in_the_padding_token_is_scored_like_transformers(tmp_
     """
     name = make_critic(make_model(tmp_path / "model", pad_token_id=2))
     row = {"messages": "plain prompt ", "chosen": "good", "rejected": "evil"}
-    run, examples, ids, _, attention_mask = read_examples(tmp_path, [row], render_pair)
+    run, examples, ids, _, attention_mask = read_examples(tmp_path, [row], PAIR_ROWS)
     run.tokenizer.pad_token = run.tokenizer.eos_token
     assert ids[0, -1] == run.tokenizer.pad_token_id == 2
     batch = rm.make_batch(run, examples)

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -36,6 +37,7 @@ OPTIONS = {"--cfg": "job", "--config-dir": "DIR", "--config-name": "NAME"}  # ea
 OPTIONS_HELP = "--help [SECTION | all], --cfg job, --config-dir DIR and --config-name NAME"
 TORCHRUN_OPTION = r"--?(nproc|nnodes|node|standalone|master|rdzv|max.restarts|role|log.dir)"
 NEXT_ARGUMENT = r"-\D|[\w.]+="  # how an option or a key=value begins
+SECONDS_FOR_FIRST_RANK = 1.0  # to print the problems, which all find at about the same time
 HELP_COLUMN = 40  # where the explanations of the short help begin
 OPEN_KEYS = ("rollout.engine_args", "data.columns")  # dicts, whose keys the schema does not list
 # What Hydra's grammar does not take in a text without quotes, and what it takes in lists and maps.
@@ -43,7 +45,7 @@ NEEDS_QUOTES = r"[^\w/\\+.$%*@?|: -]"
 NEEDS_QUOTES_IN_LIST = r"[^\w/\\+.$%*@?|: \[\]{},-]"
 
 
-FindProblems = Callable[[Any], list[str]]
+FindProblems = Callable[[Any], dict[str, str]]  # config -> the problem of each wrong key
 
 
 class Assignment(NamedTuple):
@@ -86,10 +88,16 @@ def parse(root: type, argv: list[str], find_problems: FindProblems | None = None
         print_and_exit(OmegaConf.to_yaml(config, resolve=True))
     config_problems, warnings = check_config(result, set_keys)
     problems += config_problems
-    if problems and find_problems and is_first_rank():
-        problems += without_keys_of(problems, find_problems(result))
+    if problems and find_problems:
+        problems = add_new_problems(problems, find_problems(result))
     report(problems, arguments.warnings + warnings)
     return result
+
+
+def add_new_problems(problems: list[str], by_key: dict[str, str]) -> list[str]:
+    """The problems (KEY=VALUE ...), and those of further keys, which `by_key` gives."""
+    known_keys = {problem.partition("=")[0] for problem in problems}
+    return problems + [by_key[key] for key in by_key if key not in known_keys]
 
 
 def check_config(config: Any, set_keys: set[str]) -> Checked:
@@ -101,12 +109,6 @@ def check_config(config: Any, set_keys: set[str]) -> Checked:
     validate = next(VALIDATORS[kind] for kind in type(config).__mro__ if kind in VALIDATORS)
     problems, warnings = validate(config, set_keys, world_size)
     return choice_problems + problems, warnings
-
-
-def without_keys_of(known: list[str], problems: list[str]) -> list[str]:
-    """The problems (KEY=VALUE: ...) without those whose key has a problem among the known ones."""
-    keys = {problem.partition("=")[0] for problem in known}
-    return [problem for problem in problems if problem.partition("=")[0] not in keys]
 
 
 def is_first_rank() -> bool:
@@ -122,6 +124,8 @@ def report(problems: list[str], warnings: list[str]) -> None:
         lines += [f"  - {problem}" for problem in problems]
         if is_first_rank():
             report_error("\n".join(lines))
+        else:  # torchrun ends the first rank as soon as another one ends
+            time.sleep(SECONDS_FOR_FIRST_RANK)
         sys.exit(2)
     for warning in warnings:
         if is_first_rank():

@@ -87,6 +87,10 @@ class DataConfig:
         "rows to evaluate on; at the start, every trainer.test_freq steps and at the end",
         common=True,
     )
+    columns: dict[str, str] = key(
+        {},
+        "columns of the rows to rename, as data.columns.OLD=NEW, e.g. data.columns.question=prompt",
+    )
     max_length: int = key(
         1024,
         "longest prompt (PPO) or row, in tokens; longer ones are dropped and counted",

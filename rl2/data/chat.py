@@ -7,12 +7,12 @@ Sampled tokens are never tokenised again, because a text may have several tokeni
 conversation grows by appending tokens, or a new training sequence starts.
 """
 
-from typing import Any
+import os
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-Messages = str | list[dict[str, Any]]
+from rl2.data.messages import Messages
 
 PROBE = "rl2probe"  # a content that no template changes
 
@@ -76,6 +76,17 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str | list[str]) -> list:
     # The rendered text holds its special tokens: adding them again would double the first one.
     encoded = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)
     return encoded["input_ids"]
+
+
+def warn_if_tools_are_ignored(tokenizer: PreTrainedTokenizerBase, rows: list[dict]) -> None:
+    """Prints a warning, on the first process, if the template does not show the rows' tools."""
+    row = next((row for row in rows if row.get("tools")), None)
+    if row is None or os.environ.get("RANK", "0") != "0":
+        return
+    if isinstance(row["messages"], str):
+        print("warning: column 'tools' is not shown: text prompts have no chat template")
+    elif render(tokenizer, row["messages"], row["tools"]) == render(tokenizer, row["messages"]):
+        print("warning: column 'tools' is not shown: the model's chat template ignores tools")
 
 
 def decode(

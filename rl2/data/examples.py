@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -11,13 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rl2.batch import Sample
 from rl2.data import chat
-from rl2.data.rows import (
-    abbreviate,
-    check_ends_before_reply,
-    check_messages,
-    load_rows,
-    text_column,
-)
+from rl2.data.formats import ReadRow, read_pair_row, read_sft_row
+from rl2.data.messages import abbreviate
+from rl2.data.rows import load_rows
 from rl2.progress import mark
 
 ROWS_PER_CHUNK = 1000  # rows tokenised in one call, which fast tokenizers share among threads
@@ -25,6 +21,13 @@ ROWS_PER_CHUNK = 1000  # rows tokenised in one call, which fast tokenizers share
 Item = TypeVar("Item")
 # The text of a conversation up to where a reply begins, and with the reply.
 RenderedReply = tuple[str, str]
+
+
+class RowKind(NamedTuple):
+    """What the rows of a trainer are: `read` is of formats.py, `render` gives a row's replies."""
+
+    read: Callable[[dict], ReadRow]
+    render: Callable[[PreTrainedTokenizerBase, dict], list[RenderedReply]]
 
 
 class EpochSampler(Generic[Item]):
@@ -136,7 +139,7 @@ class Prompt:
 
 
 class Prompts(EpochSampler[Prompt]):
-    """The tokenised prompts of rows that passed `check_ppo_row`.
+    """The tokenised prompts of rows that `read_ppo_row` gave.
 
     ValueError names a row that the chat template refuses. `progress` shows a bar if tokenising
     takes long: set it on one rank.
@@ -157,6 +160,7 @@ class Prompts(EpochSampler[Prompt]):
         progress: bool = False,
     ):
         self.rows = rows
+        chat.warn_if_tools_are_ignored(tokenizer, rows)
         self.tokens: list[np.ndarray] = []  # int32: lists of int would take ten times the memory
         for chunk in _chunks(len(rows), "tokenise prompts", progress):
             texts = [_render_prompt(tokenizer, index, rows[index]) for index in chunk]
@@ -187,9 +191,9 @@ class Example:
 class Examples(EpochSampler[Example]):
     """The tokenised examples of a data file, a folder or a hub data set, see `load_rows`.
 
-    `render(tokenizer, row)` returns the replies of a row, or raises ValueError for a row that does
-    not suit; the message then names its file and row. The length of a row is that of its longest
-    sequence. `progress` shows a bar if tokenising takes long: set it on one rank.
+    `kind` reads and renders a row, or raises ValueError for a row that does not suit; the message
+    then names its file and row. The length of a row is that of its longest sequence. `progress`
+    shows a bar if tokenising takes long: set it on one rank.
     """
 
     item_name = "rows"
@@ -200,9 +204,10 @@ class Examples(EpochSampler[Example]):
         path: str,
         split: str,
         tokenizer: PreTrainedTokenizerBase,
-        render: Callable[[PreTrainedTokenizerBase, dict], list[RenderedReply]],
+        kind: RowKind,
         *,
         max_length: int,
+        columns: dict[str, str] | None = None,
         shuffle: bool = False,
         seed: int = 0,
         batch_size: int = 1,
@@ -210,10 +215,13 @@ class Examples(EpochSampler[Example]):
     ):
         replies_by_row: list[list[RenderedReply]] = []
 
-        def render_row(row: dict) -> None:
-            replies_by_row.append(render(tokenizer, row))
+        def read_row(row: dict) -> ReadRow:
+            row, notes = kind.read(row)
+            replies_by_row.append(kind.render(tokenizer, row))
+            return row, notes
 
-        self.rows = load_rows(path, split, check=render_row)
+        self.rows = load_rows(path, split, read_row, columns)
+        chat.warn_if_tools_are_ignored(tokenizer, self.rows)
         # (tokens int32, mask int8) of each sequence of each row
         self.sequences: list[list[tuple[np.ndarray, np.ndarray]]] = []
         special_ids = chat.special_token_ids(tokenizer)
@@ -262,38 +270,33 @@ def render_sft(
 ) -> list[RenderedReply]:
     """The assistant's replies in `messages`: all of them, or only the last with turns="last".
 
-    If `messages` is plain text, or there is a column `text` instead, all of the text is one reply.
-    ValueError if the row does not suit. Columns other than `tools` are ignored.
+    With a `completion` the replies are those in it. If `messages` is plain text, all of it is one
+    reply. Columns other than `tools` are ignored.
     """
-    if row.get("messages") is None and "text" in row:
-        row = {"messages": text_column(row, "text")}
-    check_messages(row)
     messages = row["messages"]
+    completion = row.get("completion")
+    tools = row.get("tools")
+    if isinstance(completion, str):
+        return [chat.render_reply(tokenizer, messages, completion, tools)]
     if isinstance(messages, str):
+        if completion:
+            raise ValueError("column 'completion': expected text, as the prompt is text")
         return [("", chat.render(tokenizer, messages))]
-    reply_indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not reply_indices:
-        raise ValueError(
-            "column 'messages': no message of the assistant to train on; add one, or remove the row"
-        )
+    first = len(messages) if completion else 0
+    messages = messages + (completion or [])
+    reply_indices = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if turns == "last":
         reply_indices = reply_indices[-1:]
-    tools = row.get("tools")
     return [chat.render_reply(tokenizer, messages[:i], messages[i], tools) for i in reply_indices]
 
 
 def render_pair(tokenizer: PreTrainedTokenizerBase, row: dict) -> list[RenderedReply]:
-    """The replies `chosen` and `rejected` to the prompt `messages`, in this order.
-
-    ValueError if the row does not suit, its `margin` included.
-    """
-    check_messages(row)
-    check_ends_before_reply(row["messages"])
-    replies = [text_column(row, "chosen"), text_column(row, "rejected")]
-    pair_margin(row)  # its check
-    pair = [
-        chat.render_reply(tokenizer, row["messages"], reply, row.get("tools")) for reply in replies
-    ]
+    """The replies `chosen` and `rejected` to the prompt `messages`, in this order."""
+    messages = row["messages"]
+    replies = [row["chosen"], row["rejected"]]
+    if isinstance(messages, str) and not all(isinstance(reply, str) for reply in replies):
+        raise ValueError("columns 'chosen' and 'rejected': expected texts, as the prompt is text")
+    pair = [chat.render_reply(tokenizer, messages, reply, row.get("tools")) for reply in replies]
     if pair[0] == pair[1]:
         raise ValueError(
             f"'chosen' and 'rejected' are the same text; remove the row: {abbreviate(replies[0])}"
@@ -301,14 +304,8 @@ def render_pair(tokenizer: PreTrainedTokenizerBase, row: dict) -> list[RenderedR
     return pair
 
 
-def pair_margin(row: dict) -> float:
-    """By how much the chosen reply is better: the number in column `margin`, or 0 without one."""
-    try:
-        return float(row.get("margin") or 0)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"column 'margin': expected a number, got {abbreviate(row['margin'])}"
-        ) from None
+SFT_ROWS = RowKind(read_sft_row, render_sft)
+PAIR_ROWS = RowKind(read_pair_row, render_pair)
 
 
 def _chunks(num_rows: int, description: str, progress: bool) -> Iterator[range]:

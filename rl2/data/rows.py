@@ -1,8 +1,11 @@
 """From data files to rows, which are dicts. A malformed row is refused and named, never skipped."""
 
 import csv
+import itertools
 import json
+import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +13,14 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from rl2.data.formats import ReadRow, rename_columns
+from rl2.data.messages import abbreviate
 from rl2.progress import mark
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 MAX_LISTED_PROBLEMS = 5
-MAX_SHOWN_CHARACTERS = 100  # of a wrong value, in a message
+# Columns that may hold messages as JSON text.
+CONVERSATION_COLUMNS = ("messages", "prompt", "conversations", "completion", "chosen", "rejected")
 MAX_CSV_CELL_BYTES = 2**31 - 1
 MISSING_CELL: Any = object()  # the value of a cell that a csv row lacks
 
@@ -23,7 +29,11 @@ LocatedRow = tuple[str, Any]
 
 
 def load_rows(
-    path: str, split: str = "train", check: Callable[[dict], None] | None = None
+    path: str,
+    split: str = "train",
+    read: Callable[[dict], ReadRow] | None = None,
+    columns: dict[str, str] | None = None,
+    limit: int | None = None,
 ) -> list[dict]:
     """The rows of a data file, of a folder of data files, or of a data set of the hub.
 
@@ -32,24 +42,30 @@ def load_rows(
     begin with `split` (train.jsonl, train-00000.parquet), only those are read. The name of a hub
     data set may end in a configuration: openai/gsm8k:main.
 
-    In every format `messages` and `tools` may be JSON text, as they are in csv. Other text in
-    `messages` is a plain prompt. All other cells of a csv file stay text.
+    In every format `messages`, other columns of conversations and `tools` may be JSON text, as they
+    are in csv. Other text in `messages` is a plain prompt. All other cells of a csv file stay text.
 
-    `check(row)` raises ValueError for a row that does not suit. All rows are read and checked; then
+    `columns` renames columns, see `rename_columns`. `read(row)` is one of formats.py: it raises
+    ValueError for a row that does not suit. All rows, or the first `limit`, are read; then
     ValueError lists the first problems, each with its file, row and column. Rows are counted by
-    the lines of a jsonl or csv file, from 1 in other formats.
+    the lines of a jsonl or csv file, from 1 in other formats. The first process prints, once, how
+    rows were read that are not in rl2's own form.
     """
     rows, problems = [], []
-    for location, raw_row in _read_rows(path, split):
+    counts: Counter[str] = Counter()
+    first_locations: dict[str, str] = {}
+    for location, raw_row in itertools.islice(_read_rows(path, split), limit):
         mark()
         try:
-            row = _parse_row(raw_row)
-            if check:
-                check(row)
+            row = _parse_row(raw_row, columns or {})
+            row, notes = read(row) if read else (row, [])
         except ValueError as error:
             problems.append(f"{location}: {error}")
-        else:
-            rows.append(row)
+            continue
+        rows.append(row)
+        counts.update(notes)
+        for note in notes:
+            first_locations.setdefault(note, location)
     if problems:
         listed = problems[:MAX_LISTED_PROBLEMS]
         if len(problems) > len(listed):
@@ -57,83 +73,14 @@ def load_rows(
         raise ValueError(f"malformed rows in {path} ({len(problems)}):\n" + "\n".join(listed))
     if not rows:
         raise ValueError(f"{path} has no rows (split {split})")
+    if os.environ.get("RANK", "0") == "0":
+        for note, count in counts.items():
+            print(f"{note} ({count} of {len(rows)} rows, first {first_locations[note]})")
     return rows
 
 
-def check_ppo_row(row: dict) -> None:
-    """ValueError unless the row is one for PPO: `messages` that end before the reply, and `answer`.
-
-    `answer` may be anything. Other columns are passed to the environment.
-    """
-    check_messages(row)
-    if "answer" not in row:
-        raise ValueError(_missing_column_message(row, "answer"))
-    check_ends_before_reply(row["messages"])
-
-
-def check_messages(row: dict) -> None:
-    """ValueError unless `messages` is text or a list of messages, and not empty.
-
-    A message is {"role": ..., "content": ...}. Its content is text or a list of parts, and may be
-    missing beside `tool_calls`.
-    """
-    if "messages" not in row:
-        raise ValueError(_missing_column_message(row, "messages"))
-    messages = row["messages"]
-    if not isinstance(messages, str | list) or not messages:
-        raise ValueError(
-            "column 'messages': expected text or a list of messages, not empty, "
-            f"got {abbreviate(messages)}"
-        )
-    if isinstance(messages, list):
-        for message in messages:
-            _check_message(message)
-
-
-def check_ends_before_reply(messages: str | list[dict]) -> None:
-    """ValueError if the last message is the assistant's: then there is no reply left to give."""
-    if isinstance(messages, list) and messages[-1]["role"] == "assistant":
-        raise ValueError(
-            "column 'messages': expected a prompt, but the last message is the assistant's"
-        )
-
-
-def text_column(row: dict, column: str) -> str:
-    """The text in a column. ValueError if it is missing, empty or no text."""
-    if column not in row:
-        raise ValueError(_missing_column_message(row, column))
-    text = row[column]
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"column '{column}': expected text, not empty, got {abbreviate(text)}")
-    return text
-
-
-def abbreviate(value: Any) -> str:
-    """A value as a message shows it."""
-    text = repr(value)
-    if len(text) <= MAX_SHOWN_CHARACTERS:
-        return text
-    return text[:MAX_SHOWN_CHARACTERS] + "..."
-
-
-def _missing_column_message(row: dict, column: str) -> str:
-    return f"column '{column}' is missing; the row has {', '.join(row)}"
-
-
-def _check_message(message: Any) -> None:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(
-            "column 'messages': expected {'role': ..., 'content': ...}, "
-            f"got {abbreviate(message)}"
-        )
-    if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
-        raise ValueError(
-            f"column 'messages': expected content that is text or a list, got {abbreviate(message)}"
-        )
-
-
-def _parse_row(raw_row: Any) -> dict:
-    """The row, with `messages` and `tools` parsed from JSON text and without nulls.
+def _parse_row(raw_row: Any, columns: dict[str, str]) -> dict:
+    """The row with its columns renamed, and JSON text of messages and tools parsed, without nulls.
 
     Columnar files give each struct the keys of all structs, with null for those it lacks. Chat
     templates only ask whether a key exists.
@@ -145,26 +92,36 @@ def _parse_row(raw_row: Any) -> dict:
         raise ValueError("expected a cell for each column of the header, got more")
     if MISSING_CELL in row.values():
         raise ValueError("expected a cell for each column of the header, got fewer")
-    for column in ("messages", "tools"):
+    row = rename_columns(row, columns)
+    for column in (*CONVERSATION_COLUMNS, "tools"):
         if column in row:
             row[column] = _drop_nulls(_parse_cell(row[column], column))
     return row
 
 
 def _parse_cell(value: Any, column: str) -> Any:
-    """The value of `messages` or `tools`. Text in `messages` is JSON if it begins like a list."""
+    """The value of such a column. Text of a conversation is JSON if it begins like a list."""
     if not isinstance(value, str):
         return value
-    if column == "messages" and not re.match(r"\s*\[\s*\{", value):
+    if column != "tools" and not re.match(r"\s*\[\s*\{", value):
         return value
     return _parse_json(value or "null", f"column '{column}'")
 
 
 def _parse_json(text: str, source: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_to_object)
     except json.JSONDecodeError as error:
         raise ValueError(f"{source}: expected JSON ({error}), got {abbreviate(text)}") from error
+
+
+def _to_object(pairs: list[tuple[str, Any]]) -> dict:
+    """A JSON object. ValueError if a key occurs twice, of which json keeps the last."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"key {twice!r} occurs twice in one object")
+    return value
 
 
 def _drop_nulls(value: Any) -> Any:
@@ -189,7 +146,7 @@ def _read_rows(path: str, split: str) -> Iterator[LocatedRow]:
             )
         try:
             yield from _READERS[file.suffix](file)
-        except (UnicodeDecodeError, json.JSONDecodeError, csv.Error, pyarrow.ArrowInvalid) as error:
+        except (ValueError, csv.Error) as error:  # of decoding, of JSON, of pyarrow
             raise ValueError(f"{file} is not a readable {file.suffix[1:]} file: {error}") from error
 
 
@@ -224,7 +181,7 @@ def _number_rows(source: str | Path, rows: Iterable) -> Iterator[LocatedRow]:
 def _read_json(file: Path) -> Iterator[LocatedRow]:
     text = file.read_text(encoding="utf-8-sig")
     if file.suffix == ".json" and text.lstrip().startswith("["):
-        return _number_rows(file, json.loads(text))
+        return _number_rows(file, json.loads(text, object_pairs_hook=_to_object))
     # Not splitlines(), which also splits at characters that JSON strings may hold.
     lines = _number_rows(file, text.split("\n"))
     return ((location, line) for location, line in lines if line.strip())

@@ -141,6 +141,11 @@ def _to_env_error(name: str, error: Exception) -> EnvError:
 
 def _to_reward_parts(result: Any) -> dict[str, float]:
     """What `reward_fn` returned, as reward parts by name. EnvError unless all are finite."""
+    if isinstance(result, list | tuple):
+        raise EnvError(
+            f"reward_fn: expected the number of one conversation, not a list: {_describe(result)}",
+            kind="type of reward",
+        )
     parts = result if isinstance(result, dict) else {"reward": result}
     if not parts or not all(isinstance(name, str) for name in parts):
         raise EnvError(

@@ -101,8 +101,36 @@ def check_signature(function: Callable, name: str) -> None:
     parameters = signature.parameters.values()
     if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
         raise ValueError(f"{name}{signature}: its arguments are passed by name; remove the '/'")
+    remedy = foreign_signature(function, "reward_fn")
+    if remedy:
+        raise ValueError(f"{name}{signature} {remedy}")
     if "messages" not in signature.parameters and not _takes_all_columns(signature):
         raise ValueError(f"{name}{signature}: expected a parameter called messages")
+
+
+def foreign_signature(function: Callable, name: str) -> str:
+    """Which other project's reward function this is, and how rl2 calls it; "" if it is none."""
+    parameters = set(inspect.signature(function).parameters)
+    new_name = "trl_fn" if name == "reward_fn" else name
+    rename = f"Rename it to {new_name} and add" if name == "reward_fn" else "Add"
+    if "messages" in parameters:
+        return ""
+    if "completions" in parameters:
+        return (
+            f"has the signature of TRL; rl2 asks for one conversation at a time. {rename}\n"
+            "    def reward_fn(messages, **columns):\n"
+            "        lists = {key: [value] for key, value in columns.items()}\n"
+            f"        return {new_name}(prompts=[messages[:-1]], completions=[messages[-1:]], "
+            "**lists)[0]"
+        )
+    if {"solution_str", "ground_truth"} & parameters:
+        return (
+            "has the signature of verl's compute_score; rl2 asks for the conversation. Add\n"
+            "    def reward_fn(messages, answer, data_source=None, extra_info=None):\n"
+            '        reply = messages[-1]["content"]\n'
+            f"        return {name}(data_source, reply, answer, extra_info)"
+        )
+    return ""
 
 
 def required_columns(function: Callable) -> list[str]:

@@ -2,15 +2,25 @@
 
 import asyncio
 import importlib.util
+import inspect
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import ModuleType
 
 from rl2.env.call import Env, user_traceback
-from rl2.env.contract import EnvError, check_signature, find_env_file, required_columns
+from rl2.env.contract import (
+    EnvError,
+    check_signature,
+    find_env_file,
+    foreign_signature,
+    required_columns,
+)
 
 TRIAL_REPLIES = ("", "The answer is 42.")
+MAX_TRIAL_ROWS = 8  # of each data set, spread over it
+
+RowSets = dict[str, list[dict]]  # by the key that names the data: data.path, data.test_path
 
 _module_numbers = itertools.count()
 
@@ -23,22 +33,20 @@ def load_env(path: str, timeout: float = 60.0) -> Env:
     """
     module = _import_file(path)
     if not hasattr(module, "reward_fn"):
-        raise ValueError(
-            f"rollout.env_path={path}: expected a function reward_fn(messages, answer), found none"
-        )
+        raise ValueError(_missing_reward_message(path, module))
     for name in ("reward_fn", "interact"):
         if hasattr(module, name):
             check_signature(getattr(module, name), f"{path}: {name}")
     return Env(module.reward_fn, getattr(module, "interact", None), timeout)
 
 
-def preflight(env: Env, rows: list[dict], max_turns: int) -> list[str]:
+def preflight(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:
     """Tries the environment on the rows. Returns warnings; ValueError lists all problems.
 
     The functions' parameters are compared with the columns of all rows. If they fit, the functions
-    are called with the first and the last row, each with an empty and a short reply.
+    are called with a few rows of each data set, each with an empty and a short reply.
     """
-    problems = _find_turn_problems(env, rows, max_turns)
+    problems = _find_turn_problems(env, row_sets, max_turns)
     warnings = []
     functions = {"reward_fn": env.reward_fn}
     if env.interact_fn is not None:
@@ -46,13 +54,28 @@ def preflight(env: Env, rows: list[dict], max_turns: int) -> list[str]:
             functions["interact"] = env.interact_fn
         else:
             warnings.append("the env file has interact(), which rollout.max_turns=1 never calls")
-    problems += _find_missing_columns(functions, rows)
+    problems += _find_missing_columns(functions, row_sets)
     if not problems:
-        with_interact = "interact" in functions
-        problems = asyncio.run(_try_calls(env, [rows[0], rows[-1]], with_interact))
+        rows = [row for rows in row_sets.values() for row in _spread(rows)]
+        problems = asyncio.run(_try_calls(env, rows, "interact" in functions))
     if problems:
         raise ValueError("the env file cannot work:\n" + "\n".join(dict.fromkeys(problems)))
     return warnings
+
+
+def _spread(rows: list[dict]) -> list[dict]:
+    """Up to MAX_TRIAL_ROWS rows at equal distances, the first and the last among them."""
+    count = min(len(rows), MAX_TRIAL_ROWS)
+    return [rows[i * (len(rows) - 1) // max(1, count - 1)] for i in range(count)]
+
+
+def _missing_reward_message(path: str, module: ModuleType) -> str:
+    """The file has no reward_fn. It may have a reward function of another project."""
+    for name, value in vars(module).items():
+        remedy = foreign_signature(value, name) if inspect.isfunction(value) else ""
+        if remedy:
+            return f"rollout.env_path={path}: {name} {remedy}"
+    return f"rollout.env_path={path}: expected a function reward_fn(messages, answer), found none"
 
 
 def _import_file(path: str) -> ModuleType:
@@ -73,13 +96,13 @@ def _import_file(path: str) -> ModuleType:
     except SyntaxError as error:
         line = (error.text or "").strip()
         raise ValueError(f"{error.filename}:{error.lineno}: {error.msg}: {line}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text, _ = user_traceback(error)
         raise ValueError(f"rollout.env_path={path} fails on import:\n{text}") from error
     return module
 
 
-def _find_turn_problems(env: Env, rows: list[dict], max_turns: int) -> list[str]:
+def _find_turn_problems(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:
     """What keeps a conversation from having several turns."""
     problems: list[str] = []
     if max_turns <= 1:
@@ -88,36 +111,48 @@ def _find_turn_problems(env: Env, rows: list[dict], max_turns: int) -> list[str]
         problems.append(
             f"rollout.max_turns={max_turns}, but the env file has no interact(messages)"
         )
-    if any(isinstance(row["messages"], str) for row in rows):
-        problems.append(
-            f"rollout.max_turns={max_turns}, but some rows are plain strings, which have no turns"
-        )
+    for key, rows in row_sets.items():
+        if any(isinstance(row["messages"], str) for row in rows):
+            problems.append(
+                f"rollout.max_turns={max_turns}, but some rows of {key} are plain strings, which "
+                "have no turns"
+            )
     return problems
 
 
-def _find_missing_columns(functions: dict[str, Callable], rows: list[dict]) -> list[str]:
+def _find_missing_columns(functions: dict[str, Callable], row_sets: RowSets) -> list[str]:
     problems = []
     for name, function in functions.items():
-        for column in required_columns(function):
+        columns = required_columns(function)
+        for (key, rows), column in itertools.product(row_sets.items(), columns):
             lacking = [i for i, row in enumerate(rows) if column not in row]
             if lacking:
+                seen = ", ".join(rows[lacking[0]])
                 problems.append(
-                    f"{name} needs column {column!r}, which {len(lacking)} rows lack, "
-                    f"first row {lacking[0]} (from 0)"
+                    f"{name} needs column {column!r}, which {len(lacking)} of {len(rows)} rows of "
+                    f"{key} lack, first row {lacking[0]} (from 0); it has {seen}. Ask for another "
+                    f"column, give {column!r} a default, or rename one: data.columns.OLD={column}"
                 )
     return problems
 
 
 async def _try_calls(env: Env, rows: list[dict], with_interact: bool) -> list[str]:
-    """The failures of the environment on each row with each trial reply."""
-    problems = []
+    """The failures of the environment on each row with each trial reply, tried side by side."""
+    tries = []
     calls = [env.score, env.interact] if with_interact else [env.score]
     for row, reply, call in itertools.product(rows, TRIAL_REPLIES, calls):
         prompt = row["messages"]
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        try:
-            await call([*prompt, {"role": "assistant", "content": reply}], row)
-        except EnvError as error:
-            problems.append(f"with the reply {reply!r}, {error}")
-    return problems
+        messages = [*prompt, {"role": "assistant", "content": reply}]
+        tries.append(_find_failure(call(messages, row), reply))
+    return [problem for problem in await asyncio.gather(*tries) if problem]
+
+
+async def _find_failure(call: Awaitable, reply: str) -> str:
+    """What the call with this reply of the assistant raises, or ""."""
+    try:
+        await call
+    except EnvError as error:
+        return f"with the reply {reply!r}, {error}"
+    return ""

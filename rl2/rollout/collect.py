@@ -189,10 +189,11 @@ def _gather_trajectories(played: list[Group]) -> list[Trajectory]:
     """The trajectories of all processes, in order of process and then of the data."""
     trajectories = [trajectory for group in played for trajectory in group.trajectories]
     trajectories.sort(key=lambda trajectory: trajectory.id)
-    messages = gather_objects([trajectory.messages for trajectory in trajectories])
-    without_messages = [replace(trajectory, messages=[]) for trajectory in trajectories]
-    gathered = [t for part in all_gather_objects(without_messages) for t in part]
-    # The first process has the messages of all, in the same order; the others have none.
-    for trajectory, its_messages in zip(gathered, chain.from_iterable(messages), strict=False):
-        trajectory.messages = its_messages
+    texts = gather_objects([(trajectory.messages, trajectory.row) for trajectory in trajectories])
+    without_texts = [replace(trajectory, messages=[], row={}) for trajectory in trajectories]
+    gathered = [t for part in all_gather_objects(without_texts) for t in part]
+    # The first process has the texts of all, in the same order; the others have none.
+    for trajectory, (messages, row) in zip(gathered, chain.from_iterable(texts), strict=False):
+        trajectory.messages = messages
+        trajectory.row = row
     return gathered

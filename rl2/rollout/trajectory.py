@@ -1,5 +1,6 @@
 """A trajectory: its types, and how it is played turn by turn between engine and environment."""
 
+import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,6 +10,8 @@ from rl2.engine.base import Engine, Generation, SamplingParams
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures
 
+MAX_RECORDED_CHARACTERS = 2000  # of a column of a row, in the records
+
 
 @dataclass
 class Trajectory:
@@ -17,6 +20,7 @@ class Trajectory:
     id: int
     group: int
     messages: list[dict]
+    row: dict = field(default_factory=dict)  # of the data; after a rollout, on the first process
     samples: list[Sample] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)  # by name of the part
     # stop or length, of the last turn; failed, if the environment did; "" while it is being played.
@@ -41,6 +45,7 @@ class Trajectory:
         return {
             "id": self.id,
             "group": self.group,
+            "row": {k: _recorded(v) for k, v in self.row.items() if k != "messages"},
             "messages": self.messages,
             "rewards": self.rewards,
             "reward": self.reward,
@@ -72,10 +77,24 @@ def begin_group(group_id: int, row: dict, prompt: list[int], num_samples: int) -
         messages = [{"role": "user", "content": messages}]
     group = Group(group_id, row, [])
     for i in range(num_samples):
-        trajectory = Trajectory(group_id * num_samples + i, group_id, list(messages))
+        trajectory = Trajectory(group_id * num_samples + i, group_id, list(messages), row)
         begin_sample(trajectory, prompt)
         group.trajectories.append(trajectory)
     return group
+
+
+def _recorded(value: Any) -> Any:
+    """A column's value as the records have it: what is no JSON as text, and not too long."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+        recorded = json.loads(text)
+    except (TypeError, ValueError):  # keys that are no text, or an endless structure
+        recorded = repr(value)
+    if isinstance(recorded, str):
+        text = recorded
+    if len(text) <= MAX_RECORDED_CHARACTERS:
+        return recorded
+    return f"{text[:MAX_RECORDED_CHARACTERS]}... ({len(text)} characters)"
 
 
 def begin_sample(trajectory: Trajectory, prompt: list[int]) -> None:

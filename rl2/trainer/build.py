@@ -12,13 +12,12 @@ from transformers.utils.logging import disable_progress_bar
 from rl2.batch import Batch, scored_spans
 from rl2.config.schema import PPOConfig, RolloutWorkerConfig, SamplingConfig, needs_critic
 from rl2.data import chat
-from rl2.data.examples import EpochSampler, Example, Examples, Prompt, Prompts, RenderedReply
-from rl2.data.rows import check_ppo_row, load_rows
+from rl2.data.examples import EpochSampler, Example, Examples, Prompt, Prompts, RowKind
 from rl2.engine.base import Engine, EngineSettings, SamplingParams
 from rl2.engine.select import make_engine
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
-from rl2.env.load import load_env, preflight
+from rl2.inputs import read_ppo_inputs
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
 from rl2.rollout.stats import summarise, to_records
@@ -38,10 +37,7 @@ class PPORun:
 
     def __init__(self, config: PPOConfig):
         self.config = config
-        rows = load_rows(config.data.path, check=check_ppo_row)
-        env = load_env(config.rollout.env_path, config.rollout.env_timeout)
-        for warning in preflight(env, rows, config.rollout.max_turns):
-            print(f"warning: {warning}", flush=True)
+        rows, test_rows, env = read_ppo_inputs(config)
         device = init_distributed()
         tokenizer = AutoTokenizer.from_pretrained(config.actor.model_name)
         prompts = Prompts(
@@ -56,8 +52,7 @@ class PPORun:
         num_steps = _count_steps(prompts, config)
         _check_trajectory_length(config, "train", prompts)
         self.test_prompts: list[Prompt] = []
-        if config.data.test_path:
-            test_rows = load_rows(config.data.test_path, "test", check_ppo_row)
+        if test_rows:
             test_prompts = Prompts(test_rows, tokenizer, max_length=config.data.max_length)
             _print_once(test_prompts.describe_dropped("test "))
             _check_trajectory_length(config, "test", test_prompts)
@@ -234,16 +229,15 @@ def _start_loading(model_name: str, seed: int) -> None:
 class OfflineRun:
     """What `train` of SFT, DPO and the reward model works with: examples, a worker, a recorder.
 
-    `worker_name` is the config's section of the worker: actor or critic. `render(tokenizer, row)`
-    gives the replies of a row, see `Examples`. `make_batch(run, examples)` gives columns with their
-    token weights.
+    `worker_name` is the config's section of the worker: actor or critic. `kind` is what the rows
+    are. `make_batch(run, examples)` gives columns with their token weights.
     """
 
     def __init__(
         self,
         config: Any,
         worker_name: str,
-        render: Callable[[Tokenizer, dict], list[RenderedReply]],
+        kind: RowKind,
         make_batch: Callable[["OfflineRun", list[Example]], Batch],
     ):
         self.config = config
@@ -257,7 +251,8 @@ class OfflineRun:
             data.path,
             "train",
             self.tokenizer,
-            render,
+            kind,
+            columns=data.columns,
             max_length=data.max_length,
             shuffle=data.shuffle,
             seed=data.seed,
@@ -269,7 +264,12 @@ class OfflineRun:
         longest = self.examples.longest
         if data.test_path:
             test_examples = Examples(
-                data.test_path, "test", self.tokenizer, render, max_length=data.max_length
+                data.test_path,
+                "test",
+                self.tokenizer,
+                kind,
+                columns=data.columns,
+                max_length=data.max_length,
             )
             _print_once(test_examples.describe_dropped("test "))
             self.test_batch = make_batch(self, list(test_examples))

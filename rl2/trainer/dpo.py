@@ -13,7 +13,8 @@ from rl2.algorithms import losses
 from rl2.batch import Batch, collate
 from rl2.config.parse import parse
 from rl2.config.schema import DPOConfig, DPOLossConfig
-from rl2.data.examples import Example, render_pair, to_samples
+from rl2.data.examples import PAIR_ROWS, Example, to_samples
+from rl2.inputs import find_input_problems
 from rl2.model.token_model import TokenScores
 from rl2.signals import guard
 from rl2.trainer.build import OfflineRun
@@ -61,9 +62,9 @@ def make_batch(run: OfflineRun, examples: list[Example]) -> Batch:
 
 
 def main() -> None:
-    config = parse(DPOConfig, sys.argv[1:])
+    config = parse(DPOConfig, sys.argv[1:], find_input_problems)
     with guard(config.trainer.watchdog):
-        run = OfflineRun(config, "actor", render_pair, make_batch)
+        run = OfflineRun(config, "actor", PAIR_ROWS, make_batch)
         train(run, reference=run.worker.reference())
         run.finish()
 

@@ -15,6 +15,7 @@ from rl2.algorithms.by_name import call_by_name, find_function
 from rl2.batch import Batch, collate, drop_zero_advantages, split_minibatches
 from rl2.config.parse import parse
 from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig
+from rl2.inputs import find_input_problems
 from rl2.model.token_model import TokenScores
 from rl2.rollout.stats import summarise, to_records, training_samples
 from rl2.run_folder import write_records
@@ -193,7 +194,7 @@ def average_updates(worker_name: str, updates: list[dict[str, float]]) -> dict[s
 
 
 def main() -> None:
-    config = parse(PPOConfig, sys.argv[1:])
+    config = parse(PPOConfig, sys.argv[1:], find_input_problems)
     with guard(config.trainer.watchdog):
         run = PPORun(config)
         train(run)

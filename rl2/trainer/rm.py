@@ -13,7 +13,9 @@ from rl2.algorithms import losses
 from rl2.batch import Batch, Sample, collate
 from rl2.config.parse import parse
 from rl2.config.schema import RMConfig
-from rl2.data.examples import Example, pair_margin, render_pair, to_samples
+from rl2.data.examples import PAIR_ROWS, Example, to_samples
+from rl2.data.formats import pair_margin
+from rl2.inputs import find_input_problems
 from rl2.model.token_model import TokenScores
 from rl2.signals import guard
 from rl2.trainer.build import OfflineRun
@@ -77,9 +79,9 @@ def score_last(sample: Sample, pad_token_id: int | None) -> Sample:
 
 
 def main() -> None:
-    config = parse(RMConfig, sys.argv[1:])
+    config = parse(RMConfig, sys.argv[1:], find_input_problems)
     with guard(config.trainer.watchdog):
-        run = OfflineRun(config, "critic", render_pair, make_batch)
+        run = OfflineRun(config, "critic", PAIR_ROWS, make_batch)
         train(run)
         run.finish()
 

@@ -11,7 +11,9 @@ from rl2.algorithms import losses
 from rl2.batch import Batch, collate
 from rl2.config.parse import parse
 from rl2.config.schema import SFTConfig
-from rl2.data.examples import Example, render_sft, to_samples
+from rl2.data.examples import Example, RowKind, render_sft, to_samples
+from rl2.data.formats import read_sft_row
+from rl2.inputs import find_input_problems
 from rl2.model.token_model import TokenScores
 from rl2.signals import guard
 from rl2.trainer.build import OfflineRun
@@ -54,10 +56,10 @@ def perplexity(run: OfflineRun) -> dict[str, float]:
 
 
 def main() -> None:
-    config = parse(SFTConfig, sys.argv[1:])
+    config = parse(SFTConfig, sys.argv[1:], find_input_problems)
     with guard(config.trainer.watchdog):
-        render = partial(render_sft, turns=config.data.turns)
-        run = OfflineRun(config, "actor", render, make_batch)
+        kind = RowKind(read_sft_row, partial(render_sft, turns=config.data.turns))
+        run = OfflineRun(config, "actor", kind, make_batch)
         train(run)
         run.finish()
 

@@ -1,0 +1,203 @@
+"""Rows of other projects, in the form that rl2 works with.
+
+- PPO: `messages`, a prompt, and whatever the environment asks for, often `answer`.
+- SFT: `messages`, a conversation whose replies are trained; or `messages`, a prompt, and
+  `completion`; or `text`.
+- Pairs of DPO and reward models: `messages`, a prompt, with `chosen` and `rejected`.
+
+Each `read_*_row` takes a row and returns it in this form with notes that say how it was read. Other
+columns stay. ValueError tells why a row does not suit.
+"""
+
+from typing import Any
+
+from rl2.data.messages import (
+    Messages,
+    abbreviate,
+    check_ends_before_reply,
+    check_messages,
+    check_reply,
+    describe_columns,
+    find_oddities,
+    text_column,
+)
+
+ReadRow = tuple[dict, list[str]]  # the row, and notes
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+CONVERSATIONS = ("messages", "conversations", "prompt")  # the first that a row has is read
+NO_TEMPLATE = "text in prompt is read as it is, without the chat template"
+
+
+def rename_columns(row: dict, columns: dict[str, str]) -> dict:
+    """The row with the columns renamed: old name -> new name, as in data.columns."""
+    missing = [name for name in columns if name not in row]
+    if missing:
+        raise ValueError(
+            f"data.columns renames {', '.join(missing)}, which the row lacks; "
+            f"the row has {', '.join(row)}"
+        )
+    replaced = {*columns, *columns.values()}
+    kept = {name: value for name, value in row.items() if name not in replaced}
+    return kept | {new: row[old] for old, new in columns.items()}
+
+
+def read_ppo_row(row: dict) -> ReadRow:
+    """A prompt. verl's rows have the answer in `reward_model`, others in `gt_answer`."""
+    row, notes = _read_messages(row)
+    check_messages(row)
+    check_ends_before_reply(row["messages"])
+    reward_model = row.get("reward_model")
+    if "answer" not in row and "gt_answer" in row:
+        row["answer"] = row["gt_answer"]
+        notes.append("gt_answer is read as answer")
+    elif "answer" not in row and isinstance(reward_model, dict) and "ground_truth" in reward_model:
+        row["answer"] = reward_model["ground_truth"]
+        notes.append("reward_model.ground_truth is read as answer")
+    return row, notes + find_oddities(row)
+
+
+def read_sft_row(row: dict) -> ReadRow:
+    """A conversation, or a prompt with the completion that is trained, or text."""
+    completion = _first_column(row, "completion", "response")
+    source = _first_column(row, *CONVERSATIONS)
+    if "text" in row and (source is None or source == "prompt" and completion is None):
+        return {**row, "messages": text_column(row, "text")}, []
+    if source == "prompt" and completion is None:
+        raise ValueError(f"column 'prompt' needs 'completion' beside it; {describe_columns(row)}")
+    row, notes = _read_messages(row)
+    check_messages(row)
+    reply = row.pop(completion) if completion else None
+    row.pop("completion", None)
+    if completion and not _has_reply(row["messages"]):
+        row["completion"] = _to_reply(reply, completion)
+        notes.append(f"{completion} is read as the reply that is trained")
+    elif isinstance(row["messages"], list):
+        check_reply(row["messages"])
+    return row, notes + find_oddities(row)
+
+
+def read_pair_row(row: dict) -> ReadRow:
+    """A prompt with two replies, each text or the assistant's message.
+
+    Where `chosen` and `rejected` are conversations, or there is no prompt, the prompt is what both
+    begin with.
+    """
+    for name in ("chosen", "rejected"):
+        if name not in row:
+            raise ValueError(f"column '{name}' is missing; {describe_columns(row)}")
+    chosen, rejected = _to_messages(row["chosen"]), _to_messages(row["rejected"])
+    if chosen == rejected:
+        raise ValueError(
+            f"'chosen' and 'rejected' are the same text; remove the row: {abbreviate(chosen)}"
+        )
+    notes = []
+    shared = _shared_prompt(chosen, rejected)
+    if isinstance(chosen, list) and shared or _first_column(row, *CONVERSATIONS) is None:
+        row = {**row, "messages": shared}
+        chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
+        notes.append("what chosen and rejected begin with is read as the prompt")
+    else:
+        row, notes = _read_messages(row)
+    check_messages(row)
+    check_ends_before_reply(row["messages"])
+    row["chosen"] = _to_reply(chosen, "chosen")
+    row["rejected"] = _to_reply(rejected, "rejected")
+    pair_margin(row)  # its check
+    return row, notes + find_oddities(row)
+
+
+def pair_margin(row: dict) -> float:
+    """By how much the chosen reply is better: the number in column `margin`, or 0 without one."""
+    try:
+        return float(row.get("margin") or 0)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"column 'margin': expected a number, got {abbreviate(row['margin'])}"
+        ) from None
+
+
+def _read_messages(row: dict) -> ReadRow:
+    """The row with `messages`, which may be one message, `prompt` or ShareGPT's conversations."""
+    source = _first_column(row, *CONVERSATIONS)
+    if source is None:
+        return dict(row), []
+    value = row[source]
+    messages = _to_messages(value)
+    notes = [] if source == "messages" else [f"{source} is read as messages"]
+    if source == "prompt" and isinstance(value, str):
+        notes.append(NO_TEMPLATE)
+    if source == "messages" and messages != value:
+        notes.append("messages is read as a list of messages with role and content")
+    others = {name: item for name, item in row.items() if name != source}
+    return others | {"messages": messages}, notes
+
+
+def _first_column(row: dict, *names: str) -> str | None:
+    """The first of the columns that the row has, with a value."""
+    return next((name for name in names if row.get(name) is not None), None)
+
+
+def _to_messages(value: Any) -> Any:
+    """A list for one message, and role and content for ShareGPT's from and value."""
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list):
+        return value
+    return [_from_sharegpt(message) for message in value]
+
+
+def _from_sharegpt(message: Any) -> Any:
+    if not isinstance(message, dict) or "role" in message or not {"from", "value"} <= {*message}:
+        return message
+    sender = message["from"]
+    if sender not in SHAREGPT_ROLES:
+        known = ", ".join(SHAREGPT_ROLES)
+        raise ValueError(f"column 'conversations': from={sender!r} is unknown; it may be {known}")
+    return {"role": SHAREGPT_ROLES[sender], "content": message["value"]}
+
+
+def _to_reply(value: Any, column: str) -> str | dict | list[dict]:
+    """A reply: its text, or the message of the assistant if it has more than a text.
+
+    A completion may be several messages.
+    """
+    messages = _to_messages(value)
+    if not isinstance(messages, list):
+        return text_column({column: messages}, column)
+    check_messages({column: messages}, column)
+    if column not in ("chosen", "rejected"):
+        check_reply(messages, column)
+        return messages
+    if len(messages) > 1 or messages[0]["role"] != "assistant":
+        raise ValueError(
+            f"column '{column}': expected one message of the assistant behind the prompt, "
+            f"got {abbreviate(messages)}"
+        )
+    check_reply(messages, column)
+    [message] = messages
+    return message["content"] if message.keys() == {"role", "content"} else message
+
+
+def _has_reply(messages: Messages) -> bool:
+    return isinstance(messages, list) and messages[-1]["role"] == "assistant"
+
+
+def _shared_prompt(chosen: Any, rejected: Any) -> Any:
+    """What two conversations, or two texts, begin with. A text ends before a space."""
+    if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
+        return []
+    length = 0
+    while length < min(len(chosen), len(rejected)) and chosen[length] == rejected[length]:
+        length += 1
+    if isinstance(chosen, str) and chosen[length - 1 : length] == " ":
+        length -= 1
+    return chosen[:length]

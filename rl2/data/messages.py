@@ -1,0 +1,117 @@
+"""Checks of messages: what is refused with the reason, and what only looks odd.
+
+A message is {"role": ..., "content": ...}. Its content is text or a list of parts, and may be
+missing beside `tool_calls`.
+"""
+
+from typing import Any
+
+Messages = str | list[dict[str, Any]]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Names that mean one of these. A template that writes any role would pass them to the model.
+MISTAKEN_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+MAX_SHOWN_CHARACTERS = 100  # of a wrong value, in a message
+UNDERSTOOD = "rl2 reads messages, prompt and conversations; data.columns.NAME=messages renames one"
+
+
+def check_messages(row: dict, column: str = "messages") -> None:
+    """ValueError unless the column is text or a list of messages, and not empty."""
+    if row.get(column) is None and column not in row:
+        raise ValueError(f"column '{column}' is missing; {describe_columns(row)}")
+    messages = row[column]
+    if not isinstance(messages, str | list) or not messages:
+        raise ValueError(
+            f"column '{column}': expected text or a list of messages, not empty, "
+            f"got {abbreviate(messages)}"
+        )
+    if isinstance(messages, list):
+        for message in messages:
+            _check_message(message, column)
+
+
+def check_ends_before_reply(messages: Messages) -> None:
+    """ValueError if the last message is the assistant's: then there is no reply left to give."""
+    if isinstance(messages, list) and messages[-1]["role"] == "assistant":
+        raise ValueError(
+            "column 'messages': expected a prompt, but the last message is the assistant's; remove "
+            "it, or keep it in another column such as answer"
+        )
+
+
+def check_reply(messages: list[dict], column: str = "messages") -> None:
+    """ValueError unless a message of the assistant says something."""
+    replies = [message for message in messages if message["role"] == "assistant"]
+    if not replies:
+        raise ValueError(
+            f"column '{column}': no message of the assistant to train on; add one, or remove the "
+            "row"
+        )
+    if not any(_says_something(message) for message in replies):
+        raise ValueError(f"column '{column}': every reply of the assistant is empty")
+
+
+def text_column(row: dict, column: str) -> str:
+    """The text in a column. ValueError if it is missing, empty or no text."""
+    if column not in row:
+        raise ValueError(f"column '{column}' is missing; {describe_columns(row)}")
+    text = row[column]
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"column '{column}': expected text, not empty, got {abbreviate(text)}")
+    return text
+
+
+def find_oddities(row: dict) -> list[str]:
+    """Warnings of what is allowed but seldom meant."""
+    warnings = []
+    messages = row["messages"]
+    roles = [message["role"] for message in messages] if isinstance(messages, list) else []
+    for role in sorted({*roles} - {*ROLES}):
+        warnings.append(f"warning: the role {role!r} is unusual: see that the chat template has it")
+    if roles and not {*roles} - {"system", "developer"}:
+        warnings.append("warning: the conversation has no message of the user")
+    for column in MEDIA_COLUMNS:
+        if row.get(column):
+            warnings.append(f"warning: column {column!r} is not shown to the model: it reads text")
+    return warnings
+
+
+def describe_columns(row: dict) -> str:
+    """What the row has and what rl2 reads, for a row that lacks a column."""
+    return f"the row has {', '.join(row) or 'no column'}; {UNDERSTOOD}"
+
+
+def abbreviate(value: Any) -> str:
+    """A value as a message shows it."""
+    text = repr(value)
+    if len(text) <= MAX_SHOWN_CHARACTERS:
+        return text
+    return text[:MAX_SHOWN_CHARACTERS] + "..."
+
+
+def _check_message(message: Any, column: str) -> None:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(
+            f"column '{column}': expected {{'role': ..., 'content': ...}}, "
+            f"got {abbreviate(message)}"
+        )
+    role = message["role"]
+    if role in MISTAKEN_ROLES:
+        raise ValueError(f"column '{column}': the role {role!r} is called {MISTAKEN_ROLES[role]!r}")
+    content = message.get("content")
+    if not isinstance(content, str | list) and not message.get("tool_calls"):
+        raise ValueError(
+            f"column '{column}': expected content that is text or a list, got {abbreviate(message)}"
+        )
+    for part in content if isinstance(content, list) else []:
+        if isinstance(part, dict) and part.get("type", "text") != "text":
+            raise ValueError(
+                f"column '{column}': content of type {part['type']!r} is not supported, only text"
+            )
+
+
+def _says_something(message: dict) -> bool:
+    content = message.get("content")
+    has_text = bool(content.strip()) if isinstance(content, str) else bool(content)
+    return has_text or bool(message.get("tool_calls"))
