@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from common import make_critic, make_model, run, torchrun
+from common import WINDOWED, make_critic, make_model, run, torchrun
 from engine_contract import play
 from parity import (
     ADAPTED,
@@ -98,9 +98,13 @@ def reference(name, critic, initial_adapters=None):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen3", False)])
-def test_every_layout_equals_one_padded_process(tmp_path, world, family, tied):
-    name = make_model(tmp_path / "model", family, tied)
+@pytest.mark.parametrize(
+    ("family", "tied", "overrides"),
+    [("llama", True, {}), ("qwen3", False, WINDOWED["qwen2"])],
+    ids=["llama", "qwen3 with a full and a sliding layer"],
+)
+def test_every_layout_equals_one_padded_process(tmp_path, world, family, tied, overrides):
+    name = make_model(tmp_path / "model", family, tied, **overrides)
     make_critic(name)
     torchrun(world, "tests/parity.py", name, tmp_path / "out")
     results = torch.load(tmp_path / "out")

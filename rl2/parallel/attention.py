@@ -9,7 +9,7 @@ arXiv:2310.01889).
 Shapes: L packed tokens, H query heads, G key heads (H a multiple of G), D head size, S documents.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import pairwise
 from types import ModuleType
@@ -44,6 +44,7 @@ class Block:
     causal: bool  # a document's query i sees its keys 0 to i, and there are equally many of both
     queries: Tensor | None = None  # [cu_q[-1]], which packed tokens; None = all
     keys: Tensor | None = None  # [cu_k[-1]], which packed tokens; None = all
+    _varlen: tuple[Tensor, Tensor, int, int] | None = field(default=None, init=False)
 
     @cached_property
     def calls(self) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -79,10 +80,15 @@ class Block:
         return q_rows, k_rows, rows <= last
 
     def varlen(self, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-        """The arguments of CUDA kernels: cu_q, cu_k, the longest queries and the longest keys."""
-        cu_q = torch.tensor(self.cu_q, dtype=torch.int32, device=device)
-        cu_k = torch.tensor(self.cu_k, dtype=torch.int32, device=device)
-        return cu_q, cu_k, _longest(self.cu_q), _longest(self.cu_k)
+        """The arguments of CUDA kernels: cu_q, cu_k, the longest queries and the longest keys.
+
+        They are made once: each of the two tensors makes the host wait for the device.
+        """
+        if self._varlen is None:
+            cu_q = torch.tensor(self.cu_q, dtype=torch.int32, device=device)
+            cu_k = torch.tensor(self.cu_k, dtype=torch.int32, device=device)
+            self._varlen = cu_q, cu_k, _longest(self.cu_q), _longest(self.cu_k)
+        return self._varlen
 
 
 def _longest(boundaries: list[int]) -> int:

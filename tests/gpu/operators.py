@@ -1,11 +1,12 @@
 """Measures the device. Compares attention and the head with fp32 references."""
 
 import random
+from itertools import product
 
 import torch
 import torch.nn.functional as F
 from figures import record
-from test_attention import as_pack, layout, reference
+from test_attention import as_pack, layout, reference, restrict
 from tools import DEVICE, DRY, copy_bandwidth, error, matrix_peak, seconds
 
 from rl2.model.head import head_scores
@@ -31,15 +32,18 @@ def device():
 def attention():
     """Compares packed attention with shared prompts with an fp32 reference.
 
-    The forward merges two blocks over different keys. The backward takes the merged log-sum-exp.
-    The shapes include grouped heads and sizes that are not powers of two. Then this part checks
+    The forward merges blocks over different keys. The backward takes the merged log-sum-exp. The
+    shapes include grouped heads and sizes that are not powers of two. Each pack is computed without
+    a window and with one that most documents exceed. Then this part checks
     that no NaN leaks between documents, and compares long rows with torch's attention.
     """
     worst = {"out": 0.0, "dq": 0.0, "dk": 0.0, "dv": 0.0}
     shapes = [(4, 4, 64), (6, 2, 80), (9, 3, 64), (16, 2, 128), (2, 1, 256), (12, 2, 96)]
     for seed, shape in enumerate(shapes[:3] if DRY else shapes):
-        for longest in (1, 9, 70) if DRY else (1, 9, 70, 300):
-            for name, value in packed_errors(seed, *shape, longest).items():
+        lengths = (1, 9, 70) if DRY else (1, 9, 70, 300)
+        for longest, windowed in product(lengths, (False, True)):
+            window = longest // 3 + 1 if windowed else None
+            for name, value in packed_errors(seed, *shape, longest, window).items():
                 worst[name] = max(worst[name], value)
     record(**{f"worst_{name}": value for name, value in worst.items()})
     assert max(worst.values()) < 0.02, worst
@@ -47,7 +51,7 @@ def attention():
     check_long_document()
 
 
-def packed_errors(seed, heads, groups, size, longest) -> dict[str, float]:
+def packed_errors(seed, heads, groups, size, longest, window) -> dict[str, float]:
     """Relative errors of the output and the gradients on one random pack."""
     cu, prefixes, sees = layout(random.Random(seed + longest), 4, longest)
     scale = size**-0.5
@@ -58,10 +62,11 @@ def packed_errors(seed, heads, groups, size, longest) -> dict[str, float]:
     ]
     d_out = torch.randn(1, cu[-1], heads, size, device=DEVICE).bfloat16()
     inputs = [x.clone().requires_grad_() for x in full]
-    out = attend(None, *inputs, scale)
+    out = attend(None, *inputs, scale, window)
     gradients = torch.autograd.grad(out, inputs, d_out)
     floats = [x.float().requires_grad_() for x in full]
-    expected_out = reference(*floats, sees.to(DEVICE), scale)
+    visible = restrict(sees, cu, prefixes, window)
+    expected_out = reference(*floats, visible.to(DEVICE), scale)
     expected = torch.autograd.grad(expected_out, floats, d_out.float())
     errors = {"out": error(out, expected_out)}
     for name, gradient, exact in zip(("dq", "dk", "dv"), gradients, expected, strict=True):
@@ -76,15 +81,17 @@ def packed_errors(seed, heads, groups, size, longest) -> dict[str, float]:
 
 
 def check_isolation():
-    """NaN in another document changes no bit of ours."""
+    """NaN in another document changes no bit of ours, with a window and without one."""
     cu, prefixes, _ = layout(random.Random(5), 3, 40)
     end = cu[prefixes[0][1]]
     attend = PackedAttention(zigzag(as_pack(cu, prefixes), 1, 0).chunks, prefixes, DEVICE)
     q, k, v = (torch.randn(1, n, cu[-1], 64, device=DEVICE).bfloat16() for n in (4, 2, 2))
-    clean = attend(None, q, k, v, 0.125)[:, :end].clone()
+    clean = [attend(None, q, k, v, 0.125, window)[:, :end].clone() for window in (None, 13)]
     for x in (q, k, v):
         x[:, :, end:] = float("nan")
-    assert torch.equal(attend(None, q, k, v, 0.125)[:, :end], clean), "another document leaked in"
+    for window, expected in zip((None, 13), clean, strict=True):
+        out = attend(None, q, k, v, 0.125, window)[:, :end]
+        assert torch.equal(out, expected), f"another document leaked in, window {window}"
 
 
 def check_long_document():
@@ -117,6 +124,14 @@ def check_long_document():
         attention_tflops=flops / forward / 1e12,
         attention_backward_tflops=2.5 * flops / backward / 1e12,
     )
+    window = 64 if DRY else 1024
+    attend = PackedAttention([[(length, 0)]], [], DEVICE)
+
+    def both_passes(layer_window):
+        attend(None, *inputs, scale, layer_window).backward(d_out[None])
+
+    full_seconds = seconds(lambda: both_passes(None))
+    record(window_speed_up=full_seconds / seconds(lambda: both_passes(window)))
 
 
 def head():
