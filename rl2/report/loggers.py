@@ -25,6 +25,8 @@ from rl2 import progress
 from rl2.report.console import Console, describe_step
 from rl2.report.health import Health
 
+WANDB_SECONDS = 150.0  # it gives up by itself: after 107 s where there was no network
+
 
 class Logger(Protocol):
     """What every logger does. Only the first process has loggers."""
@@ -94,6 +96,7 @@ def start_wandb(run: RunInfo) -> Logger | None:
     if not id_file.exists():
         id_file.write_text(secrets.token_hex(8))
     trainer = run.config["trainer"]
+    progress.expect(WANDB_SECONDS)
     try:
         started = wandb.init(
             dir=str(run.folder),
@@ -130,7 +133,6 @@ class MetricsLog:
 
     def __init__(self, run: RunInfo, start_step: int, num_steps: int):
         self.phase_seconds: dict[str, float] = {}
-        self.last_write = time.perf_counter()
         self.loggers: list[Logger] = []
         self.health = Health(run.folder, run.config, start_step)
         self.console: Console | None = None
@@ -142,6 +144,7 @@ class MetricsLog:
             self.console = Console(start_step, num_steps, trainer["test_freq"])
             self.loggers = [JsonLines(run.folder), *services, self.console]
         self._print(describe_step(run.config))
+        self.last_write = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
