@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # One request may arrive twice: `timeout` signals its child and then the child's group, and a
 # terminal and torchrun both forward Ctrl-C.
 SECONDS_OF_ONE_REQUEST = 1.0
+_is_ending = threading.RLock()
 
 
 class StopSignal:
@@ -32,6 +34,7 @@ class StopSignal:
         self.device = device
         self.requested_at: float | None = None  # by the monotonic clock; None: not on this process
         self.process_id = os.getpid()
+        signal.set_wakeup_fd(-1)  # which `end_on_signals` has set
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
 
@@ -55,12 +58,29 @@ class StopSignal:
 
 
 def end_on_signals() -> None:
-    """Before the loop Ctrl-C and SIGTERM end the process at once: there is nothing to save."""
+    """Before the loop Ctrl-C and SIGTERM end the process at once: there is nothing to save.
+
+    Python runs a handler only between two of its own instructions, and a rank may wait for another
+    one in a C function. So a thread reads which signals have come.
+    """
+    reading_end, writing_end = os.pipe()
+    os.set_blocking(writing_end, False)
+    signal.set_wakeup_fd(writing_end)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # the child's own signals
     for number in STOP_SIGNALS:
         signal.signal(number, _end)
+    threading.Thread(target=_read_signals, args=(reading_end,), daemon=True).start()
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _read_signals(reading_end: int) -> None:
+    while True:
+        number = os.read(reading_end, 1)[0]
+        if number in STOP_SIGNALS:
+            _end(number)
+
+
+def _end(number: int, frame: FrameType | None = None) -> None:
+    _is_ending.acquire()  # and never released: the handler and the thread both come here
     name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
     _print_once_a_node(f"ended by {name} before the first step of this launch; nothing to save.")
     os._exit(128 + number)

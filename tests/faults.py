@@ -60,16 +60,27 @@ def check_signals_while_loading(runs: ForkedRuns, folder: Path) -> None:
         (2, signal.SIGTERM, "SIGTERM", hang_at(build, "Worker")),
     ]
     started = []
+
+    def come_late(rank: int) -> None:
+        def wait() -> None:
+            print("reached", flush=True)
+            time.sleep(60 * rank)
+
+        before(build, "init_distributed", wait)
+
+    # Rank 0 waits for rank 1 in a C function, in which no handler of Python runs.
+    cases.append((2, signal.SIGINT, "Ctrl-C", come_late))
     for world, number, name, prepare in cases:
-        run = runs.start(world, "sft", arguments(folder, f"loading_{world}"), prepare)
+        run = runs.start(world, "sft", arguments(folder, f"loading_{len(started)}"), prepare)
         started.append((run, world, number, name))
-    for run, world, number, name in started:
+    for i, (run, world, number, name) in enumerate(started):
         run.wait_for(lambda run=run, world=world: run.output.count("reached") == world)
+        time.sleep(0.5)
         run.send(number)
         assert run.wait(5) == [128 + number] * world, run.output
         assert run.output.count(f"ended by {name}") == 1, run.output
         assert "Traceback" not in run.output, run.output
-        assert not (folder / f"loading_{world}" / "model").exists()
+        assert not (folder / f"loading_{i}" / "model").exists()
 
 
 def start_slow_run(runs: ForkedRuns, folder: Path, name: str, *more: str) -> ForkedRun:

@@ -22,3 +22,10 @@ def test_signals(folder):
 
 def test_the_watchdog_and_a_lost_rank(folder):
     run("tests/faults.py", "watchdog", folder, timeout=100)
+
+
+def test_killed_runs_resume_to_equal_bits(tmp_path):
+    """A slice of the hundred kills: of a run with a critic on two ranks, and of a reward model."""
+    arguments = ["--kills", "4", "--seed", "3", "--case", "ppo_critic", "rm"]
+    done = run("tests/kills.py", tmp_path, *arguments, timeout=200)
+    assert "4 kills" in done.stdout and "; 0 runs failed" in done.stdout, done.stdout
