@@ -112,22 +112,44 @@ def check_values_and_gradients(cu, prefixes, sees, shape, window=None):
         assert (gradient.double() - exact).abs().max() <= 1e-5 * max(1, exact.abs().max()), name
 
 
-def test_a_window_costs_what_is_visible():
-    """The kernels get the visible pairs of one long document, and its diagonal pieces whole."""
-    length, window = 5000, 100
-    layout = Layout([[(length, 0)]], [], torch.device("cpu"), 0)
-    blocks = layout.window_blocks([0], window)
-    num_pairs = 0
-    for block in [blocks.causal, *blocks.cross[0]]:
-        for (q_start, q_end), (k_start, k_end) in zip(
-            pairwise(block.cu_q), pairwise(block.cu_k), strict=True
-        ):
-            num_queries = q_end - q_start
-            num_keys = k_end - k_start
-            num_pairs += (
-                num_queries * (num_queries + 1) // 2 if block.causal else num_queries * num_keys
-            )
-    assert num_pairs == window * (window + 1) // 2 + (length - window) * window
+def block_pairs(block):
+    """Yields each query and key of a block that meet, as rows of the two ranks."""
+    queries = list(range(block.cu_q[-1])) if block.queries is None else block.queries.tolist()
+    keys = list(range(block.cu_k[-1])) if block.keys is None else block.keys.tolist()
+    for (q_start, q_end), (k_start, k_end) in zip(
+        pairwise(block.cu_q), pairwise(block.cu_k), strict=True
+    ):
+        for i in range(q_end - q_start):
+            for key in keys[k_start : k_start + i + 1 if block.causal else k_end]:
+                yield queries[q_start + i], key
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 11, 30])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_every_visible_pair_is_in_one_block(size, window):
+    """Tries random packs for a ring of `size` processes, without running attention."""
+    for seed in range(6):
+        cu, prefixes, sees = layout(random.Random(seed), 3, 4 ** (seed % 3 + 1))
+        parts = [zigzag(as_pack(cu, prefixes), size, rank) for rank in range(size)]
+        counts = torch.zeros_like(sees, dtype=torch.int64)
+        for rank, part in enumerate(parts):
+            layout_of_rank = Layout(part.chunks, prefixes, torch.device("cpu"), rank)
+            sources = [(rank - step) % size for step in range(size)]
+            if window is None:
+                blocks = layout_of_rank.full_blocks(sources)
+            else:
+                blocks = layout_of_rank.window_blocks(sources, window)
+            blocks_of_steps = [list(cross) for cross in blocks.cross]
+            blocks_of_steps[0].append(blocks.causal)
+            for source, step_blocks in zip(sources, blocks_of_steps, strict=True):
+                for block in step_blocks:
+                    if block.queries is not None:
+                        assert len(block.queries.unique()) == len(block.queries)
+                    if len(part.hidden_index):  # else it runs a token that nobody sees
+                        for query, key in block_pairs(block):
+                            query_token = part.tokens[0, query]
+                            counts[query_token, parts[source].tokens[0, key]] += 1
+        assert torch.equal(counts, restrict(sees, cu, prefixes, window).long()), (seed, cu)
 
 
 def test_documents_within_the_window_are_computed_as_without_it():
@@ -175,7 +197,7 @@ class FlashAttn:
         window_size_left=-1,
         window_size_right=-1,
     ):
-        assert (max_seqlen_q, max_seqlen_k, dropout_p) == (5, 7, 0.0)
+        assert (max_seqlen_q, max_seqlen_k, dropout_p) == (5, 5 if causal else 7, 0.0)
         block = Block(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), causal)
         out, lse = forward_block(q, k, v, block, softmax_scale)
         return out, lse.T.contiguous(), None, None
@@ -216,11 +238,15 @@ class FlashAttn:
             target.copy_(gradient)
 
 
-def test_the_flash_attn_package_gets_its_arguments_in_order(monkeypatch):
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_flash_attn_package_gets_its_arguments_in_order(monkeypatch, causal):
     monkeypatch.setattr(attention, "_flash_attn", lambda: FlashAttn)
     torch.manual_seed(0)
-    block = Block([0, 5, 8], [0, 4, 11], causal=False)
-    q, k, v = (torch.randn(heads, n, 16).transpose(0, 1) for heads, n in ((4, 8), (2, 11), (2, 11)))
+    block = Block([0, 5, 8], [0, 5, 8] if causal else [0, 4, 11], causal)
+    q, k, v = (
+        torch.randn(heads, n, 16).transpose(0, 1)
+        for heads, n in ((4, 8), (2, block.cu_k[-1]), (2, block.cu_k[-1]))
+    )
     out, lse = forward_block(q, k, v, block, 0.3)
     cuda_out, cuda_lse = attention._forward_cuda(q, k, v, block, 0.3)
     assert torch.equal(cuda_out, out) and torch.equal(cuda_lse, lse)
