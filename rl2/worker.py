@@ -17,8 +17,9 @@ from torch import Tensor
 
 from rl2.batch import Batch
 from rl2.model import lora
+from rl2.model.load import load_model
 from rl2.model.lora import LoraSettings
-from rl2.model.token_model import TokenScores, load_model
+from rl2.model.token_model import TokenScores
 from rl2.optimizer import (
     ShardedParameter,
     clip_gradient_,
@@ -32,7 +33,7 @@ from rl2.optimizer import (
     step_from_host_memory,
 )
 from rl2.packing import pack, plan_micro_batches, unpack, zigzag
-from rl2.parallel.fsdp import reshard
+from rl2.parallel.fsdp import persistent_buffers, reshard
 from rl2.parallel.mesh import all_reduce_sum_, differentiable_all_reduce, make_mesh
 from rl2.parallel.tensor import all_reduce_partial_gradients
 
@@ -214,12 +215,14 @@ class Worker:
     def iter_full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by its Hugging Face name, whole and in `dtype`, one at a time.
 
-        Adapters are merged in. All processes must iterate to the end.
+        Adapters are merged in. The buffers that belong to the weights follow, in their own dtype.
+        All processes must iterate to the end.
         """
         self.onload()
         for name, weight in lora.merged(self.model.hf):
             whole: Any = weight.to(dtype)
             yield name, whole.full_tensor()
+        yield from persistent_buffers(self.model.hf)
         self.offload()
 
     def export(self, folder: str, tokenizer: Any, with_optimizer: bool = False) -> None:

@@ -159,6 +159,7 @@ ALLOWED = {
     "parallel.blocks": {"parallel.attention"},
     "parallel.ring": {"parallel.mesh", "parallel.attention", "parallel.blocks"},
     "model": {"batch", "model", "parallel"},
+    "model.admission": {"batch", "packing", "model", "parallel"},
     "optimizer": {"parallel"},
     "worker": {"batch", "packing", "model", "optimizer", "parallel", "config.schema"},
     "engine.base": set(),

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -54,8 +55,14 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def persistent_buffers(hf: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers that belong to the weights, by name: they are in the files of a model."""
+    names = hf.state_dict().keys()
+    return [(name, buffer) for name, buffer in hf.named_buffers() if name in names]
+
+
 def scatter(model: Any, full: dict[str, Tensor] | None, mesh: Mesh) -> None:
-    """Gives every parameter of `model`, which is on the meta device, its memory and its values.
+    """Gives `model`, whose parameters are on the meta device, its memory and its values.
 
     `full` holds the whole weights by name on rank 0 and is None elsewhere. It is emptied on the
     way, so that no weight is there twice for longer than needed. All processes must call.
@@ -65,6 +72,10 @@ def scatter(model: Any, full: dict[str, Tensor] | None, mesh: Mesh) -> None:
     model.hf.tie_weights()
     for name, buffer in buffers.items():
         model.get_buffer(name).copy_(buffer)
+    for name, buffer in persistent_buffers(model.hf):
+        if full is not None:
+            buffer.copy_(full.pop(name))
+        dist.broadcast(buffer, src=0)
     fsdp_placements = [*[Replicate()] * (mesh.fsdp.ndim - 1), Shard(0)]
     for name, parameter in model.hf.named_parameters():
         mark()
@@ -72,7 +83,7 @@ def scatter(model: Any, full: dict[str, Tensor] | None, mesh: Mesh) -> None:
             value = torch.empty(parameter.shape, dtype=parameter.dtype)  # rank 0 sends its values
         else:
             value = full.pop(name)
-        value = value.to(mesh.device)
+        value = value.to(mesh.device, parameter.dtype)
         if mesh.tp is not None:
             tp_placements = parameter.placements[mesh.fsdp.ndim :] or [Replicate()]
             value = distribute_tensor(value, mesh.tp, tp_placements).to_local()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from rl2.batch import Batch, scored_spans
@@ -18,6 +18,7 @@ from rl2.engine.select import make_engine
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
 from rl2.inputs import read_ppo_inputs
+from rl2.model.folder import check_length, check_model, load_eos_token_ids, load_tokenizer
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
 from rl2.rollout.stats import summarise, to_records
@@ -39,7 +40,9 @@ class PPORun:
         self.config = config
         rows, test_rows, env = read_ppo_inputs(config)
         device = init_distributed()
-        tokenizer = AutoTokenizer.from_pretrained(config.actor.model_name)
+        tokenizer = load_tokenizer("actor.model_name", config.actor.model_name)
+        if needs_critic(config.adv.estimator) and config.critic.model_name:
+            check_model("critic.model_name", config.critic.model_name, critic=True)
         prompts = Prompts(
             rows,
             tokenizer,
@@ -99,7 +102,7 @@ class PPORun:
             deterministic = device.type == "cpu" and not config.rollout.partial
         self.engine_dtype = compute_dtype(config.actor.dtype, device)
         self.engine = _make_engine(config, device, self.engine_dtype, deterministic)
-        eos = GenerationConfig.from_pretrained(config.actor.model_name).eos_token_id
+        eos = load_eos_token_ids(config.actor.model_name)
         stop_ids = chat.stop_token_ids(tokenizer, eos)
         self.test_params = _sampling_params(config.rollout.test_sampling_params, stop_ids)
         player = Player(
@@ -161,20 +164,14 @@ def _check_trajectory_length(config: PPOConfig, split: str, prompts: Prompts) ->
     """ValueError if the longest trajectory of the split has more positions than the model."""
     max_turns = config.rollout.max_turns
     answer = getattr(config.rollout, f"{split}_sampling_params").max_new_tokens
-    _check_positions(
+    check_length(
+        "actor.model_name",
         config.actor.model_name,
         prompts.longest + max_turns * answer,
         f"a trajectory may get {prompts.longest} (the longest {split} prompt) + {max_turns} x "
         f"{answer} tokens: lower rollout.{split}_sampling_params.max_new_tokens, "
         "data.max_length or rollout.max_turns",
     )
-
-
-def _check_positions(model_name: str, num_tokens: int, problem: str) -> None:
-    """ValueError with the problem if the model has fewer positions than `num_tokens`."""
-    positions = getattr(AutoConfig.from_pretrained(model_name), "max_position_embeddings", None)
-    if positions and num_tokens > positions:
-        raise ValueError(f"{model_name} has {positions} positions, but {problem}")
 
 
 def _make_engine(
@@ -245,7 +242,9 @@ class OfflineRun:
         self.make_batch = make_batch
         worker_config = getattr(config, worker_name)
         device = init_distributed()
-        self.tokenizer = AutoTokenizer.from_pretrained(worker_config.model_name)
+        is_critic = worker_name == "critic"
+        key = f"{worker_name}.model_name"
+        self.tokenizer = load_tokenizer(key, worker_config.model_name, is_critic)
         data = config.data
         self.examples = Examples(
             data.path,
@@ -275,9 +274,8 @@ class OfflineRun:
             self.test_batch = make_batch(self, list(test_examples))
             longest = max(longest, test_examples.longest)
         problem = f"a row has {longest} tokens: lower data.max_length"
-        _check_positions(worker_config.model_name, longest, problem)
+        check_length(key, worker_config.model_name, longest, problem)
         _start_loading(worker_config.model_name, config.trainer.seed)
-        is_critic = worker_name == "critic"
         self.worker = Worker(worker_config, device, is_critic, num_updates=num_steps)
         workers = {worker_name: self.worker}
         self.recorder = Recorder(config, self.tokenizer, workers, dict(workers), num_steps, device)

@@ -1,0 +1,229 @@
+"""Admission: a model is refused at start unless rl2 computes what transformers computes.
+
+A small copy of its architecture with random weights runs as rl2 runs it (several sequences in one
+pack, some with a shared prompt) and as transformers does (each sequence alone, with the model's own
+attention and head). Scores and gradients must agree. A list of what is not supported would miss the
+next architecture; this needs none.
+
+Shapes: B sequences, T columns, see `batch.Batch`.
+"""
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from rl2.batch import Batch, Sample, collate, scored_spans
+from rl2.model.shrink import FIRST_PLAIN_TOKEN, VOCABULARY, WINDOW_TOKENS, shrink
+from rl2.model.token_model import TokenModel
+from rl2.packing import pack, unpack, zigzag
+from rl2.parallel.fsdp import persistent_buffers
+from rl2.parallel.mesh import all_gather_objects
+from rl2.parallel.ring import Ring
+
+# Rounding in fp32 makes differences of about 1e-5; all that were seen of wrong models are above
+# 1e-2.
+SCORE_TOLERANCE = 1e-3
+GRADIENT_TOLERANCE = 1e-2  # relative, of the gradient of each weight
+# Large weights, so that a cap on the logits changes them visibly.
+WEIGHT_GAIN = 2.0
+# Prompt and answer tokens of the sequences; the first two have the same prompt. Some are shorter
+# and some are longer than a window, which a copy that is not shrunk by it must not see.
+LENGTHS = ((11, 5), (11, 21), (3, 4), (20, 30), (2, 3))
+
+
+@dataclass
+class Scores:
+    """What one run of a model gives."""
+
+    columns: Tensor  # [B, T] log-probabilities, or a critic's values
+    gradients: dict[str, Tensor | None]  # of a weighted sum of the columns, by name of the weight
+
+
+_verdicts: dict[
+    tuple[str, bool], str | None
+] = {}  # by the config's text and whether it is a critic
+
+
+def admit(name: str, config: PreTrainedConfig, critic: bool = False) -> None:
+    """ValueError if rl2 computes another function than transformers for the model `name`.
+
+    Rank 0 tries it, in a second or two; all processes must call. The random state is unchanged.
+    """
+    verdict = None
+    if dist.get_rank() == 0:
+        key = (config.to_json_string(), critic)
+        if key not in _verdicts:
+            _verdicts[key] = find_problem(config, critic)
+        verdict = _verdicts[key]
+    verdict = all_gather_objects(verdict)[0]
+    if verdict is not None:
+        section = "critic" if critic else "actor"
+        raise ValueError(
+            f"{section}.model_name={name} ({config.model_type}): {verdict}. Choose another model; "
+            "docs/families.md lists the families that work"
+        )
+
+
+def find_problem(config: PreTrainedConfig, critic: bool = False) -> str | None:
+    """Why rl2 cannot train this architecture, in words; None if it can."""
+    model_class = AutoModelForSequenceClassification if critic else AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed, which also seeds the GPUs.
+        torch.default_generator.manual_seed(0)
+        try:
+            small = shrink(model_class, config)
+            plain = _make_plain(model_class, small)
+            batch = _make_batch()
+            expected = _run_plain(plain, batch)
+        except Exception as error:  # whatever a strange architecture does
+            return f"a small copy of it, which rl2 tries at start, does not run ({_text(error)})"
+        try:
+            hf = model_class.from_config(small, attn_implementation="rl2", dtype=torch.float32)
+            hf.load_state_dict(plain.state_dict())
+            model = TokenModel(hf, Ring())
+            actual = _run_packed(model, batch)
+            return _compare(model, batch, actual, expected)
+        except Exception as error:
+            return f"it does not run as rl2 runs models ({_text(error)})"
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, KeyError) and error.args == ("rl2",):
+        return "its attention does not go through transformers' attention interface"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _make_plain(model_class: Any, config: PreTrainedConfig) -> Any:
+    """The model with the attention of transformers and random weights, in fp32."""
+    try:
+        plain = model_class.from_config(
+            deepcopy(config), attn_implementation="eager", dtype=torch.float32
+        )
+    except ValueError:
+        plain = model_class.from_config(deepcopy(config), dtype=torch.float32)
+    _randomise(plain)
+    return plain.eval()
+
+
+def _randomise(hf: PreTrainedModel) -> None:
+    """Random values for weights and buffers, also for those that begin as 0 or 1."""
+    buffers = [buffer for _, buffer in persistent_buffers(hf)]
+    for tensor in [*hf.parameters(), *buffers]:
+        if not tensor.is_floating_point():
+            continue
+        noise = torch.randn(tensor.shape)
+        if tensor.dim() >= 2:
+            tensor.data.copy_(noise * (WEIGHT_GAIN / tensor.shape[-1] ** 0.5))
+        else:
+            tensor.data.add_(0.3 * noise)
+
+
+def _make_batch() -> Batch:
+    """Sequences of the LENGTHS above."""
+    samples: list[Sample] = []
+    for row, (prompt, answer) in enumerate(LENGTHS):
+        tokens = torch.randint(FIRST_PLAIN_TOKEN, VOCABULARY, (prompt + answer,)).tolist()
+        if row == 1:
+            tokens[:prompt] = samples[0].tokens[:prompt]
+        zeros = [0.0] * len(tokens)
+        mask = [0] * prompt + [1] * answer
+        samples.append(Sample(tokens, mask, zeros, zeros, group=max(row, 1), trajectory=row))
+    return collate(samples)
+
+
+def _run_packed(model: TokenModel, batch: Batch) -> Scores:
+    """The model as rl2 runs it, all rows in one pack."""
+    columns = _packed_columns(model, batch)
+    return Scores(columns.detach(), _gradients(model.hf, columns, batch))
+
+
+def _packed_columns(model: TokenModel, batch: Batch) -> Tensor:
+    packed = zigzag(pack(batch), size=1, rank=0)
+    scores = model(packed)
+    pairs = scores.values if model.is_critic else scores.logps
+    assert pairs is not None
+    return unpack(packed, pairs, batch.mask.shape)
+
+
+def _run_plain(hf: Any, batch: Batch) -> Scores:
+    """The model as transformers runs it, each row alone."""
+    columns = torch.zeros_like(batch.mask)
+    critic_values: list[Tensor] = []
+    if hf.get_output_embeddings() is None:
+        # The model returns the value of the last token only.
+        hf.score.register_forward_hook(lambda _, inputs, values: critic_values.append(values))
+    for row, (_, end) in enumerate(scored_spans(batch)):
+        logits = hf(batch.inputs[row : row + 1, :end], use_cache=False).logits
+        if critic_values:
+            scores = critic_values.pop()[0, :, 0]
+        else:
+            log_p = logits[0].float().log_softmax(-1)
+            scores = log_p.gather(1, batch.targets[row, :end, None])[:, 0]
+        columns[row, :end] = scores
+    columns = columns * batch.mask
+    return Scores(columns.detach(), _gradients(hf, columns, batch))
+
+
+def _gradients(hf: nn.Module, columns: Tensor, batch: Batch) -> dict[str, Tensor | None]:
+    weights = torch.linspace(-1.0, 2.0, batch.mask.numel()).view_as(columns)
+    (columns * weights).sum().backward()
+    return {name: parameter.grad for name, parameter in hf.named_parameters()}
+
+
+def _compare(model: TokenModel, batch: Batch, actual: Scores, expected: Scores) -> str | None:
+    """What differs, in words; None if nothing does."""
+    kind = "values" if model.is_critic else "log-probabilities"
+    differences = (actual.columns - expected.columns).abs()
+    if not differences.max() <= SCORE_TOLERANCE:  # also if it is NaN
+        cause = _find_cause(model, batch, expected)
+        return (
+            f"its {kind} are not those of transformers, by up to {differences.max():.2g}: {cause}"
+        )
+    with torch.no_grad():  # as `Worker.infer` runs it
+        inferred = _packed_columns(model, batch)
+    if not (inferred - actual.columns).abs().max() <= SCORE_TOLERANCE:
+        return f"its {kind} without a gradient are not those with one"
+    return _compare_gradients(model.hf, actual.gradients, expected.gradients)
+
+
+def _compare_gradients(
+    hf: nn.Module, actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]
+) -> str | None:
+    norms = [gradient.norm() for gradient in expected.values() if gradient is not None]
+    total = torch.stack(norms).norm()
+    for name, parameter in hf.named_parameters():
+        ours = actual[name]
+        theirs = expected[name]
+        if ours is None and theirs is None:
+            if parameter.requires_grad:
+                return f"its weight {name} takes no part in the scores of a text"
+        elif ours is None or theirs is None:
+            return f"rl2 does not use its weight {name} as transformers does"
+        elif not (ours - theirs).norm() <= GRADIENT_TOLERANCE * (theirs.norm() + 1e-3 * total):
+            return f"the gradient of its weight {name} is not that of transformers"
+    return None
+
+
+def _find_cause(model: TokenModel, batch: Batch, expected: Scores) -> str:
+    """Why the scores may differ, from which rows differ when each runs alone."""
+    wrong_rows = []
+    with torch.no_grad():
+        for row in range(len(batch.mask)):
+            alone = _packed_columns(model, batch.select([row]))[0]
+            if not (alone - expected.columns[row]).abs().max() <= SCORE_TOLERANCE:
+                wrong_rows.append(row)
+    if not wrong_rows:
+        return "sequences of one pack see each other"
+    if all(sum(LENGTHS[row]) > WINDOW_TOKENS for row in wrong_rows):
+        return "its layers do not attend to all earlier tokens (windows, chunks)"
+    return "it changes its logits or its attention in a way that rl2 does not compute"

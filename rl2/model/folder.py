@@ -1,0 +1,190 @@
+"""What a model folder or a model of the hub has to hold, checked before anything slow begins.
+
+`key` is the key of the config that names the model: every message begins with it and its value.
+"""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import (
+    constants,
+    get_hf_file_metadata,
+    hf_hub_url,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+
+HUB_TIMEOUT_SECONDS = 10.0
+INDEX = "model.safetensors.index.json"
+# Scalings of rotary positions that depend on the longest sequence of a forward pass.
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def load_tokenizer(key: str, name: str, critic: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model `name`, which is checked first. ValueError in words."""
+    check_model(key, name, critic)
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # transformers raises many types for a missing or a broken file
+        raise ValueError(
+            f"{key}={name}: its tokenizer cannot be read ({_first_line(error)}); copy "
+            "tokenizer.json and tokenizer_config.json from the model that it was made of"
+        ) from error
+
+
+def check_model(key: str, name: str, critic: bool = False) -> None:
+    """ValueError if there is no such model, if it is of another kind, or if files are not whole."""
+    label = f"{key}={name}"
+    folder = Path(name)
+    if folder.exists():
+        _check_files(label, folder)
+    else:
+        _check_hub(label, name)
+    _check_kind(label, _read_config(label, name), critic)
+
+
+def load_eos_token_ids(name: str) -> int | list[int] | None:
+    """The end-of-sequence tokens of the generation config, else of the config."""
+    try:
+        eos = GenerationConfig.from_pretrained(name).eos_token_id
+    except OSError:  # there is no generation_config.json
+        eos = None
+    if eos is None:
+        eos = AutoConfig.from_pretrained(name).get_text_config().eos_token_id
+    return eos
+
+
+def check_length(key: str, name: str, num_tokens: int, problem: str) -> None:
+    """ValueError with the problem if a sequence of `num_tokens` is too long for the model."""
+    limit, reason = longest_sequence(AutoConfig.from_pretrained(name))
+    if limit is not None and num_tokens > limit:
+        raise ValueError(
+            f"{key}={name}: sequences of at most {limit} tokens {reason}, but {problem}"
+        )
+
+
+def longest_sequence(config: PreTrainedConfig) -> tuple[int | None, str]:
+    """The most tokens of a sequence that rl2 computes as transformers does, and why."""
+    text: Any = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    reason = "have positions (max_position_embeddings)"
+    parameters = getattr(text, "rope_parameters", None) or {}
+    for rope in [parameters, *parameters.values()]:  # those of all layers, or of each kind of layer
+        if not isinstance(rope, dict) or rope.get("rope_type") not in LENGTH_DEPENDENT_ROPE:
+            continue
+        original = rope.get("original_max_position_embeddings")
+        if original and original < (limit or original + 1):
+            limit = int(original)
+            reason = (
+                f"can be packed: the positions of longer ones are scaled ({rope['rope_type']}) by "
+                "the longest sequence of a pack"
+            )
+    return limit, reason
+
+
+def _check_hub(label: str, name: str) -> None:
+    """One request instead of the library's retries, which take 24 to 48 seconds."""
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"{label}: there is no such folder")
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            url = hf_hub_url(name, "config.json")
+            get_hf_file_metadata(url, timeout=HUB_TIMEOUT_SECONDS)
+    except GatedRepoError as error:
+        raise ValueError(
+            f"{label}: ask for access on the model's page of the hub, then run `hf auth login`"
+        ) from error
+    except (RepositoryNotFoundError, EntryNotFoundError) as error:
+        raise ValueError(
+            f"{label}: there is no such folder, and the hub has no such model, or a private one "
+            "(then run `hf auth login`)"
+        ) from error
+    except Exception as error:  # no network, a wrong name, offline mode
+        raise ValueError(
+            f"{label}: there is no such folder, and the hub at {constants.ENDPOINT} does not give "
+            f"it ({_first_line(error)}); give the path of a folder"
+        ) from error
+
+
+def _check_files(label: str, folder: Path) -> None:
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{label}: this is no model folder: it has no config.json")
+    files = set(folder.glob("*.safetensors"))
+    if (folder / INDEX).exists():
+        files |= {
+            folder / file
+            for file in json.loads((folder / INDEX).read_text())["weight_map"].values()
+        }
+    if not files and not list(folder.glob("*.bin")):
+        raise ValueError(f"{label}: the folder has no weights (model.safetensors)")
+    for file in sorted(files):
+        if not file.exists():
+            raise ValueError(f"{label}: {file.name} is missing, which {INDEX} names; copy it again")
+        if file.stat().st_size != _full_size(file):
+            raise ValueError(
+                f"{label}: {file.name} is not whole ({file.stat().st_size:,} bytes); copy it again "
+                "(or run `git lfs pull`)"
+            )
+
+
+def _full_size(file: Path) -> int:
+    """The bytes that a safetensors file should have, by its header; -1 for a broken header."""
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        header = stream.read(min(length, file.stat().st_size))
+    try:
+        tensors = json.loads(header)
+    except ValueError:
+        return -1
+    ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
+    return 8 + length + max(ends, default=0)
+
+
+def _read_config(label: str, name: str) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{label}: its config cannot be read ({_first_line(error)})") from error
+
+
+def _check_kind(label: str, config: PreTrainedConfig, critic: bool) -> None:
+    """Whether it is a language model; for a critic, a model with one label does as well."""
+    [architecture] = (config.architectures or [""])[:1]
+    is_classifier = "Classification" in architecture
+    if critic:
+        if is_classifier and config.num_labels != 1:
+            raise ValueError(f"{label}: it scores {config.num_labels} labels; a critic has one")
+        if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            raise ValueError(
+                f"{label}: transformers has no model of the type {config.model_type} with a value "
+                "head (ForSequenceClassification); choose another one"
+            )
+    elif is_classifier:
+        raise ValueError(
+            f"{label}: this is a reward model or a classifier ({architecture}) without a language "
+            "head; give a causal language model here, and this one as critic.model_name"
+        )
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{label}: {config.model_type} is no causal language model")
+    elif architecture.endswith("Model") and not config.tie_word_embeddings:
+        if "LMHead" not in architecture:
+            raise ValueError(
+                f"{label}: this is a model without its language head ({architecture}); give the "
+                "causal language model"
+            )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -1,0 +1,98 @@
+"""How a model is loaded: admitted, built without memory, read by one process, sharded over all."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import init_empty_weights
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+)
+
+from rl2.model import lora
+from rl2.model.admission import admit
+from rl2.model.lora import LoraSettings
+from rl2.model.token_model import TokenModel
+from rl2.parallel import fsdp, tensor
+from rl2.parallel.mesh import Mesh, all_gather_objects
+from rl2.parallel.ring import Ring
+
+
+def load_model(
+    name: str,
+    mesh: Mesh,
+    *,
+    compute_dtype: torch.dtype,
+    head_dtype: torch.dtype = torch.float32,
+    critic: bool = False,
+    trainable: bool = False,
+    gradient_checkpointing: bool = False,
+    lora_settings: LoraSettings | None = None,
+) -> TokenModel:
+    """A Hugging Face causal LM, or a critic (its body with a scalar head), sharded over `mesh`.
+
+    A trainable model keeps its parameters in fp32 and casts them to `compute_dtype` for compute; a
+    frozen one keeps them in `compute_dtype`. The logits are in `head_dtype`, see `head_scores`.
+    With `lora_settings` only the adapters and a critic's head are trained and in fp32. All
+    processes must call. ValueError for a model that rl2 computes wrongly or cannot cut, and for
+    weights that are incomplete.
+    """
+    model_class = AutoModelForSequenceClassification if critic else AutoModelForCausalLM
+    labels = {"num_labels": 1} if critic else {}
+    config = AutoConfig.from_pretrained(name, **labels)
+    export_dtype = config.dtype or compute_dtype  # read here: loading the weights overwrites it
+    if mesh.tp is not None:
+        tensor.check_tp_size(name, config, mesh.tp.size())
+    admit(name, config, critic)
+    all_in_fp32 = trainable and lora_settings is None
+    parameter_dtype = torch.float32 if all_in_fp32 else compute_dtype
+    with init_empty_weights(include_buffers=False):
+        hf = model_class.from_config(config, attn_implementation="rl2", dtype=parameter_dtype)
+        lora.inject(hf, lora_settings)
+    hf.tie_weights()  # meta parameters lose their ties
+    # Rank 0 reads the weights and scatters them: a node holds one full copy, not one a process.
+    full = None
+    problem = None
+    if dist.get_rank() == 0:
+        full, problem = _read_weights(model_class, name, config, parameter_dtype, lora_settings)
+    problem = all_gather_objects(problem)[0]
+    if problem is not None:
+        raise ValueError(f"the weights of {name} cannot be used: {problem}")
+    if mesh.tp is not None:
+        tensor.parallelize(hf, mesh.tp)
+    tp_group = mesh.tp.get_group() if mesh.tp is not None else None
+    model = TokenModel(hf, Ring(mesh.sp), tp_group, export_dtype, head_dtype)
+    fsdp.shard(model, mesh, compute_dtype if trainable else None, gradient_checkpointing)
+    fsdp.scatter(model, full, mesh)
+    return model
+
+
+def _read_weights(
+    model_class: Any,
+    name: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    lora_settings: LoraSettings | None,
+) -> tuple[dict[str, Tensor], str | None]:
+    """(the whole weights of the model `name` by their names in it, what is wrong with them).
+
+    The weights hold new adapters.
+    """
+    hf, report = model_class.from_pretrained(
+        name, config=config, dtype=dtype, output_loading_info=True
+    )
+    missing = set(report["missing_keys"])
+    lora.inject(hf, lora_settings)
+    weights = hf.state_dict()
+    if "score.weight" in missing:
+        # A critic made from a language model starts from V = 0, not from noise.
+        weights["score.weight"].zero_()
+        missing.remove("score.weight")
+    problem = None
+    if missing:
+        problem = f"the files lack {len(missing)} of them, such as {min(missing)}"
+    return weights, problem

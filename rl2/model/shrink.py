@@ -1,0 +1,114 @@
+"""A small copy of a model's config: every kind of layer, narrow, with few experts, short windows
+and a small vocabulary.
+
+A key that this file does not know keeps its value: the copy is then slower, never another
+architecture.
+"""
+
+import re
+from copy import deepcopy
+from typing import Any
+
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import PreTrainedConfig
+
+VOCABULARY = 96
+FIRST_PLAIN_TOKEN = 32  # smaller ids are those of special tokens
+WINDOW_TOKENS = 8
+INNER_WIDTH = 64  # of an MLP
+EXPERTS = 4
+CHOSEN_EXPERTS = 2
+MIN_LAYERS = 2
+
+# The largest value that a key of this name keeps.
+LIMITS = {
+    r"^vocab_size": VOCABULARY,
+    r"(window|chunk)(_size|_len|_length)?$|^local_attention$|^sliding_windows$": WINDOW_TOKENS,
+    r"(intermediate_size|ffn_dim|ffn_hidden_size|n_inner)$": INNER_WIDTH,
+    r"^(num_experts_per_tok|moe_k|moe_top_?k|top_k_experts)$": CHOSEN_EXPERTS,
+}
+NUM_EXPERTS = re.compile(r"^(num|n|moe_num)_(local_|routed_)?experts$")
+# Multiples of the hidden size by chance.
+NOT_A_WIDTH = re.compile(r"layer|position|context|head|expert|group|top|rank|token")
+LAYER_NUMBER = re.compile(r"layer_?(idx|index|id|number|num|i)$|^(idx|index)$")
+
+
+def shrink(model_class: Any, config: PreTrainedConfig) -> PreTrainedConfig:
+    """A small copy of the config of a text model.
+
+    It has the first layers, up to the last one that is of a new kind. `model_class` is the auto
+    class that makes the model.
+    """
+    small = deepcopy(config)
+    text: Any = small.get_text_config()
+    _shrink_sizes(text)
+    num_layers = _count_layers_of_all_kinds(model_class, small)
+    for key, value in vars(text).items():
+        if isinstance(value, list | tuple) and len(value) == text.num_hidden_layers:
+            setattr(text, key, value[:num_layers])
+    text.num_hidden_layers = num_layers
+    return small
+
+
+def _shrink_sizes(text: Any) -> None:
+    """Fewer heads of the same size, and all else narrower."""
+    width = text.hidden_size
+    heads = text.num_attention_heads
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    few_key_heads = min(key_heads, 2)
+    few_heads = few_key_heads * min(heads // key_heads, 2)
+    narrow = width // heads * few_heads
+    num_groups = getattr(text, "n_group", None) or 1  # of experts; each needs two
+    num_experts = max(EXPERTS, 2 * num_groups)
+    for key, value in list(vars(text).items()):
+        if key.endswith("token_id"):
+            setattr(text, key, _special_token(value))
+        elif type(value) is int and value > 0:
+            setattr(text, key, _shrink_size(key, value, width, narrow, num_experts))
+    text.hidden_size = narrow
+    text.num_attention_heads = few_heads
+    if hasattr(text, "num_key_value_heads"):
+        text.num_key_value_heads = few_key_heads
+
+
+def _shrink_size(key: str, value: int, width: int, narrow: int, num_experts: int) -> int:
+    for pattern, limit in LIMITS.items():
+        if re.search(pattern, key):
+            return min(value, limit)
+    if NUM_EXPERTS.search(key):
+        return min(value, num_experts)
+    if value % width == 0 and not NOT_A_WIDTH.search(key):
+        return value // width * narrow
+    return value
+
+
+def _special_token(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_special_token(entry) for entry in value]
+    return value % FIRST_PLAIN_TOKEN if isinstance(value, int) and value >= 0 else value
+
+
+def _count_layers_of_all_kinds(model_class: Any, config: PreTrainedConfig) -> int:
+    """How many layers from the first one on have every kind of layer of the model."""
+    with init_empty_weights():
+        hf = model_class.from_config(config)
+    total = config.get_text_config().num_hidden_layers
+    count = min(MIN_LAYERS, total)
+    for module in hf.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == total:
+            kinds = [_kind(layer) for layer in module]
+            count = max([count, *(kinds.index(kind) + 1 for kind in kinds)])
+    return count
+
+
+def _kind(layer: nn.Module) -> str:
+    """The classes and plain attributes of a layer and of all its modules, without its number."""
+    parts: list[Any] = []
+    for name, module in layer.named_modules():
+        parts += [name, type(module).__name__]
+        for key, value in vars(module).items():
+            is_plain = isinstance(value, int | float | str | tuple | None)
+            if is_plain and not LAYER_NUMBER.search(key):
+                parts.append((key, value))
+    return repr(parts)

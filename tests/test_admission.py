@@ -1,0 +1,194 @@
+"""Models that rl2 computes as transformers does are trained; all others are refused in words."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import make_model, make_tokenizer, torchrun
+from families import make_config, verdict
+from parity import make_batch, worker_config
+from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, GPT2Config
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
+)
+
+from rl2.engine.base import EngineSettings
+from rl2.engine.local import LocalEngine
+from rl2.model import admission
+from rl2.parallel.mesh import init_distributed
+from rl2.worker import Worker
+
+PASS = [
+    "llama",
+    "qwen3",
+    "gpt2",
+    "opt",
+    "glm4_moe",
+    "mixtral",
+    "mistral (no window)",
+    "phi3 (longrope)",
+    "granite (logits_scaling=8)",
+    "cohere",
+]
+# What is refused, with words of the reason.
+REFUSED = {
+    "bloom": "log-probabilities are not those of transformers",
+    "falcon": "attention interface",
+    "falcon (alibi)": "attention interface",
+    "gemma2": "log-probabilities are not those of transformers",
+    "nanochat": "a way that rl2 does not compute",  # logits capped at 15
+    "phi": "log-probabilities are not those of transformers",  # the head has a bias
+    "bert": "log-probabilities are not those of transformers",
+    "mamba": "a small copy of it",
+    "lfm2 (convolutions)": "sequences of one pack see each other",
+}
+
+
+@pytest.fixture
+def device():
+    """Yields the device of a process group with one process."""
+    yield init_distributed()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", PASS)
+def test_families_that_pass(name):
+    assert verdict(name) is None
+    if CLASSIFIERS.get(make_config(name).model_type):
+        assert verdict(name, critic=True) is None
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_families_that_are_refused(name):
+    assert REFUSED[name] in verdict(name)
+
+
+def test_a_model_is_tried_once_and_leaves_the_random_state(tmp_path, device, monkeypatch):
+    config = AutoConfig.from_pretrained(make_model(tmp_path / "model"))
+    states = [torch.get_rng_state(), random.getstate()]
+    calls = []
+    find_problem = admission.find_problem
+    monkeypatch.setattr(admission, "_verdicts", {})
+    monkeypatch.setattr(
+        admission, "find_problem", lambda *args: calls.append(args) or find_problem(*args)
+    )
+    for critic in (False, True, False):
+        admission.admit("model", config, critic)
+    assert len(calls) == 2
+    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
+
+
+def test_a_refused_model_is_named_before_its_weights_are_read(tmp_path, device):
+    config = make_config("bloom")
+    config.save_pretrained(tmp_path)  # a folder without weights
+    with pytest.raises(ValueError, match=rf"actor\.model_name={tmp_path} \(bloom\): its log-prob"):
+        Worker(worker_config(str(tmp_path)), device, False, 4)
+
+
+def make_gpt2(folder) -> str:
+    """A random GPT-2, whose config asks for dropout."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=98, n_embd=32, n_layer=2, n_head=4, n_positions=512)
+    assert config.resid_pdrop == config.attn_pdrop == config.embd_pdrop == 0.1
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_is_never_active(tmp_path, device, checkpointing):
+    """Else the ratio of two probabilities of a token would be noise: 0.39 of them were clipped."""
+    name = make_gpt2(tmp_path / "model")
+    config = worker_config(name, gradient_checkpointing=checkpointing)
+    worker = Worker(config, device, False, 4)
+    batch = make_batch()
+    before = worker.infer(batch).logps
+    ratios = []
+
+    def loss_fn(rows, scores):
+        ratios.append((scores.logps - before[: len(scores.logps)]).detach())
+        return (scores.logps * rows.mask).sum(), {}
+
+    plain = AutoModelForCausalLM.from_pretrained(name).eval()
+    expected = plain(batch.inputs).logits.log_softmax(-1).gather(2, batch.targets[..., None])
+    torch.testing.assert_close(before, expected[..., 0] * batch.mask, rtol=0, atol=2e-5)
+    torch.testing.assert_close(worker.infer(batch).logps, before, rtol=0, atol=0)
+    result = worker.update(batch, loss_fn)
+    plain(batch.inputs)  # the gradient of the plain model, without dropout
+    logps = plain(batch.inputs).logits.log_softmax(-1).gather(2, batch.targets[..., None])[..., 0]
+    (logps * batch.mask).sum().backward()
+    norm = torch.stack([p.grad.norm() for p in plain.parameters()]).norm().item()
+    assert result.grad_norm == pytest.approx(norm, rel=1e-4)
+
+
+def make_routed(folder) -> str:
+    """A random GLM-4.5: its routing bias is a buffer that the files of the model hold."""
+    torch.manual_seed(0)
+    config = Glm4MoeConfig(
+        vocab_size=98,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn_like(buffer))
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_buffers_of_the_weights_are_loaded_sent_and_exported(tmp_path, device, dtype):
+    name = make_routed(tmp_path / "model")
+    worker = Worker(worker_config(name, dtype=dtype), device, False, 4)
+    stored = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).state_dict()
+    key = "model.layers.1.mlp.gate.e_score_correction_bias"
+    weights = {name: weight.clone() for name, weight in worker.iter_full_weights(torch.float32)}
+    assert stored[key].abs().min() > 0 and torch.equal(weights[key], stored[key])
+    assert weights.keys() == stored.keys()
+    compute_dtype = getattr(torch, dtype)
+    engine = LocalEngine(EngineSettings(name, compute_dtype, device))
+    engine.verify_weights(worker.iter_full_weights(compute_dtype), 0)
+    engine.model.get_buffer(key).zero_()
+    with pytest.raises(RuntimeError, match=key):
+        engine.verify_weights(worker.iter_full_weights(compute_dtype), 0)
+    engine.load_weights(worker.iter_full_weights(compute_dtype), 1)
+    engine.verify_weights(worker.iter_full_weights(compute_dtype), 1)
+    worker.export(str(tmp_path / "export"), make_tokenizer())
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    for key, weight in exported.state_dict().items():
+        assert torch.equal(weight, stored[key]), key
+
+
+if __name__ == "__main__":  # a process of the test below
+    import sys
+
+    device = init_distributed()
+    worker = Worker(worker_config(sys.argv[1]), device, False, 4)
+    buffers = [
+        buffer
+        for key, buffer in worker.model.hf.named_buffers()
+        if key.endswith("e_score_correction_bias")
+    ]
+    if dist.get_rank() == 1:
+        torch.save(buffers, sys.argv[2])
+    dist.barrier()
+
+
+def test_every_process_has_the_buffers(tmp_path):
+    name = make_routed(tmp_path / "model")
+    torchrun(2, __file__, name, tmp_path / "buffers")
+    [bias] = torch.load(tmp_path / "buffers")
+    stored = AutoModelForCausalLM.from_pretrained(name).state_dict()
+    assert torch.equal(bias, stored["model.layers.1.mlp.gate.e_score_correction_bias"])
