@@ -40,7 +40,6 @@ VARIANTS = {
     "falcon (alibi)": ("falcon", {"alibi": True}),
     "granite (logits_scaling=8)": ("granite", {"logits_scaling": 8.0}),
     "lfm2 (convolutions)": ("lfm2", {"full_attn_idxs": [2, 5, 8, 10, 12, 14]}),
-    "mistral (no window)": ("mistral", {"sliding_window": None}),
     "mixtral (window)": ("mixtral", {"sliding_window": 4096}),
     "phi3 (longrope)": ("phi3", {"rope_parameters": LONGROPE, "max_position_embeddings": 131072}),
     "phi3 (window)": ("phi3", {"sliding_window": 2047}),

@@ -94,12 +94,14 @@ def find_problem(config: PreTrainedConfig, critic: bool = False) -> str | None:
             actual = _run_packed(model, batch)
             return _compare(model, batch, actual, expected)
         except Exception as error:
-            return f"it does not run as rl2 runs models ({_text(error)})"
+            return f"rl2 cannot run it ({_text(error)})"
 
 
 def _text(error: Exception) -> str:
     if isinstance(error, KeyError) and error.args == ("rl2",):
         return "its attention does not go through transformers' attention interface"
+    if isinstance(error, ValueError):  # in words, such as those of the attention's hook
+        return str(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 

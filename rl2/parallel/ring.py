@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl2.parallel.attention import backward_block, forward_block, merge
@@ -93,12 +94,17 @@ class PackedAttention:
         scaling: float,
         sliding_window: int | None = None,
     ) -> Tensor:
-        """query [1, H, L, D], key and value [1, G, L, D] -> [1, L, H, D].
+        """query [1, H, L, D], key [1, G, L, D] and value [1, G, L, V] -> [1, L, H, V].
 
         With `sliding_window` a token sees so many tokens at most, the last one of which is itself.
         """
+        width = value.shape[-1]
+        if width != query.shape[-1]:
+            # The kernels want equal head sizes, which latent attention (DeepSeek) does not have.
+            value = F.pad(value, (0, query.shape[-1] - width))
         q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
-        return _Attention.apply(q, k, v, self, self._blocks(sliding_window), scaling)[None]
+        out = _Attention.apply(q, k, v, self, self._blocks(sliding_window), scaling)
+        return out[None, ..., :width]
 
     def _blocks(self, window: int | None) -> Blocks:
         if window is not None and window >= self.longest_document:
