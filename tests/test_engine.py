@@ -7,9 +7,9 @@ import pytest
 import torch
 from common import make_model
 from engine_contract import check_attributes, check_signatures, plain_logps, play
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, Qwen2Config
 
-from rl2.engine import local, select
+from rl2.engine import local, select, sglang
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.engine.sampler import sample
@@ -32,6 +32,16 @@ def llama(tmp_path_factory):
 
 def make_engine(name, dtype=torch.float32, **options):
     return LocalEngine(EngineSettings(name, dtype, CPU, **options))
+
+
+def test_sglang_is_refused_where_it_would_ignore_a_window():
+    config = MistralConfig(sliding_window=4096)
+    sglang._check_window(config, 4096)
+    with pytest.raises(ValueError, match="4096 tokens, and a request may have 8192"):
+        sglang._check_window(config, 8192)
+    for without_window in (MistralConfig(sliding_window=None), Qwen2Config(sliding_window=64)):
+        sglang._check_window(without_window, 8192)
+    sglang._check_window(Gemma3TextConfig(sliding_window=512), 8192)  # SGLang has its window
 
 
 def make_prompts(count, longest=90, seed=0):

@@ -43,6 +43,8 @@ CPU_ARGUMENTS = {  # what makes SGLang run without a GPU
     "disable_overlap_schedule": True,
     "disable_cuda_graph": True,
 }
+# Model types whose sliding window SGLang ignores (by the source of 0.5.23).
+TYPES_WITHOUT_WINDOW = {"mistral", "mixtral", "phi3", "qwen2", "qwen3", "starcoder2"}
 Bucket = list[tuple[str, Tensor]]
 
 
@@ -70,6 +72,7 @@ class SGLangEngine(Engine):
         config = AutoConfig.from_pretrained(settings.model_name)
         self.vocabulary = config.vocab_size
         self.max_length = max_request_tokens(settings, config)
+        _check_window(config, self.max_length)
         # With these arguments SGLang stores other weights than it is sent.
         self.converts_weights = bool({"quantization", "load_format"} & set(settings.engine_args))
         self.engine: Any = None  # sglang.Engine, on ranks with an index
@@ -447,3 +450,14 @@ def _mix_seed(seed: tuple[int, ...]) -> int:
 
 def _raise_child_failed(number: int, frame: Any) -> None:
     raise RuntimeError("a process of SGLang failed; its message is above")
+
+
+def _check_window(config: Any, max_length: float) -> None:
+    """ValueError if SGLang would compute requests of `max_length` tokens without their window."""
+    window = getattr(config, "sliding_window", None)
+    if config.model_type in TYPES_WITHOUT_WINDOW and window is not None and max_length > window:
+        raise ValueError(
+            f"SGLang ignores the sliding window of {config.model_type}, {window} tokens, and a "
+            f"request may have {max_length}: use rollout.engine=local, or let "
+            f"max_length_per_device x sp_size be at most {window}"
+        )
