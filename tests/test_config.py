@@ -14,8 +14,8 @@ from common import ROOT
 from rl2.__main__ import main
 from rl2.algorithms.by_name import argument_names
 from rl2.config.key import Condition, key, schema_keys, section
+from rl2.config.key_rules import check_keys
 from rl2.config.parse import dump, explain, explain_common, parse
-from rl2.config.rules import check_keys
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, needs_critic
 from rl2.inputs import find_input_problems, read_ppo_inputs
 
@@ -179,19 +179,14 @@ RULES = [  # (refused, what the message says, accepted)
         "kl.reward_estimator=k3 kl.type=reward kl.coef=1",
     ),
     (
-        "actor.loss=cispo actor.clip=0.1",
+        "actor.loss=cispo actor.clip_high=4 actor.clip=0.1",
         "no effect with actor.loss=cispo",
-        "actor.loss=cispo actor.clip_high=4",
+        "actor.loss=cispo actor.clip=4",
     ),
     (
         "actor.correction_cap=3",
         "no effect with actor.correction=none",
         "actor.correction_cap=3 actor.correction=token_tis",
-    ),
-    (
-        "trainer.test_freq=5",
-        "no effect without data.test_path",
-        "trainer.test_freq=5 data.test_path=train.jsonl",
     ),
     (
         "actor.sp_size=3",
@@ -235,11 +230,6 @@ RULES = [  # (refused, what the message says, accepted)
         "actor.lora_rank=4 actor.sp_size=2 actor.fsdp_size=2",
     ),
     ("rollout.engine=sglang", "it is not installed; pip install sglang", "rollout.engine=local"),
-    (
-        "rollout.engine=local rollout.engine_args.dtype=x",
-        "no effect with rollout.engine=local",
-        "rollout.tp_size=2",
-    ),
 ]
 
 
@@ -312,10 +302,10 @@ def test_the_remedy_for_quotes_can_be_pasted(base, capsys):
 
 
 def test_a_key_that_is_set_twice_warns(base, capsys):
-    assert parse(PPOConfig, [*base, "actor.lr=1", "actor.lr=2"]).actor.lr == 2
-    words = "warning: actor.lr is set to 1 and to 2; the last value counts"
+    assert parse(PPOConfig, [*base, "data.seed=1", "data.seed=2"]).data.seed == 2
+    words = "warning: data.seed is set to 1 and to 2; the last value counts"
     assert words in capsys.readouterr().err
-    parse(PPOConfig, [*base, "actor.lr=1", "actor.lr=1"])
+    parse(PPOConfig, [*base, "data.seed=1", "data.seed=1"])
     assert capsys.readouterr().err == ""
 
 
@@ -384,27 +374,6 @@ SIBLING_RULES = [  # (trainer, refused, what the message says, accepted)
     ("sft", "data.turns=first", "data.turns=first: choose all or last", "data.turns=last"),
     ("sft", "actor.average=constant", "choose token or sequence", "actor.average=sequence"),
     ("sft", "actor.clip=0.1", "unknown key actor.clip", "actor.max_grad_norm=2"),
-    ("sft", "actor.share_prompts=false", "no effect in SFT, where no rows share a prompt", ""),
-    (
-        "sft",
-        "trainer.seed=1",
-        "trainer.seed=1 has no effect where nothing is sampled",
-        "data.seed=1",
-    ),
-    ("sft", "trainer.seed=2", "and lora_rank=0", "trainer.seed=2 actor.lora_rank=4"),
-    ("sft", "trainer.deterministic=true", "has no effect where nothing is sampled", ""),
-    (
-        "sft",
-        "trainer.test_freq=5",
-        "no effect without data.test_path",
-        "trainer.test_freq=5 data.test_path=train.jsonl",
-    ),
-    (
-        "sft",
-        "actor.max_inference_length_per_device=2000",
-        "no effect without data.test_path",
-        "actor.max_inference_length_per_device=2000 data.test_path=train.jsonl",
-    ),
     (
         "sft",
         "actor.max_length_per_device=1000",
@@ -606,10 +575,10 @@ def group_estimator(rewards, mask, group):
 """
 FUNCTION_RULES = [  # (refused, what the message says, accepted)
     (
-        "actor.loss=own.py:loss actor.clip=0.1",
+        "actor.loss=own.py:loss actor.clip=0.1 actor.clip_high=4",
         "actor.clip=0.1 has no effect with actor.loss=own.py:loss, which uses clip_high; clip is "
         "used by ppo, gspo",
-        "actor.loss=own.py:loss actor.clip_high=4",
+        "actor.loss=own.py:loss actor.clip=4",
     ),
     (
         "actor.loss=own.py:los",
@@ -686,7 +655,7 @@ class Root:
         ("size", 9, "it must not be above 8; the default is 6"),
         ("ratio", -0.5, "it must not be below 0; the default is None"),
         ("ratio", 1.0, "it must be below 1; the default is None"),
-        ("top_k", 0, "it must not be below 1; the default is -1"),
+        ("top_k", 0, "it must not be below 1; the default is -1 (a count; -1 = all)"),
         ("size", 8, None),
         ("ratio", 0.0, None),
         ("ratio", None, None),
@@ -697,17 +666,16 @@ def test_a_range_stands_beside_its_field_and_is_inherited(name, value, problem):
     config = Root()
     setattr(config.large, name, value)
     expected = [f"large.{name}={value}: {problem}"] if problem else []
-    assert check_keys(config, set_keys=set()) == expected
+    assert check_keys(config, set_keys=set()) == (expected, [])
 
 
 def test_a_condition_stands_beside_its_field():
     config = Root()
     config.large.detail = 1
-    assert check_keys(config, {"large.detail", "small.detail"}) == [
-        "large.detail=1 has no effect in large"
-    ]
+    problem = "large.detail=1 has no effect in large"
+    assert check_keys(config, {"large.detail", "small.detail"}) == ([problem], [])
     config.large.ratio = 0.5
-    assert check_keys(config, {"large.detail"}) == []
+    assert check_keys(config, {"large.detail"}) == ([], [])
 
 
 def test_a_key_without_help_is_an_error():

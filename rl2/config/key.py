@@ -17,6 +17,9 @@ class Condition:
 
     holds: Callable[[Any, Any], object]
     reason: str
+    # Where it does not hold, the key is refused, since the user believes that it does something to
+    # the algorithm. A harmless one warns.
+    is_harmless: bool = False
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,11 @@ class Key:
     at_least: float | None = None
     at_most: float | None = None
     below: float | None = None  # the value is less than this
+    may_be_infinite: bool = False  # inf switches a bound off; NaN is never allowed
+    # Values beyond these warn, with what they do.
+    unusual_above: float | None = None
+    unusual_below: float | None = None
+    unusual_effect: str = ""
     choices: Collection[str] = ()
     functions: Mapping[str, Function] | None = None  # the choices, or path/to/file.py:function
     inputs: Any = None  # the dataclass whose fields and properties such a function may ask for
@@ -36,6 +44,7 @@ class Key:
     # A key of the same section that names a function. This key is a setting of that function and
     # has an effect only if the function has a parameter of this key's name.
     setting_of: str | None = None
+    default_of: str | None = None  # another setting that has the value of this key unless it is set
     needs_gpu: bool = False  # without a GPU it has no effect
     is_section: bool = False
 

@@ -30,7 +30,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rl2.config.key import Key, schema_keys
-from rl2.config.rules import VALIDATORS, Checked, check_choices, get_value
+from rl2.config.key_rules import Checked, check_choices, follow_keys, get_value
+from rl2.config.rules import VALIDATORS
 from rl2.error_report import report_error
 
 OPTIONS = {"--cfg": "job", "--config-dir": "DIR", "--config-name": "NAME"}  # each takes a value
@@ -79,6 +80,7 @@ def parse(root: type, argv: list[str], find_problems: FindProblems | None = None
     config = OmegaConf.structured(root)
     set_keys, key_problems = assign(config, arguments.assignments)
     problems += key_problems
+    follow_keys(config, set_keys)
     missing = sorted(OmegaConf.missing_keys(config))
     if not arguments.shows_config:
         unset = [key for key in missing if key not in set_keys]

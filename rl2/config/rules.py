@@ -1,20 +1,17 @@
-"""The checks of a config before a model is loaded: ranges, choices, keys without effect, and checks
-between keys.
+"""The checks of a config before a model is loaded: those of single keys, and checks between keys.
 
 Every check returns its problems as messages, so that the user sees all of them at once.
 """
 
-import inspect
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rl2.algorithms.by_name import argument_names, find_function
-from rl2.config.key import Key, schema_keys
+from rl2.config.key import schema_keys
+from rl2.config.key_rules import Checked, check_keys, get_value, non_default_keys
 from rl2.config.schema import (
     WITH_SGLANG,
     DPOConfig,
@@ -22,7 +19,6 @@ from rl2.config.schema import (
     RMConfig,
     SFTConfig,
     estimator_inputs,
-    function_settings,
     needs_critic,
     worker_names,
 )
@@ -31,8 +27,7 @@ from rl2.env.contract import find_env_file
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 LENGTH_LIMITS = ("max_length_per_device", "max_inference_length_per_device")
-
-Checked = tuple[list[str], list[str]]  # problems, warnings
+INTERVAL_CORRECTIONS = ("token_mask", "geometric_mask")  # they keep ratios in [1 / cap, cap]
 
 
 def validate_ppo(config: PPOConfig, set_keys: set[str], world_size: int) -> Checked:
@@ -41,8 +36,8 @@ def validate_ppo(config: PPOConfig, set_keys: set[str], world_size: int) -> Chec
     `set_keys` are the keys that the user set. Without them no key is reported as unused.
     """
     workers = ["actor", "critic"] if needs_critic(config.adv.estimator) else ["actor"]
-    problems = [
-        *check_keys(config, set_keys),
+    problems, warnings = check_keys(config, set_keys)
+    problems += [
         *check_paths(config),
         *check_env(config.rollout.env_path),
         *check_trajectory_lengths(config, workers),
@@ -52,7 +47,19 @@ def validate_ppo(config: PPOConfig, set_keys: set[str], world_size: int) -> Chec
     ]
     for name in workers:
         problems += check_worker(config, name, world_size)
-    return problems, ppo_warnings(config, set_keys) + hardware_warnings(config, set_keys)
+    warnings += ppo_warnings(config, set_keys) + freeze_warnings(config)
+    warnings += hardware_warnings(config, set_keys)
+    return without_repeats(problems), warnings
+
+
+def without_repeats(problems: list[str]) -> list[str]:
+    """The problems without those of the critic that the actor has too: it follows the actor."""
+    kept = []
+    for problem in problems:
+        as_actor = problem.replace("critic.", "actor.")
+        if as_actor == problem or as_actor not in problems:
+            kept.append(problem)
+    return kept
 
 
 def validate_sft(config: SFTConfig, set_keys: set[str], world_size: int) -> Checked:
@@ -74,11 +81,12 @@ def _validate_offline(
     config: Any, set_keys: set[str], world_size: int, rows_together: int
 ) -> Checked:
     """The checks of a trainer without rollouts. `rows_together` rows must fit one micro-batch."""
-    problems = check_keys(config, set_keys) + check_paths(config)
+    problems, warnings = check_keys(config, set_keys)
+    problems += check_paths(config)
     for name in worker_names(config):
         problems += check_worker(config, name, world_size)
         problems += check_row_lengths(config, name, rows_together)
-    return problems, hardware_warnings(config, set_keys)
+    return problems, warnings + hardware_warnings(config, set_keys)
 
 
 VALIDATORS: dict[type, Callable[[Any, set[str], int], Checked]] = {
@@ -87,133 +95,6 @@ VALIDATORS: dict[type, Callable[[Any, set[str], int], Checked]] = {
     DPOConfig: validate_dpo,
     RMConfig: validate_rm,
 }
-
-
-def get_value(config: Any, name: str) -> Any:
-    """The value of a dotted name. `rollout.engine_args` is a dict, all else has attributes."""
-    for part in name.split("."):
-        config = config[part] if isinstance(config, dict) else getattr(config, part)
-    return config
-
-
-# Checks of single keys, as the schema declares them.
-
-
-def check_choices(config: Any) -> list[str]:
-    """The keys whose value is none of their choices, or names no function."""
-    problems = []
-    for name, key in schema_keys(type(config)).items():
-        value = get_value(config, name)
-        if key.functions is not None:
-            problems += _function_problem(value, key, name)
-        elif key.choices and value is not None and value not in key.choices:
-            *others, last = key.choices
-            problems.append(f"{name}={value}: choose {', '.join(others)} or {last}")
-    return problems
-
-
-def _function_problem(value: str, key: Key, name: str) -> list[str]:
-    assert key.functions is not None
-    try:
-        function = find_function(value, key.functions, name)
-    except ValueError as error:
-        return [str(error)]
-    available = {entry.name for entry in fields(key.inputs)}
-    available.update(part for part in dir(key.inputs) if not part.startswith("_"))
-    required = set()
-    for parameter in inspect.signature(function).parameters.values():
-        is_named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if is_named and parameter.default is parameter.empty:
-            required.add(parameter.name)
-    unknown = ", ".join(sorted(required - available))
-    if unknown:
-        choices = ", ".join(sorted(available))
-        return [f"{name}={value} asks for {unknown}; it may ask for {choices}"]
-    return []
-
-
-def check_keys(config: Any, set_keys: set[str]) -> list[str]:
-    """The keys outside their range, and the keys that the user set without an effect."""
-    problems = []
-    defaults = type(config)()
-    for name, key in schema_keys(type(config)).items():
-        value = get_value(config, name)
-        default = get_value(defaults, name)
-        if value is not None and value != default:
-            for bound in broken_bounds(key, value):
-                problems.append(f"{name}={value}: it must {bound}; the default is {default}")
-    for name, reason in unused_keys(config, set_keys).items():
-        problems.append(f"{name}={get_value(config, name)} has no effect {reason}")
-    return problems
-
-
-def broken_bounds(key: Key, value: Any) -> Iterator[str]:
-    """The bounds of the key's range that the value breaks, in words that follow "it must"."""
-    if key.above is not None and value <= key.above:
-        yield f"be above {key.above:g}"
-    if key.at_least is not None and value < key.at_least:
-        yield f"not be below {key.at_least:g}"
-    if key.at_most is not None and value > key.at_most:
-        yield f"not be above {key.at_most:g}"
-    if key.below is not None and value >= key.below:
-        yield f"be below {key.below:g}"
-
-
-def unused_keys(config: Any, set_keys: set[str]) -> dict[str, str]:
-    """Key -> why the user's value has no effect, for each key that has none."""
-    reasons = {}
-    for name in sorted(non_default_keys(config, set_keys)):
-        parts = name.split(".")
-        for length in range(1, len(parts) + 1):  # its sections, then the key itself
-            reason = no_effect_reason(config, ".".join(parts[:length]))
-            if reason:
-                reasons[name] = reason
-                break
-    return reasons
-
-
-def non_default_keys(config: Any, set_keys: set[str]) -> set[str]:
-    """The keys that the user set to another value than the default.
-
-    A default has no effect to lose, and a whole config.yaml can be read back.
-    """
-    known = schema_keys(type(config))
-    defaults = type(config)()
-    return {
-        name
-        for name in set_keys
-        if name not in known or get_value(config, name) != get_value(defaults, name)
-    }
-
-
-def no_effect_reason(config: Any, name: str) -> str:
-    """Why a section or a key has no effect, or "" if it has one."""
-    key = schema_keys(type(config)).get(name)  # None: an argument of the engine
-    path = name.rpartition(".")[0]
-    section = get_value(config, path) if path else config
-    if key is None:
-        return ""
-    if key.only_if and not key.only_if.holds(config, section):
-        return key.only_if.reason.format(config=config, section=section, path=path)
-    if key.setting_of:
-        return _setting_reason(config, name, f"{path}.{key.setting_of}")
-    return ""
-
-
-def _setting_reason(config: Any, name: str, function_key: str) -> str:
-    """Why a setting of the function that `function_key` names has no effect, or ""."""
-    path, _, setting = name.rpartition(".")
-    known = schema_keys(type(config))
-    table = known[function_key].functions
-    assert table is not None
-    function = get_value(config, function_key)
-    parameters = function_settings(function, table, function_key)
-    if setting in parameters:
-        return ""
-    settings = [other for other in parameters if f"{path}.{other}" in known]
-    users = [other for other in table if setting in argument_names(table[other])]
-    used = f"which uses {', '.join(settings) or 'no setting'}"
-    return f"with {function_key}={function}, {used}; {setting} is used by {', '.join(users)}"
 
 
 # Checks between keys.
@@ -385,6 +266,11 @@ def check_pairs(config: PPOConfig) -> list[str]:
         problems.append(
             f"kl.coef={kl.coef} and kl.type={kl.type} need each other: choose reward or loss"
         )
+    if actor.correction in INTERVAL_CORRECTIONS and actor.correction_cap == 1:
+        problems.append(
+            f"actor.correction_cap=1: actor.correction={actor.correction} masks all ratios outside "
+            "[1 / cap, cap], which leaves nothing to train; the default is 2"
+        )
     if (actor.average == "constant") != (actor.average_constant is not None):
         problems.append(
             f"actor.average={actor.average} and actor.average_constant={actor.average_constant} "
@@ -424,7 +310,9 @@ def ppo_warnings(config: PPOConfig, set_keys: set[str]) -> list[str]:
             "rollout.train_sampling_params: the policy's log-probabilities are from before top_p "
             "and top_k: the trainer does not see what these cut off"
         )
-    clips = sorted({"actor.clip", "actor.clip_high", "actor.dual_clip"} & set_keys)
+    clips = sorted(
+        {"actor.clip", "actor.clip_high", "actor.dual_clip"} & non_default_keys(config, set_keys)
+    )
     if clips and actor.update_per_rollout == 1 and actor.loss == "ppo":
         warnings.append(
             f"{', '.join(clips)}: with actor.update_per_rollout=1 the ratio is exactly 1 and never "
@@ -435,6 +323,19 @@ def ppo_warnings(config: PPOConfig, set_keys: set[str]) -> list[str]:
             "kl.loss_estimator=k1: the gradient of k1 in a loss is 0 on average; k2 has that of "
             "the KL"
         )
+    return warnings
+
+
+def freeze_warnings(config: PPOConfig) -> list[str]:
+    """Workers that are frozen for the whole run."""
+    warnings = []
+    for name in ("actor", "critic"):
+        freeze_steps = getattr(config, name).freeze_steps
+        if config.trainer.max_steps and freeze_steps >= config.trainer.max_steps:
+            warnings.append(
+                f"{name}.freeze_steps={freeze_steps}: {name} is not updated in any of the "
+                f"{config.trainer.max_steps} steps"
+            )
     return warnings
 
 

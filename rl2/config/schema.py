@@ -48,30 +48,64 @@ def needs_critic(estimator: str) -> bool:
     return "values" in estimator_inputs(estimator)
 
 
-WITH_TEST_DATA = Condition(lambda config, section: config.data.test_path, "without data.test_path")
+WITH_TEST_DATA = Condition(
+    lambda config, section: config.data.test_path, "without data.test_path", is_harmless=True
+)
 WITH_CRITIC = Condition(
     lambda config, section: needs_critic(config.adv.estimator),
     "with adv.estimator={config.adv.estimator}, which needs no critic: set adv.estimator=gae",
 )
 WITH_SGLANG = Condition(
-    lambda config, section: section.engine != "local", "with rollout.engine=local"
+    lambda config, section: section.engine != "local",
+    "with rollout.engine=local",
+    is_harmless=True,
 )
 WITH_LORA = Condition(lambda config, section: section.lora_rank, "with {path}.lora_rank=0")
 WITH_SAMPLING = Condition(
-    lambda config, section: isinstance(config, PPOConfig), "where nothing is sampled"
+    lambda config, section: isinstance(config, PPOConfig),
+    "where nothing is sampled",
+    is_harmless=True,
 )
 WITH_RANDOMNESS = Condition(
     lambda config, section: isinstance(config, PPOConfig) or has_new_adapters(config),
     "where nothing is sampled and lora_rank=0",
+    is_harmless=True,
 )
 WITH_INFERENCE = Condition(  # DPO infers with its reference, PPO before its updates
     lambda config, section: isinstance(config, PPOConfig | DPOConfig) or config.data.test_path,
     "without data.test_path",
+    is_harmless=True,
 )
 WITH_GROUPS = Condition(
     lambda config, section: not isinstance(config, SFTConfig),
     "in SFT, where no rows share a prompt",
+    is_harmless=True,
 )
+WITH_LOGITS = Condition(
+    lambda config, section: not isinstance(section, CriticConfig | RewardModelConfig),
+    "in a critic or reward model, whose values are always float32",
+    is_harmless=True,
+)
+# A key that is not set has the value of another one. The critic lies in memory as the actor does;
+# how it learns stays its own.
+FOLLOWED_KEYS = {
+    f"critic.{name}": f"actor.{name}"
+    for name in (
+        "dtype",
+        "fsdp_size",
+        "sp_size",
+        "tp_size",
+        "gradient_checkpointing",
+        "max_length_per_device",
+        "max_inference_length_per_device",
+        "offload_model",
+        "offload_optimizer",
+    )
+}
+FOLLOWED_KEYS["rollout.test_sampling_params.max_new_tokens"] = (
+    "rollout.train_sampling_params.max_new_tokens"
+)
+LARGEST_SEED = 2**31 - 1  # for every library that takes one
 
 
 @dataclass
@@ -98,7 +132,7 @@ class DataConfig:
         above=0,
     )
     shuffle: bool = key(True, "a new order in every epoch; it is a function of data.seed")
-    seed: int = key(0, "seed of the order of the data", at_least=0)
+    seed: int = key(0, "seed of the order of the data", at_least=0, at_most=LARGEST_SEED)
 
 
 @dataclass
@@ -138,6 +172,7 @@ class WorkerConfig:
         "type of the logits, in training and in the engine; bfloat16 rounds them, which is faster "
         "on a CPU",
         choices=("float32", "bfloat16"),
+        only_if=WITH_LOGITS,
     )
     fsdp_size: int = key(
         0,
@@ -191,14 +226,34 @@ class WorkerConfig:
         "run the prompt of a group once for all its answers in a micro-batch; exact up to rounding",
         only_if=WITH_GROUPS,
     )
-    lr: float = key(1e-6, "learning rate of AdamW", common=True, above=0)
-    weight_decay: float = key(0.0, "weight decay of AdamW", at_least=0)
-    max_grad_norm: float = key(1.0, "larger gradients are scaled down to this norm", above=0)
+    lr: float = key(
+        1e-6,
+        "learning rate of AdamW",
+        common=True,
+        above=0,
+        unusual_above=0.01,
+        unusual_effect="an update of AdamW moves every weight by about this much",
+    )
+    weight_decay: float = key(
+        0.0,
+        "weight decay of AdamW",
+        at_least=0,
+        unusual_above=1,
+        unusual_effect="each update multiplies the weights by 1 - lr x weight_decay",
+    )
+    max_grad_norm: float = key(
+        1.0,
+        "larger gradients are scaled down to this norm; inf = never",
+        above=0,
+        may_be_infinite=True,
+    )
     warmup_ratio: float = key(
         0.0,
         "fraction of the updates in which the learning rate rises linearly",
         at_least=0,
         at_most=1,
+        unusual_above=0.5,
+        unusual_effect="the learning rate is reached in the last part of the run only",
     )
     scheduler: str = key(
         "constant",
@@ -258,21 +313,24 @@ class ActorConfig(RolloutWorkerConfig):
     )
     clip: float = key(
         0.2,
-        "how far the probability ratio may move in one step",
+        "how far the probability ratio may move in one step; inf = any way",
         common=True,
         above=0,
+        may_be_infinite=True,
         setting_of="loss",
+        default_of="clip_high",
     )
     clip_high: float | None = key(
         None,
         "the upper clip, if it differs from clip (DAPO: 0.28)",
         above=0,
+        may_be_infinite=True,
         setting_of="loss",
     )
     dual_clip: float | None = key(
         None,
         "bounds the loss of a bad answer by this times its advantage, e.g. 3",
-        above=0,
+        above=1,  # the ratio is 1 on the policy, so a lower bound would drop every bad answer
         setting_of="loss",
     )
     average: str = key(
@@ -296,11 +354,19 @@ class ActorConfig(RolloutWorkerConfig):
     correction_cap: float = key(
         2.0,
         "the cap of the correction's ratio",
+        at_least=1,  # the ratio is 1 where engine and trainer agree
+        may_be_infinite=True,
         only_if=Condition(
             lambda config, section: section.correction != "none", "with actor.correction=none"
         ),
     )
-    entropy: float = key(0.0, "coefficient of an entropy bonus", at_least=0)
+    entropy: float = key(
+        0.0,
+        "coefficient of an entropy bonus",
+        at_least=0,
+        unusual_above=0.1,
+        unusual_effect="a bonus above 0.01 often makes answers random",
+    )
     log_entropy: bool = key(False, "log the policy's entropy; this costs a little time")
 
 
@@ -310,7 +376,9 @@ class CriticConfig(RolloutWorkerConfig):
         None, "the model the critic starts from; by default the actor's"
     )
     lr: float = 5e-6
-    clip: float = key(0.2, "how far the value may move in one step", above=0)
+    clip: float = key(
+        0.2, "how far the value may move in one step; inf = any way", above=0, may_be_infinite=True
+    )
 
 
 @dataclass
@@ -320,6 +388,8 @@ class SamplingConfig:
         "divides the logits, in the engine and in training",
         common=True,
         above=0,
+        unusual_above=2,
+        unusual_effect="answers are close to random tokens",
     )
     top_p: float = key(
         SamplingParams.top_p,
@@ -336,13 +406,18 @@ class SamplingConfig:
         SamplingParams.max_new_tokens, "longest answer of one turn, in tokens", common=True, above=0
     )
     stop_token_ids: list[int] = key(
-        list(SamplingParams.stop_token_ids), "tokens that end a turn, besides the model's own"
+        list(SamplingParams.stop_token_ids),
+        "tokens that end a turn, besides the model's own",
+        at_least=0,
     )
 
 
 @dataclass
 class TestSamplingConfig(SamplingConfig):
     temperature: float = key(0.0, "divides the logits; 0 is greedy", at_least=0)
+    max_new_tokens: int | None = key(  # type: ignore[assignment]  # follow_keys fills it in
+        None, "longest answer of one turn, in tokens; by default that of training", above=0
+    )
 
 
 @dataclass
@@ -365,6 +440,8 @@ class RolloutConfig:
         "fraction of the GPU's memory that SGLang may take",
         above=0,
         at_most=1,
+        unusual_above=0.9,
+        unusual_effect="the trainer's processes need some of it while SGLang is awake",
         only_if=WITH_SGLANG,
     )
     max_running: int = key(64, "sequences that one engine decodes at a time", above=0)
@@ -414,6 +491,8 @@ class KLConfig:
         "weight of the KL divergence from the start model; 0 loads no reference model",
         common=True,
         at_least=0,
+        unusual_above=1,
+        unusual_effect="the KL term outweighs a reward of 1",
     )
     type: str | None = key(
         None,
@@ -450,7 +529,13 @@ class AdvConfig:
         inputs=AdvantageInputs,
     )
     gamma: float = key(
-        1.0, "discount of later rewards", at_least=0, at_most=1, setting_of="estimator"
+        1.0,
+        "discount of later rewards, a token",
+        at_least=0,
+        at_most=1,
+        unusual_below=0.9,
+        unusual_effect="a reward that comes 50 tokens later counts less than 1%",
+        setting_of="estimator",
     )
     lamda: float = key(1.0, "lambda of gae", at_least=0, at_most=1, setting_of="estimator")
     norm_var: bool = key(
@@ -470,6 +555,8 @@ class DPOLossConfig:
         "regularisation tau",
         common=True,
         above=0,
+        unusual_above=5,
+        unusual_effect="the policy hardly leaves the model it starts from",
     )
     loss: str = key(
         "sigmoid",
@@ -495,6 +582,8 @@ class RewardLossConfig:
         "0.01",
         common=True,
         at_least=0,
+        unusual_above=1,
+        unusual_effect="holding the mean near 0 outweighs the order of the pairs",
     )
 
 
@@ -549,7 +638,13 @@ class TrainerConfig:
         "seconds without progress after which the ranks print where they stand; 0 = never",
         at_least=0,
     )
-    seed: int = key(0, "seed of sampling and of new weights", at_least=0, only_if=WITH_RANDOMNESS)
+    seed: int = key(
+        0,
+        "seed of sampling and of new weights",
+        at_least=0,
+        at_most=LARGEST_SEED,
+        only_if=WITH_RANDOMNESS,
+    )
 
 
 @dataclass

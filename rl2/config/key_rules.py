@@ -1,0 +1,200 @@
+"""The checks of single keys, as the schema declares them: choices, ranges, keys without effect.
+
+Every check returns messages, so that the user sees all of them at once.
+"""
+
+import inspect
+import math
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+
+from rl2.algorithms.by_name import argument_names, find_function
+from rl2.config.key import Key, schema_keys
+from rl2.config.schema import FOLLOWED_KEYS, function_settings
+
+Checked = tuple[list[str], list[str]]  # problems, warnings
+BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {  # attribute of Key -> (test, words)
+    "above": (operator.gt, "be above"),
+    "at_least": (operator.ge, "not be below"),
+    "at_most": (operator.le, "not be above"),
+    "below": (operator.lt, "be below"),
+}
+
+
+def get_value(config: Any, name: str) -> Any:
+    """The value of a dotted name. `rollout.engine_args` is a dict, all else has attributes."""
+    for part in name.split("."):
+        config = config[part] if isinstance(config, dict) else getattr(config, part)
+    return config
+
+
+def check_choices(config: Any) -> list[str]:
+    """The keys whose value is none of their choices, or names no function."""
+    problems = []
+    for name, key in schema_keys(type(config)).items():
+        value = get_value(config, name)
+        if key.functions is not None:
+            problems += _function_problem(value, key, name)
+        elif key.choices and value is not None and value not in key.choices:
+            *others, last = key.choices
+            problems.append(f"{name}={value}: choose {', '.join(others)} or {last}")
+    return problems
+
+
+def _function_problem(value: str, key: Key, name: str) -> list[str]:
+    assert key.functions is not None
+    try:
+        function = find_function(value, key.functions, name)
+    except ValueError as error:
+        return [str(error)]
+    available = {entry.name for entry in fields(key.inputs)}
+    available.update(part for part in dir(key.inputs) if not part.startswith("_"))
+    required = set()
+    for parameter in inspect.signature(function).parameters.values():
+        is_named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if is_named and parameter.default is parameter.empty:
+            required.add(parameter.name)
+    unknown = ", ".join(sorted(required - available))
+    if unknown:
+        choices = ", ".join(sorted(available))
+        return [f"{name}={value} asks for {unknown}; it may ask for {choices}"]
+    return []
+
+
+def check_keys(config: Any, set_keys: set[str]) -> Checked:
+    """Values outside their range, unusual ones, and keys that the user set without an effect."""
+    problems = []
+    warnings = []
+    defaults = type(config)()
+    known = schema_keys(type(config))
+    for name, key in known.items():
+        value = get_value(config, name)
+        default = get_value(defaults, name)
+        follows = FOLLOWED_KEYS.get(name)
+        if value in (None, default) or (follows in known and value == get_value(config, follows)):
+            continue
+        for bound in broken_bounds(key, value):
+            problems.append(f"{name}={value}: it must {bound}; {_show_default(key, default)}")
+        if key.unusual_above is not None and value > key.unusual_above:
+            warnings.append(f"{name}={value} is unusually large: {key.unusual_effect}")
+        if key.unusual_below is not None and value < key.unusual_below:
+            warnings.append(f"{name}={value} is unusually small: {key.unusual_effect}")
+    for name, unused in unused_keys(config, set_keys).items():
+        message = f"{name}={get_value(config, name)} has no effect {unused.reason}"
+        (warnings if unused.is_harmless else problems).append(message)
+    return problems, warnings
+
+
+def broken_bounds(key: Key, value: Any) -> Iterator[str]:
+    """The bounds of the key's range that the value breaks, in words that follow "it must".
+
+    In a list every item has to be within them.
+    """
+    if isinstance(value, list):
+        for item in value:
+            yield from broken_bounds(key, item)
+        return
+    if isinstance(value, float) and math.isnan(value):
+        yield "be a number"
+        return
+    if value == math.inf and not key.may_be_infinite:
+        yield "be finite"
+    for name, (keeps, words) in BOUNDS.items():
+        bound = getattr(key, name)
+        if bound is not None and not keeps(value, bound):
+            yield f"{words} {bound}"
+
+
+def _show_default(key: Key, default: Any) -> str:
+    """The default, explained where it is outside the range (-1 = all)."""
+    is_special = default is not None and any(broken_bounds(key, default))
+    return f"the default is {default}" + (f" ({key.help})" if is_special else "")
+
+
+def follow_keys(config: DictConfig, set_keys: set[str]) -> None:
+    """Gives each key of FOLLOWED_KEYS that is not set, or null, the value of the key it follows."""
+    root: Any = OmegaConf.get_type(config)
+    known = schema_keys(root)
+    for name, followed in FOLLOWED_KEYS.items():
+        is_unset = name not in set_keys or OmegaConf.select(config, name) is None
+        if name in known and followed in known and is_unset:
+            OmegaConf.update(config, name, OmegaConf.select(config, followed))
+
+
+class Unused(NamedTuple):
+    """Why a key has no effect, in words that follow "has no effect"."""
+
+    reason: str
+    is_harmless: bool = False
+
+
+def unused_keys(config: Any, set_keys: set[str]) -> dict[str, Unused]:
+    """Key -> why the user's value has no effect, for each key that has none."""
+    found = {}
+    for name in sorted(non_default_keys(config, set_keys)):
+        parts = name.split(".")
+        for length in range(1, len(parts) + 1):  # its sections, then the key itself
+            unused = find_unused(config, ".".join(parts[:length]))
+            if unused:
+                found[name] = unused
+                break
+    return found
+
+
+def non_default_keys(config: Any, set_keys: set[str]) -> set[str]:
+    """The keys that the user set to another value than they have without being set.
+
+    Such a value has no effect to lose, and a whole config.yaml can be read back.
+    """
+    known = schema_keys(type(config))
+    defaults = type(config)()
+    changed = set()
+    for name in set_keys:
+        usual = []  # an argument of the engine has no usual value
+        if name in known:
+            usual.append(get_value(defaults, name))
+        if FOLLOWED_KEYS.get(name) in known:
+            usual.append(get_value(config, FOLLOWED_KEYS[name]))
+        if not usual or get_value(config, name) not in usual:
+            changed.add(name)
+    return changed
+
+
+def find_unused(config: Any, name: str) -> Unused | None:
+    """Why a section or a key has no effect, or None if it has one."""
+    key = schema_keys(type(config)).get(name)  # None: an argument of the engine
+    path = name.rpartition(".")[0]
+    section = get_value(config, path) if path else config
+    if key is None:
+        return None
+    condition = key.only_if
+    if condition and not condition.holds(config, section):
+        reason = condition.reason.format(config=config, section=section, path=path)
+        return Unused(reason, condition.is_harmless)
+    if key.setting_of:
+        reason = _setting_reason(config, name, key)
+        return Unused(reason) if reason else None
+    return None
+
+
+def _setting_reason(config: Any, name: str, key: Key) -> str:
+    """Why a setting of a function has no effect, or ""."""
+    path, _, setting = name.rpartition(".")
+    known = schema_keys(type(config))
+    function_key = f"{path}.{key.setting_of}"
+    table = known[function_key].functions
+    assert table is not None
+    function = get_value(config, function_key)
+    parameters = function_settings(function, table, function_key)
+    if setting in parameters:
+        return ""
+    if key.default_of in parameters and get_value(config, f"{path}.{key.default_of}") is None:
+        return ""
+    settings = [other for other in parameters if f"{path}.{other}" in known]
+    users = [other for other in table if setting in argument_names(table[other])]
+    used = f"which uses {', '.join(settings) or 'no setting'}"
+    return f"with {function_key}={function}, {used}; {setting} is used by {', '.join(users)}"
