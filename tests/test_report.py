@@ -142,11 +142,12 @@ def test_the_line_of_ppo_shows_what_is_wrong_and_what_there_is(capsys):
 def test_the_line_of_the_offline_trainers_has_loss_accuracy_and_margin(capsys):
     dpo = {"actor/loss": 0.6931, "actor/accuracy": 0.75, "actor/margin": 0.1, "actor/grad_norm": 2}
     rm = {"critic/loss": 0.6, "critic/accuracy": 0.5, "critic/margin": 0.0, "critic/grad_norm": 2}
+    rm["test/loss"] = 0.5
     times = {"time/step": 2.0, "time/update": 1.9, "tokens/per_second": 10.0}
     lines = console_lines(capsys, [{"step": 1, **dpo, **times}, {"step": 2, **rm, **times}])
     end = "tok/s 10  2.0s (update 1.9)"
     dpo_values = "loss 0.6931  accuracy 0.750  margin 0.100  grad 2.00"
-    rm_values = "loss 0.6000  accuracy 0.500  margin 0.000  critic grad 2.00"
+    rm_values = "loss 0.6000  accuracy 0.500  margin 0.000  test loss 0.5000  grad 2.00"
     assert lines[0].startswith(f"step 1/100  {dpo_values}  {end}")
     assert lines[1].startswith(f"step 2/100  {rm_values}  {end}")
 
@@ -256,7 +257,9 @@ def test_constant_rewards_of_a_critic_are_told_after_three_steps(tmp_path):
     steps = [STEP | same, STEP | same, STEP | {"critic/lr": 1e-6}, *[STEP | same] * 3]
     printed = [health.check(metrics | {"step": i}) for i, metrics in enumerate(steps, 1)]
     assert printed[:5] == [[]] * 5
-    assert printed[5][0].startswith("step 6 earned a constant reward: all 8 answers")
+    assert printed[5][0].startswith(
+        "step 6 earned a constant reward: for 3 steps in a row, all 8 answers"
+    )
 
 
 def skip_updates(health, first_step, num_steps, fraction=1.0):

@@ -23,15 +23,10 @@ class Column:
     is_shown_at_zero: bool = True
 
 
-TEST_COLUMNS = [
-    Column("test/reward/mean", "test reward", ".3f"),
-    Column("test/loss", "test loss", ".4f"),
-    Column("test/perplexity", "test perplexity", ".3f"),
-    Column("test/accuracy", "test accuracy", ".3f"),
-    Column("test/margin", "test margin", ".3f"),
-]
+SPEED_COLUMN = Column("tokens/per_second", "tok/s", ".0f")
 # The loss of PPO is not among them: it is near 0 whether the policy learns or not.
-ROLLOUT_COLUMNS = [
+PPO_COLUMNS = [
+    Column("test/reward/mean", "test reward", ".3f"),
     Column("rollout/truncated", "cut", ".0%"),
     Column("rollout/failed", "failed", ".0%", is_shown_at_zero=False),
     Column("actor/kl", "kl", ".4f"),
@@ -40,6 +35,11 @@ ROLLOUT_COLUMNS = [
     Column("actor/entropy", "entropy", ".3f"),
     Column("critic/loss", "value loss", ".4f"),
     Column("rollout/length", "length", ".0f"),
+    Column("actor/grad_norm", "grad", ".2f"),
+    Column("critic/grad_norm", "critic grad", ".2f"),
+    Column("actor/skipped", "skipped", ".0%", is_shown_at_zero=False),
+    Column("critic/skipped", "critic skipped", ".0%", is_shown_at_zero=False),
+    SPEED_COLUMN,
 ]
 OFFLINE_COLUMNS = [
     Column("actor/loss", "loss", ".4f"),
@@ -49,13 +49,15 @@ OFFLINE_COLUMNS = [
     Column("actor/margin", "margin", ".3f"),
     Column("critic/margin", "margin", ".3f"),
     Column("actor/kl", "kl", ".4f"),
-]
-UPDATE_COLUMNS = [
+    Column("test/loss", "test loss", ".4f"),
+    Column("test/perplexity", "test perplexity", ".3f"),
+    Column("test/accuracy", "test accuracy", ".3f"),
+    Column("test/margin", "test margin", ".3f"),
     Column("actor/grad_norm", "grad", ".2f"),
-    Column("critic/grad_norm", "critic grad", ".2f"),
+    Column("critic/grad_norm", "grad", ".2f"),
     Column("actor/skipped", "skipped", ".0%", is_shown_at_zero=False),
-    Column("critic/skipped", "critic skipped", ".0%", is_shown_at_zero=False),
-    Column("tokens/per_second", "tok/s", ".0f"),
+    Column("critic/skipped", "skipped", ".0%", is_shown_at_zero=False),
+    SPEED_COLUMN,
 ]
 
 
@@ -123,13 +125,11 @@ def describe_step(config: dict[str, Any]) -> list[str]:
 
 def format_line(metrics: dict[str, float], num_steps: int) -> str:
     """The line of a step, with the metrics that it has and its longest phase."""
-    is_rollout = "rollout/length" in metrics
     values = [f"step {metrics['step']}/{num_steps}"]
-    if is_rollout:
+    if "reward/mean" in metrics:
         values += _reward_values(metrics)
-    values += _format_columns(metrics, TEST_COLUMNS)
-    values += _format_columns(metrics, ROLLOUT_COLUMNS if is_rollout else OFFLINE_COLUMNS)
-    values += _format_columns(metrics, UPDATE_COLUMNS)
+    is_ppo = "reward/mean" in metrics or "test/reward/mean" in metrics
+    values += _format_columns(metrics, PPO_COLUMNS if is_ppo else OFFLINE_COLUMNS)
     phases = {}
     for metric, seconds in metrics.items():
         if metric.startswith("time/") and metric != "time/step":

@@ -95,7 +95,9 @@ class Health:
         self.last_reward = reward
         self.num_constant_steps = self.num_constant_steps + 1 if is_same else 1
         if "critic/lr" in metrics and self.num_constant_steps >= CONSTANT_STEPS:
-            yield Problem("earned a constant reward", _equal_rewards(metrics, self.config))
+            reason = _equal_rewards(metrics, self.config)
+            in_a_row = f"for {self.num_constant_steps} steps in a row, "
+            yield Problem("earned a constant reward", in_a_row + reason)
 
     def _divergence(self, worker: str, updates: "SkippedUpdates") -> str:
         """Why the run stops, and how to go on."""
