@@ -277,6 +277,8 @@ def test_all_problems_come_at_once_and_once(base, capsys, monkeypatch):
         "actor.lr= 1",
         "--lr 1",
         "data.path=",
+        "data.path=a(b)",
+        "actor.model_name=null",
         "data.prompts_per_rollout=-8 actor.update_per_rollout=500",
         "data.responses_per_prompt=0",
         "data.max_length=-1",
@@ -492,7 +494,7 @@ def test_recipes_round_trip_and_overrides_win(base, capsys, tmp_path):
     (tmp_path / "recipes/mine.yaml").write_text("actor:\n  lrr: 1\ntrainer:\n  resume: off\n")
     text = problems([*base, "--config-dir=recipes", "--config-name", "mine"], capsys)
     assert "unknown key actor.lrr=1" in text and "mine.yaml)" in text
-    assert "trainer.resume=False: this key is a text, so quote it" in text
+    assert "trainer.resume=false: this key is a text, so quote it" in text
     (tmp_path / "recipes/mine.yaml").write_text("actor: [")
     assert "not readable YAML" in problems(
         [*base, "--config-dir=recipes", "--config-name", "mine"], capsys

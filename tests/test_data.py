@@ -169,12 +169,12 @@ GOOD = '{"messages": [{"role": "user", "content": "x"}], "answer": 1}'
         ),
         (
             '{"question": "x", "label": 1}',
-            "column 'messages' is missing; the row has question, label; rl2 reads messages, prompt "
-            "and conversations; data.columns.NAME=messages renames one",
+            "column 'messages' is missing; the row has question, label; prompt and conversations "
+            "are read too; data.columns.OLD=messages renames a column",
         ),
         (
             '{"messages": [{"role": "human", "content": "x"}], "answer": 1}',
-            "the role 'human' is called 'user'",
+            "the role 'human' is unknown; write 'user'",
         ),
         (
             '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
@@ -204,17 +204,16 @@ def test_tool_calls_need_no_content():
     read_ppo_row({"messages": [call, {"role": "tool", "content": "5"}], "answer": None})
 
 
-def test_first_problems_are_listed_together_with_their_number(tmp_path):
-    rows = [{"messages": ""}] * 7 + [{"messages": "x", "answer": 0}]
+def test_problems_are_listed_once_with_their_number(tmp_path):
+    rows = [{"messages": ""}] * 3 + [{"messages": i} for i in range(7)]
     with pytest.raises(ValueError) as error:
-        load_rows(write(tmp_path / "a.parquet", rows[:7]), read=read_ppo_row)
+        load_rows(write(tmp_path / "a.parquet", rows[:3]), read=read_ppo_row)
+    first, second = str(error.value).splitlines()
+    assert "(3)" in first and "a.parquet, row 1: " in second and second.endswith("(2 more rows)")
+    with pytest.raises(ValueError) as error:
+        load_rows(write(tmp_path / "a.jsonl", rows), read=read_ppo_row)
     lines = str(error.value).splitlines()
-    assert (
-        "(7)" in lines[0]
-        and len(lines) == 7
-        and "a.parquet, row 5" in lines[5]
-        and lines[6] == "... and 2 more"
-    )
+    assert "(10)" in lines[0] and len(lines) == 7 and lines[6] == "... and 3 other problems"
 
 
 def test_csv_row_is_named_by_its_first_line(tmp_path):
@@ -272,6 +271,14 @@ def test_missing_file_empty_folder_and_unknown_hub_name_are_refused(tmp_path, mo
         ValueError, match="data path other/set: .*the hub says: other/set is not on the hub"
     ):
         load_rows("other/set")
+
+
+def test_a_model_without_a_template_is_named_with_the_remedy():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="row 0 .*chat_template is not set.*plain text"):
+        make_prompts(make_rows([1]), tokenizer=tokenizer)
+    assert len(make_prompts([{"messages": "w"}], tokenizer=tokenizer)) == 1
 
 
 def test_prompts_are_the_templates_tokens_and_tools_pass_through():

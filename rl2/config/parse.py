@@ -4,6 +4,7 @@
 """
 
 import difflib
+import json
 import os
 import re
 import shlex
@@ -83,7 +84,8 @@ def parse(root: type, argv: list[str], find_problems: FindProblems | None = None
     follow_keys(config, set_keys)
     missing = sorted(OmegaConf.missing_keys(config))
     if not arguments.shows_config:
-        unset = [key for key in missing if key not in set_keys]
+        tried_keys = set_keys | {problem.partition("=")[0] for problem in problems}
+        unset = [key for key in missing if key not in tried_keys]
         problems += [f"{key} is missing: {schema_keys(root)[key].help}" for key in unset]
     result = to_object(config, missing)
     if arguments.shows_config and not problems + check_choices(result):
@@ -254,9 +256,11 @@ def read_overrides(words: list[str]) -> tuple[list[Assignment], list[str]]:
     parser = OverridesParser.create()
     for word in words:
         key, equals, text = word.partition("=")
-        if key[:1] in "+~" or not equals:
-            remedy = "write key=value; every key exists already, so + and ~ are not needed"
-            problems.append(f"{word!r} sets no key: {remedy}")
+        if key[:1] in ("+", "~"):
+            problems.append(f"{word!r} sets no key: every key exists, so + and ~ are not needed")
+            continue
+        if not key or not equals:
+            problems.append(f"{word!r} sets no key: write key=value")
             continue
         is_readable_key = re.fullmatch(r"\w+(\.\w+)*", key)
         if text.startswith("~/") or not is_readable_key:  # Hydra takes neither
@@ -370,7 +374,7 @@ def set_value(config: Any, node: Any, key: str, value: Any) -> str:
     if isinstance(node, StringNode) and value == "":
         return f"{key}= is empty: write a value, or leave the key out; is a shell variable unset?"
     if isinstance(node, StringNode) and isinstance(value, bool):
-        return f"{key}={value}: this key is a text, so quote it: 'true', 'false', 'on' or 'off'"
+        return f"{key}={_shown(value)}: this key is a text, so quote it, as '{key}=\"on\"'"
     if isinstance(node, IntegerNode) and isinstance(value, float) and value.is_integer():
         value = int(value)  # 1e3
     if isinstance(value, str) and value.startswith("~/"):
@@ -378,8 +382,13 @@ def set_value(config: Any, node: Any, key: str, value: Any) -> str:
     try:
         OmegaConf.update(config, key, value, force_add=node is None)
     except OmegaConfBaseException:
-        return f"{key}={value}: expected {_describe_type(node)}"
+        return f"{key}={_shown(value)}: expected {_describe_type(node)}"
     return ""
+
+
+def _shown(value: Any) -> str:
+    """A value as one writes it on the command line."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _describe_type(node: Any) -> str:

@@ -38,6 +38,11 @@ def render(
     """
     if isinstance(messages, str):
         return _prepend_bos(tokenizer, messages)
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "tokenizer.chat_template is not set, as in base models: give the rows as plain text, "
+            "or the model folder a template (docs/models.md)"
+        )
     messages = _replace_unknown_tool_role(tokenizer, messages, tools)
     try:
         return _apply_template(tokenizer, messages, tools, add_generation_prompt)

@@ -72,7 +72,8 @@ def read_sft_row(row: dict) -> ReadRow:
     if "text" in row and (source is None or source == "prompt" and completion is None):
         return {**row, "messages": text_column(row, "text")}, []
     if source == "prompt" and completion is None:
-        raise ValueError(f"column 'prompt' needs 'completion' beside it; {describe_columns(row)}")
+        columns = describe_columns(row, "completion")
+        raise ValueError(f"column 'prompt' needs 'completion' beside it; {columns}")
     row, notes = _read_messages(row)
     check_messages(row)
     reply = row.pop(completion) if completion else None
@@ -93,7 +94,7 @@ def read_pair_row(row: dict) -> ReadRow:
     """
     for name in ("chosen", "rejected"):
         if name not in row:
-            raise ValueError(f"column '{name}' is missing; {describe_columns(row)}")
+            raise ValueError(f"column '{name}' is missing; {describe_columns(row, name)}")
     chosen, rejected = _to_messages(row["chosen"]), _to_messages(row["rejected"])
     if chosen == rejected:
         raise ValueError(

@@ -13,13 +13,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MISTAKEN_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 MAX_SHOWN_CHARACTERS = 100  # of a wrong value, in a message
-UNDERSTOOD = "rl2 reads messages, prompt and conversations; data.columns.NAME=messages renames one"
 
 
 def check_messages(row: dict, column: str = "messages") -> None:
     """ValueError unless the column is text or a list of messages, and not empty."""
     if row.get(column) is None and column not in row:
-        raise ValueError(f"column '{column}' is missing; {describe_columns(row)}")
+        raise ValueError(f"column '{column}' is missing; {describe_columns(row, column)}")
     messages = row[column]
     if not isinstance(messages, str | list) or not messages:
         raise ValueError(
@@ -55,7 +54,7 @@ def check_reply(messages: list[dict], column: str = "messages") -> None:
 def text_column(row: dict, column: str) -> str:
     """The text in a column. ValueError if it is missing, empty or no text."""
     if column not in row:
-        raise ValueError(f"column '{column}' is missing; {describe_columns(row)}")
+        raise ValueError(f"column '{column}' is missing; {describe_columns(row, column)}")
     text = row[column]
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"column '{column}': expected text, not empty, got {abbreviate(text)}")
@@ -77,9 +76,12 @@ def find_oddities(row: dict) -> list[str]:
     return warnings
 
 
-def describe_columns(row: dict) -> str:
-    """What the row has and what rl2 reads, for a row that lacks a column."""
-    return f"the row has {', '.join(row) or 'no column'}; {UNDERSTOOD}"
+def describe_columns(row: dict, missing: str) -> str:
+    """What the row has, and the remedy for the column that it lacks."""
+    remedy = f"data.columns.OLD={missing} renames a column"
+    if missing == "messages":
+        remedy = f"prompt and conversations are read too; {remedy}"
+    return f"the row has {', '.join(row) or 'no column'}; {remedy}"
 
 
 def abbreviate(value: Any) -> str:
@@ -98,7 +100,8 @@ def _check_message(message: Any, column: str) -> None:
         )
     role = message["role"]
     if role in MISTAKEN_ROLES:
-        raise ValueError(f"column '{column}': the role {role!r} is called {MISTAKEN_ROLES[role]!r}")
+        known = MISTAKEN_ROLES[role]
+        raise ValueError(f"column '{column}': the role {role!r} is unknown; write {known!r}")
     content = message.get("content")
     if not isinstance(content, str | list) and not message.get("tool_calls"):
         raise ValueError(

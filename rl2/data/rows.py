@@ -51,7 +51,8 @@ def load_rows(
     the lines of a jsonl or csv file, from 1 in other formats. The first process prints, once, how
     rows were read that are not in rl2's own form.
     """
-    rows, problems = [], []
+    rows = []
+    problems: dict[str, list[str]] = {}  # what is wrong -> where
     counts: Counter[str] = Counter()
     first_locations: dict[str, str] = {}
     for location, raw_row in itertools.islice(_read_rows(path, split), limit):
@@ -60,23 +61,32 @@ def load_rows(
             row = _parse_row(raw_row, columns or {})
             row, notes = read(row) if read else (row, [])
         except ValueError as error:
-            problems.append(f"{location}: {error}")
+            problems.setdefault(str(error), []).append(location)
             continue
         rows.append(row)
         counts.update(notes)
         for note in notes:
             first_locations.setdefault(note, location)
     if problems:
-        listed = problems[:MAX_LISTED_PROBLEMS]
-        if len(problems) > len(listed):
-            listed.append(f"... and {len(problems) - len(listed)} more")
-        raise ValueError(f"malformed rows in {path} ({len(problems)}):\n" + "\n".join(listed))
+        raise ValueError(_describe_problems(path, problems))
     if not rows:
         raise ValueError(f"{path} has no rows (split {split})")
     if os.environ.get("RANK", "0") == "0":
         for note, count in counts.items():
-            print(f"{note} ({count} of {len(rows)} rows, first {first_locations[note]})")
+            place = f"{count} of {len(rows)} rows, first {first_locations[note]}"
+            print(f"{note} ({place})", flush=True)
     return rows
+
+
+def _describe_problems(path: str, problems: dict[str, list[str]]) -> str:
+    """The first problems, each with its first row and the number of others that have it."""
+    num_rows = sum(len(locations) for locations in problems.values())
+    lines = [f"malformed rows in {path} ({num_rows}):"]
+    for problem, (first, *others) in itertools.islice(problems.items(), MAX_LISTED_PROBLEMS):
+        lines.append(f"{first}: {problem}" + (f" ({len(others)} more rows)" if others else ""))
+    if len(problems) > MAX_LISTED_PROBLEMS:
+        lines.append(f"... and {len(problems) - MAX_LISTED_PROBLEMS} other problems")
+    return "\n".join(lines)
 
 
 def _parse_row(raw_row: Any, columns: dict[str, str]) -> dict:
@@ -154,6 +164,8 @@ def _load_from_hub(path: str, split: str) -> Iterable[dict]:
     from datasets import load_dataset  # slow to import, and not needed for files
 
     name, _, configuration = path.partition(":")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{name} is no file here: asking the Hugging Face hub ...", flush=True)
     try:
         return load_dataset(name, configuration or None, split=split)
     except (OSError, ValueError) as error:  # not found, offline, unknown split or configuration

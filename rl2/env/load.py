@@ -5,7 +5,7 @@ import importlib.util
 import inspect
 import itertools
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from types import ModuleType
 
 from rl2.env.call import Env, user_traceback
@@ -140,19 +140,23 @@ async def _try_calls(env: Env, rows: list[dict], with_interact: bool) -> list[st
     """The failures of the environment on each row with each trial reply, tried side by side."""
     tries = []
     calls = [env.score, env.interact] if with_interact else [env.score]
-    for row, reply, call in itertools.product(rows, TRIAL_REPLIES, calls):
+    for row, call, reply in itertools.product(rows, calls, TRIAL_REPLIES):
         prompt = row["messages"]
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        messages = [*prompt, {"role": "assistant", "content": reply}]
-        tries.append(_find_failure(call(messages, row), reply))
-    return [problem for problem in await asyncio.gather(*tries) if problem]
+        tries.append(call([*prompt, {"role": "assistant", "content": reply}], row))
+    results = await asyncio.gather(*tries, return_exceptions=True)
+    replies_of: dict[str, list[str]] = {}  # failure -> the replies that had it
+    for result, reply in zip(results, itertools.cycle(TRIAL_REPLIES), strict=False):
+        if isinstance(result, EnvError):
+            replies_of.setdefault(str(result), []).append(reply)
+        elif isinstance(result, BaseException):
+            raise result
+    return [_describe_failure(failure, set(replies)) for failure, replies in replies_of.items()]
 
 
-async def _find_failure(call: Awaitable, reply: str) -> str:
-    """What the call with this reply of the assistant raises, or ""."""
-    try:
-        await call
-    except EnvError as error:
-        return f"with the reply {reply!r}, {error}"
-    return ""
+def _describe_failure(failure: str, replies: set[str]) -> str:
+    """The failure, with the reply of the assistant if other replies have another result."""
+    if len(replies) == len(TRIAL_REPLIES):
+        return failure
+    return f"with the reply {replies.pop()!r}, {failure}"
