@@ -51,7 +51,12 @@ RULES = [  # (refused, what the message says, accepted)
     ("actor.lr=fast", "actor.lr=fast: expected a number", "actor.lr=1e-5"),
     ("data.max_length=1.5", "data.max_length=1.5: expected a whole number", "data.max_length=1e2"),
     ("trainer.max_steps=1e-2", "expected a whole number or null", "trainer.max_steps=1e2"),
-    ("actor.lora_targets=q", "expected a list, as [a,b]", ""),
+    ("actor.lora_targets=q", "expected a list, as 'actor.lora_targets=[a,b]'", ""),
+    (
+        "data.columns=question:messages",
+        "expected a map, as data.columns.NAME=VALUE",
+        "data.columns.question=messages",
+    ),
     ("actor.share_prompts=maybe", "expected true or false", "actor.share_prompts=false"),
     ("trainer.project=true", "is a text, so quote it", "trainer.project=x"),
     ("data.test_path=", "data.test_path= is empty: write a value", "data.test_path=null"),
@@ -301,6 +306,16 @@ def test_the_remedy_for_quotes_can_be_pasted(base, capsys):
         text = problems([*base, f"trainer.project={name}"], capsys).strip()
         remedy = re.search(r"(?:write|for a text) (\S.*)$", text)[1]
         assert parse(PPOConfig, [*base, *shlex.split(remedy)]).trainer.project == name
+
+
+def test_columns_are_a_map_that_reads_back(base, tmp_path):
+    columns = {"question": "messages", "my label": "answer"}
+    config = parse(PPOConfig, [*base, "data.columns={question: messages, my label: answer}"])
+    assert config.data.columns == columns
+    (tmp_path / "again.yaml").write_text(dump(config))
+    assert parse(PPOConfig, ["--config-name=again"]).data.columns == columns
+    config = parse(PPOConfig, [*base, "data.columns.question=prompt", "data.columns.label=answer"])
+    assert config.data.columns == {"question": "prompt", "label": "answer"}
 
 
 def test_a_key_that_is_set_twice_warns(base, capsys):

@@ -382,7 +382,7 @@ def set_value(config: Any, node: Any, key: str, value: Any) -> str:
     try:
         OmegaConf.update(config, key, value, force_add=node is None)
     except OmegaConfBaseException:
-        return f"{key}={_shown(value)}: expected {_describe_type(node)}"
+        return f"{key}={_shown(value)}: expected {_describe_type(node, key)}"
     return ""
 
 
@@ -391,15 +391,15 @@ def _shown(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def _describe_type(node: Any) -> str:
+def _describe_type(node: Any, key: str) -> str:
     kinds: dict[type, str] = {
         IntegerNode: "a whole number",
         FloatNode: "a number",
         BooleanNode: "true or false",
         StringNode: "a text",
-        ListConfig: "a list, as [a,b]",
+        ListConfig: f"a list, as '{key}=[a,b]'",
     }
-    kind = kinds.get(type(node), "a map, as KEY.NAME=VALUE")
+    kind = kinds.get(type(node), f"a map, as {key}.NAME=VALUE")
     return f"{kind} or null" if node is not None and node._is_optional() else kind
 
 
