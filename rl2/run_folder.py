@@ -1,219 +1,455 @@
-"""The folder of a run on disk: made ready, and checkpoints that are whole or absent."""
+"""The folder of a run: it belongs to one run, nothing in it is lost, and all ranks agree on it."""
 
+import hashlib
+import importlib.metadata
 import json
 import os
-import random
+import platform
 import shutil
-from collections.abc import Iterable
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
+import yaml
 
-from rl2.parallel.mesh import is_single_process
+from rl2.checkpoints import (
+    Checkpoints,
+    Parts,
+    Resumable,
+    explain_damage,
+    put_in_place,
+    step_of,
+    sweep,
+)
+from rl2.config.changes import DATA, RunIdentity, find_changes, identify
+from rl2.config.parse import dump, flatten
+from rl2.data.rows import hash_data
+from rl2.parallel.mesh import all_gather_objects
+from rl2.run_lock import RunLock
+
+PACKAGE = Path(__file__).parent
+PROBE_BYTES = 2**20  # written to see whether the disk has room
+SECONDS_TO_SEE_A_FILE = 15.0  # that another node has written
+EVERYTHING = -1  # the step after which all of an earlier run is set aside
 
 
-class Resumable(Protocol):
-    """A part of the run whose state is in the checkpoint, such as a worker."""
+class RowCounter(Resumable, Protocol):
+    """The part "data": the position in the training rows."""
 
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-Parts = dict[str, Resumable]  # by name
+    @property
+    def rows_done(self) -> int: ...
 
 
-class Checkpoints:
-    """`folder`/step_N holds everything that the run needs to go on after step N.
+class Start(NamedTuple):
+    """Where a run starts."""
 
-    A checkpoint is written under another name. It is renamed when every process has finished and
-    the disk has it: a folder called step_N is whole, whenever the run was killed. The newest `keep`
-    stay (None = all). Several nodes need a folder that all of them see.
+    checkpoint: Path | None = None
+    step: int = 0  # the steps that are done
+    rows: int = 0  # the training rows that are done, over all epochs
+    num_steps: int = 0  # that the run of the checkpoint was laid out for
+    keeps_data: bool = True  # the rows are those of the checkpoint
+
+
+class RunFolder:
+    """The folder of one run, from its lock to its exports.
+
+    `RunFolder(config)` comes first of all: rank 0 takes the lock and compares the run with what is
+    in the folder. `agree` follows when the process group is there, `count_steps` when the rows are
+    there, and `resume` when the models are there.
     """
 
-    def __init__(self, folder: str | os.PathLike, keep: int | None = None):
-        self.folder = Path(folder)
-        self.keep = keep
+    def __init__(self, config: Any):
+        """ValueError if the folder cannot be written, or belongs to another run or experiment."""
+        trainer = config.trainer
+        self.config = config
+        self.path = Path(trainer.save_dir)
+        self.checkpoints = Checkpoints(self.path / "checkpoints", trainer.keep_checkpoints)
+        self.identity = identify(config, hash_data(config.data.path))
+        self.start = Start()
+        self.hosts = [socket.gethostname()]
+        self.is_first = os.environ.get("RANK", "0") == "0"
+        if self.is_first:
+            _check_writable(self.path)
+            self.lock = RunLock(self.path)
+            self.lock.acquire()
+            sweep(self.checkpoints.folder, "step_")
+            sweep(self.path, "model")
+            self.start = self._find_start()
 
-    def steps(self) -> list[int]:
-        """The steps that can be resumed, oldest first."""
-        names = [path.name.removeprefix("step_") for path in self.folder.glob("step_*")]
-        return sorted(int(name) for name in names if name.isdigit())
+    # What to go on from.
 
-    def path(self, step: int) -> Path:
-        return self.folder / f"step_{step}"
+    def _find_start(self) -> Start:
+        mode, _, named = self.config.trainer.resume.partition(":")
+        is_forced = mode == "force"
+        if mode not in ("auto", "off", "force"):
+            named = self.config.trainer.resume
+        if self._was_restarted_by_torchrun() and self.checkpoints.newest():
+            mode, named = "auto", ""
+        if mode == "off":
+            return Start()
+        checkpoint = _find_checkpoint(Path(named)) if named else self.checkpoints.newest()
+        if checkpoint is None and not self._has_a_run():
+            return Start()
+        record = _read_record(checkpoint or self.path)
+        keeps_data = self._compare(checkpoint or self.path, record, is_forced)
+        if checkpoint is None:
+            return Start()
+        return Start(
+            checkpoint,
+            record["step"],
+            record.get("rows", 0) if keeps_data else 0,
+            record.get("num_steps", 0),
+            keeps_data,
+        )
 
-    def save(self, step: int, parts: Parts, config: str) -> None:
-        """Writes the state of all parts after `step` steps, with the config as YAML.
+    def _was_restarted_by_torchrun(self) -> bool:
+        """Whether this launch has begun in the folder already. Then it goes on from there."""
+        starts = _read_record(self.path).get("starts", [])
+        is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        return is_restart and bool(starts) and starts[-1].get("launch") == _launch()
 
-        All processes must call. What is no sharded tensor must be the same on each of them.
-        RuntimeError if it could not be written; the checkpoints before it stay.
+    def _has_a_run(self) -> bool:
+        metrics = self.path / "metrics.jsonl"
+        has_metrics = metrics.exists() and metrics.stat().st_size > 0
+        return has_metrics or (self.path / "model").exists()
+
+    def _compare(self, folder: Path, record: dict[str, Any], is_forced: bool) -> bool:
+        """Prints what has changed since the run in `folder`. Returns whether it had the same rows.
+
+        ValueError if it was another experiment, unless that is forced.
         """
-        partial = self.folder / f"step_{step}.partial"
-        is_first = dist.get_rank() == 0
-        if is_first:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        dist.barrier()
-        self._write_parts(step, parts, partial)
-        torch.save(_random_states(), partial / f"random_{dist.get_rank()}.pt")
-        dist.barrier()
-        if is_first:
-            run = {"step": step, "world_size": dist.get_world_size()}
-            (partial / "config.yaml").write_text(config)
-            (partial / "run.json").write_text(json.dumps(run))
-            _sync_to_disk(partial)
-            shutil.rmtree(self.path(step), ignore_errors=True)
-            partial.rename(self.path(step))
-            _sync_to_disk(self.folder)
-            for old_step in self.steps()[: -self.keep] if self.keep else []:
-                shutil.rmtree(self.path(old_step))
-        dist.barrier()
+        if "identity" not in record or not (folder / "config.yaml").exists():
+            return True
+        config = flatten(yaml.safe_load((folder / "config.yaml").read_text()))
+        before = RunIdentity(config=dict(config), **record["identity"])
+        experiment, others = find_changes(type(self.config), before, self.identity)
+        if experiment and not is_forced:
+            listed = "".join(f"\n  - {change}" for change in experiment)
+            raise ValueError(
+                f"{folder} is of another experiment:{listed}\n"
+                "trainer.experiment_name=NAME gives this run a folder of its own; "
+                "trainer.resume=off starts anew here and sets the old run aside; "
+                f"trainer.resume=force{self._forced_folder()} goes on regardless"
+            )
+        if experiment + others:
+            print(f"changed since {folder}:", *experiment, *others, sep="\n  ", flush=True)
+        return not any(change.startswith(f"{DATA}:") for change in experiment)
 
-    def _write_parts(self, step: int, parts: Parts, folder: Path) -> None:
-        states = {name: part.state_dict() for name, part in parts.items()}
-        try:
-            dcp.save(states, checkpoint_id=folder, no_dist=is_single_process())
-        except CheckpointException as error:
-            reason, _ = next(iter(error.failures.values()))
-            newest = "there is no other yet"
-            if self.steps():
-                newest = f"step_{self.steps()[-1]} is the newest whole one"
-            raise RuntimeError(
-                f"the checkpoint of step {step} could not be written: {reason}; {newest}"
-            ) from error
+    def _forced_folder(self) -> str:
+        resume = self.config.trainer.resume
+        return "" if resume == "auto" else f":{resume}"
 
-    def load(self, path: str | os.PathLike, parts: Parts) -> int:
-        """Restores all parts and the random states from a step_N folder. Returns its step.
+    # The agreement of all ranks.
 
-        The number of processes may differ from the one that saved. Then each process keeps its own
-        random states.
+    def agree(self) -> None:
+        """Ends the run on all ranks unless they have the same folder, config, data and code.
+
+        All processes must call. ValueError names the ranks that differ from rank 0.
         """
-        path = Path(path)
-        run = json.loads((path / "run.json").read_text())
-        states = {name: part.state_dict() for name, part in parts.items()}
-        dcp.load(states, checkpoint_id=path, no_dist=is_single_process())
-        for name, part in parts.items():
-            part.load_state_dict(states[name])
-        if run["world_size"] == dist.get_world_size():
-            random_file = path / f"random_{dist.get_rank()}.pt"
-            _set_random_states(torch.load(random_file, weights_only=False))
-        return run["step"]
+        mine = {
+            **{f"{key}={value}": "" for key, value in self.identity.config.items()},
+            **{f"the content of {key}": text for key, text in self.identity.contents.items()},
+            "the code of rl2": _hash_package(),
+            **versions(),
+        }
+        lock = (self.lock.path, self.lock.path.read_text()) if self.is_first else None
+        ranks = all_gather_objects((socket.gethostname(), lock, self.start, mine))
+        hosts = [host for host, *_ in ranks]
+        self.hosts = list(dict.fromkeys(hosts))
+        _, lock, self.start, expected = ranks[0]
+        place = f"rank {dist.get_rank()} on {hosts[dist.get_rank()]}"
+        differing = [key for key, value in mine.items() if expected.get(key) != value]
+        problems = [f"{place} differs from rank 0 on {hosts[0]} in {key}" for key in differing]
+        if not _sees(*lock):
+            problems = [
+                f"{place} does not see {self.path.absolute()} of rank 0 on {hosts[0]}: all nodes "
+                "need trainer.save_dir in a folder that they share"
+            ]
+        problems = [text for part in all_gather_objects(problems) for text in part]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    # The length of the run.
+
+    def count_steps(self, num_rows: int, batch_size: int) -> int:
+        """The number of the last step. Rows that are done already are not counted again.
+
+        Says how to go on and ends the program if all steps are done.
+        """
+        trainer = self.config.trainer
+        left = trainer.n_epochs * num_rows - self.start.rows
+        num_steps = self.start.step + max(left // batch_size, 0)
+        if self.start.checkpoint is None:
+            num_steps = max(1, num_steps)
+        num_steps = min(num_steps, trainer.max_steps or num_steps)
+        if self.is_first and self.start.num_steps not in (0, num_steps):
+            schedule = "the learning rate's schedule ends there"
+            print(f"changed: {self.start.num_steps} -> {num_steps} steps; {schedule}", flush=True)
+        if self.start.checkpoint and num_steps <= self.start.step and self._is_exported():
+            if self.is_first:
+                print(
+                    f"{self.path}: all steps are done (the newest checkpoint is of step "
+                    f"{self.start.step}), and model/ is there. To go on raise trainer.n_epochs or "
+                    "trainer.max_steps; trainer.resume=off starts anew and sets this run aside.",
+                    flush=True,
+                )
+            dist.destroy_process_group()
+            sys.exit(0)
+        return num_steps
+
+    def _is_exported(self) -> bool:
+        is_current = _read_record(self.path).get("model_step") == self.start.step
+        return is_current and (self.path / "model").exists()
+
+    # Going on.
+
+    def resume(self, parts: Parts, num_steps: int) -> None:
+        """Restores the parts, and makes the folder ready for the next step.
+
+        All processes must call. What belongs to later steps, or to another run, is set aside.
+        """
+        checkpoint = self.start.checkpoint
+        self.num_steps = num_steps
+        if checkpoint:
+            kept = dict(parts)
+            if not self.start.keeps_data:
+                del kept["data"]
+            self.checkpoints.load(checkpoint, kept)
+        if self.is_first:
+            own = self.checkpoints.folder.resolve()
+            is_own = checkpoint is not None and checkpoint.resolve().parent == own
+            self._set_aside(self.start.step if is_own else EVERYTHING)
+            self._write_run_files(is_own)
+            if checkpoint:
+                done = f"{self.start.step} of {num_steps} steps are done"
+                print(f"resumed from {checkpoint}: {done}", flush=True)
+        dist.barrier()
+
+    def _write_run_files(self, goes_on: bool) -> None:
+        record = _read_record(self.path) if goes_on else {}
+        record["identity"] = self._identity_record()
+        record.setdefault("starts", []).append(self._describe_start())
+        (self.path / "config.yaml").write_text(dump(self.config))
+        _write_json(self.path / "run.json", record)
+
+    def _identity_record(self) -> dict[str, Any]:
+        return {"trainer": self.identity.trainer, "contents": self.identity.contents}
+
+    def _describe_start(self) -> dict[str, Any]:
+        return {
+            "time": time.strftime("%Y-%m-%d %H:%M:%S%z"),
+            "step": self.start.step,
+            "command": sys.argv,
+            "hosts": self.hosts,
+            "world_size": dist.get_world_size(),
+            "seed": self.config.trainer.seed,
+            "versions": versions(),
+            "commit": describe_commit(),
+            "launch": _launch(),
+        }
+
+    def _set_aside(self, step: int) -> None:
+        """Moves what an earlier run made after `step` to branches/N. Nothing is deleted.
+
+        Each entry is renamed for itself, so the folder may be a mount point. Checkpoints go first:
+        after a kill in between, a run goes on from one that is still there.
+        """
+        later = self._entries_after(step)
+        metrics = self.path / "metrics.jsonl"
+        kept_lines, later_lines = _split_metrics(metrics, step)
+        if later or later_lines:
+            branch = self._new_branch()
+            for source in later:
+                target = branch / source.relative_to(self.path)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(source, target)
+            (branch / "metrics.jsonl").write_text("".join(later_lines))
+            entries = "the earlier run" if step == EVERYTHING else f"what came after step {step}"
+            print(f"{entries} is now in {branch}", flush=True)
+        if metrics.exists():
+            _write_text(metrics, "".join(kept_lines))
+
+    def _entries_after(self, step: int) -> list[Path]:
+        """The checkpoints, the newest first, the model and the transcripts of later steps."""
+        steps = self.checkpoints.steps()
+        entries = [self.checkpoints.path(later) for later in reversed(steps) if later > step]
+        # A model of which no step is known counts as later.
+        model_step = _read_record(self.path).get("model_step", step + 1)
+        if (self.path / "model").exists() and model_step > step:
+            entries.append(self.path / "model")
+        if step == EVERYTHING:  # a new run has a new name in the services that show it
+            entries += self.path.glob("wandb_id")
+        transcripts = self.path.glob("rollouts/*/step_*")
+        return entries + [path for path in transcripts if step_of(path) > step]
+
+    def _new_branch(self) -> Path:
+        """A new folder branches/N, with copies of the files that say what the run was."""
+        numbers = [int(path.name) for path in self.path.glob("branches/*") if path.name.isdigit()]
+        branch = self.path / "branches" / str(max(numbers, default=0) + 1)
+        branch.mkdir(parents=True)
+        for name in ("config.yaml", "run.json"):
+            if (self.path / name).exists():
+                shutil.copy2(self.path / name, branch / name)
+        return branch
+
+    # Writing.
+
+    def save(self, step: int, parts: Parts) -> None:
+        """Writes a checkpoint. All processes must call."""
+        counter: Any = parts["data"]
+        record = {
+            "step": step,
+            "rows": counter.rows_done,
+            "num_steps": self.num_steps,
+            "world_size": dist.get_world_size(),
+            "identity": self._identity_record(),
+        }
+        texts = {"config.yaml": dump(self.config), "run.json": json.dumps(record)}
+        self.checkpoints.save(step, parts, texts)
+
+    @contextmanager
+    def exporting(self, step: int) -> Iterator[str]:
+        """Gives the folder into which the final model is written. It becomes model/ after that."""
+        partial = self.path / "model.partial"
+        yield str(partial)
+        if self.is_first:
+            put_in_place(partial, self.path / "model")
+            _write_json(self.path / "run.json", _read_record(self.path) | {"model_step": step})
+            print(f"model saved to {self.path / 'model'}", flush=True)
+
+    def write_records(self, split: str, step: int, records: Iterable[dict[str, Any]]) -> None:
+        """Writes the transcripts of a step to rollouts/`split`/step_N.jsonl, on rank 0."""
+        if not self.is_first:
+            return
+        path = self.path / "rollouts" / split / f"step_{step}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(record, ensure_ascii=False, default=str) for record in records]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def find_checkpoint(resume: str, folder: str | os.PathLike) -> Path | None:
-    """The step_N folder that `trainer.resume` names; None to start anew.
+def _check_writable(folder: Path) -> None:
+    """ValueError if the run folder cannot be made or written, or its disk is full."""
+    probe = folder / "probe.partial"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(bytes(PROBE_BYTES))
+        probe.unlink()
+    except OSError as error:
+        probe.unlink(missing_ok=True) if folder.is_dir() else None
+        reason = "it is a file" if folder.is_file() else str(error)
+        raise ValueError(
+            f"trainer.save_dir={folder} cannot be written: {reason}; choose another folder"
+        ) from error
 
-    `resume` is auto (the newest in `folder`, if any), off, a step_N folder, or a folder that holds
-    some. ValueError if a folder is named that holds no complete checkpoint.
-    """
-    if resume == "off":
-        return None
-    if resume == "auto":
-        return _newest_checkpoint(Path(folder))
-    named = Path(resume)
-    if named.suffix != ".partial" and (named / "run.json").exists():
+
+def _find_checkpoint(named: Path) -> Path:
+    """The checkpoint that trainer.resume=`named` means: a step_N folder, or one that holds some."""
+    if named.suffix == "" and (named / "run.json").exists() and named.name.startswith("step_"):
         return named
-    newest = _newest_checkpoint(named) or _newest_checkpoint(named / "checkpoints")
+    newest = Checkpoints(named).newest() or Checkpoints(named / "checkpoints").newest()
     if newest is None:
         raise ValueError(
-            f"trainer.resume={resume}: no complete checkpoint (step_N) there; "
+            f"trainer.resume={named}: no complete checkpoint (step_N) there; "
             "give a step_N folder, auto or off"
         )
     return newest
 
 
-def _newest_checkpoint(folder: Path) -> Path | None:
-    checkpoints = Checkpoints(folder)
-    steps = checkpoints.steps()
-    return checkpoints.path(steps[-1]) if steps else None
+def _read_record(folder: Path) -> dict[str, Any]:
+    """run.json of a run folder or of a checkpoint; {} if a run folder has none."""
+    path = folder / "run.json"
+    if not path.exists() and not folder.name.startswith("step_"):
+        return {}
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RuntimeError(explain_damage(folder, error)) from error
 
 
-def prepare_folder(folder: str | os.PathLike, step: int) -> None:
-    """Makes the run folder ready to go on after `step` steps.
-
-    Metrics and transcripts of later steps are removed, since they will be made again. A folder with
-    an earlier run that is not resumed is kept under another name.
-    """
-    folder = Path(folder)
-    metrics = folder / "metrics.jsonl"
-    if step == 0 and metrics.exists() and metrics.stat().st_size:
-        set_aside = _free_name(folder)
-        folder.rename(set_aside)
-        print(
-            f"{folder} held an earlier run without a checkpoint to resume: "
-            f"it is now {set_aside.name}",
-            flush=True,
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    if metrics.exists():
-        _cut_metrics(metrics, step)
-    for path in folder.glob("rollouts/*/step_*.jsonl"):
-        if int(path.stem.removeprefix("step_")) > step:
-            path.unlink()
+def _write_json(path: Path, record: dict[str, Any]) -> None:
+    _write_text(path, json.dumps(record, indent=1) + "\n")
 
 
-def _free_name(folder: Path) -> Path:
-    number = 1
-    while folder.with_name(f"{folder.name}.{number}").exists():
-        number += 1
-    return folder.with_name(f"{folder.name}.{number}")
-
-
-def _cut_metrics(path: Path, step: int) -> None:
-    """Removes the lines of steps after `step`, and a line that a kill cut short."""
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            is_kept = json.loads(line)["step"] <= step
-        except json.JSONDecodeError:
-            is_kept = False
-        if is_kept:
-            kept.append(line + "\n")
+def _write_text(path: Path, text: str) -> None:
+    """Replaces the file. A kill leaves the old one or the new one."""
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(kept))
+    partial.write_text(text)
     partial.replace(path)
 
 
-def write_records(
-    folder: str | os.PathLike, split: str, step: int, records: Iterable[dict[str, Any]]
-) -> None:
-    """Writes the transcripts of a step to rollouts/`split`/step_N.jsonl, on the first process."""
-    if dist.get_rank() > 0:
-        return
-    path = Path(folder, "rollouts", split, f"step_{step}.jsonl")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(record, ensure_ascii=False, default=str) for record in records]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+def _split_metrics(path: Path, step: int) -> tuple[list[str], list[str]]:
+    """The lines of metrics.jsonl until `step`, and the later ones.
+
+    A line that a kill cut short is in neither: its step is repeated.
+    """
+    kept: list[str] = []
+    later: list[str] = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            is_later = json.loads(line)["step"] > step
+        except json.JSONDecodeError:
+            continue
+        (later if is_later else kept).append(line + "\n")
+    return kept, later
 
 
-def _random_states() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": cuda,
-    }
+def _sees(path: Path, text: str) -> bool:
+    """Whether this process sees the file with this text, which rank 0 has written, in time."""
+    deadline = time.monotonic() + SECONDS_TO_SEE_A_FILE
+    while time.monotonic() < deadline:
+        if path.exists() and path.read_text() == text:
+            return True
+        time.sleep(0.1)
+    return False
 
 
-def _set_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+def _launch() -> str:
+    """What torchrun calls this launch, the same after its restarts; "" without torchrun."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
-def _sync_to_disk(folder: Path) -> None:
-    """Waits until the disk has every file of the folder, and the folder's own list of them."""
-    for path in [*folder.iterdir(), folder]:
-        if path.is_file() or path == folder:
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+# What the run was started with.
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages that the numbers depend on."""
+    installed = {"python": platform.python_version()}
+    for name in ("rl2", "torch", "transformers", "sglang"):
+        try:
+            installed[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # SGLang, or rl2 in a plain checkout
+            continue
+    return installed
+
+
+def describe_commit() -> str | None:
+    """The commit of the checkout that rl2 runs from, with "+ changes" if files differ from it.
+
+    None if rl2 is installed without a checkout, or git is not there.
+    """
+    git = ["git", "-C", str(PACKAGE)]
+    try:
+        run = partial(subprocess.run, capture_output=True, text=True, timeout=10, check=True)
+        top = run([*git, "rev-parse", "--show-toplevel"]).stdout.strip()
+        if Path(top) != PACKAGE.parent:
+            return None
+        commit = run([*git, "rev-parse", "HEAD"]).stdout.strip()
+        changes = run([*git, "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + (" + changes" if changes else "")
+
+
+def _hash_package() -> str:
+    """A hash of the code of rl2."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

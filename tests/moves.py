@@ -11,8 +11,8 @@ import torch.distributed as dist
 from parity import make_batch, policy_loss, value_loss, worker_config
 from transformers import AutoTokenizer
 
+from rl2.checkpoints import Checkpoints
 from rl2.parallel.mesh import init_distributed
-from rl2.run_folder import Checkpoints
 from rl2.worker import Worker
 
 LAYOUTS = {"hybrid": {"fsdp_size": 1}, "sp": {"sp_size": 2}, "tp": {"tp_size": 2}}
@@ -63,10 +63,10 @@ def main(mode, name, folder):
     exported = None
     if mode == "save":
         update(workers, batch)
-        checkpoints.save(1, workers, "config")
+        checkpoints.save(1, workers, {"config.yaml": "config"})
         exported = export_all(workers, name, folder)
     else:
-        assert checkpoints.load(checkpoints.path(1), workers) == 1
+        checkpoints.load(checkpoints.path(1), workers)
     result = update(workers, batch)
     result["exported"] = exported
     result["versions"] = [worker.version for worker in workers.values()]

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rl2.checkpoints import Checkpoints
 from rl2.parallel.mesh import init_distributed
-from rl2.run_folder import Checkpoints, find_checkpoint
 from rl2.signals import user_errors
 
 
@@ -62,22 +62,6 @@ def test_a_checkpoint_moves_between_layouts(tmp_path):
         assert torch.equal(weight, saved["exported"][key]), key
 
 
-def test_incomplete_checkpoints_are_ignored(tmp_path):
-    (tmp_path / "step_9.partial").mkdir()
-    (tmp_path / "step_9.partial" / "run.json").write_text("{}")
-    assert Checkpoints(tmp_path).steps() == []
-    assert find_checkpoint("auto", tmp_path) is None
-    for step in (2, 10):
-        (tmp_path / f"step_{step}").mkdir()
-        (tmp_path / f"step_{step}" / "run.json").write_text("{}")
-    assert find_checkpoint("auto", tmp_path).name == "step_10"
-    assert find_checkpoint("off", tmp_path) is None
-    assert find_checkpoint(str(tmp_path / "step_2"), "elsewhere").name == "step_2"
-    assert find_checkpoint(str(tmp_path), "elsewhere").name == "step_10"
-    with pytest.raises(ValueError, match="no complete checkpoint"):
-        find_checkpoint(str(tmp_path / "step_9.partial"), "elsewhere")
-
-
 def test_a_full_disk_gives_an_error_of_one_line(tmp_path, monkeypatch, capsys):
     """The previous checkpoint remains. Every rank prints an error, rank 0 first."""
     init_distributed()
@@ -92,12 +76,12 @@ def test_a_full_disk_gives_an_error_of_one_line(tmp_path, monkeypatch, capsys):
     for rank, prefix in (("0", "error: "), ("1", "error on rank 1: ")):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit), user_errors():
-            Checkpoints(tmp_path).save(4, {}, "")
-        message = (
-            "the checkpoint of step 4 could not be written: [Errno 28] No space left on "
-            "device; step_2 is the newest"
-        )
-        assert capsys.readouterr().err.startswith(prefix + message)
+            Checkpoints(tmp_path).save(4, {}, {})
+        error = capsys.readouterr().err
+        assert error.startswith(f"{prefix}the checkpoint of step 4 could not be written to")
+        assert f"{tmp_path / 'step_4'} (" in error and "GiB are free there" in error
+        assert f"No space left on device; {tmp_path / 'step_2'} is the newest" in error
+    assert not (tmp_path / "step_4.partial").exists(), "it takes the space that is missing"
     assert Checkpoints(tmp_path).steps() == [2]
     with pytest.raises(SystemExit), user_errors():
         raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:19374")

@@ -111,7 +111,7 @@ RULES = [  # (refused, what the message says, accepted)
         "actor.optimizer_dir=missing: no such folder",
         "actor.optimizer_dir=model",
     ),
-    ("trainer.resume=missing", "choose auto, off or the folder", "trainer.resume=off"),
+    ("trainer.resume=missing", "choose auto, off, force or the folder", "trainer.resume=off"),
     (
         "actor.fsdp_size=3",
         "does not divide the 4 processes: choose 1, 2, 4 or 0",
@@ -144,7 +144,7 @@ RULES = [  # (refused, what the message says, accepted)
     ("actor.average_constant=9", "need each other", "actor.average=sequence"),
     (
         "actor.save_freq=9",
-        "=None and actor.save_freq=9 need each other",
+        "actor.save_freq=9 needs actor.save_dir",
         "actor.save_freq=9 actor.save_dir=x",
     ),
     (

@@ -297,7 +297,10 @@ def test_long_prompts_are_dropped_and_counted():
     rows = make_rows([3, 9, 4, 10])  # two tokens more with None and ?
     prompts = make_prompts(rows, max_length=6, batch_size=2)
     assert (len(prompts), prompts.num_dropped) == (2, 2)
-    assert [(prompt.index, prompt.row["answer"]) for prompt in prompts.batch(0)] == [(0, 3), (2, 4)]
+    assert [(prompt.index, prompt.row["answer"]) for prompt in prompts.next_items()] == [
+        (0, 3),
+        (2, 4),
+    ]
     with pytest.raises(
         ValueError, match="data.max_length=4 leaves none of the 4 .*shortest has 5 .*longest 12"
     ):
@@ -307,7 +310,7 @@ def test_long_prompts_are_dropped_and_counted():
 def test_more_rows_than_one_chunk(monkeypatch):
     monkeypatch.setattr("rl2.data.examples.ROWS_PER_CHUNK", 3)
     prompts = make_prompts(make_rows(range(1, 9)), batch_size=8)
-    assert [len(prompt.tokens) for prompt in prompts.batch(0)] == [n + 2 for n in range(1, 9)]
+    assert [len(prompt.tokens) for prompt in prompts.next_items()] == [n + 2 for n in range(1, 9)]
 
 
 def test_row_that_the_template_refuses_is_named():
@@ -319,21 +322,22 @@ def test_row_that_the_template_refuses_is_named():
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 12), st.integers(1, 15), st.integers(1, 3), st.booleans())
-def test_each_epoch_holds_every_prompt_once_and_batches_need_only_the_step(
+def test_each_epoch_holds_every_prompt_once_and_batches_need_only_the_position(
     n, batch_size, n_epochs, shuffle
 ):
     def make():
         return make_prompts(make_rows([1] * n), shuffle=shuffle, seed=5, batch_size=batch_size)
 
     prompts = make()
-    num_steps = prompts.num_steps(n_epochs)
-    assert num_steps == max(1, n * n_epochs // batch_size)
-    order = [prompt.index for step in range(num_steps + n) for prompt in prompts.batch(step)]
+    num_steps = max(1, n * n_epochs // batch_size)
+    order = [prompt.index for _ in range(num_steps + n) for prompt in prompts.next_items()]
     for start in range(0, len(order) - n + 1, n):
         assert Counter(order[start : start + n]) == Counter(range(n))
-    assert [prompt.index for prompt in make().batch(num_steps)] == order[num_steps * batch_size :][
-        :batch_size
-    ]
+    start = num_steps * batch_size
+    resumed = make()
+    resumed.load_state_dict({"rows_done": start})
+    batch = [prompt.index for prompt in resumed.next_items()]
+    assert batch == order[start : start + batch_size]
     if not shuffle:
         assert order[:n] == list(range(n))
 
@@ -344,12 +348,12 @@ def test_the_start_says_how_a_run_uses_the_rows():
     too_long = "1 training prompts are longer than data.max_length=60 and dropped"
     assert prompts.describe_dropped("training ") == [too_long]
     prompts = make_prompts(make_rows([1] * 5), batch_size=8)
-    assert prompts.describe_steps(prompts.num_steps(1)) == [
+    assert prompts.describe_steps(1) == [
         "data: 5 prompts, 8 a step; steps: 1; epochs: 1.6",
         "data.prompts_per_rollout=8 is more than the 5 prompts: a step repeats them, 1.6 times "
         "each on average",
     ]
-    counts = Counter(prompt.index for prompt in prompts.batch(0))
+    counts = Counter(prompt.index for prompt in prompts.next_items())
     assert sum(counts.values()) / len(counts) == 1.6
     assert prompts.describe_dropped("training ") == []
 
@@ -357,7 +361,7 @@ def test_the_start_says_how_a_run_uses_the_rows():
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_take_gives_any_stretch_of_the_order_of_training(shuffle):
     prompts = make_prompts(make_rows([1] * 5), shuffle=shuffle, seed=3, batch_size=2)
-    order = [prompt.index for step in range(10) for prompt in prompts.batch(step)]
+    order = [prompt.index for _ in range(10) for prompt in prompts.next_items()]
     for start in range(8):
         for count in (0, 1, 3, 12):
             taken = [prompt.index for prompt in prompts.take(start, count)]
@@ -367,7 +371,7 @@ def test_take_gives_any_stretch_of_the_order_of_training(shuffle):
 def test_order_differs_by_epoch_and_seed():
     def order(seed, epoch):
         prompts = make_prompts(make_rows([1] * 50), shuffle=True, seed=seed, batch_size=50)
-        return [prompt.index for prompt in prompts.batch(epoch)]
+        return [prompt.index for prompt in prompts.take(50 * epoch, 50)]
 
     assert len({tuple(order(seed, epoch)) for seed in range(2) for epoch in range(2)}) == 4
     assert order(0, 1) == order(0, 1)
@@ -433,7 +437,7 @@ def test_pairs_are_groups_of_chosen_and_rejected(tmp_path):
         PAIR_ROWS,
         with_eos(),
     )
-    samples = to_samples(examples.batch(0))
+    samples = to_samples(examples.next_items())
     assert [sample.tokens for sample in samples] == [
         [0, 3, 4],
         [0, 3, 3, 4],
@@ -454,7 +458,7 @@ def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
     path = write(tmp_path / "a.jsonl", rows)
     examples = make_examples(path, PAIR_ROWS, with_eos(), max_length=6)
     assert (len(examples), examples.num_dropped, examples.longest) == (2, 1, 6)
-    assert examples.num_steps(3) == 3 and [example.index for example in examples.batch(1)] == [0, 1]
+    assert [example.index for example in examples.next_items(4)] == [0, 1, 0, 1]
     with pytest.raises(
         ValueError, match="data.max_length=3 leaves none of the 3 rows: the shortest has 4"
     ):

@@ -171,7 +171,10 @@ ALLOWED = {
     "data": {"data", "batch"},
     "inputs": {"config.schema", "data", "env"},
     "rollout": {"rollout", "algorithms", "batch", "data", "engine.base", "env", "parallel.mesh"},
-    "run_folder": {"parallel.mesh"},
+    "run_lock": set(),
+    "checkpoints": {"parallel.mesh"},
+    # It compares configs, and the files that they name.
+    "run_folder": {"checkpoints", "run_lock", "config", "data.rows", "parallel.mesh"},
     "error_report": set(),
     "progress": set(),
     "watchdog": set(),

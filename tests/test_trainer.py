@@ -311,7 +311,7 @@ def test_partial_rollouts_train_every_prompt_once_and_resume(setup, tmp_path):
         "data.max_length=100",
     ]
     train(2, *arguments, "trainer.max_steps=7")
-    resumed = train(1, *arguments)
+    resumed = train(1, *arguments, f"trainer.resume={tmp_path / 'run/checkpoints/step_6'}")
     assert "step_6: 6 of 12 steps are done" in resumed.stdout
     lines = read_metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(1, 13))

@@ -46,6 +46,7 @@ class Key:
     setting_of: str | None = None
     default_of: str | None = None  # another setting that has the value of this key unless it is set
     needs_gpu: bool = False  # without a GPU it has no effect
+    identity: bool = False  # a run with another value is another experiment: it does not resume
     is_section: bool = False
 
 

@@ -237,14 +237,15 @@ def read_recipe(options: dict[str, str]) -> tuple[list[Assignment], list[str]]:
         return [], [f"{path} is not readable YAML: {error}"]
     if not isinstance(recipe, dict):
         return [], [f"{path} holds no keys: write sections with keys below them, as --cfg job does"]
-    return [Assignment(key, value, f" (in {path})") for key, value in _flatten(recipe)], []
+    return [Assignment(key, value, f" (in {path})") for key, value in flatten(recipe)], []
 
 
-def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every key in nested dicts."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value and key not in OPEN_KEYS:
-            yield from _flatten(value, key + ".")
+            yield from flatten(value, key + ".")
         else:
             yield key, value
 

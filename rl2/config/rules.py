@@ -104,11 +104,8 @@ def check_worker(config: Any, name: str, world_size: int) -> list[str]:
     """The problems of one worker's section."""
     worker = getattr(config, name)
     problems = check_layout(name, worker, world_size)
-    if (worker.save_freq is None) != (worker.save_dir is None):
-        problems.append(
-            f"{name}.save_dir={worker.save_dir} and {name}.save_freq={worker.save_freq} need each "
-            "other"
-        )
+    if worker.save_freq is not None and worker.save_dir is None:
+        problems.append(f"{name}.save_freq={worker.save_freq} needs {name}.save_dir")
     adapters = f"{name}.lora_rank={worker.lora_rank}"
     if worker.lora_rank > 0 and worker.tp_size > 1:
         problems.append(
@@ -155,8 +152,11 @@ def check_paths(config: Any) -> list[str]:
         if worker.optimizer_dir and not Path(worker.optimizer_dir).is_dir():
             problems.append(f"{name}.optimizer_dir={worker.optimizer_dir}: no such folder")
     resume = config.trainer.resume
-    if resume not in ("auto", "off") and not Path(resume).is_dir():
-        problems.append(f"trainer.resume={resume}: choose auto, off or the folder of a checkpoint")
+    folder = resume.removeprefix("force:")
+    if resume not in ("auto", "off", "force") and not Path(folder).is_dir():
+        problems.append(
+            f"trainer.resume={resume}: choose auto, off, force or the folder of a checkpoint"
+        )
     return problems
 
 

@@ -115,6 +115,7 @@ class DataConfig:
         "training rows, a file, folder or dataset name; json, jsonl, csv, parquet or arrow files, "
         "a folder of them, or a dataset of the Hugging Face hub",
         common=True,
+        identity=True,
     )
     test_path: str | None = key(
         None,
@@ -124,15 +125,21 @@ class DataConfig:
     columns: dict[str, str] = key(
         {},
         "columns of the rows to rename, as data.columns.OLD=NEW, e.g. data.columns.question=prompt",
+        identity=True,
     )
     max_length: int = key(
         1024,
         "longest prompt (PPO) or row, in tokens; longer ones are dropped and counted",
         common=True,
         above=0,
+        identity=True,
     )
-    shuffle: bool = key(True, "a new order in every epoch; it is a function of data.seed")
-    seed: int = key(0, "seed of the order of the data", at_least=0, at_most=LARGEST_SEED)
+    shuffle: bool = key(
+        True, "a new order in every epoch; it is a function of data.seed", identity=True
+    )
+    seed: int = key(
+        0, "seed of the order of the data", at_least=0, at_most=LARGEST_SEED, identity=True
+    )
 
 
 @dataclass
@@ -150,13 +157,18 @@ class ExampleConfig(DataConfig):
 
 @dataclass
 class SFTDataConfig(ExampleConfig):
-    turns: str = key("all", "which assistant turns are trained", choices=("all", "last"))
+    turns: str = key(
+        "all", "which assistant turns are trained", choices=("all", "last"), identity=True
+    )
 
 
 @dataclass
 class WorkerConfig:
     model_name: str = key(
-        MISSING, "a Hugging Face causal LM; a folder or a name on the hub", common=True
+        MISSING,
+        "a Hugging Face causal LM; a folder or a name on the hub",
+        common=True,
+        identity=True,
     )
     optimizer_dir: str | None = key(
         None, "a folder, written by save_optimizer, from which the optimizer starts"
@@ -208,18 +220,21 @@ class WorkerConfig:
         "higher lr is needed",
         common=True,
         at_least=0,
+        identity=True,
     )
     lora_alpha: float | None = key(
         None,
         "adapters are scaled by lora_alpha / lora_rank; by default twice the rank",
         above=0,
         only_if=WITH_LORA,
+        identity=True,
     )
     lora_targets: list[str] = key(
         [],
         "names of the linear layers that get adapters, e.g. [q_proj,v_proj]; by default all but "
         "the head",
         only_if=WITH_LORA,
+        identity=True,
     )
     share_prompts: bool = key(
         True,
@@ -310,6 +325,7 @@ class ActorConfig(RolloutWorkerConfig):
         common=True,
         functions=POLICY_LOSSES,
         inputs=PolicyInputs,
+        identity=True,
     )
     clip: float = key(
         0.2,
@@ -373,7 +389,7 @@ class ActorConfig(RolloutWorkerConfig):
 @dataclass
 class CriticConfig(RolloutWorkerConfig):
     model_name: str | None = key(  # type: ignore[assignment]  # build.py fills it in
-        None, "the model the critic starts from; by default the actor's"
+        None, "the model the critic starts from; by default the actor's", identity=True
     )
     lr: float = 5e-6
     clip: float = key(
@@ -474,6 +490,7 @@ class RolloutConfig:
         "a Python file or the name of a ready-made env; the file has reward_fn(messages, answer) "
         "and for several turns interact(messages)",
         common=True,
+        identity=True,
     )
     env_timeout: float = key(30.0, "seconds that one call of the env may take", above=0)
     max_env_failures: float = key(
@@ -499,6 +516,7 @@ class KLConfig:
         "where the KL goes; reward: subtracted from the reward; loss: added to the loss",
         common=True,
         choices=("reward", "loss"),
+        identity=True,
     )
     reward_estimator: str = key(
         "k1",
@@ -527,6 +545,7 @@ class AdvConfig:
         common=True,
         functions=ADVANTAGE_ESTIMATORS,
         inputs=AdvantageInputs,
+        identity=True,
     )
     gamma: float = key(
         1.0,
@@ -564,6 +583,7 @@ class DPOLossConfig:
         common=True,
         functions=PREFERENCE_LOSSES,
         inputs=PreferenceInputs,
+        identity=True,
     )
     label_smoothing: float = key(
         0.0,
@@ -623,7 +643,8 @@ class TrainerConfig:
     )
     resume: str = key(
         "auto",
-        "auto, off or a checkpoint's folder; auto: from the newest one in save_dir, if any",
+        "auto, off, force or a checkpoint's folder; auto: from the newest one in save_dir, if any; "
+        "off: anew; force: like auto, or force:FOLDER, even if it was another experiment",
         common=True,
     )
     test_freq: int | None = key(

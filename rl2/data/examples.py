@@ -68,6 +68,7 @@ class EpochSampler(Generic[Item]):
                 f"{token_counts.max()}; raise data.max_length"
             )
         self.longest = int(token_counts[self.kept].max())
+        self.rows_done = 0  # the position in training: rows taken so far, over all epochs
 
     def __getitem__(self, i: int) -> Item:
         raise NotImplementedError
@@ -77,10 +78,6 @@ class EpochSampler(Generic[Item]):
 
     def __len__(self) -> int:
         return len(self.kept)
-
-    def num_steps(self, n_epochs: int) -> int:
-        """The number of whole batches in `n_epochs`, at least one."""
-        return max(1, n_epochs * len(self) // self.batch_size)
 
     def describe_steps(self, num_steps: int) -> list[str]:
         """How a run of `num_steps` uses the items, in sentences."""
@@ -107,12 +104,22 @@ class EpochSampler(Generic[Item]):
         limit = f"data.max_length={self.max_length}"
         return [f"{self.num_dropped} {split}{self.item_name} are longer than {limit} and dropped"]
 
-    def batch(self, step: int) -> list[Item]:
-        """The items of step 0, 1, ...: the next `batch_size` of the endless sequence.
+    def next_items(self, count: int | None = None) -> list[Item]:
+        """The next `count` items of training, by default a batch, and moves the position.
 
         Batches cross the ends of epochs: 5 items in batches of 2, not shuffled, are 01 23 40 12 34.
         """
-        return self.take(step * self.batch_size, self.batch_size)
+        count = self.batch_size if count is None else count
+        items = self.take(self.rows_done, count)
+        self.rows_done += count
+        return items
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {"rows_done": self.rows_done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows_done = state["rows_done"]
 
     def take(self, start: int, count: int) -> list[Item]:
         """The items at positions start, ..., start + count - 1 of the endless sequence of epochs.

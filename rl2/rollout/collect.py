@@ -1,4 +1,4 @@
-"""Collects the trajectories of a step from all engines. Owns the cursor in the training data."""
+"""Collects the trajectories of a step from all engines."""
 
 import asyncio
 import pickle
@@ -21,9 +21,9 @@ POLL_SECONDS = 0.05  # between two looks at how many groups the other engines ha
 class Collector:
     """Plays prompts on all processes. All processes make the same calls.
 
-    `next_position` is the cursor: how many training prompts were taken so far, over all epochs.
-    With `partial`, a step takes the prompts of the next step too and ends when it has its groups;
-    the others wait in `carried_over`, the same on every process, and go on in the next step.
+    The prompts know the position in the data. With `partial`, a step takes the prompts of the next
+    step too and ends when it has its groups; the others wait in `carried_over`, the same on every
+    process, and go on in the next step.
 
     `deterministic` assigns groups to engines in advance. Otherwise an engine takes the next group
     from a counter that all share, so that a slow one delays nobody.
@@ -49,7 +49,6 @@ class Collector:
         self.seed = seed
         self.deterministic = deterministic
         self.partial = partial
-        self.next_position = 0
         self.carried_over: list[Group] = []
 
     def collect(self, step: int) -> list[Trajectory]:
@@ -58,11 +57,11 @@ class Collector:
         Their messages are on the first process only, which writes them.
         """
         assert self.prompts is not None
-        last_step = min(step + 1, self.num_steps) if self.partial else step
-        num_prompts = last_step * self.prompts.batch_size - self.next_position
-        prompts = self.prompts.take(self.next_position, num_prompts)
-        self.next_position += num_prompts
-        num_groups = self.prompts.batch_size if self.partial else None
+        batch_size = self.prompts.batch_size
+        num_batches = 2 if self.partial and step < self.num_steps else 1
+        num_prompts = max(0, num_batches * batch_size - len(self.carried_over))
+        prompts = self.prompts.next_items(num_prompts)
+        num_groups = batch_size if self.partial else None
         return self.play(
             prompts, self.params, self.samples_per_prompt, "train", step, num_groups=num_groups
         )
@@ -173,15 +172,20 @@ class Collector:
             plays.append(self.player.play(trajectory, group.row, params, seed))
         await asyncio.gather(*plays)
 
+    @property
+    def rows_done(self) -> int:
+        """The training prompts whose groups are done, over all epochs."""
+        assert self.prompts is not None
+        return self.prompts.rows_done - len(self.carried_over)
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
-        return {
-            "next_position": self.next_position,
-            "carried_over": pickle.dumps(self.carried_over),
-        }
+        assert self.prompts is not None
+        return {**self.prompts.state_dict(), "carried_over": pickle.dumps(self.carried_over)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next_position = state["next_position"]
+        assert self.prompts is not None
+        self.prompts.load_state_dict(state)
         self.carried_over = pickle.loads(state["carried_over"])
 
 

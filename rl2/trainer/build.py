@@ -23,7 +23,7 @@ from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
 from rl2.rollout.stats import summarise, to_records
 from rl2.rollout.trajectory import Player
-from rl2.run_folder import Parts, write_records
+from rl2.run_folder import RunFolder
 from rl2.trainer.recorder import Evaluate, Recorder
 from rl2.worker import Loss, UpdateResult, Worker, compute_dtype
 
@@ -38,8 +38,10 @@ class PPORun:
 
     def __init__(self, config: PPOConfig):
         self.config = config
+        self.folder = RunFolder(config)
         rows, test_rows, env = read_ppo_inputs(config)
         device = init_distributed()
+        self.folder.agree()
         tokenizer = load_tokenizer("actor.model_name", config.actor.model_name)
         if needs_critic(config.adv.estimator) and config.critic.model_name:
             check_model("critic.model_name", config.critic.model_name, critic=True)
@@ -52,7 +54,7 @@ class PPORun:
             batch_size=config.data.prompts_per_rollout,
             progress=dist.get_rank() == 0,
         )
-        num_steps = _count_steps(prompts, config)
+        num_steps = _count_steps(prompts, self.folder)
         _check_trajectory_length(config, "train", prompts)
         self.test_prompts: list[Prompt] = []
         if test_rows:
@@ -65,8 +67,7 @@ class PPORun:
         self.collector = self._make_collector(
             device, env, tokenizer, prompts, list(workers.values()), num_steps
         )
-        parts: Parts = {**workers, "rollout": self.collector}
-        self.recorder = Recorder(config, tokenizer, workers, parts, num_steps, device)
+        self.recorder = Recorder(self.folder, tokenizer, workers, self.collector, num_steps, device)
         self.recorder.resume()
 
     def _make_workers(self, device: torch.device, num_steps: int) -> dict[str, Worker]:
@@ -146,7 +147,7 @@ class PPORun:
     def evaluate(self, step: int) -> dict[str, float]:
         """Plays the test prompts and writes their transcripts. Returns their metrics."""
         trajectories = self.collector.play(self.test_prompts, self.test_params, 1, "test", step)
-        write_records(self.recorder.folder, "test", step, to_records(trajectories))
+        self.folder.write_records("test", step, to_records(trajectories))
         return summarise(trajectories, self.actor.version)
 
     def finish(self) -> None:
@@ -201,10 +202,9 @@ def _sampling_params(config: SamplingConfig, model_stop_ids: list[int]) -> Sampl
     return SamplingParams(**{**vars(config), "stop_token_ids": stop_ids})
 
 
-def _count_steps(items: EpochSampler, config: Any) -> int:
+def _count_steps(items: EpochSampler, folder: RunFolder) -> int:
     """The steps of a run over `items`. Prints how it uses them."""
-    steps = items.num_steps(config.trainer.n_epochs)
-    steps = min(steps, config.trainer.max_steps or steps)
+    steps = folder.count_steps(len(items), items.batch_size)
     _print_once(items.describe_dropped("training ") + items.describe_steps(steps))
     return steps
 
@@ -241,7 +241,9 @@ class OfflineRun:
         self.worker_name = worker_name
         self.make_batch = make_batch
         worker_config = getattr(config, worker_name)
+        folder = RunFolder(config)
         device = init_distributed()
+        folder.agree()
         is_critic = worker_name == "critic"
         key = f"{worker_name}.model_name"
         self.tokenizer = load_tokenizer(key, worker_config.model_name, is_critic)
@@ -258,7 +260,7 @@ class OfflineRun:
             batch_size=data.batch_size,
             progress=dist.get_rank() == 0,
         )
-        num_steps = _count_steps(self.examples, config)
+        num_steps = _count_steps(self.examples, folder)
         self.test_batch: Batch | None = None
         longest = self.examples.longest
         if data.test_path:
@@ -278,7 +280,7 @@ class OfflineRun:
         _start_loading(worker_config.model_name, config.trainer.seed)
         self.worker = Worker(worker_config, device, is_critic, num_updates=num_steps)
         workers = {worker_name: self.worker}
-        self.recorder = Recorder(config, self.tokenizer, workers, dict(workers), num_steps, device)
+        self.recorder = Recorder(folder, self.tokenizer, workers, self.examples, num_steps, device)
         self.recorder.resume()
 
     def begin(self, evaluate: Evaluate) -> None:
@@ -286,10 +288,10 @@ class OfflineRun:
         has_test = self.test_batch is not None
         self.recorder.begin(evaluate if has_test else None)
 
-    def batch(self, step: int) -> Batch:
-        """The batch of step 1, 2, ..."""
+    def next_batch(self) -> Batch:
+        """The batch of the next step."""
         with self.recorder.phase("data"):
-            return self.make_batch(self, self.examples.batch(step - 1))
+            return self.make_batch(self, self.examples.next_items())
 
     def finish_step(self, step: int, batch: Batch, result: UpdateResult) -> bool:
         """Evaluates, logs and saves where that is due. Returns whether to stop here."""

@@ -31,7 +31,7 @@ def train(run: OfflineRun, reference: Callable[..., TokenScores]) -> None:
         run.test_batch.ref_logps = reference(run.test_batch).logps
     run.begin(lambda step: run.measure(loss_fn))
     for step in run.recorder.remaining_steps():
-        batch = run.batch(step)
+        batch = run.next_batch()
         with run.recorder.phase("reference"):
             batch.ref_logps = reference(batch).logps
         with run.recorder.phase("update"):

@@ -18,7 +18,6 @@ from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig
 from rl2.inputs import find_input_problems
 from rl2.model.token_model import TokenScores
 from rl2.rollout.stats import summarise, to_records, training_samples
-from rl2.run_folder import write_records
 from rl2.signals import guard
 from rl2.trainer.build import PPORun
 from rl2.worker import Loss
@@ -80,7 +79,7 @@ def train(run: PPORun) -> None:
             run.engine.wake()
             run.send_weights()
 
-        write_records(recorder.folder, "train", step, to_records(trajectories, batch))
+        run.folder.write_records("train", step, to_records(trajectories, batch))
         if recorder.finish_step(step, metrics):
             break
 

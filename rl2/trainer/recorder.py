@@ -5,16 +5,14 @@ All processes make the same calls; the first one writes.
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from rl2.config.parse import dump
+from rl2.checkpoints import Parts
 from rl2.report.loggers import MetricsLog, RunInfo
-from rl2.run_folder import Checkpoints, Parts, find_checkpoint, prepare_folder
+from rl2.run_folder import RowCounter, RunFolder
 from rl2.signals import StopSignal
 from rl2.worker import Worker
 
@@ -28,32 +26,20 @@ class Recorder:
     Call `resume` first, then `begin`.
     """
 
-    config: Any
+    folder: RunFolder
     tokenizer: PreTrainedTokenizerBase
     workers: dict[str, Worker]  # exported as their configs say
-    parts: Parts  # what a checkpoint holds, the workers among them
+    data: RowCounter
     num_steps: int
     device: torch.device
 
     def resume(self) -> None:
-        """Restores the parts from the checkpoint that trainer.resume names, if there is one.
-
-        Makes the run folder ready to go on from there.
-        """
-        trainer = self.config.trainer
-        self.folder = Path(trainer.save_dir)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", trainer.keep_checkpoints)
-        checkpoint = find_checkpoint(trainer.resume, self.checkpoints.folder)
-        # The number of steps that are done.
-        self.start_step = self.checkpoints.load(checkpoint, self.parts) if checkpoint else 0
-        if dist.get_rank() == 0:
-            prepare_folder(self.folder, self.start_step)
-            (self.folder / "config.yaml").write_text(dump(self.config))
-            if checkpoint:
-                done = f"{self.start_step} of {self.num_steps} steps are done"
-                print(f"resumed from {checkpoint}: {done}", flush=True)
-        dist.barrier()
-        run = RunInfo(self.folder, asdict(self.config))
+        """Restores workers and data from the checkpoint of the folder, if there is one."""
+        self.parts: Parts = {**self.workers, "data": self.data}
+        self.folder.resume(self.parts, self.num_steps)
+        self.start_step = self.last_step = self.folder.start.step  # the steps that are done
+        self.config = self.folder.config
+        run = RunInfo(self.folder.path, asdict(self.config))
         self.metrics_log = MetricsLog(run, self.start_step, self.num_steps)
         self.phase = self.metrics_log.phase
 
@@ -85,15 +71,18 @@ class Recorder:
         # The line of a step is written before its checkpoint. So a kill in between repeats the step
         # and its line; in the other order the line would be lost.
         self.metrics_log.write(step, metrics)
+        save_freq = self.config.trainer.save_freq
+        is_last = step == self.num_steps
         with self.phase("save"):
             # Weights that may have diverged do not push older ones out of the checkpoints.
             is_good = not self.metrics_log.health.is_diverging
-            if is_stopping or is_good and is_due(step, self.config.trainer.save_freq):
-                self.checkpoints.save(step, self.parts, dump(self.config))
+            if is_stopping or is_good and (is_due(step, save_freq) or is_last and save_freq):
+                self.folder.save(step, self.parts)
             for worker in self.workers.values():
-                if is_due(step, worker.config.save_freq):
+                if is_due(step, worker.config.save_freq) or (is_last and worker.config.save_dir):
                     folder = f"{worker.config.save_dir}/step_{step}"
                     worker.export(folder, self.tokenizer, worker.config.save_optimizer)
+        self.last_step = step
         return is_stopping
 
     def _evaluate_if_due(self, step: int) -> dict[str, float]:
@@ -107,11 +96,9 @@ class Recorder:
 
     def finish(self, worker: Worker) -> None:
         """Exports `worker` as the final model and ends the process group."""
-        folder = f"{self.folder}/model"
-        worker.export(folder, self.tokenizer)
+        with self.folder.exporting(self.last_step) as folder:
+            worker.export(folder, self.tokenizer)
         self.metrics_log.close()
-        if dist.get_rank() == 0:
-            print(f"model saved to {folder}", flush=True)
         dist.destroy_process_group()
 
 

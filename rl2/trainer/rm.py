@@ -30,7 +30,7 @@ def train(run: OfflineRun) -> None:
     loss_fn = partial(reward_loss, run.config.rm.center)
     run.begin(lambda step: run.measure(loss_fn))
     for step in run.recorder.remaining_steps():
-        batch = run.batch(step)
+        batch = run.next_batch()
         with run.recorder.phase("update"):
             result = run.worker.update(batch, loss_fn, keep_groups_together=True)
         if run.finish_step(step, batch, result):

@@ -27,7 +27,7 @@ def train(run: OfflineRun) -> None:
     """
     run.begin(lambda step: perplexity(run))
     for step in run.recorder.remaining_steps():
-        batch = run.batch(step)
+        batch = run.next_batch()
         with run.recorder.phase("update"):
             result = run.worker.update(batch, sft_loss)
         if run.finish_step(step, batch, result):

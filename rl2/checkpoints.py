@@ -1,0 +1,256 @@
+"""Checkpoints of a run on disk: whole or absent."""
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+
+from rl2.parallel.mesh import all_gather_objects, is_single_process
+
+# What reading or writing a checkpoint may raise. CheckpointException is no Exception.
+Failure = (Exception, CheckpointException)
+
+
+class Resumable(Protocol):
+    """A part of the run whose state is in the checkpoint, such as a worker."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+Parts = dict[str, Resumable]  # by name
+
+
+class Checkpoints:
+    """`folder`/step_N holds everything that the run needs to go on after step N.
+
+    A checkpoint is written under another name. It is renamed when every process has finished and
+    the disk has it, and it is renamed again before it is deleted: a folder called step_N is whole,
+    whenever the run was killed. The newest `keep` stay (None = all). Several nodes need a folder
+    that all of them see.
+    """
+
+    def __init__(self, folder: str | os.PathLike, keep: int | None = None):
+        self.folder = Path(folder)
+        self.keep = keep
+
+    def steps(self) -> list[int]:
+        """The steps that can be resumed, oldest first."""
+        paths = [path for path in self.folder.glob("step_*") if path.suffix == ""]
+        return sorted(step_of(path) for path in paths)
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step_{step}"
+
+    def newest(self) -> Path | None:
+        """The folder of the newest checkpoint; None if there is none."""
+        steps = self.steps()
+        return self.path(steps[-1]) if steps else None
+
+    def save(self, step: int, parts: Parts, texts: dict[str, str]) -> None:
+        """Writes the state of all parts after `step` steps, and `texts` as files by their names.
+
+        All processes must call. What is no sharded tensor must be the same on each of them.
+        RuntimeError if one of them could not write; the checkpoints before it stay.
+        """
+        partial = self.folder / f"step_{step}.partial"
+        is_first = dist.get_rank() == 0
+
+        def begin() -> None:
+            if is_first:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+
+        def write() -> None:
+            states = {name: part.state_dict() for name, part in parts.items()}
+            dcp.save(states, checkpoint_id=partial, no_dist=is_single_process())
+            torch.save(_random_states(), partial / f"random_{dist.get_rank()}.pt")
+
+        def finish() -> None:
+            if is_first:
+                for name, text in texts.items():
+                    (partial / name).write_text(text)
+                sync_to_disk(partial)
+                put_in_place(partial, self.path(step))
+                sync_to_disk(self.folder)
+
+        for stage in (begin, write, finish):
+            problem = _find_problem(stage)
+            if problem:
+                if is_first:
+                    shutil.rmtree(partial, ignore_errors=True)
+                raise RuntimeError(self._explain_failed_save(step, problem))
+        if is_first:
+            for old_step in self.steps()[: -self.keep] if self.keep else []:
+                delete(self.path(old_step))
+        dist.barrier()
+
+    def _explain_failed_save(self, step: int, problem: str) -> str:
+        newest = self.newest()
+        remains = f"{newest} is the newest whole one" if newest else "there is no other yet"
+        free = shutil.disk_usage(self.folder).free / 2**30
+        return (
+            f"the checkpoint of step {step} could not be written to {self.path(step)} "
+            f"({free:.1f} GiB are free there): {problem}; {remains}"
+        )
+
+    def load(self, path: Path, parts: Parts) -> None:
+        """Restores all parts from a step_N folder, and the random states.
+
+        The number of processes may differ from the one that saved. Then each process keeps its own
+        random states. ValueError if the checkpoint is of another model; RuntimeError if it is
+        damaged.
+        """
+        states = {name: part.state_dict() for name, part in parts.items()}
+        try:
+            saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        except Failure as error:
+            raise RuntimeError(explain_damage(path, error)) from error
+        _check_fits(path, saved, dict(_flatten(states)))
+        random_states = None
+        try:
+            dcp.load(states, checkpoint_id=path, no_dist=is_single_process())
+            if len(list(path.glob("random_*.pt"))) == dist.get_world_size():
+                random_file = path / f"random_{dist.get_rank()}.pt"
+                random_states = torch.load(random_file, weights_only=False)
+        except Failure as error:
+            raise RuntimeError(explain_damage(path, error)) from error
+        for name, part in parts.items():
+            part.load_state_dict(states[name])
+        if random_states:
+            _set_random_states(random_states)
+
+
+def _find_problem(stage: Callable[[], None]) -> str:
+    """Runs a stage of a save on every process. Returns the first problem of all processes, or "".
+
+    So all of them stop together, and nobody waits for one that has failed.
+    """
+    problem = ""
+    try:
+        stage()
+    except Failure as error:
+        problem = _reason(error)
+    return next(filter(None, all_gather_objects(problem)), "")
+
+
+def step_of(path: Path) -> int:
+    """The N of a file or folder step_N, whatever its ending."""
+    return int(path.name.partition(".")[0].removeprefix("step_"))
+
+
+def explain_damage(path: Path, error: BaseException) -> str:
+    """What is wrong with the checkpoint, and which one stands before it."""
+    checkpoints = Checkpoints(path.parent)
+    earlier = [step for step in checkpoints.steps() if step < step_of(path)]
+    remedy = "trainer.resume=off starts anew"
+    if earlier:
+        remedy = f"trainer.resume={checkpoints.path(earlier[-1])} goes on from the one before"
+    return f"the checkpoint {path} is damaged: {_reason(error)}; {remedy}"
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    lines = str(error).splitlines() or ["no reason given"]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _check_fits(path: Path, saved: dict[str, Any], states: dict[str, Any]) -> None:
+    """ValueError unless the checkpoint has the entries of the states, in their shapes.
+
+    It may have further parts. Of a part that is asked for it must not have further weights.
+    """
+    problem = ""
+    for key, value in states.items():
+        shape = list(getattr(value, "shape", []))
+        if key not in saved:
+            problem = f"it has no {key}"
+        elif shape != list(getattr(saved[key], "size", [])):
+            problem = f"{key} is {list(saved[key].size)} there and {shape} in this run"
+    models = {key.partition(".")[0] + ".model." for key in states}
+    for key in saved:
+        if key.startswith(tuple(models)) and key not in states:
+            problem = f"this run has no {key}"
+    if problem:
+        raise ValueError(
+            f"the checkpoint {path} is of another model: {problem}; trainer.resume=off starts anew"
+        )
+
+
+def _flatten(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, entry) as torch names them in a checkpoint."""
+    for name, value in state.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+# Folders that are whole or absent.
+
+
+def put_in_place(written: Path, target: Path) -> None:
+    """Renames a finished folder to `target`. An older `target` is deleted after that."""
+    older = target.with_name(f"{target.name}.older")
+    if target.exists():
+        target.rename(older)
+    written.rename(target)
+    shutil.rmtree(older, ignore_errors=True)
+
+
+def delete(folder: Path) -> None:
+    """Deletes a folder. It loses its name first, so that no half of it is taken for the whole."""
+    nameless = folder.with_name(f"{folder.name}.deleting")
+    folder.rename(nameless)
+    shutil.rmtree(nameless)
+
+
+def sweep(folder: Path, name: str) -> None:
+    """Puts right what a kill left of the entries of `folder` whose names begin with `name`."""
+    for path in folder.glob(f"{name}*.older"):
+        whole = path.with_suffix("")
+        if whole.exists():
+            shutil.rmtree(path)
+        else:  # the kill came between the two renames of `put_in_place`
+            path.rename(whole)
+    for ending in (".partial", ".deleting"):
+        for path in folder.glob(f"{name}*{ending}"):
+            shutil.rmtree(path)
+
+
+def sync_to_disk(folder: Path) -> None:
+    """Waits until the disk has every file of the folder, and the folder's own list of them."""
+    for path in [*folder.iterdir(), folder]:
+        if path.is_file() or path == folder:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+
+def _random_states() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+    }
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,82 @@
+"""What differs between an earlier run's config and today's: is it the same experiment?"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl2.config.key import schema_keys
+from rl2.config.parse import dump, flatten
+from rl2.env.contract import find_env_file
+
+DATA = "data.path"
+# Where and how a run goes on: these say nothing about the experiment.
+UNLISTED = ("trainer.resume", "trainer.save_dir", "trainer.experiment_name")
+
+
+@dataclass
+class RunIdentity:
+    """A run's trainer, its config and the contents of the files that the config names."""
+
+    trainer: str  # the name of the config's class
+    config: dict[str, Any]  # dotted key -> value
+    contents: dict[str, str]  # key -> hash of the file or folder that it names
+
+
+def identify(config: Any, data_hash: str) -> RunIdentity:
+    """The identity of a run. `data_hash` is that of the training rows, or "" if it is not known."""
+    values = dict(flatten(yaml.safe_load(dump(config))))
+    contents = {DATA: data_hash} if data_hash else {}
+    for key, file in _code_files(config, values):
+        contents[key] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return RunIdentity(type(config).__name__, values, contents)
+
+
+def _code_files(config: Any, values: dict[str, Any]) -> Iterator[tuple[str, Path]]:
+    """(key, file) of the user's Python files: the environment, a loss, an estimator."""
+    for name, key in schema_keys(type(config)).items():
+        if key.functions is not None and values[name] not in key.functions:
+            yield name, Path(values[name].rpartition(":")[0]).expanduser()
+    if "rollout.env_path" in values:
+        yield "rollout.env_path", find_env_file(values["rollout.env_path"])
+
+
+def find_changes(kind: type, before: RunIdentity, now: RunIdentity) -> tuple[list[str], list[str]]:
+    """(changes that make another experiment, other changes), each in words.
+
+    `kind` is the class of today's config. Keys that only one of the two has are not compared: they
+    are of another version of rl2.
+    """
+    if before.trainer != now.trainer:
+        return [f"the trainer: {before.trainer} -> {now.trainer}"], []
+    identity_keys = {name for name, key in schema_keys(kind).items() if key.identity}
+    experiment: list[str] = []
+    others: list[str] = []
+    for name, value in now.config.items():
+        old = before.config.get(name, value)
+        has_same_content = _has_same_content(name, before, now)
+        if old != value and name not in UNLISTED:
+            is_same = has_same_content or _is_same_path(old, value)
+            changes = experiment if name in identity_keys and not is_same else others
+            changes.append(f"{name}: {old} -> {value}")
+        elif has_same_content is False:
+            changes = experiment if name == DATA else others  # code may be edited
+            changes.append(f"{name}: {value} has another content")
+    return experiment, others
+
+
+def _has_same_content(name: str, before: RunIdentity, now: RunIdentity) -> bool | None:
+    """Whether the key names files of the same content. None if one of them is not known."""
+    if name not in before.contents or name not in now.contents:
+        return None
+    return before.contents[name] == now.contents[name]
+
+
+def _is_same_path(old: Any, new: Any) -> bool:
+    """Whether both are names of one file or folder."""
+    if not isinstance(old, str) or not isinstance(new, str):
+        return False
+    return Path(old).exists() and Path(new).exists() and Path(old).samefile(new)

@@ -1,0 +1,359 @@
+"""Tests of the run folder: its lock, what a run goes on from, branches, and what is written."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from common import make_model, read_metrics, run
+from safetensors.torch import load_file
+
+from rl2 import run_lock
+from rl2.checkpoints import Checkpoints
+from rl2.run_lock import RunLock
+from rl2.trainer import dpo, sft
+
+NUM_ROWS = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def setup(tmp_path, model, monkeypatch):
+    """Arguments of a small SFT run of six steps that saves every second one."""
+    rows = []
+    for i in range(NUM_ROWS):
+        messages = [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "a"}]
+        rows.append({"messages": messages})
+    write_rows(tmp_path / "rows.jsonl", rows)
+    monkeypatch.chdir(tmp_path)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield [
+        f"actor.model_name={model}",
+        f"data.path={tmp_path / 'rows.jsonl'}",
+        "data.batch_size=2",
+        "data.max_length=64",
+        "actor.lr=0.01",
+        "actor.dtype=float32",
+        "actor.gradient_checkpointing=false",
+        "trainer.save_freq=2",
+        "trainer.keep_checkpoints=null",
+        "trainer.disable_wandb=true",
+    ]
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def train(setup, capsys, monkeypatch):
+    """Runs a trainer in this process. Returns (status, what it printed)."""
+
+    def train_here(*arguments, main=sft.main, stop_after=None):
+        monkeypatch.setattr(sys, "argv", ["trainer", *setup, *map(str, arguments)])
+        capsys.readouterr()
+        status = 0
+        try:
+            main()
+        except SystemExit as error:
+            status = error.code
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    return train_here
+
+
+def steps(folder):
+    return [line["step"] for line in read_metrics(folder)]
+
+
+def contents(folder):
+    """The bytes of every file below the folder, without the lock and the branches."""
+    files = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder)
+        if path.is_file() and name.parts[0] not in ("lock", "branches"):
+            files[str(name)] = path.read_bytes()
+    return files
+
+
+# A run and the next one in its folder.
+
+
+def test_a_finished_run_started_again_says_how_to_go_on(train, tmp_path):
+    status, _ = train()
+    run = tmp_path / "runs/default"
+    assert status == 0 and steps(run) == [1, 2, 3, 4, 5, 6]
+    before = contents(run)
+    status, output = train()
+    assert status == 0 and "all steps are done" in output and "loading" not in output
+    assert "raise trainer.n_epochs" in output and "trainer.resume=off" in output
+    assert contents(run) == before
+
+    # A kill between the last checkpoint and the export: the next start makes up for it.
+    expected = load_file(run / "model/model.safetensors")
+    (run / "model").rename(run / "model.partial")
+    status, output = train()
+    assert status == 0 and "model saved to runs/default/model" in output
+    assert not (run / "model.partial").exists() and steps(run) == [1, 2, 3, 4, 5, 6]
+    weights = load_file(run / "model/model.safetensors")
+    assert all((weights[key] == expected[key]).all() for key in expected)
+
+    # More epochs go on from the last checkpoint. Off starts anew and keeps the old run.
+    status, output = train("trainer.n_epochs=2", "trainer.max_steps=7")
+    assert status == 0 and "6 of 7 steps are done" in output and "changed: 6 -> 7 steps" in output
+    assert "trainer.n_epochs: 1 -> 2" in output
+    status, output = train("trainer.resume=off", "trainer.max_steps=1")
+    assert status == 0 and "the earlier run is now in runs/default/branches/1" in output
+    assert steps(run) == [1] and steps(run / "branches/1") == [1, 2, 3, 4, 5, 6, 7]
+    assert Checkpoints(run / "branches/1/checkpoints").steps() == [2, 4, 6, 7]
+    assert (run / "branches/1/model/config.json").exists()
+    assert Checkpoints(run / "checkpoints").steps() == [1], "the last step was not saved"
+
+
+def test_another_experiment_is_refused_and_touches_nothing(train, tmp_path):
+    train("trainer.max_steps=2")
+    run = tmp_path / "runs/default"
+    before = contents(run)
+    write_rows(
+        tmp_path / "pairs.jsonl",
+        [{"messages": "say a", "chosen": " a", "rejected": " b"} for _ in range(NUM_ROWS)],
+    )
+    status, output = train(f"data.path={tmp_path}/pairs.jsonl", main=dpo.main)
+    assert status == 1 and "the trainer: SFTConfig -> DPOConfig" in output
+    status, output = train("actor.lora_rank=2", "data.turns=last", "actor.lr=0.5")
+    assert status == 1 and "is of another experiment" in output
+    assert "actor.lora_rank: 0 -> 2" in output and "data.turns: all -> last" in output
+    assert "actor.lr: 0.01" not in output, "a change that would be allowed"
+    for remedy in ("experiment_name=NAME", "trainer.resume=off", "trainer.resume=force"):
+        assert remedy in output
+    status, output = train("actor.lora_rank=2", "trainer.resume=force", "trainer.max_steps=4")
+    assert status == 1 and "is of another model" in output and "Traceback" not in output
+    assert "lora" in output and len(output.splitlines()) < 12
+    assert contents(run) == before
+
+    # The same rows elsewhere are the same experiment; a row more makes another one.
+    rows = (tmp_path / "rows.jsonl").read_text()
+    (tmp_path / "moved.jsonl").write_text(rows)
+    moved = f"data.path={tmp_path}/moved.jsonl"
+    status, output = train(moved, "trainer.max_steps=3", "actor.lr=0.5")
+    assert status == 0 and "2 of 3 steps are done" in output
+    assert "actor.lr: 0.01 -> 0.5" in output and "moved.jsonl" in output
+    (tmp_path / "moved.jsonl").write_text(rows + rows.splitlines()[0] + "\n")
+    status, output = train(moved, "trainer.max_steps=4")
+    assert status == 1 and "moved.jsonl has another content" in output
+    status, output = train(moved, "trainer.max_steps=4", "trainer.resume=force")
+    assert status == 0 and "3 of 4 steps are done" in output and steps(run) == [1, 2, 3, 4]
+    record = json.loads((run / "checkpoints/step_4/run.json").read_text())
+    assert record["rows"] == 2, "other rows begin with their first one"
+
+
+def test_a_run_without_checkpoints_is_compared_too(train, tmp_path):
+    no_checkpoints = ["trainer.save_freq=null", "trainer.max_steps=1"]
+    train(*no_checkpoints)
+    run = tmp_path / "runs/default"
+    before = contents(run)
+    status, output = train(*no_checkpoints, "data.seed=3")
+    assert status == 1 and "data.seed: 0 -> 3" in output and contents(run) == before
+    status, output = train(*no_checkpoints)
+    assert status == 0 and "the earlier run is now in runs/default/branches/1" in output
+    assert load_file(run / "branches/1/model/model.safetensors") and steps(run) == [1]
+
+
+def test_no_row_is_skipped_or_repeated_with_another_batch_size(train, tmp_path, monkeypatch):
+    taken = []
+    take = sft.make_batch
+
+    def record_rows(run, examples):
+        taken.append([example.index for example in examples])
+        return take(run, examples)
+
+    monkeypatch.setattr(sft, "make_batch", record_rows)
+    train("trainer.max_steps=4")
+    status, output = train("data.batch_size=1", "trainer.n_epochs=2")
+    assert status == 0 and "data.batch_size: 2 -> 1" in output
+    rows = [index for batch in taken for index in batch]
+    assert sorted(rows[:NUM_ROWS]) == sorted(rows[NUM_ROWS:]) == list(range(NUM_ROWS))
+    assert steps(tmp_path / "runs/default")[-1] == 4 + 2 * NUM_ROWS - 8
+
+
+# Branches.
+
+
+@pytest.mark.parametrize("is_mount_point", [False, True])
+def test_an_older_checkpoint_begins_a_branch(train, tmp_path, monkeypatch, is_mount_point):
+    run = tmp_path / "runs/default"
+    rename = os.rename
+
+    def rename_all_but_the_folder(source, target):
+        if Path(source).resolve() == run:
+            raise OSError(16, "Device or resource busy", str(source))
+        rename(source, target)
+
+    if is_mount_point:
+        monkeypatch.setattr(os, "rename", rename_all_but_the_folder)
+    train()
+    old_step_4 = contents(run / "checkpoints/step_4")
+    status, output = train(
+        f"trainer.resume={run}/checkpoints/step_2",
+        "actor.lr=0.1",
+        "trainer.max_steps=4",
+        "trainer.keep_checkpoints=1",
+    )
+    assert status == 0 and "what came after step 2 is now in runs/default/branches/1" in output
+    assert steps(run) == [1, 2, 3, 4] and steps(run / "branches/1") == [3, 4, 5, 6]
+    assert Checkpoints(run / "branches/1/checkpoints").steps() == [4, 6]
+    assert contents(run / "branches/1/checkpoints/step_4") == old_step_4
+    assert (run / "branches/1/model/config.json").exists()
+    assert "lr: 0.01" in (run / "branches/1/config.yaml").read_text()
+    assert Checkpoints(run / "checkpoints").steps() == [4], "the branch lost its checkpoint"
+    status, output = train("actor.lr=0.1", "trainer.keep_checkpoints=1")
+    assert "runs/default/checkpoints/step_4: 4 of 6 steps are done" in output
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
+    if is_mount_point:
+        return
+    # Into a folder of its own, and with another loss only if that is forced.
+    named = f"{run}/checkpoints/step_6"
+    other = [f"trainer.save_dir={tmp_path}/other", "data.turns=last", "trainer.n_epochs=2"]
+    status, output = train(*other, f"trainer.resume={named}", "trainer.max_steps=7")
+    assert status == 1 and f"trainer.resume=force:{named} goes on" in output
+    status, output = train(*other, f"trainer.resume=force:{named}", "trainer.max_steps=7")
+    assert status == 0 and steps(tmp_path / "other") == [7] and steps(run)[-1] == 6
+
+
+# The lock.
+
+HOLD_LOCK = """
+import sys, time
+from pathlib import Path
+from rl2 import run_lock
+
+run_lock.BEAT_SECONDS = 0.05
+run_lock.RunLock(Path(sys.argv[1])).acquire()
+print("locked", flush=True)
+if sys.argv[2] == "fail":
+    raise OSError("some error")
+time.sleep(60)
+"""
+
+
+def start_holder(folder, ending="sleep"):
+    """A process that has taken the lock of the folder."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD_LOCK, str(folder), ending],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout.readline() == "locked\n"
+    return holder
+
+
+def write_lock(folder, number, **changes):
+    process = {**vars(run_lock.this_process()), **changes}
+    (folder / "lock").mkdir(exist_ok=True)
+    (folder / f"lock/{number}.json").write_text(json.dumps(process))
+
+
+def test_a_live_run_keeps_its_folder_and_a_dead_one_does_not(tmp_path):
+    holder = start_holder(tmp_path)
+    for sent in (None, signal.SIGSTOP):
+        if sent:
+            holder.send_signal(sent)
+        with pytest.raises(ValueError, match=f"in use by another run .process {holder.pid}") as got:
+            RunLock(tmp_path).acquire()
+        message = str(got.value)
+        host = run_lock.this_process().host
+        assert f"on {host}, since 20" in message and f"kill {holder.pid}" in message
+        assert "trainer.experiment_name=NAME" in message and str(tmp_path) in message
+    holder.kill()
+    deadline = time.monotonic() + 10
+    while run_lock.process_start(holder.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    lock = RunLock(tmp_path)
+    lock.acquire()  # at once, although nobody has waited for the killed process yet
+    holder.communicate()
+    lock.release()
+    failed = start_holder(tmp_path, "fail")
+    assert "some error" in failed.communicate()[1]
+    assert (tmp_path / "lock/3.json").read_text() == "{}", "an error does not release the lock"
+    write_lock(tmp_path, 4, pid=os.getppid(), start="1")  # its pid belongs to another process now
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    assert [path.name for path in (tmp_path / "lock").iterdir()] == ["5.json"]
+    lock.release()
+
+
+def test_a_lock_of_another_machine_is_watched(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_lock, "WATCH_SECONDS", 1.0)
+    write_lock(tmp_path, 1, machine="another", host="node7", pid=4711)
+    is_over = threading.Event()
+
+    def touch():
+        while not is_over.wait(0.05):
+            os.utime(tmp_path / "lock/1.json")
+
+    thread = threading.Thread(target=touch)
+    thread.start()
+    with pytest.raises(ValueError, match="process 4711 on node7"):
+        RunLock(tmp_path).acquire()
+    is_over.set()
+    thread.join()
+    assert "waiting 1 s for a sign of life" in capsys.readouterr().out
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    lock.release()
+
+    # A run that was only silent must not go on beside the one that took its folder.
+    silent = start_holder(tmp_path)
+    write_lock(tmp_path, 4, machine="another", host="node8", pid=4712)
+    assert "process 4712 on node8 took" in silent.communicate(timeout=10)[1]
+    assert silent.returncode == 1
+
+
+RACE = """
+import json, multiprocessing, sys
+from pathlib import Path
+from rl2 import run_lock
+
+def compete(folder, start, end, winners):
+    start.wait()
+    try:
+        run_lock.RunLock(Path(folder)).acquire()
+        winners.put(1)
+    except ValueError:
+        pass
+    end.wait()  # the winner lives until all have tried
+
+context = multiprocessing.get_context("fork")
+for _ in range(12):
+    start, end, winners = context.Barrier(4), context.Barrier(5), context.Queue()
+    arguments = (sys.argv[1], start, end, winners)
+    racers = [context.Process(target=compete, args=arguments) for _ in range(4)]
+    for racer in racers:
+        racer.start()
+    end.wait()
+    for racer in racers:
+        racer.join()
+    print(winners.qsize())
+"""
+
+
+def test_of_several_newcomers_one_takes_a_stale_lock(tmp_path):
+    done = run("-c", RACE, tmp_path)
+    assert done.stdout.split() == ["1"] * 12
