@@ -2,9 +2,14 @@
 
 import json
 import os
+import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 
 def report_error(text: str) -> None:
@@ -17,3 +22,24 @@ def report_error(text: str) -> None:
     if path:
         details = {"py_callstack": text, "timestamp": str(int(time.time()))}
         Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
+
+
+@contextmanager
+def writing(path: str | os.PathLike) -> Iterator[None]:
+    """Names the path in errors of writing there, and the space that the disk has left.
+
+    An error of a full disk knows neither: it comes when an open file is written.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        is_torchs_file = "inline_container" in str(error) or "PytorchStreamWriter" in str(error)
+        if type(error) is RuntimeError and not is_torchs_file:
+            raise
+        folder = Path(path).absolute().parent
+        while not folder.exists():
+            folder = folder.parent
+        free = shutil.disk_usage(folder).free / 2**30
+        raise RuntimeError(
+            f"{path} could not be written ({free:.1f} GiB are free there): {error}"
+        ) from error

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl2.batch import Batch
+from rl2.error_report import writing
 from rl2.model import lora
 from rl2.model.load import load_model
 from rl2.model.lora import LoraSettings
@@ -231,17 +232,18 @@ class Worker:
         LoRA's adapters also go to `folder`/adapter, as peft writes them. The optimizer's state goes
         to `folder`/optimizer, which the key `optimizer_dir` reads.
         """
-        if self.lora_settings is not None:
-            self.onload()
-            lora.save(self.model.hf, f"{folder}/adapter", self.config.model_name)
-        full = {}
-        for name, weight in self.iter_full_weights(self.model.export_dtype):
+        with writing(folder):
+            if self.lora_settings is not None:
+                self.onload()
+                lora.save(self.model.hf, f"{folder}/adapter", self.config.model_name)
+            full = {}
+            for name, weight in self.iter_full_weights(self.model.export_dtype):
+                if dist.get_rank() == 0:
+                    full[name] = weight.cpu()
             if dist.get_rank() == 0:
-                full[name] = weight.cpu()
-        if dist.get_rank() == 0:
-            self._save_pretrained(folder, full, tokenizer)
-        if with_optimizer:
-            export_optimizer(self.model, self.optimizer, folder)
+                self._save_pretrained(folder, full, tokenizer)
+            if with_optimizer:
+                export_optimizer(self.model, self.optimizer, folder)
         dist.barrier()
 
     def _save_pretrained(self, folder, full, tokenizer):

@@ -5,8 +5,11 @@
 FOLDER has the model `tiny` and `rows.jsonl`. All runs of a scenario are forked from this process.
 """
 
+import errno
+import itertools
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -21,6 +24,7 @@ from forked import ForkedRun, ForkedRuns
 
 from rl2 import signals
 from rl2.parallel.ring import PackedAttention
+from rl2.run_folder import Checkpoints
 from rl2.trainer import build, recorder
 from rl2.worker import Worker
 
@@ -140,6 +144,58 @@ def check_a_signal_in_an_evaluation_trains_no_further_step(runs: ForkedRuns, fol
     assert run.wait() == [0], run.output
     assert [line["step"] for line in read_metrics(folder / "evaluated")] == [0, 1, 2]
     assert (folder / "evaluated/checkpoints/step_2").exists()
+
+
+def fill_disk(rank: int, module, name: str, call: int) -> None:
+    """From the given call on, no file of the rank may grow beyond a kilobyte, as on a full disk."""
+    calls = itertools.count(1)
+
+    def limit() -> None:
+        if next(calls) == call:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+    before(module, name, limit)
+
+
+def fail_to_sync(rank: int) -> None:
+    """The second line of the metrics meets a full disk."""
+    calls = itertools.count(1)
+
+    def fail() -> None:
+        if sys._getframe(2).f_code.co_name == "log" and next(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    before(os, "fsync", fail)
+
+
+def check_full_disks(runs: ForkedRuns, folder: Path) -> None:
+    """One message with the path. The checkpoint before it stands, and a new launch goes on."""
+    fill = partial(fill_disk, module=Checkpoints, name="save", call=2)
+    fill_at_export = partial(fill_disk, module=Worker, name="_save_pretrained", call=1)
+    cases = [
+        ("full_checkpoint", 2, fill, "checkpoints/step_2", [1, 1]),
+        ("full_metrics", 1, fail_to_sync, "metrics.jsonl", [1]),
+        ("full_export", 1, fill_at_export, "model", [1]),
+    ]
+    started = []
+    for name, world, prepare, path, statuses in cases:
+        options = arguments(folder, name, "trainer.save_freq=1", "trainer.n_epochs=2")
+        run = runs.start(world, "sft", options, prepare)
+        started.append((run, name, world, options, path, statuses))
+    for run, name, world, options, path, statuses in started:
+        assert run.wait() == statuses, run.output
+        message = [line for line in run.output.splitlines() if line.startswith("error: ")]
+        assert "could not be written" in message[0] and "GiB are free" in message[0], run.output
+        assert str(folder / name / path) in message[0], run.output
+        assert "Traceback" not in run.output, run.output
+        done = len(read_metrics(folder / name))
+        assert done == (4 if name == "full_export" else 2)
+        again = runs.start(world, "sft", options)
+        assert again.wait() == [0] * world, again.output
+        resumed_from = re.search("step_([0-9])", again.output)
+        assert resumed_from and resumed_from[1] == ("4" if name == "full_export" else "1")
+        assert [line["step"] for line in read_metrics(folder / name)] == [1, 2, 3, 4]
+        assert (folder / name / "model/model.safetensors").exists()
 
 
 WATCHDOG = "trainer.watchdog=1"
@@ -265,6 +321,7 @@ SCENARIOS = {
         check_a_second_ctrl_c_ends_a_lone_process_at_once,
         check_a_signal_in_an_evaluation_trains_no_further_step,
     ],
+    "disks": [check_full_disks],
     "watchdog": [
         check_the_watchdog,
         check_the_watchdog_is_quiet_about_slow_work,

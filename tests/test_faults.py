@@ -20,6 +20,10 @@ def test_signals(folder):
     run("tests/faults.py", "signals", folder, timeout=100)
 
 
+def test_full_disks(folder):
+    run("tests/faults.py", "disks", folder, timeout=100)
+
+
 def test_the_watchdog_and_a_lost_rank(folder):
     run("tests/faults.py", "watchdog", folder, timeout=100)
 

@@ -161,7 +161,15 @@ ALLOWED = {
     "model": {"batch", "model", "parallel"},
     "model.admission": {"batch", "packing", "model", "parallel"},
     "optimizer": {"parallel"},
-    "worker": {"batch", "packing", "model", "optimizer", "parallel", "config.schema"},
+    "worker": {
+        "batch",
+        "packing",
+        "model",
+        "optimizer",
+        "parallel",
+        "config.schema",
+        "error_report",
+    },
     "engine.base": set(),
     "engine.select": {"engine.base"},
     "engine.sampler": set(),
@@ -179,7 +187,7 @@ ALLOWED = {
     "progress": set(),
     "watchdog": set(),
     "signals": {"parallel.mesh", "error_report", "watchdog"},
-    "report": {"report"},
+    "report": {"report", "error_report"},
 }
 MAINS = {"trainer.ppo", "trainer.sft", "trainer.dpo", "trainer.rm"}
 OUTSIDE = {  # packages that only these files import

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from rl2 import progress
+from rl2.error_report import writing
 from rl2.report.console import Console, describe_step
 from rl2.report.health import Health
 
@@ -54,7 +55,7 @@ class JsonLines:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         line = {name: _to_json_number(value) for name, value in metrics.items()}
-        with open(self.path, "a") as file:
+        with writing(self.path), open(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             # A checkpoint of this step may follow, and must not reach the disk before the line.
