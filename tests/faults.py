@@ -198,6 +198,19 @@ def check_full_disks(runs: ForkedRuns, folder: Path) -> None:
         assert (folder / name / "model/model.safetensors").exists()
 
 
+def check_a_port_in_use(runs: ForkedRuns, folder: Path) -> None:
+    """Without torchrun rank 0 listens at MASTER_PORT, where another run may do so already."""
+
+    def prepare(rank: int) -> None:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(runs.store.port)}
+
+    run = runs.start(1, "sft", arguments(folder, "port"), prepare)
+    assert run.wait() == [1], run.output
+    assert f"MASTER_PORT=127.0.0.1:{runs.store.port}" in run.output, run.output
+    assert "--standalone" in run.output and "Traceback" not in run.output, run.output
+
+
 WATCHDOG = "trainer.watchdog=1"
 
 
@@ -321,7 +334,7 @@ SCENARIOS = {
         check_a_second_ctrl_c_ends_a_lone_process_at_once,
         check_a_signal_in_an_evaluation_trains_no_further_step,
     ],
-    "disks": [check_full_disks],
+    "disks": [check_full_disks, check_a_port_in_use],
     "watchdog": [
         check_the_watchdog,
         check_the_watchdog_is_quiet_about_slow_work,

@@ -45,7 +45,7 @@ class Mesh:
 def init_distributed() -> torch.device:
     """Joins torchrun's process group and returns this process's device.
 
-    Under plain `python` it makes a group of one process.
+    Under plain `python` it makes a group of one process. RuntimeError if the ranks cannot meet.
     """
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -57,7 +57,15 @@ def init_distributed() -> torch.device:
     rendezvous: dict[str, Any] = {}
     if "RANK" not in os.environ:
         rendezvous = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **rendezvous)
+    try:
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **rendezvous)
+    except dist.DistNetworkError as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise RuntimeError(
+            f"the ranks cannot meet at MASTER_ADDR:MASTER_PORT={address}: {error}. If the port is "
+            "in use by another run, choose another one; with torchrun on one machine add "
+            "--standalone."
+        ) from error
     atexit.register(time.sleep, EXIT_PAUSE_SECONDS)
     return device
 
