@@ -11,7 +11,7 @@ quiet_until = 0.0  # by the monotonic clock: silence before this time is no alar
 
 
 def mark() -> None:
-    """Counts a unit of work. It costs less than a tenth of a microsecond."""
+    """Counts a unit of work. It costs about a tenth of a microsecond."""
     global num_marks
     num_marks += 1
 

@@ -282,7 +282,7 @@ def check_the_watchdog_is_quiet_about_slow_work(runs: ForkedRuns, folder: Path) 
 
     def prepare_update(rank: int) -> None:
         if rank == 1:
-            before(PackedAttention, "__call__", lambda: time.sleep(1))  # in each layer
+            before(PackedAttention, "__call__", lambda: time.sleep(1.5))  # in each layer
 
     watchdog = "trainer.watchdog=3"  # the machine may be busy with other tests
     slow = arguments(folder, "slow", watchdog, "trainer.max_steps=1")
