@@ -82,6 +82,7 @@ RULES = [  # (refused, what the message says, accepted)
         """'#' at its start needs quotes; write 'trainer.project="#x"'""",
         "'trainer.project=\"#x\"'",
     ),
+    ("trainer.project=\u201cx\u201d", "is a typographic quote; type straight ones", ""),
     ("actor.lora_targets=[q_proj,v", "a bracket is missing", ""),
     ("actor.lora_targets=[a#b]", "put the item with '#' in double quotes", ""),
     ("--quiet", "--quiet is no option", ""),
@@ -284,6 +285,7 @@ def test_all_problems_come_at_once_and_once(base, capsys, monkeypatch):
         "data.path=",
         "data.path=a(b)",
         "actor.model_name=null",
+        "actor.dtype=bf16",  # which the critic's follows
         "data.prompts_per_rollout=-8 actor.update_per_rollout=500",
         "data.responses_per_prompt=0",
         "data.max_length=-1",

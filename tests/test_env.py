@@ -125,6 +125,14 @@ def test_failure_carries_the_users_traceback_and_nothing_of_ours(tmp_path, prefi
     )
 
 
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_exit_is_a_failure_and_stops_nothing(tmp_path, prefix):
+    text = f"{prefix}def reward_fn(messages, answer):\n    return answer or exit(3)\n"
+    env = load(tmp_path, text)
+    assert "SystemExit: 3" in str(failure(env, {**ROW, "answer": 0}))
+    assert score(env) == {"reward": 2.0}
+
+
 def test_stop_iteration_and_self_cancellation_are_failures_too():
     async def cancels(messages):
         raise asyncio.CancelledError

@@ -37,12 +37,22 @@ def check_choices(config: Any) -> list[str]:
     problems = []
     for name, key in schema_keys(type(config)).items():
         value = get_value(config, name)
+        if _repeats_followed_key(config, name):  # whose check is enough
+            continue
         if key.functions is not None:
             problems += _function_problem(value, key, name)
         elif key.choices and value is not None and value not in key.choices:
             *others, last = key.choices
             problems.append(f"{name}={value}: choose {', '.join(others)} or {last}")
     return problems
+
+
+def _repeats_followed_key(config: Any, name: str) -> bool:
+    """Whether the key has the value of the key that it follows, see FOLLOWED_KEYS."""
+    followed = FOLLOWED_KEYS.get(name)
+    if followed not in schema_keys(type(config)):
+        return False
+    return bool(get_value(config, name) == get_value(config, followed))
 
 
 def _function_problem(value: str, key: Key, name: str) -> list[str]:

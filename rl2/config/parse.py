@@ -292,6 +292,8 @@ def explain_quotes(key: str, text: str) -> str:
         return f"{problem}: a bracket is missing; put the whole argument in single quotes"
     if not found:
         return f"{problem}: write {quote_for_shell(key, text)}"
+    if found[0] in "\u201c\u201d\u2018\u2019":
+        return f"{problem}: {found[0]} is a typographic quote; type straight ones, ' or \""
     place = f"after {text[: found.start()]!r}" if found.start() else "at its start"
     return f"{problem}: {found[0]!r} {place} needs quotes; write {quote_for_shell(key, text)}"
 

@@ -109,7 +109,7 @@ async def _run_coroutine(name: str, function: Callable, arguments: dict) -> Any:
     try:
         # The env may change its arguments, so it gets a copy.
         return await function(**copy.deepcopy(arguments))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _to_env_error(name, error) from error
 
 
@@ -127,14 +127,14 @@ def _start_thread(name: str, function: Callable, arguments: dict) -> concurrent.
         try:
             # The env may change its arguments, so it gets a copy.
             future.set_result(function(**copy.deepcopy(arguments)))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             future.set_exception(_to_env_error(name, error))
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
 
 
-def _to_env_error(name: str, error: Exception) -> EnvError:
+def _to_env_error(name: str, error: BaseException) -> EnvError:
     text, locations = user_traceback(error)
     return EnvError(f"{name} raised:\n{text}", kind=f"{type(error).__name__} {locations}")
 

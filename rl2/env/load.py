@@ -36,7 +36,7 @@ def load_env(path: str, timeout: float = 60.0) -> Env:
         raise ValueError(_missing_reward_message(path, module))
     for name in ("reward_fn", "interact"):
         if hasattr(module, name):
-            check_signature(getattr(module, name), f"{path}: {name}")
+            check_signature(getattr(module, name), f"rollout.env_path={path}: {name}")
     return Env(module.reward_fn, getattr(module, "interact", None), timeout)
 
 
