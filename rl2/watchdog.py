@@ -96,22 +96,28 @@ class Watchdog:
         """The ranks that give no sign of life, by name. Takes a few intervals."""
         if self.store is None:
             return []
-        store = self.store.clone()
-        before = _read_signs(store, self.world_size)
-        time.sleep(INTERVALS_WITHOUT_LIFE * self.interval)
-        after = _read_signs(store, self.world_size)
+        try:
+            store = self.store.clone()
+            before = _read_signs(store, self.world_size)
+            time.sleep(INTERVALS_WITHOUT_LIFE * self.interval)
+            after = _read_signs(store, self.world_size)
+        except (dist.DistError, RuntimeError):
+            return ["the machine that keeps torchrun's store"]
         return [_name(rank, sign) for rank, sign in after.items() if sign == before.get(rank)]
 
     def _run(self) -> None:
-        while not self.is_ended.wait(self.interval):
+        while True:
             # This thread cannot run while a C function keeps Python's lock. Then faulthandler
             # prints the stacks, whose thread needs no lock.
             faulthandler.dump_traceback_later(self.limit, file=STDERR)
             try:
                 self._look(time.monotonic())
             except (dist.DistError, RuntimeError) as error:
-                print(f"watchdog: the store of the ranks does not answer: {error}", file=sys.stderr)
-                self.store = None
+                print(f"watchdog: ends, since the ranks' store is gone: {error}", file=sys.stderr)
+                faulthandler.cancel_dump_traceback_later()
+                return
+            if self.is_ended.wait(self.interval):
+                return
 
     def _look(self, now: float) -> None:
         """Gives a sign to the other ranks, and prints if no rank has made progress."""
@@ -164,7 +170,9 @@ class Watchdog:
         if self.store is not None:
             return
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:  # torchrun's, there before the group
+        if (
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        ):  # torchrun's, there before the group
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             store: Any = dist.TCPStore(address, port, is_master=False, timeout=STORE_TIMEOUT)
         elif dist.is_initialized():
