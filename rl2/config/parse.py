@@ -33,6 +33,7 @@ from yaml import YAMLError
 from rl2.config.key import Key, schema_keys
 from rl2.config.key_rules import Checked, check_choices, follow_keys, get_value
 from rl2.config.rules import VALIDATORS
+from rl2.config.synonyms import find_synonym
 from rl2.error_report import report_error
 
 OPTIONS = {"--cfg": "job", "--config-dir": "DIR", "--config-name": "NAME"}  # each takes a value
@@ -335,9 +336,7 @@ def assign(config: Any, assignments: list[Assignment]) -> tuple[set[str], list[s
             continue
         candidates = [key]
         if key not in nodes and not key.startswith(tuple(name + "." for name in OPEN_KEYS)):
-            candidates = near_keys(key, list(nodes))
-            near = " or ".join(candidates)
-            hint = f": did you mean {near}?" if near else "; --help all lists all"
+            hint, candidates = explain_unknown(key, list(nodes))
             problems.append(f"unknown key {key}={value}{hint}{source}")
         if len(candidates) == 1:
             target = candidates[0]
@@ -404,6 +403,16 @@ def _describe_type(node: Any, key: str) -> str:
     }
     kind = kinds.get(type(node), f"a map, as {key}.NAME=VALUE")
     return f"{kind} or null" if node is not None and node._is_optional() else kind
+
+
+def explain_unknown(key: str, known: list[str]) -> tuple[str, list[str]]:
+    """What follows "unknown key", and the keys that may be meant."""
+    text, synonyms = find_synonym(key, known)
+    if text:
+        return f": {text}", synonyms
+    candidates = near_keys(key, known)
+    near = " or ".join(candidates)
+    return (f": did you mean {near}?" if near else "; --help all lists all"), candidates
 
 
 def near_keys(key: str, known: list[str]) -> list[str]:

@@ -1,0 +1,107 @@
+"""Every key of RL2, verl and TRL gets an answer: a key of rl2, or why there is none."""
+
+import dataclasses
+import re
+
+import pytest
+from common import ROOT
+
+from rl2.config.key import schema_keys
+from rl2.config.parse import parse
+from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
+from rl2.config.synonyms import ABSENT, EQUIVALENTS, all_answers, find_synonym
+
+ROOTS = {"GRPOConfig": PPOConfig, "SFTConfig": SFTConfig, "DPOConfig": DPOConfig}
+ROOTS["RewardConfig"] = RMConfig
+KNOWN = {
+    root: {n for n, k in schema_keys(root).items() if not k.is_section} for root in ROOTS.values()
+}
+ALL_KEYS = set().union(*KNOWN.values())
+
+
+def keys_of(text):
+    """The keys of rl2 that an answer names first, before its remarks."""
+    return {answer.split()[0] for answer in text.partition("; here ")[2].split(" | ") if answer}
+
+
+def test_every_answer_names_keys_that_exist_and_no_key_has_two():
+    for name, text in all_answers().items():
+        assert keys_of(text) <= ALL_KEYS, f"{name}: {text}"
+        for mentioned in re.findall(
+            r"\b(?:actor|critic|rollout|trainer|kl|adv|dpo|rm)[.][\w.]+\w", text
+        ):
+            assert mentioned in ALL_KEYS or mentioned.startswith("rollout.engine_args"), text
+    names = [name for table in EQUIVALENTS.values() for name in table]
+    names += [name for group in ABSENT.values() for name in group.split()]
+    assert len(names) == len(set(names)), sorted({n for n in names if names.count(n) > 1})
+
+
+@pytest.mark.parametrize("kind", ROOTS)
+def test_every_key_of_trl_has_an_answer(kind):
+    trl = pytest.importorskip("trl")
+    known = KNOWN[ROOTS[kind]]
+    for field in dataclasses.fields(getattr(trl, kind)):
+        text, candidates = find_synonym(field.name, known)
+        assert "here" in text, f"{kind}.{field.name} has no answer"
+        assert set(candidates) <= known
+
+
+RL2_AND_VERL = [
+    ("actor_rollout_ref.actor.ppo_mini_batch_size", "verl's; here set actor.update_per_rollout"),
+    ("actor.ppo_mini_batch_size", "verl's; here set actor.update_per_rollout"),
+    ("actor_rollout_ref.rollout.n", "verl's; here set data.responses_per_prompt"),
+    ("actor_rollout_ref.model.path", "verl's; here set actor.model_name"),
+    ("critic.optim.lr", "verl's; here set critic.lr"),
+    ("critic.model.path", "verl's; here set critic.model_name"),
+    ("critic.cp_size", "RL2's; here set critic.sp_size"),
+    ("critic.ppo_epochs", "there is no such key here: a rollout is passed over once"),
+    ("ref_actor.ddp_size", "the reference is the model that the run starts from"),
+    ("actor.tf_config.pipeline_model_parallel_size", "Megatron is not supported"),
+    ("train_data.path", "RL2's; here set data.path"),
+    ("rollout.server_args.attention_backend", "here set rollout.engine_args (as rollout"),
+    ("rollout.dynamic_filtering", "there is no such key here"),
+    ("trainer.total_epochs", "verl's; here set trainer.n_epochs"),
+    ("trainer.learning_rate", "TRL's; here set actor.lr or critic.lr"),
+    ("beta", "TRL's; here set kl.coef"),
+    ("ray_kwargs.ray_init.num_cpus", "torchrun starts the processes"),
+]
+
+
+@pytest.mark.parametrize(("key", "words"), RL2_AND_VERL, ids=lambda x: x)
+def test_the_answer_is_in_the_message(capsys, key, words):
+    with pytest.raises(SystemExit):
+        parse(PPOConfig, [f"{key}=1"])
+    [line] = [
+        line for line in capsys.readouterr().err.splitlines() if f"unknown key {key}=1" in line
+    ]
+    assert words in line
+
+
+def test_an_answer_for_another_trainer_says_so():
+    text, candidates = find_synonym("num_generations", KNOWN[SFTConfig])
+    assert text.endswith("here data.responses_per_prompt, which this trainer does not have")
+    assert candidates == []
+    assert find_synonym("beta", KNOWN[DPOConfig])[1] == ["dpo.beta"]
+
+
+def test_own_names_are_no_synonyms():
+    """A misspelled key of rl2, or one without its section, still gets the nearest key."""
+    for key in ("lr", "actor.lrr", "data.prompts_per_rolout", "actor.modle_name", "nonsense"):
+        assert find_synonym(key, KNOWN[PPOConfig]) == ("", [])
+
+
+def test_the_page_for_newcomers_agrees():
+    """In each row of docs/coming_from.md, the names of others have an answer in the first cell."""
+    rows = re.findall(r"^\| (`.+?) \| (.*) \|$", (ROOT / "docs/coming_from.md").read_text(), re.M)
+    assert len(rows) > 20
+    answers = all_answers()
+    checked = 0
+    for ours, theirs in rows:
+        theirs = re.sub(r" / [\w.]+", "", theirs)  # what a size is divided by has a row of its own
+        own = set(re.findall(r"[a-z]+[.][\w.]+", ours))
+        for name in re.findall(r"(?<![\w.(])[a-z]+[._][\w.]*\w", theirs):
+            if name not in ALL_KEYS:
+                assert name in answers, f"{name} has no answer"
+                assert keys_of(answers[name]) & own, f"{name}: {answers[name]}, not {ours}"
+                checked += 1
+    assert checked > 50
