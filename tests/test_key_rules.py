@@ -177,6 +177,8 @@ def test_the_critic_lies_in_memory_as_the_actor_unless_it_is_told_otherwise(
     assert (critic.sp_size, critic.max_length_per_device) == (4, 2048)
     assert not critic.gradient_checkpointing and critic.warmup_ratio == 0.0
     assert (critic.lr, critic.model_name) == (5e-6, None)
+    split = [*base["ppo"], "adv.estimator=gae", "actor.update_per_rollout=4"]
+    assert parse(PPOConfig, split).critic.update_per_rollout == 4
     critic = parse(PPOConfig, [*base["ppo"], *layout, "critic.sp_size=2"]).critic
     assert (critic.sp_size, critic.max_length_per_device) == (2, 2048)
     # A wrong size of the actor is one problem, not two.
@@ -186,6 +188,17 @@ def test_the_critic_lies_in_memory_as_the_actor_unless_it_is_told_otherwise(
     with pytest.raises(SystemExit):
         parse(PPOConfig, [*base["ppo"], *layout, "--cfg", "job"])
     assert "sp_size: 4" in capsys.readouterr().out.partition("critic:")[2]
+
+
+def test_gae_whitens_advantages_unless_it_is_told_otherwise(base, capsys):
+    def norm_var(*arguments):
+        return parse(PPOConfig, [*base["ppo"], *arguments]).adv.norm_var
+
+    assert norm_var() is False
+    assert norm_var("adv.norm_var=true") is True
+    assert norm_var("adv.estimator=gae") is True
+    assert norm_var("adv.estimator=gae", "adv.norm_var=false") is False
+    assert capsys.readouterr().err == ""
 
 
 def test_test_answers_are_as_long_as_those_of_training_unless_set(base, capsys):

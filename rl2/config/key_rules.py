@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl2.algorithms.by_name import argument_names, find_function
 from rl2.config.key import Key, schema_keys
-from rl2.config.schema import FOLLOWED_KEYS, function_settings
+from rl2.config.schema import FOLLOWED_KEYS, estimator_inputs, function_settings
 
 Checked = tuple[list[str], list[str]]  # problems, warnings
 BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {  # attribute of Key -> (test, words)
@@ -126,13 +126,20 @@ def _show_default(key: Key, default: Any) -> str:
 
 
 def follow_keys(config: DictConfig, set_keys: set[str]) -> None:
-    """Gives each key of FOLLOWED_KEYS that is not set, or null, the value of the key it follows."""
+    """Gives each key of FOLLOWED_KEYS that is not set, or null, the value of the key it follows.
+
+    adv.norm_var follows the estimator.
+    """
     root: Any = OmegaConf.get_type(config)
     known = schema_keys(root)
     for name, followed in FOLLOWED_KEYS.items():
         is_unset = name not in set_keys or OmegaConf.select(config, name) is None
         if name in known and followed in known and is_unset:
             OmegaConf.update(config, name, OmegaConf.select(config, followed))
+    if "adv.norm_var" in known and config.adv.norm_var is None:
+        # Every common PPO whitens the advantages of GAE; with groups it is a choice (GRPO or not).
+        if "norm_var" in estimator_inputs(config.adv.estimator):
+            config.adv.norm_var = config.adv.estimator == "gae"
 
 
 class Unused(NamedTuple):

@@ -86,8 +86,8 @@ WITH_LOGITS = Condition(
     "in a critic or reward model, whose values are always float32",
     is_harmless=True,
 )
-# A key that is not set has the value of another one. The critic lies in memory as the actor does;
-# how it learns stays its own.
+# A key that is not set has the value of another one. The critic lies in memory and splits a rollout
+# as the actor does; its rates stay its own.
 FOLLOWED_KEYS = {
     f"critic.{name}": f"actor.{name}"
     for name in (
@@ -100,6 +100,7 @@ FOLLOWED_KEYS = {
         "max_inference_length_per_device",
         "offload_model",
         "offload_optimizer",
+        "update_per_rollout",
     )
 }
 FOLLOWED_KEYS["rollout.test_sampling_params.max_new_tokens"] = (
@@ -557,10 +558,10 @@ class AdvConfig:
         setting_of="estimator",
     )
     lamda: float = key(1.0, "lambda of gae", at_least=0, at_most=1, setting_of="estimator")
-    norm_var: bool = key(
-        False,
+    norm_var: bool | None = key(  # parse.py fills it in
+        None,
         "divide advantages by their standard deviation; reinforce: of the group (on: GRPO; off: "
-        "Dr. GRPO); gae: of the batch",
+        "Dr. GRPO); gae: of the batch; by default on with gae and off elsewhere",
         common=True,
         setting_of="estimator",
     )

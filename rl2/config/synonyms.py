@@ -195,7 +195,7 @@ TRL = {
     "warmup_steps": "actor.warmup_ratio (a fraction of the updates) | critic.warmup_ratio",
     "weight_decay": "actor.weight_decay | critic.weight_decay",
     "max_grad_norm": "actor.max_grad_norm | critic.max_grad_norm",
-    "per_device_train_batch_size": STEP_BATCH,
+    "per_device_train_batch_size": f"{BUDGET} | {BATCH}",
     "gradient_accumulation_steps": STEP_BATCH,
     "auto_find_batch_size": BUDGET,
     "per_device_eval_batch_size": INFERENCE_BUDGET,

@@ -120,7 +120,7 @@ def add_advantages(batch: Batch, config: PPOConfig) -> dict[str, float]:
         trajectory=batch.trajectory,
         gamma=config.adv.gamma,
         lamda=config.adv.lamda,
-        norm_var=config.adv.norm_var,
+        norm_var=bool(config.adv.norm_var),
     )
     estimator = find_function(config.adv.estimator, ADVANTAGE_ESTIMATORS, "adv.estimator")
     estimated = call_by_name(estimator, inputs)
