@@ -104,10 +104,10 @@ class Checkpoints:
             f"({free:.1f} GiB are free there): {problem}; {remains}"
         )
 
-    def load(self, path: Path, parts: Parts) -> None:
+    def load(self, path: Path, parts: Parts, saved_by: int) -> None:
         """Restores all parts from a step_N folder, and the random states.
 
-        The number of processes may differ from the one that saved. Then each process keeps its own
+        `saved_by` processes wrote it. If there are more or fewer now, each process keeps its own
         random states. ValueError if the checkpoint is of another model; RuntimeError if it is
         damaged.
         """
@@ -120,7 +120,7 @@ class Checkpoints:
         random_states = None
         try:
             dcp.load(states, checkpoint_id=path, no_dist=is_single_process())
-            if len(list(path.glob("random_*.pt"))) == dist.get_world_size():
+            if saved_by == dist.get_world_size():
                 random_file = path / f"random_{dist.get_rank()}.pt"
                 random_states = torch.load(random_file, weights_only=False)
         except Failure as error:
@@ -184,7 +184,8 @@ def _check_fits(path: Path, saved: dict[str, Any], states: dict[str, Any]) -> No
             problem = f"this run has no {key}"
     if problem:
         raise ValueError(
-            f"the checkpoint {path} is of another model: {problem}; trainer.resume=off starts anew"
+            f"the checkpoint {path} is of another model, or another version of rl2: {problem}; "
+            "trainer.resume=off starts anew"
         )
 
 

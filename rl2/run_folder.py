@@ -221,7 +221,8 @@ class RunFolder:
             kept = dict(parts)
             if not self.start.keeps_data:
                 del kept["data"]
-            self.checkpoints.load(checkpoint, kept)
+            saved_by = _read_record(checkpoint)["world_size"]
+            self.checkpoints.load(checkpoint, kept, saved_by)
         if self.is_first:
             own = self.checkpoints.folder.resolve()
             is_own = checkpoint is not None and checkpoint.resolve().parent == own
@@ -363,14 +364,13 @@ def _find_checkpoint(named: Path) -> Path:
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
-    """run.json of a run folder or of a checkpoint; {} if a run folder has none."""
-    path = folder / "run.json"
-    if not path.exists() and not folder.name.startswith("step_"):
-        return {}
+    """run.json of a run folder, {} if it has none; or of a checkpoint, which must have one."""
     try:
-        return json.loads(path.read_text())
+        return json.loads((folder / "run.json").read_text())
     except (OSError, ValueError) as error:
-        raise RuntimeError(explain_damage(folder, error)) from error
+        if folder.name.startswith("step_"):
+            raise RuntimeError(explain_damage(folder, error)) from error
+        return {}
 
 
 def _write_json(path: Path, record: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ def main(mode, name, folder):
         checkpoints.save(1, workers, {"config.yaml": "config"})
         exported = export_all(workers, name, folder)
     else:
-        checkpoints.load(checkpoints.path(1), workers)
+        checkpoints.load(checkpoints.path(1), workers, saved_by=2)
     result = update(workers, batch)
     result["exported"] = exported
     result["versions"] = [worker.version for worker in workers.values()]

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -10,14 +12,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
-from common import make_model, read_metrics, run
+from common import ROOT, make_model, read_metrics, run, torchrun
 from safetensors.torch import load_file
 
 from rl2 import run_lock
-from rl2.checkpoints import Checkpoints
+from rl2.checkpoints import Checkpoints, delete
 from rl2.run_lock import RunLock
-from rl2.trainer import dpo, sft
+from rl2.trainer import dpo, ppo, sft
 
 NUM_ROWS = 12
 
@@ -96,9 +99,10 @@ def contents(folder):
 
 
 def test_a_finished_run_started_again_says_how_to_go_on(train, tmp_path):
-    status, _ = train()
+    status, _ = train(f"actor.save_dir={tmp_path}/exports")
     run = tmp_path / "runs/default"
     assert status == 0 and steps(run) == [1, 2, 3, 4, 5, 6]
+    assert [path.name for path in (tmp_path / "exports").iterdir()] == ["step_6"]
     before = contents(run)
     status, output = train()
     assert status == 0 and "all steps are done" in output and "loading" not in output
@@ -234,6 +238,158 @@ def test_an_older_checkpoint_begins_a_branch(train, tmp_path, monkeypatch, is_mo
     assert status == 1 and f"trainer.resume=force:{named} goes on" in output
     status, output = train(*other, f"trainer.resume=force:{named}", "trainer.max_steps=7")
     assert status == 0 and steps(tmp_path / "other") == [7] and steps(run)[-1] == 6
+
+
+def test_torchrun_restarts_go_on_where_their_launch_was(train, tmp_path, monkeypatch):
+    """Whatever trainer.resume says: off would begin again with every restart."""
+    train("trainer.max_steps=2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "this launch")
+    run = tmp_path / "runs/default"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    _, output = train("trainer.resume=off", "trainer.max_steps=2")
+    assert "runs/default/branches/1" in output, "this launch had not begun yet"
+    _, output = train("trainer.resume=off", "trainer.max_steps=4")
+    assert "2 of 4 steps are done" in output and steps(run) == [1, 2, 3, 4]
+    starts = json.loads((run / "run.json").read_text())["starts"]
+    assert [start["step"] for start in starts] == [0, 2]
+    last = starts[-1]
+    assert last["command"][-2:] == ["trainer.resume=off", "trainer.max_steps=4"]
+    assert last["hosts"] == [socket.gethostname()] and last["world_size"] == 1
+    assert last["versions"]["torch"] == torch.__version__ and last["seed"] == 0
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    head = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    assert (last["commit"] or "").startswith(head)
+
+
+def test_ppo_is_compared_with_its_env_its_loss_and_its_critic(setup, train, tmp_path, monkeypatch):
+    """The actor is frozen in all steps, and its checkpoints are whole."""
+    rows = [{"messages": f"say {i}", "answer": "a"} for i in range(8)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    for name in ("env", "other"):
+        (tmp_path / f"{name}.py").write_text(
+            f"def reward_fn(messages, answer): return len('{name}')"
+        )
+    arguments = [argument for argument in setup if "batch_size" not in argument]
+    setup[:] = [
+        *arguments,
+        "rollout.env_path=env.py",
+        "data.prompts_per_rollout=2",
+        "data.responses_per_prompt=2",
+        "rollout.train_sampling_params.max_new_tokens=2",
+        "actor.freeze_steps=9",
+        "trainer.save_freq=1",
+    ]
+    status, _ = train("trainer.max_steps=1", main=ppo.main)
+    assert status == 0
+    recipe = ["--config-dir", "runs/default", "--config-name", "config"]
+    before = contents(tmp_path / "runs/default")
+    status, output = train(
+        "rollout.env_path=other.py",
+        "adv.estimator=gae",
+        "critic.dtype=float32",
+        "actor.loss=gspo",
+        "kl.type=loss",
+        "kl.coef=0.1",
+        main=ppo.main,
+    )
+    assert status == 1 and contents(tmp_path / "runs/default") == before
+    for change in (
+        "rollout.env_path: env.py -> other.py",
+        "adv.estimator: reinforce -> gae",
+        "actor.loss: ppo -> gspo",
+        "kl.type: None -> loss",
+    ):
+        assert change in output
+    with open(tmp_path / "env.py", "a") as file:
+        file.write("  # edited")
+    monkeypatch.setattr(sys, "argv", ["ppo", *recipe, "trainer.max_steps=2"])
+    setup[:] = [*recipe, "trainer.max_steps=2"]
+    status, output = train(main=ppo.main)
+    assert status == 0 and "rollout.env_path: env.py has another content" in output
+    assert "1 of 2 steps are done" in output
+
+
+# What a kill or a disk leaves.
+
+
+def test_leftovers_of_kills_are_swept(train, tmp_path, monkeypatch):
+    train("trainer.max_steps=4")
+    checkpoints = Checkpoints(tmp_path / "runs/default/checkpoints")
+    expected = contents(checkpoints.path(4))
+    checkpoints.path(4).rename(checkpoints.folder / "step_4.older")  # while it was replaced
+    shutil.copytree(checkpoints.path(2), checkpoints.folder / "step_9.partial")
+    shutil.copytree(checkpoints.path(2), checkpoints.folder / "step_1.deleting")
+
+    def stop(folder):
+        next(folder.iterdir()).unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", stop)
+        with pytest.raises(KeyboardInterrupt):
+            delete(checkpoints.path(2))
+    assert checkpoints.steps() == [], "half a checkpoint has the name of a whole one"
+    _, output = train("trainer.max_steps=4")
+    assert "all steps are done" in output and contents(checkpoints.path(4)) == expected
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step_4"]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(train, tmp_path):
+    train("trainer.max_steps=4")
+    run = tmp_path / "runs/default"
+    newest = run / "checkpoints/step_4"
+    for name in ("__0_0.distcp", ".metadata", "random_0.pt", "run.json"):
+        whole = (newest / name).read_bytes()
+        for damaged in (whole[: len(whole) // 2], b"", None):
+            (newest / name).unlink()
+            if damaged is not None:
+                (newest / name).write_bytes(damaged)
+            status, output = train()
+            assert status == 1 and "Traceback" not in output, (name, damaged)
+            assert "the checkpoint runs/default/checkpoints/step_4 is damaged" in output, name
+            assert "trainer.resume=runs/default/checkpoints/step_2 goes on" in output
+            (newest / name).write_bytes(whole)
+    status, output = train()
+    assert status == 0 and steps(run) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_model_loads(
+    train, tmp_path, monkeypatch
+):
+    (tmp_path / "file").write_text("mine")
+    for folder, reason in (
+        (tmp_path / "file", "it is a file"),
+        (tmp_path / "file/below", "Not a directory"),
+        ("/proc/rl2", "No such file or directory"),
+    ):
+        status, output = train(f"trainer.save_dir={folder}")
+        assert status == 1 and f"trainer.save_dir={folder} cannot be written: " in output
+        assert reason in output and "loading" not in output
+
+    def fail(path, data):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    status, output = train()
+    assert status == 1 and "loading" not in output
+    assert "trainer.save_dir=runs/default cannot be written: [Errno 28] No space left" in output
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_ranks_that_differ_are_named(tmp_path, model):
+    """Two ranks as on two nodes: without a shared folder, and with other configs, data and code."""
+    done = torchrun(2, "tests/agreement.py", model, tmp_path)
+    lines = done.stdout.splitlines()
+    folder = tmp_path / "0/runs/default"
+    assert f"rank 1 on {socket.gethostname()} does not see {tmp_path}/1/runs/default" in lines[0]
+    assert "need trainer.save_dir in a folder that they share" in lines[0] and folder.exists()
+    start = f"rank 1 on {socket.gethostname()} differs from rank 0 on {socket.gethostname()} in "
+    assert lines[1:4] == [
+        start + "actor.lr=0.5",
+        start + "the content of data.path",
+        start + "the code of rl2",
+    ]
+    assert lines[4:] == ["agreed"]
 
 
 # The lock.

@@ -278,9 +278,9 @@ def test_a_killed_run_resumes_bit_for_bit(setup, tmp_path):
     run = tmp_path / "run"
     not_killed = tmp_path / "not_killed"
     train(2, *arguments, f"trainer.save_dir={not_killed}")
-    # The preflight makes four calls, and every step makes 16 on each of two ranks. Call 60 is in
-    # step 4.
-    killed = train(2, *arguments, check=False, env={"KILL_AT": "60"})
+    # The preflight makes 16 calls, and every step makes 16 on each of two ranks. Call 72 is in step
+    # 4.
+    killed = train(2, *arguments, check=False, env={"KILL_AT": "72"})
     assert killed.returncode != 0
     assert [line["step"] for line in read_metrics(run)] == [1, 2, 3]
     (run / "checkpoints/step_4.partial").mkdir()  # as if it was killed while it saved
