@@ -258,7 +258,14 @@ def test_missing_file_empty_folder_and_unknown_hub_name_are_refused(tmp_path, mo
     with pytest.raises(ValueError, match="this folder has no file that ends in"):
         load_rows(str(tmp_path))
 
+    def ask(url, timeout):
+        if "owner/none" in url:
+            raise ConnectionError("the network is down\nsince today")
+
+    monkeypatch.setattr("rl2.data.rows.get_hf_file_metadata", ask)
+
     def load_dataset(name, config, split):
+        assert name != "owner/none", "the hub has said no already"
         if name != "owner/set":
             raise FileNotFoundError(f"{name} is not on the hub")
         return [{"name": name, "config": config, "split": split}]
@@ -271,6 +278,8 @@ def test_missing_file_empty_folder_and_unknown_hub_name_are_refused(tmp_path, mo
         ValueError, match="data path other/set: .*the hub says: other/set is not on the hub"
     ):
         load_rows("other/set")
+    with pytest.raises(ValueError, match="data path owner/none: .*the hub says: the network is "):
+        load_rows("owner/none")
 
 
 def test_a_model_without_a_template_is_named_with_the_remedy():

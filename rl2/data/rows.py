@@ -13,6 +13,8 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+from huggingface_hub import get_hf_file_metadata, hf_hub_url
+from huggingface_hub.errors import EntryNotFoundError
 
 from rl2.data.formats import ReadRow, rename_columns
 from rl2.data.messages import abbreviate
@@ -22,6 +24,7 @@ SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 MAX_LISTED_PROBLEMS = 5
 # Columns that may hold messages as JSON text.
 CONVERSATION_COLUMNS = ("messages", "prompt", "conversations", "completion", "chosen", "rejected")
+HUB_TIMEOUT_SECONDS = 10.0
 MAX_CSV_CELL_BYTES = 2**31 - 1
 MISSING_CELL: Any = object()  # the value of a cell that a csv row lacks
 
@@ -177,17 +180,31 @@ def _read_rows(path: str, split: str) -> Iterator[LocatedRow]:
 
 
 def _load_from_hub(path: str, split: str) -> Iterable[dict]:
-    from datasets import load_dataset  # slow to import, and not needed for files
+    from datasets import config, load_dataset  # slow to import, and not needed for files
 
     name, _, configuration = path.partition(":")
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{name} is no file here: asking the Hugging Face hub ...", flush=True)
     try:
+        if not Path(config.HF_DATASETS_CACHE, name.replace("/", "___")).exists():
+            _ask_hub(name)
         return load_dataset(name, configuration or None, split=split)
     except (OSError, ValueError) as error:  # not found, offline, unknown split or configuration
         raise ValueError(
             f"data path {path}: no such file or folder here, and the hub says: {error}"
         ) from error
+
+
+def _ask_hub(name: str) -> None:
+    """OSError if the hub is out of reach or has no such data set.
+
+    One request stands for the retries of `datasets`, which take half a minute.
+    """
+    url = hf_hub_url(name, "README.md", repo_type="dataset")
+    try:
+        get_hf_file_metadata(url, timeout=HUB_TIMEOUT_SECONDS)
+    except EntryNotFoundError:
+        pass  # a data set without that file
+    except Exception as error:  # of the hub's library and of the network's
+        raise OSError(str(error).strip().splitlines()[0]) from error
 
 
 def _list_files(folder: Path, split: str) -> list[Path]:
