@@ -31,6 +31,7 @@ from rl2.checkpoints import (
 from rl2.config.changes import DATA, RunIdentity, find_changes, identify
 from rl2.config.parse import dump, flatten
 from rl2.data.rows import hash_data
+from rl2.error_report import writing
 from rl2.parallel.mesh import all_gather_objects
 from rl2.run_lock import RunLock
 
@@ -332,7 +333,8 @@ class RunFolder:
         path = self.path / "rollouts" / split / f"step_{step}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(record, ensure_ascii=False, default=str) for record in records]
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        with writing(path):
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _check_writable(folder: Path) -> None:
@@ -380,8 +382,9 @@ def _write_json(path: Path, record: dict[str, Any]) -> None:
 def _write_text(path: Path, text: str) -> None:
     """Replaces the file. A kill leaves the old one or the new one."""
     partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    with writing(path):
+        partial.write_text(text)
+        partial.replace(path)
 
 
 def _split_metrics(path: Path, step: int) -> tuple[list[str], list[str]]:

@@ -146,6 +146,26 @@ def check_a_signal_in_an_evaluation_trains_no_further_step(runs: ForkedRuns, fol
     assert (folder / "evaluated/checkpoints/step_2").exists()
 
 
+def check_a_child_of_the_environment_ends_alone(runs: ForkedRuns, folder: Path) -> None:
+    """A process pool ends its forked children with SIGTERM, which must not stop the run."""
+
+    def end_a_child() -> None:
+        child = os.fork()
+        if child == 0:
+            time.sleep(20)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        print("the child's status is", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    def prepare(rank: int) -> None:
+        before(Worker, "update", end_a_child)
+
+    run = runs.start(1, "sft", arguments(folder, "child"), prepare)
+    assert run.wait(15) == [0], run.output
+    assert run.output.count("the child's status is 143") == 2, run.output
+    assert [line["step"] for line in read_metrics(folder / "child")] == [1, 2]
+
+
 def fill_disk(rank: int, module, name: str, call: int) -> None:
     """From the given call on, no file of the rank may grow beyond a kilobyte, as on a full disk."""
     calls = itertools.count(1)
@@ -333,6 +353,7 @@ SCENARIOS = {
         check_a_signal_saves_and_does_not_evaluate,
         check_a_second_ctrl_c_ends_a_lone_process_at_once,
         check_a_signal_in_an_evaluation_trains_no_further_step,
+        check_a_child_of_the_environment_ends_alone,
     ],
     "disks": [check_full_disks, check_a_port_in_use],
     "watchdog": [

@@ -132,13 +132,15 @@ class Case:
     def kill(self, run: ForkedRun, folder: Path, rng: random.Random) -> str | None:
         """Kills the run. Returns where it was, or None if it ended before."""
         aims_at_save = rng.random() < 0.6
-        at = time.monotonic() + rng.uniform(0, 0.8 * self.seconds)
-        while run.is_running and time.monotonic() < at:
+        step = rng.randint(min(num_lines(folder), STEPS - 1), STEPS - 1)
+        while run.is_running and num_lines(folder) < step:
             time.sleep(0.001)
         if aims_at_save:
             while run.is_running and not partial_folders(folder):
                 pass  # a save takes milliseconds
             time.sleep(rng.uniform(0, SECONDS_OF_A_SAVE))
+        else:
+            time.sleep(rng.uniform(0, self.seconds / STEPS))
         if not run.is_running:
             return None
         ranks = None if rng.random() < 0.5 else [rng.randrange(self.world)]
@@ -147,7 +149,7 @@ class Case:
         statuses = run.wait(SECONDS_FOR_OTHER_RANKS)
         if -signal.SIGKILL not in statuses:
             return None  # it ended in the moment between
-        if not folder.exists() or not list(folder.glob("metrics.jsonl")):
+        if not num_lines(folder):
             return "before the first step"
         return "in a save" if is_in_save else "elsewhere"
 
@@ -164,6 +166,12 @@ class Case:
 
 def files(folder: Path, pattern: str) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob(pattern)}
+
+
+def num_lines(folder: Path) -> int:
+    """The steps in the metrics of a run, so far."""
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def partial_folders(folder: Path) -> list[Path]:

@@ -182,7 +182,14 @@ ALLOWED = {
     "run_lock": set(),
     "checkpoints": {"parallel.mesh"},
     # It compares configs, and the files that they name.
-    "run_folder": {"checkpoints", "run_lock", "config", "data.rows", "parallel.mesh"},
+    "run_folder": {
+        "checkpoints",
+        "run_lock",
+        "config",
+        "data.rows",
+        "parallel.mesh",
+        "error_report",
+    },
     "error_report": set(),
     "progress": set(),
     "watchdog": set(),
