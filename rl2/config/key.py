@@ -64,9 +64,14 @@ def section(kind: type, help: str, common: bool = True, only_if: Condition | Non
     return field(default_factory=kind, metadata={"key": info})
 
 
+_known_keys: dict[Any, dict[str, Key]] = {}  # by config class: checks ask for them often
+
+
 def schema_keys(root: type) -> dict[str, Key]:
     """Dotted name -> Key, of every section and key of a config class, in order."""
-    return dict(_walk(root, ""))
+    if root not in _known_keys:
+        _known_keys[root] = dict(_walk(root, ""))
+    return _known_keys[root]
 
 
 def _walk(kind: Any, prefix: str) -> Iterator[tuple[str, Key]]:

@@ -350,12 +350,12 @@ def assign(config: Any, assignments: list[Assignment]) -> tuple[set[str], list[s
 def check_references(config: Any, set_keys: set[str]) -> list[str]:
     """The keys whose ${OTHER.KEY} cannot be resolved. They are set to their defaults."""
     problems = []
-    defaults = OmegaConf.structured(OmegaConf.get_type(config))
     for key in sorted(set_keys):
         try:
             OmegaConf.select(config, key)
         except OmegaConfBaseException as error:
             problems.append(f"{key}: {str(error).splitlines()[0]}")
+            defaults = OmegaConf.structured(OmegaConf.get_type(config))
             OmegaConf.update(config, key, dict(_leaf_nodes(defaults))[key])
     return problems
 
