@@ -15,7 +15,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rl2.parallel.mesh import all_gather_objects, is_single_process
+from rl2.progress import expecting
 
+SYNC_SECONDS = 600.0  # a disk may rightly take so long to store a file
 # What reading or writing a checkpoint may raise. CheckpointException is no Exception.
 Failure = (Exception, CheckpointException)
 
@@ -235,7 +237,8 @@ def sync_to_disk(folder: Path) -> None:
     for path in [*folder.iterdir(), folder]:
         if path.is_file() or path == folder:
             descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
+            with expecting(SYNC_SECONDS):
+                os.fsync(descriptor)
             os.close(descriptor)
 
 

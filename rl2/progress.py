@@ -4,10 +4,12 @@ The values belong to the process. Marks only count: nothing is computed from the
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 num_marks = 0  # units of work done: a layer, a step of the engine, a tensor, some rows
 phase = "loading"  # what the process is doing
-quiet_until = 0.0  # by the monotonic clock: silence before this time is no alarm
+deadlines: dict[object, float] = {}  # of the calls that are expected, by the monotonic clock
 
 
 def mark() -> None:
@@ -23,7 +25,18 @@ def enter(name: str) -> None:
     mark()
 
 
-def expect(seconds: float) -> None:
-    """A call begins that has a limit of its own and may take so many seconds."""
-    global quiet_until
-    quiet_until = max(quiet_until, time.monotonic() + seconds)
+@contextmanager
+def expecting(seconds: float) -> Iterator[None]:
+    """A call that has a limit of its own, or may rightly be silent, for so many seconds."""
+    call = object()
+    deadlines[call] = time.monotonic() + seconds
+    try:
+        yield
+    finally:
+        del deadlines[call]
+        mark()
+
+
+def is_expecting() -> bool:
+    """Whether such a call is running that is within its time."""
+    return any(deadline > time.monotonic() for deadline in list(deadlines.values()))

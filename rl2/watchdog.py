@@ -155,7 +155,7 @@ class Watchdog:
         """Sets `progress_at`, the time when this process was last seen to make progress."""
         work = (progress.num_marks, _io_bytes() // IO_BYTES)
         was_stopped = now - self.looked_at > self.limit / 2
-        if work != self.newest_work or now < progress.quiet_until or was_stopped:
+        if work != self.newest_work or progress.is_expecting() or was_stopped:
             if self.alarm_after > self.limit:
                 silent = now - self.progress_at
                 print(f"watchdog: rank {self.rank} moves again after {silent:.0f} s", flush=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rl2.env.contract import EnvError, is_env_message, required_columns, select_arguments
-from rl2.progress import expect
+from rl2.progress import expecting
 
 # Sync calls that run at the same time. Python threads share one interpreter lock: with more of
 # them, calls would time out while they wait for it.
@@ -78,8 +78,8 @@ class Env:
 
     async def _wait(self, name: str, future: concurrent.futures.Future) -> Any:
         task = asyncio.wrap_future(future)
-        expect(self.timeout)
-        done, _ = await asyncio.wait([task], timeout=self.timeout)
+        with expecting(self.timeout):
+            done, _ = await asyncio.wait([task], timeout=self.timeout)
         if not done:
             # This ends a coroutine. A thread cannot be ended: it goes on, but frees its slot.
             task.cancel()

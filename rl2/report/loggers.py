@@ -97,16 +97,16 @@ def start_wandb(run: RunInfo) -> Logger | None:
     if not id_file.exists():
         id_file.write_text(secrets.token_hex(8))
     trainer = run.config["trainer"]
-    progress.expect(WANDB_SECONDS)
     try:
-        started = wandb.init(
-            dir=str(run.folder),
-            id=id_file.read_text().strip(),
-            resume="allow",
-            project=trainer["project"],
-            name=trainer["experiment_name"],
-            config=run.config,
-        )
+        with progress.expecting(WANDB_SECONDS):
+            started = wandb.init(
+                dir=str(run.folder),
+                id=id_file.read_text().strip(),
+                resume="allow",
+                project=trainer["project"],
+                name=trainer["experiment_name"],
+                config=run.config,
+            )
     except wandb.Error as error:  # no network, or the run of this id was deleted there
         print(f"wandb does not start: metrics go to metrics.jsonl only ({error}; {remedy})")
         return None
