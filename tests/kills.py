@@ -5,7 +5,7 @@ never killed: metrics, transcripts and weights must have equal bits.
 
 The kills are shared among the cases: trainers and layouts, see CASES. A kill comes at a random time
 of the run or while a checkpoint is written, and meets all ranks, as when the power fails, or one of
-them; the others must then end by themselves. FOLDER keeps the runs that were not killed, so a
+them; the others get SIGTERM then, as from torchrun, and must end. FOLDER keeps the runs that were not killed, so a
 further slice with another seed reuses them. Each killed run adds a line of JSON to --output.
 """
 
@@ -146,6 +146,9 @@ class Case:
         ranks = None if rng.random() < 0.5 else [rng.randrange(self.world)]
         run.send(signal.SIGKILL, ranks)
         is_in_save = bool(partial_folders(folder))
+        time.sleep(0.1)
+        if run.is_running:
+            run.send(signal.SIGTERM)
         statuses = run.wait(SECONDS_FOR_OTHER_RANKS)
         if -signal.SIGKILL not in statuses:
             return None  # it ended in the moment between
