@@ -5,8 +5,9 @@ never killed: metrics, transcripts and weights must have equal bits.
 
 The kills are shared among the cases: trainers and layouts, see CASES. A kill comes at a random time
 of the run or while a checkpoint is written, and meets all ranks, as when the power fails, or one of
-them; the others get SIGTERM then, as from torchrun, and must end. FOLDER keeps the runs that were not killed, so a
-further slice with another seed reuses them. Each killed run adds a line of JSON to --output.
+them; the others get SIGTERM then, as from torchrun, and must end. FOLDER keeps the runs that were
+not killed, so a further slice with another seed reuses them. Each killed run adds a line of JSON to
+--output.
 """
 
 import argparse
