@@ -2,7 +2,7 @@
 communication.
 
 Keys and values travel around the ring (Liu et al., 2023, arXiv:2310.01889) while the next block is
-computed. Which queries meet which keys is told by blocks.py.
+computed. blocks.py says which queries meet which keys.
 
 Shapes: L local packed tokens, H query heads, G key heads, D head size.
 """
