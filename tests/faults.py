@@ -1,6 +1,6 @@
 """test_faults.py runs this: what runs do when signals, hangs and lost ranks meet them.
 
-    faults.py SCENARIO FOLDER
+    faults.py FOLDER SCENARIO ...
 
 FOLDER has the model `tiny` and `rows.jsonl`. All runs of a scenario are forked from this process.
 """
@@ -197,12 +197,12 @@ def check_full_disks(runs: ForkedRuns, folder: Path) -> None:
         ("full_metrics", 1, fail_to_sync, "metrics.jsonl", [1]),
         ("full_export", 1, fill_at_export, "model", [1]),
     ]
+    options = ("trainer.save_freq=1", "trainer.n_epochs=2")
     started = []
-    for name, world, prepare, path, statuses in cases:
-        options = arguments(folder, name, "trainer.save_freq=1", "trainer.n_epochs=2")
-        run = runs.start(world, "sft", options, prepare)
-        started.append((run, name, world, options, path, statuses))
-    for run, name, world, options, path, statuses in started:
+    for name, world, prepare, _, _ in cases:
+        started.append(runs.start(world, "sft", arguments(folder, name, *options), prepare))
+    resumed = []
+    for run, (name, world, _, path, statuses) in zip(started, cases, strict=True):
         assert run.wait() == statuses, run.output
         message = [line for line in run.output.splitlines() if line.startswith("error: ")]
         assert "could not be written" in message[0] and "GiB are free" in message[0], run.output
@@ -210,9 +210,10 @@ def check_full_disks(runs: ForkedRuns, folder: Path) -> None:
         assert "Traceback" not in run.output, run.output
         done = len(read_metrics(folder / name))
         assert done == (4 if name == "full_export" else 2)
-        again = runs.start(world, "sft", options)
-        assert again.wait() == [0] * world, again.output
-        resumed_from = re.search("step_([0-9])", again.output)
+        resumed.append(runs.start(world, "sft", arguments(folder, name, *options)))
+    for run, (name, world, _, _, _) in zip(resumed, cases, strict=True):
+        assert run.wait() == [0] * world, run.output
+        resumed_from = re.search("step_([0-9])", run.output)
         assert resumed_from and resumed_from[1] == ("4" if name == "full_export" else "1")
         assert [line["step"] for line in read_metrics(folder / name)] == [1, 2, 3, 4]
         assert (folder / name / "model/model.safetensors").exists()
@@ -364,11 +365,11 @@ SCENARIOS = {
 }
 
 
-def main(scenario: str, folder: Path) -> None:
+def main(folder: Path, scenarios: list[str]) -> None:
     """Runs all checks and fails if any does, with the messages of all."""
     runs = ForkedRuns(folder)
     failed = 0
-    for check in SCENARIOS[scenario]:
+    for check in [check for scenario in scenarios for check in SCENARIOS[scenario]]:
         start = time.monotonic()
         try:
             check(runs, folder)
@@ -381,4 +382,4 @@ def main(scenario: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2:])
