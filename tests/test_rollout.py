@@ -269,6 +269,7 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
     partial_tokens = [list(trajectory.samples[0].tokens) for trajectory in paused.trajectories]
     counts = [trajectory.partial_tokens for trajectory in paused.trajectories]
     assert all(0 < count < 200 for count in counts)
+    collector.prompts = Prompts([make_row(0)], tokenizer, max_length=100)  # it has the position
     collector.load_state_dict(collector.state_dict())  # as a resumed run does
     num_requests = len(engine.requests)
     engine.version = 1
@@ -334,12 +335,11 @@ def test_a_resumed_collector_continues_at_its_position(tmp_path):
     """A step takes 2 of 5 prompts. A collector resumed after every step takes the same prompts."""
     collector, _, tokenizer = make(tmp_path, say_x, ANSWER_ENV)
     rows = [make_row(i) for i in range(5)]
-    prompts = Prompts(rows, tokenizer, max_length=100, shuffle=False, seed=0, batch_size=2)
 
     def make_collector():
         return Collector(
             collector.player,
-            prompts=prompts,
+            prompts=Prompts(rows, tokenizer, max_length=100, batch_size=2),
             params=PARAMS,
             samples_per_prompt=3,
             num_steps=4,
@@ -350,7 +350,6 @@ def test_a_resumed_collector_continues_at_its_position(tmp_path):
     resumed = make_collector()
     rewards = []
     for step in (1, 2, 3):
-        expected.next_position = (step - 1) * 2
         trajectories = expected.collect(step)
         assert all(trajectory.row in expected.prompts.rows for trajectory in trajectories)
         expected_rewards = [trajectory.reward for trajectory in trajectories]
@@ -359,7 +358,7 @@ def test_a_resumed_collector_continues_at_its_position(tmp_path):
         state = resumed.state_dict()
         resumed = make_collector()
         resumed.load_state_dict(state)
-    assert rewards == [0, 1, 2, 3, 4, 0] and resumed.next_position == 6
+    assert rewards == [0, 1, 2, 3, 4, 0] and resumed.rows_done == 6
 
 
 def test_a_record_has_the_mean_advantage_of_all_its_sequences(tmp_path):
