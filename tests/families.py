@@ -2,25 +2,36 @@
 
     python tests/families.py [FAMILY ...]
 
-Without families it writes docs/families.md; with families it prints their verdicts. No weights are
+Without families it writes docs/families.md; with families it prints their lines. No weights are
 read: a small random copy of each architecture is made from the defaults of its config class, which
-are those of a released model, and from the variants below.
+mostly are those of a released model, and from the variants below. What is trained also generates in
+the embedded engine, whose log-probabilities must be those of transformers.
 """
 
 import signal
 import sys
+import tempfile
 import time
 import warnings
+from datetime import date
 
+import torch
 import transformers
-from transformers import AutoConfig
+from common import ROOT
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM,
 )
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
+)
 
-from rl2.model.admission import find_problem
+from rl2.engine.base import EngineSettings, SamplingParams
+from rl2.engine.local import LocalEngine
+from rl2.model.admission import SCORE_TOLERANCE, _make_plain, find_problem
+from rl2.model.shrink import FIRST_PLAIN_TOKEN, VOCABULARY, shrink
 
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 20
 # Values that a config class has no default for: those of a released model.
 NEEDED = {
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
@@ -70,14 +81,83 @@ def verdict(name, critic=False):
         signal.alarm(0)
 
 
+def engine_problem(name):
+    """What the embedded engine does wrong with the family, None if nothing."""
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():
+        torch.manual_seed(0)
+        plain = _make_plain(AutoModelForCausalLM, shrink(AutoModelForCausalLM, make_config(name)))
+        plain.save_pretrained(folder)
+        try:
+            AutoConfig.from_pretrained(folder)
+        except ValueError:
+            return "not tried: transformers does not read the config of a small copy"
+        prompt = torch.randint(FIRST_PLAIN_TOKEN, VOCABULARY, (20,)).tolist()
+        try:
+            settings = EngineSettings(
+                model_name=folder, dtype=torch.float32, device=torch.device("cpu")
+            )
+            engine = LocalEngine(settings)
+            engine.verify_weights(plain.state_dict().items(), 0)
+            params = SamplingParams(max_new_tokens=24)
+            answer = engine.loop.run_until_complete(engine.generate(prompt, params, (0,)))
+        except Exception as error:
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+    tokens = torch.tensor([prompt + answer.tokens])
+    with torch.no_grad():
+        log_p = plain(tokens[:, :-1], use_cache=False).logits[0].log_softmax(-1)
+    expected = log_p.gather(1, tokens[0, 1:, None])[len(prompt) - 1 :, 0]
+    difference = (expected - torch.tensor(answer.logps)).abs().max()
+    if difference > SCORE_TOLERANCE:
+        return f"its log-probabilities differ by up to {difference:.2g}"
+    return None
+
+
+def line(name):
+    """(group, line) of a family or a variant in docs/families.md."""
+    reason = verdict(name)
+    if reason is not None:
+        return "Refused", f"- {name}: {reason}"
+    has_critic = make_config(name).model_type in CLASSIFIERS
+    critic = verdict(name, critic=True) if has_critic else "transformers has no such class"
+    notes = [] if critic is None else [f"not as a critic ({critic})"]
+    problem = engine_problem(name)
+    if problem is not None:
+        notes.append(f"not in the embedded engine ({problem})")
+    return "Works", f"- {name}" + (f": {'; '.join(notes)}" if notes else "")
+
+
+def write(lines):
+    """Writes docs/families.md from {name: (group, line)}."""
+    groups = {"Works": [], "Refused": []}
+    for group, text in lines.values():
+        groups[group].append(text)
+    parts = [
+        "# Model families",
+        "",
+        f"Written by `python tests/families.py` on {date.today()} with transformers "
+        f"{transformers.__version__} and torch {torch.__version__.partition('+')[0]}. Every "
+        "causal language model of transformers was tried as rl2 tries a model at start: a small "
+        "random copy of its architecture, from the defaults of its config class, runs packed in "
+        "rl2 and plain in transformers; log-probabilities and gradients must agree. Names in "
+        "brackets are settings other than the defaults. A model of your own is tried by its own "
+        "config whenever a run starts, so this list is a preview and decides nothing.",
+    ]
+    for group, texts in groups.items():
+        parts += ["", f"## {group} ({len(texts)})", "", *texts]
+    (ROOT / "docs/families.md").write_text("\n".join(parts) + "\n")
+
+
 def main():
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    names = sys.argv[1:] or [*CAUSAL_LM, *VARIANTS]
-    for name in names:
+    transformers.logging.disable_progress_bar()
+    lines = {}
+    for name in sorted(sys.argv[1:] or [*CAUSAL_LM, *VARIANTS]):
         start = time.monotonic()
-        reason = verdict(name)
-        print(f"{name:30} {time.monotonic() - start:5.1f} s  {reason or 'passes'}", flush=True)
+        lines[name] = line(name)
+        print(f"{time.monotonic() - start:5.1f} s {' '.join(lines[name])}", flush=True)
+    if not sys.argv[1:]:
+        write(lines)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Models that rl2 computes as transformers does are trained; all others are refused in words."""
 
 import random
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from common import make_model, make_tokenizer, torchrun
-from families import make_config, verdict
+from common import ROOT, make_model, make_tokenizer, torchrun
+from families import engine_problem, make_config, verdict
 from parity import make_batch, worker_config
 from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, GPT2Config
 from transformers.models.auto.modeling_auto import (
@@ -34,6 +35,8 @@ PASS = [
     "granite (logits_scaling=8)",
     "cohere",
 ]
+# Of these the embedded engine is tried too.
+ENGINE = ["deepseek_v3", "cohere", "gpt2", "gemma3_text"]
 # What is refused, with words of the reason.
 REFUSED = {
     "bloom": "log-probabilities are not those of transformers",
@@ -59,8 +62,26 @@ def device():
 @pytest.mark.parametrize("name", PASS)
 def test_families_that_pass(name):
     assert verdict(name) is None
+    if name in ENGINE:
+        assert engine_problem(name) is None
     if CLASSIFIERS.get(make_config(name).model_type):
         assert verdict(name, critic=True) is None
+
+
+def test_the_engine_refuses_layers_that_attend_twice():
+    """Their second keys took the place of the first ones: log-probabilities were off by 8."""
+    assert verdict("diffllama") is None
+    assert "attends more than once in a layer" in engine_problem("diffllama")
+
+
+def test_the_list_of_families_is_true():
+    text = (ROOT / "docs/families.md").read_text()
+    works, refused = text.split("## Refused")
+    for name in PASS:
+        assert re.search(rf"^- {re.escape(name)}(:|$)", works, re.MULTILINE), name
+    for name, reason in REFUSED.items():
+        [line] = re.findall(rf"^- {re.escape(name)}: (.*)", refused, re.MULTILINE)
+        assert reason in line, name
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -100,17 +121,16 @@ def make_gpt2(folder) -> str:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_dropout_is_never_active(tmp_path, device, checkpointing):
+def test_dropout_is_never_active(tmp_path, device, capsys, checkpointing):
     """Else the ratio of two probabilities of a token would be noise: 0.39 of them were clipped."""
     name = make_gpt2(tmp_path / "model")
     config = worker_config(name, gradient_checkpointing=checkpointing)
     worker = Worker(config, device, False, 4)
+    assert "dropout is off in training (resid_pdrop=0.1," in capsys.readouterr().out
     batch = make_batch()
     before = worker.infer(batch).logps
-    ratios = []
 
     def loss_fn(rows, scores):
-        ratios.append((scores.logps - before[: len(scores.logps)]).detach())
         return (scores.logps * rows.mask).sum(), {}
 
     plain = AutoModelForCausalLM.from_pretrained(name).eval()
@@ -118,7 +138,7 @@ def test_dropout_is_never_active(tmp_path, device, checkpointing):
     torch.testing.assert_close(before, expected[..., 0] * batch.mask, rtol=0, atol=2e-5)
     torch.testing.assert_close(worker.infer(batch).logps, before, rtol=0, atol=0)
     result = worker.update(batch, loss_fn)
-    plain(batch.inputs)  # the gradient of the plain model, without dropout
+    # The gradient of the plain model, without dropout.
     logps = plain(batch.inputs).logits.log_softmax(-1).gather(2, batch.targets[..., None])[..., 0]
     (logps * batch.mask).sum().backward()
     norm = torch.stack([p.grad.norm() for p in plain.parameters()]).norm().item()
@@ -162,7 +182,7 @@ def test_buffers_of_the_weights_are_loaded_sent_and_exported(tmp_path, device, d
     assert stored[key].abs().min() > 0 and torch.equal(weights[key], stored[key])
     assert weights.keys() == stored.keys()
     compute_dtype = getattr(torch, dtype)
-    engine = LocalEngine(EngineSettings(name, compute_dtype, device))
+    engine = LocalEngine(EngineSettings(model_name=name, dtype=compute_dtype, device=device))
     engine.verify_weights(worker.iter_full_weights(compute_dtype), 0)
     engine.model.get_buffer(key).zero_()
     with pytest.raises(RuntimeError, match=key):

@@ -174,6 +174,7 @@ ALLOWED = {
     "engine.select": {"engine.base"},
     "engine.sampler": set(),
     "engine": {"engine", "parallel"},
+    "engine.local": {"engine", "parallel", "model.head"},
     "env.contract": set(),
     "env": {"env"},
     "data": {"data", "batch"},

@@ -35,6 +35,11 @@ class PrefillAttention(PackedAttention):
         sliding_window: int | None = None,
     ) -> Tensor:
         """query [1, H, L, D], key and value [1, G, L, D] -> [1, L, H, D]."""
+        if module.layer_idx in self.kv:
+            raise ValueError(
+                f"{type(module).__name__} attends more than once in a layer, which the embedded "
+                "engine does not compute: choose another model, or rollout.engine=sglang"
+            )
         self.kv[module.layer_idx] = [key[0], value[0]]
         return super().__call__(module, query, key, value, scaling, sliding_window)
 

@@ -33,6 +33,7 @@ from rl2.engine.base import (
 )
 from rl2.engine.cache import PagedKVCache, PrefillAttention, PromptKV
 from rl2.engine.sampler import sample, uniform_noise
+from rl2.model.head import logit_divisor
 
 STEP_ROWS_MULTIPLE = 8  # without `deterministic`, a step has a multiple of this many rows
 PREFILL_BATCH_TOKENS = 2048  # most prompt tokens of one forward, without `deterministic`
@@ -92,6 +93,7 @@ class LocalEngine(Engine):
         self.device = settings.device
         self.head_dtype = torch.promote_types(settings.head_dtype, settings.dtype)
         self.model = _load_model(settings).to(self.device)
+        self.logit_divisor = logit_divisor(self.model.config)
         self.max_length = max_request_tokens(settings, self.model.config)
         self.loop = asyncio.new_event_loop()
         self.version: int | None = 0
@@ -339,7 +341,8 @@ class LocalEngine(Engine):
         body = self.model.base_model(
             token_ids, position_ids=position_ids, use_cache=False, attend=self.cache
         )
-        return self._logits(body.last_hidden_state[:, -1])
+        logits = self._logits(body.last_hidden_state[:, -1])
+        return logits if self.logit_divisor == 1.0 else logits / self.logit_divisor
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, E] -> logits [n, V] in `head_dtype`."""

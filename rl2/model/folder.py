@@ -5,6 +5,7 @@
 
 import json
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from transformers import (
 HUB_TIMEOUT_SECONDS = 10.0
 INDEX = "model.safetensors.index.json"
 # Scalings of rotary positions that depend on the longest sequence of a forward pass.
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+SCALED_ROPE = ("dynamic", "longrope")
 
 
 def load_tokenizer(key: str, name: str, critic: bool = False) -> PreTrainedTokenizerBase:
@@ -67,30 +68,27 @@ def load_eos_token_ids(name: str) -> int | list[int] | None:
 
 def check_length(key: str, name: str, num_tokens: int, problem: str) -> None:
     """ValueError with the problem if a sequence of `num_tokens` is too long for the model."""
-    limit, reason = longest_sequence(AutoConfig.from_pretrained(name))
-    if limit is not None and num_tokens > limit:
+    limit = max_positions(name)
+    if num_tokens > limit:
         raise ValueError(
-            f"{key}={name}: sequences of at most {limit} tokens {reason}, but {problem}"
+            f"{key}={name}: a sequence may have at most {limit} tokens (max_position_embeddings, "
+            f"or where {' and '.join(SCALED_ROPE)} positions change), but {problem}"
         )
 
 
-def longest_sequence(config: PreTrainedConfig) -> tuple[int | None, str]:
-    """The most tokens of a sequence that rl2 computes as transformers does, and why."""
-    text: Any = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
-    reason = "have positions (max_position_embeddings)"
+def max_positions(name: str) -> int:
+    """The most tokens of a sequence of the model `name`; sys.maxsize if any number will do.
+
+    Some scalings of rotary positions begin at a length: they would scale all sequences of a pack by
+    the longest one. No sequence may reach that length.
+    """
+    text: Any = AutoConfig.from_pretrained(name).get_text_config()
+    limits = [getattr(text, "max_position_embeddings", None)]
     parameters = getattr(text, "rope_parameters", None) or {}
-    for rope in [parameters, *parameters.values()]:  # those of all layers, or of each kind of layer
-        if not isinstance(rope, dict) or rope.get("rope_type") not in LENGTH_DEPENDENT_ROPE:
-            continue
-        original = rope.get("original_max_position_embeddings")
-        if original and original < (limit or original + 1):
-            limit = int(original)
-            reason = (
-                f"can be packed: the positions of longer ones are scaled ({rope['rope_type']}) by "
-                "the longest sequence of a pack"
-            )
-    return limit, reason
+    for rope in [parameters, *parameters.values()]:  # of all layers, or of each kind of layer
+        if isinstance(rope, dict) and rope.get("rope_type") in SCALED_ROPE:
+            limits.append(rope.get("original_max_position_embeddings"))
+    return min(int(limit or sys.maxsize) for limit in limits)
 
 
 def _check_hub(label: str, name: str) -> None:

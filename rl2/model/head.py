@@ -4,6 +4,8 @@ all tokens.
 Shapes: P scored pairs, E hidden size, V vocabulary (or this process's part of it).
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +15,12 @@ from rl2.parallel.tensor import sum_softmax
 # Logits that are held at a time: 32 and 512 MiB in fp32. Few enough for a CPU's caches, and enough
 # columns for a GPU to make reading the hidden states worth it.
 LOGITS_PER_CHUNK = {"cpu": 2**23, "cuda": 2**27}
+
+
+def logit_divisor(config: Any) -> float:
+    """What a model divides its logits by: Granite divides by a number, Cohere multiplies."""
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    return divisor / (getattr(config, "logit_scale", None) or 1.0)
 
 
 def head_scores(

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedConfig,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from rl2.model import lora
 from rl2.model.admission import admit
@@ -44,6 +45,7 @@ def load_model(
     model_class = AutoModelForSequenceClassification if critic else AutoModelForCausalLM
     labels = {"num_labels": 1} if critic else {}
     config = AutoConfig.from_pretrained(name, **labels)
+    _announce(name, config, trainable)
     export_dtype = config.dtype or compute_dtype  # read here: loading the weights overwrites it
     if mesh.tp is not None:
         tensor.check_tp_size(name, config, mesh.tp.size())
@@ -69,6 +71,24 @@ def load_model(
     fsdp.shard(model, mesh, compute_dtype if trainable else None, gradient_checkpointing)
     fsdp.scatter(model, full, mesh)
     return model
+
+
+def _announce(name: str, config: PreTrainedConfig, trainable: bool) -> None:
+    """Says that the model is being loaded, and which dropout stays off, see TokenModel."""
+    if dist.get_rank() > 0:
+        disable_progress_bar()
+        return
+    print(f"loading {name} ...", flush=True)
+    settings = []
+    for key, value in vars(config).items():
+        if "drop" in key and isinstance(value, int | float) and value > 0:
+            settings.append(f"{key}={value}")
+    if settings and trainable:
+        print(
+            f"{name}: dropout is off in training ({', '.join(settings)}), so that a token's "
+            "log-probability is the same in every pass",
+            flush=True,
+        )
 
 
 def _read_weights(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rl2.batch import Pack
-from rl2.model.head import head_scores
+from rl2.model.head import head_scores, logit_divisor
 from rl2.parallel.ring import PackedAttention, Ring
 
 
@@ -55,7 +55,7 @@ class TokenModel(nn.Module):
         self.head_dtype = head_dtype
         self.attention_cost = attention_cost(hf)
         self.is_critic = hf.get_output_embeddings() is None
-        self.logit_divisor = logit_divisor(hf)
+        self.logit_divisor = logit_divisor(hf.config)
         self.eval()
 
     def forward(
@@ -93,12 +93,10 @@ def attention_cost(hf: PreTrainedModel) -> float:
     and query channel, so c is layers x query channels / weights.
     """
     config = hf.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = config.hidden_size // config.num_attention_heads
+    try:
+        head_dim = getattr(config, "head_dim", None) or head_dim
+    except RuntimeError:  # layers differ (Gemma 4), and an estimate is enough
+        pass
     channels = config.num_hidden_layers * config.num_attention_heads * head_dim
     return channels / sum(parameter.numel() for parameter in hf.parameters())
-
-
-def logit_divisor(hf: PreTrainedModel) -> float:
-    """What the model divides its logits by: Granite divides by a number, Cohere multiplies."""
-    divisor = getattr(hf.config, "logits_scaling", None) or 1.0
-    return divisor / (getattr(hf.config, "logit_scale", None) or 1.0)

@@ -298,6 +298,10 @@ def _hook(
     through every layer as a keyword, so no global can go stale.
     """
     mark()
+    if attend is None:
+        raise ValueError(
+            f"{type(module).__name__} is not given the keywords of the model's forward"
+        )
     _check_keywords(module, dropout, {"attention_mask": attention_mask, **unknown})
     if scaling is None:
         scaling = query.shape[-1] ** -0.5

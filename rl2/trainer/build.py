@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
 
 from rl2.batch import Batch, scored_spans
 from rl2.config.schema import PPOConfig, RolloutWorkerConfig, SamplingConfig, needs_critic
@@ -18,7 +17,13 @@ from rl2.engine.select import make_engine
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
 from rl2.inputs import read_ppo_inputs
-from rl2.model.folder import check_length, check_model, load_eos_token_ids, load_tokenizer
+from rl2.model.folder import (
+    check_length,
+    check_model,
+    load_eos_token_ids,
+    load_tokenizer,
+    max_positions,
+)
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
 from rl2.rollout.stats import summarise, to_records
@@ -72,7 +77,7 @@ class PPORun:
 
     def _make_workers(self, device: torch.device, num_steps: int) -> dict[str, Worker]:
         config = self.config
-        _start_loading(config.actor.model_name, config.trainer.seed)
+        torch.manual_seed(config.trainer.seed)  # of new weights
         self.actor = Worker(config.actor, device, num_updates=_num_updates(config.actor, num_steps))
         # The scores of the reference model; None without a KL term.
         self.reference = self.actor.reference() if config.kl.coef else None
@@ -106,13 +111,14 @@ class PPORun:
         eos = load_eos_token_ids(config.actor.model_name)
         stop_ids = chat.stop_token_ids(tokenizer, eos)
         self.test_params = _sampling_params(config.rollout.test_sampling_params, stop_ids)
+        limits = [w.config.max_length_per_device * w.config.sp_size for w in workers]
         player = Player(
             engine=self.engine,
             env=env,
             tokenizer=tokenizer,
             failures=EnvFailures(config.rollout.max_env_failures),
             max_turns=config.rollout.max_turns,
-            max_length=min(w.config.max_length_per_device * w.config.sp_size for w in workers),
+            max_length=min(max_positions(config.actor.model_name), *limits),
         )
         return Collector(
             player,
@@ -214,15 +220,6 @@ def _print_once(sentences: list[str]) -> None:
         print(sentence, flush=True)
 
 
-def _start_loading(model_name: str, seed: int) -> None:
-    """Prints that the model is being loaded. `seed` is that of new weights."""
-    torch.manual_seed(seed)
-    if dist.get_rank() == 0:
-        print(f"loading {model_name} ...", flush=True)
-    else:
-        disable_progress_bar()
-
-
 class OfflineRun:
     """What `train` of SFT, DPO and the reward model works with: examples, a worker, a recorder.
 
@@ -277,7 +274,7 @@ class OfflineRun:
             longest = max(longest, test_examples.longest)
         problem = f"a row has {longest} tokens: lower data.max_length"
         check_length(key, worker_config.model_name, longest, problem)
-        _start_loading(worker_config.model_name, config.trainer.seed)
+        torch.manual_seed(config.trainer.seed)  # of new weights
         self.worker = Worker(worker_config, device, is_critic, num_updates=num_steps)
         workers = {worker_name: self.worker}
         self.recorder = Recorder(folder, self.tokenizer, workers, self.examples, num_steps, device)
