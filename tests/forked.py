@@ -10,7 +10,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -56,12 +55,9 @@ class ForkedRuns:
             sys.argv[1:] = arguments
             if world > 1:
                 os.environ |= self._torchrun_variables(rank, world)
-                # By itself it would wait until the store has as many clients as ranks.
+                # torch's own would wait until the store has as many clients as ranks.
                 client = dist.TCPStore("127.0.0.1", self.store.port, is_master=False)
-                store = dist.PrefixStore(f"run {self.num_runs}", client)
-                dist.init_process_group = partial(
-                    dist.init_process_group, store=store, rank=rank, world_size=world
-                )
+                dist.rendezvous = lambda url, timeout: iter([(client, rank, world)])
             prepare(rank)
             MAINS[trainer]()
             status = 0
@@ -76,7 +72,7 @@ class ForkedRuns:
             os._exit(status)
 
     def _torchrun_variables(self, rank: int, world: int) -> dict[str, str]:
-        """What torchrun sets. The number of restarts makes the run's keys in the store its own."""
+        """What torchrun sets. To the ranks, every run is a restart of the one before."""
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),

@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import signal
 import sys
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -35,9 +34,7 @@ def run(number: int, main, arguments: list[str], kill_at: int, sgd: bool) -> Non
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     store = dist.PrefixStore(f"run {number}", dist.TCPStore(address, port, is_master=False))
-    dist.init_process_group = partial(
-        dist.init_process_group, store=store, rank=RANK, world_size=WORLD_SIZE
-    )
+    dist.rendezvous = lambda url, timeout: iter([(store, RANK, WORLD_SIZE)])
     if sgd:
         torch.optim.AdamW = make_sgd
     if kill_at and RANK == WORLD_SIZE - 1:

@@ -54,11 +54,18 @@ def init_distributed() -> torch.device:
     else:
         device = torch.device("cpu")
         backend = "gloo"
-    rendezvous: dict[str, Any] = {}
-    if "RANK" not in os.environ:
-        rendezvous = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    store: Any = dist.HashStore()
+    rank, world_size = 0, 1
     try:
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **rendezvous)
+        if "RANK" in os.environ:
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
+            # torchrun's store outlives its processes. Those that it has started again must not read
+            # the addresses of the ones before.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"rl2/attempt_{attempt}", store)
+        dist.init_process_group(
+            backend, timeout=COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=world_size
+        )
     except dist.DistNetworkError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RuntimeError(
