@@ -57,7 +57,7 @@ def check_signals_while_loading(runs: ForkedRuns, folder: Path) -> None:
     """One line and the status of the signal, whether data or models are being read."""
 
     def hang_at(module, name):
-        return lambda rank: before(module, name, lambda: (print("reached"), time.sleep(60)))
+        return lambda rank: before(module, name, lambda: (print("reached", flush=True), time.sleep(60)))
 
     cases = [
         (1, signal.SIGINT, "Ctrl-C", hang_at(build, "Examples")),
@@ -154,6 +154,7 @@ def check_a_child_of_the_environment_ends_alone(runs: ForkedRuns, folder: Path) 
         if child == 0:
             time.sleep(20)
             os._exit(0)
+        time.sleep(0.2)  # Python forgets a signal that comes while it sets up the child
         os.kill(child, signal.SIGTERM)
         print("the child's status is", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
@@ -167,12 +168,12 @@ def check_a_child_of_the_environment_ends_alone(runs: ForkedRuns, folder: Path) 
 
 
 def fill_disk(rank: int, module, name: str, call: int) -> None:
-    """From the given call on, no file of the rank may grow beyond a kilobyte, as on a full disk."""
+    """From the given call on, no file of the rank may grow beyond 8 kB, as on a full disk."""
     calls = itertools.count(1)
 
     def limit() -> None:
         if next(calls) == call:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
 
     before(module, name, limit)
 
