@@ -48,6 +48,7 @@ setup(
             "peft>=0.20",
             "psutil",
             "pytest",
+            "pytest-xdist",
             "ruff",
             "setuptools>=77",
             "trl>=1.16",

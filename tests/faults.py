@@ -57,7 +57,9 @@ def check_signals_while_loading(runs: ForkedRuns, folder: Path) -> None:
     """One line and the status of the signal, whether data or models are being read."""
 
     def hang_at(module, name):
-        return lambda rank: before(module, name, lambda: (print("reached", flush=True), time.sleep(60)))
+        return lambda rank: before(
+            module, name, lambda: (print("reached", flush=True), time.sleep(60))
+        )
 
     cases = [
         (1, signal.SIGINT, "Ctrl-C", hang_at(build, "Examples")),
@@ -225,11 +227,11 @@ def check_a_port_in_use(runs: ForkedRuns, folder: Path) -> None:
 
     def prepare(rank: int) -> None:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(runs.store.port)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(runs.port)}
 
     run = runs.start(1, "sft", arguments(folder, "port"), prepare)
     assert run.wait() == [1], run.output
-    assert f"MASTER_PORT=127.0.0.1:{runs.store.port}" in run.output, run.output
+    assert f"MASTER_PORT=127.0.0.1:{runs.port}" in run.output, run.output
     assert "--standalone" in run.output and "Traceback" not in run.output, run.output
 
 

@@ -1,9 +1,10 @@
 """Whole runs in forked processes, so that the imports happen once and a run starts at once.
 
-The parent process, a script, hosts the store of all runs. It must run no torch operation itself:
-threads do not survive a fork.
+The parent process, a script, must run no torch operation itself: threads, and the locks that they
+have, do not survive a fork. So the store of all runs is in a process of its own.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ class ForkedRuns:
     def __init__(self, folder: Path):
         self.folder = folder
         self.num_runs = 0
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.port = host_store()
 
     def start(
         self,
@@ -56,7 +57,7 @@ class ForkedRuns:
             if world > 1:
                 os.environ |= self._torchrun_variables(rank, world)
                 # torch's own would wait until the store has as many clients as ranks.
-                client = dist.TCPStore("127.0.0.1", self.store.port, is_master=False)
+                client = dist.TCPStore("127.0.0.1", self.port, is_master=False)
                 dist.rendezvous = lambda url, timeout: iter([(client, rank, world)])
             prepare(rank)
             MAINS[trainer]()
@@ -79,11 +80,26 @@ class ForkedRuns:
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.store.port),
+            "MASTER_PORT": str(self.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(self.num_runs),
             "TORCHELASTIC_RUN_ID": "forked",
         }
+
+
+def host_store() -> int:
+    """Starts a process that has a store until this one ends. Returns its port."""
+    reader, writer = os.pipe()
+    parent = os.getpid()
+    process_id = os.fork()
+    if process_id == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writer, str(store.port).encode())
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(0)
+    atexit.register(os.kill, process_id, signal.SIGKILL)
+    return int(os.read(reader, 10))
 
 
 class ForkedRun:

@@ -171,7 +171,8 @@ def test_a_loss_and_an_estimator_of_the_users_file_train_as_the_builtin_ones(set
 
 
 @pytest.mark.parametrize(
-    "layout", ["actor.sp_size=2 critic.fsdp_size=1", "actor.tp_size=2 critic.sp_size=2"]
+    "layout",
+    ["actor.sp_size=2 critic.fsdp_size=1", "actor.tp_size=2 critic.tp_size=1 critic.sp_size=2"],
 )
 def test_all_layouts_train_the_same_policy(setup, tmp_path, layout):
     """Three steps of PPO with a critic and a reference.
