@@ -1,7 +1,9 @@
 """Checkpoints of a run on disk: whole or absent."""
 
+import math
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from rl2.progress import expecting
 SYNC_SECONDS = 600.0  # a disk may rightly take so long to store a file
 # What reading or writing a checkpoint may raise. CheckpointException is no Exception.
 Failure = (Exception, CheckpointException)
+NO_STEP = -1  # below all steps
 
 
 class Resumable(Protocol):
@@ -48,15 +51,15 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps that can be resumed, oldest first."""
-        paths = [path for path in self.folder.glob("step_*") if path.suffix == ""]
-        return sorted(step_of(path) for path in paths)
+        steps = [step_of(path) for path in self.folder.glob("step_*") if path.suffix == ""]
+        return sorted(step for step in steps if step != NO_STEP)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step}"
 
-    def newest(self) -> Path | None:
-        """The folder of the newest checkpoint; None if there is none."""
-        steps = self.steps()
+    def newest(self, before: float = math.inf) -> Path | None:
+        """The folder of the newest checkpoint of a step below `before`; None if there is none."""
+        steps = [step for step in self.steps() if step < before]
         return self.path(steps[-1]) if steps else None
 
     def save(self, step: int, parts: Parts, texts: dict[str, str]) -> None:
@@ -147,17 +150,17 @@ def _find_problem(stage: Callable[[], None]) -> str:
 
 
 def step_of(path: Path) -> int:
-    """The N of a file or folder step_N, whatever its ending."""
-    return int(path.name.partition(".")[0].removeprefix("step_"))
+    """The N of a file or folder step_N, whatever its ending; NO_STEP for other names."""
+    match = re.fullmatch(r"step_(\d+)", path.name.partition(".")[0])
+    return int(match[1]) if match else NO_STEP
 
 
 def explain_damage(path: Path, error: BaseException) -> str:
     """What is wrong with the checkpoint, and which one stands before it."""
-    checkpoints = Checkpoints(path.parent)
-    earlier = [step for step in checkpoints.steps() if step < step_of(path)]
+    earlier = Checkpoints(path.parent).newest(before=step_of(path))
     remedy = "trainer.resume=off starts anew"
     if earlier:
-        remedy = f"trainer.resume={checkpoints.path(earlier[-1])} goes on from the one before"
+        remedy = f"trainer.resume={earlier} goes on from the one before"
     return f"the checkpoint {path} is damaged: {_reason(error)}; {remedy}"
 
 

@@ -195,7 +195,7 @@ ALLOWED = {
     "progress": set(),
     "watchdog": set(),
     "signals": {"parallel.mesh", "error_report", "watchdog"},
-    "report": {"report", "error_report"},
+    "report": {"report", "error_report", "checkpoints"},
 }
 MAINS = {"trainer.ppo", "trainer.sft", "trainer.dpo", "trainer.rm"}
 OUTSIDE = {  # packages that only these files import

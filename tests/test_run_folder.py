@@ -240,6 +240,12 @@ def test_an_older_checkpoint_begins_a_branch(train, tmp_path, monkeypatch, is_mo
     assert status == 0 and steps(tmp_path / "other") == [7] and steps(run)[-1] == 6
 
 
+def test_folders_that_a_user_names_are_no_checkpoints(tmp_path):
+    for name in ("step_2", "step_20_backup", "step_best", "step_4.partial"):
+        (tmp_path / name).mkdir()
+    assert Checkpoints(tmp_path).steps() == [2]
+
+
 def test_torchrun_restarts_go_on_where_their_launch_was(train, tmp_path, monkeypatch):
     """Whatever trainer.resume says: off would begin again with every restart."""
     train("trainer.max_steps=2")

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl2.checkpoints import Checkpoints
+
 # With more answers cut, most of the reward says where the limit is and not how good they are.
 MAX_CUT_FRACTION = 0.5
 # A critic learns from equal rewards too, and by chance one step may earn the same. Three in a row
@@ -120,19 +122,11 @@ class Health:
                 f"{worker}.dtype=float32 in place of {section['dtype']}"
             )
         text += f"The update of step {last_step} was the last finite one: {lower} and "
-        checkpoint = self._newest_checkpoint_before(last_step)
+        # Of the checkpoints whose weights still gave a finite gradient, the newest.
+        checkpoint = Checkpoints(self.folder / "checkpoints").newest(before=last_step)
         if checkpoint is None:
             return text + "start again, since there is no checkpoint of a step before it"
         return text + f"go on from before it with trainer.resume={checkpoint}"
-
-    def _newest_checkpoint_before(self, step: int) -> Path | None:
-        """Of the checkpoints whose weights still gave a finite gradient, the newest."""
-        by_step = {}
-        for path in self.folder.glob("checkpoints/step_*"):
-            number = path.name.removeprefix("step_")
-            if number.isdigit() and int(number) < step:
-                by_step[int(number)] = path
-        return by_step[max(by_step)] if by_step else None
 
 
 @dataclass
