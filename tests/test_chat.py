@@ -4,7 +4,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rl2.data import chat
+from rl2.data.chat import ChatTemplate
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n"
@@ -88,15 +88,15 @@ def turn(tokenizer, prompt_messages, reply, end, tools=None):
     completion = bytewise(tokenizer, reply) + (
         [tokenizer.convert_tokens_to_ids(end)] if end else []
     )
-    tokens = chat.encode_prompt(tokenizer, prompt_messages, tools) + completion
+    tokens = ChatTemplate(tokenizer).encode_prompt(prompt_messages, tools) + completion
     return tokens, prompt_messages + [
-        {"role": "assistant", "content": chat.decode(tokenizer, completion)}
+        {"role": "assistant", "content": ChatTemplate(tokenizer).decode(completion)}
     ]
 
 
 def test_prompt_is_the_templates_text_with_its_special_tokens_as_one_token_each():
     tokenizer = make_tokenizer()
-    tokens = chat.encode_prompt(tokenizer, QUESTION)
+    tokens = ChatTemplate(tokenizer).encode_prompt(QUESTION)
     assert type(tokens) is list and type(tokens[0]) is int
     assert (
         text_of(tokenizer, tokens)
@@ -108,27 +108,28 @@ def test_prompt_is_the_templates_text_with_its_special_tokens_as_one_token_each(
 
 def test_bos_of_a_template_is_not_doubled():
     tokenizer = make_tokenizer(LLAMA, "<|eot|>", adds_bos=True)
-    assert chat.encode_prompt(tokenizer, QUESTION).count(tokenizer.bos_token_id) == 1
+    assert ChatTemplate(tokenizer).encode_prompt(QUESTION).count(tokenizer.bos_token_id) == 1
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_plain_string_gets_no_template_and_the_tokenizers_own_bos(adds_bos):
     tokenizer = make_tokenizer(adds_bos=adds_bos)
     assert (
-        text_of(tokenizer, chat.encode_prompt(tokenizer, "2+2=")) == "<|bos|>" * adds_bos + "2+2="
+        text_of(tokenizer, ChatTemplate(tokenizer).encode_prompt("2+2="))
+        == "<|bos|>" * adds_bos + "2+2="
     )
-    assert text_of(tokenizer, chat.encode_prompt(tokenizer, "<|bos|>2+2=")) == "<|bos|>2+2="
+    assert text_of(tokenizer, ChatTemplate(tokenizer).encode_prompt("<|bos|>2+2=")) == "<|bos|>2+2="
 
 
 def test_tools_reach_the_template_in_prompt_and_extension():
     tokenizer = make_tokenizer(LLAMA, "<|eot|>")
     tools = [{"type": "function", "function": {"name": "calc"}}]
-    assert '"calc"' in text_of(tokenizer, chat.encode_prompt(tokenizer, QUESTION, tools))
+    assert '"calc"' in text_of(tokenizer, ChatTemplate(tokenizer).encode_prompt(QUESTION, tools))
     tokens, messages = turn(tokenizer, QUESTION, "4", "<|eot|>", tools)
     again = [{"role": "user", "content": "Sure?"}]
-    assert chat.extend(tokenizer, tokens, messages, again, tools) is not None
+    assert ChatTemplate(tokenizer).extend(tokens, messages, again, tools) is not None
     assert (
-        chat.extend(tokenizer, tokens, messages, again) is None
+        ChatTemplate(tokenizer).extend(tokens, messages, again) is None
     )  # the system message would be gone
 
 
@@ -142,26 +143,28 @@ def test_extension_completes_the_templates_text_and_keeps_sampled_tokens(templat
     tokens, messages = turn(tokenizer, QUESTION, "the other: the 4", end)
     for content in ["the result\n is 5 ✓", "  and more  "]:
         new_messages = [{"role": role, "content": content}]
-        new = chat.extend(tokenizer, tokens, messages, new_messages)
+        new = ChatTemplate(tokenizer).extend(tokens, messages, new_messages)
         assert text_of(tokenizer, tokens + new) == rendered(tokenizer, messages + new_messages)
         assert tokenizer.convert_tokens_to_ids(end) in new
         reply = bytewise(tokenizer, "the last") + [tokenizer.convert_tokens_to_ids(end)]
         tokens, messages = tokens + new + reply, messages + new_messages
-        messages.append({"role": "assistant", "content": chat.decode(tokenizer, reply)})
-    assert bytewise(tokenizer, "the other: the 4") != chat.tokenize(tokenizer, "the other: the 4")
+        messages.append({"role": "assistant", "content": ChatTemplate(tokenizer).decode(reply)})
+    assert bytewise(tokenizer, "the other: the 4") != ChatTemplate(tokenizer).tokenize(
+        "the other: the 4"
+    )
 
 
 def test_hand_worked_extension():
     tokenizer = make_tokenizer()
     tokens, messages = turn(tokenizer, QUESTION, "4", "<|im_end|>")
-    new = chat.extend(tokenizer, tokens, messages, [{"role": "user", "content": "Sure?"}])
+    new = ChatTemplate(tokenizer).extend(tokens, messages, [{"role": "user", "content": "Sure?"}])
     assert text_of(tokenizer, new) == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_cut_off_turn_is_ended_by_the_first_new_token():
     tokenizer = make_tokenizer()
     tokens, messages = turn(tokenizer, QUESTION, "the 4", None)
-    new = chat.extend(tokenizer, tokens, messages, [{"role": "tool", "content": "5"}])
+    new = ChatTemplate(tokenizer).extend(tokens, messages, [{"role": "tool", "content": "5"}])
     assert new[0] == tokenizer.eos_token_id
     assert (
         text_of(tokenizer, new)
@@ -172,8 +175,11 @@ def test_cut_off_turn_is_ended_by_the_first_new_token():
 def test_dropped_reasoning_starts_a_new_sequence_but_a_tool_call_keeps_it():
     tokenizer = make_tokenizer(QWEN)
     tokens, messages = turn(tokenizer, QUESTION, "<think>hm</think>4", "<|im_end|>")
-    assert chat.extend(tokenizer, tokens, messages, [{"role": "user", "content": "Sure?"}]) is None
-    new = chat.extend(tokenizer, tokens, messages, [{"role": "tool", "content": "5"}])
+    assert (
+        ChatTemplate(tokenizer).extend(tokens, messages, [{"role": "user", "content": "Sure?"}])
+        is None
+    )
+    new = ChatTemplate(tokenizer).extend(tokens, messages, [{"role": "tool", "content": "5"}])
     assert text_of(tokenizer, tokens + new).count("<think>hm</think>4") == 1
 
 
@@ -187,26 +193,36 @@ def test_dropped_reasoning_starts_a_new_sequence_but_a_tool_call_keeps_it():
 def test_a_reply_that_the_template_would_not_write_starts_a_new_sequence(template, reply, end):
     tokenizer = make_tokenizer(template)
     tokens, messages = turn(tokenizer, QUESTION, reply, end)
-    assert chat.extend(tokenizer, tokens, messages, [{"role": "user", "content": "Sure?"}]) is None
+    assert (
+        ChatTemplate(tokenizer).extend(tokens, messages, [{"role": "user", "content": "Sure?"}])
+        is None
+    )
 
 
 def test_special_token_sampled_inside_the_text_starts_a_new_sequence():
     tokenizer = make_tokenizer()
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     completion = [*bytewise(tokenizer, "4"), start, *bytewise(tokenizer, "2"), end]
-    messages = QUESTION + [{"role": "assistant", "content": chat.decode(tokenizer, completion)}]
+    messages = QUESTION + [
+        {"role": "assistant", "content": ChatTemplate(tokenizer).decode(completion)}
+    ]
     assert messages[-1]["content"] == "42"
-    tokens = chat.encode_prompt(tokenizer, QUESTION) + completion
-    assert chat.extend(tokenizer, tokens, messages, [{"role": "user", "content": "Sure?"}]) is None
+    tokens = ChatTemplate(tokenizer).encode_prompt(QUESTION) + completion
+    assert (
+        ChatTemplate(tokenizer).extend(tokens, messages, [{"role": "user", "content": "Sure?"}])
+        is None
+    )
 
 
 def test_broken_character_survives_in_tokens():
     tokenizer = make_tokenizer()
     completion = bytewise(tokenizer, "✓")[:2] + [tokenizer.eos_token_id]
-    messages = QUESTION + [{"role": "assistant", "content": chat.decode(tokenizer, completion)}]
-    tokens = chat.encode_prompt(tokenizer, QUESTION) + completion
+    messages = QUESTION + [
+        {"role": "assistant", "content": ChatTemplate(tokenizer).decode(completion)}
+    ]
+    tokens = ChatTemplate(tokenizer).encode_prompt(QUESTION) + completion
     new_messages = [{"role": "user", "content": "Sure?"}]
-    new = chat.extend(tokenizer, tokens, messages, new_messages)
+    new = ChatTemplate(tokenizer).extend(tokens, messages, new_messages)
     assert text_of(tokenizer, tokens + new) == rendered(tokenizer, messages + new_messages)
 
 
@@ -214,11 +230,10 @@ def test_tokenizer_that_puts_a_space_before_text_never_drifts():
     tokenizer = make_tokenizer(
         "{% for m in messages %}{{ m.content }}{% endfor %}", prefix_space=True
     )
-    tokens = chat.encode_prompt(tokenizer, [{"role": "user", "content": "ab"}])
+    tokens = ChatTemplate(tokenizer).encode_prompt([{"role": "user", "content": "ab"}])
     assert text_of(tokenizer, tokens) == " ab"
     assert (
-        chat.extend(
-            tokenizer,
+        ChatTemplate(tokenizer).extend(
             tokens,
             [{"role": "user", "content": "ab"}],
             [{"role": "user", "content": "c"}],
@@ -231,24 +246,24 @@ def test_tokenizer_that_puts_a_space_before_text_never_drifts():
 def test_tool_message_becomes_the_users_where_the_template_has_no_tools(template):
     tokenizer = make_tokenizer(template)
     tokens, messages = turn(tokenizer, QUESTION, "4", "<|im_end|>")
-    new = chat.extend(tokenizer, tokens, messages, [{"role": "tool", "content": "5"}])
+    new = ChatTemplate(tokenizer).extend(tokens, messages, [{"role": "tool", "content": "5"}])
     assert text_of(tokenizer, new) == "\n<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_refusal_of_a_template_is_an_error_with_its_reason():
     tokenizer = make_tokenizer(ONLY_USER_AND_ASSISTANT)
     with pytest.raises(ValueError, match="refuses these messages.*unknown role.*judge"):
-        chat.encode_prompt(tokenizer, [{"role": "judge", "content": "x"}])
+        ChatTemplate(tokenizer).encode_prompt([{"role": "judge", "content": "x"}])
     with pytest.raises(ValueError, match="refuses these messages"):
-        chat.encode_prompt(
-            tokenizer, [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+        ChatTemplate(tokenizer).encode_prompt(
+            [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
         )
 
 
 def test_decode_skips_special_tokens_and_keeps_spaces():
     tokenizer = make_tokenizer()
     assert (
-        chat.decode(tokenizer, [*bytewise(tokenizer, " a , b ."), tokenizer.eos_token_id])
+        ChatTemplate(tokenizer).decode([*bytewise(tokenizer, " a , b ."), tokenizer.eos_token_id])
         == " a , b ."
     )
 
@@ -256,12 +271,12 @@ def test_decode_skips_special_tokens_and_keeps_spaces():
 def test_stop_token_ids():
     tokenizer = make_tokenizer()
     eos = tokenizer.eos_token_id
-    assert chat.stop_token_ids(tokenizer, None) == [eos]
-    assert chat.stop_token_ids(tokenizer, 3) == [3, eos]
-    assert chat.stop_token_ids(tokenizer, [eos, 7, 3]) == [3, 7, eos]
+    assert ChatTemplate(tokenizer).stop_token_ids(None) == [eos]
+    assert ChatTemplate(tokenizer).stop_token_ids(3) == [3, eos]
+    assert ChatTemplate(tokenizer).stop_token_ids([eos, 7, 3]) == [3, 7, eos]
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="eos_token"):
-        chat.stop_token_ids(tokenizer, None)
+        ChatTemplate(tokenizer).stop_token_ids(None)
 
 
 # Training sequences
@@ -270,13 +285,13 @@ def test_stop_token_ids():
 def train_all_turns(tokenizer, messages):
     """(tokens, mask) of the sequences that train every turn of the assistant."""
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    texts = [chat.render_reply(tokenizer, messages[:i], messages[i]) for i in places]
+    texts = [ChatTemplate(tokenizer).render_reply(messages[:i], messages[i]) for i in places]
     return sequences(tokenizer, texts)
 
 
 def sequences(tokenizer, texts):
-    replies = [tuple(chat.tokenize(tokenizer, text) for text in pair) for pair in texts]
-    return chat.training_sequences(tokenizer, replies, chat.special_token_ids(tokenizer))
+    replies = [tuple(ChatTemplate(tokenizer).tokenize(text) for text in pair) for pair in texts]
+    return ChatTemplate(tokenizer).training_sequences(replies)
 
 
 TALK = [
@@ -293,7 +308,9 @@ def test_worked_example_of_training_sequences():
     texts = ["U?A", "U?A1.", "U?A1.V?A", "U?A1.V?A2."]
     tokens = [bytewise(tokenizer, text) for text in texts]
     replies = [(tokens[0], tokens[1]), (tokens[2], tokens[3])]
-    found = chat.training_sequences(tokenizer, replies, set(bytewise(tokenizer, ".")))
+    template = ChatTemplate(tokenizer)
+    template.special_ids = set(bytewise(tokenizer, "."))
+    found = template.training_sequences(replies)
     assert found == [(tokens[3], [0, 0, 0, 1, 1, 0, 0, 0, 1, 1])]
 
 
@@ -317,7 +334,7 @@ def test_a_turn_that_the_template_rewrites_starts_a_new_sequence():
     for (tokens, mask), end in zip(found, (2, 4), strict=True):
         assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(talk[:end], tokenize=False)
         first = mask.index(1)
-        assert tokens[:first] == chat.encode_prompt(tokenizer, talk[: end - 1])
+        assert tokens[:first] == ChatTemplate(tokenizer).encode_prompt(talk[: end - 1])
         assert sum(mask) == len(tokens) - first - 1  # all but the newline after the end of the turn
 
 
@@ -328,7 +345,7 @@ def test_a_reply_without_an_end_of_turn_gets_the_end_of_sequence():
     ((tokens, mask),) = train_all_turns(tokenizer, TALK[:2])
     assert tokenizer.decode(tokens).endswith("assistant: the sum is 4 é\n<|im_end|>")
     assert mask[-1] == 1 and tokens[-1] == tokenizer.eos_token_id
-    (before, whole) = chat.render_reply(tokenizer, "plain ", "text")
+    (before, whole) = ChatTemplate(tokenizer).render_reply("plain ", "text")
     assert (before, whole) == ("plain ", "plain text")
     ((tokens, mask),) = sequences(tokenizer, [(before, whole)])
     assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == "text<|im_end|>"
@@ -342,9 +359,9 @@ def test_a_reply_without_an_end_of_turn_gets_the_end_of_sequence():
 
 def test_two_replies_to_one_prompt_are_two_sequences():
     tokenizer = make_tokenizer()
-    texts = [chat.render_reply(tokenizer, QUESTION, reply) for reply in ("a", "ab")]
+    texts = [ChatTemplate(tokenizer).render_reply(QUESTION, reply) for reply in ("a", "ab")]
     found = sequences(tokenizer, texts)
-    prompt = chat.encode_prompt(tokenizer, QUESTION)
+    prompt = ChatTemplate(tokenizer).encode_prompt(QUESTION)
     assert [tokens[: len(prompt)] for tokens, _ in found] == [prompt, prompt]
     assert [sum(mask) for _, mask in found] == [2, 3] and all(
         mask.index(1) == len(prompt) for _, mask in found

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rl2.data.chat import ChatTemplate
 from rl2.data.examples import (
     PAIR_ROWS,
     SFT_ROWS,
@@ -56,7 +57,7 @@ def make_rows(lengths):
 def make_prompts(rows, max_length=99, shuffle=False, seed=0, batch_size=1, tokenizer=None):
     return Prompts(
         rows,
-        tokenizer or make_tokenizer(),
+        ChatTemplate(tokenizer or make_tokenizer()),
         max_length=max_length,
         shuffle=shuffle,
         seed=seed,
@@ -395,7 +396,7 @@ def make_examples(path, kind, tokenizer=None, max_length=99, batch_size=2):
     return Examples(
         str(path),
         "train",
-        tokenizer or make_tokenizer(),
+        ChatTemplate(tokenizer or make_tokenizer()),
         kind,
         max_length=max_length,
         shuffle=False,

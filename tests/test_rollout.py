@@ -11,7 +11,7 @@ import torch.distributed as dist
 from common import make_tokenizer
 
 from rl2.batch import Batch
-from rl2.data import chat
+from rl2.data.chat import ChatTemplate
 from rl2.data.examples import Prompts
 from rl2.engine.base import Generation, SamplingParams
 from rl2.env.contract import EnvFailures
@@ -41,6 +41,7 @@ class ScriptedEngine:
 
     def __init__(self, tokenizer, script):
         self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer)
         self.script = script
         self.loop = asyncio.new_event_loop()
         self.requests = []  # (seed, prompt) of each
@@ -54,7 +55,7 @@ class ScriptedEngine:
         await asyncio.sleep(0.001)
         self.num_running -= 1
         text, finish_reason = self.script(seed[-1], seed)
-        tokens = chat.tokenize(self.tokenizer, text)
+        tokens = self.template.tokenize(text)
         if finish_reason == "stop":
             tokens = [*tokens, self.tokenizer.eos_token_id]
         logps = [-0.1 * (i + 1) for i in range(len(tokens))]
@@ -73,14 +74,14 @@ def make(tmp_path, script, env, max_turns=1, num_prompts=1, deterministic=True, 
     engine = ScriptedEngine(tokenizer, script)
     failures = EnvFailures(0.5)
     env = load_env(tmp_path / "env.py", 5)
-    player = Player(engine, env, tokenizer, failures, max_turns, max_length)
+    player = Player(engine, env, ChatTemplate(tokenizer), failures, max_turns, max_length)
     collector = Collector(player, params=PARAMS, seed=0, deterministic=deterministic)
     return collector, make_prompts(rows, tokenizer), tokenizer
 
 
 def make_prompts(rows, tokenizer):
     order = {"shuffle": False, "seed": 0, "batch_size": 1}
-    return list(Prompts(rows, tokenizer, max_length=100, **order))
+    return list(Prompts(rows, ChatTemplate(tokenizer), max_length=100, **order))
 
 
 ANSWER_ENV = "def reward_fn(messages, answer): return float(answer)"
@@ -226,7 +227,7 @@ class SlowEngine(ScriptedEngine):
         self.requests.append((seed, params.max_new_tokens))
         text = self.script(prompt)
         tokens = []
-        for token in chat.tokenize(self.tokenizer, text)[: params.max_new_tokens]:
+        for token in self.template.tokenize(text)[: params.max_new_tokens]:
             await asyncio.sleep(0.002)
             if self.aborted:
                 return self.make_generation(tokens, "abort")
@@ -269,7 +270,9 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
     partial_tokens = [list(trajectory.samples[0].tokens) for trajectory in paused.trajectories]
     counts = [trajectory.partial_tokens for trajectory in paused.trajectories]
     assert all(0 < count < 200 for count in counts)
-    collector.prompts = Prompts([make_row(0)], tokenizer, max_length=100)  # it has the position
+    collector.prompts = Prompts(
+        [make_row(0)], ChatTemplate(tokenizer), max_length=100
+    )  # it has the position
     collector.load_state_dict(collector.state_dict())  # as a resumed run does
     num_requests = len(engine.requests)
     engine.version = 1
@@ -339,7 +342,7 @@ def test_a_resumed_collector_continues_at_its_position(tmp_path):
     def make_collector():
         return Collector(
             collector.player,
-            prompts=Prompts(rows, tokenizer, max_length=100, batch_size=2),
+            prompts=Prompts(rows, ChatTemplate(tokenizer), max_length=100, batch_size=2),
             params=PARAMS,
             samples_per_prompt=3,
             num_steps=4,

@@ -15,6 +15,7 @@ from common import make_critic, make_model, make_tokenizer
 from parity import worker_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PAIR_ROWS, SFT_ROWS, Examples
 from rl2.parallel.mesh import init_distributed
 from rl2.trainer import dpo, rm, sft
@@ -81,8 +82,9 @@ def read_examples(tmp_path, rows, kind):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = make_tokenizer()
+    template = ChatTemplate(tokenizer)
     order = {"shuffle": False, "seed": 0, "batch_size": len(rows)}
-    examples = list(Examples(str(path), "train", tokenizer, kind, max_length=400, **order))
+    examples = list(Examples(str(path), "train", template, kind, max_length=400, **order))
     sequences = [sequence for example in examples for sequence in example.sequences]
     width = max(len(tokens) for tokens, _ in sequences)
 

@@ -7,7 +7,13 @@ Sampled tokens are never tokenised again, because a text may have several tokeni
 conversation grows by appending tokens, or a new training sequence starts.
 """
 
+import datetime
+import hashlib
+import json
 import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -15,223 +21,278 @@ from transformers import PreTrainedTokenizerBase
 from rl2.data.messages import Messages
 
 PROBE = "rl2probe"  # a content that no template changes
+SYSTEM_ROLES = ("system", "developer")
+# Stands before a template that asks for the date, and gives it the date of the run.
+DATE_MACRO = (
+    "{% macro strftime_now(format) %}{% set date = namespace(text=format) %}"
+    "{% for directive, text in rl2_date.items() %}"
+    "{% set date.text = date.text.replace(directive, text) %}{% endfor %}"
+    "{{ date.text }}{% endmacro %}\n"
+)
+DATE_DIRECTIVES = [f"%{flag}{letter}" for flag in ("", "-") for letter in "aAbBcdHIjmMpSUwWxXyY"]
 
 
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None
-) -> list[int]:
-    """The tokens of a conversation up to the place where the assistant's next reply begins."""
-    return tokenize(tokenizer, render(tokenizer, messages, tools))
+@dataclass
+class ChatTemplate:
+    """A tokenizer with everything that its chat template depends on.
 
-
-def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Messages,
-    tools: list | None = None,
-    add_generation_prompt: bool = True,
-) -> str:
-    """The text of a conversation. `add_generation_prompt` adds the header of the next reply.
-
-    A plain string is returned as it is, after the beginning-of-sequence token if the tokenizer puts
-    one before plain text. Messages with the role "tool" get the role "user" if the template refuses
-    that role or drops their content. ValueError when the template refuses the messages.
+    The same messages give the same tokens at any time, on every process and in a resumed run.
     """
-    if isinstance(messages, str):
-        return _prepend_bos(tokenizer, messages)
-    if not tokenizer.chat_template:
-        raise ValueError(
-            "tokenizer.chat_template is not set, as in base models: give the rows as plain text, "
-            "or the model folder a template (docs/models.md)"
+
+    tokenizer: PreTrainedTokenizerBase
+    variables: dict[str, Any] = field(default_factory=dict)  # for the template, by name
+    system_prompt: str | None = None  # of conversations that begin with no system message
+    date: datetime.date = field(default_factory=datetime.date.today)  # for templates that show it
+
+    def fingerprint(self) -> str:
+        """A hash of all that the tokens of a conversation depend on."""
+        tokenizer = self.tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        vocabulary = backend.to_str() if backend else sorted(tokenizer.get_vocab().items())
+        parts = [
+            type(tokenizer).__name__,
+            vocabulary,
+            tokenizer.special_tokens_map,
+            tokenizer.chat_template,
+            self.variables,
+            self.system_prompt,
+            str(self.date) if "strftime_now" in str(tokenizer.chat_template) else "",
+        ]
+        text = json.dumps(parts, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+    def encode_prompt(self, messages: Messages, tools: list | None = None) -> list[int]:
+        """The tokens of a conversation up to the place where the assistant's next reply begins."""
+        return self.tokenize(self.render(messages, tools))
+
+    def render(
+        self, messages: Messages, tools: list | None = None, add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation. `add_generation_prompt` adds the header of the next reply.
+
+        A plain string is returned as it is, after the beginning-of-sequence token if the tokenizer
+        puts one before plain text. Messages with the role "tool" get the role "user" if the
+        template refuses that role or drops their content. ValueError when the template refuses the
+        messages.
+        """
+        if isinstance(messages, str):
+            return self._prepend_bos(messages)
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                "tokenizer.chat_template is not set, as in base models: give the rows as plain "
+                "text, or the model folder a template (docs/models.md)"
+            )
+        messages = self._replace_unknown_tool_role(messages, tools)
+        try:
+            return self._apply_template(messages, tools, add_generation_prompt)
+        except (TemplateError, TypeError) as error:
+            # TypeError: the template joins a text and a content that is a list or None.
+            raise ValueError(
+                f"the chat template refuses these messages ({error}): {str(messages)[:500]}"
+            ) from error
+
+    def render_reply(
+        self, messages: Messages, reply: str | dict, tools: list | None = None
+    ) -> tuple[str, str]:
+        """The text of a conversation (up to where `reply` begins, with `reply`).
+
+        `reply` is the assistant's message or its content. After a plain string, it is a plain
+        string.
+        """
+        before = self.render(messages, tools)
+        if isinstance(messages, str):
+            assert isinstance(reply, str), "a plain string is continued by a plain string"
+            return before, before + reply
+        if isinstance(reply, str):
+            reply = {"role": "assistant", "content": reply}
+        whole = self.render([*messages, reply], tools, add_generation_prompt=False)
+        return before, whole
+
+    def tokenize(self, text: str | list[str]) -> list:
+        """The token ids of a rendered text, or of each text of a list.
+
+        Fast tokenizers process a list in parallel.
+        """
+        # The rendered text holds its special tokens: adding them again would double the first one.
+        encoded = self.tokenizer(
+            text, add_special_tokens=False, return_attention_mask=False, verbose=False
         )
-    messages = _replace_unknown_tool_role(tokenizer, messages, tools)
-    try:
-        return _apply_template(tokenizer, messages, tools, add_generation_prompt)
-    except (TemplateError, TypeError) as error:
-        # TypeError: the template joins a text and a content that is a list or None.
-        raise ValueError(
-            f"the chat template refuses these messages ({error}): {str(messages)[:500]}"
-        ) from error
+        return encoded["input_ids"]
 
+    def warn_if_tools_are_ignored(self, rows: list[dict]) -> None:
+        """Prints a warning, on the first process, if the template does not show the rows' tools."""
+        row = next((row for row in rows if row.get("tools")), None)
+        if row is None or os.environ.get("RANK", "0") != "0":
+            return
+        if isinstance(row["messages"], str):
+            print("warning: column 'tools' is not shown: text prompts have no chat template")
+        elif self.render(row["messages"], row["tools"]) == self.render(row["messages"]):
+            print("warning: column 'tools' is not shown: the model's chat template ignores tools")
 
-def render_reply(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Messages,
-    reply: str | dict,
-    tools: list | None = None,
-) -> tuple[str, str]:
-    """The text of a conversation (up to where `reply` begins, with `reply`).
-
-    `reply` is the assistant's message or its content. After a plain string, it is a plain string.
-    """
-    before = render(tokenizer, messages, tools)
-    if isinstance(messages, str):
-        assert isinstance(reply, str), "a plain string is continued by a plain string"
-        return before, before + reply
-    if isinstance(reply, str):
-        reply = {"role": "assistant", "content": reply}
-    whole = render(tokenizer, [*messages, reply], tools, add_generation_prompt=False)
-    return before, whole
-
-
-def tokenize(tokenizer: PreTrainedTokenizerBase, text: str | list[str]) -> list:
-    """The token ids of a rendered text, or of each text of a list.
-
-    Fast tokenizers process a list in parallel.
-    """
-    # The rendered text holds its special tokens: adding them again would double the first one.
-    encoded = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)
-    return encoded["input_ids"]
-
-
-def warn_if_tools_are_ignored(tokenizer: PreTrainedTokenizerBase, rows: list[dict]) -> None:
-    """Prints a warning, on the first process, if the template does not show the rows' tools."""
-    row = next((row for row in rows if row.get("tools")), None)
-    if row is None or os.environ.get("RANK", "0") != "0":
-        return
-    if isinstance(row["messages"], str):
-        print("warning: column 'tools' is not shown: text prompts have no chat template")
-    elif render(tokenizer, row["messages"], row["tools"]) == render(tokenizer, row["messages"]):
-        print("warning: column 'tools' is not shown: the model's chat template ignores tools")
-
-
-def decode(
-    tokenizer: PreTrainedTokenizerBase, tokens: list[int], with_special_tokens: bool = False
-) -> str:
-    """The text of tokens, spaces unchanged. The default gives the content of a sampled turn."""
-    text = tokenizer.decode(
-        tokens,
-        skip_special_tokens=not with_special_tokens,
-        clean_up_tokenization_spaces=False,
-    )
-    assert isinstance(text, str)
-    return text
-
-
-def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The ids of all special tokens, ends of turns and of sequences among them."""
-    added_tokens = tokenizer.added_tokens_decoder.items()
-    special_ids = {token_id for token_id, token in added_tokens if token.special}
-    return special_ids | set(tokenizer.all_special_ids)
-
-
-def stop_token_ids(
-    tokenizer: PreTrainedTokenizerBase, generation_config_eos: int | list[int] | None
-) -> list[int]:
-    """The ids that end a turn, ascending: the tokenizer's and the generation config's.
-
-    `generation_config_eos` is the model's `generation_config.eos_token_id`. Chat models often list
-    several ids there, of which the tokenizer names only one.
-    """
-    stop_ids = {tokenizer.eos_token_id}
-    if isinstance(generation_config_eos, list):
-        stop_ids.update(generation_config_eos)
-    else:
-        stop_ids.add(generation_config_eos)
-    stop_ids.discard(None)
-    if not stop_ids:
-        raise ValueError(
-            "neither the tokenizer nor generation_config has an eos_token: set one in the model "
-            "folder"
+    def decode(self, tokens: list[int], with_special_tokens: bool = False) -> str:
+        """The text of tokens, spaces unchanged. The default gives the content of a sampled turn."""
+        text = self.tokenizer.decode(
+            tokens,
+            skip_special_tokens=not with_special_tokens,
+            clean_up_tokenization_spaces=False,
         )
-    return sorted(stop_ids)
-
-
-def training_sequences(
-    tokenizer: PreTrainedTokenizerBase,
-    replies: list[tuple[list[int], list[int]]],
-    special_ids: set[int],
-) -> list[tuple[list[int], list[int]]]:
-    """The sequences (tokens, mask) that train all replies of a row, in as few as possible.
-
-    Each reply is given by the tokens of its conversation (up to where the reply begins, with the
-    reply), see `render_reply`. The mask is 1 on the tokens of a reply up to its end of turn: the
-    last token, apart from white space, if it is one of `special_ids`. A reply that does not end in
-    one gets the tokenizer's end-of-sequence token.
-
-    A reply continues the sequence of the previous reply if its tokens begin with that sequence.
-    Otherwise it starts a new one: it is another reply to the same prompt, or the template has
-    rewritten earlier turns, for instance to drop their reasoning.
-
-    Example, one token a character, in which `.` ends a turn and `?A` begins a reply: the replies
-    ("U?A", "U?A1.") and ("U?A1.V?A", "U?A1.V?A2.") give one sequence:
-
-        tokens  U ? A 1 . V ? A 2 .
-        mask    0 0 0 1 1 0 0 0 1 1
-    """
-    sequences: list[tuple[list[int], list[int]]] = []
-    for before, whole in replies:
-        start = _common_prefix_length(before, whole)
-        tokens, end = _end_reply(tokenizer, whole, start, special_ids)
-        mask = [0] * start + [1] * (end - start) + [0] * (len(tokens) - end)
-        if sequences:
-            previous_tokens, previous_mask = sequences[-1]
-            length = len(previous_tokens)
-            if start >= length and tokens[:length] == previous_tokens:
-                mask[:length] = previous_mask
-                sequences.pop()
-        sequences.append((tokens, mask))
-    return sequences
-
-
-def extend(
-    tokenizer: PreTrainedTokenizerBase,
-    tokens: list[int],
-    messages: list[dict],
-    new_messages: list[dict],
-    tools: list | None = None,
-) -> list[int] | None:
-    """The tokens to append to a conversation, so that `new_messages` follow its last turn.
-
-    `tokens` are those of the conversation so far. They end with the sampled turn, which is the last
-    of `messages`. The result ends with the header of the assistant's next turn. With ChatML, for a
-    conversation that ends with "4<|im_end|>" and a new message of the user, "Sure?", its text is
-
-        "\\n<|im_start|>user\\nSure?<|im_end|>\\n<|im_start|>assistant\\n"
-
-    If the length limit cut the sampled turn, so that it lacks its end of turn, the result begins
-    with the end of turn that the template writes.
-
-    The text of `tokens` and the result is exactly the template's text of the whole conversation
-    (as the tokenizer gives it back). None when no tokens can achieve that, because
-    - the template rewrites or drops earlier text: reasoning of earlier turns, spaces around it; or
-    - the model sampled what the template never writes: another end of turn, or a special token
-      inside its text.
-    The caller then starts a new sequence with `encode_prompt(messages + new_messages)`.
-    """
-    old_text = decode(tokenizer, tokens, with_special_tokens=True)
-    whole_tokens = encode_prompt(tokenizer, messages + new_messages, tools)
-    whole_text = decode(tokenizer, whole_tokens, with_special_tokens=True)
-    new_tokens = tokenize(tokenizer, whole_text[len(old_text) :])
-    # This comparison also fails for a tokenizer that changes a text which has nothing before it,
-    # for instance by starting it with a space.
-    extended_text = decode(tokenizer, list(tokens) + new_tokens, with_special_tokens=True)
-    return new_tokens if extended_text == whole_text else None
-
-
-def _prepend_bos(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """A plain text after the beginning-of-sequence token, if this tokenizer puts one there."""
-    bos = tokenizer.bos_token
-    if bos is None or text.startswith(bos):
+        assert isinstance(text, str)
         return text
-    adds_bos = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
-    return bos + text if adds_bos else text
 
+    @cached_property
+    def special_ids(self) -> set[int]:
+        """The ids of all special tokens, ends of turns and of sequences among them."""
+        added_tokens = self.tokenizer.added_tokens_decoder.items()
+        special_ids = {token_id for token_id, token in added_tokens if token.special}
+        return special_ids | set(self.tokenizer.all_special_ids)
 
-def _replace_unknown_tool_role(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict], tools: list | None
-) -> list[dict]:
-    """The messages, with the role "user" for "tool" if the template does not show the latter."""
-    # Templates may trim or escape the real content, so a probe takes its place.
-    probes = _update_tool_messages(messages, {"content": PROBE})
-    if probes == messages:  # no message of a tool
-        return messages
-    try:
-        shows_tool_role = PROBE in _apply_template(tokenizer, probes, tools, True)
-    except (TemplateError, TypeError):
-        shows_tool_role = False
-    if shows_tool_role:
-        return messages
-    return _update_tool_messages(messages, {"role": "user"})
+    def stop_token_ids(self, generation_config_eos: int | list[int] | None) -> list[int]:
+        """The ids that end a turn, ascending: the tokenizer's and the generation config's.
+
+        `generation_config_eos` is the model's `generation_config.eos_token_id`. Chat models often
+        list several ids there, of which the tokenizer names only one.
+        """
+        stop_ids = {self.tokenizer.eos_token_id}
+        if isinstance(generation_config_eos, list):
+            stop_ids.update(generation_config_eos)
+        else:
+            stop_ids.add(generation_config_eos)
+        stop_ids.discard(None)
+        if not stop_ids:
+            raise ValueError(
+                "neither the tokenizer nor generation_config has an eos_token: set one in the "
+                "model folder"
+            )
+        return sorted(stop_ids)
+
+    def training_sequences(
+        self, replies: list[tuple[list[int], list[int]]]
+    ) -> list[tuple[list[int], list[int]]]:
+        """The sequences (tokens, mask) that train all replies of a row, in as few as possible.
+
+        Each reply is given by the tokens of its conversation (up to where the reply begins, with
+        the reply), see `render_reply`. The mask is 1 on the tokens of a reply up to its end of
+        turn: the last token, apart from white space, if it is a special token. A reply that does
+        not end in one gets the tokenizer's end-of-sequence token.
+
+        A reply continues the sequence of the previous reply if its tokens begin with that sequence.
+        Otherwise it starts a new one: it is another reply to the same prompt, or the template has
+        rewritten earlier turns, for instance to drop their reasoning.
+
+        Example, one token a character, in which `.` ends a turn and `?A` begins a reply: the
+        replies ("U?A", "U?A1.") and ("U?A1.V?A", "U?A1.V?A2.") give one sequence:
+
+            tokens  U ? A 1 . V ? A 2 .
+            mask    0 0 0 1 1 0 0 0 1 1
+        """
+        sequences: list[tuple[list[int], list[int]]] = []
+        for before, whole in replies:
+            start = _common_prefix_length(before, whole)
+            tokens, end = self._end_reply(whole, start)
+            mask = [0] * start + [1] * (end - start) + [0] * (len(tokens) - end)
+            if sequences:
+                previous_tokens, previous_mask = sequences[-1]
+                length = len(previous_tokens)
+                if start >= length and tokens[:length] == previous_tokens:
+                    mask[:length] = previous_mask
+                    sequences.pop()
+            sequences.append((tokens, mask))
+        return sequences
+
+    def extend(
+        self,
+        tokens: list[int],
+        messages: list[dict],
+        new_messages: list[dict],
+        tools: list | None = None,
+    ) -> list[int] | None:
+        """The tokens to append to a conversation, so that `new_messages` follow its last turn.
+
+        `tokens` are those of the conversation so far. They end with the sampled turn, which is the
+        last of `messages`. The result ends with the header of the assistant's next turn. With
+        ChatML, for a conversation that ends with "4<|im_end|>" and a new message of the user,
+        "Sure?", its text is
+
+            "\\n<|im_start|>user\\nSure?<|im_end|>\\n<|im_start|>assistant\\n"
+
+        If the length limit cut the sampled turn, so that it lacks its end of turn, the result
+        begins with the end of turn that the template writes.
+
+        The text of `tokens` and the result is exactly the template's text of the whole conversation
+        (as the tokenizer gives it back). None when no tokens can achieve that, because
+        - the template rewrites or drops earlier text: reasoning of earlier turns, spaces around it;
+        - the model sampled what the template never writes: another end of turn, or a special token
+          inside its text.
+        The caller then starts a new sequence with `encode_prompt(messages + new_messages)`.
+        """
+        old_text = self.decode(tokens, with_special_tokens=True)
+        whole_tokens = self.encode_prompt(messages + new_messages, tools)
+        whole_text = self.decode(whole_tokens, with_special_tokens=True)
+        new_tokens = self.tokenize(whole_text[len(old_text) :])
+        # This comparison also fails for a tokenizer that changes a text which has nothing before
+        # it, for instance by starting it with a space.
+        extended_text = self.decode(list(tokens) + new_tokens, with_special_tokens=True)
+        return new_tokens if extended_text == whole_text else None
+
+    def _prepend_bos(self, text: str) -> str:
+        """A plain text after the beginning-of-sequence token, if this tokenizer puts one there."""
+        bos = self.tokenizer.bos_token
+        if bos is None or text.startswith(bos):
+            return text
+        adds_bos = self.tokenizer("")["input_ids"][:1] == [self.tokenizer.bos_token_id]
+        return bos + text if adds_bos else text
+
+    def _replace_unknown_tool_role(self, messages: list[dict], tools: list | None) -> list[dict]:
+        """The messages, with the role "user" for "tool" if the template lacks the latter."""
+        # Templates may trim or escape the real content, so a probe takes its place.
+        probes = _update_tool_messages(messages, {"content": PROBE})
+        if probes == messages:  # no message of a tool
+            return messages
+        try:
+            shows_tool_role = PROBE in self._apply_template(probes, tools, True)
+        except (TemplateError, TypeError):
+            shows_tool_role = False
+        if shows_tool_role:
+            return messages
+        return _update_tool_messages(messages, {"role": "user"})
+
+    def _apply_template(
+        self, messages: list[dict], tools: list | None, add_generation_prompt: bool
+    ) -> str:
+        if self.system_prompt and (not messages or messages[0]["role"] not in SYSTEM_ROLES):
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        template = self.tokenizer.get_chat_template(tools=tools)
+        variables = dict(self.variables)
+        if "strftime_now" in template:
+            template = DATE_MACRO + template
+            variables["rl2_date"] = {text: self.date.strftime(text) for text in DATE_DIRECTIVES}
+        text = self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **variables,
+        )
+        assert isinstance(text, str)
+        return text
+
+    def _end_reply(self, tokens: list[int], start: int) -> tuple[list[int], int]:
+        """(tokens, end): the reply is tokens[start:end], the last of which ends its turn.
+
+        White space behind the end of turn stays outside the reply. If there is no end of turn, the
+        end-of-sequence token is added behind all tokens.
+        """
+        end = len(tokens)
+        while end > start and self.decode([tokens[end - 1]], with_special_tokens=True).isspace():
+            end -= 1
+        if end > start and tokens[end - 1] in self.special_ids:
+            return tokens, end
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError(
+                "the tokenizer has no eos_token to end a reply with: set one in the model folder"
+            )
+        return [*tokens, self.tokenizer.eos_token_id], len(tokens) + 1
 
 
 def _update_tool_messages(messages: list[dict], changes: dict[str, str]) -> list[dict]:
@@ -242,40 +303,7 @@ def _update_tool_messages(messages: list[dict], changes: dict[str, str]) -> list
     return updated
 
 
-def _apply_template(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict],
-    tools: list | None,
-    add_generation_prompt: bool,
-) -> str:
-    text = tokenizer.apply_chat_template(
-        messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
-    )
-    assert isinstance(text, str)
-    return text
-
-
 def _common_prefix_length(left: list[int], right: list[int]) -> int:
     shorter = min(len(left), len(right))
     differences = (i for i in range(shorter) if left[i] != right[i])
     return next(differences, shorter)
-
-
-def _end_reply(
-    tokenizer: PreTrainedTokenizerBase, tokens: list[int], start: int, special_ids: set[int]
-) -> tuple[list[int], int]:
-    """(tokens, end): the reply is tokens[start:end], the last of which ends its turn.
-
-    White space behind the end of turn stays outside the reply. If there is no end of turn, the
-    end-of-sequence token is added behind all tokens.
-    """
-    end = len(tokens)
-    while end > start and decode(tokenizer, [tokens[end - 1]], with_special_tokens=True).isspace():
-        end -= 1
-    if end > start and tokens[end - 1] in special_ids:
-        return tokens, end
-    if tokenizer.eos_token_id is None:
-        raise ValueError(
-            "the tokenizer has no eos_token to end a reply with: set one in the model folder"
-        )
-    return [*tokens, tokenizer.eos_token_id], len(tokens) + 1

@@ -7,10 +7,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from rl2.batch import Sample
-from rl2.data import chat
+from rl2.data.chat import ChatTemplate
 from rl2.data.formats import ReadRow, read_pair_row, read_sft_row
 from rl2.data.messages import abbreviate
 from rl2.data.rows import load_rows
@@ -27,7 +26,7 @@ class RowKind(NamedTuple):
     """What the rows of a trainer are: `read` is of formats.py, `render` gives a row's replies."""
 
     read: Callable[[dict], ReadRow]
-    render: Callable[[PreTrainedTokenizerBase, dict], list[RenderedReply]]
+    render: Callable[[ChatTemplate, dict], list[RenderedReply]]
 
 
 class EpochSampler(Generic[Item]):
@@ -158,7 +157,7 @@ class Prompts(EpochSampler[Prompt]):
     def __init__(
         self,
         rows: list[dict],
-        tokenizer: PreTrainedTokenizerBase,
+        template: ChatTemplate,
         *,
         max_length: int,
         shuffle: bool = False,
@@ -167,11 +166,11 @@ class Prompts(EpochSampler[Prompt]):
         progress: bool = False,
     ):
         self.rows = rows
-        chat.warn_if_tools_are_ignored(tokenizer, rows)
+        template.warn_if_tools_are_ignored(rows)
         self.tokens: list[np.ndarray] = []  # int32: lists of int would take ten times the memory
         for chunk in _chunks(len(rows), "tokenise prompts", progress):
-            texts = [_render_prompt(tokenizer, index, rows[index]) for index in chunk]
-            for tokens in chat.tokenize(tokenizer, texts):
+            texts = [_render_prompt(template, index, rows[index]) for index in chunk]
+            for tokens in template.tokenize(texts):
                 self.tokens.append(np.array(tokens, np.int32))
         super().__init__(
             [len(tokens) for tokens in self.tokens],
@@ -210,7 +209,7 @@ class Examples(EpochSampler[Example]):
         self,
         path: str,
         split: str,
-        tokenizer: PreTrainedTokenizerBase,
+        template: ChatTemplate,
         kind: RowKind,
         *,
         max_length: int,
@@ -224,18 +223,17 @@ class Examples(EpochSampler[Example]):
 
         def read_row(row: dict) -> ReadRow:
             row, notes = kind.read(row)
-            replies_by_row.append(kind.render(tokenizer, row))
+            replies_by_row.append(kind.render(template, row))
             return row, notes
 
         self.rows = load_rows(path, split, read_row, columns)
-        chat.warn_if_tools_are_ignored(tokenizer, self.rows)
+        template.warn_if_tools_are_ignored(self.rows)
         # (tokens int32, mask int8) of each sequence of each row
         self.sequences: list[list[tuple[np.ndarray, np.ndarray]]] = []
-        special_ids = chat.special_token_ids(tokenizer)
         for chunk in _chunks(len(self.rows), "tokenise rows", progress):
             chunk_replies = [replies_by_row[index] for index in chunk]
-            for replies in _tokenize_replies(tokenizer, chunk_replies):
-                sequences = chat.training_sequences(tokenizer, replies, special_ids)
+            for replies in _tokenize_replies(template, chunk_replies):
+                sequences = template.training_sequences(replies)
                 self.sequences.append([_to_arrays(*sequence) for sequence in sequences])
         super().__init__(
             [max(len(tokens) for tokens, _ in sequences) for sequences in self.sequences],
@@ -272,9 +270,7 @@ def to_samples(examples: list[Example]) -> list[Sample]:
     return samples
 
 
-def render_sft(
-    tokenizer: PreTrainedTokenizerBase, row: dict, turns: str = "all"
-) -> list[RenderedReply]:
+def render_sft(template: ChatTemplate, row: dict, turns: str = "all") -> list[RenderedReply]:
     """The assistant's replies in `messages`: all of them, or only the last with turns="last".
 
     With a `completion` the replies are those in it. If `messages` is plain text, all of it is one
@@ -284,26 +280,26 @@ def render_sft(
     completion = row.get("completion")
     tools = row.get("tools")
     if isinstance(completion, str):
-        return [chat.render_reply(tokenizer, messages, completion, tools)]
+        return [template.render_reply(messages, completion, tools)]
     if isinstance(messages, str):
         if completion:
             raise ValueError("column 'completion': expected text, as the prompt is text")
-        return [("", chat.render(tokenizer, messages))]
+        return [("", template.render(messages))]
     first = len(messages) if completion else 0
     messages = messages + (completion or [])
     reply_indices = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if turns == "last":
         reply_indices = reply_indices[-1:]
-    return [chat.render_reply(tokenizer, messages[:i], messages[i], tools) for i in reply_indices]
+    return [template.render_reply(messages[:i], messages[i], tools) for i in reply_indices]
 
 
-def render_pair(tokenizer: PreTrainedTokenizerBase, row: dict) -> list[RenderedReply]:
+def render_pair(template: ChatTemplate, row: dict) -> list[RenderedReply]:
     """The replies `chosen` and `rejected` to the prompt `messages`, in this order."""
     messages = row["messages"]
     replies = [row["chosen"], row["rejected"]]
     if isinstance(messages, str) and not all(isinstance(reply, str) for reply in replies):
         raise ValueError("columns 'chosen' and 'rejected': expected texts, as the prompt is text")
-    pair = [chat.render_reply(tokenizer, messages, reply, row.get("tools")) for reply in replies]
+    pair = [template.render_reply(messages, reply, row.get("tools")) for reply in replies]
     if pair[0] == pair[1]:
         raise ValueError(
             f"'chosen' and 'rejected' are the same text; remove the row: {abbreviate(replies[0])}"
@@ -323,22 +319,22 @@ def _chunks(num_rows: int, description: str, progress: bool) -> Iterator[range]:
         yield range(start, min(start + ROWS_PER_CHUNK, num_rows))
 
 
-def _render_prompt(tokenizer: PreTrainedTokenizerBase, index: int, row: dict) -> str:
+def _render_prompt(template: ChatTemplate, index: int, row: dict) -> str:
     try:
-        return chat.render(tokenizer, row["messages"], row.get("tools"))
+        return template.render(row["messages"], row.get("tools"))
     except ValueError as error:
         raise ValueError(f"row {index} (from 0): {error}") from error
 
 
 def _tokenize_replies(
-    tokenizer: PreTrainedTokenizerBase, replies_by_row: list[list[RenderedReply]]
+    template: ChatTemplate, replies_by_row: list[list[RenderedReply]]
 ) -> Iterator[list[tuple[list[int], list[int]]]]:
     """The replies of each row with tokens in place of texts. One call tokenises all texts."""
     texts = []
     for replies in replies_by_row:
         for before, whole in replies:
             texts += [before, whole]
-    token_lists = iter(chat.tokenize(tokenizer, texts))
+    token_lists = iter(template.tokenize(texts))
     for replies in replies_by_row:
         yield [(next(token_lists), next(token_lists)) for _ in replies]
 

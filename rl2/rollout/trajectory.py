@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl2.batch import Sample
-from rl2.data import chat
+from rl2.data.chat import ChatTemplate
 from rl2.engine.base import Engine, Generation, SamplingParams
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures
@@ -129,7 +129,7 @@ class Player:
 
     engine: Engine
     env: Env
-    tokenizer: Any
+    template: ChatTemplate
     failures: EnvFailures
     max_turns: int
     max_length: int  # most tokens of one training sequence
@@ -164,7 +164,7 @@ class Player:
         if generation.finish_reason == "abort":
             return
         sampled = trajectory.samples[-1].tokens[-trajectory.partial_tokens :]
-        reply = chat.decode(self.tokenizer, sampled)
+        reply = self.template.decode(sampled)
         trajectory.messages.append({"role": "assistant", "content": reply})
         trajectory.partial_tokens = 0
         trajectory.num_turns += 1
@@ -210,9 +210,9 @@ class Player:
         messages = trajectory.messages
         new_prompt: list[int] = []
         try:
-            extension = chat.extend(self.tokenizer, sample.tokens, messages, env_messages, tools)
+            extension = self.template.extend(sample.tokens, messages, env_messages, tools)
             if extension is None:
-                new_prompt = chat.encode_prompt(self.tokenizer, messages + env_messages, tools)
+                new_prompt = self.template.encode_prompt(messages + env_messages, tools)
         except ValueError as error:  # the template refuses the environment's messages
             raise EnvError(str(error)) from error
         if extension is None:

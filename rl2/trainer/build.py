@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
 
 from rl2.batch import Batch, scored_spans
 from rl2.config.schema import PPOConfig, RolloutWorkerConfig, SamplingConfig, needs_critic
-from rl2.data import chat
+from rl2.data.chat import ChatTemplate
 from rl2.data.examples import EpochSampler, Example, Examples, Prompt, Prompts, RowKind
 from rl2.engine.base import Engine, EngineSettings, SamplingParams
 from rl2.engine.select import make_engine
@@ -32,8 +31,6 @@ from rl2.run_folder import RunFolder
 from rl2.trainer.recorder import Evaluate, Recorder
 from rl2.worker import Loss, UpdateResult, Worker, compute_dtype
 
-Tokenizer = PreTrainedTokenizerBase
-
 
 class PPORun:
     """What PPO's `train` works with.
@@ -47,12 +44,12 @@ class PPORun:
         rows, test_rows, env = read_ppo_inputs(config)
         device = init_distributed()
         self.folder.agree()
-        tokenizer = load_tokenizer("actor.model_name", config.actor.model_name)
+        template = ChatTemplate(load_tokenizer("actor.model_name", config.actor.model_name))
         if needs_critic(config.adv.estimator) and config.critic.model_name:
             check_model("critic.model_name", config.critic.model_name, critic=True)
         prompts = Prompts(
             rows,
-            tokenizer,
+            template,
             max_length=config.data.max_length,
             shuffle=config.data.shuffle,
             seed=config.data.seed,
@@ -63,16 +60,18 @@ class PPORun:
         _check_trajectory_length(config, "train", prompts)
         self.test_prompts: list[Prompt] = []
         if test_rows:
-            test_prompts = Prompts(test_rows, tokenizer, max_length=config.data.max_length)
+            test_prompts = Prompts(test_rows, template, max_length=config.data.max_length)
             _print_once(test_prompts.describe_dropped("test "))
             _check_trajectory_length(config, "test", test_prompts)
             self.test_prompts = list(test_prompts)
 
         workers = self._make_workers(device, num_steps)
         self.collector = self._make_collector(
-            device, env, tokenizer, prompts, list(workers.values()), num_steps
+            device, env, template, prompts, list(workers.values()), num_steps
         )
-        self.recorder = Recorder(self.folder, tokenizer, workers, self.collector, num_steps, device)
+        self.recorder = Recorder(
+            self.folder, template.tokenizer, workers, self.collector, num_steps, device
+        )
         self.recorder.resume()
 
     def _make_workers(self, device: torch.device, num_steps: int) -> dict[str, Worker]:
@@ -97,7 +96,7 @@ class PPORun:
         self,
         device: torch.device,
         env: Env,
-        tokenizer: Tokenizer,
+        template: ChatTemplate,
         prompts: Prompts,
         workers: list[Worker],
         num_steps: int,
@@ -109,13 +108,13 @@ class PPORun:
         self.engine_dtype = compute_dtype(config.actor.dtype, device)
         self.engine = _make_engine(config, device, self.engine_dtype, deterministic)
         eos = load_eos_token_ids(config.actor.model_name)
-        stop_ids = chat.stop_token_ids(tokenizer, eos)
+        stop_ids = template.stop_token_ids(eos)
         self.test_params = _sampling_params(config.rollout.test_sampling_params, stop_ids)
         limits = [w.config.max_length_per_device * w.config.sp_size for w in workers]
         player = Player(
             engine=self.engine,
             env=env,
-            tokenizer=tokenizer,
+            template=template,
             failures=EnvFailures(config.rollout.max_env_failures),
             max_turns=config.rollout.max_turns,
             max_length=min(max_positions(config.actor.model_name), *limits),
@@ -244,11 +243,12 @@ class OfflineRun:
         is_critic = worker_name == "critic"
         key = f"{worker_name}.model_name"
         self.tokenizer = load_tokenizer(key, worker_config.model_name, is_critic)
+        template = ChatTemplate(self.tokenizer)
         data = config.data
         self.examples = Examples(
             data.path,
             "train",
-            self.tokenizer,
+            template,
             kind,
             columns=data.columns,
             max_length=data.max_length,
@@ -264,7 +264,7 @@ class OfflineRun:
             test_examples = Examples(
                 data.test_path,
                 "test",
-                self.tokenizer,
+                template,
                 kind,
                 columns=data.columns,
                 max_length=data.max_length,

@@ -309,6 +309,7 @@ def sglang_throughput():
 
     from transformers import AutoTokenizer
 
+    from rl2.data.chat import ChatTemplate
     from rl2.data.examples import Prompt
     from rl2.env.contract import EnvFailures
     from rl2.env.load import load_env
@@ -324,7 +325,7 @@ def sglang_throughput():
     player = Player(
         engine=engine,
         env=load_env(str(env), 60.0),
-        tokenizer=AutoTokenizer.from_pretrained(actor.config.model_name),
+        template=ChatTemplate(AutoTokenizer.from_pretrained(actor.config.model_name)),
         failures=EnvFailures(0.0),
         max_turns=1,
         max_length=40960,
