@@ -494,6 +494,9 @@ class RolloutConfig:
         identity=True,
     )
     env_timeout: float = key(30.0, "seconds that one call of the env may take", above=0)
+    env_concurrency: int = key(
+        32, "calls of the env that one process makes at a time; the others wait", above=0
+    )
     max_env_failures: float = key(
         0.1,
         "fraction of a step's trajectories whose env may fail; more stops the run",

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
-from rl2.env.call import Env, user_traceback
+from rl2.env.call import Env
 from rl2.env.contract import (
     EnvError,
     check_signature,
@@ -16,6 +16,7 @@ from rl2.env.contract import (
     foreign_signature,
     required_columns,
 )
+from rl2.env.results import user_traceback
 
 TRIAL_REPLIES = ("", "The answer is 42.")
 MAX_TRIAL_ROWS = 8  # of each data set, spread over it
@@ -25,8 +26,10 @@ RowSets = dict[str, list[dict]]  # by the key that names the data: data.path, da
 _module_numbers = itertools.count()
 
 
-def load_env(path: str, timeout: float = 60.0) -> Env:
-    """The environment of an env file. `timeout` is the limit of each call in seconds.
+def load_env(path: str, timeout: float = 60.0, concurrency: int = 32) -> Env:
+    """The environment of an env file.
+
+    `timeout` is the limit of each call in seconds; `concurrency` calls run at a time.
 
     Raises ValueError when the file works with no row: it is missing or fails on import, it has no
     reward_fn, or a function cannot be called by the names of its parameters.
@@ -37,7 +40,7 @@ def load_env(path: str, timeout: float = 60.0) -> Env:
     for name in ("reward_fn", "interact"):
         if hasattr(module, name):
             check_signature(getattr(module, name), f"rollout.env_path={path}: {name}")
-    return Env(module.reward_fn, getattr(module, "interact", None), timeout)
+    return Env(module.reward_fn, getattr(module, "interact", None), timeout, concurrency)
 
 
 def preflight(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:
@@ -96,7 +99,9 @@ def _import_file(path: str) -> ModuleType:
     except SyntaxError as error:
         line = (error.text or "").strip()
         raise ValueError(f"{error.filename}:{error.lineno}: {error.msg}: {line}") from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise  # the user's
+    except BaseException as error:
         text, _ = user_traceback(error)
         raise ValueError(f"rollout.env_path={path} fails on import:\n{text}") from error
     return module

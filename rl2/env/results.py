@@ -1,0 +1,127 @@
+"""What a call of the environment gives: a checked result of plain data, or EnvError.
+
+A call may run in another process, so nothing here needs more than the standard library.
+"""
+
+import json
+import numbers
+import os
+import re
+import reprlib
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rl2.env.contract import EnvError, is_env_message
+
+LARGEST_REWARD = 3e38  # float32 overflows above it
+MAX_NESTING = 50  # lists and objects inside each other in a message; more overflow the stack
+# Half of a character outside of Unicode's basic plane. No encoder and no tokenizer takes it alone.
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+# Frames of these files are left out of tracebacks: those of rl2/env and of the import system.
+OWN_FILES = (str(Path(__file__).parent) + os.sep, "<frozen importlib")
+
+
+@contextmanager
+def raising_env_error(name: str) -> Iterator[None]:
+    """Whatever the function `name` of the env raises inside becomes EnvError, also an exit."""
+    try:
+        yield
+    except EnvError:
+        raise
+    except BaseException as error:
+        text, locations = user_traceback(error)
+        text = LONE_SURROGATE.sub("\ufffd", f"{name} raised:\n{text}")
+        raise EnvError(text, kind=f"{type(error).__name__} {locations}") from None
+
+
+def user_traceback(error: BaseException) -> tuple[str, str]:
+    """The traceback of `error` without the frames of rl2: (its text, "file:line file:line ...").
+
+    A line that occurs again in a recursion is listed once.
+    """
+    frame = error.__traceback__
+    while frame and frame.tb_frame.f_code.co_filename.startswith(OWN_FILES):
+        frame = frame.tb_next
+    summaries = traceback.extract_tb(frame)
+    locations = dict.fromkeys(f"{summary.filename}:{summary.lineno}" for summary in summaries)
+    return "".join(traceback.format_exception(type(error), error, frame)), " ".join(locations)
+
+
+def check_result(name: str, result: Any) -> Any:
+    """What the function `name` returned, as plain data: reward parts by name, or messages.
+
+    EnvError if it is something else. It is a copy, since the env may change its own later.
+    """
+    return _to_reward_parts(result) if name == "reward_fn" else _to_messages(result)
+
+
+def _to_reward_parts(result: Any) -> dict[str, float]:
+    """Reward parts by name. EnvError unless all are finite. A number becomes {"reward": number}."""
+    if isinstance(result, list | tuple):
+        raise EnvError(
+            f"reward_fn: expected the number of one conversation, not a list: {_describe(result)}",
+            kind="type of reward",
+        )
+    parts = result if isinstance(result, dict) else {"reward": result}
+    if not parts or not all(isinstance(name, str) for name in parts):
+        raise EnvError(
+            f"reward_fn: expected a number or a dict of numbers, got {_describe(result)}",
+            kind="type of reward",
+        )
+    return {LONE_SURROGATE.sub("\ufffd", name): _to_reward(name, parts[name]) for name in parts}
+
+
+def _to_reward(name: str, value: Any) -> float:
+    number = _to_python(value)
+    is_number = isinstance(number, numbers.Real)
+    if not is_number:
+        raise EnvError(
+            f"reward_fn: expected {name} to be a number, got {_describe(value)}",
+            kind=f"type of {name}",
+        )
+    if not abs(number) <= LARGEST_REWARD:  # NaN compares as false, so it is caught too
+        raise EnvError(
+            f"reward_fn: expected {name} to be finite, got {_describe(value)}",
+            kind=f"range of {name}",
+        )
+    return float(number)
+
+
+def _to_messages(result: Any) -> list[dict]:
+    """What `interact` returned. EnvError unless it is a list of messages and JSON."""
+    if not isinstance(result, list) or not all(map(is_env_message, result)):
+        raise EnvError(
+            "interact: expected a list of new messages {'role': ..., 'content': ...}, none of them "
+            f"from the assistant (an empty list ends the conversation), got {_describe(result)}",
+            kind="result of interact",
+        )
+    try:
+        # The run folder records messages as JSON.
+        text = json.dumps(result, ensure_ascii=False, default=_to_python)
+        messages = json.loads(LONE_SURROGATE.sub("\ufffd", text))
+        _check_nesting(messages, MAX_NESTING)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EnvError(
+            f"interact: {error} in {_describe(result)}", kind="result of interact"
+        ) from None
+    return messages
+
+
+def _to_python(value: Any) -> Any:
+    """A scalar of NumPy or PyTorch as a number of Python. Other values are returned as they are."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def _check_nesting(value: Any, levels: int) -> None:
+    if isinstance(value, list | dict):
+        if not levels:
+            raise ValueError(f"lists and objects are nested more than {MAX_NESTING} deep")
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_nesting(item, levels - 1)
+
+
+def _describe(value: Any) -> str:
+    return f"{reprlib.repr(value)} ({type(value).__name__})"
