@@ -36,6 +36,13 @@ ONLY_USER_AND_ASSISTANT = (
     "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+ALTERNATING = (
+    "{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 DROPS_OTHER_ROLES = (
     "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}"
     "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
@@ -83,6 +90,11 @@ def bytewise(tokenizer, text):
     return tokenizer.convert_tokens_to_ids([BYTES[byte] for byte in text.encode()])
 
 
+def ends(tokenizer):
+    """The ids of the tokens that end a turn or a text."""
+    return tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot|>", "<|endoftext|>"])
+
+
 def turn(tokenizer, prompt_messages, reply, end, tools=None):
     """(tokens, messages) after a sampled reply, as the rollout has them."""
     completion = bytewise(tokenizer, reply) + (
@@ -90,7 +102,10 @@ def turn(tokenizer, prompt_messages, reply, end, tools=None):
     )
     tokens = ChatTemplate(tokenizer).encode_prompt(prompt_messages, tools) + completion
     return tokens, prompt_messages + [
-        {"role": "assistant", "content": ChatTemplate(tokenizer).decode(completion)}
+        {
+            "role": "assistant",
+            "content": ChatTemplate(tokenizer).decode_reply(completion, ends(tokenizer)),
+        }
     ]
 
 
@@ -148,7 +163,12 @@ def test_extension_completes_the_templates_text_and_keeps_sampled_tokens(templat
         assert tokenizer.convert_tokens_to_ids(end) in new
         reply = bytewise(tokenizer, "the last") + [tokenizer.convert_tokens_to_ids(end)]
         tokens, messages = tokens + new + reply, messages + new_messages
-        messages.append({"role": "assistant", "content": ChatTemplate(tokenizer).decode(reply)})
+        messages.append(
+            {
+                "role": "assistant",
+                "content": ChatTemplate(tokenizer).decode_reply(reply, ends(tokenizer)),
+            }
+        )
     assert bytewise(tokenizer, "the other: the 4") != ChatTemplate(tokenizer).tokenize(
         "the other: the 4"
     )
@@ -199,26 +219,33 @@ def test_a_reply_that_the_template_would_not_write_starts_a_new_sequence(templat
     )
 
 
-def test_special_token_sampled_inside_the_text_starts_a_new_sequence():
-    tokenizer = make_tokenizer()
-    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    completion = [*bytewise(tokenizer, "4"), start, *bytewise(tokenizer, "2"), end]
-    messages = QUESTION + [
-        {"role": "assistant", "content": ChatTemplate(tokenizer).decode(completion)}
-    ]
-    assert messages[-1]["content"] == "42"
-    tokens = ChatTemplate(tokenizer).encode_prompt(QUESTION) + completion
-    assert (
-        ChatTemplate(tokenizer).extend(tokens, messages, [{"role": "user", "content": "Sure?"}])
-        is None
-    )
+def test_a_special_token_that_begins_a_tool_call_stays_in_the_reply():
+    """As Mistral's [TOOL_CALLS] and Llama's <|python_tag|>. Only the end of the turn is dropped."""
+    tokenizer = make_tokenizer(eos="<|endoftext|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    call, end = tokenizer.convert_tokens_to_ids(["[TOOL_CALLS]", "<|im_end|>"])
+    template = ChatTemplate(tokenizer)
+    sampled = [call, *bytewise(tokenizer, '[{"name": "f"}]')]
+    stop_ids = [end, tokenizer.eos_token_id]
+    content = '[TOOL_CALLS][{"name": "f"}]'
+    assert template.decode_reply([*sampled, end], stop_ids) == content
+    assert template.decode_reply([*sampled, call], stop_ids) == content + "[TOOL_CALLS]"  # cut
+    tokens = template.encode_prompt(QUESTION) + [*sampled, end]
+    messages = [*QUESTION, {"role": "assistant", "content": content}]
+    new_messages = [{"role": "tool", "content": "5"}]
+    new = template.extend(tokens, messages, new_messages)
+    assert new is not None  # the sampled tokens stay, and nothing is sampled or trained twice
+    assert text_of(tokenizer, tokens + new) == rendered(tokenizer, messages + new_messages)
 
 
 def test_broken_character_survives_in_tokens():
     tokenizer = make_tokenizer()
     completion = bytewise(tokenizer, "✓")[:2] + [tokenizer.eos_token_id]
     messages = QUESTION + [
-        {"role": "assistant", "content": ChatTemplate(tokenizer).decode(completion)}
+        {
+            "role": "assistant",
+            "content": ChatTemplate(tokenizer).decode_reply(completion, ends(tokenizer)),
+        }
     ]
     tokens = ChatTemplate(tokenizer).encode_prompt(QUESTION) + completion
     new_messages = [{"role": "user", "content": "Sure?"}]
@@ -250,6 +277,23 @@ def test_tool_message_becomes_the_users_where_the_template_has_no_tools(template
     assert text_of(tokenizer, new) == "\n<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.parametrize("roles", [("tool", "tool"), ("user", "user"), ("tool", "user")])
+def test_messages_in_a_row_are_joined_where_the_template_wants_the_roles_to_alternate(roles):
+    """As Gemma, Llama 2 and the first Mistral do."""
+    tokenizer = make_tokenizer(ALTERNATING)
+    template = ChatTemplate(tokenizer)
+    tokens, messages = turn(tokenizer, QUESTION, "4", "<|im_end|>")
+    results = [{"role": role, "content": f"{i}"} for i, role in enumerate(roles)]
+    new = template.extend(tokens, messages, results)
+    assert (
+        text_of(tokenizer, new) == "\n<|im_start|>user\n0\n\n1<|im_end|>\n<|im_start|>assistant\n"
+    )
+    with pytest.raises(ValueError, match="refuses these messages.*must alternate"):
+        template.render([*messages, messages[-1]])  # two replies are never joined
+    chatml = ChatTemplate(make_tokenizer())  # this one takes them as they are
+    assert chatml.render(results).count("<|im_start|>") == 3
+
+
 def test_refusal_of_a_template_is_an_error_with_its_reason():
     tokenizer = make_tokenizer(ONLY_USER_AND_ASSISTANT)
     with pytest.raises(ValueError, match="refuses these messages.*unknown role.*judge"):
@@ -260,12 +304,12 @@ def test_refusal_of_a_template_is_an_error_with_its_reason():
         )
 
 
-def test_decode_skips_special_tokens_and_keeps_spaces():
+def test_a_reply_keeps_its_spaces_and_the_stop_token_that_is_text():
     tokenizer = make_tokenizer()
-    assert (
-        ChatTemplate(tokenizer).decode([*bytewise(tokenizer, " a , b ."), tokenizer.eos_token_id])
-        == " a , b ."
-    )
+    template = ChatTemplate(tokenizer)
+    sampled = bytewise(tokenizer, " a , b .")
+    assert template.decode_reply([*sampled, tokenizer.eos_token_id], ends(tokenizer)) == " a , b ."
+    assert template.decode_reply(sampled, sampled[-1:]) == " a , b ."  # rollout's stop_token_ids
 
 
 def test_stop_token_ids():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import textwrap
+from dataclasses import replace
 from datetime import date
 
 import pytest
@@ -21,7 +22,7 @@ from rl2.rollout.collect import Collector
 from rl2.rollout.stats import summarise, to_records, training_samples
 from rl2.rollout.trajectory import Player, Trajectory, begin_group
 
-PARAMS = SamplingParams(max_new_tokens=16)
+PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -127,6 +128,21 @@ def test_two_turns_are_masked_token_by_token(tmp_path):
     assert sample.rewards == [0.0] * (len(words) - 1) + [1.5]
     assert trajectory.rewards == {"right": 1.0, "turns": 0.5} and trajectory.num_turns == 2
     assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_the_env_sees_the_special_token_that_begins_a_tool_call(tmp_path):
+    """Decoded without it, the reply would be "=7", and the next prompt would show that."""
+
+    def call_with_special_token(turn, _):
+        return [("<|im_start|>=7", "stop"), ("ok", "stop")][turn]
+
+    env = TOOL_ENV.replace('call.startswith("=")', 'call.startswith("<|im_start|>=")')
+    collector, prompts, tokenizer = make(tmp_path, call_with_special_token, env, 2)
+    (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
+    assert trajectory.messages[1]["content"] == "<|im_start|>=7" and trajectory.num_turns == 2
+    (sample,) = trajectory.samples  # the call is in the next prompt as it was sampled
+    trained = [token for token, mask in zip(sample.tokens, sample.mask, strict=True) if mask]
+    assert tokenizer.decode(trained) == "<|im_start|>=7<|im_end|>ok<|im_end|>"
 
 
 def test_the_second_prompt_starts_with_the_tokens_of_the_first_turn(tmp_path):
@@ -260,7 +276,7 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
 
     engine = SlowEngine(tokenizer, script)
     collector.player.engine = engine
-    params = SamplingParams(max_new_tokens=300)
+    params = replace(PARAMS, max_new_tokens=300)
     done = collector.play(prompts[:3], params, 2, "train", 1, num_groups=2)
     assert sorted({trajectory.group for trajectory in done}) == [1, 2]
     for trajectory in done:

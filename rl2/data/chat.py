@@ -11,6 +11,7 @@ import datetime
 import hashlib
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -72,8 +73,8 @@ class ChatTemplate:
 
         A plain string is returned as it is, after the beginning-of-sequence token if the tokenizer
         puts one before plain text. Messages with the role "tool" get the role "user" if the
-        template refuses that role or drops their content. ValueError when the template refuses the
-        messages.
+        template refuses that role or drops their content. If it refuses the messages, those of one
+        role in a row are joined, but for replies. ValueError when it still refuses them.
         """
         if isinstance(messages, str):
             return self._prepend_bos(messages)
@@ -86,6 +87,9 @@ class ChatTemplate:
         try:
             return self._apply_template(messages, tools, add_generation_prompt)
         except (TemplateError, TypeError) as error:
+            joined = _join_neighbours(messages)
+            if len(joined) < len(messages):
+                return self.render(joined, tools, add_generation_prompt)
             # TypeError: the template joins a text and a content that is a list or None.
             raise ValueError(
                 f"the chat template refuses these messages ({error}): {str(messages)[:500]}"
@@ -129,15 +133,20 @@ class ChatTemplate:
         elif self.render(row["messages"], row["tools"]) == self.render(row["messages"]):
             print("warning: column 'tools' is not shown: the model's chat template ignores tools")
 
-    def decode(self, tokens: list[int], with_special_tokens: bool = False) -> str:
-        """The text of tokens, spaces unchanged. The default gives the content of a sampled turn."""
-        text = self.tokenizer.decode(
-            tokens,
-            skip_special_tokens=not with_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens with its special tokens, spaces unchanged."""
+        text = self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+    def decode_reply(self, tokens: list[int], stop_token_ids: Collection[int]) -> str:
+        """The content of a sampled turn: its text without the special token that ended it.
+
+        Other special tokens stay, for instance those that begin a tool call.
+        """
+        if tokens and tokens[-1] in self.special_ids.intersection(stop_token_ids):
+            tokens = tokens[:-1]
+        return self.decode(tokens)
 
     @cached_property
     def special_ids(self) -> set[int]:
@@ -225,13 +234,13 @@ class ChatTemplate:
           inside its text.
         The caller then starts a new sequence with `encode_prompt(messages + new_messages)`.
         """
-        old_text = self.decode(tokens, with_special_tokens=True)
+        old_text = self.decode(tokens)
         whole_tokens = self.encode_prompt(messages + new_messages, tools)
-        whole_text = self.decode(whole_tokens, with_special_tokens=True)
+        whole_text = self.decode(whole_tokens)
         new_tokens = self.tokenize(whole_text[len(old_text) :])
         # This comparison also fails for a tokenizer that changes a text which has nothing before
         # it, for instance by starting it with a space.
-        extended_text = self.decode(list(tokens) + new_tokens, with_special_tokens=True)
+        extended_text = self.decode(list(tokens) + new_tokens)
         return new_tokens if extended_text == whole_text else None
 
     def _prepend_bos(self, text: str) -> str:
@@ -284,7 +293,7 @@ class ChatTemplate:
         end-of-sequence token is added behind all tokens.
         """
         end = len(tokens)
-        while end > start and self.decode([tokens[end - 1]], with_special_tokens=True).isspace():
+        while end > start and self.decode([tokens[end - 1]]).isspace():
             end -= 1
         if end > start and tokens[end - 1] in self.special_ids:
             return tokens, end
@@ -301,6 +310,20 @@ def _update_tool_messages(messages: list[dict], changes: dict[str, str]) -> list
         is_from_tool = message.get("role") == "tool"
         updated.append({**message, **changes} if is_from_tool else message)
     return updated
+
+
+def _join_neighbours(messages: list[dict]) -> list[dict]:
+    """The messages, with an empty line between the contents of those that became one."""
+    joined: list[dict] = []
+    for message in messages:
+        last = joined[-1] if joined else {}
+        above, below = last.get("content"), message.get("content")
+        is_joined = isinstance(above, str) and isinstance(below, str)
+        if is_joined and message["role"] == last["role"] != "assistant":
+            joined[-1] = {**last, "content": f"{above}\n\n{below}"}
+        else:
+            joined.append(message)
+    return joined
 
 
 def _common_prefix_length(left: list[int], right: list[int]) -> int:

@@ -164,7 +164,7 @@ class Player:
         if generation.finish_reason == "abort":
             return
         sampled = trajectory.samples[-1].tokens[-trajectory.partial_tokens :]
-        reply = self.template.decode(sampled)
+        reply = self.template.decode_reply(sampled, params.stop_token_ids)
         trajectory.messages.append({"role": "assistant", "content": reply})
         trajectory.partial_tokens = 0
         trajectory.num_turns += 1
