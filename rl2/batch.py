@@ -4,23 +4,45 @@ A Sample is ragged, a Batch has aligned columns, and a Pack is a packed micro-ba
 makes packs. Shapes: B sequences, T columns of the longest one, L packed tokens, P scored pairs.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@dataclass
+@dataclass(init=False)
 class Sample:
-    """One training sequence of n tokens. A trajectory is one or several of them."""
+    """One training sequence of n tokens, in 13 bytes a token.
 
-    tokens: list[int]  # [n]
-    mask: list[int]  # [n] 1 = sampled by the policy, so trained
-    logps: list[float]  # [n] the engine's log-probability of each sampled token, 0 elsewhere
-    rewards: list[float]  # [n] the reward, at the token that earned it
+    A trajectory is one or several of them.
+    """
+
+    tokens: "array[int]"  # [n] int32
+    mask: "array[int]"  # [n] int8, 1 = sampled by the policy, so trained
+    logps: "array[float]"  # [n] float32, the engine's of each sampled token, 0 elsewhere
+    rewards: "array[float]"  # [n] float32, the reward, at the token that earned it
     group: int  # the number of the prompt that it answers
     trajectory: int  # the sequences of one trajectory are in order of time
+
+    def __init__(
+        self,
+        tokens: Iterable[int],
+        mask: Iterable[int],
+        logps: Iterable[float],
+        rewards: Iterable[float],
+        group: int,
+        trajectory: int,
+    ):
+        """Copies the columns into typed arrays."""
+        self.tokens = array("i", tokens)
+        self.mask = array("b", mask)
+        self.logps = array("f", logps)
+        self.rewards = array("f", rewards)
+        self.group = group
+        self.trajectory = trajectory
 
 
 @dataclass
@@ -85,18 +107,18 @@ def collate(samples: list[Sample]) -> Batch:
     """Ragged samples to columns. A sample of one token predicts nothing: its row is all masked."""
     width = max([len(sample.tokens) - 1 for sample in samples] + [1])
 
-    def column(values: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    def column(values: Iterable["array[Any]"], dtype: torch.dtype) -> Tensor:
         out = torch.zeros(len(samples), width, dtype=dtype)
-        for row, value in zip(out, values, strict=True):
-            row[: len(value)] = torch.tensor(value, dtype=dtype)
+        for row, value in zip(out.numpy(), values, strict=True):
+            row[: len(value)] = value
         return out
 
     return Batch(
-        inputs=column([sample.tokens[:-1] for sample in samples], torch.int64),
-        targets=column([sample.tokens[1:] for sample in samples], torch.int64),
-        mask=column([sample.mask[1:] for sample in samples], torch.float32),
-        engine_logps=column([sample.logps[1:] for sample in samples], torch.float32),
-        rewards=column([sample.rewards[1:] for sample in samples], torch.float32),
+        inputs=column((sample.tokens[:-1] for sample in samples), torch.int64),
+        targets=column((sample.tokens[1:] for sample in samples), torch.int64),
+        mask=column((sample.mask[1:] for sample in samples), torch.float32),
+        engine_logps=column((sample.logps[1:] for sample in samples), torch.float32),
+        rewards=column((sample.rewards[1:] for sample in samples), torch.float32),
         group=torch.tensor([sample.group for sample in samples]),
         trajectory=torch.tensor([sample.trajectory for sample in samples]),
     )

@@ -3,6 +3,7 @@
 The data is random and ragged.
 """
 
+import pickle
 import random
 
 import pytest
@@ -47,6 +48,15 @@ def test_columns_are_aligned_with_the_predicted_token():
     assert batch.engine_logps.tolist() == [[0, -0.5, -0.25], [0, 0, 0]]
     assert batch.rewards.tolist() == [[0, 0, 1], [0, 0, 0]]
     assert scored_spans(batch) == [(2, 3), (0, 0)]
+
+
+def test_a_sample_has_thirteen_bytes_a_token():
+    """As it is kept, and as it travels to the other processes: lists had 95."""
+    sample = Sample(range(9000), [1] * 9000, [-0.1] * 9000, [0.0] * 9000, 0, 0)
+    columns = (sample.tokens, sample.mask, sample.logps, sample.rewards)
+    assert sum(column.itemsize for column in columns) == 13
+    assert len(pickle.dumps(sample)) < 13.1 * 9000
+    assert pickle.loads(pickle.dumps(sample)) == sample
 
 
 @pytest.mark.parametrize("share", [True, False])

@@ -448,13 +448,13 @@ def test_pairs_are_groups_of_chosen_and_rejected(tmp_path):
         with_eos(),
     )
     samples = to_samples(examples.next_items())
-    assert [sample.tokens for sample in samples] == [
+    assert [list(sample.tokens) for sample in samples] == [
         [0, 3, 4],
         [0, 3, 3, 4],
         [0, 3, 2, 4],
         [0, 3, 3, 4],
     ]
-    assert [sample.mask for sample in samples] == [
+    assert [list(sample.mask) for sample in samples] == [
         [0, 1, 1],
         [0, 1, 1, 1],
         [0, 1, 1, 1],

@@ -125,7 +125,7 @@ def test_two_turns_are_masked_token_by_token(tmp_path):
     logps = [round(logp, 1) for logp in sample.logps if logp]
     assert logps == [-0.1, -0.2, -0.3, -0.1, -0.2, -0.3]
     assert all((logp != 0) == bool(m) for logp, m in zip(sample.logps, sample.mask, strict=True))
-    assert sample.rewards == [0.0] * (len(words) - 1) + [1.5]
+    assert list(sample.rewards) == [0.0] * (len(words) - 1) + [1.5]
     assert trajectory.rewards == {"right": 1.0, "turns": 0.5} and trajectory.num_turns == 2
     assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
 
@@ -149,7 +149,8 @@ def test_the_second_prompt_starts_with_the_tokens_of_the_first_turn(tmp_path):
     collector, prompts, _ = make(tmp_path, call_then_answer, TOOL_ENV, 2)
     (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
     (_, first), (_, second) = collector.player.engine.requests
-    assert second[: len(first)] == first and trajectory.samples[0].tokens[: len(second)] == second
+    assert second[: len(first)] == first
+    assert list(trajectory.samples[0].tokens[: len(second)]) == second
 
 
 def test_a_template_that_rewrites_history_starts_a_new_sequence(tmp_path):
@@ -270,7 +271,7 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
     assert len({len(prompt.tokens) for prompt in prompts}) == 1
 
     def script(prompt):
-        if prompt[: len(first_prompt)] == first_prompt:
+        if list(prompt[: len(first_prompt)]) == first_prompt:
             return text[len(prompt) - len(first_prompt) :]
         return "y"
 
@@ -297,7 +298,7 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
     assert not collector.carried_over and len(done) == 4
     for trajectory, tokens, count in zip(done[:2], partial_tokens, counts, strict=True):
         (sample,) = trajectory.samples
-        assert sample.tokens[: len(tokens)] == tokens and trajectory.reward == 200
+        assert list(sample.tokens[: len(tokens)]) == tokens and trajectory.reward == 200
         assert trajectory.messages[-1]["content"] == text and trajectory.num_turns == 1
         assert trajectory.versions == [(0, count), (1, 201 - count)] and sum(sample.mask) == 201
         assert [logp for logp in sample.logps if logp] == [-0.5] * count + [-1.5] * (201 - count)

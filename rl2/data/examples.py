@@ -257,16 +257,8 @@ def to_samples(examples: list[Example]) -> list[Sample]:
     samples = []
     for position, example in enumerate(examples):
         for tokens, mask in example.sequences:
-            samples.append(
-                Sample(
-                    tokens=tokens,
-                    mask=mask,
-                    logps=[0.0] * len(tokens),
-                    rewards=[0.0] * len(tokens),
-                    group=position,
-                    trajectory=position,
-                )
-            )
+            zeros = [0.0] * len(tokens)
+            samples.append(Sample(tokens, mask, zeros, zeros, group=position, trajectory=position))
     return samples
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -97,7 +97,7 @@ class Engine(Protocol):
 
     @abstractmethod
     async def generate(
-        self, prompt: list[int], params: SamplingParams, seed: tuple[int, ...]
+        self, prompt: Sequence[int], params: SamplingParams, seed: tuple[int, ...]
     ) -> Generation:
         """Samples an answer to the token ids `prompt`.
 
@@ -153,7 +153,7 @@ def max_request_tokens(settings: EngineSettings, model_config: Any) -> float:
 
 
 def check_request(
-    prompt: list[int], params: SamplingParams, vocabulary: int, max_length: float
+    prompt: Sequence[int], params: SamplingParams, vocabulary: int, max_length: float
 ) -> None:
     """ValueError for a request that can never be answered.
 

@@ -13,7 +13,7 @@ else is in flight.
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -105,7 +105,7 @@ class LocalEngine(Engine):
         self._pack_linear_layers()
 
     async def generate(
-        self, prompt: list[int], params: SamplingParams, seed: tuple[int, ...]
+        self, prompt: Sequence[int], params: SamplingParams, seed: tuple[int, ...]
     ) -> Generation:
         """Samples an answer, see Engine.generate.
 

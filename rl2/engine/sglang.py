@@ -14,7 +14,7 @@ import atexit
 import os
 import signal
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -120,7 +120,7 @@ class SGLangEngine(Engine):
             signal.signal(number, handler)
 
     async def generate(
-        self, prompt: list[int], params: SamplingParams, seed: tuple[int, ...]
+        self, prompt: Sequence[int], params: SamplingParams, seed: tuple[int, ...]
     ) -> Generation:
         """Samples an answer, see Engine.generate.
 

@@ -1,6 +1,8 @@
 """A trajectory: its types, and how it is played turn by turn between engine and environment."""
 
 import json
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,27 +101,28 @@ def _recorded(value: Any) -> Any:
 
 def begin_sample(trajectory: Trajectory, prompt: list[int]) -> None:
     """Starts a new training sequence of the trajectory with tokens that are not trained."""
-    sample = Sample([], [], [], [], trajectory.group, trajectory.id)
+    sample = Sample((), (), (), (), trajectory.group, trajectory.id)
     append_tokens(sample, prompt)
     trajectory.samples.append(sample)
 
 
 def append_tokens(
-    sample: Sample, tokens: list[int], sampled_logps: list[float] | None = None
+    sample: Sample, tokens: Sequence[int], sampled_logps: Sequence[float] | None = None
 ) -> None:
     """Appends tokens: trained ones where the log-probabilities of their sampling are given."""
     is_trained = int(sampled_logps is not None)
+    zeros = array("f", [0.0]) * len(tokens)
     sample.tokens.extend(tokens)
-    sample.mask.extend([is_trained] * len(tokens))
-    sample.logps.extend(sampled_logps or [0.0] * len(tokens))
-    sample.rewards.extend([0.0] * len(tokens))
+    sample.mask.extend(array("b", [is_trained]) * len(tokens))
+    sample.logps.extend(sampled_logps or zeros)
+    sample.rewards.extend(zeros)
 
 
 def place_reward(trajectory: Trajectory) -> None:
     """Puts the reward on the last sampled token, and drops sequences without a sampled token."""
-    trajectory.samples = [sample for sample in trajectory.samples if any(sample.mask)]
+    trajectory.samples = [sample for sample in trajectory.samples if 1 in sample.mask]
     last_sample = trajectory.samples[-1]
-    last_token = max(i for i, sampled in enumerate(last_sample.mask) if sampled)
+    last_token = last_sample.mask.tobytes().rfind(1)
     last_sample.rewards[last_token] = trajectory.reward
 
 
@@ -154,7 +157,7 @@ class Player:
             self.failures.record(error)
             trajectory.finish_reason = "failed"
             for sample in trajectory.samples:
-                sample.mask = [0] * len(sample.mask)
+                sample.mask = array("b", [0]) * len(sample.mask)
 
     async def _play_turn(
         self, trajectory: Trajectory, row: dict, params: SamplingParams, seed: tuple[int, ...]
@@ -164,7 +167,7 @@ class Player:
         if generation.finish_reason == "abort":
             return
         sampled = trajectory.samples[-1].tokens[-trajectory.partial_tokens :]
-        reply = self.template.decode_reply(sampled, params.stop_token_ids)
+        reply = self.template.decode_reply(sampled.tolist(), params.stop_token_ids)
         trajectory.messages.append({"role": "assistant", "content": reply})
         trajectory.partial_tokens = 0
         trajectory.num_turns += 1
@@ -210,7 +213,8 @@ class Player:
         messages = trajectory.messages
         new_prompt: list[int] = []
         try:
-            extension = self.template.extend(sample.tokens, messages, env_messages, tools)
+            tokens = sample.tokens.tolist()
+            extension = self.template.extend(tokens, messages, env_messages, tools)
             if extension is None:
                 new_prompt = self.template.encode_prompt(messages + env_messages, tools)
         except ValueError as error:  # the template refuses the environment's messages

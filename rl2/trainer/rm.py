@@ -4,7 +4,6 @@
 """
 
 import sys
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -69,13 +68,9 @@ def score_last(sample: Sample, pad_token_id: int | None) -> Sample:
     """
     end = max(i + 1 for i, token in enumerate(sample.tokens) if token != pad_token_id)
     zeros = [0.0] * (end + 1)
-    return replace(
-        sample,
-        tokens=[*sample.tokens[:end], 0],
-        mask=[*sample.mask[:end], 1],
-        logps=zeros,
-        rewards=zeros,
-    )
+    tokens = [*sample.tokens[:end], 0]
+    mask = [*sample.mask[:end], 1]
+    return Sample(tokens, mask, zeros, zeros, sample.group, sample.trajectory)
 
 
 def main() -> None:
