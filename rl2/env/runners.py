@@ -13,6 +13,7 @@ import ctypes
 import logging
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ SWITCH_SECONDS = 0.0001
 # An event loop is blocked if it does not respond between so many looks.
 NUM_LOOKS = 10
 LOOK_SECONDS = 0.1
+END_SECONDS = 5.0  # in which the thread of a call that took too long should end
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,8 @@ class ThreadRunner:
 
     def __init__(self, timeout: float):
         self._timeout = timeout
-        self._overdue: list[_ThreadCall] = []  # calls that were ended, but whose threads live
+        # Calls that took too long and whose threads live, and when each was first to end.
+        self._overdue: dict[_ThreadCall, float] = {}
         self._has_warned = False
 
     async def run(self, name: str, function: Callable, arguments: dict, key: Any = None) -> Any:
@@ -56,19 +59,22 @@ class ThreadRunner:
         finally:
             if not call.result.done():
                 call.end()
-                self._overdue.append(call)
+                self._overdue[call] = time.monotonic()
 
     def _end_overdue_calls(self) -> None:
         """Tries again to end them: an env may catch the first exception and go on."""
-        self._overdue = [call for call in self._overdue if not call.result.done()]
-        for call in self._overdue:
+        num_stuck = 0
+        for call, first_time in list(self._overdue.items()):
             call.end()
-        if self._overdue and not self._has_warned:
+            num_stuck += time.monotonic() - first_time > END_SECONDS
+            if call.result.done():
+                del self._overdue[call]
+        if num_stuck and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%d calls of the environment took too long and cannot be ended, since they are not "
-                "in Python code; their threads stay and may slow this process down",
-                len(self._overdue),
+                "%d calls of the environment took too long and cannot be ended, since they wait "
+                "outside of Python code; their threads stay. More of them are not told",
+                num_stuck,
             )
 
 
@@ -123,20 +129,23 @@ class LoopRunner:
         self._calls: set[concurrent.futures.Future] = set()  # that have not ended
 
     async def run(self, name: str, function: Callable, arguments: dict, key: Any = None) -> Any:
-        runner = self._runner or self._start()
-        result: concurrent.futures.Future = concurrent.futures.Future()
-        work = _run_coroutine(result, name, function, arguments)
-        task = asyncio.run_coroutine_threadsafe(work, runner.get_loop())
-        self._calls.add(result)
-        try:
-            return await wait_for_result(name, result, self._timeout)
-        except EnvError as error:
-            if not result.done():
-                await self._check_loop(runner, str(error))
-            raise
-        finally:
-            self._calls.discard(result)
-            task.cancel()  # ends the call, if it has not ended
+        while True:
+            runner = self._runner or self._start()
+            result: concurrent.futures.Future = concurrent.futures.Future()
+            work = _run_coroutine(result, name, function, arguments)
+            task = asyncio.run_coroutine_threadsafe(work, runner.get_loop())
+            self._calls.add(result)
+            try:
+                return await wait_for_result(name, result, self._timeout)
+            except EnvError as error:
+                if not result.done():
+                    error = await self._find_blocker(runner, error)
+                # A call that could not start, since another one blocked the loop, starts again.
+                if not result.cancel() and not result.cancelled():
+                    raise error from None
+            finally:
+                self._calls.discard(result)
+                task.cancel()  # ends the call, if it has not ended
 
     def close(self) -> None:
         """Ends the loop and what runs on it."""
@@ -160,19 +169,19 @@ class LoopRunner:
         self._runner = runner
         return runner
 
-    async def _check_loop(self, runner: asyncio.Runner, reason: str) -> None:
-        """EnvError if something blocks the loop of `runner`. The loop is then freed or replaced.
+    async def _find_blocker(self, runner: asyncio.Runner, late: EnvError) -> EnvError:
+        """`late`, or where a call blocks the loop of `runner`. The loop is then freed or replaced.
 
-        `reason` tells which call was too late.
+        Replacing it fails all calls that have started there.
         """
         loop = runner.get_loop()
         if await _responds(loop):
-            return
+            return late
         assert self._thread is not None
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = "".join(traceback.format_stack(frame, limit=3))
         error = EnvError(
-            f"{reason}: the event loop that all async functions of the env share was blocked. "
+            f"{late}: the event loop that all async functions of the env share was blocked. "
             f"Await what takes time, or use asyncio.to_thread. It was blocked here:\n{stack}",
             kind=f"blocked event loop {stack}",
         )
@@ -182,10 +191,10 @@ class LoopRunner:
             if not await _responds(loop):
                 self.close()
                 for result in list(self._calls):
-                    if not result.done():
+                    if result.running():
                         result.set_exception(error)
             self._is_unblocking = False
-        raise error
+        return error
 
 
 class _DaemonExecutor(concurrent.futures.ThreadPoolExecutor):
@@ -207,6 +216,8 @@ class _DaemonExecutor(concurrent.futures.ThreadPoolExecutor):
 async def _run_coroutine(
     result: concurrent.futures.Future, name: str, function: Callable, arguments: dict
 ) -> None:
+    if not result.set_running_or_notify_cancel():
+        return
     try:
         with raising_env_error(name):
             value = check_result(name, await function(**copy.deepcopy(arguments)))
