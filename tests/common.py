@@ -169,6 +169,11 @@ def torchrun(world, *command, **options) -> subprocess.CompletedProcess:
     )
 
 
+def launch(world, *command, **options) -> subprocess.CompletedProcess:
+    """The same with ranks that are forked after the imports, see launch.py."""
+    return run(ROOT / "tests/launch.py", world, *command, **options)
+
+
 TIMED = ("time/", "memory/", "tokens/per_second")  # metrics that differ from run to run
 
 

@@ -55,10 +55,8 @@ class ForkedRuns:
                 os.dup2(descriptor, standard)
             sys.argv[1:] = arguments
             if world > 1:
-                os.environ |= self._torchrun_variables(rank, world)
-                # torch's own would wait until the store has as many clients as ranks.
-                client = dist.TCPStore("127.0.0.1", self.port, is_master=False)
-                dist.rendezvous = lambda url, timeout: iter([(client, rank, world)])
+                # To the ranks, every run is a restart of the one before.
+                become_rank(rank, world, self.port, "forked", self.num_runs)
             prepare(rank)
             MAINS[trainer]()
             status = 0
@@ -72,19 +70,23 @@ class ForkedRuns:
             time.sleep(0.1)  # as rl2 does at exit, see parallel/mesh.py
             os._exit(status)
 
-    def _torchrun_variables(self, rank: int, world: int) -> dict[str, str]:
-        """What torchrun sets. To the ranks, every run is a restart of the one before."""
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": str(self.num_runs),
-            "TORCHELASTIC_RUN_ID": "forked",
-        }
+
+def become_rank(rank: int, world: int, port: int, run_id: str, restarts: int = 0) -> None:
+    """Makes this process a rank, as torchrun does. The store of `host_store` listens at `port`."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+    }
+    # torch's own would wait until the store has as many clients as ranks.
+    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.rendezvous = lambda url, timeout: iter([(client, rank, world)])
 
 
 def host_store() -> int:

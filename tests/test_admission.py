@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from common import ROOT, make_model, make_tokenizer, torchrun
+from common import ROOT, launch, make_model, make_tokenizer
 from families import engine_problem, make_config, verdict
 from parity import make_batch, worker_config
 from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, GPT2Config
@@ -212,7 +212,7 @@ if __name__ == "__main__":  # a process of the test below
 
 def test_every_process_has_the_buffers(tmp_path):
     name = make_routed(tmp_path / "model")
-    torchrun(2, __file__, name, tmp_path / "buffers")
+    launch(2, __file__, name, tmp_path / "buffers")
     [bias] = torch.load(tmp_path / "buffers")
     stored = AutoModelForCausalLM.from_pretrained(name).state_dict()
     assert torch.equal(bias, stored["model.layers.1.mlp.gate.e_score_correction_bias"])

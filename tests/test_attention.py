@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from common import torchrun
+from common import launch
 
 from rl2.batch import Pack
 from rl2.packing import zigzag
@@ -273,4 +273,4 @@ def test_poisoned_neighbours_do_not_leak(window):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_the_ring_equals_full_attention(world):
-    torchrun(world, "tests/ring.py")
+    launch(world, "tests/ring.py")

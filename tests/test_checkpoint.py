@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import check_adapter, make_model, torchrun
+from common import check_adapter, launch, make_model
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -20,7 +20,7 @@ from rl2.signals import user_errors
 def test_a_checkpoint_moves_between_layouts(tmp_path):
     name = make_model(tmp_path / "model")
     folder = tmp_path / "run"
-    torchrun(2, "tests/moves.py", "save", name, folder)
+    launch(2, "tests/moves.py", "save", name, folder)
     assert [path.name for path in folder.glob("step_*")] == ["step_1"]
     saved = torch.load(folder / "save_2")
     assert saved["versions"] == [2, 2, 2]
@@ -31,7 +31,7 @@ def test_a_checkpoint_moves_between_layouts(tmp_path):
         ("load_sp", 2),
         ("load_tp", 2),
     ):
-        torchrun(world, "tests/moves.py", mode, name, folder)
+        launch(world, "tests/moves.py", mode, name, folder)
         loaded = torch.load(folder / f"{mode}_{world}")
         assert loaded["versions"] == [2, 2, 2][: len(loaded["metrics"])]
         is_same_layout = mode == "load" and world == 2

@@ -15,6 +15,7 @@ import torch
 from common import (
     ROOT,
     check_adapter,
+    launch,
     make_model,
     read_jsonl,
     read_metrics,
@@ -64,7 +65,7 @@ def launch_runs(world, runs):
     words = []
     for run_words in runs:
         words += ["--", *run_words]
-    return torchrun(world, "tests/several.py", *words[1:])
+    return launch(world, "tests/several.py", *words[1:])
 
 
 def check_killed_and_resumed_and_lora(trainer, worker, arguments, tmp_path):
@@ -201,7 +202,7 @@ def test_dpo(tmp_path):
     write_jsonl(tmp_path / "test.jsonl", test_rows)
     rows = [preference(i) for i in range(16)]
     arguments = make_arguments(tmp_path, rows, "actor", "actor.lr=0.003", "dpo.beta=0.2")
-    torchrun(2, "-m", "rl2.trainer.dpo", *arguments)
+    launch(2, "-m", "rl2.trainer.dpo", *arguments)
     lines = read_metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(13))
     assert lines[0]["test/loss"] == pytest.approx(math.log(2))
@@ -232,7 +233,7 @@ def test_reward_model(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "test.jsonl", test_rows)
     rows = [preference(i, margin=0.5) if i % 2 else preference(i) for i in range(16)]
     arguments = make_arguments(tmp_path, rows, "critic", "critic.lr=0.01", "rm.center=0.01")
-    torchrun(2, "-m", "rl2.trainer.rm", *arguments)
+    launch(2, "-m", "rl2.trainer.rm", *arguments)
     lines = read_metrics(tmp_path / "run")
     # A new value head gives 0 to all replies.
     assert lines[0]["test/margin"] == 0 and lines[0]["test/accuracy"] == 0

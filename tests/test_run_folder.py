@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from common import ROOT, make_model, read_metrics, run, torchrun
+from common import ROOT, launch, make_model, read_metrics, run
 from safetensors.torch import load_file
 
 from rl2 import run_lock
@@ -384,7 +384,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_model_loads(
 
 def test_ranks_that_differ_are_named(tmp_path, model):
     """Two ranks as on two nodes: without a shared folder, and with other configs, data and code."""
-    done = torchrun(2, "tests/agreement.py", model, tmp_path)
+    done = launch(2, "tests/agreement.py", model, tmp_path)
     lines = done.stdout.splitlines()
     folder = tmp_path / "0/runs/default"
     assert f"rank 1 on {socket.gethostname()} does not see {tmp_path}/1/runs/default" in lines[0]

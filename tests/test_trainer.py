@@ -17,6 +17,7 @@ import pytest
 from common import (
     ROOT,
     check_adapter,
+    launch,
     make_model,
     read_jsonl,
     read_metrics,
@@ -27,6 +28,7 @@ from common import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+PPO = ("-m", "rl2.trainer.ppo")
 # The reward is the fraction of letters of the reply that are in the answer. A random policy starts
 # near 8/98 and learns it in a few steps.
 LETTER_ENV = """
@@ -71,7 +73,7 @@ def free_port() -> int:
 
 def train(world, *arguments, **options):
     """Run rl2.trainer.ppo with `world` processes."""
-    return torchrun(world, "-m", "rl2.trainer.ppo", *arguments, **options)
+    return launch(world, *PPO, *arguments, **options)
 
 
 def start(*command):
@@ -94,7 +96,7 @@ def test_grpo_learns_and_writes_its_files(setup, tmp_path):
         f"data.test_path={tmp_path / 'train.jsonl'}",
         "rollout.test_sampling_params.max_new_tokens=8",
     ]
-    done = train(2, *setup, *test, "trainer.test_freq=6")
+    done = torchrun(2, *PPO, *setup, *test, "trainer.test_freq=6")
     run = tmp_path / "run"
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == list(range(13))
@@ -165,7 +167,7 @@ def test_a_loss_and_an_estimator_of_the_users_file_train_as_the_builtin_ones(set
     own = [f"actor.loss={tmp_path}/mine.py:loss", f"adv.estimator={tmp_path}/mine.py:estimator"]
     builtin_run = ["ppo", *setup, *options, *builtin]
     own_run = ["ppo", *setup, *options, *own]
-    torchrun(1, "tests/several.py", *builtin_run, "--", *own_run)
+    launch(1, "tests/several.py", *builtin_run, "--", *own_run)
     assert read_untimed_metrics(tmp_path / "run") == read_untimed_metrics(tmp_path / "builtin")
     assert read_metrics(tmp_path / "run")[-1]["actor/clip_ratio"] > 0
 
@@ -281,7 +283,7 @@ def test_a_killed_run_resumes_bit_for_bit(setup, tmp_path):
     train(2, *arguments, f"trainer.save_dir={not_killed}")
     # The preflight makes 16 calls, and every step makes 16 on each of two ranks. Call 72 is in step
     # 4.
-    killed = train(2, *arguments, check=False, env={"KILL_AT": "72"})
+    killed = torchrun(2, *PPO, *arguments, check=False, env={"KILL_AT": "72"})
     assert killed.returncode != 0
     assert [line["step"] for line in read_metrics(run)] == [1, 2, 3]
     (run / "checkpoints/step_4.partial").mkdir()  # as if it was killed while it saved
@@ -359,7 +361,7 @@ def test_lora_with_its_base_as_the_reference(setup, tmp_path):
         f"trainer.resume={tmp_path / 'run/checkpoints/step_2'}",
         f"trainer.save_dir={tmp_path / 'resumed'}",
     ]
-    torchrun(2, "tests/several.py", *arguments, "--", *arguments, *resume)
+    launch(2, "tests/several.py", *arguments, "--", *arguments, *resume)
     lines = read_metrics(tmp_path / "run")
     assert lines[0]["actor/kl"] == 0 and all(line["actor/kl"] > 1e-3 for line in lines[1:])
     mismatches = [abs(line["actor/mismatch_logp_difference"]) for line in lines]
@@ -424,7 +426,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_checkpoints(setup, tmp_path):
 
 def test_a_model_with_too_few_positions_is_refused(setup):
     max_new_tokens = "rollout.train_sampling_params.max_new_tokens=500"
-    done = train(1, *setup, max_new_tokens, check=False)
+    done = torchrun(1, *PPO, *setup, max_new_tokens, check=False)
     remedy = "lower rollout.train_sampling_params.max_new_tokens"
     assert remedy in done.stderr and "loading" not in done.stdout
     # torchrun's report repeats the message at its end.
@@ -435,7 +437,7 @@ def test_an_error_of_the_environment_is_shown_before_the_model_loads(setup, tmp_
     (tmp_path / "env.py").write_text(
         "def reward_fn(messages, answer):\n    return undefined_name\n"
     )
-    done = train(1, *setup, check=False)
+    done = torchrun(1, *PPO, *setup, check=False)
     assert done.returncode != 0
     output = done.stdout + done.stderr
     assert "undefined_name" in output and "env.py" in output and "loading" not in done.stdout

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from common import WINDOWED, make_critic, make_model, run, torchrun
+from common import WINDOWED, launch, make_critic, make_model, run
 from engine_contract import play
 from parity import (
     ADAPTED,
@@ -106,7 +106,7 @@ def reference(name, critic, initial_adapters=None):
 def test_every_layout_equals_one_padded_process(tmp_path, world, family, tied, overrides):
     name = make_model(tmp_path / "model", family, tied, **overrides)
     make_critic(name)
-    torchrun(world, "tests/parity.py", name, tmp_path / "out")
+    launch(world, "tests/parity.py", name, tmp_path / "out")
     results = torch.load(tmp_path / "out")
     assert len(results) == (8 if world < 4 else 4) * len(LAYOUTS[world]) + 2 * len(ADAPTED[world])
     expected = {critic: reference(name, critic) for critic in (False, True)}
