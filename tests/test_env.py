@@ -348,6 +348,26 @@ def test_env_files_of_the_same_name_stay_apart_and_may_import_neighbours(tmp_pat
     assert [score(env)["reward"] for env in envs] == [1.0, 2.0]
 
 
+SPAWNING = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from neighbour import VALUE
+def double(number):
+    return VALUE * number
+def reward_fn(messages, answer):
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(double, answer).result()
+"""
+
+
+@pytest.mark.parametrize("file", ["math.py", "my env-1.5.py"])
+def test_processes_that_the_env_spawns_find_its_functions(tmp_path, file):
+    """Also where the file's name is that of a standard module, or no name of a module."""
+    (tmp_path / "neighbour.py").write_text("VALUE = 2")
+    (tmp_path / file).write_text(SPAWNING)
+    assert score(load_env(str(tmp_path / file), 60)) == {"reward": 4.0}
+
+
 def test_env_file_may_use_dataclasses(tmp_path):
     env = load(
         tmp_path,

@@ -1,10 +1,8 @@
 """Loads an env file, and tries it on the rows before any model is loaded."""
 
 import asyncio
-import importlib.util
 import inspect
 import itertools
-import sys
 from collections.abc import Callable
 from types import ModuleType
 
@@ -12,18 +10,15 @@ from rl2.env.call import Env
 from rl2.env.contract import (
     EnvError,
     check_signature,
-    find_env_file,
     foreign_signature,
     required_columns,
 )
-from rl2.env.results import user_traceback
+from rl2.env.files import import_env_file
 
 TRIAL_REPLIES = ("", "The answer is 42.")
 MAX_TRIAL_ROWS = 8  # of each data set, spread over it
 
 RowSets = dict[str, list[dict]]  # by the key that names the data: data.path, data.test_path
-
-_module_numbers = itertools.count()
 
 
 def load_env(path: str, timeout: float = 60.0, concurrency: int = 32) -> Env:
@@ -34,7 +29,7 @@ def load_env(path: str, timeout: float = 60.0, concurrency: int = 32) -> Env:
     Raises ValueError when the file works with no row: it is missing or fails on import, it has no
     reward_fn, or a function cannot be called by the names of its parameters.
     """
-    module = _import_file(path)
+    module = import_env_file(path)
     if not hasattr(module, "reward_fn"):
         raise ValueError(_missing_reward_message(path, module))
     for name in ("reward_fn", "interact"):
@@ -79,32 +74,6 @@ def _missing_reward_message(path: str, module: ModuleType) -> str:
         if remedy:
             return f"rollout.env_path={path}: {name} {remedy}"
     return f"rollout.env_path={path}: expected a function reward_fn(messages, answer), found none"
-
-
-def _import_file(path: str) -> ModuleType:
-    file = find_env_file(path)
-    # A number makes the name unique: two env files may have the same file name.
-    name = f"rl2_env_{next(_module_numbers)}_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file.resolve())
-    if spec is None or spec.loader is None:
-        raise ValueError(f"rollout.env_path={path}: expected a Python file, ending in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look it up there
-    # As for a script, the file may import modules of its own folder.
-    folder = str(file.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        line = (error.text or "").strip()
-        raise ValueError(f"{error.filename}:{error.lineno}: {error.msg}: {line}") from error
-    except KeyboardInterrupt:
-        raise  # the user's
-    except BaseException as error:
-        text, _ = user_traceback(error)
-        raise ValueError(f"rollout.env_path={path} fails on import:\n{text}") from error
-    return module
 
 
 def _find_turn_problems(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:
