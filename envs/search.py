@@ -3,9 +3,10 @@
 Row: {"messages": [...], "answer": ["Paris", "City of Paris"]}. The answer is one right answer, or a
 list of all of them.
 
-The model writes <search>capital of France</search> and ends its turn. The next message gives it the
-documents that the server finds. The prompt should explain this, and that the answer goes into
-<answer></answer>: examples/data.py has such a prompt.
+The model writes <search>capital of France</search> and ends its turn; with
+'rollout.train_sampling_params.stop=["</search>"]' the turn ends there by itself. The next message
+gives it the documents that the server finds. The prompt should explain this, and that the answer
+goes into <answer></answer>: examples/data.py has such a prompt.
 
 Results come in a message with the role "tool". If a chat template does not have that role, rl2
 sends the message with the role "user".

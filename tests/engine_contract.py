@@ -59,6 +59,37 @@ def plain_logps(model, prompt, tokens, temperature):
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
+def check_stop_strings(engine, prompts, tokenizer):
+    """Checks where stop strings end greedy answers, also answers that go on after a pause.
+
+    The string has three tokens of an answer. Every answer is the same with it, up to the first
+    token that completes it, if it has one.
+    """
+    whole = play(engine, prompts, temperature=0.0, max_new_tokens=16)
+    if not whole:
+        return
+    text = tokenizer.decode(whole[0].tokens[4:7])
+    greedy = {"temperature": 0.0, "max_new_tokens": 16, "stop": [text, "not in any answer"]}
+    stopped = play(engine, prompts, **greedy)
+    lengths = []
+    for out, long in zip(stopped, whole, strict=True):
+        prefixes = [tokenizer.decode(long.tokens[: n + 1]) for n in range(16)]
+        length = next((n for n, prefix in enumerate(prefixes, 1) if text in prefix), 16)
+        is_found = text in prefixes[-1]
+        assert (out.tokens, len(out.logps)) == (long.tokens[:length], length)
+        assert out.finish_reason == ("stop" if is_found else "length")
+        lengths += [length] if is_found else []
+    length = lengths[0]
+    assert 3 <= length <= 7
+    begun = prompts[0] + whole[0].tokens[: length - 1]  # two of the string's three tokens
+    (rest,) = play(engine, [begun], **greedy, continued_tokens=length - 1)
+    assert (rest.tokens, rest.finish_reason) == (whole[0].tokens[length - 1 : length], "stop")
+    (other,) = play(engine, [begun], **{**greedy, "max_new_tokens": 1})
+    assert other.finish_reason == "length", "a stop string began in the prompt"
+    check_refused(engine, prompts[0], "stop=['']", **{**greedy, "stop": [""]})
+    check_refused(engine, prompts[0], "stop='ab'", **{**greedy, "stop": "ab"})
+
+
 def check_refused(engine, prompt, message, **params):
     """Checks that the engine refuses the request with a ValueError that contains `message`."""
     try:

@@ -5,8 +5,14 @@ import importlib
 
 import pytest
 import torch
-from common import make_model
-from engine_contract import check_attributes, check_signatures, plain_logps, play
+from common import make_model, make_tokenizer
+from engine_contract import (
+    check_attributes,
+    check_signatures,
+    check_stop_strings,
+    plain_logps,
+    play,
+)
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, Qwen2Config
 
 from rl2.engine import local, select, sglang
@@ -182,6 +188,32 @@ def test_a_stop_token_ends_the_answer_and_is_its_last_token(llama):
         assert out.finish_reason == ("stop" if stopped else "length")
         assert stopped or len(out.tokens) == 6
         assert not set(out.tokens[:-1]) & set(stops) and len(out.logps) == len(out.tokens)
+    engine.close()
+
+
+def test_stop_strings_end_greedy_answers(llama):
+    engine = make_engine(llama, max_running_requests=3)
+    check_stop_strings(engine, make_prompts(6), make_tokenizer())
+    engine.close()
+
+
+def test_stop_strings_end_sampled_answers_with_the_token_that_completes_one(llama):
+    """The answers are those without stop strings, cut; a stop token may come first."""
+    engine = make_engine(llama)
+    tokenizer = make_tokenizer()
+    prompts = make_prompts(60, 10)
+    stops = ("a", "Qz", "<|im_end|>")
+    whole = play(engine, prompts, max_new_tokens=40, stop_token_ids=(30,))
+    reasons = set()
+    cut = play(engine, prompts, max_new_tokens=40, stop_token_ids=(30,), stop=stops)
+    for out, long in zip(cut, whole, strict=True):
+        texts = [tokenizer.decode(long.tokens[: n + 1]) for n in range(len(long.tokens))]
+        ends = [n for n, text in enumerate(texts, 1) if any(stop in text for stop in stops)]
+        length = min([*ends, len(texts)])
+        assert (out.tokens, out.logps) == (long.tokens[:length], long.logps[:length])
+        assert out.finish_reason == ("stop" if ends else long.finish_reason)
+        reasons.add((out.finish_reason, bool(ends)))
+    assert reasons == {("stop", True), ("stop", False), ("length", False)}
     engine.close()
 
 
@@ -465,6 +497,8 @@ def test_diverged_weights_raise_in_every_request(llama):
         ([5], {"temperature": float("nan")}, "temperature=nan"),
         ([5], {"top_p": 0.0}, "top_p=0.0"),
         ([5], {"top_k": 0}, "top_k=0"),
+        ([5], {"stop": ["a", ""]}, r"stop=\['a', ''\]"),
+        ([5], {"stop": "ab"}, "stop='ab'"),
     ],
 )
 def test_an_impossible_request_is_refused(llama, prompt, params, message):

@@ -80,6 +80,7 @@ REFUSED = [  # (trainer, arguments, words)
     ("ppo", "rollout.env_timeout=inf", "it must be finite"),
     ("ppo", "rollout.train_sampling_params.top_k=0", "-1 = all"),
     ("ppo", "rollout.train_sampling_params.stop_token_ids=[5,-1]", "must not be below 0"),
+    ("ppo", "rollout.train_sampling_params.stop=['a','']", "it must have no empty text"),
     ("ppo", "trainer.seed=4294967296", "must not be above 2147483647"),
     ("ppo", "rollout.max_running=0", "it must be above 0"),
     ("ppo", "trainer.keep_checkpoints=0", "it must be above 0"),
@@ -198,6 +199,15 @@ def test_gae_whitens_advantages_unless_it_is_told_otherwise(base, capsys):
     assert norm_var("adv.norm_var=true") is True
     assert norm_var("adv.estimator=gae") is True
     assert norm_var("adv.estimator=gae", "adv.norm_var=false") is False
+    assert capsys.readouterr().err == ""
+
+
+def test_test_answers_end_at_the_stop_strings_of_training_unless_set(base, capsys):
+    train = 'rollout.train_sampling_params.stop=["</a>"]'
+    for overrides, expected in (([], ["</a>"]), (["rollout.test_sampling_params.stop=[]"], [])):
+        config = parse(PPOConfig, [*base["ppo"], train, "data.test_path=model", *overrides])
+        assert config.rollout.train_sampling_params.stop == ["</a>"]
+        assert config.rollout.test_sampling_params.stop == expected
     assert capsys.readouterr().err == ""
 
 

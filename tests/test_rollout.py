@@ -11,12 +11,13 @@ import faulty_env
 import pytest
 import torch
 import torch.distributed as dist
-from common import make_tokenizer
+from common import make_model, make_tokenizer
 
 from rl2.batch import Batch
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import Prompts
-from rl2.engine.base import Generation, SamplingParams
+from rl2.engine.base import EngineSettings, Generation, SamplingParams
+from rl2.engine.local import LocalEngine
 from rl2.env import runners
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
@@ -469,3 +470,50 @@ def test_every_fault_of_an_env_costs_its_trajectory_and_nothing_else(
     assert all(t.messages[2] == {"role": "tool", "content": "caf\ufffd"} for t in done)
     json.dumps(list(to_records(trajectories)), ensure_ascii=False).encode()
     player.env.close()
+
+
+def test_a_stop_string_that_a_pause_splits_ends_the_turn_and_the_env_sees_it(tmp_path):
+    """The pause comes before the last of the string's three tokens."""
+    env = """
+        def interact(messages):
+            return [{"role": "tool", "content": messages[-1]["content"][-3:]}]
+        def reward_fn(messages, answer): return 1.0
+    """
+    collector, prompts, tokenizer = make(tmp_path, None, env, max_turns=2)
+    name = make_model(tmp_path / "model", seed=1)  # its answer has no special tokens
+    settings = EngineSettings(name, torch.float32, torch.device("cpu"))
+    engine = LocalEngine(settings)
+    player = collector.player
+    player.engine = engine
+    params = SamplingParams(temperature=0, max_new_tokens=16)
+    (whole,) = collector.play(prompts, params, 1, "train", 41)
+    length = len(prompts[0].tokens)
+    answer = list(whole.samples[0].tokens[length:])
+    stop = tokenizer.decode(answer[4:7])
+    end = next(n for n in range(16) if stop in tokenizer.decode(answer[:n]))
+    params = SamplingParams(temperature=0, max_new_tokens=16, stop=[stop])
+    (trajectory,) = begin_group(0, prompts[0].row, prompts[0].tokens, 1).trajectories
+
+    async def pause_inside_the_string():
+        playing = asyncio.ensure_future(player.play(trajectory, prompts[0].row, params, (0,)))
+        while engine.slots[0] is None or len(engine.slots[0].tokens) < end - 1:
+            await asyncio.sleep(0)
+        player.is_pausing = True
+        engine.abort()
+        await playing
+
+    engine.loop.run_until_complete(pause_inside_the_string())
+    assert trajectory.partial_tokens == end - 1 and not trajectory.num_turns
+    player.is_pausing = False
+    engine.loop.run_until_complete(player.play(trajectory, prompts[0].row, params, (0,)))
+    engine.close()
+    assert [message["role"] for message in trajectory.messages] == (
+        ["user", "assistant", "tool", "assistant"]
+    )
+    first, result = [message["content"] for message in trajectory.messages[1:3]]
+    assert first == tokenizer.decode(answer[:end]) and result == stop
+    assert trajectory.versions[:2] == [(0, end - 1), (0, 1)]
+    (sample,) = trajectory.samples
+    assert list(sample.tokens[length : length + end]) == answer[:end]
+    rest = tokenizer.decode(sample.tokens[length + end :])
+    assert rest.startswith(f"<|im_end|>\n<|im_start|>tool\n{stop}<|im_end|>")

@@ -105,6 +105,8 @@ def broken_bounds(key: Key, value: Any) -> Iterator[str]:
     In a list every item has to be within them.
     """
     if isinstance(value, list):
+        if "" in value:
+            yield "have no empty text"
         for item in value:
             yield from broken_bounds(key, item)
         return

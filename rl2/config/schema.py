@@ -103,9 +103,8 @@ FOLLOWED_KEYS = {
         "update_per_rollout",
     )
 }
-FOLLOWED_KEYS["rollout.test_sampling_params.max_new_tokens"] = (
-    "rollout.train_sampling_params.max_new_tokens"
-)
+for name in ("max_new_tokens", "stop"):
+    FOLLOWED_KEYS[f"rollout.test_sampling_params.{name}"] = f"rollout.train_sampling_params.{name}"
 LARGEST_SEED = 2**31 - 1  # for every library that takes one
 
 
@@ -426,6 +425,11 @@ class SamplingConfig:
         list(SamplingParams.stop_token_ids),
         "tokens that end a turn, besides the model's own",
         at_least=0,
+    )
+    stop: list[str] = key(
+        list(SamplingParams.stop),
+        'texts that end a turn and stay in it, in quotes: ["</search>"]; test answers have those '
+        "of training unless set",
     )
 
 

@@ -24,18 +24,24 @@ class SamplingParams:
     max_new_tokens: int = 512
     """longest answer, in tokens"""
     stop_token_ids: tuple[int, ...] = ()
-    """tokens that end the answer; without any, the answer has max_new_tokens tokens"""
+    """tokens that end the answer"""
+    stop: Sequence[str] = ()
+    """texts that end the answer with the token that completes one. Special tokens are part of the
+    text. Without stop tokens and texts, the answer has max_new_tokens tokens"""
+    continued_tokens: int = 0
+    """last tokens of the prompt that an aborted request sampled for this answer; a text of `stop`
+    may begin in them"""
 
 
 @dataclass
 class Generation:
-    """One answer: the new tokens only, a sampled stop token included."""
+    """One answer: the new tokens only. What stops it is part of it."""
 
     tokens: list[int]
     logps: list[float]
     """log-probability of each token in softmax(logits / temperature), before top_p and top_k"""
     finish_reason: str
-    """stop (a stop token), length (max_new_tokens), or abort (cut short by `Engine.abort`)"""
+    """stop (a stop token or text), length (max_new_tokens), or abort (by `Engine.abort`)"""
     version: int | None
     """the engine's version when the answer ended"""
 
@@ -61,6 +67,8 @@ class EngineSettings:
     """most tokens of prompt and answer together; None: the model's positions"""
     tp_size: int = 1
     """ranks of one node that share an engine"""
+    stop: Sequence[str] = ()
+    """texts that `SamplingParams.stop` of any request may have"""
     gpu_memory_utilization: float = 0.6
     """share of a GPU's memory that an engine with processes of its own may take"""
     engine_args: dict[str, Any] = field(default_factory=dict)
@@ -168,6 +176,8 @@ def check_request(
         raise ValueError(f"top_p={params.top_p}: expected more than 0 and at most 1")
     if params.top_k != -1 and params.top_k < 1:
         raise ValueError(f"top_k={params.top_k}: expected at least 1, or -1 for all tokens")
+    if isinstance(params.stop, str) or "" in params.stop:
+        raise ValueError(f"stop={params.stop!r}: expected a list of texts that are not empty")
     if not prompt:
         raise ValueError("the prompt has no tokens")
     if not 0 <= min(prompt) <= max(prompt) < vocabulary:

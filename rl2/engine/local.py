@@ -15,13 +15,13 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from rl2.engine.base import (
     Engine,
@@ -33,6 +33,7 @@ from rl2.engine.base import (
 )
 from rl2.engine.cache import PagedKVCache, PrefillAttention, PromptKV
 from rl2.engine.sampler import sample, uniform_noise
+from rl2.engine.stop import StopSearch
 from rl2.model.head import logit_divisor
 
 STEP_ROWS_MULTIPLE = 8  # without `deterministic`, a step has a multiple of this many rows
@@ -54,6 +55,7 @@ class _Request:
     params: SamplingParams
     noise: np.ndarray  # uniform, one number for each new token
     future: asyncio.Future[Generation]
+    stop_search: StopSearch | None
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
 
@@ -68,6 +70,8 @@ class _Request:
         self.tokens.append(token)
         self.logps.append(logp)
         if token in self.params.stop_token_ids:
+            return "stop"
+        if self.stop_search and self.stop_search.feed([token]):
             return "stop"
         if len(self.tokens) == self.params.max_new_tokens:
             return "length"
@@ -91,6 +95,7 @@ class LocalEngine(Engine):
         self.max_running_requests = settings.max_running_requests
         self.deterministic = settings.deterministic
         self.device = settings.device
+        self.model_name = settings.model_name
         self.head_dtype = torch.promote_types(settings.head_dtype, settings.dtype)
         self.model = _load_model(settings).to(self.device)
         self.logit_divisor = logit_divisor(self.model.config)
@@ -117,11 +122,16 @@ class LocalEngine(Engine):
         vocabulary = self.model.get_input_embeddings().num_embeddings
         check_request(prompt, params, vocabulary, self.max_length)
         tokens = tuple(prompt)
+        stop_search = None
+        if params.stop:
+            answer = tokens[len(tokens) - params.continued_tokens :]
+            stop_search = StopSearch(self.tokenizer, params.stop, answer)
         request = _Request(
             prompt=self.prompts.setdefault(tokens, _Prompt(tokens)),
             params=params,
             noise=uniform_noise(seed, params.max_new_tokens),
             future=self.loop.create_future(),
+            stop_search=stop_search,
         )
         request.prompt.num_waiting += 1
         self.waiting.append(request)
@@ -210,6 +220,11 @@ class LocalEngine(Engine):
         self.cache = None
         if not self.loop.is_running():
             self.loop.close()
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Decodes answers to find stop strings; without any it is not loaded."""
+        return AutoTokenizer.from_pretrained(self.model_name)
 
     @property
     def in_flight(self) -> int:

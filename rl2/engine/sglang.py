@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from rl2.engine.base import (
     Engine,
@@ -31,6 +31,7 @@ from rl2.engine.base import (
     check_request,
     max_request_tokens,
 )
+from rl2.engine.stop import StopSearch
 from rl2.progress import mark
 
 BUCKET_SIZE_BYTES = 2**29  # weights that travel together
@@ -70,6 +71,9 @@ class SGLangEngine(Engine):
         self.asleep = False
         self.num_aborts = 0
         config = AutoConfig.from_pretrained(settings.model_name)
+        self.tokenizer: Any = None
+        if settings.stop:
+            self.tokenizer = AutoTokenizer.from_pretrained(settings.model_name)
         self.vocabulary = config.vocab_size
         self.max_length = max_request_tokens(settings, config)
         _check_window(config, self.max_length)
@@ -133,6 +137,7 @@ class SGLangEngine(Engine):
             "top_k": params.top_k,
             "max_new_tokens": params.max_new_tokens,
             "stop_token_ids": list(params.stop_token_ids),
+            "stop": list(params.stop),
             # With stop tokens SGLang stops at the model's own too; without, the answer has its full
             # length.
             "ignore_eos": not params.stop_token_ids,
@@ -155,6 +160,13 @@ class SGLangEngine(Engine):
                 message = meta["finish_reason"].get("message")
                 raise RuntimeError(f"SGLang gave up a request: {message}")
             reason = _finish_reason(tokens, params)
+        if params.stop:
+            # SGLang searches the newest tokens only, as many as its tokenizer makes of the string,
+            # and none of an earlier request: it may go on where the answer has ended.
+            answer = prompt[len(prompt) - params.continued_tokens :]
+            end = StopSearch(self.tokenizer, params.stop, answer).feed(tokens)
+            if end is not None:
+                tokens, logps, reason = tokens[:end], logps[:end], "stop"
         return Generation(tokens, logps, reason, int(meta["weight_version"]))
 
     def abort(self) -> None:
@@ -373,7 +385,7 @@ def _server_arguments(settings: EngineSettings, nccl_port: int, http_port: int) 
         "max_running_requests": settings.max_running_requests,
         "mem_fraction_static": settings.gpu_memory_utilization,
         "random_seed": settings.seed + settings.rank,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not settings.stop,
         "skip_server_warmup": True,
         "log_level": "error",
         "custom_sigquit_handler": _raise_child_failed,

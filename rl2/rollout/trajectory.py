@@ -185,10 +185,13 @@ class Player:
     ) -> Generation:
         """Samples the rest of a turn and appends it. A paused turn keeps its earlier tokens."""
         sample = trajectory.samples[-1]
-        remaining = params.max_new_tokens - trajectory.partial_tokens
-        generation = await self.engine.generate(
-            sample.tokens, replace(params, max_new_tokens=remaining), seed
+        num_sampled = trajectory.partial_tokens
+        rest = replace(
+            params,
+            max_new_tokens=params.max_new_tokens - num_sampled,
+            continued_tokens=num_sampled,
         )
+        generation = await self.engine.generate(sample.tokens, rest, seed)
         assert generation.version is not None and generation.version == self.engine.version, (
             "sampled with other weights than the engine has"
         )

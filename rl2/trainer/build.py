@@ -107,8 +107,7 @@ class PPORun:
             deterministic = device.type == "cpu" and not config.rollout.partial
         self.engine_dtype = compute_dtype(config.actor.dtype, device)
         self.engine = _make_engine(config, device, self.engine_dtype, deterministic)
-        eos = load_eos_token_ids(config.actor.model_name)
-        stop_ids = template.stop_token_ids(eos)
+        stop_ids = template.stop_token_ids(load_eos_token_ids(config.actor.model_name))
         self.test_params = _sampling_params(config.rollout.test_sampling_params, stop_ids)
         limits = [w.config.max_length_per_device * w.config.sp_size for w in workers]
         player = Player(
@@ -194,6 +193,7 @@ def _make_engine(
         tp_size=rollout.tp_size,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         engine_args=rollout.engine_args,
+        stop=rollout.train_sampling_params.stop + rollout.test_sampling_params.stop,
         seed=config.trainer.seed,
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -203,8 +203,8 @@ def _make_engine(
 
 def _sampling_params(config: SamplingConfig, model_stop_ids: list[int]) -> SamplingParams:
     """A section of the config as the engine takes it, with the model's own stop tokens."""
-    stop_ids = tuple(sorted({*config.stop_token_ids, *model_stop_ids}))
-    return SamplingParams(**{**vars(config), "stop_token_ids": stop_ids})
+    stop_ids = (*config.stop_token_ids, *model_stop_ids)
+    return SamplingParams(**vars(config) | {"stop_token_ids": stop_ids})
 
 
 def _count_steps(items: EpochSampler, folder: RunFolder) -> int:

@@ -9,7 +9,15 @@ import sys
 import psutil
 import torch
 import torch.distributed as dist
-from engine_contract import check_attributes, check_refused, check_signatures, plain_logps, play
+from common import make_tokenizer
+from engine_contract import (
+    check_attributes,
+    check_refused,
+    check_signatures,
+    check_stop_strings,
+    plain_logps,
+    play,
+)
 from parity import make_batch, policy_loss, worker_config
 from transformers import AutoModelForCausalLM
 
@@ -157,6 +165,7 @@ def main(name, tp_size, actor_tp_size):
         tp_size=int(tp_size),
         gpu_memory_utilization=0.5,
         engine_args={"max_total_tokens": 4096},
+        stop=["some"] if dist.get_world_size() == 1 else [],  # SGLang then loads the tokenizer
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
     )
@@ -175,6 +184,8 @@ def main(name, tp_size, actor_tp_size):
         check_refused(engine, [98], "vocabulary", max_new_tokens=1)
         check_refused(engine, [5] * 510, "exceeds 512", max_new_tokens=3)
         check_abort(engine, prompts, model)
+    if settings.stop:
+        check_stop_strings(engine, prompts, make_tokenizer())
     check_other_weights(engine, actor, prompts, name)
     assert not greedy or play(engine, prompts, temperature=0.0, max_new_tokens=10) != greedy
     engine.close()
