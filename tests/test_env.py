@@ -249,17 +249,22 @@ def test_waiting_for_a_slot_does_not_count_towards_the_timeout():
     assert 1 < max_running <= CONCURRENCY
 
 
-def test_hung_call_does_not_keep_the_process_from_exiting(tmp_path):
-    (tmp_path / "env.py").write_text("import time\ndef reward_fn(messages):\n    time.sleep(60)")
+def test_hung_calls_do_not_keep_the_process_from_exiting(tmp_path):
+    """Neither in a thread of ours, nor in one that the env asks asyncio for."""
+    (tmp_path / "env.py").write_text(
+        "import asyncio, time\ndef reward_fn(messages):\n    time.sleep(60)\n"
+        "async def interact(messages):\n    await asyncio.to_thread(time.sleep, 60)"
+    )
     code = (
         "import asyncio, sys\nfrom rl2.env.contract import EnvError\n"
-        "from rl2.env.load import load_env\n"
-        "try:\n    asyncio.run(load_env(sys.argv[1], 0.1).score([], {}))\n"
-        "except EnvError:\n    print('failed')"
+        "from rl2.env.load import load_env\nenv = load_env(sys.argv[1], 0.1)\n"
+        "for call in (env.score, env.interact):\n"
+        "    try:\n        asyncio.run(call([], {}))\n"
+        "    except EnvError:\n        print('failed')"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "env.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ENVS.parent)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "failed\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "failed\nfailed\n", "")
 
 
 def test_interact_returns_messages_of_its_own():

@@ -1,0 +1,288 @@
+"""What a call of the environment may do: raise, hang, block, return anything. See faulty_env.py."""
+
+import asyncio
+import json
+import logging
+import sys
+import textwrap
+import threading
+import time
+
+import numpy
+import pytest
+import torch
+from faulty_env import nest
+
+from rl2.env import runners
+from rl2.env.call import Env
+from rl2.env.contract import EnvError
+from rl2.env.load import load_env
+
+MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+
+
+def load(tmp_path, text, timeout=5.0, **options):
+    (tmp_path / "env.py").write_text(textwrap.dedent(text))
+    return load_env(str(tmp_path / "env.py"), timeout, **options)
+
+
+def call(env, **row):
+    return asyncio.run(env.score(MESSAGES, row))
+
+
+def call_together(env, rows):
+    """The results of calls side by side: {"reward": ...} or EnvError."""
+
+    async def main():
+        calls = [env.score(MESSAGES, row) for row in rows]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    return asyncio.run(main())
+
+
+def wait_until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_thread_alive(name):
+    return any(thread.name == name for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+@pytest.mark.parametrize(
+    "error",
+    ["KeyboardInterrupt", "SystemExit", "GeneratorExit", "CancelledError", "Own", "RecursionError"],
+)
+def test_no_exception_stops_the_run_or_is_silent(tmp_path, prefix, error):
+    env = load(
+        tmp_path,
+        f"""
+        from asyncio import CancelledError
+        class Own(BaseException): pass
+        {prefix}def reward_fn(messages, fail):
+            if fail:
+                raise {error}
+            return 1
+        """,
+        timeout=2,
+    )
+    start = time.monotonic()
+    with pytest.raises(EnvError, match=f"(?s)line 6, in reward_fn.*{error}"):
+        call(env, fail=True)
+    assert call(env, fail=False) == {"reward": 1.0}
+    assert time.monotonic() - start < 1.5
+    env.close()
+
+
+@pytest.mark.parametrize("fault", ["asyncio.create_task(exits())", "loop.call_soon(loop.stop)"])
+def test_a_task_that_ends_the_loop_costs_no_other_call(tmp_path, fault):
+    env = load(
+        tmp_path,
+        f"""
+        import asyncio
+        loops = set()
+        async def exits():
+            raise SystemExit(3)
+        async def reward_fn(messages, fail):
+            loop = asyncio.get_running_loop()
+            loops.add(loop)
+            if fail:
+                {fault}
+            await asyncio.sleep(0.1)
+            return len(loops)
+        """,
+        timeout=1,
+    )
+    for _ in range(2):  # the loop is still there
+        results = call_together(env, [{"fail": False}, {"fail": True}, {"fail": False}])
+        assert results == [{"reward": 1.0}] * 3
+    env.close()
+
+
+BLOCKING_ENV = """
+    import asyncio, time
+    loops = set()
+    async def reward_fn(messages, kind):
+        loops.add(asyncio.get_running_loop())
+        if kind == "python":
+            while True:
+                pass
+        if kind == "C":
+            time.sleep(1)
+        if kind == "waits":
+            await asyncio.sleep(0.35)
+        return len(loops)
+"""
+
+
+def test_an_endless_call_on_the_loop_is_ended_and_the_loop_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(runners, "LOOK_SECONDS", 0.01)
+    env = load(tmp_path, BLOCKING_ENV, timeout=0.4)
+    late, waits, new = call_together(env, [{"kind": "python"}, {"kind": "waits"}, {"kind": ""}])
+    assert "did not return within rollout.env_timeout=0.4 s: the event loop" in str(late)
+    assert "line 7, in reward_fn" in str(late) and "asyncio.to_thread" in str(late)
+    assert (waits, new) == ({"reward": 1.0}, {"reward": 1.0})  # they had not started
+    assert call(env, kind="waits") == {"reward": 1.0}
+    env.close()
+
+
+def test_a_loop_that_is_blocked_in_c_code_is_replaced(tmp_path, monkeypatch):
+    """A call that had started there fails, and its reason names the culprit."""
+    monkeypatch.setattr(runners, "LOOK_SECONDS", 0.01)
+    env = load(tmp_path, BLOCKING_ENV, timeout=0.4)
+    threads = set(threading.enumerate())
+    waits, late, new = call_together(env, [{"kind": "waits"}, {"kind": "C"}, {"kind": ""}])
+    for error in (waits, late):
+        assert isinstance(error, EnvError) and "time.sleep(1)" in str(error)
+    assert new == {"reward": 2.0}  # on the second loop
+    assert call(env, kind="waits") == {"reward": 2.0}
+    env.close()
+    wait_until(lambda: set(threading.enumerate()) <= threads)  # both loops have ended
+
+
+def test_late_threads_end_and_those_that_cannot_are_told_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(runners, "END_SECONDS", 0.12)
+    env = load(
+        tmp_path,
+        """
+        import threading, time
+        release = threading.Event()
+        def reward_fn(messages, kind):
+            for _ in range({"python": 1, "stubborn": 2}.get(kind, 0)):
+                try:
+                    while True:
+                        pass
+                except BaseException:
+                    pass
+            if kind == "C":
+                release.wait()
+            return 1
+        """,
+        timeout=0.05,
+    )
+    release = sys.modules[env.reward_fn.__module__].release
+    kinds = ["python", "stubborn", "C", "C"]
+    assert all("did not return" in str(r) for r in call_together(env, [{"kind": k} for k in kinds]))
+    with caplog.at_level(logging.WARNING, "rl2"):
+        for _ in range(4):
+            time.sleep(0.05)
+            assert call(env, kind="") == {"reward": 1.0}
+    messages = [record.message for record in caplog.records if record.name.startswith("rl2")]
+    assert len(messages) == 1 and messages[0].startswith("2 calls of the environment took too long")
+    assert sum(thread.name == "reward_fn" for thread in threading.enumerate()) == 2
+    release.set()
+    wait_until(lambda: not is_thread_alive("reward_fn"))
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_a_thread_that_does_not_start_costs_a_trajectory(tmp_path, monkeypatch, prefix):
+    env = load(tmp_path, f"{prefix}def reward_fn(messages): return 1")
+
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(
+            EnvError, match="can't start new thread .*lower rollout.env_concurrency"
+        ):
+            call(env)
+    assert call(env) == {"reward": 1.0}
+    env.close()
+
+
+def test_lone_surrogates_are_replaced():
+    content = [{"type": "text", "text": "caf\udce9"}]
+    answer = [{"role": "tool", "content": content, "na\ud800me": "\U0001f600"}]
+    env = Env(lambda messages: {"caf\udce9": 1}, lambda messages: answer)
+    assert call(env) == {"caf\ufffd": 1.0}
+    [message] = asyncio.run(env.interact(MESSAGES, {}))
+    assert message["content"] == [{"type": "text", "text": "caf\ufffd"}]
+    assert message["na\ufffdme"] == "\U0001f600"
+
+    def fails(messages):
+        raise ValueError("caf\udce9")
+
+    with pytest.raises(EnvError, match="caf\ufffd"):
+        call(Env(fails))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        numpy.float32(0.5),
+        numpy.array(0.5),
+        torch.tensor(0.5, dtype=torch.bfloat16),
+        torch.tensor(0.5, requires_grad=True),
+        {"a": numpy.bool_(True), "b": torch.tensor(-0.5)},
+        {"a": torch.tensor(True), "b": numpy.float16(-0.5)},
+    ],
+)
+def test_scalars_of_numpy_and_pytorch_are_numbers(value):
+    parts = call(Env(lambda messages: value))
+    assert sum(parts.values()) == 0.5 and all(type(part) is float for part in parts.values())
+    answer = [{"role": "tool", "content": "x", "value": value}]
+    env = Env(lambda messages: 0, lambda messages: answer)
+    [message] = asyncio.run(env.interact(MESSAGES, {}))
+    json.dumps(message)
+
+
+@pytest.mark.parametrize("value", [numpy.array([0.5]), torch.zeros(2), numpy.float32("nan"), "1"])
+def test_arrays_are_no_rewards(value):
+    with pytest.raises(EnvError, match="expected reward to be"):
+        call(Env(lambda messages: value))
+
+
+@pytest.mark.parametrize("depth, is_accepted", [(45, True), (60, False), (100_000, False)])
+def test_deep_nesting_is_refused_before_it_overflows_the_stack(depth, is_accepted):
+    answer = [{"role": "tool", "content": "x", "value": nest(depth)}]
+    env = Env(lambda messages: 0, lambda messages: answer)
+    if is_accepted:
+        assert asyncio.run(env.interact(MESSAGES, {})) == answer
+    else:
+        with pytest.raises(EnvError, match="interact: (lists and objects are nested|maximum rec)"):
+            asyncio.run(env.interact(MESSAGES, {}))
+
+
+def test_recursions_of_other_depths_are_of_the_same_kind():
+    def recurse(depth):
+        return recurse(depth - 1) if depth else 1 / 0
+
+    kinds = set()
+    for depth in (3, 30):
+        with pytest.raises(EnvError) as error:
+            call(Env(lambda messages, depth: recurse(depth)), depth=depth)
+        kinds.add(error.value.kind)
+    assert len(kinds) == 1
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_concurrency_limits_calls_of_both_kinds_and_the_queue_is_not_counted(is_async):
+    num_running, most = 0, 0
+
+    def begin():
+        nonlocal num_running, most
+        num_running += 1
+        most = max(most, num_running)
+
+    def slow(messages):
+        nonlocal num_running
+        begin()
+        time.sleep(0.05)
+        num_running -= 1
+        return 1
+
+    async def slow_async(messages):
+        nonlocal num_running
+        begin()
+        await asyncio.sleep(0.05)
+        num_running -= 1
+        return 1
+
+    env = Env(slow_async if is_async else slow, timeout=0.2, concurrency=3)
+    assert call_together(env, [{}] * 24) == [{"reward": 1.0}] * 24  # 8 rounds: 0.4 s
+    assert most == 3
+    env.close()
