@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
+from rl2.error_report import describe_failed_write
 from rl2.parallel.mesh import all_gather_objects, is_single_process
 from rl2.progress import expecting
 
@@ -103,11 +104,8 @@ class Checkpoints:
     def _explain_failed_save(self, step: int, problem: str) -> str:
         newest = self.newest()
         remains = f"{newest} is the newest whole one" if newest else "there is no other yet"
-        free = shutil.disk_usage(self.folder).free / 2**30
-        return (
-            f"the checkpoint of step {step} could not be written to {self.path(step)} "
-            f"({free:.1f} GiB are free there): {problem}; {remains}"
-        )
+        failed = describe_failed_write(self.path(step))
+        return f"the checkpoint {failed}: {problem}; {remains}"
 
     def load(self, path: Path, parts: Parts, saved_by: int) -> None:
         """Restores all parts from a step_N folder, and the random states.

@@ -36,10 +36,13 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
         is_torchs_file = "inline_container" in str(error) or "PytorchStreamWriter" in str(error)
         if type(error) is RuntimeError and not is_torchs_file:
             raise
-        folder = Path(path).absolute().parent
-        while not folder.exists():
-            folder = folder.parent
-        free = shutil.disk_usage(folder).free / 2**30
-        raise RuntimeError(
-            f"{path} could not be written ({free:.1f} GiB are free there): {error}"
-        ) from error
+        raise RuntimeError(f"{describe_failed_write(path)}: {error}") from error
+
+
+def describe_failed_write(path: str | os.PathLike) -> str:
+    """That the path could not be written, and the space that its disk has left."""
+    folder = Path(path).absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free / 2**30
+    return f"{path} could not be written ({free:.1f} GiB are free there)"

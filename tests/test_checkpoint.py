@@ -78,8 +78,10 @@ def test_a_full_disk_gives_an_error_of_one_line(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit), user_errors():
             Checkpoints(tmp_path).save(4, {}, {})
         error = capsys.readouterr().err
-        assert error.startswith(f"{prefix}the checkpoint of step 4 could not be written to")
-        assert f"{tmp_path / 'step_4'} (" in error and "GiB are free there" in error
+        assert error.startswith(
+            f"{prefix}the checkpoint {tmp_path / 'step_4'} could not be written ("
+        )
+        assert "GiB are free there): " in error
         assert f"No space left on device; {tmp_path / 'step_2'} is the newest" in error
     assert not (tmp_path / "step_4.partial").exists(), "it takes the space that is missing"
     assert Checkpoints(tmp_path).steps() == [2]

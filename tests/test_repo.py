@@ -181,7 +181,7 @@ ALLOWED = {
     "inputs": {"config.schema", "data", "env"},
     "rollout": {"rollout", "algorithms", "batch", "data", "engine.base", "env", "parallel.mesh"},
     "run_lock": set(),
-    "checkpoints": {"parallel.mesh"},
+    "checkpoints": {"parallel.mesh", "error_report"},
     # It compares configs, and the files that they name.
     "run_folder": {
         "checkpoints",

@@ -80,12 +80,10 @@ def check_keys(config: Any, set_keys: set[str]) -> Checked:
     problems = []
     warnings = []
     defaults = type(config)()
-    known = schema_keys(type(config))
-    for name, key in known.items():
+    for name, key in schema_keys(type(config)).items():
         value = get_value(config, name)
         default = get_value(defaults, name)
-        follows = FOLLOWED_KEYS.get(name)
-        if value in (None, default) or (follows in known and value == get_value(config, follows)):
+        if value in (None, default) or _repeats_followed_key(config, name):
             continue
         for bound in broken_bounds(key, value):
             problems.append(f"{name}={value}: it must {bound}; {_show_default(key, default)}")
@@ -173,12 +171,9 @@ def non_default_keys(config: Any, set_keys: set[str]) -> set[str]:
     defaults = type(config)()
     changed = set()
     for name in set_keys:
-        usual = []  # an argument of the engine has no usual value
-        if name in known:
-            usual.append(get_value(defaults, name))
-        if FOLLOWED_KEYS.get(name) in known:
-            usual.append(get_value(config, FOLLOWED_KEYS[name]))
-        if not usual or get_value(config, name) not in usual:
+        # An argument of the engine has no default.
+        has_default = name in known and get_value(config, name) == get_value(defaults, name)
+        if not has_default and not _repeats_followed_key(config, name):
             changed.add(name)
     return changed
 

@@ -1,6 +1,6 @@
 """From the command line to a checked config: overrides, recipes, near names and `--help`.
 
-`parse(PPOConfig, argv, validate_ppo)` is the entry that all trainers share.
+`parse(PPOConfig, argv)` is the entry that all trainers share.
 """
 
 import difflib

@@ -49,9 +49,8 @@ class Scores:
     gradients: dict[str, Tensor | None]  # of a weighted sum of the columns, by name of the weight
 
 
-_verdicts: dict[
-    tuple[str, bool], str | None
-] = {}  # by the config's text and whether it is a critic
+# By the config's text and whether it is a critic.
+_verdicts: dict[tuple[str, bool], str | None] = {}
 
 
 def admit(name: str, config: PreTrainedConfig, critic: bool = False) -> None:
