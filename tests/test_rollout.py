@@ -80,13 +80,23 @@ def make(tmp_path, script, env, max_turns=1, num_prompts=1, deterministic=True, 
     failures = EnvFailures(0.5)
     env = load_env(tmp_path / "env.py", 5)
     player = Player(engine, env, ChatTemplate(tokenizer), failures, max_turns, max_length)
-    collector = Collector(player, params=PARAMS, seed=0, deterministic=deterministic)
+    collector = Collector(
+        player, params=PARAMS, write_records=write_nothing, seed=0, deterministic=deterministic
+    )
     return collector, make_prompts(rows, tokenizer), tokenizer
 
 
 def make_prompts(rows, tokenizer):
     order = {"shuffle": False, "seed": 0, "batch_size": 1}
     return list(Prompts(rows, ChatTemplate(tokenizer), max_length=100, **order))
+
+
+def write_nothing(split, step, records):
+    pass
+
+
+def is_done(group):
+    return all(trajectory.finish_reason for trajectory in group.trajectories)
 
 
 ANSWER_ENV = "def reward_fn(messages, answer): return float(answer)"
@@ -220,23 +230,73 @@ def test_groups_are_complete_and_ordered_and_every_request_has_its_own_seed(
     test_trajectories = collector.play(prompts, PARAMS, 3, "test", 5)
     test_seeds = {seed for seed, _ in engine.requests[27:]}
     assert len(test_trajectories) == 27 and not test_seeds & seeds
+    again = collector.play(prompts, PARAMS, 3, "train", 5)
+    assert [t.reward for t in again] == [t.reward for t in trajectories]
+    assert {seed for seed, _ in engine.requests[54:]} == seeds
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_slots_are_filled_while_trajectories_wait_for_the_environment(tmp_path, deterministic):
+    """The environment answers when all 24 trajectories wait for it. The engine has 4 slots."""
+    env = """
+        import asyncio
+        num_waiting = 0
+        async def interact(messages):
+            global num_waiting
+            num_waiting += 1
+            while num_waiting < 24:
+                await asyncio.sleep(0.01)
+            return []
+        def reward_fn(messages, answer): return float(answer)
+    """
+    options = {"max_turns": 2, "num_prompts": 12, "deterministic": deterministic}
+    collector, prompts, _ = make(tmp_path, say_x, env, **options)
+    collector.player.failures.max_fraction = 1.0
+    trajectories = collector.play(prompts, PARAMS, 2, "train", 1)
+    assert [t.reward for t in trajectories] == [float(i // 2) for i in range(24)]
+    # A deterministic engine has all requests; another one few more than its slots, since the next
+    # group may be for another engine.
+    most = 24 if deterministic else 6
+    assert 4 < collector.player.engine.max_num_running <= most
+
+
+def test_an_engine_that_fails_ends_the_rollout_at_once(tmp_path):
+    collector, prompts, _ = make(
+        tmp_path, lambda *_: 1 / 0, ANSWER_ENV, num_prompts=40, deterministic=False
+    )
+    with pytest.raises(ZeroDivisionError):
+        collector.play(prompts, PARAMS, 1, "train", 1)
+    assert len(collector.player.engine.requests) < 10
 
 
 def test_too_many_failures_stop_the_run_with_the_reason(tmp_path):
-    env = "def reward_fn(messages, answer): return 1 / 0"
+    """The trajectories of the step are written before."""
+    env = "def reward_fn(messages, answer): return 1 / int(answer)"
     collector, prompts, _ = make(tmp_path, say_x, env, num_prompts=2)
-    message = r"4 of 4 .*max_env_failures=0.5(.|\n)*ZeroDivisionError"
+    collector.player.failures.max_fraction = 0.4
+    written = []
+    collector.write_records = lambda split, step, records: written.append([split, step, *records])
+    message = r"2 of 4 .*max_env_failures=0.4(.|\n)*ZeroDivisionError"
     with pytest.raises(RuntimeError, match=message):
-        collector.play(prompts, PARAMS, 2, "train", 1)
+        collector.play(prompts, PARAMS, 2, "train", 7)
+    [[split, step, *records]] = written
+    assert (split, step) == ("train", 7)
+    assert [record["finish_reason"] for record in records] == ["failed"] * 2 + ["stop"] * 2
+    assert all(record["messages"][-1]["content"] == "x" for record in records)
 
 
-def test_messages_that_the_template_refuses_are_a_failure_of_the_environment(tmp_path):
-    collector, prompts, tokenizer = make(tmp_path, lambda turn, _: ("=7", "stop"), TOOL_ENV, 3)
+def test_messages_that_the_template_refuses_are_a_failure_of_the_environment(tmp_path, caplog):
+    """Their messages differ, but the refusal is of one kind, so it is logged once."""
+    collector, prompts, tokenizer = make(
+        tmp_path, lambda turn, _: ("=7", "stop"), TOOL_ENV, 3, num_prompts=3
+    )
     tokenizer.chat_template = "{{ raise_exception('no tools here') if messages|length > 1 }}"
     collector.player.failures.max_fraction = 1.0
-    (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
-    assert trajectory.finish_reason == "failed"
-    assert "no tools here" in str(collector.player.failures.last)
+    trajectories = collector.play(prompts, PARAMS, 1, "train", 1)
+    assert [trajectory.finish_reason for trajectory in trajectories] == ["failed"] * 3
+    assert collector.player.failures.count == 3
+    (logged,) = caplog.messages
+    assert "no tools here" in logged and "'q0'" in logged
 
 
 class SlowEngine(ScriptedEngine):
@@ -264,30 +324,34 @@ class SlowEngine(ScriptedEngine):
 
 
 def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_path):
-    """Group 0 generates 200 letters, the other groups one. Only group 0 is paused."""
+    """A step takes two groups. Group 2 is of the next step and generates 200 letters.
+
+    Group 0 generates 20 letters and the others one. So group 2 is paused when group 0 ends.
+    """
     text = "x" * 200
     env = """
         def reward_fn(messages, answer):
             return float(len(messages[-1]["content"]))
     """
     collector, prompts, tokenizer = make(tmp_path, None, env, num_prompts=4, deterministic=False)
-    first_prompt = prompts[0].tokens
     assert len({len(prompt.tokens) for prompt in prompts}) == 1
+    length = len(prompts[0].tokens)
 
     def script(prompt):
-        if list(prompt[: len(first_prompt)]) == first_prompt:
-            return text[len(prompt) - len(first_prompt) :]
-        return "y"
+        if list(prompt[:length]) == prompts[2].tokens:
+            return text[len(prompt) - length :]
+        return "y" * (20 if list(prompt) == prompts[0].tokens else 1)
 
     engine = SlowEngine(tokenizer, script)
     collector.player.engine = engine
     params = replace(PARAMS, max_new_tokens=300)
     done = collector.play(prompts[:3], params, 2, "train", 1, num_groups=2)
-    assert sorted({trajectory.group for trajectory in done}) == [1, 2]
-    for trajectory in done:
-        assert trajectory.versions == [(0, 2)] and trajectory.reward == 1
+    # In the order of the prompts, although the group of group 0's length ends last.
+    assert [trajectory.group for trajectory in done] == [0, 0, 1, 1]
+    assert [trajectory.reward for trajectory in done] == [20, 20, 1, 1]
+    assert all(trajectory.versions == [(0, trajectory.reward + 1)] for trajectory in done)
     (paused,) = collector.carried_over
-    assert paused.id == 0 and not paused.is_done
+    assert paused.id == 2 and not is_done(paused)
     partial_tokens = [list(trajectory.samples[0].tokens) for trajectory in paused.trajectories]
     counts = [trajectory.partial_tokens for trajectory in paused.trajectories]
     assert all(0 < count < 200 for count in counts)
@@ -306,7 +370,7 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
         assert trajectory.messages[-1]["content"] == text and trajectory.num_turns == 1
         assert trajectory.versions == [(0, count), (1, 201 - count)] and sum(sample.mask) == 201
         assert [logp for logp in sample.logps if logp] == [-0.5] * count + [-1.5] * (201 - count)
-    continued = [request for request in engine.requests[num_requests:] if request[0][3] == 0]
+    continued = [request for request in engine.requests[num_requests:] if request[0][3] == 2]
     max_new_tokens = [max_new_tokens for _, max_new_tokens in sorted(continued)]
     assert max_new_tokens == [300 - count for count in counts]
     seeds = {seed for seed, _ in engine.requests}
@@ -316,20 +380,19 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
 
 
 def test_a_pause_between_turns_and_during_the_environment(tmp_path):
-    """The environment of group 0 is slow. The pause waits for it, but does not start a turn."""
+    """The environment of group 2 is slow. The pause waits for it, but does not start a turn."""
     env = """
         import time
         def interact(messages):
-            time.sleep(0.2 if "q0" in messages[0]["content"] else 0)
+            time.sleep(0.2 if "q2" in messages[0]["content"] else 0)
             return [{"role": "tool", "content": "t"}] if len(messages) < 4 else []
         def reward_fn(messages, answer): return float(len(messages))
     """
     collector, prompts, tokenizer = make(tmp_path, None, env, 3, num_prompts=3, deterministic=False)
     engine = SlowEngine(tokenizer, lambda prompt: "ok")
     collector.player.engine = engine
-    # Every call needs a step of its own, since the process group's store counts by step.
     done = collector.play(prompts, PARAMS, 1, "train", 11, num_groups=2)
-    assert [t.group for t in done] == [1, 2] and [t.num_turns for t in done] == [2, 2]
+    assert [t.group for t in done] == [0, 1] and [t.num_turns for t in done] == [2, 2]
     (trajectory,) = collector.carried_over[0].trajectories
     assert trajectory.num_turns == 1
     assert trajectory.partial_tokens == 0
@@ -348,11 +411,28 @@ def test_groups_that_a_step_does_not_need_wait_for_the_next_step(tmp_path):
     assert [t.group for t in first] == [0, 0, 1, 1, 2, 2]
     assert [group.id for group in collector.carried_over] == [3, 4, 5]
     num_requests = len(engine.requests)
-    num_done = sum(group.is_done for group in collector.carried_over)
+    num_done = sum(map(is_done, collector.carried_over))
     second = collector.play([], PARAMS, 2, "train", 22, num_groups=3)
     assert [t.reward for t in second] == [3.0, 3.0, 4.0, 4.0, 5.0, 5.0]
     assert not collector.carried_over
     assert len(engine.requests) - num_requests == 2 * (3 - num_done), "a group was played twice"
+
+
+def test_a_step_takes_its_own_prompts_although_later_ones_end_earlier(tmp_path):
+    options = {"num_prompts": 5, "deterministic": False}
+    collector, prompts, tokenizer = make(tmp_path, None, ANSWER_ENV, **options)
+    first_prompt = prompts[0].tokens
+    engine = SlowEngine(tokenizer, lambda prompt: "y" * (90 if list(prompt) == first_prompt else 1))
+    collector.player.engine = engine
+    params = SamplingParams(max_new_tokens=100)
+    done = collector.play(prompts, params, 1, "train", 1, num_groups=2)
+    assert [trajectory.group for trajectory in done] == [0, 1]
+    assert all(map(is_done, collector.carried_over))
+    engine.aborted = False
+    num_requests = len(engine.requests)
+    done = collector.play([], PARAMS, 1, "train", 2, num_groups=2)
+    assert [trajectory.group for trajectory in done] == [2, 3]
+    assert len(engine.requests) == num_requests, "a group was played twice"
 
 
 def test_a_resumed_collector_continues_at_its_position(tmp_path):
@@ -365,6 +445,7 @@ def test_a_resumed_collector_continues_at_its_position(tmp_path):
             collector.player,
             prompts=Prompts(rows, ChatTemplate(tokenizer), max_length=100, batch_size=2),
             params=PARAMS,
+            write_records=write_nothing,
             samples_per_prompt=3,
             num_steps=4,
             deterministic=True,

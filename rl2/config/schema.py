@@ -486,7 +486,7 @@ class RolloutConfig:
     )
     partial: bool = key(
         False,
-        "start the next step's prompts early; when a step has its groups, unfinished answers pause "
+        "start the next step's prompts early; when this step's are done, unfinished answers pause "
         "and continue after the update, so that long answers delay nobody; use it with "
         "actor.correction=token_tis",
     )

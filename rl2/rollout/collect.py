@@ -1,8 +1,9 @@
 """Collects the trajectories of a step from all engines."""
 
 import asyncio
+import itertools
 import pickle
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -12,21 +13,28 @@ from torch.distributed.distributed_c10d import _get_default_store
 from rl2.data.examples import Prompt, Prompts
 from rl2.engine.base import SamplingParams
 from rl2.parallel.mesh import all_gather_objects, gather_objects
+from rl2.rollout.stats import to_records
 from rl2.rollout.trajectory import Group, Player, Trajectory, begin_group
 
 SPLITS = ("train", "test")  # their numbers are part of the seed of each answer
 POLL_SECONDS = 0.05  # between two looks at how many groups the other engines have finished
+WriteRecords = Callable[[str, int, Iterable[dict[str, Any]]], None]  # of split, step, records
+
+_rollout_numbers = itertools.count()  # of this process group: every process makes the same rollouts
 
 
 class Collector:
     """Plays prompts on all processes. All processes make the same calls.
 
-    The prompts know the position in the data. With `partial`, a step takes the prompts of the next
-    step too and ends when it has its groups; the others wait in `carried_over`, the same on every
-    process, and go on in the next step.
+    The prompts know the position in the data. With `partial`, a step plays the prompts of the next
+    step too and ends when its own groups are done; the others wait in `carried_over`, the same on
+    every process, and go on in the next step.
 
-    `deterministic` assigns groups to engines in advance. Otherwise an engine takes the next group
-    from a counter that all share, so that a slow one delays nobody.
+    `deterministic` assigns groups to engines in advance, and an engine gets all of them at once.
+    Otherwise an engine takes the next group from a counter that all share as soon as its slots have
+    room, so that neither a slow engine nor a slow environment delays the others.
+
+    `write_records` gets the transcripts of a rollout that ends the run.
     """
 
     def __init__(
@@ -35,6 +43,7 @@ class Collector:
         *,
         prompts: Prompts | None = None,
         params: SamplingParams,
+        write_records: WriteRecords,
         samples_per_prompt: int = 1,
         num_steps: int = 1,
         seed: int = 0,
@@ -49,6 +58,7 @@ class Collector:
         self.seed = seed
         self.deterministic = deterministic
         self.partial = partial
+        self.write_records = write_records
         self.carried_over: list[Group] = []
 
     def collect(self, step: int) -> list[Trajectory]:
@@ -78,8 +88,9 @@ class Collector:
         """Plays each prompt `num_samples` times, shared among the engines.
 
         `split` (train | test) and `step` name the randomness. With `num_groups` the groups that an
-        earlier call carried over come first, and the call returns when that many groups are done.
-        The others pause where they stand. Returns what `collect` returns.
+        earlier call carried over come first, and the call returns when the first `num_groups` are
+        done: short answers that end early do not replace long ones. The others pause where they
+        stand. Returns what `collect` returns.
 
         RuntimeError if the environment failed on more trajectories than it may.
         """
@@ -94,56 +105,63 @@ class Collector:
         else:
             trajectories = _gather_trajectories(played)
         num_failed = sum(trajectory.finish_reason == "failed" for trajectory in trajectories)
-        self.player.failures.check(num_failed, len(trajectories))
+        try:
+            self.player.failures.check(num_failed, len(trajectories))
+        except RuntimeError:
+            self.write_records(split, step, to_records(trajectories))
+            raise
         return trajectories
 
     def _split_off_done(
         self, groups: list[Group], played: list[Group], num_groups: int
     ) -> list[Trajectory]:
-        """The first `num_groups` groups that are done. All others are carried over.
+        """The trajectories of the first `num_groups` groups. All other groups are carried over.
 
         Every process keeps them, so that whichever engine is free goes on with them.
         """
         newest = {group.id: group for part in all_gather_objects(played) for group in part}
         groups = [newest.get(group.id, group) for group in groups]
-        done = [group for group in groups if group.is_done][:num_groups]
-        done_ids = {group.id for group in done}
-        self.carried_over = [group for group in groups if group.id not in done_ids]
-        return [trajectory for group in done for trajectory in group.trajectories]
+        self.carried_over = groups[num_groups:]
+        return [trajectory for group in groups[:num_groups] for trajectory in group.trajectories]
 
     async def _play_groups(
         self, groups: list[Group], params: SamplingParams, split: str, step: int, num_needed: int
     ) -> list[Group]:
-        """Plays this engine's groups until `num_needed` groups of all engines are done."""
-        counter = f"rl2/{split}/{step}"
+        """Plays this engine's groups until the first `num_needed` of all groups are done."""
+        counter = f"rl2/rollout/{next(_rollout_numbers)}"
         store = _get_default_store()
         may_pause = num_needed < len(groups)
-        queue = self._own_groups(groups, counter)
+        player = self.player
         played: list[Group] = []
-        self.player.is_pausing = False
+        player.is_pausing = False
+
+        async def finish(group: Group, plays: Awaitable) -> None:
+            try:
+                await plays
+            except BaseException:  # the first one ends the rollout, so no further group begins
+                player.is_pausing = True
+                raise
+            if may_pause and group.id < groups[num_needed].id:
+                store.add(f"{counter}/done", 1)
 
         async def play_queue() -> None:
-            for group in queue:
-                await self._play_group(group, params, split, step)
+            tasks = []
+            for group in self._own_groups(groups, counter):
+                plays = self._begin_group(group, params, split, step)
+                tasks.append(asyncio.ensure_future(finish(group, plays)))
                 played.append(group)
-                if group.is_done and may_pause:
-                    store.add(f"{counter}/done", 1)
+                if not self.deterministic:
+                    await player.wait_for_room()
+            await asyncio.gather(*tasks)
 
-        players = asyncio.gather(*(play_queue() for _ in range(self._groups_in_flight(groups))))
-        while may_pause and not players.done():
+        playing = asyncio.ensure_future(play_queue())
+        while may_pause and not playing.done():
             await asyncio.sleep(POLL_SECONDS)
-            if self.player.is_pausing or store.add(f"{counter}/done", 0) >= num_needed:
-                self.player.is_pausing = True
-                self.player.engine.abort()  # repeated: a request may have been on its way
-        await players
+            if store.add(f"{counter}/done", 0) >= num_needed:
+                player.is_pausing = True
+                player.engine.abort()  # repeated: a request may have been on its way
+        await playing
         return played
-
-    def _groups_in_flight(self, groups: list[Group]) -> int:
-        """Enough groups to fill the engine twice, so that no slot waits for an environment."""
-        if self.deterministic:
-            return len(groups)
-        group_size = len(groups[0].trajectories)
-        return 1 + 2 * self.player.engine.max_running_requests // group_size
 
     def _own_groups(self, groups: list[Group], counter: str) -> Iterator[Group]:
         """The groups that this process's engine plays, as it gets to them.
@@ -163,14 +181,15 @@ class Collector:
                 return
             yield groups[number]
 
-    async def _play_group(
+    def _begin_group(
         self, group: Group, params: SamplingParams, split: str, step: int
-    ) -> None:
+    ) -> Awaitable:
+        """Starts to play all trajectories of the group. Returns what to await."""
         plays = []
         for i, trajectory in enumerate(group.trajectories):
             seed = (self.seed, SPLITS.index(split), step, group.id, i)
             plays.append(self.player.play(trajectory, group.row, params, seed))
-        await asyncio.gather(*plays)
+        return asyncio.gather(*plays)
 
     @property
     def rows_done(self) -> int:

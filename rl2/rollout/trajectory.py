@@ -1,5 +1,6 @@
 """A trajectory: its types, and how it is played turn by turn between engine and environment."""
 
+import asyncio
 import json
 from array import array
 from collections.abc import Sequence
@@ -12,6 +13,9 @@ from rl2.engine.base import Engine, Generation, SamplingParams
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures
 
+# Requests that an engine gets for each of its slots. Those that wait fill free slots without delay.
+# More of them could have begun earlier in another engine.
+REQUESTS_PER_SLOT = 1.25
 MAX_RECORDED_CHARACTERS = 2000  # of a column of a row, in the records
 
 
@@ -65,11 +69,6 @@ class Group:
     id: int
     row: dict
     trajectories: list[Trajectory]
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every trajectory has ended."""
-        return all(trajectory.finish_reason for trajectory in self.trajectories)
 
 
 def begin_group(group_id: int, row: dict, prompt: list[int], num_samples: int) -> Group:
@@ -137,6 +136,15 @@ class Player:
     max_turns: int
     max_length: int  # most tokens of one training sequence
     is_pausing: bool = False  # then no turn begins, and aborted turns stay as they are
+    num_requests: int = 0  # of ours that the engine has
+    request_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def wait_for_room(self) -> None:
+        """Waits until the engine could have further requests: until its slots need some."""
+        await asyncio.sleep(0)  # the trajectories that have just begun send theirs
+        while self.num_requests >= REQUESTS_PER_SLOT * self.engine.max_running_requests:
+            self.request_ended.clear()
+            await self.request_ended.wait()
 
     async def play(
         self, trajectory: Trajectory, row: dict, params: SamplingParams, seed: tuple[int, ...]
@@ -191,7 +199,12 @@ class Player:
             max_new_tokens=params.max_new_tokens - num_sampled,
             continued_tokens=num_sampled,
         )
-        generation = await self.engine.generate(sample.tokens, rest, seed)
+        self.num_requests += 1
+        try:
+            generation = await self.engine.generate(sample.tokens, rest, seed)
+        finally:
+            self.num_requests -= 1
+            self.request_ended.set()
         assert generation.version is not None and generation.version == self.engine.version, (
             "sampled with other weights than the engine has"
         )
@@ -221,7 +234,7 @@ class Player:
             if extension is None:
                 new_prompt = self.template.encode_prompt(messages + env_messages, tools)
         except ValueError as error:  # the template refuses the environment's messages
-            raise EnvError(str(error)) from error
+            raise EnvError(str(error), kind=f"template: {error.__cause__ or error}") from error
         if extension is None:
             length = len(new_prompt)
         else:

@@ -127,6 +127,7 @@ class PPORun:
             seed=config.trainer.seed,
             deterministic=deterministic,
             partial=config.rollout.partial,
+            write_records=self.folder.write_records,
         )
 
     def begin(self) -> None:
