@@ -1,8 +1,10 @@
 """Tests of trajectories with a scripted engine: masks, rewards, several turns, failures."""
 
 import asyncio
+import itertools
 import json
 import textwrap
+from collections import Counter
 from dataclasses import replace
 from datetime import date
 
@@ -258,6 +260,40 @@ def test_slots_are_filled_while_trajectories_wait_for_the_environment(tmp_path, 
     # group may be for another engine.
     most = 24 if deterministic else 6
     assert 4 < collector.player.engine.max_num_running <= most
+
+
+def test_the_environment_knows_a_trajectory_by_its_key(tmp_path):
+    """The same key in all its calls, another one for each trajectory of the train and test data."""
+    collector, prompts, _ = make(tmp_path, call_then_answer, TOOL_ENV, 3, num_prompts=2)
+    env = collector.player.env
+    calls = []
+
+    class RecordingEnv:
+        async def interact(self, messages, row, key):
+            calls.append(("interact", key, row["answer"]))
+            return await env.interact(messages, row, key)
+
+        async def score(self, messages, row, key):
+            calls.append(("score", key, row["answer"]))
+            return await env.score(messages, row, key)
+
+    collector.player.env = RecordingEnv()
+    for split in ("train", "test"):
+        collector.play(prompts, PARAMS, 2, split, 1)
+    expected = Counter()
+    for split, number in itertools.product(("train", "test"), range(4)):
+        key, answer = (split, number), str(number // 2)
+        expected |= {("interact", key, answer): 2, ("score", key, answer): 1}
+    assert Counter(calls) == expected
+
+
+def test_a_trajectory_that_was_cancelled_is_not_trained(tmp_path):
+    def cancel(turn, seed):
+        raise asyncio.CancelledError
+
+    collector, prompts, _ = make(tmp_path, cancel, ANSWER_ENV)
+    with pytest.raises(AssertionError, match="cancelled"):
+        collector.play(prompts, PARAMS, 1, "train", 1)
 
 
 def test_an_engine_that_fails_ends_the_rollout_at_once(tmp_path):

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import pickle
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -104,6 +104,7 @@ class Collector:
             trajectories = self._split_off_done(groups, played, num_groups)
         else:
             trajectories = _gather_trajectories(played)
+        assert all(trajectory.finish_reason for trajectory in trajectories), "a play was cancelled"
         num_failed = sum(trajectory.finish_reason == "failed" for trajectory in trajectories)
         try:
             self.player.failures.check(num_failed, len(trajectories))
@@ -128,39 +129,39 @@ class Collector:
         self, groups: list[Group], params: SamplingParams, split: str, step: int, num_needed: int
     ) -> list[Group]:
         """Plays this engine's groups until the first `num_needed` of all groups are done."""
-        counter = f"rl2/rollout/{next(_rollout_numbers)}"
-        store = _get_default_store()
-        may_pause = num_needed < len(groups)
         player = self.player
-        played: list[Group] = []
         player.is_pausing = False
+        store = _get_default_store()
+        counter = f"rl2/rollout/{next(_rollout_numbers)}"
+        needed = {group.id: len(group.trajectories) for group in groups[:num_needed]}
+        may_pause = num_needed < len(groups)
+        played: list[Group] = []
 
-        async def finish(group: Group, plays: Awaitable) -> None:
-            try:
-                await plays
-            except BaseException:  # the first one ends the rollout, so no further group begins
-                player.is_pausing = True
-                raise
-            if may_pause and group.id < groups[num_needed].id:
+        async def play(trajectory: Trajectory, number: int) -> None:
+            seed = (self.seed, SPLITS.index(split), step, trajectory.group, number)
+            await player.play(trajectory, params, seed, key=(split, trajectory.id))
+            if may_pause and trajectory.group in needed:
                 store.add(f"{counter}/done", 1)
 
         async def play_queue() -> None:
-            tasks = []
-            for group in self._own_groups(groups, counter):
-                plays = self._begin_group(group, params, split, step)
-                tasks.append(asyncio.ensure_future(finish(group, plays)))
-                played.append(group)
-                if not self.deterministic:
-                    await player.wait_for_room()
-            await asyncio.gather(*tasks)
+            async with asyncio.TaskGroup() as tasks:
+                for group in self._own_groups(groups, counter):
+                    played.append(group)
+                    for number, trajectory in enumerate(group.trajectories):
+                        tasks.create_task(play(trajectory, number))
+                    if not self.deterministic:
+                        await player.wait_for_room()
 
         playing = asyncio.ensure_future(play_queue())
         while may_pause and not playing.done():
             await asyncio.sleep(POLL_SECONDS)
-            if store.add(f"{counter}/done", 0) >= num_needed:
+            if store.add(f"{counter}/done", 0) >= sum(needed.values()):
                 player.is_pausing = True
                 player.engine.abort()  # repeated: a request may have been on its way
-        await playing
+        try:
+            await playing
+        except BaseExceptionGroup as errors:  # the first one has ended all tasks
+            raise errors.exceptions[0] from None
         return played
 
     def _own_groups(self, groups: list[Group], counter: str) -> Iterator[Group]:
@@ -180,16 +181,6 @@ class Collector:
             if number >= len(groups):
                 return
             yield groups[number]
-
-    def _begin_group(
-        self, group: Group, params: SamplingParams, split: str, step: int
-    ) -> Awaitable:
-        """Starts to play all trajectories of the group. Returns what to await."""
-        plays = []
-        for i, trajectory in enumerate(group.trajectories):
-            seed = (self.seed, SPLITS.index(split), step, group.id, i)
-            plays.append(self.player.play(trajectory, group.row, params, seed))
-        return asyncio.gather(*plays)
 
     @property
     def rows_done(self) -> int:

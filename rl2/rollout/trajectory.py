@@ -3,7 +3,7 @@
 import asyncio
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,7 +67,6 @@ class Group:
     """A row of the data with the trajectories that start from it."""
 
     id: int
-    row: dict
     trajectories: list[Trajectory]
 
 
@@ -76,7 +75,7 @@ def begin_group(group_id: int, row: dict, prompt: list[int], num_samples: int) -
     messages = row["messages"]
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    group = Group(group_id, row, [])
+    group = Group(group_id, [])
     for i in range(num_samples):
         trajectory = Trajectory(group_id * num_samples + i, group_id, list(messages), row)
         begin_sample(trajectory, prompt)
@@ -147,19 +146,24 @@ class Player:
             await self.request_ended.wait()
 
     async def play(
-        self, trajectory: Trajectory, row: dict, params: SamplingParams, seed: tuple[int, ...]
+        self,
+        trajectory: Trajectory,
+        params: SamplingParams,
+        seed: tuple[int, ...],
+        key: Hashable,
     ) -> None:
         """Plays on from where the trajectory stands, to its end or until the player pauses.
 
-        A failing environment ends the trajectory, which is then not trained.
+        The environment knows the trajectory by `key`. If it fails, the trajectory ends and is not
+        trained.
         """
         if trajectory.finish_reason:
             return
         try:
             while not trajectory.finish_reason and not self.is_pausing:
-                await self._play_turn(trajectory, row, params, (*seed, trajectory.num_turns))
+                await self._play_turn(trajectory, params, (*seed, trajectory.num_turns), key)
             if trajectory.finish_reason:
-                trajectory.rewards = await self.env.score(trajectory.messages, row)
+                trajectory.rewards = await self.env.score(trajectory.messages, trajectory.row, key)
                 place_reward(trajectory)
         except EnvError as error:
             self.failures.record(error)
@@ -168,7 +172,11 @@ class Player:
                 sample.mask = array("b", [0]) * len(sample.mask)
 
     async def _play_turn(
-        self, trajectory: Trajectory, row: dict, params: SamplingParams, seed: tuple[int, ...]
+        self,
+        trajectory: Trajectory,
+        params: SamplingParams,
+        seed: tuple[int, ...],
+        key: Hashable,
     ) -> None:
         """One turn of the assistant, unless it is aborted, and the environment's answer to it."""
         generation = await self._generate(trajectory, params, seed)
@@ -181,9 +189,9 @@ class Player:
         trajectory.num_turns += 1
         env_messages: list[dict] = []
         if generation.finish_reason == "stop" and trajectory.num_turns < self.max_turns:
-            env_messages = await self.env.interact(trajectory.messages, row)
+            env_messages = await self.env.interact(trajectory.messages, trajectory.row, key)
         if env_messages:
-            tools = row.get("tools")
+            tools = trajectory.row.get("tools")
             self._append_env_messages(trajectory, env_messages, tools, params.max_new_tokens)
         else:
             trajectory.finish_reason = generation.finish_reason
