@@ -3,10 +3,14 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
+from transformers import PreTrainedTokenizerBase
+
+from rl2.config.schema import DataConfig, DPOConfig, PPOConfig, RMConfig, SFTConfig
+from rl2.data.chat import ChatTemplate
 from rl2.data.formats import ReadRow, read_pair_row, read_ppo_row, read_sft_row
 from rl2.data.rows import load_rows
 from rl2.env.call import Env
@@ -58,6 +62,19 @@ def find_input_problems(config: Any) -> dict[str, str]:
     if isinstance(config, PPOConfig) and config.rollout.env_path:
         _read_env(inputs, config)
     return inputs.problems
+
+
+def make_chat_template(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, day: str
+) -> ChatTemplate:
+    """The chat template of a run that first started on `day`, YYYY-MM-DD. ValueError in words."""
+    return ChatTemplate(
+        tokenizer,
+        data.chat_template,
+        data.chat_template_kwargs,
+        data.system_prompt,
+        date.fromisoformat(day),
+    )
 
 
 def _read_rows(inputs: Inputs, config: Any, limit: int | None = None) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -56,6 +57,7 @@ class Start(NamedTuple):
     rows: int = 0  # the training rows that are done, over all epochs
     num_steps: int = 0  # that the run of the checkpoint was laid out for
     keeps_data: bool = True  # the rows are those of the checkpoint
+    date: str = ""  # YYYY-MM-DD on which the run first started: chat templates may show it
 
 
 class RunFolder:
@@ -83,6 +85,8 @@ class RunFolder:
             sweep(self.checkpoints.folder, "step_")
             sweep(self.path, "model")
             self.start = self._find_start()
+            if not self.start.date:
+                self.start = self.start._replace(date=date.today().isoformat())
 
     # What to go on from.
 
@@ -108,6 +112,7 @@ class RunFolder:
             record.get("rows", 0) if keeps_data else 0,
             record.get("num_steps", 0),
             keeps_data,
+            record.get("date", ""),
         )
 
     def _was_restarted_by_torchrun(self) -> bool:
@@ -237,6 +242,7 @@ class RunFolder:
     def _write_run_files(self, goes_on: bool) -> None:
         record = _read_record(self.path) if goes_on else {}
         record["identity"] = self._identity_record()
+        record["date"] = self.start.date
         record.setdefault("starts", []).append(self._describe_start())
         (self.path / "config.yaml").write_text(dump(self.config))
         _write_json(self.path / "run.json", record)
@@ -312,6 +318,7 @@ class RunFolder:
             "num_steps": self.num_steps,
             "world_size": dist.get_world_size(),
             "identity": self._identity_record(),
+            "date": self.start.date,
         }
         texts = {"config.yaml": dump(self.config), "run.json": json.dumps(record)}
         self.checkpoints.save(step, parts, texts)

@@ -1,5 +1,7 @@
 """Chat templates with a byte-level tokenizer, which decodes any text exactly."""
 
+from datetime import date
+
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -310,6 +312,77 @@ def test_a_reply_keeps_its_spaces_and_the_stop_token_that_is_text():
     sampled = bytewise(tokenizer, " a , b .")
     assert template.decode_reply([*sampled, tokenizer.eos_token_id], ends(tokenizer)) == " a , b ."
     assert template.decode_reply(sampled, sampled[-1:]) == " a , b ."  # rollout's stop_token_ids
+
+
+DATES = (
+    "{{ strftime_now('%d %b %Y') }}|{{ strftime_now('%A, %-d. %B %y') }}|"
+    "{% if strftime_now is defined %}{% set day = strftime_now('%Y-%m-%d') %}{{ day }}{% endif %}"
+)
+
+
+def test_a_template_with_the_date_shows_that_of_the_run_in_every_format():
+    tokenizer = make_tokenizer(DATES + CHATML)
+    template = ChatTemplate(tokenizer, date=date(2026, 3, 5))
+    text = template.render(QUESTION)
+    assert text.startswith("05 Mar 2026|Thursday, 5. March 26|2026-03-05<|im_start|>user")
+    now = ChatTemplate(tokenizer)  # today's date is what transformers shows
+    assert now.render(QUESTION) == rendered(tokenizer, QUESTION)
+    assert now.fingerprint() != template.fingerprint()
+    plain = [ChatTemplate(make_tokenizer(), date=date(2026, 3, day)) for day in (5, 6)]
+    assert plain[0].fingerprint() == plain[1].fingerprint()  # which shows no date
+
+
+@pytest.mark.parametrize(
+    "source", [" {% if true %}\n a{% endif %}", "\n\n {{ 1 }}", "x\n  {# y #}"]
+)
+def test_the_date_changes_no_white_space_of_a_template(source):
+    tokenizer = make_tokenizer(source + "{% if false %}{{ strftime_now('%d') }}{% endif %}")
+    assert ChatTemplate(tokenizer).render(QUESTION) == rendered(tokenizer, QUESTION)
+
+
+def test_variables_reach_the_template_and_wrong_ones_are_refused():
+    source = "{% if enable_thinking is false %}no {% endif %}" + CHATML
+    tokenizer = make_tokenizer(source)
+    template = ChatTemplate(tokenizer, variables={"enable_thinking": False})
+    assert template.render(QUESTION) == "no " + ChatTemplate(tokenizer).render(QUESTION)
+    assert template.fingerprint() != ChatTemplate(tokenizer).fingerprint()
+    for name in ("enable_thinkin_", "tools", "tokenize"):
+        with pytest.raises(ValueError, match=f"data.chat_template_kwargs.{name}: .*remove the key"):
+            ChatTemplate(tokenizer, variables={name: 1})
+
+
+def test_the_system_prompt_comes_first_unless_the_row_has_its_own(capsys):
+    template = ChatTemplate(make_tokenizer(), system_prompt="Be kind.")
+    assert template.render(QUESTION).startswith(
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>"
+    )
+    own = [{"role": "system", "content": "Be brief."}, *QUESTION]
+    assert "kind" not in template.render(own) and template.render("2+2=") == "2+2="
+    tokens = template.encode_prompt(QUESTION)
+    messages = [*QUESTION, {"role": "assistant", "content": "4"}]
+    new = template.extend(tokens + bytewise(template.tokenizer, "4"), messages, QUESTION)
+    assert new is not None
+    template.warn_of_ignored([{"messages": own}])
+    assert capsys.readouterr().out == ""
+    template.warn_of_ignored([{"messages": own}, {"messages": "2+2="}])
+    assert "warning: data.system_prompt is not shown in all rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_a_base_model_gets_a_plain_template_on_request(adds_bos):
+    tokenizer = make_tokenizer(None, "<|endoftext|>", adds_bos)
+    with pytest.raises(ValueError, match="no chat template.*set data.chat_template=plain"):
+        ChatTemplate(tokenizer).render(QUESTION)
+    template = ChatTemplate(tokenizer, "plain")
+    (pair,) = [template.render_reply(QUESTION, "4")]
+    tokens, mask = sequences(tokenizer, [pair])[0]
+    bos = "<|bos|>" * adds_bos
+    prompt = bos + f"user:\n{QUESTION[0]['content']}\n\nassistant:\n"
+    assert text_of(tokenizer, tokens) == prompt + "4<|endoftext|>\n\n"
+    assert text_of(tokenizer, tokens[: mask.index(1)]) == prompt and sum(mask) == 2
+    tokens, messages = turn(tokenizer, QUESTION, "4", "<|endoftext|>")
+    new = template.extend(tokens, messages, [{"role": "tool", "content": "5"}])
+    assert text_of(tokenizer, new) == "\n\ntool:\n5\n\nassistant:\n"
 
 
 def test_stop_token_ids():

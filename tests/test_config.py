@@ -112,6 +112,11 @@ RULES = [  # (refused, what the message says, accepted)
         "actor.optimizer_dir=missing: no such folder",
         "actor.optimizer_dir=model",
     ),
+    (
+        "data.chat_template=chatml",
+        "data.chat_template=chatml: choose plain or the path of a Jinja file",
+        "data.chat_template=plain",
+    ),
     ("trainer.resume=missing", "choose auto, off, force or the folder", "trainer.resume=off"),
     (
         "actor.fsdp_size=3",

@@ -286,7 +286,9 @@ def test_missing_file_empty_folder_and_unknown_hub_name_are_refused(tmp_path, mo
 def test_a_model_without_a_template_is_named_with_the_remedy():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="row 0 .*chat_template is not set.*plain text"):
+    with pytest.raises(
+        ValueError, match="row 0 .*no chat template.*data.chat_template=plain .*plain text"
+    ):
         make_prompts(make_rows([1]), tokenizer=tokenizer)
     assert len(make_prompts([{"messages": "w"}], tokenizer=tokenizer)) == 1
 

@@ -13,6 +13,7 @@ import torch
 from common import ROOT
 
 from rl2.algorithms import losses
+from rl2.config.parse import OPEN_KEYS
 
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
 SCRIPTS = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*.sh")]
@@ -94,7 +95,7 @@ def test_every_key_that_is_named_exists(page):
     named |= set(re.findall(name + "=", text))
     for key in named:
         is_key = key in keys or any(other.startswith(key + ".") for other in keys)
-        is_open = key.startswith(("rollout.engine_args.", "data.columns."))
+        is_open = key.startswith(tuple(name + "." for name in OPEN_KEYS))
         is_file = re.search(r"\.(py|md|json|jsonl)$", key)
         assert is_key or is_open or is_file, f"{page} names {key}, which is no key"
 

@@ -1,5 +1,6 @@
 """Tests of the run folder: its lock, what a run goes on from, branches, and what is written."""
 
+import datetime
 import json
 import os
 import shutil
@@ -14,13 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from common import ROOT, launch, make_model, read_metrics, run
+from common import ROOT, launch, make_model, read_metrics, read_untimed_metrics, run
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from rl2 import run_lock
 from rl2.checkpoints import Checkpoints, delete
+from rl2.data.chat import ChatTemplate
 from rl2.run_lock import RunLock
-from rl2.trainer import dpo, ppo, sft
+from rl2.trainer import dpo, ppo, rm, sft
 
 NUM_ROWS = 12
 
@@ -93,6 +96,87 @@ def contents(folder):
         if path.is_file() and name.parts[0] not in ("lock", "branches"):
             files[str(name)] = path.read_bytes()
     return files
+
+
+# The chat template of a run.
+
+
+def set_clock(monkeypatch, day):
+    """Lets templates and runs begin on `day` of March 2026."""
+
+    class Time(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 3, day)
+
+    class Date(datetime.date):
+        @classmethod
+        def today(cls):
+            return cls(2026, 3, day)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Time)
+    monkeypatch.setattr("rl2.run_folder.date", Date)
+
+
+def test_a_template_with_the_date_is_the_same_after_midnight(train, tmp_path, monkeypatch):
+    """A resumed run trains the tokens that it would have trained without the break."""
+    name = make_model(tmp_path / "dated")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + tokenizer.chat_template
+    tokenizer.save_pretrained(name)
+    arguments = [f"actor.model_name={name}", "trainer.max_steps=4"]
+    set_clock(monkeypatch, 5)
+    train(*arguments, "trainer.experiment_name=whole")
+    train(*arguments, "trainer.max_steps=2")
+    set_clock(monkeypatch, 6)
+    train(*arguments)
+    whole = read_untimed_metrics(tmp_path / "runs/whole")
+    assert read_untimed_metrics(tmp_path / "runs/default") == whole and len(whole) == 4
+    run = json.loads((tmp_path / "runs/default/run.json").read_text())
+    assert run["date"] == "2026-03-05"
+
+
+@pytest.mark.parametrize("main", [ppo.main, sft.main, dpo.main, rm.main])
+def test_every_trainer_takes_a_template_variables_and_a_system_prompt(
+    setup, train, tmp_path, monkeypatch, main
+):
+    texts = []
+    tokenize = ChatTemplate.tokenize
+
+    def record(self, text):
+        texts.extend(text if isinstance(text, list) else [text])
+        return tokenize(self, text)
+
+    monkeypatch.setattr(ChatTemplate, "tokenize", record)
+    source = (
+        "{{ mood }} {% for m in messages %}{{ m.role[0] + ':' + m.content + eos_token }}"
+        "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    (tmp_path / "template.jinja").write_text(source)
+    (tmp_path / "env.py").write_text("def reward_fn(messages, answer): return 1.0")
+    row = {"messages": [{"role": "user", "content": "say"}], "answer": "a"}
+    row |= {"completion": "a"} if main is sft.main else {"chosen": "a", "rejected": "b"}
+    write_rows(tmp_path / "rows.jsonl", [row] * NUM_ROWS)
+    setup[:] = [argument for argument in setup if not argument.startswith("actor.lr")]
+    if main is rm.main:
+        setup[:] = [argument.replace("actor.", "critic.") for argument in setup]
+    if main is ppo.main:
+        setup[:] = [argument.replace("batch_size", "prompts_per_rollout") for argument in setup]
+        setup += ["rollout.env_path=env.py", "rollout.train_sampling_params.max_new_tokens=2"]
+    status, output = train(
+        "data.chat_template=template.jinja",
+        "data.chat_template_kwargs.mood=glad",
+        "data.system_prompt=be kind",
+        "trainer.max_steps=1",
+        main=main,
+    )
+    assert status == 0, output
+    assert texts and all(text.startswith("glad s:be kind<|im_end|>u:say") for text in texts)
+    assert (tmp_path / "runs/default/model/chat_template.jinja").read_text() == source
+    (tmp_path / "template.jinja").write_text(source + " ")
+    status, output = train("data.system_prompt=be brief", "trainer.max_steps=2", main=main)
+    assert status == 1 and "data.system_prompt: be kind -> be brief" in output
+    assert "data.chat_template: template.jinja -> None" in output
 
 
 # A run and the next one in its folder.

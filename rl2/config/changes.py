@@ -36,10 +36,13 @@ def identify(config: Any, data_hash: str) -> RunIdentity:
 
 
 def _code_files(config: Any, values: dict[str, Any]) -> Iterator[tuple[str, Path]]:
-    """(key, file) of the user's Python files: the environment, a loss, an estimator."""
+    """(key, file) of the user's code: the environment, a loss, an estimator, a chat template."""
     for name, key in schema_keys(type(config)).items():
         if key.functions is not None and values[name] not in key.functions:
             yield name, Path(values[name].rpartition(":")[0]).expanduser()
+    template = values["data.chat_template"]
+    if template not in (None, "plain"):
+        yield "data.chat_template", Path(template).expanduser()
     if "rollout.env_path" in values:
         yield "rollout.env_path", find_env_file(values["rollout.env_path"])
 

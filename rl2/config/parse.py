@@ -42,7 +42,8 @@ TORCHRUN_OPTION = r"--?(nproc|nnodes|node|standalone|master|rdzv|max.restarts|ro
 NEXT_ARGUMENT = r"-\D|[\w.]+="  # how an option or a key=value begins
 SECONDS_FOR_FIRST_RANK = 1.0  # to print the problems, which all find at about the same time
 HELP_COLUMN = 40  # where the explanations of the short help begin
-OPEN_KEYS = ("rollout.engine_args", "data.columns")  # dicts, whose keys the schema does not list
+# Dicts, whose keys the schema does not list.
+OPEN_KEYS = ("rollout.engine_args", "data.columns", "data.chat_template_kwargs")
 # What Hydra's grammar does not take in a text without quotes, and what it takes in lists and maps.
 NEEDS_QUOTES = r"[^\w/\\+.$%*@?|: -]"
 NEEDS_QUOTES_IN_LIST = r"[^\w/\\+.$%*@?|: \[\]{},-]"

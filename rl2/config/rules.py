@@ -151,6 +151,9 @@ def check_paths(config: Any) -> list[str]:
         problems += check_model(f"{name}.model_name", worker.model_name)
         if worker.optimizer_dir and not Path(worker.optimizer_dir).is_dir():
             problems.append(f"{name}.optimizer_dir={worker.optimizer_dir}: no such folder")
+    template = config.data.chat_template
+    if template not in (None, "plain") and not Path(template).expanduser().is_file():
+        problems.append(f"data.chat_template={template}: choose plain or the path of a Jinja file")
     resume = config.trainer.resume
     folder = resume.removeprefix("force:")
     if resume not in ("auto", "off", "force") and not Path(folder).is_dir():

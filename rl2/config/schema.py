@@ -127,6 +127,20 @@ class DataConfig:
         "columns of the rows to rename, as data.columns.OLD=NEW, e.g. data.columns.question=prompt",
         identity=True,
     )
+    chat_template: str | None = key(
+        None,
+        "plain for a simple template, or the path of a Jinja file; by default the model's own; "
+        "exports of the model carry it",
+        identity=True,
+    )
+    chat_template_kwargs: dict[str, Any] = key(
+        {},
+        "variables of the chat template, e.g. data.chat_template_kwargs.enable_thinking=false",
+        identity=True,
+    )
+    system_prompt: str | None = key(
+        None, "shown before conversations that begin with no system message", identity=True
+    )
     max_length: int = key(
         1024,
         "longest prompt (PPO) or row, in tokens; longer ones are dropped and counted",

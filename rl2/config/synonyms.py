@@ -152,6 +152,8 @@ VERL = {
     "data.train_files": "data.path",
     "data.val_files": "data.test_path",
     "data.prompt_key": "data.columns (a map of your columns)",
+    "data.apply_chat_template_kwargs": "data.chat_template_kwargs",
+    "model.custom_chat_template": "data.chat_template (the path of a Jinja file)",
     "data.max_prompt_length": "data.max_length",
     "data.max_response_length": f"{TRAIN}.max_new_tokens",
     "data.train_batch_size": f"data.prompts_per_rollout | {BATCH}",
@@ -268,6 +270,8 @@ TRL = {
     "assistant_only_loss": "data.turns (assistant turns alone are trained)",
     "completion_only_loss": "data.turns (assistant turns alone are trained)",
     "dataset_text_field": "data.columns (a map of your columns)",
+    "chat_template_path": "data.chat_template",
+    "chat_template_kwargs": "data.chat_template_kwargs",
     "use_peft": "actor.lora_rank | critic.lora_rank",
     "activation_checkpointing": "actor.gradient_checkpointing | critic.gradient_checkpointing",
     "lora_r": "actor.lora_rank | critic.lora_rank",
@@ -276,11 +280,10 @@ TRL = {
 }
 EQUIVALENTS = {"RL2": RL2, "verl": VERL, "TRL": TRL}
 ABSENT = {
-    "a model's own chat template is used": """chat_template_path chat_template_kwargs
-        apply_chat_template train_data.apply_chat_template test_data.apply_chat_template
-        data.apply_chat_template_kwargs model.custom_chat_template data.train.apply_chat_template
-        data.test.apply_chat_template rollout.train.apply_chat_template
-        rollout.test.apply_chat_template""",
+    "messages always get the chat template, and plain text never does": """apply_chat_template
+        train_data.apply_chat_template test_data.apply_chat_template
+        data.train.apply_chat_template data.test.apply_chat_template
+        rollout.train.apply_chat_template rollout.test.apply_chat_template""",
     "tokens come from the tokenizer of the model": """eos_token pad_token data.tokenizer
         critic.model.tokenizer_path""",
     "remote code is not run and models are not patched": """trust_remote_code model_init_kwargs

@@ -9,11 +9,13 @@ conversation grows by appending tokens, or a new training sequence starts.
 
 import datetime
 import hashlib
+import inspect
 import json
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
@@ -23,6 +25,7 @@ from rl2.data.messages import Messages
 
 PROBE = "rl2probe"  # a content that no template changes
 SYSTEM_ROLES = ("system", "developer")
+OWN_VARIABLES = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 # Stands before a template that asks for the date, and gives it the date of the run.
 DATE_MACRO = (
     "{% macro strftime_now(format) %}{% set date = namespace(text=format) %}"
@@ -33,6 +36,14 @@ DATE_MACRO = (
 DATE_DIRECTIVES = [f"%{flag}{letter}" for flag in ("", "-") for letter in "aAbBcdHIjmMpSUwWxXyY"]
 
 
+# A template for base models, after the beginning-of-sequence token of those that have one.
+PLAIN = (
+    "{% for message in messages %}{{ message.role + ':\n' + message.content }}"
+    "{{ eos_token if message.role == 'assistant' }}{{ '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+)
+
+
 @dataclass
 class ChatTemplate:
     """A tokenizer with everything that its chat template depends on.
@@ -41,9 +52,23 @@ class ChatTemplate:
     """
 
     tokenizer: PreTrainedTokenizerBase
+    source: str | None = None  # "plain" or the path of a Jinja file, put in place of its own one
     variables: dict[str, Any] = field(default_factory=dict)  # for the template, by name
     system_prompt: str | None = None  # of conversations that begin with no system message
     date: datetime.date = field(default_factory=datetime.date.today)  # for templates that show it
+
+    def __post_init__(self) -> None:
+        """ValueError if the template lacks one of the variables."""
+        if self.source == "plain":
+            self.tokenizer.chat_template = self._prepend_bos("") + PLAIN
+        elif self.source:
+            self.tokenizer.chat_template = Path(self.source).expanduser().read_text("utf-8")
+        for name in self.variables:
+            if name in OWN_VARIABLES or name not in str(self.tokenizer.chat_template):
+                raise ValueError(
+                    f"data.chat_template_kwargs.{name}: the chat template has no such variable, or "
+                    "rl2 sets it; remove the key"
+                )
 
     def fingerprint(self) -> str:
         """A hash of all that the tokens of a conversation depend on."""
@@ -80,8 +105,8 @@ class ChatTemplate:
             return self._prepend_bos(messages)
         if not self.tokenizer.chat_template:
             raise ValueError(
-                "tokenizer.chat_template is not set, as in base models: give the rows as plain "
-                "text, or the model folder a template (docs/models.md)"
+                "the model has no chat template, as base models: set data.chat_template=plain or "
+                "the path of a Jinja file, or give the rows as plain text (docs/models.md)"
             )
         messages = self._replace_unknown_tool_role(messages, tools)
         try:
@@ -123,13 +148,18 @@ class ChatTemplate:
         )
         return encoded["input_ids"]
 
-    def warn_if_tools_are_ignored(self, rows: list[dict]) -> None:
-        """Prints a warning, on the first process, if the template does not show the rows' tools."""
+    def warn_of_ignored(self, rows: list[dict]) -> None:
+        """Prints warnings, on the first process, if the rows' text lacks tools or system prompt."""
+        if os.environ.get("RANK", "0") != "0":
+            return
+        reason = "text prompts have no chat template"
+        if self.system_prompt and any(isinstance(row["messages"], str) for row in rows):
+            print(f"warning: data.system_prompt is not shown in all rows: {reason}")
         row = next((row for row in rows if row.get("tools")), None)
-        if row is None or os.environ.get("RANK", "0") != "0":
+        if row is None:
             return
         if isinstance(row["messages"], str):
-            print("warning: column 'tools' is not shown: text prompts have no chat template")
+            print(f"warning: column 'tools' is not shown: {reason}")
         elif self.render(row["messages"], row["tools"]) == self.render(row["messages"]):
             print("warning: column 'tools' is not shown: the model's chat template ignores tools")
 

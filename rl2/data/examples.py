@@ -166,7 +166,7 @@ class Prompts(EpochSampler[Prompt]):
         progress: bool = False,
     ):
         self.rows = rows
-        template.warn_if_tools_are_ignored(rows)
+        template.warn_of_ignored(rows)
         self.tokens: list[np.ndarray] = []  # int32: lists of int would take ten times the memory
         for chunk in _chunks(len(rows), "tokenise prompts", progress):
             texts = [_render_prompt(template, index, rows[index]) for index in chunk]
@@ -227,7 +227,7 @@ class Examples(EpochSampler[Example]):
             return row, notes
 
         self.rows = load_rows(path, split, read_row, columns)
-        template.warn_if_tools_are_ignored(self.rows)
+        template.warn_of_ignored(self.rows)
         # (tokens int32, mask int8) of each sequence of each row
         self.sequences: list[list[tuple[np.ndarray, np.ndarray]]] = []
         for chunk in _chunks(len(self.rows), "tokenise rows", progress):

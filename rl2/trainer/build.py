@@ -15,7 +15,7 @@ from rl2.engine.base import Engine, EngineSettings, SamplingParams
 from rl2.engine.select import make_engine
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
-from rl2.inputs import read_ppo_inputs
+from rl2.inputs import make_chat_template, read_ppo_inputs
 from rl2.model.folder import (
     check_length,
     check_model,
@@ -44,7 +44,8 @@ class PPORun:
         rows, test_rows, env = read_ppo_inputs(config)
         device = init_distributed()
         self.folder.agree()
-        template = ChatTemplate(load_tokenizer("actor.model_name", config.actor.model_name))
+        tokenizer = load_tokenizer("actor.model_name", config.actor.model_name)
+        template = make_chat_template(config.data, tokenizer, self.folder.start.date)
         if needs_critic(config.adv.estimator) and config.critic.model_name:
             check_model("critic.model_name", config.critic.model_name, critic=True)
         prompts = Prompts(
@@ -69,9 +70,7 @@ class PPORun:
         self.collector = self._make_collector(
             device, env, template, prompts, list(workers.values()), num_steps
         )
-        self.recorder = Recorder(
-            self.folder, template.tokenizer, workers, self.collector, num_steps, device
-        )
+        self.recorder = Recorder(self.folder, tokenizer, workers, self.collector, num_steps, device)
         self.recorder.resume()
 
     def _make_workers(self, device: torch.device, num_steps: int) -> dict[str, Worker]:
@@ -244,7 +243,7 @@ class OfflineRun:
         is_critic = worker_name == "critic"
         key = f"{worker_name}.model_name"
         self.tokenizer = load_tokenizer(key, worker_config.model_name, is_critic)
-        template = ChatTemplate(self.tokenizer)
+        template = make_chat_template(config.data, self.tokenizer, folder.start.date)
         data = config.data
         self.examples = Examples(
             data.path,
