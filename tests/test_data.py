@@ -238,9 +238,9 @@ def test_csv_cell_may_be_long(tmp_path):
     [
         ("a.jsonl", b"", "has no rows"),
         ("a.json", b"[]", "has no rows"),
-        ("a.json", b'[{"a": 1, "a": 2}]', "not a readable json file: key 'a' occurs twice"),
+        ("a.json", b'[{"a": 1, "a": 2}]', "not a readable json file: row 1: key 'a' occurs twice"),
         ("a.json", b'[\n{"a": 1},\n{"a"}]', "not a readable json file: .* line 3"),
-        ("a.jsonl", b'{"a": "\xff"}', "not a readable jsonl file: .*utf-8"),
+        ("a.jsonl", b'{"a": "\xff"}', "row 1: .*utf-8"),
         ("a.parquet", b"PAR?", "not a readable parquet file"),
         ("a.arrow", b"nonsense", "not a readable arrow file"),
         ("a.txt", b"x", "expected a file that ends in one of .json, .jsonl"),
@@ -250,6 +250,81 @@ def test_unusable_file_is_refused_with_the_reason(tmp_path, name, content, messa
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=rf"{tmp_path / name}.*{message}"):
         load_rows(str(tmp_path / name))
+
+
+def broken_table(column):
+    """Two rows. The second has a byte in `column` that is not UTF-8."""
+    buffers = pyarrow.array(["[]", "cafe"]).buffers()
+    buffers[2] = pyarrow.py_buffer(b"[]caf\xe9")
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 2, buffers)
+    return pyarrow.table({"messages": ["w", "w"], "answer": ["w", "w"], column: text})
+
+
+def write_broken(file, column):
+    """Two rows, of which the second has half of a pair or a wrong byte in `column`."""
+    if file.suffix in (".parquet", ".arrow"):
+        table = broken_table(column)
+        if file.suffix == ".parquet":
+            pyarrow.parquet.write_table(table, file)
+            return
+        with pyarrow.ipc.new_file(str(file), table.schema) as out:
+            out.write_table(table)
+        return
+    rows = [{"messages": "w", "answer": "1", "tools": None}] * 2
+    if file.suffix == ".csv":
+        rows[1] = rows[1] | {column: "caf\udce9"}
+        lines = [
+            ",".join(rows[0]),
+            *[",".join(str(cell or "") for cell in row.values()) for row in rows],
+        ]
+        file.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
+        return
+    # A raw file has the byte itself, as files of another encoding do.
+    write_json = partial(json.dumps, ensure_ascii=file.stem != "raw")
+    value = {"parts": ["w", {"caf\udce9": 1}]} if column == "answer" else "caf\udce9"
+    rows[1] = rows[1] | {column: write_json([{"name": value}]) if column == "tools" else value}
+    text = write_json(rows) if file.suffix == ".json" else "\n".join(map(write_json, rows))
+    file.write_bytes(text.encode(errors="surrogateescape"))
+
+
+@pytest.mark.parametrize("column", ["messages", "answer", "tools"])
+@pytest.mark.parametrize(
+    "name",
+    ["a.json", "raw.json", "a.jsonl", "raw.jsonl", "a.csv", "a.parquet", "a.arrow"],
+)
+def test_text_that_is_not_unicode_is_refused_with_file_and_row(tmp_path, name, column):
+    """Tokenizers raise a TypeError for it, and an environment cannot write it anywhere."""
+    file = tmp_path / name
+    write_broken(file, column)
+    row = 3 if file.suffix == ".csv" else 2
+    with pytest.raises(
+        ValueError, match=rf"(?s)malformed rows .*\(1\):\n{file}, row {row}: .*utf-8"
+    ):
+        load_rows(str(file), read=read_ppo_row)
+
+
+@pytest.mark.parametrize("depth", [150, 700, 100_000])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "text.jsonl"])
+def test_deep_nesting_is_a_malformed_row(tmp_path, name, depth):
+    nested = "[" * depth + "]" * depth
+    row = f'{{"messages": "w", "answer": {nested}}}'
+    if name == "text.jsonl":
+        row = json.dumps({"messages": "w", "answer": 1, "tools": nested})
+    good = json.dumps({"messages": "w", "answer": [[[1]]]})
+    text = f"[{good},\n{row}]" if name == "a.json" else f"{good}\n{row}"
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=r"row 2: .*nested deeper than 100 levels"):
+        load_rows(str(tmp_path / name), read=read_ppo_row)
+
+
+def test_items_of_a_json_list_are_read_one_by_one(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text(' [ {"messages": "w"}\n,{"messages": "?"} ] \n')
+    assert list(load_rows(str(file))) == [{"messages": "w"}, {"messages": "?"}]
+    for text in ('[{"a": 1} {"b": 1}]', '[{"a": 1}', '[{"a": 1}] x', '[{"a": 1},]', "["):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="is not a readable json file"):
+            load_rows(str(file))
 
 
 def test_missing_file_empty_folder_and_unknown_hub_name_are_refused(tmp_path, monkeypatch):

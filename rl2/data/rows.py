@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pyarrow
 import pyarrow.parquet
@@ -24,8 +24,12 @@ SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 MAX_LISTED_PROBLEMS = 5
 # Columns that may hold messages as JSON text.
 CONVERSATION_COLUMNS = ("messages", "prompt", "conversations", "completion", "chosen", "rejected")
+PARSED_COLUMNS = (*CONVERSATION_COLUMNS, "tools")
+MAX_NESTING = 100  # levels of lists and objects in a cell: templates and environments recurse
+TOO_DEEP = f"nested deeper than {MAX_NESTING} levels: flatten the value, or store it as text"
 HUB_TIMEOUT_SECONDS = 10.0
 MAX_CSV_CELL_BYTES = 2**31 - 1
+ROWS_PER_BATCH = 1000
 MISSING_CELL: Any = object()  # the value of a cell that a csv row lacks
 
 # (where the row is, the row as its format gives it: a line of JSON is still text)
@@ -114,6 +118,8 @@ def _parse_row(raw_row: Any, columns: dict[str, str]) -> dict:
     Columnar files give each struct the keys of all structs, with null for those it lacks. Chat
     templates only ask whether a key exists.
     """
+    if isinstance(raw_row, UnicodeDecodeError):
+        raise raw_row
     row = _parse_json(raw_row, "row") if isinstance(raw_row, str) else raw_row
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, got {abbreviate(row)}")
@@ -122,9 +128,12 @@ def _parse_row(raw_row: Any, columns: dict[str, str]) -> dict:
     if MISSING_CELL in row.values():
         raise ValueError("expected a cell for each column of the header, got fewer")
     row = rename_columns(row, columns)
-    for column in (*CONVERSATION_COLUMNS, "tools"):
-        if column in row:
-            row[column] = _drop_nulls(_parse_cell(row[column], column))
+    for column, value in row.items():
+        _check_value([column, value], column)
+        if column in PARSED_COLUMNS:
+            parsed = _parse_cell(value, column)
+            _check_value(parsed, column)
+            row[column] = _drop_nulls(parsed)
     return row
 
 
@@ -142,6 +151,31 @@ def _parse_json(text: str, source: str) -> Any:
         return json.loads(text, object_pairs_hook=_to_object)
     except json.JSONDecodeError as error:
         raise ValueError(f"{source}: expected JSON ({error}), got {abbreviate(text)}") from error
+    except RecursionError:
+        raise ValueError(f"{source}: {TOO_DEEP}") from None
+
+
+def _check_value(value: Any, column: str, level: int = 0) -> None:
+    """ValueError for nesting that is too deep, and for text that UTF-8 cannot hold.
+
+    Such text has lone surrogates: halves of a pair, or bytes of a file that is not in UTF-8.
+    Tokenizers refuse it, and no process could write it.
+    """
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"column {column!r}: {error}; save the file as UTF-8, or remove the character: "
+                f"{abbreviate(value)}"
+            ) from None
+    elif isinstance(value, dict | list | tuple):
+        if level > MAX_NESTING:
+            raise ValueError(f"column {column!r}: {TOO_DEEP}")
+        for item in value:
+            _check_value(item, column, level + 1)
+        for item in value.values() if isinstance(value, dict) else ():
+            _check_value(item, column, level + 1)
 
 
 def _to_object(pairs: list[tuple[str, Any]]) -> dict:
@@ -223,18 +257,58 @@ def _number_rows(source: str | Path, rows: Iterable) -> Iterator[LocatedRow]:
     return ((f"{source}, row {number}", row) for number, row in enumerate(rows, start=1))
 
 
+def _open_text(file: Path, newline: str) -> TextIO:
+    """The text of a file. Bytes that are not UTF-8 become lone surrogates.
+
+    `_check_value` refuses them, and the row that has them is named.
+    """
+    return open(file, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+
+
 def _read_json(file: Path) -> Iterator[LocatedRow]:
-    text = file.read_text(encoding="utf-8-sig")
-    if file.suffix == ".json" and text.lstrip().startswith("["):
-        return _number_rows(file, json.loads(text, object_pairs_hook=_to_object))
-    # Not splitlines(), which also splits at characters that JSON strings may hold.
-    lines = _number_rows(file, text.split("\n"))
-    return ((location, line) for location, line in lines if line.strip())
+    # Only a line feed ends a line: JSON strings may hold other characters that end lines.
+    with _open_text(file, newline="\n") as lines:
+        if file.suffix == ".json":
+            text = lines.read()
+            if text.lstrip().startswith("["):
+                yield from _number_rows(file, _read_json_list(text))
+                return
+            lines.seek(0)
+        for location, line in _number_rows(file, lines):
+            if line.strip():
+                yield location, line.rstrip("\n")
+
+
+def _read_json_list(text: str) -> Iterator[Any]:
+    """The items of a JSON list. ValueError names the first item that cannot be read."""
+    decoder = json.JSONDecoder(object_pairs_hook=_to_object)
+    position = _skip_space(text, text.index("[") + 1)
+    for number in itertools.count(1):
+        if number == 1 and text.startswith("]", position):
+            break
+        try:
+            item, position = decoder.raw_decode(text, position)
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from error
+        except RecursionError:
+            raise ValueError(f"row {number}: {TOO_DEEP}") from None
+        yield item
+        position = _skip_space(text, position)
+        if not text.startswith(",", position):
+            break
+        position = _skip_space(text, position + 1)
+    if text[position:].strip() != "]":
+        raise json.JSONDecodeError("expected a comma, or one ] at the end", text, position)
+
+
+def _skip_space(text: str, position: int) -> int:
+    space = re.compile(r"\s*").match(text, position)
+    return space.end() if space else position
 
 
 def _read_csv(file: Path) -> Iterator[LocatedRow]:
     csv.field_size_limit(MAX_CSV_CELL_BYTES)  # the default is 128 KiB
-    with open(file, encoding="utf-8-sig", newline="") as lines:
+    with _open_text(file, newline="") as lines:
         reader = csv.DictReader(lines, restval=MISSING_CELL)
         first_line = 2  # a row may span several lines: the first of them names it
         for row in reader:
@@ -243,7 +317,8 @@ def _read_csv(file: Path) -> Iterator[LocatedRow]:
 
 
 def _read_parquet(file: Path) -> Iterator[LocatedRow]:
-    return _number_rows(file, pyarrow.parquet.read_table(file).to_pylist())
+    with pyarrow.parquet.ParquetFile(file) as source:
+        yield from _number_rows(file, _read_batches(source.iter_batches()))
 
 
 def _read_arrow(file: Path) -> Iterator[LocatedRow]:
@@ -252,7 +327,21 @@ def _read_arrow(file: Path) -> Iterator[LocatedRow]:
     source.seek(0)
     # `datasets` writes the stream format.
     open_table = pyarrow.ipc.open_file if is_file_format else pyarrow.ipc.open_stream
-    return _number_rows(file, open_table(source).read_all().to_pylist())
+    batches = open_table(source).read_all().to_batches(ROWS_PER_BATCH)
+    return _number_rows(file, _read_batches(batches))
+
+
+def _read_batches(batches: Iterable[pyarrow.RecordBatch]) -> Iterator[Any]:
+    """The rows of the batches. The error stands for a row whose text is not UTF-8."""
+    for batch in batches:
+        try:
+            yield from batch.to_pylist()
+        except UnicodeDecodeError:
+            for i in range(batch.num_rows):
+                try:
+                    yield from batch.slice(i, 1).to_pylist()
+                except UnicodeDecodeError as error:
+                    yield error
 
 
 _READERS = {
