@@ -1,7 +1,7 @@
-"""test_checkpoint.py runs this under torchrun: two AdamW updates with a checkpoint between them, or
-the second one from the checkpoint.
+"""test_checkpoint.py runs this in several ranks: two AdamW updates with a checkpoint between them,
+or the second one from the checkpoint.
 
-    moves.py save | load | load_hybrid | load_sp | load_tp  MODEL  FOLDER
+    moves.py MODEL FOLDER MODE ...    each MODE is save | load | load_hybrid | load_sp | load_tp
 """
 
 import sys
@@ -54,9 +54,8 @@ def export_all(workers, name, folder):
     return dict(actor.iter_full_weights(torch.float32))
 
 
-def main(mode, name, folder):
+def move(device, name, folder, mode):
     """The layout behind the underscore of `mode`; fsdp over all processes without one."""
-    device = init_distributed()
     batch = make_batch()
     workers = make_workers(name, device, LAYOUTS.get(mode.rpartition("_")[2], {}))
     checkpoints = Checkpoints(folder)
@@ -72,6 +71,12 @@ def main(mode, name, folder):
     result["versions"] = [worker.version for worker in workers.values()]
     if dist.get_rank() == 0:
         torch.save(result, f"{folder}/{mode}_{dist.get_world_size()}")
+
+
+def main(name, folder, *modes):
+    device = init_distributed()
+    for mode in modes:
+        move(device, name, folder, mode)
     dist.destroy_process_group()
 
 

@@ -20,18 +20,14 @@ from rl2.signals import user_errors
 def test_a_checkpoint_moves_between_layouts(tmp_path):
     name = make_model(tmp_path / "model")
     folder = tmp_path / "run"
-    launch(2, "tests/moves.py", "save", name, folder)
+    launch(2, "tests/moves.py", name, folder, "save")
     assert [path.name for path in folder.glob("step_*")] == ["step_1"]
     saved = torch.load(folder / "save_2")
     assert saved["versions"] == [2, 2, 2]
-    for mode, world in (
-        ("load", 2),
-        ("load", 1),
-        ("load_hybrid", 2),
-        ("load_sp", 2),
-        ("load_tp", 2),
-    ):
-        launch(world, "tests/moves.py", mode, name, folder)
+    two_ranks = ["load", "load_hybrid", "load_sp", "load_tp"]
+    launch(2, "tests/moves.py", name, folder, *two_ranks)
+    launch(1, "tests/moves.py", name, folder, "load")
+    for mode, world in [("load", 1), *((mode, 2) for mode in two_ranks)]:
         loaded = torch.load(folder / f"{mode}_{world}")
         assert loaded["versions"] == [2, 2, 2][: len(loaded["metrics"])]
         is_same_layout = mode == "load" and world == 2
