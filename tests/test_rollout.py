@@ -612,7 +612,7 @@ def test_a_stop_string_that_a_pause_splits_ends_the_turn_and_the_env_sees_it(tmp
     (trajectory,) = begin_group(0, prompts[0].row, prompts[0].tokens, 1).trajectories
 
     async def pause_inside_the_string():
-        playing = asyncio.ensure_future(player.play(trajectory, prompts[0].row, params, (0,)))
+        playing = asyncio.ensure_future(player.play(trajectory, params, (0,), key=0))
         while engine.slots[0] is None or len(engine.slots[0].tokens) < end - 1:
             await asyncio.sleep(0)
         player.is_pausing = True
@@ -622,7 +622,7 @@ def test_a_stop_string_that_a_pause_splits_ends_the_turn_and_the_env_sees_it(tmp
     engine.loop.run_until_complete(pause_inside_the_string())
     assert trajectory.partial_tokens == end - 1 and not trajectory.num_turns
     player.is_pausing = False
-    engine.loop.run_until_complete(player.play(trajectory, prompts[0].row, params, (0,)))
+    engine.loop.run_until_complete(player.play(trajectory, params, (0,), key=0))
     engine.close()
     assert [message["role"] for message in trajectory.messages] == (
         ["user", "assistant", "tool", "assistant"]
