@@ -9,12 +9,13 @@ from fractions import Fraction
 # Digits, which may have thousands separators, decimals and a minus sign. The minus of a difference
 # is not a sign: 5-3 has the numbers 5 and 3.
 NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
+MAX_CHARACTERS = 1000  # of a number; Python reads no more than 4,300 digits
 
 
 def reward_fn(messages, answer):
     """1.0 if the last number in the reply equals the answer, else 0.0."""
     numbers = NUMBER.findall(messages[-1]["content"])
-    if not numbers:
+    if not numbers or len(numbers[-1]) > MAX_CHARACTERS:
         return 0.0
     return float(exact_value(numbers[-1]) == exact_value(answer))
 

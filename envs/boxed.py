@@ -14,6 +14,7 @@ import re
 from fractions import Fraction
 
 BOX = "\\boxed{"
+MAX_CHARACTERS = 4000  # of an answer; Python reads no more than 4,300 digits
 # (pattern, replacement), applied in this order: answers that mean the same become the same text.
 REPLACEMENTS = [
     # Sizes of brackets, and spaces
@@ -50,7 +51,9 @@ UNORDERED = ("\\{\\}", "")  # the brackets of a set, and those of a list of all 
 def reward_fn(messages, answer):
     r"""1.0 if the last \boxed{} of the reply holds the answer, else 0.0."""
     content = last_boxed(messages[-1]["content"])
-    return float(content is not None and is_same(content, str(answer)))
+    if content is None or len(content) > MAX_CHARACTERS:
+        return 0.0
+    return float(is_same(content, str(answer)))
 
 
 def last_boxed(text):
@@ -104,7 +107,7 @@ def to_number(answer):
             return Fraction(int(quotient[1]), int(quotient[2]))
     except ZeroDivisionError:
         return None
-    if re.fullmatch(r"-?(?:\d+\.?\d*|\.\d+)", answer):
+    if re.fullmatch(r"-?(?:\d+(?:\.\d*)?|\.\d+)", answer):
         return Fraction(answer)
     return None
 

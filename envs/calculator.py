@@ -15,11 +15,12 @@ import operator
 import re
 from fractions import Fraction
 
+# Applied to a text that ends with a closing tag, since its time is linear only there.
 CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 # Digits, which may have thousands separators, decimals and a minus sign. The minus of a difference
 # is not a sign: 5-3 has the numbers 5 and 3.
 NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
-MAX_CHARACTERS = 200  # of an expression
+MAX_CHARACTERS = 200  # of an expression or a number
 MAX_POWER_BITS = 1024  # 9**9**9 would run for ever
 
 OPERATORS = {  # power is apart, since it has a limit
@@ -36,7 +37,8 @@ OPERATORS = {  # power is apart, since it has a limit
 
 def interact(messages):
     """One message with a line for each call of the last turn. No call ends the conversation."""
-    calls = CALL.findall(messages[-1]["content"])
+    text, closing_tag, _ = messages[-1]["content"].rpartition("</calc>")
+    calls = CALL.findall(text + closing_tag)
     if not calls:
         return []
     results = [calculate(expression) for expression in calls]
@@ -46,8 +48,9 @@ def interact(messages):
 def reward_fn(messages, answer):
     """1.0 if the last number in the last reply, outside of calls, equals the answer, else 0.0."""
     replies = [message["content"] for message in messages if message["role"] == "assistant"]
-    numbers = NUMBER.findall(CALL.sub("", replies[-1]))
-    if not numbers:
+    text, closing_tag, rest = replies[-1].rpartition("</calc>")
+    numbers = NUMBER.findall(CALL.sub("", text + closing_tag) + rest)
+    if not numbers or len(numbers[-1]) > MAX_CHARACTERS:
         return 0.0
     return float(exact_value(numbers[-1]) == exact_value(answer))
 

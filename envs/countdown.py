@@ -11,6 +11,7 @@ import operator
 import re
 from fractions import Fraction
 
+# Applied to a text that ends with a closing tag, since its time is linear only there.
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 MAX_CHARACTERS = 200  # of an expression
 OPERATORS = {
@@ -28,7 +29,8 @@ def reward_fn(messages, answer, numbers):
     format: 0.1 if it is an expression of whole numbers, else 0.0.
     """
     no_expression = {"right": 0.0, "format": 0.0}
-    expressions = ANSWER.findall(messages[-1]["content"])
+    text, closing_tag, _ = messages[-1]["content"].rpartition("</answer>")
+    expressions = ANSWER.findall(text + closing_tag)
     if not expressions or len(expressions[-1]) > MAX_CHARACTERS:
         return no_expression
     used_numbers = []

@@ -11,6 +11,7 @@ from fractions import Fraction
 # The number may have signs before it and text behind it: $72, 72%, 72 apples. Its digits may have
 # thousands separators and decimals.
 NUMBER = re.compile(r"[^\d\w-]*(-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?)", re.ASCII)
+MAX_CHARACTERS = 1000  # of a number; Python reads no more than 4,300 digits
 
 
 def reward_fn(messages, answer):
@@ -21,7 +22,7 @@ def reward_fn(messages, answer):
     """
     _, marker, conclusion = messages[-1]["content"].rpartition("####")
     number = NUMBER.match(conclusion)
-    if not marker or not number:
+    if not marker or not number or len(number[1]) > MAX_CHARACTERS:
         return {"right": 0.0, "format": 0.0}
     is_right = exact_value(number[1]) == exact_value(answer)
     return {"right": float(is_right), "format": 0.1}

@@ -24,8 +24,6 @@ import re
 import string
 import urllib.request
 
-SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 URL = os.environ.get("RL2_SEARCH_URL", "http://127.0.0.1:8000/retrieve")
 TIMEOUT_SECONDS = 25
 NUM_DOCUMENTS = 3
@@ -39,10 +37,10 @@ def interact(messages):
     A turn that has an answer, or no search, ends the conversation.
     """
     reply = messages[-1]["content"]
-    search = SEARCH.search(reply)
-    if not search or ANSWER.search(reply):
+    searches = find_all("search", reply)
+    if not searches or find_all("answer", reply):
         return []
-    query = search[1].strip()
+    query = searches[0].strip()
     content = look_up(query) if query else "the query is empty"
     return [{"role": "tool", "content": content}]
 
@@ -52,11 +50,18 @@ def reward_fn(messages, answer):
 
     Case, punctuation and articles do not matter.
     """
-    answers = ANSWER.findall(messages[-1]["content"])
+    answers = find_all("answer", messages[-1]["content"])
     if not answers:
         return 0.0
     right_answers = answer if isinstance(answer, list) else [answer]
     return float(normalise(answers[-1]) in map(normalise, right_answers))
+
+
+def find_all(tag, text):
+    """The texts between <tag> and the next </tag>."""
+    # The time of the pattern is linear only in a text that ends with the closing tag.
+    head, closing_tag, _ = text.rpartition(f"</{tag}>")
+    return re.findall(f"<{tag}>(.*?)</{tag}>", head + closing_tag, re.DOTALL)
 
 
 def look_up(query):

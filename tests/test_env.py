@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from common import make_tokenizer
 
-from rl2.env import runners
+from rl2.env import contract, runners
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures, find_env_file
 from rl2.env.load import load_env, preflight
@@ -883,3 +883,42 @@ def test_public_data_becomes_rows():
     )
     shown_format = {"72,000": "####", "2": r"\boxed{}", 24: "<answer>", "Paris": "<search>"}
     assert all(how in rows[key]["messages"][0]["content"] for key, how in shown_format.items())
+
+
+DIGITS = "1" * 40_000
+
+
+@pytest.mark.parametrize(
+    "name, function, content",
+    [
+        ("search", "reward_fn", "<answer>" * 20_000),
+        ("search", "interact", "<search>" * 20_000),
+        ("search", "interact", "<search></search>" + "<answer>" * 20_000),
+        ("countdown", "reward_fn", "<answer>" * 20_000),
+        ("calculator", "interact", "<calc>" * 20_000),
+        ("calculator", "reward_fn", "<calc>" * 20_000),
+        ("calculator", "reward_fn", DIGITS),
+        ("arithmetic", "reward_fn", DIGITS),
+        ("arithmetic", "reward_fn", "1,111" * 10_000),
+        ("gsm8k", "reward_fn", "####" + DIGITS),
+        ("gsm8k", "reward_fn", "####" + "," * 40_000),
+        ("boxed", "reward_fn", "\\boxed{" + DIGITS + "}"),
+        ("boxed", "reward_fn", "\\boxed{" + DIGITS + "x}"),
+        ("boxed", "reward_fn", "\\boxed{(" + "1," * 40_000 + ")}"),
+        ("boxed", "reward_fn", "\\boxed{" + "\\text{" * 10_000 + "}" * 10_001),
+        ("boxed", "reward_fn", "\\boxed{" + "(" * 20_000 + ")" * 20_000 + "}"),
+    ],
+)
+def test_ready_envs_read_a_reply_of_one_repeated_token_in_linear_time(name, function, content):
+    """Policies that collapse write such replies. They are wrong; they are no failures."""
+    env = load_env(str(ENVS / f"{name}.py"))
+    call = env.reward_fn if function == "reward_fn" else env.interact_fn
+    messages = [*ROW["messages"], {"role": "assistant", "content": content}]
+    row = {"answer": 7, "numbers": [1, 2]}
+    start = time.process_time()
+    result = call(**contract.select_arguments(call, messages, row))
+    if call is env.reward_fn:
+        assert result in (0.0, {"right": 0.0, "format": 0.0})
+    if content.endswith("x}"):  # also without the limit on the length
+        sys.modules[call.__module__].to_number(content.removeprefix("\\boxed{")[:-1])
+    assert time.process_time() - start < 0.5
