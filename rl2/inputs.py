@@ -97,7 +97,12 @@ def _read_env(inputs: Inputs, config: PPOConfig) -> None:
     """Loads the environment, and tries it on the rows."""
     rollout = config.rollout
     try:
-        inputs.env = load_env(rollout.env_path, rollout.env_timeout, rollout.env_concurrency)
+        inputs.env = load_env(
+            rollout.env_path,
+            rollout.env_timeout,
+            rollout.env_concurrency,
+            rollout.env_isolation,
+        )
         inputs.warnings = preflight(inputs.env, inputs.rows, rollout.max_turns)
     except ValueError as error:
         inputs.problems["rollout.env_path"] = str(error)

@@ -263,10 +263,13 @@ def test_slots_are_filled_while_trajectories_wait_for_the_environment(tmp_path, 
 
 
 def test_the_environment_knows_a_trajectory_by_its_key(tmp_path):
-    """The same key in all its calls, another one for each trajectory of the train and test data."""
+    """The same key in all its calls, another one for each trajectory of the train and test data.
+
+    It hears when the trajectory has ended.
+    """
     collector, prompts, _ = make(tmp_path, call_then_answer, TOOL_ENV, 3, num_prompts=2)
     env = collector.player.env
-    calls = []
+    calls, ended = [], []
 
     class RecordingEnv:
         async def interact(self, messages, row, key):
@@ -277,6 +280,10 @@ def test_the_environment_knows_a_trajectory_by_its_key(tmp_path):
             calls.append(("score", key, row["answer"]))
             return await env.score(messages, row, key)
 
+        def end(self, key):
+            assert ("score", key) in {call[:2] for call in calls}
+            ended.append(key)
+
     collector.player.env = RecordingEnv()
     for split in ("train", "test"):
         collector.play(prompts, PARAMS, 2, split, 1)
@@ -285,6 +292,7 @@ def test_the_environment_knows_a_trajectory_by_its_key(tmp_path):
         key, answer = (split, number), str(number // 2)
         expected |= {("interact", key, answer): 2, ("score", key, answer): 1}
     assert Counter(calls) == expected
+    assert sorted(ended) == sorted({key for _, key, _ in calls})
 
 
 def test_a_trajectory_that_was_cancelled_is_not_trained(tmp_path):

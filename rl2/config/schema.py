@@ -515,6 +515,12 @@ class RolloutConfig:
     env_concurrency: int = key(
         32, "calls of the env that one process makes at a time; the others wait", above=0
     )
+    env_isolation: str = key(
+        "thread",
+        "where functions of the env run that are not async; process: in env_concurrency processes, "
+        "which are killed on timeout",
+        choices=("thread", "process"),
+    )
     max_env_failures: float = key(
         0.1,
         "fraction of a step's trajectories whose env may fail; more stops the run",

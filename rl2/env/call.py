@@ -1,8 +1,8 @@
 """Calls the environment, so that no call can stop or block the run.
 
 Async functions run on one event loop, in a thread that lives as long as the run. Other functions
-run in a thread for each call. A call that raises, takes too long or returns a wrong value raises
-EnvError.
+run in a thread for each call, or in a pool of processes. A call that raises, takes too long or
+returns a wrong value raises EnvError.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl2.env.contract import EnvError, required_columns, select_arguments
+from rl2.env.processes import ProcessPool
 from rl2.env.runners import LoopRunner, ThreadRunner
 
 
@@ -19,7 +20,7 @@ class Env:
 
     `interact` is None if the file has no such function. `timeout` is the limit of a call in
     seconds, from its start. `concurrency` calls run at a time, the others wait. A `key` names the
-    trajectory that a call belongs to.
+    trajectory that a call belongs to. With a `pool`, sync functions run there.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Env:
         interact: Callable | None = None,
         timeout: float = 60.0,
         concurrency: int = 32,
+        pool: ProcessPool | None = None,
     ):
         self.reward_fn = reward_fn
         self.interact_fn = interact
@@ -36,7 +38,8 @@ class Env:
         self._caller_loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(concurrency)
         self._async_runner = LoopRunner(timeout)
-        self._sync_runner = ThreadRunner(timeout)
+        self._thread_runner = ThreadRunner(timeout)
+        self._pool = pool
 
     async def score(self, messages: list[dict], row: dict, key: Any = None) -> dict[str, float]:
         """The reward parts of a conversation, by name. The reward is their sum.
@@ -50,9 +53,16 @@ class Env:
         assert self.interact_fn is not None, "the env file has no interact(messages)"
         return await self._call("interact", self.interact_fn, messages, row, key)
 
+    def end(self, key: Any) -> None:
+        """The trajectory `key` makes no further call."""
+        if self._pool:
+            self._pool.end(key)
+
     def close(self) -> None:
-        """Ends the event loop of the async functions."""
+        """Ends the event loop of the async functions, and the processes. No call may be running."""
         self._async_runner.close()
+        if self._pool:
+            self._pool.close()
 
     async def _call(
         self, name: str, function: Callable, messages: list[dict], row: dict, key: Any
@@ -61,7 +71,10 @@ class Env:
         if missing:
             raise EnvError(f"{name} needs {', '.join(missing)}, which the row does not have")
         arguments = select_arguments(function, messages, row)
-        runner = self._async_runner if _is_async(function) else self._sync_runner
+        is_async = _is_async(function)
+        if self._pool and not is_async:  # its processes are the slots
+            return await self._pool.run(name, arguments, key)
+        runner = self._async_runner if is_async else self._thread_runner
         if self._caller_loop is not asyncio.get_running_loop():
             self._caller_loop = asyncio.get_running_loop()
             self._slots = asyncio.Semaphore(self.concurrency)

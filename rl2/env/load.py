@@ -14,6 +14,7 @@ from rl2.env.contract import (
     required_columns,
 )
 from rl2.env.files import import_env_file
+from rl2.env.processes import ProcessPool
 
 TRIAL_REPLIES = ("", "The answer is 42.")
 MAX_TRIAL_ROWS = 8  # of each data set, spread over it
@@ -21,10 +22,13 @@ MAX_TRIAL_ROWS = 8  # of each data set, spread over it
 RowSets = dict[str, list[dict]]  # by the key that names the data: data.path, data.test_path
 
 
-def load_env(path: str, timeout: float = 60.0, concurrency: int = 32) -> Env:
+def load_env(
+    path: str, timeout: float = 60.0, concurrency: int = 32, isolation: str = "thread"
+) -> Env:
     """The environment of an env file.
 
-    `timeout` is the limit of each call in seconds; `concurrency` calls run at a time.
+    `timeout` is the limit of each call in seconds; `concurrency` calls run at a time. `isolation`
+    is what a sync function runs in: thread | process.
 
     Raises ValueError when the file works with no row: it is missing or fails on import, it has no
     reward_fn, or a function cannot be called by the names of its parameters.
@@ -35,7 +39,10 @@ def load_env(path: str, timeout: float = 60.0, concurrency: int = 32) -> Env:
     for name in ("reward_fn", "interact"):
         if hasattr(module, name):
             check_signature(getattr(module, name), f"rollout.env_path={path}: {name}")
-    return Env(module.reward_fn, getattr(module, "interact", None), timeout, concurrency)
+    pool = None
+    if isolation == "process":
+        pool = ProcessPool(str(module.__file__), timeout, concurrency)
+    return Env(module.reward_fn, getattr(module, "interact", None), timeout, concurrency, pool)
 
 
 def preflight(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:

@@ -170,6 +170,8 @@ class Player:
             trajectory.finish_reason = "failed"
             for sample in trajectory.samples:
                 sample.mask = array("b", [0]) * len(sample.mask)
+        if trajectory.finish_reason:
+            self.env.end(key)
 
     async def _play_turn(
         self,

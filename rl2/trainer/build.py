@@ -155,8 +155,9 @@ class PPORun:
         return summarise(trajectories, self.actor.version)
 
     def finish(self) -> None:
-        """Ends the engine and saves the final model."""
+        """Ends the engine and the environment, and saves the final model."""
         self.engine.close()
+        self.collector.player.env.close()
         self.recorder.finish(self.actor)
 
 

@@ -1,0 +1,76 @@
+"""The process of an env file: it imports the file, and runs its functions one call at a time.
+
+rl2/env/processes.py starts it. Nothing of the trainer is imported here.
+"""
+
+import ctypes
+import io
+import json
+import os
+import pickle
+import signal
+import sys
+from contextlib import suppress
+from typing import Any
+
+from rl2.env.contract import EnvError
+from rl2.env.files import import_env_file
+from rl2.env.results import check_result, raising_env_error
+
+PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when the thread that forked it ends
+
+
+def serve(descriptor: int, parent: int, path: str) -> None:
+    """Imports the env file `path` and answers calls on the socket until the trainer closes it.
+
+    A call is a pickle, an answer is a line of JSON. The first answer is that of the import.
+    """
+    _end_with_parent(parent)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # what was printed outlives a kill
+    # Processes that the env starts must not hold the socket: its end tells that this one ended.
+    os.set_inheritable(descriptor, False)
+    os.register_at_fork(after_in_child=lambda: os.close(descriptor))
+    with open(descriptor, "rb") as calls, open(descriptor, "wb", closefd=False) as answers:
+        module: Any = None
+        answer: dict[str, Any] = {"value": None}
+        try:
+            module = import_env_file(path)
+        except ValueError as error:
+            answer = {"reason": str(error), "kind": str(error)}
+        with suppress(EOFError):
+            while True:
+                answers.write(json.dumps(answer).encode() + b"\n")
+                answers.flush()
+                name, arguments = pickle.load(calls)
+                answer = _answer(module, name, arguments)
+
+
+def _answer(module: Any, name: str, arguments: bytes) -> dict[str, Any]:
+    try:
+        with raising_env_error(name):
+            function = getattr(module, name)
+            return {"value": check_result(name, function(**pickle.loads(arguments)))}
+    except EnvError as error:
+        return {"reason": str(error), "kind": error.kind}
+
+
+def end_groups(descriptor: int) -> None:
+    """Kills process groups when the trainer has ended, however it ended.
+
+    Lines on the socket name groups: first when a group starts, again when it has ended.
+    """
+    groups: set[int] = set()
+    with open(descriptor, "rb") as lines:
+        for line in lines:
+            groups ^= {int(line)}
+    for group in groups:
+        with suppress(OSError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def _end_with_parent(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit()  # the parent ended before
