@@ -111,6 +111,25 @@ def turn(tokenizer, prompt_messages, reply, end, tools=None):
     ]
 
 
+def extend_whole(template, tokens, messages, new_messages, tools):
+    """What `extend` does, by a comparison of the texts of whole conversations."""
+    old_text = template.decode(tokens)
+    whole_text = template.decode(template.encode_prompt(messages + new_messages, tools))
+    new = template.tokenize(whole_text[len(old_text) :])
+    return new if template.decode(tokens + new) == whole_text else None
+
+
+def extend(template, tokens, messages, new_messages, tools=None):
+    """`ChatTemplate.extend`, which must agree with the comparison of whole texts."""
+    if not isinstance(template, ChatTemplate):
+        template = ChatTemplate(template)
+    prompt = template.decode(template.encode_prompt(messages[:-1], tools))
+    [start] = [n for n in range(len(tokens) + 1) if template.decode(tokens[:n]) == prompt]
+    new = template.extend(tokens, len(tokens) - start, messages, new_messages, tools)
+    assert new == extend_whole(template, tokens, messages, new_messages, tools)
+    return new
+
+
 def test_prompt_is_the_templates_text_with_its_special_tokens_as_one_token_each():
     tokenizer = make_tokenizer()
     tokens = ChatTemplate(tokenizer).encode_prompt(QUESTION)
@@ -144,10 +163,7 @@ def test_tools_reach_the_template_in_prompt_and_extension():
     assert '"calc"' in text_of(tokenizer, ChatTemplate(tokenizer).encode_prompt(QUESTION, tools))
     tokens, messages = turn(tokenizer, QUESTION, "4", "<|eot|>", tools)
     again = [{"role": "user", "content": "Sure?"}]
-    assert ChatTemplate(tokenizer).extend(tokens, messages, again, tools) is not None
-    assert (
-        ChatTemplate(tokenizer).extend(tokens, messages, again) is None
-    )  # the system message would be gone
+    assert extend(tokenizer, tokens, messages, again, tools) is not None
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
@@ -160,7 +176,7 @@ def test_extension_completes_the_templates_text_and_keeps_sampled_tokens(templat
     tokens, messages = turn(tokenizer, QUESTION, "the other: the 4", end)
     for content in ["the result\n is 5 ✓", "  and more  "]:
         new_messages = [{"role": role, "content": content}]
-        new = ChatTemplate(tokenizer).extend(tokens, messages, new_messages)
+        new = extend(tokenizer, tokens, messages, new_messages)
         assert text_of(tokenizer, tokens + new) == rendered(tokenizer, messages + new_messages)
         assert tokenizer.convert_tokens_to_ids(end) in new
         reply = bytewise(tokenizer, "the last") + [tokenizer.convert_tokens_to_ids(end)]
@@ -176,17 +192,32 @@ def test_extension_completes_the_templates_text_and_keeps_sampled_tokens(templat
     )
 
 
+def test_an_extension_decodes_and_tokenises_only_what_is_new(monkeypatch):
+    tokenizer = make_tokenizer()
+    template = ChatTemplate(tokenizer)
+    question = [{"role": "user", "content": "word " * 1000}]
+    tokens, messages = turn(tokenizer, question, "4", "<|im_end|>")
+    sizes = []
+    for name in ("decode", "tokenize"):
+        method = getattr(template, name)
+        monkeypatch.setattr(
+            template, name, lambda x, method=method: sizes.append(len(x)) or method(x)
+        )
+    assert template.extend(tokens, 2, messages, [{"role": "user", "content": "Sure?"}])
+    assert len(tokens) > 5000 and sum(sizes) < 400
+
+
 def test_hand_worked_extension():
     tokenizer = make_tokenizer()
     tokens, messages = turn(tokenizer, QUESTION, "4", "<|im_end|>")
-    new = ChatTemplate(tokenizer).extend(tokens, messages, [{"role": "user", "content": "Sure?"}])
+    new = extend(tokenizer, tokens, messages, [{"role": "user", "content": "Sure?"}])
     assert text_of(tokenizer, new) == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_cut_off_turn_is_ended_by_the_first_new_token():
     tokenizer = make_tokenizer()
     tokens, messages = turn(tokenizer, QUESTION, "the 4", None)
-    new = ChatTemplate(tokenizer).extend(tokens, messages, [{"role": "tool", "content": "5"}])
+    new = extend(tokenizer, tokens, messages, [{"role": "tool", "content": "5"}])
     assert new[0] == tokenizer.eos_token_id
     assert (
         text_of(tokenizer, new)
@@ -197,11 +228,8 @@ def test_cut_off_turn_is_ended_by_the_first_new_token():
 def test_dropped_reasoning_starts_a_new_sequence_but_a_tool_call_keeps_it():
     tokenizer = make_tokenizer(QWEN)
     tokens, messages = turn(tokenizer, QUESTION, "<think>hm</think>4", "<|im_end|>")
-    assert (
-        ChatTemplate(tokenizer).extend(tokens, messages, [{"role": "user", "content": "Sure?"}])
-        is None
-    )
-    new = ChatTemplate(tokenizer).extend(tokens, messages, [{"role": "tool", "content": "5"}])
+    assert extend(tokenizer, tokens, messages, [{"role": "user", "content": "Sure?"}]) is None
+    new = extend(tokenizer, tokens, messages, [{"role": "tool", "content": "5"}])
     assert text_of(tokenizer, tokens + new).count("<think>hm</think>4") == 1
 
 
@@ -215,10 +243,7 @@ def test_dropped_reasoning_starts_a_new_sequence_but_a_tool_call_keeps_it():
 def test_a_reply_that_the_template_would_not_write_starts_a_new_sequence(template, reply, end):
     tokenizer = make_tokenizer(template)
     tokens, messages = turn(tokenizer, QUESTION, reply, end)
-    assert (
-        ChatTemplate(tokenizer).extend(tokens, messages, [{"role": "user", "content": "Sure?"}])
-        is None
-    )
+    assert extend(tokenizer, tokens, messages, [{"role": "user", "content": "Sure?"}]) is None
 
 
 def test_a_special_token_that_begins_a_tool_call_stays_in_the_reply():
@@ -235,7 +260,7 @@ def test_a_special_token_that_begins_a_tool_call_stays_in_the_reply():
     tokens = template.encode_prompt(QUESTION) + [*sampled, end]
     messages = [*QUESTION, {"role": "assistant", "content": content}]
     new_messages = [{"role": "tool", "content": "5"}]
-    new = template.extend(tokens, messages, new_messages)
+    new = extend(tokenizer, tokens, messages, new_messages)
     assert new is not None  # the sampled tokens stay, and nothing is sampled or trained twice
     assert text_of(tokenizer, tokens + new) == rendered(tokenizer, messages + new_messages)
 
@@ -251,7 +276,7 @@ def test_broken_character_survives_in_tokens():
     ]
     tokens = ChatTemplate(tokenizer).encode_prompt(QUESTION) + completion
     new_messages = [{"role": "user", "content": "Sure?"}]
-    new = ChatTemplate(tokenizer).extend(tokens, messages, new_messages)
+    new = extend(tokenizer, tokens, messages, new_messages)
     assert text_of(tokenizer, tokens + new) == rendered(tokenizer, messages + new_messages)
 
 
@@ -259,23 +284,27 @@ def test_tokenizer_that_puts_a_space_before_text_never_drifts():
     tokenizer = make_tokenizer(
         "{% for m in messages %}{{ m.content }}{% endfor %}", prefix_space=True
     )
-    tokens = ChatTemplate(tokenizer).encode_prompt([{"role": "user", "content": "ab"}])
-    assert text_of(tokenizer, tokens) == " ab"
-    assert (
-        ChatTemplate(tokenizer).extend(
-            tokens,
-            [{"role": "user", "content": "ab"}],
-            [{"role": "user", "content": "c"}],
-        )
-        is None
-    )
+    tokens, messages = turn(tokenizer, [{"role": "user", "content": "ab"}], "4", None)
+    assert text_of(tokenizer, tokens) == " ab4"
+    assert extend(tokenizer, tokens, messages, [{"role": "user", "content": "c"}]) is None
+
+
+def test_a_prompt_that_is_not_the_templates_text_starts_a_new_sequence():
+    """As that of a row of plain text, whose trajectory holds a message of the user."""
+    tokenizer = make_tokenizer()
+    template = ChatTemplate(tokenizer)
+    messages = [*QUESTION, {"role": "assistant", "content": "4"}]
+    again = [{"role": "user", "content": "Sure?"}]
+    for prompt in ("2+2=", "the sum of the numbers 2 and 2 is, as a number,", "assistant\n"):
+        tokens = template.encode_prompt(prompt) + bytewise(tokenizer, "4")
+        assert template.extend(tokens, 1, messages, again) is None
 
 
 @pytest.mark.parametrize("template", [ONLY_USER_AND_ASSISTANT, DROPS_OTHER_ROLES])
 def test_tool_message_becomes_the_users_where_the_template_has_no_tools(template):
     tokenizer = make_tokenizer(template)
     tokens, messages = turn(tokenizer, QUESTION, "4", "<|im_end|>")
-    new = ChatTemplate(tokenizer).extend(tokens, messages, [{"role": "tool", "content": "5"}])
+    new = extend(tokenizer, tokens, messages, [{"role": "tool", "content": "5"}])
     assert text_of(tokenizer, new) == "\n<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -286,7 +315,7 @@ def test_messages_in_a_row_are_joined_where_the_template_wants_the_roles_to_alte
     template = ChatTemplate(tokenizer)
     tokens, messages = turn(tokenizer, QUESTION, "4", "<|im_end|>")
     results = [{"role": role, "content": f"{i}"} for i, role in enumerate(roles)]
-    new = template.extend(tokens, messages, results)
+    new = extend(tokenizer, tokens, messages, results)
     assert (
         text_of(tokenizer, new) == "\n<|im_start|>user\n0\n\n1<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -360,7 +389,7 @@ def test_the_system_prompt_comes_first_unless_the_row_has_its_own(capsys):
     assert "kind" not in template.render(own) and template.render("2+2=") == "2+2="
     tokens = template.encode_prompt(QUESTION)
     messages = [*QUESTION, {"role": "assistant", "content": "4"}]
-    new = template.extend(tokens + bytewise(template.tokenizer, "4"), messages, QUESTION)
+    new = extend(template, tokens + bytewise(template.tokenizer, "4"), messages, QUESTION)
     assert new is not None
     template.warn_of_ignored([{"messages": own}])
     assert capsys.readouterr().out == ""
@@ -381,7 +410,7 @@ def test_a_base_model_gets_a_plain_template_on_request(adds_bos):
     assert text_of(tokenizer, tokens) == prompt + "4<|endoftext|>\n\n"
     assert text_of(tokenizer, tokens[: mask.index(1)]) == prompt and sum(mask) == 2
     tokens, messages = turn(tokenizer, QUESTION, "4", "<|endoftext|>")
-    new = template.extend(tokens, messages, [{"role": "tool", "content": "5"}])
+    new = extend(template, tokens, messages, [{"role": "tool", "content": "5"}])
     assert text_of(tokenizer, new) == "\n\ntool:\n5\n\nassistant:\n"
 
 

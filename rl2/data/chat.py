@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,9 +24,11 @@ from transformers import PreTrainedTokenizerBase
 from rl2.data.messages import Messages
 
 PROBE = "rl2probe"  # a content that no template changes
+CONTEXT_TOKENS = 16  # in front of tokens to decode: more than one character or word
 SYSTEM_ROLES = ("system", "developer")
 OWN_VARIABLES = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-# Stands before a template that asks for the date, and gives it the date of the run.
+# Stands before a template that asks for the date, and gives it the date of the run. It is a macro
+# because transformers hands plain data to a template, no functions.
 DATE_MACRO = (
     "{% macro strftime_now(format) %}{% set date = namespace(text=format) %}"
     "{% for directive, text in rl2_date.items() %}"
@@ -34,8 +36,6 @@ DATE_MACRO = (
     "{{ date.text }}{% endmacro %}\n"
 )
 DATE_DIRECTIVES = [f"%{flag}{letter}" for flag in ("", "-") for letter in "aAbBcdHIjmMpSUwWxXyY"]
-
-
 # A template for base models, after the beginning-of-sequence token of those that have one.
 PLAIN = (
     "{% for message in messages %}{{ message.role + ':\n' + message.content }}"
@@ -163,13 +163,13 @@ class ChatTemplate:
         elif self.render(row["messages"], row["tools"]) == self.render(row["messages"]):
             print("warning: column 'tools' is not shown: the model's chat template ignores tools")
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens with its special tokens, spaces unchanged."""
-        text = self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
-    def decode_reply(self, tokens: list[int], stop_token_ids: Collection[int]) -> str:
+    def decode_reply(self, tokens: Sequence[int], stop_token_ids: Collection[int]) -> str:
         """The content of a sampled turn: its text without the special token that ended it.
 
         Other special tokens stay, for instance those that begin a tool call.
@@ -240,38 +240,56 @@ class ChatTemplate:
 
     def extend(
         self,
-        tokens: list[int],
+        tokens: Sequence[int],
+        num_sampled: int,
         messages: list[dict],
         new_messages: list[dict],
         tools: list | None = None,
     ) -> list[int] | None:
         """The tokens to append to a conversation, so that `new_messages` follow its last turn.
 
-        `tokens` are those of the conversation so far. They end with the sampled turn, which is the
-        last of `messages`. The result ends with the header of the assistant's next turn. With
-        ChatML, for a conversation that ends with "4<|im_end|>" and a new message of the user,
-        "Sure?", its text is
+        `tokens` are those of the conversation so far. Its last turn is the last of `messages`, of
+        which the last `num_sampled` tokens were sampled; those before are of `encode_prompt` or of
+        earlier extensions with the same tools. The result ends with the header of the assistant's
+        next turn. With ChatML, for a conversation that ends with "4<|im_end|>" and a new message of
+        the user, "Sure?", its text is
 
             "\\n<|im_start|>user\\nSure?<|im_end|>\\n<|im_start|>assistant\\n"
 
         If the length limit cut the sampled turn, so that it lacks its end of turn, the result
         begins with the end of turn that the template writes.
 
-        The text of `tokens` and the result is exactly the template's text of the whole conversation
-        (as the tokenizer gives it back). None when no tokens can achieve that, because
+        The text of `tokens` and the result is exactly the template's text of the whole
+        conversation. Only the new tokens are decoded and tokenised. None when no tokens can achieve
+        that, because
         - the template rewrites or drops earlier text: reasoning of earlier turns, spaces around it;
-        - the model sampled what the template never writes: another end of turn, or a special token
-          inside its text.
+        - the model sampled what the template never writes, for instance another end of turn; or
+        - the tokenizer changes a text that has nothing before it: it starts it with a space.
         The caller then starts a new sequence with `encode_prompt(messages + new_messages)`.
         """
-        old_text = self.decode(tokens)
-        whole_tokens = self.encode_prompt(messages + new_messages, tools)
-        whole_text = self.decode(whole_tokens)
-        new_tokens = self.tokenize(whole_text[len(old_text) :])
-        # This comparison also fails for a tokenizer that changes a text which has nothing before
-        # it, for instance by starting it with a space.
-        extended_text = self.decode(list(tokens) + new_tokens)
-        return new_tokens if extended_text == whole_text else None
+        start = len(tokens) - num_sampled
+        before = self.render(messages[:-1], tools)
+        context = tokens[max(0, start - CONTEXT_TOKENS) : start]
+        # The context may begin inside a character.
+        last_text = self.decode(context).lstrip("\ufffd")
+        is_prompt = before.endswith(last_text) if start > CONTEXT_TOKENS else before == last_text
+        sampled_text = self._text_behind(context, tokens[start:])
+        whole = self.render(messages + new_messages, tools)
+        if not is_prompt or sampled_text is None or not whole.startswith(before + sampled_text):
+            return None
+        new_text = whole[len(before + sampled_text) :]
+        new_tokens = self.tokenize(new_text)
+        appended_text = self._text_behind(tokens[-CONTEXT_TOKENS:], new_tokens)
+        return new_tokens if appended_text == new_text else None
+
+    def _text_behind(self, context: Sequence[int], tokens: Sequence[int]) -> str | None:
+        """The text that `tokens` add to that of `context`. None if they change that of `context`.
+
+        A tokenizer may decode tokens in another way where nothing stands before them.
+        """
+        before = self.decode(context)
+        text = self.decode([*context, *tokens])
+        return text[len(before) :] if text.startswith(before) else None
 
     def _prepend_bos(self, text: str) -> str:
         """A plain text after the beginning-of-sequence token, if this tokenizer puts one there."""

@@ -185,7 +185,7 @@ class Player:
         if generation.finish_reason == "abort":
             return
         sampled = trajectory.samples[-1].tokens[-trajectory.partial_tokens :]
-        reply = self.template.decode_reply(sampled.tolist(), params.stop_token_ids)
+        reply = self.template.decode_reply(sampled, params.stop_token_ids)
         trajectory.messages.append({"role": "assistant", "content": reply})
         trajectory.partial_tokens = 0
         trajectory.num_turns += 1
@@ -193,8 +193,7 @@ class Player:
         if generation.finish_reason == "stop" and trajectory.num_turns < self.max_turns:
             env_messages = await self.env.interact(trajectory.messages, trajectory.row, key)
         if env_messages:
-            tools = trajectory.row.get("tools")
-            self._append_env_messages(trajectory, env_messages, tools, params.max_new_tokens)
+            self._append_env_messages(trajectory, len(sampled), env_messages, params.max_new_tokens)
         else:
             trajectory.finish_reason = generation.finish_reason
 
@@ -226,21 +225,24 @@ class Player:
     def _append_env_messages(
         self,
         trajectory: Trajectory,
+        num_sampled: int,
         env_messages: list[dict],
-        tools: list | None,
         max_new_tokens: int,
     ) -> None:
         """Appends the environment's messages as tokens, for another turn of `max_new_tokens`.
 
+        `num_sampled` is the number of tokens of the turn that they answer.
         Where the chat template rewrites what came before, a new training sequence begins. Where the
         next turn could exceed `max_length`, the trajectory ends instead.
         """
         sample = trajectory.samples[-1]
         messages = trajectory.messages
+        tools = trajectory.row.get("tools")
         new_prompt: list[int] = []
         try:
-            tokens = sample.tokens.tolist()
-            extension = self.template.extend(tokens, messages, env_messages, tools)
+            extension = self.template.extend(
+                sample.tokens, num_sampled, messages, env_messages, tools
+            )
             if extension is None:
                 new_prompt = self.template.encode_prompt(messages + env_messages, tools)
         except ValueError as error:  # the template refuses the environment's messages
