@@ -135,6 +135,16 @@ class ChatTemplate:
         if isinstance(reply, str):
             reply = {"role": "assistant", "content": reply}
         whole = self.render([*messages, reply], tools, add_generation_prompt=False)
+        if whole.startswith(before):
+            return before, whole
+        # With the reply the template writes other text in front of it than in its prompt: Mistral
+        # shows the system prompt at a last message of the user only. The reply follows its prompt.
+        probe = {"role": "assistant", "content": PROBE}
+        header = self.render([*messages, probe], tools, False).partition(PROBE)[0]
+        if not before[-1].isspace():  # a space behind the header belongs to the reply
+            header = header.rstrip()
+        if whole.startswith(header) and not before.startswith(header):
+            whole = before + whole[len(header) :]
         return before, whole
 
     def tokenize(self, text: str | list[str]) -> list:

@@ -1,0 +1,479 @@
+"""Chat templates of 22 families times random conversations: what is trained is what was sampled.
+
+templates/ has fixtures of our own that behave as the published templates of the families do. Their
+tokenizers are small, byte by byte, with the special tokens of the family.
+"""
+
+import asyncio
+import random
+import re
+from dataclasses import dataclass
+from datetime import date
+from os.path import commonprefix
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+from jinja2 import TemplateError
+from test_chat import BYTES
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
+
+from rl2.data.chat import ChatTemplate
+from rl2.data.examples import render_sft
+from rl2.engine.base import Generation, SamplingParams
+from rl2.env.contract import EnvFailures
+from rl2.rollout.trajectory import Player, begin_group
+
+TEMPLATES = Path(__file__).parent / "templates"
+NUM_CONVERSATIONS = 25  # of each family, in each test
+DATE = date(2024, 2, 29)
+TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
+CHATML = "<|im_start|> <|im_end|> <|endoftext|>"
+LLAMA3 = "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>"
+GEMMA = "<bos> <eos> <start_of_turn> <end_of_turn>"
+MISTRAL = (
+    "<s> </s> [INST] [/INST] [TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] "
+    "[/TOOL_RESULTS] [SYSTEM_PROMPT] [/SYSTEM_PROMPT]"
+)
+DEEPSEEK = (
+    "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> "
+    "<｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜>"
+)
+COMMAND_R = (
+    "<BOS_TOKEN> <|START_OF_TURN_TOKEN|> <|END_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> "
+    "<|SYSTEM_TOKEN|>"
+)
+
+
+@dataclass
+class Family:
+    """What the tests know of a family besides its template. Tokens are separated by spaces."""
+
+    special: str
+    eos: str
+    bos: str | None = None
+    added: str = ""  # tokens of their own that are not special
+    other_ends: str = ""  # tokens that end a turn as `eos` does
+    clean_reply: str = "{}"  # a reply as the template writes it ...
+    clean_end: str | None = None  # ... and its end; None: `eos`
+    has_system: bool = True
+    has_calls: bool = False  # whether the template writes `tool_calls`
+    moves_system: bool = False  # the system prompt is shown at a last message of the user only
+    strips_right: bool = False  # special tokens swallow the white space behind them
+    # Training sequences of three turns, without and with a system prompt.
+    num_sequences: tuple[int, int] = (1, 1)
+
+    @property
+    def ends(self) -> list[str]:
+        return [self.eos, *self.other_ends.split()]
+
+
+FAMILIES = {
+    "chatml": Family(CHATML, "<|im_end|>"),
+    "command_r": Family(COMMAND_R, "<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>"),
+    # The next reply begins inside the reasoning, which an earlier one has no more.
+    "deepseek_r1": Family(
+        DEEPSEEK,
+        "<｜end▁of▁sentence｜>",
+        "<｜begin▁of▁sentence｜>",
+        added="<think> </think>",
+        clean_reply="hm</think>{}",
+        num_sequences=(3, 3),
+    ),
+    "deepseek_v3": Family(DEEPSEEK, "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"),
+    "gemma2": Family(
+        GEMMA,
+        "<eos>",
+        "<bos>",
+        other_ends="<end_of_turn>",
+        clean_end="<end_of_turn>",
+        has_system=False,
+    ),
+    "gemma3": Family(
+        GEMMA, "<eos>", "<bos>", other_ends="<end_of_turn>", clean_end="<end_of_turn>"
+    ),
+    # A reply ends with the token of the next role.
+    "glm4": Family(
+        "[gMASK] <sop> <|endoftext|> <|system|> <|user|> <|assistant|> <|observation|>",
+        "<|endoftext|>",
+        other_ends="<|user|> <|observation|>",
+        clean_end="<|user|>",
+    ),
+    "granite3": Family("<|start_of_role|> <|end_of_role|> <|end_of_text|>", "<|end_of_text|>"),
+    "llama2": Family("<s> </s>", "</s>", "<s>", clean_reply=" {} "),
+    "llama3": Family(LLAMA3, "<|eot_id|>", "<|begin_of_text|>"),
+    "llama3_1": Family(
+        f"{LLAMA3} <|eom_id|> <|python_tag|>",
+        "<|eot_id|>",
+        "<|begin_of_text|>",
+        other_ends="<|eom_id|>",
+        has_calls=True,
+    ),
+    "mistral_nemo": Family(
+        MISTRAL, "</s>", "<s>", has_calls=True, moves_system=True, num_sequences=(1, 3)
+    ),
+    "mistral_small": Family(MISTRAL, "</s>", "<s>"),
+    "mistral_v3": Family(
+        MISTRAL,
+        "</s>",
+        "<s>",
+        clean_reply=" {}",
+        has_calls=True,
+        moves_system=True,
+        num_sequences=(1, 3),
+    ),
+    "olmo2": Family("<|endoftext|> <|pad|>", "<|endoftext|>", "<|endoftext|>"),
+    "phi3": Family(
+        "<s> <|endoftext|> <|system|> <|user|> <|assistant|> <|end|>",
+        "<|endoftext|>",
+        "<s>",
+        other_ends="<|end|>",
+        clean_end="<|end|>",
+        strips_right=True,
+    ),
+    "phi4": Family(f"{CHATML} <|im_sep|>", "<|im_end|>", "<|endoftext|>"),
+    "qwen2_5": Family(
+        CHATML,
+        "<|im_end|>",
+        added="<tool_call> </tool_call>",
+        other_ends="<|endoftext|>",
+        has_calls=True,
+    ),
+    "qwen3": Family(
+        CHATML,
+        "<|im_end|>",
+        added="<think> </think> <tool_call> </tool_call>",
+        other_ends="<|endoftext|>",
+    ),
+    "smollm2": Family(CHATML, "<|im_end|>"),
+    "smollm3": Family(CHATML, "<|im_end|>", added="<think> </think>"),
+    "zephyr": Family("<s> </s>", "</s>", "<s>"),
+}
+
+
+def test_every_template_has_a_family():
+    assert sorted(FAMILIES) == sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
+    assert len(FAMILIES) >= 20
+
+
+def make_template(name: str) -> ChatTemplate:
+    """The family's template with a tokenizer that merges some letters, newlines and spaces."""
+    family = FAMILIES[name]
+    vocab = {character: i for i, character in enumerate(sorted(BYTES.values()))}
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ċ", "Ċ"), ("Ġ", "Ġ"), ("Ġ", "m")]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    for token in family.special.split():
+        token = AddedToken(token, special=True, normalized=False, rstrip=family.strips_right)
+        backend.add_special_tokens([token])
+    backend.add_tokens([AddedToken(token, normalized=False) for token in family.added.split()])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=family.bos,
+        eos_token=family.eos,
+        chat_template=(TEMPLATES / f"{name}.jinja").read_text(),
+    )
+    return ChatTemplate(tokenizer, date=DATE)
+
+
+def expected_text(template: ChatTemplate, messages: list, tools=None, next_reply=True) -> str:
+    """The template's text of the messages, by transformers.
+
+    Where it refuses or hides a message, the tools' messages are the user's; and where it still
+    refuses, those of one role in a row are one.
+    """
+    as_user = [{**m, "role": "user"} if m["role"] == "tool" else m for m in messages]
+    joined = []
+    for message in as_user:
+        if joined and joined[-1]["role"] == message["role"] == "user":
+            content = f"{joined[-1]['content']}\n\n{message['content']}"
+            joined[-1] = {**joined[-1], "content": content}
+        else:
+            joined.append(message)
+    today = SimpleNamespace(now=lambda: DATE)
+    hidden = [re.search(r"m\d+", m["content"])[0] for m in messages if m["role"] == "tool"]
+    for attempt in (messages, as_user, joined):
+        try:
+            with mock.patch.object(chat_template_utils, "datetime", today):
+                text = template.tokenizer.apply_chat_template(
+                    attempt, tools=tools, add_generation_prompt=next_reply, tokenize=False
+                )
+        except TemplateError:
+            continue
+        if all(marker in text for marker in hidden):
+            return text
+    raise AssertionError(f"the template refuses {messages}")
+
+
+class Writer:
+    """Random texts, replies and conversations. Each text has a marker, m and a number."""
+
+    def __init__(self, name: str, template: ChatTemplate, seed: int):
+        self.rng = random.Random(f"{name} {seed}")
+        self.family = FAMILIES[name]
+        self.template = template
+        self.num_markers = 0
+
+    def text(self) -> str:
+        self.num_markers += 1
+        words = ["the", " the", "other ", "é✓", "\n", "\n\n", "  ", '{"a": 1}', "'"]
+        before, after = self.rng.choices(words, k=2)
+        return f"{before} m{self.num_markers} {after}"
+
+    def reply(self) -> str:
+        reasoning = self.rng.choice(["", "", "", "<think>\nhm \n</think>\n\n", "hm</think>"])
+        return reasoning + self.text()
+
+    def sampled_reply(self) -> tuple[list[int], str]:
+        """(tokens, finish reason) of a reply, in tokens that the tokenizer might not choose."""
+        tokenizer = self.template.tokenizer
+        inside = [*self.family.special.split(), *self.family.added.split()]
+        inside = [token for token in inside if token not in self.family.ends]
+        pieces = [self.rng.choice(["", "", " ", "\n"]), self.reply()]
+        pieces += self.rng.choices(["", "", "", *inside], k=1) + [self.rng.choice(["", "x", "\n"])]
+        tokens = []
+        for piece in pieces:
+            if piece in inside:
+                tokens.append(tokenizer.convert_tokens_to_ids(piece))
+            elif self.rng.random() < 0.5:
+                tokens += self.template.tokenize(piece)
+            else:
+                tokens += tokenizer.convert_tokens_to_ids([BYTES[byte] for byte in piece.encode()])
+        if self.rng.random() < 0.1:
+            tokens += tokenizer.convert_tokens_to_ids([BYTES[byte] for byte in "✓".encode()[:2]])
+        # A turn that a stop string ends has no end of turn.
+        end = self.rng.choice([*[self.family.eos] * 5, *self.family.ends, "", "length"])
+        if end in self.family.ends:
+            tokens.append(tokenizer.convert_tokens_to_ids(end))
+        return tokens, "length" if end == "length" else "stop"
+
+    def messages(self, roles: list[str]) -> list[dict]:
+        return [{"role": role, "content": self.text()} for role in roles]
+
+    def prompt(self) -> list[dict]:
+        roles = ["system"] if self.family.has_system and self.rng.random() < 0.4 else []
+        roles += ["user", "assistant"] * self.rng.choice([0, 0, 1])
+        return self.messages([*roles, "user"])
+
+    def tools(self) -> list | None:
+        return self.rng.choice([None, TOOLS])
+
+    def environment_messages(self) -> list[dict]:
+        choices = [["user"]] * 3 + [["tool"]] * 3 + [["tool", "tool"], ["user", "user"], []]
+        return self.messages(self.rng.choice(choices))
+
+
+class ScriptedEngine:
+    """Samples the replies of a writer. Some requests are aborted, and the next one goes on."""
+
+    version = 0
+    max_running_requests = 1
+
+    def __init__(self, writer: Writer):
+        self.writer = writer
+        self.trajectory = None
+        self.calls: list[tuple[list[int], list[int]]] = []  # prompt and new tokens of each
+        self.messages: list[list[dict] | None] = []  # before each; None: the request goes on
+        self.turns: list[tuple[list[int], str]] = []  # tokens and finish reason of each turn
+        self.rest: tuple[list[int], str] | None = None  # of an aborted reply
+
+    async def generate(self, prompt, params, seed):
+        self.messages.append(None if self.rest else list(self.trajectory.messages))
+        tokens, reason = self.rest or self.writer.sampled_reply()
+        if not self.rest:
+            self.turns.append((tokens, reason))
+        self.rest = None
+        if len(tokens) > 1 and self.writer.rng.random() < 0.1:
+            cut = self.writer.rng.randrange(len(tokens))
+            self.rest = tokens[cut:], reason
+            tokens, reason = tokens[:cut], "abort"
+        self.calls.append((list(prompt), tokens))
+        logps = [-len(self.calls) - i / 100 for i in range(len(tokens))]
+        return Generation(list(tokens), logps, reason, self.version)
+
+
+class ScriptedEnv:
+    def __init__(self, writer: Writer):
+        self.writer = writer
+
+    async def interact(self, messages, row, key):
+        return self.writer.environment_messages()
+
+    async def score(self, messages, row, key):
+        return {"reward": 1.0}
+
+
+def play(template: ChatTemplate, engine: ScriptedEngine, env, messages: list, tools=None):
+    """The trajectory that begins with `messages`, played to its end."""
+    ends = template.tokenizer.convert_tokens_to_ids(engine.writer.family.ends)
+    params = SamplingParams(max_new_tokens=500, stop_token_ids=tuple(ends))
+    player = Player(engine, env, template, EnvFailures(0.0), max_turns=5, max_length=10**6)
+    row = {"messages": messages, "tools": tools}
+    group = begin_group(0, row, template.encode_prompt(messages, tools), 1)
+    engine.trajectory = group.trajectories[0]
+    asyncio.run(player.play(engine.trajectory, params, (0,), key=0))
+    assert engine.trajectory.finish_reason in ("stop", "length"), player.failures.last
+    return engine.trajectory
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_sampled_token_is_trained_once_behind_what_the_policy_saw(name):
+    template = make_template(name)
+    num_turns = 0
+    for seed in range(NUM_CONVERSATIONS):
+        writer = Writer(name, template, seed)
+        engine = ScriptedEngine(writer)
+        tools = writer.tools()
+        trajectory = play(template, engine, ScriptedEnv(writer), writer.prompt(), tools)
+        num_turns += trajectory.num_turns
+        check_prompts(template, engine, tools)
+        check_replies(template, trajectory, engine)
+        check_training(trajectory, engine)
+    assert num_turns > 2 * NUM_CONVERSATIONS
+
+
+def check_prompts(template, engine, tools):
+    """The policy saw the template's text of the conversation, as the tokenizer gives it back."""
+    for (prompt, _), messages in zip(engine.calls, engine.messages, strict=True):
+        if messages is not None:
+            text = expected_text(template, messages, tools)
+            assert template.decode(prompt) == template.decode(template.tokenize(text))
+
+
+def check_replies(template, trajectory, engine):
+    """The env saw the text of the sampled tokens without the end of turn."""
+    ends = template.tokenizer.convert_tokens_to_ids(engine.writer.family.ends)
+    new_messages = trajectory.messages[len(trajectory.row["messages"]) :]
+    replies = [m["content"] for m in new_messages if m["role"] == "assistant"]
+    for reply, (tokens, _) in zip(replies, engine.turns, strict=True):
+        tokens = tokens[:-1] if tokens[-1] in ends else tokens
+        assert reply == template.tokenizer.decode(tokens)
+
+
+def check_training(trajectory, engine):
+    """Each call's tokens are trained once, at the place where they were sampled."""
+    samples = iter(trajectory.samples)
+    sample = next(samples)
+    masks = [[0] * len(sample.tokens)]
+    for prompt, tokens in engine.calls:
+        end = len(prompt) + len(tokens)
+        if sample.tokens[:end].tolist() != prompt + tokens:
+            sample = next(samples)
+            masks.append([0] * len(sample.tokens))
+        assert sample.tokens[:end].tolist() == prompt + tokens
+        assert masks[-1][len(prompt) : end] == [0] * len(tokens), "trained twice"
+        masks[-1][len(prompt) : end] = [1] * len(tokens)
+    assert [sample.mask.tolist() for sample in trajectory.samples] == masks
+    logps = [logp for sample in trajectory.samples for logp in sample.logps if logp]
+    assert len(logps) == sum(len(tokens) for _, tokens in engine.calls) == trajectory.length
+    assert logps == sorted(logps, key=lambda logp: (-int(logp), -logp))
+    assert sum(sum(sample.rewards) for sample in trajectory.samples) == 1.0
+
+
+class CleanReplies(Writer):
+    """Replies as the template writes them."""
+
+    def sampled_reply(self):
+        reply = self.family.clean_reply.format("the 4")
+        return self.template.tokenize(reply + (self.family.clean_end or self.family.eos)), "stop"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_turns_share_a_sequence_where_the_template_keeps_the_text_before(name):
+    template = make_template(name)
+    family = FAMILIES[name]
+    question = {"role": "user", "content": "Sure?"}
+    for with_system, expected in zip((False, True), family.num_sequences, strict=True):
+        if with_system and not family.has_system:
+            continue
+        system = [{"role": "system", "content": "Be brief."}] if with_system else []
+        writer = CleanReplies(name, template, 0)
+        writer.rng.random = lambda: 1.0  # no request is aborted
+        env = ScriptedEnv(writer)
+        writer.environment_messages = iter([[question], [question], []]).__next__
+        trajectory = play(template, ScriptedEngine(writer), env, [*system, question])
+        assert trajectory.num_turns == 3 and len(trajectory.samples) == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sft_trains_every_reply_once_and_nothing_else(name):
+    template = make_template(name)
+    for seed in range(NUM_CONVERSATIONS):
+        writer = Writer(name, template, seed)
+        row = {"messages": conversation(writer), "tools": writer.tools()}
+        replies = []
+        for before, whole in render_sft(template, row):
+            replies.append((template.tokenize(before), template.tokenize(whole)))
+        sequences = template.training_sequences(replies)
+        trained = ""
+        for tokens, mask in sequences:
+            pairs = zip(tokens, mask, strict=True)
+            trained += template.decode([token for token, trains in pairs if trains])
+        check_sequences(template, row, writer.family, sequences)
+        check_trained_text(template, row, writer.family, trained)
+        for message in row["messages"]:
+            markers = re.findall(r"m\d+", str(message))
+            is_reply = message["role"] == "assistant"
+            for marker in markers:
+                assert len(re.findall(rf"{marker}\b", trained)) == is_reply, marker
+
+
+def conversation(writer: Writer) -> list[dict]:
+    """Messages that end with a reply, with calls of tools where the template has them."""
+    messages = writer.prompt()
+    for _ in range(writer.rng.randint(1, 3)):
+        if writer.family.has_calls and writer.rng.random() < 0.4:
+            function = {"name": "calc", "arguments": {"x": writer.text()}}
+            call = {"id": "abcdefghi", "type": "function", "function": function}
+            result = {"role": "tool", "content": writer.text(), "tool_call_id": "abcdefghi"}
+            messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, result]
+        messages += [{"role": "assistant", "content": writer.reply()}, *writer.messages(["user"])]
+    return messages[:-1]
+
+
+def reply_places(row: dict) -> list[int]:
+    return [i for i, message in enumerate(row["messages"]) if message["role"] == "assistant"]
+
+
+def check_sequences(template, row, family, sequences):
+    """Each sequence is the conversation up to a reply, and the last one that up to the last."""
+    texts = ["".join(expected_parts(template, row, family, i)) for i in reply_places(row)]
+    wholes = [template.tokenize(text) for text in texts]
+    eos = template.tokenizer.eos_token_id
+    for tokens, _ in sequences:
+        assert any(tokens in (whole, [*whole, eos]) for whole in wholes)
+    assert sequences[-1][0] in (wholes[-1], [*wholes[-1], eos])
+
+
+def expected_parts(template, row, family, i) -> tuple[str, str]:
+    """The text of the conversation up to reply number `i` of the row, and of the reply."""
+    before = expected_text(template, row["messages"][:i], row["tools"])
+    whole = expected_text(template, row["messages"][: i + 1], row["tools"], next_reply=False)
+    if family.moves_system and row["messages"][0]["role"] == "system":
+        # The text with the reply lacks the system prompt, which its prompt has.
+        return before, re.split(r"\[/INST\]|\[/TOOL_RESULTS\]", whole)[-1]
+    common = commonprefix([before, whole])
+    return common, whole[len(common) :]
+
+
+def check_trained_text(template, row, family, trained):
+    """The replies as the template writes them, up to the end of turn, or the end of sequence."""
+    special = "|".join(re.escape(template.decode([token])) for token in template.special_ids)
+    for i in reply_places(row):
+        _, reply = expected_parts(template, row, family, i)
+        match = re.fullmatch(rf"(.*(?:{special}))\s*", reply, re.DOTALL)
+        reply = match[1] if match else reply + template.tokenizer.eos_token
+        if family.strips_right:  # the header takes the white space behind it
+            reply = reply.lstrip()
+        reply = template.decode(template.tokenize(reply))
+        if trained.startswith(f"\n{reply}"):  # a newline before it is in one token with its first
+            reply = f"\n{reply}"
+        assert trained.startswith(reply), (trained, reply)
+        trained = trained.removeprefix(reply)
+    assert not trained
