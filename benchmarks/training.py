@@ -64,7 +64,11 @@ def make_padded_step(arguments, batch, device):
             rows = slice(start, start + num_rows)
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                 logits = model(input_ids=batch.inputs[rows], use_cache=False).logits
-            logps = logits.float().log_softmax(-1).gather(2, batch.targets[rows, :, None])[..., 0]
+            logps = (
+                logits.float()
+                .log_softmax(-1)
+                .gather(2, batch.targets[rows, :, None].long())[..., 0]
+            )
             (logps * batch.token_weights[rows]).sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -5,9 +5,8 @@ makes packs. Shapes: B sequences, T columns of the longest one, L packed tokens,
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,13 +49,12 @@ class Batch:
     """Columns [B, T], right-padded. Column t reads inputs[:, :t+1] and predicts targets[:, t].
 
     Tokens are shifted here, once. Every other column stands beside the token that is predicted:
-    tokens [5, 6, 7, 2] with mask [0, 0, 1, 1] become inputs [5, 6, 7], targets [6, 7, 2] and
+    tokens [5, 6, 7, 2] with mask [0, 0, 1, 1] have inputs [5, 6, 7], targets [6, 7, 2] and
     mask [0, 1, 1].
     """
 
-    inputs: Tensor  # [B, T] int64
-    targets: Tensor  # [B, T] int64
-    mask: Tensor  # [B, T] float32, 1 = trained
+    tokens: Tensor  # [B, T + 1] int32
+    mask: Tensor  # [B, T] int8, 1 = trained
     engine_logps: Tensor  # [B, T] float32, of the engine that sampled
     rewards: Tensor  # [B, T] float32
     group: Tensor  # [B] int64
@@ -70,6 +68,16 @@ class Batch:
     pair_margin: Tensor | None = (
         None  # [B] by how much the chosen reply of the row's pair is better
     )
+
+    @property
+    def inputs(self) -> Tensor:
+        """[B, T] int32, a view of the tokens."""
+        return self.tokens[:, :-1]
+
+    @property
+    def targets(self) -> Tensor:
+        """[B, T] int32, a view of the tokens."""
+        return self.tokens[:, 1:]
 
     def select(self, rows: Tensor | Sequence[int]) -> "Batch":
         """The batch of these rows only, in this order."""
@@ -105,20 +113,21 @@ class Pack:
 
 def collate(samples: list[Sample]) -> Batch:
     """Ragged samples to columns. A sample of one token predicts nothing: its row is all masked."""
-    width = max([len(sample.tokens) - 1 for sample in samples] + [1])
+    width = max([len(sample.tokens) for sample in samples] + [2])
 
-    def column(values: Iterable["array[Any]"], dtype: torch.dtype) -> Tensor:
-        out = torch.zeros(len(samples), width, dtype=dtype)
-        for row, value in zip(out.numpy(), values, strict=True):
-            row[: len(value)] = value
+    def column(name: str, dtype: torch.dtype, first: int = 1) -> Tensor:
+        """The values of all samples from place `first` on."""
+        out = torch.zeros(len(samples), width - first, dtype=dtype)
+        for row, sample in zip(out.numpy(), samples, strict=True):
+            values = getattr(sample, name)[first:]
+            row[: len(values)] = values
         return out
 
     return Batch(
-        inputs=column((sample.tokens[:-1] for sample in samples), torch.int64),
-        targets=column((sample.tokens[1:] for sample in samples), torch.int64),
-        mask=column((sample.mask[1:] for sample in samples), torch.float32),
-        engine_logps=column((sample.logps[1:] for sample in samples), torch.float32),
-        rewards=column((sample.rewards[1:] for sample in samples), torch.float32),
+        tokens=column("tokens", torch.int32, first=0),
+        mask=column("mask", torch.int8),
+        engine_logps=column("logps", torch.float32),
+        rewards=column("rewards", torch.float32),
         group=torch.tensor([sample.group for sample in samples]),
         trajectory=torch.tensor([sample.trajectory for sample in samples]),
     )
@@ -130,29 +139,29 @@ def scored_spans(batch: Batch) -> list[tuple[int, int]]:
     `prompt` counts the columns up to the first trained one, that one included; `end` those up to
     the last trained one. The columns behind `end` are never run.
     """
-    trained = batch.mask > 0
-    width = trained.shape[1]
-    first = trained.int().argmax(1)
-    end = width - trained.flip(1).int().argmax(1)
-    any_trained = trained.any(1)
+    first = batch.mask.argmax(1)
+    end = batch.mask.shape[1] - batch.mask.flip(1).argmax(1)
+    any_trained = batch.mask.any(1)
     prompts = torch.where(any_trained, first + 1, 0)
     ends = torch.where(any_trained, end, 0)
     return list(zip(prompts.tolist(), ends.tolist(), strict=True))
 
 
-def split_minibatches(batch: Batch, count: int, seed: int) -> list[Batch]:
+def split_minibatches(batch: Batch, count: int, seed: int) -> Iterator[Batch]:
     """`batch` in `count` parts with nearly equal numbers of trajectories, shuffled by `seed`.
 
     All sequences of a trajectory stay together, so that a mean over sequences has the same meaning
     in every part. No part is empty: there are fewer parts where there are fewer trajectories.
     """
     if count == 1:
-        return [batch]
+        yield batch
+        return
     trajectories = batch.trajectory.unique()
     count = min(count, len(trajectories))
     generator = torch.Generator().manual_seed(seed)
     order = trajectories[torch.randperm(len(trajectories), generator=generator)]
-    return [batch.select(torch.isin(batch.trajectory, part)) for part in order.tensor_split(count)]
+    for part in order.tensor_split(count):
+        yield batch.select(torch.isin(batch.trajectory, part))
 
 
 def drop_zero_advantages(batch: Batch) -> None:

@@ -245,7 +245,7 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
         # A rank without rows runs one token and scores nothing, so that it meets the collectives.
         segments.add(torch.zeros(1, dtype=torch.int64), 0)
     return Pack(
-        tokens=torch.cat(segments.tokens)[None],
+        tokens=torch.cat(segments.tokens).long()[None],
         positions=torch.cat(segments.positions)[None],
         cu_seqlens=segments.cu_seqlens,
         prefixes=[(prompt + 1, end, prompt) for prompt, end in last_answers.items()],

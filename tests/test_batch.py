@@ -42,7 +42,7 @@ def test_columns_are_aligned_with_the_predicted_token():
     first = Sample([5, 6, 7, 2], [0, 0, 1, 1], [0, 0, -0.5, -0.25], [0, 0, 0, 1.0], 3, 8)
     second = Sample([9], [0], [0], [0], 3, 9)
     batch = collate([first, second])
-    assert batch.inputs.tolist() == [[5, 6, 7], [0, 0, 0]]
+    assert batch.inputs.tolist() == [[5, 6, 7], [9, 0, 0]]
     assert batch.targets.tolist() == [[6, 7, 2], [0, 0, 0]]
     assert batch.mask.tolist() == [[0, 1, 1], [0, 0, 0]]
     assert batch.engine_logps.tolist() == [[0, -0.5, -0.25], [0, 0, 0]]
@@ -210,7 +210,7 @@ def test_minibatches_keep_trajectories_whole_and_none_is_empty(count):
     samples = make_samples(random.Random(0), num_groups=5, group_size=5)
     for i, sample in enumerate(samples):
         sample.trajectory = i // 2  # two sequences a trajectory
-    parts = split_minibatches(collate(samples), count, seed=3)
+    parts = list(split_minibatches(collate(samples), count, seed=3))
     assert len(parts) == min(count, 13)
     trajectories = [set(part.trajectory.tolist()) for part in parts]
     sizes = [len(part) for part in trajectories]

@@ -94,7 +94,7 @@ def test_a_step_of_adamw_equals_peft_by_hand(make):
     for _ in range(2):
         worker.update(batch, policy_loss, with_entropy=True)
         log_p = model(batch.inputs).logits.log_softmax(-1)
-        logps = log_p.gather(2, batch.targets[..., None])[..., 0] * batch.mask
+        logps = log_p.gather(2, batch.targets[..., None].long())[..., 0] * batch.mask
         loss, _ = policy_loss(
             batch, TokenScores(logps=logps, entropy=-(log_p.exp() * log_p).sum(-1) * batch.mask)
         )

@@ -513,10 +513,11 @@ def test_a_resumed_collector_continues_at_its_position(tmp_path):
 def test_a_record_has_the_mean_advantage_of_all_its_sequences(tmp_path):
     """Trajectory 4 has two sequences, with one and three trained tokens."""
     trajectories = [Trajectory(4, 0, []), Trajectory(3, 0, [])]
-    columns = {name: torch.zeros(3, 3) for name in ("inputs", "targets", "engine_logps", "rewards")}
     batch = Batch(
-        **columns,
-        mask=torch.tensor([[1.0, 0, 0], [1, 1, 1], [0, 0, 0]]),
+        tokens=torch.zeros(3, 4),
+        engine_logps=torch.zeros(3, 3),
+        rewards=torch.zeros(3, 3),
+        mask=torch.tensor([[1, 0, 0], [1, 1, 1], [0, 0, 0]], dtype=torch.int8),
         group=torch.zeros(3),
         trajectory=torch.tensor([4, 4, 3]),
         advantages=torch.tensor([[2.0, 9, 9], [1, 1, 0], [5, 5, 5]]),

@@ -47,7 +47,7 @@ def test_logps_and_gradients_equal_those_of_transformers(name, share_prompts):
     for row in range(len(expected)):
         length = int(batch.mask[row].nonzero().max()) + 1
         log_p = plain(batch.inputs[row : row + 1, :length]).logits[0].log_softmax(-1)
-        targets = batch.targets[row, :length, None]
+        targets = batch.targets[row, :length, None].long()
         expected[row, :length] = log_p.gather(1, targets)[:, 0] * batch.mask[row, :length]
     expected_gradients = weighted_sum_and_gradients(expected, weights, plain)
     hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation="rl2")

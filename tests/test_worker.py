@@ -85,7 +85,7 @@ def reference(name, critic, initial_adapters=None):
             scores = TokenScores(values=model.score(hidden)[..., 0] * batch.mask)
         else:
             log_p = (model.lm_head(hidden) / 0.9).log_softmax(-1)
-            logps = log_p.gather(2, batch.targets[..., None])[..., 0] * batch.mask
+            logps = log_p.gather(2, batch.targets[..., None].long())[..., 0] * batch.mask
             scores = TokenScores(logps=logps, entropy=-(log_p.exp() * log_p).sum(-1) * batch.mask)
         loss, _ = (value_loss if critic else policy_loss)(batch, scores)
         loss.backward()

@@ -158,7 +158,7 @@ def _packed_columns(model: TokenModel, batch: Batch) -> Tensor:
 
 def _run_plain(hf: Any, batch: Batch) -> Scores:
     """The model as transformers runs it, each row alone."""
-    columns = torch.zeros_like(batch.mask)
+    columns = torch.zeros(batch.mask.shape)
     critic_values: list[Tensor] = []
     if hf.get_output_embeddings() is None:
         # The model returns the value of the last token only.
@@ -169,7 +169,7 @@ def _run_plain(hf: Any, batch: Batch) -> Scores:
             scores = critic_values.pop()[0, :, 0]
         else:
             log_p = logits[0].float().log_softmax(-1)
-            scores = log_p.gather(1, batch.targets[row, :end, None])[:, 0]
+            scores = log_p.gather(1, batch.targets[row, :end, None].long())[:, 0]
         columns[row, :end] = scores
     columns = columns * batch.mask
     return Scores(columns.detach(), _gradients(hf, columns, batch))

@@ -120,10 +120,11 @@ class Collector:
 
         Every process keeps them, so that whichever engine is free goes on with them.
         """
-        newest = {group.id: group for part in all_gather_objects(played) for group in part}
-        groups = [newest.get(group.id, group) for group in groups]
-        self.carried_over = groups[num_groups:]
-        return [trajectory for group in groups[:num_groups] for trajectory in group.trajectories]
+        first_ids = {group.id for group in groups[:num_groups]}
+        others = [group for group in played if group.id not in first_ids]
+        newest = {group.id: group for part in all_gather_objects(others) for group in part}
+        self.carried_over = [newest.get(group.id, group) for group in groups[num_groups:]]
+        return _gather_trajectories([group for group in played if group.id in first_ids])
 
     async def _play_groups(
         self, groups: list[Group], params: SamplingParams, split: str, step: int, num_needed: int

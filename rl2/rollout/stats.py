@@ -10,9 +10,15 @@ from rl2.rollout.trajectory import Trajectory
 
 
 def training_samples(trajectories: list[Trajectory]) -> list[Sample]:
-    """The samples of all trajectories, in the order of the data."""
-    ordered = sorted(trajectories, key=lambda trajectory: trajectory.id)
-    return [sample for trajectory in ordered for sample in trajectory.samples]
+    """The samples of all trajectories, in the order of the data.
+
+    The trajectories keep none: the memory is free again when the samples have become a batch.
+    """
+    samples = []
+    for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.id):
+        samples += trajectory.samples
+        trajectory.samples = []
+    return samples
 
 
 def summarise(trajectories: list[Trajectory], version: int) -> dict[str, float]:

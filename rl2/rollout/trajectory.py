@@ -43,8 +43,10 @@ class Trajectory:
 
     @property
     def length(self) -> int:
-        """The number of tokens that the policy sampled."""
-        return sum(sum(sample.mask) for sample in self.samples)
+        """The number of tokens that the policy sampled; 0 if the environment failed."""
+        if self.finish_reason == "failed":
+            return 0
+        return sum(num_tokens for _, num_tokens in self.versions)
 
     def record(self) -> dict[str, Any]:
         """What the run folder keeps of it: everything but the tokens."""
