@@ -1,9 +1,7 @@
-"""rollout.env_isolation=process: the functions of an env file run in processes that can be killed."""
+"""rollout.env_isolation=process: functions of an env file run in processes that can be killed."""
 
 import asyncio
-import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +13,6 @@ from pathlib import Path
 import pytest
 from common import ROOT
 
-from rl2.env import processes
 from rl2.env.contract import EnvError
 from rl2.env.load import load_env, preflight
 
@@ -34,7 +31,8 @@ def load(tmp_path):
 
     yield load
     for env in envs:
-        env.close()
+        if not env._pool._loop.is_closed():
+            env.close()
 
 
 def call(env, key=None, **row):
@@ -75,7 +73,8 @@ def wait_until(condition, seconds=10.0):
 
 def children():
     """The children of this process, zombies among them."""
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    texts = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
+    return sorted(" ".join(texts).split())
 
 
 def test_a_process_imports_the_env_file_and_nothing_of_the_trainer(load):
@@ -138,7 +137,7 @@ def test_a_trajectory_stays_on_its_process_and_calls_run_side_by_side(load):
         ("hang", "reward_fn did not return within rollout.env_timeout=0.3 s"),
         ("stop", "reward_fn did not return within rollout.env_timeout=0.3 s"),
         ("exit", "reward_fn ended its process: exit status 3"),
-        ("kill", r"reward_fn ended its process: signal 9 \(Killed, perhaps for its memory\)"),
+        ("kill", r"reward_fn ended its process: signal 9 \(Killed\)"),
         ("close", "reward_fn ended its process: "),
     ],
 )
@@ -164,3 +163,191 @@ def test_a_process_that_ends_between_two_calls_is_replaced(load):
     wait_until(lambda: not is_alive(int(old)))
     assert "is lost" in failure(env, "early", name="early")
     assert call(env, "late", name="late")["count"] == 1
+
+
+def test_what_the_env_prints_reaches_the_console_also_before_a_kill(load, capfd):
+    env = load(
+        """
+        import os, sys, time
+        def reward_fn(messages, fault):
+            print("printed", fault)
+            print("warned", fault, file=sys.stderr)
+            if fault == "flood":
+                print("flood" * 10**6)
+            if fault == "hang":
+                time.sleep(60)
+            return 1
+        """,
+        timeout=5,
+    )
+    assert call(env, fault="flood") == {"reward": 1.0}
+    env._pool.timeout = 0.1
+    assert "did not return" in failure(env, fault="hang")
+    output, errors = capfd.readouterr()
+    assert output.count("flood") == 10**6 + 1 and "printed hang\n" in output
+    assert "warned flood\n" in errors and "warned hang\n" in errors
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_calls_that_hang_leave_no_thread_process_or_descriptor_behind(load):
+    """In C code that keeps Python's lock, with a process of their own that ignores signals.
+
+    RL2_HANGS=1000 makes it a longer test.
+    """
+    count = int(os.environ.get("RL2_HANGS", "12"))
+    before = children(), threading.active_count(), len(os.listdir("/proc/self/fd"))
+    env = load(
+        """
+        import re, subprocess, sys
+        def reward_fn(messages, hang):
+            if hang:
+                ignore = "import signal, time; signal.signal(15, 1); time.sleep(600)"
+                subprocess.Popen([sys.executable, "-S", "-c", ignore])
+                re.match("(a+)+$", "a" * 50 + "b")
+            return 1
+        """,
+        timeout=0.05,
+        concurrency=4,
+    )
+    groups = []
+    env._pool.toggle_group = groups.append
+    calls = [(i, {"hang": True}) for i in range(count)]
+    results = call_together(env, [*calls, (None, {"hang": False})])
+    assert all("did not return" in str(error) for error in results[:-1])
+    assert results[-1] == {"reward": 1.0}
+    del env._pool.toggle_group
+    assert threading.active_count() == before[1] + 1
+    assert len(children()) <= len(before[0]) + 5  # with the guard
+    assert len(os.listdir("/proc/self/fd")) <= before[2] + 9
+    assert len(set(groups)) >= count
+    env.close()
+    assert (children(), threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+    in_groups = [path for path in Path("/proc").glob("[0-9]*") if group_of(path) in groups]
+    assert not [path for path in in_groups if is_alive(path.name)]
+
+
+def group_of(folder):
+    try:
+        return int((folder / "stat").read_text().rpartition(")")[2].split()[2])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+ORPHANS = """
+import asyncio, sys
+from rl2.env.load import load_env
+async def main():
+    env = load_env(sys.argv[1], 60, 4, "process")
+    rows = [{"kind": kind} for kind in ("sleep", "C", "spawn", "")]
+    calls = [asyncio.ensure_future(env.score([], row)) for row in rows]
+    await calls[-1]
+    await asyncio.gather(*calls)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_process_outlives_a_trainer_that_is_killed(tmp_path):
+    """A process that sleeps, one in C code, one that waits for its own children, and an idle one.
+
+    Also the children that belong to no pool's process any more, and the guard itself.
+    """
+    (tmp_path / "env.py").write_text(
+        textwrap.dedent(
+            """
+            import os, re, subprocess, sys, time
+            def note(process_id):
+                print(process_id, flush=True)
+            def reward_fn(messages, kind):
+                note(os.getpid())
+                if kind == "sleep":
+                    time.sleep(600)
+                if kind == "C":
+                    re.match("(a+)+$", "a" * 50 + "b")
+                if kind == "spawn":
+                    child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=-1)
+                    note(child.pid)
+                    child.wait()
+                return 1
+            """
+        )
+    )
+    command = [sys.executable, "-c", ORPHANS, tmp_path / "env.py"]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+    numbers = [int(trainer.stdout.readline()) for _ in range(5)]
+    guards = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children").read_text().split()
+    assert guards and all(map(is_alive, [*numbers, *guards]))
+    trainer.kill()
+    trainer.wait()
+    wait_until(lambda: not any(map(is_alive, [*numbers, *guards])))
+    assert trainer.stdout.read() == b""
+
+
+def test_preflight_calls_the_env_in_processes(load):
+    env = load(
+        """
+        import os
+        def reward_fn(messages, answer):
+            return os._exit(answer)
+        """,
+        concurrency=2,
+    )
+    row = {"messages": "1+1=", "answer": 3}
+    with pytest.raises(ValueError, match="reward_fn ended its process: exit status 3"):
+        preflight(env, {"data.path": [row]}, 1)
+
+
+def test_an_import_that_fails_in_the_process_alone_costs_the_call(load):
+    env = load(
+        f"""
+        import os
+        def reward_fn(messages, fault):
+            return 1
+        assert os.getpid() == {os.getpid()}
+        """
+    )
+    for _ in range(2):
+        text = failure(env, fault=0)
+        assert "fails on import" in text and "line 5, in <module>" in text, text
+
+
+def test_arguments_that_no_process_can_get_cost_their_call(load):
+    env = load("def reward_fn(messages, value): return value")
+    assert "a process cannot get its arguments" in failure(env, value=(i for i in range(3)))
+    assert call(env, value=2) == {"reward": 2.0}
+
+
+def test_a_process_that_cannot_start_costs_its_call(load, monkeypatch):
+    env = load("def reward_fn(messages): return 1")
+
+    def fail(*_, **__):
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", fail)
+        assert "cannot start: Resource temporarily" in failure(env)
+    assert call(env) == {"reward": 1.0}
+
+
+def test_a_call_that_nobody_waits_for_is_not_the_answer_of_the_next(load):
+    env = load("def reward_fn(messages, value): import time; time.sleep(0.2); return value")
+
+    async def cancel():
+        task = asyncio.create_task(env.score(MESSAGES, {"value": 1}))
+        await asyncio.sleep(0.1)
+        task.cancel()
+
+    asyncio.run(cancel())
+    assert call(env, value=2) == {"reward": 2.0}
+
+
+def test_a_hanging_process_does_not_delay_those_that_are_free(load):
+    """Calls of a new trajectory go to any process that is free."""
+    env = load(STATEFUL, timeout=1, concurrency=2)
+    call_together(env, [(i, {"name": i}) for i in range(2)])
+    start = time.monotonic()
+    calls = [(0, {"name": 0, "fault": "hang"}), *((i, {"name": i}) for i in range(2, 12))]
+    hung, *others = call_together(env, calls)
+    assert "did not return" in str(hung) and time.monotonic() - start < 1.9
+    assert all(parts["count"] == 1 for parts in others)
+    assert len({parts["process"] for parts in others}) == 1
