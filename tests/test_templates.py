@@ -126,6 +126,7 @@ FAMILIES = {
         num_sequences=(1, 3),
     ),
     "olmo2": Family("<|endoftext|> <|pad|>", "<|endoftext|>", "<|endoftext|>"),
+    # The tokenizer does not give the template's text back, so no text can be continued.
     "phi3": Family(
         "<s> <|endoftext|> <|system|> <|user|> <|assistant|> <|end|>",
         "<|endoftext|>",
@@ -133,6 +134,7 @@ FAMILIES = {
         other_ends="<|end|>",
         clean_end="<|end|>",
         strips_right=True,
+        num_sequences=(3, 3),
     ),
     "phi4": Family(f"{CHATML} <|im_sep|>", "<|im_end|>", "<|endoftext|>"),
     "qwen2_5": Family(
@@ -307,6 +309,9 @@ class ScriptedEnv:
 
     async def score(self, messages, row, key):
         return {"reward": 1.0}
+
+    def end(self, key):
+        pass
 
 
 def play(template: ChatTemplate, engine: ScriptedEngine, env, messages: list, tools=None):
