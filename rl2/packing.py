@@ -4,7 +4,9 @@ Shapes: B rows, T columns, L packed tokens, P scored pairs.
 """
 
 import heapq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -13,6 +15,9 @@ from torch import Tensor
 from rl2.batch import Batch, Pack, scored_spans
 
 Span = tuple[int, int]  # (prompt, end) of a row, see `scored_spans`
+Rows = tuple[int, ...]
+# Plans that are kept: those of a batch and of its mini-batches, which several workers ask for.
+KEPT_PLANS = 16
 
 
 @dataclass
@@ -56,26 +61,52 @@ def plan_micro_batches(
     """
     spans = scored_spans(batch)
     groups = _rows_by_prompt(batch, spans, share_prompts)
-    if keep_groups_together:
-        units = _cut_groups(groups, spans, budget, attention_cost)
-        merged = _merge_groups(units, batch.group.tolist())
-        bins = _fill_bins(merged, num_ranks, budget, "group")
-    else:
-        # No part of a group has more tokens than a rank's share, or half, a quarter, ... of it.
-        share = sum(end for _, end in spans) // num_ranks
-        divisors = (1, 2, 4, 8) if share_prompts and num_ranks > 1 else (1,)
-        candidates = []
-        for divisor in divisors:
-            limit = min(budget, share // divisor + 1)
-            units = _cut_groups(groups, spans, limit, attention_cost)
-            candidates.append(_fill_bins(units, num_ranks, budget, "sequence"))
-        # Bins are in order of cost, so the first one of a micro-batch is its slowest.
-        bins = min(candidates, key=lambda bins: sum(bin_.cost for bin_ in bins[::num_ranks]))
-    rows = [bin_.rows for bin_ in bins]
+    bins = _plan_bins(
+        tuple(groups),
+        tuple(spans),
+        tuple(batch.group.tolist()),
+        budget,
+        num_ranks,
+        attention_cost,
+        keep_groups_together,
+    )
+    rows = [list(bin_rows) for bin_rows in bins]
     return [rows[i : i + num_ranks] for i in range(0, len(rows), num_ranks)]
 
 
-def _rows_by_prompt(batch: Batch, spans: list[Span], share_prompts: bool) -> list[list[int]]:
+@lru_cache(KEPT_PLANS)
+def _plan_bins(
+    groups: tuple[Rows, ...],
+    spans: tuple[Span, ...],
+    numbers: Rows,
+    budget: int,
+    num_ranks: int,
+    attention_cost: float,
+    keep_groups_together: bool,
+) -> list[list[int]]:
+    """The rows of each bin, the costliest bin first.
+
+    `groups` are the rows of each prompt and `numbers` is the group of each row. The values are the
+    key of the cache, so the workers share a plan in infer and update, whatever batch it is for.
+    """
+    if keep_groups_together:
+        units = _merge_groups(_cut_groups(groups, spans, budget, attention_cost), numbers)
+        bins = _fill_bins(units, num_ranks, budget, "group")
+    else:
+        # No part of a group has more tokens than a rank's share, or half, a quarter, ... of it.
+        share = sum(end for _, end in spans) // num_ranks
+        can_be_cut = num_ranks > 1 and any(len(rows) > 1 for rows in groups)
+        divisors = (1, 2, 4, 8) if can_be_cut else (1,)
+        candidates = []
+        for longest in dict.fromkeys(min(budget, share // divisor + 1) for divisor in divisors):
+            units = _cut_groups(groups, spans, longest, attention_cost)
+            candidates.append(_fill_bins(units, num_ranks, budget, "sequence"))
+        # Bins are in order of cost, so the first one of a micro-batch is its slowest.
+        bins = min(candidates, key=lambda bins: sum(bin_.cost for bin_ in bins[::num_ranks]))
+    return [bin_.rows for bin_ in bins]
+
+
+def _rows_by_prompt(batch: Batch, spans: list[Span], share_prompts: bool) -> list[Rows]:
     """The rows with a trained token, those that share a prompt together."""
     numbers = batch.group.tolist()
     groups: list[list[int]] = []
@@ -84,7 +115,7 @@ def _rows_by_prompt(batch: Batch, spans: list[Span], share_prompts: bool) -> lis
             groups[-1].append(row)
         elif spans[row][1] > 0:
             groups.append([row])
-    return groups
+    return [tuple(rows) for rows in groups]
 
 
 def _have_same_prompt(batch: Batch, spans: list[Span], first: int, second: int) -> bool:
@@ -95,7 +126,7 @@ def _have_same_prompt(batch: Batch, spans: list[Span], first: int, second: int) 
 
 
 def _cut_groups(
-    groups: list[list[int]], spans: list[Span], limit: int, attention_cost: float
+    groups: Iterable[Rows], spans: Sequence[Span], limit: int, attention_cost: float
 ) -> list[Unit]:
     """All groups in parts of at most `limit` tokens, or of one row."""
     units = []
@@ -104,7 +135,7 @@ def _cut_groups(
     return units
 
 
-def _cut_group(rows: list[int], spans: list[Span], limit: int, attention_cost: float) -> list[Unit]:
+def _cut_group(rows: Rows, spans: Sequence[Span], limit: int, attention_cost: float) -> list[Unit]:
     """The rows of one prompt in parts of at most `limit` tokens, or of one row."""
     prompt = spans[rows[0]][0]
     units: list[Unit] = []
@@ -121,12 +152,12 @@ def _cut_group(rows: list[int], spans: list[Span], limit: int, attention_cost: f
         else:
             tokens = end
             pairs = end**2
-        part = [*part, row]
+        part.append(row)
     units.append(Unit(tokens + attention_cost * pairs, tokens, part))
     return units
 
 
-def _merge_groups(units: list[Unit], numbers: list[int]) -> list[Unit]:
+def _merge_groups(units: list[Unit], numbers: Rows) -> list[Unit]:
     """One unit a group. It had several where its rows have different prompts."""
     merged: dict[int, Unit] = {}
     for unit in units:
@@ -150,35 +181,54 @@ def _fill_bins(units: list[Unit], num_ranks: int, budget: int, kind: str) -> lis
         raise ValueError(
             f"a {kind} of {longest} tokens exceeds max_length_per_device x sp_size = {budget}"
         )
-    total = sum(unit.tokens for unit in units)
-    num_micro_batches = max(1, -(-total // (budget * num_ranks)))
-    while (bins := _place_units(units, num_micro_batches * num_ranks, budget)) is None:
-        num_micro_batches += 1
+    units = sorted(units, key=lambda unit: (-unit.cost, unit.rows))
+    # No bin holds more than the budget, or two units of more than half of it.
+    fewest_bins = max(
+        -(-sum(unit.tokens for unit in units) // budget),
+        sum(2 * unit.tokens > budget for unit in units),
+    )
+    # `too_few` micro-batches cannot hold all units. The strides of the search double until it has
+    # found enough of them, and then halve.
+    too_few = max(1, -(-fewest_bins // num_ranks)) - 1
+    stride = 1
+    while (bins := _place_units(units, (too_few + stride) * num_ranks, budget)) is None:
+        too_few += stride
+        stride *= 2
+    while stride > 1:
+        stride //= 2
+        fewer_bins = _place_units(units, (too_few + stride) * num_ranks, budget)
+        if fewer_bins is None:
+            too_few += stride
+        else:
+            bins = fewer_bins
     return bins
 
 
 def _place_units(units: list[Unit], num_bins: int, budget: int) -> list[Bin] | None:
-    """The next costliest unit goes to the bin of least cost that has room for its tokens.
+    """Each unit in order goes to the bin of least cost that has room for its tokens.
 
     Returns the bins, the costliest first. None if there is no room for some unit.
     """
     bins = [Bin() for _ in range(num_bins)]
-    heap = [(0.0, i) for i in range(num_bins)]
-    for unit in sorted(units, key=lambda unit: (-unit.cost, unit.rows)):
-        full_bins = []
-        while heap and bins[heap[0][1]].tokens + unit.tokens > budget:
-            full_bins.append(heapq.heappop(heap))
-        if not heap:
+    by_cost = [(0.0, i) for i in range(num_bins)]
+    # Bins that had no room for a unit wait here until one comes for which they have.
+    by_tokens: list[tuple[int, int]] = []
+    for unit in units:
+        most_tokens = budget - unit.tokens
+        while by_tokens and by_tokens[0][0] <= most_tokens:
+            _, i = heapq.heappop(by_tokens)
+            heapq.heappush(by_cost, (bins[i].cost, i))
+        while by_cost and bins[by_cost[0][1]].tokens > most_tokens:
+            _, i = heapq.heappop(by_cost)
+            heapq.heappush(by_tokens, (bins[i].tokens, i))
+        if not by_cost:
             return None
-        cost, i = heap[0]
-        heapq.heapreplace(heap, (cost + unit.cost, i))
-        bins[i].cost = cost + unit.cost
+        i = by_cost[0][1]
+        bins[i].cost += unit.cost
         bins[i].tokens += unit.tokens
         bins[i].rows += unit.rows
-        for entry in full_bins:
-            heapq.heappush(heap, entry)
-    order = sorted(heap, key=lambda entry: (-entry[0], entry[1]))
-    return [bins[i] for _, i in order]
+        heapq.heapreplace(by_cost, (bins[i].cost, i))
+    return sorted(bins, key=lambda bin_: -bin_.cost)
 
 
 @dataclass

@@ -5,10 +5,13 @@ The data is random and ragged.
 
 import pickle
 import random
+import time
+from itertools import count
 
 import pytest
 import torch
 
+from rl2 import packing
 from rl2.batch import Sample, collate, scored_spans, split_minibatches
 from rl2.packing import pack, plan_micro_batches, unpack, zigzag
 
@@ -179,6 +182,73 @@ def test_plan_runs_every_row_once_within_the_budget(seed, num_ranks, share):
     for micro in plans:
         for part in micro:
             assert pack(batch.select(part), share).tokens.shape[1] <= budget
+
+
+def place_by_definition(units, num_bins, budget):
+    """What `_place_units` promises, without its heaps: all bins are looked at for each unit."""
+    bins = [packing.Bin() for _ in range(num_bins)]
+    for unit in units:
+        with_room = [bin_ for bin_ in bins if bin_.tokens + unit.tokens <= budget]
+        if not with_room:
+            return None
+        cheapest = min(with_room, key=lambda bin_: bin_.cost)
+        cheapest.cost += unit.cost
+        cheapest.tokens += unit.tokens
+        cheapest.rows += unit.rows
+    return sorted(bins, key=lambda bin_: -bin_.cost)
+
+
+def fill_by_definition(units, num_ranks, budget, kind):
+    """What `_fill_bins` promises: one more micro-batch is tried until all units have room."""
+    units = sorted(units, key=lambda unit: (-unit.cost, unit.rows))
+    tries = (place_by_definition(units, n * num_ranks, budget) for n in count(1))
+    return next(bins for bins in tries if bins is not None)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_plan_has_the_fewest_micro_batches_and_each_unit_is_where_the_definition_places_it(
+    num_ranks, share, monkeypatch
+):
+    for seed in range(15):
+        rng = random.Random(seed)
+        samples = make_samples(rng, num_groups=rng.choice([3, 12]), longest=rng.choice([20, 60]))
+        batch = collate(samples)
+        budget = int(max(end for _, end in scored_spans(batch)) * rng.choice([1, 1.5, 3]))
+        arguments = (batch, budget, num_ranks, share, rng.choice([0.0, 1e-2]))
+        packing._plan_bins.cache_clear()
+        plans = plan_micro_batches(*arguments)
+        with monkeypatch.context() as patch:
+            patch.setattr(packing, "_fill_bins", fill_by_definition)
+            packing._plan_bins.cache_clear()
+            assert plan_micro_batches(*arguments) == plans
+        packing._plan_bins.cache_clear()
+
+
+def test_8192_sequences_are_planned_in_a_moment_and_not_again(monkeypatch):
+    """Two of them have no room in one bin, so half of all numbers of micro-batches are too few.
+
+    To try them one by one, and all bins for each sequence, took 81 s for 8 ranks.
+    """
+    batch = collate([make_sample(4 + i // 16 % 5, 30, i // 16, i) for i in range(8192)])
+    for num_ranks in (8, 64):
+        start = time.process_time()
+        plans = plan_micro_batches(batch, 61, num_ranks, True, 1e-5)
+        assert time.process_time() - start < 4
+        assert len(plans) == 8192 // num_ranks
+        # Another worker asks for the same rows, which are in another batch.
+        copy = batch.select(torch.arange(8192))
+        with monkeypatch.context() as patch:
+            patch.setattr(packing, "_fill_bins", None)
+            again = plan_micro_batches(copy, 61, num_ranks, True, 1e-5)
+        assert again == plans
+        again[0][0].clear()
+        assert plan_micro_batches(batch, 61, num_ranks, True, 1e-5) == plans
+        # Another mask is another plan.
+        copy.mask[:16] = 0
+        micro_batches = plan_micro_batches(copy, 61, num_ranks, True, 1e-5)
+        rows = [row for micro in micro_batches for part in micro for row in part]
+        assert sorted(rows) == list(range(16, 8192))
 
 
 @pytest.mark.parametrize("attention_cost", [0.0, 1e-4])
