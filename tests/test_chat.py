@@ -280,6 +280,17 @@ def test_broken_character_survives_in_tokens():
     assert text_of(tokenizer, tokens + new) == rendered(tokenizer, messages + new_messages)
 
 
+def test_a_tokenizer_that_drops_spaces_behind_special_tokens_extends_as_any():
+    """As that of Phi-3: the text of the tokens lacks the line breaks that the template writes."""
+    tokenizer = make_tokenizer()
+    names = ["<|im_start|>", "<|im_end|>"]
+    tokenizer.add_tokens([AddedToken(name, special=True, rstrip=True) for name in names])
+    tokens, messages = turn(tokenizer, QUESTION, "4", "<|im_end|>")
+    assert text_of(tokenizer, tokens).endswith("<|im_end|><|im_start|>assistant\n4<|im_end|>")
+    new = extend(tokenizer, tokens, messages, [{"role": "user", "content": "Sure?"}])
+    assert text_of(tokenizer, new) == "<|im_start|>user\nSure?<|im_end|><|im_start|>assistant\n"
+
+
 def test_tokenizer_that_puts_a_space_before_text_never_drifts():
     tokenizer = make_tokenizer(
         "{% for m in messages %}{{ m.content }}{% endfor %}", prefix_space=True

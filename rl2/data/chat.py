@@ -269,9 +269,8 @@ class ChatTemplate:
         If the length limit cut the sampled turn, so that it lacks its end of turn, the result
         begins with the end of turn that the template writes.
 
-        The text of `tokens` and the result is exactly the template's text of the whole
-        conversation. Only the new tokens are decoded and tokenised. None when no tokens can achieve
-        that, because
+        The text of `tokens` and the result is exactly the template's text of the whole conversation
+        (as the tokenizer gives it back). None when no tokens can achieve that, because
         - the template rewrites or drops earlier text: reasoning of earlier turns, spaces around it;
         - the model sampled what the template never writes, for instance another end of turn; or
         - the tokenizer changes a text that has nothing before it: it starts it with a space.
@@ -285,12 +284,24 @@ class ChatTemplate:
         is_prompt = before.endswith(last_text) if start > CONTEXT_TOKENS else before == last_text
         sampled_text = self._text_behind(context, tokens[start:])
         whole = self.render(messages + new_messages, tools)
-        if not is_prompt or sampled_text is None or not whole.startswith(before + sampled_text):
-            return None
-        new_text = whole[len(before + sampled_text) :]
-        new_tokens = self.tokenize(new_text)
-        appended_text = self._text_behind(tokens[-CONTEXT_TOKENS:], new_tokens)
-        return new_tokens if appended_text == new_text else None
+        if is_prompt and sampled_text is not None:
+            if not whole.startswith(before + sampled_text):
+                return None
+            new_text = whole[len(before + sampled_text) :]
+            new_tokens = self.tokenize(new_text)
+            if self._text_behind(tokens[-CONTEXT_TOKENS:], new_tokens) == new_text:
+                return new_tokens
+        return self._extend_as_given_back(tokens, whole)
+
+    def _extend_as_given_back(self, tokens: Sequence[int], whole: str) -> list[int] | None:
+        """The same for a tokenizer that does not give back the text that it got.
+
+        It decodes and tokenises the whole conversation.
+        """
+        old_text = self.decode(tokens)
+        whole_text = self.decode(self.tokenize(whole))
+        new_tokens = self.tokenize(whole_text[len(old_text) :])
+        return new_tokens if self.decode([*tokens, *new_tokens]) == whole_text else None
 
     def _text_behind(self, context: Sequence[int], tokens: Sequence[int]) -> str | None:
         """The text that `tokens` add to that of `context`. None if they change that of `context`.
