@@ -126,7 +126,7 @@ FAMILIES = {
         num_sequences=(1, 3),
     ),
     "olmo2": Family("<|endoftext|> <|pad|>", "<|endoftext|>", "<|endoftext|>"),
-    # The tokenizer does not give the template's text back, so no text can be continued.
+    # The tokenizer does not give the template's text back, so whole texts are compared.
     "phi3": Family(
         "<s> <|endoftext|> <|system|> <|user|> <|assistant|> <|end|>",
         "<|endoftext|>",
@@ -134,7 +134,6 @@ FAMILIES = {
         other_ends="<|end|>",
         clean_end="<|end|>",
         strips_right=True,
-        num_sequences=(3, 3),
     ),
     "phi4": Family(f"{CHATML} <|im_sep|>", "<|im_end|>", "<|endoftext|>"),
     "qwen2_5": Family(
