@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -17,6 +18,9 @@ from rl2.rollout.stats import to_records
 from rl2.rollout.trajectory import Group, Player, Trajectory, begin_group
 
 SPLITS = ("train", "test")  # their numbers are part of the seed of each answer
+# Requests that an engine gets for each of its slots. Those that wait fill free slots without delay.
+# More of them could have begun earlier in another engine.
+REQUESTS_PER_SLOT = 1.25
 POLL_SECONDS = 0.05  # between two looks at how many groups the other engines have finished
 WriteRecords = Callable[[str, int, Iterable[dict[str, Any]]], None]  # of split, step, records
 
@@ -145,13 +149,19 @@ class Collector:
                 store.add(f"{counter}/done", 1)
 
         async def play_queue() -> None:
+            max_requests = math.inf
+            if not self.deterministic:
+                max_requests = REQUESTS_PER_SLOT * player.engine.max_running_requests
+            num_begun = 0  # trajectories that have not run yet
             async with asyncio.TaskGroup() as tasks:
                 for group in self._own_groups(groups, counter):
                     played.append(group)
                     for number, trajectory in enumerate(group.trajectories):
                         tasks.create_task(play(trajectory, number))
-                    if not self.deterministic:
-                        await player.wait_for_room()
+                        num_begun += 1
+                    if player.num_requests + num_begun >= max_requests:
+                        await player.wait_for_room(max_requests)
+                        num_begun = 0
 
         playing = asyncio.ensure_future(play_queue())
         while may_pause and not playing.done():

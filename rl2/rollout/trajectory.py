@@ -13,9 +13,6 @@ from rl2.engine.base import Engine, Generation, SamplingParams
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures
 
-# Requests that an engine gets for each of its slots. Those that wait fill free slots without delay.
-# More of them could have begun earlier in another engine.
-REQUESTS_PER_SLOT = 1.25
 MAX_RECORDED_CHARACTERS = 2000  # of a column of a row, in the records
 
 
@@ -140,10 +137,10 @@ class Player:
     num_requests: int = 0  # of ours that the engine has
     request_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def wait_for_room(self) -> None:
-        """Waits until the engine could have further requests: until its slots need some."""
+    async def wait_for_room(self, max_requests: float) -> None:
+        """Waits until the engine has fewer than `max_requests`."""
         await asyncio.sleep(0)  # the trajectories that have just begun send theirs
-        while self.num_requests >= REQUESTS_PER_SLOT * self.engine.max_running_requests:
+        while self.num_requests >= max_requests:
             self.request_ended.clear()
             await self.request_ended.wait()
 
