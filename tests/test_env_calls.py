@@ -47,10 +47,6 @@ def wait_until(condition, seconds=5.0):
         time.sleep(0.01)
 
 
-def is_thread_alive(name):
-    return any(thread.name == name for thread in threading.enumerate())
-
-
 @pytest.mark.parametrize("prefix", ["", "async "])
 @pytest.mark.parametrize(
     "error",
@@ -111,18 +107,18 @@ BLOCKING_ENV = """
             while True:
                 pass
         if kind == "C":
-            time.sleep(1)
+            time.sleep(1.6)
         if kind == "waits":
-            await asyncio.sleep(0.35)
+            await asyncio.sleep(0.3)
         return len(loops)
 """
 
 
 def test_an_endless_call_on_the_loop_is_ended_and_the_loop_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(runners, "LOOK_SECONDS", 0.01)
-    env = load(tmp_path, BLOCKING_ENV, timeout=0.4)
+    monkeypatch.setattr(runners, "LOOK_SECONDS", 0.02)
+    env = load(tmp_path, BLOCKING_ENV, timeout=0.6)
     late, waits, new = call_together(env, [{"kind": "python"}, {"kind": "waits"}, {"kind": ""}])
-    assert "did not return within rollout.env_timeout=0.4 s: the event loop" in str(late)
+    assert "did not return within rollout.env_timeout=0.6 s: the event loop" in str(late)
     assert "line 7, in reward_fn" in str(late) and "asyncio.to_thread" in str(late)
     assert (waits, new) == ({"reward": 1.0}, {"reward": 1.0})  # they had not started
     assert call(env, kind="waits") == {"reward": 1.0}
@@ -131,12 +127,12 @@ def test_an_endless_call_on_the_loop_is_ended_and_the_loop_stays(tmp_path, monke
 
 def test_a_loop_that_is_blocked_in_c_code_is_replaced(tmp_path, monkeypatch):
     """A call that had started there fails, and its reason names the culprit."""
-    monkeypatch.setattr(runners, "LOOK_SECONDS", 0.01)
-    env = load(tmp_path, BLOCKING_ENV, timeout=0.4)
+    monkeypatch.setattr(runners, "LOOK_SECONDS", 0.02)
+    env = load(tmp_path, BLOCKING_ENV, timeout=0.6)
     threads = set(threading.enumerate())
     waits, late, new = call_together(env, [{"kind": "waits"}, {"kind": "C"}, {"kind": ""}])
     for error in (waits, late):
-        assert isinstance(error, EnvError) and "time.sleep(1)" in str(error)
+        assert isinstance(error, EnvError) and "time.sleep(1.6)" in str(error)
     assert new == {"reward": 2.0}  # on the second loop
     assert call(env, kind="waits") == {"reward": 2.0}
     env.close()
@@ -144,7 +140,6 @@ def test_a_loop_that_is_blocked_in_c_code_is_replaced(tmp_path, monkeypatch):
 
 
 def test_late_threads_end_and_those_that_cannot_are_told_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(runners, "END_SECONDS", 0.12)
     env = load(
         tmp_path,
         """
@@ -166,15 +161,31 @@ def test_late_threads_end_and_those_that_cannot_are_told_once(tmp_path, monkeypa
     release = sys.modules[env.reward_fn.__module__].release
     kinds = ["python", "stubborn", "C", "C"]
     assert all("did not return" in str(r) for r in call_together(env, [{"kind": k} for k in kinds]))
+
+    def num_left():
+        assert call(env, kind="") == {"reward": 1.0}  # each call tries again to end them
+        return sum(thread.name == "reward_fn" for thread in threading.enumerate())
+
     with caplog.at_level(logging.WARNING, "rl2"):
-        for _ in range(4):
-            time.sleep(0.05)
-            assert call(env, kind="") == {"reward": 1.0}
+        wait_until(lambda: num_left() == 2)
+        assert not caplog.records
+        monkeypatch.setattr(runners, "END_SECONDS", 0)
+        assert (num_left(), num_left()) == (2, 2)
     messages = [record.message for record in caplog.records if record.name.startswith("rl2")]
     assert len(messages) == 1 and messages[0].startswith("2 calls of the environment took too long")
-    assert sum(thread.name == "reward_fn" for thread in threading.enumerate()) == 2
     release.set()
-    wait_until(lambda: not is_thread_alive("reward_fn"))
+    wait_until(lambda: num_left() == 0)
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_hanging_calls_leave_no_threads_behind(tmp_path, prefix):
+    body = "await asyncio.Event().wait()" if prefix else "time.sleep(0.001)"
+    text = f"import asyncio, time\n{prefix}def reward_fn(messages):\n    while True: {body}"
+    env = load(tmp_path, text, timeout=0.02)
+    threads = set(threading.enumerate())
+    assert all("did not return" in str(error) for error in call_together(env, [{}] * 100))
+    env.close()
+    wait_until(lambda: set(threading.enumerate()) <= threads)
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
@@ -271,18 +282,18 @@ def test_concurrency_limits_calls_of_both_kinds_and_the_queue_is_not_counted(is_
     def slow(messages):
         nonlocal num_running
         begin()
-        time.sleep(0.05)
+        time.sleep(0.1)
         num_running -= 1
         return 1
 
     async def slow_async(messages):
         nonlocal num_running
         begin()
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
         num_running -= 1
         return 1
 
-    env = Env(slow_async if is_async else slow, timeout=0.2, concurrency=3)
-    assert call_together(env, [{}] * 24) == [{"reward": 1.0}] * 24  # 8 rounds: 0.4 s
+    env = Env(slow_async if is_async else slow, timeout=0.6, concurrency=3)
+    assert call_together(env, [{}] * 24) == [{"reward": 1.0}] * 24  # 8 rounds: 0.8 s
     assert most == 3
     env.close()

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rl2.env.contract import EnvError
@@ -38,6 +39,35 @@ class CallEnded(BaseException):
     """Raised inside a call that takes too long, so that its thread ends."""
 
 
+class CallThread(threading.Thread):
+    """Runs a function. `result` is done when it has ended. It does not delay the process's exit."""
+
+    def __init__(self, name: str, function: Callable[[], Any]):
+        super().__init__(name=name, daemon=True)
+        self.result: concurrent.futures.Future = concurrent.futures.Future()
+        # The future cannot be cancelled from here on, so a result that comes too late is no error.
+        self.result.set_running_or_notify_cancel()
+        self._function = function
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        try:
+            value = self._function()
+            with self._lock:
+                self.result.set_result(value)
+        except BaseException as error:
+            with self._lock:
+                if not self.result.done():
+                    self.result.set_exception(error)
+
+    def end(self) -> None:
+        """Raises CallEnded in the function, as soon as it runs Python code."""
+        with self._lock:  # it cannot end meanwhile, and its number go to another thread
+            if self.is_alive() and not self.result.done():
+                number = ctypes.c_ulong(self.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(CallEnded))
+
+
 class ThreadRunner:
     """Runs each call in a thread of its own.
 
@@ -47,28 +77,26 @@ class ThreadRunner:
 
     def __init__(self, timeout: float):
         self._timeout = timeout
-        # Calls that took too long and whose threads live, and when each was first to end.
-        self._overdue: dict[_ThreadCall, float] = {}
+        # Threads of calls that took too long, and when each was first to end.
+        self._overdue: dict[CallThread, float] = {}
         self._has_warned = False
 
     async def run(self, name: str, function: Callable, arguments: dict, key: Any = None) -> Any:
         self._end_overdue_calls()
-        call = _ThreadCall(name, function, arguments)
+        thread = start_thread(name, partial(_call, name, function, arguments))
         try:
-            return await wait_for_result(name, call.result, self._timeout)
+            return await wait_for_result(name, thread.result, self._timeout)
         finally:
-            if not call.result.done():
-                call.end()
-                self._overdue[call] = time.monotonic()
+            if not thread.result.done():
+                thread.end()
+                self._overdue[thread] = time.monotonic()
 
     def _end_overdue_calls(self) -> None:
         """Tries again to end them: an env may catch the first exception and go on."""
-        num_stuck = 0
-        for call, first_time in list(self._overdue.items()):
-            call.end()
-            num_stuck += time.monotonic() - first_time > END_SECONDS
-            if call.result.done():
-                del self._overdue[call]
+        self._overdue = {k: since for k, since in self._overdue.items() if k.is_alive()}
+        for thread in self._overdue:
+            thread.end()
+        num_stuck = sum(time.monotonic() - t > END_SECONDS for t in self._overdue.values())
         if num_stuck and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -76,42 +104,6 @@ class ThreadRunner:
                 "outside of Python code; their threads stay. More of them are not told",
                 num_stuck,
             )
-
-
-class _ThreadCall:
-    """A call in a thread of its own. `result` is done when the call has ended."""
-
-    def __init__(self, name: str, function: Callable, arguments: dict):
-        self.result: concurrent.futures.Future = concurrent.futures.Future()
-        # The future cannot be cancelled from here on, so a result that comes too late is no error.
-        self.result.set_running_or_notify_cancel()
-        self._lock = threading.Lock()  # held while the thread must neither end nor be ended
-        self._is_running = True
-
-        def work() -> None:
-            try:
-                value = self._call(name, function, arguments)
-                self.result.set_result(value)
-            except BaseException as error:
-                if not self.result.done():
-                    self.result.set_exception(error)
-
-        self._thread = start_thread(name, work)
-
-    def _call(self, name: str, function: Callable, arguments: dict) -> Any:
-        try:
-            with raising_env_error(name):
-                # The env may change its arguments, so it gets a copy.
-                return check_result(name, function(**copy.deepcopy(arguments)))
-        finally:
-            with self._lock:
-                self._is_running = False
-
-    def end(self) -> None:
-        """Raises CallEnded in the thread, as soon as it runs Python code."""
-        with self._lock:
-            if self._is_running:
-                _raise_in_thread(self._thread)
 
 
 class LoopRunner:
@@ -124,7 +116,7 @@ class LoopRunner:
     def __init__(self, timeout: float):
         self._timeout = timeout
         self._runner: asyncio.Runner | None = None  # the first call starts it
-        self._thread: threading.Thread | None = None
+        self._thread: CallThread | None = None
         self._is_unblocking = False
         self._calls: set[concurrent.futures.Future] = set()  # that have not ended
 
@@ -187,7 +179,7 @@ class LoopRunner:
         )
         if runner is self._runner and not self._is_unblocking:
             self._is_unblocking = True
-            _raise_in_thread(self._thread)
+            self._thread.end()
             if not await _responds(loop):
                 self.close()
                 for result in list(self._calls):
@@ -201,16 +193,13 @@ class _DaemonExecutor(concurrent.futures.ThreadPoolExecutor):
     """Runs what the env gives to asyncio.to_thread in threads that do not delay the exit."""
 
     def submit(self, function: Callable, /, *arguments: Any, **named: Any) -> Any:
-        result: concurrent.futures.Future = concurrent.futures.Future()
+        return start_thread("env", partial(function, *arguments, **named)).result
 
-        def work() -> None:
-            try:
-                result.set_result(function(*arguments, **named))
-            except BaseException as error:
-                result.set_exception(error)
 
-        start_thread("env", work)
-        return result
+def _call(name: str, function: Callable, arguments: dict) -> Any:
+    with raising_env_error(name):
+        # The env may change its arguments, so it gets a copy.
+        return check_result(name, function(**copy.deepcopy(arguments)))
 
 
 async def _run_coroutine(
@@ -220,9 +209,8 @@ async def _run_coroutine(
         return
     try:
         with raising_env_error(name):
-            value = check_result(name, await function(**copy.deepcopy(arguments)))
-        result.set_result(value)
-    except BaseException as error:
+            result.set_result(check_result(name, await function(**copy.deepcopy(arguments))))
+    except EnvError as error:
         if not result.done():
             result.set_exception(error)
 
@@ -251,10 +239,10 @@ async def _responds(loop: asyncio.AbstractEventLoop) -> bool:
     return False
 
 
-def start_thread(name: str, function: Callable[[], None]) -> threading.Thread:
-    """Runs `function` in a new thread, which does not keep the process from exiting."""
+def start_thread(name: str, function: Callable[[], Any]) -> CallThread:
+    """Runs `function` in a new thread. EnvError if the machine has no room for one."""
     sys.setswitchinterval(SWITCH_SECONDS)
-    thread = threading.Thread(target=function, name=name, daemon=True)
+    thread = CallThread(name, function)
     try:
         thread.start()
     except RuntimeError as error:
@@ -263,9 +251,3 @@ def start_thread(name: str, function: Callable[[], None]) -> threading.Thread:
             "rollout.env_concurrency, or raise the machine's limits on threads and memory"
         ) from None
     return thread
-
-
-def _raise_in_thread(thread: threading.Thread) -> None:
-    """Raises CallEnded in a thread that lives, when it next runs Python code."""
-    thread_id = ctypes.c_ulong(thread.ident or 0)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(CallEnded))
