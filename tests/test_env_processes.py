@@ -201,7 +201,7 @@ def test_calls_that_hang_leave_no_thread_process_or_descriptor_behind(load):
         import re, subprocess, sys
         def reward_fn(messages, hang):
             if hang:
-                ignore = "import signal, time; signal.signal(15, 1); time.sleep(600)"
+                ignore = "import signal, time; signal.signal(15, 1); time.sleep(60)"
                 subprocess.Popen([sys.executable, "-S", "-c", ignore])
                 re.match("(a+)+$", "a" * 50 + "b")
             return 1
@@ -238,7 +238,7 @@ import asyncio, sys
 from rl2.env.load import load_env
 async def main():
     env = load_env(sys.argv[1], 60, 4, "process")
-    rows = [{"kind": kind} for kind in ("sleep", "C", "spawn", "")]
+    rows = [{"kind": kind} for kind in ("sleep", "C", "spawn", "idle")]
     calls = [asyncio.ensure_future(env.score([], row)) for row in rows]
     await calls[-1]
     await asyncio.gather(*calls)
@@ -247,26 +247,28 @@ asyncio.run(main())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_process_outlives_a_trainer_that_is_killed(tmp_path):
-    """A process that sleeps, one in C code, one that waits for its own children, and an idle one.
+@pytest.mark.parametrize("has_guard", [True, False])
+def test_no_process_outlives_a_trainer_that_is_killed(tmp_path, has_guard):
+    """A process that sleeps, one in C code, an idle one, and one with a child of its own.
 
-    Also the children that belong to no pool's process any more, and the guard itself.
+    Without the guard, which may be killed too, Linux ends all but the child of a child.
     """
     (tmp_path / "env.py").write_text(
         textwrap.dedent(
             """
             import os, re, subprocess, sys, time
-            def note(process_id):
-                print(process_id, flush=True)
+            def note(kind, process_id):
+                print(kind, process_id, flush=True)
             def reward_fn(messages, kind):
-                note(os.getpid())
+                note(kind, os.getpid())
                 if kind == "sleep":
                     time.sleep(600)
                 if kind == "C":
                     re.match("(a+)+$", "a" * 50 + "b")
                 if kind == "spawn":
-                    child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=-1)
-                    note(child.pid)
+                    sleep = "import time; time.sleep(20)"
+                    child = subprocess.Popen([sys.executable, "-S", "-c", sleep])
+                    note("grandchild", child.pid)
                     child.wait()
                 return 1
             """
@@ -274,13 +276,16 @@ def test_no_process_outlives_a_trainer_that_is_killed(tmp_path):
     )
     command = [sys.executable, "-c", ORPHANS, tmp_path / "env.py"]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
-    numbers = [int(trainer.stdout.readline()) for _ in range(5)]
-    guards = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children").read_text().split()
-    assert guards and all(map(is_alive, [*numbers, *guards]))
+    lines = [trainer.stdout.readline().split() for _ in range(5)]
+    processes = {kind.decode(): int(number) for kind, number in lines}
+    [guard] = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children").read_text().split()
+    assert all(map(is_alive, [*processes.values(), guard]))
+    if not has_guard:
+        os.kill(int(guard), signal.SIGKILL)
+        del processes["grandchild"]
     trainer.kill()
     trainer.wait()
-    wait_until(lambda: not any(map(is_alive, [*numbers, *guards])))
-    assert trainer.stdout.read() == b""
+    wait_until(lambda: not any(map(is_alive, [*processes.values(), guard])))
 
 
 def test_preflight_calls_the_env_in_processes(load):
