@@ -156,23 +156,26 @@ def test_late_threads_end_and_those_that_cannot_are_told_once(tmp_path, monkeypa
                 release.wait()
             return 1
         """,
-        timeout=0.05,
+        timeout=0.5,
     )
     release = sys.modules[env.reward_fn.__module__].release
     kinds = ["python", "stubborn", "C", "C"]
     assert all("did not return" in str(r) for r in call_together(env, [{"kind": k} for k in kinds]))
 
     def num_left():
-        assert call(env, kind="") == {"reward": 1.0}  # each call tries again to end them
         return sum(thread.name == "reward_fn" for thread in threading.enumerate())
 
+    wait_until(lambda: num_left() == 3)
     with caplog.at_level(logging.WARNING, "rl2"):
+        assert call(env, kind="") == {"reward": 1.0} and not caplog.records
+        monkeypatch.setattr(runners, "END_SECONDS", 0.3)
+        time.sleep(0.4)
+        assert call(env, kind="") == {"reward": 1.0}  # each call tries again to end them
         wait_until(lambda: num_left() == 2)
-        assert not caplog.records
-        monkeypatch.setattr(runners, "END_SECONDS", 0)
-        assert (num_left(), num_left()) == (2, 2)
+        time.sleep(0.4)
+        assert call(env, kind="") == {"reward": 1.0}
     messages = [record.message for record in caplog.records if record.name.startswith("rl2")]
-    assert len(messages) == 1 and messages[0].startswith("2 calls of the environment took too long")
+    assert len(messages) == 1 and messages[0].startswith("3 calls of the environment took too long")
     release.set()
     wait_until(lambda: num_left() == 0)
 

@@ -30,7 +30,7 @@ SWITCH_SECONDS = 0.0001
 # An event loop is blocked if it does not respond between so many looks.
 NUM_LOOKS = 10
 LOOK_SECONDS = 0.1
-END_SECONDS = 5.0  # in which the thread of a call that took too long should end
+END_SECONDS = 5.0  # between two attempts to end the thread of a call that took too long
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class ThreadRunner:
 
     def __init__(self, timeout: float):
         self._timeout = timeout
-        # Threads of calls that took too long, and when each was first to end.
+        # Threads of calls that took too long, and when each was last told to end.
         self._overdue: dict[CallThread, float] = {}
         self._has_warned = False
 
@@ -92,17 +92,22 @@ class ThreadRunner:
                 self._overdue[thread] = time.monotonic()
 
     def _end_overdue_calls(self) -> None:
-        """Tries again to end them: an env may catch the first exception and go on."""
-        self._overdue = {k: since for k, since in self._overdue.items() if k.is_alive()}
-        for thread in self._overdue:
-            thread.end()
-        num_stuck = sum(time.monotonic() - t > END_SECONDS for t in self._overdue.values())
+        """Tries again to end them: an env may catch an exception and go on."""
+        num_stuck = 0
+        for thread, last_time in list(self._overdue.items()):
+            if not thread.is_alive():
+                del self._overdue[thread]
+            elif time.monotonic() - last_time > END_SECONDS:
+                thread.end()
+                self._overdue[thread] = time.monotonic()
+                num_stuck += 1
         if num_stuck and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%d calls of the environment took too long and cannot be ended, since they wait "
-                "outside of Python code; their threads stay. More of them are not told",
+                "%d calls of the environment took too long and still run %g s later: they wait "
+                "outside of Python code, or catch every exception. More of them are not told",
                 num_stuck,
+                END_SECONDS,
             )
 
 
