@@ -185,12 +185,14 @@ class LoopRunner:
         if runner is self._runner and not self._is_unblocking:
             self._is_unblocking = True
             self._thread.end()
-            if not await _responds(loop):
-                self.close()
-                for result in list(self._calls):
-                    if result.running():
-                        result.set_exception(error)
-            self._is_unblocking = False
+            try:
+                if not await _responds(loop):
+                    self.close()
+                    for result in list(self._calls):
+                        if result.running():
+                            result.set_exception(error)
+            finally:
+                self._is_unblocking = False
         return error
 
 
