@@ -10,6 +10,7 @@ from datetime import date
 
 import faulty_async_env
 import faulty_env
+import faulty_process_env
 import pytest
 import torch
 import torch.distributed as dist
@@ -574,26 +575,35 @@ def test_a_record_has_the_columns_of_its_row():
     assert record["messages"] == row["messages"] and record["length"] == 0
 
 
-@pytest.mark.parametrize("env_file", [faulty_env, faulty_async_env])
+@pytest.mark.parametrize(
+    "env_file, isolation, num_turns",
+    [
+        (faulty_env, "thread", 2),
+        (faulty_async_env, "thread", 2),
+        # Of one turn: a process that ends takes the state of other conversations with it.
+        (faulty_process_env, "process", 1),
+    ],
+)
 def test_every_fault_of_an_env_costs_its_trajectory_and_nothing_else(
-    tmp_path, monkeypatch, env_file
+    tmp_path, monkeypatch, env_file, isolation, num_turns
 ):
     """Each tenth row has a fault, of another kind each time."""
-    collector, _, tokenizer = make(tmp_path, say_x, ANSWER_ENV, max_turns=3)
+    collector, _, tokenizer = make(tmp_path, say_x, ANSWER_ENV, max_turns=2 * num_turns - 1)
     rows = []
     for fault in env_file.FAULTS:
         rows += [{**make_row(len(rows) + i), "fault": "" if i else fault} for i in range(10)]
     player = collector.player
     monkeypatch.setattr(runners, "LOOK_SECONDS", 0.02)
-    player.env = load_env(env_file.__file__, 0.3)
+    player.env = load_env(env_file.__file__, 0.3, concurrency=4, isolation=isolation)
     trajectories = collector.play(make_prompts(rows, tokenizer), PARAMS, 1, "train", 31)
     assert len(trajectories) == len(rows) == 10 * len(env_file.FAULTS)
     failed = [t.row["fault"] for t in trajectories if t.finish_reason == "failed"]
     assert failed == list(env_file.FAULTS) and player.failures.count == len(failed)
     assert summarise(trajectories, 0)["rollout/failed"] == pytest.approx(0.1)
     done = [trajectory for trajectory in trajectories if not trajectory.row["fault"]]
-    assert all(t.num_turns == 2 and t.rewards == {"caf\ufffd": 1.0} for t in done)
-    assert all(t.messages[2] == {"role": "tool", "content": "caf\ufffd"} for t in done)
+    assert all(t.num_turns == num_turns and t.rewards == {"caf\ufffd": 1.0} for t in done)
+    answer = [{"role": "tool", "content": "caf\ufffd"}] * (num_turns - 1)
+    assert all(t.messages[2:3] == answer for t in done)
     json.dumps(list(to_records(trajectories)), ensure_ascii=False).encode()
     player.env.close()
 
