@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rl2.config.schema import DataConfig, DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rl2.data.chat import ChatTemplate
+from rl2.data.examples import Examples, RowKind
 from rl2.data.formats import ReadRow, read_pair_row, read_ppo_row, read_sft_row
-from rl2.data.rows import load_rows
+from rl2.data.rows import Rows, load_rows
 from rl2.env.call import Env
 from rl2.env.load import load_env, preflight
 
@@ -29,19 +30,19 @@ READERS: dict[type, Callable[[dict], ReadRow]] = {
 class Inputs:
     """What was read. `problems` has a message for each key whose value cannot be used."""
 
-    rows: dict[str, list[dict]] = field(default_factory=dict)  # by data.path and data.test_path
+    rows: dict[str, Rows] = field(default_factory=dict)  # by data.path and data.test_path
     env: Env | None = None
     problems: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
 
-def read_ppo_inputs(config: PPOConfig) -> tuple[list[dict], list[dict], Env]:
+def read_ppo_inputs(config: PPOConfig) -> tuple[Rows, Rows | None, Env]:
     """(rows, test rows, environment) of a PPO run. ValueError lists all problems.
 
     The first process prints the warnings.
     """
     inputs = Inputs()
-    _read_rows(inputs, config)
+    _read_rows(inputs, config, read_ppo_row)
     _read_env(inputs, config)
     if inputs.problems:
         raise ValueError("\n".join(inputs.problems.values()))
@@ -49,7 +50,34 @@ def read_ppo_inputs(config: PPOConfig) -> tuple[list[dict], list[dict], Env]:
         for warning in inputs.warnings:
             print(f"warning: {warning}", flush=True)
     assert inputs.env is not None
-    return inputs.rows["data.path"], inputs.rows.get("data.test_path", []), inputs.env
+    return inputs.rows["data.path"], inputs.rows.get("data.test_path"), inputs.env
+
+
+def read_examples(config: Any, kind: RowKind, template: ChatTemplate) -> dict[str, Examples]:
+    """The examples, by data.path and data.test_path. ValueError lists the problems of both.
+
+    Only training rows are shuffled.
+    """
+    inputs = Inputs()
+    _read_rows(inputs, config, kind.read)
+    data = config.data
+    examples: dict[str, Examples] = {}
+    for key, rows in inputs.rows.items():
+        try:
+            examples[key] = Examples(
+                rows,
+                template,
+                kind,
+                max_length=data.max_length,
+                shuffle=data.shuffle and key == "data.path",
+                seed=data.seed,
+                batch_size=data.batch_size,
+            )
+        except ValueError as error:
+            inputs.problems[key] = str(error)
+    if inputs.problems:
+        raise ValueError("\n".join(inputs.problems.values()))
+    return examples
 
 
 def find_input_problems(config: Any) -> dict[str, str]:
@@ -58,7 +86,8 @@ def find_input_problems(config: Any) -> dict[str, str]:
     Only the first rows of files that are here are read.
     """
     inputs = Inputs()
-    _read_rows(inputs, config, TRIAL_ROWS)
+    read = next(READERS[kind] for kind in type(config).__mro__ if kind in READERS)
+    _read_rows(inputs, config, read, TRIAL_ROWS)
     if isinstance(config, PPOConfig) and config.rollout.env_path:
         _read_env(inputs, config)
     return inputs.problems
@@ -77,9 +106,10 @@ def make_chat_template(
     )
 
 
-def _read_rows(inputs: Inputs, config: Any, limit: int | None = None) -> None:
+def _read_rows(
+    inputs: Inputs, config: Any, read: Callable[[dict], ReadRow], limit: int | None = None
+) -> None:
     """Reads the rows. With a limit it leaves out what is not on this machine."""
-    read = next(READERS[kind] for kind in type(config).__mro__ if kind in READERS)
     data = config.data
     for key, path, split in (
         ("data.path", data.path, "train"),
@@ -103,6 +133,7 @@ def _read_env(inputs: Inputs, config: PPOConfig) -> None:
             rollout.env_concurrency,
             rollout.env_isolation,
         )
-        inputs.warnings = preflight(inputs.env, inputs.rows, rollout.max_turns)
+        kinds = {key: rows.kinds for key, rows in inputs.rows.items()}
+        inputs.warnings = preflight(inputs.env, inputs.rows, rollout.max_turns, kinds)
     except ValueError as error:
         inputs.problems["rollout.env_path"] = str(error)

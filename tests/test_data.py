@@ -8,6 +8,7 @@ from functools import partial
 import pyarrow
 import pyarrow.parquet
 import pytest
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -24,7 +25,7 @@ from rl2.data.examples import (
     to_samples,
 )
 from rl2.data.formats import read_pair_row, read_ppo_row, read_sft_row
-from rl2.data.rows import load_rows
+from rl2.data.rows import load_rows, pack_rows
 
 TEMPLATE = (
     "{{ tools }}{% for m in messages %} {{ m.content }}{% endfor %}"
@@ -56,7 +57,7 @@ def make_rows(lengths):
 
 def make_prompts(rows, max_length=99, shuffle=False, seed=0, batch_size=1, tokenizer=None):
     return Prompts(
-        rows,
+        pack_rows(rows),
         ChatTemplate(tokenizer or make_tokenizer()),
         max_length=max_length,
         shuffle=shuffle,
@@ -93,25 +94,25 @@ def write(file, rows):
     "name", ["a.json", "a.jsonl", "a.csv", "a.parquet", "stream.arrow", "file.arrow"]
 )
 def test_every_format_gives_the_same_rows(tmp_path, name):
-    assert load_rows(write(tmp_path / name, ROWS), read=read_ppo_row) == ROWS
+    assert list(load_rows(write(tmp_path / name, ROWS), read=read_ppo_row)) == ROWS
 
 
 def test_json_may_hold_lines(tmp_path):
     (tmp_path / "a.json").write_text("\n".join(map(json.dumps, ROWS)))
-    assert load_rows(str(tmp_path / "a.json")) == ROWS
+    assert list(load_rows(str(tmp_path / "a.json"))) == ROWS
 
 
 def test_folder_gives_its_files_in_order_or_those_of_the_split(tmp_path):
     write(tmp_path / "b.jsonl", ROWS[2:])
     write(tmp_path / "a.parquet", ROWS[:2])
     (tmp_path / "README.md").write_text("not data")
-    assert load_rows(str(tmp_path)) == ROWS
+    assert list(load_rows(str(tmp_path))) == ROWS
     write(tmp_path / "train-00000.json", ROWS[:1])
     write(tmp_path / "training.json", ROWS[1:])
-    assert load_rows(str(tmp_path)) == ROWS[:1]
+    assert list(load_rows(str(tmp_path))) == ROWS[:1]
     (tmp_path / "test").mkdir()
     write(tmp_path / "test" / "x.csv", ROWS[1:2])
-    assert load_rows(str(tmp_path), split="test") == ROWS[1:2]
+    assert list(load_rows(str(tmp_path), split="test")) == ROWS[1:2]
 
 
 def test_nulls_that_columnar_files_add_to_structs_are_dropped(tmp_path):
@@ -128,14 +129,14 @@ def test_nulls_that_columnar_files_add_to_structs_are_dropped(tmp_path):
             "answer": None,
         }
     ]
-    assert load_rows(write(tmp_path / "a.parquet", rows)) == rows
+    assert list(load_rows(write(tmp_path / "a.parquet", rows))) == rows
 
 
 def test_messages_and_tools_may_be_json_text_and_other_text_is_a_plain_prompt(tmp_path):
     messages, tools = [{"role": "user", "content": "x"}], [{"name": "calc"}]
     texts = {"messages": " " + json.dumps(messages), "tools": json.dumps(tools), "answer": 1}
     plain = {"messages": "[1, 2] are", "tools": "", "answer": "[{}]"}
-    assert load_rows(write(tmp_path / "a.jsonl", [texts, plain])) == [
+    assert list(load_rows(write(tmp_path / "a.jsonl", [texts, plain]))) == [
         {"messages": messages, "tools": tools, "answer": 1},
         {"messages": "[1, 2] are", "tools": None, "answer": "[{}]"},
     ]
@@ -238,7 +239,7 @@ def test_csv_cell_may_be_long(tmp_path):
     [
         ("a.jsonl", b"", "has no rows"),
         ("a.json", b"[]", "has no rows"),
-        ("a.json", b'[{"a": 1, "a": 2}]', "not a readable json file: row 1: key 'a' occurs twice"),
+        ("a.json", b'[{"a": 1, "a": 2}]', "not a readable json file: key 'a' occurs twice"),
         ("a.json", b'[\n{"a": 1},\n{"a"}]', "not a readable json file: .* line 3"),
         ("a.jsonl", b'{"a": "\xff"}', "row 1: .*utf-8"),
         ("a.parquet", b"PAR?", "not a readable parquet file"),
@@ -272,7 +273,8 @@ def write_broken(file, column):
         return
     rows = [{"messages": "w", "answer": "1", "tools": None}] * 2
     if file.suffix == ".csv":
-        rows[1] = rows[1] | {column: "caf\udce9"}
+        text = '[{"name": "caf\udce9"}]' if column == "tools" else "caf\udce9"
+        rows[1] = rows[1] | {column: text}
         lines = [
             ",".join(rows[0]),
             *[",".join(str(cell or "") for cell in row.values()) for row in rows],
@@ -313,18 +315,10 @@ def test_deep_nesting_is_a_malformed_row(tmp_path, name, depth):
     good = json.dumps({"messages": "w", "answer": [[[1]]]})
     text = f"[{good},\n{row}]" if name == "a.json" else f"{good}\n{row}"
     (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=r"row 2: .*nested deeper than 100 levels"):
+    # The JSON reader cannot say where in a list it has given up.
+    place = "not a readable json file" if name == "a.json" and depth > 900 else "row 2"
+    with pytest.raises(ValueError, match=rf"{place}: .*nested deeper than 100 levels"):
         load_rows(str(tmp_path / name), read=read_ppo_row)
-
-
-def test_items_of_a_json_list_are_read_one_by_one(tmp_path):
-    file = tmp_path / "a.json"
-    file.write_text(' [ {"messages": "w"}\n,{"messages": "?"} ] \n')
-    assert list(load_rows(str(file))) == [{"messages": "w"}, {"messages": "?"}]
-    for text in ('[{"a": 1} {"b": 1}]', '[{"a": 1}', '[{"a": 1}] x', '[{"a": 1},]', "["):
-        file.write_text(text)
-        with pytest.raises(ValueError, match="is not a readable json file"):
-            load_rows(str(file))
 
 
 def test_missing_file_empty_folder_and_unknown_hub_name_are_refused(tmp_path, monkeypatch):
@@ -344,10 +338,10 @@ def test_missing_file_empty_folder_and_unknown_hub_name_are_refused(tmp_path, mo
         assert name != "owner/none", "the hub has said no already"
         if name != "owner/set":
             raise FileNotFoundError(f"{name} is not on the hub")
-        return [{"name": name, "config": config, "split": split}]
+        return Dataset.from_list([{"name": name, "config": config, "split": split}])
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    assert load_rows("owner/set:main", "test") == [
+    assert list(load_rows("owner/set:main", "test")) == [
         {"name": "owner/set", "config": "main", "split": "test"}
     ]
     with pytest.raises(
@@ -362,7 +356,8 @@ def test_a_model_without_a_template_is_named_with_the_remedy():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(
-        ValueError, match="row 0 .*no chat template.*data.chat_template=plain .*plain text"
+        ValueError,
+        match="the data, row 1: .*no chat template.*data.chat_template=plain .*plain text",
     ):
         make_prompts(make_rows([1]), tokenizer=tokenizer)
     assert len(make_prompts([{"messages": "w"}], tokenizer=tokenizer)) == 1
@@ -395,7 +390,7 @@ def test_long_prompts_are_dropped_and_counted():
 
 
 def test_more_rows_than_one_chunk(monkeypatch):
-    monkeypatch.setattr("rl2.data.examples.ROWS_PER_CHUNK", 3)
+    monkeypatch.setattr("rl2.data.examples.ROWS_PER_BATCH", 3)
     prompts = make_prompts(make_rows(range(1, 9)), batch_size=8)
     assert [len(prompt.tokens) for prompt in prompts.next_items()] == [n + 2 for n in range(1, 9)]
 
@@ -403,7 +398,7 @@ def test_more_rows_than_one_chunk(monkeypatch):
 def test_row_that_the_template_refuses_is_named():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no such role') }}"
-    with pytest.raises(ValueError, match=r"row 0 \(from 0\): .*no such role"):
+    with pytest.raises(ValueError, match=r"the data, row 1: .*no such role"):
         make_prompts(make_rows([1]), tokenizer=tokenizer)
 
 
@@ -471,8 +466,7 @@ GOOD_PAIR = {"messages": [{"role": "user", "content": "x"}], "chosen": "w", "rej
 
 def make_examples(path, kind, tokenizer=None, max_length=99, batch_size=2):
     return Examples(
-        str(path),
-        "train",
+        load_rows(str(path), read=kind.read),
         ChatTemplate(tokenizer or make_tokenizer()),
         kind,
         max_length=max_length,
@@ -773,7 +767,7 @@ def test_pairs_of_text(tmp_path, capsys):
 )
 def test_what_is_seldom_meant_warns_once(tmp_path, capsys, row, warning):
     rows = [ROWS[0], row, row]
-    assert load_rows(write(tmp_path / "a.jsonl", rows), read=read_ppo_row) == rows
+    assert list(load_rows(write(tmp_path / "a.jsonl", rows), read=read_ppo_row)) == rows
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("warning: ") and warning in line
     assert line.endswith(f"(2 of 3 rows, first {tmp_path}/a.jsonl, row 3)")

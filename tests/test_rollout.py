@@ -19,6 +19,7 @@ from common import make_model, make_tokenizer
 from rl2.batch import Batch
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import Prompts
+from rl2.data.rows import pack_rows
 from rl2.engine.base import EngineSettings, Generation, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.env import runners
@@ -91,7 +92,7 @@ def make(tmp_path, script, env, max_turns=1, num_prompts=1, deterministic=True, 
 
 def make_prompts(rows, tokenizer):
     order = {"shuffle": False, "seed": 0, "batch_size": 1}
-    return list(Prompts(rows, ChatTemplate(tokenizer), max_length=100, **order))
+    return list(Prompts(pack_rows(rows), ChatTemplate(tokenizer), max_length=100, **order))
 
 
 def write_nothing(split, step, records):
@@ -401,7 +402,7 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
     counts = [trajectory.partial_tokens for trajectory in paused.trajectories]
     assert all(0 < count < 200 for count in counts)
     collector.prompts = Prompts(
-        [make_row(0)], ChatTemplate(tokenizer), max_length=100
+        pack_rows([make_row(0)]), ChatTemplate(tokenizer), max_length=100
     )  # it has the position
     collector.load_state_dict(collector.state_dict())  # as a resumed run does
     num_requests = len(engine.requests)
@@ -488,7 +489,7 @@ def test_a_resumed_collector_continues_at_its_position(tmp_path):
     def make_collector():
         return Collector(
             collector.player,
-            prompts=Prompts(rows, ChatTemplate(tokenizer), max_length=100, batch_size=2),
+            prompts=Prompts(pack_rows(rows), ChatTemplate(tokenizer), max_length=100, batch_size=2),
             params=PARAMS,
             write_records=write_nothing,
             samples_per_prompt=3,

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PAIR_ROWS, SFT_ROWS, Examples
+from rl2.data.rows import load_rows
 from rl2.parallel.mesh import init_distributed
 from rl2.trainer import dpo, rm, sft
 from rl2.worker import Worker
@@ -83,8 +84,9 @@ def read_examples(tmp_path, rows, kind):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = make_tokenizer()
     template = ChatTemplate(tokenizer)
+    loaded = load_rows(str(path), read=kind.read)
     order = {"shuffle": False, "seed": 0, "batch_size": len(rows)}
-    examples = list(Examples(str(path), "train", template, kind, max_length=400, **order))
+    examples = list(Examples(loaded, template, kind, max_length=400, **order))
     sequences = [sequence for example in examples for sequence in example.sequences]
     width = max(len(tokens) for tokens, _ in sequences)
 

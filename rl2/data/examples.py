@@ -1,25 +1,34 @@
 """From rows to what the trainers take: prompts for PPO, examples for SFT, DPO and reward models."""
 
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, islice
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
-from tqdm import tqdm
+import pyarrow
 
 from rl2.batch import Sample
 from rl2.data.chat import ChatTemplate
 from rl2.data.formats import ReadRow, read_pair_row, read_sft_row
 from rl2.data.messages import abbreviate
-from rl2.data.rows import load_rows
-from rl2.progress import mark
+from rl2.data.rows import Problems, Rows
+from rl2.data.store import ROWS_PER_BATCH, open_table, table_key
 
-ROWS_PER_CHUNK = 1000  # rows tokenised in one call, which fast tokenizers share among threads
+TOKENS_SCHEMA = pyarrow.schema(
+    {
+        "tokens": pyarrow.list_(pyarrow.list_(pyarrow.int32())),  # of each sequence of a row
+        "masks": pyarrow.list_(pyarrow.list_(pyarrow.int8())),  # 1 = trained; empty for prompts
+        "length": pyarrow.int32(),  # of the longest sequence
+    }
+)
 
 Item = TypeVar("Item")
 # The text of a conversation up to where a reply begins, and with the reply.
 RenderedReply = tuple[str, str]
+TrainedSequences = list[tuple[list[int], list[int]]]  # (tokens, mask) of each; 1 = trained
 
 
 class RowKind(NamedTuple):
@@ -35,25 +44,35 @@ class EpochSampler(Generic[Item]):
     `self[i]` is the i-th item in the order of the rows. `take` and `batch` follow the order of
     training, an endless sequence of epochs, each of which holds every item once. Items that are
     longer than `max_length` tokens are dropped: `num_dropped` counts them, `longest` is the length
-    of the longest item kept. ValueError when none is kept.
+    of the longest item kept. ValueError when none is kept, or names rows that cannot be rendered.
 
-    `lengths` has the number of tokens of each row. A subclass names the items and the key of the
-    batch size as messages do.
+    A row is as long as its longest sequence. A subclass names the items and the key of the batch
+    size as messages do, and says how a row becomes sequences.
     """
 
     item_name: str  # plural
     batch_key: str
+    kind: RowKind | None = None
 
     def __init__(
         self,
-        lengths: list[int],
+        rows: Rows,
+        template: ChatTemplate,
         *,
         max_length: int,
         shuffle: bool = False,
         seed: int = 0,
         batch_size: int = 1,
     ):
-        token_counts = np.array(lengths)
+        self.rows = rows
+        self.template = template
+        template.warn_of_ignored([rows[first] for first, _ in rows.kinds])
+        key = None
+        if rows.key:
+            key = table_key(rows.key, pickle.dumps(self.kind), template.fingerprint())
+        title = f"tokenise {rows.path}"
+        self.table = open_table(key, TOKENS_SCHEMA, self._tokenize, title, len(rows))
+        token_counts = self.table["length"].to_numpy()
         self.max_length = max_length
         self.shuffle = shuffle
         self.seed = seed
@@ -71,6 +90,45 @@ class EpochSampler(Generic[Item]):
 
     def __getitem__(self, i: int) -> Item:
         raise NotImplementedError
+
+    def _texts(self, row: dict) -> list[str]:
+        """The texts of a row that are tokenised. ValueError if the template refuses them."""
+        raise NotImplementedError
+
+    def _join(self, token_lists: list[list[int]]) -> TrainedSequences:
+        """The sequences of a row, from the tokens of its texts."""
+        raise NotImplementedError
+
+    def _tokenize(self) -> Iterator[pyarrow.RecordBatch]:
+        """The sequences in batches. In the end ValueError lists the rows that are refused."""
+        problems = Problems(self.rows.path)
+        for start in range(0, len(self.rows), ROWS_PER_BATCH):
+            texts_by_row = []
+            for i in range(start, min(start + ROWS_PER_BATCH, len(self.rows))):
+                try:
+                    texts_by_row.append(self._texts(self.rows[i]))
+                except ValueError as error:
+                    problems.add(error, self.rows.locate(i))
+            if problems.locations:
+                continue  # only more problems matter now
+            # One call tokenises all texts: fast tokenizers share them among threads.
+            token_lists = iter(self.template.tokenize(list(chain.from_iterable(texts_by_row))))
+            packed = []
+            for texts in texts_by_row:
+                sequences = self._join(list(islice(token_lists, len(texts))))
+                tokens = [tokens for tokens, _ in sequences]
+                masks = [mask for _, mask in sequences]
+                packed.append({"tokens": tokens, "masks": masks, "length": max(map(len, tokens))})
+            yield pyarrow.RecordBatch.from_pylist(packed, TOKENS_SCHEMA)
+        problems.check()
+
+    def sequences(self, index: int) -> TrainedSequences:
+        """The sequences of a row."""
+        tokens, masks = self.table["tokens"][index].values, self.table["masks"][index].values
+        return [
+            (tokens[i].values.to_numpy().tolist(), masks[i].values.to_numpy().tolist())
+            for i in range(len(tokens))
+        ]
 
     def __iter__(self) -> Iterator[Item]:
         return (self[i] for i in range(len(self)))
@@ -145,44 +203,21 @@ class Prompt:
 
 
 class Prompts(EpochSampler[Prompt]):
-    """The tokenised prompts of rows that `read_ppo_row` gave.
-
-    ValueError names a row that the chat template refuses. `progress` shows a bar if tokenising
-    takes long: set it on one rank.
-    """
+    """The tokenised prompts of rows that `read_ppo_row` gave."""
 
     item_name = "prompts"
     batch_key = "data.prompts_per_rollout"
 
-    def __init__(
-        self,
-        rows: list[dict],
-        template: ChatTemplate,
-        *,
-        max_length: int,
-        shuffle: bool = False,
-        seed: int = 0,
-        batch_size: int = 1,
-        progress: bool = False,
-    ):
-        self.rows = rows
-        template.warn_of_ignored(rows)
-        self.tokens: list[np.ndarray] = []  # int32: lists of int would take ten times the memory
-        for chunk in _chunks(len(rows), "tokenise prompts", progress):
-            texts = [_render_prompt(template, index, rows[index]) for index in chunk]
-            for tokens in template.tokenize(texts):
-                self.tokens.append(np.array(tokens, np.int32))
-        super().__init__(
-            [len(tokens) for tokens in self.tokens],
-            max_length=max_length,
-            shuffle=shuffle,
-            seed=seed,
-            batch_size=batch_size,
-        )
+    def _texts(self, row: dict) -> list[str]:
+        return [self.template.render(row["messages"], row.get("tools"))]
+
+    def _join(self, token_lists: list[list[int]]) -> TrainedSequences:
+        return [(tokens, []) for tokens in token_lists]
 
     def __getitem__(self, i: int) -> Prompt:
         index = int(self.kept[i])
-        return Prompt(index, self.rows[index], self.tokens[index].tolist())
+        [(tokens, _)] = self.sequences(index)
+        return Prompt(index, self.rows[index], tokens)
 
 
 @dataclass
@@ -191,62 +226,31 @@ class Example:
 
     index: int  # of the row, from 0
     row: dict[str, Any]
-    sequences: list[tuple[list[int], list[int]]]  # (tokens, mask) of each; 1 = trained
+    sequences: TrainedSequences
 
 
 class Examples(EpochSampler[Example]):
-    """The tokenised examples of a data file, a folder or a hub data set, see `load_rows`.
-
-    `kind` reads and renders a row, or raises ValueError for a row that does not suit; the message
-    then names its file and row. The length of a row is that of its longest sequence. `progress`
-    shows a bar if tokenising takes long: set it on one rank.
-    """
+    """The tokenised examples of rows that `kind.read` gave."""
 
     item_name = "rows"
     batch_key = "data.batch_size"
 
-    def __init__(
-        self,
-        path: str,
-        split: str,
-        template: ChatTemplate,
-        kind: RowKind,
-        *,
-        max_length: int,
-        columns: dict[str, str] | None = None,
-        shuffle: bool = False,
-        seed: int = 0,
-        batch_size: int = 1,
-        progress: bool = False,
-    ):
-        replies_by_row: list[list[RenderedReply]] = []
+    def __init__(self, rows: Rows, template: ChatTemplate, kind: RowKind, **order: Any):
+        """`order` are the keyword arguments of EpochSampler."""
+        self.kind = kind
+        super().__init__(rows, template, **order)
 
-        def read_row(row: dict) -> ReadRow:
-            row, notes = kind.read(row)
-            replies_by_row.append(kind.render(template, row))
-            return row, notes
+    def _texts(self, row: dict) -> list[str]:
+        assert self.kind is not None
+        return list(chain.from_iterable(self.kind.render(self.template, row)))
 
-        self.rows = load_rows(path, split, read_row, columns)
-        template.warn_of_ignored(self.rows)
-        # (tokens int32, mask int8) of each sequence of each row
-        self.sequences: list[list[tuple[np.ndarray, np.ndarray]]] = []
-        for chunk in _chunks(len(self.rows), "tokenise rows", progress):
-            chunk_replies = [replies_by_row[index] for index in chunk]
-            for replies in _tokenize_replies(template, chunk_replies):
-                sequences = template.training_sequences(replies)
-                self.sequences.append([_to_arrays(*sequence) for sequence in sequences])
-        super().__init__(
-            [max(len(tokens) for tokens, _ in sequences) for sequences in self.sequences],
-            max_length=max_length,
-            shuffle=shuffle,
-            seed=seed,
-            batch_size=batch_size,
-        )
+    def _join(self, token_lists: list[list[int]]) -> TrainedSequences:
+        replies = zip(token_lists[::2], token_lists[1::2], strict=True)
+        return self.template.training_sequences(list(replies))
 
     def __getitem__(self, i: int) -> Example:
         index = int(self.kept[i])
-        sequences = [(tokens.tolist(), mask.tolist()) for tokens, mask in self.sequences[index]]
-        return Example(index, self.rows[index], sequences)
+        return Example(index, self.rows[index], self.sequences(index))
 
 
 def to_samples(examples: list[Example]) -> list[Sample]:
@@ -301,38 +305,6 @@ def render_pair(template: ChatTemplate, row: dict) -> list[RenderedReply]:
 
 SFT_ROWS = RowKind(read_sft_row, render_sft)
 PAIR_ROWS = RowKind(read_pair_row, render_pair)
-
-
-def _chunks(num_rows: int, description: str, progress: bool) -> Iterator[range]:
-    """Ranges of rows to tokenise together, with a progress bar after two seconds."""
-    starts = range(0, num_rows, ROWS_PER_CHUNK)
-    for start in tqdm(starts, desc=description, delay=2, disable=not progress):
-        mark()
-        yield range(start, min(start + ROWS_PER_CHUNK, num_rows))
-
-
-def _render_prompt(template: ChatTemplate, index: int, row: dict) -> str:
-    try:
-        return template.render(row["messages"], row.get("tools"))
-    except ValueError as error:
-        raise ValueError(f"row {index} (from 0): {error}") from error
-
-
-def _tokenize_replies(
-    template: ChatTemplate, replies_by_row: list[list[RenderedReply]]
-) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """The replies of each row with tokens in place of texts. One call tokenises all texts."""
-    texts = []
-    for replies in replies_by_row:
-        for before, whole in replies:
-            texts += [before, whole]
-    token_lists = iter(template.tokenize(texts))
-    for replies in replies_by_row:
-        yield [(next(token_lists), next(token_lists)) for _ in replies]
-
-
-def _to_arrays(tokens: list[int], mask: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    return np.array(tokens, np.int32), np.array(mask, np.int8)
 
 
 @lru_cache(maxsize=4)  # a step asks for each of its items, from two epochs at most

@@ -5,9 +5,10 @@ import hashlib
 import itertools
 import json
 import os
+import pickle
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,7 +19,7 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from rl2.data.formats import ReadRow, rename_columns
 from rl2.data.messages import abbreviate
-from rl2.progress import mark
+from rl2.data.store import ROWS_PER_BATCH, open_table, table_key
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 MAX_LISTED_PROBLEMS = 5
@@ -29,11 +30,18 @@ MAX_NESTING = 100  # levels of lists and objects in a cell: templates and enviro
 TOO_DEEP = f"nested deeper than {MAX_NESTING} levels: flatten the value, or store it as text"
 HUB_TIMEOUT_SECONDS = 10.0
 MAX_CSV_CELL_BYTES = 2**31 - 1
-ROWS_PER_BATCH = 1000
+LARGE_BYTES = 16 * 2**20  # of data that is worth a table on disk: it takes some ten seconds to read
 MISSING_CELL: Any = object()  # the value of a cell that a csv row lacks
 
 # (where the row is, the row as its format gives it: a line of JSON is still text)
 LocatedRow = tuple[str, Any]
+Source = list[Path] | Any  # data files, or a data set of the hub
+ROWS_SCHEMA = pyarrow.schema(
+    {
+        "row": pyarrow.large_binary(),  # pickled: JSON lacks some values that columns may have
+        "location": pyarrow.string(),
+    }
+)
 
 
 def load_rows(
@@ -42,7 +50,7 @@ def load_rows(
     read: Callable[[dict], ReadRow] | None = None,
     columns: dict[str, str] | None = None,
     limit: int | None = None,
-) -> list[dict]:
+) -> "Rows":
     """The rows of a data file, of a folder of data files, or of a data set of the hub.
 
     A file is json (a list, or lines), jsonl, csv, parquet or arrow. A folder gives the rows of its
@@ -59,31 +67,60 @@ def load_rows(
     the lines of a jsonl or csv file, from 1 in other formats. The first process prints, once, how
     rows were read that are not in rl2's own form.
     """
-    rows = []
-    problems: dict[str, list[str]] = {}  # what is wrong -> where
-    counts: Counter[str] = Counter()
-    first_locations: dict[str, str] = {}
-    for location, raw_row in itertools.islice(_read_rows(path, split), limit):
-        mark()
-        try:
-            row = _parse_row(raw_row, columns or {})
-            row, notes = read(row) if read else (row, [])
-        except ValueError as error:
-            problems.setdefault(str(error), []).append(location)
-            continue
-        rows.append(row)
-        counts.update(notes)
-        for note in notes:
-            first_locations.setdefault(note, location)
-    if problems:
-        raise ValueError(_describe_problems(path, problems))
+    columns = columns or {}
+    source = _find_source(path, split)
+    key = None
+    if fingerprint := "" if limit else _fingerprint(path, split, source):
+        key = table_key(path, fingerprint, pickle.dumps(read), sorted(columns.items()))
+
+    def build() -> Iterator[pyarrow.RecordBatch]:
+        raw_rows = itertools.islice(_read_rows(path, source), limit)
+        return _check_rows(path, raw_rows, read, columns)
+
+    rows = Rows(open_table(key, ROWS_SCHEMA, build, f"read {path}"), path, key)
     if not rows:
         raise ValueError(f"{path} has no rows (split {split})")
     if os.environ.get("RANK", "0") == "0":
-        for note, count in counts.items():
-            place = f"{count} of {len(rows)} rows, first {first_locations[note]}"
-            print(f"{note} ({place})", flush=True)
+        for note, (number, location) in rows.notes.items():
+            print(f"{note} ({number} of {len(rows)} rows, first {location})", flush=True)
     return rows
+
+
+class Rows(Sequence[dict]):
+    """Rows that were read and checked. They are packed, and unpacked when asked for.
+
+    Rows of one kind have the same columns, and text or messages, with or without tools. `kinds` has
+    (the first row, the number of rows) of each kind, `notes` (the number of rows, where the first
+    one is) of each note. `key` is the name of the table on disk; None if it is in memory.
+    """
+
+    def __init__(self, table: pyarrow.Table, path: str, key: str | None):
+        self.path = path
+        self.key = key
+        self.kinds: list[list[int]]
+        self.notes: dict[str, list]
+        summary = table["row"][-1]  # behind the rows
+        self.kinds, self.notes = pickle.loads(summary.as_buffer())
+        self.table = table.slice(0, len(table) - 1)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return pack_rows(itertools.islice(self, *i.indices(len(self))))
+        return pickle.loads(self.table["row"][i].as_buffer())
+
+    def locate(self, i: int) -> str:
+        """The file and the number of a row, for messages."""
+        return self.table["location"][i].as_py()
+
+
+def pack_rows(rows: Iterable[dict]) -> Rows:
+    """Rows that Python code has made."""
+    path = "the data"
+    batches = _check_rows(path, _number_rows(path, rows), None, {})
+    return Rows(pyarrow.Table.from_batches(batches, ROWS_SCHEMA), path, None)
 
 
 def hash_data(path: str, split: str = "train") -> str:
@@ -95,21 +132,74 @@ def hash_data(path: str, split: str = "train") -> str:
     if not local_path.exists():
         return ""
     digest = hashlib.sha256()
-    for file in _list_files(local_path, split) if local_path.is_dir() else [local_path]:
+    for file in _find_files(local_path, split):
         with open(file, "rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
 
 
-def _describe_problems(path: str, problems: dict[str, list[str]]) -> str:
-    """The first problems, each with its first row and the number of others that have it."""
-    num_rows = sum(len(locations) for locations in problems.values())
-    lines = [f"malformed rows in {path} ({num_rows}):"]
-    for problem, (first, *others) in itertools.islice(problems.items(), MAX_LISTED_PROBLEMS):
-        lines.append(f"{first}: {problem}" + (f" ({len(others)} more rows)" if others else ""))
-    if len(problems) > MAX_LISTED_PROBLEMS:
-        lines.append(f"... and {len(problems) - MAX_LISTED_PROBLEMS} other problems")
-    return "\n".join(lines)
+def _fingerprint(path: str, split: str, source: Source) -> str:
+    """What large data is known by. "" for small data, which every process reads anew."""
+    if isinstance(source, list):
+        is_large = sum(file.stat().st_size for file in source) >= LARGE_BYTES
+        return hash_data(path, split) if is_large else ""
+    return source._fingerprint if source.data.nbytes >= LARGE_BYTES else ""
+
+
+def _check_rows(
+    path: str,
+    raw_rows: Iterator[LocatedRow],
+    read: Callable[[dict], ReadRow] | None,
+    columns: dict[str, str],
+) -> Iterator[pyarrow.RecordBatch]:
+    """The rows and their summary in batches. In the end ValueError lists the malformed rows."""
+    problems = Problems(path)
+    kinds: dict[tuple, list[int]] = {}
+    all_notes: dict[str, list] = {}
+    index = 0
+    while chunk := list(itertools.islice(raw_rows, ROWS_PER_BATCH)):
+        packed = []
+        for location, raw_row in chunk:
+            try:
+                row = _parse_row(raw_row, columns)
+                row, notes = read(row) if read else (row, [])
+            except ValueError as error:
+                problems.add(error, location)
+                continue
+            kind = (*row, isinstance(row.get("messages"), str), bool(row.get("tools")))
+            kinds.setdefault(kind, [index, 0])[1] += 1
+            for note in notes:
+                all_notes.setdefault(note, [0, location])[0] += 1
+            packed.append({"row": pickle.dumps(row), "location": location})
+            index += 1
+        yield pyarrow.RecordBatch.from_pylist(packed, ROWS_SCHEMA)
+    problems.check()
+    summary = {"row": pickle.dumps((list(kinds.values()), all_notes))}
+    yield pyarrow.RecordBatch.from_pylist([summary], ROWS_SCHEMA)
+
+
+class Problems:
+    """What is wrong with rows, and with which ones."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.locations: dict[str, list[str]] = {}  # by what is wrong
+
+    def add(self, error: ValueError, location: str) -> None:
+        self.locations.setdefault(str(error), []).append(location)
+
+    def check(self) -> None:
+        """ValueError with the first problems, each with its first row and the number of others."""
+        if not self.locations:
+            return
+        num_rows = sum(len(locations) for locations in self.locations.values())
+        lines = [f"malformed rows in {self.path} ({num_rows}):"]
+        listed = itertools.islice(self.locations.items(), MAX_LISTED_PROBLEMS)
+        for problem, (first, *others) in listed:
+            lines.append(f"{first}: {problem}" + (f" ({len(others)} more rows)" if others else ""))
+        if len(self.locations) > MAX_LISTED_PROBLEMS:
+            lines.append(f"... and {len(self.locations) - MAX_LISTED_PROBLEMS} other problems")
+        raise ValueError("\n".join(lines))
 
 
 def _parse_row(raw_row: Any, columns: dict[str, str]) -> dict:
@@ -129,11 +219,10 @@ def _parse_row(raw_row: Any, columns: dict[str, str]) -> dict:
         raise ValueError("expected a cell for each column of the header, got fewer")
     row = rename_columns(row, columns)
     for column, value in row.items():
+        is_parsed = column in PARSED_COLUMNS
+        value = _parse_cell(value, column) if is_parsed else value
         _check_value([column, value], column)
-        if column in PARSED_COLUMNS:
-            parsed = _parse_cell(value, column)
-            _check_value(parsed, column)
-            row[column] = _drop_nulls(parsed)
+        row[column] = _drop_nulls(value) if is_parsed else value
     return row
 
 
@@ -148,11 +237,16 @@ def _parse_cell(value: Any, column: str) -> Any:
 
 def _parse_json(text: str, source: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_to_object)
+        return _load_json(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{source}: expected JSON ({error}), got {abbreviate(text)}") from error
+
+
+def _load_json(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_to_object)
     except RecursionError:
-        raise ValueError(f"{source}: {TOO_DEEP}") from None
+        raise ValueError(TOO_DEEP) from None
 
 
 def _check_value(value: Any, column: str, level: int = 0) -> None:
@@ -172,9 +266,7 @@ def _check_value(value: Any, column: str, level: int = 0) -> None:
     elif isinstance(value, dict | list | tuple):
         if level > MAX_NESTING:
             raise ValueError(f"column {column!r}: {TOO_DEEP}")
-        for item in value:
-            _check_value(item, column, level + 1)
-        for item in value.values() if isinstance(value, dict) else ():
+        for item in [*value, *value.values()] if isinstance(value, dict) else value:
             _check_value(item, column, level + 1)
 
 
@@ -195,14 +287,25 @@ def _drop_nulls(value: Any) -> Any:
     return value
 
 
-def _read_rows(path: str, split: str) -> Iterator[LocatedRow]:
+def _find_source(path: str, split: str) -> Source:
+    """The data files, or the data set of the hub. ValueError if there is neither."""
     local_path = Path(path).expanduser()
-    if not local_path.exists():
-        if local_path.suffix in SUFFIXES or path.startswith(("/", ".", "~")):
-            raise ValueError(f"data path {path}: no such file or folder")
-        yield from _number_rows(path, _load_from_hub(path, split))
+    if local_path.exists():
+        return _find_files(local_path, split)
+    if local_path.suffix in SUFFIXES or path.startswith(("/", ".", "~")):
+        raise ValueError(f"data path {path}: no such file or folder")
+    return _load_from_hub(path, split)
+
+
+def _find_files(path: Path, split: str) -> list[Path]:
+    return _list_files(path, split) if path.is_dir() else [path]
+
+
+def _read_rows(path: str, source: Source) -> Iterator[LocatedRow]:
+    if not isinstance(source, list):
+        yield from _number_rows(path, source)
         return
-    for file in _list_files(local_path, split) if local_path.is_dir() else [local_path]:
+    for file in source:
         if file.suffix not in SUFFIXES:
             raise ValueError(
                 f"data path {file}: expected a file that ends in one of {', '.join(SUFFIXES)}"
@@ -213,7 +316,7 @@ def _read_rows(path: str, split: str) -> Iterator[LocatedRow]:
             raise ValueError(f"{file} is not a readable {file.suffix[1:]} file: {error}") from error
 
 
-def _load_from_hub(path: str, split: str) -> Iterable[dict]:
+def _load_from_hub(path: str, split: str) -> Any:
     from datasets import config, load_dataset  # slow to import, and not needed for files
 
     name, _, configuration = path.partition(":")
@@ -271,39 +374,12 @@ def _read_json(file: Path) -> Iterator[LocatedRow]:
         if file.suffix == ".json":
             text = lines.read()
             if text.lstrip().startswith("["):
-                yield from _number_rows(file, _read_json_list(text))
+                yield from _number_rows(file, _load_json(text))
                 return
             lines.seek(0)
         for location, line in _number_rows(file, lines):
             if line.strip():
                 yield location, line.rstrip("\n")
-
-
-def _read_json_list(text: str) -> Iterator[Any]:
-    """The items of a JSON list. ValueError names the first item that cannot be read."""
-    decoder = json.JSONDecoder(object_pairs_hook=_to_object)
-    position = _skip_space(text, text.index("[") + 1)
-    for number in itertools.count(1):
-        if number == 1 and text.startswith("]", position):
-            break
-        try:
-            item, position = decoder.raw_decode(text, position)
-        except ValueError as error:
-            raise ValueError(f"row {number}: {error}") from error
-        except RecursionError:
-            raise ValueError(f"row {number}: {TOO_DEEP}") from None
-        yield item
-        position = _skip_space(text, position)
-        if not text.startswith(",", position):
-            break
-        position = _skip_space(text, position + 1)
-    if text[position:].strip() != "]":
-        raise json.JSONDecodeError("expected a comma, or one ] at the end", text, position)
-
-
-def _skip_space(text: str, position: int) -> int:
-    space = re.compile(r"\s*").match(text, position)
-    return space.end() if space else position
 
 
 def _read_csv(file: Path) -> Iterator[LocatedRow]:

@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
 from rl2.env.call import Env
@@ -19,7 +19,10 @@ from rl2.env.processes import ProcessPool
 TRIAL_REPLIES = ("", "The answer is 42.")
 MAX_TRIAL_ROWS = 8  # of each data set, spread over it
 
-RowSets = dict[str, list[dict]]  # by the key that names the data: data.path, data.test_path
+# By the key that names the data, data.path or data.test_path.
+RowSets = Mapping[str, Sequence[dict]]
+# [the first row, the number of rows] of those that have the same columns, and text or messages
+Kinds = Mapping[str, list[list[int]]]
 
 
 def load_env(
@@ -45,13 +48,16 @@ def load_env(
     return Env(module.reward_fn, getattr(module, "interact", None), timeout, concurrency, pool)
 
 
-def preflight(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:
+def preflight(env: Env, row_sets: RowSets, max_turns: int, kinds: Kinds | None = None) -> list[str]:
     """Tries the environment on the rows. Returns warnings; ValueError lists all problems.
 
     The functions' parameters are compared with the columns of all rows. If they fit, the functions
-    are called with a few rows of each data set, each with an empty and a short reply.
+    are called with a few rows of each data set, each with an empty and a short reply. With `kinds`
+    one row of each kind stands for all of them; millions of rows need not be read for that.
     """
-    problems = _find_turn_problems(env, row_sets, max_turns)
+    if kinds is None:
+        kinds = {key: [[i, 1] for i in range(len(rows))] for key, rows in row_sets.items()}
+    problems = _find_turn_problems(env, row_sets, max_turns, kinds)
     warnings = []
     functions = {"reward_fn": env.reward_fn}
     if env.interact_fn is not None:
@@ -59,7 +65,7 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:
             functions["interact"] = env.interact_fn
         else:
             warnings.append("the env file has interact(), which rollout.max_turns=1 never calls")
-    problems += _find_missing_columns(functions, row_sets)
+    problems += _find_missing_columns(functions, row_sets, kinds)
     if not problems:
         rows = [row for rows in row_sets.values() for row in _spread(rows)]
         problems = asyncio.run(_try_calls(env, rows, "interact" in functions))
@@ -68,7 +74,7 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:
     return warnings
 
 
-def _spread(rows: list[dict]) -> list[dict]:
+def _spread(rows: Sequence[dict]) -> list[dict]:
     """Up to MAX_TRIAL_ROWS rows at equal distances, the first and the last among them."""
     count = min(len(rows), MAX_TRIAL_ROWS)
     return [rows[i * (len(rows) - 1) // max(1, count - 1)] for i in range(count)]
@@ -83,7 +89,7 @@ def _missing_reward_message(path: str, module: ModuleType) -> str:
     return f"rollout.env_path={path}: expected a function reward_fn(messages, answer), found none"
 
 
-def _find_turn_problems(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:
+def _find_turn_problems(env: Env, row_sets: RowSets, max_turns: int, kinds: Kinds) -> list[str]:
     """What keeps a conversation from having several turns."""
     problems: list[str] = []
     if max_turns <= 1:
@@ -93,7 +99,7 @@ def _find_turn_problems(env: Env, row_sets: RowSets, max_turns: int) -> list[str
             f"rollout.max_turns={max_turns}, but the env file has no interact(messages)"
         )
     for key, rows in row_sets.items():
-        if any(isinstance(row["messages"], str) for row in rows):
+        if any(isinstance(rows[first]["messages"], str) for first, _ in kinds[key]):
             problems.append(
                 f"rollout.max_turns={max_turns}, but some rows of {key} are plain strings, which "
                 "have no turns"
@@ -101,17 +107,21 @@ def _find_turn_problems(env: Env, row_sets: RowSets, max_turns: int) -> list[str
     return problems
 
 
-def _find_missing_columns(functions: dict[str, Callable], row_sets: RowSets) -> list[str]:
+def _find_missing_columns(
+    functions: dict[str, Callable], row_sets: RowSets, kinds: Kinds
+) -> list[str]:
     problems = []
     for name, function in functions.items():
         columns = required_columns(function)
         for (key, rows), column in itertools.product(row_sets.items(), columns):
-            lacking = [i for i, row in enumerate(rows) if column not in row]
+            lacking = [kind for kind in kinds[key] if column not in rows[kind[0]]]
             if lacking:
-                seen = ", ".join(rows[lacking[0]])
+                first = min(lacking)[0]
+                number = sum(count for _, count in lacking)
+                seen = ", ".join(rows[first])
                 problems.append(
-                    f"{name} needs column {column!r}, which {len(lacking)} of {len(rows)} rows of "
-                    f"{key} lack, first row {lacking[0]} (from 0); it has {seen}. Ask for another "
+                    f"{name} needs column {column!r}, which {number} of {len(rows)} rows of "
+                    f"{key} lack, first row {first} (from 0); it has {seen}. Ask for another "
                     f"column, give {column!r} a default, or rename one: data.columns.OLD={column}"
                 )
     return problems

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from rl2.batch import Batch, scored_spans
 from rl2.config.schema import PPOConfig, RolloutWorkerConfig, SamplingConfig, needs_critic
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import EpochSampler, Example, Examples, Prompt, Prompts, RowKind
+from rl2.data.examples import EpochSampler, Example, Prompt, Prompts, RowKind
 from rl2.engine.base import Engine, EngineSettings, SamplingParams
 from rl2.engine.select import make_engine
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
-from rl2.inputs import make_chat_template, read_ppo_inputs
+from rl2.inputs import make_chat_template, read_examples, read_ppo_inputs
 from rl2.model.folder import (
     check_length,
     check_model,
@@ -55,7 +55,6 @@ class PPORun:
             shuffle=config.data.shuffle,
             seed=config.data.seed,
             batch_size=config.data.prompts_per_rollout,
-            progress=dist.get_rank() == 0,
         )
         num_steps = _count_steps(prompts, self.folder)
         _check_trajectory_length(config, "train", prompts)
@@ -245,31 +244,12 @@ class OfflineRun:
         key = f"{worker_name}.model_name"
         self.tokenizer = load_tokenizer(key, worker_config.model_name, is_critic)
         template = make_chat_template(config.data, self.tokenizer, folder.start.date)
-        data = config.data
-        self.examples = Examples(
-            data.path,
-            "train",
-            template,
-            kind,
-            columns=data.columns,
-            max_length=data.max_length,
-            shuffle=data.shuffle,
-            seed=data.seed,
-            batch_size=data.batch_size,
-            progress=dist.get_rank() == 0,
-        )
+        examples = read_examples(config, kind, template)
+        self.examples = examples["data.path"]
         num_steps = _count_steps(self.examples, folder)
         self.test_batch: Batch | None = None
         longest = self.examples.longest
-        if data.test_path:
-            test_examples = Examples(
-                data.test_path,
-                "test",
-                template,
-                kind,
-                columns=data.columns,
-                max_length=data.max_length,
-            )
+        if test_examples := examples.get("data.test_path"):
             _print_once(test_examples.describe_dropped("test "))
             self.test_batch = make_batch(self, list(test_examples))
             longest = max(longest, test_examples.longest)
