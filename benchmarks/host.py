@@ -34,6 +34,7 @@ from rl2.algorithms import losses
 from rl2.batch import collate, drop_zero_advantages, split_minibatches
 from rl2.config.schema import PPOConfig
 from rl2.packing import pack, plan_micro_batches
+from rl2.report import loggers
 from rl2.rollout import collect
 from rl2.rollout.stats import summarise, to_records, training_samples
 from rl2.rollout.trajectory import append_tokens, begin_group, place_reward
@@ -45,6 +46,10 @@ JITTER = 512  # an answer has up to this many tokens less than the longest
 CHARACTERS_A_TOKEN = 4
 ATTENTION_COST = 2e-5  # of a 7B model
 HOST = torch.device("cpu")
+
+
+# What the end of a phase of `train` calls. Older checkouts have none.
+release_freed_memory = getattr(loggers, "release_freed_memory", lambda: None)
 
 
 class Meter:
@@ -204,6 +209,7 @@ def run_step(meter, arguments, config, played, folder):
     del played[:]
     with meter.phase("collate"):
         batch = collate(training_samples(trajectories))
+        release_freed_memory()
     with meter.phase("summarise"):
         summarise(trajectories, 0)
     num_tokens = sum(PROMPT_TOKENS + t.versions[0][1] for t in trajectories)
@@ -211,6 +217,7 @@ def run_step(meter, arguments, config, played, folder):
         batch.ref_logps = infer(meter, arguments, batch, "reference")
         batch.old_logps = infer(meter, arguments, batch, "actor")
         batch.values = infer(meter, arguments, batch, "critic")
+    release_freed_memory()
     with meter.phase("advantages"):
         add_advantages(batch, config)
     for worker in ("critic", "actor") if arguments.critic else ("actor",):
@@ -220,6 +227,7 @@ def run_step(meter, arguments, config, played, folder):
             if worker == "actor" and not arguments.critic:
                 drop_zero_advantages(part)
         plan_and_pack(meter, arguments, part, worker)
+    release_freed_memory()
     with meter.phase("records"):
         target = SimpleNamespace(is_first=arguments.rank == 0, path=Path(folder))
         RunFolder.write_records(target, "train", 1, to_records(trajectories, batch))

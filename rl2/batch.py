@@ -171,6 +171,6 @@ def drop_zero_advantages(batch: Batch) -> None:
     rows stay, so the loss is still the mean over all rows.
     """
     assert batch.advantages is not None and batch.token_weights is not None
-    has_advantage = (batch.advantages != 0).any(1, keepdim=True)
-    batch.mask = batch.mask * has_advantage
-    batch.token_weights = batch.token_weights * has_advantage
+    without_advantage = ~batch.advantages.any(1)
+    batch.mask[without_advantage] = 0
+    batch.token_weights[without_advantage] = 0

@@ -339,9 +339,9 @@ class RunFolder:
             return
         path = self.path / "rollouts" / split / f"step_{step}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(record, ensure_ascii=False, default=str) for record in records]
-        with writing(path):
-            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        with writing(path), open(path, "w", encoding="utf-8") as file:
+            for record in records:
+                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
 
 
 def _check_writable(folder: Path) -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from rl2.algorithms.by_name import Function
 from rl2.algorithms.losses import masked, sum_by_index
 
+TRAJECTORIES_AT_A_TIME = 512  # in `gae`, which needs memory for them
+
 
 @dataclass(frozen=True)
 class AdvantageInputs:
@@ -75,32 +77,33 @@ def gae(
     row_index = trajectory.unique(return_inverse=True)[1]
     # The rows of a trajectory follow each other in order of time.
     order = row_index.argsort(stable=True)
-    row, column = mask[order].nonzero(as_tuple=True)
-    row = order[row]
-    # Rows [5 6 . 7] and [. 8 9 .] of one trajectory become the line [5 6 7 8 9]: [B, T] -> [N, S].
-    line = row_index[row]
-    lengths = torch.bincount(line)
-    place = torch.arange(len(line), device=line.device) - (lengths.cumsum(0) - lengths)[line]
-    shape = (len(lengths), int(lengths.max()) if len(lengths) else 0)
-    line_rewards = rewards.new_zeros(shape).index_put((line, place), rewards[row, column])
-    line_values = values.new_zeros(shape).index_put((line, place), values[row, column])
-    line_advantages = _discounted_sums(line_rewards, line_values, gamma, lamda)
-    cells = line_advantages[line, place]
-    advantages = torch.zeros_like(values).index_put((row, column), cells)
+    advantages = torch.zeros_like(values)
+    first = 0
+    for count in row_index.bincount().split(TRAJECTORIES_AT_A_TIME):
+        rows = order[first : first + int(count.sum())]
+        first += len(rows)
+        sampled = mask[rows] > 0
+        # Rows [5 6 . 7] and [. 8 9 .] of one trajectory become the line [5 6 7 8 9].
+        lengths = sum_by_trajectory(sampled, trajectory[rows])
+        on_line = torch.arange(int(lengths.max()), device=mask.device) < lengths[:, None]
+        lines = values.new_zeros(on_line.shape)
+        line_rewards = lines.masked_scatter(on_line, rewards[rows][sampled])
+        line_values = lines.masked_scatter(on_line, values[rows][sampled])
+        cells = _discounted_sums(line_rewards, line_values, gamma, lamda)[on_line]
+        advantages[rows] = advantages[rows].masked_scatter_(sampled, cells)
     returns = advantages + masked(mask, values)
     return (whiten(advantages, mask) if norm_var else advantages), returns
 
 
 def _discounted_sums(rewards: Tensor, values: Tensor, gamma: float, lamda: float) -> Tensor:
-    """The advantages [N, S] of lines of rewards and values [N, S]."""
+    """The advantages [n, S] of lines of rewards and values [n, S]."""
     deltas = rewards - values
     deltas[:, :-1] += gamma * values[:, 1:]
-    advantages = torch.zeros_like(values)
+    deltas = deltas.T.contiguous()  # a step of the loop reads one place of all lines
     following = values.new_zeros(len(values))
-    for t in reversed(range(values.shape[1])):
-        following = deltas[:, t] + gamma * lamda * following
-        advantages[:, t] = following
-    return advantages
+    for t in reversed(range(len(deltas))):
+        following = deltas[t].add_(gamma * lamda * following)
+    return deltas.T
 
 
 def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
@@ -113,8 +116,9 @@ def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
     sampled = advantages[mask > 0].double()
     if len(sampled) < 2:
         return torch.zeros_like(advantages)
-    scaled = (advantages.double() - sampled.mean()) * (sampled.var() + 1e-8).rsqrt()
-    return masked(mask, scaled).to(advantages.dtype)
+    mean, scale = sampled.mean(), (sampled.var() + 1e-8).rsqrt()
+    scaled = sampled.sub_(mean).mul_(scale).to(advantages.dtype)
+    return torch.zeros_like(advantages).masked_scatter_(mask > 0, scaled)
 
 
 ADVANTAGE_ESTIMATORS: dict[str, Function] = {"reinforce": group_advantages, "gae": gae}

@@ -75,7 +75,7 @@ def token_weights(
     lengths = sum_by_index(row_index, mask.sum(1), len(ids))
     num_trajectories = (lengths > 0).sum().clamp(min=1)
     if average == "token":
-        return mask / mask.sum().clamp(min=1)
+        return mask / lengths.sum().clamp(min=1)
     if average == "sequence":
         return mask / (lengths.clamp(min=1)[row_index, None] * num_trajectories)
     if average != "constant":

@@ -80,6 +80,7 @@ def train(run: PPORun) -> None:
             run.send_weights()
 
         run.folder.write_records("train", step, to_records(trajectories, batch))
+        part = batch = None  # the next rollout may need the memory
         if recorder.finish_step(step, metrics):
             break
 
