@@ -203,7 +203,11 @@ def expected_text(template: ChatTemplate, messages: list, tools=None, next_reply
         try:
             with mock.patch.object(chat_template_utils, "datetime", today):
                 text = template.tokenizer.apply_chat_template(
-                    attempt, tools=tools, add_generation_prompt=next_reply, tokenize=False
+                    attempt,
+                    tools=tools,
+                    add_generation_prompt=next_reply,
+                    tokenize=False,
+                    **template.variables,
                 )
         except TemplateError:
             continue
@@ -331,6 +335,7 @@ def test_every_sampled_token_is_trained_once_behind_what_the_policy_saw(name):
     template = make_template(name)
     num_turns = 0
     for seed in range(NUM_CONVERSATIONS):
+        template.variables["enable_thinking"] = seed % 2 == 0
         writer = Writer(name, template, seed)
         engine = ScriptedEngine(writer)
         tools = writer.tools()
@@ -409,6 +414,7 @@ def test_turns_share_a_sequence_where_the_template_keeps_the_text_before(name):
 def test_sft_trains_every_reply_once_and_nothing_else(name):
     template = make_template(name)
     for seed in range(NUM_CONVERSATIONS):
+        template.variables["enable_thinking"] = seed % 2 == 0
         writer = Writer(name, template, seed)
         row = {"messages": conversation(writer), "tools": writer.tools()}
         replies = []
