@@ -227,7 +227,8 @@ def test_tool_turns_and_a_run_that_starts_from_an_export(setup, tmp_path):
         "rollout.train_sampling_params.max_new_tokens=16",
     ]
     train(2, *setup, *extra)
-    records = read_jsonl(tmp_path / "run/rollouts/train/step_2.jsonl")
+    folder = tmp_path / "run/rollouts/train"
+    records = read_jsonl(folder / "step_1.jsonl") + read_jsonl(folder / "step_2.jsonl")
     for record in records:
         roles = [message["role"] for message in record["messages"]]
         assert roles == ["user", "assistant", "tool", "assistant"][: 2 * record["num_turns"]]

@@ -343,7 +343,7 @@ class ChatTemplate:
         variables = dict(self.variables)
         if "strftime_now" in template:
             template = DATE_MACRO + template
-            variables["rl2_date"] = {text: self.date.strftime(text) for text in DATE_DIRECTIVES}
+            variables["rl2_date"] = self._date_texts
         text = self.tokenizer.apply_chat_template(
             messages,
             tools=tools,
@@ -354,6 +354,10 @@ class ChatTemplate:
         )
         assert isinstance(text, str)
         return text
+
+    @cached_property
+    def _date_texts(self) -> dict[str, str]:
+        return {directive: self.date.strftime(directive) for directive in DATE_DIRECTIVES}
 
     def _end_reply(self, tokens: list[int], start: int) -> tuple[list[int], int]:
         """(tokens, end): the reply is tokens[start:end], the last of which ends its turn.
