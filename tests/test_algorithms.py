@@ -281,6 +281,16 @@ def test_gae(seed, gamma, lamda):
     assert_cells(returns, expected_returns)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gae_takes_some_trajectories_at_a_time(seed, monkeypatch):
+    case = make_case(seed)
+    columns = (case.rewards, case.values, case.mask, case.trajectory)
+    at_once = gae(*columns, 0.9, 0.95, norm_var=True)
+    monkeypatch.setattr(advantages, "TRAJECTORIES_AT_A_TIME", 2)
+    for column, expected in zip(gae(*columns, 0.9, 0.95, norm_var=True), at_once, strict=True):
+        assert column.equal(expected)
+
+
 def test_gae_by_hand():
     """Trajectory 4 has rows 0 and 2, a tool's token between them, and the reward 1 at its end.
 

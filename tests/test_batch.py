@@ -275,6 +275,15 @@ def test_a_sequence_over_the_budget_is_refused():
         plan_micro_batches(collate([make_sample(12, 1)]), 10, 1)
 
 
+def test_a_batch_has_thirteen_bytes_a_cell():
+    """Four columns, of which inputs and targets are one."""
+    batch = collate([make_sample(100, 900, i, i) for i in range(8)])
+    columns = (batch.tokens, batch.mask, batch.engine_logps, batch.rewards)
+    assert sum(column.nbytes for column in columns) < 13.1 * batch.mask.numel()
+    assert batch.inputs.data_ptr() == batch.tokens.data_ptr() == batch.targets.data_ptr() - 4
+    assert batch.inputs.shape == batch.targets.shape == batch.mask.shape
+
+
 @pytest.mark.parametrize("count", [1, 4, 12, 40])
 def test_minibatches_keep_trajectories_whole_and_none_is_empty(count):
     samples = make_samples(random.Random(0), num_groups=5, group_size=5)

@@ -1,6 +1,7 @@
 """Tests of trajectories with a scripted engine: masks, rewards, several turns, failures."""
 
 import asyncio
+import copy
 import itertools
 import json
 import textwrap
@@ -26,9 +27,10 @@ from rl2.env import runners
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
+from rl2.rollout import collect
 from rl2.rollout.collect import Collector
 from rl2.rollout.stats import summarise, to_records, training_samples
-from rl2.rollout.trajectory import Player, Trajectory, begin_group
+from rl2.rollout.trajectory import Group, Player, Trajectory, begin_group
 
 PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,))
 
@@ -213,6 +215,8 @@ def test_a_failed_environment_excludes_only_its_trajectory(tmp_path):
     assert finish_reasons == ["stop"] * 2 + ["failed"] * 2 + ["stop"] * 2
     samples = training_samples(trajectories)
     assert [sum(sample.mask) for sample in samples] == [3, 3, 0, 0, 3, 3]
+    assert [trajectory.length for trajectory in trajectories] == [3, 3, 0, 0, 3, 3]
+    assert not any(trajectory.samples for trajectory in trajectories), "they keep the memory"
     metrics = summarise(trajectories, 0)
     assert metrics["reward/mean"] == 1.0 and metrics["rollout/failed"] == pytest.approx(1 / 3)
     assert collector.player.failures.count == 2 and "boom" in str(collector.player.failures.last)
@@ -448,14 +452,24 @@ def test_a_pause_between_turns_and_during_the_environment(tmp_path):
     assert trajectory.num_turns == 2 and trajectory.reward == 4
 
 
-def test_groups_that_a_step_does_not_need_wait_for_the_next_step(tmp_path):
+def test_groups_that_a_step_does_not_need_wait_for_the_next_step(tmp_path, monkeypatch):
     options = {"num_prompts": 6, "deterministic": False}
     collector, prompts, _ = make(tmp_path, say_x, ANSWER_ENV, **options)
+    sent = []  # to all processes
+
+    def all_gather_objects(items):
+        sent.extend(copy.deepcopy(items))
+        return [items]
+
+    monkeypatch.setattr(collect, "all_gather_objects", all_gather_objects)
     engine = collector.player.engine
     engine.abort = lambda: None
     first = collector.play(prompts, PARAMS, 2, "train", 21, num_groups=3)
     assert [t.group for t in first] == [0, 0, 1, 1, 2, 2]
     assert [group.id for group in collector.carried_over] == [3, 4, 5]
+    unfinished = {item.id for item in sent if isinstance(item, Group)}
+    assert unfinished <= {3, 4, 5}, "all processes get the messages of this step's groups"
+    assert not any(item.messages for item in sent if isinstance(item, Trajectory))
     num_requests = len(engine.requests)
     num_done = sum(map(is_done, collector.carried_over))
     second = collector.play([], PARAMS, 2, "train", 22, num_groups=3)
