@@ -300,3 +300,15 @@ def test_concurrency_limits_calls_of_both_kinds_and_the_queue_is_not_counted(is_
     assert call_together(env, [{}] * 24) == [{"reward": 1.0}] * 24  # 8 rounds: 0.8 s
     assert most == 3
     env.close()
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_threads_of_the_env_give_the_interpreter_away_sooner_than_by_default(tmp_path, prefix):
+    """What that is worth depends on the machine: benchmarks/env_threads.py."""
+    sys.setswitchinterval(0.005)
+    env = load(tmp_path, f"{prefix}def reward_fn(messages): return 1")
+    call(env)
+    assert sys.getswitchinterval() == pytest.approx(runners.SWITCH_SECONDS) and (
+        runners.SWITCH_SECONDS <= 0.0005
+    )
+    env.close()
