@@ -56,13 +56,13 @@ def open_table(
                 fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or the process is gone
                 with suppress(OSError, pyarrow.ArrowInvalid):  # not there, or damaged
                     return _map(file)
-                _write(file, schema, _with_bar(build(), title, num_rows))
+                _write(file, schema, _with_bar(build(), title, num_rows, True))
                 print(f"{title}: kept in {file}", flush=True)
                 return _map(file)
         except OSError as error:  # no space, no right to write, no locks
             reason = f"the cache cannot be used ({error}); set RL2_CACHE to another folder"
             print(f"warning: {title}: every process does it, as {reason}", flush=True)
-    batches = _with_bar(build(), title, num_rows) if is_first else build()
+    batches = _with_bar(build(), title, num_rows, is_first)
     return pyarrow.Table.from_batches(batches, schema)
 
 
@@ -86,9 +86,9 @@ def _write(file: Path, schema: pyarrow.Schema, batches: Batches) -> None:
         part.unlink(missing_ok=True)
 
 
-def _with_bar(batches: Batches, title: str, num_rows: int | None) -> Batches:
-    """The batches, with a progress bar after two seconds."""
-    with tqdm(total=num_rows, desc=title, unit=" rows", delay=2) as bar:
+def _with_bar(batches: Batches, title: str, num_rows: int | None, is_shown: bool) -> Batches:
+    """The batches, with a progress bar after two seconds. Each counts as progress."""
+    with tqdm(total=num_rows, desc=title, unit=" rows", delay=2, disable=not is_shown) as bar:
         for batch in batches:
             mark()
             bar.update(batch.num_rows)
