@@ -87,10 +87,10 @@ def gae(
         lengths = sum_by_trajectory(sampled, trajectory[rows])
         on_line = torch.arange(int(lengths.max()), device=mask.device) < lengths[:, None]
         lines = values.new_zeros(on_line.shape)
-        line_rewards = lines.masked_scatter(on_line, rewards[rows][sampled])
-        line_values = lines.masked_scatter(on_line, values[rows][sampled])
-        cells = _discounted_sums(line_rewards, line_values, gamma, lamda)[on_line]
-        advantages[rows] = advantages[rows].masked_scatter_(sampled, cells)
+        line_rewards = lines.masked_scatter(on_line, rewards[rows].masked_select(sampled))
+        line_values = lines.masked_scatter(on_line, values[rows].masked_select(sampled))
+        cells = _discounted_sums(line_rewards, line_values, gamma, lamda).masked_select(on_line)
+        advantages[rows] = lines.new_zeros(sampled.shape).masked_scatter_(sampled, cells)
     returns = advantages + masked(mask, values)
     return (whiten(advantages, mask) if norm_var else advantages), returns
 
@@ -113,7 +113,7 @@ def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
     TRL's PPO.
     """
     # In fp32 the mean of equal values may differ from them, and the difference would be blown up.
-    sampled = advantages[mask > 0].double()
+    sampled = advantages.masked_select(mask > 0).double()
     if len(sampled) < 2:
         return torch.zeros_like(advantages)
     mean, scale = sampled.mean(), (sampled.var() + 1e-8).rsqrt()
