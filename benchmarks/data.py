@@ -1,18 +1,19 @@
-"""What many rows cost at the start of a run: seconds, CPU seconds and memory of a rank.
+"""What many rows cost a process at the start of a run: CPU seconds and memory.
 
-    python benchmarks/data.py [--rows 200000] [--ranks 2] [--old CHECKOUT]
+    python benchmarks/data.py [--rows 30000] [--old CHECKOUT]
 
 The rows are one jsonl file of word problems, about 250 characters each, for PPO (prompts) and for
-SFT (with replies of about 400 characters). A tiny random model is trained for one step, with a
-byte-level BPE tokenizer of 4,000 tokens. The same run on 64 rows is subtracted, so that the figures
-are those of the rows. The cache ($RL2_CACHE) is a fresh folder: the first run builds it, the second
-one finds it. --old runs another checkout of rl2 before, on the same file.
+SFT (with replies of about 400 characters). A process of its own reads, checks and tokenises them
+with a byte-level BPE tokenizer of 4,000 tokens, in one thread, and then asks for every hundredth
+item. The cache ($RL2_CACHE) is a fresh folder: the first process builds it, the next one finds it,
+as the other processes of a node do. Fewer than 16 MiB of rows (23,000) are not cached. --old is
+another checkout of rl2, which goes first.
 
-The CPU seconds are those of all ranks, divided by their number. The memory is the peak of resident
-memory of the largest rank; it counts pages of the cache, which the ranks of a node share.
+The memory is what a process does not share with others: its anonymous memory.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -23,25 +24,14 @@ import time
 from pathlib import Path
 
 from tokenizers import ByteLevelBPETokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 import common  # noqa: E402
 
-FEW_ROWS = 64
-# Of the longest prompt: longer than all of them.
-SETTINGS = {
-    "ppo": [
-        "data.prompts_per_rollout=2",
-        "data.responses_per_prompt=2",
-        "rollout.train_sampling_params.max_new_tokens=4",
-        "rollout.env_path=gsm8k",
-        "rollout.max_env_failures=1",
-    ],
-    "sft": ["data.batch_size=2"],
-}
+TRAINERS = ("ppo", "sft")
 
 
 def make_words(generator: random.Random) -> list[str]:
@@ -80,63 +70,78 @@ def make_model(folder: Path, rows: Path) -> str:
     return path
 
 
-def measure(checkout: Path, trainer: str, rows: Path, model: str, ranks: int, cache: Path) -> dict:
-    """Wall seconds, CPU seconds a rank and the peak of resident MiB of one run of one step."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            *[sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"],
-            *["--standalone", "-m", f"rl2.trainer.{trainer}"],
-            *[f"data.path={rows}", f"actor.model_name={model}", "data.max_length=512"],
-            *[f"trainer.save_dir={folder}/run", "trainer.disable_wandb=true"],
-            *["trainer.max_steps=1", *SETTINGS[trainer]],
-        ]
-        environment = os.environ | {"PYTHONPATH": str(checkout), "RL2_CACHE": str(cache)}
-        started = time.monotonic()
-        with open(f"{folder}/log", "w") as log:
-            process = subprocess.Popen(
-                command, cwd=checkout, env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
-            _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.monotonic() - started
-        if status:
-            raise SystemExit(Path(folder, "log").read_text())
-    cpu_seconds = (usage.ru_utime + usage.ru_stime) / ranks
-    return {"seconds": seconds, "cpu": cpu_seconds, "MiB": usage.ru_maxrss / 1024}
+def anonymous_mebibytes() -> float:
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return int(text.split("Anonymous:")[1].split()[0]) / 1024
+
+
+def load_items(trainer: str, rows: str, tokenizer):
+    """The prompts or examples. Checkouts before the cache took a tokenizer and a path."""
+    from rl2.data import examples, formats
+    from rl2.data.rows import load_rows
+
+    if hasattr(examples, "open_table"):
+        from rl2.data.chat import ChatTemplate
+
+        template, kind = ChatTemplate(tokenizer), examples.SFT_ROWS
+        if trainer == "ppo":
+            loaded = load_rows(rows, read=formats.read_ppo_row)
+            return examples.Prompts(loaded, template, max_length=512)
+        return examples.Examples(load_rows(rows, read=kind.read), template, kind, max_length=512)
+    if trainer == "ppo":
+        loaded = load_rows(rows, read=formats.read_ppo_row)
+        return examples.Prompts(loaded, tokenizer, max_length=512)
+    return examples.Examples(rows, "train", tokenizer, examples.SFT_ROWS, max_length=512)
+
+
+def measure(trainer: str, rows: str, model: str) -> None:
+    """Prints the figures of this process."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    import rl2.data.examples  # noqa: F401  imports do not count
+
+    memory, seconds = anonymous_mebibytes(), time.process_time()
+    items = load_items(trainer, rows, tokenizer)
+    seconds = time.process_time() - seconds
+    memory = anonymous_mebibytes() - memory
+    started = time.process_time()
+    some = [items[i] for i in range(0, len(items), 100)]
+    each = (time.process_time() - started) / len(some)
+    print(f"{seconds:.2f} CPU seconds, {memory:.0f} MiB, {each * 1e6:.0f} us an item", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, default=200_000)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=30_000)
     parser.add_argument("--old", type=Path, help="another checkout of rl2")
-    parser.add_argument("--trainers", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=list(TRAINERS))
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.child:
+        measure(*arguments.child)
+        return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_rows(folder / "few.jsonl", FEW_ROWS)
-        write_rows(folder / "many.jsonl", arguments.rows)
-        model = make_model(folder, folder / "many.jsonl")
-        megabytes = (folder / "many.jsonl").stat().st_size / 1e6
-        print(f"{arguments.rows} rows, {megabytes:.0f} MB, {arguments.ranks} ranks")
-        for trainer in arguments.trainers:
-            runs = [("old", arguments.old)] if arguments.old else []
-            runs += [("first run", ROOT), ("next run", ROOT)]
-            for label, checkout in runs:
-                few, many = (
-                    measure(
-                        checkout.resolve(),
-                        trainer,
-                        folder / file,
-                        model,
-                        arguments.ranks,
-                        folder / f"cache_{trainer}",
-                    )
-                    for file in ("few.jsonl", "many.jsonl")
-                )
-                figures = ", ".join(f"{many[key] - few[key]:.1f} {key}" for key in many)
-                print(f"{trainer} {label}: {figures} (with {FEW_ROWS} rows: {few})", flush=True)
+        rows = folder / "rows.jsonl"
+        write_rows(rows, arguments.rows)
+        model = make_model(folder, rows)
+        print(f"{arguments.rows} rows, {rows.stat().st_size / 1e6:.0f} MB", flush=True)
+        checkouts = [("first process", ROOT), ("next process", ROOT)]
+        if arguments.old:
+            checkouts.insert(0, ("old", arguments.old))
+        for trainer, (label, checkout) in itertools.product(arguments.trainers, checkouts):
+            environment = os.environ | {
+                "PYTHONPATH": str(checkout.resolve()),
+                "RL2_CACHE": str(folder / f"cache_{trainer}"),
+                "RANK": "1",  # no bars and notes
+                "TOKENIZERS_PARALLELISM": "false",
+            }
+            command = [sys.executable, __file__, "--child", trainer, str(rows), model]
+            output = subprocess.run(
+                command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+            ).stdout
+            print(f"{trainer}, {label}: {output.splitlines()[-1]}", flush=True)
 
 
 if __name__ == "__main__":
