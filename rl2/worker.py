@@ -191,8 +191,12 @@ class Worker:
         self.onload()
         totals: dict[str, Tensor] = {}
         budget = self.config.max_length_per_device
-        for rows in self._micro_batches(batch, budget, keep_groups_together):
+        micro_batches = self._micro_batches(batch, budget, keep_groups_together)
+        fsdp_model: Any = self.model
+        for i, rows in enumerate(micro_batches, start=1):
             micro_batch = batch.select(rows)
+            # Several copies of the model sum their gradients once, after the last micro-batch.
+            fsdp_model.set_requires_all_reduce(i == len(micro_batches))
             scores = self._score(micro_batch, temperature, with_entropy)
             # The processes of a ring computed different columns; each goes on with whole sequences.
             scores = scores.map(partial(differentiable_all_reduce, group=self.mesh.sp))

@@ -4,10 +4,12 @@ layout of this world size and saves the results to the file OUT.
 
 import sys
 from itertools import product
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from common import make_samples
+from torch.distributed.fsdp import FSDPModule
 
 from rl2.batch import collate
 from rl2.config.schema import WorkerConfig
@@ -84,8 +86,12 @@ def two_steps(name, critic, device, batch, **changes):
             initial_adapters[key] = parameter.detach().full_tensor().clone()
     scores = worker.infer(batch, 0.9, with_entropy=not critic)
     loss = value_loss if critic else policy_loss
-    updates = [worker.update(batch, loss, 0.9, with_entropy=not critic) for _ in range(2)]
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        updates = [worker.update(batch, loss, 0.9, with_entropy=not critic) for _ in range(2)]
     return {
+        # FSDP is the only caller that names an operation.
+        "sums_over_copies": sum("op" in call.kwargs for call in all_reduce.call_args_list),
+        "sharded_modules": sum(isinstance(m, FSDPModule) for m in worker.model.modules()),
         "scores": vars(scores),
         "updates": [update.to_log() for update in updates],
         "weights": dict(worker.iter_full_weights(torch.float32)),

@@ -130,6 +130,13 @@ def test_every_layout_equals_one_padded_process(tmp_path, world, family, tied, o
             assert update["loss"] == pytest.approx(loss, abs=1e-5), layout
             assert update["grad_norm"] == pytest.approx(norm, rel=1e-5), layout
         assert result["version"] == 2
+        num_sums = result["sums_over_copies"]
+        if layout[0] == "lora":
+            assert num_sums <= 2 * result["sharded_modules"], layout
+        else:
+            # Copies of the model sum each gradient once an update, not once a micro-batch.
+            has_copies = 0 < layout[2][0] < world // layout[2][2]
+            assert num_sums == has_copies * 2 * result["sharded_modules"], layout
         assert result["weights"].keys() == weights.keys()
         for key, weight in result["weights"].items():
             torch.testing.assert_close(
