@@ -60,11 +60,13 @@ def plan_micro_batches(
     ValueError if a sequence, or a group that must stay together, has more than `budget` tokens.
     """
     spans = scored_spans(batch)
-    groups = _rows_by_prompt(batch, spans, share_prompts)
+    numbers = batch.group.tolist()
+    order = sorted(range(len(numbers)), key=lambda row: numbers[row])
+    groups = _rows_by_prompt(batch, spans, order, share_prompts)
     bins = _plan_bins(
         tuple(groups),
         tuple(spans),
-        tuple(batch.group.tolist()),
+        tuple(numbers),
         budget,
         num_ranks,
         attention_cost,
@@ -106,19 +108,22 @@ def _plan_bins(
     return [bin_.rows for bin_ in bins]
 
 
-def _rows_by_prompt(batch: Batch, spans: list[Span], share_prompts: bool) -> list[Rows]:
-    """The rows with a trained token, those that share a prompt together."""
-    numbers = batch.group.tolist()
+def _rows_by_prompt(
+    batch: Batch, spans: Sequence[Span], rows: Iterable[int], share_prompts: bool
+) -> list[Rows]:
+    """The `rows` with a trained token; those that follow each other and share a prompt together."""
     groups: list[list[int]] = []
-    for row in sorted(range(len(numbers)), key=lambda row: (numbers[row], row)):
+    for row in rows:
+        if spans[row][1] == 0:
+            continue
         if groups and share_prompts and _have_same_prompt(batch, spans, groups[-1][0], row):
             groups[-1].append(row)
-        elif spans[row][1] > 0:
+        else:
             groups.append([row])
-    return [tuple(rows) for rows in groups]
+    return [tuple(group) for group in groups]
 
 
-def _have_same_prompt(batch: Batch, spans: list[Span], first: int, second: int) -> bool:
+def _have_same_prompt(batch: Batch, spans: Sequence[Span], first: int, second: int) -> bool:
     prompt = spans[first][0]
     if prompt != spans[second][0] or batch.group[first] != batch.group[second]:
         return False
@@ -252,45 +257,38 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
     """All rows of `batch` in one packed sequence, without padding.
 
     With `share_prompts`, rows of a group that follow each other and have equal prompts run the
-    prompt once. Without, the whole row counts as a prompt that nobody shares.
+    prompt once. A row that shares no prompt is one segment.
 
     Two answers [3, 4] and [5] to the prompt [1, 2]: nothing is predicted from their last tokens, so
     there are the tokens [1, 2, 3] in segments 0:2 and 2:3, the prefix (1, 2, 0), and the pairs of
     hidden state and target (1, 3), (2, 4), (1, 5).
     """
     segments = _Segments()
-    last_answers: dict[int, int] = {}  # segment of a shared prompt -> the one behind its answers
+    prefixes: list[tuple[int, int, int]] = []
     none = torch.zeros(0, dtype=torch.int64)
     hidden_index, targets, rows, columns = [none], [none], [none], [none]
     spans = scored_spans(batch)
-    prompt_row: int | None = None  # the row whose prompt is the newest one in the pack
-    prompt_start = prompt_segment = 0
-    for row, (prompt, end) in enumerate(spans):
-        if end == 0:
-            continue
-        inputs = batch.inputs[row]
-        if not share_prompts:
+    for group in _rows_by_prompt(batch, spans, range(len(spans)), share_prompts):
+        prompt, end = spans[group[0]]
+        if len(group) == 1:
             prompt = end
-        shares_prompt = (
-            share_prompts
-            and prompt_row is not None
-            and _have_same_prompt(batch, spans, prompt_row, row)
-        )
-        if not shares_prompt:
-            prompt_row = row
-            prompt_segment = len(segments.cu_seqlens) - 1
-            prompt_start = segments.add(inputs[:prompt], 0)
-        answer_start = segments.cu_seqlens[-1]
-        if end > prompt:
-            segments.add(inputs[prompt:end], prompt)
-            last_answers[prompt_segment] = len(segments.cu_seqlens) - 1
-        scored = batch.mask[row].nonzero().squeeze(1)
-        in_prompt = prompt_start + scored
-        in_answer = answer_start + scored - prompt
-        hidden_index.append(torch.where(scored < prompt, in_prompt, in_answer))
-        targets.append(batch.targets[row, scored])
-        rows.append(torch.full_like(scored, row))
-        columns.append(scored)
+        prompt_start = segments.add(batch.inputs[group[0], :prompt], 0)
+        first_answer = len(segments.cu_seqlens) - 1
+        for row in group:
+            end = spans[row][1]
+            answer_start = segments.cu_seqlens[-1]
+            if end > prompt:
+                segments.add(batch.inputs[row, prompt:end], prompt)
+            scored = batch.mask[row].nonzero().squeeze(1)
+            in_prompt = prompt_start + scored
+            in_answer = answer_start + scored - prompt
+            hidden_index.append(torch.where(scored < prompt, in_prompt, in_answer))
+            targets.append(batch.targets[row, scored])
+            rows.append(torch.full_like(scored, row))
+            columns.append(scored)
+        end_of_answers = len(segments.cu_seqlens) - 1
+        if end_of_answers > first_answer:
+            prefixes.append((first_answer, end_of_answers, first_answer - 1))
     if not segments.tokens:
         # A rank without rows runs one token and scores nothing, so that it meets the collectives.
         segments.add(torch.zeros(1, dtype=torch.int64), 0)
@@ -298,7 +296,7 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
         tokens=torch.cat(segments.tokens).long()[None],
         positions=torch.cat(segments.positions)[None],
         cu_seqlens=segments.cu_seqlens,
-        prefixes=[(prompt + 1, end, prompt) for prompt, end in last_answers.items()],
+        prefixes=prefixes,
         hidden_index=torch.cat(hidden_index),
         targets=torch.cat(targets),
         rows=torch.cat(rows),

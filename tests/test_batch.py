@@ -111,6 +111,22 @@ def test_shared_prompt_by_hand():
     assert list(pairs) == [(1, 3), (2, 4), (1, 5)]
 
 
+def test_a_row_that_shares_no_prompt_is_one_segment():
+    """The rows of a batch of SFT are all such rows: the sharing of prompts costs them nothing."""
+    lengths = [(3, 4, 0), (3, 4, 1), (2, 5, 2), (2, 3, 2), (4, 2, 3)]
+    samples = [make_sample(*lengths[i], trajectory=i) for i in range(5)]
+    packed = pack(collate(samples))
+    assert packed.cu_seqlens == [0, 6, 12, 14, 18, 20, 25]
+    assert packed.prefixes == [(3, 5, 2)]
+    without = [samples[0], samples[1], samples[4]]
+    shared, plain = (vars(pack(collate(without), share)) for share in (True, False))
+    for name, value in plain.items():
+        equal = (
+            torch.equal(shared[name], value) if torch.is_tensor(value) else shared[name] == value
+        )
+        assert equal, name
+
+
 def test_a_rank_without_rows_gets_a_pack_that_scores_nothing():
     batch = collate(make_samples(random.Random(0)))
     packed = pack(batch.select([]))
