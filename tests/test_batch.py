@@ -13,7 +13,10 @@ import torch
 
 from rl2 import packing
 from rl2.batch import Sample, collate, scored_spans, split_minibatches
+from rl2.config.schema import PPOConfig
+from rl2.model.token_model import TokenScores
 from rl2.packing import pack, plan_micro_batches, unpack, zigzag
+from rl2.trainer.ppo import add_advantages, make_actor_loss
 
 
 def make_samples(rng, num_groups=4, group_size=3, longest=20):
@@ -298,6 +301,24 @@ def test_a_batch_has_thirteen_bytes_a_cell():
     assert sum(column.nbytes for column in columns) < 13.1 * batch.mask.numel()
     assert batch.inputs.data_ptr() == batch.tokens.data_ptr() == batch.targets.data_ptr() - 4
     assert batch.inputs.shape == batch.targets.shape == batch.mask.shape
+
+
+def test_functions_of_the_user_get_columns_of_float32(tmp_path):
+    """Sums and products of an int8 mask could wrap."""
+    (tmp_path / "mine.py").write_text(
+        "def estimator(rewards, mask): return rewards - (mask * 1000).mean()\n"
+        "def loss(logps, mask): return logps * mask.mean(), {'mask': mask * 1000}\n"
+    )
+    config = PPOConfig()
+    config.adv.estimator = f"{tmp_path}/mine.py:estimator"
+    config.actor.loss = f"{tmp_path}/mine.py:loss"
+    batch = collate([make_sample(1, 3)])
+    add_advantages(batch, config)
+    assert batch.advantages.tolist() == [[-1000.0] * 3]
+    batch.token_weights = torch.ones(1, 3)
+    loss = make_actor_loss(config.actor, config.kl)
+    _, metrics = loss(batch, TokenScores(logps=torch.ones(1, 3)))
+    assert metrics["mask"] == 3000
 
 
 @pytest.mark.parametrize("count", [1, 4, 12, 40])

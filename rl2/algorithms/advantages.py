@@ -27,7 +27,7 @@ class AdvantageInputs:
 
     rewards: Tensor  # [B, T] the reward of each token, minus the KL penalty with kl.type=reward
     values: Tensor | None  # [B, T] an estimator that asks for them gets a critic
-    mask: Tensor  # [B, T]
+    mask: Tensor  # [B, T] float32, as all columns
     group: Tensor  # [B]
     trajectory: Tensor  # [B]
     gamma: float  # this and the following are the settings adv.* of the config

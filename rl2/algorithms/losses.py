@@ -99,7 +99,7 @@ class PolicyInputs:
     logps: Tensor  # [b, T] the policy's log-probabilities, the only input with a gradient
     old_logps: Tensor  # [b, T] those of the policy that sampled
     advantages: Tensor  # [b, T] 0 where the mask is 0
-    mask: Tensor  # [b, T] 1 = trained
+    mask: Tensor  # [b, T] float32, as all columns; 1 = trained
     clip: float  # this and the following are the settings actor.* of the config
     clip_high: float
     dual_clip: float | None = None

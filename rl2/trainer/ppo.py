@@ -116,7 +116,7 @@ def add_advantages(batch: Batch, config: PPOConfig) -> dict[str, float]:
     inputs = AdvantageInputs(
         rewards=rewards,
         values=batch.values,
-        mask=batch.mask,
+        mask=batch.mask.float(),
         group=batch.group,
         trajectory=batch.trajectory,
         gamma=config.adv.gamma,
@@ -152,7 +152,7 @@ def make_actor_loss(config: ActorConfig, kl: KLConfig) -> Loss:
             logps=logps,
             old_logps=old_logps,
             advantages=batch.advantages,
-            mask=batch.mask,
+            mask=batch.mask.float(),
             clip=config.clip,
             clip_high=config.clip_high or config.clip,
             dual_clip=config.dual_clip,
