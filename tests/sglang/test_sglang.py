@@ -103,6 +103,7 @@ def test_a_run_with_partial_rollouts(tmp_path, tied):
         "trainer.max_steps=6",
         "rollout.check_weights=true",
         "rollout.train_sampling_params.max_new_tokens=24",
+        "rollout.train_sampling_params.stop=[q]",
         f"trainer.save_dir={tmp_path / 'run'}",
     ]
     torchrun(2, *command, env={"SGLANG_CPU_OMP_THREADS_BIND": "0"})
@@ -116,6 +117,10 @@ def test_a_run_with_partial_rollouts(tmp_path, tied):
     assert len(records) == 6 * 32 and all(
         sum(n for _, n in r["versions"]) == r["length"] for r in records
     )
+    replies = [(r["messages"][-1]["content"], r["finish_reason"]) for r in records]
+    stopped = [(reply, reason) for reply, reason in replies if "q" in reply]
+    assert len(stopped) > 5 and all(reason == "stop" for _, reason in stopped)
+    assert all(reply.index("q") == len(reply) - 1 for reply, _ in stopped)
 
 
 def test_a_start_that_fails_says_why(tmp_path, tied):
