@@ -62,7 +62,7 @@ def check_signals_while_loading(runs: ForkedRuns, folder: Path) -> None:
         )
 
     cases = [
-        (1, signal.SIGINT, "Ctrl-C", hang_at(build, "Examples")),
+        (1, signal.SIGINT, "Ctrl-C", hang_at(build, "read_examples")),
         (2, signal.SIGTERM, "SIGTERM", hang_at(build, "Worker")),
     ]
     started = []

@@ -264,6 +264,12 @@ def test_deep_nesting_is_refused_before_it_overflows_the_stack(depth, is_accepte
             asyncio.run(env.interact(MESSAGES, {}))
 
 
+def test_a_flood_of_text_is_refused():
+    env = Env(lambda messages: 0, lambda messages: [{"role": "tool", "content": "x" * 2**21}])
+    with pytest.raises(EnvError, match="interact: 20971.. characters, a turn may have 1048576, in"):
+        asyncio.run(env.interact(MESSAGES, {}))
+
+
 def test_recursions_of_other_depths_are_of_the_same_kind():
     def recurse(depth):
         return recurse(depth - 1) if depth else 1 / 0

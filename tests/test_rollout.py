@@ -495,6 +495,16 @@ def test_a_step_takes_its_own_prompts_although_later_ones_end_earlier(tmp_path):
     assert len(engine.requests) == num_requests, "a group was played twice"
 
 
+def test_trajectories_of_a_run_with_other_samples_have_ids_of_their_own(tmp_path):
+    """A resumed run may have another data.responses_per_prompt than its paused answers."""
+    collector, prompts, _ = make(tmp_path, say_x, ANSWER_ENV, num_prompts=4)
+    collector.play(prompts[:3], PARAMS, 8, "train", 1, num_groups=1)
+    done = collector.play(prompts[3:], PARAMS, 2, "train", 2, num_groups=3)
+    ids = [trajectory.id for trajectory in done]
+    assert len(ids) == len(set(ids)) == 8 + 8 + 2
+    assert all(sample.trajectory == t.id for t in done for sample in t.samples)
+
+
 def test_a_resumed_collector_continues_at_its_position(tmp_path):
     """A step takes 2 of 5 prompts. A collector resumed after every step takes the same prompts."""
     collector, _, tokenizer = make(tmp_path, say_x, ANSWER_ENV)

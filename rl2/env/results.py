@@ -17,6 +17,8 @@ from typing import Any
 from rl2.env.contract import EnvError, is_env_message
 
 LARGEST_REWARD = 3e38  # float32 overflows above it
+# In the messages of one turn. Their text is tokenised while the engine waits: a second a million.
+MAX_CHARACTERS = 2**20
 MAX_NESTING = 50  # lists and objects inside each other in a message; more overflow the stack
 # Half of a character outside of Unicode's basic plane. No encoder and no tokenizer takes it alone.
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -101,6 +103,8 @@ def _to_messages(result: Any) -> list[dict]:
     try:
         # The run folder records messages as JSON.
         text = json.dumps(result, ensure_ascii=False, default=_to_python)
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(f"{len(text)} characters, a turn may have {MAX_CHARACTERS},")
         messages = json.loads(LONE_SURROGATE.sub("\ufffd", text))
         _check_nesting(messages, MAX_NESTING)
     except (TypeError, ValueError, RecursionError) as error:

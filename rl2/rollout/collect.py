@@ -100,8 +100,12 @@ class Collector:
         """
         groups = list(self.carried_over) if num_groups else []
         first_id = max((group.id for group in groups), default=-1) + 1
-        for i, prompt in enumerate(prompts):
-            groups.append(begin_group(first_id + i, prompt.row, prompt.tokens, num_samples))
+        # Those carried over may be of a run with other samples_per_prompt.
+        ids = [trajectory.id for group in groups for trajectory in group.trajectories]
+        next_trajectory = max(ids, default=-1) + 1
+        for i, prompt in enumerate(prompts, start=first_id):
+            groups.append(begin_group(i, prompt.row, prompt.tokens, num_samples, next_trajectory))
+            next_trajectory += num_samples
         rollout = self._play_groups(groups, params, split, step, num_groups or len(groups))
         played = self.player.engine.loop.run_until_complete(rollout)
         if num_groups:

@@ -69,14 +69,19 @@ class Group:
     trajectories: list[Trajectory]
 
 
-def begin_group(group_id: int, row: dict, prompt: list[int], num_samples: int) -> Group:
-    """`num_samples` new trajectories for one row, whose prompt has the token ids `prompt`."""
+def begin_group(
+    group_id: int, row: dict, prompt: list[int], num_samples: int, first_trajectory: int = 0
+) -> Group:
+    """`num_samples` new trajectories for one row, whose prompt has the token ids `prompt`.
+
+    `first_trajectory` is the id of the first of them.
+    """
     messages = row["messages"]
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     group = Group(group_id, [])
     for i in range(num_samples):
-        trajectory = Trajectory(group_id * num_samples + i, group_id, list(messages), row)
+        trajectory = Trajectory(first_trajectory + i, group_id, list(messages), row)
         begin_sample(trajectory, prompt)
         group.trajectories.append(trajectory)
     return group
