@@ -14,7 +14,7 @@ PROCESS_FAULTS = {
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "regex": lambda: re.match("(a+)+$", "a" * 50 + "b"),
     "long sleep": lambda: time.sleep(60),
-    "closed": lambda: os.closerange(3, 99),
+    "closed": lambda: os.closerange(3, 65536),
 }
 FAULTS = {**faulty_env.REWARD_FAULTS, **PROCESS_FAULTS}
 

@@ -178,7 +178,8 @@ def test_late_threads_end_and_those_that_cannot_are_told_once(tmp_path, monkeypa
         wait_until(lambda: num_left() == 2)
         time.sleep(0.4)
         assert call(env, kind="") == {"reward": 1.0}
-    assert [message[:40] for message in warnings()] == ["3 calls of the environment took too long"]
+    [warning] = warnings()
+    assert warning.startswith("3 calls of the environment took too long")
     release.set()
     wait_until(lambda: num_left() == 0)
 

@@ -115,7 +115,7 @@ STATEFUL = """
         if fault == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if fault == "close":
-            os.closerange(3, 99)
+            os.closerange(3, 65536)
         time.sleep(0.02)
         counts[name] = counts.get(name, 0) + 1
         return {"count": counts[name], "process": os.getpid()}

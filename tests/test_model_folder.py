@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaModel, Phi3Config, T5Config
 
-from rl2.data.chat import stop_token_ids
+from rl2.data.chat import ChatTemplate
 from rl2.model.folder import (
     check_length,
     check_model,
@@ -40,7 +40,7 @@ def problem(name, critic=False) -> str:
 
 def test_a_complete_folder_passes(name):
     tokenizer = load_tokenizer(KEY, name)
-    assert stop_token_ids(tokenizer, load_eos_token_ids(name)) == [2]
+    assert ChatTemplate(tokenizer).stop_token_ids(load_eos_token_ids(name)) == [2]
     check_model("critic.model_name", name, critic=True)
     check_model("critic.model_name", make_critic(name), critic=True)
 

@@ -498,10 +498,11 @@ def test_a_step_takes_its_own_prompts_although_later_ones_end_earlier(tmp_path):
 def test_trajectories_of_a_run_with_other_samples_have_ids_of_their_own(tmp_path):
     """A resumed run may have another data.responses_per_prompt than its paused answers."""
     collector, prompts, _ = make(tmp_path, say_x, ANSWER_ENV, num_prompts=4)
+    collector.player.engine.abort = lambda: None
     collector.play(prompts[:3], PARAMS, 8, "train", 1, num_groups=1)
-    done = collector.play(prompts[3:], PARAMS, 2, "train", 2, num_groups=3)
+    done = collector.play(prompts[3:], PARAMS, 4, "train", 2, num_groups=3)
     ids = [trajectory.id for trajectory in done]
-    assert len(ids) == len(set(ids)) == 8 + 8 + 2
+    assert len(ids) == len(set(ids)) == 8 + 8 + 4
     assert all(sample.trajectory == t.id for t in done for sample in t.samples)
 
 
