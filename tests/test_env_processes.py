@@ -275,7 +275,8 @@ def test_no_process_outlives_a_trainer_that_is_killed(tmp_path, has_guard):
         )
     )
     command = [sys.executable, "-c", ORPHANS, tmp_path / "env.py"]
-    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    trainer = subprocess.Popen(command, cwd=ROOT, **pipes)
     lines = [trainer.stdout.readline().split() for _ in range(5)]
     processes = {kind.decode(): int(number) for kind, number in lines}
     [guard] = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children").read_text().split()
@@ -286,6 +287,8 @@ def test_no_process_outlives_a_trainer_that_is_killed(tmp_path, has_guard):
     trainer.kill()
     trainer.wait()
     wait_until(lambda: not any(map(is_alive, [*processes.values(), guard])))
+    if has_guard:  # without it the grandchild keeps the pipe open
+        assert b"Traceback" not in trainer.stderr.read()
 
 
 def test_preflight_calls_the_env_in_processes(load):

@@ -31,19 +31,22 @@ def serve(descriptor: int, parent: int, path: str) -> None:
     # Processes that the env starts must not hold the socket: its end tells that this one ended.
     os.set_inheritable(descriptor, False)
     os.register_at_fork(after_in_child=lambda: os.close(descriptor))
-    with open(descriptor, "rb") as calls, open(descriptor, "wb", closefd=False) as answers:
+    with (
+        suppress(EOFError, ConnectionError),  # the trainer has ended
+        open(descriptor, "rb") as calls,
+        open(descriptor, "wb", closefd=False) as answers,
+    ):
         module: Any = None
         answer: dict[str, Any] = {"value": None}
         try:
             module = import_env_file(path)
         except ValueError as error:
             answer = {"reason": str(error), "kind": str(error)}
-        with suppress(EOFError):
-            while True:
-                answers.write(json.dumps(answer).encode() + b"\n")
-                answers.flush()
-                name, arguments = pickle.load(calls)
-                answer = _answer(module, name, arguments)
+        while True:
+            answers.write(json.dumps(answer).encode() + b"\n")
+            answers.flush()
+            name, arguments = pickle.load(calls)
+            answer = _answer(module, name, arguments)
 
 
 def _answer(module: Any, name: str, arguments: bytes) -> dict[str, Any]:
