@@ -133,7 +133,6 @@ def _read_env(inputs: Inputs, config: PPOConfig) -> None:
             rollout.env_concurrency,
             rollout.env_isolation,
         )
-        kinds = {key: rows.kinds for key, rows in inputs.rows.items()}
-        inputs.warnings = preflight(inputs.env, inputs.rows, rollout.max_turns, kinds)
+        inputs.warnings = preflight(inputs.env, inputs.rows, rollout.max_turns)
     except ValueError as error:
         inputs.problems["rollout.env_path"] = str(error)

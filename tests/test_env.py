@@ -16,10 +16,12 @@ from pathlib import Path
 import pytest
 from common import make_tokenizer
 
+from rl2.data.rows import pack_rows
 from rl2.env import contract, runners
+from rl2.env import load as env_load
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures, find_env_file
-from rl2.env.load import load_env, preflight
+from rl2.env.load import load_env
 
 CONCURRENCY = 32  # the default
 ENVS = Path(__file__).resolve().parent.parent / "envs"
@@ -30,6 +32,12 @@ ROW = {
     "tags": ["a"],
 }
 REPLY = [*ROW["messages"], {"role": "assistant", "content": "2"}]
+
+
+def preflight(env, row_sets, max_turns):
+    """The same of rows in lists."""
+    row_sets = {key: pack_rows(rows) for key, rows in row_sets.items()}
+    return env_load.preflight(env, row_sets, max_turns)
 
 
 def load(tmp_path, text, timeout=5.0):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from common import ROOT
 
+from rl2.data.rows import pack_rows
 from rl2.env.contract import EnvError
 from rl2.env.load import load_env, preflight
 
@@ -302,7 +303,7 @@ def test_preflight_calls_the_env_in_processes(load):
     )
     row = {"messages": "1+1=", "answer": 3}
     with pytest.raises(ValueError, match="reward_fn ended its process: exit status 3"):
-        preflight(env, {"data.path": [row]}, 1)
+        preflight(env, {"data.path": pack_rows([row])}, 1)
 
 
 def test_an_import_that_fails_in_the_process_alone_costs_the_call(load):

@@ -177,6 +177,7 @@ ALLOWED = {
     "engine.local": {"engine", "parallel", "model.head"},
     "env.contract": set(),
     "env": {"env"},
+    "env.load": {"env", "data.rows"},
     "data": {"data", "batch"},
     "inputs": {"config.schema", "data", "env"},
     "rollout": {"rollout", "algorithms", "batch", "data", "engine.base", "env", "parallel.mesh"},

@@ -185,12 +185,12 @@ def test_preflight_looks_at_one_row_of_each_kind(cache, tmp_path, monkeypatch):
     unpacked = []
     unpack = Rows.__getitem__
     monkeypatch.setattr(Rows, "__getitem__", lambda self, i: unpacked.append(i) or unpack(self, i))
-    row_sets, kinds = {"data.path": rows}, {"data.path": rows.kinds}
+    row_sets = {"data.path": rows}
     with pytest.raises(
         ValueError, match="answer.*2 of 3000 rows of data.path lack, first row 1500"
     ):
-        preflight(Env(lambda messages, answer: 0.0), row_sets, 1, kinds)
-    preflight(Env(lambda messages, answer=0: 0.0), row_sets, 1, kinds)
+        preflight(Env(lambda messages, answer: 0.0), row_sets, 1)
+    preflight(Env(lambda messages, answer=0: 0.0), row_sets, 1)
     Prompts(rows, ChatTemplate(make_tokenizer()), max_length=99)
     assert len(unpacked) < 3000 + 30
 

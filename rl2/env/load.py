@@ -3,9 +3,10 @@
 import asyncio
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from types import ModuleType
 
+from rl2.data.rows import Rows
 from rl2.env.call import Env
 from rl2.env.contract import (
     EnvError,
@@ -19,10 +20,7 @@ from rl2.env.processes import ProcessPool
 TRIAL_REPLIES = ("", "The answer is 42.")
 MAX_TRIAL_ROWS = 8  # of each data set, spread over it
 
-# By the key that names the data, data.path or data.test_path.
-RowSets = Mapping[str, Sequence[dict]]
-# [the first row, the number of rows] of those that have the same columns, and text or messages
-Kinds = Mapping[str, list[list[int]]]
+RowSets = dict[str, Rows]  # by the key that names the data: data.path, data.test_path
 
 
 def load_env(
@@ -48,16 +46,14 @@ def load_env(
     return Env(module.reward_fn, getattr(module, "interact", None), timeout, concurrency, pool)
 
 
-def preflight(env: Env, row_sets: RowSets, max_turns: int, kinds: Kinds | None = None) -> list[str]:
+def preflight(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:
     """Tries the environment on the rows. Returns warnings; ValueError lists all problems.
 
-    The functions' parameters are compared with the columns of all rows. If they fit, the functions
-    are called with a few rows of each data set, each with an empty and a short reply. With `kinds`
-    one row of each kind stands for all of them; millions of rows need not be read for that.
+    The functions' parameters are compared with the columns of all rows; one row of each kind stands
+    for all of them. If they fit, the functions are called with a few rows of each data set, each
+    with an empty and a short reply.
     """
-    if kinds is None:
-        kinds = {key: [[i, 1] for i in range(len(rows))] for key, rows in row_sets.items()}
-    problems = _find_turn_problems(env, row_sets, max_turns, kinds)
+    problems = _find_turn_problems(env, row_sets, max_turns)
     warnings = []
     functions = {"reward_fn": env.reward_fn}
     if env.interact_fn is not None:
@@ -65,7 +61,7 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, kinds: Kinds | None =
             functions["interact"] = env.interact_fn
         else:
             warnings.append("the env file has interact(), which rollout.max_turns=1 never calls")
-    problems += _find_missing_columns(functions, row_sets, kinds)
+    problems += _find_missing_columns(functions, row_sets)
     if not problems:
         rows = [row for rows in row_sets.values() for row in _spread(rows)]
         problems = asyncio.run(_try_calls(env, rows, "interact" in functions))
@@ -74,7 +70,7 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, kinds: Kinds | None =
     return warnings
 
 
-def _spread(rows: Sequence[dict]) -> list[dict]:
+def _spread(rows: Rows) -> list[dict]:
     """Up to MAX_TRIAL_ROWS rows at equal distances, the first and the last among them."""
     count = min(len(rows), MAX_TRIAL_ROWS)
     return [rows[i * (len(rows) - 1) // max(1, count - 1)] for i in range(count)]
@@ -89,7 +85,7 @@ def _missing_reward_message(path: str, module: ModuleType) -> str:
     return f"rollout.env_path={path}: expected a function reward_fn(messages, answer), found none"
 
 
-def _find_turn_problems(env: Env, row_sets: RowSets, max_turns: int, kinds: Kinds) -> list[str]:
+def _find_turn_problems(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:
     """What keeps a conversation from having several turns."""
     problems: list[str] = []
     if max_turns <= 1:
@@ -99,7 +95,7 @@ def _find_turn_problems(env: Env, row_sets: RowSets, max_turns: int, kinds: Kind
             f"rollout.max_turns={max_turns}, but the env file has no interact(messages)"
         )
     for key, rows in row_sets.items():
-        if any(isinstance(rows[first]["messages"], str) for first, _ in kinds[key]):
+        if any(isinstance(rows[first]["messages"], str) for first, _ in rows.kinds):
             problems.append(
                 f"rollout.max_turns={max_turns}, but some rows of {key} are plain strings, which "
                 "have no turns"
@@ -107,14 +103,12 @@ def _find_turn_problems(env: Env, row_sets: RowSets, max_turns: int, kinds: Kind
     return problems
 
 
-def _find_missing_columns(
-    functions: dict[str, Callable], row_sets: RowSets, kinds: Kinds
-) -> list[str]:
+def _find_missing_columns(functions: dict[str, Callable], row_sets: RowSets) -> list[str]:
     problems = []
     for name, function in functions.items():
         columns = required_columns(function)
         for (key, rows), column in itertools.product(row_sets.items(), columns):
-            lacking = [kind for kind in kinds[key] if column not in rows[kind[0]]]
+            lacking = [kind for kind in rows.kinds if column not in rows[kind[0]]]
             if lacking:
                 first = min(lacking)[0]
                 number = sum(count for _, count in lacking)
