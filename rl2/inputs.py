@@ -1,6 +1,5 @@
 """Rows and environment, read before a model is loaded: all their problems come at once."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
@@ -16,6 +15,7 @@ from rl2.data.formats import ReadRow, read_pair_row, read_ppo_row, read_sft_row
 from rl2.data.rows import Rows, load_rows
 from rl2.env.call import Env
 from rl2.env.load import load_env, preflight
+from rl2.parallel.mesh import is_first_rank
 
 TRIAL_ROWS = 1000  # rows that are read to show problems of the data beside those of the config
 READERS: dict[type, Callable[[dict], ReadRow]] = {
@@ -46,7 +46,7 @@ def read_ppo_inputs(config: PPOConfig) -> tuple[Rows, Rows | None, Env]:
     _read_env(inputs, config)
     if inputs.problems:
         raise ValueError("\n".join(inputs.problems.values()))
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         for warning in inputs.warnings:
             print(f"warning: {warning}", flush=True)
     assert inputs.env is not None

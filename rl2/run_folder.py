@@ -33,7 +33,7 @@ from rl2.config.changes import DATA, RunIdentity, find_changes, identify
 from rl2.config.parse import dump, flatten
 from rl2.data.rows import hash_data
 from rl2.error_report import writing
-from rl2.parallel.mesh import all_gather_objects
+from rl2.parallel.mesh import all_gather_objects, is_first_rank
 from rl2.run_lock import RunLock
 
 PACKAGE = Path(__file__).parent
@@ -77,7 +77,7 @@ class RunFolder:
         self.identity = identify(config, hash_data(config.data.path))
         self.start = Start()
         self.hosts = [socket.gethostname()]
-        self.is_first = os.environ.get("RANK", "0") == "0"
+        self.is_first = is_first_rank()
         if self.is_first:
             _check_writable(self.path)
             self.lock = RunLock(self.path)

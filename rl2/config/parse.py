@@ -35,6 +35,7 @@ from rl2.config.key_rules import Checked, check_choices, follow_keys, get_value
 from rl2.config.rules import VALIDATORS
 from rl2.config.synonyms import find_synonym
 from rl2.error_report import report_error
+from rl2.parallel.mesh import is_first_rank
 
 OPTIONS = {"--cfg": "job", "--config-dir": "DIR", "--config-name": "NAME"}  # each takes a value
 OPTIONS_HELP = "--help [SECTION | all], --cfg job, --config-dir DIR and --config-name NAME"
@@ -115,11 +116,6 @@ def check_config(config: Any, set_keys: set[str]) -> Checked:
     validate = next(VALIDATORS[kind] for kind in type(config).__mro__ if kind in VALIDATORS)
     problems, warnings = validate(config, set_keys, world_size)
     return choice_problems + problems, warnings
-
-
-def is_first_rank() -> bool:
-    """Whether this is rank 0, as torchrun says; torch.distributed is not there yet."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def report(problems: list[str], warnings: list[str]) -> None:

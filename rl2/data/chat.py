@@ -11,7 +11,6 @@ import datetime
 import hashlib
 import inspect
 import json
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +21,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rl2.data.messages import Messages
+from rl2.parallel.mesh import is_first_rank
 
 PROBE = "rl2probe"  # a content that no template changes
 CONTEXT_TOKENS = 16  # in front of tokens to decode: more than one character or word
@@ -160,7 +160,7 @@ class ChatTemplate:
 
     def warn_of_ignored(self, rows: list[dict]) -> None:
         """Prints warnings, on the first process, if the rows' text lacks tools or system prompt."""
-        if os.environ.get("RANK", "0") != "0":
+        if not is_first_rank():
             return
         reason = "text prompts have no chat template"
         if self.system_prompt and any(isinstance(row["messages"], str) for row in rows):

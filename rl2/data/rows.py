@@ -4,7 +4,6 @@ import csv
 import hashlib
 import itertools
 import json
-import os
 import pickle
 import re
 from collections import Counter
@@ -20,6 +19,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from rl2.data.formats import ReadRow, rename_columns
 from rl2.data.messages import abbreviate
 from rl2.data.store import ROWS_PER_BATCH, open_table, table_key
+from rl2.parallel.mesh import is_first_rank
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 MAX_LISTED_PROBLEMS = 5
@@ -80,7 +80,7 @@ def load_rows(
     rows = Rows(open_table(key, ROWS_SCHEMA, build, f"read {path}"), path, key)
     if not rows:
         raise ValueError(f"{path} has no rows (split {split})")
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         for note, (number, location) in rows.notes.items():
             print(f"{note} ({number} of {len(rows)} rows, first {location})", flush=True)
     return rows

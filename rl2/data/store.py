@@ -18,6 +18,7 @@ import tokenizers
 import transformers
 from tqdm import tqdm
 
+from rl2.parallel.mesh import is_first_rank
 from rl2.progress import mark
 
 ROWS_PER_BATCH = 1000
@@ -46,7 +47,6 @@ def open_table(
     The first process that comes builds it; those that come meanwhile wait. If it dies, the next one
     builds. `title` and `num_rows` are for the bar that the builder shows.
     """
-    is_first = os.environ.get("RANK", "0") == "0"
     if key:
         folder = Path(os.environ.get("RL2_CACHE") or "~/.cache/rl2").expanduser()
         file = folder / f"{key}.arrow"
@@ -62,7 +62,7 @@ def open_table(
         except OSError as error:  # no space, no right to write, no locks
             reason = f"the cache cannot be used ({error}); set RL2_CACHE to another folder"
             print(f"warning: {title}: every process does it, as {reason}", flush=True)
-    batches = _with_bar(build(), title, num_rows, is_first)
+    batches = _with_bar(build(), title, num_rows, is_first_rank())
     return pyarrow.Table.from_batches(batches, schema)
 
 

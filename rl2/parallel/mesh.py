@@ -42,6 +42,11 @@ class Mesh:
     reports_metrics: bool  # true on one process of each sp x tp group: they compute the same sums
 
 
+def is_first_rank() -> bool:
+    """Whether this is rank 0, as torchrun says; also before `init_distributed`."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def init_distributed() -> torch.device:
     """Joins torchrun's process group and returns this process's device.
 
