@@ -15,7 +15,6 @@ import operator
 import re
 from fractions import Fraction
 
-# Applied to a text that ends with a closing tag, since its time is linear only there.
 CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 # Digits, which may have thousands separators, decimals and a minus sign. The minus of a difference
 # is not a sign: 5-3 has the numbers 5 and 3.
@@ -37,8 +36,8 @@ OPERATORS = {  # power is apart, since it has a limit
 
 def interact(messages):
     """One message with a line for each call of the last turn. No call ends the conversation."""
-    text, closing_tag, _ = messages[-1]["content"].rpartition("</calc>")
-    calls = CALL.findall(text + closing_tag)
+    text, _ = split_behind_calls(messages[-1]["content"])
+    calls = CALL.findall(text)
     if not calls:
         return []
     results = [calculate(expression) for expression in calls]
@@ -48,11 +47,17 @@ def interact(messages):
 def reward_fn(messages, answer):
     """1.0 if the last number in the last reply, outside of calls, equals the answer, else 0.0."""
     replies = [message["content"] for message in messages if message["role"] == "assistant"]
-    text, closing_tag, rest = replies[-1].rpartition("</calc>")
-    numbers = NUMBER.findall(CALL.sub("", text + closing_tag) + rest)
+    text, rest = split_behind_calls(replies[-1])
+    numbers = NUMBER.findall(CALL.sub("", text) + rest)
     if not numbers or len(numbers[-1]) > MAX_CHARACTERS:
         return 0.0
     return float(exact_value(numbers[-1]) == exact_value(answer))
+
+
+def split_behind_calls(text):
+    """The text up to the last closing tag, in which the time of CALL is linear, and the rest."""
+    head, closing_tag, rest = text.rpartition("</calc>")
+    return head + closing_tag, rest
 
 
 def exact_value(number):

@@ -1,6 +1,7 @@
 """Large data: read, checked and tokenised by one process of a node, and mapped by all of them."""
 
 import datetime
+import hashlib
 import json
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ from rl2.data import store
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PAIR_ROWS, SFT_ROWS, Examples, Prompts
 from rl2.data.formats import read_ppo_row, read_sft_row
-from rl2.data.rows import Rows, load_rows
+from rl2.data.rows import Rows, hash_data, load_rows
 from rl2.env.call import Env
 from rl2.env.load import preflight
 from rl2.inputs import read_examples
@@ -248,3 +249,15 @@ def test_one_process_builds_and_the_next_one_takes_over_if_it_is_killed(tmp_path
         assert process.exitcode == 0
     assert len(list(builders.iterdir())) == 2  # one of them has built
     assert sorted(file.suffix for file in (tmp_path / "cache").iterdir()) == [".arrow", ".lock"]
+
+
+def test_a_file_is_hashed_once_until_it_changes(cache, tmp_path, monkeypatch):
+    digests = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *a: digests.append(a) or digest(*a))
+    path = write(tmp_path / "a.jsonl", make_rows())
+    first = hash_data(path)
+    load_rows(path)
+    assert hash_data(path) == first and len(digests) == 1
+    write(tmp_path / "a.jsonl", make_rows()[1:])
+    assert hash_data(path) != first and len(digests) == 2
