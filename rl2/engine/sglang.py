@@ -250,6 +250,8 @@ class SGLangEngine(Engine):
             return
         import psutil
 
+        # SGLang's watchdog would take the processes that end here for crashed ones.
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)
         for child in children:
             try:
                 child.kill()

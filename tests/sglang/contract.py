@@ -5,6 +5,7 @@ test_sglang.py runs this file under torchrun: contract.py MODEL TP_SIZE ACTOR_TP
 
 import asyncio
 import sys
+import time
 
 import psutil
 import torch
@@ -146,6 +147,19 @@ def check_other_weights(engine, actor, prompts, name):
     engine.verify_weights(full_weights(actor), actor.version)
 
 
+def close_slowly(engine):
+    """Closes the engine while SGLang's watchdog, which looks every second, sees its end."""
+    wait = psutil.wait_procs
+
+    def wait_slowly(*args, **kwargs):
+        time.sleep(2.5)
+        return wait(*args, **kwargs)
+
+    psutil.wait_procs = wait_slowly
+    engine.close()
+    psutil.wait_procs = wait
+
+
 def check_no_process_left(others):
     children = psutil.Process().children(recursive=True)
     left = {child.pid for child in children if "resource_tracker" not in str(child.cmdline())}
@@ -188,7 +202,7 @@ def main(name, tp_size, actor_tp_size):
         check_stop_strings(engine, prompts, make_tokenizer())
     check_other_weights(engine, actor, prompts, name)
     assert not greedy or play(engine, prompts, temperature=0.0, max_new_tokens=10) != greedy
-    engine.close()
+    close_slowly(engine)
     check_no_process_left(others)
     dist.barrier()
     print(f"rank {dist.get_rank()} is done", flush=True)
