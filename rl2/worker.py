@@ -34,6 +34,7 @@ from rl2.optimizer import (
     step_from_host_memory,
 )
 from rl2.packing import pack, plan_micro_batches, unpack, zigzag
+from rl2.parallel.device import device_kind
 from rl2.parallel.fsdp import persistent_buffers, reshard
 from rl2.parallel.mesh import all_reduce_sum_, differentiable_all_reduce, make_mesh
 from rl2.parallel.tensor import all_reduce_partial_gradients
@@ -50,14 +51,14 @@ Loss = Callable[[Batch, TokenScores], tuple[Tensor, dict[str, Tensor]]]
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype called `name`; `auto` is bf16 where the machine is fast at it, fp32 elsewhere."""
-    if name == "float32" and device.type == "cuda":
+    if name == "float32" and device_kind(device) == "cuda":
         raise ValueError(
             "dtype=float32: attention on GPUs computes in bfloat16 only; leave dtype=auto"
         )
     if name != "auto":
         return getattr(torch, name)
     is_fast_at_bf16 = (
-        device.type == "cuda"
+        device_kind(device) == "cuda"
         or torch.cpu._is_avx512_bf16_supported()
         or torch.cpu._is_amx_tile_supported()
     )
@@ -278,12 +279,12 @@ class Worker:
 
     def onload(self) -> None:
         """Moves the model to the device, if it is not there."""
-        if self.mesh.device.type != "cpu":
+        if device_kind(self.mesh.device) != "cpu":
             self.model.to(self.mesh.device)
 
     def offload(self) -> None:
         """Moves the model to host memory if the config asks for it."""
-        if self.config.offload_model and self.mesh.device.type != "cpu":
+        if self.config.offload_model and device_kind(self.mesh.device) != "cpu":
             self.model.to("cpu")
 
     def _micro_batches(self, batch, budget, keep_groups_together=False) -> list[list[int]]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl2.parallel.device import device_kind
 from rl2.parallel.tensor import sum_softmax
 
 # Logits that are held at a time: 32 and 512 MiB in fp32. Few enough for a CPU's caches, and enough
@@ -123,7 +124,7 @@ def _logits(hidden, weight, temperature, dtype) -> Tensor:
 
     The product of two bf16 numbers is exact in fp32, and sums are in fp32.
     """
-    if hidden.dtype != dtype and hidden.is_cuda:
+    if hidden.dtype != dtype and device_kind(hidden.device) == "cuda":
         logits = torch.mm(hidden, weight.T, out_dtype=dtype)
     else:  # on a CPU the product has the type of its factors
         logits = (hidden.to(dtype) @ weight.to(dtype).T).float()
@@ -139,5 +140,5 @@ def _targets_within(targets, columns) -> tuple[Tensor, Tensor]:
 
 def _chunks(hidden, weight) -> list[slice]:
     """Slices of the vocabulary, of few enough logits; their weight is no larger than these."""
-    size = max(1, LOGITS_PER_CHUNK[hidden.device.type] // max(1, *hidden.shape))
+    size = max(1, LOGITS_PER_CHUNK[device_kind(hidden.device)] // max(1, *hidden.shape))
     return [slice(i, min(i + size, len(weight))) for i in range(0, len(weight), size)]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from rl2.parallel.device import device_kind
 from rl2.progress import mark
 
 aten = torch.ops.aten
@@ -99,7 +100,7 @@ def forward_block(
     q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
 ) -> tuple[Tensor, Tensor]:
     """q [Lq, H, D], k and v [Lk, G, D] -> out [Lq, H, D], lse [Lq, H] float32."""
-    if q.is_cuda:
+    if device_kind(q.device) == "cuda":
         return _forward_cuda(q, k, v, block, scale)
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -132,7 +133,7 @@ def backward_block(
     out [Lq, H, D], its gradient d_out, and lse [Lq, H] are merged over all blocks of these queries.
     """
     mark()
-    if q.is_cuda:
+    if device_kind(q.device) == "cuda":
         return _backward_cuda(d_out, q, k, v, out, lse, block, scale)
     dq = torch.zeros_like(q)
     dk = torch.zeros_like(k)
