@@ -851,48 +851,6 @@ def test_the_envs_of_the_examples_pass_preflight(name):
     assert preflight(load_env(str(ENVS / f"{name}.py")), {"data.path": [row]}, max_turns) == []
 
 
-def test_public_data_becomes_rows():
-    """examples/data.py converts rows in their published form; each passes the checks of a run."""
-    import importlib.util
-
-    from rl2.data.formats import read_ppo_row
-
-    spec = importlib.util.spec_from_file_location("data", ENVS.parent / "examples/data.py")
-    data = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(data)
-    question = [
-        {"from": "human", "value": "1+1?"},
-        {"from": "assistant", "ground_truth": {"value": "2"}},
-    ]
-    rows = {
-        "72,000": data.gsm8k(
-            {"question": "How many?", "answer": "48/2 = <<48/2=24>>24\n#### 72,000"}
-        ),
-        "2": data.orz(question),
-        "3": data.math500(
-            {"problem": "1+2?", "solution": "...", "answer": "3", "subject": "Algebra", "level": 1}
-        ),
-        24: data.countdown({"target": 24, "nums": [3, 9, 1]}),
-        "Paris": data.search(
-            {"id": "0", "question": "capital of France?", "golden_answers": ["Paris"]}
-        ),
-    }
-    for row in rows.values():
-        assert read_ppo_row(json.loads(json.dumps(row))) == (row, [])
-    assert (
-        rows["72,000"]["answer"] == "72000"
-        and rows["2"]["answer"] == "2"
-        and rows["3"]["level"] == 1
-    )
-    assert (
-        rows[24]["answer"] == 24
-        and rows[24]["numbers"] == [3, 9, 1]
-        and rows["Paris"]["answer"] == ["Paris"]
-    )
-    shown_format = {"72,000": "####", "2": r"\boxed{}", 24: "<answer>", "Paris": "<search>"}
-    assert all(how in rows[key]["messages"][0]["content"] for key, how in shown_format.items())
-
-
 DIGITS = "1" * 40_000
 
 
