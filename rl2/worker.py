@@ -7,7 +7,7 @@ same Batch; only the forward and backward passes are split.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from rl2.optimizer import (
     step_from_host_memory,
 )
 from rl2.packing import pack, plan_micro_batches, unpack, zigzag
-from rl2.parallel.device import device_kind
+from rl2.parallel.device import columns_to_device, copy_to_device, device_kind
 from rl2.parallel.fsdp import persistent_buffers, reshard
 from rl2.parallel.mesh import all_reduce_sum_, differentiable_all_reduce, make_mesh
 from rl2.parallel.tensor import all_reduce_partial_gradients
@@ -158,8 +158,9 @@ class Worker:
         budget = self.config.max_inference_length_per_device or self.config.max_length_per_device
         for rows in self._micro_batches(batch, budget):
             scores = self._score(batch.select(rows), temperature, with_entropy)
+            index = copy_to_device(torch.tensor(rows, dtype=torch.int64), self.mesh.device)
             for name, column in columns.items():
-                column[rows] = getattr(scores, name)
+                column[index] = getattr(scores, name)
         reshard(self.model)
         self.offload()
         columns = {name: self._sum_over_processes(column) for name, column in columns.items()}
@@ -201,7 +202,7 @@ class Worker:
             scores = self._score(micro_batch, temperature, with_entropy)
             # The processes of a ring computed different columns; each goes on with whole sequences.
             scores = scores.map(partial(differentiable_all_reduce, group=self.mesh.sp))
-            loss, metrics = loss_fn(_to_device(micro_batch, self.mesh.device), scores)
+            loss, metrics = loss_fn(columns_to_device(micro_batch, self.mesh.device), scores)
             # FSDP averages the gradients of its processes; this factor makes the average a sum.
             (loss * self.mesh.fsdp.size()).backward()
             for name, value in {"loss": loss.detach(), **metrics}.items():
@@ -309,7 +310,7 @@ class Worker:
         """
         ring = self.model.ring
         packed = zigzag(pack(rows, self.config.share_prompts), ring.size, ring.rank)
-        packed = _to_device(packed, self.mesh.device)
+        packed = columns_to_device(packed, self.mesh.device)
         scores = self.model(packed, temperature, with_entropy)  # [P]
         return scores.map(lambda pairs: unpack(packed, pairs, rows.mask.shape))
 
@@ -354,9 +355,3 @@ class Worker:
             self.version += 1
         self.optimizer.zero_grad()
         return norm, lr
-
-
-def _to_device(data, device):
-    """A dataclass with its tensors on `device`."""
-    tensors = {name: value for name, value in vars(data).items() if isinstance(value, Tensor)}
-    return replace(data, **{name: tensor.to(device) for name, tensor in tensors.items()})

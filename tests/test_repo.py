@@ -158,7 +158,7 @@ ALLOWED = {
     "parallel.tensor": {"parallel.mesh"},
     "parallel.fsdp": {"parallel.mesh"},
     "parallel.attention": {"parallel.device"},
-    "parallel.blocks": {"parallel.attention"},
+    "parallel.blocks": {"parallel.attention", "parallel.device"},
     "parallel.ring": {"parallel.mesh", "parallel.attention", "parallel.blocks"},
     "model": {"batch", "model", "parallel"},
     "model.admission": {"batch", "packing", "model", "parallel"},

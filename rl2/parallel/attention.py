@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from rl2.parallel.device import device_kind
+from rl2.parallel.device import copy_to_device, device_kind
 from rl2.progress import mark
 
 aten = torch.ops.aten
@@ -83,11 +83,13 @@ class Block:
     def varlen(self, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
         """The arguments of CUDA kernels: cu_q, cu_k, the longest queries and the longest keys.
 
-        They are made once: each of the two tensors makes the host wait for the device.
+        They are made once, for all layers and for the backward pass.
         """
         if self._varlen is None:
-            cu_q = torch.tensor(self.cu_q, dtype=torch.int32, device=device)
-            cu_k = torch.tensor(self.cu_k, dtype=torch.int32, device=device)
+            cu_q = copy_to_device(torch.tensor(self.cu_q, dtype=torch.int32), device)
+            cu_k = cu_q
+            if self.cu_k != self.cu_q:
+                cu_k = copy_to_device(torch.tensor(self.cu_k, dtype=torch.int32), device)
             self._varlen = cu_q, cu_k, _longest(self.cu_q), _longest(self.cu_k)
         return self._varlen
 

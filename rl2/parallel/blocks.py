@@ -33,6 +33,7 @@ from itertools import accumulate, pairwise, product
 import torch
 
 from rl2.parallel.attention import Block
+from rl2.parallel.device import copy_to_device
 
 Chunks = list[tuple[int, int]]  # [S], the lengths of the two chunks of each segment on one rank
 Prefix = tuple[int, int, int]  # (a, b, c): segments a..b see all of segment c
@@ -244,6 +245,6 @@ def _cross_block(
         cu_q=list(accumulate(map(len, queries), initial=0)),
         cu_k=list(accumulate(map(len, keys), initial=0)),
         causal=is_triangle,
-        queries=torch.cat(queries).to(device),
-        keys=torch.cat(keys).to(device),
+        queries=copy_to_device(torch.cat(queries), device),
+        keys=copy_to_device(torch.cat(keys), device),
     )

@@ -1,4 +1,5 @@
-"""Which kind of device the code chooses for: kernels, dtypes, chunk sizes, offloading.
+"""Which kind of device the code chooses for: kernels, dtypes, chunk sizes, offloading. And copies
+to it.
 
 It is the kind of the device itself. Only a memory plan asks otherwise: it runs the code on fake CPU
 tensors with the choices of a GPU.
@@ -6,8 +7,11 @@ tensors with the choices of a GPU.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 _planned_kinds: list[str] = []  # the innermost plan is the last one
 
@@ -25,3 +29,22 @@ def choices_of(kind: str) -> Iterator[None]:
         yield
     finally:
         _planned_kinds.pop()
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`. The host does not wait for a GPU to copy it.
+
+    Only a copy from pinned memory does not wait. torch uses that memory again when the GPU has read
+    it.
+    """
+    if tensor.device.type == device.type:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def columns_to_device(data: Any, device: torch.device) -> Any:
+    """A dataclass, such as a Batch or a Pack, with its tensors on `device`."""
+    tensors = {name: value for name, value in vars(data).items() if isinstance(value, Tensor)}
+    return replace(
+        data, **{name: copy_to_device(tensor, device) for name, tensor in tensors.items()}
+    )
