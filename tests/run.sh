@@ -9,7 +9,7 @@ ruff format --check .
 mypy
 # One thread a process: several processes run at once, and threads that share a core wait for each other.
 export OMP_NUM_THREADS=1
-options="-x -q --durations=15 --ignore tests/sglang --ignore tests/gpu"
+options="-x -q --durations=15 --ignore tests/sglang --ignore tests/gpu --ignore tests/cuda"
 # These two have both cores: one measures time, the other prints the budgets. Status 5: the arguments select none of their tests.
 alone="tests/test_faults.py tests/test_repo.py"
 python -m pytest $options $alone "$@" || [ $? = 5 ]

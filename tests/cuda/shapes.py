@@ -1,0 +1,60 @@
+"""Shapes of real models, and a small one. There are no weights."""
+
+from common import CONFIGS
+from transformers import PreTrainedConfig
+
+SHAPES = {
+    "qwen3-0.6b": {
+        "family": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "qwen2.5-1.5b": {
+        "family": "qwen2",
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+    },
+    "qwen2.5-7b": {
+        "family": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    # Sizes that 8 processes divide, so that all layouts are possible.
+    "small": {
+        "family": "qwen3",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 32,
+        "vocab_size": 1024,
+    },
+}
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+def make_config(name: str) -> PreTrainedConfig:
+    """The config of the model `name`."""
+    shape = dict(SHAPES[name])
+    family = shape.pop("family")
+    settings = {"vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": True}
+    config = CONFIGS[family](
+        **settings | shape, bos_token_id=1, eos_token_id=2, pad_token_id=0, dtype="bfloat16"
+    )
+    config.architectures = [ARCHITECTURES[family]]
+    return config
