@@ -8,8 +8,9 @@
     assert update.peak_bytes < 30e9 and update.num_waits < 20, update.describe_waits()
     assert optimizer_devices(worker) == {"cuda"}
 
-It is the code of rl2 as it is: FSDP, DTensor and the optimizer of torch, on tensors that have a device, a shape and a dtype but no
-data. What the host reads from the device is 1. Kernels are not run, so nothing is said about values.
+It is the code of rl2 as it is, with torch's FSDP, DTensor and optimizer, on tensors that have a
+device, a shape and a dtype but no data. What the host reads from the device is 1. Kernels do not
+run, so nothing is said about values.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import init_empty_weights
 from machine import machine
-from shapes import SHAPES, make_config
+from shapes import make_config
 from torch import Tensor, nn
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -68,9 +69,9 @@ class FakeGpu:
     def batch(
         self, worker: Worker, tokens: int, packs: int = 1, answers: int = 1, prompt: float = 0.125
     ) -> Batch:
-        """Rows that fill `packs` micro-batches of `tokens` a process (times sp_size) on every process.
+        """Rows that fill `packs` micro-batches of `tokens` tokens on every process.
 
-        Each row has `tokens` x sp_size / `answers` tokens, of which the share `prompt` is the prompt, the same for `answers` rows.
+        Each prompt has `answers` rows, and the share `prompt` of a row is its prompt.
         """
         length = tokens * worker.config.sp_size // answers
         num_prompt = int(length * prompt)

@@ -1,8 +1,8 @@
-"""A machine with GPUs, as torch sees it, on a machine without: what `torch.cuda` answers, streams and events that do nothing,
-and a process group that sends nothing.
+"""A machine with GPUs, as torch sees it, on a machine without: what `torch.cuda` answers, streams
+and events that do nothing, and a process group that sends nothing.
 
-Some of it cannot be undone (the device guard, the hook of `no_context.cpp`), so it needs a process of its own: tests/cuda is
-never collected together with the other tests.
+Some of it cannot be undone (the device guard, the hook of `no_context.cpp`), so it needs a process
+of its own: tests/cuda is never collected together with the other tests.
 """
 
 import contextlib

@@ -1,6 +1,8 @@
-"""What happens on fake devices: bytes that are alive, copies between host and device, and where the host waits.
+"""What happens on fake devices: bytes that are alive, copies between host and device, and where the
+host waits.
 
-Not covered: fragmentation, memory of CUDA contexts, of NCCL and of libraries, memory that waits for another stream.
+Not covered: fragmentation, memory of CUDA contexts, of NCCL and of libraries, and memory that waits
+for another stream.
 """
 
 import contextlib
@@ -23,7 +25,8 @@ from torch.utils._pytree import tree_leaves
 aten = torch.ops.aten
 PACKAGE = str(Path(__file__).resolve().parents[2] / "rl2")
 ALLOCATION_BYTES = 512  # CUDA's allocator gives multiples of it
-# On the host, integers and up to so many floats are real, since the host computes with them; the others have no data.
+# In host memory integers, and up to so many floats, are real, since the host computes with them.
+# The others have no data.
 REAL_FLOATS = 4096
 # Operators whose result has a size that only the device knows.
 SIZE_FROM_DEVICE = {
@@ -48,7 +51,7 @@ SAME_DEVICE = ("_fused_", "_foreach_")
 
 @dataclass
 class Phase:
-    """What a part of the run did. Bytes are of this rank; `host_...` are those of tensors in host memory."""
+    """What a part of the run did on this rank. `host_...` are bytes of tensors in host memory."""
 
     start_bytes: int  # alive when it began
     host_start_bytes: int
@@ -103,7 +106,9 @@ class Memory:
 
 
 class Tracker(TorchDispatchMode):
-    """The mode above FakeTensorMode. It runs what only concerns real tensors of the host for real, and counts the rest."""
+    """The mode above FakeTensorMode. What needs only real tensors of the host runs as it is, and
+    everything else is counted.
+    """
 
     def __init__(self):
         super().__init__()
