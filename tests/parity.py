@@ -124,7 +124,7 @@ def main(name, out):
             fsdp_size=fsdp,
             sp_size=sp,
             tp_size=tp,
-            gradient_checkpointing=budget < 100,
+            gradient_checkpointing=1 if budget < 100 else False,  # of two layers
         )
     for critic, (fsdp, sp) in product([False, True], ADAPTED[dist.get_world_size()]):
         results[critic, "lora", (fsdp, sp)] = two_steps(

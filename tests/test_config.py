@@ -58,6 +58,12 @@ RULES = [  # (refused, what the message says, accepted)
         "data.columns.question=messages",
     ),
     ("actor.share_prompts=maybe", "expected true or false", "actor.share_prompts=false"),
+    (
+        "actor.gradient_checkpointing=1.5",
+        "expected true or false or a whole number",
+        "actor.gradient_checkpointing=3",
+    ),
+    ("actor.gradient_checkpointing=-1", "must not be below 0", "actor.gradient_checkpointing=0"),
     ("trainer.project=true", "is a text, so quote it", "trainer.project=x"),
     ("data.test_path=", "data.test_path= is empty: write a value", "data.test_path=null"),
     ("actor=3", "actor is a section; set its keys, as actor.NAME=VALUE", "actor.lr=3"),

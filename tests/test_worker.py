@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -246,6 +247,31 @@ def test_the_head_is_fp32_in_trainer_and_engine(tmp_path, device, head_dtype):
             assert difference.max() < 2e-5
         else:
             assert difference.mean() > 0.005
+
+
+def test_so_many_layers_are_recomputed_and_the_gradient_stays(tmp_path, device):
+    """The first ones. True means all of them, False none."""
+    name = make_model(tmp_path / "model", num_hidden_layers=3)
+    expected = None
+    for setting, runs in (
+        (False, [1, 1, 1]),
+        (0, [1, 1, 1]),
+        (1, [2, 1, 1]),
+        (2, [2, 2, 1]),
+        (7, [2, 2, 2]),
+        (True, [2, 2, 2]),
+    ):
+        config = worker_config(name, gradient_checkpointing=setting)
+        worker = Worker(config, device, False, 4)
+        layers = worker.model.hf.base_model.layers
+        calls = [mock.Mock(return_value=None) for _ in layers]
+        for layer, call in zip(layers, calls, strict=True):
+            layer.mlp.register_forward_pre_hook(call)
+        worker.update(make_batch(), policy_loss, with_entropy=True)
+        assert [call.call_count for call in calls] == runs
+        weights = full_weights(worker)
+        expected = expected or weights
+        assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path, device):

@@ -37,7 +37,7 @@ class Key:
     unusual_above: float | None = None
     unusual_below: float | None = None
     unusual_effect: str = ""
-    choices: Collection[str] = ()
+    choices: Collection[str] = ()  # of a text; a key that may also be a number takes any number
     functions: Mapping[str, Function] | None = None  # the choices, or path/to/file.py:function
     inputs: Any = None  # the dataclass whose fields and properties such a function may ask for
     only_if: Condition | None = None

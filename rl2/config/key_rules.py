@@ -41,9 +41,9 @@ def check_choices(config: Any) -> list[str]:
             continue
         if key.functions is not None:
             problems += _function_problem(value, key, name)
-        elif key.choices and value is not None and value not in key.choices:
+        elif key.choices and isinstance(value, str) and value not in key.choices:
             *others, last = key.choices
-            problems.append(f"{name}={value}: choose {', '.join(others)} or {last}")
+            problems.append(f"{name}={value}: choose {', '.join(others) or 'a number'} or {last}")
     return problems
 
 
@@ -100,13 +100,15 @@ def check_keys(config: Any, set_keys: set[str]) -> Checked:
 def broken_bounds(key: Key, value: Any) -> Iterator[str]:
     """The bounds of the key's range that the value breaks, in words that follow "it must".
 
-    In a list every item has to be within them.
+    In a list every item has to be within them. A word that a number may be has no bounds.
     """
     if isinstance(value, list):
         if "" in value:
             yield "have no empty text"
         for item in value:
             yield from broken_bounds(key, item)
+        return
+    if isinstance(value, str):
         return
     if isinstance(value, float) and math.isnan(value):
         yield "be a number"

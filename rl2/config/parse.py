@@ -14,18 +14,17 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, get_args
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import (
     MISSING,
-    BooleanNode,
-    FloatNode,
     IntegerNode,
     ListConfig,
     OmegaConf,
     StringNode,
+    UnionNode,
 )
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -374,8 +373,7 @@ def set_value(config: Any, node: Any, key: str, value: Any) -> str:
         return f"{key}= is empty: write a value, or leave the key out; is a shell variable unset?"
     if isinstance(node, StringNode) and isinstance(value, bool):
         return f"{key}={_shown(value)}: this key is a text, so quote it, as '{key}=\"on\"'"
-    if isinstance(node, IntegerNode) and isinstance(value, float) and value.is_integer():
-        value = int(value)  # 1e3
+    value = _convert_number(node, value)
     if isinstance(value, str) and value.startswith("~/"):
         value = os.path.expanduser(value)
     try:
@@ -385,20 +383,36 @@ def set_value(config: Any, node: Any, key: str, value: Any) -> str:
     return ""
 
 
+def _convert_number(node: Any, value: Any) -> Any:
+    """1e3 as 1000 for a whole number. 1 as 1.0 for a number that may also be a text."""
+    if isinstance(node, IntegerNode) and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return float(value) if type(value) is int and float in _types(node) else value
+
+
 def _shown(value: Any) -> str:
     """A value as one writes it on the command line."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
+def _types(node: Any) -> tuple[Any, ...]:
+    """The types that a key may have."""
+    if isinstance(node, UnionNode):
+        return get_args(node._metadata.ref_type)
+    return (node._metadata.ref_type,) if node is not None else ()
+
+
 def _describe_type(node: Any, key: str) -> str:
-    kinds: dict[type, str] = {
-        IntegerNode: "a whole number",
-        FloatNode: "a number",
-        BooleanNode: "true or false",
-        StringNode: "a text",
-        ListConfig: f"a list, as '{key}=[a,b]'",
+    kinds: dict[Any, str] = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "a text",
     }
-    kind = kinds.get(type(node), f"a map, as {key}.NAME=VALUE")
+    names = [kinds[kind] for kind in _types(node) if kind in kinds]
+    if isinstance(node, ListConfig):
+        names = [f"a list, as '{key}=[a,b]'"]
+    kind = " or ".join(names) or f"a map, as {key}.NAME=VALUE"
     return f"{kind} or null" if node is not None and node._is_optional() else kind
 
 

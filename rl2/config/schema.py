@@ -211,10 +211,12 @@ class WorkerConfig:
         1, "processes that share each sequence (ring attention)", common=True, above=0
     )
     tp_size: int = key(1, "processes that share each matrix (tensor parallelism)", above=0)
-    gradient_checkpointing: bool = key(
+    gradient_checkpointing: bool | int = key(
         True,
-        "recompute each layer in the backward pass; less memory, about a third more time",
+        "recompute each layer in the backward pass; less memory, about a third more time; a number "
+        "recomputes so many layers",
         common=True,
+        at_least=0,
     )
     max_length_per_device: int = key(
         8192,

@@ -18,32 +18,39 @@ def shard(
     model: Any,
     mesh: Mesh,
     compute_dtype: torch.dtype | None = None,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: bool | int = False,
 ) -> None:
     """Shards the TokenModel `model`: each of its layers, then the rest.
 
     With `compute_dtype`, weights are cast to it for compute and gradients are summed in fp32.
-    Without, both happen in the dtype of the parameters. `gradient_checkpointing` recomputes each
-    layer in the backward pass.
+    Without, both happen in the dtype of the parameters. `gradient_checkpointing` recomputes layers
+    in the backward pass: all of them, none, or so many. These are the first ones: when the backward
+    pass reaches them, it has freed what the others kept.
     """
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    # With checkpointing even a single shard frees its copy in `compute_dtype` until the backward
-    # pass: 2 bytes a parameter.
-    free_after_forward = gradient_checkpointing or mesh.fsdp.size(-1) > 1
     layer_classes = model.hf._no_split_modules or ()
     layers = [module for module in model.hf.modules() if type(module).__name__ in layer_classes]
-    for layer in layers:
+    num_recomputed = gradient_checkpointing
+    if isinstance(gradient_checkpointing, bool):
+        num_recomputed = len(layers) * gradient_checkpointing
+    for i, layer in enumerate(layers):
         mark()
-        if gradient_checkpointing:
+        is_recomputed = i < num_recomputed
+        if is_recomputed:
             # Only `forward` is wrapped: FSDP's hooks stay outside and the names of parameters stay
             # the same.
             layer.forward = partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
             )
+        # Even a single shard frees the copy in `compute_dtype` of a layer that runs again. It takes
+        # 2 bytes a parameter.
         fully_shard(
-            layer, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=free_after_forward
+            layer,
+            mesh=mesh.fsdp,
+            mp_policy=policy,
+            reshard_after_forward=is_recomputed or mesh.fsdp.size(-1) > 1,
         )
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy)
 
