@@ -155,6 +155,7 @@ ALLOWED = {
     },
     "parallel.device": set(),
     "parallel.mesh": set(),
+    "parallel.planned_device": set(),
     "parallel.tensor": {"parallel.mesh"},
     "parallel.fsdp": {"parallel.mesh"},
     "parallel.attention": {"parallel.device"},
@@ -194,6 +195,9 @@ ALLOWED = {
         "parallel.mesh",
         "error_report",
     },
+    "memory_plan": set(),
+    # A plan runs the trainers' own workers and losses.
+    "commands": {"batch", "config", "memory_plan", "parallel", "trainer", "worker"},
     "error_report": set(),
     "progress": set(),
     "watchdog": set(),

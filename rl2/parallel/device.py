@@ -37,9 +37,9 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     Only a copy from pinned memory does not wait. torch uses that memory again when the GPU has read
     it.
     """
-    if tensor.device.type == device.type:
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def columns_to_device(data: Any, device: torch.device) -> Any:

@@ -23,6 +23,7 @@ from rl2.model.folder import (
     load_tokenizer,
     max_positions,
 )
+from rl2.model.token_model import TokenScores
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
 from rl2.rollout.stats import summarise, to_records
@@ -65,30 +66,15 @@ class PPORun:
             _check_trajectory_length(config, "test", test_prompts)
             self.test_prompts = list(test_prompts)
 
-        workers = self._make_workers(device, num_steps)
+        self.actor, self.reference, self.critic = make_ppo_workers(config, device, num_steps)
+        workers = {"actor": self.actor}
+        if self.critic is not None:
+            workers["critic"] = self.critic
         self.collector = self._make_collector(
             device, env, template, prompts, list(workers.values()), num_steps
         )
         self.recorder = Recorder(self.folder, tokenizer, workers, self.collector, num_steps, device)
         self.recorder.resume()
-
-    def _make_workers(self, device: torch.device, num_steps: int) -> dict[str, Worker]:
-        config = self.config
-        torch.manual_seed(config.trainer.seed)  # of new weights
-        self.actor = Worker(config.actor, device, num_updates=_num_updates(config.actor, num_steps))
-        # The scores of the reference model; None without a KL term.
-        self.reference = self.actor.reference() if config.kl.coef else None
-        self.critic: Worker | None = None
-        if not needs_critic(config.adv.estimator):
-            return {"actor": self.actor}
-        model_name = config.critic.model_name or config.actor.model_name
-        self.critic = Worker(
-            replace(config.critic, model_name=model_name),
-            device,
-            critic=True,
-            num_updates=_num_updates(config.critic, num_steps),
-        )
-        return {"actor": self.actor, "critic": self.critic}
 
     def _make_collector(
         self,
@@ -158,6 +144,25 @@ class PPORun:
         self.engine.close()
         self.collector.player.env.close()
         self.recorder.finish(self.actor)
+
+
+def make_ppo_workers(
+    config: PPOConfig, device: torch.device, num_steps: int
+) -> tuple[Worker, Callable[..., TokenScores] | None, Worker | None]:
+    """The actor, the reference model's `infer` (None without a KL term), and the critic if any."""
+    torch.manual_seed(config.trainer.seed)  # of new weights
+    actor = Worker(config.actor, device, num_updates=_num_updates(config.actor, num_steps))
+    reference = actor.reference() if config.kl.coef else None
+    if not needs_critic(config.adv.estimator):
+        return actor, reference, None
+    model_name = config.critic.model_name or config.actor.model_name
+    critic = Worker(
+        replace(config.critic, model_name=model_name),
+        device,
+        critic=True,
+        num_updates=_num_updates(config.critic, num_steps),
+    )
+    return actor, reference, critic
 
 
 def _num_updates(config: RolloutWorkerConfig, num_steps: int) -> int:

@@ -1,0 +1,235 @@
+"""`python -m rl2 plan [ppo | sft | dpo | rm] key=value ...`: the memory that a job will need.
+
+The trainer's own workers run on a device without memory (parallel/planned_device.py) with the
+choices of a GPU. Every micro-batch is full. There are no formulas: what the code allocates is
+counted.
+"""
+
+import pickle
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from accelerate import init_empty_weights
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rl2.batch import Batch
+from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
+from rl2.memory_plan import Plan, write_plan
+from rl2.parallel.device import choices_of
+from rl2.parallel.planned_device import PLANNED_DEVICE, MemoryTracker, PlannedDevice
+from rl2.trainer.build import make_ppo_workers
+from rl2.trainer.dpo import preference_loss
+from rl2.trainer.ppo import make_actor_loss, make_critic_loss, needs_entropy, needs_old_logps
+from rl2.trainer.rm import reward_loss
+from rl2.trainer.sft import sft_loss
+from rl2.worker import Loss, Worker
+
+
+@contextmanager
+def planned_device(num_gpus: int, kind: str = "cuda") -> Iterator[PlannedDevice]:
+    """A context in which this process is rank 0 of `num_gpus` on a device without memory.
+
+    Models get weights without values. `kind` is the device whose choices the code makes.
+    """
+    make_tensor = torch.tensor
+
+    def tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+        # torch.tensor does not pass through dispatch modes; `to` does.
+        made = make_tensor(data, **options)
+        return made if device is None else made.to(device)
+
+    def from_pretrained(cls: Any, name: str, *, config: Any, dtype: torch.dtype, **_: Any) -> Any:
+        with init_empty_weights(include_buffers=False):
+            hf = cls.from_config(config, dtype=dtype)
+        with memory.fake:
+            return hf.to_empty(device="cpu"), {"missing_keys": []}
+
+    def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
+        values[:] = [value] * len(values)
+
+    dist.init_process_group("fake", rank=0, world_size=num_gpus, store=FakeStore())
+    memory = PlannedDevice()
+    loader = classmethod(from_pretrained)
+    fsdp_device = "torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh"
+    with ExitStack() as stack:
+        for patch in (
+            mock.patch("torch.tensor", tensor),
+            mock.patch.object(AutoModelForCausalLM, "from_pretrained", loader),
+            mock.patch.object(AutoModelForSequenceClassification, "from_pretrained", loader),
+            mock.patch("rl2.model.load.admit", lambda *model: None),
+            mock.patch("torch.distributed.all_gather_object", all_gather_object),
+            mock.patch(fsdp_device, lambda mesh: PLANNED_DEVICE),
+            choices_of(kind),
+            memory,
+        ):
+            stack.enter_context(patch)
+        stack.callback(dist.destroy_process_group)
+        yield memory
+
+
+class PhasePeaks:
+    """The peak of memory in each phase. A phase may be entered several times."""
+
+    def __init__(self, memory: MemoryTracker):
+        self.memory = memory
+        self.phase = "load"
+        self.bytes: dict[str, int] = {}
+        self.between_steps: list[int] = []  # bytes before the first step and after each one
+
+    def enter(self, phase: str) -> None:
+        """Ends the current phase and begins this one."""
+        self.bytes[self.phase] = max(self.memory.peak, self.bytes.get(self.phase, 0))
+        self.memory.reset_peak()
+        self.phase = phase
+
+    def end_step(self) -> None:
+        """Between steps only what stays is in memory: an engine generates now."""
+        self.between_steps.append(self.memory.bytes)
+
+    def update(self, worker: Worker, *arguments: Any, **options: Any) -> None:
+        """An update of the worker, in the phases update and step."""
+        self.enter("update")
+        hook = worker.optimizer.register_step_pre_hook(lambda *_: self.enter("step"))
+        worker.update(*arguments, **options)
+        hook.remove()
+
+
+def predict(config: Any, num_gpus: int, kind: str = "cuda") -> Plan:
+    """The plan of the trainer whose config this is, in a process without a process group."""
+    with planned_device(num_gpus, kind) as memory:
+        return run_phases(config, memory, PLANNED_DEVICE)
+
+
+def run_phases(config: Any, memory: MemoryTracker, device: torch.device) -> Plan:
+    """Loads the workers of the trainer and runs each of its phases, while `memory` counts."""
+    peaks = PhasePeaks(memory)
+    if isinstance(config, PPOConfig):
+        engine_weights = run_ppo(config, peaks, device)
+    else:
+        engine_weights = 0
+        run_offline(config, peaks, device)
+    peaks.enter("end")
+    return Plan(
+        num_gpus=dist.get_world_size(),
+        peaks=peaks.bytes,
+        loaded=peaks.between_steps[0],
+        steady=peaks.between_steps[-1],
+        engine_weights=engine_weights,
+    )
+
+
+def run_ppo(config: PPOConfig, peaks: PhasePeaks, device: torch.device) -> int:
+    """PPO's phases. Returns the bytes of the engine's weights."""
+    actor, reference, critic = make_ppo_workers(config, device, num_steps=1)
+    peaks.end_step()
+    answers = config.rollout.max_turns * config.rollout.train_sampling_params.max_new_tokens
+    rows = config.data.prompts_per_rollout * config.data.responses_per_prompt
+    make_batch = partial(full_batch, longest=config.data.max_length + answers, rows=rows)
+    actor_loss = make_actor_loss(config.actor, config.kl)
+    critic_loss = make_critic_loss(config.critic)
+    for parts in (1, 2):  # the second update has the optimizer's state from its start
+        if parts == 2:
+            peaks.enter("infer")
+            if reference is not None:
+                reference(make_batch(actor, inference=True))
+            if needs_old_logps(config):
+                actor.infer(make_batch(actor, inference=True))
+            if critic is not None:
+                critic.infer(make_batch(critic, inference=True))
+        if critic is not None:
+            peaks.update(critic, make_batch(critic, micro_batches=parts), critic_loss)
+        peaks.update(
+            actor,
+            make_batch(actor, micro_batches=parts),
+            actor_loss,
+            with_entropy=needs_entropy(config.actor),
+        )
+    peaks.enter("sync")
+    weights = actor.iter_full_weights(actor.dtype)
+    engine_weights = sum(weight.nbytes for _, weight in weights) // config.rollout.tp_size
+    peaks.end_step()
+    return engine_weights
+
+
+def run_offline(config: Any, peaks: PhasePeaks, device: torch.device) -> None:
+    """The phases of SFT, DPO and the reward model."""
+    loss: Loss
+    is_critic = isinstance(config, RMConfig)
+    worker = Worker(config.critic if is_critic else config.actor, device, is_critic, num_updates=1)
+    reference = worker.reference() if isinstance(config, DPOConfig) else None
+    peaks.end_step()
+    if isinstance(config, SFTConfig):
+        loss, row_multiple = sft_loss, 1
+    elif isinstance(config, DPOConfig):
+        loss, row_multiple = partial(preference_loss, config.dpo), 2
+    else:
+        loss, row_multiple = partial(reward_loss, config.rm.center), 2
+    make_batch = partial(
+        full_batch,
+        worker,
+        longest=config.data.max_length,
+        rows=config.data.batch_size * row_multiple,
+        row_multiple=row_multiple,
+    )
+    for parts in (1, 2):
+        if reference is not None and parts == 2:
+            peaks.enter("infer")
+            reference(make_batch(inference=True))
+        peaks.update(
+            worker, make_batch(micro_batches=parts), loss, keep_groups_together=row_multiple > 1
+        )
+    peaks.enter("save")
+    for _, weight in worker.iter_full_weights(worker.model.export_dtype):
+        del weight
+    peaks.end_step()
+
+
+def full_batch(
+    worker: Worker,
+    longest: int,
+    rows: int,
+    row_multiple: int = 1,
+    micro_batches: int = 2,
+    inference: bool = False,
+) -> Batch:
+    """Rows that fill so many micro-batches of the worker on each process; all tokens are trained.
+
+    No row is longer than `longest`, and there are at most `rows`, those of a step. `row_multiple`
+    rows follow each other as a group.
+    """
+    config = worker.config
+    budget = config.max_length_per_device
+    if inference and config.max_inference_length_per_device:
+        budget = config.max_inference_length_per_device
+    budget *= config.sp_size
+    in_micro_batch = -(-budget // longest // row_multiple) * row_multiple
+    length = min(longest, budget // in_micro_batch)
+    count = min(rows, in_micro_batch * micro_batches * worker.mesh.dp_size)
+    columns = torch.zeros(count, length)
+    mask = torch.ones(count, length, dtype=torch.int8)
+    return Batch(
+        tokens=torch.ones(count, length + 1, dtype=torch.int32),
+        mask=mask,
+        engine_logps=columns,
+        rewards=columns,
+        group=torch.arange(count) // row_multiple,
+        trajectory=torch.arange(count),
+        old_logps=columns,
+        ref_logps=columns,
+        values=columns,
+        advantages=columns,
+        returns=columns,
+        token_weights=mask.float(),
+        pair_margin=torch.zeros(count),
+    )
+
+
+if __name__ == "__main__":
+    write_plan(predict(*pickle.load(sys.stdin.buffer)))

@@ -1,0 +1,94 @@
+"""The memory that a job is predicted to need. commands/plan.py makes the prediction; a job on GPUs
+has it made by a process of its own.
+"""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+GIB = 2**30
+
+
+@dataclass
+class Plan:
+    """Bytes of tensors on rank 0's GPU, the fullest one. An engine's own memory is not counted."""
+
+    num_gpus: int
+    peaks: dict[str, int]  # the most in each phase: load, infer, update, step, sync or save
+    loaded: int  # after loading, when an engine starts: there is no optimizer state yet
+    steady: int  # between steps, while an engine generates
+    engine_weights: int  # of the engine's own weights, on each of its GPUs; 0 without an engine
+
+    @property
+    def peak(self) -> int:
+        """The most in any phase."""
+        return max(self.peaks.values())
+
+    @property
+    def sync(self) -> int:
+        """The most while weights are sent to the engine."""
+        return self.peaks.get("sync", 0)
+
+
+class Prediction:
+    """The plan of this job, which another process makes meanwhile on the CPU.
+
+    It takes half a minute for a 7B model. Only the first rank of a job on GPUs starts the process;
+    elsewhere there is no plan. `config` is that of the trainer.
+    """
+
+    def __init__(self, config: Any, world_size: int):
+        self.process: subprocess.Popen[bytes] | None = None
+        self.made: Plan | None = None
+        if torch.cuda.is_available() and os.environ.get("RANK", "0") == "0":
+            self.process = start_process(config, world_size)
+
+    def plan(self, wait: bool = False) -> Plan | None:
+        """The plan; None while it is being made, and where it could not be made."""
+        if self.process is not None and (wait or self.process.poll() is not None):
+            self.made = read_plan(self.process)
+            self.process = None
+        return self.made
+
+
+def predict_in_subprocess(config: Any, num_gpus: int) -> Plan | None:
+    """The plan of the trainer's `config`. None if it cannot be made, after printing why."""
+    return read_plan(start_process(config, num_gpus))
+
+
+def start_process(config: Any, num_gpus: int) -> "subprocess.Popen[bytes]":
+    """Starts a process that makes the plan, without GPUs and without our process group."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rl2.commands.plan"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        start_new_session=True,  # Ctrl-C is for the trainer
+    )
+    assert process.stdin is not None
+    process.stdin.write(pickle.dumps((config, num_gpus)))
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+def read_plan(process: "subprocess.Popen[bytes]") -> Plan | None:
+    """Waits for the process. None if it failed, after printing its last line."""
+    output, errors = process.communicate()
+    if process.returncode:
+        reason = (errors.decode().strip() or "it was killed").splitlines()[-1]
+        print(f"the memory plan could not be made: {reason}", flush=True)
+        return None
+    return Plan(**json.loads(output.decode().splitlines()[-1]))
+
+
+def write_plan(plan: Plan) -> None:
+    """Prints the plan for `read_plan`."""
+    print(json.dumps(asdict(plan)), flush=True)

@@ -1,0 +1,104 @@
+"""A device without memory, on which the code of a GPU runs on any machine, and the count of its
+bytes.
+
+The device is `cpu:0`. torch's fake tensors have shapes and types and no values, and they keep the
+devices `cpu` (host memory, where tensors are real) and `cpu:0` apart. An operator that mixes the
+two fails as it would on a GPU.
+"""
+
+import weakref
+from contextlib import nullcontext
+from typing import Any, Self
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+PLANNED_DEVICE = torch.device("cpu", 0)
+BLOCK_BYTES = 512  # torch's allocator rounds up to a multiple
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of all tensors on `device` that operators inside the context return."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+        self.bytes = 0
+        self.peak = 0
+        self._sizes: dict[int, int] = {}  # of live storages
+
+    def reset_peak(self) -> None:
+        """Begins to look for a new peak."""
+        self.peak = self.bytes
+
+    def __enter__(self) -> Self:
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_count(storage: Any, size: int) -> Any:
+            resized = resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._set_size(storage._cdata, size)
+            return resized
+
+        # FSDP frees and takes the memory of gathered weights in this way.
+        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resize_and_count)
+        self._patch.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._patch.stop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            tensor = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+            if isinstance(tensor, Tensor) and tensor.device == self.device:
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            weakref.finalize(storage, self._forget, key)
+        self._set_size(key, storage.nbytes())
+
+    def _forget(self, key: int) -> None:
+        self._set_size(key, 0)
+        del self._sizes[key]
+
+    def _set_size(self, key: int, size: int) -> None:
+        size = -(-size // BLOCK_BYTES) * BLOCK_BYTES
+        self.bytes += size - self._sizes.get(key, 0)
+        self.peak = max(self.peak, self.bytes)
+        self._sizes[key] = size
+
+
+class PlannedDevice(MemoryTracker):
+    """A context in which PLANNED_DEVICE is a device without memory, and counts its bytes.
+
+    Any number that is read from it is 1.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(PLANNED_DEVICE)
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 1.0 if args[0].is_floating_point() else 1
+        # A tensor is made here, or copied here from host memory.
+        is_new = kwargs.get("device") == self.device
+        with self.fake if is_new else nullcontext():
+            return super().__torch_dispatch__(func, types, args, kwargs)
