@@ -3,12 +3,13 @@
 import asyncio
 import os
 import time
+from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
 from engine_contract import check_attributes, check_refused, check_signatures, play
-from figures import goal, record
+from figures import Steps, goal, record
 from tools import (
     DEVICE,
     DRY,
@@ -22,14 +23,20 @@ from tools import (
     used_gib,
     worker_config,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl2.algorithms import losses
 from rl2.batch import Sample, collate
+from rl2.data.chat import ChatTemplate
+from rl2.data.examples import Prompt
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.engine.sglang import SGLangEngine
+from rl2.env.contract import EnvFailures
+from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
+from rl2.rollout.collect import Collector
+from rl2.rollout.trajectory import Player
 from rl2.worker import Worker, compute_dtype
 
 
@@ -190,22 +197,40 @@ def sglang_contract():
     check_contract(start_sglang, 64)
 
 
-def _actor_and_engine(max_running_requests=64, **changes):
-    need_sglang()  # skips before the large model is created
-    device, name = init_distributed(), make_model("qwen3-1.7b")
-    actor = Worker(worker_config(name, **changes), device, num_updates=8)
-    engine = start_sglang(name, device, max_running_requests)
-    engine.load_weights(actor.iter_full_weights(engine_dtype()), actor.version)
-    return actor, engine, actor.model.hf.config.vocab_size
-
-
 def engine_dtype():
     return compute_dtype("auto", DEVICE)
 
 
-def sglang_agreement():
+def sglang():
+    """Tests one SGLang engine beside an actor of 1.7B, both of which give their memory back.
+
+    One start of the engine serves all steps, because it takes a minute.
+    """
+    need_sglang()  # skips before the large model is created
+    others = {child.pid for child in psutil.Process().children(recursive=True)}
+    device, name = init_distributed(), make_model("qwen3-1.7b")
+    offload = {"offload_model": True, "offload_optimizer": True}
+    actor = Worker(worker_config(name, **offload), device, num_updates=8)
+    before = used_gib()
+    engine = start_sglang(name, device, 8 if DRY else 256)
+    engine.load_weights(actor.iter_full_weights(engine_dtype()), actor.version)
+    steps = Steps()
+    with steps.step("agreement"):
+        check_agreement(actor, engine)
+    with steps.step("sleep"):
+        check_sleep(actor, engine, before)
+    with steps.step("throughput"):
+        measure_throughput(engine, name)
+    engine.close()
+    with steps.step("close"):
+        check_no_process_left(others)
+        check_memory_is_free(before)
+    steps.finish()
+
+
+def check_agreement(actor, engine):
     """Compares SGLang's log-probabilities of sampled tokens with those of the worker."""
-    actor, engine, vocabulary = _actor_and_engine()
+    vocabulary = actor.model.hf.config.vocab_size
     prompts = make_prompts(vocabulary, 8 if DRY else 64, 30 if DRY else 300)
     generations = play(engine, prompts, max_new_tokens=16 if DRY else 256)
     samples = []
@@ -222,102 +247,69 @@ def sglang_agreement():
     record(mean=gaps.mean().item(), worst=gaps.max().item(), tokens=gaps.numel())
     record(**{name: float(value) for name, value in mismatch.items()})
     assert gaps.mean() < 0.02 and gaps.max() < 1.0
-    engine.close()
 
 
-def sglang_sync():
-    """Measures the seconds of `wake` and of `load_weights`.
+def check_sleep(actor, engine, before):
+    """Measures memory and seconds of sleeping, waking and loading weights, four times.
 
-    Compares the bytes of weights loaded per second with the bandwidth of a copy on the device.
+    `before` is the GPU memory in use, in GiB, when there was no engine. The bytes of weights loaded
+    per second are compared with the bandwidth of a copy on the device.
     """
-    actor, engine, _ = _actor_and_engine()
     dtype = engine_dtype()
     size = sum(weight.nbytes for _, weight in actor.iter_full_weights(dtype))
     walk = seconds(lambda: [None for _ in actor.iter_full_weights(dtype)], 3, 1)
-    loads, wakes = [], []
-    for version in range(1, 5):
-        engine.sleep()
-        start = time.perf_counter()
-        engine.wake()
-        wakes.append(time.perf_counter() - start)
-        engine.load_weights(actor.iter_full_weights(dtype), version)
-        loads.append(time.perf_counter() - start - wakes[-1])
-    copied = copy_bandwidth()
-    record(
-        gigabytes=size / 1e9,
-        wake_seconds=min(wakes),
-        load_seconds=min(loads),
-        weights_alone_seconds=walk,
-    )
-    record(gb_per_s=size / min(loads) / 1e9, copy_gb_per_s=copied / 1e9)
-    goal("share_of_copy_bandwidth", size / min(loads) / copied, 0.5)
-    engine.close()
-
-
-def sglang_memory():
-    """Measures the GPU memory in use before, during and after the engine's life.
-
-    A sleeping engine must have freed all its memory except its CUDA graphs.
-    """
-    need_sglang()
-    others = {child.pid for child in psutil.Process().children(recursive=True)}
-    device, name = init_distributed(), make_model("qwen3-1.7b")
-    actor = Worker(
-        worker_config(name, offload_model=True, offload_optimizer=True), device, num_updates=8
-    )
-    used = {"before": used_gib()}
-    engine = start_sglang(name, device)
-    engine.load_weights(actor.iter_full_weights(engine_dtype()), 0)
     prompts = make_prompts(1000, 8 if DRY else 64, 50)
-    before = play(engine, prompts, temperature=0.0, max_new_tokens=16)
-    used["running"] = used_gib()
-    for round_ in range(2):
-        engine.sleep()
-        used[f"asleep_{round_}"] = used_gib()
-        engine.wake()
-        used[f"woken_{round_}"] = used_gib()
-        engine.load_weights(actor.iter_full_weights(engine_dtype()), 0)
-        used[f"loaded_{round_}"] = used_gib()
-    after = play(engine, prompts, temperature=0.0, max_new_tokens=16)
-    record(**{f"{name}_gib": value for name, value in used.items()})
-    same = sum(a.tokens == b.tokens for a, b in zip(before, after, strict=True))
-    record(same_answers=f"{same} of {len(before)}")
-    assert same >= 0.8 * len(before), (
-        "the same weights, sent again after a sleep, answer differently"
-    )
-    engine.close()
-    check_no_process_left(others)
+    answers = [greedy_tokens(engine, prompts)]
+    running = used_gib()
+    rounds = []
+    for version in range(1, 5):
+        times, used = {}, {}
+
+        def load(version=version):
+            engine.load_weights(actor.iter_full_weights(dtype), version)
+
+        for verb, call in {"sleep": engine.sleep, "wake": engine.wake, "load": load}.items():
+            start = time.perf_counter()
+            call()
+            times[verb] = time.perf_counter() - start
+            used[verb] = used_gib()
+        rounds.append((times, used))
+    answers.append(greedy_tokens(engine, prompts))
+    best = {verb: min(times[verb] for times, _ in rounds) for verb in rounds[0][0]}
+    copied = copy_bandwidth()
+    record(**{f"{verb}_seconds": value for verb, value in best.items()})
+    record(weights_alone_seconds=walk, gigabytes=size / 1e9, gb_per_s=size / best["load"] / 1e9)
+    goal("share_of_copy_bandwidth", size / best["load"] / copied, 0.5)
+    record(before_gib=before, running_gib=running)
+    for when, (_, used) in (("first", rounds[0]), ("last", rounds[-1])):
+        record(**{f"{when}_{verb}_gib": value for verb, value in used.items()})
+    same = sum(a == b for a, b in zip(*answers, strict=True))
+    record(same_answers=f"{same} of {len(prompts)}")
+    assert same >= 0.8 * len(prompts), "the same weights, sent again, answer differently"
+    if not DRY:
+        asleep = rounds[-1][1]["sleep"]
+        # CUDA graphs stay: they hold addresses.
+        assert asleep - before < 0.1 * (running - before) + 2, "memory was not given back"
+        assert abs(asleep - rounds[0][1]["sleep"]) < 0.3, "something grows with every round"
+        used = rounds[-1][1]
+        assert used["wake"] < used["load"], "keys and values came back too early"
+
+
+def check_memory_is_free(before):
     ends = time.monotonic() + 20
-    while (closed := used_gib()) > used["before"] + 0.5 and time.monotonic() < ends:
+    while (closed := used_gib()) > before + 0.5 and time.monotonic() < ends:
         time.sleep(0.5)
     record(closed_gib=closed)
-    if not DRY:
-        took = used["running"] - used["before"]
-        assert used["asleep_1"] - used["before"] < 0.1 * took + 2, "memory was not given back"
-        assert abs(used["asleep_1"] - used["asleep_0"]) < 0.3, "something grows with every round"
-        assert used["woken_1"] < used["loaded_1"], "keys and values came back too early"
-        assert closed < used["before"] + 0.5, "memory is held after the end"
+    assert closed < before + 0.5, "memory is held after the end"
 
 
-def sglang_throughput():
+def measure_throughput(engine, name):
     """Measures the sampled tokens per second of a whole rollout.
 
     The rollout includes the environment and the bookkeeping. The baseline is an offline call of
     the same SGLang engine with the same prompts and parameters.
     """
-    from pathlib import Path
-
-    from transformers import AutoTokenizer
-
-    from rl2.data.chat import ChatTemplate
-    from rl2.data.examples import Prompt
-    from rl2.env.contract import EnvFailures
-    from rl2.env.load import load_env
-    from rl2.rollout.collect import Collector
-    from rl2.rollout.trajectory import Player
-
-    slots, length = (8, 16) if DRY else (256, 512)
-    actor, engine, _ = _actor_and_engine(slots)
+    slots, length = engine.max_running_requests, 16 if DRY else 512
     env = Path(os.environ["RL2_GPU_MODELS"], "env.py")
     env.write_text(
         "def reward_fn(messages, answer):\n    return float(len(messages[-1]['content']) % 7)\n"
@@ -325,7 +317,7 @@ def sglang_throughput():
     player = Player(
         engine=engine,
         env=load_env(str(env), 60.0),
-        template=ChatTemplate(AutoTokenizer.from_pretrained(actor.config.model_name)),
+        template=ChatTemplate(AutoTokenizer.from_pretrained(name)),
         failures=EnvFailures(0.0),
         max_turns=1,
         max_length=40960,
@@ -357,7 +349,6 @@ def sglang_throughput():
     best = {name: max(values[1:]) for name, values in rates.items()}
     record(**{f"{name}_tokens_per_second": value for name, value in best.items()})
     goal("rollout_of_offline", best["rollout"] / best["offline"], 0.95)
-    engine.close()
 
 
 def local_throughput():

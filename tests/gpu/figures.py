@@ -2,6 +2,9 @@
 
 import json
 import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Skip(Exception):
@@ -22,3 +25,23 @@ def goal(name: str, value: float, target: float) -> None:
     """Records a figure with its goal. A missed goal is reported, but the part does not fail."""
     missed = "" if value >= target else ": missed"
     record(**{name: f"{value:.3g} (goal {target:g}{missed})"})
+
+
+class Steps:
+    """The steps of a part whose start is expensive: a step that fails does not stop the others."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Keeps a failed check for `finish`. Other errors end the part: the engine may be dead."""
+        try:
+            yield
+        except AssertionError as error:
+            traceback.print_exc()
+            self.failures.append(f"{name}: {error}")
+
+    def finish(self) -> None:
+        """AssertionError with the failed checks of all steps, if there are any."""
+        assert not self.failures, "; ".join(self.failures)

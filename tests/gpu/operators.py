@@ -1,32 +1,21 @@
-"""Measures the device. Compares attention and the head with fp32 references."""
+"""Compares attention and the head with fp32 references, and attention with flash-attn."""
 
 import random
-from itertools import product
+from itertools import accumulate, product
 
 import torch
 import torch.nn.functional as F
-from figures import record
+from figures import Skip, record
 from test_attention import as_pack, layout, reference, restrict
-from tools import DEVICE, DRY, copy_bandwidth, error, matrix_peak, seconds
+from tools import DEVICE, DRY, error, seconds
 
 from rl2.model.head import head_scores
 from rl2.packing import zigzag
 from rl2.parallel.attention import Block, backward_block, forward_block
 from rl2.parallel.ring import PackedAttention
 
-
-def device():
-    if not DRY:
-        properties = torch.cuda.get_device_properties(0)
-        record(
-            memory_gib=properties.total_memory / 2**30,
-            capability=f"{properties.major}.{properties.minor}",
-        )
-    record(matrix_tflops=matrix_peak() / 1e12, copy_gb_per_s=copy_bandwidth() / 1e9)
-    # A new torch version is most likely to break the signature of the flash operator.
-    q = torch.randn(8, 4, 64, device=DEVICE, dtype=torch.bfloat16)
-    out, lse = forward_block(q, q[:, :2], q[:, :2], Block([0, 3, 8], [0, 3, 8], True), 0.125)
-    assert out.shape == (8, 4, 64) and lse.shape == (8, 4) and lse.dtype == torch.float32
+# Errors of log-probabilities and entropies against fp32: of nearly all, and of any.
+TYPICAL_QUANTILE, TYPICAL_ERROR, LARGEST_ERROR = 0.98, 1e-3, 0.05
 
 
 def attention():
@@ -148,8 +137,6 @@ def head():
     for temperature, with_entropy in ((1.0, False), (0.7, True)):
         errors = head_errors(hidden, weight, targets, temperature, with_entropy)
         record(**{f"{name}_at_{temperature}": value for name, value in errors.items()})
-        # The logits of both are in fp32.
-        assert errors["logps"] < 1e-3 and errors.get("entropy", 0) < 1e-3, errors
         assert errors["d_hidden"] < 0.02 and errors["d_weight"] < 0.02, errors
 
     def chunked_pass():
@@ -176,15 +163,15 @@ def plain_head(hidden, weight, targets, temperature, dtype=torch.float32):
 
 
 def head_errors(hidden, weight, targets, temperature, with_entropy) -> dict[str, float]:
-    """Largest errors of the values, relative errors of the gradients."""
+    """Largest errors of the values, which are checked, and relative errors of the gradients."""
     logps, entropy = head_scores(hidden, weight, targets, temperature, with_entropy)
     expected, expected_entropy = plain_head(hidden, weight, targets, temperature)
-    errors = {"logps": (logps - expected).abs().max().item()}
+    errors = {"logps": largest_error(logps, expected)}
     d_logps = torch.randn(len(targets), device=DEVICE)
     loss = (logps * d_logps).sum()
     plain_loss = (expected * d_logps).sum()
     if with_entropy:
-        errors["entropy"] = (entropy - expected_entropy).abs().max().item()
+        errors["entropy"] = largest_error(entropy, expected_entropy)
         d_entropy = torch.randn(len(targets), device=DEVICE)
         loss = loss + (entropy * d_entropy).sum()
         plain_loss = plain_loss + (expected_entropy * d_entropy).sum()
@@ -195,3 +182,59 @@ def head_errors(hidden, weight, targets, temperature, with_entropy) -> dict[str,
     ):
         errors[name] = error(gradient, exact)
     return errors
+
+
+def largest_error(values, expected) -> float:
+    """Returns the largest absolute error. AssertionError unless nearly all errors are tiny.
+
+    The product of a chunk and that of the whole vocabulary may come from different kernels. Where
+    a kernel rounds a logit to bf16, the value moves by up to 0.016: a few values may.
+    """
+    errors = (values - expected).abs().flatten()
+    typical, largest = errors.quantile(TYPICAL_QUANTILE).item(), errors.max().item()
+    assert typical < TYPICAL_ERROR and largest < LARGEST_ERROR, (
+        f"{TYPICAL_QUANTILE:.0%} of the errors are at most {typical:.2g}, all {largest:.2g}"
+    )
+    return largest
+
+
+def flash_attn():
+    """Compares our attention with the package flash-attn on the same ragged documents.
+
+    Compares outputs and gradients, and the time of both.
+    """
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError as problem:
+        raise Skip(f"flash-attn does not import: {problem}") from None
+    heads, groups, size = 16, 8, 128
+    lengths = [300, 1, 77, 4096, 1024]
+    cu = [0, *accumulate(lengths)]
+    torch.manual_seed(0)
+    q, k, v, d_out = (
+        torch.randn(cu[-1], n, size, device=DEVICE).bfloat16()
+        for n in (heads, groups, groups, heads)
+    )
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    boundaries = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
+    longest = max(lengths)
+
+    def theirs():
+        return flash_attn_varlen_func(
+            *inputs, boundaries, boundaries, longest, longest, softmax_scale=size**-0.5, causal=True
+        )
+
+    block, scale = Block(cu, cu, True), size**-0.5
+    out, lse = forward_block(q, k, v, block, scale)
+    expected_out = theirs()
+    expected = torch.autograd.grad(expected_out, inputs, d_out)
+    errors = {"out": error(out, expected_out)}
+    gradients = backward_block(d_out, q, k, v, out, lse, block, scale)
+    for name, gradient, other in zip(("dq", "dk", "dv"), gradients, expected, strict=True):
+        errors[name] = error(gradient, other)
+    record(**errors)
+    assert max(errors.values()) < 0.01, errors
+    record(
+        ours_ms=1000 * seconds(lambda: forward_block(q, k, v, block, scale)),
+        flash_attn_ms=1000 * seconds(theirs),
+    )

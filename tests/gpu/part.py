@@ -1,17 +1,22 @@
-"""Runs one part in this process: part.py FILE PART FIGURES.
+"""Runs one part in this process: part.py FILE PART FIGURES LIMIT.
 
-The exit status is 0 if the part passed, 77 if it was skipped, anything else if it failed.
+The runner kills it after LIMIT seconds; shortly before, it prints where all its threads stand. The
+exit status is 0 if the part passed, 77 if it was skipped, anything else if it failed.
 """
 
+import faulthandler
 import importlib.util
 import os
 import sys
 import traceback
 from pathlib import Path
 
+SECONDS_TO_PRINT = 3.0  # the threads
 
-def main(path: str, name: str, figures: str) -> int:
+
+def main(path: str, name: str, figures: str, limit: str) -> int:
     os.environ["RL2_GPU_FIGURES"] = figures
+    faulthandler.dump_traceback_later(max(float(limit) - SECONDS_TO_PRINT, 1.0), file=2)
     from figures import Skip, record
 
     try:

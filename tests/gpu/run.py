@@ -1,8 +1,10 @@
 """Runs each part in its own process; see run.sh."""
 
 import argparse
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,34 +21,45 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SKIPPED = 77  # the exit status of a skipped part
 LEAST = 20  # seconds; no part starts with less time left
+DRY_PATIENCE = 3  # a CPU gets so many times the limit of a part
+SECONDS_TO_END = 10  # for processes that a part leaves
+TAIL_BYTES = 1500  # of a failed part's log, which are printed
 
 
 @dataclass
 class Part:
     file: str  # in the folder of this file
     limit: int  # seconds
+    needs: tuple[str, ...] = ()  # parts without which this one tells nothing
 
 
-# The most important parts come first, because the machine may be taken away.
+# In the order in which they run. calls.py distributes them over the calls to a lent machine.
 PARTS = {
-    "device": Part("operators.py", 120),
-    "attention": Part("operators.py", 180),
-    "head": Part("operators.py", 120),
-    "worker": Part("training.py", 180),
-    "offload": Part("training.py", 180),
-    "local_contract": Part("engines.py", 180),
-    "local_throughput": Part("engines.py", 240),
-    "sglang_contract": Part("engines.py", 300),
-    "sglang_agreement": Part("engines.py", 400),
-    "sglang_sync": Part("engines.py", 400),
-    "sglang_memory": Part("engines.py", 400),
-    "sglang_throughput": Part("engines.py", 500),
-    "sglang_grpo": Part("runs.py", 600),
-    "utilisation_8k": Part("training.py", 300),
-    "utilisation_32k": Part("training.py", 300),
-    "local_grpo": Part("runs.py", 400),
-    "ring": Part("runs.py", 300),
-    "memory_7b": Part("training.py", 600),
+    "facts": Part("machine.py", 60),
+    "device": Part("machine.py", 40, ("facts",)),
+    "attention": Part("operators.py", 60, ("device",)),
+    "worker": Part("training.py", 40, ("device",)),
+    "offload": Part("training.py", 50, ("device",)),
+    "resume": Part("training.py", 80, ("device",)),
+    "head": Part("operators.py", 40, ("device",)),
+    "flash_attn": Part("operators.py", 30, ("device",)),
+    "utilisation_8k": Part("training.py", 80, ("device",)),
+    "sglang_contract": Part("engines.py", 260, ("device",)),
+    "sglang": Part("engines.py", 260, ("sglang_contract",)),
+    "sglang_7b": Part("runs.py", 340, ("sglang_contract", "offload")),
+    "sglang_grpo": Part("runs.py", 180, ("sglang_contract",)),
+    "compile_8k": Part("training.py", 110, ("utilisation_8k",)),
+    "published_16k": Part("training.py", 80, ("utilisation_8k",)),
+    "published_65k": Part("training.py", 130, ("published_16k",)),
+    "published_lora": Part("training.py", 110, ("published_16k",)),
+    "plan": Part("runs.py", 100, ("utilisation_8k",)),
+    "memory_7b": Part("training.py", 240, ("offload",)),
+    "utilisation_32k": Part("training.py", 60, ("utilisation_8k",)),
+    "local_contract": Part("engines.py", 60, ("device",)),
+    "local_throughput": Part("engines.py", 60, ("local_contract",)),
+    "local_grpo": Part("runs.py", 90, ("local_contract",)),
+    "quickstart": Part("runs.py", 200, ("device",)),
+    "ring": Part("runs.py", 90, ("worker",)),
 }
 
 
@@ -60,42 +73,95 @@ class Outcome:
 
     def row(self) -> str:
         figures = ", ".join(f"{key} {value}" for key, value in self.figures.items())
-        told = "; ".join(filter(None, (self.reason.replace("|", "/").replace("\n", " "), figures)))
-        return f"| {self.name} | {self.result} | {self.seconds:.0f} | {told} |"
+        text = "; ".join(filter(None, (self.reason.replace("|", "/").replace("\n", " "), figures)))
+        return f"| {self.name} | {self.result} | {self.seconds:.0f} | {text} |"
 
 
-def run_part(name: str, path: Path, limit: float, log) -> Outcome:
+class Results:
+    """What the parts gave: in this call, and in earlier calls with the same folder and code."""
+
+    def __init__(self, folder: Path):
+        self.file = folder / "outcomes.json"
+        self.code = code_hash()
+        saved = json.loads(self.file.read_text()) if self.file.exists() else {}
+        self.by_part = saved.get(self.code, {})
+
+    def add(self, outcome: Outcome) -> None:
+        self.by_part[outcome.name] = outcome.result
+        self.file.write_text(json.dumps({self.code: self.by_part}))
+
+    def missing_need(self, part: Part) -> str:
+        """Why the part would tell nothing; "" if all it needs has passed or was not tried."""
+        for need in part.needs:
+            result = self.by_part.get(need, "passed")
+            if result not in ("passed", "not run"):
+                return f"needs {need}, which {'was ' * (result == 'skipped')}{result}"
+        return ""
+
+
+def code_hash() -> str:
+    """Names the code of rl2 and of its tests: a lent machine may have no git."""
+    digest = hashlib.sha256()
+    for file in sorted([*ROOT.glob("rl2/**/*.py"), *ROOT.glob("tests/**/*.py")]):
+        if not any(name.startswith(".") for name in file.relative_to(ROOT).parts):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:10]
+
+
+def run_part(name: str, path: Path, limit: float, log, forks: bool = False) -> Outcome:
     """Runs one part in its own process and returns its outcome. `limit` is in seconds.
 
-    On return, no process of the part is left.
+    With `forks` the process has the modules that this one has imported. On return, no process of
+    the part is left.
     """
     start, mark = time.monotonic(), uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder, "figures.jsonl")
-        command = [sys.executable, str(HERE / "part.py"), str(path), name, str(told)]
-        env = {**os.environ, "RL2_GPU_MARK": mark}
-        child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=env)
+        figures_file = Path(folder, "figures.jsonl")
+        arguments = [str(path), name, str(figures_file), str(limit)]
+        process = psutil.Process(_start(arguments, {"RL2_GPU_MARK": mark}, log, forks))
         try:
-            status = child.wait(limit)
-        except subprocess.TimeoutExpired:
+            status = int(process.wait(limit))
+        except psutil.TimeoutExpired:
             status = None
-        left = _end(mark, 0 if status is None else 10)
-        child.wait()
-        lines = told.read_text().splitlines() if told.exists() else []
-    found = {}
+            process.kill()
+            process.wait()
+        left = _end(mark, 0 if status is None else SECONDS_TO_END)
+        lines = figures_file.read_text().splitlines() if figures_file.exists() else []
+    figures = {}
     for line in lines:
-        found |= json.loads(line)
-    reason = found.pop("reason", "")
+        figures |= json.loads(line)
+    reason = figures.pop("reason", "")
+    seconds = time.monotonic() - start
     if status is None:
-        return Outcome(
-            name, "timed out", time.monotonic() - start, found, f"more than {limit:.0f} s"
-        )
+        return Outcome(name, "timed out", seconds, figures, f"more than {limit:.0f} s")
     if status == 0 and left:
         status, reason = 1, f"processes were left: {', '.join(left)}"
     if status not in (0, SKIPPED) and not reason:
         reason = f"the process ended with {status}"
     result = {0: "passed", SKIPPED: "skipped"}.get(status, "failed")
-    return Outcome(name, result, time.monotonic() - start, found, reason)
+    return Outcome(name, result, seconds, figures, reason)
+
+
+def _start(arguments: list[str], env: dict[str, str], log, forks: bool) -> int:
+    """Starts part.py with these arguments. Returns its process id."""
+    process_id = os.fork()
+    if process_id:
+        return process_id
+    status = 1
+    try:
+        for standard in (1, 2):
+            os.dup2(log.fileno(), standard)
+        os.chdir(ROOT)
+        os.environ |= env
+        if not forks:
+            os.execv(sys.executable, [sys.executable, str(HERE / "part.py"), *arguments])
+        from part import main
+
+        status = main(*arguments)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _end(mark: str, patience: float) -> list[str]:
@@ -119,75 +185,99 @@ def _end(mark: str, patience: float) -> list[str]:
 
 
 def _marked(mark: str) -> list[psutil.Process]:
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             if (
                 process.environ().get("RL2_GPU_MARK") == mark
                 and process.status() != psutil.STATUS_ZOMBIE
             ):
-                found.append(process)
+                processes.append(process)
         except (psutil.Error, OSError):
             pass
-    return found
+    return processes
 
 
 def run_parts(
-    parts: dict[str, Part], file: Path, header: str, budget: float = float("inf"), patience: int = 1
-):
-    """Runs all parts and returns their outcomes. A part that fails does not stop the others.
+    parts: dict[str, Part],
+    file: Path,
+    header: str,
+    models: Path,
+    budget: float = float("inf"),
+    patience: int = 1,
+    forks: bool = False,
+) -> list[Outcome]:
+    """Runs all parts and returns their outcomes. A part that fails stops only those that need it.
 
-    `file` receives each outcome as soon as its part ends. `budget` is the limit for all parts, in
-    seconds. `patience` is a factor on the limit of each part.
+    `file` receives each outcome as soon as its part ends. `models` is the folder that the calls
+    share. `budget` is the limit for all parts, in seconds. `patience` is a factor on the limit of
+    each part.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(header + "\n| part | result | seconds | |\n|---|---|---|---|\n")
-    ends, outcomes = time.monotonic() + budget, []
+    ends, outcomes, results = time.monotonic() + budget, [], Results(models)
     with open(file.with_suffix(".log"), "w") as log:
         for name, part in parts.items():
             left = ends - time.monotonic()
-            if left < LEAST:
+            log.write(f"\n===== {name}\n")
+            log.flush()
+            if reason := results.missing_need(part):
+                outcome = Outcome(name, "skipped", 0, {}, reason)
+            elif left < LEAST:
                 outcome = Outcome(name, "not run", 0, {}, "no time was left")
             else:
                 print(f"{name} ...", flush=True)
-                log.write(f"\n===== {name}\n")
-                log.flush()
-                outcome = run_part(name, HERE / part.file, min(part.limit * patience, left), log)
+                limit = min(part.limit * patience, left)
+                outcome = run_part(name, HERE / part.file, limit, log, forks)
+            if outcome.result in ("failed", "timed out"):
+                print(_log_end(Path(log.name), name), flush=True)
             outcomes.append(outcome)
+            results.add(outcome)
             print(outcome.row(), flush=True)
-            with open(file, "a") as told:
-                told.write(outcome.row() + "\n")
-                told.flush()
-                os.fsync(told.fileno())
+            with open(file, "a") as table:
+                table.write(outcome.row() + "\n")
+                table.flush()
+                os.fsync(table.fileno())
     return outcomes
+
+
+def _log_end(log: Path, name: str) -> str:
+    """The last lines that the part `name`, which ran last, wrote to the log."""
+    text = log.read_text(errors="replace").rpartition(f"\n===== {name}\n")[2]
+    return "\n".join(f"    {line}" for line in text[-TAIL_BYTES:].splitlines())
 
 
 def describe(dry: bool) -> str:
     """Returns the header of the results: date, device, versions, commit."""
-    import torch
-
-    told = []
+    versions = []
     for package in ("torch", "transformers", "sglang", "triton"):
         try:
-            told.append(f"{package} {version(package)}")
+            versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
-            told.append(f"no {package}")
+            versions.append(f"no {package}")
     device = "a CPU, tiny shapes (a dry run)"
     if not dry:
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        device = f"{len(names)} x {names[0]}, CUDA {torch.version.cuda}"
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    )
-    commit = f"; commit {git.stdout.strip()}" if git.returncode == 0 else ""
+        # Not by torch: this process would take memory of the GPU.
+        query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv"]
+        device = " and ".join(_output(query).splitlines()[1:])
+    commit = _output(["git", "describe", "--always", "--dirty"])
     now = datetime.now().strftime("%Y-%m-%d %H:%M")
     return (
         f"# `bash tests/gpu/run.sh`, {now}\n\n"
-        f"{device}; Python {sys.version.split()[0]}, {', '.join(told)}{commit}\n"
+        f"{device}; Python {sys.version.split()[0]}, {', '.join(versions)}; "
+        f"{f'commit {commit}, ' if commit else ''}code {code_hash()}\n"
     )
 
 
-def main() -> int:
+def _output(command: list[str]) -> str:
+    """What the command prints; "" where it fails or does not exist."""
+    if not shutil.which(command[0]):
+        return ""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What needs a GPU; see tests/gpu/run.sh.")
     parser.add_argument("parts", nargs="*", help="which ones; all without")
     parser.add_argument("--list", action="store_true", help="names and limits, in seconds")
@@ -197,9 +287,17 @@ def main() -> int:
     parser.add_argument(
         "--budget", type=float, default=float("inf"), help="seconds that all of it may take"
     )
+    parser.add_argument(
+        "--fork", action="store_true", help="import once and fork the parts; on a CPU only"
+    )
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    return arguments
+
+
+def main() -> int:
+    arguments = parse_arguments()
     if arguments.list:
         print("\n".join(f"{name:18} {part.limit:4} s" for name, part in PARTS.items()))
         return 0
@@ -208,21 +306,29 @@ def main() -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
-    if not dry and not torch.cuda.is_available():
+    if not dry and not torch.cuda.device_count():
         print(
             "tests/gpu: there is no GPU here, so nothing was run (RL2_DEVICE=cpu tries the "
             "parts on a CPU)"
         )
         return 3
+    if arguments.fork:
+        import runs
+
+        runs.import_all()
     wanted = {
         name: part for name, part in PARTS.items() if name in arguments.parts or not arguments.parts
     }
     name = f"gpu-{datetime.now().strftime('%Y-%m-%d-%H%M%S')}" + ("-dry" if dry else "")
     header, file = describe(dry), arguments.out / f"{name}.md"
-    print(header)
-    with tempfile.TemporaryDirectory() as models:
-        os.environ["RL2_GPU_MODELS"] = models  # each model is created once and shared by the parts
-        outcomes = run_parts(wanted, file, header, arguments.budget, patience=3 if dry else 1)
+    print(header, flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        models = Path(os.environ.setdefault("RL2_GPU_MODELS", temporary))
+        models.mkdir(parents=True, exist_ok=True)
+        patience = DRY_PATIENCE if dry else 1
+        outcomes = run_parts(
+            wanted, file, header, models, arguments.budget, patience, arguments.fork
+        )
     print(
         "\n"
         + "\n".join(f"{o.name:18} {o.result:9} {o.seconds:5.0f} s  {o.reason}" for o in outcomes)

@@ -3,16 +3,23 @@
 #     bash tests/gpu/run.sh [--list] [--out FOLDER] [--budget SECONDS] [PART ...]
 #
 # Every part runs in its own process with its own time limit, so a crash or a hang affects only
-# that part. The figures of a part are printed as soon as it ends. They are also appended to
-# benchmarks/results/gpu-DATE.md, or to a file in the folder of --out. The table comes last. The
-# exit code is 1 if a part failed, 3 if there is no GPU, and 0 otherwise.
+# that part and those that need it: they are skipped at once. The figures of a part are printed as
+# soon as it ends. They are also appended to benchmarks/results/gpu-DATE.md, or to a file in the
+# folder of --out. The table comes last. The exit code is 1 if a part failed, 3 if there is no GPU,
+# and 0 otherwise.
 #
 # The script installs nothing. It uses $PYTHON, or the python3 on the path, which must have rl2's
-# requirements. The parts named sglang_* also need sglang.
-# SGLANG_ARGS="attention_backend=triton ..." sets arguments of its engine. --budget limits the total
-# time, for a machine that is lent for a number of seconds: a part starts only if time is left, and
-# it may use no more than that time.
-# RL2_DEVICE=cpu runs every part on a CPU with tiny shapes. This tests the parts, not the GPU.
+# requirements. The parts named sglang* also need sglang.
+# SGLANG_ARGS="attention_backend=triton ..." sets arguments of its engine.
+#
+# On a machine that is lent for some minutes a call (calls.py prints the calls): --budget limits the
+# total time of a call. A part starts only if time is left, and it may use no more than that time.
+# RL2_GPU_MODELS is a folder where the models stay between the calls, with the outcome of each part.
+# RL2_GPU_QUICKSTART is the folder of `python examples/quickstart.py prepare FOLDER`, for the part
+# quickstart, where there is no network.
+#
+# RL2_DEVICE=cpu rehearses the parts on a CPU with tiny shapes. This tests the parts, not the GPU.
+# With --fork they share the imports of one process, which is faster.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH="$PWD:$PWD/tests:$PWD/tests/sglang:$PWD/tests/gpu${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1

@@ -1,5 +1,6 @@
-"""Whole runs of the trainer on one GPU, and ring attention over two GPUs."""
+"""Whole runs of the trainers on one GPU, and ring attention over two GPUs."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -21,48 +22,82 @@ from tools import (
     worker_config,
 )
 
+ROOT = Path(__file__).resolve().parent.parent.parent
+TIMES = (
+    "time/step",
+    "time/rollout",
+    "time/update",
+    "time/sync",
+    "tokens/per_second",
+    "actor/grad_norm",
+    "memory/peak_gib",
+)
+
+
+def import_all():
+    """Imports what the parts import."""
+    for name in ("operators", "training", "engines", "rl2.trainer.ppo", "rl2.trainer.sft"):
+        importlib.import_module(name)
+
+
+def run_program(*command, folder=None):
+    """Runs a command, prints what it writes, line by line, and returns that.
+
+    A failure reports the end of it.
+    """
+    lines = []
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, **pipes, text=True, errors="replace", cwd=folder) as process:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    output = "".join(lines)
+    assert process.returncode == 0, "...".join(["", output.split("Sending process")[0][-400:]])
+    return output
+
 
 def torchrun(world, *command):
-    """Runs the command under torchrun. A failure reports the end of its output."""
-    words = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={world}",
-        *command,
-    ]
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout, flush=True)
-    assert done.returncode == 0, "...".join(["", done.stdout.split("Sending process")[0][-400:]])
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
+    return run_program(sys.executable, *words, *command)
 
 
-def _grpo(engine, model, *more):
-    """Runs three steps of GRPO and checks that no GPU memory stays in use after the end.
+def run_trainer(name, *keys):
+    """Runs a trainer on one device, under torchrun as users do; on a CPU the plain module."""
+    command = ("-m", f"rl2.trainer.{name}", "trainer.disable_wandb=true", *keys)
+    return run_program(sys.executable, *command) if DRY else torchrun(1, *command)
 
-    The runner (run.py) checks that no process is left.
+
+def read_metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def grpo(engine, model, *more, prompts=8, samples=16, length=256, steps=3):
+    """Runs some steps of GRPO and checks that no GPU memory stays in use after the end.
+
+    The runner (run.py) checks that no process is left. Returns the metrics of the steps.
     """
-    before, name = used_gib(), make_model(model)
-    with tempfile.TemporaryDirectory() as folder:
+    name = make_model(model)
+    before = used_gib()
+    if DRY:
+        samples, length = 4, 16
+    with tempfile.TemporaryDirectory(dir=os.environ["RL2_GPU_MODELS"]) as folder:
         folder = Path(folder)
         rows = [
             {"messages": [{"role": "user", "content": f"say something, {i}"}], "answer": ""}
-            for i in range(24)
+            for i in range(prompts * steps)
         ]
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "env.py").write_text(
             "def reward_fn(messages, answer):\n    return len(messages[-1]['content']) % 5 / 5\n"
         )
-        samples, length = (4, 16) if DRY else (16, 256)
-        torchrun(
-            1,
-            "-m",
-            "rl2.trainer.ppo",
+        start = time.perf_counter()
+        output = run_trainer(
+            "ppo",
             f"data.path={folder / 'rows.jsonl'}",
             f"rollout.env_path={folder / 'env.py'}",
             f"actor.model_name={name}",
             f"rollout.engine={engine}",
-            "data.prompts_per_rollout=8",
+            f"data.prompts_per_rollout={prompts}",
             "adv.norm_var=true",
             f"data.responses_per_prompt={samples}",
             f"rollout.train_sampling_params.max_new_tokens={length}",
@@ -71,44 +106,113 @@ def _grpo(engine, model, *more):
             "actor.lr=1e-6",
             "rollout.max_running=128",
             f"trainer.save_dir={folder / 'run'}",
-            "trainer.disable_wandb=true",
-            "trainer.max_steps=3",
+            f"trainer.max_steps={steps}",
             *more,
         )
-        lines = [
-            json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()
-        ]
-        assert [line["step"] for line in lines][-3:] == [1, 2, 3]
+        record(seconds=time.perf_counter() - start)
+        lines = read_metrics(folder / "run")[-steps:]
+        assert [line["step"] for line in lines] == list(range(1, steps + 1))
         assert list((folder / "run/model").glob("*.safetensors"))
-    last = lines[-1]
-    for key in (
-        "time/step",
-        "time/rollout",
-        "time/update",
-        "time/sync",
-        "tokens/per_second",
-        "actor/grad_norm",
-    ):
-        if key in last:
-            record(**{key: last[key]})
-    worst = max(line["actor/mismatch_logp_difference"] for line in lines[-3:])
-    record(mismatch=worst)
-    assert worst < 0.05 and all(
-        line["actor/grad_norm"] > 0 and not line["actor/skipped"] for line in lines[-3:]
-    )
-    time.sleep(3)
+    record(**{key: lines[-1][key] for key in TIMES if key in lines[-1]})
+    mismatch = max(line["actor/mismatch_logp_difference"] for line in lines)
+    record(mismatch=mismatch)
+    for sentence in output.splitlines():
+        if "gpu_memory_utilization" in sentence:
+            record(engine_share=sentence.strip())
+    assert mismatch < 0.05
+    assert all(line["actor/grad_norm"] > 0 and not line["actor/skipped"] for line in lines)
+    time.sleep(0 if DRY else 3)
     record(memory_left_gib=used_gib() - before)
     assert used_gib() - before < 0.5, "memory of the GPU is held after the end"
+    return lines
+
+
+def sglang_keys():
+    return [f"rollout.engine_args.{key}={value}" for key, value in sglang_args().items()]
 
 
 def sglang_grpo():
+    """Three steps of 1.7B. The engine takes the share of the memory that rl2 plans for it."""
     need_sglang()
-    arguments = [f"rollout.engine_args.{key}={value}" for key, value in sglang_args().items()]
-    _grpo("sglang", "qwen3-1.7b", "rollout.gpu_memory_utilization=0.5", *arguments)
+    grpo("sglang", "qwen3-1.7b", *sglang_keys())
+
+
+def sglang_7b():
+    """Two steps of 7B on one GPU: weights are compared while the engine is awake, and synced."""
+    need_sglang()
+    lines = grpo("sglang", "qwen2.5-7b", *sglang_keys(), samples=8, length=512, steps=2)
+    record(**{f"first_{key}": lines[0][key] for key in TIMES if key in lines[0]})
 
 
 def local_grpo():
-    _grpo("local", "small")
+    grpo("local", "small", steps=2 if DRY else 3)
+
+
+def plan():
+    """Compares the planned peak of the GPU's memory with the measured one in runs of SFT."""
+    if DRY:
+        raise Skip("tests/test_plan.py compares them on a CPU")
+    layouts = {
+        "plain": (),
+        "no_checkpointing": ("actor.gradient_checkpointing=false",),
+        "offloaded": ("actor.offload_model=true", "actor.offload_optimizer=true"),
+        "lora": ("actor.lora_rank=16",),
+    }
+    name, wrong = make_model("qwen2.5-1.5b"), []
+    for layout, keys in layouts.items():
+        with tempfile.TemporaryDirectory(dir=os.environ["RL2_GPU_MODELS"]) as folder:
+            rows = [{"prompt": "x" * 500, "completion": "y" * 1500} for _ in range(32)]
+            path = Path(folder, "rows.jsonl")
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            run_trainer(
+                "sft",
+                f"data.path={path}",
+                "data.batch_size=8",
+                "data.max_length=4096",
+                f"actor.model_name={name}",
+                "actor.max_length_per_device=8192",
+                f"trainer.save_dir={folder}/run",
+                "trainer.max_steps=2",
+                *keys,
+            )
+            line = read_metrics(Path(folder, "run"))[-1]
+        planned, measured = line["memory/predicted_gib"], line["memory/peak_gib"]
+        record(**{f"{layout}_planned_gib": planned, f"{layout}_measured_gib": measured})
+        if not 0.9 < planned / measured < 1.1:
+            wrong.append(layout)
+    assert not wrong, f"the plan is more than 10% off: {', '.join(wrong)}"
+
+
+def quickstart():
+    """Runs examples/quickstart.sh from its training on, and counts the seconds to 70%.
+
+    RL2_GPU_QUICKSTART is the folder that `python examples/quickstart.py prepare FOLDER` has made.
+    """
+    data = os.environ.get("RL2_GPU_QUICKSTART")
+    if not data:
+        raise Skip("RL2_GPU_QUICKSTART is not set: the model cannot be fetched here")
+    lines = (ROOT / "examples/quickstart.sh").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("torchrun"))
+    last = next(i for i, line in enumerate(lines) if line.endswith('"$@"'))
+    script = "\n".join(["set -eu", *lines[first : last + 1]])
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "runs").mkdir()
+        Path(folder, "runs/quickstart-data").symlink_to(Path(data).resolve())
+        Path(folder, "envs").symlink_to(ROOT / "envs")
+        keys = ["trainer.test_freq=1", "rollout.engine=local"]
+        keys += ["trainer.max_steps=2"] if DRY else []
+        start = time.perf_counter()
+        run_program("bash", "-c", f"out=run\n{script}", "quickstart", *keys, folder=folder)
+        record(seconds=time.perf_counter() - start)
+        metrics = read_metrics(Path(folder, "run"))
+    seconds, reached = 0.0, None
+    for line in metrics:
+        seconds += line["time/step"] - line.get("time/test", 0.0)
+        if reached is None and line["test/reward/mean"] >= 0.7:
+            reached = seconds
+    record(first=metrics[0]["test/reward/mean"], last=metrics[-1]["test/reward/mean"])
+    record(training_seconds=seconds, seconds_to_70_percent=reached)
+    assert DRY or reached, "it never answered 70% of the held-out questions"
 
 
 def ring():

@@ -1,5 +1,6 @@
 """Functions that the parts share: models, batches and measurements."""
 
+import gc
 import json
 import os
 import statistics
@@ -36,6 +37,26 @@ SHAPES = {
         "head_dim": 128,
         "vocab_size": 152064,
         "tie_word_embeddings": False,
+    },
+    "qwen3-0.6b": {
+        "family": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+    },
+    "qwen3-4b": {
+        "family": "qwen3",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
     },
     "qwen3-1.7b": {
         "family": "qwen3",
@@ -115,6 +136,24 @@ def used_gib() -> float:
     return (total - free) / 2**30
 
 
+def reset_peak() -> None:
+    """Starts the measurement of `peak_gib` anew, without memory that torch only caches."""
+    if not DRY:
+        synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gib() -> float:
+    """Returns the most GPU memory that this process's tensors took since `reset_peak`, in GiB."""
+    return 0.0 if DRY else torch.cuda.max_memory_allocated() / 2**30
+
+
+def allocated_gib() -> float:
+    """Returns the GPU memory that this process's tensors take, in GiB; 0 on a CPU."""
+    return 0.0 if DRY else torch.cuda.memory_allocated() / 2**30
+
+
 def matrix_peak() -> float:
     """Returns the FLOP/s of a large bf16 matrix product on random data."""
     size = 256 if DRY else 8192
@@ -164,6 +203,10 @@ def make_model(name: str) -> str:
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
+    del model, parameter
+    gc.collect()
+    reset_peak()  # another process may need the memory
+    # Last: a folder with a tokenizer is whole.
     _tokenizer(config.vocab_size).save_pretrained(folder)
     return str(folder)
 
