@@ -1,7 +1,9 @@
 """The process group, the device mesh and the few collectives that rl2 uses."""
 
 import atexit
+import ipaddress
 import os
+import socket
 import time
 import warnings
 from dataclasses import dataclass
@@ -12,12 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 # A single process writes its checkpoints without collectives, about which torch warns every time.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
+# The fake groups of a memory plan have no time-outs, as torch says for each of them.
+warnings.filterwarnings("ignore", "Set timeout is now only supported")
 
-# A rank waits this long for another one whose environment is slow. If the other rank dies, it fails
-# at once.
+# A rank waits this long for another one whose environment is slow, in every group. If the other rank
+# dies, it fails at once.
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 # Seconds before the interpreter ends. A gloo thread that still has to free the tensors of a
 # collective takes Python's lock for that, which aborts a process whose interpreter is ending
@@ -68,6 +73,7 @@ def init_distributed() -> torch.device:
             # the addresses of the ones before.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"rl2/attempt_{attempt}", store)
+            _check_own_address(store, rank, world_size)
         dist.init_process_group(
             backend, timeout=COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=world_size
         )
@@ -80,6 +86,27 @@ def init_distributed() -> torch.device:
         ) from error
     atexit.register(time.sleep, EXIT_PAUSE_SECONDS)
     return device
+
+
+def _check_own_address(store: dist.Store, rank: int, world_size: int) -> None:
+    """RuntimeError if gloo would give other hosts an address that leads back to themselves."""
+    host = socket.gethostname()
+    ends = (0, world_size - 1)  # with several hosts, they are on different ones
+    if rank in ends:
+        store.set(f"host/{rank}", host)
+    has_other_hosts = any(store.get(f"host/{end}").decode() != host for end in ends)
+    if not has_other_hosts or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    try:
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        address = "127.0.0.1"  # gloo's choice for a name without an address
+    if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        raise RuntimeError(
+            f"the name of this host, {host}, has the address {address}, at which other hosts "
+            "cannot reach it. Set GLOO_SOCKET_IFNAME on every host to the network interface that "
+            "connects the hosts, for instance eth0 (`ip addr` lists them)."
+        )
 
 
 def make_mesh(device: torch.device, fsdp_size: int = 0, sp_size: int = 1, tp_size: int = 1) -> Mesh:
@@ -96,13 +123,12 @@ def make_mesh(device: torch.device, fsdp_size: int = 0, sp_size: int = 1, tp_siz
             raise ValueError(f"{world} processes cannot be {size} x {tp_size} at a time")
     axes = {"replicate": world // (fsdp_size * tp_size), "shard": fsdp_size, "tp": tp_size}
     axes = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
-    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    mesh = _init_device_mesh(device, axes)
     group_size = sp_size * tp_size  # processes that share one part of the data
     dp_size = world // group_size
     sp = None
     if sp_size > 1:
-        shape = (dp_size, sp_size, tp_size)
-        data_mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "sp", "tp"))
+        data_mesh = _init_device_mesh(device, {"dp": dp_size, "sp": sp_size, "tp": tp_size})
         sp = data_mesh.get_group("sp")
     return Mesh(
         device=device,
@@ -113,6 +139,14 @@ def make_mesh(device: torch.device, fsdp_size: int = 0, sp_size: int = 1, tp_siz
         tp=mesh["tp"] if tp_size > 1 else None,
         reports_metrics=dist.get_rank() % group_size == 0,
     )
+
+
+def _init_device_mesh(device: torch.device, axes: dict[str, int]) -> DeviceMesh:
+    """A device mesh of these axes. torch gives its groups other time-outs than the default one."""
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(COLLECTIVE_TIMEOUT, group)
+    return mesh
 
 
 class _AllReduce(torch.autograd.Function):
