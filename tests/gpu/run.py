@@ -20,7 +20,8 @@ import psutil
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SKIPPED = 77  # the exit status of a skipped part
-LEAST = 20  # seconds; no part starts with less time left
+LEAST = 20  # seconds; no part starts with less time left,
+LEAST_SHARE = 1 / 3  # nor with a smaller share of its limit
 DRY_PATIENCE = 3  # a CPU gets so many times the limit of a part
 SECONDS_TO_END = 10  # for processes that a part leaves
 TAIL_BYTES = 1500  # of a failed part's log, which are printed
@@ -223,7 +224,7 @@ def run_parts(
             log.flush()
             if reason := results.missing_need(part):
                 outcome = Outcome(name, "skipped", 0, {}, reason)
-            elif left < LEAST:
+            elif left < max(LEAST, part.limit * LEAST_SHARE):
                 outcome = Outcome(name, "not run", 0, {}, "no time was left")
             else:
                 print(f"{name} ...", flush=True)
