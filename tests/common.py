@@ -1,10 +1,15 @@
 """Helpers of several tests: tiny random models, a tokenizer, samples, and launches of processes."""
 
+import atexit
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -136,24 +141,29 @@ def make_samples(seed=0, num_groups=4, group_size=3, longest=20) -> list[Sample]
     return samples
 
 
+def make_environment(changes: dict | None = None) -> dict:
+    """The variables of a Python program that a test starts: one thread, rl2 on its path."""
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(changes or {})}
+
+
+def check_status(done: subprocess.CompletedProcess) -> None:
+    errors = done.stderr.split("Sending process")[0]  # without torchrun's long report
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{errors[-9000:]}"
+
+
 def run(*command, check=True, env=None, cwd=None, timeout=300) -> subprocess.CompletedProcess:
     """Runs a Python program in its own process with one thread."""
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-        **(env or {}),
-    }
     done = subprocess.run(
         [sys.executable, *map(str, command)],
-        env=env,
+        env=make_environment(env),
         cwd=cwd,
         capture_output=True,
         text=True,
         timeout=timeout,
     )
-    errors = done.stderr.split("Sending process")[0]  # without torchrun's long report
-    assert not check or done.returncode == 0, f"{done.stdout[-3000:]}\n{errors[-9000:]}"
+    if check:
+        check_status(done)
     return done
 
 
@@ -169,9 +179,54 @@ def torchrun(world, *command, **options) -> subprocess.CompletedProcess:
     )
 
 
-def launch(world, *command, **options) -> subprocess.CompletedProcess:
-    """The same with ranks that are forked after the imports, see launch.py."""
-    return run(ROOT / "tests/launch.py", world, *command, **options)
+@cache
+def start_server() -> subprocess.Popen:
+    """The process of launch.py. It ends with this one."""
+    server = subprocess.Popen(
+        [sys.executable, ROOT / "tests/launch.py"],
+        env=make_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(server.communicate)
+    return server
+
+
+def launch(world, *command, check=True, timeout=300) -> subprocess.CompletedProcess:
+    """The same with ranks that are forked after the imports, see launch.py.
+
+    After `timeout` seconds the ranks are killed, and the status is -9.
+    """
+    server = start_server()
+    command = [*map(str, command)]
+    with tempfile.NamedTemporaryFile("r") as stdout, tempfile.NamedTemporaryFile("r") as stderr:
+        request = {
+            "world": world,
+            "command": command,
+            "environment": make_environment(),
+            "folder": os.getcwd(),
+            "stdout": stdout.name,
+            "stderr": stderr.name,
+        }
+        print(json.dumps(request), file=server.stdin, flush=True)
+        process_id = int(server.stdout.readline())
+        killer = threading.Timer(timeout, os.killpg, (process_id, signal.SIGKILL))
+        killer.start()
+        status = int(server.stdout.readline())
+        killer.cancel()
+        done = subprocess.CompletedProcess(command, status, stdout.read(), stderr.read())
+    if check:
+        check_status(done)
+    return done
+
+
+def launch_runs(world, runs) -> subprocess.CompletedProcess:
+    """Runs each list of words of `runs` with several.py, one after the other."""
+    words = []
+    for run_words in runs:
+        words += ["--", *run_words]
+    return launch(world, ROOT / "tests/several.py", *words[1:])
 
 
 TIMED = ("time/", "memory/", "tokens/per_second")  # metrics that differ from run to run

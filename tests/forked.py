@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pandas  # noqa: F401  (pyarrow imports it in each rank otherwise, with the first table)
 import torch.distributed as dist
 
 from rl2.trainer import dpo, ppo, rm, sft

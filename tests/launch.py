@@ -1,13 +1,12 @@
-"""Runs a program in several ranks, as torchrun does, but imports rl2 once and forks the ranks.
+"""Starts ranks as torchrun does, from a process that has imported rl2: it forks them.
 
-    launch.py WORLD SCRIPT [argument ...]
-    launch.py WORLD -m MODULE [argument ...]
-
-The imports take longer than many a test. When a rank fails, the others get SIGTERM, and the exit
-status is 1. Kills, restarts and several nodes are tested with torchrun itself.
+The imports take longer than many a test. `serve` runs in a process of its own: forked ranks need a
+parent without threads. When a rank fails, the others get SIGTERM, and the exit status is 1. Kills,
+restarts and several nodes are tested with torchrun itself.
 """
 
 import atexit
+import json
 import os
 import runpy
 import signal
@@ -15,6 +14,47 @@ import sys
 from pathlib import Path
 
 from forked import MAINS, become_rank, host_store
+
+
+def serve() -> None:
+    """Reads requests, one a line, and answers each with two lines: a process id, an exit status.
+
+    The process starts the ranks, and leads their process group. A request is JSON: the number of
+    ranks `world`, the `command` (SCRIPT argument ..., or -m MODULE argument ...), its `environment`
+    and working directory `folder`, and the files `stdout` and `stderr`.
+    """
+    for line in sys.stdin:
+        process_id = os.fork()
+        if process_id == 0:
+            start(**json.loads(line))
+            return
+        print(process_id, flush=True)
+        _, status = os.waitpid(process_id, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def start(
+    world: int, command: list[str], environment: dict, folder: str, stdout: str, stderr: str
+) -> None:
+    """Becomes a process with this environment, starts the ranks and waits for them."""
+    os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for descriptor, file in enumerate((os.devnull, stdout, stderr)):
+        os.dup2(os.open(file, os.O_RDWR), descriptor)
+    port = host_store()
+    launch_id = f"launch_{os.getpid()}"
+    ranks = set()
+    for rank in range(world):
+        process_id = os.fork()
+        if process_id == 0:
+            atexit.unregister(os.kill)  # the process of the store is the parent's
+            become_rank(rank, world, port, launch_id)
+            run(command)
+            return
+        ranks.add(process_id)
+    sys.exit(wait(ranks))
 
 
 def run(command: list[str]) -> None:
@@ -45,20 +85,5 @@ def wait(ranks: set[int]) -> int:
     return int(failed)
 
 
-def main(world: int, command: list[str]) -> None:
-    port = host_store()
-    launch_id = f"launch_{os.getpid()}"
-    ranks = set()
-    for rank in range(world):
-        process_id = os.fork()
-        if process_id == 0:
-            atexit.unregister(os.kill)  # the process of the store is the parent's
-            become_rank(rank, world, port, launch_id)
-            run(command)
-            return
-        ranks.add(process_id)
-    sys.exit(wait(ranks))
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    serve()

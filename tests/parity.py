@@ -1,5 +1,5 @@
-"""test_worker.py runs this under torchrun: `parity.py MODEL OUT` makes two SGD updates in every
-layout of this world size and saves the results to the file OUT.
+"""test_worker.py runs this in several ranks: `parity.py MODEL OUT FAMILY` makes two SGD updates in
+every layout of this world size and saves the results to the file OUT.
 """
 
 import sys
@@ -39,6 +39,22 @@ LAYOUTS = {
 # The same with adapters of rank 3: (fsdp_size, sp_size). Of their matrices A [3, in] three
 # processes hold one row each; of four processes one holds none.
 ADAPTED = {1: [(0, 1)], 2: [(0, 1), (1, 1), (0, 2), (1, 2)], 3: [(0, 1)], 4: [(0, 1), (2, 2)]}
+# Tokens of a micro-batch: there are many of them, of which some are empty, or there is one.
+SMALL_BUDGET, LARGE_BUDGET = 60, 4096
+
+
+def combinations(family: str, world: int) -> list[tuple[bool, bool, int]]:
+    """(critic, share_prompts, max_length_per_device) of the runs in each layout.
+
+    Each layout shares prompts and does not, and has many micro-batches and one. The combinations
+    that one family leaves out are those of the other. Four processes have many micro-batches only.
+    """
+    budgets = [SMALL_BUDGET, LARGE_BUDGET] if world < 4 else [SMALL_BUDGET]
+    cases = []
+    for critic, budget in product([False, True], budgets):
+        share = (family == "llama") ^ critic ^ (budget == LARGE_BUDGET)
+        cases.append((critic, share, budget))
+    return cases
 
 
 def worker_config(model_name: str, **changes) -> WorkerConfig:
@@ -106,13 +122,13 @@ def use_sgd(worker):
     worker.optimizer = torch.optim.SGD(groups, lr=worker.config.lr)
 
 
-def main(name, out):
+def main(name, out, family):
     device = init_distributed()
     batch = make_batch()
     results = {}
     layouts = LAYOUTS[dist.get_world_size()]
-    budgets = [60, 4096] if dist.get_world_size() < 4 else [60]
-    for critic, share, budget, layout in product([False, True], [True, False], budgets, layouts):
+    cases = combinations(family, dist.get_world_size())
+    for (critic, share, budget), layout in product(cases, layouts):
         fsdp, sp, tp = layout
         results[critic, share, budget, layout] = two_steps(
             name,
@@ -124,7 +140,7 @@ def main(name, out):
             fsdp_size=fsdp,
             sp_size=sp,
             tp_size=tp,
-            gradient_checkpointing=1 if budget < 100 else False,  # of two layers
+            gradient_checkpointing=1 if budget == SMALL_BUDGET else False,  # of two layers
         )
     for critic, (fsdp, sp) in product([False, True], ADAPTED[dist.get_world_size()]):
         results[critic, "lora", (fsdp, sp)] = two_steps(
@@ -132,7 +148,7 @@ def main(name, out):
             critic,
             device,
             batch,
-            max_length_per_device=60,
+            max_length_per_device=SMALL_BUDGET,
             fsdp_size=fsdp,
             sp_size=sp,
             gradient_checkpointing=True,

@@ -1,13 +1,16 @@
-"""Compares ring attention on random packs with full attention, on every process.
+"""Compares ring attention on random packs with full attention: rings of one to four processes.
 
-test_attention.py runs this file under torchrun.
+test_attention.py runs this file in four ranks. Each computes the full attention of a quarter of the
+packs, and sends it to the others.
 """
 
 import random
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from test_attention import as_pack, layout, reference, restrict
+from torch import Tensor
 
 from rl2.packing import zigzag
 from rl2.parallel.mesh import init_distributed
@@ -19,36 +22,63 @@ WINDOWS = [1, 3, 20, 64, 150]
 SCALE = 0.3
 
 
-def check(seed, heads, groups, size, longest, dtype, window):
-    """Checks values, gradients and isolation of one random pack.
+@dataclass
+class Pack:
+    """A random pack: queries, keys and values [1, heads, L, size], and the gradient of the output.
 
-    Returns the number of this process's tokens and of all tokens.
+    `sees` [L, L] is the boolean attention mask, see `layout`.
     """
-    case = (seed, heads, groups, size, longest, dtype, window)
-    cu, prefixes, sees = layout(random.Random(seed), 3, longest)
-    ring = Ring(dist.group.WORLD if dist.get_world_size() > 1 else None)
-    part = zigzag(as_pack(cu, prefixes), ring.size, ring.rank)
+
+    seed: int
+    heads: int
+    groups: int
+    size: int
+    longest: int
+    dtype: torch.dtype
+    window: int | None
+
+    def __post_init__(self):
+        self.cu, self.prefixes, self.sees = layout(random.Random(self.seed), 3, self.longest)
+        length = self.cu[-1]
+        torch.manual_seed(self.seed)
+        heads = (self.heads, self.groups, self.groups)
+        self.inputs = [torch.randn(1, n, length, self.size).to(self.dtype) for n in heads]
+        self.d_out = torch.randn(1, length, self.heads, self.size).to(self.dtype)
+
+    def full_attention(self) -> list[Tensor]:
+        """The output, and the gradients of queries, keys and values, in doubles."""
+        doubles = [x.double().requires_grad_() for x in self.inputs]
+        sees = restrict(self.sees, self.cu, self.prefixes, self.window)
+        out = reference(*doubles, sees, SCALE)
+        gradients = torch.autograd.grad(out, doubles, self.d_out.double())
+        return [x.detach().contiguous() for x in (out, *gradients)]
+
+    def empty_results(self) -> list[Tensor]:
+        return [torch.empty(x.shape, dtype=torch.double) for x in (self.d_out, *self.inputs)]
+
+
+def check(pack: Pack, expected: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Checks values, gradients and isolation of a pack, and that each token is on one process."""
+    ring = Ring(group)
+    part = zigzag(as_pack(pack.cu, pack.prefixes), ring.size, ring.rank)
     rows = part.tokens[0]
     has_tokens = len(part.hidden_index) > 0
-    torch.manual_seed(seed)
-    full = [torch.randn(1, n, cu[-1], size).to(dtype) for n in (heads, groups, groups)]
-    d_out = torch.randn(1, cu[-1], heads, size).to(dtype)
-    doubles = [x.double().requires_grad_() for x in full]
-    expected_out = reference(*doubles, restrict(sees, cu, prefixes, window), SCALE)
-    expected = torch.autograd.grad(expected_out, doubles, d_out.double())
-    ours = [x[:, :, rows].clone().requires_grad_() for x in full]
+    ours = [x[:, :, rows].clone().requires_grad_() for x in pack.inputs]
     attend = PackedAttention(part.chunks, part.prefixes, torch.device("cpu"), ring)
-    out = attend(None, *ours, SCALE, window)
-    gradients = torch.autograd.grad(out, ours, d_out[:, rows] * has_tokens)
+    out = attend(None, *ours, SCALE, pack.window)
+    gradients = torch.autograd.grad(out, ours, pack.d_out[:, rows] * has_tokens)
+    expected_out, *expected_gradients = expected
     if has_tokens:
-        bound = TOLERANCE[dtype]
-        bound *= max(1, expected_out.abs().max(), *(gradient.abs().max() for gradient in expected))
-        assert (out.double() - expected_out[:, rows]).abs().max() <= bound, ("out", case)
-        for name, gradient, full_gradient in zip("qkv", gradients, expected, strict=True):
+        bound = TOLERANCE[pack.dtype] * max(1, *(x.abs().max() for x in expected))
+        assert (out.double() - expected_out[:, rows]).abs().max() <= bound, ("out", pack)
+        for name, gradient, full_gradient in zip("qkv", gradients, expected_gradients, strict=True):
             error = (gradient.double() - full_gradient[:, :, rows]).abs().max()
-            assert error <= bound, (name, case)
-    check_isolation(cu, prefixes, rows, full, attend, out, window)
-    return len(rows) if has_tokens else 0, cu[-1]
+            assert error <= bound, (name, pack)
+    check_isolation(pack.cu, pack.prefixes, rows, pack.inputs, attend, out, pack.window)
+    num_tokens = torch.tensor([len(rows) if has_tokens else 0])
+    if group:
+        dist.all_reduce(num_tokens, group=group)
+    assert num_tokens.item() == pack.cu[-1], "a token is held twice, or by nobody"
 
 
 def check_isolation(cu, prefixes, rows, full, attend, out, window):
@@ -65,22 +95,34 @@ def check_isolation(cu, prefixes, rows, full, attend, out, window):
     )
 
 
-def main():
-    init_distributed()
+def make_packs() -> list[Pack]:
+    packs = []
     for seed, (heads, groups, size) in enumerate(SHAPES):
         for i, longest in enumerate((1, 3, 9, 70, 200)):
             window = WINDOWS[(seed + i) % len(WINDOWS)]
-            for dtype, case_window in (
+            for dtype, pack_window in (
                 (torch.float32, None),
                 (torch.float32, window),
                 (torch.bfloat16, window if seed % 2 else None),
             ):
-                num_ours, num_all = check(
-                    seed + longest, heads, groups, size, longest, dtype, case_window
-                )
-                num_held = torch.tensor([num_ours])
-                dist.all_reduce(num_held)
-                assert num_held.item() == num_all, "a token is held twice, or by nobody"
+                shape = (heads, groups, size, longest)
+                packs.append(Pack(seed + longest, *shape, dtype, pack_window))
+    return packs
+
+
+def main():
+    init_distributed()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rings = {1: None} | {size: dist.new_group(range(size)) for size in range(2, world + 1)}
+    packs = make_packs()
+    results = {i: packs[i].full_attention() for i in range(rank, len(packs), world)}
+    for i, pack in enumerate(packs):
+        expected = results.get(i) or pack.empty_results()
+        for tensor in expected:
+            dist.broadcast(tensor, i % world)
+        for size, group in rings.items():
+            if rank < size:
+                check(pack, expected, group)
     dist.destroy_process_group()
 
 

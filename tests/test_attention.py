@@ -271,6 +271,5 @@ def test_poisoned_neighbours_do_not_leak(window):
     assert torch.equal(attend(None, q, k, v, 0.2, window)[:, start:end], clean)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_the_ring_equals_full_attention(world):
-    launch(world, "tests/ring.py")
+def test_rings_of_one_to_four_processes_equal_full_attention():
+    launch(4, "tests/ring.py")

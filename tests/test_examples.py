@@ -16,12 +16,12 @@ from common import (
     ROOT,
     check_adapter,
     launch,
+    launch_runs,
     make_model,
     read_jsonl,
     read_metrics,
     read_untimed_metrics,
     run,
-    torchrun,
 )
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -60,14 +60,6 @@ def read_weights(folder):
     return load_file(folder / "model/model.safetensors")
 
 
-def launch_runs(world, runs):
-    """Run each list of words of `runs` with tests/several.py, one after the other."""
-    words = []
-    for run_words in runs:
-        words += ["--", *run_words]
-    return launch(world, "tests/several.py", *words[1:])
-
-
 def check_killed_and_resumed_and_lora(trainer, worker, arguments, tmp_path):
     """Three runs in one launch.
 
@@ -89,6 +81,7 @@ def check_killed_and_resumed_and_lora(trainer, worker, arguments, tmp_path):
         f"trainer.save_dir={tmp_path}/lora",
         f"{worker}.lora_rank=4",
         f"{worker}.lr=0.03",
+        "trainer.save_freq=null",
     ]
     done = launch_runs(2, [["kill=5", *killed], ["kill=3", *killed], killed, resumed, lora])
     for step in (4, 6, 8):
@@ -153,7 +146,7 @@ def test_sft(tmp_path):
     rows = [{"messages": conversation(i)} for i in range(14)]
     rows += [{"text": "abcd" * 4}, {"messages": "dcba" * 3}, {"text": "x" * 200}]
     arguments = make_arguments(tmp_path, rows, "actor", "actor.lr=0.01")
-    done = torchrun(2, "-m", "rl2.trainer.sft", *arguments)
+    done = launch(2, "-m", "rl2.trainer.sft", *arguments)
     assert "1 training rows are longer than data.max_length=100 and dropped" in done.stdout
     lines = read_metrics(tmp_path / "run")
     # 16 rows, 3 epochs, batches of 4. Step 0 is the first test.

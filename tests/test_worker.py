@@ -14,6 +14,7 @@ from parity import (
     LAYOUTS,
     LEARNING_RATE,
     MAX_GRAD_NORM,
+    combinations,
     make_batch,
     policy_loss,
     value_loss,
@@ -107,9 +108,10 @@ def reference(name, critic, initial_adapters=None):
 def test_every_layout_equals_one_padded_process(tmp_path, world, family, tied, overrides):
     name = make_model(tmp_path / "model", family, tied, **overrides)
     make_critic(name)
-    launch(world, "tests/parity.py", name, tmp_path / "out")
+    launch(world, "tests/parity.py", name, tmp_path / "out", family)
     results = torch.load(tmp_path / "out")
-    assert len(results) == (8 if world < 4 else 4) * len(LAYOUTS[world]) + 2 * len(ADAPTED[world])
+    num_plain = len(combinations(family, world)) * len(LAYOUTS[world])
+    assert len(results) == num_plain + 2 * len(ADAPTED[world])
     expected = {critic: reference(name, critic) for critic in (False, True)}
     adapters = {}
     for critic in (False, True):
