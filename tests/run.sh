@@ -9,12 +9,11 @@ ruff format --check .
 mypy
 # One thread a process: several processes run at once, and threads that share a core wait for each other.
 export OMP_NUM_THREADS=1
-options="-x -q --durations=15 --ignore tests/sglang --ignore tests/gpu --ignore tests/cuda"
+options="-x -q --durations=15"
 # These two have both cores: one measures time, the other prints the budgets. Status 5: the arguments select none of their tests.
-alone="tests/test_faults.py tests/test_repo.py"
-python -m pytest $options $alone "$@" || [ $? = 5 ]
-# Most tests use one core, so two files of them run at a time. The longest come first, so that both cores end together: files that
-# are named twice run where they are named first.
-longest=$(printf "tests/test_%s.py " trainer worker gpu examples checkpoint templates engine)
-python -m pytest $options -n 2 --dist loadfile --no-loadscope-reorder $(printf -- "--ignore %s " $alone) \
-    $longest tests/test_*.py "$@"
+python -m pytest $options tests/test_{faults,repo}.py "$@" || [ $? = 5 ]
+# Most tests use one core, so two files of them run at a time. The longest come first, so that both cores end together: a file that
+# is named twice runs where it is named first.
+others=$(ls tests/test_*.py | grep -vE '(faults|repo)\.py')
+python -m pytest $options -n 2 --dist loadfile --no-loadscope-reorder \
+    tests/test_{trainer,worker,gpu,examples,checkpoint,templates,engine}.py $others "$@"
