@@ -29,6 +29,7 @@ from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
 from rl2.model.token_model import TokenScores
 from rl2.optimizer import export_optimizer, schedule
+from rl2.parallel import ring
 from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
@@ -252,9 +253,10 @@ def test_the_head_is_fp32_in_trainer_and_engine(tmp_path, device, head_dtype):
 
 
 def test_so_many_layers_are_recomputed_and_the_gradient_stays(tmp_path, device):
-    """The first ones. True means all of them, False none."""
+    """The first ones. True means all of them, False none. Their attention is not computed again."""
     name = make_model(tmp_path / "model", num_hidden_layers=3)
     expected = None
+    num_attends = 0
     for setting, runs in (
         (False, [1, 1, 1]),
         (0, [1, 1, 1]),
@@ -269,8 +271,11 @@ def test_so_many_layers_are_recomputed_and_the_gradient_stays(tmp_path, device):
         calls = [mock.Mock(return_value=None) for _ in layers]
         for layer, call in zip(layers, calls, strict=True):
             layer.mlp.register_forward_pre_hook(call)
-        worker.update(make_batch(), policy_loss, with_entropy=True)
+        with mock.patch.object(ring, "forward_block", wraps=ring.forward_block) as attend:
+            worker.update(make_batch(), policy_loss, with_entropy=True)
         assert [call.call_count for call in calls] == runs
+        num_attends = num_attends or attend.call_count
+        assert attend.call_count == num_attends
         weights = full_weights(worker)
         expected = expected or weights
         assert all(torch.equal(weights[key], expected[key]) for key in expected)

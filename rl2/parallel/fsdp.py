@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from rl2.parallel.mesh import Mesh
+from rl2.parallel.ring import keep_attention
 from rl2.progress import mark
 
 
@@ -42,7 +43,11 @@ def shard(
             # Only `forward` is wrapped: FSDP's hooks stay outside and the names of parameters stay
             # the same.
             layer.forward = partial(
-                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+                checkpoint,
+                layer.forward,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=keep_attention,
             )
         # Even a single shard frees the copy in `compute_dtype` of a layer that runs again. It takes
         # 2 bytes a parameter.
