@@ -157,7 +157,7 @@ ALLOWED = {
     "parallel.mesh": set(),
     "parallel.planned_device": set(),
     "parallel.tensor": {"parallel.mesh"},
-    "parallel.fsdp": {"parallel.mesh"},
+    "parallel.fsdp": {"parallel.mesh", "parallel.ring"},  # a layer that runs again keeps attention
     "parallel.attention": {"parallel.device"},
     "parallel.blocks": {"parallel.attention", "parallel.device"},
     "parallel.ring": {"parallel.mesh", "parallel.attention", "parallel.blocks"},
