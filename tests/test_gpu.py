@@ -228,7 +228,7 @@ def test_the_head_may_round_a_few_values_to_bf16(tmp_path, monkeypatch, paths, c
 
 
 BY_HAND = {
-    "compile_8k",
+    "variants_8k",
     "plan",
 }  # half a minute each; test_fused.py and test_memory_plan.py do more
 NEED_MORE = {"flash_attn", "sglang_contract", "sglang", "sglang_7b", "sglang_grpo", "quickstart"}

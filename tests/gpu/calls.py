@@ -23,7 +23,7 @@ CALLS = {
     ).split(),
     "SGLang": "sglang_contract sglang".split(),
     "7B, and whole runs": "sglang_7b sglang_grpo".split(),
-    "speed": "compile_8k published_16k published_65k published_lora plan".split(),
+    "speed": "variants_8k published_16k published_65k published_lora plan".split(),
     "the rest": ("memory_7b utilisation_32k local_contract local_throughput local_grpo").split(),
     "a real model, and two GPUs": "quickstart ring".split(),
 }

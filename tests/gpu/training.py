@@ -150,7 +150,7 @@ def resume():
         settings = {"lr": 1e-3, "offload_model": model, "offload_optimizer": optimizer}
         errors = resume_errors(worker_config(name, **settings), device, batch, tokenizer)
         offloaded = "+".join(key for key, on in (("model", model), ("state", optimizer)) if on)
-        record(**{f"{error}_offload_{offloaded or 'none'}": x for error, x in errors.items()})
+        record(**{f"error_offload_{offloaded or 'none'}": max(errors.values())})
         assert max(errors.values()) < 0.02, (offloaded, errors)
     state_peak(device)
 
@@ -280,13 +280,17 @@ def flops_per_token(actor, document):
     return 6 * (body + head) + 6 * channels * document
 
 
-VARIANTS = {"plain": {}, "compiled": {"compile": True}}  # keys of an actor
+VARIANTS = {  # keys of an actor that are faster or larger
+    "plain": {},
+    "half_recomputed": {"gradient_checkpointing": 1 if DRY else 14},
+    "compiled": {"compile": True},
+}
 
 
-def compile_8k():
-    """Compares updates with and without actor.compile: results and times.
+def variants_8k():
+    """Compares updates of 1.5B with actor.compile, and with fewer layers that run again.
 
-    Packs of another length must not compile again.
+    Compares results, times and memory. Packs of another length must not compile again.
     """
     from torch._dynamo.utils import counters
 
@@ -296,11 +300,12 @@ def compile_8k():
         actor = make_actor("qwen2.5-1.5b", 8192, **keys)
         measured[kind] = time_updates(actor, full_batch(actor, 8192, 2, 2048))
         record(**{f"{kind}_{key}": value for key, value in measured[kind].items()})
+        seconds, plain_seconds = (measured[k]["update_seconds"] for k in (kind, "plain"))
+        record(**{f"{kind}_speed_up": plain_seconds / seconds})
+        assert abs(measured[kind]["grad_norm"] / measured["plain"]["grad_norm"] - 1) < 0.02
     graphs = counters["stats"]["unique_graphs"]
-    speed_up = measured["plain"]["update_seconds"] / measured["compiled"]["update_seconds"]
-    record(speed_up=speed_up, graphs=graphs)
+    record(graphs=graphs)
     assert graphs, "nothing was compiled"
-    assert abs(measured["compiled"]["grad_norm"] / measured["plain"]["grad_norm"] - 1) < 0.02
     actor.update(full_batch(actor, 8192, 1, 1024), policy_loss)
     actor.update(full_batch(actor, 6144, 1, 1536), policy_loss)
     assert counters["stats"]["unique_graphs"] == graphs, "another length compiled again"
@@ -335,11 +340,10 @@ def compare_with_published(part, name, length, **settings):
     figure does, so it is that figure times the ratio of the speeds.
     """
     published = PUBLISHED[part]
-    for kind, keys in VARIANTS.items():  # the published one was compiled
-        if DRY and kind == "compiled":
-            continue  # compile_8k tries it
+    # The published one was compiled. On a CPU, variants_8k tries that.
+    for kind in ("plain",) if DRY else ("plain", "compiled"):
         actor = None  # its memory is free before the next one is made
-        actor = make_actor(name, length, **keys, **settings)
+        actor = make_actor(name, length, **VARIANTS[kind], **settings)
         measured = time_updates(actor, full_batch(actor, length, 2, length), with_entropy=True)
         ratio = measured["tokens_per_second"] / published["tokens_per_second"]
         measured["mfu"] = published["mfu"] * ratio
