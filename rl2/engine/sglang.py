@@ -14,7 +14,9 @@ import atexit
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing import current_process
 from typing import Any
 
 import numpy as np
@@ -32,10 +34,16 @@ from rl2.engine.base import (
     max_request_tokens,
 )
 from rl2.engine.stop import StopSearch
+from rl2.parallel.mesh import COLLECTIVE_TIMEOUT
 from rl2.progress import mark
 
 BUCKET_SIZE_BYTES = 2**29  # weights that travel together
+SECONDS_TO_SEND = 0.001  # in which a request leaves this process; its answer is read later
 SECONDS_BETWEEN_MARKS = 5.0  # while a request is in flight
+SECONDS_TO_RELEASE = 60.0  # between the release of the first scheduler's memory and the last one's
+SECONDS_BETWEEN_LOOKS = 0.01  # at the free memory meanwhile
+RELEASED_SHARE = 0.95  # of the first scheduler's memory: the others have a little more or less
+GIB = 2**30
 CPU_ARGUMENTS = {  # what makes SGLang run without a GPU
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -47,6 +55,8 @@ CPU_ARGUMENTS = {  # what makes SGLang run without a GPU
 # Model types whose sliding window SGLang ignores (by the source of 0.5.23).
 TYPES_WITHOUT_WINDOW = {"mistral", "mixtral", "phi3", "qwen2", "qwen3", "starcoder2"}
 Bucket = list[tuple[str, Tensor]]
+# The memory that schedulers read, and their answer on ranks with an engine.
+SentBucket = tuple[Any, asyncio.Task[None] | None]
 
 
 class SGLangEngine(Engine):
@@ -58,7 +68,7 @@ class SGLangEngine(Engine):
     def __init__(self, settings: EngineSettings):
         rank, tp_size = settings.rank, settings.tp_size
         groups = [
-            dist.new_group(range(first, first + tp_size), backend="gloo")
+            dist.new_group(range(first, first + tp_size), COLLECTIVE_TIMEOUT, backend="gloo")
             for first in range(0, settings.world_size, tp_size)
         ]
         self.group = groups[rank // tp_size]
@@ -81,6 +91,7 @@ class SGLangEngine(Engine):
         self.converts_weights = bool({"quantization", "load_format"} & set(settings.engine_args))
         self.engine: Any = None  # sglang.Engine, on ranks with an index
         self.children: list[Any] = []  # its processes
+        self._share_key()
         nccl_port, http_port = _free_ports(2)
         self._free_cached_memory()
         if self.index is None:
@@ -99,6 +110,7 @@ class SGLangEngine(Engine):
         this_process = psutil.Process()
         others = set(this_process.children(recursive=True))
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        nccl_variables = _nccl_variables()
         atexit.register(self.close)
         try:
             self.engine = sglang.Engine(**arguments)
@@ -111,6 +123,11 @@ class SGLangEngine(Engine):
         finally:
             children = this_process.children(recursive=True)
             self.children = [child for child in children if child not in others]
+            # SGLang sets these for its own processes. Here they would differ from those of ranks
+            # without an engine, with which this one makes communicators.
+            for name in _nccl_variables().keys() - nccl_variables:
+                del os.environ[name]
+            os.environ.update(nccl_variables)
         self.loop = self.engine.loop
         self.adapter = _Adapter(self.engine)
         # SGLang's shutdown would kill every child process of ours, and its signal handlers would
@@ -183,9 +200,33 @@ class SGLangEngine(Engine):
         if self.engine is not None:
             self.adapter.wait_until_idle()
         if self.device.type != "cpu":
-            if self.engine is not None:
-                self.engine.release_memory_occupation(["weights", "kv_cache"])
-            dist.barrier(self.group)  # only now the other ranks have the memory of their GPUs back
+            self._release_memory()
+
+    def _release_memory(self) -> None:
+        """Returns when this rank's GPU has its memory back. All ranks of the group call.
+
+        SGLang answers when its first scheduler has released its memory, but the others may be late.
+        RuntimeError if the one of this GPU does not follow.
+        """
+        before = torch.cuda.mem_get_info(self.device)[0]
+        dist.barrier(self.group)  # all have measured
+        if self.engine is not None:
+            self.engine.release_memory_occupation(["weights", "kv_cache"])
+        released = [torch.cuda.mem_get_info(self.device)[0] - before]
+        dist.broadcast_object_list(released, group=self.group, group_src=0)
+        deadline = time.monotonic() + SECONDS_TO_RELEASE
+        while (own := torch.cuda.mem_get_info(self.device)[0] - before) < (
+            RELEASED_SHARE * released[0]
+        ):
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"SGLang gave back {released[0] / GIB:.1f} GiB on the first GPU of the engine, "
+                    f"but after {SECONDS_TO_RELEASE:.0f} s only {own / GIB:.1f} on {self.device}: "
+                    "its process there hangs, or another program has taken the memory "
+                    "(nvidia-smi lists them)."
+                )
+            mark()
+            time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def wake(self) -> None:
         """Takes the memory of the weights again.
@@ -205,9 +246,14 @@ class SGLangEngine(Engine):
         self.version = None
         if self.engine is not None:
             self.adapter.begin_update()
-        for bucket in _buckets(named_tensors):
-            self._send(bucket, version)
-            del bucket  # before the next one is made
+        sent = None
+        for bucket in _buckets(named_tensors):  # it is gathered while SGLang loads the one before
+            self._wait_until_loaded(sent)
+            sent = None  # its memory is free for this one
+            sent = self._send(bucket, version)
+            del bucket  # before the next one is gathered
+        self._wait_until_loaded(sent)
+        del sent
         if self.engine is not None:
             self.adapter.end_update()
         self._free_cached_memory()
@@ -266,38 +312,52 @@ class SGLangEngine(Engine):
             torch.cuda.empty_cache()
             dist.barrier(self.group)
 
-    def _send(self, bucket: Bucket, version: int) -> None:
-        """Loads one bucket into the schedulers of this group. All its ranks call."""
-        if self.device.type == "cpu":
-            payloads = self._shared_memory_payloads(bucket)
-        else:
-            from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+    def _share_key(self) -> None:
+        """Lets the schedulers, children of the group's first rank, open memory of all its ranks.
 
-            flat = FlattenedTensorBucket(named_tensors=bucket)
-            payloads = self._gpu_handle_payloads(flat)
-        if self.engine is not None:
-            self.adapter.update(payloads, version, flattened=self.device.type != "cpu")
-        dist.barrier(self.group)  # the schedulers read the memory of `bucket` or `flat` until here
+        That holds for the shared memory of a CPU; handles to the memory of a GPU need no key.
+        """
+        keys = [bytes(current_process().authkey)]
+        dist.broadcast_object_list(keys, group=self.group, group_src=0)
+        current_process().authkey = keys[0]
 
-    def _shared_memory_payloads(self, bucket: Bucket) -> list[bytes]:
-        """For each scheduler of this rank's engine, the bucket in shared memory of this rank."""
-        from sglang.srt.utils import MultiprocessingSerializer
+    def _send(self, bucket: Bucket, version: int) -> SentBucket:
+        """Hands a bucket to the schedulers of this group. All its ranks call.
 
+        The schedulers read the memory of what is returned until `_wait_until_loaded`.
+        """
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        flat = FlattenedTensorBucket(named_tensors=bucket)
+        handles = self._gather_handles(flat)
         if self.engine is None:
-            return []
-        return [MultiprocessingSerializer.serialize(bucket) for _ in range(self.tp_size)]
+            return flat, None
+        loading = self.loop.create_task(self.adapter.update(handles, version))
+        self.loop.run_until_complete(asyncio.sleep(SECONDS_TO_SEND))
+        return flat, loading
 
-    def _gpu_handle_payloads(self, flat: Any) -> list[bytes]:
+    def _wait_until_loaded(self, sent: SentBucket | None) -> None:
+        """Waits until all schedulers have read the bucket. All ranks of the group call."""
+        if sent is None:
+            return
+        _, loading = sent
+        if loading is not None:
+            self.loop.run_until_complete(loading)
+        dist.barrier(self.group)
+
+    def _gather_handles(self, flat: Any) -> list[bytes]:
         """For each scheduler of this rank's engine, a handle to the bucket on the scheduler's GPU.
 
-        The ranks of the group have the same GPUs as the schedulers, one each.
+        The ranks of the group have the same GPUs as the schedulers, one each. On a CPU a handle is
+        of shared memory.
         """
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         monkey_patch_torch_reductions()  # handles name a GPU by its UUID, not by its number
         payload = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
-        torch.cuda.synchronize()
+        if self.device.type != "cpu":
+            torch.cuda.synchronize()
         handle = MultiprocessingSerializer.serialize(payload)
         handles: list[Any] | None = [None] * self.tp_size if self.engine is not None else None
         dist.gather_object(handle, handles, group=self.group, group_dst=0)
@@ -336,18 +396,17 @@ class _Adapter:
             success, message = self.engine.begin_weight_update()[:2]
             _require(success, message)
 
-    def update(self, payloads: list[bytes], version: int, flattened: bool) -> None:
-        """Loads one bucket; `payloads` has one for each scheduler."""
+    async def update(self, handles: list[bytes], version: int) -> None:
+        """Loads one bucket; `handles` has one for each scheduler."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=payloads,
+            serialized_named_tensors=handles,
             flush_cache=False,
             weight_version=str(version),
-            load_format="flattened_bucket" if flattened else None,
+            load_format="flattened_bucket",
         )
-        call = self.manager.update_weights_from_tensor(request, None)
-        success, message = self.engine.loop.run_until_complete(call)[:2]
+        success, message = (await self.manager.update_weights_from_tensor(request, None))[:2]
         _require(success, message)
 
     def end_update(self) -> None:
@@ -424,11 +483,15 @@ def _different_names(before: list[dict[str, str]], after: list[dict[str, str]]) 
 
 
 def _buckets(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
-    """Consecutive tensors of at most BUCKET_SIZE_BYTES together; a larger one alone."""
+    """Consecutive tensors of one dtype, at most BUCKET_SIZE_BYTES together; a larger one alone.
+
+    Behind one of another dtype a tensor may begin where its own dtype cannot be read.
+    """
     bucket: Bucket = []
     num_bytes = 0
     for name, tensor in named_tensors:
-        if bucket and num_bytes + tensor.nbytes > BUCKET_SIZE_BYTES:
+        is_full = num_bytes + tensor.nbytes > BUCKET_SIZE_BYTES
+        if bucket and (is_full or tensor.dtype != bucket[0][1].dtype):
             yield bucket
             bucket = []
             num_bytes = 0
@@ -436,6 +499,10 @@ def _buckets(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
         num_bytes += tensor.nbytes
     if bucket:
         yield bucket
+
+
+def _nccl_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
 
 
 def _free_ports(count: int) -> list[int]:

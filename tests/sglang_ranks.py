@@ -1,0 +1,149 @@
+"""Checks of the SGLang engine with a stand-in for SGLang; started as a process or by launch.py.
+
+sglang_ranks.py CHECK MODEL DEVICE
+"""
+
+import os
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from fake_sglang import FlattenedTensorBucket, install
+
+from rl2.engine import sglang
+from rl2.engine.base import EngineSettings
+from rl2.parallel.mesh import COLLECTIVE_TIMEOUT, init_distributed
+
+GIB = 2**30
+
+
+def make_engine(name, device):
+    """An engine of all ranks."""
+    settings = EngineSettings(
+        name,
+        torch.bfloat16,
+        torch.device(device),
+        tp_size=dist.get_world_size(),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+    )
+    return sglang.SGLangEngine(settings)
+
+
+def check_weights(name, device):
+    """Every scheduler reads all weights, of several dtypes and sizes, from its own rank."""
+    install()
+    engine = make_engine(name, device)
+    sglang.BUCKET_SIZE_BYTES = 64
+    dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16]
+    sizes = [3, 5, 7, 100, 20]  # 3 numbers of bf16 end where none of fp32 may begin
+    weights = {
+        f"weight.{i}": torch.arange(size, dtype=dtype) + i
+        for i, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True))
+    }
+    engine.load_weights(weights.items(), 1)
+    if engine.index is None:
+        return
+    manager = engine.engine.tokenizer_manager
+    assert len(manager.weights) == dist.get_world_size()
+    for loaded in manager.weights:
+        assert loaded.keys() == weights.keys()
+        for key, weight in weights.items():
+            assert loaded[key].dtype == weight.dtype and loaded[key].equal(weight), key
+    assert set(manager.load_formats) == {"flattened_bucket"}
+    assert all(len(dtypes) == 1 for dtypes in manager.dtypes)
+    assert len(manager.load_formats) == 5
+    engine.close()
+
+
+def check_overlap(name, device):
+    """SGLang loads a bucket while the next one is gathered; one bucket at a time is there twice.
+
+    Each bucket has one weight. It is full, and sent, when the next weight has been gathered. So the
+    one after that is gathered while SGLang loads it.
+    """
+    gathered = [threading.Event() for _ in range(5)]
+    loaded_meanwhile = []
+
+    def wait_for_next(number):
+        if number + 2 < len(gathered):
+            loaded_meanwhile.append(gathered[number + 2].wait(timeout=2))
+
+    def gather():
+        for number, event in enumerate(gathered):
+            event.set()
+            yield f"weight.{number}", torch.full((16,), float(number))
+
+    install(before_load=wait_for_next)
+    engine = make_engine(name, device)
+    sglang.BUCKET_SIZE_BYTES = 64
+    engine.load_weights(gather(), 1)
+    assert loaded_meanwhile == [True] * 3, "SGLang waited for the next bucket"
+    (weights,) = engine.engine.tokenizer_manager.weights
+    for number in range(5):
+        assert weights[f"weight.{number}"].eq(number).all()
+    assert FlattenedTensorBucket.most_alive == 1
+    engine.close()
+
+
+def check_environment(name, device):
+    """The variables of NCCL are those of ranks without an engine; the user's own ones stay."""
+    install()
+    os.environ["NCCL_NVLS_ENABLE"] = "1"
+    os.environ.pop("NCCL_CUMEM_ENABLE", None)
+    engine = make_engine(name, device)
+    variables = {key: value for key, value in os.environ.items() if key.startswith("NCCL_")}
+    assert variables == {"NCCL_NVLS_ENABLE": "1"}, variables
+    engine.close()
+
+
+def check_release(name, device):
+    """`sleep` returns when the rank's own GPU has its memory back, which takes rank 1 longer.
+
+    A GPU that does not get it back is an error.
+    """
+    store = dist.PrefixStore("gpu", dist.distributed_c10d._get_default_store())
+    rank = dist.get_rank()
+    seconds = 0.5
+
+    def release_elsewhere():
+        time.sleep(seconds)
+        store.set("1", str(38 * GIB))  # less than on the first GPU, within what is usual
+
+    def release():
+        threading.Thread(target=release_elsewhere, daemon=True).start()
+        store.set("0", str(39 * GIB))
+
+    def free_bytes(device):
+        return 30 * GIB + int(store.get(str(rank)))
+
+    install(release=release, free_bytes=free_bytes)
+    store.set(str(rank), "0")
+    engine = make_engine(name, device)
+    backend = engine.group._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == COLLECTIVE_TIMEOUT
+    engine.sleep()
+    assert free_bytes(device) > 60 * GIB, f"rank {rank} trains before SGLang's memory is free"
+    engine.wake()
+    store.set(str(rank), "0")
+    seconds = 5
+    sglang.SECONDS_TO_RELEASE = 0.2
+    try:
+        engine.sleep()
+    except RuntimeError as error:
+        assert rank == 1
+        message = str(error)
+        assert "gave back 39.0 GiB on the first GPU" in message and "0.0 on cuda:0" in message
+    else:
+        assert rank == 0
+    dist.barrier()
+    engine.close()
+
+
+if __name__ == "__main__":
+    init_distributed()
+    check, *arguments = sys.argv[1:]
+    globals()[f"check_{check}"](*arguments)
+    dist.destroy_process_group()

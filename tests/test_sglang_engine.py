@@ -1,0 +1,24 @@
+"""Tests what the SGLang engine does around SGLang, with a stand-in for SGLang and for GPUs."""
+
+import pytest
+from common import ROOT, launch, make_model
+
+
+@pytest.fixture(scope="module")
+def name(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_schedulers_read_the_weights_of_their_ranks(name, world, device):
+    launch(world, ROOT / "tests/sglang_ranks.py", "weights", name, device)
+
+
+@pytest.mark.parametrize("check", ["overlap", "environment"])
+def test_an_engine_of_one_rank(name, check):
+    launch(1, ROOT / "tests/sglang_ranks.py", check, name, "cuda:0")
+
+
+def test_training_waits_for_the_memory_of_its_own_gpu(name):
+    launch(2, ROOT / "tests/sglang_ranks.py", "release", name, "cuda:0")
