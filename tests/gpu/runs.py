@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import torch
+from common import launch
 from figures import Skip, record
 from tools import (
     DRY,
@@ -191,7 +192,8 @@ def ring():
     """Checks that two updates with two GPUs per sequence equal those of one process on a CPU."""
     if not DRY and torch.cuda.device_count() < 2:
         raise Skip("nccl needs one GPU a process, and there is one")
-    torchrun(2, __file__, make_model("small"))
+    start = launch if DRY else torchrun
+    start(2, __file__, make_model("small"))
 
 
 def _ring(name):
