@@ -7,12 +7,19 @@ import os
 import pickle
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from transformers import AutoConfig
+
+from rl2.parallel.mesh import all_gather_objects
 
 GIB = 2**30
+# The rest of a GPU is for CUDA's contexts, NCCL, an engine that sleeps, and fragmentation.
+USABLE_SHARE = 0.85
 
 
 @dataclass
@@ -92,3 +99,58 @@ def read_plan(process: "subprocess.Popen[bytes]") -> Plan | None:
 def write_plan(plan: Plan) -> None:
     """Prints the plan for `read_plan`."""
     print(json.dumps(asdict(plan)), flush=True)
+
+
+def choose_checkpointing(config: Any) -> Any:
+    """The trainer's config with a number of layers for each gradient_checkpointing=auto.
+
+    Rank 0 predicts, and all processes must call. Without a GPU the config stays as it is.
+    """
+    if not torch.cuda.is_available() or not _automatic_sections(config):
+        return config
+    number = None
+    if os.environ.get("RANK", "0") == "0":
+        gpu_bytes = torch.cuda.mem_get_info()[1]
+        number = recomputed_layers(config, dist.get_world_size(), gpu_bytes)
+    return _with_checkpointing(config, all_gather_objects(number)[0])
+
+
+def recomputed_layers(config: Any, num_gpus: int, gpu_bytes: int) -> int | bool:
+    """How many layers must be recomputed so that an update fits; True if there is no plan.
+
+    Two plans are made, in which all layers and none are recomputed. The peak is convex in the
+    number of layers, so the line between the two is not below it.
+    """
+    name = next(section.model_name for section in _automatic_sections(config))
+    num_layers = AutoConfig.from_pretrained(name).get_text_config().num_hidden_layers
+    processes = [start_process(_with_checkpointing(config, x), num_gpus) for x in (True, False)]
+    plans = [plan for plan in map(read_plan, processes) if plan is not None]
+    if len(plans) < len(processes):
+        return True
+    least, most = (plan.peaks["update"] for plan in plans)
+    usable = USABLE_SHARE * gpu_bytes
+    kept = int(num_layers * min(1.0, max(0.0, (usable - least) / max(1, most - least))))
+    print(
+        f"gradient_checkpointing=auto: {num_layers - kept} of {num_layers} layers are recomputed; "
+        f"an update is predicted to need {least / GIB:.1f} GiB if all are and {most / GIB:.1f} if "
+        f"none is, and {usable / GIB:.1f} are usable",
+        flush=True,
+    )
+    return num_layers - kept
+
+
+def _automatic_sections(config: Any) -> list[Any]:
+    """The sections of workers whose gradient_checkpointing is auto."""
+    return [
+        section
+        for section in vars(config).values()
+        if getattr(section, "gradient_checkpointing", None) == "auto"
+    ]
+
+
+def _with_checkpointing(config: Any, value: bool | int) -> Any:
+    """A copy of the config with this value instead of auto."""
+    config = deepcopy(config)
+    for section in _automatic_sections(config):
+        section.gradient_checkpointing = value
+    return config

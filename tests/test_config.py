@@ -63,6 +63,11 @@ RULES = [  # (refused, what the message says, accepted)
         "expected true or false or a whole number",
         "actor.gradient_checkpointing=3",
     ),
+    (
+        "actor.gradient_checkpointing=some",
+        "actor.gradient_checkpointing=some: choose a number or auto",
+        "actor.gradient_checkpointing=auto",
+    ),
     ("actor.gradient_checkpointing=-1", "must not be below 0", "actor.gradient_checkpointing=0"),
     ("trainer.project=true", "is a text, so quote it", "trainer.project=x"),
     ("data.test_path=", "data.test_path= is empty: write a value", "data.test_path=null"),

@@ -195,7 +195,7 @@ ALLOWED = {
         "parallel.mesh",
         "error_report",
     },
-    "memory_plan": set(),
+    "memory_plan": {"parallel.mesh"},  # rank 0 tells all ranks
     # A plan runs the trainers' own workers and losses.
     "commands": {"batch", "config", "memory_plan", "parallel", "trainer", "worker"},
     "error_report": set(),

@@ -211,12 +211,14 @@ class WorkerConfig:
         1, "processes that share each sequence (ring attention)", common=True, above=0
     )
     tp_size: int = key(1, "processes that share each matrix (tensor parallelism)", above=0)
-    gradient_checkpointing: bool | int = key(
+    gradient_checkpointing: bool | int | str = key(
         True,
         "recompute each layer in the backward pass; less memory, about a third more time; a number "
-        "recomputes so many layers",
+        "recomputes so many layers; auto: as many as the memory of a GPU asks, which is predicted "
+        "at the start",
         common=True,
         at_least=0,
+        choices=("auto",),
     )
     max_length_per_device: int = key(
         8192,

@@ -31,7 +31,7 @@ def load_model(
     head_dtype: torch.dtype = torch.float32,
     critic: bool = False,
     trainable: bool = False,
-    gradient_checkpointing: bool | int = False,
+    gradient_checkpointing: bool | int | str = False,
     lora_settings: LoraSettings | None = None,
 ) -> TokenModel:
     """A Hugging Face causal LM, or a critic (its body with a scalar head), sharded over `mesh`.

@@ -19,23 +19,24 @@ def shard(
     model: Any,
     mesh: Mesh,
     compute_dtype: torch.dtype | None = None,
-    gradient_checkpointing: bool | int = False,
+    gradient_checkpointing: bool | int | str = False,
 ) -> None:
     """Shards the TokenModel `model`: each of its layers, then the rest.
 
     With `compute_dtype`, weights are cast to it for compute and gradients are summed in fp32.
     Without, both happen in the dtype of the parameters. `gradient_checkpointing` recomputes layers
-    in the backward pass: all of them, none, or so many. These are the first ones: when the backward
-    pass reaches them, it has freed what the others kept.
+    in the backward pass: all of them, none, or so many (auto is all: the trainers put a number). A
+    number means the first ones: when the backward pass reaches them, it has freed what the others
+    kept.
     """
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     layer_classes = model.hf._no_split_modules or ()
     layers = [module for module in model.hf.modules() if type(module).__name__ in layer_classes]
-    num_recomputed = gradient_checkpointing
-    if isinstance(gradient_checkpointing, bool):
-        num_recomputed = len(layers) * gradient_checkpointing
+    num_recomputed = len(layers) if gradient_checkpointing else 0
+    if type(gradient_checkpointing) is int:
+        num_recomputed = gradient_checkpointing
     for i, layer in enumerate(layers):
         mark()
         is_recomputed = i < num_recomputed
