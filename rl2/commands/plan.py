@@ -5,10 +5,13 @@ choices of a GPU. Every micro-batch is full. There are no formulas: what the cod
 counted.
 """
 
+import argparse
+import os
 import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -20,8 +23,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl2.batch import Batch
-from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
-from rl2.memory_plan import Plan, write_plan
+from rl2.config.parse import parse
+from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, worker_names
+from rl2.memory_plan import GIB, Plan, write_plan
 from rl2.parallel.device import choices_of
 from rl2.parallel.planned_device import PLANNED_DEVICE, MemoryTracker, PlannedDevice
 from rl2.trainer.build import make_ppo_workers
@@ -30,6 +34,14 @@ from rl2.trainer.ppo import make_actor_loss, make_critic_loss, needs_entropy, ne
 from rl2.trainer.rm import reward_loss
 from rl2.trainer.sft import sft_loss
 from rl2.worker import Loss, Worker
+
+TRAINERS: dict[str, type] = {"ppo": PPOConfig, "sft": SFTConfig, "dpo": DPOConfig, "rm": RMConfig}
+# Keys of what need not be on this machine.
+ELSEWHERE = ("data.", "rollout.env_path", "rollout.engine", "trainer.resume")
+# What a GPU holds besides tensors: contexts of CUDA and NCCL, SGLang's graphs, gaps between
+# tensors. An estimate that has not been measured.
+OUTSIDE_BYTES = 3 * GIB
+USUAL_GPU_GIB = 79.2  # of an H100 or A100 that is sold with 80 GB
 
 
 @contextmanager
@@ -55,7 +67,7 @@ def planned_device(num_gpus: int, kind: str = "cuda") -> Iterator[PlannedDevice]
         values[:] = [value] * len(values)
 
     dist.init_process_group("fake", rank=0, world_size=num_gpus, store=FakeStore())
-    memory = PlannedDevice()
+    memory = PlannedDevice(kind)
     loader = classmethod(from_pretrained)
     fsdp_device = "torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh"
     with ExitStack() as stack:
@@ -129,9 +141,8 @@ def run_ppo(config: PPOConfig, peaks: PhasePeaks, device: torch.device) -> int:
     """PPO's phases. Returns the bytes of the engine's weights."""
     actor, reference, critic = make_ppo_workers(config, device, num_steps=1)
     peaks.end_step()
-    answers = config.rollout.max_turns * config.rollout.train_sampling_params.max_new_tokens
     rows = config.data.prompts_per_rollout * config.data.responses_per_prompt
-    make_batch = partial(full_batch, longest=config.data.max_length + answers, rows=rows)
+    make_batch = partial(full_batch, longest=longest_row(config), rows=rows)
     actor_loss = make_actor_loss(config.actor, config.kl)
     critic_loss = make_critic_loss(config.critic)
     for parts in (1, 2):  # the second update has the optimizer's state from its start
@@ -174,7 +185,7 @@ def run_offline(config: Any, peaks: PhasePeaks, device: torch.device) -> None:
     make_batch = partial(
         full_batch,
         worker,
-        longest=config.data.max_length,
+        longest=longest_row(config),
         rows=config.data.batch_size * row_multiple,
         row_multiple=row_multiple,
     )
@@ -189,6 +200,14 @@ def run_offline(config: Any, peaks: PhasePeaks, device: torch.device) -> None:
     for _, weight in worker.iter_full_weights(worker.model.export_dtype):
         del weight
     peaks.end_step()
+
+
+def longest_row(config: Any) -> int:
+    """Tokens of the longest sequence that the trainer may run."""
+    length: int = config.data.max_length
+    if isinstance(config, PPOConfig):
+        length += config.rollout.max_turns * config.rollout.train_sampling_params.max_new_tokens
+    return length
 
 
 def full_batch(
@@ -231,5 +250,108 @@ def full_batch(
     )
 
 
-if __name__ == "__main__":
+def totals(config: Any, plan: Plan, gpu_bytes: int) -> dict[str, tuple[int, int]]:
+    """Phase -> bytes of (the trainer, the engine) on a GPU."""
+    phases = {phase: (size, 0) for phase, size in plan.peaks.items()}
+    if isinstance(config, PPOConfig):
+        share = config.rollout.gpu_memory_utilization
+        engine = plan.engine_weights
+        if config.rollout.engine != "local":  # SGLang takes a share of what is free when it starts
+            engine = int(share * (gpu_bytes - OUTSIDE_BYTES - plan.loaded))
+        phases["rollout"] = (plan.steady, engine)
+        phases["sync"] = (plan.sync, plan.engine_weights)
+    return phases
+
+
+def describe(phases: dict[str, tuple[int, int]], gpu_bytes: int) -> str:
+    """The highest phase, and whether it fits."""
+    phase, peak = max(
+        ((name, sum(sizes)) for name, sizes in phases.items()), key=lambda item: item[1]
+    )
+    free = gpu_bytes - OUTSIDE_BYTES - peak
+    verdict = f"fits, {free / GIB:.1f} free" if free >= 0 else f"{-free / GIB:.1f} too many"
+    return f"{peak / GIB:.1f} GiB in {phase}: {verdict}"
+
+
+def fits(phases: dict[str, tuple[int, int]], gpu_bytes: int) -> bool:
+    """Whether all phases fit into the GPU."""
+    return max(map(sum, phases.values())) + OUTSIDE_BYTES <= gpu_bytes
+
+
+def near_settings(config: Any, num_gpus: int) -> Iterator[tuple[str, Any, int]]:
+    """(in words, config, GPUs) of settings that need less memory, the nearest ones first."""
+    sections = [getattr(config, name) for name in worker_names(config)]
+    rows_together = 2 if isinstance(config, DPOConfig | RMConfig) else 1
+    longest = rows_together * longest_row(config)
+    half = min(section.max_length_per_device for section in sections) // 2
+    shorter: dict[str, Any] = {}
+    if half * min(section.sp_size for section in sections) >= longest:
+        shorter = {"max_length_per_device": half}
+    offload = {"offload_optimizer": True}
+    offload_all = {**offload, "offload_model": True}
+    tried = [config]
+    for keys in (shorter, offload, offload_all, {**offload_all, **shorter}):
+        changed = deepcopy(config)
+        for name in worker_names(config):
+            vars(getattr(changed, name)).update(keys)
+        if changed not in tried:
+            tried.append(changed)
+            prefix = worker_names(config)[0]  # the critic follows the actor
+            words = [f"{prefix}.{key}={str(value).lower()}" for key, value in keys.items()]
+            yield " ".join(words), changed, num_gpus
+    for factor in (2, 4, 8):
+        yield f"--gpus {num_gpus * factor}", config, num_gpus * factor
+
+
+def show(config: Any, plan: Plan, gpu_bytes: int) -> None:
+    """Prints the table."""
+    phases = totals(config, plan, gpu_bytes)
+    print(f"GiB on each of {plan.num_gpus} GPUs of {gpu_bytes / GIB:.1f} GiB, predicted:")
+    print("phase      trainer   engine      sum")
+    for phase, (trainer, engine) in phases.items():
+        numbers = (trainer, engine, trainer + engine)
+        print(f"{phase:8}" + "".join(f"{number / GIB:9.1f}" for number in numbers))
+    print(f"Add about {OUTSIDE_BYTES / GIB:.0f} for what is not a tensor: contexts, graphs, gaps.")
+    print(describe(phases, gpu_bytes), flush=True)
+
+
+def main() -> None:
+    """Prints the plan. Exits with status 1 if the job does not fit."""
+    arguments, words = read_options(sys.argv[1:])
+    trainer = words.pop(0) if words and words[0] in TRAINERS else "ppo"
+    os.environ["WORLD_SIZE"] = str(arguments.gpus)
+    config = parse(TRAINERS[trainer], words, elsewhere=ELSEWHERE)
+    gpu_bytes = int(arguments.gpu_memory * GIB)
+    plan = predict(config, arguments.gpus)
+    show(config, plan, gpu_bytes)
+    if fits(totals(config, plan, gpu_bytes), gpu_bytes):
+        return
+    print("Nearest settings, each predicted anew:")
+    for words_of_settings, changed, num_gpus in near_settings(config, arguments.gpus):
+        phases = totals(changed, predict(changed, num_gpus), gpu_bytes)
+        print(f"  {words_of_settings}: {describe(phases, gpu_bytes)}", flush=True)
+        if fits(phases, gpu_bytes):
+            break
+    sys.exit(1)
+
+
+def read_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of this command, and all other arguments, which are those of a trainer."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rl2 plan",
+        usage="%(prog)s [ppo | sft | dpo | rm] [--gpus N] [--gpu-memory GIB] key=value ...",
+        description="Predicts the memory of each phase of a job. It needs no GPU, no weights and "
+        "no data; the model is its config.json.",
+        allow_abbrev=False,
+    )
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    gib = USUAL_GPU_GIB
+    if torch.cuda.is_available():
+        gib = torch.cuda.get_device_properties(0).total_memory / GIB
+    parser.add_argument("--gpus", type=int, default=world_size, help="processes of the job")
+    parser.add_argument("--gpu-memory", type=float, default=gib, help="GiB of one GPU")
+    return parser.parse_known_args(words)
+
+
+if __name__ == "__main__":  # of Prediction
     write_plan(predict(*pickle.load(sys.stdin.buffer)))

@@ -37,7 +37,7 @@ from rl2.error_report import report_error
 from rl2.parallel.mesh import is_first_rank
 
 OPTIONS = {"--cfg": "job", "--config-dir": "DIR", "--config-name": "NAME"}  # each takes a value
-OPTIONS_HELP = "--help [SECTION | all], --cfg job, --config-dir DIR and --config-name NAME"
+OPTIONS_HELP = "--help [SECTION | all], --cfg job, --plan, --config-dir DIR and --config-name NAME"
 TORCHRUN_OPTION = r"--?(nproc|nnodes|node|standalone|master|rdzv|max.restarts|role|log.dir)"
 NEXT_ARGUMENT = r"-\D|[\w.]+="  # how an option or a key=value begins
 SECONDS_FOR_FIRST_RANK = 1.0  # to print the problems, which all find at about the same time
@@ -67,7 +67,12 @@ class Arguments(NamedTuple):
     warnings: list[str]
 
 
-def parse(root: type, argv: list[str], find_problems: FindProblems | None = None) -> Any:
+def parse(
+    root: type,
+    argv: list[str],
+    find_problems: FindProblems | None = None,
+    elsewhere: tuple[str, ...] = (),
+) -> Any:
     """The config that the arguments ask for, an instance of `root`.
 
     `root` is a key of VALIDATORS or a subclass of one, whose checks it has then.
@@ -75,7 +80,12 @@ def parse(root: type, argv: list[str], find_problems: FindProblems | None = None
     `--help` and `--cfg job` print and exit. If there are problems, rank 0 prints all of them and
     every rank exits with status 2. `find_problems(config)` tries what the config names, such as the
     data. It is called only if there are problems, to show all of them together.
+
+    `elsewhere` are the beginnings of keys whose problems do not count, for a job that will run on
+    another machine. Then nothing is warned of.
     """
+    if "--plan" in argv:
+        start_plan(root, argv)
     if {"-h", "--help"} & set(argv):
         show_help(root, argv)
     arguments = read_arguments(argv)
@@ -94,10 +104,23 @@ def parse(root: type, argv: list[str], find_problems: FindProblems | None = None
         print_and_exit(OmegaConf.to_yaml(config, resolve=True))
     config_problems, warnings = check_config(result, set_keys)
     problems += config_problems
+    if elsewhere:
+        problems = [problem for problem in problems if not problem.startswith(elsewhere)]
+        warnings = []
     if problems and find_problems:
         problems = add_new_problems(problems, find_problems(result))
     report(problems, arguments.warnings + warnings)
     return result
+
+
+def start_plan(root: type, argv: list[str]) -> NoReturn:
+    """Goes on as `python -m rl2 plan` of this trainer on rank 0; the other ranks end."""
+    if not is_first_rank():
+        sys.exit(0)
+    trainer = next(kind.__name__ for kind in root.__mro__ if kind in VALIDATORS)
+    command = ["-m", "rl2", "plan", trainer.removesuffix("Config").lower()]
+    rest = [word for word in argv if word != "--plan"]
+    os.execv(sys.executable, [sys.executable, *command, *rest])
 
 
 def add_new_problems(problems: list[str], by_key: dict[str, str]) -> list[str]:
@@ -499,7 +522,7 @@ def explain_common(root: type) -> str:
             lines.append(start + textwrap.shorten(short_help, space, placeholder=" ..."))
     lines += [
         f"All keys: --help SECTION, one of {', '.join(sections)}, or --help all",
-        "--cfg job prints the resolved config",
+        "--cfg job prints the resolved config; --plan predicts the memory of each phase",
         "--config-dir DIR --config-name NAME starts from a YAML file",
         "A value with spaces, commas, = or parentheses needs quotes in quotes: 'key=\"a value\"'",
     ]

@@ -16,9 +16,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 PLANNED_DEVICE = torch.device("cpu", 0)
+aten = torch.ops.aten
+INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 BLOCK_BYTES = 512  # torch's allocator rounds up to a multiple
 
 
@@ -82,23 +84,49 @@ class MemoryTracker(TorchDispatchMode):
         self._sizes[key] = size
 
 
+def _positions(indices: list[Tensor | None]) -> list[Tensor | None]:
+    """The indices with the positions of a mask in host memory in its place.
+
+    How many elements a mask on the planned device selects is not known.
+    """
+    positions: list[Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype != torch.bool or isinstance(index, FakeTensor):
+            positions.append(index)
+        else:
+            positions += index.nonzero().unbind(1)
+    return positions
+
+
 class PlannedDevice(MemoryTracker):
     """A context in which PLANNED_DEVICE is a device without memory, and counts its bytes.
 
-    Any number that is read from it is 1.
+    Any number that is read from it is 1. A planned CPU may use host memory directly.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__(PLANNED_DEVICE)
+        self.is_cpu = kind == "cpu"
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 1
+        if func in INDEXING:
+            indexed, indices, *values = args
+            args = (indexed, _positions(indices), *values)
+        if self.is_cpu and any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(args)):
+            args = tree_map_only(Tensor, self._from_host, args)
         # A tensor is made here, or copied here from host memory.
         is_new = kwargs.get("device") == self.device
         with self.fake if is_new else nullcontext():
             return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _from_host(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor | DTensor):
+            return tensor
+        with self.fake:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)

@@ -1,0 +1,80 @@
+"""Runs the phases of small jobs on the CPU for real and on a device without memory, and writes the
+bytes of both: `launch.py WORLD measured_memory.py MODEL OUTPUT.json`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rl2.commands.plan import predict, run_phases
+from rl2.config.schema import DPOConfig, PPOConfig, SFTConfig
+from rl2.memory_plan import Plan
+from rl2.parallel.mesh import init_distributed
+from rl2.parallel.planned_device import MemoryTracker
+
+LENGTH = 512  # tokens of a micro-batch
+# World size -> job -> (config, keys of the actor).
+JOBS = {
+    1: {
+        "ppo with critic and reference": (PPOConfig, {}),
+        "sft without checkpointing": (SFTConfig, {"gradient_checkpointing": False}),
+        "dpo with adapters": (DPOConfig, {"lora_rank": 4}),
+    },
+    2: {
+        "fsdp": (SFTConfig, {}),
+        "two copies": (SFTConfig, {"fsdp_size": 1}),
+        "ring": (SFTConfig, {"sp_size": 2}),
+        "tensor parallel": (SFTConfig, {"tp_size": 2}),
+    },
+}
+
+
+def make_config(kind: type, model: str, keys: dict):
+    config = kind()
+    sections = [config.actor]
+    config.data.max_length = LENGTH // 4
+    if kind is PPOConfig:
+        config.adv.estimator = "gae"
+        config.kl.coef = 0.1
+        config.kl.type = "loss"
+        config.rollout.train_sampling_params.max_new_tokens = LENGTH // 4
+        sections.append(config.critic)
+    for section in sections:
+        section.model_name = model
+        section.max_length_per_device = LENGTH
+        for key, value in keys.items():
+            setattr(section, key, value)
+    return config
+
+
+def bytes_of(plan: Plan) -> dict[str, int]:
+    """Bytes by phase. On a CPU `load` has the weights that rank 0 reads too, so it is left out."""
+    peaks = {phase: size for phase, size in plan.peaks.items() if phase != "load"}
+    return {**peaks, "steady": plan.steady}
+
+
+def main(model: str, output: str) -> None:
+    device = init_distributed()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    measured = {}
+    configs = {}
+    for job, (kind, keys) in JOBS[world].items():
+        configs[job] = make_config(kind, model, keys)
+        with MemoryTracker(device) as memory:
+            measured[job] = bytes_of(run_phases(configs[job], memory, device))
+    dist.destroy_process_group()
+    if rank > 0:
+        return
+    results = {}
+    for job, config in configs.items():
+        predicted = bytes_of(predict(config, world, kind=torch.device("cpu").type))
+        results[job] = {"predicted": predicted, "measured": measured[job]}
+    Path(output).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

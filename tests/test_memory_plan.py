@@ -1,0 +1,71 @@
+"""The memory plan: predicted bytes against those of real tensors."""
+
+import json
+import re
+
+import pytest
+from common import CONFIGS, launch, make_model, run
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "vocab_size": 1024,
+}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_predicted_bytes_are_those_of_a_real_run(tmp_path, world):
+    model = make_model(tmp_path / "model", "qwen3", **SIZES)
+    launch(world, "tests/measured_memory.py", model, tmp_path / "bytes.json")
+    jobs = json.loads((tmp_path / "bytes.json").read_text())
+    assert len(jobs) >= 3
+    for job, bytes_of in jobs.items():
+        assert bytes_of["predicted"].keys() == bytes_of["measured"].keys()
+        for phase, measured in bytes_of["measured"].items():
+            predicted = bytes_of["predicted"][phase]
+            print(f"{world} {job:32} {phase:8} {predicted:>12,} predicted {measured:>12,} measured")
+            assert predicted == pytest.approx(measured, rel=0.1), (job, phase)
+
+
+def make_large_config(folder) -> str:
+    """A folder with the config of a model of 0.2e9 weights, and without any."""
+    config = CONFIGS["qwen3"](
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=32000,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_command_says_what_fits_and_which_settings_would(tmp_path):
+    """It reads config.json alone, and the settings that it names fit when they are planned."""
+    model = make_large_config(tmp_path / "model")
+    arguments = [f"actor.model_name={model}", "actor.max_length_per_device=512"]
+    arguments += ["data.max_length=400", "data.path=nowhere.jsonl", "data.batch_size=8"]
+    gpu = ["--gpu-memory", "5"]  # 3 of them are for what is not a tensor
+    done = run("-m", "rl2", "plan", "sft", *gpu, *arguments, check=False)
+    assert done.returncode == 1, done.stderr
+    rows = dict(re.findall(r"^(\w+) +([\d.]+) +[\d.]+ +[\d.]+$", done.stdout, re.MULTILINE))
+    assert rows.keys() == {"load", "update", "step", "save"}
+    # 16 bytes a weight in the step, and 12 between steps.
+    assert float(rows["step"]) == pytest.approx(16 * 186.6e6 / 2**30, rel=0.1)
+    [(settings, verdict)] = re.findall(r"^  (.*): (.* fits, .*)$", done.stdout, re.MULTILINE)
+    assert settings == "--gpus 4"
+    again = run("-m", "rl2.trainer.sft", "--plan", *gpu, *arguments, *settings.split())
+    assert again.stdout.splitlines()[-1] == verdict
+
+
+def test_a_layout_that_is_refused_is_a_problem_of_the_plan_too(tmp_path):
+    model = make_large_config(tmp_path / "model")
+    arguments = [f"actor.model_name={model}", "actor.tp_size=3", "--gpus", "8"]
+    done = run("-m", "rl2", "plan", *arguments, check=False)
+    assert done.returncode == 2
+    assert "actor.tp_size=3 does not divide the 8 processes" in done.stderr
