@@ -126,6 +126,7 @@ class Worker:
             critic=critic,
             trainable=is_trained,
             gradient_checkpointing=is_trained and config.gradient_checkpointing,
+            compile=config.compile,
             lora_settings=self.lora_settings,
         )
         self.trained_parameters: dict[str, ShardedParameter] = {

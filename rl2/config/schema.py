@@ -92,6 +92,7 @@ FOLLOWED_KEYS = {
     f"critic.{name}": f"actor.{name}"
     for name in (
         "dtype",
+        "compile",
         "fsdp_size",
         "sp_size",
         "tp_size",
@@ -199,6 +200,11 @@ class WorkerConfig:
         "on a CPU",
         choices=("float32", "bfloat16"),
         only_if=WITH_LOGITS,
+    )
+    compile: bool = key(
+        False,
+        "compile the elementwise parts of the layers and of the head (torch.compile); the same up "
+        "to rounding, and the first step waits for the compiler",
     )
     fsdp_size: int = key(
         0,

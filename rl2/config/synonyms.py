@@ -112,6 +112,7 @@ VERL = {
     "actor.optim.clip_grad": "actor.max_grad_norm",
     "actor.optim.total_training_steps": "trainer.max_steps",
     "actor.grad_clip": "actor.max_grad_norm",
+    "actor.use_torch_compile": "actor.compile",
     "actor.ulysses_sequence_parallel_size": "actor.sp_size",
     "actor.fsdp_config.fsdp_size": "actor.fsdp_size",
     "actor.fsdp_config.param_offload": "actor.offload_model",
@@ -264,6 +265,7 @@ TRL = {
     "loss_type": f"{LOSS} | dpo.loss (sigmoid, ipo, hinge)",
     "entropy_coef": "actor.entropy",
     "max_tool_calling_iterations": "rollout.max_turns",
+    "torch_compile": "actor.compile (elementwise parts of layers and head)",
     "cast_lm_head_to_fp32": "actor.head_dtype (float32 is the default)",
     "label_smoothing": "dpo.label_smoothing",
     "center_rewards_coefficient": "rm.center",
@@ -368,8 +370,8 @@ ABSENT = {
         actor.model.fsdp_config.""",
     "bf16 or fp32 is chosen by actor.dtype": """fp16 fp16_full_eval bf16_full_eval tf32
         half_precision_backend fp16_opt_level""",
-    "kernels are chosen by torch": """torch_compile torch_compile_backend torch_compile_mode
-        actor.use_torch_compile use_cpu jit_mode_eval actor.use_fused_kernels
+    "kernels are chosen by torch": """torch_compile_backend torch_compile_mode use_cpu
+        jit_mode_eval actor.use_fused_kernels
         actor.entropy_from_logits_with_chunking actor.entropy_checkpointing actor.strategy
         critic.strategy trainer.device model.fused_kernel_options. parallelism_config""",
     "torchrun starts the processes": """trainer.nnodes trainer.n_gpus_per_node local_rank

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl2.model.fused import compiled
 from rl2.parallel.device import device_kind
 from rl2.parallel.tensor import sum_softmax
 
@@ -32,6 +33,7 @@ def head_scores(
     with_entropy: bool = False,
     group: dist.ProcessGroup | None = None,
     dtype: torch.dtype = torch.float32,
+    compile: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """hidden [P, E], weight [V, E], targets [P] -> (log-probabilities, entropies), [P] in fp32.
 
@@ -40,10 +42,11 @@ def head_scores(
     between 16 and 32 are multiples of 1/8.
 
     The entropy means nothing without `with_entropy`. With `group`, weight is this process's part of
-    the vocabulary; the parts are in order of rank.
+    the vocabulary; the parts are in order of rank. With `compile`, what is done with the logits is
+    one compiled kernel a chunk, forward and backward.
     """
     dtype = torch.promote_types(dtype, hidden.dtype)
-    return _Head.apply(hidden, weight, targets, temperature, with_entropy, group, dtype)
+    return _Head.apply(hidden, weight, targets, temperature, with_entropy, group, dtype, compile)
 
 
 class _Head(torch.autograd.Function):
@@ -56,55 +59,105 @@ class _Head(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, with_entropy, group, dtype):
-        num = len(hidden)
-        zeros = torch.zeros(num, device=hidden.device)
-        target_logit, total, weighted = zeros, zeros, zeros
-        top = zeros - torch.inf  # of the columns so far, like the sums over exp(z - top) beside it
+    def forward(ctx, hidden, weight, targets, temperature, with_entropy, group, dtype, compile):
+        target_logit = total = torch.zeros(len(hidden), device=hidden.device)
+        weighted = torch.zeros_like(total)
+        top = total - torch.inf  # of the columns so far, like the sums over exp(z - top) beside it
+        add_chunk = compiled(_add_chunk, 0) if compile else _add_chunk
         if group:  # targets become columns of our part; they may lie outside it
             targets = targets - len(weight) * dist.get_rank(group)
         for columns in _chunks(hidden, weight):
             logits = _logits(hidden, weight[columns], temperature, dtype)
             index, is_here = _targets_within(targets, columns)
             target_logit = target_logit + logits.gather(1, index).squeeze(1) * is_here
-            old_top, top = top, torch.maximum(top, logits.amax(1))
-            scale = (old_top - top).exp()
-            # Only the entropy needs the logits again; without it their memory is reused.
-            shifted = logits - top[:, None] if with_entropy else logits.sub_(top[:, None])
-            exp = shifted.exp_()
-            total = total * scale + exp.sum(1)
-            if with_entropy:
-                weighted = weighted * scale + exp.mul_(logits).sum(1)
+            top, total, weighted = add_chunk(logits, top, total, weighted, with_entropy, compile)
         lse = total.log() + top
         mean = weighted / total  # sum p z, the mean logit
         if group:
             lse, target_logit, mean = sum_softmax(lse, target_logit, mean, group)
         entropy = lse - mean
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        ctx.settings = (temperature, with_entropy, group, dtype)
+        ctx.settings = (temperature, with_entropy, group, dtype, compile)
         return target_logit - lse, entropy
 
     @staticmethod
     def backward(ctx, d_logps, d_entropy):
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
-        temperature, with_entropy, group, dtype = ctx.settings
+        temperature, with_entropy, group, dtype, compile = ctx.settings
+        gradient_of_chunk = compiled(_gradient_of_chunk, 0) if compile else _gradient_of_chunk
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # None: frozen
         for columns in _chunks(hidden, weight):
-            log_p = _logits(hidden, weight[columns], temperature, dtype).sub_(lse[:, None])
-            d_logits = _gradient_of_all_logits(
-                log_p, d_logps[:, None], d_entropy[:, None], entropy[:, None], with_entropy
-            )
+            logits = _logits(hidden, weight[columns], temperature, dtype)
             index, is_here = _targets_within(targets, columns)
-            d_logits.scatter_add_(1, index, (d_logps * is_here)[:, None])
-            # The gradients end in the type of the weights, so their products need no more.
-            d_logits = d_logits.div_(temperature).to(hidden.dtype)
+            d_logits = gradient_of_chunk(
+                logits,
+                lse,
+                entropy,
+                d_logps,
+                d_entropy,
+                index,
+                d_logps * is_here,
+                with_entropy,
+                temperature,
+                hidden.dtype,
+                compile,
+            )
             d_hidden += d_logits @ weight[columns]
             if d_weight is not None:
                 d_weight[columns] = d_logits.T @ hidden
         if group:
             dist.all_reduce(d_hidden, group=group)
-        return d_hidden.to(hidden.dtype), d_weight, None, None, None, None, None
+        return d_hidden.to(hidden.dtype), d_weight, None, None, None, None, None, None
+
+
+def _add_chunk(logits, top, total, weighted, with_entropy, compile) -> tuple[Tensor, ...]:
+    """(top, total, weighted) [P] of the columns so far and of the logits [P, columns].
+
+    They are the largest logit, the sum of exp(z - top), and the sum of z exp(z - top), which means
+    nothing without the entropy. Unless the function is compiled the logits may be overwritten.
+    """
+    new_top = torch.maximum(top, logits.amax(1))
+    scale = (top - new_top).exp()
+    # Only the entropy needs the logits again; without it their memory is reused.
+    keeps_logits = with_entropy or compile
+    shifted = logits - new_top[:, None] if keeps_logits else logits.sub_(new_top[:, None])
+    exp = shifted.exp_()
+    total = total * scale + exp.sum(1)
+    if with_entropy:
+        weighted = weighted * scale + exp.mul_(logits).sum(1)
+    return new_top, total, weighted
+
+
+def _gradient_of_chunk(
+    logits,
+    lse,
+    entropy,
+    d_logps,
+    d_entropy,
+    index,
+    d_target,
+    with_entropy,
+    temperature,
+    dtype,
+    compile,
+) -> Tensor:
+    """The gradient of the products [P, columns] of a chunk, from statistics and gradients [P].
+
+    `index` [P, 1] is the target's column and `d_target` [P] its gradient, 0 where the target is in
+    another chunk. Unless the function is compiled the logits are overwritten.
+    """
+    log_p = logits - lse[:, None] if compile else logits.sub_(lse[:, None])
+    d_logits = _gradient_of_all_logits(
+        log_p, d_logps[:, None], d_entropy[:, None], entropy[:, None], with_entropy
+    )
+    if compile:  # what a compiled function scatters needs two kernels more
+        is_target = torch.arange(logits.shape[1], device=logits.device) == index
+        d_logits = d_logits + is_target * d_target[:, None]
+    else:
+        d_logits.scatter_add_(1, index, d_target[:, None])
+    # The gradients end in the type of the weights, so their products need no more.
+    return (d_logits if temperature == 1.0 else d_logits.div_(temperature)).to(dtype)
 
 
 def _gradient_of_all_logits(log_p, d_logps, d_entropy, entropy, with_entropy) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rl2.batch import Pack
+from rl2.model.fused import fuse
 from rl2.model.head import head_scores, logit_divisor
 from rl2.parallel.ring import PackedAttention, Ring
 
@@ -46,6 +47,7 @@ class TokenModel(nn.Module):
         tp: dist.ProcessGroup | None = None,
         export_dtype: torch.dtype = torch.float32,
         head_dtype: torch.dtype = torch.float32,
+        compile: bool = False,
     ):
         super().__init__()
         self.hf: Any = hf
@@ -53,6 +55,9 @@ class TokenModel(nn.Module):
         self.tp = tp
         self.export_dtype = export_dtype
         self.head_dtype = head_dtype
+        self.compile_head = compile
+        if compile:
+            fuse(hf)
         self.attention_cost = attention_cost(hf)
         self.is_critic = hf.get_output_embeddings() is None
         self.logit_divisor = logit_divisor(hf.config)
@@ -82,6 +87,7 @@ class TokenModel(nn.Module):
             with_entropy,
             self.tp,
             self.head_dtype,
+            self.compile_head,
         )
         return TokenScores(logps=logps, entropy=entropy if with_entropy else None)
 
