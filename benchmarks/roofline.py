@@ -250,6 +250,8 @@ def moved_bytes(func, inputs: list[Tensor], outputs: list[Tensor]) -> float:
     sizes = [_bytes(tensor) for tensor in on_device]
     if name == "_fused_adamw_":
         return sum(sizes) * 7 / 4  # parameter, gradient and two moments; all but the gradient back
+    if name == "all_gather_copy_in":  # into this rank's part of the largest argument
+        return 2 * (sum(sizes) - max(sizes))
     written = sum(_bytes(tensor) for tensor in outputs if tensor.device.type == "cuda")
     if name in INDEXED and sizes:
         rest = sum(sizes) - max(sizes)

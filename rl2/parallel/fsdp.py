@@ -1,6 +1,7 @@
 """FSDP2: how a model is cut over the processes, and how one full copy of its weights gets there."""
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -59,6 +60,11 @@ def shard(
             reshard_after_forward=is_recomputed or mesh.fsdp.size(-1) > 1,
         )
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy)
+    # The next layer is gathered before this one computes, so that a host which is barely ahead of
+    # the device, as with small models, does not keep the network waiting. In the backward pass FSDP
+    # does so by itself.
+    for module, following in pairwise([model, *layers]):
+        module.set_modules_to_forward_prefetch([following])
 
 
 def reshard(model: nn.Module) -> None:
