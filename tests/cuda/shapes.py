@@ -44,6 +44,21 @@ SHAPES = {
         "head_dim": 32,
         "vocab_size": 1024,
     },
+    # One of its two layers sees 48 tokens.
+    "small-windows": {
+        "family": "qwen2",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 32,
+        "vocab_size": 1024,
+        "use_sliding_window": True,
+        "sliding_window": 48,
+        "max_window_layers": 1,
+        "tie_word_embeddings": False,
+    },
 }
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 

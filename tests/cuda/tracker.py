@@ -22,8 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import rl2
+
 aten = torch.ops.aten
-PACKAGE = str(Path(__file__).resolve().parents[2] / "rl2")
+PACKAGE = str(Path(rl2.__file__).parent)
+COPY_HELPERS = f"{PACKAGE}/parallel/device.py"  # a wait is told by the line that calls them
 ALLOCATION_BYTES = 512  # CUDA's allocator gives multiples of it
 # In host memory integers, and up to so many floats, are real, since the host computes with them.
 # The others have no data.
@@ -38,6 +41,7 @@ SIZE_FROM_DEVICE = {
     aten.repeat_interleave.Tensor,
     aten.equal.default,
 }
+# With a mask these ask for the positions in it, unless they only fill in one number of the host.
 INDEXING = {
     aten.index.Tensor,
     aten.index_put.default,
@@ -243,7 +247,8 @@ class Tracker(TorchDispatchMode):
         elif func in SIZE_FROM_DEVICE:
             self.wait(name)
         elif func in INDEXING and any(_is_mask(tensor) for tensor in inputs):
-            self.wait(f"{name} with a mask")
+            if not (name.startswith("index_put") and _is_number(args[2])):
+                self.wait(f"{name} with a mask")
         if name.startswith(SAME_DEVICE) and func not in COPIES:
             places = {str(tensor.device) for tensor in inputs}
             if len(places) > 1:
@@ -280,6 +285,10 @@ def _is_mask(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.bool, torch.uint8) and tensor.ndim > 0
 
 
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.numel() == 1
+
+
 def _is_for_host(inputs, kwargs, args, func) -> bool:
     """Whether an operator has only real tensors of the host and gives such tensors."""
     device = kwargs.get("device")
@@ -308,7 +317,7 @@ def _place_in_package() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(PACKAGE):
+        if file.startswith(PACKAGE) and file != COPY_HELPERS:
             return f"{file.removeprefix(PACKAGE + '/')}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
