@@ -134,6 +134,23 @@ class Checkpoints:
             _set_random_states(random_states)
 
 
+def export_optimizer(optimizer: Resumable, folder: str) -> None:
+    """Writes the optimizer's state to `folder`/optimizer. All processes must call."""
+    state = {"optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=f"{folder}/optimizer", no_dist=is_single_process())
+
+
+def import_optimizer(optimizer: Resumable, folder: str) -> None:
+    """Reads what `export_optimizer` wrote to `folder`; `folder` may also be that sub-folder itself.
+    All processes must call.
+    """
+    if Path(folder, "optimizer").is_dir():
+        folder = f"{folder}/optimizer"
+    state = {"optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder, no_dist=is_single_process())
+    optimizer.load_state_dict(state["optimizer"])
+
+
 def _find_problem(stage: Callable[[], None]) -> str:
     """Runs a stage of a save on every process. Returns the first problem of all processes, or "".
 

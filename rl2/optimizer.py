@@ -1,63 +1,97 @@
-"""The optimizer of a worker: AdamW, its learning rate, the gradient's norm, and the step whose
-state is in host memory.
-"""
+"""The optimizer of a worker: AdamW, its learning rate and the gradient's norm."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.optim.adamw import adamw
 
-from rl2.parallel.mesh import all_reduce_sum_, is_single_process
+from rl2.parallel.mesh import all_reduce_sum_
+from rl2.parallel.offload import (
+    as_sharded,
+    local_shard,
+    visit_device,
+    wait_for_copies,
+    zeros_like_all,
+)
 
 # A parameter of a model that FSDP2 shards: an nn.Parameter that is a DTensor, as its gradient is.
 ShardedParameter = Any
-# Optimizer state that is on the device at a time while all of it lives in host memory, in bytes.
-DEVICE_STATE_BYTES = 2**31
-# Entries are named after parameters, so that another layout may group the parameters differently.
-BY_PARAMETER_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
-
-# (model, optimizer, state) restores what `optimizer_state` returned.
-load_optimizer_state = partial(set_optimizer_state_dict, options=BY_PARAMETER_NAME)
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's sharded state, for a checkpoint. The next update is the same without it."""
-    read_state = partial(get_optimizer_state_dict, model, optimizer, options=BY_PARAMETER_NAME)
-    if not optimizer.state:
-        # Before the first update torch fills the state by a step whose gradients are 0. This step
-        # must not count: Adam's first steps are scaled by their number.
-        read_state()
-        for moments in optimizer.state.values():
-            moments["step"].zero_()
-    return read_state()
+class AdamW:
+    """AdamW (Loshchilov & Hutter, 2019, arXiv:1711.05101) on this process's shards of parameters.
 
+    The moments exist from the start, on the device of the parameters or in host memory.
+    """
 
-def make_adamw(
-    parameters: Iterable[ShardedParameter], lr: float, weight_decay: float
-) -> torch.optim.Optimizer:
-    """AdamW over sharded parameters, grouped by the number of axes of their mesh."""
-    groups: dict[int, list[ShardedParameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(parameter.device_mesh.ndim, []).append(parameter)
-    # Fused even on the CPU: one pass over the memory instead of ten. It takes parameters of one
-    # mesh at a time.
-    return torch.optim.AdamW(
-        [{"params": groups[ndim]} for ndim in sorted(groups)],
-        lr=lr,
-        weight_decay=weight_decay,
-        fused=True,
-    )
+    def __init__(
+        self,
+        parameters: dict[str, ShardedParameter],
+        weight_decay: float,
+        in_host_memory: bool = False,
+    ):
+        self.parameters = parameters
+        self.weight_decay = weight_decay
+        self.in_host_memory = in_host_memory
+        self.num_steps = 0
+        shards = [local_shard(parameter) for parameter in parameters.values()]
+        self.moments = {  # name of the moment -> name of the parameter -> shard
+            key: dict(zip(parameters, zeros_like_all(shards, in_host_memory), strict=True))
+            for key in ("exp_avg", "exp_avg_sq")  # torch's names
+        }
+
+    def step(self, lr: float) -> None:
+        """Changes the parameters by their gradients, with the learning rate `lr`."""
+        shards = [local_shard(parameter) for parameter in self.parameters.values()]
+        gradients = [local_shard(parameter.grad) for parameter in self.parameters.values()]
+        moments = [list(shard_of.values()) for shard_of in self.moments.values()]
+        change = partial(self._change, lr)
+        if self.in_host_memory:
+            visit_device(change, [shards, gradients], moments)
+        else:
+            change(shards, gradients, *moments)
+        self.num_steps += 1
+
+    def _change(self, lr: float, shards, gradients, exp_avgs, exp_avg_sqs) -> None:
+        """One step of these shards, lists of tensors."""
+        steps = torch.full((len(shards),), float(self.num_steps), device=shards[0].device)
+        adamw(
+            shards,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
+            max_exp_avg_sqs=[],
+            state_steps=list(steps.unbind()),  # torch counts up these copies
+            fused=True,  # even on the CPU: one pass over the memory instead of ten
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.999,
+            lr=lr,
+            weight_decay=self.weight_decay,
+            eps=1e-8,
+            maximize=False,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sharded state by the names that torch gives it in a checkpoint."""
+        entries: dict[str, Any] = {}
+        for name, parameter in self.parameters.items():
+            wait_for_copies(parameter.device)
+            entries[f"state.{name}.step"] = torch.tensor(float(self.num_steps))
+            for key, shard_of in self.moments.items():
+                entries[f"state.{name}.{key}"] = as_sharded(shard_of[name], parameter)
+        return entries
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned, in the same memory."""
+        for key, entry in self.state_dict().items():
+            entry.copy_(state[key])
+            if key.endswith(".step"):  # the same number for all parameters
+                self.num_steps = int(entry)
 
 
 def schedule(done: int, total: int, warmup_ratio: float, kind: str) -> float:
@@ -78,17 +112,20 @@ def schedule(done: int, total: int, warmup_ratio: float, kind: str) -> float:
     return factors[kind]
 
 
-def gradient_norm(parameters: Iterable[ShardedParameter], device: torch.device) -> float:
+def gradient_norm(parameters: Iterable[ShardedParameter]) -> float:
     """The norm of the gradient over all parameters and all processes. All processes must call.
 
     A shard that several processes hold counts once: each of them adds its square times shards /
     processes.
     """
-    square = torch.zeros((), dtype=torch.float64, device=device)
+    gradients = []
+    shards = []
     for parameter in parameters:
-        local = parameter.grad.to_local()
-        square += local.norm().double().square() * _num_shards(parameter) / dist.get_world_size()
-    return all_reduce_sum_(square).sqrt().item()
+        gradients.append(local_shard(parameter.grad))
+        shards.append(_num_shards(parameter))
+    squares = torch.stack(torch._foreach_norm(gradients)).double().square()
+    counted = torch.stack(torch._foreach_mul(squares.unbind(), shards)) / dist.get_world_size()
+    return all_reduce_sum_(counted.sum()).sqrt().item()
 
 
 def _num_shards(parameter: ShardedParameter) -> int:
@@ -100,65 +137,5 @@ def _num_shards(parameter: ShardedParameter) -> int:
 
 def clip_gradient_(parameters: Iterable[ShardedParameter], norm: float, max_norm: float) -> None:
     """Scales the gradient, whose norm is `norm`, down to `max_norm`, in place."""
-    gradients = [parameter.grad.to_local() for parameter in parameters]
+    gradients = [local_shard(parameter.grad) for parameter in parameters]
     torch._foreach_mul_(gradients, min(1.0, max_norm / (norm + 1e-6)))
-
-
-def step_from_host_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """A step of an optimizer whose state lives in host memory.
-
-    The state visits the device a few parameters at a time, and only these have a gradient then. The
-    result is exact, since the step of one parameter reads no other.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = {parameter: parameter.grad for parameter in parameters}
-    for parameter in parameters:
-        parameter.grad = None
-    for part in _parts(parameters):
-        states = [optimizer.state[parameter] for parameter in part]
-        _move_states(states, device)
-        for parameter in part:
-            parameter.grad = gradients[parameter]
-        optimizer.step()
-        for parameter in part:
-            parameter.grad = None
-        _move_states(states, torch.device("cpu"))
-
-
-def _parts(parameters) -> Iterator[list[ShardedParameter]]:
-    """The parameters in parts, each closed when its state reaches DEVICE_STATE_BYTES."""
-    part = []
-    state_bytes = 0
-    for parameter in parameters:
-        part.append(parameter)
-        state_bytes += 2 * parameter.to_local().nbytes  # AdamW has two moments
-        if state_bytes >= DEVICE_STATE_BYTES:
-            yield part
-            part = []
-            state_bytes = 0
-    if part:
-        yield part
-
-
-def _move_states(states, device):
-    for state in states:
-        for key, value in state.items():
-            if key != "step":  # a counter, which stays in host memory
-                state[key] = value.to(device)
-
-
-def export_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
-    """Writes the optimizer's state to `folder`/optimizer. All processes must call."""
-    state = {"optimizer": optimizer_state(model, optimizer)}
-    dcp.save(state, checkpoint_id=f"{folder}/optimizer", no_dist=is_single_process())
-
-
-def import_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
-    """Reads what `export_optimizer` wrote to `folder`; `folder` may also be that sub-folder itself.
-    All processes must call.
-    """
-    if Path(folder, "optimizer").is_dir():
-        folder = f"{folder}/optimizer"
-    state = {"optimizer": optimizer_state(model, optimizer)}
-    dcp.load(state, checkpoint_id=folder, no_dist=is_single_process())
-    load_optimizer_state(model, optimizer, state["optimizer"])

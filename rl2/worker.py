@@ -16,27 +16,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl2.batch import Batch
+from rl2.checkpoints import export_optimizer, import_optimizer
 from rl2.error_report import writing
 from rl2.model import lora
 from rl2.model.load import load_model
 from rl2.model.lora import LoraSettings
+from rl2.model.save import save_model
 from rl2.model.token_model import TokenScores
-from rl2.optimizer import (
-    ShardedParameter,
-    clip_gradient_,
-    export_optimizer,
-    gradient_norm,
-    import_optimizer,
-    load_optimizer_state,
-    make_adamw,
-    optimizer_state,
-    schedule,
-    step_from_host_memory,
-)
+from rl2.optimizer import AdamW, ShardedParameter, clip_gradient_, gradient_norm, schedule
 from rl2.packing import pack, plan_micro_batches, unpack, zigzag
-from rl2.parallel.device import columns_to_device, copy_to_device, device_kind
+from rl2.parallel.device import (
+    columns_to_device,
+    compute_dtype,
+    copy_to_device,
+    device_kind,
+)
 from rl2.parallel.fsdp import persistent_buffers, reshard
 from rl2.parallel.mesh import all_reduce_sum_, differentiable_all_reduce, make_mesh
+from rl2.parallel.offload import WeightMemory
 from rl2.parallel.tensor import all_reduce_partial_gradients
 
 if TYPE_CHECKING:
@@ -47,22 +44,6 @@ if TYPE_CHECKING:
 # the whole batch, so that the sums over all micro-batches and processes are the means that the user
 # asked for, however the batch is split.
 Loss = Callable[[Batch, TokenScores], tuple[Tensor, dict[str, Tensor]]]
-
-
-def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype called `name`; `auto` is bf16 where the machine is fast at it, fp32 elsewhere."""
-    if name == "float32" and device_kind(device) == "cuda":
-        raise ValueError(
-            "dtype=float32: attention on GPUs computes in bfloat16 only; leave dtype=auto"
-        )
-    if name != "auto":
-        return getattr(torch, name)
-    is_fast_at_bf16 = (
-        device_kind(device) == "cuda"
-        or torch.cpu._is_avx512_bf16_supported()
-        or torch.cpu._is_amx_tile_supported()
-    )
-    return torch.bfloat16 if is_fast_at_bf16 else torch.float32
 
 
 @dataclass
@@ -134,14 +115,15 @@ class Worker:
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad
         }
-        self.offload()
-        self.optimizer: Any = None  # a torch.optim.Optimizer unless the model is frozen
+        offload_model = config.offload_model and device_kind(device) != "cpu"
+        self.memory = WeightMemory(self.model, in_host_memory=offload_model)
+        self.optimizer: Any = None  # an AdamW unless the model is frozen
         if is_trained:
-            self.optimizer = make_adamw(
-                self.trained_parameters.values(), config.lr, config.weight_decay
+            self.optimizer = AdamW(
+                self.trained_parameters, config.weight_decay, config.offload_optimizer
             )
             if config.optimizer_dir:
-                import_optimizer(self.model, self.optimizer, config.optimizer_dir)
+                import_optimizer(self.optimizer, config.optimizer_dir)
 
     @torch.no_grad()
     def infer(
@@ -151,19 +133,18 @@ class Worker:
 
         A critic gives `values`; other models give `logps`, and `entropy` if asked.
         """
-        self.onload()
         names = ["values"] if self.model.is_critic else ["logps"]
         if with_entropy and not self.model.is_critic:
             names.append("entropy")
         columns = {name: torch.zeros(batch.mask.shape, device=self.mesh.device) for name in names}
         budget = self.config.max_inference_length_per_device or self.config.max_length_per_device
-        for rows in self._micro_batches(batch, budget):
-            scores = self._score(batch.select(rows), temperature, with_entropy)
-            index = copy_to_device(torch.tensor(rows, dtype=torch.int64), self.mesh.device)
-            for name, column in columns.items():
-                column[index] = getattr(scores, name)
-        reshard(self.model)
-        self.offload()
+        with self.memory.on_device():
+            for rows in self._micro_batches(batch, budget):
+                scores = self._score(batch.select(rows), temperature, with_entropy)
+                index = copy_to_device(torch.tensor(rows, dtype=torch.int64), self.mesh.device)
+                for name, column in columns.items():
+                    column[index] = getattr(scores, name)
+            reshard(self.model)
         columns = {name: self._sum_over_processes(column) for name, column in columns.items()}
         return TokenScores(**columns)
 
@@ -191,27 +172,27 @@ class Worker:
         Neither the number of processes nor the micro-batches change the gradient, see `Loss`. With
         `keep_groups_together` the loss sees all rows of a group at once, one behind the other.
         """
-        self.onload()
         totals: dict[str, Tensor] = {}
         budget = self.config.max_length_per_device
         micro_batches = self._micro_batches(batch, budget, keep_groups_together)
         fsdp_model: Any = self.model
-        for i, rows in enumerate(micro_batches, start=1):
-            micro_batch = batch.select(rows)
-            # Several copies of the model sum their gradients once, after the last micro-batch.
-            fsdp_model.set_requires_all_reduce(i == len(micro_batches))
-            scores = self._score(micro_batch, temperature, with_entropy)
-            # The processes of a ring computed different columns; each goes on with whole sequences.
-            scores = scores.map(partial(differentiable_all_reduce, group=self.mesh.sp))
-            loss, metrics = loss_fn(columns_to_device(micro_batch, self.mesh.device), scores)
-            # FSDP averages the gradients of its processes; this factor makes the average a sum.
-            (loss * self.mesh.fsdp.size()).backward()
-            for name, value in {"loss": loss.detach(), **metrics}.items():
-                value = value.float() * self.mesh.reports_metrics
-                totals[name] = totals.get(name, 0.0) + value
-        sums = self._sum_metrics(totals)
-        norm, lr = self._step()
-        self.offload()
+        with self.memory.on_device(changes=True):
+            for i, rows in enumerate(micro_batches, start=1):
+                micro_batch = batch.select(rows)
+                # Copies of the model sum their gradients once, after the last micro-batch.
+                fsdp_model.set_requires_all_reduce(i == len(micro_batches))
+                scores = self._score(micro_batch, temperature, with_entropy)
+                # The processes of a ring computed different columns; each goes on with whole
+                # sequences.
+                scores = scores.map(partial(differentiable_all_reduce, group=self.mesh.sp))
+                loss, metrics = loss_fn(columns_to_device(micro_batch, self.mesh.device), scores)
+                # FSDP averages the gradients of its processes; this factor makes it a sum.
+                (loss * self.mesh.fsdp.size()).backward()
+                for name, value in {"loss": loss.detach(), **metrics}.items():
+                    value = value.float() * self.mesh.reports_metrics
+                    totals[name] = totals.get(name, 0.0) + value
+            sums = self._sum_metrics(totals)
+            norm, lr = self._step()
         return UpdateResult(
             loss=sums.pop("loss"),
             grad_norm=norm,
@@ -224,14 +205,15 @@ class Worker:
         """Every parameter by its Hugging Face name, whole and in `dtype`, one at a time.
 
         Adapters are merged in. The buffers that belong to the weights follow, in their own dtype.
+        Of a model in host memory only one weight at a time is on the device.
         All processes must iterate to the end.
         """
-        self.onload()
-        for name, weight in lora.merged(self.model.hf):
-            whole: Any = weight.to(dtype)
-            yield name, whole.full_tensor()
+        for name, weight in lora.merged(self.model.hf, self.memory.read):
+            shard: Any = weight.to(dtype)
+            del weight  # which may be a copy: its memory is free before the next one is read
+            yield name, shard.full_tensor()
+            del shard
         yield from persistent_buffers(self.model.hf)
-        self.offload()
 
     def export(self, folder: str, tokenizer: Any, with_optimizer: bool = False) -> None:
         """Writes the model as a Hugging Face folder. All processes must call.
@@ -240,54 +222,33 @@ class Worker:
         to `folder`/optimizer, which the key `optimizer_dir` reads.
         """
         with writing(folder):
+            weights = self.iter_full_weights(self.model.export_dtype)
+            save_model(folder, self.model, weights, tokenizer)
             if self.lora_settings is not None:
-                self.onload()
-                lora.save(self.model.hf, f"{folder}/adapter", self.config.model_name)
-            full = {}
-            for name, weight in self.iter_full_weights(self.model.export_dtype):
-                if dist.get_rank() == 0:
-                    full[name] = weight.cpu()
-            if dist.get_rank() == 0:
-                self._save_pretrained(folder, full, tokenizer)
+                lora.save(
+                    self.model.hf, f"{folder}/adapter", self.config.model_name, self.memory.read
+                )
             if with_optimizer:
-                export_optimizer(self.model, self.optimizer, folder)
+                export_optimizer(self.optimizer, folder)
         dist.barrier()
-
-    def _save_pretrained(self, folder, full, tokenizer):
-        hf = self.model.hf
-        if self.model.is_critic:
-            # transformers reads the value at the last token that is not this one.
-            hf.config.pad_token_id = tokenizer.pad_token_id
-        hf.save_pretrained(folder, state_dict=full)
-        hf.config.dtype = self.model.export_dtype  # save_pretrained wrote that of our parameters
-        hf.config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
 
     def state_dict(self) -> dict[str, Any]:
         """The sharded state that a resumed run needs: trained weights, optimizer and version."""
-        weights = {name: parameter.detach() for name, parameter in self.trained_parameters.items()}
+        weights = {}
+        for name, parameter in self.trained_parameters.items():
+            weights[name] = self.memory.state(parameter)
         return {
             "model": weights,
-            "optimizer": optimizer_state(self.model, self.optimizer),
+            "optimizer": self.optimizer.state_dict(),
             "version": self.version,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned."""
-        # Not strict: weights that are frozen or tied are not in the state.
-        self.model.load_state_dict(state["model"], strict=False)
-        load_optimizer_state(self.model, self.optimizer, state["optimizer"])
+        for name, parameter in self.trained_parameters.items():
+            self.memory.state(parameter).copy_(state["model"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.version = state["version"]
-
-    def onload(self) -> None:
-        """Moves the model to the device, if it is not there."""
-        if device_kind(self.mesh.device) != "cpu":
-            self.model.to(self.mesh.device)
-
-    def offload(self) -> None:
-        """Moves the model to host memory if the config asks for it."""
-        if self.config.offload_model and device_kind(self.mesh.device) != "cpu":
-            self.model.to("cpu")
 
     def _micro_batches(self, batch, budget, keep_groups_together=False) -> list[list[int]]:
         """The rows of each micro-batch on this process.
@@ -340,19 +301,14 @@ class Worker:
         parameters = self.trained_parameters.values()
         if self.mesh.tp is not None:
             all_reduce_partial_gradients(self.model.hf, self.mesh.tp.get_group())
-        norm = gradient_norm(parameters, self.mesh.device)
+        norm = gradient_norm(parameters)
         lr = config.lr * schedule(
             self.version, self.num_updates, config.warmup_ratio, config.scheduler
         )
         if math.isfinite(norm):
             clip_gradient_(parameters, norm, config.max_grad_norm)
-            for group in self.optimizer.param_groups:
-                # The group of a checkpoint has the weight decay of the run that wrote it.
-                group.update(lr=lr, weight_decay=config.weight_decay)
-            if config.offload_optimizer:
-                step_from_host_memory(self.optimizer, self.mesh.device)
-            else:
-                self.optimizer.step()
+            self.optimizer.step(lr)
             self.version += 1
-        self.optimizer.zero_grad()
+        for parameter in parameters:
+            parameter.grad = None
         return norm, lr

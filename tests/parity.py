@@ -116,10 +116,21 @@ def two_steps(name, critic, device, batch, **changes):
     }
 
 
+class Sgd:
+    """Plain gradient descent."""
+
+    def __init__(self, parameters):
+        self.parameters = parameters
+
+    @torch.no_grad()
+    def step(self, lr):
+        for parameter in self.parameters:
+            parameter -= lr * parameter.grad
+
+
 def use_sgd(worker):
-    """Gives the worker plain gradient descent, one group a parameter: AdamW hides wrong scales."""
-    groups = [{"params": [parameter]} for parameter in worker.model.parameters()]
-    worker.optimizer = torch.optim.SGD(groups, lr=worker.config.lr)
+    """Gives the worker plain gradient descent: AdamW hides wrong scales."""
+    worker.optimizer = Sgd(list(worker.trained_parameters.values()))
 
 
 def main(name, out, family):

@@ -23,13 +23,13 @@ from parity import (
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rl2 import optimizer
 from rl2.batch import Sample, collate
+from rl2.checkpoints import export_optimizer
 from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
 from rl2.model.token_model import TokenScores
-from rl2.optimizer import export_optimizer, schedule
-from rl2.parallel import ring
+from rl2.optimizer import AdamW, schedule
+from rl2.parallel import offload, ring
 from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
@@ -182,7 +182,7 @@ def test_saving_before_the_first_update_changes_nothing(tmp_path, device):
         return full_weights(worker)
 
     def export(worker):
-        export_optimizer(worker.model, worker.optimizer, str(tmp_path / "export"))
+        export_optimizer(worker.optimizer, str(tmp_path / "export"))
 
     expected = weights_after_two_updates()
     for weights in (
@@ -303,34 +303,37 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path, device):
 
 
 def test_a_step_in_parts_is_the_same_step(tmp_path, monkeypatch, device):
-    """With offload_optimizer, AdamW updates a few parameters at a time and gives the same bits.
+    """With offload_optimizer, AdamW updates a piece at a time and gives the same bits.
 
-    The state is saved and restored between the updates.
+    The largest weights are cut. The state is saved and restored between the updates.
     """
     name = make_model(tmp_path / "model")
     batch = make_batch()
-    part_sizes = []
-    monkeypatch.setattr(optimizer, "DEVICE_STATE_BYTES", 20_000)
-    move_states = optimizer._move_states
+    limit = 1024  # elements of a piece; two pieces of two moments in fp32 are on the device
+    monkeypatch.setattr(offload, "VISITING_BYTES", limit * 2 * 2 * 4)
+    pieces = []
+    change = AdamW._change
 
-    def count_and_move(states, device):
-        part_sizes.append(len(states))
-        move_states(states, device)
+    def count_and_change(self, lr, shards, *others):
+        pieces.append([shard.numel() for shard in shards])
+        change(self, lr, shards, *others)
 
-    monkeypatch.setattr(optimizer, "_move_states", count_and_move)
+    monkeypatch.setattr(AdamW, "_change", count_and_change)
     updates = {}
     weights = {}
-    for offload in (False, True):
-        config = worker_config(name, offload_optimizer=offload, lr=0.01, weight_decay=0.1)
+    for offload_optimizer in (False, True):
+        pieces.clear()
+        config = worker_config(name, offload_optimizer=offload_optimizer, lr=0.01, weight_decay=0.1)
         worker = Worker(config, device, False, 4)
-        updates[offload] = [worker.update(batch, policy_loss, with_entropy=True) for _ in range(2)]
+        results = [worker.update(batch, policy_loss, with_entropy=True) for _ in range(2)]
         worker.load_state_dict(worker.state_dict())
-        updates[offload] += [worker.update(batch, policy_loss, with_entropy=True) for _ in range(2)]
+        results += [worker.update(batch, policy_loss, with_entropy=True) for _ in range(2)]
         assert all(parameter.grad is None for parameter in worker.model.parameters())
-        weights[offload] = full_weights(worker)
-    num = len(list(worker.model.parameters()))
-    assert len(part_sizes) > 4 * 2 * 3, "there are several parts"
-    assert sum(part_sizes) == 4 * 2 * num, "each parameter once in, once out"
+        updates[offload_optimizer] = results
+        weights[offload_optimizer] = full_weights(worker)
+    sizes = [parameter.numel() for parameter in worker.model.parameters()]
+    assert max(sizes) > limit == max(map(max, pieces)), "the largest weights are cut"
+    assert sum(map(sum, pieces)) == 4 * sum(sizes), "each element once in each update"
     assert updates[False] == updates[True]
     assert all(torch.equal(weights[False][key], weights[True][key]) for key in weights[False])
 

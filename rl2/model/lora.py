@@ -7,7 +7,7 @@ three NAME.base_layer.weight, NAME.lora_A.default.weight and NAME.lora_B.default
 outside this file knows that.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -87,45 +87,53 @@ def disabled(hf: PreTrainedModel) -> Iterator[None]:
             layer.set_scale(ADAPTER, 1.0)
 
 
-def merged(hf: PreTrainedModel) -> Iterator[tuple[str, DTensor]]:
-    """Every parameter by its Hugging Face name, sharded as it is, its adapter added in fp32."""
+def merged(
+    hf: PreTrainedModel, read: Callable[[nn.Parameter], DTensor]
+) -> Iterator[tuple[str, DTensor]]:
+    """Every parameter by its Hugging Face name, sharded as it is, its adapter added in fp32.
+
+    `read` gives a parameter on the device, see WeightMemory. One at a time is read, with its
+    adapter.
+    """
     layers = _adapted_layers(hf)
     for name, parameter in hf.named_parameters():
         if ".lora_" in name:
             continue
         mark()
-        weight: Any = parameter.detach()
+        hf_name = name.replace(".base_layer.", ".")
         layer = layers.get(name.removesuffix(".base_layer.weight"))
-        if layer is not None:
-            weight = _merge(weight, layer)
-        yield name.replace(".base_layer.", "."), weight
+        if layer is None:
+            yield hf_name, read(parameter)
+        else:
+            yield hf_name, _merge(parameter, layer, read)
 
 
-def _merge(weight: DTensor, layer: Any) -> DTensor:
+def _merge(parameter: nn.Parameter, layer: Any, read: Callable[[nn.Parameter], DTensor]) -> DTensor:
     """W + scale B A of an adapted layer, in fp32.
 
     FSDP2 cuts W and B by the same rows, so each process merges its own rows.
     """
-    a = layer.lora_A[ADAPTER].weight.detach().full_tensor()  # [rank, in]
-    b = layer.lora_B[ADAPTER].weight.detach().to_local()  # [local rows, rank]
+    a = read(layer.lora_A[ADAPTER].weight).full_tensor()  # [rank, in]
+    b = read(layer.lora_B[ADAPTER].weight).to_local()  # [local rows, rank]
     delta = layer.scaling[ADAPTER] * (b @ a)  # [local rows, in]
-    merged_weight: Any = weight.to(torch.float32, copy=True)
+    merged_weight: Any = read(parameter).to(torch.float32, copy=True)
     rows = merged_weight.to_local()
     # Where delta is 0 the weight keeps its bits, which engines compare: -0.0 + 0.0 would be 0.0.
     rows.copy_(torch.where(delta == 0, rows, rows + delta))
     return merged_weight
 
 
-def save(hf: PreTrainedModel, folder: str, base: str) -> None:
+def save(
+    hf: PreTrainedModel, folder: str, base: str, read: Callable[[nn.Parameter], DTensor]
+) -> None:
     """Writes what is trained as a folder for `peft.PeftModel.from_pretrained(model, folder)`, where
-    `model` is loaded from the name `base`. All processes must call.
+    `model` is loaded from the name `base`. `read` is that of `merged`. All processes must call.
     """
     full = {}
     for name, parameter in hf.named_parameters():
         if parameter.requires_grad:
             peft_name = "base_model.model." + name.replace(f".{ADAPTER}.", ".")
-            weight: Any = parameter.detach()
-            full[peft_name] = weight.full_tensor().cpu()
+            full[peft_name] = read(parameter).full_tensor().cpu()
     if dist.get_rank() > 0:
         return
     body: Any = hf.base_model

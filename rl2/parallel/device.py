@@ -48,3 +48,19 @@ def columns_to_device(data: Any, device: torch.device) -> Any:
     return replace(
         data, **{name: copy_to_device(tensor, device) for name, tensor in tensors.items()}
     )
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype called `name`; `auto` is bf16 where the machine is fast at it, fp32 elsewhere."""
+    if name == "float32" and device_kind(device) == "cuda":
+        raise ValueError(
+            "dtype=float32: attention on GPUs computes in bfloat16 only; leave dtype=auto"
+        )
+    if name != "auto":
+        return getattr(torch, name)
+    is_fast_at_bf16 = (
+        device_kind(device) == "cuda"
+        or torch.cpu._is_avx512_bf16_supported()
+        or torch.cpu._is_amx_tile_supported()
+    )
+    return torch.bfloat16 if is_fast_at_bf16 else torch.float32

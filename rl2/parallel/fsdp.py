@@ -98,11 +98,10 @@ def scatter(model: Any, full: dict[str, Tensor] | None, mesh: Mesh) -> None:
     fsdp_placements = [*[Replicate()] * (mesh.fsdp.ndim - 1), Shard(0)]
     for name, parameter in model.hf.named_parameters():
         mark()
-        if full is None:
-            value = torch.empty(parameter.shape, dtype=parameter.dtype)  # rank 0 sends its values
+        if full is None:  # rank 0 sends its values
+            value = torch.empty(parameter.shape, dtype=parameter.dtype, device=mesh.device)
         else:
-            value = full.pop(name)
-        value = value.to(mesh.device, parameter.dtype)
+            value = full.pop(name).to(mesh.device, parameter.dtype)
         if mesh.tp is not None:
             tp_placements = parameter.placements[mesh.fsdp.ndim :] or [Replicate()]
             value = distribute_tensor(value, mesh.tp, tp_placements).to_local()

@@ -25,13 +25,14 @@ from rl2.model.folder import (
     max_positions,
 )
 from rl2.model.token_model import TokenScores
+from rl2.parallel.device import compute_dtype
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
 from rl2.rollout.stats import summarise, to_records
 from rl2.rollout.trajectory import Player
 from rl2.run_folder import RunFolder
 from rl2.trainer.recorder import Evaluate, Recorder
-from rl2.worker import Loss, UpdateResult, Worker, compute_dtype
+from rl2.worker import Loss, UpdateResult, Worker
 
 
 class PPORun:

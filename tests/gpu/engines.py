@@ -34,10 +34,11 @@ from rl2.engine.local import LocalEngine
 from rl2.engine.sglang import SGLangEngine
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
+from rl2.parallel.device import compute_dtype
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
 from rl2.rollout.trajectory import Player
-from rl2.worker import Worker, compute_dtype
+from rl2.worker import Worker
 
 
 def engine_settings(name, device, max_running_requests, **changes):

@@ -1,0 +1,170 @@
+"""Weights and optimizer state that live in host memory and visit the device.
+
+Host memory is page-locked once, so that copies run beside the computation and at the bus's full
+speed.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+# Most bytes of host tensors that visit the device at a time: half of them are computed on and half
+# are on their way.
+VISITING_BYTES = 2**31
+ALIGNMENT = 64  # bytes; the tensors of a block begin at multiples of it
+
+
+def empty_on_host(likes: Sequence[Tensor]) -> list[Tensor]:
+    """Uninitialised tensors in host memory with the shapes and dtypes of `likes`, in one block.
+
+    The block is page-locked if `likes` are on a GPU.
+    """
+    sizes = [-(-like.nbytes // ALIGNMENT) * ALIGNMENT for like in likes]
+    block = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+    if likes[0].device.type == "cuda":
+        _pin(block)
+    tensors = []
+    for like, part in zip(likes, block.split(sizes), strict=True):
+        tensors.append(part[: like.nbytes].view(like.dtype).view(like.shape))
+    return tensors
+
+
+def _pin(block: Tensor) -> None:
+    """Page-locks the memory of `block` until it is freed.
+
+    Not by `pin_memory`, whose allocator takes the next power of two of bytes.
+    """
+    runtime = torch.cuda.cudart()
+    address = block.data_ptr()
+    torch.cuda.check_error(runtime.cudaHostRegister(address, block.nbytes, 0))
+    unpin = weakref.finalize(block.untyped_storage(), runtime.cudaHostUnregister, address)
+    unpin.atexit = False  # CUDA may have ended before
+
+
+def local_shard(parameter: Any) -> Tensor:
+    """This process's part of a sharded parameter. It shares its memory."""
+    return parameter.detach().to_local()
+
+
+def as_sharded(shard: Tensor, parameter: Any) -> DTensor:
+    """The DTensor whose part on this process is `shard`, cut as `parameter` is.
+
+    `shard` may be in host memory: DTensor.from_local would move it to the device.
+    """
+    return DTensor(shard, parameter.detach()._spec, requires_grad=False)
+
+
+class WeightMemory:
+    """Keeps the weights of a sharded model on the device, or in host memory between passes.
+
+    A weight in host memory has its place there for good. Between passes its parameter stays a
+    tensor of the device, but its storage is empty.
+    """
+
+    def __init__(self, model: nn.Module, in_host_memory: bool):
+        self.host_shards: dict[Any, Tensor] = {}  # by parameter; empty if all stay on the device
+        self.storage_bytes: list[int] = []
+        if in_host_memory:
+            parameters = list(model.parameters())
+            host_shards = empty_on_host([local_shard(parameter) for parameter in parameters])
+            self.host_shards = dict(zip(parameters, host_shards, strict=True))
+            # FSDP pads a shard, so its storage may be larger.
+            storages = [local_shard(parameter).untyped_storage() for parameter in parameters]
+            self.storage_bytes = [storage.nbytes() for storage in storages]
+            self._leave_device(changed=parameters)
+
+    @contextmanager
+    def on_device(self, changes: bool = False) -> Iterator[None]:
+        """A context with all weights on the device.
+
+        Only the trained weights of a context that `changes` them are copied back.
+        """
+        for parameter, num_bytes in zip(self.host_shards, self.storage_bytes, strict=True):
+            local_shard(parameter).untyped_storage().resize_(num_bytes)
+            local_shard(parameter).copy_(self.host_shards[parameter], non_blocking=True)
+        yield
+        self._leave_device([p for p in self.host_shards if changes and p.requires_grad])
+
+    def _leave_device(self, changed: Sequence[Any]) -> None:
+        for parameter in changed:
+            self.host_shards[parameter].copy_(local_shard(parameter), non_blocking=True)
+        for parameter in self.host_shards:
+            local_shard(parameter).untyped_storage().resize_(0)
+
+    def read(self, parameter: Any) -> DTensor:
+        """The parameter, detached and on the device.
+
+        If it is in host memory, this is a copy: the caller drops it to free its memory.
+        """
+        if parameter not in self.host_shards:
+            return parameter.detach()
+        copy = torch.empty_like(local_shard(parameter))
+        copy.copy_(self.host_shards[parameter], non_blocking=True)
+        return as_sharded(copy, parameter)
+
+    def state(self, parameter: Any) -> DTensor:
+        """The parameter, detached, where its values are between passes: what a checkpoint holds."""
+        if parameter not in self.host_shards:
+            return parameter.detach()
+        wait_for_copies(parameter.device)
+        return as_sharded(self.host_shards[parameter], parameter)
+
+
+def zeros_like_all(likes: Sequence[Tensor], in_host_memory: bool) -> list[Tensor]:
+    """Zeros in the shapes of `likes`, in host memory or where `likes` are."""
+    if in_host_memory:
+        return [tensor.zero_() for tensor in empty_on_host(likes)]
+    return [torch.zeros_like(like) for like in likes]
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Returns when the host may read what `device` copies to its memory."""
+    torch.get_device_module(device).synchronize()
+
+
+def visit_device(
+    function: Callable[..., None],
+    on_device: Sequence[list[Tensor]],
+    on_host: Sequence[list[Tensor]],
+) -> None:
+    """Calls `function(*on_device, *on_host)` on one piece after the other, all on the device.
+
+    Each argument is a list of contiguous tensors; tensors at the same place of the lists have the
+    same number of elements. What `function` writes to pieces of `on_host` is copied back. While it
+    works on one piece and copies it back, the next one comes to the device.
+    """
+    limit = VISITING_BYTES // (2 * len(on_host) * on_host[0][0].itemsize)
+    device = on_device[0][0].device
+    module = torch.get_device_module(device)
+    computing, coming = module.current_stream(), module.Stream()
+
+    def bring(pieces: tuple[Tensor, ...]) -> list[Tensor]:
+        visitors = [torch.empty_like(piece, device=device) for piece in pieces]
+        coming.wait_stream(computing)  # which may still read what was in this memory
+        with module.stream(coming):
+            return [
+                visitor.copy_(piece, non_blocking=True)
+                for visitor, piece in zip(visitors, pieces, strict=True)
+            ]
+
+    homes = _pieces(on_host, limit)
+    upcoming = bring(homes[0])
+    for number, pieces in enumerate(_pieces(on_device, limit)):
+        computing.wait_stream(coming)
+        visitors = upcoming
+        upcoming = bring(homes[number + 1]) if number + 1 < len(homes) else []
+        function(*[[piece] for piece in (*pieces, *visitors)])
+        for home, visitor in zip(homes[number], visitors, strict=True):
+            home.copy_(visitor, non_blocking=True)
+
+
+def _pieces(columns: Sequence[list[Tensor]], limit: int) -> list[tuple[Tensor, ...]]:
+    """Tensors at the same place of the columns, flat and cut alike to at most `limit` elements."""
+    cut = [chain(*[tensor.view(-1).split(limit) for tensor in column]) for column in columns]
+    return list(zip(*cut, strict=True))
