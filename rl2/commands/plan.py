@@ -26,6 +26,7 @@ from rl2.batch import Batch
 from rl2.config.parse import parse
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, worker_names
 from rl2.memory_plan import GIB, Plan, write_plan
+from rl2.parallel import offload
 from rl2.parallel.device import choices_of
 from rl2.parallel.planned_device import PLANNED_DEVICE, MemoryTracker, PlannedDevice
 from rl2.trainer.build import make_ppo_workers
@@ -63,6 +64,10 @@ def planned_device(num_gpus: int, kind: str = "cuda") -> Iterator[PlannedDevice]
         with memory.fake:
             return hf.to_empty(device="cpu"), {"missing_keys": []}
 
+    def empty_on_host(make_empty: Any, likes: Any) -> list[torch.Tensor]:
+        with memory.fake:
+            return make_empty(likes)
+
     def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
         values[:] = [value] * len(values)
 
@@ -76,6 +81,9 @@ def planned_device(num_gpus: int, kind: str = "cuda") -> Iterator[PlannedDevice]
             mock.patch.object(AutoModelForCausalLM, "from_pretrained", loader),
             mock.patch.object(AutoModelForSequenceClassification, "from_pretrained", loader),
             mock.patch("rl2.model.load.admit", lambda *model: None),
+            mock.patch.object(
+                offload, "empty_on_host", partial(empty_on_host, offload.empty_on_host)
+            ),
             mock.patch("torch.distributed.all_gather_object", all_gather_object),
             mock.patch(fsdp_device, lambda mesh: PLANNED_DEVICE),
             choices_of(kind),
@@ -108,9 +116,14 @@ class PhasePeaks:
     def update(self, worker: Worker, *arguments: Any, **options: Any) -> None:
         """An update of the worker, in the phases update and step."""
         self.enter("update")
-        hook = worker.optimizer.register_step_pre_hook(lambda *_: self.enter("step"))
-        worker.update(*arguments, **options)
-        hook.remove()
+        step = worker.optimizer.step
+
+        def enter_and_step(lr: float) -> None:
+            self.enter("step")
+            step(lr)
+
+        with mock.patch.object(worker.optimizer, "step", enter_and_step):
+            worker.update(*arguments, **options)
 
 
 def predict(config: Any, num_gpus: int, kind: str = "cuda") -> Plan:

@@ -76,7 +76,7 @@ def reshard(model: nn.Module) -> None:
 
 def persistent_buffers(hf: nn.Module) -> list[tuple[str, Tensor]]:
     """The buffers that belong to the weights, by name: they are in the files of a model."""
-    names = hf.state_dict().keys()
+    names = hf.state_dict(keep_vars=True).keys()  # without views of the parameters
     return [(name, buffer) for name, buffer in hf.named_buffers() if name in names]
 
 

@@ -26,12 +26,12 @@ def empty_on_host(likes: Sequence[Tensor]) -> list[Tensor]:
     The block is page-locked if `likes` are on a GPU.
     """
     sizes = [-(-like.nbytes // ALIGNMENT) * ALIGNMENT for like in likes]
-    block = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+    block = torch.empty(sum(sizes) // 4, dtype=torch.float32, device="cpu")
     if likes[0].device.type == "cuda":
         _pin(block)
     tensors = []
-    for like, part in zip(likes, block.split(sizes), strict=True):
-        tensors.append(part[: like.nbytes].view(like.dtype).view(like.shape))
+    for like, part in zip(likes, block.split([size // 4 for size in sizes]), strict=True):
+        tensors.append(part.view(like.dtype)[: like.numel()].view(like.shape))
     return tensors
 
 
@@ -48,8 +48,11 @@ def _pin(block: Tensor) -> None:
 
 
 def local_shard(parameter: Any) -> Tensor:
-    """This process's part of a sharded parameter. It shares its memory."""
-    return parameter.detach().to_local()
+    """This process's part of a sharded parameter: the tensor itself, not a view as to_local gives.
+
+    (A view would give an empty storage its size back in a memory plan.)
+    """
+    return parameter._local_tensor
 
 
 def as_sharded(shard: Tensor, parameter: Any) -> DTensor:
@@ -57,7 +60,7 @@ def as_sharded(shard: Tensor, parameter: Any) -> DTensor:
 
     `shard` may be in host memory: DTensor.from_local would move it to the device.
     """
-    return DTensor(shard, parameter.detach()._spec, requires_grad=False)
+    return DTensor(shard, parameter._spec, requires_grad=False)
 
 
 class WeightMemory:

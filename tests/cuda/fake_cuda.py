@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import rl2.model.load
 from rl2.batch import Batch, Sample, collate
 from rl2.config.schema import WorkerConfig
+from rl2.parallel import offload
 from rl2.worker import Worker
 
 aten = torch.ops.aten
@@ -118,6 +119,7 @@ def fake_cuda(world: int = 1, rank: int = 0, memory_gib: float = 80) -> Iterator
         enter = stack.enter_context
         folder = Path(enter(TemporaryDirectory()))
         enter(machine(world, rank, int(memory_gib * 2**30), tracker.wait))
+        enter(mock.patch.object(offload, "_pin", tracker.pin))
         for owner, name, value in _replacements():
             enter(mock.patch.object(owner, name, value))
         enter(mock.patch.dict(fake_impls.op_implementations_dict, ANSWERS))
@@ -192,11 +194,10 @@ def value_loss(batch: Batch, scores) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def optimizer_devices(worker: Worker) -> dict[str, set[str]]:
-    """The devices of the optimizer's state by the name of the entry, `step` and moments."""
+    """The devices of the optimizer's moments by their names."""
     devices: dict[str, set[str]] = {}
-    for state in worker.optimizer.state.values():
-        for name, tensor in state.items():
-            devices.setdefault(name, set()).add(tensor.device.type)
+    for name, shards in worker.optimizer.moments.items():
+        devices[name] = {shard.device.type for shard in shards.values()}
     return devices
 
 
