@@ -20,6 +20,7 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,7 +56,12 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default: all")
     parser.add_argument("--rl2", default=str(ROOT), help="the checkout whose rl2 runs")
-    parser.add_argument("--keys", type=json.loads, default={}, help="keys of the worker, as JSON")
+    parser.add_argument(
+        "--keys",
+        type=json.loads,
+        action="append",
+        help="keys of the worker, as JSON; given several times, each case runs with each of them",
+    )
     parser.add_argument("--node-rate", type=float, default=360, help="GB/s of a node's network")
     parser.add_argument("--operators", type=int, default=0, help="show so many of the longest ones")
     return parser.parse_args()
@@ -68,10 +74,10 @@ import machine  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from fake_cuda import fake_cuda, policy_loss  # noqa: E402
-from torch import Tensor  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten  # noqa: E402
 from torch.utils.flop_counter import flop_registry  # noqa: E402
 
 aten = torch.ops.aten
@@ -130,12 +136,30 @@ class Timeline(TorchDispatchMode):
 
     __hash__ = object.__hash__
 
+    @contextlib.contextmanager
+    def compiled_region(self, tensors: list):
+        """What runs in this context is one kernel, which reads and writes these tensors.
+
+        Those that it makes are appended to the list in it.
+        """
+        before, self.is_compiled = self.is_compiled, True
+        try:
+            yield
+        finally:
+            self.is_compiled = before
+        if not before:
+            size = sum(_bytes(tensor) for tensor in tensors)
+            self.add("compiled regions", size / MEMORY_BYTES + KERNEL_SECONDS, size)
+
     @property
     def now(self) -> float:
         """When everything that was issued is done."""
         return max([self.host, self.network, *self.ready.values()])
 
+    current: ClassVar["Timeline | None"] = None
+
     def __enter__(self):
+        Timeline.current = self
         stream, event = machine.Stream, torch.cuda.Event
 
         def record(event, on=None):
@@ -162,6 +186,7 @@ class Timeline(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *error):
+        Timeline.current = None
         self.patches.close()
         return super().__exit__(*error)
 
@@ -243,6 +268,70 @@ class Timeline(TorchDispatchMode):
         return forward if is_forward else 2.5 * forward
 
 
+def as_one_kernel(function):
+    """Stands for torch.compile: one kernel for the forward pass and one for the backward pass.
+
+    What `function` computes is not kept: the backward kernel computes it again from its inputs.
+    """
+
+    def call(*arguments, **keywords):
+        tensors = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor)]
+        for argument in arguments:
+            if isinstance(argument, nn.Module):
+                tensors += argument.parameters()
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return OneKernel.apply(function, arguments, keywords, *tensors)
+        return run_as_one_kernel(lambda: function(*arguments, **keywords), tensors)
+
+    return call
+
+
+def run_as_one_kernel(function, inputs):
+    if Timeline.current is None:
+        return function()
+    tensors = list(inputs)
+    with Timeline.current.compiled_region(tensors):
+        out = function()
+        tensors += [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    return out
+
+
+class OneKernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, arguments, keywords, *tensors):
+        ctx.function, ctx.keywords = function, keywords
+        leaves, ctx.spec = tree_flatten(arguments)
+        ctx.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        ctx.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        ctx.save_for_backward(*tensors)
+        return run_as_one_kernel(lambda: function(*arguments, **keywords), tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        tensors = ctx.saved_tensors
+        num_arguments = sum(ctx.is_tensor)
+        inputs = [t.detach().requires_grad_(t.requires_grad) for t in tensors[:num_arguments]]
+        remaining = iter(inputs)
+        leaves = [
+            next(remaining) if is_tensor else other
+            for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
+        ]
+        for other in ctx.others:
+            if isinstance(other, nn.Module):
+                inputs += other.parameters()
+
+        def differentiate():
+            with torch.enable_grad():
+                out = ctx.function(*tree_unflatten(leaves, ctx.spec), **ctx.keywords)
+            outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            trained = [tensor for tensor in inputs if tensor.requires_grad]
+            found = iter(torch.autograd.grad(outputs, trained, gradients, allow_unused=True))
+            return [next(found) if tensor.requires_grad else None for tensor in inputs]
+
+        input_gradients = run_as_one_kernel(differentiate, [*inputs, *gradients])
+        return None, None, None, *input_gradients
+
+
 def moved_bytes(func, inputs: list[Tensor], outputs: list[Tensor]) -> float:
     """Bytes on the device that the operator reads and writes."""
     name = func._opname
@@ -269,12 +358,13 @@ def _bytes(tensor: Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
-def run(name: str) -> None:
+def run(name: str, changed_keys: dict) -> None:
     """Prints a row for each phase of a step: infer, update, and the weights on their way out."""
     model, world, keys, changes = CASES[name]
+    title = " ".join([name, *(f"{key}={json.dumps(x)}" for key, x in changed_keys.items())])
     shape = SHAPE | changes
-    with fake_cuda(world=world) as gpu:
-        keys = {"max_length_per_device": shape["tokens"], **keys, **ARGUMENTS.keys}
+    with fake_cuda(world=world) as gpu, mock.patch("torch.compile", as_one_kernel):
+        keys = {"max_length_per_device": shape["tokens"], **keys, **changed_keys}
         worker = gpu.worker(model, **keys)
         batch = gpu.batch(worker, **shape)
         worker.update(batch, policy_loss)  # makes the optimizer's state and FSDP's buffers
@@ -285,16 +375,16 @@ def run(name: str) -> None:
         with Timeline(gpu.tracker, world) as infer, gpu.phase() as phase:
             worker.infer(batch)
         hook.remove()
-        print_row(name, "infer", infer, phase)
+        print_row(title, "infer", infer, phase)
         flops = useful_flops(worker, batch, sum(num_tokens), infer.flash_forward_flops)
         with Timeline(gpu.tracker, world) as update, gpu.phase() as phase:
             worker.update(batch, policy_loss)
-        print_row(name, "update", update, phase, flops / update.now / PEAK_FLOPS)
+        print_row(title, "update", update, phase, flops / update.now / PEAK_FLOPS)
         print_operators(update, ARGUMENTS.operators)
         with Timeline(gpu.tracker, world) as sync, gpu.phase() as phase:
             for _ in worker.iter_full_weights(torch.bfloat16):
                 pass
-        print_row(name, "sync", sync, phase)
+        print_row(title, "sync", sync, phase)
 
 
 def useful_flops(worker, batch, num_tokens: int, flash_forward_flops: float) -> float:
@@ -352,7 +442,8 @@ def print_operators(timeline: Timeline, num: int) -> None:
 def main() -> None:
     print_header()
     for name in ARGUMENTS.cases or CASES:
-        run(name)
+        for keys in ARGUMENTS.keys or [{}]:
+            run(name, keys)
 
 
 if __name__ == "__main__":
