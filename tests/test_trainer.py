@@ -4,7 +4,6 @@ They test that rewards rise, which files a run writes, and that killed runs resu
 """
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -15,10 +14,10 @@ from collections import Counter
 
 import pytest
 from common import (
-    ROOT,
     check_adapter,
     launch,
     launch_runs,
+    make_environment,
     make_model,
     read_jsonl,
     read_metrics,
@@ -77,11 +76,11 @@ def train(world, *arguments, **options):
     return launch(world, *PPO, *arguments, **options)
 
 
-def start(*command):
+def start(*command, **environment):
     """Start torchrun, and do not wait for it. Its stdout and stderr are one pipe."""
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=make_environment(environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -254,56 +253,6 @@ def test_tool_turns_and_a_run_that_starts_from_an_export(setup, tmp_path):
     assert has_changed, "the exported optimizer changed nothing"
 
 
-KILL_ENV = """
-    import os
-    import signal
-
-    num_calls = 0
-    letter_reward = reward_fn
-
-    def reward_fn(messages, answer):
-        global num_calls
-        num_calls += 1
-        if num_calls == int(os.environ.get("KILL_AT", 0)):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return letter_reward(messages, answer)
-"""
-
-
-def test_a_killed_run_resumes_bit_for_bit(setup, tmp_path):
-    """The environment of one rank kills its process in mid-step.
-
-    The resumed run must equal the run that was not killed.
-    """
-    (tmp_path / "env.py").write_text(textwrap.dedent(LETTER_ENV) + textwrap.dedent(KILL_ENV))
-    arguments = [
-        *setup,
-        "trainer.save_freq=2",
-        "trainer.max_steps=5",
-        "adv.estimator=gae",
-        "critic.lr=0.01",
-        "critic.dtype=float32",
-    ]
-    run = tmp_path / "run"
-    not_killed = tmp_path / "not_killed"
-    train(2, *arguments, f"trainer.save_dir={not_killed}")
-    # The preflight makes 16 calls, and every step makes 16 on each of two ranks. Call 72 is in step
-    # 4.
-    killed = torchrun(2, *PPO, *arguments, check=False, env={"KILL_AT": "72"})
-    assert killed.returncode != 0
-    assert [line["step"] for line in read_metrics(run)] == [1, 2, 3]
-    (run / "checkpoints/step_4.partial").mkdir()  # as if it was killed while it saved
-    resumed = train(2, *arguments)
-    assert "step_2" in resumed.stdout + resumed.stderr
-    assert read_untimed_metrics(run) == read_untimed_metrics(not_killed)
-    weights = read_weights(run / "model")
-    expected = read_weights(not_killed / "model")
-    assert all((weights[key] == expected[key]).all() for key in expected)
-    for step in range(1, 6):
-        file = f"rollouts/train/step_{step}.jsonl"
-        assert (run / file).read_text() == (not_killed / file).read_text()
-
-
 def test_partial_rollouts_train_every_prompt_once_and_resume(setup, tmp_path):
     """Answers continue with newer weights, and checkpoints hold the paused answers.
 
@@ -451,26 +400,65 @@ def test_an_error_of_the_environment_is_shown_before_the_model_loads(setup, tmp_
     assert "rl2/trainer/ppo.py" not in output
 
 
-def test_two_nodes_train_and_resume(setup, tmp_path):
+KILL_ENV = """
+    import os
+    import signal
+
+    num_calls = 0
+    letter_reward = reward_fn
+
+    def reward_fn(messages, answer):
+        global num_calls
+        num_calls += 1
+        if num_calls == int(os.environ.get("KILL_AT", 0)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return letter_reward(messages, answer)
+"""
+
+
+def test_a_run_on_two_nodes_that_is_killed_resumes_bit_for_bit(setup, tmp_path):
     """Two torchrun agents on the loopback interface act as two nodes.
 
-    Then one agent with two processes resumes the run.
+    The environment of one rank kills its process in mid-step. The run is resumed by two agents, and
+    then by one with two processes. It must equal the run of one agent that was not killed.
     """
-    torchrun_options = [
+    (tmp_path / "env.py").write_text(textwrap.dedent(LETTER_ENV) + textwrap.dedent(KILL_ENV))
+    arguments = [
+        *setup,
+        "actor.sp_size=2",
+        "trainer.save_freq=2",
+        "adv.estimator=gae",
+        "critic.lr=0.01",
+        "critic.dtype=float32",
+    ]
+    command = [
         "--nnodes=2",
         "--nproc_per_node=1",
         "--rdzv_backend=c10d",
         f"--rdzv_endpoint=127.0.0.1:{free_port()}",
+        *PPO,
+        *arguments,
+        "trainer.max_steps=4",
     ]
-    arguments = [*setup, "actor.sp_size=2"]
-    command = [*torchrun_options, "-m", "rl2.trainer.ppo", *arguments, "trainer.save_freq=1"]
-    for steps in (2, 3):
-        agents = [start(*command, f"trainer.max_steps={steps}") for _ in range(2)]
-        outputs = [agent.communicate(timeout=120)[0] for agent in agents]
-        assert [agent.returncode for agent in agents] == [0, 0], outputs
-    assert "2 of 3 steps are done" in "".join(outputs)
-    one_node = tmp_path / "one_node"
-    train(2, *arguments, "trainer.max_steps=4")
-    train(2, *arguments, "trainer.max_steps=4", f"trainer.save_dir={one_node}")
-    metrics = read_untimed_metrics(tmp_path / "run")
-    assert metrics == read_untimed_metrics(one_node), "nodes change the numbers"
+    # The preflight makes 16 calls, and every step makes 16 on each of two ranks. Call 72 is in step
+    # 4.
+    agents = [start(*command, KILL_AT=call) for call in ("0", "72")]
+    outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    assert all(agent.returncode != 0 for agent in agents), outputs
+    run = tmp_path / "run"
+    assert [line["step"] for line in read_metrics(run)] == [1, 2, 3]
+    (run / "checkpoints/step_4.partial").mkdir()  # as if it was killed while it saved
+    agents = [start(*command) for _ in range(2)]
+    outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert "step_2: 2 of 4 steps are done" in "".join(outputs)
+    train(2, *arguments, "trainer.max_steps=5")
+    not_killed = tmp_path / "not_killed"
+    train(2, *arguments, "trainer.max_steps=5", f"trainer.save_dir={not_killed}")
+    assert read_untimed_metrics(run) == read_untimed_metrics(not_killed)
+    weights = read_weights(run / "model")
+    expected = read_weights(not_killed / "model")
+    assert all((weights[key] == expected[key]).all() for key in expected)
+    for step in range(1, 6):
+        file = f"rollouts/train/step_{step}.jsonl"
+        assert (run / file).read_text() == (not_killed / file).read_text()
