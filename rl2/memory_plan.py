@@ -106,13 +106,13 @@ def choose_checkpointing(config: Any) -> Any:
 
     Rank 0 predicts, and all processes must call. Without a GPU the config stays as it is.
     """
-    if not torch.cuda.is_available() or not _automatic_sections(config):
+    if not torch.cuda.is_available() or not automatic_sections(config):
         return config
     number = None
     if os.environ.get("RANK", "0") == "0":
         gpu_bytes = torch.cuda.mem_get_info()[1]
         number = recomputed_layers(config, dist.get_world_size(), gpu_bytes)
-    return _with_checkpointing(config, all_gather_objects(number)[0])
+    return with_checkpointing(config, all_gather_objects(number)[0])
 
 
 def recomputed_layers(config: Any, num_gpus: int, gpu_bytes: int) -> int | bool:
@@ -121,9 +121,9 @@ def recomputed_layers(config: Any, num_gpus: int, gpu_bytes: int) -> int | bool:
     Two plans are made, in which all layers and none are recomputed. The peak is convex in the
     number of layers, so the line between the two is not below it.
     """
-    name = next(section.model_name for section in _automatic_sections(config))
+    name = next(section.model_name for section in automatic_sections(config))
     num_layers = AutoConfig.from_pretrained(name).get_text_config().num_hidden_layers
-    processes = [start_process(_with_checkpointing(config, x), num_gpus) for x in (True, False)]
+    processes = [start_process(with_checkpointing(config, x), num_gpus) for x in (True, False)]
     plans = [plan for plan in map(read_plan, processes) if plan is not None]
     if len(plans) < len(processes):
         return True
@@ -139,7 +139,7 @@ def recomputed_layers(config: Any, num_gpus: int, gpu_bytes: int) -> int | bool:
     return num_layers - kept
 
 
-def _automatic_sections(config: Any) -> list[Any]:
+def automatic_sections(config: Any) -> list[Any]:
     """The sections of workers whose gradient_checkpointing is auto."""
     return [
         section
@@ -148,9 +148,9 @@ def _automatic_sections(config: Any) -> list[Any]:
     ]
 
 
-def _with_checkpointing(config: Any, value: bool | int) -> Any:
+def with_checkpointing(config: Any, value: bool | int) -> Any:
     """A copy of the config with this value instead of auto."""
     config = deepcopy(config)
-    for section in _automatic_sections(config):
+    for section in automatic_sections(config):
         section.gradient_checkpointing = value
     return config

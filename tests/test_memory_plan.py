@@ -2,9 +2,15 @@
 
 import json
 import re
+from dataclasses import asdict
 
 import pytest
-from common import CONFIGS, launch, make_model, run
+import torch
+from common import CONFIGS, launch, make_model, read_metrics, run
+
+from rl2.config.schema import SFTConfig
+from rl2.memory_plan import GIB, Plan, Prediction, predict_in_subprocess
+from rl2.report.loggers import MetricsLog, RunInfo
 
 SIZES = {
     "hidden_size": 128,
@@ -69,3 +75,29 @@ def test_a_layout_that_is_refused_is_a_problem_of_the_plan_too(tmp_path):
     done = run("-m", "rl2", "plan", *arguments, check=False)
     assert done.returncode == 2
     assert "actor.tp_size=3 does not divide the 8 processes" in done.stderr
+
+
+def test_a_job_on_gpus_logs_its_plan_from_the_step_at_which_it_is_made(tmp_path, monkeypatch):
+    config = SFTConfig()
+    config.trainer.disable_wandb = True
+    config.actor.model_name = make_large_config(tmp_path / "model")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        prediction = Prediction(config, world_size=2)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    log = MetricsLog(RunInfo(tmp_path, asdict(config)), 0, 2, prediction)
+    log.write(1, {"tokens/total": 70, "actor/grad_norm": 1.0})
+    plan = prediction.plan(wait=True)
+    assert isinstance(plan, Plan) and plan.num_gpus == 2
+    log.write(2, {"tokens/total": 70, "actor/grad_norm": 1.0})
+    first, second = read_metrics(tmp_path)
+    assert "memory/predicted_gib" not in first
+    assert second["memory/predicted_gib"] == plan.peak / GIB
+
+
+def test_a_plan_that_cannot_be_made_says_why_and_stops_nothing(tmp_path, capsys):
+    config = SFTConfig()
+    config.actor.model_name = str(tmp_path / "nowhere")
+    assert predict_in_subprocess(config, 2) is None
+    assert "the memory plan could not be made: " in capsys.readouterr().out
+    assert Prediction(config, 2).plan(wait=True) is None  # no GPU, no plan

@@ -204,7 +204,8 @@ ALLOWED = {
     "progress": set(),
     "watchdog": set(),
     "signals": {"parallel.mesh", "error_report", "watchdog"},
-    "report": {"report", "error_report", "checkpoints"},
+    # It logs the plan of the memory beside its peak.
+    "report": {"report", "error_report", "checkpoints", "memory_plan"},
 }
 MAINS = {"trainer.ppo", "trainer.sft", "trainer.dpo", "trainer.rm"}
 OUTSIDE = {  # packages that only these files import

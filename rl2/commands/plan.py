@@ -25,7 +25,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rl2.batch import Batch
 from rl2.config.parse import parse
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, worker_names
-from rl2.memory_plan import GIB, Plan, write_plan
+from rl2.memory_plan import (
+    GIB,
+    Plan,
+    automatic_sections,
+    recomputed_layers,
+    with_checkpointing,
+    write_plan,
+)
 from rl2.parallel import offload
 from rl2.parallel.device import choices_of
 from rl2.parallel.planned_device import PLANNED_DEVICE, MemoryTracker, PlannedDevice
@@ -127,7 +134,13 @@ class PhasePeaks:
 
 
 def predict(config: Any, num_gpus: int, kind: str = "cuda") -> Plan:
-    """The plan of the trainer whose config this is, in a process without a process group."""
+    """The plan of the trainer whose config this is, in a process without a process group.
+
+    Compiled parts are planned as they are written, which needs no compiler and no less memory.
+    """
+    config = deepcopy(config)
+    for name in worker_names(config):
+        getattr(config, name).compile = False
     with planned_device(num_gpus, kind) as memory:
         return run_phases(config, memory, PLANNED_DEVICE)
 
@@ -335,6 +348,9 @@ def main() -> None:
     os.environ["WORLD_SIZE"] = str(arguments.gpus)
     config = parse(TRAINERS[trainer], words, elsewhere=ELSEWHERE)
     gpu_bytes = int(arguments.gpu_memory * GIB)
+    if automatic_sections(config):
+        num_layers = recomputed_layers(config, arguments.gpus, gpu_bytes)
+        config = with_checkpointing(config, num_layers)
     plan = predict(config, arguments.gpus)
     show(config, plan, gpu_bytes)
     if fits(totals(config, plan, gpu_bytes), gpu_bytes):

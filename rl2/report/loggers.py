@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from rl2 import progress
 from rl2.error_report import writing
+from rl2.memory_plan import GIB, Prediction
 from rl2.report.console import Console, describe_step
 from rl2.report.health import Health
 
@@ -141,10 +142,13 @@ class MetricsLog:
     """Times the phases of a step and writes its metrics to all loggers.
 
     All processes make the same calls; the first one has the loggers. `start_step` of `num_steps`
-    are done already.
+    are done already. `prediction` is the plan of the memory, which is logged beside its peak.
     """
 
-    def __init__(self, run: RunInfo, start_step: int, num_steps: int):
+    def __init__(
+        self, run: RunInfo, start_step: int, num_steps: int, prediction: Prediction | None = None
+    ):
+        self.prediction = prediction
         self.phase_seconds: dict[str, float] = {}
         self.loggers: list[Logger] = []
         self.health = Health(run.folder, run.config, start_step)
@@ -186,6 +190,9 @@ class MetricsLog:
         line["time/other"] = step_seconds - sum(times.values())
         line["time/step"] = step_seconds
         line["memory/peak_gib"] = peak_memory()
+        plan = self.prediction.plan() if self.prediction else None
+        if plan is not None:
+            line["memory/predicted_gib"] = plan.peak / GIB
         num_tokens = metrics.get("tokens/sampled") or metrics.get("tokens/total")
         if num_tokens:
             line["tokens/per_second"] = num_tokens / step_seconds

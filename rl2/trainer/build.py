@@ -16,7 +16,7 @@ from rl2.engine.select import make_engine
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
 from rl2.inputs import make_chat_template, read_examples, read_ppo_inputs
-from rl2.memory_plan import choose_checkpointing
+from rl2.memory_plan import Prediction, choose_checkpointing
 from rl2.model.folder import (
     check_length,
     check_model,
@@ -68,16 +68,18 @@ class PPORun:
             _check_trajectory_length(config, "test", test_prompts)
             self.test_prompts = list(test_prompts)
 
-        self.actor, self.reference, self.critic = make_ppo_workers(
-            choose_checkpointing(config), device, num_steps
-        )
+        config = choose_checkpointing(config)
+        self.prediction = Prediction(config, dist.get_world_size())
+        self.actor, self.reference, self.critic = make_ppo_workers(config, device, num_steps)
         workers = {"actor": self.actor}
         if self.critic is not None:
             workers["critic"] = self.critic
         self.collector = self._make_collector(
             device, env, template, prompts, list(workers.values()), num_steps
         )
-        self.recorder = Recorder(self.folder, tokenizer, workers, self.collector, num_steps, device)
+        self.recorder = Recorder(
+            self.folder, tokenizer, workers, self.collector, num_steps, device, self.prediction
+        )
         self.recorder.resume()
 
     def _make_collector(
@@ -265,10 +267,14 @@ class OfflineRun:
         problem = f"a row has {longest} tokens: lower data.max_length"
         check_length(key, worker_config.model_name, longest, problem)
         torch.manual_seed(config.trainer.seed)  # of new weights
-        worker_config = getattr(choose_checkpointing(config), worker_name)
+        config = choose_checkpointing(config)
+        worker_config = getattr(config, worker_name)
+        prediction = Prediction(config, dist.get_world_size())
         self.worker = Worker(worker_config, device, is_critic, num_updates=num_steps)
         workers = {worker_name: self.worker}
-        self.recorder = Recorder(folder, self.tokenizer, workers, self.examples, num_steps, device)
+        self.recorder = Recorder(
+            folder, self.tokenizer, workers, self.examples, num_steps, device, prediction
+        )
         self.recorder.resume()
 
     def begin(self, evaluate: Evaluate) -> None:

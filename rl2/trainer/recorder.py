@@ -11,6 +11,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rl2.checkpoints import Parts
+from rl2.memory_plan import Prediction
 from rl2.report.loggers import MetricsLog, RunInfo
 from rl2.run_folder import RowCounter, RunFolder
 from rl2.signals import StopSignal
@@ -32,6 +33,7 @@ class Recorder:
     data: RowCounter
     num_steps: int
     device: torch.device
+    prediction: Prediction
 
     def resume(self) -> None:
         """Restores workers and data from the checkpoint of the folder, if there is one."""
@@ -40,7 +42,7 @@ class Recorder:
         self.start_step = self.last_step = self.folder.start.step  # the steps that are done
         self.config = self.folder.config
         run = RunInfo(self.folder.path, asdict(self.config))
-        self.metrics_log = MetricsLog(run, self.start_step, self.num_steps)
+        self.metrics_log = MetricsLog(run, self.start_step, self.num_steps, self.prediction)
         self.phase = self.metrics_log.phase
 
     def begin(self, evaluate: Evaluate | None) -> None:
