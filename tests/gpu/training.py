@@ -132,9 +132,9 @@ def offload_run(name, device, batch, offload):
 def check_devices(actor):
     """Checks that every moment of the optimizer is where the config wants it between updates."""
     expected = "cpu" if DRY or actor.config.offload_optimizer else "cuda"
-    for state in actor.optimizer.state.values():
-        devices = {state[name].device.type for name in ("exp_avg", "exp_avg_sq")}
-        assert devices == {expected}, devices
+    for name, shard_of in actor.optimizer.moments.items():
+        devices = {shard.device.type for shard in shard_of.values()}
+        assert devices == {expected}, (name, devices)
 
 
 def resume():
@@ -185,8 +185,7 @@ def resume_errors(config, device, batch, tokenizer) -> dict[str, float]:
 
 def first_moment(actor):
     """The first moments of all parameters, in one row."""
-    moments = [state["exp_avg"] for state in actor.optimizer.state.values()]
-    return torch.cat([getattr(m, "_local_tensor", m).cpu().flatten() for m in moments])
+    return flat({name: x.cpu() for name, x in actor.optimizer.moments["exp_avg"].items()})
 
 
 def state_peak(device):
