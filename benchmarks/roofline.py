@@ -367,7 +367,8 @@ def run(name: str, changed_keys: dict) -> None:
         keys = {"max_length_per_device": shape["tokens"], **keys, **changed_keys}
         worker = gpu.worker(model, **keys)
         batch = gpu.batch(worker, **shape)
-        worker.update(batch, policy_loss)  # makes the optimizer's state and FSDP's buffers
+        # Makes FSDP's buffers, and the optimizer's state in older code.
+        worker.update(gpu.batch(worker, tokens=64), policy_loss)
         num_tokens = []  # of each pack
         hook = worker.model.register_forward_pre_hook(
             lambda _, arguments: num_tokens.append(arguments[0].tokens.numel())

@@ -34,11 +34,8 @@ def test_a_layer_is_gathered_before_the_one_in_front_of_it_computes():
     assert work.events == ["gather", "gather", "gather", "attention", "attention"]
 
 
-@pytest.mark.parametrize("sp_size", [1, 2])
-@pytest.mark.parametrize(("recomputed", "peak_share"), [(True, 1.0), (1, 0.99)])
-def test_a_layer_that_runs_again_does_not_compute_its_attention_again(
-    sp_size, recomputed, peak_share
-):
+@pytest.mark.parametrize(("sp_size", "recomputed"), [(1, True), (2, 1)])  # of two layers
+def test_a_layer_that_runs_again_does_not_compute_its_attention_again(sp_size, recomputed):
     def update(gradient_checkpointing):
         with fake_cuda(world=4) as gpu:
             worker = gpu.worker(
@@ -59,4 +56,4 @@ def test_a_layer_that_runs_again_does_not_compute_its_attention_again(
         assert events.count(kind) == plain_events.count(kind) > 0
     messages = [run.collectives["send"] for run in (phase, plain_phase)]  # of the ring
     assert messages[0] == messages[1] and (messages[0] > 0) == (sp_size > 1)
-    assert phase.peak_bytes < peak_share * plain_phase.peak_bytes
+    assert phase.peak_bytes < plain_phase.peak_bytes
