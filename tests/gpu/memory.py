@@ -83,7 +83,8 @@ def plan():
 
 def measure_phases(config):
     """Runs the phases of the plan on this device, and measures them."""
-    gc.collect()
+    gc.collect()  # the workers of the layout before are in cycles
+    reset_peak()
     device = init_distributed()
     try:
         if not DRY:

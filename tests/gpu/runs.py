@@ -32,6 +32,7 @@ TIMES = (
     "tokens/per_second",
     "actor/grad_norm",
     "memory/peak_gib",
+    "memory/predicted_gib",
 )
 
 
