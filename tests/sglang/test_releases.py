@@ -215,7 +215,7 @@ def test_the_weights_are_packed_as_it_unpacks_them(release):
         if n.startswith("sglang/srt/model_executor/") and "flattened_bucket" in release.text(n)
     ]
     assert readers, "nobody reads load_format=flattened_bucket"
-    for key in keys(function(OURS, "_gpu_handle_payloads")):
+    for key in keys(function(OURS, "_gather_handles")):
         assert any(f'"{key}"' in release.text(name) for name in readers), f"nobody reads {key}"
 
 
