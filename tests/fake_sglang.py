@@ -128,7 +128,10 @@ class FakeEngine:
 
 
 def install(
-    before_load=lambda number: None, release=lambda: None, free_bytes=lambda device: 0
+    before_load=lambda number: None,
+    release=lambda: None,
+    free_bytes=lambda device: 0,
+    total_bytes=80 * 2**30,
 ) -> None:
     """Puts the stand-ins in place of sglang and torch.cuda, until the process ends."""
     names = ["", ".srt", ".srt.utils", ".srt.utils.patch_torch", ".srt.weight_sync"]
@@ -143,4 +146,4 @@ def install(
     request.UpdateWeightsFromTensorReqInput = SimpleNamespace
     for name in ("synchronize", "ipc_collect", "empty_cache"):
         setattr(torch.cuda, name, lambda: None)
-    torch.cuda.mem_get_info = lambda device: (free_bytes(device), 80 * 2**30)
+    torch.cuda.mem_get_info = lambda device: (free_bytes(device), total_bytes)

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,13 @@ from fake_sglang import FlattenedTensorBucket, install
 
 from rl2.engine import sglang
 from rl2.engine.base import EngineSettings
+from rl2.memory_plan import Plan
 from rl2.parallel.mesh import COLLECTIVE_TIMEOUT, init_distributed
 
 GIB = 2**30
 
 
-def make_engine(name, device):
+def make_engine(name, device, **changes):
     """An engine of all ranks."""
     settings = EngineSettings(
         name,
@@ -28,6 +30,7 @@ def make_engine(name, device):
         tp_size=dist.get_world_size(),
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
+        **changes,
     )
     return sglang.SGLangEngine(settings)
 
@@ -140,6 +143,42 @@ def check_release(name, device):
         assert rank == 0
     dist.barrier()
     engine.close()
+
+
+def check_share(name, device):
+    """With auto SGLang takes what the trainer leaves; a number is obeyed.
+
+    The figures are those of a 7B model on two GPUs, in GB. A share of 0.6 fits when SGLang starts.
+    It does not once the optimizer has its state, with what SGLang needs besides.
+    """
+    gb = 10**9
+    total, allocated, free = 85 * gb, 15 * gb, 69 * gb
+    plan = Plan(2, {"sync": 49 * gb}, allocated, steady=46 * gb, engine_weights=15 * gb)
+    install(free_bytes=lambda device: free, total_bytes=total)
+    torch.cuda.memory_allocated = lambda device: allocated
+
+    def share_with(plan, **changes):
+        engine = make_engine(name, device, plan_memory=lambda wait: plan, **changes)
+        share = engine.engine.arguments["mem_fraction_static"]
+        engine.close()
+        return share
+
+    share = share_with(plan)
+    besides = total - allocated - free  # CUDA's own memory in the trainer
+    assert besides + plan.steady + 0.15 * total + 0.6 * free > total
+    assert 0.99 * total < besides + plan.steady + 0.15 * total + share * free <= total
+    sending = replace(plan, peaks={"sync": 70 * gb})  # the keys and values are there meanwhile
+    share = share_with(replace(sending, engine_weights=gb))
+    assert besides + sending.sync + 2**30 + 0.05 * total + share * free <= total
+    assert share_with(plan, gpu_memory_utilization=0.6) == 0.6
+    assert share_with(None) == 0.5
+    try:
+        share_with(sending)
+    except RuntimeError as error:
+        assert "the trainer will keep 42.8 GiB" in str(error)
+        assert "actor.offload_optimizer=true" in str(error)
+    else:
+        raise AssertionError("the weights of SGLang have no room")
 
 
 if __name__ == "__main__":

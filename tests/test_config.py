@@ -557,8 +557,36 @@ def test_what_only_the_hardware_makes_idle_warns(base, capsys):
         "local engine (there is no GPU)"
     )
     assert words in capsys.readouterr().err
-    parse(PPOConfig, [*base, "rollout.gpu_memory_utilization=0.6"])
+    parse(PPOConfig, [*base, "rollout.gpu_memory_utilization=auto"])
     assert "nothing to do" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "value, problem",
+    [("lots", "choose a number or auto"), ("0", "it must be above 0"), ("1.5", "above 1")],
+)
+def test_the_share_of_sglang_is_a_number_or_auto(base, capsys, value, problem):
+    key = "rollout.gpu_memory_utilization"
+    assert parse(PPOConfig, base).rollout.gpu_memory_utilization == "auto"
+    assert parse(PPOConfig, [*base, f"{key}=1"]).rollout.gpu_memory_utilization == 1.0
+    capsys.readouterr()
+    text = problems([*base, f"{key}={value}"], capsys)
+    assert f"{key}={value}" in text and problem in text
+
+
+def test_expandable_segments_are_refused_with_sglang_on_a_gpu(base, capsys, monkeypatch):
+    """torch_memory_saver, by which SGLang gives its memory back, would end its processes."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
+    parse(PPOConfig, base)  # without a GPU
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    parse(PPOConfig, [*base, "rollout.engine=local"])
+    monkeypatch.setattr("rl2.config.rules.is_installed", lambda package: True)
+    sglang = [*base, "rollout.engine=sglang"]
+    text = problems(sglang, capsys)
+    assert "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:512,expandable_segments:True" in text
+    assert "take it out of the variable" in text
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    parse(PPOConfig, sglang)
 
 
 def test_the_short_help_is_one_screen(base, capsys):

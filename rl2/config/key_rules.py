@@ -83,7 +83,9 @@ def check_keys(config: Any, set_keys: set[str]) -> Checked:
     for name, key in schema_keys(type(config)).items():
         value = get_value(config, name)
         default = get_value(defaults, name)
-        if value in (None, default) or _repeats_followed_key(config, name):
+        if isinstance(value, str) or value in (None, default):
+            continue
+        if _repeats_followed_key(config, name):
             continue
         for bound in broken_bounds(key, value):
             problems.append(f"{name}={value}: it must {bound}; {_show_default(key, default)}")

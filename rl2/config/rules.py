@@ -4,6 +4,7 @@ Every check returns its problems as messages, so that the user sees all of them 
 """
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -292,7 +293,24 @@ def check_engine(rollout: Any) -> list[str]:
             "rollout.engine=local"
         ]
     processes_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return check_divides("rollout.tp_size", rollout.tp_size, processes_per_node, " of a node")
+    return [
+        *check_divides("rollout.tp_size", rollout.tp_size, processes_per_node, " of a node"),
+        *check_allocator(),
+    ]
+
+
+def check_allocator() -> list[str]:
+    """Whether torch's memory is of a kind that SGLang can take over and give back."""
+    problems = []
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        value = os.environ.get(name, "")
+        is_set = re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE)
+        if is_set and torch.cuda.is_available():
+            problems.append(
+                f"{name}={value}: SGLang cannot give its memory to the trainer with "
+                "expandable_segments; take it out of the variable, or set rollout.engine=local"
+            )
+    return problems
 
 
 # Warnings.

@@ -480,9 +480,11 @@ class RolloutConfig:
         only_if=WITH_SGLANG,
     )
     tp_size: int = key(1, "GPUs of one SGLang engine", above=0, only_if=WITH_SGLANG)
-    gpu_memory_utilization: float = key(
-        0.6,
-        "fraction of the GPU's memory that SGLang may take",
+    gpu_memory_utilization: float | str = key(
+        "auto",
+        "fraction of a GPU's free memory that SGLang may take; auto: what the trainer will not "
+        "need, which is predicted at the start",
+        choices=("auto",),
         above=0,
         at_most=1,
         unusual_above=0.9,

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -69,8 +69,11 @@ class EngineSettings:
     """ranks of one node that share an engine"""
     stop: Sequence[str] = ()
     """texts that `SamplingParams.stop` of any request may have"""
-    gpu_memory_utilization: float = 0.6
-    """share of a GPU's memory that an engine with processes of its own may take"""
+    gpu_memory_utilization: float | str = "auto"
+    """share of the free memory of a GPU that an engine with processes of its own may take; auto: so
+    much that the trainer keeps what it will need by `plan_memory`"""
+    plan_memory: Callable[..., Any] = lambda wait: None
+    """called with wait=True: the memory plan of the trainer on the first rank, or None"""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """further arguments of the engine's own library"""
     seed: int = 0

@@ -33,6 +33,7 @@ from rl2.engine.base import (
     check_request,
     max_request_tokens,
 )
+from rl2.engine.share import choose_share
 from rl2.engine.stop import StopSearch
 from rl2.parallel.mesh import COLLECTIVE_TIMEOUT
 from rl2.progress import mark
@@ -94,10 +95,11 @@ class SGLangEngine(Engine):
         self._share_key()
         nccl_port, http_port = _free_ports(2)
         self._free_cached_memory()
+        share = choose_share(settings)
         if self.index is None:
             self.loop = asyncio.new_event_loop()
         else:
-            self._start(_server_arguments(settings, nccl_port, http_port))
+            self._start(_server_arguments(settings, share, nccl_port, http_port))
 
     def _start(self, arguments: dict[str, Any]) -> None:
         # With this variable SGLang's own store would connect to torchrun's store as a client.
@@ -435,7 +437,9 @@ class _Adapter:
         return schedulers or []
 
 
-def _server_arguments(settings: EngineSettings, nccl_port: int, http_port: int) -> dict[str, Any]:
+def _server_arguments(
+    settings: EngineSettings, memory_share: float, nccl_port: int, http_port: int
+) -> dict[str, Any]:
     arguments = {
         "model_path": settings.model_name,
         "dtype": str(settings.dtype).removeprefix("torch."),
@@ -444,7 +448,7 @@ def _server_arguments(settings: EngineSettings, nccl_port: int, http_port: int) 
         "nccl_port": nccl_port,
         "port": http_port,
         "max_running_requests": settings.max_running_requests,
-        "mem_fraction_static": settings.gpu_memory_utilization,
+        "mem_fraction_static": memory_share,
         "random_seed": settings.seed + settings.rank,
         "skip_tokenizer_init": not settings.stop,
         "skip_server_warmup": True,

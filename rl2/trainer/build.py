@@ -96,7 +96,9 @@ class PPORun:
         if deterministic is None:
             deterministic = device.type == "cpu" and not config.rollout.partial
         self.engine_dtype = compute_dtype(config.actor.dtype, device)
-        self.engine = _make_engine(config, device, self.engine_dtype, deterministic)
+        self.engine = _make_engine(
+            config, device, self.engine_dtype, deterministic, self.prediction
+        )
         stop_ids = template.stop_token_ids(load_eos_token_ids(config.actor.model_name))
         self.test_params = _sampling_params(config.rollout.test_sampling_params, stop_ids)
         limits = [w.config.max_length_per_device * w.config.sp_size for w in workers]
@@ -191,7 +193,11 @@ def _check_trajectory_length(config: PPOConfig, split: str, prompts: Prompts) ->
 
 
 def _make_engine(
-    config: PPOConfig, device: torch.device, dtype: torch.dtype, deterministic: bool
+    config: PPOConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    deterministic: bool,
+    prediction: Prediction,
 ) -> Engine:
     rollout = config.rollout
     settings = EngineSettings(
@@ -203,6 +209,7 @@ def _make_engine(
         deterministic=deterministic,
         tp_size=rollout.tp_size,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
+        plan_memory=prediction.plan,
         engine_args=rollout.engine_args,
         stop=rollout.train_sampling_params.stop + rollout.test_sampling_params.stop,
         seed=config.trainer.seed,

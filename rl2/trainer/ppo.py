@@ -79,9 +79,9 @@ def train(run: PPORun) -> None:
             run.engine.wake()
             run.send_weights()
 
-        run.folder.write_records("train", step, to_records(trajectories, batch))
+        is_last = recorder.finish_step(step, metrics, to_records(trajectories, batch))
         part = batch = None  # the next rollout may need the memory
-        if recorder.finish_step(step, metrics):
+        if is_last:
             break
 
 

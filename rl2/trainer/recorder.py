@@ -3,8 +3,9 @@
 All processes make the same calls; the first one writes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,31 +62,41 @@ class Recorder:
         """The numbers of the steps that are not done yet; the first step is 1."""
         return range(self.start_step + 1, self.num_steps + 1)
 
-    def finish_step(self, step: int, metrics: dict[str, float]) -> bool:
-        """Evaluates, logs, saves and exports where that is due.
+    def finish_step(
+        self, step: int, metrics: dict[str, float], records: Iterable[dict[str, Any]] = ()
+    ) -> bool:
+        """Evaluates, logs, saves and exports where that is due; `records` are the transcripts.
 
         Returns whether a signal asked any process to stop after this step. Such a step is not
         evaluated: a machine that takes its processes away gives them seconds.
         """
-        if not self.stop_signal.is_requested_anywhere():
-            metrics = metrics | self._evaluate_if_due(step)
         is_stopping = self.stop_signal.is_requested_anywhere()
+        if not is_stopping and (test_metrics := self._evaluate_if_due(step)):
+            metrics = metrics | test_metrics
+            is_stopping = self.stop_signal.is_requested_anywhere()
+        # From here on the other ranks generate, unless this step is saved; only the first writes.
+        if records:
+            self.folder.write_records("train", step, records)
         # The line of a step is written before its checkpoint. So a kill in between repeats the step
         # and its line; in the other order the line would be lost.
         self.metrics_log.write(step, metrics)
-        save_freq = self.config.trainer.save_freq
-        is_last = step == self.num_steps
         with self.phase("save"):
-            # Weights that may have diverged do not push older ones out of the checkpoints.
-            is_good = not self.metrics_log.health.is_diverging
-            if is_stopping or is_good and (is_due(step, save_freq) or is_last and save_freq):
-                self.folder.save(step, self.parts)
-            for worker in self.workers.values():
-                if is_due(step, worker.config.save_freq) or (is_last and worker.config.save_dir):
-                    folder = f"{worker.config.save_dir}/step_{step}"
-                    worker.export(folder, self.tokenizer, worker.config.save_optimizer)
+            self._save_if_due(step, is_stopping)
         self.last_step = step
         return is_stopping
+
+    def _save_if_due(self, step: int, is_stopping: bool) -> None:
+        """Saves a checkpoint and exports the models where that is due. All processes must call."""
+        save_freq = self.config.trainer.save_freq
+        is_last = step == self.num_steps
+        # Weights that may have diverged do not push older ones out of the checkpoints.
+        is_good = not self.metrics_log.health.is_diverging
+        if is_stopping or is_good and (is_due(step, save_freq) or is_last and save_freq):
+            self.folder.save(step, self.parts)
+        for worker in self.workers.values():
+            if is_due(step, worker.config.save_freq) or (is_last and worker.config.save_dir):
+                folder = f"{worker.config.save_dir}/step_{step}"
+                worker.export(folder, self.tokenizer, worker.config.save_optimizer)
 
     def _evaluate_if_due(self, step: int) -> dict[str, float]:
         """Metrics as test/*: at the start, every trainer.test_freq steps and at the end."""

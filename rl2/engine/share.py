@@ -1,0 +1,80 @@
+"""How much of a GPU SGLang takes: `rollout.gpu_memory_utilization`, also where it is auto.
+
+SGLang takes a share of the memory that is free when it starts, for its weights, keys and values.
+The trainer needs more later than it has then: the optimizer's state, and room to send weights.
+"""
+
+from typing import Protocol
+
+import torch
+
+from rl2.engine.base import EngineSettings
+from rl2.parallel.mesh import all_gather_objects
+
+GIB = 2**30
+# Parts of a GPU that SGLang needs besides: for activations, graphs and CUDA while it generates, and
+# what remains of that while it loads weights. It reserves about as much itself (13 of 80 GB).
+GENERATING_SHARE = 0.15
+LOADING_SHARE = 0.05
+BUCKETS_BYTES = 2**30  # two, see sglang.py: one is gathered behind the other
+SHARE_WITHOUT_PLAN = 0.5
+
+
+class TrainerMemory(Protocol):
+    """What is needed of a memory plan: bytes of the trainer's tensors on one GPU."""
+
+    steady: int  # while the engine generates
+    engine_weights: int  # of the engine's own weights
+
+    @property
+    def sync(self) -> int:
+        """The most while weights are sent to the engine."""
+
+
+def engine_bytes(plan: TrainerMemory, total: int, free: int, allocated: int) -> int:
+    """Bytes for SGLang's weights, keys and values on a GPU that has `total` bytes.
+
+    `free` are free when SGLang starts, and the trainer's tensors have `allocated` then. Keys and
+    values stay while weights are loaded at the start, and wherever they are only compared.
+    """
+    generating = plan.steady + int(GENERATING_SHARE * total)
+    loading = plan.sync + BUCKETS_BYTES + int(LOADING_SHARE * total)
+    return free + allocated - max(generating, loading)
+
+
+def choose_share(settings: EngineSettings) -> float:
+    """The share of the free memory that SGLang may take. All ranks call; rank 0 prints the reason.
+
+    RuntimeError if SGLang has no room beside the trainer.
+    """
+    if not isinstance(settings.gpu_memory_utilization, str):
+        return settings.gpu_memory_utilization
+    # Only the first rank makes a plan.
+    plan: TrainerMemory | None = all_gather_objects(settings.plan_memory(wait=True))[0]
+    if plan is None or settings.device.type == "cpu":
+        share, reason = SHARE_WITHOUT_PLAN, "of the free memory, without a memory plan"
+    else:
+        share, reason = _share_beside_trainer(plan, settings.device)
+    if settings.rank == 0:
+        print(f"rollout.gpu_memory_utilization=auto: {share} {reason}", flush=True)
+    return share
+
+
+def _share_beside_trainer(plan: TrainerMemory, device: torch.device) -> tuple[float, str]:
+    """(share, the words that follow it) by the GPU that has the least room."""
+    free, total = torch.cuda.mem_get_info(device)
+    room = engine_bytes(plan, total, free, torch.cuda.memory_allocated(device))
+    room, free = min(all_gather_objects((room, free)))
+    weights, steady = plan.engine_weights / GIB, plan.steady / GIB
+    if room <= plan.engine_weights:
+        raise RuntimeError(
+            f"rollout.gpu_memory_utilization=auto: the trainer will keep {steady:.1f} GiB of each "
+            f"GPU while SGLang generates. {max(room, 0) / GIB:.1f} GiB remain for SGLang's weights "
+            f"({weights:.1f} GiB), keys and values. Set actor.offload_model=true, "
+            "actor.offload_optimizer=true or a larger rollout.tp_size, or use more GPUs."
+        )
+    share = int(1000 * room / free) / 1000  # rounded down
+    return share, (
+        f"of the free memory, {room / GIB:.1f} GiB of each GPU for SGLang's weights "
+        f"({weights:.1f} GiB), keys and values; the trainer keeps {steady:.1f} GiB meanwhile"
+    )
