@@ -17,7 +17,8 @@ from common import ROOT
 GPU = ROOT / "tests/gpu"
 sys.path.insert(0, str(GPU))
 import run as runner  # noqa: E402
-from run import PARTS, Part, run_parts  # noqa: E402
+from parts import PARTS, Part  # noqa: E402
+from run import run_parts  # noqa: E402
 
 FAKES = """
 import os, signal, subprocess, sys, time

@@ -14,7 +14,7 @@ before. `--sglang-args` are arguments of SGLang's engine.
 import argparse
 import shlex
 
-from run import PARTS
+from parts import PARTS
 
 # What a short loan should tell first comes first.
 CALLS = {

@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
+from parts import PARTS, Part
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -25,43 +26,6 @@ LEAST_SHARE = 1 / 3  # nor with a smaller share of its limit
 DRY_PATIENCE = 3  # a CPU gets so many times the limit of a part
 SECONDS_TO_END = 10  # for processes that a part leaves
 TAIL_BYTES = 1500  # of a failed part's log, which are printed
-
-
-@dataclass
-class Part:
-    file: str  # in the folder of this file
-    limit: int  # seconds
-    needs: tuple[str, ...] = ()  # parts without which this one tells nothing
-
-
-# In the order in which they run. calls.py distributes them over the calls to a lent machine.
-PARTS = {
-    "facts": Part("machine.py", 60),
-    "device": Part("machine.py", 40, ("facts",)),
-    "attention": Part("operators.py", 60, ("device",)),
-    "worker": Part("training.py", 40, ("device",)),
-    "offload": Part("training.py", 50, ("device",)),
-    "resume": Part("training.py", 80, ("device",)),
-    "head": Part("operators.py", 40, ("device",)),
-    "flash_attn": Part("operators.py", 30, ("device",)),
-    "utilisation_8k": Part("training.py", 80, ("device",)),
-    "sglang_contract": Part("engines.py", 260, ("device",)),
-    "sglang": Part("engines.py", 260, ("sglang_contract",)),
-    "sglang_7b": Part("runs.py", 340, ("sglang_contract", "offload")),
-    "sglang_grpo": Part("runs.py", 180, ("sglang_contract",)),
-    "variants_8k": Part("training.py", 140, ("utilisation_8k",)),
-    "published_16k": Part("training.py", 80, ("utilisation_8k",)),
-    "published_65k": Part("training.py", 120, ("published_16k",)),
-    "published_lora": Part("training.py", 100, ("published_16k",)),
-    "plan": Part("memory.py", 90, ("utilisation_8k",)),
-    "memory_7b": Part("memory.py", 240, ("offload",)),
-    "utilisation_32k": Part("training.py", 60, ("utilisation_8k",)),
-    "local_contract": Part("engines.py", 60, ("device",)),
-    "local_throughput": Part("engines.py", 60, ("local_contract",)),
-    "local_grpo": Part("runs.py", 90, ("local_contract",)),
-    "quickstart": Part("runs.py", 200, ("device",)),
-    "ring": Part("runs.py", 90, ("worker",)),
-}
 
 
 @dataclass

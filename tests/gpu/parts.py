@@ -1,0 +1,40 @@
+"""The parts of tests/gpu: where each one is, how long it may take, and which ones it needs."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Part:
+    file: str  # in the folder of this file
+    limit: int  # seconds
+    needs: tuple[str, ...] = ()  # parts without which this one tells nothing
+
+
+# In the order in which they run. calls.py distributes them over the calls to a lent machine.
+PARTS = {
+    "facts": Part("machine.py", 60),
+    "device": Part("machine.py", 40, ("facts",)),
+    "attention": Part("operators.py", 60, ("device",)),
+    "worker": Part("training.py", 40, ("device",)),
+    "offload": Part("training.py", 50, ("device",)),
+    "resume": Part("training.py", 80, ("device",)),
+    "head": Part("operators.py", 40, ("device",)),
+    "flash_attn": Part("operators.py", 30, ("device",)),
+    "utilisation_8k": Part("training.py", 80, ("device",)),
+    "sglang_contract": Part("engines.py", 260, ("device",)),
+    "sglang": Part("engines.py", 260, ("sglang_contract",)),
+    "sglang_7b": Part("runs.py", 340, ("sglang_contract", "offload")),
+    "sglang_grpo": Part("runs.py", 180, ("sglang_contract",)),
+    "variants_8k": Part("training.py", 140, ("utilisation_8k",)),
+    "published_16k": Part("training.py", 80, ("utilisation_8k",)),
+    "published_65k": Part("training.py", 120, ("published_16k",)),
+    "published_lora": Part("training.py", 100, ("published_16k",)),
+    "plan": Part("memory.py", 90, ("utilisation_8k",)),
+    "memory_7b": Part("memory.py", 240, ("offload",)),
+    "utilisation_32k": Part("training.py", 60, ("utilisation_8k",)),
+    "local_contract": Part("engines.py", 60, ("device",)),
+    "local_throughput": Part("engines.py", 60, ("local_contract",)),
+    "local_grpo": Part("runs.py", 90, ("local_contract",)),
+    "quickstart": Part("runs.py", 200, ("device",)),
+    "ring": Part("runs.py", 90, ("worker",)),
+}
