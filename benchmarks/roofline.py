@@ -37,6 +37,7 @@ KERNEL_SECONDS = 2e-6  # of the smallest kernel
 COLLECTIVE_SECONDS = 20e-6
 DISPATCH_SECONDS = 5e-6  # of the host, for each operator
 GPUS_PER_NODE = 8
+PHASES = ("infer", "update", "sync")
 
 SHAPE = {"tokens": 8192, "packs": 2, "answers": 4}  # two micro-batches, each of a group of four
 OFFLOADED = {"offload_model": True, "offload_optimizer": True}
@@ -62,6 +63,7 @@ def read_arguments() -> argparse.Namespace:
         action="append",
         help="keys of the worker, as JSON; given several times, each case runs with each of them",
     )
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
     parser.add_argument("--node-rate", type=float, default=360, help="GB/s of a node's network")
     parser.add_argument("--operators", type=int, default=0, help="show so many of the longest ones")
     return parser.parse_args()
@@ -263,7 +265,7 @@ class Timeline(TorchDispatchMode):
         longest_keys, is_causal = (args[6], args[8]) if is_forward else (args[9], args[11])
         tokens, heads, width = query.shape
         forward = 4 * tokens * longest_keys * heads * width * (0.5 if is_causal else 1.0)
-        if is_forward:
+        if not is_forward:  # it runs once, the forward pass perhaps twice
             self.flash_forward_flops += forward
         return forward if is_forward else 2.5 * forward
 
@@ -369,23 +371,26 @@ def run(name: str, changed_keys: dict) -> None:
         batch = gpu.batch(worker, **shape)
         # Makes FSDP's buffers, and the optimizer's state in older code.
         worker.update(gpu.batch(worker, tokens=64), policy_loss)
-        num_tokens = []  # of each pack
-        hook = worker.model.register_forward_pre_hook(
-            lambda _, arguments: num_tokens.append(arguments[0].tokens.numel())
-        )
-        with Timeline(gpu.tracker, world) as infer, gpu.phase() as phase:
-            worker.infer(batch)
-        hook.remove()
-        print_row(title, "infer", infer, phase)
-        flops = useful_flops(worker, batch, sum(num_tokens), infer.flash_forward_flops)
-        with Timeline(gpu.tracker, world) as update, gpu.phase() as phase:
-            worker.update(batch, policy_loss)
-        print_row(title, "update", update, phase, flops / update.now / PEAK_FLOPS)
-        print_operators(update, ARGUMENTS.operators)
-        with Timeline(gpu.tracker, world) as sync, gpu.phase() as phase:
-            for _ in worker.iter_full_weights(torch.bfloat16):
-                pass
-        print_row(title, "sync", sync, phase)
+        num_tokens: list[int] = []  # of the packs of a phase
+        calls = {
+            "infer": lambda: worker.infer(batch),
+            "update": lambda: worker.update(batch, policy_loss),
+            "sync": lambda: [None for _ in worker.iter_full_weights(torch.bfloat16)],
+        }
+        for phase_name in ARGUMENTS.phases:
+            num_tokens.clear()
+            hook = worker.model.register_forward_pre_hook(
+                lambda _, arguments: num_tokens.append(arguments[0].tokens.numel())
+            )
+            with Timeline(gpu.tracker, world) as timeline, gpu.phase() as phase:
+                calls[phase_name]()
+            hook.remove()
+            utilisation = None
+            if phase_name == "update":
+                flops = useful_flops(worker, batch, sum(num_tokens), timeline.flash_forward_flops)
+                utilisation = flops / timeline.now / PEAK_FLOPS
+            print_row(title, phase_name, timeline, phase, utilisation)
+            print_operators(timeline, ARGUMENTS.operators)
 
 
 def useful_flops(worker, batch, num_tokens: int, flash_forward_flops: float) -> float:
