@@ -14,6 +14,7 @@ run, so nothing is said about values.
 """
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +37,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import rl2.model.load
 from rl2.batch import Batch, Sample, collate
 from rl2.config.schema import WorkerConfig
-from rl2.parallel import offload
 from rl2.worker import Worker
 
 aten = torch.ops.aten
@@ -116,16 +116,34 @@ def fake_cuda(world: int = 1, rank: int = 0, memory_gib: float = 80) -> Iterator
     """A context in which this process is `rank` of `world` processes, each with a fake GPU."""
     tracker = Tracker()
     with contextlib.ExitStack() as stack:
+        _forget_compiled()
+        stack.callback(_forget_compiled)
         enter = stack.enter_context
         folder = Path(enter(TemporaryDirectory()))
         enter(machine(world, rank, int(memory_gib * 2**30), tracker.wait))
-        enter(mock.patch.object(offload, "_pin", tracker.pin))
+        if offload := optional_module("rl2.parallel.offload"):
+            enter(mock.patch.object(offload, "_pin", tracker.pin))
         for owner, name, value in _replacements():
             enter(mock.patch.object(owner, name, value))
         enter(mock.patch.dict(fake_impls.op_implementations_dict, ANSWERS))
+        # There is no kernel to compile for, so the function itself runs.
+        enter(mock.patch.object(torch, "compile", lambda function, **_: function))
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         enter(tracker)
         yield FakeGpu(world, tracker, folder)
+
+
+def _forget_compiled() -> None:
+    """What is compiled here must not be called elsewhere, nor the other way round."""
+    fused = optional_module("rl2.model.fused")
+    if fused is not None:
+        fused.compiled.cache_clear()
+        fused._with_compiled_rotary.cache_clear()
+
+
+def optional_module(name: str) -> Any:
+    """The module; None where rl2 is an older checkout, which benchmarks/roofline.py compares."""
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
 
 
 def _answer_number(mode, func, tensor):
@@ -201,5 +219,6 @@ def optimizer_devices(worker: Worker) -> dict[str, set[str]]:
     return devices
 
 
-def parameter_devices(model: nn.Module) -> set[str]:
-    return {parameter.to_local().device.type for parameter in model.parameters()}
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of this rank's parameters on the GPU. Those of an offloaded model have no memory."""
+    return sum(p._local_tensor.untyped_storage().nbytes() for p in model.parameters())
