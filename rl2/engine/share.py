@@ -1,7 +1,7 @@
 """How much of a GPU SGLang takes: `rollout.gpu_memory_utilization`, also where it is auto.
 
 SGLang takes a share of the memory that is free when it starts, for its weights, keys and values.
-The trainer needs more later than it has then: the optimizer's state, and room to send weights.
+The trainer may need more while SGLang generates than it has then, and needs room to send weights.
 """
 
 from typing import Protocol
