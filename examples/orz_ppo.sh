@@ -14,6 +14,6 @@ torchrun --standalone --nproc_per_node=8 -m rl2.trainer.ppo \
     critic.lr=5e-6 critic.max_length_per_device=8192 critic.sp_size=2 critic.update_per_rollout=12 \
     critic.offload_model=true critic.offload_optimizer=true \
     adv.estimator=gae adv.gamma=1.0 adv.lamda=1.0 adv.norm_var=true \
-    rollout.env_path=envs/boxed.py rollout.max_running=256 rollout.gpu_memory_utilization=0.6 \
+    rollout.env_path=envs/boxed.py rollout.max_running=256 \
     rollout.train_sampling_params.max_new_tokens=8192 rollout.test_sampling_params.max_new_tokens=8192 \
     trainer.experiment_name=orz-7b-ppo trainer.test_freq=8 trainer.save_freq=16 "$@"
