@@ -1,5 +1,6 @@
 """Compares every layout of the worker with a plain padded Hugging Face forward."""
 
+from collections import Counter
 from copy import deepcopy
 from pathlib import Path
 from unittest import mock
@@ -21,6 +22,8 @@ from parity import (
     worker_config,
 )
 from peft import LoraConfig, inject_adapter_in_model
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl2.batch import Sample, collate
@@ -336,6 +339,31 @@ def test_a_step_in_parts_is_the_same_step(tmp_path, monkeypatch, device):
     assert sum(map(sum, pieces)) == 4 * sum(sizes), "each element once in each update"
     assert updates[False] == updates[True]
     assert all(torch.equal(weights[False][key], weights[True][key]) for key in weights[False])
+
+
+class OperatorsOfDTensors(TorchDispatchMode):
+    """Counts the operators on sharded tensors and on plain ones, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.sharded = Counter()
+        self.plain = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        (self.sharded if DTensor in types else self.plain)[func._opname] += 1
+        return NotImplemented if DTensor in types else func(*args, **(kwargs or {}))
+
+
+def test_the_step_and_the_norm_take_few_operators_on_plain_tensors(tmp_path, device):
+    """torch 2.11 leaks memory in AdamW on DTensors, and each operator is a kernel on GPUs."""
+    worker = Worker(worker_config(make_model(tmp_path / "model")), device, False, 4)
+    for parameter in worker.trained_parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    with OperatorsOfDTensors() as operators:
+        worker._step()
+    assert operators.plain["_fused_adamw_"] == 1 and operators.plain["_foreach_norm"] == 1
+    assert not operators.sharded
+    assert operators.plain.total() < len(worker.trained_parameters) + 20
 
 
 def test_a_new_value_head_starts_at_zero(tmp_path, device):

@@ -151,10 +151,8 @@ def visit_device(
         visitors = [torch.empty_like(piece, device=device) for piece in pieces]
         coming.wait_stream(computing)  # which may still read what was in this memory
         with module.stream(coming):
-            return [
-                visitor.copy_(piece, non_blocking=True)
-                for visitor, piece in zip(visitors, pieces, strict=True)
-            ]
+            _copy(visitors, pieces)
+        return visitors
 
     homes = _pieces(on_host, limit)
     upcoming = bring(homes[0])
@@ -163,8 +161,12 @@ def visit_device(
         visitors = upcoming
         upcoming = bring(homes[number + 1]) if number + 1 < len(homes) else []
         function(*[[piece] for piece in (*pieces, *visitors)])
-        for home, visitor in zip(homes[number], visitors, strict=True):
-            home.copy_(visitor, non_blocking=True)
+        _copy(homes[number], visitors)
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
 
 
 def _pieces(columns: Sequence[list[Tensor]], limit: int) -> list[tuple[Tensor, ...]]:
