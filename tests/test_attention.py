@@ -4,11 +4,14 @@ Compares values and gradients.
 """
 
 import random
+import sys
 from itertools import pairwise
+from types import ModuleType
 
 import pytest
 import torch
 from common import launch
+from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from rl2.batch import Pack
 from rl2.packing import zigzag
@@ -273,3 +276,27 @@ def test_poisoned_neighbours_do_not_leak(window):
 
 def test_rings_of_one_to_four_processes_equal_full_attention():
     launch(4, "tests/ring.py")
+
+
+@pytest.mark.parametrize(("capability", "is_active"), [((9, 0), True), ((8, 0), False)])
+def test_flash_attention_3_takes_the_place_of_the_operators_that_we_call(
+    monkeypatch, capability, is_active
+):
+    """With a stand-in for the package on a stand-in for the GPU: torch's registration is real."""
+    kernels = torch.library.Library("flash_attn_3", "FRAGMENT")
+    kernels.define("fwd(Tensor q) -> Tensor")
+    kernels.define("bwd(Tensor q) -> Tensor")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    attention._flash_attn.cache_clear()
+    try:
+        assert attention._flash_attn() is None
+        assert (current_flash_attention_impl() == "FA3") == is_active
+        for operator in ("_flash_attention_forward", "_flash_attention_backward"):
+            registrations = torch._C._dispatch_dump(f"aten::{operator}").splitlines()
+            is_replaced = any("CUDA" in line and "_fa3.py" in line for line in registrations)
+            assert is_replaced == is_active, registrations
+    finally:
+        if is_active:
+            restore_flash_attention_impl()
+        attention._flash_attn.cache_clear()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl
 from transformers import AttentionInterface
 
 from rl2.parallel.device import copy_to_device, device_kind
@@ -172,13 +173,27 @@ def _heads(tensor: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Te
 def _flash_attn() -> ModuleType | None:
     """The package flash-attn (2.7 and later) if it is installed and built for this torch.
 
-    Without it torch's own copy of the same kernel serves.
+    Without it torch's own copy of the same kernel serves, or FlashAttention 3, which torch puts in
+    the place of its own operators.
     """
+    if _activate_flash_attention_3():
+        return None
     try:
         from flash_attn import flash_attn_interface
     except ImportError:
         return None
     return flash_attn_interface
+
+
+def _activate_flash_attention_3() -> bool:
+    """Whether FlashAttention 3 serves: it is installed, and the GPU is a Hopper, its only kind."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        return False
+    try:
+        activate_flash_attention_impl("FA3")
+    except ImportError:
+        return False
+    return True
 
 
 def _forward_cuda(q, k, v, block: Block, scale: float) -> tuple[Tensor, Tensor]:
