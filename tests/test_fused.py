@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from common import CONFIGS, make_samples
+from common import CONFIGS, launch, make_model, make_samples
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM
 
@@ -83,3 +83,8 @@ def test_packs_of_all_lengths_share_a_compilation(monkeypatch, family):
     for seed in range(1, 5):
         check_equal(plain, compiled_model, seed)
     assert counter.frame_count == after_first_pack
+
+
+def test_layouts_train_the_same_with_compiled_parts(tmp_path):
+    """Tensor parallelism, a ring with FSDP and adapters, gradient checkpointing."""
+    launch(2, "tests/fused_layouts.py", make_model(tmp_path, "qwen3", tied=False))

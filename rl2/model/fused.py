@@ -26,17 +26,21 @@ MOST_VARIANTS = 64
 def compiled(function: Callable[..., Any], num_static_axes: int = 1) -> Callable[..., Any]:
     """`function` compiled for tensors of any size.
 
-    The sizes of the last `num_static_axes` axes are compiled in. A size of 1 is too.
+    The sizes of the last `num_static_axes` axes are compiled in. A size of 1 is too. The function
+    runs as it is on subclasses of Tensor: fake tensors, and what the embedding gives under tensor
+    parallelism (AsyncCollectiveTensor), whose gradient torch.compile loses.
     """
     torch._dynamo.config.recompile_limit = MOST_VARIANTS
     compiled_function = torch.compile(function)
 
     @wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
-        for tensor in arguments:
-            if isinstance(tensor, Tensor):
-                for axis in range(tensor.ndim - num_static_axes):
-                    torch._dynamo.maybe_mark_dynamic(tensor, axis)
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        if any(type(tensor) is not Tensor for tensor in tensors):
+            return function(*arguments, **keywords)
+        for tensor in tensors:
+            for axis in range(tensor.ndim - num_static_axes):
+                torch._dynamo.maybe_mark_dynamic(tensor, axis)
         return compiled_function(*arguments, **keywords)
 
     return call
