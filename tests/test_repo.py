@@ -199,7 +199,15 @@ ALLOWED = {
     },
     "memory_plan": {"parallel.mesh"},  # rank 0 tells all ranks
     # A plan runs the trainers' own workers and losses.
-    "commands": {"batch", "config", "memory_plan", "parallel", "trainer", "worker"},
+    "commands": {
+        "batch",
+        "config",
+        "engine.share",
+        "memory_plan",
+        "parallel",
+        "trainer",
+        "worker",
+    },
     "error_report": set(),
     "progress": set(),
     "watchdog": set(),

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rl2.batch import Batch
 from rl2.config.parse import parse
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, worker_names
+from rl2.engine.share import engine_bytes
 from rl2.memory_plan import (
     GIB,
     Plan,
@@ -282,7 +283,11 @@ def totals(config: Any, plan: Plan, gpu_bytes: int) -> dict[str, tuple[int, int]
     if isinstance(config, PPOConfig):
         share = config.rollout.gpu_memory_utilization
         engine = plan.engine_weights
-        if config.rollout.engine != "local":  # SGLang takes a share of what is free when it starts
+        if config.rollout.engine != "local" and isinstance(share, str):
+            engine = max(
+                engine, engine_bytes(plan, gpu_bytes, gpu_bytes - plan.loaded, plan.loaded)
+            )
+        elif config.rollout.engine != "local":  # a share of what is free when SGLang starts
             engine = int(share * (gpu_bytes - OUTSIDE_BYTES - plan.loaded))
         phases["rollout"] = (plan.steady, engine)
         phases["sync"] = (plan.sync, plan.engine_weights)
