@@ -287,6 +287,7 @@ def test_flash_attention_3_takes_the_place_of_the_operators_that_we_call(
     kernels.define("fwd(Tensor q) -> Tensor")
     kernels.define("bwd(Tensor q) -> Tensor")
     monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     attention._flash_attn.cache_clear()
     try:

@@ -187,7 +187,8 @@ def _flash_attn() -> ModuleType | None:
 
 def _activate_flash_attention_3() -> bool:
     """Whether FlashAttention 3 serves: it is installed, and the GPU is a Hopper, its only kind."""
-    if torch.cuda.get_device_capability()[0] != 9:
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    if not is_hopper:  # a memory plan has no GPU at all
         return False
     try:
         activate_flash_attention_impl("FA3")
