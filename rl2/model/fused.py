@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
@@ -26,9 +27,9 @@ MOST_VARIANTS = 64
 def compiled(function: Callable[..., Any], num_static_axes: int = 1) -> Callable[..., Any]:
     """`function` compiled for tensors of any size.
 
-    The sizes of the last `num_static_axes` axes are compiled in. A size of 1 is too. The function
-    runs as it is on subclasses of Tensor: fake tensors, and what the embedding gives under tensor
-    parallelism (AsyncCollectiveTensor), whose gradient torch.compile loses.
+    The sizes of the last `num_static_axes` axes are compiled in. A size of 1 is too. What the
+    embedding gives under tensor parallelism, an AsyncCollectiveTensor, is not compiled for:
+    torch.compile loses its gradient.
     """
     torch._dynamo.config.recompile_limit = MOST_VARIANTS
     compiled_function = torch.compile(function)
@@ -36,7 +37,7 @@ def compiled(function: Callable[..., Any], num_static_axes: int = 1) -> Callable
     @wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        if any(type(tensor) is not Tensor for tensor in tensors):
+        if any(isinstance(tensor, AsyncCollectiveTensor) for tensor in tensors):
             return function(*arguments, **keywords)
         for tensor in tensors:
             for axis in range(tensor.ndim - num_static_axes):
