@@ -12,7 +12,16 @@ import torch
 from figures import record
 from tools import DEVICE, DRY, copy_bandwidth, matrix_peak
 
-PACKAGES = ("numpy", "datasets", "hydra-core", "omegaconf", "peft", "safetensors", "flash-attn")
+PACKAGES = (
+    "numpy",
+    "datasets",
+    "hydra-core",
+    "omegaconf",
+    "peft",
+    "safetensors",
+    "flash-attn",
+    "flash-attn-3",
+)
 
 
 def facts():

@@ -1,7 +1,9 @@
 """Compares attention and the head with fp32 references, and attention with flash-attn."""
 
 import random
+from functools import partial
 from itertools import accumulate, product
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from tools import DEVICE, DRY, error, seconds
 
 from rl2.model.head import head_scores
 from rl2.packing import zigzag
+from rl2.parallel import attention as attention_module
 from rl2.parallel.attention import Block, backward_block, forward_block
 from rl2.parallel.ring import PackedAttention
 
@@ -201,7 +204,8 @@ def largest_error(values, expected) -> float:
 def flash_attn():
     """Compares our attention with the package flash-attn on the same ragged documents.
 
-    Compares outputs and gradients, and the time of both.
+    Compares outputs and gradients, and the time of a forward pass: with torch's own kernels, and
+    with those of the package, which our code takes where it is installed.
     """
     try:
         from flash_attn import flash_attn_varlen_func
@@ -211,30 +215,28 @@ def flash_attn():
     lengths = [300, 1, 77, 4096, 1024]
     cu = [0, *accumulate(lengths)]
     torch.manual_seed(0)
-    q, k, v, d_out = (
-        torch.randn(cu[-1], n, size, device=DEVICE).bfloat16()
-        for n in (heads, groups, groups, heads)
-    )
+    q, d_out = (torch.randn(cu[-1], heads, size, device=DEVICE).bfloat16() for _ in range(2))
+    k, v = (torch.randn(cu[-1], groups, size, device=DEVICE).bfloat16() for _ in range(2))
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     boundaries = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
-    longest = max(lengths)
+    longest, scale = max(lengths), size**-0.5
 
     def theirs():
         return flash_attn_varlen_func(
-            *inputs, boundaries, boundaries, longest, longest, softmax_scale=size**-0.5, causal=True
+            *inputs, boundaries, boundaries, longest, longest, softmax_scale=scale, causal=True
         )
 
-    block, scale = Block(cu, cu, True), size**-0.5
-    out, lse = forward_block(q, k, v, block, scale)
     expected_out = theirs()
-    expected = torch.autograd.grad(expected_out, inputs, d_out)
-    errors = {"out": error(out, expected_out)}
-    gradients = backward_block(d_out, q, k, v, out, lse, block, scale)
-    for name, gradient, other in zip(("dq", "dk", "dv"), gradients, expected, strict=True):
-        errors[name] = error(gradient, other)
-    record(**errors)
-    assert max(errors.values()) < 0.01, errors
-    record(
-        ours_ms=1000 * seconds(lambda: forward_block(q, k, v, block, scale)),
-        flash_attn_ms=1000 * seconds(theirs),
-    )
+    expected = [expected_out, *torch.autograd.grad(expected_out, inputs, d_out)]
+    record(flash_attn_ms=1000 * seconds(theirs))
+    for kernels, package in (("torch", None), ("package", attention_module._flash_attn())):
+        block = Block(cu, cu, True)
+        with mock.patch.object(attention_module, "_flash_attn", lambda package=package: package):
+            out, lse = forward_block(q, k, v, block, scale)
+            gradients = backward_block(d_out, q, k, v, out, lse, block, scale)
+            milliseconds = 1000 * seconds(partial(forward_block, q, k, v, block, scale))
+        errors = {}
+        for name, x, y in zip(("out", "dq", "dk", "dv"), (out, *gradients), expected, strict=True):
+            errors[f"{kernels}_{name}"] = error(x, y)
+        record(**errors, **{f"{kernels}_ms": milliseconds})
+        assert max(errors.values()) < 0.01, errors
