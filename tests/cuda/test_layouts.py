@@ -166,6 +166,7 @@ def test_a_resumed_run_has_its_state_where_the_first_run_had_it():
             steady = check_update(gpu, first, batch, False)
             devices = optimizer_devices(first)
             del first
+            gc.collect()  # models are cyclic
             resumed = gpu.worker(max_length_per_device=TOKENS, **role.keys)
             resumed.load_state_dict(resumed.state_dict())
             check_devices(resumed)

@@ -233,7 +233,8 @@ class Tracker(TorchDispatchMode):
 
     def _count(self, func, args, kwargs, inputs, outputs) -> None:
         devices = {tensor.device.type for tensor in inputs + outputs}
-        if func in COPIES and devices == {"cpu", "cuda"}:
+        is_empty = all(tensor.nbytes == 0 for tensor in outputs or inputs)
+        if func in COPIES and devices == {"cpu", "cuda"} and not is_empty:
             self._see_copy(func, args, kwargs, inputs, outputs)
         if "cuda" not in devices:
             return
