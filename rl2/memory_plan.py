@@ -28,7 +28,7 @@ class Plan:
 
     num_gpus: int
     peaks: dict[str, int]  # the most in each phase: load, infer, update, step, sync or save
-    loaded: int  # after loading, when an engine starts: there is no optimizer state yet
+    loaded: int  # after loading, when an engine starts
     steady: int  # between steps, while an engine generates
     engine_weights: int  # of the engine's own weights, on each of its GPUs; 0 without an engine
 

@@ -91,6 +91,7 @@ def planned_device(num_gpus: int, kind: str = "cuda") -> Iterator[PlannedDevice]
             mock.patch("rl2.model.load.admit", lambda *model: None),
             # A compiled function needs no more memory than the operators that it replaces.
             mock.patch("torch.compile", lambda function: function),
+            mock.patch("rl2.parallel.attention._flash_attn", lambda: None),  # torch's copy will do
             mock.patch.object(
                 offload, "empty_on_host", partial(empty_on_host, offload.empty_on_host)
             ),
@@ -174,23 +175,15 @@ def run_ppo(config: PPOConfig, peaks: PhasePeaks, device: torch.device) -> int:
     make_batch = partial(full_batch, longest=longest_row(config), rows=rows)
     actor_loss = make_actor_loss(config.actor, config.kl)
     critic_loss = make_critic_loss(config.critic)
-    for parts in (1, 2):  # the second update has the optimizer's state from its start
-        if parts == 2:
-            peaks.enter("infer")
-            if reference is not None:
-                reference(make_batch(actor, inference=True))
-            if needs_old_logps(config):
-                actor.infer(make_batch(actor, inference=True))
-            if critic is not None:
-                critic.infer(make_batch(critic, inference=True))
-        if critic is not None:
-            peaks.update(critic, make_batch(critic, micro_batches=parts), critic_loss)
-        peaks.update(
-            actor,
-            make_batch(actor, micro_batches=parts),
-            actor_loss,
-            with_entropy=needs_entropy(config.actor),
-        )
+    peaks.enter("infer")
+    if reference is not None:
+        reference(make_batch(actor, inference=True))
+    if needs_old_logps(config):
+        actor.infer(make_batch(actor, inference=True))
+    if critic is not None:
+        critic.infer(make_batch(critic, inference=True))
+        peaks.update(critic, make_batch(critic), critic_loss)
+    peaks.update(actor, make_batch(actor), actor_loss, with_entropy=needs_entropy(config.actor))
     peaks.enter("sync")
     weights = actor.iter_full_weights(actor.dtype)
     engine_weights = sum(weight.nbytes for _, weight in weights) // config.rollout.tp_size
@@ -218,13 +211,10 @@ def run_offline(config: Any, peaks: PhasePeaks, device: torch.device) -> None:
         rows=config.data.batch_size * row_multiple,
         row_multiple=row_multiple,
     )
-    for parts in (1, 2):
-        if reference is not None and parts == 2:
-            peaks.enter("infer")
-            reference(make_batch(inference=True))
-        peaks.update(
-            worker, make_batch(micro_batches=parts), loss, keep_groups_together=row_multiple > 1
-        )
+    if reference is not None:
+        peaks.enter("infer")
+        reference(make_batch(inference=True))
+    peaks.update(worker, make_batch(), loss, keep_groups_together=row_multiple > 1)
     peaks.enter("save")
     for _, weight in worker.iter_full_weights(worker.model.export_dtype):
         del weight
@@ -244,10 +234,11 @@ def full_batch(
     longest: int,
     rows: int,
     row_multiple: int = 1,
-    micro_batches: int = 2,
     inference: bool = False,
 ) -> Batch:
-    """Rows that fill so many micro-batches of the worker on each process; all tokens are trained.
+    """Rows that fill two micro-batches of the worker on each process; all tokens are trained.
+
+    In the second one the gradients of the first one are there.
 
     No row is longer than `longest`, and there are at most `rows`, those of a step. `row_multiple`
     rows follow each other as a group.
@@ -259,7 +250,7 @@ def full_batch(
     budget *= config.sp_size
     in_micro_batch = -(-budget // longest // row_multiple) * row_multiple
     length = min(longest, budget // in_micro_batch)
-    count = min(rows, in_micro_batch * micro_batches * worker.mesh.dp_size)
+    count = min(rows, 2 * in_micro_batch * worker.mesh.dp_size)
     columns = torch.zeros(count, length)
     mask = torch.ones(count, length, dtype=torch.int8)
     return Batch(
