@@ -125,7 +125,8 @@ def gradient_norm(parameters: Iterable[ShardedParameter]) -> float:
         shards.append(_num_shards(parameter))
     squares = torch.stack(torch._foreach_norm(gradients)).double().square()
     counted = torch.stack(torch._foreach_mul(squares.unbind(), shards)) / dist.get_world_size()
-    return all_reduce_sum_(counted.sum()).sqrt().item()
+    total = counted.cumsum(0)[-1]  # on the CPU a sum in this order, whatever its instructions
+    return all_reduce_sum_(total).sqrt().item()
 
 
 def _num_shards(parameter: ShardedParameter) -> int:
