@@ -216,3 +216,9 @@ def _setting_reason(config: Any, name: str, key: Key) -> str:
     users = [other for other in table if setting in argument_names(table[other])]
     used = f"which uses {', '.join(settings) or 'no setting'}"
     return f"with {function_key}={function}, {used}; {setting} is used by {', '.join(users)}"
+
+
+def drop_elsewhere(problems: list[str], warnings: list[str], elsewhere: tuple[str, ...]) -> Checked:
+    """The problems that do not begin so, and no warnings; all of both if `elsewhere` is empty."""
+    kept = [problem for problem in problems if not problem.startswith(elsewhere)]
+    return kept, [] if elsewhere else warnings

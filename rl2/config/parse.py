@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rl2.config.key import Key, schema_keys
-from rl2.config.key_rules import Checked, check_choices, follow_keys, get_value
+from rl2.config.key_rules import Checked, check_choices, drop_elsewhere, follow_keys, get_value
 from rl2.config.rules import VALIDATORS
 from rl2.config.synonyms import find_synonym
 from rl2.error_report import report_error
@@ -104,9 +104,7 @@ def parse(
         print_and_exit(OmegaConf.to_yaml(config, resolve=True))
     config_problems, warnings = check_config(result, set_keys)
     problems += config_problems
-    if elsewhere:
-        problems = [problem for problem in problems if not problem.startswith(elsewhere)]
-        warnings = []
+    problems, warnings = drop_elsewhere(problems, warnings, elsewhere)
     if problems and find_problems:
         problems = add_new_problems(problems, find_problems(result))
     report(problems, arguments.warnings + warnings)
@@ -117,10 +115,10 @@ def start_plan(root: type, argv: list[str]) -> NoReturn:
     """Goes on as `python -m rl2 plan` of this trainer on rank 0; the other ranks end."""
     if not is_first_rank():
         sys.exit(0)
-    trainer = next(kind.__name__ for kind in root.__mro__ if kind in VALIDATORS)
-    command = ["-m", "rl2", "plan", trainer.removesuffix("Config").lower()]
-    rest = [word for word in argv if word != "--plan"]
-    os.execv(sys.executable, [sys.executable, *command, *rest])
+    argv.remove("--plan")
+    trainer = root.__name__.removesuffix("Config").lower()
+    command = [sys.executable, "-m", "rl2", "plan", trainer, *argv]
+    os.execv(sys.executable, command)
 
 
 def add_new_problems(problems: list[str], by_key: dict[str, str]) -> list[str]:
