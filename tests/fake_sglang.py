@@ -140,7 +140,14 @@ def install(
     sys.modules.update({f"sglang{name}": module for name, module in modules.items()})
     modules[""].Engine = lambda **arguments: FakeEngine(before_load, release, **arguments)
     modules[".srt.utils"].MultiprocessingSerializer = MultiprocessingSerializer
-    modules[".srt.utils.patch_torch"].monkey_patch_torch_reductions = lambda: None
+    patch_torch = modules[".srt.utils.patch_torch"]
+    patch_torch.num_patches = 0
+
+    def monkey_patch_torch_reductions():
+        """With SGLang's, tensors of a CPU can no longer be sent."""
+        patch_torch.num_patches += 1
+
+    patch_torch.monkey_patch_torch_reductions = monkey_patch_torch_reductions
     modules[".srt.weight_sync.tensor_bucket"].FlattenedTensorBucket = FlattenedTensorBucket
     request = modules[".srt.managers.io_struct"]
     request.UpdateWeightsFromTensorReqInput = SimpleNamespace

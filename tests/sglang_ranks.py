@@ -47,6 +47,8 @@ def check_weights(name, device):
         for i, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True))
     }
     engine.load_weights(weights.items(), 1)
+    num_patches = sys.modules["sglang.srt.utils.patch_torch"].num_patches
+    assert bool(num_patches) == (device != "cpu"), "handles of GPUs alone have another form"
     if engine.index is None:
         return
     manager = engine.engine.tokenizer_manager

@@ -356,9 +356,9 @@ class SGLangEngine(Engine):
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-        monkey_patch_torch_reductions()  # handles name a GPU by its UUID, not by its number
         payload = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
         if self.device.type != "cpu":
+            monkey_patch_torch_reductions()  # handles name a GPU by its UUID, not by its number
             torch.cuda.synchronize()
         handle = MultiprocessingSerializer.serialize(payload)
         handles: list[Any] | None = [None] * self.tp_size if self.engine is not None else None
