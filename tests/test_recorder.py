@@ -23,7 +23,8 @@ def test_no_rank_waits_while_the_first_writes_transcripts(test_freq, num_questio
 
     trainer = SimpleNamespace(save_freq=None, test_freq=test_freq)
     folder = SimpleNamespace(write_records=write_records)
-    recorder = Recorder(folder, None, {}, None, num_steps=9, device=torch.device("cpu"))
+    device = torch.device("cpu")
+    recorder = Recorder(folder, None, {}, None, num_steps=9, device=device, prediction=None)
     recorder.config = SimpleNamespace(trainer=trainer)
     recorder.evaluate = lambda step: {"reward/mean": 0.5}
     recorder.phase = lambda name: nullcontext()
