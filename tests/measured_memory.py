@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rl2.commands.plan import predict, run_phases
-from rl2.config.schema import DPOConfig, PPOConfig, SFTConfig
+from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rl2.memory_plan import Plan
 from rl2.parallel.mesh import init_distributed
 from rl2.parallel.planned_device import MemoryTracker
@@ -22,6 +22,7 @@ JOBS = {
         "ppo with critic and reference": (PPOConfig, {}),
         "sft without checkpointing": (SFTConfig, {"gradient_checkpointing": False}),
         "dpo with adapters": (DPOConfig, {"lora_rank": 4}),
+        "pairs of two rows": (RMConfig, {}),
     },
     2: {
         "fsdp": (SFTConfig, {}),
@@ -34,8 +35,8 @@ JOBS = {
 
 def make_config(kind: type, model: str, keys: dict):
     config = kind()
-    sections = [config.actor]
-    config.data.max_length = LENGTH // 4
+    sections = [config.critic if kind is RMConfig else config.actor]
+    config.data.max_length = LENGTH // (2 if kind is RMConfig else 4)
     if kind is PPOConfig:
         config.adv.estimator = "gae"
         config.kl.coef = 0.1

@@ -123,10 +123,14 @@ class PlannedDevice(MemoryTracker):
         # A tensor is made here, or copied here from host memory.
         is_new = kwargs.get("device") == self.device
         with self.fake if is_new else nullcontext():
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        if is_new and isinstance(result, FakeTensor) and result.device != self.device:
+            result = self._on_device(result)  # torch computes one number for real, on `cpu`
+        return result
 
     def _from_host(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, FakeTensor | DTensor):
-            return tensor
+        return tensor if isinstance(tensor, FakeTensor | DTensor) else self._on_device(tensor)
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
         with self.fake:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
