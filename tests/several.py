@@ -21,6 +21,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+from rl2.optimizer import AdamW
 from rl2.trainer import dpo, ppo, rm, sft
 from rl2.worker import Worker
 
@@ -36,17 +37,16 @@ def run(number: int, main, arguments: list[str], kill_at: int, sgd: bool) -> Non
     store = dist.PrefixStore(f"run {number}", dist.TCPStore(address, port, is_master=False))
     dist.rendezvous = lambda url, timeout: iter([(store, RANK, WORLD_SIZE)])
     if sgd:
-        torch.optim.AdamW = make_sgd
+        AdamW._change = descend
     if kill_at and RANK == WORLD_SIZE - 1:
         Worker._step = kill_in_step(Worker._step, kill_at)
     sys.argv[1:] = arguments
     main()
 
 
-def make_sgd(groups, lr, **_):
-    """Takes AdamW's arguments. Each parameter is a group of its own, whatever its mesh."""
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    return torch.optim.SGD([{"params": [parameter]} for parameter in parameters], lr)
+def descend(optimizer, lr, shards, gradients, *moments):
+    """A step of plain gradient descent in the place of AdamW's."""
+    torch._foreach_add_(shards, gradients, alpha=-lr)
 
 
 def kill_in_step(step, kill_at):

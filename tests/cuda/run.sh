@@ -17,7 +17,7 @@ if ! grep -qxF "$wanted" "$env/installed" 2>/dev/null; then
     # PyPI has the CUDA build of torch. Where pip is told of other places, those may have a CPU build, which pip would prefer.
     PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= PIP_EXTRA_INDEX_URL= pip "$torch"
     "$env/bin/python" -c 'import torch; assert torch.version.cuda, f"torch {torch.__version__} is no CUDA build"'
-    pip pytest peft -e .
+    pip pytest pytest-xdist peft -e .
     echo "$wanted" >"$env/installed"
 fi
-OMP_NUM_THREADS=1 "$env/bin/python" -m pytest -x -q --durations=10 tests/cuda "$@"
+OMP_NUM_THREADS=1 "$env/bin/python" -m pytest -x -q --durations=10 -n 2 --dist loadfile tests/cuda "$@"
