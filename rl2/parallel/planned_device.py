@@ -7,7 +7,6 @@ two fails as it would on a GPU.
 """
 
 import weakref
-from contextlib import nullcontext
 from typing import Any, Self
 from unittest import mock
 
@@ -120,13 +119,12 @@ class PlannedDevice(MemoryTracker):
             args = (indexed, _positions(indices), *values)
         if self.is_cpu and any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(args)):
             args = tree_map_only(Tensor, self._from_host, args)
-        # A tensor is made here, or copied here from host memory.
-        is_new = kwargs.get("device") == self.device
-        with self.fake if is_new else nullcontext():
+        if kwargs.get("device") != self.device:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        with self.fake:  # a tensor is made here, or copied here from host memory
             result = super().__torch_dispatch__(func, types, args, kwargs)
-        if is_new and isinstance(result, FakeTensor) and result.device != self.device:
-            result = self._on_device(result)  # torch computes one number for real, on `cpu`
-        return result
+        # torch computes a single number for real, on `cpu`.
+        return result if result.device == self.device else self._on_device(result)
 
     def _from_host(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor | DTensor) else self._on_device(tensor)
