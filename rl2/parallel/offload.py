@@ -171,5 +171,10 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 def _pieces(columns: Sequence[list[Tensor]], limit: int) -> list[tuple[Tensor, ...]]:
     """Tensors at the same place of the columns, flat and cut alike to at most `limit` elements."""
-    cut = [chain(*[tensor.view(-1).split(limit) for tensor in column]) for column in columns]
+    cut = [chain(*[_cut(tensor.view(-1), limit) for tensor in column]) for column in columns]
     return list(zip(*cut, strict=True))
+
+
+def _cut(flat: Tensor, limit: int) -> tuple[Tensor, ...]:
+    # The fake tensors of torch 2.11 cannot split an empty tensor.
+    return flat.split(limit) if len(flat) else (flat,)
