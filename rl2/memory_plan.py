@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from rl2.parallel.mesh import all_gather_objects
+from rl2.parallel.mesh import all_gather_objects, is_first_rank
 
 GIB = 2**30
 # The rest of a GPU is for CUDA's contexts, NCCL, an engine that sleeps, and fragmentation.
@@ -53,7 +53,7 @@ class Prediction:
     def __init__(self, config: Any, world_size: int):
         self.process: subprocess.Popen[bytes] | None = None
         self.made: Plan | None = None
-        if torch.cuda.is_available() and os.environ.get("RANK", "0") == "0":
+        if torch.cuda.is_available() and is_first_rank():
             self.process = start_process(config, world_size)
 
     def plan(self, wait: bool = False) -> Plan | None:
@@ -109,7 +109,7 @@ def choose_checkpointing(config: Any) -> Any:
     if not torch.cuda.is_available() or not automatic_sections(config):
         return config
     number = None
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         gpu_bytes = torch.cuda.mem_get_info()[1]
         number = recomputed_layers(config, dist.get_world_size(), gpu_bytes)
     return with_checkpointing(config, all_gather_objects(number)[0])

@@ -89,8 +89,6 @@ def planned_device(num_gpus: int, kind: str = "cuda") -> Iterator[PlannedDevice]
             mock.patch.object(AutoModelForCausalLM, "from_pretrained", loader),
             mock.patch.object(AutoModelForSequenceClassification, "from_pretrained", loader),
             mock.patch("rl2.model.load.admit", lambda *model: None),
-            # A compiled function needs no more memory than the operators that it replaces.
-            mock.patch("torch.compile", lambda function: function),
             mock.patch("rl2.parallel.attention._flash_attn", lambda: None),  # torch's copy will do
             mock.patch.object(
                 offload, "empty_on_host", partial(empty_on_host, offload.empty_on_host)
@@ -287,19 +285,18 @@ def totals(config: Any, plan: Plan, gpu_bytes: int) -> dict[str, tuple[int, int]
     return phases
 
 
+def free_bytes(phases: dict[str, tuple[int, int]], gpu_bytes: int) -> int:
+    """What the highest phase leaves of a GPU. It is negative if the job does not fit."""
+    return gpu_bytes - OUTSIDE_BYTES - max(map(sum, phases.values()))
+
+
 def describe(phases: dict[str, tuple[int, int]], gpu_bytes: int) -> str:
     """The highest phase, and whether it fits."""
-    phase, peak = max(
-        ((name, sum(sizes)) for name, sizes in phases.items()), key=lambda item: item[1]
-    )
-    free = gpu_bytes - OUTSIDE_BYTES - peak
+    phase = max(phases, key=lambda name: sum(phases[name]))
+    peak = sum(phases[phase])
+    free = free_bytes(phases, gpu_bytes)
     verdict = f"fits, {free / GIB:.1f} free" if free >= 0 else f"{-free / GIB:.1f} too many"
     return f"{peak / GIB:.1f} GiB in {phase}: {verdict}"
-
-
-def fits(phases: dict[str, tuple[int, int]], gpu_bytes: int) -> bool:
-    """Whether all phases fit into the GPU."""
-    return max(map(sum, phases.values())) + OUTSIDE_BYTES <= gpu_bytes
 
 
 def near_settings(config: Any, num_gpus: int) -> Iterator[tuple[str, Any, int]]:
@@ -327,10 +324,9 @@ def near_settings(config: Any, num_gpus: int) -> Iterator[tuple[str, Any, int]]:
         yield f"--gpus {num_gpus * factor}", config, num_gpus * factor
 
 
-def show(config: Any, plan: Plan, gpu_bytes: int) -> None:
+def show(phases: dict[str, tuple[int, int]], num_gpus: int, gpu_bytes: int) -> None:
     """Prints the table."""
-    phases = totals(config, plan, gpu_bytes)
-    print(f"GiB on each of {plan.num_gpus} GPUs of {gpu_bytes / GIB:.1f} GiB, predicted:")
+    print(f"GiB on each of {num_gpus} GPUs of {gpu_bytes / GIB:.1f} GiB, predicted:")
     print("phase      trainer   engine      sum")
     for phase, (trainer, engine) in phases.items():
         numbers = (trainer, engine, trainer + engine)
@@ -349,15 +345,15 @@ def main() -> None:
     if automatic_sections(config):
         num_layers = recomputed_layers(config, arguments.gpus, gpu_bytes)
         config = with_checkpointing(config, num_layers)
-    plan = predict(config, arguments.gpus)
-    show(config, plan, gpu_bytes)
-    if fits(totals(config, plan, gpu_bytes), gpu_bytes):
+    phases = totals(config, predict(config, arguments.gpus), gpu_bytes)
+    show(phases, arguments.gpus, gpu_bytes)
+    if free_bytes(phases, gpu_bytes) >= 0:
         return
     print("Nearest settings, each predicted anew:")
     for words_of_settings, changed, num_gpus in near_settings(config, arguments.gpus):
         phases = totals(changed, predict(changed, num_gpus), gpu_bytes)
         print(f"  {words_of_settings}: {describe(phases, gpu_bytes)}", flush=True)
-        if fits(phases, gpu_bytes):
+        if free_bytes(phases, gpu_bytes) >= 0:
             break
     sys.exit(1)
 

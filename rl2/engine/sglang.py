@@ -33,7 +33,7 @@ from rl2.engine.base import (
     check_request,
     max_request_tokens,
 )
-from rl2.engine.share import choose_share
+from rl2.engine.share import GIB, choose_share
 from rl2.engine.stop import StopSearch
 from rl2.parallel.mesh import COLLECTIVE_TIMEOUT
 from rl2.progress import mark
@@ -44,7 +44,6 @@ SECONDS_BETWEEN_MARKS = 5.0  # while a request is in flight
 SECONDS_TO_RELEASE = 60.0  # between the release of the first scheduler's memory and the last one's
 SECONDS_BETWEEN_LOOKS = 0.01  # at the free memory meanwhile
 RELEASED_SHARE = 0.95  # of the first scheduler's memory: the others have a little more or less
-GIB = 2**30
 CPU_ARGUMENTS = {  # what makes SGLang run without a GPU
     "device": "cpu",
     "attention_backend": "torch_native",
