@@ -6,60 +6,25 @@ It needs no GPU and no network: a shape becomes a config.json. The keys are thos
 """
 
 import argparse
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import yaml
-from transformers import Qwen2Config, Qwen3Config
 
 from rl2.commands.plan import predict
 from rl2.config.schema import PPOConfig
 from rl2.memory_plan import GIB
 
-COMMON = {"max_position_embeddings": 40960, "dtype": "bfloat16"}
-SHAPES = {
-    "0.6b": Qwen3Config(
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-        **COMMON,
-    ),
-    "1.5b": Qwen2Config(
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-        **COMMON,
-    ),
-    "7b": Qwen2Config(
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        vocab_size=152064,
-        tie_word_embeddings=False,
-        **COMMON,
-    ),
-    "32b": Qwen2Config(
-        hidden_size=5120,
-        intermediate_size=27648,
-        num_hidden_layers=64,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-        vocab_size=152064,
-        tie_word_embeddings=False,
-        **COMMON,
-    ),
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+import shapes  # noqa: E402
+
+MODELS = {
+    "0.6b": "qwen3-0.6b",
+    "1.5b": "qwen2.5-1.5b",
+    "7b": "qwen2.5-7b",
+    "32b": "qwen2.5-32b",
 }
 PHASES = ("load", "infer", "update", "step", "steady", "sync")
 
@@ -86,7 +51,7 @@ def main() -> None:
     print(f"| model | GPUs | {' | '.join(PHASES)} | seconds |")
     for shape in [word for word in arguments.words if "=" not in word]:
         with tempfile.TemporaryDirectory() as folder:
-            SHAPES[shape].save_pretrained(Path(folder))
+            shapes.make_config(MODELS[shape]).save_pretrained(folder)
             for num_gpus in arguments.gpus:
                 start = time.perf_counter()
                 plan = predict(make_config(folder, keys), num_gpus)

@@ -1,5 +1,7 @@
 """Shapes of real models, and a small one. There are no weights."""
 
+from typing import Any
+
 from common import CONFIGS
 from transformers import PreTrainedConfig
 
@@ -10,6 +12,24 @@ SHAPES = {
         "intermediate_size": 3072,
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "qwen3-1.7b": {
+        "family": "qwen3",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "qwen3-4b": {
+        "family": "qwen3",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
@@ -29,6 +49,17 @@ SHAPES = {
         "num_hidden_layers": 28,
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "qwen2.5-32b": {
+        "family": "qwen2",
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 152064,
         "tie_word_embeddings": False,
@@ -63,9 +94,9 @@ SHAPES = {
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
-def make_config(name: str) -> PreTrainedConfig:
-    """The config of the model `name`."""
-    shape = dict(SHAPES[name])
+def make_config(name: str, **changes: Any) -> PreTrainedConfig:
+    """The config of the model `name`; `changes` are attributes that differ from its shape's."""
+    shape = {**SHAPES[name], **changes}
     family = shape.pop("family")
     settings = {"vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": True}
     config = CONFIGS[family](

@@ -16,66 +16,15 @@ from rl2.config.schema import WorkerConfig
 
 DRY = os.environ.get("RL2_DEVICE") == "cpu"
 DEVICE = torch.device("cpu" if DRY else "cuda")
-# Shapes of real models. The weights are random, because the GPU machine may be offline.
-SHAPES = {
-    "qwen2.5-1.5b": {
-        "family": "qwen2",
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-    },
-    "qwen2.5-7b": {
-        "family": "qwen2",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-0.6b": {
-        "family": "qwen3",
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-    },
-    "qwen3-4b": {
-        "family": "qwen3",
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-    },
-    "qwen3-1.7b": {
-        "family": "qwen3",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
+# What differs from the shapes of tests/shapes.py. The weights are random, because the GPU machine
+# may be offline.
+CHANGES = {
+    "qwen3-0.6b": {"max_position_embeddings": 131072},
+    "qwen3-4b": {"max_position_embeddings": 131072},
     "small": {
-        "family": "qwen3",
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 64,
-        "vocab_size": 1024,
         "initializer_range": 0.1,
     },
 }
@@ -180,21 +129,13 @@ def make_model(name: str) -> str:
 
     The folder has a character tokenizer with the size of the model's vocabulary.
     """
-    from common import CONFIGS
+    from shapes import make_config
     from transformers import AutoModelForCausalLM
 
     folder = Path(os.environ["RL2_GPU_MODELS"], name)
     if (folder / "tokenizer_config.json").exists():
         return str(folder)
-    shape = {**SHAPES[name], **(TINY if DRY else {})}
-    family = shape.pop("family")
-    settings = {
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": True,
-        **shape,
-    }
-    config = CONFIGS[family](**settings, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = make_config(name, **CHANGES.get(name, {}) | (TINY if DRY else {}))
     torch.manual_seed(0)
     with DEVICE:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
