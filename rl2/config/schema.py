@@ -709,6 +709,11 @@ class TrainerConfig:
 
 
 @dataclass
+class PPOTrainerConfig(TrainerConfig):
+    """With the keys of the run that only PPO has."""
+
+
+@dataclass
 class PPOConfig:
     data: PromptConfig = section(PromptConfig, "the rows")
     actor: ActorConfig = section(ActorConfig, "the policy that is trained")
@@ -718,7 +723,7 @@ class PPOConfig:
     rollout: RolloutConfig = section(RolloutConfig, "sampling of answers and their environment")
     kl: KLConfig = section(KLConfig, "the KL divergence from the starting model")
     adv: AdvConfig = section(AdvConfig, "advantages")
-    trainer: TrainerConfig = section(TrainerConfig, "the run: length, folder, checkpoints")
+    trainer: PPOTrainerConfig = section(PPOTrainerConfig, "the run: length, folder, checkpoints")
 
 
 @dataclass
