@@ -4,10 +4,11 @@ Shapes: B rows, T columns, L packed tokens, P scored pairs.
 """
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -21,21 +22,18 @@ KEPT_PLANS = 16
 
 
 @dataclass
-class Unit:
-    """Rows that run together, and what they cost."""
+class Load:
+    """Rows, and what they cost: a unit of rows that run together, or a bin of such units."""
 
-    cost: float  # tokens + attention_cost * pairs of tokens that attend
-    tokens: int
-    rows: list[int]
-
-
-@dataclass
-class Bin:
-    """The rows of one rank in one micro-batch."""
-
-    cost: float = 0.0
+    cost: float = 0.0  # tokens + attention_cost * pairs of tokens that attend
     tokens: int = 0
     rows: list[int] = field(default_factory=list)
+
+    def add(self, unit: "Load") -> None:
+        """Adds the rows of `unit`."""
+        self.cost += unit.cost
+        self.tokens += unit.tokens
+        self.rows += unit.rows
 
 
 def plan_micro_batches(
@@ -61,10 +59,9 @@ def plan_micro_batches(
     """
     spans = scored_spans(batch)
     numbers = batch.group.tolist()
-    order = sorted(range(len(numbers)), key=lambda row: numbers[row])
-    groups = _rows_by_prompt(batch, spans, order, share_prompts)
+    order = sorted(range(len(numbers)), key=numbers.__getitem__)
     bins = _plan_bins(
-        tuple(groups),
+        tuple(_rows_by_prompt(batch, spans, order, share_prompts)),
         tuple(spans),
         tuple(numbers),
         budget,
@@ -112,71 +109,52 @@ def _rows_by_prompt(
     batch: Batch, spans: Sequence[Span], rows: Iterable[int], share_prompts: bool
 ) -> list[Rows]:
     """The `rows` with a trained token; those that follow each other and share a prompt together."""
-    groups: list[list[int]] = []
-    for row in rows:
-        if spans[row][1] == 0:
-            continue
-        if groups and share_prompts and _have_same_prompt(batch, spans, groups[-1][0], row):
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return [tuple(group) for group in groups]
+    trained_rows = [row for row in rows if spans[row][1] > 0]
 
+    def prompt(row: int) -> tuple[int, bytes]:
+        return int(batch.group[row]), batch.inputs[row, : spans[row][0]].numpy().tobytes()
 
-def _have_same_prompt(batch: Batch, spans: Sequence[Span], first: int, second: int) -> bool:
-    prompt = spans[first][0]
-    if prompt != spans[second][0] or batch.group[first] != batch.group[second]:
-        return False
-    return torch.equal(batch.inputs[first, :prompt], batch.inputs[second, :prompt])
+    if not share_prompts:
+        return [(row,) for row in trained_rows]
+    return [tuple(group) for _, group in groupby(trained_rows, prompt)]
 
 
 def _cut_groups(
     groups: Iterable[Rows], spans: Sequence[Span], limit: int, attention_cost: float
-) -> list[Unit]:
-    """All groups in parts of at most `limit` tokens, or of one row."""
-    units = []
+) -> list[Load]:
+    """The rows of each prompt in units of at most `limit` tokens, or of one row."""
+    parts: list[list[int]] = []
     for rows in groups:
-        units += _cut_group(rows, spans, limit, attention_cost)
-    return units
+        prompt = spans[rows[0]][0]
+        room = -1  # tokens of answers for which the last part has room; the first row begins one
+        for row in rows:
+            answer = spans[row][1] - prompt
+            if answer > room:
+                parts.append([])
+                room = limit - prompt
+            parts[-1].append(row)
+            room -= answer
+    return [_make_unit(part, spans, attention_cost) for part in parts]
 
 
-def _cut_group(rows: Rows, spans: Sequence[Span], limit: int, attention_cost: float) -> list[Unit]:
-    """The rows of one prompt in parts of at most `limit` tokens, or of one row."""
+def _make_unit(rows: list[int], spans: Sequence[Span], attention_cost: float) -> Load:
+    """Rows of one prompt, which runs once; each answer attends to the prompt and to itself."""
     prompt = spans[rows[0]][0]
-    units: list[Unit] = []
-    tokens = pairs = 0
-    part: list[int] = []
-    for row in rows:
-        end = spans[row][1]
-        if part and tokens + end - prompt > limit:
-            units.append(Unit(tokens + attention_cost * pairs, tokens, part))
-            part = []
-        if part:  # the prompt is there already: the answer attends to the prompt and to itself
-            tokens += end - prompt
-            pairs += end**2 - prompt**2
-        else:
-            tokens = end
-            pairs = end**2
-        part.append(row)
-    units.append(Unit(tokens + attention_cost * pairs, tokens, part))
-    return units
+    ends = [spans[row][1] for row in rows]
+    tokens = sum(ends) - (len(rows) - 1) * prompt
+    pairs = sum(end**2 for end in ends) - (len(rows) - 1) * prompt**2
+    return Load(tokens + attention_cost * pairs, tokens, rows)
 
 
-def _merge_groups(units: list[Unit], numbers: Rows) -> list[Unit]:
+def _merge_groups(units: list[Load], numbers: Rows) -> list[Load]:
     """One unit a group. It had several where its rows have different prompts."""
-    merged: dict[int, Unit] = {}
+    merged: dict[int, Load] = defaultdict(Load)
     for unit in units:
-        number = numbers[unit.rows[0]]
-        before = merged.get(number, Unit(0.0, 0, []))
-        merged[number] = Unit(
-            cost=before.cost + unit.cost,
-            tokens=before.tokens + unit.tokens,
-            rows=before.rows + unit.rows,
-        )
+        merged[numbers[unit.rows[0]]].add(unit)
     return list(merged.values())
 
 
-def _fill_bins(units: list[Unit], num_ranks: int, budget: int, kind: str) -> list[Bin]:
+def _fill_bins(units: list[Load], num_ranks: int, budget: int, kind: str) -> list[Load]:
     """Bins for the fewest micro-batches that hold all units, the costliest bin first.
 
     ValueError if one unit alone, a sequence or a group as `kind` says, is over the budget.
@@ -209,12 +187,12 @@ def _fill_bins(units: list[Unit], num_ranks: int, budget: int, kind: str) -> lis
     return bins
 
 
-def _place_units(units: list[Unit], num_bins: int, budget: int) -> list[Bin] | None:
+def _place_units(units: list[Load], num_bins: int, budget: int) -> list[Load] | None:
     """Each unit in order goes to the bin of least cost that has room for its tokens.
 
     Returns the bins, the costliest first. None if there is no room for some unit.
     """
-    bins = [Bin() for _ in range(num_bins)]
+    bins = [Load() for _ in range(num_bins)]
     by_cost = [(0.0, i) for i in range(num_bins)]
     # Bins that had no room for a unit wait here until one comes for which they have.
     by_tokens: list[tuple[int, int]] = []
@@ -229,9 +207,7 @@ def _place_units(units: list[Unit], num_bins: int, budget: int) -> list[Bin] | N
         if not by_cost:
             return None
         i = by_cost[0][1]
-        bins[i].cost += unit.cost
-        bins[i].tokens += unit.tokens
-        bins[i].rows += unit.rows
+        bins[i].add(unit)
         heapq.heapreplace(by_cost, (bins[i].cost, i))
     return sorted(bins, key=lambda bin_: -bin_.cost)
 
