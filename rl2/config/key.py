@@ -45,7 +45,6 @@ class Key:
     # has an effect only if the function has a parameter of this key's name.
     setting_of: str | None = None
     default_of: str | None = None  # another setting that has the value of this key unless it is set
-    needs_gpu: bool = False  # without a GPU it has no effect
     identity: bool = False  # a run with another value is another experiment: it does not resume
     is_section: bool = False
 

@@ -31,7 +31,7 @@ from yaml import YAMLError
 
 from rl2.config.key import Key, schema_keys
 from rl2.config.key_rules import Checked, check_choices, drop_elsewhere, follow_keys, get_value
-from rl2.config.rules import VALIDATORS
+from rl2.config.rules import validate
 from rl2.config.synonyms import find_synonym
 from rl2.error_report import report_error
 from rl2.parallel.mesh import is_first_rank
@@ -75,7 +75,7 @@ def parse(
 ) -> Any:
     """The config that the arguments ask for, an instance of `root`.
 
-    `root` is a key of VALIDATORS or a subclass of one, whose checks it has then.
+    `root` is the config class of a trainer or a subclass of one, whose checks it has then.
 
     `--help` and `--cfg job` print and exit. If there are problems, rank 0 prints all of them and
     every rank exits with status 2. `find_problems(config)` tries what the config names, such as the
@@ -133,7 +133,6 @@ def check_config(config: Any, set_keys: set[str]) -> Checked:
     if choice_problems:  # which may be why other keys seem to have no effect
         set_keys = set()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    validate = next(VALIDATORS[kind] for kind in type(config).__mro__ if kind in VALIDATORS)
     problems, warnings = validate(config, set_keys, world_size)
     return choice_problems + problems, warnings
 

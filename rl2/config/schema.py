@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from omegaconf import MISSING
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
@@ -24,7 +25,7 @@ from rl2.algorithms.losses import (
 )
 from rl2.config.key import Condition, key, section
 from rl2.engine.base import SamplingParams
-from rl2.engine.select import ENGINES
+from rl2.engine.select import ENGINES, choose_engine
 
 
 def function_settings(name: str, table: Mapping[str, Function], key: str) -> tuple[str, ...]:
@@ -56,9 +57,12 @@ WITH_CRITIC = Condition(
     "with adv.estimator={config.adv.estimator}, which needs no critic: set adv.estimator=gae",
 )
 WITH_SGLANG = Condition(
-    lambda config, section: section.engine != "local",
-    "with rollout.engine=local",
+    lambda config, section: choose_engine(section.engine)[0] == "sglang",
+    "with rollout.engine={section.engine}, which is the local engine here",
     is_harmless=True,
+)
+WITH_GPU = Condition(
+    lambda config, section: torch.cuda.is_available(), "without a GPU", is_harmless=True
 )
 WITH_LORA = Condition(lambda config, section: section.lora_rank, "with {path}.lora_rank=0")
 WITH_SAMPLING = Condition(
@@ -300,10 +304,10 @@ class WorkerConfig:
         choices=("constant", "linear", "cosine"),
     )
     offload_model: bool = key(
-        False, "keep the weights in host memory while they are not used", needs_gpu=True
+        False, "keep the weights in host memory while they are not used", only_if=WITH_GPU
     )
     offload_optimizer: bool = key(
-        False, "keep the optimizer in host memory while it is not used", needs_gpu=True
+        False, "keep the optimizer in host memory while it is not used", only_if=WITH_GPU
     )
     save_dir: str | None = key(
         None, "export this worker here as Hugging Face folders step_N, for use elsewhere"
