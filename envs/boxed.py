@@ -56,6 +56,16 @@ def reward_fn(messages, answer):
     return float(is_same(content, str(answer)))
 
 
+def extract(messages):
+    r"""The content of the last \boxed{} of the reply: a number, or LaTeX without spellings."""
+    content = last_boxed(messages[-1]["content"])
+    if content is None or len(content) > MAX_CHARACTERS:
+        return None
+    content = normalise(content)
+    number = to_number(content)
+    return content if number is None else str(number)
+
+
 def last_boxed(text):
     r"""The content of the last \boxed{...} in the text, or None if there is none that closes."""
     start = text.rfind(BOX)

@@ -29,13 +29,12 @@ def reward_fn(messages, answer, numbers):
     format: 0.1 if it is an expression of whole numbers, else 0.0.
     """
     no_expression = {"right": 0.0, "format": 0.0}
-    text, closing_tag, _ = messages[-1]["content"].rpartition("</answer>")
-    expressions = ANSWER.findall(text + closing_tag)
-    if not expressions or len(expressions[-1]) > MAX_CHARACTERS:
+    expression = extract(messages)
+    if expression is None:
         return no_expression
     used_numbers = []
     try:
-        tree = ast.parse(expressions[-1].strip(), mode="eval").body
+        tree = ast.parse(expression, mode="eval").body
         value = evaluate(tree, used_numbers)
     except ZeroDivisionError:
         value = None
@@ -43,6 +42,15 @@ def reward_fn(messages, answer, numbers):
         return no_expression
     is_right = value == int(answer) and sorted(used_numbers) == sorted(map(int, numbers))
     return {"right": float(is_right), "format": 0.1}
+
+
+def extract(messages):
+    """The text of the last <answer></answer> of the reply, or None."""
+    text, closing_tag, _ = messages[-1]["content"].rpartition("</answer>")
+    expressions = ANSWER.findall(text + closing_tag)
+    if not expressions or len(expressions[-1]) > MAX_CHARACTERS:
+        return None
+    return expressions[-1].strip()
 
 
 def evaluate(node, used_numbers):

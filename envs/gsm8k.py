@@ -20,12 +20,20 @@ def reward_fn(messages, answer):
     right: 1.0 if its number is the answer, else 0.0.
     format: 0.1 if it has a number, else 0.0.
     """
+    number = extract(messages)
+    if number is None:
+        return {"right": 0.0, "format": 0.0}
+    is_right = exact_value(number) == exact_value(answer)
+    return {"right": float(is_right), "format": 0.1}
+
+
+def extract(messages):
+    """The exact number behind the last #### of the reply as a text, or None."""
     _, marker, conclusion = messages[-1]["content"].rpartition("####")
     number = NUMBER.match(conclusion)
     if not marker or not number or len(number[1]) > MAX_CHARACTERS:
-        return {"right": 0.0, "format": 0.0}
-    is_right = exact_value(number[1]) == exact_value(answer)
-    return {"right": float(is_right), "format": 0.1}
+        return None
+    return str(exact_value(number[1]))
 
 
 def exact_value(number):

@@ -302,6 +302,55 @@ def test_bad_messages_are_an_env_error(value):
         asyncio.run(env.interact(REPLY, ROW))
 
 
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_extract_gives_the_answer_as_a_text(tmp_path, prefix):
+    text = """def reward_fn(messages): return 1.0
+def extract(messages, answer): return {"a": " 4 ", "b": 4.5, "c": None}[answer]
+"""
+    env = load(tmp_path, text.replace("def extract", f"{prefix}def extract"))
+    answers = [asyncio.run(env.extract(REPLY, {**ROW, "answer": letter})) for letter in "abc"]
+    assert answers == [" 4 ", "4.5", None]
+
+
+@pytest.mark.parametrize("value", [["4"], {"answer": 4}, object()])
+def test_an_extract_that_gives_no_text_is_an_env_error(value):
+    env = Env(lambda messages: 0, extract=lambda messages: value)
+    with pytest.raises(EnvError, match="extract: expected the answer as a text or a number"):
+        asyncio.run(env.extract(REPLY, ROW))
+
+
+def test_an_extract_without_messages_is_the_files_own(tmp_path):
+    text = "def extract(text): return text\ndef reward_fn(messages): return len(extract('ab'))"
+    env = load(tmp_path, text)
+    assert env.extract_fn is None and score(env) == {"reward": 2.0}
+
+
+def test_preflight_tries_extract(tmp_path):
+    env = Env(lambda messages: 0, extract=lambda messages, year: messages[9])
+    with pytest.raises(ValueError, match="extract needs column 'year'"):
+        preflight(env, {"data.path": [ROW]}, 1)
+    with pytest.raises(ValueError, match="extract raised:(?s:.*)IndexError"):
+        preflight(env, {"data.path": [{**ROW, "year": 1}]}, 1)
+
+
+@pytest.mark.parametrize(
+    "name, replies",
+    [
+        ("gsm8k", {"so\n#### $1,234.50 in all": "2469/2", "#### 07": "7", "seven": None}),
+        ("arithmetic", {"5-3 = 2.0": "2", "1,000": "1000", "two": None}),
+        (
+            "boxed",
+            {r"\boxed{\dfrac12}": "1/2", r"\boxed{0.5}": "1/2", r"\boxed{x+1}": "x+1", "2": None},
+        ),
+        ("countdown", {"<answer> 3*4 </answer>": "3*4", "<answer>1</answer>2": "1", "3*4": None}),
+    ],
+)
+def test_the_answer_that_a_ready_env_extracts(name, replies):
+    env = load_env(str(ENVS / f"{name}.py"))
+    for reply, answer in replies.items():
+        assert asyncio.run(env.extract(conversation(reply), {})) == answer
+
+
 @pytest.mark.parametrize(
     "text, message",
     [

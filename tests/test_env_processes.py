@@ -306,6 +306,17 @@ def test_preflight_calls_the_env_in_processes(load):
         preflight(env, {"data.path": pack_rows([row])}, 1)
 
 
+def test_an_answer_is_extracted_in_a_process(load):
+    env = load(
+        """
+        import os
+        def reward_fn(messages): return 0.0
+        def extract(messages): return f"{os.getppid()} {messages[-1]['content']}"
+        """
+    )
+    assert asyncio.run(env.extract(MESSAGES, {})) == f"{os.getpid()} 2"
+
+
 def test_an_import_that_fails_in_the_process_alone_costs_the_call(load):
     env = load(
         f"""

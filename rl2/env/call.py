@@ -16,11 +16,11 @@ from rl2.env.runners import LoopRunner, ThreadRunner
 
 
 class Env:
-    """The functions of an env file. `score` and `interact` raise no other error than EnvError.
+    """The functions of an env file. The methods that call them raise no other error than EnvError.
 
-    `interact` is None if the file has no such function. `timeout` is the limit of a call in
-    seconds, from its start. `concurrency` calls run at a time, the others wait. A `key` names the
-    trajectory that a call belongs to. With a `pool`, sync functions run there.
+    `interact` and `extract` are None if the file has no such function. `timeout` is the limit of a
+    call in seconds, from its start. `concurrency` calls run at a time, the others wait. A `key`
+    names the trajectory that a call belongs to. With a `pool`, sync functions run there.
     """
 
     def __init__(
@@ -30,9 +30,11 @@ class Env:
         timeout: float = 60.0,
         concurrency: int = 32,
         pool: ProcessPool | None = None,
+        extract: Callable | None = None,
     ):
         self.reward_fn = reward_fn
         self.interact_fn = interact
+        self.extract_fn = extract
         self.concurrency = concurrency
         # A semaphore works in one event loop only: `_slots` belongs to `_caller_loop`.
         self._caller_loop: asyncio.AbstractEventLoop | None = None
@@ -52,6 +54,11 @@ class Env:
         """The new messages that answer the last turn; an empty list ends the conversation."""
         assert self.interact_fn is not None, "the env file has no interact(messages)"
         return await self._call("interact", self.interact_fn, messages, row, key)
+
+    async def extract(self, messages: list[dict], row: dict, key: Any = None) -> str | None:
+        """The answer in a conversation, which a majority vote compares; None if it has none."""
+        assert self.extract_fn is not None, "the env file has no extract(messages)"
+        return await self._call("extract", self.extract_fn, messages, row, key)
 
     def end(self, key: Any) -> None:
         """The trajectory `key` makes no further call."""

@@ -1,12 +1,15 @@
-"""What an environment is: the two functions of the user's env file.
+"""What an environment is: the functions of the user's env file.
 
     def reward_fn(messages, answer): ...  # required: the reward of a conversation that has ended
     def interact(messages): ...           # used when rollout.max_turns > 1: answers the last turn
+    def extract(messages): ...            # the answer alone, for the majority vote of an evaluation
 
 Each may be async. Arguments are passed by name: `messages` is the conversation so far, every other
 name is a column of the row, and `**columns` receives all columns. `reward_fn` returns a number, or
 a dict of reward parts whose sum is the reward. `interact` returns a list of new messages, none of
-them from the assistant. An empty list ends the conversation.
+them from the assistant. An empty list ends the conversation. `extract` returns the answer as a text
+or a number, or None if the conversation has none. Equal answers are one vote. A function of that
+name without the parameter `messages` is another one, which rl2 does not call.
 """
 
 import difflib

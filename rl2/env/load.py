@@ -40,10 +40,14 @@ def load_env(
     for name in ("reward_fn", "interact"):
         if hasattr(module, name):
             check_signature(getattr(module, name), f"rollout.env_path={path}: {name}")
+    extract = getattr(module, "extract", None)
+    if not inspect.isfunction(extract) or "messages" not in inspect.signature(extract).parameters:
+        extract = None  # a function of another purpose
     pool = None
     if isolation == "process":
         pool = ProcessPool(str(module.__file__), timeout, concurrency)
-    return Env(module.reward_fn, getattr(module, "interact", None), timeout, concurrency, pool)
+    interact = getattr(module, "interact", None)
+    return Env(module.reward_fn, interact, timeout, concurrency, pool, extract)
 
 
 def preflight(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:
@@ -61,10 +65,12 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:
             functions["interact"] = env.interact_fn
         else:
             warnings.append("the env file has interact(), which rollout.max_turns=1 never calls")
+    if env.extract_fn is not None:
+        functions["extract"] = env.extract_fn
     problems += _find_missing_columns(functions, row_sets)
     if not problems:
         rows = [row for rows in row_sets.values() for row in _spread(rows)]
-        problems = asyncio.run(_try_calls(env, rows, "interact" in functions))
+        problems = asyncio.run(_try_calls(env, rows, list(functions)))
     if problems:
         raise ValueError("the env file cannot work:\n" + "\n".join(dict.fromkeys(problems)))
     return warnings
@@ -121,10 +127,10 @@ def _find_missing_columns(functions: dict[str, Callable], row_sets: RowSets) -> 
     return problems
 
 
-async def _try_calls(env: Env, rows: list[dict], with_interact: bool) -> list[str]:
+async def _try_calls(env: Env, rows: list[dict], names: list[str]) -> list[str]:
     """The failures of the environment on each row with each trial reply, tried side by side."""
     tries = []
-    calls = [env.score, env.interact] if with_interact else [env.score]
+    calls = [env.score if name == "reward_fn" else getattr(env, name) for name in names]
     for row, call, reply in itertools.product(rows, calls, TRIAL_REPLIES):
         prompt = row["messages"]
         if isinstance(prompt, str):

@@ -53,11 +53,11 @@ def user_traceback(error: BaseException) -> tuple[str, str]:
 
 
 def check_result(name: str, result: Any) -> Any:
-    """What the function `name` returned, as plain data: reward parts by name, or messages.
+    """What the function `name` returned, as plain data: reward parts by name, messages or a text.
 
     EnvError if it is something else. It is a copy, since the env may change its own later.
     """
-    return _to_reward_parts(result) if name == "reward_fn" else _to_messages(result)
+    return _CHECKS[name](result)
 
 
 def _to_reward_parts(result: Any) -> dict[str, float]:
@@ -114,6 +114,19 @@ def _to_messages(result: Any) -> list[dict]:
     return messages
 
 
+def _to_extract(result: Any) -> str | None:
+    """What `extract` returned, as a text; None where the conversation has no answer."""
+    value = _to_python(result)
+    if value is None:
+        return None
+    if not isinstance(value, str | numbers.Number):
+        raise EnvError(
+            f"extract: expected the answer as a text or a number, or None, got {_describe(result)}",
+            kind="type of extract",
+        )
+    return LONE_SURROGATE.sub("\ufffd", str(value))
+
+
 def _to_python(value: Any) -> Any:
     """A scalar of NumPy or PyTorch as a number of Python. Other values are returned as they are."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
@@ -129,3 +142,6 @@ def _check_nesting(value: Any, levels: int) -> None:
 
 def _describe(value: Any) -> str:
     return f"{reprlib.repr(value)} ({type(value).__name__})"
+
+
+_CHECKS = {"reward_fn": _to_reward_parts, "interact": _to_messages, "extract": _to_extract}
