@@ -73,6 +73,7 @@ RULES = [  # (refused, what the message says, accepted)
     ("data.test_path=", "data.test_path= is empty: write a value", "data.test_path=null"),
     ("actor=3", "actor is a section; set its keys, as actor.NAME=VALUE", "actor.lr=3"),
     ("trainer.save_dir=${oops}", "trainer.save_dir: Interpolation key 'oops' not found", ""),
+    ("rollout.engine_args.x=${oops}", "engine_args.x: Interpolation key 'oops' not found", ""),
     ("data.max_length=0", "data.max_length=0: it must be above 0", "data.max_length=1"),
     ("trainer.max_steps=0", "trainer.max_steps=0: it must be above 0", "trainer.max_steps=null"),
     ("actor.weight_decay=-1", "must not be below 0", "actor.weight_decay=0.1"),
@@ -789,7 +790,7 @@ def test_problems_of_config_data_and_env_come_in_one_round(base, capsys, tmp_pat
     with pytest.raises(SystemExit):
         parse(PPOConfig, [*arguments, "actor.lr=x"], find_input_problems)
     text = capsys.readouterr().err
-    assert text.startswith("3 problems") and "actor.lr=x: expected a number" in text
+    assert "\n3 problems" in "\n" + text and "actor.lr=x: expected a number" in text
     assert "test.jsonl, row 2: column 'messages': expected" in text
     assert "reward_fn needs column 'answer', which 1 of 1 rows of data.path lack" in text
     config = parse(PPOConfig, arguments)

@@ -1,8 +1,9 @@
 """How the schema declares a key: its default, help, range, choices and condition in one place."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from types import UnionType
+from typing import Any, get_args
 
 from rl2.algorithms.by_name import Function
 
@@ -47,6 +48,7 @@ class Key:
     default_of: str | None = None  # another setting that has the value of this key unless it is set
     identity: bool = False  # a run with another value is another experiment: it does not resume
     is_section: bool = False
+    types: tuple[Any, ...] = ()  # of the field's annotation; `schema_keys` fills it in
 
 
 def key(default: Any, help: str, **properties: Any) -> Any:
@@ -76,7 +78,8 @@ def schema_keys(root: type) -> dict[str, Key]:
 def _walk(kind: Any, prefix: str) -> Iterator[tuple[str, Key]]:
     for entry in fields(kind):
         name = prefix + entry.name
-        yield name, _inherited_key(kind, entry.name)
+        types = get_args(entry.type) if isinstance(entry.type, UnionType) else (entry.type,)
+        yield name, replace(_inherited_key(kind, entry.name), types=types)
         if is_dataclass(entry.default_factory):
             yield from _walk(entry.default_factory, name + ".")
 

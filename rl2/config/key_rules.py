@@ -8,7 +8,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -32,27 +32,32 @@ def get_value(config: Any, name: str) -> Any:
     return config
 
 
+def own_values(config: Any) -> Iterator[tuple[str, Key, Any]]:
+    """(dotted name, key, value) of the sections and keys, but for those that have the value of the
+    key that they follow, see FOLLOWED_KEYS: its check is enough.
+    """
+    for name, key in schema_keys(type(config)).items():
+        if not _repeats_followed_key(config, name):
+            yield name, key, get_value(config, name)
+
+
+def _repeats_followed_key(config: Any, name: str) -> bool:
+    followed = FOLLOWED_KEYS.get(name)
+    if followed not in schema_keys(type(config)):
+        return False
+    return bool(get_value(config, name) == get_value(config, followed))
+
+
 def check_choices(config: Any) -> list[str]:
     """The keys whose value is none of their choices, or names no function."""
     problems = []
-    for name, key in schema_keys(type(config)).items():
-        value = get_value(config, name)
-        if _repeats_followed_key(config, name):  # whose check is enough
-            continue
+    for name, key, value in own_values(config):
         if key.functions is not None:
             problems += _function_problem(value, key, name)
         elif key.choices and isinstance(value, str) and value not in key.choices:
             *others, last = key.choices
             problems.append(f"{name}={value}: choose {', '.join(others) or 'a number'} or {last}")
     return problems
-
-
-def _repeats_followed_key(config: Any, name: str) -> bool:
-    """Whether the key has the value of the key that it follows, see FOLLOWED_KEYS."""
-    followed = FOLLOWED_KEYS.get(name)
-    if followed not in schema_keys(type(config)):
-        return False
-    return bool(get_value(config, name) == get_value(config, followed))
 
 
 def _function_problem(value: str, key: Key, name: str) -> list[str]:
@@ -80,12 +85,9 @@ def check_keys(config: Any, set_keys: set[str]) -> Checked:
     problems = []
     warnings = []
     defaults = type(config)()
-    for name, key in schema_keys(type(config)).items():
-        value = get_value(config, name)
+    for name, key, value in own_values(config):
         default = get_value(defaults, name)
         if isinstance(value, str) or value in (None, default):
-            continue
-        if _repeats_followed_key(config, name):
             continue
         for bound in broken_bounds(key, value):
             problems.append(f"{name}={value}: it must {bound}; {_show_default(key, default)}")
@@ -93,9 +95,11 @@ def check_keys(config: Any, set_keys: set[str]) -> Checked:
             warnings.append(f"{name}={value} is unusually large: {key.unusual_effect}")
         if key.unusual_below is not None and value < key.unusual_below:
             warnings.append(f"{name}={value} is unusually small: {key.unusual_effect}")
-    for name, unused in unused_keys(config, set_keys).items():
-        message = f"{name}={get_value(config, name)} has no effect {unused.reason}"
-        (warnings if unused.is_harmless else problems).append(message)
+    for name in sorted(non_default_keys(config, set_keys)):
+        reason, is_harmless = find_unused(config, name)
+        if reason:
+            message = f"{name}={get_value(config, name)} has no effect {reason}"
+            (warnings if is_harmless else problems).append(message)
     return problems, warnings
 
 
@@ -146,26 +150,6 @@ def follow_keys(config: DictConfig, set_keys: set[str]) -> None:
             config.adv.norm_var = config.adv.estimator == "gae"
 
 
-class Unused(NamedTuple):
-    """Why a key has no effect, in words that follow "has no effect"."""
-
-    reason: str
-    is_harmless: bool = False
-
-
-def unused_keys(config: Any, set_keys: set[str]) -> dict[str, Unused]:
-    """Key -> why the user's value has no effect, for each key that has none."""
-    found = {}
-    for name in sorted(non_default_keys(config, set_keys)):
-        parts = name.split(".")
-        for length in range(1, len(parts) + 1):  # its sections, then the key itself
-            unused = find_unused(config, ".".join(parts[:length]))
-            if unused:
-                found[name] = unused
-                break
-    return found
-
-
 def non_default_keys(config: Any, set_keys: set[str]) -> set[str]:
     """The keys that the user set to another value than they have without being set.
 
@@ -182,21 +166,22 @@ def non_default_keys(config: Any, set_keys: set[str]) -> set[str]:
     return changed
 
 
-def find_unused(config: Any, name: str) -> Unused | None:
-    """Why a section or a key has no effect, or None if it has one."""
-    key = schema_keys(type(config)).get(name)  # None: an argument of the engine
-    path = name.rpartition(".")[0]
-    section = get_value(config, path) if path else config
-    if key is None:
-        return None
-    condition = key.only_if
-    if condition and not condition.holds(config, section):
-        reason = condition.reason.format(config=config, section=section, path=path)
-        return Unused(reason, condition.is_harmless)
-    if key.setting_of:
-        reason = _setting_reason(config, name, key)
-        return Unused(reason) if reason else None
-    return None
+def find_unused(config: Any, name: str) -> tuple[str, bool]:
+    """(why a key has no effect, or "" if it has one; whether the user may leave it so).
+
+    A key has none if one of its sections has none. An argument of the engine is in no schema.
+    """
+    known = schema_keys(type(config))
+    section, path = config, ""
+    for part in name.split("."):
+        part_path = f"{path}.{part}".lstrip(".")
+        condition = known[part_path].only_if if part_path in known else None
+        if condition and not condition.holds(config, section):
+            reason = condition.reason.format(config=config, section=section, path=path)
+            return reason, condition.is_harmless
+        section, path = get_value(section, part), part_path
+    is_setting = name in known and known[name].setting_of is not None
+    return _setting_reason(config, name, known[name]) if is_setting else "", False
 
 
 def _setting_reason(config: Any, name: str, key: Key) -> str:

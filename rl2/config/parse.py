@@ -14,18 +14,12 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, get_args
+from types import NoneType
+from typing import Any, NamedTuple, NoReturn, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import (
-    MISSING,
-    IntegerNode,
-    ListConfig,
-    OmegaConf,
-    StringNode,
-    UnionNode,
-)
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -44,6 +38,15 @@ SECONDS_FOR_FIRST_RANK = 1.0  # to print the problems, which all find at about t
 HELP_COLUMN = 40  # where the explanations of the short help begin
 # Dicts, whose keys the schema does not list.
 OPEN_KEYS = ("rollout.engine_args", "data.columns", "data.chat_template_kwargs")
+KIND_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    list: "a list, as '{name}=[a,b]'",
+    dict: "a map, as {name}.NAME=VALUE",
+    NoneType: "null",
+}
 # What Hydra's grammar does not take in a text without quotes, and what it takes in lists and maps.
 NEEDS_QUOTES = r"[^\w/\\+.$%*@?|: -]"
 NEEDS_QUOTES_IN_LIST = r"[^\w/\\+.$%*@?|: \[\]{},-]"
@@ -91,7 +94,7 @@ def parse(
     arguments = read_arguments(argv)
     problems = arguments.problems
     config = OmegaConf.structured(root)
-    set_keys, key_problems = assign(config, arguments.assignments)
+    set_keys, key_problems = assign(root, config, arguments.assignments)
     problems += key_problems
     follow_keys(config, set_keys)
     missing = sorted(OmegaConf.missing_keys(config))
@@ -336,43 +339,46 @@ def find_duplicates(overrides: list[Assignment]) -> list[str]:
 # Setting keys.
 
 
-def assign(config: Any, assignments: list[Assignment]) -> tuple[set[str], list[str]]:
+def assign(root: type, config: Any, assignments: list[Assignment]) -> tuple[set[str], list[str]]:
     """Sets the keys. Returns (the keys that were set, problems).
 
     A misspelled key sets the one key that it must mean, so that no other problem follows from it.
     """
     set_keys: set[str] = set()
     problems = []
-    nodes = dict(_leaf_nodes(config))
-    for key, value, source in assignments:
-        if any(name.startswith(f"{key}.") for name in nodes):
+    known = schema_keys(root)
+    names = [name for name, key in known.items() if not key.is_section]
+    for name, value, source in assignments:
+        if name in known and known[name].is_section:
             if value is not None:  # a recipe may have a section without keys
-                remedy = f"set its keys, as {key}.NAME=VALUE; --help {key} lists them"
-                problems.append(f"{key}={value}: {key} is a section; {remedy}{source}")
+                remedy = f"set its keys, as {name}.NAME=VALUE; --help {name} lists them"
+                problems.append(f"{name}={value}: {name} is a section; {remedy}{source}")
             continue
-        candidates = [key]
-        if key not in nodes and not key.startswith(tuple(name + "." for name in OPEN_KEYS)):
-            hint, candidates = explain_unknown(key, list(nodes))
-            problems.append(f"unknown key {key}={value}{hint}{source}")
+        candidates = [name]
+        if name not in known and not name.startswith(tuple(key + "." for key in OPEN_KEYS)):
+            hint, candidates = explain_unknown(name, names)
+            problems.append(f"unknown key {name}={value}{hint}{source}")
         if len(candidates) == 1:
             target = candidates[0]
             set_keys.add(target)
-            problem = set_value(config, nodes.get(target), target, value)
-            if problem and target == key:
+            problem = set_value(
+                config, target, value, known[target].types if target in known else ()
+            )
+            if problem and target == name:
                 problems.append(problem + source)
-    return set_keys, problems + check_references(config, set_keys)
+    return set_keys, problems + check_references(root, config, set_keys)
 
 
-def check_references(config: Any, set_keys: set[str]) -> list[str]:
+def check_references(root: type, config: Any, set_keys: set[str]) -> list[str]:
     """The keys whose ${OTHER.KEY} cannot be resolved. They are set to their defaults."""
     problems = []
-    for key in sorted(set_keys):
+    for name in sorted(set_keys):
         try:
-            OmegaConf.select(config, key)
+            OmegaConf.select(config, name)
         except OmegaConfBaseException as error:
-            problems.append(f"{key}: {str(error).splitlines()[0]}")
-            defaults = OmegaConf.structured(OmegaConf.get_type(config))
-            OmegaConf.update(config, key, dict(_leaf_nodes(defaults))[key])
+            problems.append(f"{name}: {str(error).splitlines()[0]}")
+            default = get_value(root(), name) if name in schema_keys(root) else None
+            OmegaConf.update(config, name, default)
     return problems
 
 
@@ -384,56 +390,36 @@ def to_object(config: Any, missing: list[str]) -> Any:
     return OmegaConf.to_object(filled)
 
 
-def set_value(config: Any, node: Any, key: str, value: Any) -> str:
-    """Sets the key, whose node in `config` is `node`. Returns the problem, or "".
+def set_value(config: Any, name: str, value: Any, types: tuple[Any, ...]) -> str:
+    """Sets the key to a value of one of the `types`, () for any. Returns the problem, or "".
 
-    A text that begins with ~/ is a path in the home folder.
+    1e3 is 1000 for a whole number. A text that begins with ~/ is a path in the home folder.
     """
-    if isinstance(node, StringNode) and value == "":
-        return f"{key}= is empty: write a value, or leave the key out; is a shell variable unset?"
-    if isinstance(node, StringNode) and isinstance(value, bool):
-        return f"{key}={_shown(value)}: this key is a text, so quote it, as '{key}=\"on\"'"
-    value = _convert_number(node, value)
+    if types and set(types) <= {str, NoneType}:
+        if value == "":
+            return (
+                f"{name}= is empty: write a value, or leave the key out; is a shell variable unset?"
+            )
+        if isinstance(value, bool):
+            return f"{name}={_shown(value)}: this key is a text, so quote it, as '{name}=\"on\"'"
+    if int in types and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if float in types and type(value) is int:  # a key that may also be a text would take "1"
+        value = float(value)
     if isinstance(value, str) and value.startswith("~/"):
         value = os.path.expanduser(value)
     try:
-        OmegaConf.update(config, key, value, force_add=node is None)
+        OmegaConf.update(config, name, value, force_add=not types)
     except OmegaConfBaseException:
-        return f"{key}={_shown(value)}: expected {_describe_type(node, key)}"
+        words = [KIND_WORDS[get_origin(kind) or kind] for kind in types or (dict,)]
+        expected = " or ".join(words).format(name=name)
+        return f"{name}={_shown(value)}: expected {expected}"
     return ""
-
-
-def _convert_number(node: Any, value: Any) -> Any:
-    """1e3 as 1000 for a whole number. 1 as 1.0 for a number that may also be a text."""
-    if isinstance(node, IntegerNode) and isinstance(value, float) and value.is_integer():
-        return int(value)
-    return float(value) if type(value) is int and float in _types(node) else value
 
 
 def _shown(value: Any) -> str:
     """A value as one writes it on the command line."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
-
-
-def _types(node: Any) -> tuple[Any, ...]:
-    """The types that a key may have."""
-    if isinstance(node, UnionNode):
-        return get_args(node._metadata.ref_type)
-    return (node._metadata.ref_type,) if node is not None else ()
-
-
-def _describe_type(node: Any, key: str) -> str:
-    kinds: dict[Any, str] = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "a text",
-    }
-    names = [kinds[kind] for kind in _types(node) if kind in kinds]
-    if isinstance(node, ListConfig):
-        names = [f"a list, as '{key}=[a,b]'"]
-    kind = " or ".join(names) or f"a map, as {key}.NAME=VALUE"
-    return f"{kind} or null" if node is not None and node._is_optional() else kind
 
 
 def explain_unknown(key: str, known: list[str]) -> tuple[str, list[str]]:
@@ -456,16 +442,6 @@ def near_keys(key: str, known: list[str]) -> list[str]:
         close = difflib.get_close_matches(last_part, last_parts, len(known), 0.7)
         near = [name for name in known if name.rpartition(".")[2] in close]
     return list(dict.fromkeys(near))[:3]
-
-
-def _leaf_nodes(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, node) of every key."""
-    for name in config:
-        node = config._get_node(name)
-        if OmegaConf.is_dict(node) and OmegaConf.get_type(node) is not dict:
-            yield from _leaf_nodes(node, f"{prefix}{name}.")
-        else:
-            yield prefix + name, node
 
 
 # Help.
