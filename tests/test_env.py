@@ -7,7 +7,6 @@ import logging
 import pickle
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 from common import make_tokenizer
 
+from rl2.data.formats import read_ppo_row
 from rl2.data.rows import pack_rows
 from rl2.env import contract, runners
 from rl2.env import load as env_load
@@ -503,32 +503,140 @@ def test_preflight_waits_for_hanging_calls_once():
     assert time.monotonic() - start < 3
 
 
-TRL_FILE = """
-def {name}(completions, prompts, answer, **kwargs):
-    texts = [completion[0]["content"] for completion in completions]
-    assert prompts == [[{{"role": "user", "content": "1+1="}}]] and kwargs["level"] == ["easy"]
-    return [float(text == str(right)) for text, right in zip(texts, answer)]
-"""
+# Reward functions as the documentation of TRL 1.16 shows them for GRPOTrainer: each gets lists over
+# completions. The last ones are conversational, so a completion is a list of messages.
+TRL_EXAMPLES = {
+    "reward_by_tokens": """
+def reward_by_tokens(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+""",
+    "format_reward": r"""
+import re
+def format_reward(completions, **kwargs):
+    contents = [completion[0]["content"] for completion in completions]
+    return [1.0 if re.match(r"^<think>.*?</think>", content) else 0.0 for content in contents]
+""",
+    "correct": """
+def correct(completions, ground_truth, **kwargs):
+    contents = [completion[-1]["content"] for completion in completions]
+    return [1.0 if text.endswith(right) else 0.0 for text, right in zip(contents, ground_truth)]
+""",
+    "coding_only": """
+def coding_only(prompts, completions, task, **kwargs):
+    assert prompts == [[{"role": "user", "content": "1+1="}]] and kwargs["level"] == [3]
+    assert completions == [[{"role": "assistant", "content": "<think>1+1</think>2"}]]
+    return [2.0 if name == "coding" else None for name in task]
+""",
+    "slow": """
+import asyncio
+async def slow(prompts, completions, log_extra=None, **kwargs):
+    await asyncio.sleep(0.001)
+    return [0.25] * len(completions)
+""",
+}
+TRL_ROW = {
+    "messages": [{"role": "user", "content": "1+1="}],
+    "ground_truth": "2",
+    "task": "maths",
+    "level": 3,
+}
+TRL_REPLY = [
+    *TRL_ROW["messages"],
+    {"role": "assistant", "content": "<think>1+1</think>2"},
+]
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_file_of_trls_reward_functions_gives_a_part_for_each(tmp_path, isolation):
+    file = tmp_path / "rewards.py"
+    file.write_text("".join(TRL_EXAMPLES.values()) + "\ndef _hidden(completions): return [9.0]\n")
+    env = load_env(str(file), timeout=5.0, concurrency=1, isolation=isolation)
+    try:
+        parts = asyncio.run(env.score(TRL_REPLY, {**TRL_ROW, "completion_ids": [5, 6, 2]}))
+    finally:
+        env.close()
+    assert parts == {
+        "reward_by_tokens": 3.0,
+        "format_reward": 1.0,
+        "correct": 1.0,
+        "coding_only": 0.0,  # None: it does not apply
+        "slow": 0.25,
+    }
+
+
+def test_reward_fn_chooses_one_of_trls_functions(tmp_path):
+    env = load(tmp_path, "".join(TRL_EXAMPLES.values()) + "reward_fn = correct")
+    assert asyncio.run(env.score(TRL_REPLY, TRL_ROW)) == {"reward_fn": 1.0}
+
+
+def test_a_plain_prompt_gives_trls_functions_plain_texts(tmp_path):
+    text = "def length(prompts, completions): return [len(prompts[0]) + len(completions[0])]"
+    conversation = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "de"}]
+    row = {"messages": "abc"}
+    assert asyncio.run(load(tmp_path, text).score(conversation, row)) == {"length": 5.0}
+
+
+def test_trls_own_reward_functions_work_as_an_env_file(tmp_path):
+    env = load(tmp_path, "from trl.rewards.format_rewards import think_format_reward", timeout=60.0)
+    assert asyncio.run(env.score(TRL_REPLY, TRL_ROW)) == {"think_format_reward": 1.0}
+
+
 VERL_FILE = """
-def {name}(data_source, solution_str, ground_truth, extra_info=None):
-    return float(solution_str == str(ground_truth))
+def extract(solution_str):
+    return solution_str.split("####")[-1].strip()
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, method="strict"):
+    assert data_source == "openai/gsm8k" and method == "strict"
+    assert extra_info == {"split": "train", "index": 0}
+    right = extract(solution_str) == ground_truth
+    return {"score": 1.0 if right else 0.0, "acc": right, "pred": extract(solution_str)}
 """
+# A row of verl's examples/data_preprocess/gsm8k.py.
+VERL_ROW = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "How many clips? Answer after ####."}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "72"},
+    "extra_info": {"split": "train", "index": 0},
+}
 
 
-@pytest.mark.parametrize(("text", "project"), [(TRL_FILE, "TRL"), (VERL_FILE, "verl")])
-def test_a_reward_function_of_another_project_works_after_the_remedy(tmp_path, text, project):
-    name = "score_all" if project == "TRL" else "compute_score"
-    with pytest.raises(ValueError, match=f"{name} has the signature of {project}") as error:
-        load(tmp_path, text.format(name=name))
-    remedy = textwrap.dedent(str(error.value).split("Add\n")[1])
-    assert score(load(tmp_path, text.format(name=name) + remedy)) == {"reward": 1.0}
+@pytest.mark.parametrize("prefix", ["", "async "])
+@pytest.mark.parametrize("answer", ["72", "71"])
+def test_verls_compute_score_runs_unchanged_on_verls_row(tmp_path, prefix, answer):
+    row, _ = read_ppo_row(VERL_ROW)
+    env = load(tmp_path, VERL_FILE.replace("def compute", f"{prefix}def compute"))
+    reply = {"role": "assistant", "content": f"48 + 24 = 72 #### {answer}"}
+    result = asyncio.run(env.score([*row["messages"], reply], row))
+    assert result == {"reward": float(answer == "72")}
 
 
-def test_a_reward_fn_with_the_signature_of_trl_is_renamed(tmp_path):
-    with pytest.raises(ValueError, match=r"reward_fn\(completions.*Rename it to trl_fn") as error:
-        load(tmp_path, TRL_FILE.format(name="reward_fn"))
-    remedy = textwrap.dedent(str(error.value).split("add\n")[1])
-    assert score(load(tmp_path, TRL_FILE.format(name="trl_fn") + remedy)) == {"reward": 1.0}
+def test_a_verl_function_needs_the_answer_and_its_own_columns_only(tmp_path):
+    text = "def compute_score(solution_str, ground_truth, extra_info): return extra_info == {}"
+    env = load(tmp_path, text)
+    assert score(env) == {"reward": 1.0}
+    with pytest.raises(ValueError, match="compute_score needs column 'answer'"):
+        preflight(env, {"data.path": [{"messages": "x"}]}, 1)
+    env = load(tmp_path, VERL_FILE)
+    with pytest.raises(ValueError, match="compute_score needs column 'data_source'"):
+        preflight(env, {"data.path": [ROW]}, 1)
+
+
+def test_what_only_trls_trainer_has_is_refused_in_words(tmp_path):
+    env = load(tmp_path, "def late(completions, trainer_state): return [1.0]")
+    words = "late needs column 'trainer_state', which .*give 'trainer_state' a default"
+    with pytest.raises(ValueError, match=words):
+        preflight(env, {"data.path": [ROW]}, 1)
+
+
+@pytest.mark.parametrize("text", ["def score(solution): return 1.0", "def _f(completions): 1.0"])
+def test_a_file_without_a_reward_function_is_refused_with_the_remedy(tmp_path, text):
+    with pytest.raises(ValueError, match="expected a function reward_fn.*reward_fn = NAME"):
+        load(tmp_path, text)
+
+
+def test_a_trl_function_that_returns_other_rewards_than_one_fails_in_words(tmp_path):
+    env = load(tmp_path, "def two(completions): return [1.0, 0.0]")
+    assert "two: expected the number of one conversation, not a list" in str(failure(env))
 
 
 @pytest.mark.parametrize(
@@ -610,7 +718,9 @@ def calculator():
 def test_arithmetic_reward(arithmetic, calculator, reply, answer, reward):
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}]
     assert (
-        arithmetic.reward_fn(messages, answer) == calculator.reward_fn(messages, answer) == reward
+        arithmetic.reward_fns["reward_fn"](messages, answer)
+        == calculator.reward_fns["reward_fn"](messages, answer)
+        == reward
     )
 
 
@@ -656,7 +766,7 @@ def test_calculator_answers_all_calls_in_one_message_and_ends_without(calculator
 
 def test_numbers_in_calls_do_not_count_and_the_last_reply_does(calculator):
     def reward(*replies):
-        return calculator.reward_fn(
+        return calculator.reward_fns["reward_fn"](
             [{"role": "assistant", "content": reply} for reply in replies], 2
         )
 
@@ -721,7 +831,9 @@ def conversation(*replies):
     ],
 )
 def test_gsm8k_reward(reply, answer, right, format):
-    assert load_env(str(ENVS / "gsm8k.py")).reward_fn(conversation(reply), answer) == {
+    assert load_env(str(ENVS / "gsm8k.py")).reward_fns["reward_fn"](
+        conversation(reply), answer
+    ) == {
         "right": right,
         "format": format,
     }
@@ -750,13 +862,18 @@ def test_gsm8k_reward(reply, answer, right, format):
 )
 def test_countdown_reward(reply, right, format):
     env = load_env(str(ENVS / "countdown.py"))
-    assert env.reward_fn(conversation(reply), 24, [3, 9, 1]) == {"right": right, "format": format}
+    assert env.reward_fns["reward_fn"](conversation(reply), 24, [3, 9, 1]) == {
+        "right": right,
+        "format": format,
+    }
 
 
 def test_countdown_is_exact():
     env = load_env(str(ENVS / "countdown.py"))
     assert (
-        env.reward_fn(conversation("<answer>8 / (3 - 8 / 3)</answer>"), 24, [3, 3, 8, 8])["right"]
+        env.reward_fns["reward_fn"](
+            conversation("<answer>8 / (3 - 8 / 3)</answer>"), 24, [3, 3, 8, 8]
+        )["right"]
         == 1
     )
 
@@ -798,14 +915,16 @@ def test_countdown_is_exact():
 def test_boxed_reward(content, answer, right):
     env = load_env(str(ENVS / "boxed.py"))
     assert (
-        env.reward_fn(conversation(rf"First \boxed{{0}}, no: \boxed{{{content}}}."), answer)
+        env.reward_fns["reward_fn"](
+            conversation(rf"First \boxed{{0}}, no: \boxed{{{content}}}."), answer
+        )
         == right
     )
 
 
 @pytest.mark.parametrize("reply", ["", "4", r"\boxed{4", r"\boxed 4", r"\boxed{3}4", "boxed{4}"])
 def test_boxed_needs_its_box(reply):
-    assert load_env(str(ENVS / "boxed.py")).reward_fn(conversation(reply), "4") == 0.0
+    assert load_env(str(ENVS / "boxed.py")).reward_fns["reward_fn"](conversation(reply), "4") == 0.0
 
 
 @pytest.fixture
@@ -879,8 +998,11 @@ def test_search_looks_up_the_first_query_of_the_last_turn(search):
     ],
 )
 def test_search_reward(search, replies, right):
-    assert search[0].reward_fn(conversation(*replies), ["Paris", "City of Paris"]) == right
-    assert search[0].reward_fn(conversation(*replies), "paris") == (
+    assert (
+        search[0].reward_fns["reward_fn"](conversation(*replies), ["Paris", "City of Paris"])
+        == right
+    )
+    assert search[0].reward_fns["reward_fn"](conversation(*replies), "paris") == (
         right if "city" not in replies[-1] else 0
     )
 
@@ -927,12 +1049,12 @@ DIGITS = "1" * 40_000
 def test_ready_envs_read_a_reply_of_one_repeated_token_in_linear_time(name, function, content):
     """Policies that collapse write such replies. They are wrong; they are no failures."""
     env = load_env(str(ENVS / f"{name}.py"))
-    call = env.reward_fn if function == "reward_fn" else env.interact_fn
+    call = env.reward_fns["reward_fn"] if function == "reward_fn" else env.interact_fn
     messages = [*ROW["messages"], {"role": "assistant", "content": content}]
     row = {"answer": 7, "numbers": [1, 2]}
     start = time.process_time()
     result = call(**contract.select_arguments(call, messages, row))
-    if call is env.reward_fn:
+    if call is env.reward_fns["reward_fn"]:
         assert result in (0.0, {"right": 0.0, "format": 0.0})
     if content.endswith("x}"):  # also without the limit on the length
         sys.modules[call.__module__].to_number(content.removeprefix("\\boxed{")[:-1])

@@ -160,7 +160,7 @@ def test_late_threads_end_and_those_that_cannot_are_told_once(tmp_path, monkeypa
         """,
         timeout=0.5,
     )
-    release = sys.modules[env.reward_fn.__module__].release
+    release = sys.modules[env.reward_fns["reward_fn"].__module__].release
     kinds = ["python", "stubborn", "C", "C"]
     assert all("did not return" in str(r) for r in call_together(env, [{"kind": k} for k in kinds]))
 

@@ -20,19 +20,20 @@ class Env:
 
     `interact` and `extract` are None if the file has no such function. `timeout` is the limit of a
     call in seconds, from its start. `concurrency` calls run at a time, the others wait. A `key`
-    names the trajectory that a call belongs to. With a `pool`, sync functions run there.
+    names the trajectory that a call belongs to. With a `pool`, sync functions run there. There may
+    be several reward functions, by name.
     """
 
     def __init__(
         self,
-        reward_fn: Callable,
+        reward_fn: Callable | dict[str, Callable],
         interact: Callable | None = None,
         timeout: float = 60.0,
         concurrency: int = 32,
         pool: ProcessPool | None = None,
         extract: Callable | None = None,
     ):
-        self.reward_fn = reward_fn
+        self.reward_fns = reward_fn if isinstance(reward_fn, dict) else {"reward_fn": reward_fn}
         self.interact_fn = interact
         self.extract_fn = extract
         self.concurrency = concurrency
@@ -46,9 +47,12 @@ class Env:
     async def score(self, messages: list[dict], row: dict, key: Any = None) -> dict[str, float]:
         """The reward parts of a conversation, by name. The reward is their sum.
 
-        A plain number becomes {"reward": number}.
+        A plain number becomes {"reward": number}, one of TRL has the name of its function.
         """
-        return await self._call("reward_fn", self.reward_fn, messages, row, key)
+        parts: dict[str, float] = {}
+        for name, function in self.reward_fns.items():
+            parts |= await self._call(name, function, messages, row, key)
+        return parts
 
     async def interact(self, messages: list[dict], row: dict, key: Any = None) -> list[dict]:
         """The new messages that answer the last turn; an empty list ends the conversation."""

@@ -53,7 +53,8 @@ def _answer(module: Any, name: str, arguments: bytes) -> dict[str, Any]:
     try:
         with raising_env_error(name):
             function = getattr(module, name)
-            return {"value": check_result(name, function(**pickle.loads(arguments)))}
+            result = function(**pickle.loads(arguments))
+            return {"value": check_result(name, function, result)}
     except EnvError as error:
         return {"reason": str(error), "kind": error.kind}
 

@@ -10,6 +10,10 @@ a dict of reward parts whose sum is the reward. `interact` returns a list of new
 them from the assistant. An empty list ends the conversation. `extract` returns the answer as a text
 or a number, or None if the conversation has none. Equal answers are one vote. A function of that
 name without the parameter `messages` is another one, which rl2 does not call.
+
+Reward functions of TRL and verl are called as their own trainers call them, with one conversation
+at a time. In place of `reward_fn` a file may have `compute_score` (verl), or any number of TRL's,
+whose rewards are the parts.
 """
 
 import difflib
@@ -20,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[1]
+# What functions may ask for without a column of that name.
+GIVEN_INPUTS = "messages prompts completions completion_ids solution_str extra_info".split()
 
 logger = logging.getLogger(__name__)
 
@@ -104,58 +110,74 @@ def check_signature(function: Callable, name: str) -> None:
     parameters = signature.parameters.values()
     if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
         raise ValueError(f"{name}{signature}: its arguments are passed by name; remove the '/'")
-    remedy = foreign_signature(function, "reward_fn")
-    if remedy:
-        raise ValueError(f"{name}{signature} {remedy}")
-    if "messages" not in signature.parameters and not _takes_all_columns(signature):
+    has_messages = "messages" in signature.parameters or _takes_all_columns(signature)
+    if not has_messages and not project_of(function):
         raise ValueError(f"{name}{signature}: expected a parameter called messages")
 
 
-def foreign_signature(function: Callable, name: str) -> str:
-    """Which other project's reward function this is, and how rl2 calls it; "" if it is none."""
-    parameters = set(inspect.signature(function).parameters)
-    new_name = "trl_fn" if name == "reward_fn" else name
-    rename = f"Rename it to {new_name} and add" if name == "reward_fn" else "Add"
+def project_of(function: Callable) -> str:
+    """The project whose signature a reward function has: TRL, verl, or "" for rl2's own."""
+    parameters = inspect.signature(function).parameters
     if "messages" in parameters:
         return ""
-    if "completions" in parameters:
-        return (
-            f"has the signature of TRL; rl2 asks for one conversation at a time. {rename}\n"
-            "    def reward_fn(messages, **columns):\n"
-            "        lists = {key: [value] for key, value in columns.items()}\n"
-            f"        return {new_name}(prompts=[messages[:-1]], completions=[messages[-1:]], "
-            "**lists)[0]"
-        )
-    if {"solution_str", "ground_truth"} & parameters:
-        return (
-            "has the signature of verl's compute_score; rl2 asks for the conversation. Add\n"
-            "    def reward_fn(messages, answer, data_source=None, extra_info=None):\n"
-            '        reply = messages[-1]["content"]\n'
-            f"        return {name}(data_source, reply, answer, extra_info)"
-        )
-    return ""
+    if "completions" in parameters or "completion_ids" in parameters:
+        return "TRL"
+    return "verl" if "solution_str" in parameters else ""
 
 
 def required_columns(function: Callable) -> list[str]:
-    """The columns that a row must have: parameters without a default, other than `messages`."""
+    """The columns that a row must have: parameters without a default that are not given anyway."""
     columns = []
     for name, parameter in inspect.signature(function).parameters.items():
         by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if by_name and parameter.default is parameter.empty and name != "messages":
+        if by_name and parameter.default is parameter.empty and name not in GIVEN_INPUTS:
             columns.append(name)
+    if project_of(function) == "verl":
+        return ["answer" if name == "ground_truth" else name for name in columns]
     return columns
 
 
 def select_arguments(function: Callable, messages: list[dict], row: dict) -> dict[str, Any]:
     """The arguments that `function` asks for, by name.
 
-    `messages` is always the conversation, even if the row has a column with that name.
+    `messages` is always the conversation, even if the row has a column with that name. The sampled
+    tokens, `completion_ids` of the row, are for those only that name them.
     """
     available = {**row, "messages": messages}
+    project = project_of(function)
+    if project:
+        available = _foreign_inputs(project, messages, row)
     signature = inspect.signature(function)
+    names = set(signature.parameters)
     if _takes_all_columns(signature):
-        return available
-    return {name: available[name] for name in signature.parameters if name in available}
+        names |= available.keys() - {"completion_ids"}
+    return {name: value for name, value in available.items() if name in names}
+
+
+def _foreign_inputs(project: str, messages: list[dict], row: dict) -> dict[str, Any]:
+    """What the trainer of a project passes to its reward functions."""
+    prompt = row["messages"]
+    reply: Any = messages[1 if isinstance(prompt, str) else len(prompt) :]
+    text = "\n".join(str(message["content"]) for message in reply)
+    if project == "verl":
+        inputs = {"extra_info": {}, **row, "solution_str": text}
+        return inputs | {"ground_truth": row.get("answer")}
+    inputs = {"completion_ids": [], **row, "prompts": prompt}
+    inputs["completions"] = text if isinstance(prompt, str) else reply
+    return {name: [value] for name, value in inputs.items() if name != "messages"}
+
+
+def unwrap_reward(name: str, function: Callable, result: Any) -> Any:
+    """The reward of one conversation, or its parts, from what the function `name` returned.
+
+    TRL's None, for a function that does not apply, is 0. Beside `score`, verl only logs.
+    """
+    project = project_of(function)
+    if project == "TRL" and isinstance(result, list) and len(result) == 1:
+        return {name: result[0] or 0.0}
+    if project == "verl" and isinstance(result, dict):
+        return result.get("score", result)
+    return result
 
 
 def is_env_message(message: Any) -> bool:

@@ -11,7 +11,7 @@ from rl2.env.call import Env
 from rl2.env.contract import (
     EnvError,
     check_signature,
-    foreign_signature,
+    project_of,
     required_columns,
 )
 from rl2.env.files import import_env_file
@@ -35,19 +35,18 @@ def load_env(
     reward_fn, or a function cannot be called by the names of its parameters.
     """
     module = import_env_file(path)
-    if not hasattr(module, "reward_fn"):
-        raise ValueError(_missing_reward_message(path, module))
-    for name in ("reward_fn", "interact"):
-        if hasattr(module, name):
-            check_signature(getattr(module, name), f"rollout.env_path={path}: {name}")
+    reward_fns = _find_reward_functions(path, module)
+    interact = getattr(module, "interact", None)
+    for name, function in {**reward_fns, "interact": interact}.items():
+        if function is not None:
+            check_signature(function, f"rollout.env_path={path}: {name}")
     extract = getattr(module, "extract", None)
     if not inspect.isfunction(extract) or "messages" not in inspect.signature(extract).parameters:
         extract = None  # a function of another purpose
     pool = None
     if isolation == "process":
         pool = ProcessPool(str(module.__file__), timeout, concurrency)
-    interact = getattr(module, "interact", None)
-    return Env(module.reward_fn, interact, timeout, concurrency, pool, extract)
+    return Env(reward_fns, interact, timeout, concurrency, pool, extract)
 
 
 def preflight(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:
@@ -59,7 +58,7 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:
     """
     problems = _find_turn_problems(env, row_sets, max_turns)
     warnings = []
-    functions = {"reward_fn": env.reward_fn}
+    functions = dict(env.reward_fns)
     if env.interact_fn is not None:
         if max_turns > 1:
             functions["interact"] = env.interact_fn
@@ -82,13 +81,23 @@ def _spread(rows: Rows) -> list[dict]:
     return [rows[i * (len(rows) - 1) // max(1, count - 1)] for i in range(count)]
 
 
-def _missing_reward_message(path: str, module: ModuleType) -> str:
-    """The file has no reward_fn. It may have a reward function of another project."""
+def _find_reward_functions(path: str, module: ModuleType) -> dict[str, Callable]:
+    """`reward_fn` of an env file, or else verl's `compute_score`, or all that TRL would call."""
+    if hasattr(module, "reward_fn"):
+        return {"reward_fn": module.reward_fn}
+    functions = {}
     for name, value in vars(module).items():
-        remedy = foreign_signature(value, name) if inspect.isfunction(value) else ""
-        if remedy:
-            return f"rollout.env_path={path}: {name} {remedy}"
-    return f"rollout.env_path={path}: expected a function reward_fn(messages, answer), found none"
+        project = project_of(value) if inspect.isfunction(value) else ""
+        if name == "compute_score" and project == "verl":
+            return {name: value}
+        if project == "TRL" and name[0] != "_":
+            functions[name] = value
+    if not functions:
+        raise ValueError(
+            f"rollout.env_path={path}: expected a function reward_fn(messages, answer), found none;"
+            " a reward function of TRL or verl works too: reward_fn = NAME"
+        )
+    return functions
 
 
 def _find_turn_problems(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:

@@ -9,12 +9,12 @@ import os
 import re
 import reprlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rl2.env.contract import EnvError, is_env_message
+from rl2.env.contract import EnvError, is_env_message, unwrap_reward
 
 LARGEST_REWARD = 3e38  # float32 overflows above it
 # In the messages of one turn. Their text is tokenised while the engine waits: a second a million.
@@ -52,42 +52,47 @@ def user_traceback(error: BaseException) -> tuple[str, str]:
     return "".join(traceback.format_exception(type(error), error, frame)), " ".join(locations)
 
 
-def check_result(name: str, result: Any) -> Any:
-    """What the function `name` returned, as plain data: reward parts by name, messages or a text.
+def check_result(name: str, function: Callable, result: Any) -> Any:
+    """What `function` returned, as plain data: messages, a text, or reward parts by name.
 
     EnvError if it is something else. It is a copy, since the env may change its own later.
     """
-    return _CHECKS[name](result)
+    if name in _CHECKS:
+        return _CHECKS[name](result)
+    return _to_reward_parts(name, unwrap_reward(name, function, result))
 
 
-def _to_reward_parts(result: Any) -> dict[str, float]:
+def _to_reward_parts(name: str, result: Any) -> dict[str, float]:
     """Reward parts by name. EnvError unless all are finite. A number becomes {"reward": number}."""
     if isinstance(result, list | tuple):
         raise EnvError(
-            f"reward_fn: expected the number of one conversation, not a list: {_describe(result)}",
+            f"{name}: expected the number of one conversation, not a list: {_describe(result)}",
             kind="type of reward",
         )
     parts = result if isinstance(result, dict) else {"reward": result}
-    if not parts or not all(isinstance(name, str) for name in parts):
+    if not parts or not all(isinstance(part, str) for part in parts):
         raise EnvError(
-            f"reward_fn: expected a number or a dict of numbers, got {_describe(result)}",
+            f"{name}: expected a number or a dict of numbers, got {_describe(result)}",
             kind="type of reward",
         )
-    return {LONE_SURROGATE.sub("\ufffd", name): _to_reward(name, parts[name]) for name in parts}
+    return {
+        LONE_SURROGATE.sub("\ufffd", part): _to_reward(name, part, value)
+        for part, value in parts.items()
+    }
 
 
-def _to_reward(name: str, value: Any) -> float:
+def _to_reward(name: str, part: str, value: Any) -> float:
     number = _to_python(value)
     is_number = isinstance(number, numbers.Real)
     if not is_number:
         raise EnvError(
-            f"reward_fn: expected {name} to be a number, got {_describe(value)}",
-            kind=f"type of {name}",
+            f"{name}: expected {part} to be a number, got {_describe(value)}",
+            kind=f"type of {part}",
         )
     if not abs(number) <= LARGEST_REWARD:  # NaN compares as false, so it is caught too
         raise EnvError(
-            f"reward_fn: expected {name} to be finite, got {_describe(value)}",
-            kind=f"range of {name}",
+            f"{name}: expected {part} to be finite, got {_describe(value)}",
+            kind=f"range of {part}",
         )
     return float(number)
 
@@ -144,4 +149,4 @@ def _describe(value: Any) -> str:
     return f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
-_CHECKS = {"reward_fn": _to_reward_parts, "interact": _to_messages, "extract": _to_extract}
+_CHECKS = {"interact": _to_messages, "extract": _to_extract}

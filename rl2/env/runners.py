@@ -206,7 +206,7 @@ class _DaemonExecutor(concurrent.futures.ThreadPoolExecutor):
 def _call(name: str, function: Callable, arguments: dict) -> Any:
     with raising_env_error(name):
         # The env may change its arguments, so it gets a copy.
-        return check_result(name, function(**copy.deepcopy(arguments)))
+        return check_result(name, function, function(**copy.deepcopy(arguments)))
 
 
 async def _run_coroutine(
@@ -216,7 +216,8 @@ async def _run_coroutine(
         return
     try:
         with raising_env_error(name):
-            result.set_result(check_result(name, await function(**copy.deepcopy(arguments))))
+            returned = await function(**copy.deepcopy(arguments))
+            result.set_result(check_result(name, function, returned))
     except EnvError as error:
         if not result.done():
             result.set_exception(error)

@@ -5,6 +5,7 @@ import json
 from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
 from rl2.batch import Sample
@@ -167,7 +168,10 @@ class Player:
             while not trajectory.finish_reason and not self.is_pausing:
                 await self._play_turn(trajectory, params, (*seed, trajectory.num_turns), key)
             if trajectory.finish_reason:
-                trajectory.rewards = await self.env.score(trajectory.messages, trajectory.row, key)
+                samples = trajectory.samples
+                sampled = [x for s in samples for x in compress(s.tokens, s.mask)]
+                row = {**trajectory.row, "completion_ids": sampled}
+                trajectory.rewards = await self.env.score(trajectory.messages, row, key)
                 place_reward(trajectory)
         except EnvError as error:
             self.failures.record(error)
