@@ -634,6 +634,14 @@ def test_a_file_without_a_reward_function_is_refused_with_the_remedy(tmp_path, t
         load(tmp_path, text)
 
 
+def test_preflight_tries_trls_functions(tmp_path):
+    env = load(tmp_path, TRL_EXAMPLES["format_reward"] + TRL_EXAMPLES["slow"])
+    assert preflight(env, {"data.path": [TRL_ROW]}, 1) == []
+    env = load(tmp_path, "def bad(completions): return [1 / len(completions[0][-1]['content'])]")
+    with pytest.raises(ValueError, match="(?s)with the reply '', bad raised.*ZeroDivisionError"):
+        preflight(env, {"data.path": [TRL_ROW]}, 1)
+
+
 def test_a_trl_function_that_returns_other_rewards_than_one_fails_in_words(tmp_path):
     env = load(tmp_path, "def two(completions): return [1.0, 0.0]")
     assert "two: expected the number of one conversation, not a list" in str(failure(env))

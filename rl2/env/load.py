@@ -69,7 +69,8 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:
     problems += _find_missing_columns(functions, row_sets)
     if not problems:
         rows = [row for rows in row_sets.values() for row in _spread(rows)]
-        problems = asyncio.run(_try_calls(env, rows, list(functions)))
+        names = functions.keys() - env.reward_fns
+        problems = asyncio.run(_try_calls(rows, [env.score, *(getattr(env, n) for n in names)]))
     if problems:
         raise ValueError("the env file cannot work:\n" + "\n".join(dict.fromkeys(problems)))
     return warnings
@@ -136,10 +137,9 @@ def _find_missing_columns(functions: dict[str, Callable], row_sets: RowSets) -> 
     return problems
 
 
-async def _try_calls(env: Env, rows: list[dict], names: list[str]) -> list[str]:
-    """The failures of the environment on each row with each trial reply, tried side by side."""
+async def _try_calls(rows: list[dict], calls: list[Callable]) -> list[str]:
+    """The failures of the calls on each row with each trial reply, tried side by side."""
     tries = []
-    calls = [env.score if name == "reward_fn" else getattr(env, name) for name in names]
     for row, call, reply in itertools.product(rows, calls, TRIAL_REPLIES):
         prompt = row["messages"]
         if isinstance(prompt, str):
