@@ -15,8 +15,12 @@ import torch
 
 from rl2.algorithms import advantages, losses
 from rl2.algorithms.advantages import (
+    distillation,
     gae,
     group_advantages,
+    leave_one_out,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
     sum_by_trajectory,
     whiten,
     zero_std_group_fraction,
@@ -33,6 +37,7 @@ from rl2.algorithms.losses import (
     token_weights,
     value_loss,
 )
+from rl2.trainer.ppo import average_updates
 
 SEEDS = range(12)
 CORRECTIONS = ("token_tis", "token_mask", "sequence_mask", "geometric_mask")
@@ -43,7 +48,10 @@ LOSSES = [
     dict(loss="gspo", clip=0.05, clip_high=0.1),
     dict(loss="gspo", clip=0.05, dual_clip=1.1),
     dict(loss="cispo", clip=0.2, clip_high=0.1),
+    dict(loss="reinforce", clip=math.inf),
 ]
+CLIPPED_LOSSES = [options for options in LOSSES if options["loss"] != "reinforce"]
+AVERAGES = ("token", "sequence", "prompt", "constant")
 
 
 def policy_loss(
@@ -242,15 +250,111 @@ def test_group_advantages_by_hand():
     assert zero_std_group_fraction(rewards, mask, group, trajectory).item() == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("norm_var", [False, True])
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e6 + 0.1])
-def test_equal_rewards_give_exactly_zero(reward, norm_var):
+def test_equal_rewards_give_exactly_zero(reward):
     rewards = torch.full((7, 1), reward)
     mask = torch.ones(7, 1)
-    group = torch.zeros(7, dtype=torch.int64)
-    assert group_advantages(rewards, mask, group, torch.arange(7), norm_var).eq(0).all()
-    assert zero_std_group_fraction(rewards, mask, group, torch.arange(7)).item() == 1
+    columns = (rewards, mask, torch.zeros(7, dtype=torch.int64), torch.arange(7))
+    for norm_var in (False, True):
+        assert group_advantages(*columns, norm_var).eq(0).all()
+    assert leave_one_out(*columns).eq(0).all()
+    assert reinforce_plus_plus(rewards, mask, torch.arange(7), 1.0).eq(0).all()
+    assert reinforce_plus_plus_baseline(*columns).eq(0).all()
+    assert zero_std_group_fraction(*columns).item() == 1
     assert whiten(rewards, mask).eq(0).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_leave_one_out(seed):
+    case = make_case(seed)
+    cells_of = sampled_cells(case.mask, case.trajectory)
+    expected = {}
+    for rewards in rewards_by_group(case).values():
+        for trajectory, reward in rewards.items():
+            others = [other for member, other in rewards.items() if member != trajectory]
+            baseline = statistics.mean(others) if others else reward
+            expected |= dict.fromkeys(cells_of[trajectory], reward - baseline)
+    advantages = leave_one_out(case.rewards, case.mask, case.group, case.trajectory)
+    assert_cells(advantages, expected)
+
+
+def test_leave_one_out_by_hand():
+    """Group 4 has the rewards 1, 3 and 5 and a failed trajectory. Group 2 has one trajectory."""
+    rewards = torch.tensor([[0.0, 1], [3, 0], [0, 5], [9, 9], [7, 0]])
+    mask = torch.tensor([[1.0, 1], [1, 0], [0, 1], [0, 0], [1, 0]])
+    group = torch.tensor([4, 4, 4, 4, 2])
+    expected = torch.tensor([[1.0 - 4, 1 - 4], [3 - 3, 0], [0, 5 - 2], [0, 0], [0, 0]])
+    assert leave_one_out(rewards, mask, group, torch.arange(5)).equal(expected)
+
+
+def whitened(cells):
+    """{cell: (value - mean) / standard deviation} over all cells."""
+    if len(cells) < 2:
+        return dict.fromkeys(cells, 0.0)
+    mean = statistics.mean(cells.values())
+    std = math.sqrt(statistics.variance(cells.values()) + 1e-8)
+    return {cell: (value - mean) / std for cell, value in cells.items()}
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_reinforce_plus_plus(seed, gamma):
+    case = make_case(seed)
+    returns = {}
+    for cells in sampled_cells(case.mask, case.trajectory).values():
+        later = 0.0
+        for cell in reversed(cells):
+            later = case.rewards[cell].item() + gamma * later
+            returns[cell] = later
+    advantages = reinforce_plus_plus(case.rewards, case.mask, case.trajectory, gamma)
+    assert_cells(advantages, whitened(returns))
+
+
+def test_reinforce_plus_plus_by_hand():
+    """The first answer has KL penalties of 1 and 2 and the reward 4, the second the reward -1.
+
+    The sums from each token on are 1, 2 and -1, with the mean 2/3 and the variance 7/3.
+    """
+    rewards = torch.tensor([[-1.0, 4 - 2], [-1, 0]])
+    mask = torch.tensor([[1.0, 1], [1, 0]])
+    std = math.sqrt(7 / 3)
+    expected = torch.tensor([[1 - 2 / 3, 2 - 2 / 3], [-1 - 2 / 3, 0]]) / std
+    advantages = reinforce_plus_plus(rewards, mask, torch.arange(2), 1.0)
+    torch.testing.assert_close(advantages, expected)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_reinforce_plus_plus_baseline(seed):
+    case = make_case(seed)
+    cells_of = sampled_cells(case.mask, case.trajectory)
+    centred = {}
+    for rewards in rewards_by_group(case).values():
+        for trajectory, reward in rewards.items():
+            difference = reward - statistics.mean(rewards.values())
+            centred |= dict.fromkeys(cells_of[trajectory], difference)
+    columns = (case.rewards, case.mask, case.group, case.trajectory)
+    assert_cells(reinforce_plus_plus_baseline(*columns), whitened(centred))
+
+
+def test_reinforce_plus_plus_baseline_by_hand():
+    """One group has the rewards 1 and 0, the other 2 and 2; the first answer has two tokens.
+
+    The tokens' differences from their groups are 1/2, 1/2, -1/2, 0 and 0: mean 0.1, variance 0.175.
+    """
+    rewards = torch.tensor([[0.0, 1], [0, 0], [2, 0], [2, 0]])
+    mask = torch.tensor([[1.0, 1], [1, 0], [1, 0], [1, 0]])
+    group = torch.tensor([0, 0, 1, 1])
+    centred = torch.tensor([[0.4, 0.4], [-0.6, 0], [-0.1, 0], [-0.1, 0]])
+    advantages = reinforce_plus_plus_baseline(rewards, mask, group, torch.arange(4))
+    torch.testing.assert_close(advantages, centred / math.sqrt(0.175))
+
+
+def test_distillation_by_hand():
+    """The teacher finds the first token likelier than the policy does, the second less likely."""
+    old_logps = torch.tensor([[-2.0, -1.0, 5e30]])
+    teacher_logps = torch.tensor([[-0.5, -4.0, -5e30]])
+    advantages = distillation(old_logps, teacher_logps, torch.tensor([[1.0, 1, 0]]))
+    assert advantages.tolist() == [[1.5, -3, 0]]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -312,12 +416,7 @@ def test_whiten(seed):
     advantages = {}
     for cells in sampled_cells(case.mask, case.trajectory).values():
         advantages |= {cell: case.advantages[cell].item() for cell in cells}
-    expected = {}
-    if len(advantages) > 1:
-        mean = statistics.mean(advantages.values())
-        std = math.sqrt(statistics.variance(advantages.values()) + 1e-8)
-        expected = {cell: (advantage - mean) / std for cell, advantage in advantages.items()}
-    assert_cells(whiten(case.advantages, case.mask), expected)
+    assert_cells(whiten(case.advantages, case.mask), whitened(advantages))
 
 
 def test_whiten_one_token_or_none():
@@ -335,15 +434,23 @@ def test_token_weights(seed):
     trajectories = sampled_cells(case.mask, case.trajectory).values()
     num_trajectories = len(trajectories)
     num_tokens = sum(len(cells) for cells in trajectories)
-    by_token, by_sequence, by_constant = {}, {}, {}
+    tokens_of_group = defaultdict(int)
     for cells in trajectories:
+        for row, _ in cells:
+            tokens_of_group[case.group[row].item()] += 1
+    by_token, by_sequence, by_prompt, by_constant = {}, {}, {}, {}
+    for cells in trajectories:
+        group = case.group[cells[0][0]].item()
         for cell in cells:
+            by_prompt[cell] = 1 / tokens_of_group[group] / len(tokens_of_group)
             by_token[cell] = 1 / num_tokens
             by_sequence[cell] = 1 / len(cells) / num_trajectories
             by_constant[cell] = 1 / 16 / num_trajectories
     assert_cells(token_weights(case.mask, case.trajectory, "token"), by_token)
     assert_cells(token_weights(case.mask, case.trajectory, "sequence"), by_sequence)
     assert_cells(token_weights(case.mask, case.trajectory, "constant", 16), by_constant)
+    weights = token_weights(case.mask, case.trajectory, "prompt", group=case.group)
+    assert_cells(weights, by_prompt)
 
 
 def test_token_weights_by_hand_and_wrong_arguments():
@@ -352,10 +459,19 @@ def test_token_weights_by_hand_and_wrong_arguments():
     assert token_weights(mask, trajectory, "token")[0].tolist() == pytest.approx([0.2, 0.2, 0])
     assert token_weights(mask, trajectory, "sequence").sum(1).tolist() == [0.25, 0.25, 0, 0.5]
     assert token_weights(mask, trajectory, "constant", 4)[3].tolist() == [0, 0, 0.125]
-    for average in ("token", "sequence", "constant"):
-        assert token_weights(torch.zeros(2, 3), torch.tensor([0, 1]), average, 4).eq(0).all()
-    with pytest.raises(ValueError, match="'mean'.*token, sequence or constant"):
+    # Prompt 8 has trajectory 5 with four tokens, prompt 3 the one token of trajectory 2.
+    by_prompt = token_weights(mask, trajectory, "prompt", group=torch.tensor([8, 8, 9, 3]))
+    assert by_prompt[:, :2].flatten().tolist() == [0.125] * 4 + [0] * 4 and by_prompt[3, 2] == 0.5
+    # The token mean of all answers of a prompt, not the mean of their token means.
+    by_prompt = token_weights(mask, trajectory, "prompt", group=torch.tensor([8, 8, 9, 8]))
+    assert by_prompt.sum(1).tolist() == pytest.approx([0.4, 0.4, 0, 0.2])
+    ids = torch.tensor([0, 1])
+    for average in AVERAGES:
+        assert token_weights(torch.zeros(2, 3), ids, average, 4, ids).eq(0).all()
+    with pytest.raises(ValueError, match="'mean'.*token, sequence, prompt, constant"):
         token_weights(mask, trajectory, "mean")
+    with pytest.raises(AssertionError, match="needs the group of each row"):
+        token_weights(mask, trajectory, "prompt")
     for constant in (None, 0, -3):
         with pytest.raises(ValueError, match=f"is {constant}: give a length"):
             token_weights(mask, trajectory, "constant", constant)
@@ -369,7 +485,9 @@ def loop_policy_loss(case, loss, clip, clip_high=None, dual_clip=None, correctio
     low = 1 - clip
     high = 1 + (clip if clip_high is None else clip_high)
     total, gradient = 0.0, {}
-    metrics = {"clip_ratio": 0.0, "approx_kl": 0.0, "ratio": 0.0}
+    metrics = {"approx_kl": 0.0, "ratio": 0.0}
+    if loss != "reinforce":
+        metrics["clip_ratio"] = 0.0
     for b, row in enumerate(case.mask.tolist()):
         cells = [(b, t) for t, sampled in enumerate(row) if sampled]
         log_ratios = [(case.logps[cell] - case.old_logps[cell]).item() for cell in cells]
@@ -381,7 +499,10 @@ def loop_policy_loss(case, loss, clip, clip_high=None, dual_clip=None, correctio
             advantage = case.advantages[cell].item()
             weight = case.weights[cell].item()
             factor = weight if correction is None else weight * correction[cell].item()
-            if loss == "cispo":
+            if loss == "reinforce":
+                slope = -advantage
+                total += factor * slope * case.logps[cell].item()
+            elif loss == "cispo":
                 clipped = rho > high
                 slope = -min(rho, high) * advantage
                 total += factor * slope * case.logps[cell].item()
@@ -394,7 +515,8 @@ def loop_policy_loss(case, loss, clip, clip_high=None, dual_clip=None, correctio
                 total += factor * token_loss
                 slope = 0.0 if clipped else -rho * advantage
             gradient[cell] = factor * slope
-            metrics["clip_ratio"] += weight * clipped
+            if loss != "reinforce":
+                metrics["clip_ratio"] += weight * clipped
             metrics["approx_kl"] += weight * (math.exp(log_ratio) - 1 - log_ratio)
             metrics["ratio"] += weight * rho
     return total, metrics, gradient
@@ -430,7 +552,7 @@ def test_the_random_cases_reach_every_branch():
         return [loop_policy_loss(case, **options)[1]["clip_ratio"] for case in cases]
 
     totals = [case.weights.sum().item() for case in cases]
-    for options in LOSSES:
+    for options in CLIPPED_LOSSES:
         clip_ratio_and_total = zip(clip_ratios(**options), totals, strict=True)
         shares = [clip_ratio / total for clip_ratio, total in clip_ratio_and_total]
         assert 0.02 < statistics.mean(shares) < 0.9, options
@@ -452,7 +574,7 @@ def test_policy_loss_by_hand():
     loss, metrics = policy_loss(*columns, 0.2, clip_high=0.5, dual_clip=1.75)
     assert loss.item() == pytest.approx((-1.5 + 1.75 - 0.5 + 0.8) / 4)
     assert metrics["clip_ratio"].item() == 0.75
-    with pytest.raises(ValueError, match="actor.loss=ppg: choose ppo, gspo, cispo"):
+    with pytest.raises(ValueError, match="actor.loss=ppg: choose ppo, gspo, cispo, reinforce"):
         policy_loss(*columns, 0.2, loss="ppg")
 
 
@@ -466,7 +588,9 @@ def test_at_ratio_one_the_gradient_is_exactly_the_policy_gradient(seed, options)
     columns = (logps, logps, case.advantages, case.mask, case.weights)
     loss, metrics = policy_loss(*columns, correction=correction, **options)
     assert torch.autograd.grad(loss, logps)[0].equal(-case.advantages * case.weights)
-    assert metrics["clip_ratio"].item() == 0 and metrics["approx_kl"].item() == 0
+    assert metrics["approx_kl"].item() == 0
+    torch.testing.assert_close(metrics["ratio"], case.weights.sum())
+    assert options["loss"] == "reinforce" or metrics["clip_ratio"].item() == 0
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -494,7 +618,7 @@ def test_gspo_has_the_gradient_of_the_sequence_objective(seed):
     torch.testing.assert_close(gradient, expected_gradient)
 
 
-@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "reinforce"])
 @pytest.mark.parametrize("shift", [1e3, -1e3])
 def test_an_extreme_ratio_gives_finite_numbers(loss, shift):
     logps = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True)
@@ -554,7 +678,8 @@ def test_importance_weights_by_hand():
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rollout_mismatch(seed):
     case = make_case(seed)
-    expected = {"logp_difference": 0.0, "kl_k1": 0.0, "kl_k3": 0.0, "outside": 0.0}
+    names = ("logp_difference", "kl_k1", "kl_k3", "outside", "ratio", "ratio_squared")
+    expected = dict.fromkeys(names, 0.0)
     for cells in sampled_cells(case.mask, case.trajectory).values():
         for cell in cells:
             weight = case.weights[cell].item()
@@ -563,8 +688,45 @@ def test_rollout_mismatch(seed):
             expected["kl_k1"] += weight * d
             expected["kl_k3"] += weight * (math.exp(-d) - 1 + d)
             expected["outside"] += weight * (not 0.9 <= math.exp(-d) <= 1.1)
+            expected["ratio"] += weight * math.exp(-d)
+            expected["ratio_squared"] += weight * math.exp(-2 * d)
     old_logps = case.old_logps.requires_grad_()
     assert_metrics(rollout_mismatch(old_logps, case.engine_logps, case.weights), expected)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_effective_sample_size(seed):
+    """(sum of r)^2 / (sum of r^2) over all tokens of the step, divided by their number."""
+    case = make_case(seed)
+    columns = (case.old_logps, case.engine_logps)
+    ratios = (case.old_logps - case.engine_logps).exp()[case.mask > 0].tolist()
+    if not ratios:
+        return
+    weights = token_weights(case.mask, case.trajectory, "token")
+    means = {name: value.item() for name, value in rollout_mismatch(*columns, weights).items()}
+    # Two updates that saw the same tokens have the effective sample size of each.
+    update = {f"mismatch_{name}": mean for name, mean in means.items()}
+    logged = average_updates("actor", [update, update])
+    expected = sum(ratios) ** 2 / sum(ratio**2 for ratio in ratios) / len(ratios)
+    assert logged["actor/effective_sample_size"] == pytest.approx(expected)
+    assert 0 < expected <= 1
+    assert "actor/mismatch_ratio_squared" not in logged
+
+
+def test_effective_sample_size_by_hand():
+    """One update saw a token with the ratio 1, the other one with the ratio 3.
+
+    The mean ratio is 2 and the mean of the squares 5.
+    """
+    updates = [
+        {"mismatch_ratio": 1.0, "mismatch_ratio_squared": 1.0},
+        {"mismatch_ratio": 3.0, "mismatch_ratio_squared": 9.0},
+    ]
+    logged = average_updates("actor", updates)
+    assert logged == {"actor/mismatch_ratio": 2, "actor/effective_sample_size": 0.8}
+    nothing_run = {"mismatch_ratio": math.nan, "mismatch_ratio_squared": math.nan}
+    assert math.isnan(average_updates("actor", [nothing_run])["actor/effective_sample_size"])
+    assert average_updates("critic", [{"loss": 1.0}, {"loss": 2.0}]) == {"critic/loss": 1.5}
 
 
 # Value loss
@@ -755,7 +917,7 @@ def test_a_function_of_a_users_file_gets_the_arguments_that_it_names(tmp_path):
     loss, metrics = policy_loss(*columns, loss=f"{file}:reinforce")
     expected = -(case.logps * case.advantages * case.weights).sum()
     torch.testing.assert_close(loss, expected)
-    assert metrics.keys() == {"logp", "approx_kl"}
+    assert metrics.keys() == {"logp", "approx_kl", "ratio"}
     assert argument_names(find_function(f"{file}:reinforce", {}, "key")) == ("logps", "advantages")
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'secret'"):
         policy_loss(*columns, loss=f"{file}:greedy")
@@ -763,7 +925,7 @@ def test_a_function_of_a_users_file_gets_the_arguments_that_it_names(tmp_path):
         (f"{file}:nothing", f"actor.loss={file}:nothing: {file} has no function nothing"),
         (f"{file}:text", "has no function text"),
         (f"{tmp_path}/none.py:f", "none.py: there is no such file"),
-        ("ppo2", "choose ppo, gspo, cispo, or your own as path/to/file.py:function"),
+        ("ppo2", "choose ppo, gspo, cispo, reinforce, or your own as path/to/file.py:function"),
     ):
         with pytest.raises(ValueError) as raised:
             policy_loss(*columns, loss=name)
@@ -814,6 +976,10 @@ def columns_of(case):
     return {
         "plain": group_advantages(case.rewards, *ids, False),
         "norm_var": group_advantages(case.rewards, *ids, True),
+        "leave_one_out": leave_one_out(case.rewards, *ids),
+        "reinforce_plus_plus": reinforce_plus_plus(case.rewards, case.mask, case.trajectory, 0.9),
+        "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline(case.rewards, *ids),
+        "distillation": distillation(case.old_logps, case.ref_logps, case.mask),
         "zero_std_group_fraction": zero_std_group_fraction(case.rewards, *ids),
         "advantages": advantages,
         "returns": returns,
@@ -895,9 +1061,9 @@ def test_a_failed_trajectory_changes_nothing_for_the_others(seed):
         column = columns_of(longer)[name]
         torch.testing.assert_close(column if column.dim() == 0 else column[:-2], expected)
         assert column.dim() == 0 or column[-2:].eq(0).all()
-    for average in ("token", "sequence", "constant"):
-        weights = token_weights(longer.mask, longer.trajectory, average, 8)
-        expected = token_weights(case.mask, case.trajectory, average, 8)
+    for average in AVERAGES:
+        weights = token_weights(longer.mask, longer.trajectory, average, 8, longer.group)
+        expected = token_weights(case.mask, case.trajectory, average, 8, case.group)
         torch.testing.assert_close(weights[:-2], expected)
 
 
@@ -918,8 +1084,8 @@ def test_no_input_is_edited():
     losses_of(case)
     columns_of(case)
     sum_by_trajectory(case.rewards, case.trajectory)
-    for average in ("token", "sequence", "constant"):
-        token_weights(case.mask, case.trajectory, average, 8)
+    for average in AVERAGES:
+        token_weights(case.mask, case.trajectory, average, 8, case.group)
     for name, column in vars(case).items():
         assert column.equal(before[name]), name
 

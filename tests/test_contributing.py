@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md and docs/custom_losses.md say how to do works.
+"""What CONTRIBUTING.md and docs/algorithms.md say how to do works.
 
 The diffs are applied to a copy of the package, and runs of the copy use what they add. The
 functions of the example are used from a file, without a change to the package.
@@ -148,8 +148,8 @@ def test_the_added_preference_loss_works(changed_copy):
 
 
 def test_functions_of_a_users_file(tmp_path, monkeypatch):
-    """The example of docs/custom_losses.md, by its definition."""
-    text = (ROOT / "docs/custom_losses.md").read_text(encoding="utf-8")
+    """The example of docs/algorithms.md, by its definition."""
+    text = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
     [code] = re.findall(r"```python\n(.*?)```", text, re.S)
     (tmp_path / "my_algorithms.py").write_text(code)
     monkeypatch.chdir(tmp_path)

@@ -167,6 +167,7 @@ def metrics_of_losses() -> set[str]:
         "center": 0.0,
     }
     found = {f"mismatch_{name}" for name in losses.rollout_mismatch(column, column, column)}
+    found.remove("mismatch_ratio_squared")  # it becomes the effective sample size
     for function in (losses.policy_loss, losses.value_loss, losses.dpo_loss, losses.reward_loss):
         names = inspect.signature(function).parameters
         values = {name: arguments.get(name, column) for name in names if name != "loss"}

@@ -33,6 +33,9 @@ class AdvantageInputs:
     gamma: float  # this and the following are the settings adv.* of the config
     lamda: float
     norm_var: bool
+    # [B, T] log-probabilities of the policy that starts the update, and of the teacher.
+    old_logps: Tensor | None = None
+    teacher_logps: Tensor | None = None
 
 
 def group_advantages(
@@ -44,18 +47,52 @@ def group_advantages(
     and with this epsilon, as TRL does). Trajectories without a trained token do not count. A group
     of one, or of equal rewards, gets exactly 0.
     """
-    row_index, member_of, totals, counts = _group_rewards(rewards, mask, group, trajectory)
-    ranges = _reward_ranges(member_of, totals, counts)
-    sizes = sum_by_index(member_of, counts, len(ranges))
-    means = sum_by_index(member_of, totals, len(ranges)) / sizes.clamp(min=1)
-    # Equal rewards are found by their range, not by their mean: 0.1 + 0.1 + 0.1 is not 3 * 0.1.
-    differs = ranges[member_of] > 0
-    advantages = torch.where(differs, (totals - means[member_of]) * counts, 0.0)
+    row_index, member_of, deviations, sizes = _deviations(rewards, mask, group, trajectory)
     if norm_var:
-        squares = sum_by_index(member_of, advantages.square(), len(ranges))
-        deviations = (squares / (sizes - 1).clamp(min=1)).sqrt()
-        advantages = advantages / (deviations + 1e-4)[member_of]
-    return advantages[row_index, None] * mask
+        squares = sum_by_index(member_of, deviations.square(), len(sizes))
+        standard = (squares / (sizes - 1).clamp(min=1)).sqrt()
+        deviations = deviations / (standard + 1e-4)[member_of]
+    return deviations[row_index, None] * mask
+
+
+def leave_one_out(rewards: Tensor, mask: Tensor, group: Tensor, trajectory: Tensor) -> Tensor:
+    """[B, T]: the trajectory's reward minus the mean of the others of its group.
+
+    RLOO (arXiv:2402.14740). In a group of n it is n / (n - 1) times `group_advantages`.
+    """
+    row_index, member_of, deviations, sizes = _deviations(rewards, mask, group, trajectory)
+    deviations = deviations * (sizes / (sizes - 1).clamp(min=1))[member_of]
+    return deviations[row_index, None] * mask
+
+
+def reinforce_plus_plus(rewards: Tensor, mask: Tensor, trajectory: Tensor, gamma: float) -> Tensor:
+    """[B, T]: the discounted sum of the token's own and all later rewards, whitened over the batch.
+
+    REINFORCE++ (arXiv:2501.03262, version 9). It needs no groups. Its KL penalty is in the rewards:
+    kl.type=reward.
+    """
+    values = torch.zeros_like(rewards)
+    return gae(rewards, values, mask, trajectory, gamma, lamda=1.0, norm_var=True)[0]
+
+
+def reinforce_plus_plus_baseline(
+    rewards: Tensor, mask: Tensor, group: Tensor, trajectory: Tensor
+) -> Tensor:
+    """[B, T]: the reward minus the mean of its group, whitened over all tokens of the batch.
+
+    REINFORCE++ with baseline (arXiv:2501.03262, version 9). Its KL term is in the loss: k2.
+    """
+    return whiten(group_advantages(rewards, mask, group, trajectory, norm_var=False), mask)
+
+
+def distillation(old_logps: Tensor, teacher_logps: Tensor, mask: Tensor) -> Tensor:
+    """[B, T]: the log-probability of each token under the teacher minus that under the policy.
+
+    It is minus the k1 estimate of KL(policy || teacher): on-policy distillation (Lu, "On-policy
+    distillation", 2025), MiniLLM's policy gradient (arXiv:2306.08543) without the tokens that
+    follow. The rewards have no influence.
+    """
+    return masked(mask, teacher_logps - old_logps)
 
 
 def gae(
@@ -121,7 +158,14 @@ def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros_like(advantages).masked_scatter_(mask > 0, scaled)
 
 
-ADVANTAGE_ESTIMATORS: dict[str, Function] = {"reinforce": group_advantages, "gae": gae}
+ADVANTAGE_ESTIMATORS: dict[str, Function] = {
+    "reinforce": group_advantages,
+    "rloo": leave_one_out,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "distillation": distillation,
+    "gae": gae,
+}
 
 
 def zero_std_group_fraction(
@@ -132,9 +176,10 @@ def zero_std_group_fraction(
     Without a critic such a group teaches nothing. Trajectories without a trained token do not
     count, nor do groups that have no others.
     """
-    _, member_of, totals, counts = _group_rewards(rewards, mask, group, trajectory)
-    ranges = _reward_ranges(member_of, totals, counts)
-    return (ranges == 0).sum() / (ranges >= 0).sum().clamp(min=1)
+    _, member_of, deviations, sizes = _deviations(rewards, mask, group, trajectory)
+    differs = sum_by_index(member_of, deviations.abs(), len(sizes)) > 0
+    num_groups = (sizes > 0).sum()
+    return (num_groups - differs.sum()) / num_groups.clamp(min=1)
 
 
 def sum_by_trajectory(columns: Tensor, trajectory: Tensor) -> Tensor:
@@ -143,28 +188,26 @@ def sum_by_trajectory(columns: Tensor, trajectory: Tensor) -> Tensor:
     return sum_by_index(row_index, columns.sum(1), len(ids))
 
 
-def _group_rewards(
+def _deviations(
     rewards: Tensor, mask: Tensor, group: Tensor, trajectory: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The trajectory of each row [B]; the group, the reward and the count of each trajectory [N].
+    """(trajectory of each row [B], group of each trajectory [N], deviations [N], sizes [G]).
 
-    The count is 1.0, or 0.0 for a trajectory without a trained token: its environment failed, and
-    its reward means nothing.
+    A deviation is the trajectory's reward minus the mean of its group, exactly 0 in a group of
+    equal rewards. The environment of a trajectory without a trained token failed, and its reward
+    means nothing: it has the deviation 0 and does not count in its group's mean and size.
     """
     ids, row_index = trajectory.unique(return_inverse=True)
-    group_index = group.unique(return_inverse=True)[1]
+    groups, group_index = group.unique(return_inverse=True)
     member_of = torch.zeros_like(ids).scatter(0, row_index, group_index)
     counts = (sum_by_index(row_index, mask.sum(1), len(ids)) > 0).to(rewards.dtype)
     totals = sum_by_trajectory(masked(mask, rewards), trajectory)
-    return row_index, member_of, totals, counts
-
-
-def _reward_ranges(member_of: Tensor, totals: Tensor, counts: Tensor) -> Tensor:
-    """The largest minus the smallest reward of each group [G]; -inf for a group that is empty."""
-    num_groups = int(member_of.max()) + 1
-    member_of = member_of[counts > 0]
-    totals = totals[counts > 0]
-    infinite = totals.new_full((num_groups,), float("inf"))
-    largest = (-infinite).scatter_reduce(0, member_of, totals, "amax")
-    smallest = infinite.scatter_reduce(0, member_of, totals, "amin")
-    return largest - smallest
+    sizes = sum_by_index(member_of, counts, len(groups))
+    means = sum_by_index(member_of, totals, len(groups)) / sizes.clamp(min=1)
+    # Equal rewards are found by their range, not by their mean: 0.1 + 0.1 + 0.1 is not 3 * 0.1.
+    members, rewards = member_of[counts > 0], totals[counts > 0]
+    largest = means.scatter_reduce(0, members, rewards, "amax", include_self=False)
+    smallest = means.scatter_reduce(0, members, rewards, "amin", include_self=False)
+    differs = (largest > smallest)[member_of]
+    deviations = torch.where(differs, (totals - means[member_of]) * counts, 0.0)
+    return row_index, member_of, deviations, sizes

@@ -56,36 +56,46 @@ def kl_estimate(logps: Tensor, ref_logps: Tensor, estimator: str) -> Tensor:
     return KL_ESTIMATORS[estimator]((logps - ref_logps).clamp(-1e4, 1e4))
 
 
-TOKEN_AVERAGES = ("token", "sequence", "constant")
+TOKEN_AVERAGES = ("token", "sequence", "prompt", "constant")
 
 
 def token_weights(
-    mask: Tensor, trajectory: Tensor, average: str, constant: int | None = None
+    mask: Tensor,
+    trajectory: Tensor,
+    average: str,
+    constant: int | None = None,
+    group: Tensor | None = None,
 ) -> Tensor:
     """The weight [B, T] of each token of one optimizer step in the mean that its loss is.
 
     `token`: every trained token weighs the same (DAPO, arXiv:2503.14476). `sequence`: the mean over
-    trajectories of each one's token mean (GRPO, arXiv:2402.03300). `constant`: the sum over tokens
+    trajectories of each one's token mean (GRPO, arXiv:2402.03300). `prompt`: the mean over the
+    prompts that `group` [B] tells apart, of the token mean of all answers to each (ScaleRL,
+    arXiv:2510.13786, section 3.2; equation 8 of DAPO). `constant`: the sum over tokens
     divided by trajectories * `constant`, a length (Dr. GRPO, arXiv:2503.20783). The weights of
     `constant` do not sum to 1, and metrics weighted by them are no means.
 
     Trajectories without a trained token do not count. Where there is no other, all weights are 0.
     """
-    ids, row_index = trajectory.unique(return_inverse=True)
+    units = trajectory
+    if average == "prompt":
+        assert group is not None, "average 'prompt' needs the group of each row"
+        units = group
+    ids, row_index = units.unique(return_inverse=True)
     lengths = sum_by_index(row_index, mask.sum(1), len(ids))
-    num_trajectories = (lengths > 0).sum().clamp(min=1)
+    num_units = (lengths > 0).sum().clamp(min=1)
     if average == "token":
         return mask / lengths.sum().clamp(min=1)
-    if average == "sequence":
-        return mask / (lengths.clamp(min=1)[row_index, None] * num_trajectories)
+    if average in ("sequence", "prompt"):
+        return mask / (lengths.clamp(min=1)[row_index, None] * num_units)
     if average != "constant":
-        raise ValueError(f"average {average!r}: choose token, sequence or constant")
+        raise ValueError(f"average {average!r}: choose {', '.join(TOKEN_AVERAGES)}")
     if not constant or constant < 0:
         raise ValueError(
             f"the constant of average 'constant' is {constant}: give a length, such as "
             "max_new_tokens"
         )
-    return mask / (num_trajectories * constant)
+    return mask / (num_units * constant)
 
 
 @dataclass(frozen=True)
@@ -157,10 +167,23 @@ def cispo(logps: Tensor, log_ratio: Tensor, advantages: Tensor, clip_high: float
     ratio = finite_exp(log_ratio)
     high = 1 + clip_high
     losses = -ratio.detach().clamp(max=high) * advantages * logps
-    return losses, {"clip_ratio": ratio > high, "ratio": ratio.detach()}
+    return losses, {"clip_ratio": ratio > high}
 
 
-POLICY_LOSSES: dict[str, Function] = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
+def reinforce(logps: Tensor, advantages: Tensor) -> TokenLosses:
+    """-A logp: the plain policy gradient (Williams, 1992). It knows no ratio.
+
+    It is exact while the policy that sampled is the current one, so in one update a rollout.
+    """
+    return -advantages * logps, {}
+
+
+POLICY_LOSSES: dict[str, Function] = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+}
 
 
 def policy_loss(
@@ -171,9 +194,9 @@ def policy_loss(
     `loss` is a name of POLICY_LOSSES or `file.py:function`. `correction` [b, T], of
     `importance_weights`, multiplies the loss of each token. Only `inputs.logps` gets a gradient.
 
-    Metrics: approx_kl, k3 of KL(old || new), and those of the loss. ppo, gspo and cispo give
-    clip_ratio, the fraction of tokens whose gradient (cispo: whose rho) was clipped, the dual clip
-    included, and ratio, the mean rho that the loss used.
+    Metrics: approx_kl, k3 of KL(old || new); ratio, the mean rho (gspo: of the sequence); and those
+    of the loss. ppo, gspo and cispo give clip_ratio, the fraction of tokens whose gradient (cispo:
+    whose rho) was clipped, the dual clip included.
     """
     advantages = masked(inputs.mask, inputs.advantages).detach()
     inputs = replace(inputs, old_logps=inputs.old_logps.detach(), advantages=advantages)
@@ -183,7 +206,8 @@ def policy_loss(
         losses = losses * correction.detach()
     log_ratio = inputs.log_ratio.detach()
     approx_kl = kl_estimate(-log_ratio, torch.zeros_like(log_ratio), "k3")
-    return (losses * weights).sum(), weighted_sums({**metrics, "approx_kl": approx_kl}, weights)
+    metrics = {"ratio": finite_exp(log_ratio), **metrics, "approx_kl": approx_kl}
+    return (losses * weights).sum(), weighted_sums(metrics, weights)
 
 
 def weighted_sums(metrics: Mapping[str, Tensor], weights: Tensor) -> Metrics:
@@ -248,7 +272,8 @@ def rollout_mismatch(old_logps: Tensor, engine_logps: Tensor, weights: Tensor) -
     """How far the trainer's log-probabilities of the sampled tokens are from the engine's.
 
     logp_difference: the mean absolute difference; kl_k1 and kl_k3: KL(engine || trainer); outside:
-    the fraction of tokens whose ratio leaves [0.9, 1.1].
+    the fraction of tokens whose ratio leaves [0.9, 1.1]; ratio and ratio_squared: the means
+    of the ratio trainer / engine and of its square.
     """
     log_rho = masked(weights, old_logps - engine_logps).detach()
     rho = finite_exp(log_rho)
@@ -258,6 +283,8 @@ def rollout_mismatch(old_logps: Tensor, engine_logps: Tensor, weights: Tensor) -
         "kl_k1": kl_estimate(zeros, log_rho, "k1"),
         "kl_k3": kl_estimate(zeros, log_rho, "k3"),
         "outside": (rho < 0.9) | (rho > 1.1),
+        "ratio": rho,
+        "ratio_squared": finite_exp(2 * log_rho),
     }
     return weighted_sums(metrics, weights)
 

@@ -327,7 +327,7 @@ class SFTActorConfig(WorkerConfig):
         "token",
         "the mean that the loss is; token: over all trained tokens of the step; sequence: over the "
         "rows' token means",
-        choices=[name for name in TOKEN_AVERAGES if name != "constant"],
+        choices=("token", "sequence"),
     )
 
 
@@ -349,7 +349,7 @@ class ActorConfig(RolloutWorkerConfig):
     loss: str = key(
         "ppo",
         "policy loss; ppo: clipped token ratios; gspo: clipped sequence ratios; cispo: clipped "
-        "importance weights",
+        "importance weights; reinforce: no ratio",
         common=True,
         functions=POLICY_LOSSES,
         inputs=PolicyInputs,
@@ -380,7 +380,8 @@ class ActorConfig(RolloutWorkerConfig):
     average: str = key(
         "token",
         "the mean that the loss is; token: over tokens (DAPO); sequence: over the trajectories' "
-        "token means (GRPO); constant: over a constant length (Dr. GRPO)",
+        "token means (GRPO); prompt: over the prompts' token means (ScaleRL); constant: over a "
+        "constant length (Dr. GRPO)",
         common=True,
         choices=TOKEN_AVERAGES,
     )
@@ -584,8 +585,10 @@ class KLConfig:
 class AdvConfig:
     estimator: str = key(
         "reinforce",
-        "advantage estimator; reinforce: the reward minus its group's mean, no critic "
-        "(GRPO); gae: with a critic (PPO)",
+        "advantage estimator; reinforce: the reward minus its group's mean (GRPO); rloo: minus the "
+        "mean of the others; reinforce_plus_plus: the reward, whitened over the batch; "
+        "reinforce_plus_plus_baseline: reinforce, whitened; distillation: log-probability of the "
+        "teacher minus the policy's; gae: with a critic (PPO)",
         common=True,
         functions=ADVANTAGE_ESTIMATORS,
         inputs=AdvantageInputs,

@@ -14,7 +14,7 @@ from rl2.algorithms.advantages import (
 from rl2.algorithms.by_name import call_by_name, find_function
 from rl2.batch import Batch, collate, drop_zero_advantages, split_minibatches
 from rl2.config.parse import parse
-from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig
+from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig, estimator_inputs
 from rl2.inputs import find_input_problems
 from rl2.model.token_model import TokenScores
 from rl2.rollout.stats import summarise, to_records, training_samples
@@ -68,6 +68,7 @@ def train(run: PPORun) -> None:
                         part.trajectory,
                         config.actor.average,
                         config.actor.average_constant,
+                        part.group,
                     )
                     if can_drop_rows(config):
                         drop_zero_advantages(part)
@@ -90,7 +91,9 @@ def needs_old_logps(config: PPOConfig) -> bool:
 
     With one update a rollout the policy that sampled is the current one, so the update scores it.
     """
-    return config.actor.update_per_rollout > 1 or config.kl.type == "reward"
+    if config.kl.type == "reward" or "old_logps" in estimator_inputs(config.adv.estimator):
+        return True
+    return config.actor.update_per_rollout > 1
 
 
 def needs_entropy(config: ActorConfig) -> bool:
@@ -122,6 +125,7 @@ def add_advantages(batch: Batch, config: PPOConfig) -> dict[str, float]:
         gamma=config.adv.gamma,
         lamda=config.adv.lamda,
         norm_var=bool(config.adv.norm_var),
+        old_logps=batch.old_logps,
     )
     estimator = find_function(config.adv.estimator, ADVANTAGE_ESTIMATORS, "adv.estimator")
     estimated = call_by_name(estimator, inputs)
@@ -186,11 +190,16 @@ def make_critic_loss(config: CriticConfig) -> Loss:
 
 
 def average_updates(worker_name: str, updates: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the updates of a step, as worker_name/metric."""
-    return {
-        f"{worker_name}/{name}": sum(update[name] for update in updates) / len(updates)
-        for name in updates[0]
-    }
+    """The mean of each metric over the updates of a step, as worker_name/metric.
+
+    Of the moments of the ratio trainer / engine r it makes the effective sample size
+    (mean r)^2 / mean r^2 (Kong, 1992), as a fraction of the tokens.
+    """
+    means = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+    squared = means.pop("mismatch_ratio_squared", 0.0)
+    if squared:
+        means["effective_sample_size"] = means["mismatch_ratio"] ** 2 / squared
+    return {f"{worker_name}/{name}": mean for name, mean in means.items()}
 
 
 def main() -> None:
