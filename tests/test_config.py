@@ -79,7 +79,11 @@ RULES = [  # (refused, what the message says, accepted)
     ("actor.weight_decay=-1", "must not be below 0", "actor.weight_decay=0.1"),
     ("actor.warmup_ratio=1.5", "must not be above 1", "actor.warmup_ratio=1"),
     ("rollout.max_env_failures=2", "must not be above 1", "rollout.max_env_failures=1.0"),
-    ("actor.loss=grpo", "actor.loss=grpo: choose ppo, gspo, cispo, reinforce, or", "actor.loss=gspo"),
+    (
+        "actor.loss=grpo",
+        "actor.loss=grpo: choose ppo, gspo, cispo, reinforce, or",
+        "actor.loss=gspo",
+    ),
     ("kl.type=both kl.coef=1", "kl.type=both: choose reward or loss", "kl.type=loss kl.coef=1"),
     ("+actor.lr=1", "+ and ~ are not needed", "actor.lr=1"),
     ("foo", "'foo' sets no key", ""),
