@@ -6,7 +6,7 @@ makes packs. Shapes: B sequences, T columns of the longest one, L packed tokens,
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -154,7 +154,7 @@ def split_minibatches(batch: Batch, count: int, seed: int) -> Iterator[Batch]:
     in every part. No part is empty: there are fewer parts where there are fewer trajectories.
     """
     if count == 1:
-        yield batch
+        yield replace(batch)
         return
     trajectories = batch.trajectory.unique()
     count = min(count, len(trajectories))
@@ -171,6 +171,6 @@ def drop_zero_advantages(batch: Batch) -> None:
     rows stay, so the loss is still the mean over all rows.
     """
     assert batch.advantages is not None and batch.token_weights is not None
-    without_advantage = ~batch.advantages.any(1)
-    batch.mask[without_advantage] = 0
-    batch.token_weights[without_advantage] = 0
+    has_advantage = batch.advantages.any(1)[:, None]
+    batch.mask = batch.mask * has_advantage
+    batch.token_weights = batch.token_weights * has_advantage

@@ -133,20 +133,18 @@ class Worker:
 
         A critic gives `values`; other models give `logps`, and `entropy` if asked.
         """
-        names = ["values"] if self.model.is_critic else ["logps"]
-        if with_entropy and not self.model.is_critic:
-            names.append("entropy")
-        columns = {name: torch.zeros(batch.mask.shape, device=self.mesh.device) for name in names}
+        columns: dict[str, Tensor] = {}
         budget = self.config.max_inference_length_per_device or self.config.max_length_per_device
         with self.memory.on_device():
             for rows in self._micro_batches(batch, budget):
                 scores = self._score(batch.select(rows), temperature, with_entropy)
                 index = copy_to_device(torch.tensor(rows, dtype=torch.int64), self.mesh.device)
-                for name, column in columns.items():
-                    column[index] = getattr(scores, name)
+                for name, cells in scores.items():
+                    if name not in columns:
+                        columns[name] = torch.zeros(batch.mask.shape, device=self.mesh.device)
+                    columns[name][index] = cells
             reshard(self.model)
-        columns = {name: self._sum_over_processes(column) for name, column in columns.items()}
-        return TokenScores(**columns)
+        return TokenScores(**columns).map(self._sum_over_processes)
 
     def reference(self) -> Callable[..., TokenScores]:
         """An `infer` of the model that this worker started from.
@@ -234,19 +232,17 @@ class Worker:
 
     def state_dict(self) -> dict[str, Any]:
         """The sharded state that a resumed run needs: trained weights, optimizer and version."""
-        weights = {}
-        for name, parameter in self.trained_parameters.items():
-            weights[name] = self.memory.state(parameter)
+        parameters = self.trained_parameters.items()
         return {
-            "model": weights,
+            "model": {name: self.memory.state(parameter) for name, parameter in parameters},
             "optimizer": self.optimizer.state_dict(),
             "version": self.version,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned."""
-        for name, parameter in self.trained_parameters.items():
-            self.memory.state(parameter).copy_(state["model"][name])
+        for name, weight in self.state_dict()["model"].items():
+            weight.copy_(state["model"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.version = state["version"]
 

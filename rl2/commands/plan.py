@@ -167,7 +167,8 @@ def run_phases(config: Any, memory: MemoryTracker, device: torch.device) -> Plan
 
 def run_ppo(config: PPOConfig, peaks: PhasePeaks, device: torch.device) -> int:
     """PPO's phases. Returns the bytes of the engine's weights."""
-    actor, reference, critic = make_ppo_workers(config, device, num_steps=1)
+    workers, reference = make_ppo_workers(config, device, num_steps=1)
+    actor = workers["actor"]
     peaks.end_step()
     rows = config.data.prompts_per_rollout * config.data.responses_per_prompt
     make_batch = partial(full_batch, longest=longest_row(config), rows=rows)
@@ -178,7 +179,7 @@ def run_ppo(config: PPOConfig, peaks: PhasePeaks, device: torch.device) -> int:
         reference(make_batch(actor, inference=True))
     if needs_old_logps(config):
         actor.infer(make_batch(actor, inference=True))
-    if critic is not None:
+    if critic := workers.get("critic"):
         critic.infer(make_batch(critic, inference=True))
         peaks.update(critic, make_batch(critic), critic_loss)
     peaks.update(actor, make_batch(actor), actor_loss, with_entropy=needs_entropy(config.actor))

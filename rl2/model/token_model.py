@@ -28,8 +28,11 @@ class TokenScores:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TokenScores":
         """`function` applied to each of the tensors that are there."""
-        scores = {name: column for name, column in vars(self).items() if column is not None}
-        return TokenScores(**{name: function(column) for name, column in scores.items()})
+        return TokenScores(**{name: function(column) for name, column in self.items()})
+
+    def items(self) -> list[tuple[str, Tensor]]:
+        """(name, tensor) of those that are there."""
+        return [(name, column) for name, column in vars(self).items() if column is not None]
 
 
 class TokenModel(nn.Module):

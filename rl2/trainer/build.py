@@ -1,5 +1,6 @@
 """From the config to workers, engine and data: what every main begins with."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -8,14 +9,21 @@ import torch
 import torch.distributed as dist
 
 from rl2.batch import Batch, scored_spans
-from rl2.config.schema import PPOConfig, RolloutWorkerConfig, SamplingConfig, needs_critic
+from rl2.config.parse import parse
+from rl2.config.schema import (
+    PPOConfig,
+    RolloutWorkerConfig,
+    SamplingConfig,
+    needs_critic,
+    worker_names,
+)
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import EpochSampler, Example, Prompt, Prompts, RowKind
 from rl2.engine.base import Engine, EngineSettings, SamplingParams
 from rl2.engine.select import make_engine
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
-from rl2.inputs import make_chat_template, read_examples, read_ppo_inputs
+from rl2.inputs import find_input_problems, make_chat_template, read_examples, read_ppo_inputs
 from rl2.memory_plan import Prediction, choose_checkpointing
 from rl2.model.folder import (
     check_length,
@@ -25,14 +33,23 @@ from rl2.model.folder import (
     max_positions,
 )
 from rl2.model.token_model import TokenScores
-from rl2.parallel.device import compute_dtype
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
 from rl2.rollout.stats import summarise, to_records
-from rl2.rollout.trajectory import Player
+from rl2.rollout.trajectory import Player, Trajectory
 from rl2.run_folder import RunFolder
+from rl2.signals import guard
 from rl2.trainer.recorder import Evaluate, Recorder
 from rl2.worker import Loss, UpdateResult, Worker
+
+
+def run_trainer(kind: type, make_run: Callable[[Any], Any], train: Callable[[Any], None]) -> None:
+    """The main of a trainer whose config is a `kind`: makes its run, trains it and ends it."""
+    config: Any = parse(kind, sys.argv[1:], find_input_problems)
+    with guard(config.trainer.watchdog):
+        run = make_run(config)
+        train(run)
+        run.finish()
 
 
 class PPORun:
@@ -70,38 +87,26 @@ class PPORun:
 
         config = choose_checkpointing(config)
         self.prediction = Prediction(config, dist.get_world_size())
-        self.actor, self.reference, self.critic = make_ppo_workers(config, device, num_steps)
-        workers = {"actor": self.actor}
-        if self.critic is not None:
-            workers["critic"] = self.critic
-        self.collector = self._make_collector(
-            device, env, template, prompts, list(workers.values()), num_steps
-        )
+        self.workers, self.reference = make_ppo_workers(config, device, num_steps)
+        self.actor = self.workers["actor"]
+        self.deterministic = config.trainer.deterministic
+        if self.deterministic is None:
+            self.deterministic = device.type == "cpu" and not config.rollout.partial
+        self.engine = self._make_engine()
+        self.collector = self._make_collector(env, template, prompts, num_steps)
         self.recorder = Recorder(
-            self.folder, tokenizer, workers, self.collector, num_steps, device, self.prediction
+            self.folder, tokenizer, self.workers, self.collector, num_steps, device, self.prediction
         )
         self.recorder.resume()
 
     def _make_collector(
-        self,
-        device: torch.device,
-        env: Env,
-        template: ChatTemplate,
-        prompts: Prompts,
-        workers: list[Worker],
-        num_steps: int,
+        self, env: Env, template: ChatTemplate, prompts: Prompts, num_steps: int
     ) -> Collector:
         config = self.config
-        deterministic = config.trainer.deterministic
-        if deterministic is None:
-            deterministic = device.type == "cpu" and not config.rollout.partial
-        self.engine_dtype = compute_dtype(config.actor.dtype, device)
-        self.engine = _make_engine(
-            config, device, self.engine_dtype, deterministic, self.prediction
-        )
         stop_ids = template.stop_token_ids(load_eos_token_ids(config.actor.model_name))
         self.test_params = _sampling_params(config.rollout.test_sampling_params, stop_ids)
-        limits = [w.config.max_length_per_device * w.config.sp_size for w in workers]
+        sections = [worker.config for worker in self.workers.values()]
+        limits = [section.max_length_per_device * section.sp_size for section in sections]
         player = Player(
             engine=self.engine,
             env=env,
@@ -117,29 +122,53 @@ class PPORun:
             samples_per_prompt=config.data.responses_per_prompt,
             num_steps=num_steps,
             seed=config.trainer.seed,
-            deterministic=deterministic,
+            deterministic=self.deterministic,
             partial=config.rollout.partial,
             write_records=self.folder.write_records,
         )
 
+    def _make_engine(self) -> Engine:
+        actor, rollout = self.config.actor, self.config.rollout
+        settings = EngineSettings(
+            model_name=actor.model_name,
+            dtype=self.actor.dtype,
+            head_dtype=getattr(torch, actor.head_dtype),
+            device=self.actor.mesh.device,
+            max_running_requests=rollout.max_running,
+            deterministic=self.deterministic,
+            tp_size=rollout.tp_size,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            plan_memory=self.prediction.plan,
+            engine_args=rollout.engine_args,
+            stop=rollout.train_sampling_params.stop + rollout.test_sampling_params.stop,
+            seed=self.config.trainer.seed,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+        )
+        return make_engine(rollout.engine, settings)
+
     def begin(self) -> None:
         """Brings engine and actor to the same weights, and evaluates before the first step."""
-        if self.recorder.start_step > 0:
-            self.send_weights()
-        else:  # both have read the same files, so their weights must agree to the bit
-            self._verify_weights()
+        # At the start both have read the same files, so their weights must agree to the bit.
+        self._send_weights(load=self.recorder.start_step > 0, verify=self.recorder.start_step == 0)
         self.recorder.begin(self.evaluate if self.test_prompts else None)
 
-    def send_weights(self) -> None:
-        """The actor's weights to the engine, compared there if the config asks for it."""
-        weights = self.actor.iter_full_weights(self.engine_dtype)
-        self.engine.load_weights(weights, self.actor.version)
-        if self.config.rollout.check_weights:
-            self._verify_weights()
+    def collect(self, step: int) -> list[Trajectory]:
+        """The trajectories of a step. The engine sleeps afterwards."""
+        assert self.engine.version == self.actor.version, "the engine has other weights"
+        trajectories = self.collector.collect(step)
+        self.engine.sleep()
+        return trajectories
 
-    def _verify_weights(self) -> None:
-        weights = self.actor.iter_full_weights(self.engine_dtype)
-        self.engine.verify_weights(weights, self.actor.version)
+    def sync(self) -> None:
+        """Wakes the engine with the actor's weights, compared there if the config asks for it."""
+        self.engine.wake()
+        self._send_weights(load=True, verify=self.config.rollout.check_weights)
+
+    def _send_weights(self, load: bool, verify: bool) -> None:
+        calls = [self.engine.load_weights] * load + [self.engine.verify_weights] * verify
+        for call in calls:
+            call(self.actor.iter_full_weights(self.actor.dtype), self.actor.version)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Plays the test prompts and writes their transcripts. Returns their metrics."""
@@ -156,26 +185,22 @@ class PPORun:
 
 def make_ppo_workers(
     config: PPOConfig, device: torch.device, num_steps: int
-) -> tuple[Worker, Callable[..., TokenScores] | None, Worker | None]:
-    """The actor, the reference model's `infer` (None without a KL term), and the critic if any."""
+) -> tuple[dict[str, Worker], Callable[..., TokenScores] | None]:
+    """The actor and the critic, if any, and the reference model's `infer`, None without a KL."""
+
+    def make_worker(section: RolloutWorkerConfig, is_critic: bool) -> Worker:
+        # At least 1: a worker that is frozen in all steps of this run may be trained in later ones.
+        num_updates = max(1, (num_steps - section.freeze_steps) * section.update_per_rollout)
+        return Worker(section, device, is_critic, num_updates)
+
     torch.manual_seed(config.trainer.seed)  # of new weights
-    actor = Worker(config.actor, device, num_updates=_num_updates(config.actor, num_steps))
-    reference = actor.reference() if config.kl.coef else None
-    if not needs_critic(config.adv.estimator):
-        return actor, reference, None
-    model_name = config.critic.model_name or config.actor.model_name
-    critic = Worker(
-        replace(config.critic, model_name=model_name),
-        device,
-        critic=True,
-        num_updates=_num_updates(config.critic, num_steps),
-    )
-    return actor, reference, critic
-
-
-def _num_updates(config: RolloutWorkerConfig, num_steps: int) -> int:
-    """At least 1: a worker that is frozen in all steps of this run may be trained in later ones."""
-    return max(1, (num_steps - config.freeze_steps) * config.update_per_rollout)
+    workers = {"actor": make_worker(config.actor, is_critic=False)}
+    reference = workers["actor"].reference() if config.kl.coef else None
+    if needs_critic(config.adv.estimator):
+        model_name = config.critic.model_name or config.actor.model_name
+        section = replace(config.critic, model_name=model_name)
+        workers["critic"] = make_worker(section, is_critic=True)
+    return workers, reference
 
 
 def _check_trajectory_length(config: PPOConfig, split: str, prompts: Prompts) -> None:
@@ -190,33 +215,6 @@ def _check_trajectory_length(config: PPOConfig, split: str, prompts: Prompts) ->
         f"{answer} tokens: lower rollout.{split}_sampling_params.max_new_tokens, "
         "data.max_length or rollout.max_turns",
     )
-
-
-def _make_engine(
-    config: PPOConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    deterministic: bool,
-    prediction: Prediction,
-) -> Engine:
-    rollout = config.rollout
-    settings = EngineSettings(
-        model_name=config.actor.model_name,
-        dtype=dtype,
-        head_dtype=getattr(torch, config.actor.head_dtype),
-        device=device,
-        max_running_requests=rollout.max_running,
-        deterministic=deterministic,
-        tp_size=rollout.tp_size,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        plan_memory=prediction.plan,
-        engine_args=rollout.engine_args,
-        stop=rollout.train_sampling_params.stop + rollout.test_sampling_params.stop,
-        seed=config.trainer.seed,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-    )
-    return make_engine(rollout.engine, settings)
 
 
 def _sampling_params(config: SamplingConfig, model_stop_ids: list[int]) -> SamplingParams:
@@ -240,27 +238,25 @@ def _print_once(sentences: list[str]) -> None:
 class OfflineRun:
     """What `train` of SFT, DPO and the reward model works with: examples, a worker, a recorder.
 
-    `worker_name` is the config's section of the worker: actor or critic. `kind` is what the rows
-    are. `make_batch(run, examples)` gives columns with their token weights.
+    `kind` is what the rows are. `make_batch(run, examples)` gives columns with their token weights.
     """
 
     def __init__(
         self,
         config: Any,
-        worker_name: str,
         kind: RowKind,
         make_batch: Callable[["OfflineRun", list[Example]], Batch],
     ):
         self.config = config
-        self.worker_name = worker_name
         self.make_batch = make_batch
-        worker_config = getattr(config, worker_name)
+        [self.worker_name] = worker_names(config)
         folder = RunFolder(config)
         device = init_distributed()
         folder.agree()
-        is_critic = worker_name == "critic"
-        key = f"{worker_name}.model_name"
-        self.tokenizer = load_tokenizer(key, worker_config.model_name, is_critic)
+        is_critic = self.worker_name == "critic"
+        key = f"{self.worker_name}.model_name"
+        model_name = getattr(config, self.worker_name).model_name
+        self.tokenizer = load_tokenizer(key, model_name, is_critic)
         template = make_chat_template(config.data, self.tokenizer, folder.start.date)
         examples = read_examples(config, kind, template)
         self.examples = examples["data.path"]
@@ -272,13 +268,13 @@ class OfflineRun:
             self.test_batch = make_batch(self, list(test_examples))
             longest = max(longest, test_examples.longest)
         problem = f"a row has {longest} tokens: lower data.max_length"
-        check_length(key, worker_config.model_name, longest, problem)
+        check_length(key, model_name, longest, problem)
         torch.manual_seed(config.trainer.seed)  # of new weights
         config = choose_checkpointing(config)
-        worker_config = getattr(config, worker_name)
         prediction = Prediction(config, dist.get_world_size())
+        worker_config = getattr(config, self.worker_name)
         self.worker = Worker(worker_config, device, is_critic, num_updates=num_steps)
-        workers = {worker_name: self.worker}
+        workers = {self.worker_name: self.worker}
         self.recorder = Recorder(
             folder, self.tokenizer, workers, self.examples, num_steps, device, prediction
         )
@@ -286,8 +282,7 @@ class OfflineRun:
 
     def begin(self, evaluate: Evaluate) -> None:
         """Evaluates before the first step; `evaluate(step)` is called where that is due."""
-        has_test = self.test_batch is not None
-        self.recorder.begin(evaluate if has_test else None)
+        self.recorder.begin(evaluate if self.test_batch else None)
 
     def next_batch(self) -> Batch:
         """The batch of the next step."""

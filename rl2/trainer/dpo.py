@@ -3,30 +3,26 @@
 `train` is the whole algorithm; read it first.
 """
 
-import sys
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from rl2.algorithms import losses
 from rl2.batch import Batch, collate
-from rl2.config.parse import parse
 from rl2.config.schema import DPOConfig, DPOLossConfig
 from rl2.data.examples import PAIR_ROWS, Example, to_samples
-from rl2.inputs import find_input_problems
 from rl2.model.token_model import TokenScores
-from rl2.signals import guard
-from rl2.trainer.build import OfflineRun
+from rl2.trainer.build import OfflineRun, run_trainer
 
 
-def train(run: OfflineRun, reference: Callable[..., TokenScores]) -> None:
+def train(run: OfflineRun) -> None:
     """The whole algorithm.
 
     Every process holds the same `batch` and runs the same lines. The workers split the work of
     `update` and `infer`.
     """
     loss_fn = partial(preference_loss, run.config.dpo)
+    reference = run.worker.reference()
     if run.test_batch is not None:
         run.test_batch.ref_logps = reference(run.test_batch).logps
     run.begin(lambda step: run.measure(loss_fn))
@@ -62,11 +58,7 @@ def make_batch(run: OfflineRun, examples: list[Example]) -> Batch:
 
 
 def main() -> None:
-    config = parse(DPOConfig, sys.argv[1:], find_input_problems)
-    with guard(config.trainer.watchdog):
-        run = OfflineRun(config, "actor", PAIR_ROWS, make_batch)
-        train(run, reference=run.worker.reference())
-        run.finish()
+    run_trainer(DPOConfig, lambda config: OfflineRun(config, PAIR_ROWS, make_batch), train)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 `train` is the whole algorithm; read it first.
 """
 
-import sys
+from collections.abc import Iterator
 
 from rl2.algorithms import losses
 from rl2.algorithms.advantages import (
@@ -13,13 +13,17 @@ from rl2.algorithms.advantages import (
 )
 from rl2.algorithms.by_name import call_by_name, find_function
 from rl2.batch import Batch, collate, drop_zero_advantages, split_minibatches
-from rl2.config.parse import parse
-from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig, estimator_inputs
-from rl2.inputs import find_input_problems
+from rl2.config.schema import (
+    ActorConfig,
+    CriticConfig,
+    KLConfig,
+    PPOConfig,
+    RolloutWorkerConfig,
+    estimator_inputs,
+)
 from rl2.model.token_model import TokenScores
 from rl2.rollout.stats import summarise, to_records, training_samples
-from rl2.signals import guard
-from rl2.trainer.build import PPORun
+from rl2.trainer.build import PPORun, run_trainer
 from rl2.worker import Loss
 
 
@@ -29,61 +33,65 @@ def train(run: PPORun) -> None:
     Every process holds the same `batch` and runs the same lines. The workers and engines split the
     work of forward, backward and generate.
     """
-    config, actor, critic, recorder = run.config, run.actor, run.critic, run.recorder
-    actor_loss = make_actor_loss(config.actor, config.kl)
-    critic_loss = make_critic_loss(config.critic)
+    config, recorder = run.config, run.recorder
+    loss_fns = {
+        "actor": make_actor_loss(config.actor, config.kl),
+        "critic": make_critic_loss(config.critic),
+    }
+    averages = {
+        "actor": (config.actor.average, config.actor.average_constant),
+        "critic": ("token", None),
+    }
     temperature = config.rollout.train_sampling_params.temperature  # logits are divided by it
-    with_entropy = needs_entropy(config.actor)
     run.begin()
     for step in recorder.remaining_steps():
         with recorder.phase("rollout"):
-            assert run.engine.version == actor.version, "the engine has other weights"
-            trajectories = run.collector.collect(step)
+            trajectories = run.collect(step)
             batch = collate(training_samples(trajectories))
-            run.engine.sleep()
-        metrics = summarise(trajectories, actor.version)
+        metrics = summarise(trajectories, run.actor.version)
 
         with recorder.phase("infer"):
-            if run.reference is not None:
-                batch.ref_logps = run.reference(batch, temperature).logps
-            if needs_old_logps(config):
-                batch.old_logps = actor.infer(batch, temperature).logps
-            if critic is not None:
-                batch.values = critic.infer(batch).values
+            add_scores(batch, run, temperature)
         metrics |= add_advantages(batch, config)
 
         with recorder.phase("update"):
-            if critic is not None and step > config.critic.freeze_steps:
+            for name, worker in run.workers.items():
                 updates = []
-                for part in split_minibatches(batch, config.critic.update_per_rollout, step):
-                    part.token_weights = losses.token_weights(part.mask, part.trajectory, "token")
-                    result = critic.update(part, critic_loss)
-                    updates.append(result.to_log(part.token_weights.sum().item()))
-                metrics |= average_updates("critic", updates)
-            if step > config.actor.freeze_steps:
-                updates = []
-                for part in split_minibatches(batch, config.actor.update_per_rollout, step):
+                for part in mini_batches(batch, getattr(config, name), step):
                     part.token_weights = losses.token_weights(
-                        part.mask,
-                        part.trajectory,
-                        config.actor.average,
-                        config.actor.average_constant,
-                        part.group,
+                        part.mask, part.trajectory, *averages[name], part.group
                     )
-                    if can_drop_rows(config):
+                    if name == "actor" and can_drop_rows(config):
                         drop_zero_advantages(part)
-                    result = actor.update(part, actor_loss, temperature, with_entropy)
+                    entropy = needs_entropy(config.actor)
+                    result = worker.update(part, loss_fns[name], temperature, entropy)
                     updates.append(result.to_log(part.token_weights.sum().item()))
-                metrics |= average_updates("actor", updates)
+                if updates:  # none while the worker is frozen
+                    metrics |= average_updates(name, updates)
 
         with recorder.phase("sync"):
-            run.engine.wake()
-            run.send_weights()
+            run.sync()
 
         is_last = recorder.finish_step(step, metrics, to_records(trajectories, batch))
         part = batch = None  # the next rollout may need the memory
         if is_last:
             break
+
+
+def add_scores(batch: Batch, run: PPORun, temperature: float) -> None:
+    """Fills the columns of what the models say about the rollout, as far as they are needed."""
+    if run.reference is not None:
+        batch.ref_logps = run.reference(batch, temperature).logps
+    if needs_old_logps(run.config):
+        batch.old_logps = run.actor.infer(batch, temperature).logps
+    if "critic" in run.workers:
+        batch.values = run.workers["critic"].infer(batch).values
+
+
+def mini_batches(batch: Batch, config: RolloutWorkerConfig, step: int) -> Iterator[Batch]:
+    """What the worker is trained on in this step; nothing while it is frozen."""
+    if step > config.freeze_steps:
+        yield from split_minibatches(batch, config.update_per_rollout, step)
 
 
 def needs_old_logps(config: PPOConfig) -> bool:
@@ -203,11 +211,7 @@ def average_updates(worker_name: str, updates: list[dict[str, float]]) -> dict[s
 
 
 def main() -> None:
-    config = parse(PPOConfig, sys.argv[1:], find_input_problems)
-    with guard(config.trainer.watchdog):
-        run = PPORun(config)
-        train(run)
-        run.finish()
+    run_trainer(PPOConfig, PPORun, train)
 
 
 if __name__ == "__main__":

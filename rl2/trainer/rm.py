@@ -3,21 +3,17 @@
 `train` is the whole algorithm; read it first.
 """
 
-import sys
 from functools import partial
 
 import torch
 
 from rl2.algorithms import losses
-from rl2.batch import Batch, Sample, collate
-from rl2.config.parse import parse
+from rl2.batch import Batch, Sample, collate, scored_spans
 from rl2.config.schema import RMConfig
 from rl2.data.examples import PAIR_ROWS, Example, to_samples
 from rl2.data.formats import pair_margin
-from rl2.inputs import find_input_problems
 from rl2.model.token_model import TokenScores
-from rl2.signals import guard
-from rl2.trainer.build import OfflineRun
+from rl2.trainer.build import OfflineRun, run_trainer
 
 
 def train(run: OfflineRun) -> None:
@@ -50,9 +46,9 @@ def make_batch(run: OfflineRun, examples: list[Example]) -> Batch:
     pad_token_id = run.tokenizer.pad_token_id
     batch = collate([score_last(sample, pad_token_id) for sample in to_samples(examples)])
     batch.trajectory = torch.arange(len(batch.mask))
-    trained_columns_left = batch.mask.flip(1).cumsum(1).flip(1)
-    last_column = batch.mask * (trained_columns_left == 1)
-    batch.token_weights = losses.token_weights(last_column, batch.trajectory, "sequence")
+    last_column = torch.tensor([[end - 1] for _, end in scored_spans(batch)])
+    weights = torch.zeros(batch.mask.shape)
+    batch.token_weights = weights.scatter(1, last_column, 1 / len(weights))
     margins = torch.tensor([pair_margin(example.row) for example in examples])
     batch.pair_margin = margins.repeat_interleave(2)
     return batch
@@ -74,11 +70,7 @@ def score_last(sample: Sample, pad_token_id: int | None) -> Sample:
 
 
 def main() -> None:
-    config = parse(RMConfig, sys.argv[1:], find_input_problems)
-    with guard(config.trainer.watchdog):
-        run = OfflineRun(config, "critic", PAIR_ROWS, make_batch)
-        train(run)
-        run.finish()
+    run_trainer(RMConfig, lambda config: OfflineRun(config, PAIR_ROWS, make_batch), train)
 
 
 if __name__ == "__main__":

@@ -4,19 +4,15 @@
 """
 
 import math
-import sys
 from functools import partial
 
 from rl2.algorithms import losses
 from rl2.batch import Batch, collate
-from rl2.config.parse import parse
 from rl2.config.schema import SFTConfig
 from rl2.data.examples import Example, RowKind, render_sft, to_samples
 from rl2.data.formats import read_sft_row
-from rl2.inputs import find_input_problems
 from rl2.model.token_model import TokenScores
-from rl2.signals import guard
-from rl2.trainer.build import OfflineRun
+from rl2.trainer.build import OfflineRun, run_trainer
 
 
 def train(run: OfflineRun) -> None:
@@ -55,13 +51,13 @@ def perplexity(run: OfflineRun) -> dict[str, float]:
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}  # e^710 overflows
 
 
+def make_run(config: SFTConfig) -> OfflineRun:
+    kind = RowKind(read_sft_row, partial(render_sft, turns=config.data.turns))
+    return OfflineRun(config, kind, make_batch)
+
+
 def main() -> None:
-    config = parse(SFTConfig, sys.argv[1:], find_input_problems)
-    with guard(config.trainer.watchdog):
-        kind = RowKind(read_sft_row, partial(render_sft, turns=config.data.turns))
-        run = OfflineRun(config, "actor", kind, make_batch)
-        train(run)
-        run.finish()
+    run_trainer(SFTConfig, make_run, train)
 
 
 if __name__ == "__main__":
