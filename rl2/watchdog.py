@@ -14,7 +14,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -42,22 +42,15 @@ class Sign:
     """What a rank tells the others. It is alive as long as `number` grows."""
 
     number: int
-    silent_seconds: float  # since its last progress
-    phase: str
-    place: str  # of its main thread
-    host: str
-    process_id: int
+    state: str  # its phase, and the place of its main thread
+    process: str  # its host and process id
+    silent_seconds: float  # since its last progress, when the sign was given
+    # When the sign was first seen, by the clock of the process that has read it.
+    seen_at: float = field(default=0.0, compare=False)
 
-
-@dataclass
-class SeenSign:
-    """The newest sign of a rank, and when it came by the clock of this process."""
-
-    sign: Sign
-    at: float
-
-    def silent_seconds(self, now: float) -> float:
-        return self.sign.silent_seconds + now - self.at
+    def silent_at(self, now: float) -> float:
+        """Seconds since its last progress."""
+        return self.silent_seconds + now - self.seen_at
 
 
 class Watchdog:
@@ -72,12 +65,13 @@ class Watchdog:
         self.interval = min(LONGEST_INTERVAL_SECONDS, limit / 10)
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.process = f"(host {socket.gethostname()}, pid {os.getpid()})"
         self.store: Any = None  # a client of this thread's own
         self.num_signs = 0
         self.newest_work = (0, 0)
         self.looked_at = self.progress_at = time.monotonic()
         self.alarm_after = limit  # silent seconds
-        self.seen: dict[int, SeenSign] = {}  # by rank
+        self.seen: dict[int, Sign] = {}  # the newest one by rank
         self.is_ended = threading.Event()
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -103,7 +97,8 @@ class Watchdog:
             after = _read_signs(store, self.world_size)
         except (dist.DistError, RuntimeError):
             return ["the machine that keeps torchrun's store"]
-        return [_name(rank, sign) for rank, sign in after.items() if sign == before.get(rank)]
+        lost = [rank for rank in after if after[rank] == before.get(rank)]
+        return [f"rank {rank} {after[rank].process}" for rank in lost]
 
     def _run(self) -> None:
         while True:
@@ -125,31 +120,25 @@ class Watchdog:
         silent = now - self.progress_at
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         self.num_signs += 1
-        host, process_id = socket.gethostname(), os.getpid()
-        place = _place(frame)
-        sign = Sign(self.num_signs, silent, progress.phase, place, host, process_id)
+        state = f"in phase {progress.phase} at {_place(frame)}"
+        self.seen[self.rank] = Sign(self.num_signs, state, self.process, silent, now)
         if self.world_size > 1:
-            self._connect()
-        if self.store is not None:
-            self.store.set(str(self.rank), json.dumps(asdict(sign)))
-        self.seen[self.rank] = SeenSign(sign, now)
-        if silent < self.limit / 2 or self.world_size > 1 and self.store is None:
-            return  # before there is a store, a rank may rightly wait for a slow one
-        self._see_signs(now)
-        least_silent = min(seen.silent_seconds(now) for seen in self.seen.values())
-        if least_silent >= self.alarm_after:
-            self.alarm_after *= 2
-            stack = "".join(traceback.format_stack(frame))
-            where = f"{_name(self.rank, sign)} stands in phase {sign.phase}; its main thread:"
-            print(f"{self._summary(now)}\n{where}\n{stack}", file=sys.stderr, flush=True)
-
-    def _see_signs(self, now: float) -> None:
-        """Reads the signs of the other ranks, and notes when each one was new."""
-        if self.store is None:
+            self.store = self.store or _connect()
+            if self.store is None:  # until there is one, a rank may rightly wait for a slow one
+                return
+            self.store.set(str(self.rank), json.dumps(asdict(self.seen[self.rank])))
+        if silent < self.limit / 2:
             return
         for rank, sign in _read_signs(self.store, self.world_size).items():
-            if rank not in self.seen or sign != self.seen[rank].sign:
-                self.seen[rank] = SeenSign(sign, now)
+            if sign != self.seen.get(rank):
+                sign.seen_at = now
+                self.seen[rank] = sign
+        if min(sign.silent_at(now) for sign in self.seen.values()) >= self.alarm_after:
+            self.alarm_after *= 2
+            stack = "".join(traceback.format_stack(frame))
+            name = f"rank {self.rank} {self.process}"
+            where = f"{name} stands in phase {progress.phase}; its main thread:"
+            print(f"{self._summary(now)}\n{where}\n{stack}", file=sys.stderr, flush=True)
 
     def _notice_progress(self, now: float) -> None:
         """Sets `progress_at`, the time when this process was last seen to make progress."""
@@ -165,58 +154,53 @@ class Watchdog:
         self.newest_work = work
         self.looked_at = now
 
-    def _connect(self) -> None:
-        """Makes this thread's client of the store, as soon as there is a store."""
-        if self.store is not None:
-            return
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        if (
-            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        ):  # torchrun's, there before the group
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store: Any = dist.TCPStore(address, port, is_master=False, timeout=STORE_TIMEOUT)
-        elif dist.is_initialized():
-            default: Any = _get_default_store()
-            store = default.clone()
-            store.set_timeout(STORE_TIMEOUT)
-        else:
-            return
-        self.store = dist.PrefixStore(f"rl2/watchdog/{attempt}", store)
-
     def _summary(self, now: float) -> str:
-        """The silent ranks with what they last did. On one of the ranks that are alive."""
-        is_alive = {}
-        for rank, seen in sorted(self.seen.items()):
-            is_alive[rank] = now - seen.at <= INTERVALS_WITHOUT_LIFE * self.interval
+        """What each rank last did, on the first rank that is alive."""
         silent = now - self.progress_at
         lines = [f"watchdog: no progress for {silent:.0f} s (trainer.watchdog={self.limit:g})"]
-        if self.world_size == 1 or self.rank != min(rank for rank in is_alive if is_alive[rank]):
-            return lines[0]
-        places: dict[str, list[str]] = {}
-        for rank, seen in sorted(self.seen.items()):
-            state = f"in phase {seen.sign.phase} at {seen.sign.place}"
-            if is_alive[rank]:
-                places.setdefault(state, []).append(str(rank))
-                continue
-            lines.append(
-                f"  {_name(rank, seen.sign)} gives no sign of life; its last progress was "
-                f"{seen.silent_seconds(now):.0f} s ago {state}. It is stopped, lost, or in a C "
-                "function that keeps Python's lock."
-            )
-        for rank in sorted(set(range(self.world_size)) - set(self.seen)):
-            lines.append(f"  rank {rank} has given no sign yet")
-        for state, ranks in places.items():
-            plural = "s" if len(ranks) > 1 else ""
-            lines.append(f"  rank{plural} {', '.join(ranks)}: alive, {state}")
+        states: dict[str, list[str]] = {}  # in words -> the ranks
+        is_first_alive = self.world_size > 1
+        for rank in range(self.world_size):
+            sign = self.seen.get(rank)
+            if sign is None:
+                state = ": no sign yet"
+            elif now - sign.seen_at <= INTERVALS_WITHOUT_LIFE * self.interval:
+                state = f": alive, {sign.state}"
+                is_first_alive = is_first_alive and rank >= self.rank
+            else:
+                state = (
+                    f" {sign.process} gives no sign of life; its last progress was "
+                    f"{sign.silent_at(now):.0f} s ago {sign.state}. It is stopped, lost, or in a C "
+                    "function that keeps Python's lock."
+                )
+            states.setdefault(state, []).append(str(rank))
+        if is_first_alive:
+            for state, ranks in states.items():
+                plural = "s" if len(ranks) > 1 else ""
+                lines.append(f"  rank{plural} {', '.join(ranks)}{state}")
         return "\n".join(lines)
 
 
-def _name(rank: int, sign: Sign) -> str:
-    return f"rank {rank} (host {sign.host}, pid {sign.process_id})"
+def _connect() -> dist.Store | None:
+    """A client of the ranks' store for the watchdog's thread. None: there is no store yet."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # torchrun's store is there before the process group.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store: Any = dist.TCPStore(address, port, is_master=False, timeout=STORE_TIMEOUT)
+    elif dist.is_initialized():
+        default: Any = _get_default_store()
+        store = default.clone()
+        store.set_timeout(STORE_TIMEOUT)
+    else:
+        return None
+    return dist.PrefixStore(f"rl2/watchdog/{attempt}", store)
 
 
 def _read_signs(store: Any, world_size: int) -> dict[int, Sign]:
-    """The newest sign of each rank that has given one."""
+    """The newest sign of each rank that has given one; a lone process has no store."""
+    if store is None:
+        return {}
     ranks = [rank for rank in range(world_size) if store.check([str(rank)])]
     values = store.multi_get([str(rank) for rank in ranks])
     return {rank: Sign(**json.loads(value)) for rank, value in zip(ranks, values, strict=True)}
