@@ -179,71 +179,46 @@ def test_bf16_is_within_its_rounding(window):
         assert (gradient.double() - exact).abs().max() < 0.02 * exact.abs().max()
 
 
-class FlashAttn:
-    """Implements on the CPU the two functions of flash-attn 2.8 that rl2 calls.
+class FlashOperators:
+    """Implements on the CPU the two flash operators of torch that rl2 calls.
 
-    Names, order of arguments and tensor layouts are those of flash-attn.
+    The names and the order of arguments are read from torch's own schemas.
     """
 
-    @staticmethod
-    def _flash_attn_varlen_forward(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left=-1,
-        window_size_right=-1,
-    ):
-        assert (max_seqlen_q, max_seqlen_k, dropout_p) == (5, 5 if causal else 7, 0.0)
-        block = Block(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), causal)
-        out, lse = forward_block(q, k, v, block, softmax_scale)
-        return out, lse.T.contiguous(), None, None
+    SCHEMAS = {
+        name: getattr(torch.ops.aten, name).default._schema
+        for name in ("_flash_attention_forward", "_flash_attention_backward")
+    }
 
-    @staticmethod
-    def _flash_attn_varlen_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        dq,
-        dk,
-        dv,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes,
-        deterministic,
-    ):
-        assert (
-            softmax_lse.is_contiguous()
-            and softmax_lse.shape == (q.shape[1], len(q))
-            and dq.is_contiguous()
+    @classmethod
+    def bind(cls, name, arguments, keywords):
+        names = [argument.name for argument in cls.SCHEMAS[name].arguments]
+        bound = dict(zip(names, arguments, strict=False)) | keywords
+        assert (bound["max_q"], bound["dropout_p"]) == (5, 0.0)
+        assert bound["max_k"] == (5 if bound["is_causal"] else 7)
+        block = Block(bound["cum_seq_q"].tolist(), bound["cum_seq_k"].tolist(), bound["is_causal"])
+        return bound, block
+
+    @classmethod
+    def _flash_attention_forward(cls, *arguments, **keywords):
+        x, block = cls.bind("_flash_attention_forward", arguments, keywords)
+        assert x["return_debug_mask"] is False
+        out, lse = forward_block(x["query"], x["key"], x["value"], block, x["scale"])
+        return out, lse.T.contiguous(), None, None, None
+
+    @classmethod
+    def _flash_attention_backward(cls, *arguments, **keywords):
+        x, block = cls.bind("_flash_attention_backward", arguments, keywords)
+        q, lse = x["query"], x["logsumexp"]
+        assert lse.is_contiguous() and lse.shape == (q.shape[1], len(q))
+        assert x["rng_state"].dtype == torch.uint64
+        return backward_block(
+            x["grad_out"], q, x["key"], x["value"], x["out"], lse.T, block, x["scale"]
         )
-        assert (window_size_left, window_size_right, softcap, alibi_slopes) == (-1, -1, 0.0, None)
-        block = Block(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), causal)
-        gradients = backward_block(dout, q, k, v, out, softmax_lse.T, block, softmax_scale)
-        for target, gradient in zip((dq, dk, dv), gradients, strict=True):
-            target.copy_(gradient)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_flash_attn_package_gets_its_arguments_in_order(monkeypatch, causal):
-    monkeypatch.setattr(attention, "_flash_attn", lambda: FlashAttn)
+def test_the_flash_operators_get_their_arguments_in_order(monkeypatch, causal):
     torch.manual_seed(0)
     block = Block([0, 5, 8], [0, 5, 8] if causal else [0, 4, 11], causal)
     q, k, v = (
@@ -251,10 +226,12 @@ def test_the_flash_attn_package_gets_its_arguments_in_order(monkeypatch, causal)
         for heads, n in ((4, 8), (2, block.cu_k[-1]), (2, block.cu_k[-1]))
     )
     out, lse = forward_block(q, k, v, block, 0.3)
-    cuda_out, cuda_lse = attention._forward_cuda(q, k, v, block, 0.3)
-    assert torch.equal(cuda_out, out) and torch.equal(cuda_lse, lse)
     arguments = (torch.randn_like(out), q, k, v, out, lse, block, 0.3)
     gradients = backward_block(*arguments)
+    for name in FlashOperators.SCHEMAS:
+        monkeypatch.setattr(attention.aten, name, getattr(FlashOperators, name))
+    cuda_out, cuda_lse = attention._forward_cuda(q, k, v, block, 0.3)
+    assert torch.equal(cuda_out, out) and torch.equal(cuda_lse, lse)
     cuda_gradients = attention._backward_cuda(*arguments)
     for cuda_gradient, gradient in zip(cuda_gradients, gradients, strict=True):
         assert torch.equal(cuda_gradient, gradient)
@@ -289,9 +266,9 @@ def test_flash_attention_3_takes_the_place_of_the_operators_that_we_call(
     monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    attention._flash_attn.cache_clear()
+    attention._activate_flash_attention_3.cache_clear()
     try:
-        assert attention._flash_attn() is None
+        attention._activate_flash_attention_3()
         assert (current_flash_attention_impl() == "FA3") == is_active
         for operator in ("_flash_attention_forward", "_flash_attention_backward"):
             registrations = torch._C._dispatch_dump(f"aten::{operator}").splitlines()
@@ -300,4 +277,4 @@ def test_flash_attention_3_takes_the_place_of_the_operators_that_we_call(
     finally:
         if is_active:
             restore_flash_attention_impl()
-        attention._flash_attn.cache_clear()
+        attention._activate_flash_attention_3.cache_clear()

@@ -218,7 +218,6 @@ ALLOWED = {
 MAINS = {"trainer.ppo", "trainer.sft", "trainer.dpo", "trainer.rm"}
 OUTSIDE = {  # packages that only these files import
     "sglang": {"engine/sglang.py"},
-    "flash_attn": {"parallel/attention.py"},
     "peft": {"model/lora.py"},
 }
 

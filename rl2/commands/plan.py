@@ -89,7 +89,7 @@ def planned_device(num_gpus: int, kind: str = "cuda") -> Iterator[PlannedDevice]
             mock.patch.object(AutoModelForCausalLM, "from_pretrained", loader),
             mock.patch.object(AutoModelForSequenceClassification, "from_pretrained", loader),
             mock.patch("rl2.model.load.admit", lambda *model: None),
-            mock.patch("rl2.parallel.attention._flash_attn", lambda: None),  # torch's copy will do
+            mock.patch("rl2.parallel.attention._activate_flash_attention_3", lambda: None),
             mock.patch.object(
                 offload, "empty_on_host", partial(empty_on_host, offload.empty_on_host)
             ),

@@ -9,10 +9,10 @@ arXiv:2310.01889).
 Shapes: L packed tokens, H query heads, G key heads (H a multiple of G), D head size, S documents.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from rl2.parallel.device import copy_to_device, device_kind
 from rl2.progress import mark
 
 aten = torch.ops.aten
+NO_DROPOUT = 0.0
 # Documents of at most so many tokens share a call of the CPU's kernel, padded to a multiple of
 # WIDTH_MULTIPLE_TOKENS.
 SHORT_DOCUMENT_TOKENS = 256
@@ -112,7 +113,7 @@ def forward_block(
             _heads(q, q_rows),
             _heads(k, k_rows),
             _heads(v, k_rows),
-            0.0,  # dropout
+            NO_DROPOUT,
             block.causal,
             scale=scale,
         )
@@ -152,7 +153,7 @@ def backward_block(
             _heads(v, k_rows, dtype),
             _heads(out, q_rows, dtype),
             lse[q_rows].transpose(1, 2),
-            0.0,  # dropout
+            NO_DROPOUT,
             block.causal,
             scale=scale,
         )
@@ -170,99 +171,43 @@ def _heads(tensor: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Te
 
 
 @cache
-def _flash_attn() -> ModuleType | None:
-    """The package flash-attn (2.7 and later) if it is installed and built for this torch.
+def _activate_flash_attention_3() -> None:
+    """FlashAttention 3 takes the place of torch's operators where it is installed.
 
-    Without it torch's own copy of the same kernel serves, or FlashAttention 3, which torch puts in
-    the place of its own operators.
+    Hopper is the only kind of GPU that it runs on.
     """
-    if _activate_flash_attention_3():
-        return None
-    try:
-        from flash_attn import flash_attn_interface
-    except ImportError:
-        return None
-    return flash_attn_interface
-
-
-def _activate_flash_attention_3() -> bool:
-    """Whether FlashAttention 3 serves: it is installed, and the GPU is a Hopper, its only kind."""
-    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    if not is_hopper:  # a memory plan has no GPU at all
-        return False
-    try:
-        activate_flash_attention_impl("FA3")
-    except ImportError:
-        return False
-    return True
+    # A memory plan has no GPU at all.
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
+        with suppress(ImportError):
+            activate_flash_attention_impl("FA3")
 
 
 def _forward_cuda(q, k, v, block: Block, scale: float) -> tuple[Tensor, Tensor]:
-    varlen = block.varlen(q.device)
-    package = _flash_attn()
-    no_dropout = 0.0
-    if package:
-        out, lse, *_ = package._flash_attn_varlen_forward(
-            q, k, v, *varlen, no_dropout, scale, block.causal
-        )
-    else:
-        return_mask = False
-        out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, *varlen, no_dropout, block.causal, return_mask, scale=scale
-        )
+    _activate_flash_attention_3()
+    return_mask = False
+    out, lse, *_ = aten._flash_attention_forward(
+        q, k, v, *block.varlen(q.device), NO_DROPOUT, block.causal, return_mask, scale=scale
+    )
     return out, lse.T  # [H, L] -> [L, H]
 
 
 def _backward_cuda(d_out, q, k, v, out, lse, block: Block, scale: float):
-    varlen = block.varlen(q.device)
-    lse = lse.T.contiguous()  # [L, H] -> [H, L]
-    no_dropout = 0.0
-    package = _flash_attn()
-    if package is None:
-        random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout
-        unused = random_state[:0]
-        return aten._flash_attention_backward(
-            d_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            *varlen,
-            no_dropout,
-            block.causal,
-            random_state,
-            unused,
-            scale=scale,
-        )
-    dq = q.new_empty(q.shape)
-    dk = k.new_empty(k.shape)
-    dv = v.new_empty(v.shape)
-    no_window = -1
-    no_softcap = 0.0
-    no_slopes = None
-    deterministic = False  # sums in any order, which is faster
-    package._flash_attn_varlen_backward(
+    random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout
+    unused = random_state[:0]
+    return aten._flash_attention_backward(
         d_out,
         q,
         k,
         v,
         out,
-        lse,
-        dq,
-        dk,
-        dv,
-        *varlen,
-        no_dropout,
-        scale,
+        lse.T.contiguous(),  # [L, H] -> [H, L]
+        *block.varlen(q.device),
+        NO_DROPOUT,
         block.causal,
-        no_window,
-        no_window,
-        no_softcap,
-        no_slopes,
-        deterministic,
+        random_state,
+        unused,
+        scale=scale,
     )
-    return dq, dk, dv
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
