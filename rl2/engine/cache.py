@@ -31,8 +31,7 @@ class PrefillAttention(PackedAttention):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        scaling: float,
-        sliding_window: int | None = None,
+        *options: Any,
     ) -> Tensor:
         """query [1, H, L, D], key and value [1, G, L, D] -> [1, L, H, D]."""
         if module.layer_idx in self.kv:
@@ -41,7 +40,7 @@ class PrefillAttention(PackedAttention):
                 "engine does not compute: choose another model, or rollout.engine=sglang"
             )
         self.kv[module.layer_idx] = [key[0], value[0]]
-        return super().__call__(module, query, key, value, scaling, sliding_window)
+        return super().__call__(module, query, key, value, *options)
 
     def tokens(self, start: int, end: int) -> PromptKV:
         """Keys and values of the packed tokens `start` to `end`."""
@@ -148,18 +147,17 @@ class PagedKVCache:
         """
         if layer not in self.layers:
             self.layers[layer] = [self._new_pages(0, tensor) for tensor in like]
-        keys, values = self.layers[layer]
-        num_missing = num_pages - len(keys)
+        pages = self.layers[layer]
+        num_missing = num_pages - len(pages[0])
         if num_missing > 0:
-            more_keys, more_values = (self._new_pages(num_missing, tensor) for tensor in like)
-            self.layers[layer] = [torch.cat([keys, more_keys]), torch.cat([values, more_values])]
-        return self.layers[layer]
+            for i, tensor in enumerate(like):
+                pages[i] = torch.cat([pages[i], self._new_pages(num_missing, tensor)])
+        return pages
 
     def _new_pages(self, count: int, like: Tensor) -> Tensor:
         """Zeros [count, S, G, P, D].
 
         Masked values are multiplied by a probability of 0, so they must be finite.
         """
-        num_groups = like.shape[-3]
-        head_size = like.shape[-1]
+        *_, num_groups, _, head_size = like.shape
         return like.new_zeros(count, self.num_slots, num_groups, PAGE_SIZE_TOKENS, head_size)

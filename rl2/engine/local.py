@@ -15,13 +15,13 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl2.engine.base import (
     Engine,
@@ -95,9 +95,15 @@ class LocalEngine(Engine):
         self.max_running_requests = settings.max_running_requests
         self.deterministic = settings.deterministic
         self.device = settings.device
-        self.model_name = settings.model_name
         self.head_dtype = torch.promote_types(settings.head_dtype, settings.dtype)
-        self.model = _load_model(settings).to(self.device)
+        # The attention "rl2" calls what a forward is given as `attend`, see parallel/attention.py.
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            settings.model_name, dtype=settings.dtype, attn_implementation="rl2"
+        )
+        self.model = model.eval().requires_grad_(False).to(self.device)
+        self.tokenizer: Any = None  # decodes answers to find stop strings
+        if settings.stop:
+            self.tokenizer = AutoTokenizer.from_pretrained(settings.model_name)
         self.logit_divisor = logit_divisor(self.model.config)
         self.max_length = max_request_tokens(settings, self.model.config)
         self.loop = asyncio.new_event_loop()
@@ -105,7 +111,8 @@ class LocalEngine(Engine):
         self.waiting: deque[_Request] = deque()
         self.slots: list[_Request | None] = [None] * self.max_running_requests
         self.prompts: dict[tuple[int, ...], _Prompt] = {}  # of the requests that wait
-        self.cache: PagedKVCache | None = PagedKVCache(self.max_running_requests)  # None: asleep
+        self.cache = PagedKVCache(self.max_running_requests)
+        self.asleep = False
         self._task: asyncio.Task[None] | None = None
         self._pack_linear_layers()
 
@@ -117,7 +124,7 @@ class LocalEngine(Engine):
         Requests with equal prompts share one prefill. Cancelling the call frees its slot.
         """
         assert asyncio.get_running_loop() is self.loop, "generate runs on engine.loop only"
-        assert self.cache is not None, "generate on a sleeping engine: call wake first"
+        assert not self.asleep, "generate on a sleeping engine: call wake first"
         assert self.version is not None, "the weights are incomplete: the last load failed"
         vocabulary = self.model.get_input_embeddings().num_embeddings
         check_request(prompt, params, vocabulary, self.max_length)
@@ -149,7 +156,8 @@ class LocalEngine(Engine):
     def sleep(self) -> None:
         """Gives back the memory of keys and values, and on a GPU that of the weights."""
         assert not self.in_flight, f"sleep with {self.in_flight} requests in flight"
-        self.cache = None
+        self.asleep = True
+        self.cache = PagedKVCache(self.max_running_requests)
         _unpack_linear_layers(self.model)
         if self.device.type != "cpu":
             self.model.to("cpu")
@@ -157,8 +165,8 @@ class LocalEngine(Engine):
 
     def wake(self) -> None:
         """Makes the engine ready again, with the weights that it had when it fell asleep."""
+        self.asleep = False
         self.model.to(self.device)
-        self.cache = PagedKVCache(self.max_running_requests)
         self._pack_linear_layers()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -171,7 +179,7 @@ class LocalEngine(Engine):
         for _, weight, tensor in self._pair_weights(named_tensors):
             weight.data.copy_(tensor)
         self.version = version
-        if self.cache is not None:
+        if not self.asleep:
             self._pack_linear_layers()
 
     def verify_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -217,14 +225,9 @@ class LocalEngine(Engine):
         for request in self._unfinished():
             request.future.cancel()
         self.model = None
-        self.cache = None
+        self.cache.layers.clear()
         if not self.loop.is_running():
             self.loop.close()
-
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Decodes answers to find stop strings; without any it is not loaded."""
-        return AutoTokenizer.from_pretrained(self.model_name)
 
     @property
     def in_flight(self) -> int:
@@ -259,7 +262,7 @@ class LocalEngine(Engine):
             self._prefill(batch)
         for prompt, slots in admitted.items():
             if slots:
-                assert self.cache is not None and prompt.kv is not None
+                assert prompt.kv is not None
                 self.cache.write_prompt(prompt.kv, slots)
             if not prompt.num_waiting:
                 prompt.kv = None
@@ -350,7 +353,6 @@ class LocalEngine(Engine):
     def _decode(self, tokens: tuple[int, ...], positions: tuple[int, ...]) -> Tensor:
         """The logits [n, V] after one token of each of the first n slots."""
         inputs = torch.tensor([tokens, positions], device=self.device)
-        assert self.cache is not None
         self.cache.begin_step(inputs[1], max(positions))
         token_ids, position_ids = inputs[:, :, None]  # [n, 1] each
         body = self.model.base_model(
@@ -381,7 +383,6 @@ class LocalEngine(Engine):
         num_rows = min(num_rows, self.max_running_requests)
         free = [slot for slot in range(num_rows) if self.slots[slot] is None]
         outside = [slot for slot in reversed(busy) if slot >= num_rows]
-        assert self.cache is not None
         for source, target in zip(outside, free, strict=False):
             self.cache.move_slot(source, target)
             self.slots[target] = self.slots[source]
@@ -405,14 +406,6 @@ class LocalEngine(Engine):
             if _can_pack(weight.dtype):
                 packed = ops._reorder_linear_weight(weight, self.max_running_requests)
                 module.__dict__["forward"] = partial(_packed_linear, packed, module.bias)
-
-
-def _load_model(settings: EngineSettings) -> Any:
-    # The attention "rl2" calls what a forward is given as `attend`, see parallel/attention.py.
-    model = AutoModelForCausalLM.from_pretrained(
-        settings.model_name, dtype=settings.dtype, attn_implementation="rl2"
-    )
-    return model.eval().requires_grad_(False)
 
 
 def _unpack_linear_layers(model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Which engine generates, and why. A new engine is one file and one line of `ENGINES`."""
 
-import importlib
 import importlib.metadata
+import pkgutil
 
 import torch
 
@@ -38,5 +38,4 @@ def make_engine(name: str, settings: EngineSettings) -> Engine:
     kind, reason = choose_engine(name)
     if settings.rank == 0:
         print(f"rollout engine: {kind}, {reason}", flush=True)
-    module, _, class_name = ENGINES[kind].partition(":")
-    return getattr(importlib.import_module(module), class_name)(settings)
+    return pkgutil.resolve_name(ENGINES[kind])(settings)

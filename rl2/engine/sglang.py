@@ -246,7 +246,7 @@ class SGLangEngine(Engine):
         """
         self.version = None
         if self.engine is not None:
-            self.adapter.begin_update()
+            self.adapter.mark_update("begin")
         sent = None
         for bucket in _buckets(named_tensors):  # it is gathered while SGLang loads the one before
             self._wait_until_loaded(sent)
@@ -256,7 +256,7 @@ class SGLangEngine(Engine):
         self._wait_until_loaded(sent)
         del sent
         if self.engine is not None:
-            self.adapter.end_update()
+            self.adapter.mark_update("end")
         self._free_cached_memory()
         if self.engine is not None:
             if self.device.type != "cpu" and self.asleep:
@@ -392,9 +392,11 @@ class _Adapter:
         answer = self.engine.loop.run_until_complete(self.manager.flush_cache(timeout_s=60.0))
         _require(answer.success, "to sleep: a request is still running")
 
-    def begin_update(self) -> None:
-        if hasattr(self.engine, "begin_weight_update"):
-            success, message = self.engine.begin_weight_update()[:2]
+    def mark_update(self, verb: str) -> None:
+        """Opens a session of updates (`verb` is begin) or closes it (end)."""
+        call = getattr(self.engine, f"{verb}_weight_update", None)
+        if call is not None:
+            success, message = call()[:2]
             _require(success, message)
 
     async def update(self, handles: list[bytes], version: int) -> None:
@@ -409,11 +411,6 @@ class _Adapter:
         )
         success, message = (await self.manager.update_weights_from_tensor(request, None))[:2]
         _require(success, message)
-
-    def end_update(self) -> None:
-        if hasattr(self.engine, "end_weight_update"):
-            success, message = self.engine.end_weight_update()[:2]
-            _require(success, message)
 
     @property
     def has_checksums(self) -> bool:
