@@ -35,7 +35,6 @@ from rl2.memory_plan import (
     write_plan,
 )
 from rl2.parallel import offload
-from rl2.parallel.device import choices_of
 from rl2.parallel.planned_device import PLANNED_DEVICE, MemoryTracker, PlannedDevice
 from rl2.trainer.build import make_ppo_workers
 from rl2.trainer.dpo import preference_loss
@@ -95,7 +94,7 @@ def planned_device(num_gpus: int, kind: str = "cuda") -> Iterator[PlannedDevice]
             ),
             mock.patch("torch.distributed.all_gather_object", all_gather_object),
             mock.patch(fsdp_device, lambda mesh: PLANNED_DEVICE),
-            choices_of(kind),
+            mock.patch("rl2.parallel.device.planned_kind", kind),
             memory,
         ):
             stack.enter_context(patch)

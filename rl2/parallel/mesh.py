@@ -208,9 +208,6 @@ def gather_objects(value: Any) -> list:
     """
     if is_single_process():
         return [value]
-    if dist.get_rank() > 0:
-        dist.gather_object(value)
-        return []
-    values = [None] * dist.get_world_size()
+    values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, values)
-    return values
+    return values or []

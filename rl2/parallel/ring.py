@@ -8,8 +8,9 @@ Shapes: L local packed tokens, H query heads, G key heads, D head size.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,6 +125,19 @@ class PackedAttention:
         next_step = (step + 1) % self.ring.size
         return self.lengths[self.sources[next_step]]
 
+    def travel(self, k: Tensor, v: Tensor) -> Iterator[Any]:
+        """Keys and values of each step; those of the next one are on their way meanwhile.
+
+        In a ring they are one tensor [2, L, G, D], so that one message carries both. A single
+        process does not copy them into one.
+        """
+        kv: Any = torch.stack((k, v)) if self.ring.size > 1 else (k, v)
+        for step in range(self.ring.size - 1):
+            pending = self.ring.pass_on(kv, self.next_length(step))
+            yield kv
+            kv = pending.wait()
+        yield kv
+
 
 class _LayerRun:
     """A context in which a checkpointed layer runs, for the first time or again."""
@@ -164,32 +178,20 @@ def _from_first_run(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tenso
 
 def _forward(q, k, v, attention, blocks, scale) -> tuple[Tensor, Tensor]:
     """(out [L, H, D], lse [L, H])."""
-    ring = attention.ring
-    kv = torch.stack((k, v)) if ring.size > 1 else (k, v)
-    for step, cross_blocks in enumerate(blocks.cross):
-        is_last = step + 1 == ring.size
-        if not is_last:
-            pending_kv = ring.pass_on(kv, attention.next_length(step))
+    for step, (keys, values) in enumerate(attention.travel(k, v)):
         if step == 0:
-            out, lse = forward_block(q, kv[0], kv[1], blocks.causal, scale)
-        for block in cross_blocks:
+            out, lse = forward_block(q, keys, values, blocks.causal, scale)
+        for block in blocks.cross[step]:
             rows = block.queries
-            block_k = kv[0][block.keys]
-            block_v = kv[1][block.keys]
-            block_out, block_lse = forward_block(q[rows], block_k, block_v, block, scale)
+            block_kv = keys[block.keys], values[block.keys]
+            block_out, block_lse = forward_block(q[rows], *block_kv, block, scale)
             out = out.float()
             out[rows], lse[rows] = merge(out[rows], lse[rows], block_out.float(), block_lse)
-        if not is_last:
-            kv = pending_kv.wait()
     return out.to(q.dtype), lse
 
 
 class _Attention(torch.autograd.Function):
-    """q [L, H, D], k and v [L, G, D] -> [L, H, D]. The blocks of all steps are merged in fp32.
-
-    In a ring `kv` is one tensor [2, L, G, D], so that one message carries both. A single process
-    does not copy them into one.
-    """
+    """q [L, H, D], k and v [L, G, D] -> [L, H, D]. The blocks of all steps are merged in fp32."""
 
     @staticmethod
     def forward(ctx, q, k, v, attention, blocks, scale):
@@ -203,38 +205,28 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         q, k, v, out, lse = ctx.saved_tensors
-        attention = ctx.attention
-        ring = attention.ring
-        kv = torch.stack((k, v)) if ring.size > 1 else (k, v)
+        attention, blocks, scale = ctx.attention, ctx.blocks, ctx.scale
         pending_dkv = None
-        for step, cross_blocks in enumerate(ctx.blocks.cross):
-            is_last = step + 1 == ring.size
-            if not is_last:
-                pending_kv = ring.pass_on(kv, attention.next_length(step))
+        for step, (keys, values) in enumerate(attention.travel(k, v)):
             # dq and dkv are sums over blocks, in fp32.
             if step == 0:
-                dq, dk, dv = backward_block(
-                    d_out, q, kv[0], kv[1], out, lse, ctx.blocks.causal, ctx.scale
-                )
+                dq, dk, dv = backward_block(d_out, q, keys, values, out, lse, blocks.causal, scale)
                 dq = dq.float()
                 dkv = torch.stack((dk, dv)).float()
             else:
-                dkv = torch.zeros(2, *kv[0].shape, device=q.device)
-            for block in cross_blocks:
+                dkv = torch.zeros(2, *keys.shape, device=q.device)
+            for block in blocks.cross[step]:
                 rows = block.queries
-                block_k = kv[0][block.keys]
-                block_v = kv[1][block.keys]
-                block_dq, block_dk, block_dv = backward_block(
-                    d_out[rows], q[rows], block_k, block_v, out[rows], lse[rows], block, ctx.scale
+                block_kv = keys[block.keys], values[block.keys]
+                block_dq, *block_dkv = backward_block(
+                    d_out[rows], q[rows], *block_kv, out[rows], lse[rows], block, scale
                 )
                 dq.index_add_(0, rows, block_dq.float())
-                dkv.index_add_(1, block.keys, torch.stack((block_dk, block_dv)).float())
+                dkv.index_add_(1, block.keys, torch.stack(block_dkv).float())
             # The gradient travels behind its keys, and after the last step it goes home.
             if pending_dkv is not None:
                 dkv += pending_dkv.wait()
-            if ring.size > 1:
-                pending_dkv = ring.pass_on(dkv, attention.next_length(step))
-            if not is_last:
-                kv = pending_kv.wait()
+            if attention.ring.size > 1:
+                pending_dkv = attention.ring.pass_on(dkv, attention.next_length(step))
         dk, dv = dkv if pending_dkv is None else pending_dkv.wait()
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None
