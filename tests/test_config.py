@@ -12,9 +12,11 @@ import yaml
 from common import ROOT
 
 from rl2.__main__ import main
+from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.algorithms.by_name import argument_names
+from rl2.algorithms.losses import POLICY_LOSSES, TOKEN_AVERAGES
 from rl2.config.key import Condition, key, schema_keys, section
-from rl2.config.key_rules import check_keys
+from rl2.config.key_rules import check_keys, get_value
 from rl2.config.parse import dump, explain, explain_common, parse
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, needs_critic
 from rl2.inputs import find_input_problems, read_ppo_inputs
@@ -816,3 +818,37 @@ def test_rows_of_every_trainer_are_tried_beside_the_config(base, tmp_path):
         worker = "critic" if root is RMConfig else "actor"
         problems = find_input_problems(parse(root, [path, f"{worker}.model_name=model"]))
         assert list(problems) == ["data.path"] and f"'{word}'" in problems["data.path"]
+
+
+def published_algorithms() -> list[list[str]]:
+    """The cells of each row of docs/algorithms.md that has the keys of an algorithm."""
+    text = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+    table = text.partition("## By published name")[2].partition("## Estimators")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
+    return rows[2:]
+
+
+@pytest.mark.parametrize("row", published_algorithms(), ids=lambda row: row[0])
+def test_the_keys_of_a_published_algorithm(base, capsys, row):
+    """They pass all checks without a warning, each changes a default, and the row agrees."""
+    overrides = row[5].strip("`").split()
+    config = parse(PPOConfig, [*base, *overrides])
+    assert "warning" not in capsys.readouterr().err
+    resolved = [config.adv.estimator, config.actor.loss, config.actor.average]
+    assert [cell.strip("`") for cell in row[2:5]] == resolved
+    for override in overrides:
+        name = override.partition("=")[0]
+        assert get_value(config, name) != get_value(PPOConfig(), name), f"{name} is the default"
+
+
+def test_every_estimator_loss_and_average_is_explained():
+    """docs/algorithms.md has a row for each, and names no other."""
+    text = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+    tables = (
+        ("adv.estimator", ADVANTAGE_ESTIMATORS),
+        ("actor.loss", POLICY_LOSSES),
+        ("actor.average", TOKEN_AVERAGES),
+    )
+    for key_name, names in tables:
+        table = text.partition(f"| `{key_name}` |")[2].partition("\n\n")[0]
+        assert re.findall(r"^\| `(\w+)` \|", table, re.M) == list(names)

@@ -156,11 +156,12 @@ def test_functions_of_a_users_file(tmp_path, monkeypatch):
     rewards = torch.tensor([[0.0, 1], [0, 3], [0, 5], [0, 100], [0, 7], [0, 8]])
     mask = torch.tensor([[1.0, 1], [1, 1], [1, 1], [0, 0], [0, 1], [1, 1]])
     group = torch.tensor([0, 0, 0, 0, 1, 1])
-    estimator = find_function(
-        "my_algorithms.py:leave_one_out", ADVANTAGE_ESTIMATORS, "adv.estimator"
-    )
+    name = "my_algorithms.py:length_weighted"
+    estimator = find_function(name, ADVANTAGE_ESTIMATORS, "adv.estimator")
     advantages = estimator(rewards, mask, group, torch.arange(6))
-    assert advantages[:, 1].tolist() == [1 - 4, 3 - 3, 5 - 2, 0, -1, 1]
+    # Three answers of two tokens, then one of a token and one of two: (7 + 2 * 8) / 3.
+    expected = [1 - 3, 3 - 3, 5 - 3, 0, 7 - 23 / 3, 8 - 23 / 3]
+    assert advantages[:, 1].tolist() == pytest.approx(expected)
     assert advantages[4, 0] == 0
 
     logps = torch.tensor([[-1.0, -2]], requires_grad=True)
