@@ -5,7 +5,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rl2.error_report import describe_failed_write
@@ -119,7 +120,7 @@ class Checkpoints:
             saved = FileSystemReader(path).read_metadata().state_dict_metadata
         except Failure as error:
             raise RuntimeError(explain_damage(path, error)) from error
-        _check_fits(path, saved, dict(_flatten(states)))
+        _check_fits(path, saved, flatten_state_dict(states)[0])
         random_states = None
         try:
             dcp.load(states, checkpoint_id=path, no_dist=is_single_process())
@@ -207,15 +208,6 @@ def _check_fits(path: Path, saved: dict[str, Any], states: dict[str, Any]) -> No
             f"the checkpoint {path} is of another model, or another version of rl2: {problem}; "
             "trainer.resume=off starts anew"
         )
-
-
-def _flatten(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(name, entry) as torch names them in a checkpoint."""
-    for name, value in state.items():
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 # Folders that are whole or absent.

@@ -91,19 +91,19 @@ class RunFolder:
     # What to go on from.
 
     def _find_start(self) -> Start:
-        mode, _, named = self.config.trainer.resume.partition(":")
-        is_forced = mode == "force"
-        if mode not in ("auto", "off", "force"):
-            named = self.config.trainer.resume
+        resume = self.config.trainer.resume
+        is_forced = resume.partition(":")[0] == "force"
+        named = "" if resume in ("auto", "off", "force") else resume.removeprefix("force:")
         if self._was_restarted_by_torchrun() and self.checkpoints.newest():
-            mode, named = "auto", ""
-        if mode == "off":
+            named = ""
+        elif resume == "off":
             return Start()
         checkpoint = _find_checkpoint(Path(named)) if named else self.checkpoints.newest()
         if checkpoint is None and not self._has_a_run():
             return Start()
-        record = _read_record(checkpoint or self.path)
-        keeps_data = self._compare(checkpoint or self.path, record, is_forced)
+        folder = checkpoint or self.path
+        record = _read_record(folder)
+        keeps_data = self._compare(folder, record, is_forced)
         if checkpoint is None:
             return Start()
         return Start(
@@ -117,9 +117,10 @@ class RunFolder:
 
     def _was_restarted_by_torchrun(self) -> bool:
         """Whether this launch has begun in the folder already. Then it goes on from there."""
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+            return False
         starts = _read_record(self.path).get("starts", [])
-        is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        return is_restart and bool(starts) and starts[-1].get("launch") == _launch()
+        return bool(starts) and starts[-1].get("launch") == _launch()
 
     def _has_a_run(self) -> bool:
         metrics = self.path / "metrics.jsonl"
@@ -138,19 +139,17 @@ class RunFolder:
         experiment, others = find_changes(type(self.config), before, self.identity)
         if experiment and not is_forced:
             listed = "".join(f"\n  - {change}" for change in experiment)
+            resume = self.config.trainer.resume
+            forced = "force" if resume == "auto" else f"force:{resume}"
             raise ValueError(
                 f"{folder} is of another experiment:{listed}\n"
                 "trainer.experiment_name=NAME gives this run a folder of its own; "
                 "trainer.resume=off starts anew here and sets the old run aside; "
-                f"trainer.resume=force{self._forced_folder()} goes on regardless"
+                f"trainer.resume={forced} goes on regardless"
             )
         if experiment + others:
             print(f"changed since {folder}:", *experiment, *others, sep="\n  ", flush=True)
         return not any(change.startswith(f"{DATA}:") for change in experiment)
-
-    def _forced_folder(self) -> str:
-        resume = self.config.trainer.resume
-        return "" if resume == "auto" else f":{resume}"
 
     # The agreement of all ranks.
 
@@ -240,18 +239,7 @@ class RunFolder:
         dist.barrier()
 
     def _write_run_files(self, goes_on: bool) -> None:
-        record = _read_record(self.path) if goes_on else {}
-        record["identity"] = self._identity_record()
-        record["date"] = self.start.date
-        record.setdefault("starts", []).append(self._describe_start())
-        (self.path / "config.yaml").write_text(dump(self.config))
-        _write_json(self.path / "run.json", record)
-
-    def _identity_record(self) -> dict[str, Any]:
-        return {"trainer": self.identity.trainer, "contents": self.identity.contents}
-
-    def _describe_start(self) -> dict[str, Any]:
-        return {
+        start = {
             "time": time.strftime("%Y-%m-%d %H:%M:%S%z"),
             "step": self.start.step,
             "command": sys.argv,
@@ -262,6 +250,16 @@ class RunFolder:
             "commit": describe_commit(),
             "launch": _launch(),
         }
+        record = _read_record(self.path) if goes_on else {}
+        record |= self._experiment_record()
+        record.setdefault("starts", []).append(start)
+        (self.path / "config.yaml").write_text(dump(self.config))
+        _write_json(self.path / "run.json", record)
+
+    def _experiment_record(self) -> dict[str, Any]:
+        """What a later launch compares itself with, beside config.yaml, and its first date."""
+        identity = {"trainer": self.identity.trainer, "contents": self.identity.contents}
+        return {"identity": identity, "date": self.start.date}
 
     def _set_aside(self, step: int) -> None:
         """Moves what an earlier run made after `step` to branches/N. Nothing is deleted.
@@ -317,8 +315,7 @@ class RunFolder:
             "rows": counter.rows_done,
             "num_steps": self.num_steps,
             "world_size": dist.get_world_size(),
-            "identity": self._identity_record(),
-            "date": self.start.date,
+            **self._experiment_record(),
         }
         texts = {"config.yaml": dump(self.config), "run.json": json.dumps(record)}
         self.checkpoints.save(step, parts, texts)
@@ -445,16 +442,13 @@ def describe_commit() -> str | None:
     None if rl2 is installed without a checkout, or git is not there.
     """
     git = ["git", "-C", str(PACKAGE)]
+    describe = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= + changes"]
     try:
         run = partial(subprocess.run, capture_output=True, text=True, timeout=10, check=True)
         top = run([*git, "rev-parse", "--show-toplevel"]).stdout.strip()
-        if Path(top) != PACKAGE.parent:
-            return None
-        commit = run([*git, "rev-parse", "HEAD"]).stdout.strip()
-        changes = run([*git, "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
+        return run([*git, *describe]).stdout.strip() if Path(top) == PACKAGE.parent else None
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit + (" + changes" if changes else "")
 
 
 def _hash_package() -> str:
