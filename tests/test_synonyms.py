@@ -12,7 +12,7 @@ from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rl2.config.synonyms import ABSENT, EQUIVALENTS, all_answers, find_synonym
 
 ROOTS = {"GRPOConfig": PPOConfig, "SFTConfig": SFTConfig, "DPOConfig": DPOConfig}
-ROOTS["RewardConfig"] = RMConfig
+ROOTS |= {"RLOOConfig": PPOConfig, "RewardConfig": RMConfig}
 KNOWN = {
     root: {n for n, k in schema_keys(root).items() if not k.is_section} for root in ROOTS.values()
 }

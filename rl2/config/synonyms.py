@@ -17,7 +17,7 @@ BUDGET = "actor.max_length_per_device (tokens of a micro-batch, which is packed)
 INFERENCE_BUDGET = "actor.max_inference_length_per_device (tokens of a micro-batch)"
 CORRECTION = "actor.correction (token_tis, token_mask, sequence_mask or geometric_mask)"
 STEP_BATCH = f"actor.update_per_rollout (an update has {STEPS} answers) | {BATCH}"
-LOSS = "actor.loss (ppo, gspo, cispo) | actor.average (the mean)"
+LOSS = "actor.loss (ppo, gspo, cispo, reinforce) | actor.average (the mean)"
 SHARDING = "actor.fsdp_size (processes that share one copy of the model; 0 = all)"
 
 # ChenmienTan/RL2: its first releases, and its newest commit.
@@ -50,6 +50,7 @@ RL2 = {
     "actor.correction_cap (with actor.correction=token_tis)": "actor.tis_coef",
     "actor.average": "actor.avg_level",
     "adv.estimator": "actor.adv_estimator",
+    "adv.estimator (reinforce_plus_plus_baseline)": "adv.global_norm",
     "dpo.beta": "actor.beta",
     "kl.coef": "actor.kl.coef",
     "kl.type": "actor.kl.type",
@@ -86,7 +87,7 @@ VERL = {
     "actor.dual_clip": "actor.clip_ratio_c",
     "critic.clip": "critic.cliprange_value",
     "actor.loss": "actor.policy_loss.loss_mode",
-    "actor.average (token, sequence or constant)": "actor.loss_agg_mode",
+    "actor.average (token, sequence, prompt or constant)": "actor.loss_agg_mode",
     "actor.entropy": "actor.entropy_coeff",
     "kl.type (loss)": "actor.use_kl_loss",
     "kl.coef (with kl.type=loss)": "actor.kl_loss_coef",
@@ -150,7 +151,7 @@ VERL = {
     "trainer.save_dir": "trainer.default_local_dir",
     "trainer.keep_checkpoints": "trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep",
 }
-# GRPOConfig, SFTConfig, DPOConfig and RewardConfig of TRL 1.16, with what they inherit.
+# GRPOConfig, RLOOConfig, SFTConfig, DPOConfig and RewardConfig of TRL 1.16, with what they inherit.
 TRL = {
     "actor.model_name | critic.model_name": "model_name_or_path model",
     "actor.dtype | critic.dtype": "dtype",
@@ -216,7 +217,8 @@ TRL = {
     "kl.reward_estimator": "kl_estimator",
     "adv.norm_var (whitens advantages)": "whiten_rewards",
     "actor.loss (sequence: gspo)": "importance_sampling_level",
-    "adv.norm_var (group)": "scale_rewards",
+    "adv.norm_var (group; batch: adv.estimator=reinforce_plus_plus_baseline)": "scale_rewards",
+    "adv.estimator (reinforce_plus_plus_baseline)": "normalize_advantages",
     f"{LOSS} | dpo.loss (sigmoid, ipo, hinge)": "loss_type",
     "actor.entropy": "entropy_coef",
     "rollout.max_turns": "max_tool_calling_iterations",
@@ -261,7 +263,7 @@ ABSENT = {
         entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target
         use_bias_correction_kl off_policy_mask_threshold vllm_importance_sampling_clip_min
         loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting discopop_tau
-        router_aux_loss_coef label_smoothing_factor adv.global_norm algorithm.use_pf_ppo
+        router_aux_loss_coef label_smoothing_factor algorithm.use_pf_ppo
         algorithm.pf_ppo. actor.policy_loss. algorithm.kl_ctrl. algorithm.rollout_correction.
         critic.loss_agg_mode critic.avg_level multi_objective_aggregation""",
     "a rollout is passed over once; actor.update_per_rollout splits it": """num_iterations
@@ -269,7 +271,7 @@ ABSENT = {
     "the reference is the model that the run starts from": """sync_ref_model
         ref_model_mixup_alpha ref_model_sync_steps precompute_ref_log_probs ref_actor. ref.""",
     "one reward function gives the reward; it may add up several": """reward_weights
-        reward_model_path custom_reward_function.name reward_model. reward.""",
+        reward_model_path reward_clip_range custom_reward_function.name reward_model. reward.""",
     "answers that were cut are trained, and groups without variance are not run": """
         mask_truncated_completions rollout.dynamic_filtering algorithm.filter_groups.
         rollout.train.dynamic_filtering rollout.over_sample_rate""",
