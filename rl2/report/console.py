@@ -65,9 +65,17 @@ class Console:
     """A progress bar, and one line a step above it. `start` steps are done already.
 
     `test_freq` is the number of steps between two evaluations; None: there is one at the end only.
+    `compares_groups`: the run learns nothing from a prompt whose answers all earn the same.
     """
 
-    def __init__(self, start: int, num_steps: int, test_freq: int | None = None):
+    def __init__(
+        self,
+        start: int,
+        num_steps: int,
+        test_freq: int | None = None,
+        compares_groups: bool = True,
+    ):
+        self.compares_groups = compares_groups
         self.num_steps = num_steps
         self.test_freq = test_freq or num_steps
         self.test_seconds = 0.0  # of the last evaluation
@@ -84,7 +92,7 @@ class Console:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.bar.update(step - self.bar.n)
         self.test_seconds = metrics.get("time/test", self.test_seconds)
-        line = format_line(metrics, self.num_steps)
+        line = format_line(metrics, self.num_steps, self.compares_groups)
         if step > 0:
             self.recent_seconds.append(metrics["time/step"] - metrics.get("time/test", 0.0))
             line += f"  {timedelta(seconds=round(self._seconds_left(step)))} left"
@@ -123,11 +131,13 @@ def describe_step(config: dict[str, Any]) -> list[str]:
     ]
 
 
-def format_line(metrics: dict[str, float], num_steps: int) -> str:
+def format_line(metrics: dict[str, float], num_steps: int, compares_groups: bool) -> str:
     """The line of a step, with the metrics that it has and its longest phase."""
     values = [f"step {metrics['step']}/{num_steps}"]
     if "reward/mean" in metrics:
         values += _reward_values(metrics)
+    if "rollout/zero_variance" in metrics and compares_groups:
+        values.append(f"teaching {1 - metrics['rollout/zero_variance']:.0%}")
     is_ppo = "reward/mean" in metrics or "test/reward/mean" in metrics
     values += _format_columns(metrics, PPO_COLUMNS if is_ppo else OFFLINE_COLUMNS)
     phases = {}
@@ -140,7 +150,7 @@ def format_line(metrics: dict[str, float], num_steps: int) -> str:
 
 
 def _reward_values(metrics: dict[str, float]) -> list[str]:
-    """The reward with its parts, and the share of the prompts that teach."""
+    """The reward with its parts."""
     parts = []
     for metric, value in metrics.items():
         if metric.startswith("reward/") and metric not in ("reward/mean", "reward/std"):
@@ -148,11 +158,7 @@ def _reward_values(metrics: dict[str, float]) -> list[str]:
     if len(parts) > MAX_REWARD_PARTS:
         parts = [*parts[:MAX_REWARD_PARTS], "..."]
     reward = f"reward {metrics['reward/mean']:.3f}"
-    values = [f"{reward} ({' '.join(parts)})" if parts else reward]
-    # A critic learns from equal rewards too.
-    if "rollout/zero_variance" in metrics and "critic/loss" not in metrics:
-        values.append(f"teaching {1 - metrics['rollout/zero_variance']:.0%}")
-    return values
+    return [f"{reward} ({' '.join(parts)})" if parts else reward]
 
 
 def _format_columns(metrics: dict[str, float], columns: list[Column]) -> list[str]:

@@ -17,6 +17,8 @@ MAX_CUT_FRACTION = 0.5
 # A critic learns from equal rewards too, and by chance one step may earn the same. Three in a row
 # of hundreds of answers do not.
 CONSTANT_STEPS = 3
+# Estimators that compare the answers to a prompt: where all earn the same, it teaches nothing.
+GROUP_ESTIMATORS = ("reinforce", "rloo", "reinforce_plus_plus_baseline")
 # Rewards are sums of floats: closer than this, relative to their mean, they are equal.
 EQUAL_REWARDS = 1e-6
 
@@ -206,7 +208,7 @@ def _find_rollout_problems(metrics: dict[str, float], config: dict[str, Any]) ->
 
 def _has_no_advantages(metrics: dict[str, float], config: dict[str, Any]) -> bool:
     """Whether rewards gave no advantages, though the step was trained."""
-    compares_group = config["adv"]["estimator"] == "reinforce"
+    compares_group = config["adv"]["estimator"] in GROUP_ESTIMATORS
     return compares_group and metrics["rollout/zero_variance"] == 1 and metrics["actor/skipped"] < 1
 
 

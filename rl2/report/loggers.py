@@ -26,7 +26,7 @@ from rl2 import progress
 from rl2.error_report import writing
 from rl2.memory_plan import GIB, Prediction
 from rl2.report.console import Console, describe_step
-from rl2.report.health import Health
+from rl2.report.health import GROUP_ESTIMATORS, Health
 
 WANDB_SECONDS = 150.0  # it gives up by itself: after 107 s where there was no network
 
@@ -158,7 +158,9 @@ class MetricsLog:
             disabled = {"wandb"} if trainer["disable_wandb"] else set()
             started = [start(run) for name, start in LOGGERS.items() if name not in disabled]
             services = [logger for logger in started if logger is not None]
-            self.console = Console(start_step, num_steps, trainer["test_freq"])
+            estimator = run.config.get("adv", {}).get("estimator")
+            compares_groups = estimator in GROUP_ESTIMATORS
+            self.console = Console(start_step, num_steps, trainer["test_freq"], compares_groups)
             self.loggers = [JsonLines(run.folder), *services, self.console]
         self._print(describe_step(run.config))
         self.last_write = time.perf_counter()
