@@ -23,41 +23,28 @@ class Column:
     is_shown_at_zero: bool = True
 
 
-SPEED_COLUMN = Column("tokens/per_second", "tok/s", ".0f")
-# The loss of PPO is not among them: it is near 0 whether the policy learns or not.
-PPO_COLUMNS = [
+COLUMNS = [
     Column("test/reward/mean", "test reward", ".3f"),
     Column("rollout/truncated", "cut", ".0%"),
     Column("rollout/failed", "failed", ".0%", is_shown_at_zero=False),
+    Column("actor/loss", "loss", ".4f"),
+    Column("actor/accuracy", "accuracy", ".3f"),
+    Column("actor/margin", "margin", ".3f"),
     Column("actor/kl", "kl", ".4f"),
     # Exactly 0 with one update a step.
     Column("actor/approx_kl", "approx_kl", ".4f", is_shown_at_zero=False),
     Column("actor/entropy", "entropy", ".3f"),
     Column("critic/loss", "value loss", ".4f"),
     Column("rollout/length", "length", ".0f"),
-    Column("actor/grad_norm", "grad", ".2f"),
-    Column("critic/grad_norm", "critic grad", ".2f"),
-    Column("actor/skipped", "skipped", ".0%", is_shown_at_zero=False),
-    Column("critic/skipped", "critic skipped", ".0%", is_shown_at_zero=False),
-    SPEED_COLUMN,
-]
-OFFLINE_COLUMNS = [
-    Column("actor/loss", "loss", ".4f"),
-    Column("critic/loss", "loss", ".4f"),
-    Column("actor/accuracy", "accuracy", ".3f"),
-    Column("critic/accuracy", "accuracy", ".3f"),
-    Column("actor/margin", "margin", ".3f"),
-    Column("critic/margin", "margin", ".3f"),
-    Column("actor/kl", "kl", ".4f"),
     Column("test/loss", "test loss", ".4f"),
     Column("test/perplexity", "test perplexity", ".3f"),
     Column("test/accuracy", "test accuracy", ".3f"),
     Column("test/margin", "test margin", ".3f"),
     Column("actor/grad_norm", "grad", ".2f"),
-    Column("critic/grad_norm", "grad", ".2f"),
+    Column("critic/grad_norm", "critic grad", ".2f"),
     Column("actor/skipped", "skipped", ".0%", is_shown_at_zero=False),
-    Column("critic/skipped", "skipped", ".0%", is_shown_at_zero=False),
-    SPEED_COLUMN,
+    Column("critic/skipped", "critic skipped", ".0%", is_shown_at_zero=False),
+    Column("tokens/per_second", "tok/s", ".0f"),
 ]
 
 
@@ -138,8 +125,12 @@ def format_line(metrics: dict[str, float], num_steps: int, compares_groups: bool
         values += _reward_values(metrics)
     if "rollout/zero_variance" in metrics and compares_groups:
         values.append(f"teaching {1 - metrics['rollout/zero_variance']:.0%}")
-    is_ppo = "reward/mean" in metrics or "test/reward/mean" in metrics
-    values += _format_columns(metrics, PPO_COLUMNS if is_ppo else OFFLINE_COLUMNS)
+    if "reward/mean" in metrics or "test/reward/mean" in metrics:
+        # The loss of PPO is near 0 whether the policy learns or not.
+        values += _format_columns({**metrics, "actor/loss": None})
+    else:  # a reward model is a critic without an actor
+        by_name = {name.replace("critic/", "actor/"): metrics[name] for name in metrics}
+        values += _format_columns(by_name)
     phases = {}
     for metric, seconds in metrics.items():
         if metric.startswith("time/") and metric != "time/step":
@@ -161,10 +152,10 @@ def _reward_values(metrics: dict[str, float]) -> list[str]:
     return [f"{reward} ({' '.join(parts)})" if parts else reward]
 
 
-def _format_columns(metrics: dict[str, float], columns: list[Column]) -> list[str]:
+def _format_columns(metrics: dict[str, Any]) -> list[str]:
     values = []
-    for column in columns:
-        value: Any = metrics.get(column.metric)
+    for column in COLUMNS:
+        value = metrics.get(column.metric)
         # Without a token that was run, a mean is NaN: it is left out too where 0 is.
         if value is not None and (value > 0 or column.is_shown_at_zero):
             values.append(f"{column.name} {value:{column.format}}")
