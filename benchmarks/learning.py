@@ -1,0 +1,449 @@
+"""What the algorithms learn on two small tasks when each samples equally many tokens.
+
+    python benchmarks/learning.py run MODEL [--folder runs/learning] [--seeds 3]
+    python benchmarks/learning.py report
+
+MODEL is the folder `model` that `python examples/quickstart.py prepare FOLDER` makes. It is
+SmolLM2-135M-Instruct. The tasks are sums and differences of one-digit numbers, as in the
+quickstart, and products of them. Each has 50 or 30 questions that are held out. A run ends with the
+step in which it has sampled the tokens of the task. All runs have the learning rate, the prompts,
+and the two mini-batches a step in common; an algorithm is only its keys in ALGORITHMS. TRL's
+GRPOTrainer has the settings of GRPO, and as many CPU seconds as GRPO took with rl2.
+
+`run` is a queue that can be stopped and started again, also in two processes. Each finished run is
+a line of benchmarks/results/learning.jsonl; `report` prints the tables of docs/learning.md. A run
+has one thread (OMP_NUM_THREADS=1), so that its CPU seconds hardly depend on what else runs.
+
+Needs the `test` and `quickstart` extras.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from run_queue import RESULTS, ROOT, Job, mean_and_error, read_results, run_itself, run_missing
+
+RESULTS_FILE = RESULTS / "learning.jsonl"
+ENV_FILE = ROOT / "envs" / "arithmetic.py"
+PROMPTS, SAMPLES, UPDATES = 16, 8, 2  # of a step
+LEARNING_RATE = 6e-5
+MARK = 0.5  # of the training reward, as the mean of MARK_STEPS steps
+MARK_STEPS = 3
+TRL = "TRL's GRPO"
+
+
+@dataclass(frozen=True)
+class Task:
+    """Questions of reasoning-gym whose answer is a number."""
+
+    dataset: str
+    options: dict[str, int]  # of the data set
+    num_train: int  # questions
+    num_test: int
+    suffix: str  # follows the question
+    system_prompt: str
+    longest: int  # tokens of an answer
+    sampled_tokens: int  # of a run
+
+
+ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+TASKS = {
+    "sums": Task(
+        dataset="chain_sum",
+        options=ONE_DIGIT,
+        num_train=150,
+        num_test=50,
+        suffix=" Answer with only the number.",
+        system_prompt="10 - 12 = -2",
+        longest=12,
+        sampled_tokens=14_000,
+    ),
+    "products": Task(
+        dataset="products",
+        options=ONE_DIGIT,
+        num_train=70,
+        num_test=30,
+        suffix="",
+        system_prompt="10 * 12 = 120",
+        longest=12,
+        sampled_tokens=14_000,
+    ),
+}
+
+GROUP = ["adv.estimator=reinforce", "adv.norm_var=true"]
+ALGORITHMS = {
+    "PPO": ["adv.estimator=gae", "adv.lamda=0.95", "critic.lr=6e-5", "actor.average=token"],
+    "GRPO": [*GROUP, "actor.average=sequence"],
+    "Dr. GRPO": [
+        "adv.estimator=reinforce",
+        "adv.norm_var=false",
+        "actor.average=constant",
+        "actor.average_constant=12",
+    ],
+    "RLOO": [
+        "adv.estimator=rloo",
+        "actor.loss=reinforce",
+        "actor.average=constant",
+        "actor.average_constant=1",
+    ],
+    "REINFORCE++": ["adv.estimator=reinforce_plus_plus", "actor.average=token"],
+    "DAPO": [
+        *GROUP,
+        "actor.average=token",
+        "actor.clip_high=0.28",
+        "rollout.filter=[0,1]",
+        "rollout.overlong_buffer=4",
+        "rollout.mask_truncated=true",
+        "actor.skip_threshold=10",
+    ],
+    "GSPO": [
+        *GROUP,
+        "actor.average=sequence",
+        "actor.loss=gspo",
+        "actor.clip=3e-4",
+        "actor.clip_high=4e-4",
+    ],
+    "CISPO": [*GROUP, "actor.average=token", "actor.loss=cispo", "actor.clip_high=4"],
+    "GRPO, K=2": [*GROUP, "actor.average=sequence", "actor.epochs_per_rollout=2"],
+}
+
+
+def make_data(task: Task, folder: Path) -> None:
+    """Writes train.jsonl and test.jsonl: all different questions, in the order of their hashes."""
+    if (folder / "test.jsonl").exists():
+        return
+    import reasoning_gym
+
+    answers: dict[str, str] = {}
+    seed = 0
+    while len(answers) < task.num_train + task.num_test:
+        items = reasoning_gym.create_dataset(task.dataset, size=500, seed=seed, **task.options)
+        answers |= {item["question"]: item["answer"] for item in items}
+        seed += 1
+    rows = []
+    for question in sorted(answers, key=lambda text: hashlib.sha256(text.encode()).hexdigest()):
+        prompt = {"role": "user", "content": question + task.suffix}
+        rows.append({"messages": [prompt], "answer": answers[question]})
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in (("train", rows[: task.num_train]), ("test", rows[task.num_train :])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class StopAtBudget:
+    """Ends a run of rl2 with the step in which it has sampled `budget` tokens, and evaluates it.
+
+    Takes the place of the recorder's `finish_step`. Keeps the CPU seconds at the end of each step.
+    """
+
+    def __init__(self, recorder, budget: int):
+        self.recorder = recorder
+        self.budget = budget
+        self.num_sampled = 0
+        self.finish_step = recorder.finish_step
+        self.cpu_seconds = []
+        recorder.finish_step = self
+
+    def __call__(self, step: int, metrics: dict, *records) -> bool:
+        self.cpu_seconds.append(time.process_time())
+        self.num_sampled += metrics["tokens/sampled"]
+        is_last = self.num_sampled >= self.budget
+        if is_last:
+            self.recorder.num_steps = step  # the last step is evaluated
+        return self.finish_step(step, metrics, *records) or is_last
+
+
+def run_rl2(task: Task, algorithm: str, seed: int, model: str, folder: Path) -> dict:
+    from rl2.config.parse import parse
+    from rl2.config.schema import PPOConfig
+    from rl2.trainer.build import PPORun
+    from rl2.trainer.ppo import train
+
+    arguments = [
+        f"data.path={folder.parent / 'train.jsonl'}",
+        f"data.test_path={folder.parent / 'test.jsonl'}",
+        f"data.prompts_per_rollout={PROMPTS}",
+        f"data.responses_per_prompt={SAMPLES}",
+        f'data.system_prompt="{task.system_prompt}"',
+        f"data.seed={seed}",
+        f"actor.model_name={model}",
+        f"actor.lr={LEARNING_RATE}",
+        f"actor.update_per_rollout={UPDATES}",
+        "actor.max_length_per_device=4096",
+        "actor.gradient_checkpointing=false",
+        f"rollout.env_path={ENV_FILE}",
+        f"rollout.max_running={PROMPTS * SAMPLES}",
+        f"rollout.train_sampling_params.max_new_tokens={task.longest}",
+        "trainer.n_epochs=1000",
+        f"trainer.seed={seed}",
+        f"trainer.save_dir={folder}",
+        f"trainer.experiment_name={folder.name}",
+        "trainer.resume=off",
+        "trainer.disable_wandb=true",
+        *ALGORITHMS[algorithm],
+    ]
+    run = PPORun(parse(PPOConfig, arguments))
+    meter = StopAtBudget(run.recorder, task.sampled_tokens)
+    start = time.process_time()
+    train(run)
+    run.engine.close()
+    lines = read_rows(folder / "metrics.jsonl")
+    rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+    tests = [line["test/reward/mean"] for line in lines if "test/reward/mean" in line]
+    cpu_seconds = [end - start for end in meter.cpu_seconds]
+    return {
+        "before": tests[0],
+        "accuracy": tests[-1],
+        "sampled_tokens": meter.num_sampled,
+        "cpu_seconds": cpu_seconds[-1],
+        **curve_to_mark(rewards, cpu_seconds),
+        "keys": arguments[2:],
+    }
+
+
+def curve_to_mark(rewards: list[float], cpu_seconds: list[float]) -> dict:
+    """The rewards of the steps, and when the mean of MARK_STEPS of them first reached MARK."""
+    result = {
+        "rewards": [round(reward, 4) for reward in rewards],
+        "steps_to_mark": None,
+        "cpu_seconds_to_mark": None,
+    }
+    for step in range(MARK_STEPS, len(rewards) + 1):
+        if sum(rewards[step - MARK_STEPS : step]) / MARK_STEPS >= MARK:
+            result |= {"steps_to_mark": step, "cpu_seconds_to_mark": cpu_seconds[step - 1]}
+            break
+    return result
+
+
+def run_trl(task: Task, seed: int, model: str, folder: Path) -> dict:
+    """TRL's GRPOTrainer for as many CPU seconds as GRPO's runs of this task took on average."""
+    import torch
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from rl2.parallel.device import compute_dtype
+
+    reward_fn = load_env().reward_fn
+    seconds = mean_cpu_seconds(task)
+    cpu_seconds = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            cpu_seconds.append(time.process_time() - start)
+            if cpu_seconds[-1] >= seconds and len(cpu_seconds) % UPDATES == 0:
+                control.should_training_stop = True
+
+    def reward(prompts, completions, answer, **_):
+        return [reward_fn(*pair) for pair in zip(completions, answer, strict=True)]
+
+    def read_prompts(name: str) -> list[dict]:
+        system = {"role": "system", "content": task.system_prompt}
+        rows = read_rows(folder.parent / f"{name}.jsonl")
+        return [{"prompt": [system, *row["messages"]], "answer": row["answer"]} for row in rows]
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = GRPOConfig(
+        output_dir=str(folder),
+        max_steps=1000,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        beta=0.0,
+        loss_type="grpo",
+        num_generations=SAMPLES,
+        max_completion_length=task.longest,
+        temperature=1.0,
+        per_device_train_batch_size=PROMPTS * SAMPLES // UPDATES,
+        steps_per_generation=UPDATES,
+        gradient_checkpointing=False,
+        bf16=compute_dtype("auto", device) == torch.bfloat16,
+        use_cpu=device.type == "cpu",
+        seed=seed,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        args=config,
+        reward_funcs=reward,
+        train_dataset=Dataset.from_list(read_prompts("train")),
+        callbacks=[Clock()],
+    )
+    test_rows = read_prompts("test")
+    before = greedy_accuracy(trainer, test_rows, task.longest, reward_fn)
+    start = time.process_time()
+    trainer.train()
+    log = [entry for entry in trainer.state.log_history if "reward" in entry]
+    num_answers = PROMPTS * SAMPLES // UPDATES  # of an entry
+    sampled = sum(entry["completions/mean_length"] * num_answers for entry in log)
+    rewards = [entry["reward"] for entry in log]
+    step_rewards = [
+        sum(rewards[i : i + UPDATES]) / UPDATES for i in range(0, len(rewards), UPDATES)
+    ]
+    return {
+        "before": before,
+        "accuracy": greedy_accuracy(trainer, test_rows, task.longest, reward_fn),
+        "sampled_tokens": round(sampled),
+        "cpu_seconds": cpu_seconds[-1],
+        **curve_to_mark(step_rewards, cpu_seconds[UPDATES - 1 :: UPDATES]),
+    }
+
+
+def greedy_accuracy(trainer, rows: list[dict], longest: int, reward_fn) -> float:
+    """The share of right greedy answers of TRL's model, generated by transformers."""
+    import torch
+
+    tokenizer, model = trainer.processing_class, trainer.model.eval()
+    inputs = tokenizer.apply_chat_template(
+        [row["prompt"] for row in rows],
+        add_generation_prompt=True,
+        padding=True,
+        padding_side="left",
+        return_tensors="pt",
+        return_dict=True,
+    )
+    with torch.no_grad():
+        tokens = model.generate(**inputs, do_sample=False, max_new_tokens=longest)
+    replies = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], True)
+    rewards = []
+    for row, reply in zip(rows, replies, strict=True):
+        rewards.append(reward_fn([{"role": "assistant", "content": reply}], row["answer"]))
+    return sum(rewards) / len(rewards)
+
+
+def load_env():
+    """The module of the environment's file."""
+    spec = importlib.util.spec_from_file_location("arithmetic", ENV_FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def mean_cpu_seconds(task: Task) -> float:
+    """Of the runs of GRPO on this task."""
+    results = read_results(RESULTS_FILE).values()
+    seconds = [
+        result["cpu_seconds"]
+        for result in results
+        if result["algorithm"] == "GRPO" and TASKS[result["task"]] == task
+    ]
+    if not seconds:
+        raise SystemExit("TRL has as many CPU seconds as GRPO took: run GRPO first")
+    return sum(seconds) / len(seconds)
+
+
+def make_jobs(arguments) -> list[Job]:
+    """Seed by seed, so that all algorithms have a result early."""
+    jobs = []
+    for seed in range(arguments.seeds):
+        for algorithm in arguments.algorithms or [*ALGORITHMS, TRL]:
+            for task in arguments.tasks or TASKS:
+                one = ["one", arguments.model, task, algorithm, str(seed)]
+                command = run_itself(*one, "--folder", str(arguments.folder))
+                jobs.append(Job(job_name(task, algorithm, seed), command))
+    return jobs
+
+
+def job_name(task: str, algorithm: str, seed: int) -> str:
+    words = "".join(letter if letter.isalnum() else "-" for letter in algorithm.lower())
+    return f"{task}-{words}-{seed}"
+
+
+def run_one(arguments) -> dict:
+    """One run, in this process. Returns its result."""
+    task = TASKS[arguments.task]
+    folder = arguments.folder / arguments.task
+    make_data(task, folder)
+    save_dir = folder / job_name(arguments.task, arguments.algorithm, arguments.seed)
+    if arguments.algorithm == TRL:
+        result = run_trl(task, arguments.seed, arguments.model, save_dir)
+    else:
+        result = run_rl2(task, arguments.algorithm, arguments.seed, arguments.model, save_dir)
+    chosen = {"task": arguments.task, "algorithm": arguments.algorithm, "seed": arguments.seed}
+    return chosen | {"settings": dataclasses.asdict(task)} | result
+
+
+def report(arguments) -> None:
+    """Prints the table of each task in Markdown."""
+    results = list(read_results(RESULTS_FILE).values())
+    for task in TASKS:
+        runs = [result for result in results if result["task"] == task]
+        if not runs:
+            continue
+        dates = sorted({run["date"] for run in runs})
+        print(
+            f"\n{task}: {dates[0]} to {dates[-1]}, {runs[0]['machine']}; before training ", end=""
+        )
+        print(f"{mean_and_error([run['before'] for run in runs if run['algorithm'] != TRL])}%\n")
+        print("| algorithm | runs | held out, % | steps | sampled tokens | CPU s | ", end="")
+        print("steps to the mark | CPU s to the mark |\n|---|---|---|---|---|---|---|---|")
+        for algorithm in [*ALGORITHMS, TRL]:
+            rows = [run for run in runs if run["algorithm"] == algorithm]
+            if rows:
+                print(report_row(algorithm, rows))
+
+
+def report_row(algorithm: str, runs: list[dict]) -> str:
+    def mean(values: list[float | None]) -> str:
+        reached = [value for value in values if value is not None]
+        text = f"{sum(reached) / len(reached):.0f}" if reached else "-"
+        is_partial = 0 < len(reached) < len(values)
+        return f"{text} ({len(reached)} of {len(values)} runs)" if is_partial else text
+
+    cells = [
+        algorithm,
+        str(len(runs)),
+        mean_and_error([run["accuracy"] for run in runs]),
+        mean([len(run["rewards"]) for run in runs]),
+        mean([run["sampled_tokens"] for run in runs]),
+        mean([run["cpu_seconds"] for run in runs]),
+        mean([run["steps_to_mark"] for run in runs]),
+        mean([run["cpu_seconds_to_mark"] for run in runs]),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="makes the runs that are missing")
+    run.add_argument("model", help="folder of the model")
+    run.add_argument("--seeds", type=int, default=3)
+    run.add_argument("--tasks", nargs="*", choices=TASKS)
+    run.add_argument("--algorithms", nargs="*", choices=[*ALGORITHMS, TRL])
+    one = commands.add_parser("one", help="one run in this process")
+    for name in ("model", "task", "algorithm"):
+        one.add_argument(name)
+    one.add_argument("seed", type=int)
+    for command in (run, one):
+        command.add_argument("--folder", type=Path, default=ROOT / "runs" / "learning")
+    commands.add_parser("report", help="prints the tables")
+    arguments = parser.parse_args()
+    if arguments.command == "report":
+        report(arguments)
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.path.insert(0, str(ROOT))
+    if arguments.command == "one":
+        print(json.dumps(run_one(arguments)))
+    else:
+        run_missing(make_jobs(arguments), RESULTS_FILE, arguments.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""A queue of training runs that can be stopped and resumed.
+
+Each finished run is one JSON line of a results file, with its date, machine and commit. A run whose
+line is there is not repeated. Several processes may work on the same queue: each run is locked.
+"""
+
+import contextlib
+import fcntl
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run. `command` prints a JSON object on its last line: the result."""
+
+    name: str  # unique in its results file
+    command: list[str]
+
+
+def run_missing(jobs: Iterable[Job], results_file: Path, folder: Path) -> None:
+    """Runs the jobs that have no line in `results_file`, one after the other.
+
+    The output of a run is in `folder`/NAME.log. A run that fails is named and left out; the next
+    call tries it again.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    results_file.parent.mkdir(parents=True, exist_ok=True)
+    for job in jobs:
+        with locked(folder / f"{job.name}.lock") as is_mine:
+            if not is_mine or job.name in read_results(results_file):
+                continue
+            print(f"{time.strftime('%H:%M:%S')} {job.name}", flush=True)
+            log = folder / f"{job.name}.log"
+            with log.open("w") as output:
+                done = subprocess.run(job.command, stdout=output, stderr=subprocess.STDOUT)
+            if done.returncode != 0:
+                print(f"  failed: {log}", flush=True)
+                continue
+            result = json.loads(log.read_text().splitlines()[-1])
+            line = {"name": job.name, **result, **circumstances()}
+            with results_file.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def read_results(results_file: Path) -> dict[str, dict]:
+    """The results by the name of their run."""
+    if not results_file.exists():
+        return {}
+    lines = [json.loads(line) for line in results_file.read_text().splitlines()]
+    return {line["name"]: line for line in lines}
+
+
+def circumstances() -> dict[str, str]:
+    """When, on which machine and with which commit a result was made."""
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{processor()}, {platform.system()}",
+        "commit": git.stdout.strip() or "unknown",
+    }
+
+
+def processor() -> str:
+    """The model name of the processor, where the system tells it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Whether this process has the lock. The lock of a process that died is free."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def run_itself(*arguments: str) -> list[str]:
+    """The command that runs the current script in a process of its own."""
+    return [sys.executable, sys.argv[0], *arguments]
+
+
+def mean_and_error(values: list[float]) -> str:
+    """Mean and standard error of the mean, as percentages: 81.3 ± 2.0."""
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return f"{100 * mean:.1f}"
+    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return f"{100 * mean:.1f} ± {100 * (variance / len(values)) ** 0.5:.1f}"
