@@ -50,34 +50,33 @@ def _repeats_followed_key(config: Any, name: str) -> bool:
 
 def check_choices(config: Any) -> list[str]:
     """The keys whose value is none of their choices, or names no function."""
-    problems = []
+    problems: list[str] = []
     for name, key, value in own_values(config):
         if key.functions is not None:
-            problems += _function_problem(value, key, name)
+            problems += _function_problems(value, key, name)
         elif key.choices and isinstance(value, str) and value not in key.choices:
             *others, last = key.choices
             problems.append(f"{name}={value}: choose {', '.join(others) or 'a number'} or {last}")
     return problems
 
 
-def _function_problem(value: str, key: Key, name: str) -> list[str]:
+def _function_problems(value: str, key: Key, name: str) -> Iterator[str]:
     assert key.functions is not None
     try:
         function = find_function(value, key.functions, name)
     except ValueError as error:
-        return [str(error)]
+        yield str(error)
+        return
     available = {entry.name for entry in fields(key.inputs)}
     available.update(part for part in dir(key.inputs) if not part.startswith("_"))
-    required = set()
+    unknown = set()
     for parameter in inspect.signature(function).parameters.values():
         is_named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if is_named and parameter.default is parameter.empty:
-            required.add(parameter.name)
-    unknown = ", ".join(sorted(required - available))
+            unknown |= {parameter.name} - available
     if unknown:
-        choices = ", ".join(sorted(available))
-        return [f"{name}={value} asks for {unknown}; it may ask for {choices}"]
-    return []
+        asked, choices = ", ".join(sorted(unknown)), ", ".join(sorted(available))
+        yield f"{name}={value} asks for {asked}; it may ask for {choices}"
 
 
 def check_keys(config: Any, set_keys: set[str]) -> Checked:

@@ -94,8 +94,7 @@ def parse(
     arguments = read_arguments(argv)
     problems = arguments.problems
     config = OmegaConf.structured(root)
-    set_keys, key_problems = assign(root, config, arguments.assignments)
-    problems += key_problems
+    set_keys = assign(root, config, arguments.assignments, problems)
     follow_keys(config, set_keys)
     missing = sorted(OmegaConf.missing_keys(config))
     if not arguments.shows_config:
@@ -171,27 +170,21 @@ def dump(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-# Reading.
+# Reading. What is wrong is added to `problems`.
 
 
 def read_arguments(argv: list[str]) -> Arguments:
     """What the arguments and the recipe that they name ask for. Arguments follow the recipe."""
-    words, word_problems = join_spaced_words(argv)
-    options, words, option_problems = read_options(words)
-    recipe, recipe_problems = read_recipe(options)
-    overrides, override_problems = read_overrides(words)
-    return Arguments(
-        assignments=recipe + overrides,
-        shows_config="--cfg" in options,
-        problems=word_problems + option_problems + recipe_problems + override_problems,
-        warnings=find_duplicates(overrides),
-    )
+    problems: list[str] = []
+    options, words = read_options(join_spaced_words(argv, problems), problems)
+    recipe = read_recipe(options, problems)
+    overrides = read_overrides(words, problems)
+    return Arguments(recipe + overrides, "--cfg" in options, problems, find_duplicates(overrides))
 
 
-def join_spaced_words(argv: list[str]) -> tuple[list[str], list[str]]:
-    """(arguments, problems): `key = value`, `key =value` and `key= value` become one argument."""
+def join_spaced_words(argv: list[str], problems: list[str]) -> list[str]:
+    """The arguments: `key = value`, `key =value` and `key= value` become one, and a problem."""
     words: list[str] = []
-    problems = []
     for word in argv:
         previous = words[-1] if words else ""
         is_key = re.fullmatch(r"\w[\w.]*", previous)
@@ -203,14 +196,13 @@ def join_spaced_words(argv: list[str]) -> tuple[list[str], list[str]]:
             words.append(word)
         if is_value or (continues_key and word != "="):
             problems.append(f"{words[-1]} has spaces at its =: write it without them")
-    return words, problems
+    return words
 
 
-def read_options(argv: list[str]) -> tuple[dict[str, str], list[str], list[str]]:
-    """(options by name, overrides, problems). An option is `--name value` or `--name=value`."""
+def read_options(argv: list[str], problems: list[str]) -> tuple[dict[str, str], list[str]]:
+    """(options by name, overrides). An option is `--name value` or `--name=value`."""
     options = {}
     overrides = []
-    problems = []
     words = list(argv)
     while words:
         word = words.pop(0)
@@ -228,7 +220,7 @@ def read_options(argv: list[str]) -> tuple[dict[str, str], list[str], list[str]]
             options[name] = value
     if options.get("--cfg", "job") != "job":
         problems.append(f"--cfg {options['--cfg']}: the only choice is job")
-    return options, overrides, problems
+    return options, overrides
 
 
 def _unknown_option(word: str) -> str:
@@ -239,25 +231,29 @@ def _unknown_option(word: str) -> str:
     )
 
 
-def read_recipe(options: dict[str, str]) -> tuple[list[Assignment], list[str]]:
-    """(assignments, problems) of the recipe file that the options name."""
-    if "--config-name" not in options:
-        if "--config-dir" not in options:
-            return [], []
-        remedy = "the name of the file in that folder, with or without .yaml"
-        return [], [f"--config-dir needs --config-name: {remedy}"]
-    name = options["--config-name"]
+def read_recipe(options: dict[str, str], problems: list[str]) -> list[Assignment]:
+    """The assignments of the recipe file that the options name."""
+    name = options.get("--config-name", "")
     file = name if name.endswith((".yaml", ".yml")) else name + ".yaml"
     path = Path(options.get("--config-dir", "."), file)
+    if not name:
+        if "--config-dir" in options:
+            remedy = "the name of the file in that folder, with or without .yaml"
+            problems.append(f"--config-dir needs --config-name: {remedy}")
+        return []
     if not path.is_file():
-        return [], [f"--config-name {name}: there is no file {path}"]
+        problems.append(f"--config-name {name}: there is no file {path}")
+        return []
     try:
         recipe = OmegaConf.to_container(OmegaConf.load(path))
     except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        return [], [f"{path} is not readable YAML: {error}"]
+        problems.append(f"{path} is not readable YAML: {error}")
+        return []
     if not isinstance(recipe, dict):
-        return [], [f"{path} holds no keys: write sections with keys below them, as --cfg job does"]
-    return [Assignment(key, value, f" (in {path})") for key, value in flatten(recipe)], []
+        remedy = "write sections with keys below them, as --cfg job does"
+        problems.append(f"{path} holds no keys: {remedy}")
+        return []
+    return [Assignment(key, value, f" (in {path})") for key, value in flatten(recipe)]
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -270,10 +266,9 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def read_overrides(words: list[str]) -> tuple[list[Assignment], list[str]]:
-    """(assignments, problems) of the `key=value` arguments, in Hydra's grammar."""
+def read_overrides(words: list[str], problems: list[str]) -> list[Assignment]:
+    """The assignments of the `key=value` arguments, in Hydra's grammar."""
     assignments = []
-    problems = []
     parser = OverridesParser.create()
     for word in words:
         key, equals, text = word.partition("=")
@@ -297,7 +292,7 @@ def read_overrides(words: list[str]) -> tuple[list[Assignment], list[str]]:
             problems.append(f"{word} names several values, and a run has one: {remedy}")
         else:
             assignments.append(Assignment(key, override.value()))
-    return assignments, problems
+    return assignments
 
 
 def explain_quotes(key: str, text: str) -> str:
@@ -339,13 +334,12 @@ def find_duplicates(overrides: list[Assignment]) -> list[str]:
 # Setting keys.
 
 
-def assign(root: type, config: Any, assignments: list[Assignment]) -> tuple[set[str], list[str]]:
-    """Sets the keys. Returns (the keys that were set, problems).
+def assign(root: type, config: Any, assignments: list[Assignment], problems: list[str]) -> set[str]:
+    """Sets the keys of a config of the class `root`. Returns the keys that were set.
 
     A misspelled key sets the one key that it must mean, so that no other problem follows from it.
     """
     set_keys: set[str] = set()
-    problems = []
     known = schema_keys(root)
     names = [name for name, key in known.items() if not key.is_section]
     for name, value, source in assignments:
@@ -366,20 +360,14 @@ def assign(root: type, config: Any, assignments: list[Assignment]) -> tuple[set[
             )
             if problem and target == name:
                 problems.append(problem + source)
-    return set_keys, problems + check_references(root, config, set_keys)
-
-
-def check_references(root: type, config: Any, set_keys: set[str]) -> list[str]:
-    """The keys whose ${OTHER.KEY} cannot be resolved. They are set to their defaults."""
-    problems = []
     for name in sorted(set_keys):
         try:
             OmegaConf.select(config, name)
-        except OmegaConfBaseException as error:
+        except OmegaConfBaseException as error:  # a ${OTHER.KEY} in its value
             problems.append(f"{name}: {str(error).splitlines()[0]}")
-            default = get_value(root(), name) if name in schema_keys(root) else None
+            default = get_value(root(), name) if name in known else None
             OmegaConf.update(config, name, default)
-    return problems
+    return set_keys
 
 
 def to_object(config: Any, missing: list[str]) -> Any:
