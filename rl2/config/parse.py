@@ -24,14 +24,17 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rl2.config.key import Key, schema_keys
-from rl2.config.key_rules import Checked, check_choices, drop_elsewhere, follow_keys, get_value
+from rl2.config.key_rules import check_choices, drop_elsewhere, follow_keys, get_value
 from rl2.config.rules import validate
 from rl2.config.synonyms import find_synonym
 from rl2.error_report import report_error
 from rl2.parallel.mesh import is_first_rank
 
 OPTIONS = {"--cfg": "job", "--config-dir": "DIR", "--config-name": "NAME"}  # each takes a value
-OPTIONS_HELP = "--help [SECTION | all], --cfg job, --plan, --config-dir DIR and --config-name NAME"
+OPTIONS_HELP = (
+    "keys are written key=value without dashes; there are --help [SECTION | all], --cfg job, "
+    "--plan, --config-dir DIR and --config-name NAME"
+)
 TORCHRUN_OPTION = r"--?(nproc|nnodes|node|standalone|master|rdzv|max.restarts|role|log.dir)"
 NEXT_ARGUMENT = r"-\D|[\w.]+="  # how an option or a key=value begins
 SECONDS_FOR_FIRST_RANK = 1.0  # to print the problems, which all find at about the same time
@@ -104,7 +107,7 @@ def parse(
     result = to_object(config, missing)
     if arguments.shows_config and not problems + check_choices(result):
         print_and_exit(OmegaConf.to_yaml(config, resolve=True))
-    config_problems, warnings = check_config(result, set_keys)
+    config_problems, warnings = validate(result, set_keys)
     problems += config_problems
     problems, warnings = drop_elsewhere(problems, warnings, elsewhere)
     if problems and find_problems:
@@ -127,16 +130,6 @@ def add_new_problems(problems: list[str], by_key: dict[str, str]) -> list[str]:
     """The problems (KEY=VALUE ...), and those of further keys, which `by_key` gives."""
     known_keys = {problem.partition("=")[0] for problem in problems}
     return problems + [by_key[key] for key in by_key if key not in known_keys]
-
-
-def check_config(config: Any, set_keys: set[str]) -> Checked:
-    """(problems, warnings) of a config whose keys and types are right."""
-    choice_problems = check_choices(config)
-    if choice_problems:  # which may be why other keys seem to have no effect
-        set_keys = set()
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    problems, warnings = validate(config, set_keys, world_size)
-    return choice_problems + problems, warnings
 
 
 def report(problems: list[str], warnings: list[str]) -> None:
@@ -212,8 +205,11 @@ def read_options(argv: list[str], problems: list[str]) -> tuple[dict[str, str], 
             continue
         if not equals and words and not re.match(NEXT_ARGUMENT, words[0]):
             value = words.pop(0)
-        if name not in OPTIONS:
-            problems.append(_unknown_option(word))
+        if re.match(TORCHRUN_OPTION, word):
+            place = "options of torchrun stand before -m"
+            problems.append(f"{word} is no option of the trainer: {place}")
+        elif name not in OPTIONS:
+            problems.append(f"{word} is no option: {OPTIONS_HELP}")
         elif not value:
             problems.append(f"{name} needs a value: {name} {OPTIONS[name]}")
         else:
@@ -221,14 +217,6 @@ def read_options(argv: list[str], problems: list[str]) -> tuple[dict[str, str], 
     if options.get("--cfg", "job") != "job":
         problems.append(f"--cfg {options['--cfg']}: the only choice is job")
     return options, overrides
-
-
-def _unknown_option(word: str) -> str:
-    if re.match(TORCHRUN_OPTION, word):
-        return f"{word} is no option of the trainer: options of torchrun stand before -m"
-    return (
-        f"{word} is no option: keys are written key=value without dashes; there are {OPTIONS_HELP}"
-    )
 
 
 def read_recipe(options: dict[str, str], problems: list[str]) -> list[Assignment]:
@@ -502,9 +490,7 @@ def _default(root: type, name: str) -> str:
     value = get_value(root(), name)
     if value == MISSING:
         return "(required)"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "(none)" if value is None else str(value)
+    return "(none)" if value is None else _shown(value)
 
 
 def _width() -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rl2.config.key_rules import Checked, check_keys, non_default_keys
+from rl2.config.key_rules import Checked, check_choices, check_keys, non_default_keys
 from rl2.config.schema import (
     DPOConfig,
     PPOConfig,
@@ -27,13 +27,17 @@ DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 INTERVAL_CORRECTIONS = ("token_mask", "geometric_mask")  # they keep ratios in [1 / cap, cap]
 
 
-def validate(config: Any, set_keys: set[str], world_size: int) -> Checked:
-    """(problems, warnings) of a config whose keys, types and choices are right.
+def validate(config: Any, set_keys: set[str]) -> Checked:
+    """(problems, warnings) of a config whose keys and types are right.
 
-    `set_keys` are the keys that the user set. Without them no key is reported as unused.
+    `set_keys` are the keys that the user set.
     """
-    problems, warnings = check_keys(config, set_keys)
-    problems += check_paths(config)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    problems = check_choices(config)
+    if problems:  # which may be why other keys seem to have no effect
+        set_keys = set()
+    key_problems, warnings = check_keys(config, set_keys)
+    problems += [*key_problems, *check_paths(config)]
     workers = worker_names(config)
     if isinstance(config, PPOConfig):
         if not needs_critic(config.adv.estimator):
