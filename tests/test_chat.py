@@ -428,12 +428,12 @@ def test_a_base_model_gets_a_plain_template_on_request(adds_bos):
 def test_stop_token_ids():
     tokenizer = make_tokenizer()
     eos = tokenizer.eos_token_id
-    assert ChatTemplate(tokenizer).stop_token_ids(None) == [eos]
-    assert ChatTemplate(tokenizer).stop_token_ids(3) == [3, eos]
+    assert ChatTemplate(tokenizer).stop_token_ids([]) == [eos]
+    assert ChatTemplate(tokenizer).stop_token_ids([3]) == [3, eos]
     assert ChatTemplate(tokenizer).stop_token_ids([eos, 7, 3]) == [3, 7, eos]
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="eos_token"):
-        ChatTemplate(tokenizer).stop_token_ids(None)
+        ChatTemplate(tokenizer).stop_token_ids([])
 
 
 # Training sequences

@@ -47,7 +47,7 @@ def test_a_complete_folder_passes(name):
 
 def test_without_generation_config_the_config_gives_the_stop_token(name, tmp_path):
     (tmp_path / "model/generation_config.json").unlink()
-    assert load_eos_token_ids(name) == 2
+    assert load_eos_token_ids(name) == [2]
     config = json.loads((tmp_path / "model/config.json").read_text())
     config["eos_token_id"] = [2, 5]
     (tmp_path / "model/config.json").write_text(json.dumps(config))

@@ -195,18 +195,13 @@ class ChatTemplate:
         special_ids = {token_id for token_id, token in added_tokens if token.special}
         return special_ids | set(self.tokenizer.all_special_ids)
 
-    def stop_token_ids(self, generation_config_eos: int | list[int] | None) -> list[int]:
-        """The ids that end a turn, ascending: the tokenizer's and the generation config's.
+    def stop_token_ids(self, model_eos: list[int]) -> list[int]:
+        """The ids that end a turn, ascending: the tokenizer's and the model's.
 
-        `generation_config_eos` is the model's `generation_config.eos_token_id`. Chat models often
-        list several ids there, of which the tokenizer names only one.
+        Chat models often list several ids in their generation config, of which the tokenizer names
+        only one.
         """
-        stop_ids = {self.tokenizer.eos_token_id}
-        if isinstance(generation_config_eos, list):
-            stop_ids.update(generation_config_eos)
-        else:
-            stop_ids.add(generation_config_eos)
-        stop_ids.discard(None)
+        stop_ids = {self.tokenizer.eos_token_id, *model_eos} - {None}
         if not stop_ids:
             raise ValueError(
                 "neither the tokenizer nor generation_config has an eos_token: set one in the "

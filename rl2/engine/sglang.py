@@ -67,11 +67,7 @@ class SGLangEngine(Engine):
 
     def __init__(self, settings: EngineSettings):
         rank, tp_size = settings.rank, settings.tp_size
-        groups = [
-            dist.new_group(range(first, first + tp_size), COLLECTIVE_TIMEOUT, backend="gloo")
-            for first in range(0, settings.world_size, tp_size)
-        ]
-        self.group = groups[rank // tp_size]
+        self.group, _ = dist.new_subgroups(tp_size, None, COLLECTIVE_TIMEOUT, backend="gloo")
         self.tp_size = tp_size
         self.index = rank // tp_size if rank % tp_size == 0 else None
         self.count = settings.world_size // tp_size
@@ -390,14 +386,13 @@ class _Adapter:
     def wait_until_idle(self) -> None:
         """Waits for the last batch: SGLang dies when its memory is taken away before."""
         answer = self.engine.loop.run_until_complete(self.manager.flush_cache(timeout_s=60.0))
-        _require(answer.success, "to sleep: a request is still running")
+        _require((answer.success, "to sleep: a request is still running"))
 
     def mark_update(self, verb: str) -> None:
         """Opens a session of updates (`verb` is begin) or closes it (end)."""
         call = getattr(self.engine, f"{verb}_weight_update", None)
         if call is not None:
-            success, message = call()[:2]
-            _require(success, message)
+            _require(call())
 
     async def update(self, handles: list[bytes], version: int) -> None:
         """Loads one bucket; `handles` has one for each scheduler."""
@@ -409,8 +404,7 @@ class _Adapter:
             weight_version=str(version),
             load_format="flattened_bucket",
         )
-        success, message = (await self.manager.update_weights_from_tensor(request, None))[:2]
-        _require(success, message)
+        _require(await self.manager.update_weights_from_tensor(request, None))
 
     @property
     def has_checksums(self) -> bool:
@@ -428,9 +422,9 @@ class _Adapter:
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         call = self.manager.check_weights(CheckWeightsReqInput(action=action))
-        success, message, schedulers = self.engine.loop.run_until_complete(call)[:3]
-        _require(success, message)
-        return schedulers or []
+        answer = self.engine.loop.run_until_complete(call)
+        _require(answer)
+        return answer[2] or []
 
 
 def _server_arguments(
@@ -462,9 +456,10 @@ def _server_arguments(
     return {**arguments, **settings.engine_args}
 
 
-def _require(success: bool, message: str) -> None:
-    if not success:
-        raise RuntimeError(f"SGLang refused: {message}")
+def _require(answer: Sequence[Any]) -> None:
+    """RuntimeError unless the answer, (success, message, ...), says that SGLang has obeyed."""
+    if not answer[0]:
+        raise RuntimeError(f"SGLang refused: {answer[1]}")
 
 
 def _finish_reason(tokens: list[int], params: SamplingParams) -> str:

@@ -4,7 +4,6 @@
 """
 
 import json
-import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from huggingface_hub import (
     try_to_load_from_cache,
 )
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -55,7 +55,7 @@ def check_model(key: str, name: str, critic: bool = False) -> None:
     _check_kind(label, _read_config(label, name), critic)
 
 
-def load_eos_token_ids(name: str) -> int | list[int] | None:
+def load_eos_token_ids(name: str) -> list[int]:
     """The end-of-sequence tokens of the generation config, else of the config."""
     try:
         eos = GenerationConfig.from_pretrained(name).eos_token_id
@@ -63,7 +63,8 @@ def load_eos_token_ids(name: str) -> int | list[int] | None:
         eos = None
     if eos is None:
         eos = AutoConfig.from_pretrained(name).get_text_config().eos_token_id
-    return eos
+    ids = eos if isinstance(eos, list) else [eos]
+    return [token_id for token_id in ids if token_id is not None]
 
 
 def check_length(key: str, name: str, num_tokens: int, problem: str) -> None:
@@ -120,34 +121,20 @@ def _check_files(label: str, folder: Path) -> None:
         raise ValueError(f"{label}: this is no model folder: it has no config.json")
     files = set(folder.glob("*.safetensors"))
     if (folder / INDEX).exists():
-        files |= {
-            folder / file
-            for file in json.loads((folder / INDEX).read_text())["weight_map"].values()
-        }
+        index = json.loads((folder / INDEX).read_text())
+        files |= {folder / file for file in index["weight_map"].values()}
     if not files and not list(folder.glob("*.bin")):
         raise ValueError(f"{label}: the folder has no weights (model.safetensors)")
     for file in sorted(files):
         if not file.exists():
             raise ValueError(f"{label}: {file.name} is missing, which {INDEX} names; copy it again")
-        if file.stat().st_size != _full_size(file):
+        try:
+            safe_open(file, "pt")  # it compares the size with the header
+        except SafetensorError as error:
             raise ValueError(
                 f"{label}: {file.name} is not whole ({file.stat().st_size:,} bytes); copy it again "
                 "(or run `git lfs pull`)"
-            )
-
-
-def _full_size(file: Path) -> int:
-    """The bytes that a safetensors file should have, by its header; -1 for a broken header."""
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        header = stream.read(min(length, file.stat().st_size))
-    try:
-        tensors = json.loads(header)
-    except ValueError:
-        return -1
-    ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
-    return 8 + length + max(ends, default=0)
+            ) from error
 
 
 def _read_config(label: str, name: str) -> PreTrainedConfig:

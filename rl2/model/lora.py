@@ -48,9 +48,8 @@ def inject(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
     linear_names = [name for name, module in modules if isinstance(module, nn.Linear)]
     kinds = sorted({name.rpartition(".")[2] for name in linear_names})
     _check_targets(settings.targets, linear_names, kinds)
-    alpha: Any = settings.alpha  # peft takes a float, though its type says int
-    if alpha is None:
-        alpha = 2 * settings.rank
+    # peft takes a float, though its type says int.
+    alpha: Any = settings.alpha or 2 * settings.rank
     config = LoraConfig(r=settings.rank, lora_alpha=alpha, target_modules=settings.targets or kinds)
     inject_adapter_in_model(config, hf.base_model)
     for name, parameter in hf.named_parameters():
