@@ -64,11 +64,6 @@ class Prediction:
         return self.made
 
 
-def predict_in_subprocess(config: Any, num_gpus: int) -> Plan | None:
-    """The plan of the trainer's `config`. None if it cannot be made, after printing why."""
-    return read_plan(start_process(config, num_gpus))
-
-
 def start_process(config: Any, num_gpus: int) -> "subprocess.Popen[bytes]":
     """Starts a process that makes the plan, without GPUs and without our process group."""
     process = subprocess.Popen(

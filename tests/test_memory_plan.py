@@ -9,7 +9,7 @@ import torch
 from common import CONFIGS, launch, make_model, read_metrics, run
 
 from rl2.config.schema import SFTConfig
-from rl2.memory_plan import GIB, Plan, Prediction, predict_in_subprocess
+from rl2.memory_plan import GIB, Plan, Prediction, read_plan, start_process
 from rl2.report.loggers import MetricsLog, RunInfo
 
 SIZES = {
@@ -98,6 +98,6 @@ def test_a_job_on_gpus_logs_its_plan_from_the_step_at_which_it_is_made(tmp_path,
 def test_a_plan_that_cannot_be_made_says_why_and_stops_nothing(tmp_path, capsys):
     config = SFTConfig()
     config.actor.model_name = str(tmp_path / "nowhere")
-    assert predict_in_subprocess(config, 2) is None
+    assert read_plan(start_process(config, 2)) is None
     assert "the memory plan could not be made: " in capsys.readouterr().out
     assert Prediction(config, 2).plan(wait=True) is None  # no GPU, no plan

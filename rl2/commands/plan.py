@@ -71,7 +71,9 @@ def planned_device(num_gpus: int, kind: str = "cuda") -> Iterator[PlannedDevice]
         with memory.fake:
             return hf.to_empty(device="cpu"), {"missing_keys": []}
 
-    def empty_on_host(make_empty: Any, likes: Any) -> list[torch.Tensor]:
+    make_empty = offload.empty_on_host
+
+    def empty_on_host(likes: Any) -> list[torch.Tensor]:
         with memory.fake:
             return make_empty(likes)
 
@@ -89,9 +91,7 @@ def planned_device(num_gpus: int, kind: str = "cuda") -> Iterator[PlannedDevice]
             mock.patch.object(AutoModelForSequenceClassification, "from_pretrained", loader),
             mock.patch("rl2.model.load.admit", lambda *model: None),
             mock.patch("rl2.parallel.attention._activate_flash_attention_3", lambda: None),
-            mock.patch.object(
-                offload, "empty_on_host", partial(empty_on_host, offload.empty_on_host)
-            ),
+            mock.patch.object(offload, "empty_on_host", empty_on_host),
             mock.patch("torch.distributed.all_gather_object", all_gather_object),
             mock.patch(fsdp_device, lambda mesh: PLANNED_DEVICE),
             mock.patch("rl2.parallel.device.planned_kind", kind),
@@ -242,9 +242,7 @@ def full_batch(
     rows follow each other as a group.
     """
     config = worker.config
-    budget = config.max_length_per_device
-    if inference and config.max_inference_length_per_device:
-        budget = config.max_inference_length_per_device
+    budget = inference and config.max_inference_length_per_device or config.max_length_per_device
     budget *= config.sp_size
     in_micro_batch = -(-budget // longest // row_multiple) * row_multiple
     length = min(longest, budget // in_micro_batch)

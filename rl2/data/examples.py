@@ -41,7 +41,7 @@ class RowKind(NamedTuple):
 class EpochSampler(Generic[Item]):
     """Items in a fixed order of epochs. `Prompts` and `Examples` are its subclasses.
 
-    `self[i]` is the i-th item in the order of the rows. `take` and `batch` follow the order of
+    `self[i]` is the i-th item in the order of the rows. `next_items` follows the order of
     training, an endless sequence of epochs, each of which holds every item once. Items that are
     longer than `max_length` tokens are dropped: `num_dropped` counts them, `longest` is the length
     of the longest item kept. ValueError when none is kept, or names rows that cannot be rendered.
@@ -165,11 +165,12 @@ class EpochSampler(Generic[Item]):
         """The next `count` items of training, by default a batch, and moves the position.
 
         Batches cross the ends of epochs: 5 items in batches of 2, not shuffled, are 01 23 40 12 34.
+        If `count` exceeds the number of items, an item occurs several times.
         """
         count = self.batch_size if count is None else count
-        items = self.take(self.rows_done, count)
+        first = self.rows_done
         self.rows_done += count
-        return items
+        return [self._item_at(position) for position in range(first, self.rows_done)]
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
@@ -178,15 +179,8 @@ class EpochSampler(Generic[Item]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rows_done = state["rows_done"]
 
-    def take(self, start: int, count: int) -> list[Item]:
-        """The items at positions start, ..., start + count - 1 of the endless sequence of epochs.
-
-        They depend on the seed and the positions alone, so a resumed run needs no other state. If
-        `count` exceeds the number of items, an item occurs several times.
-        """
-        return [self._item_at(position) for position in range(start, start + count)]
-
     def _item_at(self, position: int) -> Item:
+        """The item at this position of the endless sequence of epochs, by the seed alone."""
         epoch, i = divmod(position, len(self))
         if self.shuffle:
             i = int(_permutation(len(self), self.seed, epoch)[i])

@@ -6,7 +6,6 @@ import itertools
 import json
 import pickle
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -282,7 +281,8 @@ def _to_object(pairs: list[tuple[str, Any]]) -> dict:
     """A JSON object. ValueError if a key occurs twice, of which json keeps the last."""
     value = dict(pairs)
     if len(value) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"key {twice!r} occurs twice in one object")
     return value
 
@@ -303,10 +303,6 @@ def _find_source(path: str, split: str) -> Source:
     if local_path.suffix in SUFFIXES or path.startswith(("/", ".", "~")):
         raise ValueError(f"data path {path}: no such file or folder")
     return _load_from_hub(path, split)
-
-
-def _find_files(path: Path, split: str) -> list[Path]:
-    return _list_files(path, split) if path.is_dir() else [path]
 
 
 def _read_rows(path: str, source: Source) -> Iterator[LocatedRow]:
@@ -352,9 +348,11 @@ def _ask_hub(name: str) -> None:
         raise OSError(str(error).strip().splitlines()[0]) from error
 
 
-def _list_files(folder: Path, split: str) -> list[Path]:
-    if (folder / split).is_dir():
-        folder = folder / split
+def _find_files(path: Path, split: str) -> list[Path]:
+    """The file, or the data files of the split in a folder. ValueError if a folder has none."""
+    if not path.is_dir():
+        return [path]
+    folder = path / split if (path / split).is_dir() else path
     files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
     if not files:
         raise ValueError(

@@ -9,7 +9,6 @@ Shapes: B sequences, T columns, see `batch.Batch`.
 """
 
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,14 +38,6 @@ WEIGHT_GAIN = 2.0
 # Prompt and answer tokens of the sequences; the first two have the same prompt. Some are shorter
 # and some are longer than a window, which a copy that is not shrunk by it must not see.
 LENGTHS = ((11, 5), (11, 21), (3, 4), (20, 30), (2, 3))
-
-
-@dataclass
-class Scores:
-    """What one run of a model gives."""
-
-    columns: Tensor  # [B, T] log-probabilities, or a critic's values
-    gradients: dict[str, Tensor | None]  # of a weighted sum of the columns, by name of the weight
 
 
 # By the config's text and whether it is a critic.
@@ -83,15 +74,15 @@ def find_problem(config: PreTrainedConfig, critic: bool = False) -> str | None:
             small = shrink(model_class, config)
             plain = _make_plain(model_class, small)
             batch = _make_batch()
-            expected = _run_plain(plain, batch)
+            expected = _backward(_plain_columns(plain, batch))
         except Exception as error:  # whatever a strange architecture does
             return f"a small copy of it, which rl2 tries at start, does not run ({_text(error)})"
         try:
             hf = model_class.from_config(small, attn_implementation="rl2", dtype=torch.float32)
             hf.load_state_dict(plain.state_dict())
             model = TokenModel(hf, Ring())
-            actual = _run_packed(model, batch)
-            return _compare(model, batch, actual, expected)
+            actual = _backward(_packed_columns(model, batch))
+            return _compare(model, plain, batch, actual, expected)
         except Exception as error:
             return f"rl2 cannot run it ({_text(error)})"
 
@@ -142,13 +133,8 @@ def _make_batch() -> Batch:
     return collate(samples)
 
 
-def _run_packed(model: TokenModel, batch: Batch) -> Scores:
-    """The model as rl2 runs it, all rows in one pack."""
-    columns = _packed_columns(model, batch)
-    return Scores(columns.detach(), _gradients(model.hf, columns, batch))
-
-
 def _packed_columns(model: TokenModel, batch: Batch) -> Tensor:
+    """[B, T] log-probabilities or values as rl2 computes them, all rows in one pack."""
     packed = zigzag(pack(batch), size=1, rank=0)
     scores = model(packed)
     pairs = scores.values if model.is_critic else scores.logps
@@ -156,8 +142,8 @@ def _packed_columns(model: TokenModel, batch: Batch) -> Tensor:
     return unpack(packed, pairs, batch.mask.shape)
 
 
-def _run_plain(hf: Any, batch: Batch) -> Scores:
-    """The model as transformers runs it, each row alone."""
+def _plain_columns(hf: Any, batch: Batch) -> Tensor:
+    """[B, T] log-probabilities or values as transformers computes them, each row alone."""
     columns = torch.zeros(batch.mask.shape)
     critic_values: list[Tensor] = []
     if hf.get_output_embeddings() is None:
@@ -171,20 +157,22 @@ def _run_plain(hf: Any, batch: Batch) -> Scores:
             log_p = logits[0].float().log_softmax(-1)
             scores = log_p.gather(1, batch.targets[row, :end, None].long())[:, 0]
         columns[row, :end] = scores
-    columns = columns * batch.mask
-    return Scores(columns.detach(), _gradients(hf, columns, batch))
+    return columns * batch.mask
 
 
-def _gradients(hf: nn.Module, columns: Tensor, batch: Batch) -> dict[str, Tensor | None]:
-    weights = torch.linspace(-1.0, 2.0, batch.mask.numel()).view_as(columns)
+def _backward(columns: Tensor) -> Tensor:
+    """The columns without their graph. The model's weights get gradients of a weighted sum."""
+    weights = torch.linspace(-1.0, 2.0, columns.numel()).view_as(columns)
     (columns * weights).sum().backward()
-    return {name: parameter.grad for name, parameter in hf.named_parameters()}
+    return columns.detach()
 
 
-def _compare(model: TokenModel, batch: Batch, actual: Scores, expected: Scores) -> str | None:
-    """What differs, in words; None if nothing does."""
+def _compare(
+    model: TokenModel, plain: nn.Module, batch: Batch, actual: Tensor, expected: Tensor
+) -> str | None:
+    """What differs between the models or their columns, in words; None if nothing does."""
     kind = "values" if model.is_critic else "log-probabilities"
-    differences = (actual.columns - expected.columns).abs()
+    differences = (actual - expected).abs()
     if not differences.max() <= SCORE_TOLERANCE:  # also if it is NaN
         cause = _find_cause(model, batch, expected)
         return (
@@ -192,19 +180,17 @@ def _compare(model: TokenModel, batch: Batch, actual: Scores, expected: Scores) 
         )
     with torch.no_grad():  # as `Worker.infer` runs it
         inferred = _packed_columns(model, batch)
-    if not (inferred - actual.columns).abs().max() <= SCORE_TOLERANCE:
+    if not (inferred - actual).abs().max() <= SCORE_TOLERANCE:
         return f"its {kind} without a gradient are not those with one"
-    return _compare_gradients(model.hf, actual.gradients, expected.gradients)
+    return _compare_gradients(model.hf, plain)
 
 
-def _compare_gradients(
-    hf: nn.Module, actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]
-) -> str | None:
+def _compare_gradients(hf: nn.Module, plain: nn.Module) -> str | None:
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     norms = [gradient.norm() for gradient in expected.values() if gradient is not None]
     total = torch.stack(norms).norm()
     for name, parameter in hf.named_parameters():
-        ours = actual[name]
-        theirs = expected[name]
+        ours, theirs = parameter.grad, expected[name]
         if ours is None and theirs is None:
             if parameter.requires_grad:
                 return f"its weight {name} takes no part in the scores of a text"
@@ -215,13 +201,13 @@ def _compare_gradients(
     return None
 
 
-def _find_cause(model: TokenModel, batch: Batch, expected: Scores) -> str:
+def _find_cause(model: TokenModel, batch: Batch, expected: Tensor) -> str:
     """Why the scores may differ, from which rows differ when each runs alone."""
     wrong_rows = []
     with torch.no_grad():
         for row in range(len(batch.mask)):
             alone = _packed_columns(model, batch.select([row]))[0]
-            if not (alone - expected.columns[row]).abs().max() <= SCORE_TOLERANCE:
+            if not (alone - expected[row]).abs().max() <= SCORE_TOLERANCE:
                 wrong_rows.append(row)
     if not wrong_rows:
         return "sequences of one pack see each other"

@@ -21,7 +21,7 @@ from tools import (
 from rl2.commands.plan import run_phases
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
-from rl2.memory_plan import predict_in_subprocess
+from rl2.memory_plan import read_plan, start_process
 from rl2.parallel.mesh import init_distributed
 from rl2.parallel.planned_device import MemoryTracker
 from rl2.worker import Worker
@@ -69,7 +69,7 @@ def plan():
                 *keys,
             ],
         )
-        planned = predict_in_subprocess(config, 1)
+        planned = read_plan(start_process(config, 1))
         measured = measure_phases(config)
         with steps.step(layout):
             assert planned is not None, "there is no plan"
