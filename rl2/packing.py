@@ -242,7 +242,7 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
     segments = _Segments()
     prefixes: list[tuple[int, int, int]] = []
     none = torch.zeros(0, dtype=torch.int64)
-    hidden_index, targets, rows, columns = [none], [none], [none], [none]
+    pairs = [(none, none, none, none)]  # hidden index, target, row, column
     spans = scored_spans(batch)
     for group in _rows_by_prompt(batch, spans, range(len(spans)), share_prompts):
         prompt, end = spans[group[0]]
@@ -258,25 +258,25 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
             scored = batch.mask[row].nonzero().squeeze(1)
             in_prompt = prompt_start + scored
             in_answer = answer_start + scored - prompt
-            hidden_index.append(torch.where(scored < prompt, in_prompt, in_answer))
-            targets.append(batch.targets[row, scored])
-            rows.append(torch.full_like(scored, row))
-            columns.append(scored)
+            hidden_index = torch.where(scored < prompt, in_prompt, in_answer)
+            rows = torch.full_like(scored, row)
+            pairs.append((hidden_index, batch.targets[row, scored], rows, scored))
         end_of_answers = len(segments.cu_seqlens) - 1
         if end_of_answers > first_answer:
             prefixes.append((first_answer, end_of_answers, first_answer - 1))
     if not segments.tokens:
         # A rank without rows runs one token and scores nothing, so that it meets the collectives.
         segments.add(torch.zeros(1, dtype=torch.int64), 0)
+    hidden_index, targets, rows, columns = map(torch.cat, zip(*pairs, strict=True))
     return Pack(
         tokens=torch.cat(segments.tokens).long()[None],
         positions=torch.cat(segments.positions)[None],
         cu_seqlens=segments.cu_seqlens,
         prefixes=prefixes,
-        hidden_index=torch.cat(hidden_index),
-        targets=torch.cat(targets),
-        rows=torch.cat(rows),
-        columns=torch.cat(columns),
+        hidden_index=hidden_index,
+        targets=targets,
+        rows=rows,
+        columns=columns,
     )
 
 

@@ -299,7 +299,8 @@ def describe(phases: dict[str, tuple[int, int]], gpu_bytes: int) -> str:
 
 def near_settings(config: Any, num_gpus: int) -> Iterator[tuple[str, Any, int]]:
     """(in words, config, GPUs) of settings that need less memory, the nearest ones first."""
-    sections = [getattr(config, name) for name in worker_names(config)]
+    names = worker_names(config)
+    sections = [getattr(config, name) for name in names]
     rows_together = 2 if isinstance(config, DPOConfig | RMConfig) else 1
     longest = rows_together * longest_row(config)
     half = min(section.max_length_per_device for section in sections) // 2
@@ -311,12 +312,12 @@ def near_settings(config: Any, num_gpus: int) -> Iterator[tuple[str, Any, int]]:
     tried = [config]
     for keys in (shorter, offload, offload_all, {**offload_all, **shorter}):
         changed = deepcopy(config)
-        for name in worker_names(config):
+        for name in names:
             vars(getattr(changed, name)).update(keys)
         if changed not in tried:
             tried.append(changed)
-            prefix = worker_names(config)[0]  # the critic follows the actor
-            words = [f"{prefix}.{key}={str(value).lower()}" for key, value in keys.items()]
+            # The critic follows the actor.
+            words = [f"{names[0]}.{key}={str(value).lower()}" for key, value in keys.items()]
             yield " ".join(words), changed, num_gpus
     for factor in (2, 4, 8):
         yield f"--gpus {num_gpus * factor}", config, num_gpus * factor

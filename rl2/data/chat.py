@@ -373,11 +373,7 @@ class ChatTemplate:
 
 
 def _update_tool_messages(messages: list[dict], changes: dict[str, str]) -> list[dict]:
-    updated = []
-    for message in messages:
-        is_from_tool = message.get("role") == "tool"
-        updated.append({**message, **changes} if is_from_tool else message)
-    return updated
+    return [{**m, **changes} if m.get("role") == "tool" else m for m in messages]
 
 
 def _join_neighbours(messages: list[dict]) -> list[dict]:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -274,10 +275,11 @@ class LocalEngine(Engine):
 
         Returns the new slots of each prompt; none where all its requests were cancelled.
         """
+        free: deque[int] = deque()
         for slot, request in enumerate(self.slots):
-            if request is not None and request.future.done():  # cancelled
+            if request is None or request.future.done():  # cancelled
                 self.slots[slot] = None
-        free = deque(slot for slot, request in enumerate(self.slots) if request is None)
+                free.append(slot)
         admitted: dict[_Prompt, list[int]] = {}
         while self.waiting and free:
             request = self.waiting.popleft()
@@ -308,22 +310,17 @@ class LocalEngine(Engine):
 
         The last one is the first to decode.
         """
-        tokens: list[int] = []
-        positions: list[int] = []
-        for prompt in prompts:
-            tokens += prompt.tokens[:-1]
-            positions += range(len(prompt.tokens) - 1)
         lengths = [len(prompt.tokens) - 1 for prompt in prompts]
+        tokens = [token for prompt in prompts for token in prompt.tokens[:-1]]
+        positions = [position for length in lengths for position in range(length)]
         attention = PrefillAttention(lengths, self.device)
         if tokens:
             inputs = torch.tensor([tokens, positions], device=self.device)
             self.model.base_model(
                 inputs[:1], position_ids=inputs[1:], use_cache=False, attend=attention
             )
-        start = 0
-        for prompt, length in zip(prompts, lengths, strict=True):
-            prompt.kv = attention.tokens(start, start + length)
-            start += length
+        for prompt, length, end in zip(prompts, lengths, accumulate(lengths), strict=True):
+            prompt.kv = attention.tokens(end - length, end)
 
     @torch.inference_mode()
     def _step(self) -> None:

@@ -65,9 +65,10 @@ def load_model(
     problem = all_gather_objects(problem)[0]
     if problem is not None:
         raise ValueError(f"the weights of {name} cannot be used: {problem}")
+    tp_group = None
     if mesh.tp is not None:
         tensor.parallelize(hf, mesh.tp)
-    tp_group = mesh.tp.get_group() if mesh.tp is not None else None
+        tp_group = mesh.tp.get_group()
     model = TokenModel(hf, Ring(mesh.sp), tp_group, export_dtype, head_dtype, compile)
     fsdp.shard(model, mesh, compute_dtype if trainable else None, gradient_checkpointing)
     fsdp.scatter(model, full, mesh)
