@@ -329,7 +329,6 @@ def assign(root: type, config: Any, assignments: list[Assignment], problems: lis
     """
     set_keys: set[str] = set()
     known = schema_keys(root)
-    names = [name for name, key in known.items() if not key.is_section]
     for name, value, source in assignments:
         if name in known and known[name].is_section:
             if value is not None:  # a recipe may have a section without keys
@@ -338,7 +337,7 @@ def assign(root: type, config: Any, assignments: list[Assignment], problems: lis
             continue
         candidates = [name]
         if name not in known and not name.startswith(tuple(key + "." for key in OPEN_KEYS)):
-            hint, candidates = explain_unknown(name, names)
+            hint, candidates = explain_unknown(name, known)
             problems.append(f"unknown key {name}={value}{hint}{source}")
         if len(candidates) == 1:
             target = candidates[0]
@@ -348,14 +347,19 @@ def assign(root: type, config: Any, assignments: list[Assignment], problems: lis
             )
             if problem and target == name:
                 problems.append(problem + source)
+    check_references(root, config, set_keys, problems)
+    return set_keys
+
+
+def check_references(root: type, config: Any, set_keys: set[str], problems: list[str]) -> None:
+    """Finds each ${OTHER.KEY} that cannot be resolved. Its key is set to the default."""
     for name in sorted(set_keys):
         try:
             OmegaConf.select(config, name)
-        except OmegaConfBaseException as error:  # a ${OTHER.KEY} in its value
+        except OmegaConfBaseException as error:
             problems.append(f"{name}: {str(error).splitlines()[0]}")
-            default = get_value(root(), name) if name in known else None
+            default = get_value(root(), name) if name in schema_keys(root) else None
             OmegaConf.update(config, name, default)
-    return set_keys
 
 
 def to_object(config: Any, missing: list[str]) -> Any:
@@ -367,10 +371,7 @@ def to_object(config: Any, missing: list[str]) -> Any:
 
 
 def set_value(config: Any, name: str, value: Any, types: tuple[Any, ...]) -> str:
-    """Sets the key to a value of one of the `types`, () for any. Returns the problem, or "".
-
-    1e3 is 1000 for a whole number. A text that begins with ~/ is a path in the home folder.
-    """
+    """Sets the key to a value of one of the `types`, () for any. Returns the problem, or ""."""
     if types and set(types) <= {str, NoneType}:
         if value == "":
             return (
@@ -378,14 +379,8 @@ def set_value(config: Any, name: str, value: Any, types: tuple[Any, ...]) -> str
             )
         if isinstance(value, bool):
             return f"{name}={_shown(value)}: this key is a text, so quote it, as '{name}=\"on\"'"
-    if int in types and isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if float in types and type(value) is int:  # a key that may also be a text would take "1"
-        value = float(value)
-    if isinstance(value, str) and value.startswith("~/"):
-        value = os.path.expanduser(value)
     try:
-        OmegaConf.update(config, name, value, force_add=not types)
+        OmegaConf.update(config, name, _convert(value, types), force_add=not types)
     except OmegaConfBaseException:
         words = [KIND_WORDS[get_origin(kind) or kind] for kind in types or (dict,)]
         expected = " or ".join(words).format(name=name)
@@ -393,17 +388,28 @@ def set_value(config: Any, name: str, value: Any, types: tuple[Any, ...]) -> str
     return ""
 
 
+def _convert(value: Any, types: tuple[Any, ...]) -> Any:
+    """1e3 as 1000 for a whole number. A text that begins with ~/ is a path in the home folder."""
+    if int in types and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if float in types and type(value) is int:  # a key that may also be a text would take "1"
+        return float(value)
+    is_path = isinstance(value, str) and value.startswith("~/")
+    return os.path.expanduser(value) if is_path else value
+
+
 def _shown(value: Any) -> str:
     """A value as one writes it on the command line."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def explain_unknown(key: str, known: list[str]) -> tuple[str, list[str]]:
+def explain_unknown(name: str, known: dict[str, Key]) -> tuple[str, list[str]]:
     """What follows "unknown key", and the keys that may be meant."""
-    text, synonyms = find_synonym(key, known)
+    names = [other for other, key in known.items() if not key.is_section]
+    text, synonyms = find_synonym(name, names)
     if text:
         return f": {text}", synonyms
-    candidates = near_keys(key, known)
+    candidates = near_keys(name, names)
     near = " or ".join(candidates)
     return (f": did you mean {near}?" if near else "; --help all lists all"), candidates
 
