@@ -48,7 +48,10 @@ class StopSignal:
                 "stopping: this step will be finished and saved. torchrun waits 30 s for that; "
                 "after them the last checkpoint stands."
             )
-        elif now - self.requested_at > SECONDS_OF_ONE_REQUEST and not _is_under_torchrun():
+        elif (
+            now - self.requested_at > SECONDS_OF_ONE_REQUEST
+            and "TORCHELASTIC_RUN_ID" not in os.environ
+        ):
             _print_once_a_node("ended at once; the last checkpoint stands.")
             os._exit(128 + number)
 
@@ -90,10 +93,6 @@ def _print_once_a_node(text: str) -> None:
     """Prints from a signal handler, where Python's own files may be in use."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         os.write(sys.stderr.fileno(), f"\n{text}\n".encode())
-
-
-def _is_under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 @contextmanager

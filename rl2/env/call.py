@@ -90,7 +90,7 @@ class Env:
             self._caller_loop = asyncio.get_running_loop()
             self._slots = asyncio.Semaphore(self.concurrency)
         async with self._slots:
-            return await runner.run(name, function, arguments, key)
+            return await runner.run(name, function, arguments)
 
 
 def _is_async(function: Callable) -> bool:

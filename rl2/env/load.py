@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 from rl2.data.rows import Rows
@@ -56,7 +56,6 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:
     for all of them. If they fit, the functions are called with a few rows of each data set, each
     with an empty and a short reply.
     """
-    problems = _find_turn_problems(env, row_sets, max_turns)
     warnings = []
     functions = dict(env.reward_fns)
     if env.interact_fn is not None:
@@ -66,7 +65,10 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:
             warnings.append("the env file has interact(), which rollout.max_turns=1 never calls")
     if env.extract_fn is not None:
         functions["extract"] = env.extract_fn
-    problems += _find_missing_columns(functions, row_sets)
+    problems = [
+        *_find_turn_problems(env, row_sets, max_turns),
+        *_find_missing_columns(functions, row_sets),
+    ]
     if not problems:
         rows = [row for rows in row_sets.values() for row in _spread(rows)]
         names = functions.keys() - env.reward_fns
@@ -101,26 +103,19 @@ def _find_reward_functions(path: str, module: ModuleType) -> dict[str, Callable]
     return functions
 
 
-def _find_turn_problems(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:
+def _find_turn_problems(env: Env, row_sets: RowSets, max_turns: int) -> Iterator[str]:
     """What keeps a conversation from having several turns."""
-    problems: list[str] = []
     if max_turns <= 1:
-        return problems
+        return
+    several_turns = f"rollout.max_turns={max_turns}, but"
     if env.interact_fn is None:
-        problems.append(
-            f"rollout.max_turns={max_turns}, but the env file has no interact(messages)"
-        )
+        yield f"{several_turns} the env file has no interact(messages)"
     for key, rows in row_sets.items():
         if any(isinstance(rows[first]["messages"], str) for first, _ in rows.kinds):
-            problems.append(
-                f"rollout.max_turns={max_turns}, but some rows of {key} are plain strings, which "
-                "have no turns"
-            )
-    return problems
+            yield f"{several_turns} some rows of {key} are plain strings, which have no turns"
 
 
-def _find_missing_columns(functions: dict[str, Callable], row_sets: RowSets) -> list[str]:
-    problems = []
+def _find_missing_columns(functions: dict[str, Callable], row_sets: RowSets) -> Iterator[str]:
     for name, function in functions.items():
         columns = required_columns(function)
         for (key, rows), column in itertools.product(row_sets.items(), columns):
@@ -129,12 +124,11 @@ def _find_missing_columns(functions: dict[str, Callable], row_sets: RowSets) -> 
                 first = min(lacking)[0]
                 number = sum(count for _, count in lacking)
                 seen = ", ".join(rows[first])
-                problems.append(
+                yield (
                     f"{name} needs column {column!r}, which {number} of {len(rows)} rows of "
                     f"{key} lack, first row {first} (from 0); it has {seen}. Ask for another "
                     f"column, give {column!r} a default, or rename one: data.columns.OLD={column}"
                 )
-    return problems
 
 
 async def _try_calls(rows: list[dict], calls: list[Callable]) -> list[str]:

@@ -1,8 +1,7 @@
 """Runs the functions of an env file in threads of this process.
 
-A runner has `run(name, function, arguments, key)`. It returns the checked result, or it raises
-EnvError when the call fails or takes too long. `key` names the trajectory; threads share all state,
-so they need no key.
+A runner has `run(name, function, arguments)`. It returns the checked result, or it raises EnvError
+when the call fails or takes too long.
 """
 
 import asyncio
@@ -81,7 +80,7 @@ class ThreadRunner:
         self._overdue: dict[CallThread, float] = {}
         self._has_warned = False
 
-    async def run(self, name: str, function: Callable, arguments: dict, key: Any = None) -> Any:
+    async def run(self, name: str, function: Callable, arguments: dict) -> Any:
         self._end_overdue_calls()
         thread = start_thread(name, partial(_call, name, function, arguments))
         try:
@@ -125,7 +124,7 @@ class LoopRunner:
         self._is_unblocking = False
         self._calls: set[concurrent.futures.Future] = set()  # that have not ended
 
-    async def run(self, name: str, function: Callable, arguments: dict, key: Any = None) -> Any:
+    async def run(self, name: str, function: Callable, arguments: dict) -> Any:
         while True:
             runner = self._runner or self._start()
             result: concurrent.futures.Future = concurrent.futures.Future()
