@@ -65,16 +65,10 @@ def check_result(name: str, function: Callable, result: Any) -> Any:
 def _to_reward_parts(name: str, result: Any) -> dict[str, float]:
     """Reward parts by name. EnvError unless all are finite. A number becomes {"reward": number}."""
     if isinstance(result, list | tuple):
-        raise EnvError(
-            f"{name}: expected the number of one conversation, not a list: {_describe(result)}",
-            kind="type of reward",
-        )
+        raise _unexpected(f"{name}: expected the number of one conversation, not a list", result)
     parts = result if isinstance(result, dict) else {"reward": result}
     if not parts or not all(isinstance(part, str) for part in parts):
-        raise EnvError(
-            f"{name}: expected a number or a dict of numbers, got {_describe(result)}",
-            kind="type of reward",
-        )
+        raise _unexpected(f"{name}: expected a number or a dict of numbers", result)
     return {
         LONE_SURROGATE.sub("\ufffd", part): _to_reward(name, part, value)
         for part, value in parts.items()
@@ -85,25 +79,19 @@ def _to_reward(name: str, part: str, value: Any) -> float:
     number = _to_python(value)
     is_number = isinstance(number, numbers.Real)
     if not is_number:
-        raise EnvError(
-            f"{name}: expected {part} to be a number, got {_describe(value)}",
-            kind=f"type of {part}",
-        )
+        raise _unexpected(f"{name}: expected {part} to be a number", value)
     if not abs(number) <= LARGEST_REWARD:  # NaN compares as false, so it is caught too
-        raise EnvError(
-            f"{name}: expected {part} to be finite, got {_describe(value)}",
-            kind=f"range of {part}",
-        )
+        raise _unexpected(f"{name}: expected {part} to be finite", value)
     return float(number)
 
 
 def _to_messages(result: Any) -> list[dict]:
     """What `interact` returned. EnvError unless it is a list of messages and JSON."""
     if not isinstance(result, list) or not all(map(is_env_message, result)):
-        raise EnvError(
+        raise _unexpected(
             "interact: expected a list of new messages {'role': ..., 'content': ...}, none of them "
-            f"from the assistant (an empty list ends the conversation), got {_describe(result)}",
-            kind="result of interact",
+            "from the assistant (an empty list ends the conversation)",
+            result,
         )
     try:
         # The run folder records messages as JSON.
@@ -113,9 +101,8 @@ def _to_messages(result: Any) -> list[dict]:
         messages = json.loads(LONE_SURROGATE.sub("\ufffd", text))
         _check_nesting(messages, MAX_NESTING)
     except (TypeError, ValueError, RecursionError) as error:
-        raise EnvError(
-            f"interact: {error} in {_describe(result)}", kind="result of interact"
-        ) from None
+        text = f"interact: {error} in {reprlib.repr(result)}"
+        raise EnvError(text, kind="result of interact") from None
     return messages
 
 
@@ -125,10 +112,7 @@ def _to_extract(result: Any) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str | numbers.Number):
-        raise EnvError(
-            f"extract: expected the answer as a text or a number, or None, got {_describe(result)}",
-            kind="type of extract",
-        )
+        raise _unexpected("extract: expected the answer as a text or a number, or None", result)
     return LONE_SURROGATE.sub("\ufffd", str(value))
 
 
@@ -145,8 +129,9 @@ def _check_nesting(value: Any, levels: int) -> None:
             _check_nesting(item, levels - 1)
 
 
-def _describe(value: Any) -> str:
-    return f"{reprlib.repr(value)} ({type(value).__name__})"
+def _unexpected(expected: str, value: Any) -> EnvError:
+    """The env returned something else than what it says in words."""
+    return EnvError(f"{expected}, got {reprlib.repr(value)} ({type(value).__name__})", expected)
 
 
 _CHECKS = {"interact": _to_messages, "extract": _to_extract}
