@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 import yaml
+from safetensors.torch import save_file
+from torch import Tensor
 
 from rl2.checkpoints import (
     Checkpoints,
@@ -330,8 +332,17 @@ class RunFolder:
             _write_json(self.path / "run.json", _read_record(self.path) | {"model_step": step})
             print(f"model saved to {self.path / 'model'}", flush=True)
 
-    def write_records(self, split: str, step: int, records: Iterable[dict[str, Any]]) -> None:
-        """Writes the transcripts of a step to rollouts/`split`/step_N.jsonl, on rank 0."""
+    def write_records(
+        self,
+        split: str,
+        step: int,
+        records: Iterable[dict[str, Any]],
+        tokens: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Writes the transcripts of a step to rollouts/`split`/step_N.jsonl, on rank 0.
+
+        The tokens, if they are given, become step_N.safetensors beside it.
+        """
         if not self.is_first:
             return
         path = self.path / "rollouts" / split / f"step_{step}.jsonl"
@@ -339,6 +350,10 @@ class RunFolder:
         with writing(path), open(path, "w", encoding="utf-8") as file:
             for record in records:
                 file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+            if tokens:
+                partial = path.with_suffix(".partial")
+                save_file(tokens, partial)
+                partial.rename(path.with_suffix(".safetensors"))
 
 
 def _check_writable(folder: Path) -> None:

@@ -719,6 +719,12 @@ class TrainerConfig:
 class PPOTrainerConfig(TrainerConfig):
     """With the keys of the run that only PPO has."""
 
+    save_tokens: bool = key(
+        False,
+        "keep the tokens of the training answers, with log-probabilities, masks and rewards, in "
+        "rollouts/train/step_N.safetensors",
+    )
+
 
 @dataclass
 class PPOConfig:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rl2.batch import Batch, scored_spans
 from rl2.config.parse import parse
@@ -35,6 +36,7 @@ from rl2.model.folder import (
 from rl2.model.token_model import TokenScores
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
+from rl2.rollout.saved import checksum, pack_tokens
 from rl2.rollout.stats import summarise, to_records
 from rl2.rollout.trajectory import Player, Trajectory
 from rl2.run_folder import RunFolder
@@ -66,6 +68,8 @@ class PPORun:
         self.folder.agree()
         tokenizer = load_tokenizer("actor.model_name", config.actor.model_name)
         template = make_chat_template(config.data, tokenizer, self.folder.start.date)
+        self.meaning = checksum(tokenizer, config.rollout.train_sampling_params.temperature)
+        self.tokens: dict[str, Tensor] = {}  # of the last rollout, if they are kept
         if needs_critic(config.adv.estimator) and config.critic.model_name:
             check_model("critic.model_name", config.critic.model_name, critic=True)
         prompts = Prompts(
@@ -158,6 +162,8 @@ class PPORun:
         assert self.engine.version == self.actor.version, "the engine has other weights"
         trajectories = self.collector.collect(step)
         self.engine.sleep()
+        if self.config.trainer.save_tokens and self.folder.is_first:
+            self.tokens = pack_tokens(trajectories, self.meaning)
         return trajectories
 
     def sync(self) -> None:

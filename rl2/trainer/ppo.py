@@ -72,7 +72,8 @@ def train(run: PPORun) -> None:
         with recorder.phase("sync"):
             run.sync()
 
-        is_last = recorder.finish_step(step, metrics, to_records(trajectories, batch))
+        records = to_records(trajectories, batch)
+        is_last = recorder.finish_step(step, metrics, records, run.tokens)
         part = batch = None  # the next rollout may need the memory
         if is_last:
             break

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rl2.checkpoints import Parts
@@ -63,10 +64,15 @@ class Recorder:
         return range(self.start_step + 1, self.num_steps + 1)
 
     def finish_step(
-        self, step: int, metrics: dict[str, float], records: Iterable[dict[str, Any]] = ()
+        self,
+        step: int,
+        metrics: dict[str, float],
+        records: Iterable[dict[str, Any]] = (),
+        tokens: dict[str, Tensor] | None = None,
     ) -> bool:
-        """Evaluates, logs, saves and exports where that is due; `records` are the transcripts.
+        """Evaluates, logs, saves and exports where that is due.
 
+        `records` are the transcripts, `tokens` those of their samples, if they are kept.
         Returns whether a signal asked any process to stop after this step. Such a step is not
         evaluated: a machine that takes its processes away gives them seconds.
         """
@@ -76,7 +82,7 @@ class Recorder:
             is_stopping = self.stop_signal.is_requested_anywhere()
         # From here on the other ranks generate, unless this step is saved; only the first writes.
         if records:
-            self.folder.write_records("train", step, records)
+            self.folder.write_records("train", step, records, tokens)
         # The line of a step is written before its checkpoint. So a kill in between repeats the step
         # and its line; in the other order the line would be lost.
         self.metrics_log.write(step, metrics)

@@ -1,0 +1,97 @@
+"""Rollouts that a run saved with their tokens, and training on them without an engine."""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rl2.batch import Sample
+from rl2.rollout.trajectory import Trajectory
+
+# The columns of a Sample.
+COLUMNS = {"tokens": np.int32, "mask": np.int8, "logps": np.float32, "rewards": np.float32}
+
+
+def pack_tokens(trajectories: list[Trajectory], meaning: int) -> dict[str, Tensor]:
+    """The samples of a step: COLUMNS [n] of all n tokens, `length` and `trajectory` [samples].
+
+    `meaning` is of `checksum`.
+    """
+    samples = [sample for trajectory in trajectories for sample in trajectory.samples]
+    tensors = {
+        "length": torch.tensor([len(sample.tokens) for sample in samples]),
+        "trajectory": torch.tensor([sample.trajectory for sample in samples]),
+        "meaning": torch.tensor(meaning),
+    }
+    for name, dtype in COLUMNS.items():
+        columns = [getattr(sample, name) for sample in samples]
+        tensors[name] = torch.from_numpy(np.concatenate([np.empty(0, dtype), *columns]))
+    return tensors
+
+
+def checksum(tokenizer: PreTrainedTokenizerBase, temperature: float) -> int:
+    """What token ids and their log-probabilities mean: equal for one vocabulary and temperature."""
+    return zlib.crc32(repr((sorted(tokenizer.get_vocab().items()), temperature)).encode())
+
+
+class SavedRollouts:
+    """The rollouts of a run that had trainer.save_tokens, in the place of a Collector.
+
+    `path` is the folder of the run. Its steps come in their order, and again from the first one
+    after the last. ValueError if a step has no tokens, or if they have another `meaning`.
+    """
+
+    def __init__(self, path: str, model_name: str, meaning: int):
+        self.folder = Path(path, "rollouts", "train")
+        self.meaning = meaning
+        self.rows_done = 0  # steps taken, over all epochs
+        steps = sorted(int(file.stem[5:]) for file in self.folder.glob("step_*.safetensors"))
+        self.num_steps = len(steps)
+        if not steps or steps[-1] > len(steps):
+            raise ValueError(
+                f"trainer.rollouts_from={path} has the tokens of steps {steps} in {self.folder} "
+                "and needs those of 1, 2, ...: give a run with trainer.save_tokens=true from its "
+                "first step on"
+            )
+        config = yaml.safe_load(Path(path, "config.yaml").read_text())
+        self.has_same_model = config["actor"]["model_name"] == model_name
+        self.is_start_policy = (
+            False  # that policy sampled the last step, and the run starts from it
+        )
+
+    def collect(self, step: int) -> list[Trajectory]:
+        """The trajectories of the next saved step, on every process."""
+        path = self.folder / f"step_{self.rows_done % self.num_steps + 1}.jsonl"
+        self.rows_done += 1
+        trajectories = {}
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            names = record.keys() & Trajectory.__dataclass_fields__
+            trajectories[record["id"]] = Trajectory(**{name: record[name] for name in names})
+        tensors = load_file(path.with_suffix(".safetensors"))
+        if tensors["meaning"] != self.meaning:
+            raise ValueError(
+                f"{path} was sampled with another tokenizer than that of actor.model_name, or with "
+                "another rollout.train_sampling_params.temperature: use those of its config.yaml"
+            )
+        columns = [tensors[name].split(tensors["length"].tolist()) for name in COLUMNS]
+        for trajectory_id, *values in zip(tensors["trajectory"].tolist(), *columns, strict=True):
+            trajectory = trajectories[trajectory_id]
+            trajectory.samples.append(Sample(*values, trajectory.group, trajectory_id))
+        is_later = any(v for t in trajectories.values() for v, _ in t.versions)
+        self.is_start_policy = self.has_same_model and not is_later
+        return list(trajectories.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {"rows_done": self.rows_done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows_done = state["rows_done"]
