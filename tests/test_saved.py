@@ -1,6 +1,7 @@
 """Saved rollouts: their tokens, and training on them without an engine."""
 
 import json
+import shutil
 import textwrap
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from test_trainer import LETTER_ENV
 
 from rl2.batch import Sample
-from rl2.rollout.saved import checksum, pack_tokens
+from rl2.rollout.saved import SavedRollouts, checksum, pack_tokens
 from rl2.rollout.trajectory import Trajectory
 
 
@@ -45,3 +46,133 @@ def test_the_checksum_is_that_of_the_vocabulary_and_the_temperature():
     assert checksum(make_tokenizer(), 1.0) == expected != checksum(tokenizer, 0.7)
     tokenizer.add_tokens(["another"])
     assert checksum(tokenizer, 1.0) != expected
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of three steps that keeps its tokens, and runs on its rollouts, by their names."""
+    folder = tmp_path_factory.mktemp("saved")
+    rows = [{"messages": f"say a, {i}", "answer": "abcdefgh"} for i in range(12)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "env.py").write_text(textwrap.dedent(LETTER_ENV))
+    keys = [
+        f"actor.model_name={make_model(folder / 'tiny')}",
+        f"data.path={folder / 'train.jsonl'}",
+        f"rollout.env_path={folder / 'env.py'}",
+        "data.prompts_per_rollout=4",
+        "data.responses_per_prompt=4",
+        "actor.lr=0.02",
+        "actor.dtype=float32",
+        "rollout.train_sampling_params.max_new_tokens=8",
+        "trainer.disable_wandb=true",
+    ]
+    saved = f"trainer.rollouts_from={folder / 'sampled'}"
+    settings = {
+        "sampled": ["trainer.save_tokens=true"],
+        "one_step": ["trainer.max_steps=1"],
+        "same": [saved, "trainer.max_steps=1"],
+        "mini_batches": [saved, "actor.update_per_rollout=2"],
+        "cispo": [saved, "actor.loss=cispo", "actor.update_per_rollout=2"],
+        "twice": [saved, "trainer.n_epochs=2", "trainer.save_tokens=true"],
+        "begun": [saved, "trainer.n_epochs=2", "trainer.max_steps=4", "trainer.save_freq=4"],
+    }
+    commands = []
+    for name, own in settings.items():
+        commands.append(["ppo", *keys, *own, f"trainer.save_dir={folder / name}"])
+    begun = commands[-1]
+    resumed = [word for word in begun if not word.startswith("trainer.max_steps")]
+    launch_runs(1, [*commands, resumed])
+    return folder
+
+
+def weights(folder):
+    return load_file(folder / "model/model.safetensors")
+
+
+def are_equal(first, second):
+    assert first.keys() == second.keys()
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_saved_tokens_are_those_of_the_transcripts(runs):
+    records = read_jsonl(runs / "sampled/rollouts/train/step_2.jsonl")
+    tensors = load_file(runs / "sampled/rollouts/train/step_2.safetensors")
+    assert tensors["trajectory"].tolist() == [record["id"] for record in records]
+    lengths = tensors["length"].tolist()
+    tokenizer = make_tokenizer()
+    for record, *columns in zip(
+        records,
+        *(tensors[name].split(lengths) for name in ("tokens", "mask", "logps", "rewards")),
+        strict=True,
+    ):
+        tokens, mask, logps, rewards = columns
+        assert mask.sum() == record["length"] and rewards.sum() == pytest.approx(record["reward"])
+        reply = tokenizer.decode(tokens[mask == 1])
+        assert reply.removesuffix("<|im_end|>") == record["messages"][-1]["content"]
+        assert (logps[mask == 1] < 0).all() and (logps[mask == 0] == 0).all()
+    assert not list((runs / "sampled").rglob("*.partial"))
+
+
+def test_with_the_same_keys_the_first_step_is_repeated_to_the_bit(runs):
+    assert are_equal(weights(runs / "same"), weights(runs / "one_step"))
+    sampled, repeated = read_metrics(runs / "sampled")[0], read_metrics(runs / "same")[0]
+    for name in (
+        "actor/loss",
+        "actor/grad_norm",
+        "reward/mean",
+        "rollout/length",
+        "tokens/sampled",
+    ):
+        assert repeated[name] == sampled[name]
+    assert not are_equal(weights(runs / "same"), weights(runs / "sampled"))
+
+
+def test_later_steps_have_the_recorded_data_and_log_probabilities(runs):
+    """The policy of a later step is another one than that which sampled it."""
+    sampled = read_metrics(runs / "sampled")
+    for name in ("mini_batches", "cispo"):
+        lines = read_metrics(runs / name)
+        assert [line["reward/mean"] for line in lines] == [x["reward/mean"] for x in sampled]
+        assert [line["tokens/sampled"] for line in lines] == [x["tokens/sampled"] for x in sampled]
+        # The difference of the old log-probabilities from those of the engine.
+        first, *later = [line["actor/mismatch_logp_difference"] for line in lines]
+        assert 0 < first < 1e-5 and later == [0.0, 0.0]
+        assert all(abs(line["actor/ratio"] - 1) > 1e-3 for line in lines[1:])
+    assert not are_equal(weights(runs / "mini_batches"), weights(runs / "cispo"))
+
+
+def test_after_the_last_step_comes_the_first_and_a_resumed_run_goes_on(runs):
+    folder = runs / "twice/rollouts/train"
+    first, fourth = [load_file(folder / f"step_{step}.safetensors") for step in (1, 4)]
+    assert are_equal(first, load_file(runs / "sampled/rollouts/train/step_1.safetensors"))
+    assert are_equal(first, fourth)
+    lines = read_metrics(runs / "twice")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    # The start policy sampled it, but by now the actor is another one.
+    assert lines[0]["actor/mismatch_logp_difference"] > lines[3]["actor/mismatch_logp_difference"]
+    assert are_equal(weights(runs / "begun"), weights(runs / "twice"))
+    assert len(read_metrics(runs / "begun")) == 6
+
+
+@pytest.mark.parametrize("removed", ["step_1.safetensors", "step_2.safetensors", "*"])
+def test_a_run_without_the_tokens_of_a_step_is_refused(runs, tmp_path, removed):
+    copy = shutil.copytree(runs / "sampled", tmp_path / "copy")
+    for file in (copy / "rollouts/train").glob(removed):
+        file.unlink()
+    with pytest.raises(
+        ValueError, match="rollouts_from=.*has the tokens of steps .*from its first"
+    ):
+        SavedRollouts(str(copy), "tiny", 0)
+
+
+def test_another_vocabulary_or_temperature_is_refused(runs):
+    model = str(runs / "tiny")
+    for meaning in (checksum(make_tokenizer(), 0.7), 0):
+        rollouts = SavedRollouts(str(runs / "sampled"), model, meaning)
+        with pytest.raises(ValueError, match="another tokenizer .* or .*temperature"):
+            rollouts.collect(1)
+    rollouts = SavedRollouts(str(runs / "sampled"), model, checksum(make_tokenizer(), 1.0))
+    assert len(rollouts.collect(1)) == 16 and rollouts.is_start_policy
+    assert rollouts.collect(2) and not rollouts.is_start_policy  # an update came before it
+    other = SavedRollouts(str(runs / "sampled"), "another", checksum(make_tokenizer(), 1.0))
+    assert other.collect(1) and not other.is_start_policy

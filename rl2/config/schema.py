@@ -724,6 +724,12 @@ class PPOTrainerConfig(TrainerConfig):
         "keep the tokens of the training answers, with log-probabilities, masks and rewards, in "
         "rollouts/train/step_N.safetensors",
     )
+    rollouts_from: str | None = key(
+        None,
+        "train on the answers that a run kept with save_tokens, step by step, and sample none; its "
+        "folder; to compare losses on the same data",
+        identity=True,
+    )
 
 
 @dataclass

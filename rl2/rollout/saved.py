@@ -82,9 +82,11 @@ class SavedRollouts:
                 "another rollout.train_sampling_params.temperature: use those of its config.yaml"
             )
         columns = [tensors[name].split(tensors["length"].tolist()) for name in COLUMNS]
-        for trajectory_id, *values in zip(tensors["trajectory"].tolist(), *columns, strict=True):
-            trajectory = trajectories[trajectory_id]
-            trajectory.samples.append(Sample(*values, trajectory.group, trajectory_id))
+        for number, *values in zip(tensors["trajectory"].tolist(), *columns, strict=True):
+            tokens, mask, logps, rewards = [value.numpy() for value in values]
+            trajectory = trajectories[number]
+            sample = Sample(tokens, mask, logps, rewards, trajectory.group, number)
+            trajectory.samples.append(sample)
         is_later = any(v for t in trajectories.values() for v, _ in t.versions)
         self.is_start_policy = self.has_same_model and not is_later
         return list(trajectories.values())

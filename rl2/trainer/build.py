@@ -22,7 +22,6 @@ from rl2.data.chat import ChatTemplate
 from rl2.data.examples import EpochSampler, Example, Prompt, Prompts, RowKind
 from rl2.engine.base import Engine, EngineSettings, SamplingParams
 from rl2.engine.select import make_engine
-from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
 from rl2.inputs import find_input_problems, make_chat_template, read_examples, read_ppo_inputs
 from rl2.memory_plan import Prediction, choose_checkpointing
@@ -36,7 +35,7 @@ from rl2.model.folder import (
 from rl2.model.token_model import TokenScores
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
-from rl2.rollout.saved import checksum, pack_tokens
+from rl2.rollout.saved import SavedRollouts, checksum, pack_tokens
 from rl2.rollout.stats import summarise, to_records
 from rl2.rollout.trajectory import Player, Trajectory
 from rl2.run_folder import RunFolder
@@ -63,7 +62,7 @@ class PPORun:
     def __init__(self, config: PPOConfig):
         self.config = config
         self.folder = RunFolder(config)
-        rows, test_rows, env = read_ppo_inputs(config)
+        rows, test_rows, self.env = read_ppo_inputs(config)
         device = init_distributed()
         self.folder.agree()
         tokenizer = load_tokenizer("actor.model_name", config.actor.model_name)
@@ -80,7 +79,13 @@ class PPORun:
             seed=config.data.seed,
             batch_size=config.data.prompts_per_rollout,
         )
-        num_steps = _count_steps(prompts, self.folder)
+        saved = None
+        if config.trainer.rollouts_from:
+            model_name = config.actor.model_name
+            saved = SavedRollouts(config.trainer.rollouts_from, model_name, self.meaning)
+            num_steps = self.folder.count_steps(saved.num_steps, batch_size=1)
+        else:
+            num_steps = _count_steps(prompts, self.folder)
         _check_trajectory_length(config, "train", prompts)
         self.test_prompts: list[Prompt] = []
         if test_rows:
@@ -96,24 +101,25 @@ class PPORun:
         self.deterministic = config.trainer.deterministic
         if self.deterministic is None:
             self.deterministic = device.type == "cpu" and not config.rollout.partial
-        self.engine = self._make_engine()
-        self.collector = self._make_collector(env, template, prompts, num_steps)
+        self.engine = None if saved else self._make_engine()
+        self.collector = saved or self._make_collector(template, prompts, num_steps)
         self.recorder = Recorder(
             self.folder, tokenizer, self.workers, self.collector, num_steps, device, self.prediction
         )
         self.recorder.resume()
 
     def _make_collector(
-        self, env: Env, template: ChatTemplate, prompts: Prompts, num_steps: int
+        self, template: ChatTemplate, prompts: Prompts, num_steps: int
     ) -> Collector:
         config = self.config
+        assert self.engine is not None
         stop_ids = template.stop_token_ids(load_eos_token_ids(config.actor.model_name))
         self.test_params = _sampling_params(config.rollout.test_sampling_params, stop_ids)
         sections = [worker.config for worker in self.workers.values()]
         limits = [section.max_length_per_device * section.sp_size for section in sections]
         player = Player(
             engine=self.engine,
-            env=env,
+            env=self.env,
             template=template,
             failures=EnvFailures(config.rollout.max_env_failures),
             max_turns=config.rollout.max_turns,
@@ -155,10 +161,12 @@ class PPORun:
         """Brings engine and actor to the same weights, and evaluates before the first step."""
         # At the start both have read the same files, so their weights must agree to the bit.
         self._send_weights(load=self.recorder.start_step > 0, verify=self.recorder.start_step == 0)
-        self.recorder.begin(self.evaluate if self.test_prompts else None)
+        self.recorder.begin(self.evaluate if self.test_prompts and self.engine else None)
 
     def collect(self, step: int) -> list[Trajectory]:
         """The trajectories of a step. The engine sleeps afterwards."""
+        if self.engine is None:
+            return self.collector.collect(step)
         assert self.engine.version == self.actor.version, "the engine has other weights"
         trajectories = self.collector.collect(step)
         self.engine.sleep()
@@ -166,26 +174,41 @@ class PPORun:
             self.tokens = pack_tokens(trajectories, self.meaning)
         return trajectories
 
+    def has_other_policy(self) -> bool:
+        """Whether other weights than the actor's sampled the step, in a run on saved rollouts.
+
+        Then the recorded log-probabilities are the old ones. Else the actor's are, as they are in
+        a run that samples: the saved run's first step is repeated to the bit.
+        """
+        if not isinstance(self.collector, SavedRollouts):
+            return False
+        return self.actor.version > 0 or not self.collector.is_start_policy
+
     def sync(self) -> None:
         """Wakes the engine with the actor's weights, compared there if the config asks for it."""
-        self.engine.wake()
+        if self.engine is not None:
+            self.engine.wake()
         self._send_weights(load=True, verify=self.config.rollout.check_weights)
 
     def _send_weights(self, load: bool, verify: bool) -> None:
+        if self.engine is None:
+            return
         calls = [self.engine.load_weights] * load + [self.engine.verify_weights] * verify
         for call in calls:
             call(self.actor.iter_full_weights(self.actor.dtype), self.actor.version)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Plays the test prompts and writes their transcripts. Returns their metrics."""
+        assert isinstance(self.collector, Collector)
         trajectories = self.collector.play(self.test_prompts, self.test_params, 1, "test", step)
         self.folder.write_records("test", step, to_records(trajectories))
         return summarise(trajectories, self.actor.version)
 
     def finish(self) -> None:
         """Ends the engine and the environment, and saves the final model."""
-        self.engine.close()
-        self.collector.player.env.close()
+        if self.engine is not None:
+            self.engine.close()
+        self.env.close()
         self.recorder.finish(self.actor)
 
 
