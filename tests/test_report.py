@@ -2,12 +2,15 @@
 
 import json
 import math
+import re
 import sys
+import time
 import types
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.algorithms.by_name import argument_names
@@ -314,6 +317,42 @@ def test_what_to_do_about_a_run_that_diverged_from_its_start(tmp_path):
     with pytest.raises(RuntimeError, match="there is no checkpoint of a step before it"):
         skip_updates(health, 2, 4)
     skip_updates(Health(tmp_path, make_config(max_skipped_updates=None), 0), 1, 50)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "cpu_seconds", "num_threads", "words"),
+    [
+        (7.0, 12.9, 2, ""),  # alone on two cores
+        (21.0, 17.0, 2, "21.0 s and had only 17.0 s.*on 2 threads.*OMP_NUM_THREADS=1 .now 2."),
+        (13.8, 12.9, 2, "the threads wait for each other"),
+        (10.0, 9.5, 1, ""),  # another program has the other core
+        (10.0, 4.0, 1, "on 1 threads.*end it, or start fewer processes"),
+        (0.9, 0.1, 1, ""),  # too short to tell
+        (5.0, 7.0, 16, ""),  # small matrices keep few of many threads busy
+    ],
+)
+def test_an_update_that_waits_for_cores_is_told_once(
+    tmp_path, seconds, cpu_seconds, num_threads, words
+):
+    health = Health(tmp_path, make_config(), start_step=0)
+    printed = health.check_cores(seconds, cpu_seconds, num_threads)
+    assert bool(printed) == bool(words) and re.search(words, "".join(printed))
+    assert not printed or not health.check_cores(seconds, cpu_seconds, num_threads)
+
+
+def test_the_phase_of_an_update_measures_its_processor_time(
+    tmp_path, one_process, capsys, monkeypatch
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    log = MetricsLog(RunInfo(tmp_path, make_config(disable_wandb=True)), 0, 2)
+    monkeypatch.setattr(log.health, "check_cores", lambda *measured: [f"measured {measured}"])
+    with log.phase("rollout"):
+        pass
+    with log.phase("update"):
+        time.sleep(0.2)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "measured" in line]
+    seconds, cpu_seconds, num_threads = eval(line.removeprefix("measured "))
+    assert seconds >= 0.2 > 0.1 > cpu_seconds and num_threads == torch.get_num_threads()
 
 
 class FakeWandb(types.ModuleType):

@@ -17,6 +17,10 @@ MAX_CUT_FRACTION = 0.5
 # A critic learns from equal rewards too, and by chance one step may earn the same. Three in a row
 # of hundreds of answers do not.
 CONSTANT_STEPS = 3
+# An update on one thread computes all the time, and one on more threads keeps two of them busy:
+# OpenMP's threads spin while they wait. Less than this part of it says that cores are missing.
+BUSY_FRACTION = 0.6
+MIN_UPDATE_SECONDS = 1.0  # shorter ones may wait for a disk or another process
 # Estimators that compare the answers to a prompt: where all earn the same, it teaches nothing.
 GROUP_ESTIMATORS = ("reinforce", "rloo", "reinforce_plus_plus_baseline")
 # Rewards are sums of floats: closer than this, relative to their mean, they are equal.
@@ -46,6 +50,28 @@ class Health:
         self.num_constant_steps = 0  # in a row
         self.last_reward = math.nan
         self.skipped = {"actor": SkippedUpdates(), "critic": SkippedUpdates()}
+        self.has_told_of_cores = False
+
+    def check_cores(self, seconds: float, cpu_seconds: float, num_threads: int) -> list[str]:
+        """What to print, once, about an update on CPUs that waited for cores.
+
+        It took `seconds`, in which the threads of this process computed for `cpu_seconds`.
+        """
+        usual_seconds = seconds * min(num_threads, 2)
+        is_busy = cpu_seconds > BUSY_FRACTION * usual_seconds
+        if self.has_told_of_cores or is_busy or seconds < MIN_UPDATE_SECONDS:
+            return []
+        self.has_told_of_cores = True
+        remedy = "end it, or start fewer processes"
+        if num_threads > 1:
+            remedy = (
+                f"end it, or set OMP_NUM_THREADS=1 (now {num_threads}), since the threads wait for "
+                "each other"
+            )
+        return [
+            f"an update took {seconds:.1f} s and had only {cpu_seconds:.1f} s of processor time on "
+            f"{num_threads} threads: another program keeps cores busy. To be faster, {remedy}"
+        ]
 
     def check(self, metrics: dict[str, float]) -> list[str]:
         """The sentences to print about a step: problems that are new, or have come again often."""

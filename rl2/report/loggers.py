@@ -169,13 +169,16 @@ class MetricsLog:
     def phase(self, name: str) -> Iterator[None]:
         """Adds the seconds spent inside to time/`name` of this step, and frees its memory."""
         progress.enter(name)
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         release_freed_memory()
         seconds = time.perf_counter() - start
         self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
+        if name == "update" and not torch.cuda.is_available():
+            cpu_seconds = time.process_time() - cpu_start
+            self._print(self.health.check_cores(seconds, cpu_seconds, torch.get_num_threads()))
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Writes the metrics of a finished step, with its times and the peak of memory.

@@ -41,6 +41,8 @@ class Collector:
     `write_records` gets the transcripts of a rollout that ends the run.
     """
 
+    has_other_policy = False  # the actor itself samples, up to the lag of partial rollouts
+
     def __init__(
         self,
         player: Player,

@@ -62,14 +62,12 @@ class SavedRollouts:
             )
         config = yaml.safe_load(Path(path, "config.yaml").read_text())
         self.has_same_model = config["actor"]["model_name"] == model_name
-        self.is_start_policy = (
-            False  # that policy sampled the last step, and the run starts from it
-        )
+        self.has_other_policy = True  # than the actor's weights sampled the last step
 
     def collect(self, step: int) -> list[Trajectory]:
-        """The trajectories of the next saved step, on every process."""
-        path = self.folder / f"step_{self.rows_done % self.num_steps + 1}.jsonl"
-        self.rows_done += 1
+        """The trajectories of training step 1, 2, ..., on every process."""
+        path = self.folder / f"step_{(step - 1) % self.num_steps + 1}.jsonl"
+        self.rows_done = step
         trajectories = {}
         for line in path.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
@@ -87,8 +85,8 @@ class SavedRollouts:
             trajectory = trajectories[number]
             sample = Sample(tokens, mask, logps, rewards, trajectory.group, number)
             trajectory.samples.append(sample)
-        is_later = any(v for t in trajectories.values() for v, _ in t.versions)
-        self.is_start_policy = self.has_same_model and not is_later
+        # The start model sampled the first step.
+        self.has_other_policy = step > 1 or not self.has_same_model
         return list(trajectories.values())
 
     def state_dict(self) -> dict[str, Any]:

@@ -80,9 +80,8 @@ class PPORun:
             batch_size=config.data.prompts_per_rollout,
         )
         saved = None
-        if config.trainer.rollouts_from:
-            model_name = config.actor.model_name
-            saved = SavedRollouts(config.trainer.rollouts_from, model_name, self.meaning)
+        if path := config.trainer.rollouts_from:
+            saved = SavedRollouts(path, config.actor.model_name, self.meaning)
             num_steps = self.folder.count_steps(saved.num_steps, batch_size=1)
         else:
             num_steps = _count_steps(prompts, self.folder)
@@ -165,35 +164,23 @@ class PPORun:
 
     def collect(self, step: int) -> list[Trajectory]:
         """The trajectories of a step. The engine sleeps afterwards."""
-        if self.engine is None:
-            return self.collector.collect(step)
-        assert self.engine.version == self.actor.version, "the engine has other weights"
         trajectories = self.collector.collect(step)
-        self.engine.sleep()
+        if self.engine:
+            assert self.engine.version == self.actor.version, "the engine has other weights"
+            self.engine.sleep()
         if self.config.trainer.save_tokens and self.folder.is_first:
             self.tokens = pack_tokens(trajectories, self.meaning)
         return trajectories
 
-    def has_other_policy(self) -> bool:
-        """Whether other weights than the actor's sampled the step, in a run on saved rollouts.
-
-        Then the recorded log-probabilities are the old ones. Else the actor's are, as they are in
-        a run that samples: the saved run's first step is repeated to the bit.
-        """
-        if not isinstance(self.collector, SavedRollouts):
-            return False
-        return self.actor.version > 0 or not self.collector.is_start_policy
-
     def sync(self) -> None:
         """Wakes the engine with the actor's weights, compared there if the config asks for it."""
-        if self.engine is not None:
+        if self.engine:
             self.engine.wake()
         self._send_weights(load=True, verify=self.config.rollout.check_weights)
 
     def _send_weights(self, load: bool, verify: bool) -> None:
-        if self.engine is None:
-            return
-        calls = [self.engine.load_weights] * load + [self.engine.verify_weights] * verify
+        engine = self.engine
+        calls = [engine.load_weights] * load + [engine.verify_weights] * verify if engine else []
         for call in calls:
             call(self.actor.iter_full_weights(self.actor.dtype), self.actor.version)
 
@@ -206,7 +193,7 @@ class PPORun:
 
     def finish(self) -> None:
         """Ends the engine and the environment, and saves the final model."""
-        if self.engine is not None:
+        if self.engine:
             self.engine.close()
         self.env.close()
         self.recorder.finish(self.actor)

@@ -83,7 +83,7 @@ def add_scores(batch: Batch, run: PPORun, temperature: float) -> None:
     """Fills the columns of what the models say about the rollout, as far as they are needed."""
     if run.reference is not None:
         batch.ref_logps = run.reference(batch, temperature).logps
-    if run.has_other_policy():
+    if run.collector.has_other_policy:
         batch.old_logps = batch.engine_logps
     elif needs_old_logps(run.config):
         batch.old_logps = run.actor.infer(batch, temperature).logps
