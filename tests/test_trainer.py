@@ -170,6 +170,47 @@ def test_a_loss_and_an_estimator_of_the_users_file_train_as_the_builtin_ones(set
     assert read_metrics(tmp_path / "run")[-1]["actor/clip_ratio"] > 0
 
 
+def test_estimators_without_a_critic_and_the_plain_loss_train(setup, tmp_path):
+    """In one update a rollout the loss `reinforce` has the gradient of `ppo`, to the bit.
+
+    Leave-one-out advantages of 8 answers are 8/7 of those of the group mean. REINFORCE++ learns
+    with one answer to a prompt.
+    """
+    runs = {
+        "ppo": ["trainer.max_steps=3"],
+        "reinforce": ["trainer.max_steps=3", "actor.loss=reinforce"],
+        "rloo": ["trainer.max_steps=1", "adv.estimator=rloo", "actor.average=prompt"],
+        "whitened": [
+            "trainer.max_steps=9",
+            "adv.estimator=reinforce_plus_plus",
+            "data.responses_per_prompt=1",
+            "data.prompts_per_rollout=24",
+            "trainer.n_epochs=9",
+        ],
+        "baseline": ["trainer.max_steps=9", "adv.estimator=reinforce_plus_plus_baseline"],
+    }
+    launch_runs(
+        1, [["ppo", *setup, *keys, f"trainer.save_dir={tmp_path / n}"] for n, keys in runs.items()]
+    )
+    lines = {name: read_metrics(tmp_path / name) for name in runs}
+    for name in ("reward/mean", "actor/grad_norm", "actor/entropy", "actor/approx_kl"):
+        values = [[line.get(name) for line in lines[run]] for run in ("ppo", "reinforce")]
+        assert values[0] == values[1], name
+    assert "actor/clip_ratio" not in lines["reinforce"][0]
+    assert lines["ppo"][0]["actor/effective_sample_size"] == pytest.approx(1, abs=1e-4)
+    weights = [read_weights(tmp_path / run / "model") for run in ("ppo", "reinforce")]
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+    advantages = {}
+    for name in ("ppo", "rloo"):
+        records = read_jsonl(tmp_path / name / "rollouts/train/step_1.jsonl")
+        advantages[name] = [record["advantage"] for record in records]
+    scaled = [advantage * 8 / 7 for advantage in advantages["ppo"]]
+    assert advantages["rloo"] == pytest.approx(scaled, abs=1e-6) and any(scaled)
+    for name in ("whitened", "baseline"):
+        rewards = [line["reward/mean"] for line in lines[name]]
+        assert rewards[-1] > rewards[0] + 0.25, name
+
+
 def test_all_layouts_train_the_same_policy(setup, tmp_path):
     """Three steps of PPO with a critic and a reference.
 
