@@ -61,6 +61,7 @@ class Batch:
     trajectory: Tensor  # [B] int64
     old_logps: Tensor | None = None  # [B, T] of the policy that starts the update
     ref_logps: Tensor | None = None  # [B, T] of the reference model
+    teacher_logps: Tensor | None = None  # [B, T] of the teacher
     values: Tensor | None = None  # [B, T] of the critic that starts the update
     advantages: Tensor | None = None  # [B, T]
     returns: Tensor | None = None  # [B, T] what the critic learns

@@ -94,11 +94,11 @@ class AdamW:
                 self.num_steps = int(entry)
 
 
-def schedule(done: int, total: int, warmup_ratio: float, kind: str) -> float:
+def schedule(done: int, total: int, warmup_ratio: float, kind: str, floor: float = 0.0) -> float:
     """The factor of the learning rate after `done` of `total` updates.
 
     It rises linearly to 1 in the first `warmup_ratio` of the updates. Then it is constant, or falls
-    to 0 linearly or as a cosine (`kind`: constant | linear | cosine). After `total` it stays.
+    to `floor` linearly or as a cosine (`kind`: constant | linear | cosine). After `total` it stays.
     """
     warmup = math.ceil(warmup_ratio * total)
     if done < warmup:
@@ -109,7 +109,7 @@ def schedule(done: int, total: int, warmup_ratio: float, kind: str) -> float:
         "linear": 1 - progress,
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
     }
-    return factors[kind]
+    return floor + (1 - floor) * factors[kind]
 
 
 def gradient_norm(parameters: Iterable[ShardedParameter]) -> float:

@@ -7,6 +7,7 @@ same Batch; only the forward and backward passes are split.
 
 import math
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,7 @@ class UpdateResult:
     loss: float
     grad_norm: float  # before clipping
     lr: float
-    skipped: bool  # the gradient was not finite, so no weight moved
+    skipped: bool  # no weight moved: the gradient was not finite, or the ratio above its limit
     metrics: dict[str, float]  # the loss function's, summed over all micro-batches and processes
 
     def to_log(self, total_weight: float = 1.0) -> dict[str, float]:
@@ -146,16 +147,27 @@ class Worker:
             reshard(self.model)
         return TokenScores(**columns).map(self._sum_over_processes)
 
-    def reference(self) -> Callable[..., TokenScores]:
-        """An `infer` of the model that this worker started from.
+    def reference(self) -> "Worker":
+        """A worker that infers with the model that this worker started from.
 
         With adapters it is this worker's own model with the adapters off, which takes no memory.
         Otherwise it is another, frozen worker.
         """
         if self.lora_settings is None:
-            return Worker(self.config, self.mesh.device).infer
+            return Worker(self.config, self.mesh.device)
+        base: Any = copy(self)
         # A context manager is a decorator too: every call runs inside the context.
-        return lora.disabled(self.model.hf)(self.infer)
+        base.infer = lora.disabled(self.model.hf)(self.infer)
+        return base
+
+    def copy_weights(self, source: "Worker") -> None:
+        """Takes the weights of `source`, a worker of the same layout, from shard to shard.
+
+        They are rounded to the dtype of this worker.
+        """
+        weights = dict(source.model.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            self.memory.state(parameter).copy_(source.memory.state(weights[name]))
 
     def update(
         self,
@@ -164,8 +176,9 @@ class Worker:
         temperature: float = 1.0,
         with_entropy: bool = False,
         keep_groups_together: bool = False,
+        max_ratio: float | None = None,
     ) -> UpdateResult:
-        """One optimizer step on `batch`.
+        """One optimizer step on `batch`, none if the mean of the metric ratio is above `max_ratio`.
 
         Neither the number of processes nor the micro-batches change the gradient, see `Loss`. With
         `keep_groups_together` the loss sees all rows of a group at once, one behind the other.
@@ -190,14 +203,12 @@ class Worker:
                     value = value.float() * self.mesh.reports_metrics
                     totals[name] = totals.get(name, 0.0) + value
             sums = self._sum_metrics(totals)
-            norm, lr = self._step()
-        return UpdateResult(
-            loss=sums.pop("loss"),
-            grad_norm=norm,
-            lr=lr,
-            skipped=not math.isfinite(norm),
-            metrics=sums,
-        )
+            skip = False
+            if max_ratio is not None:
+                assert batch.token_weights is not None
+                skip = sums["ratio"] > max_ratio * batch.token_weights.sum().item()
+            norm, lr, skipped = self._step(skip)
+        return UpdateResult(sums.pop("loss"), norm, lr, skipped, sums)
 
     def iter_full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by its Hugging Face name, whole and in `dtype`, one at a time.
@@ -231,19 +242,23 @@ class Worker:
         dist.barrier()
 
     def state_dict(self) -> dict[str, Any]:
-        """The sharded state that a resumed run needs: trained weights, optimizer and version."""
-        parameters = self.trained_parameters.items()
-        return {
-            "model": {name: self.memory.state(parameter) for name, parameter in parameters},
-            "optimizer": self.optimizer.state_dict(),
-            "version": self.version,
-        }
+        """The sharded state that a resumed run needs: trained weights, optimizer and version.
+
+        Of a frozen worker these are all weights.
+        """
+        parameters = self.trained_parameters or dict(self.model.named_parameters())
+        state: dict[str, Any] = {"version": self.version}
+        state["model"] = {name: self.memory.state(value) for name, value in parameters.items()}
+        if self.optimizer is not None:
+            state["optimizer"] = self.optimizer.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned."""
         for name, weight in self.state_dict()["model"].items():
             weight.copy_(state["model"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
         self.version = state["version"]
 
     def _micro_batches(self, batch, budget, keep_groups_together=False) -> list[list[int]]:
@@ -288,10 +303,11 @@ class Worker:
         sums = torch.stack([totals[name].to(self.mesh.device) for name in names])
         return dict(zip(names, all_reduce_sum_(sums).tolist(), strict=True))
 
-    def _step(self) -> tuple[float, float]:
-        """Clips the gradient, steps and clears it; returns its norm and the learning rate.
+    def _step(self, skip: bool) -> tuple[float, float, bool]:
+        """Clips the gradient, steps and clears it; returns its norm, the learning rate and `skip`.
 
-        A gradient that is not finite is dropped: no weight moves, and the schedule does not either.
+        A gradient that is not finite is skipped too: no weight moves, and the schedule does not
+        either.
         """
         config = self.config
         parameters = self.trained_parameters.values()
@@ -299,12 +315,17 @@ class Worker:
             all_reduce_partial_gradients(self.model.hf, self.mesh.tp.get_group())
         norm = gradient_norm(parameters)
         lr = config.lr * schedule(
-            self.version, self.num_updates, config.warmup_ratio, config.scheduler
+            self.version,
+            self.num_updates,
+            config.warmup_ratio,
+            config.scheduler,
+            config.min_lr_ratio,
         )
-        if math.isfinite(norm):
+        skip = skip or not math.isfinite(norm)
+        if not skip:
             clip_gradient_(parameters, norm, config.max_grad_norm)
             self.optimizer.step(lr)
             self.version += 1
         for parameter in parameters:
             parameter.grad = None
-        return norm, lr
+        return norm, lr, skip

@@ -6,17 +6,17 @@ The data is random and ragged.
 import pickle
 import random
 import time
-from itertools import count
+from itertools import chain, count
 
 import pytest
 import torch
 
 from rl2 import packing
-from rl2.batch import Sample, collate, scored_spans, split_minibatches
-from rl2.config.schema import PPOConfig
+from rl2.batch import Sample, collate, drop_zero_advantages, scored_spans, split_minibatches
+from rl2.config.schema import CriticConfig, PPOConfig
 from rl2.model.token_model import TokenScores
 from rl2.packing import pack, plan_micro_batches, unpack, zigzag
-from rl2.trainer.ppo import add_advantages, make_actor_loss
+from rl2.trainer.ppo import add_advantages, make_actor_loss, mini_batches
 
 
 def make_samples(rng, num_groups=4, group_size=3, longest=20):
@@ -333,6 +333,58 @@ def test_minibatches_keep_trajectories_whole_and_none_is_empty(count):
     assert all(trajectories) and sum(sizes) == 13 and len(set.union(*trajectories)) == 13
     assert sum(len(part.inputs) for part in parts) == 25
     assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_every_pass_over_a_rollout_has_all_trajectories_in_new_mini_batches(count):
+    batch = collate(make_samples(random.Random(0), num_groups=4, group_size=4))
+    section = CriticConfig(update_per_rollout=count, epochs_per_rollout=3, freeze_steps=1)
+    assert not list(mini_batches(batch, section, step=1))
+    parts = [part.trajectory.tolist() for part in mini_batches(batch, section, step=2)]
+    again = [part.trajectory.tolist() for part in mini_batches(batch, section, step=2)]
+    assert len(parts) == 3 * count and parts == again
+    passes = [parts[first : first + count] for first in range(0, 3 * count, count)]
+    for mini_batches_of_pass in passes:
+        assert sorted(chain(*mini_batches_of_pass)) == batch.trajectory.tolist()
+    assert count == 1 or len({str(mini_batches_of_pass) for mini_batches_of_pass in passes}) == 3
+    [first] = split_minibatches(batch, 1, seed=2)
+    assert torch.equal(first.trajectory, batch.trajectory)
+
+
+def test_rows_that_are_dropped_from_a_mini_batch_stay_in_the_rollout():
+    """The next pass over it needs them."""
+    batch = collate([make_sample(1, 3, i, i) for i in range(2)])
+    batch.advantages = torch.tensor([[0.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    [part] = split_minibatches(batch, 1, seed=0)
+    part.token_weights = part.mask / 6
+    weights = part.token_weights
+    drop_zero_advantages(part)
+    assert part.mask.tolist() == [[0, 0, 0], [1, 1, 1]]
+    assert part.token_weights.sum(1).tolist() == pytest.approx([0, 0.5])
+    assert batch.mask.tolist() == [[1, 1, 1]] * 2 and weights.sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        # The rewards 1 and 0 of a group are advantages of 0.5 and -0.5; coef is 2.
+        ("reinforce", [[0.5 + 2 * 0.1, 0.5 - 2 * 0.3], [-0.5, -0.5 + 2 * 0.5]]),
+        ("distillation", [[0.1, -0.3], [0.0, 0.5]]),
+    ],
+)
+def test_a_teacher_adds_its_log_probability_minus_that_of_the_policy(estimator, expected):
+    config = PPOConfig()
+    config.adv.estimator = estimator
+    config.teacher.model_name, config.teacher.coef = "teacher", 2.0
+    batch = collate([make_sample(1, 2, 0, 0), make_sample(1, 2, 0, 1)])
+    batch.rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    batch.old_logps = torch.tensor([[-1.0, -2.0], [-3.0, -1.5]])
+    batch.teacher_logps = torch.tensor([[-0.9, -2.3], [-3.0, -1.0]])
+    metrics = add_advantages(batch, config)
+    assert batch.advantages.flatten().tolist() == pytest.approx(
+        [x for row in expected for x in row]
+    )
+    assert metrics["actor/teacher_kl"] == pytest.approx(-(0.1 - 0.3 + 0.0 + 0.5) / 4)
 
 
 def test_groups_are_split_only_if_that_is_faster():

@@ -259,6 +259,47 @@ RULES = [  # (refused, what the message says, accepted)
         "actor.lora_rank=4 actor.sp_size=2 actor.fsdp_size=2",
     ),
     ("rollout.engine=sglang", "it is not installed; pip install sglang", "rollout.engine=local"),
+    (
+        "actor.min_lr_ratio=0.1",
+        "actor.min_lr_ratio=0.1 has no effect with actor.scheduler=constant",
+        "actor.min_lr_ratio=0.1 actor.scheduler=cosine",
+    ),
+    (
+        "actor.skip_threshold=2",
+        "actor.skip_threshold=2.0 has no effect with one optimizer step a rollout",
+        "actor.skip_threshold=2 actor.epochs_per_rollout=2",
+    ),
+    (
+        "kl.update_freq=5",
+        "kl.update_freq=5 has no effect with kl.coef=0",
+        "kl.update_freq=5 kl.coef=0.1 kl.type=loss",
+    ),
+    (
+        "kl.update_freq=5 kl.coef=0.1 kl.type=loss actor.lora_rank=4",
+        "the reference is the actor without its adapters",
+        "kl.coef=0.1 kl.type=loss actor.lora_rank=4",
+    ),
+    (
+        "teacher.coef=0.5",
+        "teacher.coef=0.5 has no effect without teacher.model_name",
+        "teacher.coef=0.5 teacher.model_name=model",
+    ),
+    (
+        "adv.estimator=distillation",
+        "adv.estimator=distillation needs the key teacher.model_name",
+        "adv.estimator=distillation teacher.model_name=model",
+    ),
+    (
+        "adv.estimator=distillation teacher.model_name=model teacher.coef=0.5",
+        "teacher.coef=0.5 has no effect with adv.estimator=distillation",
+        "teacher.model_name=model teacher.coef=0.5",
+    ),
+    ("teacher.model_name=./none", "teacher.model_name=./none: no such folder", ""),
+    (
+        "teacher.model_name=model teacher.tp_size=3",
+        "teacher.tp_size=3 does not divide the 4 processes",
+        "teacher.model_name=model teacher.tp_size=2",
+    ),
 ]
 
 

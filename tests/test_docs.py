@@ -129,13 +129,13 @@ def show(default) -> str:
 
 
 def test_the_list_of_keys_is_whole_and_its_defaults_are_right():
-    """One row a key: | `key` | default | meaning |. A key of actor and critic has one row."""
+    """One row a key: | `key` | default | meaning |. A key of several models has one row."""
     rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| ", read("docs/keys.md"), re.M)
     listed = dict(rows)
     assert len(listed) == len(rows), "a key is listed twice"
     keys = all_keys()
     for key, default in keys.items():
-        as_actor = key.replace("critic.", "actor.", 1)
+        as_actor = re.sub(r"^(critic|teacher)\.", "actor.", key)
         as_train = key.replace(".test_sampling", ".train_sampling", 1)
         assert key in listed or as_actor in listed or as_train in listed, f"{key} is not listed"
         shown = listed.get(key, show(default)).strip("`")

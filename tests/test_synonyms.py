@@ -55,7 +55,7 @@ RL2_AND_VERL = [
     ("critic.optim.lr", "verl's; here set critic.lr"),
     ("critic.model.path", "verl's; here set critic.model_name"),
     ("critic.cp_size", "RL2's; here set critic.sp_size"),
-    ("critic.ppo_epochs", "there is no such key here: a rollout is passed over once"),
+    ("critic.ppo_epochs", "verl's; here set critic.epochs_per_rollout"),
     ("ref_actor.ddp_size", "the reference is the model that the run starts from"),
     ("actor.tf_config.pipeline_model_parallel_size", "Megatron is not supported"),
     ("train_data.path", "RL2's; here set data.path"),

@@ -370,6 +370,58 @@ def test_lora_with_its_base_as_the_reference(setup, tmp_path):
     check_adapter(AutoModelForCausalLM, tmp_path / "tiny", tmp_path / "run/model")
 
 
+def test_passes_over_a_rollout_with_a_teacher_and_a_reference_that_follows_the_actor(
+    setup, tmp_path
+):
+    """The reference is the actor after steps 2 and 4, so the KL is 0 at the start of 1, 3 and 5.
+
+    A run that resumes between two of these steps ends with the same bits.
+    """
+    arguments = [
+        "ppo",
+        *setup,
+        f"teacher.model_name={make_model(tmp_path / 'teacher', seed=1)}",
+        "kl.coef=0.01",
+        "kl.type=reward",
+        "kl.update_freq=2",
+        "actor.update_per_rollout=2",
+        "actor.epochs_per_rollout=2",
+        "actor.skip_threshold=1.0001",
+        "actor.scheduler=linear",
+        "actor.min_lr_ratio=0.5",
+        "trainer.max_steps=5",
+        "trainer.save_freq=3",
+    ]
+    resume = [
+        f"trainer.resume={tmp_path / 'run/checkpoints/step_3'}",
+        f"trainer.save_dir={tmp_path / 'resumed'}",
+    ]
+    done = launch_runs(2, [arguments, [*arguments, *resume]])
+    lines = read_metrics(tmp_path / "run")
+    assert [line["actor/kl"] == 0 for line in lines] == [True, False, True, False, True]
+    assert lines[-1]["actor/teacher_kl"] < lines[0]["actor/teacher_kl"]
+    assert "then 4 updates of the actor" in done.stdout
+    skipped = [line["actor/skipped"] for line in lines]
+    assert any(0 < fraction < 1 for fraction in skipped), "an update on the policy has the ratio 1"
+    assert "was above actor.skip_threshold=1.0001" in done.stdout
+    last_lines = [line for line in read_untimed_metrics(tmp_path / "run") if line["step"] > 3]
+    assert read_untimed_metrics(tmp_path / "resumed") == last_lines
+    weights = read_weights(tmp_path / "run/model")
+    resumed_weights = read_weights(tmp_path / "resumed/model")
+    assert all((weights[key] == resumed_weights[key]).all() for key in weights)
+
+
+def test_a_teacher_with_other_tokens_is_refused(setup, tmp_path):
+    name = make_model(tmp_path / "teacher")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save_pretrained(name)
+    done = train(1, *setup, f"teacher.model_name={name}", check=False)
+    assert done.returncode == 1
+    assert f"teacher.model_name={name}: its tokens are not the actor's" in done.stderr
+    assert "'<think>' is number 99 there and None in the actor" in done.stderr
+
+
 SLOW_ENV = """
     import time
 

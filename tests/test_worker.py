@@ -160,6 +160,11 @@ def test_schedules_start_above_zero_and_end_where_they_say():
     # A run that goes on with fewer updates than it has made: the rate stays where it ended.
     for kind, last in (("linear", 0), ("cosine", 0), ("constant", 1)):
         assert schedule(17, 10, 0.2, kind) == last
+    # A floor of 0.2: halfway between 1 and 0.2 is 0.6, and the warm-up stays as it is.
+    rates = [schedule(n, 10, 0.0, "linear", 0.2) for n in (0, 5, 10, 17)]
+    assert rates == pytest.approx([1, 0.6, 0.2, 0.2])
+    assert schedule(6, 10, 0.2, "cosine", 0.2) == pytest.approx(0.6)
+    assert schedule(0, 10, 0.2, "linear", 0.2) == 0.5
 
 
 @pytest.fixture
@@ -303,6 +308,52 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path, device):
     assert result.lr == LEARNING_RATE / 4  # the skipped update did not advance the schedule
     after = full_weights(worker)
     assert any(not torch.equal(after[key], before[key]) for key in before)
+
+
+def test_an_update_whose_mean_ratio_is_above_the_limit_moves_nothing(tmp_path, device):
+    name = make_model(tmp_path / "model")
+    batch = make_batch()
+    worker = Worker(worker_config(name, min_lr_ratio=0.5, scheduler="linear"), device, False, 4)
+    before = full_weights(worker)
+
+    def loss_with_ratio(rows, scores):
+        """The ratio is 3 at every token, so its mean by any weights is 3."""
+        loss, metrics = policy_loss(rows, scores)
+        return loss, {**metrics, "ratio": (3 * rows.token_weights).sum()}
+
+    def update(max_ratio):
+        return worker.update(batch, loss_with_ratio, with_entropy=True, max_ratio=max_ratio)
+
+    result = update(2.9)
+    assert result.skipped and worker.version == 0 and result.grad_norm > 0
+    after = full_weights(worker)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert not update(3.1).skipped and not update(None).skipped
+    assert worker.version == 2
+    # After 2 of 4 updates the linear schedule is halfway between 1 and its floor of 0.5.
+    assert update(None).lr == pytest.approx(0.75 * LEARNING_RATE)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_reference_takes_the_weights_of_the_actor_and_keeps_them(tmp_path, device, dtype):
+    """Rounded to its own dtype; its checkpoint holds them."""
+    name = make_model(tmp_path / "model")
+    batch = make_batch()
+    worker = Worker(worker_config(name, lr=0.1, dtype=dtype), device, False, 4)
+    reference = worker.reference()
+    start = full_weights(reference)
+    worker.update(batch, policy_loss, with_entropy=True)
+    reference.copy_weights(worker)
+    taken = full_weights(reference)
+    rounded = dict(worker.iter_full_weights(reference.dtype))
+    assert all(torch.equal(taken[key], rounded[key].float()) for key in taken)
+    assert any(not torch.equal(taken[key], start[key]) for key in taken)
+    state = deepcopy(reference.state_dict())
+    worker.update(batch, policy_loss, with_entropy=True)  # moves the actor alone
+    restored = worker.reference()
+    restored.load_state_dict(state)
+    kept = [full_weights(reference), full_weights(restored)]
+    assert all(torch.equal(weights[key], taken[key]) for weights in kept for key in taken)
 
 
 def test_a_step_in_parts_is_the_same_step(tmp_path, monkeypatch, device):

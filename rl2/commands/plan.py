@@ -166,7 +166,7 @@ def run_phases(config: Any, memory: MemoryTracker, device: torch.device) -> Plan
 
 def run_ppo(config: PPOConfig, peaks: PhasePeaks, device: torch.device) -> int:
     """PPO's phases. Returns the bytes of the engine's weights."""
-    workers, reference = make_ppo_workers(config, device, num_steps=1)
+    workers, frozen = make_ppo_workers(config, device, num_steps=1)
     actor = workers["actor"]
     peaks.end_step()
     rows = config.data.prompts_per_rollout * config.data.responses_per_prompt
@@ -174,8 +174,8 @@ def run_ppo(config: PPOConfig, peaks: PhasePeaks, device: torch.device) -> int:
     actor_loss = make_actor_loss(config.actor, config.kl)
     critic_loss = make_critic_loss(config.critic)
     peaks.enter("infer")
-    if reference is not None:
-        reference(make_batch(actor, inference=True))
+    for worker in frozen.values():
+        worker.infer(make_batch(worker, inference=True))
     if needs_old_logps(config):
         actor.infer(make_batch(actor, inference=True))
     if critic := workers.get("critic"):
@@ -211,7 +211,7 @@ def run_offline(config: Any, peaks: PhasePeaks, device: torch.device) -> None:
     )
     if reference is not None:
         peaks.enter("infer")
-        reference(make_batch(inference=True))
+        reference.infer(make_batch(inference=True))
     peaks.update(worker, make_batch(), loss, keep_groups_together=row_multiple > 1)
     peaks.enter("save")
     for _, weight in worker.iter_full_weights(worker.model.export_dtype):
@@ -258,6 +258,7 @@ def full_batch(
         trajectory=torch.arange(count),
         old_logps=columns,
         ref_logps=columns,
+        teacher_logps=columns,
         values=columns,
         advantages=columns,
         returns=columns,

@@ -42,6 +42,9 @@ def validate(config: Any, set_keys: set[str]) -> Checked:
     if isinstance(config, PPOConfig):
         if not needs_critic(config.adv.estimator):
             workers.remove("critic")
+        if config.teacher.model_name:
+            problems += check_layout("teacher", config.teacher, world_size)
+            problems += check_lengths(config, "teacher")
         problems += check_env(config.rollout.env_path)
         problems += check_step_sizes(config)
         problems += check_pairs(config)
@@ -54,10 +57,10 @@ def validate(config: Any, set_keys: set[str]) -> Checked:
 
 
 def without_repeats(problems: list[str]) -> list[str]:
-    """The problems without those of the critic that the actor has too: it follows the actor."""
+    """The problems without those of critic and teacher that the actor has too: they follow it."""
     kept = []
     for problem in problems:
-        as_actor = problem.replace("critic.", "actor.")
+        as_actor = problem.replace("critic.", "actor.").replace("teacher.", "actor.")
         if as_actor == problem or as_actor not in problems:
             kept.append(problem)
     return kept
@@ -112,6 +115,8 @@ def check_paths(config: Any) -> Iterator[str]:
     """The files and folders that are missing, of the data, the workers and the checkpoint."""
     yield from check_data("data.path", config.data.path)
     yield from check_data("data.test_path", config.data.test_path)
+    if isinstance(config, PPOConfig):
+        yield from check_model("teacher.model_name", config.teacher.model_name)
     for name in worker_names(config):
         worker = getattr(config, name)
         yield from check_model(f"{name}.model_name", worker.model_name)
@@ -218,6 +223,15 @@ def check_pairs(config: PPOConfig) -> Iterator[str]:
         )
     if kl.coef >= 0 and (kl.coef > 0) != (kl.type is not None):
         yield (f"kl.coef={kl.coef} and kl.type={kl.type} need each other: choose reward or loss")
+    if kl.update_freq and actor.lora_rank > 0:
+        yield (
+            f"kl.update_freq={kl.update_freq}: with actor.lora_rank={actor.lora_rank} the "
+            "reference is the actor without its adapters, which stays the start model; leave one "
+            "of them out"
+        )
+    estimator = config.adv.estimator
+    if "teacher_logps" in estimator_inputs(estimator) and not config.teacher.model_name:
+        yield f"adv.estimator={estimator} needs the key teacher.model_name"
     if actor.correction in INTERVAL_CORRECTIONS and actor.correction_cap == 1:
         yield (
             f"actor.correction_cap=1: actor.correction={actor.correction} masks all ratios outside "
@@ -274,10 +288,11 @@ def ppo_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[str]:
     clips = sorted(
         {"actor.clip", "actor.clip_high", "actor.dual_clip"} & non_default_keys(config, set_keys)
     )
-    if clips and actor.update_per_rollout == 1 and actor.loss == "ppo":
+    num_updates = actor.update_per_rollout * actor.epochs_per_rollout
+    if clips and num_updates == 1 and actor.loss == "ppo":
         yield (
-            f"{', '.join(clips)}: with actor.update_per_rollout=1 the ratio is exactly 1 and never "
-            "clipped"
+            f"{', '.join(clips)}: with actor.update_per_rollout=1 and actor.epochs_per_rollout=1 "
+            "the ratio is exactly 1 and never clipped"
         )
     if config.kl.type == "loss" and config.kl.loss_estimator == "k1":
         yield (

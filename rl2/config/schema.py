@@ -90,23 +90,30 @@ WITH_LOGITS = Condition(
     "in a critic or reward model, whose values are always float32",
     is_harmless=True,
 )
-# A key that is not set has the value of another one. The critic lies in memory and splits a rollout
-# as the actor does; its rates stay its own.
-FOLLOWED_KEYS = {
-    f"critic.{name}": f"actor.{name}"
-    for name in (
-        "dtype",
-        "compile",
-        "fsdp_size",
-        "sp_size",
-        "tp_size",
+# A key that is not set has the value of another one. The critic and the teacher lie in memory, and
+# the critic splits a rollout, as the actor does; its rates stay its own.
+PLACEMENT = (
+    "dtype",
+    "compile",
+    "fsdp_size",
+    "sp_size",
+    "tp_size",
+    "max_length_per_device",
+    "max_inference_length_per_device",
+    "offload_model",
+)
+FOLLOWERS = {
+    "critic": (
+        *PLACEMENT,
         "gradient_checkpointing",
-        "max_length_per_device",
-        "max_inference_length_per_device",
-        "offload_model",
         "offload_optimizer",
         "update_per_rollout",
-    )
+        "epochs_per_rollout",
+    ),
+    "teacher": (*PLACEMENT, "head_dtype", "share_prompts"),
+}
+FOLLOWED_KEYS = {
+    f"{follower}.{name}": f"actor.{name}" for follower, names in FOLLOWERS.items() for name in names
 }
 for name in ("max_new_tokens", "stop"):
     FOLLOWED_KEYS[f"rollout.test_sampling_params.{name}"] = f"rollout.train_sampling_params.{name}"
@@ -182,15 +189,14 @@ class SFTDataConfig(ExampleConfig):
 
 
 @dataclass
-class WorkerConfig:
+class ModelConfig:
+    """A model and how it lies on the processes."""
+
     model_name: str = key(
         MISSING,
         "a Hugging Face causal LM; a folder or a name on the hub",
         common=True,
         identity=True,
-    )
-    optimizer_dir: str | None = key(
-        None, "a folder, written by save_optimizer, from which the optimizer starts"
     )
     dtype: str = key(
         "auto",
@@ -221,15 +227,6 @@ class WorkerConfig:
         1, "processes that share each sequence (ring attention)", common=True, above=0
     )
     tp_size: int = key(1, "processes that share each matrix (tensor parallelism)", above=0)
-    gradient_checkpointing: bool | int | str = key(
-        True,
-        "recompute each layer in the backward pass; less memory, about a third more time; a number "
-        "recomputes so many layers; auto: as many as the memory of a GPU asks, which is predicted "
-        "at the start",
-        common=True,
-        at_least=0,
-        choices=("auto",),
-    )
     max_length_per_device: int = key(
         8192,
         "tokens of one micro-batch on one process; also the longest sequence",
@@ -241,6 +238,32 @@ class WorkerConfig:
         "the same for passes without a gradient; by default max_length_per_device",
         above=0,
         only_if=WITH_INFERENCE,
+    )
+    share_prompts: bool = key(
+        True,
+        "run the prompt of a group once for all its answers in a micro-batch; exact up to rounding",
+        only_if=WITH_GROUPS,
+    )
+    offload_model: bool = key(
+        False, "keep the weights in host memory while they are not used", only_if=WITH_GPU
+    )
+
+
+@dataclass
+class WorkerConfig(ModelConfig):
+    """A model that is trained."""
+
+    optimizer_dir: str | None = key(
+        None, "a folder, written by save_optimizer, from which the optimizer starts"
+    )
+    gradient_checkpointing: bool | int | str = key(
+        True,
+        "recompute each layer in the backward pass; less memory, about a third more time; a number "
+        "recomputes so many layers; auto: as many as the memory of a GPU asks, which is predicted "
+        "at the start",
+        common=True,
+        at_least=0,
+        choices=("auto",),
     )
     lora_rank: int = key(
         0,
@@ -263,11 +286,6 @@ class WorkerConfig:
         "the head",
         only_if=WITH_LORA,
         identity=True,
-    )
-    share_prompts: bool = key(
-        True,
-        "run the prompt of a group once for all its answers in a micro-batch; exact up to rounding",
-        only_if=WITH_GROUPS,
     )
     lr: float = key(
         1e-6,
@@ -300,11 +318,18 @@ class WorkerConfig:
     )
     scheduler: str = key(
         "constant",
-        "the learning rate after the warm-up; linear and cosine fall to 0",
+        "the learning rate after the warm-up; linear and cosine fall to min_lr_ratio x lr",
         choices=("constant", "linear", "cosine"),
     )
-    offload_model: bool = key(
-        False, "keep the weights in host memory while they are not used", only_if=WITH_GPU
+    min_lr_ratio: float = key(
+        0.0,
+        "the learning rate at the end, as a fraction of lr",
+        at_least=0,
+        at_most=1,
+        only_if=Condition(
+            lambda config, section: section.scheduler != "constant",
+            "with {path}.scheduler=constant",
+        ),
     )
     offload_optimizer: bool = key(
         False, "keep the optimizer in host memory while it is not used", only_if=WITH_GPU
@@ -339,7 +364,10 @@ class RewardModelConfig(WorkerConfig):
 @dataclass
 class RolloutWorkerConfig(WorkerConfig):
     update_per_rollout: int = key(
-        1, "optimizer steps (mini-batches) in each step", common=True, above=0
+        1, "mini-batches of a rollout; each is an optimizer step", common=True, above=0
+    )
+    epochs_per_rollout: int = key(
+        1, "passes over a rollout; each is cut into mini-batches anew", above=0
     )
     freeze_steps: int = key(0, "first steps in which this worker is not updated", at_least=0)
 
@@ -405,6 +433,19 @@ class ActorConfig(RolloutWorkerConfig):
             lambda config, section: section.correction != "none", "with actor.correction=none"
         ),
     )
+    skip_threshold: float | None = key(
+        None,
+        "skip an optimizer step if its mean probability ratio is above this (PPO in TRL: 10)",
+        above=1,  # the ratio is 1 on the policy
+        only_if=Condition(
+            lambda config, section: (
+                config.trainer.rollouts_from
+                or section.update_per_rollout * section.epochs_per_rollout > 1
+            ),
+            "with one optimizer step a rollout, whose ratio is 1: raise {path}.update_per_rollout "
+            "or {path}.epochs_per_rollout",
+        ),
+    )
     entropy: float = key(
         0.0,
         "coefficient of an entropy bonus",
@@ -423,6 +464,27 @@ class CriticConfig(RolloutWorkerConfig):
     lr: float = 5e-6
     clip: float = key(
         0.2, "how far the value may move in one step; inf = any way", above=0, may_be_infinite=True
+    )
+
+
+@dataclass
+class TeacherConfig(ModelConfig):
+    model_name: str | None = key(  # type: ignore[assignment]
+        None,
+        "a model whose log-probabilities of the answers are learned (on-policy distillation); it "
+        "has the tokenizer of the actor",
+        common=True,
+        identity=True,
+    )
+    coef: float = key(
+        1.0,
+        "weight of the teacher's log-probability minus the policy's, which is added to the "
+        "advantage of each token",
+        above=0,
+        only_if=Condition(
+            lambda config, section: "teacher_logps" not in estimator_inputs(config.adv.estimator),
+            "with adv.estimator={config.adv.estimator}, whose advantage is that difference",
+        ),
     )
 
 
@@ -561,6 +623,14 @@ class KLConfig:
         "where the KL goes; reward: subtracted from the reward; loss: added to the loss",
         common=True,
         choices=("reward", "loss"),
+        identity=True,
+    )
+    update_freq: int | None = key(
+        None,
+        "steps after which the reference becomes the current actor, again and again; by default it "
+        "stays the start model",
+        above=0,
+        only_if=Condition(lambda config, section: section.coef, "with kl.coef=0"),
         identity=True,
     )
     reward_estimator: str = key(
@@ -742,6 +812,14 @@ class PPOConfig:
     rollout: RolloutConfig = section(RolloutConfig, "sampling of answers and their environment")
     kl: KLConfig = section(KLConfig, "the KL divergence from the starting model")
     adv: AdvConfig = section(AdvConfig, "advantages")
+    teacher: TeacherConfig = section(
+        TeacherConfig,
+        "the teacher of on-policy distillation",
+        common=False,
+        only_if=Condition(
+            lambda config, section: config.teacher.model_name, "without teacher.model_name"
+        ),
+    )
     trainer: PPOTrainerConfig = section(PPOTrainerConfig, "the run: length, folder, checkpoints")
 
 

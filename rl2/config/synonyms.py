@@ -82,6 +82,7 @@ VERL = {
         actor.forward_max_token_len_per_gpu actor.forward_micro_batch_size
         actor.forward_micro_batch_size_per_gpu rollout.log_prob_max_token_len_per_gpu
         rollout.log_prob_micro_batch_size rollout.log_prob_micro_batch_size_per_gpu""",
+    "actor.epochs_per_rollout": "actor.ppo_epochs",
     "actor.clip": "actor.clip_ratio actor.clip_ratio_low",
     "actor.clip_high": "actor.clip_ratio_high",
     "actor.dual_clip": "actor.clip_ratio_c",
@@ -194,6 +195,8 @@ TRL = {
     "data.responses_per_prompt": "num_generations",
     "data.prompts_per_rollout (x data.responses_per_prompt)": "generation_batch_size",
     "actor.update_per_rollout": "steps_per_generation num_mini_batches",
+    "actor.epochs_per_rollout": "num_iterations num_ppo_epochs",
+    "kl.update_freq": "sync_ref_model ref_model_sync_steps",
     f"{TRAIN}.temperature": "temperature",
     f"{TRAIN}.top_p": "top_p",
     f"{TRAIN}.top_k": "top_k",
@@ -266,10 +269,9 @@ ABSENT = {
         router_aux_loss_coef label_smoothing_factor algorithm.use_pf_ppo
         algorithm.pf_ppo. actor.policy_loss. algorithm.kl_ctrl. algorithm.rollout_correction.
         critic.loss_agg_mode critic.avg_level multi_objective_aggregation""",
-    "a rollout is passed over once; actor.update_per_rollout splits it": """num_iterations
-        actor.ppo_epochs num_ppo_epochs actor.shuffle""",
-    "the reference is the model that the run starts from": """sync_ref_model
-        ref_model_mixup_alpha ref_model_sync_steps precompute_ref_log_probs ref_actor. ref.""",
+    "mini-batches are always shuffled": "actor.shuffle",
+    "the reference is the model that the run starts from, or with kl.update_freq the actor": """
+        ref_model_mixup_alpha precompute_ref_log_probs ref_actor. ref.""",
     "one reward function gives the reward; it may add up several": """reward_weights
         reward_model_path reward_clip_range custom_reward_function.name reward_model. reward.""",
     "answers that were cut are trained, and groups without variance are not run": """

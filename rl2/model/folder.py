@@ -55,6 +55,19 @@ def check_model(key: str, name: str, critic: bool = False) -> None:
     _check_kind(label, _read_config(label, name), critic)
 
 
+def check_tokens(key: str, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """ValueError unless the model `name` has the tokens of `tokenizer`, which is the actor's."""
+    ids = load_tokenizer(key, name).get_vocab()
+    actor_ids = tokenizer.get_vocab()
+    if ids != actor_ids:
+        token = min({*ids.items()} ^ {*actor_ids.items()})[0]
+        raise ValueError(
+            f"{key}={name}: its tokens are not the actor's, so it cannot score the actor's "
+            f"answers: {token!r} is number {ids.get(token)} there and {actor_ids.get(token)} in "
+            "the actor; choose a model with the actor's tokenizer"
+        )
+
+
 def load_eos_token_ids(name: str) -> list[int]:
     """The end-of-sequence tokens of the generation config, else of the config."""
     try:

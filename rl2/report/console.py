@@ -111,7 +111,8 @@ def describe_step(config: dict[str, Any]) -> list[str]:
         return []
     num_prompts = data["prompts_per_rollout"]
     num_answers = data["responses_per_prompt"]
-    num_updates = config["actor"]["update_per_rollout"]
+    actor = config["actor"]
+    num_updates = actor["update_per_rollout"] * actor["epochs_per_rollout"]
     return [
         f"each step: {num_prompts} prompts x {num_answers} answers = {num_prompts * num_answers} "
         f"trajectories, then {num_updates} update{'s' if num_updates > 1 else ''} of the actor"

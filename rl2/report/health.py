@@ -115,8 +115,9 @@ class Health:
     def _count_skipped(self, step: int, metrics: dict[str, float]) -> None:
         for worker, updates in self.skipped.items():
             if f"{worker}/skipped" in metrics:
-                num_updates = self.config[worker].get("update_per_rollout", 1)
-                updates.count(step, metrics[f"{worker}/skipped"], num_updates)
+                has_diverged = not math.isfinite(metrics[f"{worker}/grad_norm"])
+                fraction = metrics[f"{worker}/skipped"] * has_diverged
+                updates.count(step, fraction, _updates_per_step(self.config[worker]))
 
     def _find_constant_reward(self, metrics: dict[str, float]) -> Iterator[Problem]:
         """Steps in a row in which all trajectories earn the same, where a critic learns from it."""
@@ -187,14 +188,22 @@ def find_problems(metrics: dict[str, float], config: dict[str, Any]) -> list[Pro
     for worker in ("actor", "critic"):
         fraction = metrics.get(f"{worker}/skipped", 0.0)
         if fraction > 0:
-            num_updates = config[worker].get("update_per_rollout", 1)
-            reason = (
-                f"the gradient of {round(fraction * num_updates)} of {num_updates} was not finite, "
-                f"so these moved no weight. If it goes on, lower {worker}.lr="
-                f"{config[worker]['lr']:g}"
-            )
+            section = config[worker]
+            total = _updates_per_step(section)
+            updates = f"{round(fraction * total)} of {total}"
+            cause = f"the gradient of {updates} was not finite"
+            if math.isfinite(metrics[f"{worker}/grad_norm"]):
+                limit = f"{worker}.skip_threshold={section['skip_threshold']:g}"
+                cause = f"the mean probability ratio of {updates} was above {limit}"
+            remedy = f"If it goes on, lower {worker}.lr={section['lr']:g}"
+            reason = f"{cause}, so these moved no weight. {remedy}"
             problems.append(Problem(_skip_name(worker), reason))
     return problems
+
+
+def _updates_per_step(section: dict[str, Any]) -> int:
+    num_updates: int = section.get("update_per_rollout", 1) * section.get("epochs_per_rollout", 1)
+    return num_updates
 
 
 def _skip_name(worker: str) -> str:
@@ -235,7 +244,8 @@ def _find_rollout_problems(metrics: dict[str, float], config: dict[str, Any]) ->
 def _has_no_advantages(metrics: dict[str, float], config: dict[str, Any]) -> bool:
     """Whether rewards gave no advantages, though the step was trained."""
     compares_group = config["adv"]["estimator"] in GROUP_ESTIMATORS
-    return compares_group and metrics["rollout/zero_variance"] == 1 and metrics["actor/skipped"] < 1
+    is_alone = compares_group and not config["teacher"]["model_name"]
+    return is_alone and metrics["rollout/zero_variance"] == 1 and metrics["actor/skipped"] < 1
 
 
 def _rewards_are_equal(metrics: dict[str, float]) -> bool:

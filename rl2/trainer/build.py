@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl2.batch import Batch, scored_spans
+from rl2.checkpoints import Parts
 from rl2.config.parse import parse
 from rl2.config.schema import (
     PPOConfig,
@@ -28,11 +29,11 @@ from rl2.memory_plan import Prediction, choose_checkpointing
 from rl2.model.folder import (
     check_length,
     check_model,
+    check_tokens,
     load_eos_token_ids,
     load_tokenizer,
     max_positions,
 )
-from rl2.model.token_model import TokenScores
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
 from rl2.rollout.saved import SavedRollouts, checksum, pack_tokens
@@ -71,6 +72,8 @@ class PPORun:
         self.tokens: dict[str, Tensor] = {}  # of the last rollout, if they are kept
         if needs_critic(config.adv.estimator) and config.critic.model_name:
             check_model("critic.model_name", config.critic.model_name, critic=True)
+        if config.teacher.model_name:
+            check_tokens("teacher.model_name", config.teacher.model_name, tokenizer)
         prompts = Prompts(
             rows,
             template,
@@ -95,15 +98,18 @@ class PPORun:
 
         config = choose_checkpointing(config)
         self.prediction = Prediction(config, dist.get_world_size())
-        self.workers, self.reference = make_ppo_workers(config, device, num_steps)
+        self.workers, self.frozen = make_ppo_workers(config, device, num_steps)
         self.actor = self.workers["actor"]
         self.deterministic = config.trainer.deterministic
         if self.deterministic is None:
             self.deterministic = device.type == "cpu" and not config.rollout.partial
         self.engine = None if saved else self._make_engine()
         self.collector = saved or self._make_collector(template, prompts, num_steps)
+        parts: Parts = {"data": self.collector}
+        if config.kl.update_freq:
+            parts["reference"] = self.frozen["ref_logps"]
         self.recorder = Recorder(
-            self.folder, tokenizer, self.workers, self.collector, num_steps, device, self.prediction
+            self.folder, tokenizer, self.workers, parts, num_steps, device, self.prediction
         )
         self.recorder.resume()
 
@@ -114,15 +120,17 @@ class PPORun:
         assert self.engine is not None
         stop_ids = template.stop_token_ids(load_eos_token_ids(config.actor.model_name))
         self.test_params = _sampling_params(config.rollout.test_sampling_params, stop_ids)
-        sections = [worker.config for worker in self.workers.values()]
-        limits = [section.max_length_per_device * section.sp_size for section in sections]
+        limits = []
+        for worker in (*self.workers.values(), *self.frozen.values()):
+            limits.append(worker.config.max_length_per_device * worker.config.sp_size)
+            limits.append(max_positions(worker.config.model_name))
         player = Player(
             engine=self.engine,
             env=self.env,
             template=template,
             failures=EnvFailures(config.rollout.max_env_failures),
             max_turns=config.rollout.max_turns,
-            max_length=min(max_positions(config.actor.model_name), *limits),
+            max_length=min(limits),
         )
         return Collector(
             player,
@@ -201,22 +209,28 @@ class PPORun:
 
 def make_ppo_workers(
     config: PPOConfig, device: torch.device, num_steps: int
-) -> tuple[dict[str, Worker], Callable[..., TokenScores] | None]:
-    """The actor and the critic, if any, and the reference model's `infer`, None without a KL."""
+) -> tuple[dict[str, Worker], dict[str, Worker]]:
+    """The actor and the critic, if any. And the frozen workers, by the column that they fill."""
 
     def make_worker(section: RolloutWorkerConfig, is_critic: bool) -> Worker:
         # At least 1: a worker that is frozen in all steps of this run may be trained in later ones.
-        num_updates = max(1, (num_steps - section.freeze_steps) * section.update_per_rollout)
-        return Worker(section, device, is_critic, num_updates)
+        num_trained_steps = max(1, num_steps - section.freeze_steps)
+        updates_per_step = section.update_per_rollout * section.epochs_per_rollout
+        return Worker(section, device, is_critic, num_trained_steps * updates_per_step)
 
     torch.manual_seed(config.trainer.seed)  # of new weights
     workers = {"actor": make_worker(config.actor, is_critic=False)}
-    reference = workers["actor"].reference() if config.kl.coef else None
+    frozen = {}
+    if config.kl.coef:
+        frozen["ref_logps"] = workers["actor"].reference()
+    teacher: Any = config.teacher  # without the keys that a frozen worker does not read
+    if teacher.model_name:
+        frozen["teacher_logps"] = Worker(teacher, device)
     if needs_critic(config.adv.estimator):
         model_name = config.critic.model_name or config.actor.model_name
         section = replace(config.critic, model_name=model_name)
         workers["critic"] = make_worker(section, is_critic=True)
-    return workers, reference
+    return workers, frozen
 
 
 def _check_trajectory_length(config: PPOConfig, split: str, prompts: Prompts) -> None:
@@ -291,8 +305,9 @@ class OfflineRun:
         worker_config = getattr(config, self.worker_name)
         self.worker = Worker(worker_config, device, is_critic, num_updates=num_steps)
         workers = {self.worker_name: self.worker}
+        parts: Parts = {"data": self.examples}
         self.recorder = Recorder(
-            folder, self.tokenizer, workers, self.examples, num_steps, device, prediction
+            folder, self.tokenizer, workers, parts, num_steps, device, prediction
         )
         self.recorder.resume()
 

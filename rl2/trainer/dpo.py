@@ -24,12 +24,12 @@ def train(run: OfflineRun) -> None:
     loss_fn = partial(preference_loss, run.config.dpo)
     reference = run.worker.reference()
     if run.test_batch is not None:
-        run.test_batch.ref_logps = reference(run.test_batch).logps
+        run.test_batch.ref_logps = reference.infer(run.test_batch).logps
     run.begin(lambda step: run.measure(loss_fn))
     for step in run.recorder.remaining_steps():
         batch = run.next_batch()
         with run.recorder.phase("reference"):
-            batch.ref_logps = reference(batch).logps
+            batch.ref_logps = reference.infer(batch).logps
         with run.recorder.phase("update"):
             result = run.worker.update(batch, loss_fn, keep_groups_together=True)
         if run.finish_step(step, batch, result):

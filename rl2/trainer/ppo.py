@@ -5,13 +5,16 @@
 
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from rl2.algorithms import losses
 from rl2.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
+    distillation,
     zero_std_group_fraction,
 )
-from rl2.algorithms.by_name import call_by_name, find_function
+from rl2.algorithms.by_name import argument_names, call_by_name, find_function
 from rl2.batch import Batch, collate, drop_zero_advantages, split_minibatches
 from rl2.config.schema import (
     ActorConfig,
@@ -24,6 +27,7 @@ from rl2.config.schema import (
 from rl2.model.token_model import TokenScores
 from rl2.rollout.stats import summarise, to_records, training_samples
 from rl2.trainer.build import PPORun, run_trainer
+from rl2.trainer.recorder import is_due
 from rl2.worker import Loss
 
 
@@ -34,13 +38,11 @@ def train(run: PPORun) -> None:
     work of forward, backward and generate.
     """
     config, recorder = run.config, run.recorder
-    loss_fns = {
-        "actor": make_actor_loss(config.actor, config.kl),
-        "critic": make_critic_loss(config.critic),
-    }
-    averages = {
-        "actor": (config.actor.average, config.actor.average_constant),
-        "critic": ("token", None),
+    # Of each worker: its loss, the mean that this is, and the limit of its mean probability ratio.
+    average = (config.actor.average, config.actor.average_constant)
+    objectives = {
+        "actor": (make_actor_loss(config.actor, config.kl), average, config.actor.skip_threshold),
+        "critic": (make_critic_loss(config.critic), ("token", None), None),
     }
     temperature = config.rollout.train_sampling_params.temperature  # logits are divided by it
     run.begin()
@@ -56,18 +58,23 @@ def train(run: PPORun) -> None:
 
         with recorder.phase("update"):
             for name, worker in run.workers.items():
+                loss_fn, average, max_ratio = objectives[name]
                 updates = []
                 for part in mini_batches(batch, getattr(config, name), step):
                     part.token_weights = losses.token_weights(
-                        part.mask, part.trajectory, *averages[name], part.group
+                        part.mask, part.trajectory, *average, part.group
                     )
                     if name == "actor" and can_drop_rows(config):
                         drop_zero_advantages(part)
-                    entropy = needs_entropy(config.actor)
-                    result = worker.update(part, loss_fns[name], temperature, entropy)
+                    result = worker.update(
+                        part, loss_fn, temperature, needs_entropy(config.actor), max_ratio=max_ratio
+                    )
                     updates.append(result.to_log(part.token_weights.sum().item()))
                 if updates:  # none while the worker is frozen
                     metrics |= average_updates(name, updates)
+
+            if is_due(step, config.kl.update_freq):
+                run.frozen["ref_logps"].copy_weights(run.actor)
 
         with recorder.phase("sync"):
             run.sync()
@@ -81,8 +88,8 @@ def train(run: PPORun) -> None:
 
 def add_scores(batch: Batch, run: PPORun, temperature: float) -> None:
     """Fills the columns of what the models say about the rollout, as far as they are needed."""
-    if run.reference is not None:
-        batch.ref_logps = run.reference(batch, temperature).logps
+    for column, worker in run.frozen.items():
+        setattr(batch, column, worker.infer(batch, temperature).logps)
     if run.collector.has_other_policy:
         batch.old_logps = batch.engine_logps
     elif needs_old_logps(run.config):
@@ -92,9 +99,14 @@ def add_scores(batch: Batch, run: PPORun, temperature: float) -> None:
 
 
 def mini_batches(batch: Batch, config: RolloutWorkerConfig, step: int) -> Iterator[Batch]:
-    """What the worker is trained on in this step; nothing while it is frozen."""
+    """What the worker is trained on in this step; nothing while it is frozen.
+
+    Every pass over the rollout cuts it anew.
+    """
     if step > config.freeze_steps:
-        yield from split_minibatches(batch, config.update_per_rollout, step)
+        for epoch in range(config.epochs_per_rollout):
+            seed = step * config.epochs_per_rollout + epoch
+            yield from split_minibatches(batch, config.update_per_rollout, seed)
 
 
 def needs_old_logps(config: PPOConfig) -> bool:
@@ -102,9 +114,10 @@ def needs_old_logps(config: PPOConfig) -> bool:
 
     With one update a rollout the policy that sampled is the current one, so the update scores it.
     """
-    if config.kl.type == "reward" or "old_logps" in estimator_inputs(config.adv.estimator):
+    asked = estimator_inputs(config.adv.estimator)
+    if config.kl.type == "reward" or config.teacher.model_name or "old_logps" in asked:
         return True
-    return config.actor.update_per_rollout > 1
+    return config.actor.update_per_rollout * config.actor.epochs_per_rollout > 1
 
 
 def needs_entropy(config: ActorConfig) -> bool:
@@ -126,7 +139,7 @@ def add_advantages(batch: Batch, config: PPOConfig) -> dict[str, float]:
         kl = losses.kl_estimate(batch.old_logps, batch.ref_logps, config.kl.reward_estimator)
         kl = kl * batch.mask
         rewards = rewards - config.kl.coef * kl
-        metrics["actor/kl"] = (kl.sum() / batch.mask.sum().clamp(min=1)).item()
+        metrics["actor/kl"] = mean_over_tokens(kl, batch)
     inputs = AdvantageInputs(
         rewards=rewards,
         values=batch.values,
@@ -137,6 +150,7 @@ def add_advantages(batch: Batch, config: PPOConfig) -> dict[str, float]:
         lamda=config.adv.lamda,
         norm_var=bool(config.adv.norm_var),
         old_logps=batch.old_logps,
+        teacher_logps=batch.teacher_logps,
     )
     estimator = find_function(config.adv.estimator, ADVANTAGE_ESTIMATORS, "adv.estimator")
     estimated = call_by_name(estimator, inputs)
@@ -144,7 +158,17 @@ def add_advantages(batch: Batch, config: PPOConfig) -> dict[str, float]:
         batch.advantages, batch.returns = estimated
     else:
         batch.advantages = estimated
+    if config.teacher.model_name:
+        gains = call_by_name(distillation, inputs)
+        metrics["actor/teacher_kl"] = -mean_over_tokens(gains, batch)
+        if "teacher_logps" not in argument_names(estimator):
+            batch.advantages = batch.advantages + config.teacher.coef * gains
     return metrics
+
+
+def mean_over_tokens(values: Tensor, batch: Batch) -> float:
+    """The mean over the trained tokens of values [B, T], which are 0 elsewhere."""
+    return (values.sum() / batch.mask.sum().clamp(min=1)).item()
 
 
 def make_actor_loss(config: ActorConfig, kl: KLConfig) -> Loss:

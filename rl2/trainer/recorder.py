@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rl2.checkpoints import Parts
 from rl2.memory_plan import Prediction
 from rl2.report.loggers import MetricsLog, RunInfo
-from rl2.run_folder import RowCounter, RunFolder
+from rl2.run_folder import RunFolder
 from rl2.signals import StopSignal
 from rl2.worker import Worker
 
@@ -32,14 +32,14 @@ class Recorder:
     folder: RunFolder
     tokenizer: PreTrainedTokenizerBase
     workers: dict[str, Worker]  # exported as their configs say
-    data: RowCounter
+    parts: Parts  # of the checkpoint beside the workers, the data among them
     num_steps: int
     device: torch.device
     prediction: Prediction
 
     def resume(self) -> None:
         """Restores workers and data from the checkpoint of the folder, if there is one."""
-        self.parts: Parts = {**self.workers, "data": self.data}
+        self.parts = {**self.workers, **self.parts}
         self.folder.resume(self.parts, self.num_steps)
         self.start_step = self.last_step = self.folder.start.step  # the steps that are done
         self.config = self.folder.config
