@@ -5,7 +5,8 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,41 +73,45 @@ class Checkpoints:
         """
         partial = self.folder / f"step_{step}.partial"
         is_first = dist.get_rank() == 0
-
-        def begin() -> None:
+        with self._failing_together(step, partial):
             if is_first:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
-
-        def write() -> None:
+        with self._failing_together(step, partial):
             states = {name: part.state_dict() for name, part in parts.items()}
             dcp.save(states, checkpoint_id=partial, no_dist=is_single_process())
             torch.save(_random_states(), partial / f"random_{dist.get_rank()}.pt")
-
-        def finish() -> None:
+        with self._failing_together(step, partial):
             if is_first:
                 for name, text in texts.items():
                     (partial / name).write_text(text)
                 sync_to_disk(partial)
                 put_in_place(partial, self.path(step))
                 sync_to_disk(self.folder)
-
-        for stage in (begin, write, finish):
-            problem = _find_problem(stage)
-            if problem:
-                if is_first:
-                    shutil.rmtree(partial, ignore_errors=True)
-                raise RuntimeError(self._explain_failed_save(step, problem))
         if is_first:
             for old_step in self.steps()[: -self.keep] if self.keep else []:
                 delete(self.path(old_step))
         dist.barrier()
 
-    def _explain_failed_save(self, step: int, problem: str) -> str:
-        newest = self.newest()
-        remains = f"{newest} is the newest whole one" if newest else "there is no other yet"
-        failed = describe_failed_write(self.path(step))
-        return f"the checkpoint {failed}: {problem}; {remains}"
+    @contextmanager
+    def _failing_together(self, step: int, partial: Path) -> Iterator[None]:
+        """A stage of a save on every process. If it fails on one of them, all raise RuntimeError.
+
+        So nobody waits for a process that has failed.
+        """
+        problem = ""
+        try:
+            yield
+        except Failure as error:
+            problem = _reason(error)
+        problem = next(filter(None, all_gather_objects(problem)), "")
+        if problem:
+            if dist.get_rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            newest = self.newest()
+            remains = f"{newest} is the newest whole one" if newest else "there is no other yet"
+            failed = describe_failed_write(self.path(step))
+            raise RuntimeError(f"the checkpoint {failed}: {problem}; {remains}")
 
     def load(self, path: Path, parts: Parts, saved_by: int) -> None:
         """Restores all parts from a step_N folder, and the random states.
@@ -150,19 +155,6 @@ def import_optimizer(optimizer: Resumable, folder: str) -> None:
     state = {"optimizer": optimizer.state_dict()}
     dcp.load(state, checkpoint_id=folder, no_dist=is_single_process())
     optimizer.load_state_dict(state["optimizer"])
-
-
-def _find_problem(stage: Callable[[], None]) -> str:
-    """Runs a stage of a save on every process. Returns the first problem of all processes, or "".
-
-    So all of them stop together, and nobody waits for one that has failed.
-    """
-    problem = ""
-    try:
-        stage()
-    except Failure as error:
-        problem = _reason(error)
-    return next(filter(None, all_gather_objects(problem)), "")
 
 
 def step_of(path: Path) -> int:
