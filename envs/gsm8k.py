@@ -1,6 +1,7 @@
 """Word problems whose answer is a number behind ####, as in the solutions of GSM8K.
 
-Row: {"messages": [...], "answer": "72"}. The answer is a number or its text.
+Row: {"messages": [...], "answer": "72"}. The answer is a number, its text, or a solution that ends
+in "#### 72", as the data set has it.
 
 The prompt should ask for it, for instance: "Reason step by step, then write the number after ####."
 """
@@ -23,7 +24,8 @@ def reward_fn(messages, answer):
     number = extract(messages)
     if number is None:
         return {"right": 0.0, "format": 0.0}
-    is_right = exact_value(number) == exact_value(answer)
+    expected = str(answer).rpartition("####")[2].strip()
+    is_right = exact_value(number) == exact_value(expected)
     return {"right": float(is_right), "format": 0.1}
 
 

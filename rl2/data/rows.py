@@ -219,7 +219,10 @@ def _parse_row(raw_row: Any, columns: dict[str, str]) -> dict:
         raise raw_row
     row = _parse_json(raw_row, "row") if isinstance(raw_row, str) else raw_row
     if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, got {abbreviate(row)}")
+        raise ValueError(
+            f"expected a JSON object, got {abbreviate(row)}; write a conversation as "
+            '{"messages": [...]}'
+        )
     if None in row:  # where csv.DictReader puts the cells that have no column
         raise ValueError("expected a cell for each column of the header, got more")
     if MISSING_CELL in row.values():
