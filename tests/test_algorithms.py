@@ -161,8 +161,6 @@ def test_kl_estimates_by_hand():
     assert kl_estimate(logps, ref, "k1").tolist() == [0, -1]
     assert kl_estimate(logps, ref, "k2").tolist() == [0, 0.5]
     assert kl_estimate(logps, ref, "k3").tolist() == [0, pytest.approx(math.e - 2)]
-    with pytest.raises(ValueError, match="'k4'.*k1, k2 or k3"):
-        kl_estimate(logps, ref, "k4")
 
 
 def random_logits(seed):
@@ -468,13 +466,12 @@ def test_token_weights_by_hand_and_wrong_arguments():
     ids = torch.tensor([0, 1])
     for average in AVERAGES:
         assert token_weights(torch.zeros(2, 3), ids, average, 4, ids).eq(0).all()
-    with pytest.raises(ValueError, match="'mean'.*token, sequence, prompt, constant"):
+    with pytest.raises(AssertionError, match="mean"):
         token_weights(mask, trajectory, "mean")
     with pytest.raises(AssertionError, match="needs the group of each row"):
         token_weights(mask, trajectory, "prompt")
-    for constant in (None, 0, -3):
-        with pytest.raises(ValueError, match=f"is {constant}: give a length"):
-            token_weights(mask, trajectory, "constant", constant)
+    with pytest.raises(AssertionError, match="'constant' needs a length"):
+        token_weights(mask, trajectory, "constant")
 
 
 # Policy loss
@@ -671,8 +668,6 @@ def test_importance_weights_by_hand():
     torch.testing.assert_close(weights, torch.ones(2, 2))
     weights = importance_weights(*columns, "sequence_mask", 1.9)
     torch.testing.assert_close(weights, torch.tensor([[0.0, 0.0], [1.32, 1.32]]))
-    with pytest.raises(ValueError, match="'tis'.*token_tis"):
-        importance_weights(old, old, old, "tis", 2.0)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -50,8 +50,6 @@ def kl_estimate(logps: Tensor, ref_logps: Tensor, estimator: str) -> Tensor:
     Source: Schulman, "Approximating KL divergence", 2020. In a reward, k1 is unbiased. In a loss,
     k2's on-policy gradient is that of the KL, k3's is not, and k1's is 0 in expectation.
     """
-    if estimator not in KL_ESTIMATORS:
-        raise ValueError(f"KL estimator {estimator!r}: choose k1, k2 or k3")
     # No real difference is near the bound. It keeps finite what stands at padding.
     return KL_ESTIMATORS[estimator]((logps - ref_logps).clamp(-1e4, 1e4))
 
@@ -77,6 +75,7 @@ def token_weights(
 
     Trajectories without a trained token do not count. Where there is no other, all weights are 0.
     """
+    assert average in TOKEN_AVERAGES, average
     units = trajectory
     if average == "prompt":
         assert group is not None, "average 'prompt' needs the group of each row"
@@ -86,16 +85,10 @@ def token_weights(
     num_units = (lengths > 0).sum().clamp(min=1)
     if average == "token":
         return mask / lengths.sum().clamp(min=1)
-    if average in ("sequence", "prompt"):
-        return mask / (lengths.clamp(min=1)[row_index, None] * num_units)
-    if average != "constant":
-        raise ValueError(f"average {average!r}: choose {', '.join(TOKEN_AVERAGES)}")
-    if not constant or constant < 0:
-        raise ValueError(
-            f"the constant of average 'constant' is {constant}: give a length, such as "
-            "max_new_tokens"
-        )
-    return mask / (num_units * constant)
+    if average == "constant":
+        assert constant, "average 'constant' needs a length, such as max_new_tokens"
+        return mask / (num_units * constant)
+    return mask / (lengths.clamp(min=1)[row_index, None] * num_units)
 
 
 @dataclass(frozen=True)
@@ -205,7 +198,7 @@ def policy_loss(
     if correction is not None:
         losses = losses * correction.detach()
     log_ratio = inputs.log_ratio.detach()
-    approx_kl = kl_estimate(-log_ratio, torch.zeros_like(log_ratio), "k3")
+    approx_kl = KL_ESTIMATORS["k3"](-log_ratio)
     metrics = {"ratio": finite_exp(log_ratio), **metrics, "approx_kl": approx_kl}
     return (losses * weights).sum(), weighted_sums(metrics, weights)
 
@@ -262,8 +255,6 @@ def importance_weights(
 
     It is computed from the policy that starts the update, never from the current log-probabilities.
     """
-    if kind not in IMPORTANCE_CORRECTIONS:
-        raise ValueError(f"correction {kind!r}: choose {', '.join(IMPORTANCE_CORRECTIONS)}")
     log_rho = masked(mask, old_logps - engine_logps).detach()
     return IMPORTANCE_CORRECTIONS[kind](log_rho, mask, cap)
 
@@ -275,16 +266,15 @@ def rollout_mismatch(old_logps: Tensor, engine_logps: Tensor, weights: Tensor) -
     the fraction of tokens whose ratio leaves [0.9, 1.1]; ratio and ratio_squared: the means
     of the ratio trainer / engine and of its square.
     """
-    log_rho = masked(weights, old_logps - engine_logps).detach()
-    rho = finite_exp(log_rho)
-    zeros = torch.zeros_like(log_rho)
+    difference = masked(weights, engine_logps - old_logps)
+    rho = finite_exp(-difference)
     metrics = {
-        "logp_difference": log_rho.abs(),
-        "kl_k1": kl_estimate(zeros, log_rho, "k1"),
-        "kl_k3": kl_estimate(zeros, log_rho, "k3"),
+        "logp_difference": difference.abs(),
+        "kl_k1": KL_ESTIMATORS["k1"](difference),
+        "kl_k3": KL_ESTIMATORS["k3"](difference),
         "outside": (rho < 0.9) | (rho > 1.1),
         "ratio": rho,
-        "ratio_squared": finite_exp(2 * log_rho),
+        "ratio_squared": finite_exp(-2 * difference),
     }
     return weighted_sums(metrics, weights)
 
