@@ -6,9 +6,9 @@
 MODEL is the folder `model` that `python examples/quickstart.py prepare FOLDER` makes. It is
 SmolLM2-135M-Instruct. The tasks are sums and differences of one-digit numbers, as in the
 quickstart, and products of them. Each has 50 or 30 questions that are held out. A run ends with the
-step in which it has sampled the tokens of the task. All runs have the learning rate, the prompts,
-and the two mini-batches a step in common; an algorithm is only its keys in ALGORITHMS. TRL's
-GRPOTrainer has the settings of GRPO, and as many CPU seconds as GRPO took with rl2.
+step in which it has sampled SAMPLED_TOKENS. All runs have the learning rate, the prompts, and the
+two mini-batches a step in common; an algorithm is only its keys in ALGORITHMS, without a KL term.
+TRL's GRPOTrainer has the settings of GRPO, and as many CPU seconds as GRPO took with rl2.
 
 `run` is a queue that can be stopped and started again, also in two processes. Each finished run is
 a line of benchmarks/results/learning.jsonl; `report` prints the tables of docs/learning.md. A run
@@ -18,7 +18,6 @@ Needs the `test` and `quickstart` extras.
 """
 
 import argparse
-import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -31,10 +30,11 @@ from pathlib import Path
 from run_queue import RESULTS, ROOT, Job, mean_and_error, read_results, run_itself, run_missing
 
 RESULTS_FILE = RESULTS / "learning.jsonl"
-ENV_FILE = ROOT / "envs" / "arithmetic.py"
+SAMPLED_TOKENS = 8_000  # of a run
+LONGEST = 12  # tokens of an answer
 PROMPTS, SAMPLES, UPDATES = 16, 8, 2  # of a step
-LEARNING_RATE = 6e-5
-MARK = 0.5  # of the training reward, as the mean of MARK_STEPS steps
+LEARNING_RATE = 4e-5
+MARK = 0.7  # of the right answers in training, as the mean of MARK_STEPS steps
 MARK_STEPS = 3
 TRL = "TRL's GRPO"
 
@@ -44,48 +44,46 @@ class Task:
     """Questions of reasoning-gym whose answer is a number."""
 
     dataset: str
-    options: dict[str, int]  # of the data set
     num_train: int  # questions
     num_test: int
-    suffix: str  # follows the question
-    system_prompt: str
-    longest: int  # tokens of an answer
-    sampled_tokens: int  # of a run
+    example: tuple[str, ...]  # a question and its answer, which precede the question, or nothing
+    env: str  # file; its reward is `right`, or the sum of `right` and other parts
+    has_parts: bool
 
 
-ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+OPTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # of the data sets
+SYSTEM_PROMPT = "Calculate."
 TASKS = {
     "sums": Task(
         dataset="chain_sum",
-        options=ONE_DIGIT,
         num_train=150,
         num_test=50,
-        suffix=" Answer with only the number.",
-        system_prompt="10 - 12 = -2",
-        longest=12,
-        sampled_tokens=14_000,
+        example=(
+            "State the final answer to the following arithmetic problem: 3 - 7 =",
+            "3 - 7 = -4",
+        ),
+        env="examples/quickstart_env.py",
+        has_parts=True,
     ),
     "products": Task(
         dataset="products",
-        options=ONE_DIGIT,
         num_train=70,
         num_test=30,
-        suffix="",
-        system_prompt="10 * 12 = 120",
-        longest=12,
-        sampled_tokens=14_000,
+        example=(),
+        env="envs/arithmetic.py",
+        has_parts=False,
     ),
 }
 
 GROUP = ["adv.estimator=reinforce", "adv.norm_var=true"]
 ALGORITHMS = {
-    "PPO": ["adv.estimator=gae", "adv.lamda=0.95", "critic.lr=6e-5", "actor.average=token"],
+    "PPO": ["adv.estimator=gae", "adv.lamda=0.95", "critic.lr=4e-5", "actor.average=token"],
     "GRPO": [*GROUP, "actor.average=sequence"],
     "Dr. GRPO": [
         "adv.estimator=reinforce",
         "adv.norm_var=false",
         "actor.average=constant",
-        "actor.average_constant=12",
+        f"actor.average_constant={LONGEST}",
     ],
     "RLOO": [
         "adv.estimator=rloo",
@@ -124,13 +122,18 @@ def make_data(task: Task, folder: Path) -> None:
     answers: dict[str, str] = {}
     seed = 0
     while len(answers) < task.num_train + task.num_test:
-        items = reasoning_gym.create_dataset(task.dataset, size=500, seed=seed, **task.options)
+        items = reasoning_gym.create_dataset(task.dataset, size=500, seed=seed, **OPTIONS)
         answers |= {item["question"]: item["answer"] for item in items}
         seed += 1
     rows = []
     for question in sorted(answers, key=lambda text: hashlib.sha256(text.encode()).hexdigest()):
-        prompt = {"role": "user", "content": question + task.suffix}
-        rows.append({"messages": [prompt], "answer": answers[question]})
+        roles = ("system", "user", "assistant", "user") if task.example else ("system", "user")
+        texts = (SYSTEM_PROMPT, *task.example, question)
+        pairs = zip(roles, texts, strict=True)
+        messages = [{"role": role, "content": text} for role, text in pairs]
+        rows.append({"messages": messages, "answer": answers[question]})
+    held_out = [row["messages"][-1]["content"] for row in rows[task.num_train :]]
+    assert not set(task.example) & set(held_out), "a prompt shows a held-out question"
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", rows[: task.num_train]), ("test", rows[task.num_train :])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
@@ -174,16 +177,15 @@ def run_rl2(task: Task, algorithm: str, seed: int, model: str, folder: Path) -> 
         f"data.test_path={folder.parent / 'test.jsonl'}",
         f"data.prompts_per_rollout={PROMPTS}",
         f"data.responses_per_prompt={SAMPLES}",
-        f'data.system_prompt="{task.system_prompt}"',
         f"data.seed={seed}",
         f"actor.model_name={model}",
         f"actor.lr={LEARNING_RATE}",
         f"actor.update_per_rollout={UPDATES}",
         "actor.max_length_per_device=4096",
         "actor.gradient_checkpointing=false",
-        f"rollout.env_path={ENV_FILE}",
+        f"rollout.env_path={ROOT / task.env}",
         f"rollout.max_running={PROMPTS * SAMPLES}",
-        f"rollout.train_sampling_params.max_new_tokens={task.longest}",
+        f"rollout.train_sampling_params.max_new_tokens={LONGEST}",
         "trainer.n_epochs=1000",
         f"trainer.seed={seed}",
         f"trainer.save_dir={folder}",
@@ -193,33 +195,34 @@ def run_rl2(task: Task, algorithm: str, seed: int, model: str, folder: Path) -> 
         *ALGORITHMS[algorithm],
     ]
     run = PPORun(parse(PPOConfig, arguments))
-    meter = StopAtBudget(run.recorder, task.sampled_tokens)
+    meter = StopAtBudget(run.recorder, SAMPLED_TOKENS)
     start = time.process_time()
     train(run)
     run.engine.close()
     lines = read_rows(folder / "metrics.jsonl")
-    rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
-    tests = [line["test/reward/mean"] for line in lines if "test/reward/mean" in line]
+    name = "reward/right" if task.has_parts else "reward/mean"
+    right = [line[name] for line in lines if name in line]
+    tests = [line[f"test/{name}"] for line in lines if f"test/{name}" in line]
     cpu_seconds = [end - start for end in meter.cpu_seconds]
     return {
         "before": tests[0],
         "accuracy": tests[-1],
         "sampled_tokens": meter.num_sampled,
         "cpu_seconds": cpu_seconds[-1],
-        **curve_to_mark(rewards, cpu_seconds),
+        **curve_to_mark(right, cpu_seconds),
         "keys": arguments[2:],
     }
 
 
-def curve_to_mark(rewards: list[float], cpu_seconds: list[float]) -> dict:
-    """The rewards of the steps, and when the mean of MARK_STEPS of them first reached MARK."""
+def curve_to_mark(right: list[float], cpu_seconds: list[float]) -> dict:
+    """The shares of right answers, and when the mean of MARK_STEPS of them first reached MARK."""
     result = {
-        "rewards": [round(reward, 4) for reward in rewards],
+        "right": [round(share, 4) for share in right],
         "steps_to_mark": None,
         "cpu_seconds_to_mark": None,
     }
-    for step in range(MARK_STEPS, len(rewards) + 1):
-        if sum(rewards[step - MARK_STEPS : step]) / MARK_STEPS >= MARK:
+    for step in range(MARK_STEPS, len(right) + 1):
+        if sum(right[step - MARK_STEPS : step]) / MARK_STEPS >= MARK:
             result |= {"steps_to_mark": step, "cpu_seconds_to_mark": cpu_seconds[step - 1]}
             break
     return result
@@ -234,7 +237,7 @@ def run_trl(task: Task, seed: int, model: str, folder: Path) -> dict:
 
     from rl2.parallel.device import compute_dtype
 
-    reward_fn = load_env().reward_fn
+    score = load_env(task)
     seconds = mean_cpu_seconds(task)
     cpu_seconds = []
 
@@ -244,13 +247,16 @@ def run_trl(task: Task, seed: int, model: str, folder: Path) -> dict:
             if cpu_seconds[-1] >= seconds and len(cpu_seconds) % UPDATES == 0:
                 control.should_training_stop = True
 
-    def reward(prompts, completions, answer, **_):
-        return [reward_fn(*pair) for pair in zip(completions, answer, strict=True)]
+    def right(prompts, completions, answer, **_):
+        return [score(*pair)["right"] for pair in zip(completions, answer, strict=True)]
+
+    def others(prompts, completions, answer, **_):
+        parts = [score(*pair) for pair in zip(completions, answer, strict=True)]
+        return [sum(part.values()) - part["right"] for part in parts]
 
     def read_prompts(name: str) -> list[dict]:
-        system = {"role": "system", "content": task.system_prompt}
         rows = read_rows(folder.parent / f"{name}.jsonl")
-        return [{"prompt": [system, *row["messages"]], "answer": row["answer"]} for row in rows]
+        return [{"prompt": row["messages"], "answer": row["answer"]} for row in rows]
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = GRPOConfig(
@@ -261,7 +267,7 @@ def run_trl(task: Task, seed: int, model: str, folder: Path) -> dict:
         beta=0.0,
         loss_type="grpo",
         num_generations=SAMPLES,
-        max_completion_length=task.longest,
+        max_completion_length=LONGEST,
         temperature=1.0,
         per_device_train_batch_size=PROMPTS * SAMPLES // UPDATES,
         steps_per_generation=UPDATES,
@@ -277,31 +283,30 @@ def run_trl(task: Task, seed: int, model: str, folder: Path) -> dict:
     trainer = GRPOTrainer(
         model=model,
         args=config,
-        reward_funcs=reward,
+        reward_funcs=[right, others],
         train_dataset=Dataset.from_list(read_prompts("train")),
         callbacks=[Clock()],
     )
     test_rows = read_prompts("test")
-    before = greedy_accuracy(trainer, test_rows, task.longest, reward_fn)
+    before = greedy_accuracy(trainer, test_rows, score)
     start = time.process_time()
     trainer.train()
     log = [entry for entry in trainer.state.log_history if "reward" in entry]
     num_answers = PROMPTS * SAMPLES // UPDATES  # of an entry
     sampled = sum(entry["completions/mean_length"] * num_answers for entry in log)
-    rewards = [entry["reward"] for entry in log]
-    step_rewards = [
-        sum(rewards[i : i + UPDATES]) / UPDATES for i in range(0, len(rewards), UPDATES)
-    ]
+    shares = [entry["rewards/right/mean"] for entry in log]
+    steps = range(0, len(shares), UPDATES)
+    step_shares = [sum(shares[i : i + UPDATES]) / UPDATES for i in steps]
     return {
         "before": before,
-        "accuracy": greedy_accuracy(trainer, test_rows, task.longest, reward_fn),
+        "accuracy": greedy_accuracy(trainer, test_rows, score),
         "sampled_tokens": round(sampled),
         "cpu_seconds": cpu_seconds[-1],
-        **curve_to_mark(step_rewards, cpu_seconds[UPDATES - 1 :: UPDATES]),
+        **curve_to_mark(step_shares, cpu_seconds[UPDATES - 1 :: UPDATES]),
     }
 
 
-def greedy_accuracy(trainer, rows: list[dict], longest: int, reward_fn) -> float:
+def greedy_accuracy(trainer, rows: list[dict], score) -> float:
     """The share of right greedy answers of TRL's model, generated by transformers."""
     import torch
 
@@ -315,20 +320,22 @@ def greedy_accuracy(trainer, rows: list[dict], longest: int, reward_fn) -> float
         return_dict=True,
     )
     with torch.no_grad():
-        tokens = model.generate(**inputs, do_sample=False, max_new_tokens=longest)
+        tokens = model.generate(**inputs, do_sample=False, max_new_tokens=LONGEST)
     replies = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], True)
-    rewards = []
+    right = 0.0
     for row, reply in zip(rows, replies, strict=True):
-        rewards.append(reward_fn([{"role": "assistant", "content": reply}], row["answer"]))
-    return sum(rewards) / len(rewards)
+        right += score([{"role": "assistant", "content": reply}], row["answer"])["right"]
+    return right / len(rows)
 
 
-def load_env():
-    """The module of the environment's file."""
-    spec = importlib.util.spec_from_file_location("arithmetic", ENV_FILE)
+def load_env(task: Task):
+    """The reward function of the task's file. It returns parts, one of them `right`."""
+    spec = importlib.util.spec_from_file_location("task_env", ROOT / task.env)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    if task.has_parts:
+        return module.reward_fn
+    return lambda messages, answer: {"right": module.reward_fn(messages, answer)}
 
 
 def mean_cpu_seconds(task: Task) -> float:
@@ -372,7 +379,7 @@ def run_one(arguments) -> dict:
     else:
         result = run_rl2(task, arguments.algorithm, arguments.seed, arguments.model, save_dir)
     chosen = {"task": arguments.task, "algorithm": arguments.algorithm, "seed": arguments.seed}
-    return chosen | {"settings": dataclasses.asdict(task)} | result
+    return chosen | result
 
 
 def report(arguments) -> None:
@@ -406,7 +413,7 @@ def report_row(algorithm: str, runs: list[dict]) -> str:
         algorithm,
         str(len(runs)),
         mean_and_error([run["accuracy"] for run in runs]),
-        mean([len(run["rewards"]) for run in runs]),
+        mean([len(run["right"]) for run in runs]),
         mean([run["sampled_tokens"] for run in runs]),
         mean([run["cpu_seconds"] for run in runs]),
         mean([run["steps_to_mark"] for run in runs]),
