@@ -3,13 +3,12 @@
 All processes make the same calls; the first one writes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rl2.checkpoints import Parts
@@ -63,16 +62,10 @@ class Recorder:
         """The numbers of the steps that are not done yet; the first step is 1."""
         return range(self.start_step + 1, self.num_steps + 1)
 
-    def finish_step(
-        self,
-        step: int,
-        metrics: dict[str, float],
-        records: Iterable[dict[str, Any]] = (),
-        tokens: dict[str, Tensor] | None = None,
-    ) -> bool:
+    def finish_step(self, step: int, metrics: dict[str, float], *rollout: Any) -> bool:
         """Evaluates, logs, saves and exports where that is due.
 
-        `records` are the transcripts, `tokens` those of their samples, if they are kept.
+        `rollout` is what `RunFolder.write_records` takes: the transcripts, and the tokens to keep.
         Returns whether a signal asked any process to stop after this step. Such a step is not
         evaluated: a machine that takes its processes away gives them seconds.
         """
@@ -81,8 +74,8 @@ class Recorder:
             metrics = metrics | test_metrics
             is_stopping = self.stop_signal.is_requested_anywhere()
         # From here on the other ranks generate, unless this step is saved; only the first writes.
-        if records:
-            self.folder.write_records("train", step, records, tokens)
+        if rollout:
+            self.folder.write_records("train", step, *rollout)
         # The line of a step is written before its checkpoint. So a kill in between repeats the step
         # and its line; in the other order the line would be lost.
         self.metrics_log.write(step, metrics)
