@@ -19,6 +19,7 @@ from rl2.data.messages import (
     check_reply,
     describe_columns,
     find_oddities,
+    read_column,
     text_column,
 )
 
@@ -92,10 +93,8 @@ def read_pair_row(row: dict) -> ReadRow:
     Where `chosen` and `rejected` are conversations, or there is no prompt, the prompt is what both
     begin with.
     """
-    for name in ("chosen", "rejected"):
-        if name not in row:
-            raise ValueError(f"column '{name}' is missing; {describe_columns(row, name)}")
-    chosen, rejected = _to_messages(row["chosen"]), _to_messages(row["rejected"])
+    chosen = _to_messages(read_column(row, "chosen"))
+    rejected = _to_messages(read_column(row, "rejected"))
     if chosen == rejected:
         raise ValueError(
             f"'chosen' and 'rejected' are the same text; remove the row: {abbreviate(chosen)}"

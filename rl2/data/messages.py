@@ -17,9 +17,7 @@ MAX_SHOWN_CHARACTERS = 100  # of a wrong value, in a message
 
 def check_messages(row: dict, column: str = "messages") -> None:
     """ValueError unless the column is text or a list of messages, and not empty."""
-    if row.get(column) is None and column not in row:
-        raise ValueError(f"column '{column}' is missing; {describe_columns(row, column)}")
-    messages = row[column]
+    messages = read_column(row, column)
     if not isinstance(messages, str | list) or not messages:
         raise ValueError(
             f"column '{column}': expected text or a list of messages, not empty, "
@@ -53,9 +51,7 @@ def check_reply(messages: list[dict], column: str = "messages") -> None:
 
 def text_column(row: dict, column: str) -> str:
     """The text in a column. ValueError if it is missing, empty or no text."""
-    if column not in row:
-        raise ValueError(f"column '{column}' is missing; {describe_columns(row, column)}")
-    text = row[column]
+    text = read_column(row, column)
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"column '{column}': expected text, not empty, got {abbreviate(text)}")
     return text
@@ -74,6 +70,13 @@ def find_oddities(row: dict) -> list[str]:
         if row.get(column):
             warnings.append(f"warning: column {column!r} is not shown to the model: it reads text")
     return warnings
+
+
+def read_column(row: dict, column: str) -> Any:
+    """The value in a column. ValueError if the row lacks it."""
+    if column not in row:
+        raise ValueError(f"column '{column}' is missing; {describe_columns(row, column)}")
+    return row[column]
 
 
 def describe_columns(row: dict, missing: str) -> str:

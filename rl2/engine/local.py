@@ -70,9 +70,8 @@ class _Request:
         """Adds a new token. Returns the finish reason if it is the last one, else None."""
         self.tokens.append(token)
         self.logps.append(logp)
-        if token in self.params.stop_token_ids:
-            return "stop"
-        if self.stop_search and self.stop_search.feed([token]):
+        is_stop = token in self.params.stop_token_ids
+        if is_stop or (self.stop_search and self.stop_search.feed([token])):
             return "stop"
         if len(self.tokens) == self.params.max_new_tokens:
             return "length"
@@ -296,13 +295,10 @@ class LocalEngine(Engine):
         """The prompts of each forward: one if deterministic, else up to PREFILL_BATCH_TOKENS."""
         limit = 0 if self.deterministic else PREFILL_BATCH_TOKENS
         batches: list[list[_Prompt]] = []
-        num_tokens = 0
         for prompt in prompts:
-            if not batches or num_tokens + len(prompt.tokens) > limit:
+            if not batches or sum(len(p.tokens) for p in [*batches[-1], prompt]) > limit:
                 batches.append([])
-                num_tokens = 0
             batches[-1].append(prompt)
-            num_tokens += len(prompt.tokens)
         return batches
 
     def _prefill(self, prompts: list[_Prompt]) -> None:
