@@ -4,9 +4,10 @@ The first rank of every `tp_size` ranks holds an engine. It starts SGLang's sche
 of its own, on the GPUs of that group of ranks. The other ranks of the group only pass their weights
 on to it.
 
-Run with sglang 0.5.15, 0.5.17, 0.5.20 and 0.5.23 on a CPU; `_Adapter` holds the calls that differ
-between releases. The paths of a GPU (memory handles, memory saver) are written from SGLang's source
-and have not been run.
+Run with sglang 0.5.15, 0.5.17, 0.5.20 and 0.5.23 on a CPU. Which methods exist tells what differs
+between releases: sessions of updates, and checksums of weights, which older ones may lack. SGLang
+does not raise: it answers with (success, message, ...). The paths of a GPU (memory handles, memory
+saver) are written from SGLang's source and have not been run.
 """
 
 import asyncio
@@ -126,16 +127,20 @@ class SGLangEngine(Engine):
                 del os.environ[name]
             os.environ.update(nccl_variables)
         self.loop = self.engine.loop
-        self.adapter = _Adapter(self.engine)
+        self.manager = self.engine.tokenizer_manager
         # SGLang's shutdown would kill every child process of ours, and its signal handlers would
         # replace ours.
         atexit.unregister(self.engine.shutdown)
-        self.loop.run_until_complete(self.adapter.begin())
+        self.loop.run_until_complete(self._begin())
         for number in (signal.SIGTERM, signal.SIGQUIT):
             self.loop.remove_signal_handler(number)
         signal.signal(signal.SIGQUIT, _raise_child_failed)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+    async def _begin(self) -> None:
+        """Starts the manager's tasks and signal handlers, which otherwise come with a request."""
+        self.manager.auto_create_handle_loop()
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, seed: tuple[int, ...]
@@ -186,7 +191,7 @@ class SGLangEngine(Engine):
     def abort(self) -> None:
         self.num_aborts += 1
         if self.engine is not None:
-            self.adapter.abort_all()
+            self.manager.abort_request(abort_all=True)
 
     def sleep(self) -> None:
         """Gives back the memory of weights, keys and values.
@@ -195,7 +200,9 @@ class SGLangEngine(Engine):
         """
         self.asleep = True
         if self.engine is not None:
-            self.adapter.wait_until_idle()
+            # SGLang dies when its memory is taken away before its last batch has ended.
+            answer = self.loop.run_until_complete(self.manager.flush_cache(timeout_s=60.0))
+            _require((answer.success, "to sleep: a request is still running"))
         if self.device.type != "cpu":
             self._release_memory()
 
@@ -241,8 +248,10 @@ class SGLangEngine(Engine):
         RuntimeError with SGLang's message if it refuses them.
         """
         self.version = None
-        if self.engine is not None:
-            self.adapter.mark_update("begin")
+        # Since 0.5.21 updates are refused outside of a session; releases up to 0.5.20 have none.
+        has_sessions = hasattr(self.engine, "begin_weight_update")
+        if has_sessions:
+            _require(self.engine.begin_weight_update())
         sent = None
         for bucket in _buckets(named_tensors):  # it is gathered while SGLang loads the one before
             self._wait_until_loaded(sent)
@@ -251,8 +260,8 @@ class SGLangEngine(Engine):
             del bucket  # before the next one is gathered
         self._wait_until_loaded(sent)
         del sent
-        if self.engine is not None:
-            self.adapter.mark_update("end")
+        if has_sessions:
+            _require(self.engine.end_weight_update())
         self._free_cached_memory()
         if self.engine is not None:
             if self.device.type != "cpu" and self.asleep:
@@ -269,20 +278,27 @@ class SGLangEngine(Engine):
         compared with those from before. With arguments that make SGLang convert weights, and in
         releases without checksums, the weights are only loaded.
         """
-        can_compare = (
-            self.engine is not None and not self.converts_weights and self.adapter.has_checksums
-        )
-        if not can_compare:
+        has_checksums = self.engine is not None and hasattr(self.manager, "check_weights")
+        if self.converts_weights or not has_checksums:
             self.load_weights(named_tensors, version)
             return
-        before = self.adapter.checksums()
-        self.adapter.overwrite_weights()
+        before = self._check_weights("checksum")
+        self._check_weights("reset_tensors")
         self.load_weights(named_tensors, version)
-        different = _different_names(before, self.adapter.checksums())
+        different = _different_names(before, self._check_weights("checksum"))
         if different:
             raise RuntimeError(
                 f"{len(different)} weights of SGLang are not the trainer's: {different[:5]}"
             )
+
+    def _check_weights(self, action: str) -> list[dict[str, Any]]:
+        """The answer of each scheduler. The action reset_tensors fills all weights with noise."""
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+        call = self.manager.check_weights(CheckWeightsReqInput(action=action))
+        answer = self.loop.run_until_complete(call)
+        _require(answer)
+        return answer[2] or []
 
     def close(self) -> None:
         """Ends SGLang's processes, and no other child processes of this one."""
@@ -329,7 +345,7 @@ class SGLangEngine(Engine):
         handles = self._gather_handles(flat)
         if self.engine is None:
             return flat, None
-        loading = self.loop.create_task(self.adapter.update(handles, version))
+        loading = self.loop.create_task(_update(self.manager, handles, version))
         self.loop.run_until_complete(asyncio.sleep(SECONDS_TO_SEND))
         return flat, loading
 
@@ -361,70 +377,17 @@ class SGLangEngine(Engine):
         return handles or []
 
 
-class _Adapter:
-    """The calls of SGLang's tokenizer manager, and what differs between releases.
+async def _update(manager: Any, handles: list[bytes], version: int) -> None:
+    """Loads one bucket; `handles` has one for each scheduler."""
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-    - Since 0.5.21 weights are updated inside a session, and updates outside are refused. Releases
-      up to 0.5.20 have no sessions.
-    - Checksums of weights: all releases that were run have them; older ones may not.
-
-    The methods that exist tell which release it is. SGLang does not raise: it answers with
-    (success, message, ...).
-    """
-
-    def __init__(self, engine: Any):
-        self.engine = engine
-        self.manager = engine.tokenizer_manager
-
-    async def begin(self) -> None:
-        """Starts the manager's tasks and signal handlers, which otherwise come with a request."""
-        self.manager.auto_create_handle_loop()
-
-    def abort_all(self) -> None:
-        self.manager.abort_request(abort_all=True)
-
-    def wait_until_idle(self) -> None:
-        """Waits for the last batch: SGLang dies when its memory is taken away before."""
-        answer = self.engine.loop.run_until_complete(self.manager.flush_cache(timeout_s=60.0))
-        _require((answer.success, "to sleep: a request is still running"))
-
-    def mark_update(self, verb: str) -> None:
-        """Opens a session of updates (`verb` is begin) or closes it (end)."""
-        call = getattr(self.engine, f"{verb}_weight_update", None)
-        if call is not None:
-            _require(call())
-
-    async def update(self, handles: list[bytes], version: int) -> None:
-        """Loads one bucket; `handles` has one for each scheduler."""
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-
-        request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=handles,
-            flush_cache=False,
-            weight_version=str(version),
-            load_format="flattened_bucket",
-        )
-        _require(await self.manager.update_weights_from_tensor(request, None))
-
-    @property
-    def has_checksums(self) -> bool:
-        return hasattr(self.manager, "check_weights")
-
-    def checksums(self) -> list[dict[str, str]]:
-        """The checksums of each scheduler's tensors, by SGLang's names."""
-        return [scheduler["checksums"] for scheduler in self._check_weights("checksum")]
-
-    def overwrite_weights(self) -> None:
-        """Fills all weights with noise."""
-        self._check_weights("reset_tensors")
-
-    def _check_weights(self, action: str) -> list[dict[str, Any]]:
-        from sglang.srt.managers.io_struct import CheckWeightsReqInput
-
-        call = self.manager.check_weights(CheckWeightsReqInput(action=action))
-        answer = self.engine.loop.run_until_complete(call)
-        _require(answer)
-        return answer[2] or []
+    request = UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=handles,
+        flush_cache=False,
+        weight_version=str(version),
+        load_format="flattened_bucket",
+    )
+    _require(await manager.update_weights_from_tensor(request, None))
 
 
 def _server_arguments(
@@ -469,11 +432,12 @@ def _finish_reason(tokens: list[int], params: SamplingParams) -> str:
     return "length" if len(tokens) == params.max_new_tokens else "abort"
 
 
-def _different_names(before: list[dict[str, str]], after: list[dict[str, str]]) -> list[str]:
-    """Names of tensors whose checksums differ in any scheduler, sorted."""
+def _different_names(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[str]:
+    """Names of tensors whose checksums differ in any scheduler, sorted, by schedulers' answers."""
     names = set()
     for old, new in zip(before, after, strict=True):
-        names |= {name for name, checksum in old.items() if new.get(name) != checksum}
+        items = old["checksums"].items() - new["checksums"].items()
+        names |= {name for name, _ in items}
     return sorted(names)
 
 
