@@ -84,19 +84,14 @@ class Layout:
         self.device = device
         self.rank = rank
         self.starts = [_segment_starts(rank_chunks) for rank_chunks in chunks]
+        # Tokens of each segment on all ranks.
+        lengths = [sum(map(sum, segment)) for segment in zip(*chunks, strict=True)]
         # The length of the prefix of each segment, 0 without one.
         self.first_positions = [0] * len(chunks[0])
         for a, b, c in prefixes:
-            self.first_positions[a:b] = [self.segment_length(c)] * (b - a)
-
-    def segment_length(self, s: int) -> int:
-        """Tokens of segment `s` on all ranks."""
-        return sum(sum(rank_chunks[s]) for rank_chunks in self.chunks)
-
-    def longest_document(self) -> int:
-        """Tokens of the longest segment, its prefix included."""
-        lengths = [first + self.segment_length(s) for s, first in enumerate(self.first_positions)]
-        return max(lengths)
+            self.first_positions[a:b] = [lengths[c]] * (b - a)
+        # Tokens of the longest segment, its prefix included.
+        self.longest_document = max(map(sum, zip(lengths, self.first_positions, strict=True)))
 
     def full_blocks(self, sources: list[int]) -> Blocks:
         """The blocks without a window. In step i of the ring the keys are those of `sources[i]`."""

@@ -50,16 +50,13 @@ class Ring:
         The transfer gives what the previous rank sends, [n, length, ...].
         """
         tensor = tensor.contiguous()
+        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         received = tensor.new_empty(tensor.shape[0], length, *tensor.shape[2:])
         operations = [
-            dist.P2POp(dist.isend, tensor, self._global_rank(1), self.group),
-            dist.P2POp(dist.irecv, received, self._global_rank(-1), self.group),
+            dist.P2POp(dist.isend, tensor, group=self.group, group_peer=following),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=previous),
         ]
         return Transfer(tensor, received, dist.batch_isend_irecv(operations))
-
-    def _global_rank(self, offset: int) -> int:
-        assert self.group is not None
-        return dist.get_global_rank(self.group, (self.rank + offset) % self.size)
 
 
 class PackedAttention:
@@ -85,7 +82,6 @@ class PackedAttention:
         self.lengths = [max(1, starts[-1]) for starts in self.layout.starts]
         size = self.ring.size
         self.sources = [(self.ring.rank - step) % size for step in range(size)]
-        self.longest_document = self.layout.longest_document()
         self.blocks: dict[int | None, Blocks] = {}  # by the window of the layer
 
     def __call__(
@@ -110,7 +106,7 @@ class PackedAttention:
         return out[None, ..., :width]
 
     def _blocks(self, window: int | None) -> Blocks:
-        if window is not None and window >= self.longest_document:
+        if window is not None and window >= self.layout.longest_document:
             window = None  # it hides nothing
         if window not in self.blocks:
             self.blocks[window] = (
@@ -122,8 +118,7 @@ class PackedAttention:
 
     def next_length(self, step: int) -> int:
         """Tokens of the rank whose keys come after those of `step`."""
-        next_step = (step + 1) % self.ring.size
-        return self.lengths[self.sources[next_step]]
+        return self.lengths[(self.ring.rank - step - 1) % self.ring.size]
 
     def travel(self, k: Tensor, v: Tensor) -> Iterator[Any]:
         """Keys and values of each step; those of the next one are on their way meanwhile.
