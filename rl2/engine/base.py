@@ -63,8 +63,6 @@ class EngineSettings:
     """requests that one engine decodes at a time; the others wait"""
     deterministic: bool = True
     """an answer depends on prompt, params and seed only, not on the other requests"""
-    max_length: int | None = None
-    """most tokens of prompt and answer together; None: the model's positions"""
     tp_size: int = 1
     """ranks of one node that share an engine"""
     stop: Sequence[str] = ()
@@ -157,10 +155,9 @@ class Engine(Protocol):
         """Cancels what is in flight and frees memory and processes. Nothing else may follow."""
 
 
-def max_request_tokens(settings: EngineSettings, model_config: Any) -> float:
-    """Most tokens of prompt and answer: by the settings and the model's positions, or infinity."""
-    positions = getattr(model_config, "max_position_embeddings", None)
-    return min(settings.max_length or math.inf, positions or math.inf)
+def max_request_tokens(model_config: Any) -> float:
+    """Most tokens of prompt and answer: the model's positions, or infinity."""
+    return getattr(model_config, "max_position_embeddings", None) or math.inf
 
 
 def check_request(

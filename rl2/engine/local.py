@@ -105,7 +105,7 @@ class LocalEngine(Engine):
         if settings.stop:
             self.tokenizer = AutoTokenizer.from_pretrained(settings.model_name)
         self.logit_divisor = logit_divisor(self.model.config)
-        self.max_length = max_request_tokens(settings, self.model.config)
+        self.max_length = max_request_tokens(self.model.config)
         self.loop = asyncio.new_event_loop()
         self.version: int | None = 0
         self.waiting: deque[_Request] = deque()

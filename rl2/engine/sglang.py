@@ -82,7 +82,7 @@ class SGLangEngine(Engine):
         if settings.stop:
             self.tokenizer = AutoTokenizer.from_pretrained(settings.model_name)
         self.vocabulary = config.vocab_size
-        self.max_length = max_request_tokens(settings, config)
+        self.max_length = max_request_tokens(config)
         _check_window(config, self.max_length)
         # With these arguments SGLang stores other weights than it is sent.
         self.converts_weights = bool({"quantization", "load_format"} & set(settings.engine_args))
@@ -498,6 +498,5 @@ def _check_window(config: Any, max_length: float) -> None:
     if config.model_type in TYPES_WITHOUT_WINDOW and window is not None and max_length > window:
         raise ValueError(
             f"SGLang ignores the sliding window of {config.model_type}, {window} tokens, and a "
-            f"request may have {max_length}: use rollout.engine=local, or let "
-            f"max_length_per_device x sp_size be at most {window}"
+            f"request may have {max_length}: use rollout.engine=local"
         )
