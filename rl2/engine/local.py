@@ -158,7 +158,8 @@ class LocalEngine(Engine):
         assert not self.in_flight, f"sleep with {self.in_flight} requests in flight"
         self.asleep = True
         self.cache = PagedKVCache(self.max_running_requests)
-        _unpack_linear_layers(self.model)
+        for module in self.model.modules():
+            module.__dict__.pop("forward", None)  # it has a packed copy of the weights
         if self.device.type != "cpu":
             self.model.to("cpu")
             torch.cuda.empty_cache()
@@ -399,12 +400,6 @@ class LocalEngine(Engine):
             if _can_pack(weight.dtype):
                 packed = ops._reorder_linear_weight(weight, self.max_running_requests)
                 module.__dict__["forward"] = partial(_packed_linear, packed, module.bias)
-
-
-def _unpack_linear_layers(model: nn.Module) -> None:
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__dict__.pop("forward", None)
 
 
 def _can_pack(dtype: torch.dtype) -> bool:

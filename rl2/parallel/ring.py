@@ -192,15 +192,13 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, attention, blocks, scale):
         out, lse = _from_first_run(lambda: _forward(q, k, v, attention, blocks, scale))
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.attention = attention
-        ctx.blocks = blocks
-        ctx.scale = scale
+        ctx.settings = attention, blocks, scale
         return out
 
     @staticmethod
     def backward(ctx, d_out):
         q, k, v, out, lse = ctx.saved_tensors
-        attention, blocks, scale = ctx.attention, ctx.blocks, ctx.scale
+        attention, blocks, scale = ctx.settings
         pending_dkv = None
         for step, (keys, values) in enumerate(attention.travel(k, v)):
             # dq and dkv are sums over blocks, in fp32.
