@@ -587,6 +587,13 @@ def test_k1_in_the_loss_warns(base, capsys):
     assert "gradient of k1" in capsys.readouterr().err
 
 
+def test_a_loss_without_a_ratio_warns_of_several_updates(base, capsys):
+    parse(PPOConfig, [*base, "actor.loss=reinforce", "actor.epochs_per_rollout=3"])
+    assert "after the first of the 3 updates of a rollout" in capsys.readouterr().err
+    parse(PPOConfig, [*base, "actor.loss=reinforce"])
+    assert capsys.readouterr().err == ""
+
+
 def test_lora_without_peft_is_refused(base, capsys, monkeypatch):
     monkeypatch.setattr("rl2.config.rules.is_installed", lambda package: False)
     assert "actor.lora_rank=8 needs peft, which is not installed; pip install peft" in problems(

@@ -17,7 +17,7 @@ from rl2.algorithms.by_name import argument_names
 from rl2.config.schema import PPOConfig, SFTConfig
 from rl2.report import loggers
 from rl2.report.console import Console, describe_step
-from rl2.report.health import Health, find_problems
+from rl2.report.health import Health, find_problems, learns_from_groups_alone
 from rl2.report.loggers import JsonLines, MetricsLog, RunInfo, start_wandb
 
 # A healthy step of GRPO.
@@ -231,6 +231,9 @@ def test_a_step_that_taught_nothing_says_why():
         names = {"trained only on the KL or entropy term"}
         expected = names if "group" in argument_names(function) else set()
         assert reasons(other, **same | {"actor__grad_norm": 0.1}).keys() == expected
+        assert learns_from_groups_alone(other) == bool(expected)
+        other["teacher"]["model_name"] = "teacher"
+        assert not learns_from_groups_alone(other)
     sft = {"step": 1, "actor/grad_norm": 0.0, "actor/skipped": 0.0}
     [problem] = find_problems(sft, make_config(SFTConfig))
     assert problem.name == "taught nothing" and "no token" in problem.reason

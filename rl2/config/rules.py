@@ -200,7 +200,8 @@ def check_step_sizes(config: PPOConfig) -> Iterator[str]:
     if compares_group and data.responses_per_prompt == 1:
         yield (
             f"data.responses_per_prompt=1 leaves adv.estimator={estimator} no group to compare "
-            "with: every advantage would be 0; sample 2 or more, or use adv.estimator=gae"
+            "with: every advantage would be 0; sample 2 or more, or use "
+            "adv.estimator=reinforce_plus_plus or gae"
         )
     num_trajectories = data.prompts_per_rollout * data.responses_per_prompt
     for name in worker_names(config):
@@ -293,6 +294,11 @@ def ppo_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[str]:
         yield (
             f"{', '.join(clips)}: with actor.update_per_rollout=1 and actor.epochs_per_rollout=1 "
             "the ratio is exactly 1 and never clipped"
+        )
+    if num_updates > 1 and actor.loss == "reinforce":
+        yield (
+            f"actor.loss=reinforce: after the first of the {num_updates} updates of a rollout the "
+            "answers are those of an older policy, and this loss has no ratio that corrects for it"
         )
     if config.kl.type == "loss" and config.kl.loss_estimator == "k1":
         yield (

@@ -243,9 +243,15 @@ def _find_rollout_problems(metrics: dict[str, float], config: dict[str, Any]) ->
 
 def _has_no_advantages(metrics: dict[str, float], config: dict[str, Any]) -> bool:
     """Whether rewards gave no advantages, though the step was trained."""
-    compares_group = config["adv"]["estimator"] in GROUP_ESTIMATORS
-    is_alone = compares_group and not config["teacher"]["model_name"]
-    return is_alone and metrics["rollout/zero_variance"] == 1 and metrics["actor/skipped"] < 1
+    is_equal = metrics["rollout/zero_variance"] == 1
+    return is_equal and learns_from_groups_alone(config) and metrics["actor/skipped"] < 1
+
+
+def learns_from_groups_alone(config: dict[str, Any]) -> bool:
+    """Whether only prompts whose answers earn different rewards teach the policy."""
+    if config.get("adv", {}).get("estimator") not in GROUP_ESTIMATORS:
+        return False
+    return config["teacher"]["model_name"] is None
 
 
 def _rewards_are_equal(metrics: dict[str, float]) -> bool:

@@ -26,7 +26,7 @@ from rl2 import progress
 from rl2.error_report import writing
 from rl2.memory_plan import GIB, Prediction
 from rl2.report.console import Console, describe_step
-from rl2.report.health import GROUP_ESTIMATORS, Health
+from rl2.report.health import Health, learns_from_groups_alone
 
 WANDB_SECONDS = 150.0  # it gives up by itself: after 107 s where there was no network
 
@@ -158,8 +158,7 @@ class MetricsLog:
             disabled = {"wandb"} if trainer["disable_wandb"] else set()
             started = [start(run) for name, start in LOGGERS.items() if name not in disabled]
             services = [logger for logger in started if logger is not None]
-            estimator = run.config.get("adv", {}).get("estimator")
-            compares_groups = estimator in GROUP_ESTIMATORS
+            compares_groups = learns_from_groups_alone(run.config)
             self.console = Console(start_step, num_steps, trainer["test_freq"], compares_groups)
             self.loggers = [JsonLines(run.folder), *services, self.console]
         self._print(describe_step(run.config))
