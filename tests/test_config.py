@@ -582,6 +582,18 @@ def test_recipes_round_trip_and_overrides_win(base, capsys, tmp_path):
     )
 
 
+def test_saved_rollouts_are_not_on_the_policy_and_have_no_tests(base, tmp_path, capsys):
+    (tmp_path / "t.jsonl").write_text('{"messages": "x"}\n')
+    arguments = [*base, "actor.clip=0.1", f"data.test_path={tmp_path / 't.jsonl'}"]
+    parse(PPOConfig, arguments)
+    text = capsys.readouterr().err
+    assert "the ratio is exactly 1" in text and "nothing is sampled" not in text
+    parse(PPOConfig, [*arguments, "trainer.rollouts_from=runs/a"])
+    text = capsys.readouterr().err
+    assert "the ratio is exactly 1" not in text
+    assert "data.test_path: nothing is sampled with trainer.rollouts_from" in text
+
+
 def test_k1_in_the_loss_warns(base, capsys):
     parse(PPOConfig, [*base, "kl.coef=0.1", "kl.type=loss", "kl.loss_estimator=k1"])
     assert "gradient of k1" in capsys.readouterr().err

@@ -290,7 +290,8 @@ def ppo_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[str]:
         {"actor.clip", "actor.clip_high", "actor.dual_clip"} & non_default_keys(config, set_keys)
     )
     num_updates = actor.update_per_rollout * actor.epochs_per_rollout
-    if clips and num_updates == 1 and actor.loss == "ppo":
+    saved = config.trainer.rollouts_from
+    if clips and num_updates == 1 and actor.loss == "ppo" and not saved:
         yield (
             f"{', '.join(clips)}: with actor.update_per_rollout=1 and actor.epochs_per_rollout=1 "
             "the ratio is exactly 1 and never clipped"
@@ -305,6 +306,8 @@ def ppo_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[str]:
             "kl.loss_estimator=k1: the gradient of k1 in a loss is 0 on average; k2 has that of "
             "the KL"
         )
+    if saved and config.data.test_path:
+        yield "data.test_path: nothing is sampled with trainer.rollouts_from, not even a test"
 
 
 def freeze_warnings(config: PPOConfig) -> Iterator[str]:
