@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import yaml
@@ -25,7 +25,6 @@ from torch import Tensor
 from rl2.checkpoints import (
     Checkpoints,
     Parts,
-    Resumable,
     explain_damage,
     put_in_place,
     step_of,
@@ -42,13 +41,6 @@ PACKAGE = Path(__file__).parent
 PROBE_BYTES = 2**20  # written to see whether the disk has room
 SECONDS_TO_SEE_A_FILE = 15.0  # that another node has written
 EVERYTHING = -1  # the step after which all of an earlier run is set aside
-
-
-class RowCounter(Resumable, Protocol):
-    """The part "data": the position in the training rows."""
-
-    @property
-    def rows_done(self) -> int: ...
 
 
 class Start(NamedTuple):
@@ -311,7 +303,7 @@ class RunFolder:
 
     def save(self, step: int, parts: Parts) -> None:
         """Writes a checkpoint. All processes must call."""
-        counter: Any = parts["data"]
+        counter: Any = parts["data"]  # the position in the training rows
         record = {
             "step": step,
             "rows": counter.rows_done,
