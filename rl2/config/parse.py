@@ -64,15 +64,6 @@ class Assignment(NamedTuple):
     source: str = ""  # where it was written, in words that follow a message
 
 
-class Arguments(NamedTuple):
-    """The command line and its recipe, read. Keys are not known yet."""
-
-    assignments: list[Assignment]
-    shows_config: bool  # with --cfg job
-    problems: list[str]
-    warnings: list[str]
-
-
 def parse(
     root: type,
     argv: list[str],
@@ -94,25 +85,28 @@ def parse(
         start_plan(root, argv)
     if {"-h", "--help"} & set(argv):
         show_help(root, argv)
-    arguments = read_arguments(argv)
-    problems = arguments.problems
+    problems: list[str] = []
+    options, words = read_options(join_spaced_words(argv, problems), problems)
+    recipe = read_recipe(options, problems)
+    overrides = read_overrides(words, problems)
     config = OmegaConf.structured(root)
-    set_keys = assign(root, config, arguments.assignments, problems)
+    set_keys = assign(root, config, recipe + overrides, problems)
     follow_keys(config, set_keys)
     missing = sorted(OmegaConf.missing_keys(config))
-    if not arguments.shows_config:
+    shows_config = "--cfg" in options
+    if not shows_config:
         tried_keys = set_keys | {problem.partition("=")[0] for problem in problems}
         unset = [key for key in missing if key not in tried_keys]
         problems += [f"{key} is missing: {schema_keys(root)[key].help}" for key in unset]
     result = to_object(config, missing)
-    if arguments.shows_config and not problems + check_choices(result):
+    if shows_config and not problems + check_choices(result):
         print_and_exit(OmegaConf.to_yaml(config, resolve=True))
     config_problems, warnings = validate(result, set_keys)
     problems += config_problems
     problems, warnings = drop_elsewhere(problems, warnings, elsewhere)
     if problems and find_problems:
         problems = add_new_problems(problems, find_problems(result))
-    report(problems, arguments.warnings + warnings)
+    report(problems, find_duplicates(overrides) + warnings)
     return result
 
 
@@ -164,15 +158,6 @@ def dump(config: Any) -> str:
 
 
 # Reading. What is wrong is added to `problems`.
-
-
-def read_arguments(argv: list[str]) -> Arguments:
-    """What the arguments and the recipe that they name ask for. Arguments follow the recipe."""
-    problems: list[str] = []
-    options, words = read_options(join_spaced_words(argv, problems), problems)
-    recipe = read_recipe(options, problems)
-    overrides = read_overrides(words, problems)
-    return Arguments(recipe + overrides, "--cfg" in options, problems, find_duplicates(overrides))
 
 
 def join_spaced_words(argv: list[str], problems: list[str]) -> list[str]:
