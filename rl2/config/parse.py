@@ -401,7 +401,7 @@ def explain_unknown(name: str, known: dict[str, Key]) -> tuple[str, list[str]]:
 
 def near_keys(key: str, known: list[str]) -> list[str]:
     """Up to three known keys that a misspelled key may mean: near names, or the same last part."""
-    near = difflib.get_close_matches(key, known, 3, 0.75)
+    near = difflib.get_close_matches(key, known, 3, 0.8)
     last_part = key.rpartition(".")[2]
     near += [name for name in known if name.rpartition(".")[2] == last_part]
     if not near:
@@ -461,7 +461,7 @@ def explain_common(root: type) -> str:
             space = _width() - len(start)
             lines.append(start + textwrap.shorten(short_help, space, placeholder=" ..."))
     lines += [
-        f"All keys: --help SECTION, one of {', '.join(sections)}, or --help all",
+        f"All keys: --help all, or --help SECTION of {', '.join(sections)}",
         "--cfg job prints the resolved config; --plan predicts the memory of each phase",
         "--config-dir DIR --config-name NAME starts from a YAML file",
         "A value with spaces, commas, = or parentheses needs quotes in quotes: 'key=\"a value\"'",

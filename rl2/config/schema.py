@@ -471,8 +471,8 @@ class CriticConfig(RolloutWorkerConfig):
 class TeacherConfig(ModelConfig):
     model_name: str | None = key(  # type: ignore[assignment]
         None,
-        "a model whose log-probabilities of the answers are learned (on-policy distillation); it "
-        "has the tokenizer of the actor",
+        "a model to learn from (on-policy distillation); its log-probabilities of the answers are "
+        "learned; it has the tokenizer of the actor",
         common=True,
         identity=True,
     )
