@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch.distributed as dist
 import yaml
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors.numpy import save_file
 
 from rl2.checkpoints import (
     Checkpoints,
@@ -329,7 +329,7 @@ class RunFolder:
         split: str,
         step: int,
         records: Iterable[dict[str, Any]],
-        tokens: dict[str, Tensor] | None = None,
+        tokens: dict[str, np.ndarray] | None = None,
     ) -> None:
         """Writes the transcripts of a step to rollouts/`split`/step_N.jsonl, on rank 0.
 

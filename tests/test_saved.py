@@ -4,13 +4,17 @@ import json
 import shutil
 import textwrap
 
+import numpy as np
 import pytest
 import torch
 from common import launch_runs, make_model, make_tokenizer, read_jsonl, read_metrics
+from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from test_trainer import LETTER_ENV
 
 from rl2.batch import Sample
+from rl2.config.parse import dump
+from rl2.config.schema import PPOConfig
 from rl2.rollout.saved import SavedRollouts, checksum, pack_tokens
 from rl2.rollout.trajectory import Trajectory
 
@@ -29,15 +33,51 @@ def test_tokens_of_a_step_are_packed_with_the_lengths_of_its_samples():
     trajectories[2].samples = [make_sample([1, 2], 9)]
     tensors = pack_tokens(trajectories, 123)
     assert {name: (str(x.dtype), x.tolist()) for name, x in tensors.items()} == {
-        "tokens": ("torch.int32", [5, 6, 7, 8, 9, 1, 2]),
-        "mask": ("torch.int8", [0, 1, 1, 0, 1, 0, 1]),
-        "logps": ("torch.float32", [0, -0.5, -0.5, 0, -0.5, 0, -0.5]),
-        "rewards": ("torch.float32", [0, 0, 1, 0, 1, 0, 1]),
-        "length": ("torch.int64", [3, 2, 2]),
-        "trajectory": ("torch.int64", [4, 4, 9]),
-        "meaning": ("torch.int64", 123),
+        "tokens": ("int32", [5, 6, 7, 8, 9, 1, 2]),
+        "mask": ("int8", [0, 1, 1, 0, 1, 0, 1]),
+        "logps": ("float32", [0, -0.5, -0.5, 0, -0.5, 0, -0.5]),
+        "rewards": ("float32", [0, 0, 1, 0, 1, 0, 1]),
+        "length": ("int64", [3, 2, 2]),
+        "trajectory": ("int64", [4, 4, 9]),
+        "meaning": ("int64", 123),
     }
-    assert pack_tokens([], 123)["tokens"].dtype == torch.int32  # every group was filtered out
+    assert pack_tokens([], 123)["tokens"].dtype == np.int32  # every group was filtered out
+
+
+def write_run(folder, trajectories, meaning):
+    """A run folder with one step, which has these trajectories."""
+    rollouts = folder / "rollouts/train"
+    rollouts.mkdir(parents=True)
+    config = PPOConfig()
+    config.actor.model_name = "tiny"
+    (folder / "config.yaml").write_text(dump(config))
+    records = [json.dumps(trajectory.record()) + "\n" for trajectory in trajectories]
+    (rollouts / "step_1.jsonl").write_text("".join(records))
+    save_file(pack_tokens(trajectories, meaning), rollouts / "step_1.safetensors")
+    return str(folder)
+
+
+def test_trajectories_come_back_as_they_were(tmp_path):
+    trajectories = []
+    for number, tokens in enumerate([[5, 6, 7], [8, 9], None]):
+        trajectory = Trajectory(
+            id=number,
+            group=number // 2,
+            messages=[{"role": "user", "content": "x"}],
+            row={"answer": 5},
+            rewards={"right": 1.0, "short": 0.5},
+            finish_reason="stop",
+            num_turns=1,
+            versions=[(0, 2)],
+        )
+        # Trajectories that were filtered out have no samples.
+        trajectory.samples = [make_sample(tokens, number)] if tokens else []
+        trajectories.append(trajectory)
+    again = SavedRollouts(write_run(tmp_path / "a", trajectories, 7), "tiny", 7).collect(1)
+    for before, now in zip(trajectories, again, strict=True):
+        assert [vars(sample) for sample in now.samples] == [vars(s) for s in before.samples]
+        assert now.record() == before.record() | {"versions": [[0, 2]]}
+    assert SavedRollouts(write_run(tmp_path / "b", [], 7), "tiny", 7).collect(1) == []
 
 
 def test_the_checksum_is_that_of_the_vocabulary_and_the_temperature():

@@ -62,15 +62,10 @@ class Health:
         if self.has_told_of_cores or is_busy or seconds < MIN_UPDATE_SECONDS:
             return []
         self.has_told_of_cores = True
-        remedy = "end it, or start fewer processes"
-        if num_threads > 1:
-            remedy = (
-                f"end it, or set OMP_NUM_THREADS=1 (now {num_threads}), since the threads wait for "
-                "each other"
-            )
         return [
             f"an update took {seconds:.1f} s and had only {cpu_seconds:.1f} s of processor time on "
-            f"{num_threads} threads: another program keeps cores busy. To be faster, {remedy}"
+            f"{num_threads} threads: another program keeps cores busy, so threads wait for each "
+            "other. To be faster, end it, or set OMP_NUM_THREADS=1, or start fewer processes"
         ]
 
     def check(self, metrics: dict[str, float]) -> list[str]:

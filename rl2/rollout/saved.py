@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerBase
 
 from rl2.batch import Sample
@@ -19,21 +17,21 @@ from rl2.rollout.trajectory import Trajectory
 COLUMNS = {"tokens": np.int32, "mask": np.int8, "logps": np.float32, "rewards": np.float32}
 
 
-def pack_tokens(trajectories: list[Trajectory], meaning: int) -> dict[str, Tensor]:
+def pack_tokens(trajectories: list[Trajectory], meaning: int) -> dict[str, np.ndarray]:
     """The samples of a step: COLUMNS [n] of all n tokens, `length` and `trajectory` [samples].
 
     `meaning` is of `checksum`.
     """
     samples = [sample for trajectory in trajectories for sample in trajectory.samples]
-    tensors = {
-        "length": torch.tensor([len(sample.tokens) for sample in samples]),
-        "trajectory": torch.tensor([sample.trajectory for sample in samples]),
-        "meaning": torch.tensor(meaning),
+    columns = {
+        "length": np.array([len(sample.tokens) for sample in samples], np.int64),
+        "trajectory": np.array([sample.trajectory for sample in samples], np.int64),
+        "meaning": np.array(meaning),
     }
     for name, dtype in COLUMNS.items():
-        columns = [getattr(sample, name) for sample in samples]
-        tensors[name] = torch.from_numpy(np.concatenate([np.empty(0, dtype), *columns]))
-    return tensors
+        arrays = [getattr(sample, name) for sample in samples]
+        columns[name] = np.concatenate([np.empty(0, dtype), *arrays])
+    return columns
 
 
 def checksum(tokenizer: PreTrainedTokenizerBase, temperature: float) -> int:
@@ -56,9 +54,9 @@ class SavedRollouts:
         self.num_steps = len(steps)
         if not steps or steps[-1] > len(steps):
             raise ValueError(
-                f"trainer.rollouts_from={path} has the tokens of steps {steps} in {self.folder} "
-                "and needs those of 1, 2, ...: give a run with trainer.save_tokens=true from its "
-                "first step on"
+                f"trainer.rollouts_from={path} has the tokens of steps {steps}, and needs those of "
+                "1, 2, ...: give the folder of a run with trainer.save_tokens=true from its first "
+                "step on"
             )
         config = yaml.safe_load(Path(path, "config.yaml").read_text())
         self.has_same_model = config["actor"]["model_name"] == model_name
@@ -73,15 +71,16 @@ class SavedRollouts:
             record = json.loads(line)
             names = record.keys() & Trajectory.__dataclass_fields__
             trajectories[record["id"]] = Trajectory(**{name: record[name] for name in names})
-        tensors = load_file(path.with_suffix(".safetensors"))
-        if tensors["meaning"] != self.meaning:
+        saved = load_file(path.with_suffix(".safetensors"))
+        if saved["meaning"] != self.meaning:
             raise ValueError(
                 f"{path} was sampled with another tokenizer than that of actor.model_name, or with "
                 "another rollout.train_sampling_params.temperature: use those of its config.yaml"
             )
-        columns = [tensors[name].split(tensors["length"].tolist()) for name in COLUMNS]
-        for number, *values in zip(tensors["trajectory"].tolist(), *columns, strict=True):
-            tokens, mask, logps, rewards = [value.numpy() for value in values]
+        ends = saved["length"].cumsum()
+        columns = [np.split(saved[name], ends)[:-1] for name in COLUMNS]
+        for number, *arrays in zip(saved["trajectory"].tolist(), *columns, strict=True):
+            tokens, mask, logps, rewards = arrays
             trajectory = trajectories[number]
             sample = Sample(tokens, mask, logps, rewards, trajectory.group, number)
             trajectory.samples.append(sample)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from rl2.batch import Batch, scored_spans
 from rl2.checkpoints import Parts
@@ -69,7 +68,7 @@ class PPORun:
         tokenizer = load_tokenizer("actor.model_name", config.actor.model_name)
         template = make_chat_template(config.data, tokenizer, self.folder.start.date)
         self.meaning = checksum(tokenizer, config.rollout.train_sampling_params.temperature)
-        self.tokens: dict[str, Tensor] = {}  # of the last rollout, if they are kept
+        self.tokens: dict[str, Any] = {}  # of the last rollout, if they are kept
         if needs_critic(config.adv.estimator) and config.critic.model_name:
             check_model("critic.model_name", config.critic.model_name, critic=True)
         if config.teacher.model_name:
