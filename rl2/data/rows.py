@@ -107,8 +107,6 @@ class Rows(Sequence[dict]):
         return len(self.table)
 
     def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice):
-            return pack_rows(itertools.islice(self, *i.indices(len(self))))
         return pickle.loads(self.table["row"][i].as_buffer())
 
     def locate(self, i: int) -> str:
