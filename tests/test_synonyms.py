@@ -12,7 +12,7 @@ from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rl2.config.synonyms import ABSENT, EQUIVALENTS, all_answers, find_synonym
 
 ROOTS = {"GRPOConfig": PPOConfig, "SFTConfig": SFTConfig, "DPOConfig": DPOConfig}
-ROOTS |= {"RLOOConfig": PPOConfig, "RewardConfig": RMConfig}
+ROOTS |= {"RLOOConfig": PPOConfig, "DistillationConfig": PPOConfig, "RewardConfig": RMConfig}
 KNOWN = {
     root: {n for n, k in schema_keys(root).items() if not k.is_section} for root in ROOTS.values()
 }
@@ -28,7 +28,7 @@ def test_every_answer_names_keys_that_exist_and_no_key_has_two():
     for name, text in all_answers().items():
         assert keys_of(text) <= ALL_KEYS, f"{name}: {text}"
         for mentioned in re.findall(
-            r"\b(?:actor|critic|rollout|trainer|kl|adv|dpo|rm)[.][\w.]+\w", text
+            r"\b(?:actor|critic|teacher|rollout|trainer|kl|adv|dpo|rm)[.][\w.]+\w", text
         ):
             assert mentioned in ALL_KEYS or mentioned.startswith("rollout.engine_args"), text
     names = []

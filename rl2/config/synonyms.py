@@ -152,7 +152,8 @@ VERL = {
     "trainer.save_dir": "trainer.default_local_dir",
     "trainer.keep_checkpoints": "trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep",
 }
-# GRPOConfig, RLOOConfig, SFTConfig, DPOConfig and RewardConfig of TRL 1.16, with what they inherit.
+# GRPOConfig, RLOOConfig, DistillationConfig, SFTConfig, DPOConfig and RewardConfig of TRL 1.16,
+# with what they inherit; and a key of its PPOConfig.
 TRL = {
     "actor.model_name | critic.model_name": "model_name_or_path model",
     "actor.dtype | critic.dtype": "dtype",
@@ -222,6 +223,8 @@ TRL = {
     "actor.loss (sequence: gspo)": "importance_sampling_level",
     "adv.norm_var (group; batch: adv.estimator=reinforce_plus_plus_baseline)": "scale_rewards",
     "adv.estimator (reinforce_plus_plus_baseline)": "normalize_advantages",
+    "teacher.model_name (with adv.estimator=distillation)": "teacher_model_name_or_path",
+    "actor.skip_threshold": "ratio_threshold",
     f"{LOSS} | dpo.loss (sigmoid, ipo, hinge)": "loss_type",
     "actor.entropy": "entropy_coef",
     "rollout.max_turns": "max_tool_calling_iterations",
@@ -246,6 +249,7 @@ ABSENT = {
     "tokens come from the tokenizer of the model": """eos_token pad_token data.tokenizer
         critic.model.tokenizer_path""",
     "remote code is not run and models are not patched": """trust_remote_code model_init_kwargs
+        teacher_model_init_kwargs teacher_model_revision
         model.trust_remote_code data.trust_remote_code actor.use_liger_kernel use_liger_kernel
         liger_kernel_config model.use_liger model.use_fused_kernels model.external_lib
         model.override_config neftune_noise_alpha""",
