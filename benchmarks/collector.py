@@ -31,7 +31,7 @@ from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
 from rl2.model.folder import load_tokenizer
 from rl2.parallel.mesh import init_distributed
-from rl2.rollout.collect import Collector
+from rl2.rollout.collect import Collector, RolloutRules
 from rl2.rollout.trajectory import Player
 
 STEPS = 6
@@ -150,7 +150,7 @@ def main() -> None:
             samples_per_prompt=arguments.samples,
             num_steps=steps,
             deterministic=False,
-            partial=partial,
+            rules=RolloutRules(partial=partial),
         )
 
     make_collector(0.0, 1, partial=False).collect(1)  # a warm-up

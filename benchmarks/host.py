@@ -16,7 +16,6 @@ PYTHONPATH chooses the checkout that is measured. Linux only.
 """
 
 import argparse
-import inspect
 import random
 import sys
 import tempfile
@@ -34,6 +33,7 @@ import rl2
 from rl2.algorithms import losses
 from rl2.batch import collate, drop_zero_advantages, split_minibatches
 from rl2.config.schema import PPOConfig
+from rl2.data.examples import Prompt
 from rl2.packing import pack, plan_micro_batches
 from rl2.report import loggers
 from rl2.rollout import collect
@@ -150,12 +150,6 @@ class Network:
             values[rank] = _tensor_to_object(buffers[rank], torch.tensor(size), None)
 
 
-def first_trajectory(group_id, samples):
-    """The arguments of begin_group that number the trajectories; older checkouts number alone."""
-    is_numbered = "first_trajectory" in inspect.signature(begin_group).parameters
-    return {"first_trajectory": group_id * samples} if is_numbered else {}
-
-
 def play_groups(arguments, rank, text):
     """The finished groups of one rank: random tokens, and a text of as many characters."""
     rng = np.random.default_rng(rank)
@@ -163,8 +157,10 @@ def play_groups(arguments, rank, text):
     for group_id in range(rank, arguments.prompts, arguments.ranks):
         prompt = rng.integers(0, 150_000, PROMPT_TOKENS).tolist()
         row = {"messages": text[: PROMPT_TOKENS * CHARACTERS_A_TOKEN], "answer": str(group_id)}
-        ids = first_trajectory(group_id, arguments.samples)
-        group = begin_group(group_id, row, prompt, arguments.samples, **ids)
+        first_trajectory = group_id * arguments.samples
+        group = begin_group(
+            group_id, Prompt(group_id, row, prompt), arguments.samples, first_trajectory
+        )
         for trajectory in group.trajectories:
             length = int(rng.integers(max(1, arguments.length - JITTER), arguments.length + 1))
             tokens = rng.integers(0, 150_000, length).tolist()

@@ -23,6 +23,7 @@ RECIPES = {
     "gsm8k_grpo.sh": ("ppo", 1, "gsm8k"),
     "orz_ppo.sh": ("ppo", 8, "orz"),
     "orz_reinforce.sh": ("ppo", 8, "orz"),
+    "dapo.sh": ("ppo", 8, "orz"),
     "countdown.sh": ("ppo", 4, "countdown"),
     "search.sh": ("ppo", 4, "search"),
     "limo_sft.sh": ("sft", 4, "limo"),

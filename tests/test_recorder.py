@@ -24,7 +24,8 @@ def test_no_rank_waits_while_the_first_writes_transcripts(test_freq, num_questio
     trainer = SimpleNamespace(save_freq=None, test_freq=test_freq)
     folder = SimpleNamespace(write_records=write_records)
     device = torch.device("cpu")
-    recorder = Recorder(folder, None, {}, None, num_steps=9, device=device, prediction=None)
+    parts = {"data": SimpleNamespace(is_exhausted=False)}
+    recorder = Recorder(folder, None, {}, parts, num_steps=9, device=device, prediction=None)
     recorder.config = SimpleNamespace(trainer=trainer)
     recorder.evaluate = lambda step: {"reward/mean": 0.5}
     recorder.phase = lambda name: nullcontext()
@@ -37,3 +38,31 @@ def test_no_rank_waits_while_the_first_writes_transcripts(test_freq, num_questio
     assert not is_last
     metrics = {"loss": 1.0} | ({"test/reward/mean": 0.5} if test_freq else {})
     assert calls == [*["ask"] * num_questions, ("train", 2, "a transcript"), metrics]
+
+
+def test_a_run_whose_data_are_exhausted_ends_with_a_test_a_checkpoint_and_no_further_step():
+    calls = []
+    data = SimpleNamespace(is_exhausted=False)
+    recorder = Recorder(
+        folder=SimpleNamespace(save=lambda step, parts: calls.append(("save", step))),
+        tokenizer=None,
+        workers={},
+        parts={"data": data},
+        num_steps=9,
+        device=torch.device("cpu"),
+        prediction=None,
+    )
+    trainer = SimpleNamespace(save_freq=5, test_freq=5)
+    recorder.config = SimpleNamespace(trainer=trainer)
+    recorder.evaluate = lambda step: calls.append(("test", step)) or {}
+    recorder.phase = lambda name: nullcontext()
+    recorder.stop_signal = SimpleNamespace(is_requested_anywhere=lambda: False)
+    health = SimpleNamespace(is_diverging=False)
+    recorder.metrics_log = SimpleNamespace(write=lambda step, metrics: None, health=health)
+    recorder.start_step = recorder.last_step = 1
+    steps = []
+    for step in recorder.remaining_steps():
+        steps.append(step)
+        data.is_exhausted = step == 3
+        assert not recorder.finish_step(step, {})
+    assert steps == [2, 3] and calls == [("test", 3), ("save", 3)]

@@ -19,7 +19,7 @@ from common import make_model, make_tokenizer
 
 from rl2.batch import Batch
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import Prompts
+from rl2.data.examples import Prompt, Prompts
 from rl2.data.rows import pack_rows
 from rl2.engine.base import EngineSettings, Generation, SamplingParams
 from rl2.engine.local import LocalEngine
@@ -28,7 +28,7 @@ from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout import collect
-from rl2.rollout.collect import Collector
+from rl2.rollout.collect import Collector, RolloutRules
 from rl2.rollout.stats import summarise, to_records, training_samples
 from rl2.rollout.trajectory import Group, Player, Trajectory, begin_group
 
@@ -93,16 +93,26 @@ def make(tmp_path, script, env, max_turns=1, num_prompts=1, deterministic=True, 
 
 
 def make_prompts(rows, tokenizer):
-    order = {"shuffle": False, "seed": 0, "batch_size": 1}
-    return list(Prompts(pack_rows(rows), ChatTemplate(tokenizer), max_length=100, **order))
+    return list(Prompts(pack_rows(rows), ChatTemplate(tokenizer), max_length=100))
+
+
+def make_training(collector, tokenizer, num_rows, batch_size, num_samples=2, **options):
+    """A collector for training, with the player of `collector`; `options` are of RolloutRules."""
+    rows = pack_rows([make_row(i) for i in range(num_rows)])
+    return Collector(
+        collector.player,
+        prompts=Prompts(rows, ChatTemplate(tokenizer), max_length=100, batch_size=batch_size),
+        params=options.pop("params", PARAMS),
+        write_records=write_nothing,
+        samples_per_prompt=num_samples,
+        num_steps=options.pop("num_steps", 99),
+        deterministic=options.pop("deterministic", collector.deterministic),
+        rules=RolloutRules(**options),
+    )
 
 
 def write_nothing(split, step, records):
     pass
-
-
-def is_done(group):
-    return all(trajectory.finish_reason for trajectory in group.trajectories)
 
 
 ANSWER_ENV = "def reward_fn(messages, answer): return float(answer)"
@@ -374,7 +384,7 @@ class SlowEngine(ScriptedEngine):
 
 
 def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_path):
-    """A step takes two groups. Group 2 is of the next step and generates 200 letters.
+    """A step takes two groups. Groups 2 and 3 are of the next step, and group 2 has 200 letters.
 
     Group 0 generates 20 letters and the others one. So group 2 is paused when group 0 ends.
     """
@@ -395,24 +405,25 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
     engine = SlowEngine(tokenizer, script)
     collector.player.engine = engine
     params = replace(PARAMS, max_new_tokens=300)
-    done = collector.play(prompts[:3], params, 2, "train", 1, num_groups=2)
+    options = {"params": params, "num_steps": 2, "partial": True}
+    collector = make_training(collector, tokenizer, 4, 2, **options)
+    done = collector.collect(1)
     # In the order of the prompts, although the group of group 0's length ends last.
     assert [trajectory.group for trajectory in done] == [0, 0, 1, 1]
     assert [trajectory.reward for trajectory in done] == [20, 20, 1, 1]
     assert all(trajectory.versions == [(0, trajectory.reward + 1)] for trajectory in done)
-    (paused,) = collector.carried_over
-    assert paused.id == 2 and not is_done(paused)
+    paused, other = collector.carried_over
+    assert (paused.id, other.id) == (2, 3) and not paused.is_done
     partial_tokens = [list(trajectory.samples[0].tokens) for trajectory in paused.trajectories]
     counts = [trajectory.partial_tokens for trajectory in paused.trajectories]
     assert all(0 < count < 200 for count in counts)
-    collector.prompts = Prompts(
-        pack_rows([make_row(0)]), ChatTemplate(tokenizer), max_length=100
-    )  # it has the position
-    collector.load_state_dict(collector.state_dict())  # as a resumed run does
+    state = collector.state_dict()
+    collector = make_training(collector, tokenizer, 4, 2, **options)
+    collector.load_state_dict(state)  # as a resumed run does
     num_requests = len(engine.requests)
     engine.version = 1
     engine.aborted = False
-    done = collector.play(prompts[3:], params, 2, "train", 2, num_groups=2)
+    done = collector.collect(2)
     assert not collector.carried_over and len(done) == 4
     for trajectory, tokens, count in zip(done[:2], partial_tokens, counts, strict=True):
         (sample,) = trajectory.samples
@@ -426,7 +437,8 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
     seeds = {seed for seed, _ in engine.requests}
     assert len(seeds) == len(engine.requests), "two requests had the same seed"
     metrics = summarise(done, 1)
-    assert metrics["rollout/staleness"] == pytest.approx(sum(counts) / (2 * 201 + 2 * 2))
+    # The two tokens of each answer of group 3 are all from before the update.
+    assert metrics["rollout/staleness"] == pytest.approx((sum(counts) + 4) / (2 * 201 + 4))
 
 
 def test_a_pause_between_turns_and_during_the_environment(tmp_path):
@@ -441,38 +453,41 @@ def test_a_pause_between_turns_and_during_the_environment(tmp_path):
     collector, prompts, tokenizer = make(tmp_path, None, env, 3, num_prompts=3, deterministic=False)
     engine = SlowEngine(tokenizer, lambda prompt: "ok")
     collector.player.engine = engine
-    done = collector.play(prompts, PARAMS, 1, "train", 11, num_groups=2)
+    collector = make_training(collector, tokenizer, 3, 2, 1, partial=True, num_steps=12)
+    done = collector.collect(11)
     assert [t.group for t in done] == [0, 1] and [t.num_turns for t in done] == [2, 2]
     (trajectory,) = collector.carried_over[0].trajectories
-    assert trajectory.num_turns == 1
+    assert trajectory.row["answer"] == "2" and trajectory.num_turns == 1
     assert trajectory.partial_tokens == 0
     assert len(trajectory.messages) == 3
     engine.aborted = False
-    (trajectory,) = collector.play([], PARAMS, 1, "train", 12, num_groups=1)
+    trajectory, _ = collector.collect(12)
     assert trajectory.num_turns == 2 and trajectory.reward == 4
 
 
 def test_groups_that_a_step_does_not_need_wait_for_the_next_step(tmp_path, monkeypatch):
     options = {"num_prompts": 6, "deterministic": False}
-    collector, prompts, _ = make(tmp_path, say_x, ANSWER_ENV, **options)
+    collector, _, tokenizer = make(tmp_path, say_x, ANSWER_ENV, **options)
+    collector = make_training(collector, tokenizer, 6, 3, partial=True, num_steps=22)
     sent = []  # to all processes
 
     def all_gather_objects(items):
-        sent.extend(copy.deepcopy(items))
+        values = items.values() if isinstance(items, dict) else items
+        sent.extend(copy.deepcopy(list(values)))
         return [items]
 
     monkeypatch.setattr(collect, "all_gather_objects", all_gather_objects)
     engine = collector.player.engine
     engine.abort = lambda: None
-    first = collector.play(prompts, PARAMS, 2, "train", 21, num_groups=3)
+    first = collector.collect(21)
     assert [t.group for t in first] == [0, 0, 1, 1, 2, 2]
     assert [group.id for group in collector.carried_over] == [3, 4, 5]
     unfinished = {item.id for item in sent if isinstance(item, Group)}
     assert unfinished <= {3, 4, 5}, "all processes get the messages of this step's groups"
     assert not any(item.messages for item in sent if isinstance(item, Trajectory))
     num_requests = len(engine.requests)
-    num_done = sum(map(is_done, collector.carried_over))
-    second = collector.play([], PARAMS, 2, "train", 22, num_groups=3)
+    num_done = sum(group.is_done for group in collector.carried_over)
+    second = collector.collect(22)
     assert [t.reward for t in second] == [3.0, 3.0, 4.0, 4.0, 5.0, 5.0]
     assert not collector.carried_over
     assert len(engine.requests) - num_requests == 2 * (3 - num_done), "a group was played twice"
@@ -485,22 +500,28 @@ def test_a_step_takes_its_own_prompts_although_later_ones_end_earlier(tmp_path):
     engine = SlowEngine(tokenizer, lambda prompt: "y" * (90 if list(prompt) == first_prompt else 1))
     collector.player.engine = engine
     params = SamplingParams(max_new_tokens=100)
-    done = collector.play(prompts, params, 1, "train", 1, num_groups=2)
+    options = {"params": params, "partial": True, "num_steps": 2}
+    collector = make_training(collector, tokenizer, 5, 2, 1, **options)
+    done = collector.collect(1)
     assert [trajectory.group for trajectory in done] == [0, 1]
-    assert all(map(is_done, collector.carried_over))
+    assert all(group.is_done for group in collector.carried_over)
     engine.aborted = False
     num_requests = len(engine.requests)
-    done = collector.play([], PARAMS, 1, "train", 2, num_groups=2)
+    done = collector.collect(2)
     assert [trajectory.group for trajectory in done] == [2, 3]
     assert len(engine.requests) == num_requests, "a group was played twice"
 
 
 def test_trajectories_of_a_run_with_other_samples_have_ids_of_their_own(tmp_path):
     """A resumed run may have another data.responses_per_prompt than its paused answers."""
-    collector, prompts, _ = make(tmp_path, say_x, ANSWER_ENV, num_prompts=4)
+    collector, _, tokenizer = make(tmp_path, say_x, ANSWER_ENV, deterministic=False)
     collector.player.engine.abort = lambda: None
-    collector.play(prompts[:3], PARAMS, 8, "train", 1, num_groups=1)
-    done = collector.play(prompts[3:], PARAMS, 4, "train", 2, num_groups=3)
+    collector = make_training(collector, tokenizer, 9, 2, 8, partial=True)
+    collector.collect(1)
+    assert len(collector.carried_over) == 2
+    collector.samples_per_prompt = 4
+    collector.prompts.batch_size = 3
+    done = collector.collect(2)
     ids = [trajectory.id for trajectory in done]
     assert len(ids) == len(set(ids)) == 8 + 8 + 4
     assert all(sample.trajectory == t.id for t in done for sample in t.samples)
@@ -509,18 +530,9 @@ def test_trajectories_of_a_run_with_other_samples_have_ids_of_their_own(tmp_path
 def test_a_resumed_collector_continues_at_its_position(tmp_path):
     """A step takes 2 of 5 prompts. A collector resumed after every step takes the same prompts."""
     collector, _, tokenizer = make(tmp_path, say_x, ANSWER_ENV)
-    rows = [make_row(i) for i in range(5)]
 
     def make_collector():
-        return Collector(
-            collector.player,
-            prompts=Prompts(pack_rows(rows), ChatTemplate(tokenizer), max_length=100, batch_size=2),
-            params=PARAMS,
-            write_records=write_nothing,
-            samples_per_prompt=3,
-            num_steps=4,
-            deterministic=True,
-        )
+        return make_training(collector, tokenizer, 5, 2, 3)
 
     expected = make_collector()
     resumed = make_collector()
@@ -587,7 +599,7 @@ def test_a_record_has_the_columns_of_its_row():
         "pairs": {(1, 2): 3},
         "image": image,
     }
-    group = begin_group(0, row, [1, 2], num_samples=1)
+    group = begin_group(0, Prompt(0, row, [1, 2]), num_samples=1)
     [record] = to_records(group.trajectories)
     columns = json.loads(json.dumps(record))["row"]
     assert columns.pop("image").startswith(str(image)[:50]) and len(str(record)) < 4000
@@ -654,7 +666,7 @@ def test_a_stop_string_that_a_pause_splits_ends_the_turn_and_the_env_sees_it(tmp
     stop = tokenizer.decode(answer[4:7])
     end = next(n for n in range(16) if stop in tokenizer.decode(answer[:n]))
     params = SamplingParams(temperature=0, max_new_tokens=16, stop=[stop])
-    (trajectory,) = begin_group(0, prompts[0].row, prompts[0].tokens, 1).trajectories
+    (trajectory,) = begin_group(0, prompts[0], 1).trajectories
 
     async def pause_inside_the_string():
         playing = asyncio.ensure_future(player.play(trajectory, params, (0,), key=0))

@@ -26,9 +26,9 @@ BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {  # attribute of Ke
 
 
 def get_value(config: Any, name: str) -> Any:
-    """The value of a dotted name. `rollout.engine_args` is a dict, all else has attributes."""
+    """The value of a dotted name; None for an entry that a dict of the config does not have."""
     for part in name.split("."):
-        config = config[part] if isinstance(config, dict) else getattr(config, part)
+        config = config.get(part) if isinstance(config, dict) else getattr(config, part)
     return config
 
 
@@ -105,8 +105,10 @@ def check_keys(config: Any, set_keys: set[str]) -> Checked:
 def broken_bounds(key: Key, value: Any) -> Iterator[str]:
     """The bounds of the key's range that the value breaks, in words that follow "it must".
 
-    In a list every item has to be within them. A word that a number may be has no bounds.
+    In a list or a map every item has to be within them. A word that a number may be has no bounds.
     """
+    if isinstance(value, dict):
+        yield from broken_bounds(key, list(value.values()))
     if isinstance(value, list):
         if "" in value:
             yield "have no empty text"
@@ -115,10 +117,10 @@ def broken_bounds(key: Key, value: Any) -> Iterator[str]:
         return
     if isinstance(value, str):
         return
-    if isinstance(value, float) and math.isnan(value):
+    if value != value:  # NaN
         yield "be a number"
         return
-    if value == math.inf and not key.may_be_infinite:
+    if value in (math.inf, -math.inf) and not key.may_be_infinite:
         yield "be finite"
     for name, (keeps, words) in BOUNDS.items():
         bound = getattr(key, name)

@@ -40,7 +40,12 @@ NEXT_ARGUMENT = r"-\D|[\w.]+="  # how an option or a key=value begins
 SECONDS_FOR_FIRST_RANK = 1.0  # to print the problems, which all find at about the same time
 HELP_COLUMN = 40  # where the explanations of the short help begin
 # Dicts, whose keys the schema does not list.
-OPEN_KEYS = ("rollout.engine_args", "data.columns", "data.chat_template_kwargs")
+OPEN_KEYS = (
+    "rollout.engine_args",
+    "rollout.reward_weights",
+    "data.columns",
+    "data.chat_template_kwargs",
+)
 KIND_WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",

@@ -48,6 +48,7 @@ def validate(config: Any, set_keys: set[str]) -> Checked:
         problems += check_env(config.rollout.env_path)
         problems += check_step_sizes(config)
         problems += check_pairs(config)
+        problems += check_rewards(config.rollout)
         problems += check_engine(config.rollout)
         warnings += [*ppo_warnings(config, set_keys), *freeze_warnings(config)]
     for name in workers:
@@ -242,6 +243,19 @@ def check_pairs(config: PPOConfig) -> Iterator[str]:
         yield (
             f"actor.average={actor.average} and actor.average_constant={actor.average_constant} "
             "need each other"
+        )
+
+
+def check_rewards(rollout: Any) -> Iterator[str]:
+    """Whether the ranges of rewards and lengths are ranges."""
+    bounds = rollout.filter
+    if bounds and (len(bounds) != 2 or not bounds[0] < bounds[1]):
+        yield f"rollout.filter={bounds}: give a low and a high bound of the mean reward, as [0,1]"
+    buffer, answer = rollout.overlong_buffer, rollout.train_sampling_params.max_new_tokens
+    if buffer and buffer > answer:
+        yield (
+            f"rollout.overlong_buffer={buffer} is more than "
+            f"rollout.train_sampling_params.max_new_tokens={answer}: lower it, e.g. to a fifth"
         )
 
 

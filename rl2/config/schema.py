@@ -64,6 +64,7 @@ WITH_SGLANG = Condition(
 WITH_GPU = Condition(
     lambda config, section: torch.cuda.is_available(), "without a GPU", is_harmless=True
 )
+WITH_FILTER = Condition(lambda config, section: section.filter, "without rollout.filter")
 WITH_LORA = Condition(lambda config, section: section.lora_rank, "with {path}.lora_rank=0")
 WITH_SAMPLING = Condition(
     lambda config, section: isinstance(config, PPOConfig),
@@ -582,6 +583,55 @@ class RolloutConfig:
         "start the next step's prompts early; when this step's are done, unfinished answers pause "
         "and continue after the update, so that long answers delay nobody; use it with "
         "actor.correction=token_tis",
+    )
+    max_staleness: int | None = key(
+        None,
+        "with partial rollouts: how many updates older than the weights a token may be when its "
+        "answer goes on or is trained; older answers are sampled anew",
+        above=0,
+        only_if=Condition(lambda config, section: section.partial, "with rollout.partial=false"),
+    )
+    filter: list[float] = key(
+        [],
+        "[LOW,HIGH]: train only prompts whose answers have a mean reward between the two, and "
+        "replace the others by further prompts, [0,1] is DAPO's dynamic sampling; the mean is of "
+        "the env's rewards, without the overlong penalty",
+        common=True,
+    )
+    max_refills: int = key(
+        10,
+        "prompts that a step may play to replace those outside rollout.filter, as a multiple of "
+        "data.prompts_per_rollout; then it trains what it has",
+        above=0,
+        only_if=WITH_FILTER,
+    )
+    drop_solved: float | None = key(
+        None,
+        "leave out prompts whose answers once had at least this mean reward, e.g. 0.9 (ScaleRL)",
+    )
+    mask_truncated: bool = key(
+        False,
+        "do not train answers that a length limit cut (DAPO's overlong filtering); they count in "
+        "the mean of their group",
+    )
+    overlong_buffer: int | None = key(
+        None,
+        "tokens before max_new_tokens over which the reward falls (DAPO's soft overlong "
+        "punishment), as the reward part overlong; in several turns for the longest one",
+        above=0,
+    )
+    overlong_penalty: float = key(
+        1.0,
+        "by how much the reward has fallen at max_new_tokens",
+        above=0,
+        only_if=Condition(
+            lambda config, section: section.overlong_buffer, "without rollout.overlong_buffer"
+        ),
+    )
+    reward_weights: dict[str, float] = key(
+        {},
+        "weights of reward parts, as rollout.reward_weights.NAME=WEIGHT; 0 only logs the part, and "
+        "parts without a weight have 1",
     )
     env_path: str = key(
         MISSING,

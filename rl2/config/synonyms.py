@@ -34,6 +34,8 @@ RL2 = {
     f"{TRAIN}.max_new_tokens": """
         train_data.experience.max_new_tokens rollout.train.sampling_params.max_new_tokens""",
     "rollout.max_turns": "train_data.experience.max_turns",
+    "rollout.filter (as rollout.filter=[0,1])": """
+        rollout.dynamic_filtering rollout.train.dynamic_filtering""",
     "data.test_path": "test_data.path data.test.path rollout.test.path",
     "data.columns (a map of your columns)": """
         data.train.prompt_key data.train.messages_key data.train.response_key data.train.chosen_key
@@ -120,6 +122,13 @@ VERL = {
     "data.max_length": "rollout.prompt_length data.max_prompt_length",
     f"{TRAIN}.max_new_tokens": "rollout.response_length data.max_response_length",
     "data.responses_per_prompt": "rollout.n",
+    "rollout.filter (as rollout.filter=[0,1])": "algorithm.filter_groups.",
+    "rollout.max_refills": "algorithm.filter_groups.max_num_gen_batches",
+    "rollout.overlong_buffer": """
+        reward_model.overlong_buffer.len reward.reward_kwargs.overlong_buffer_cfg.len""",
+    "rollout.overlong_penalty": """
+        reward_model.overlong_buffer.penalty_factor
+        reward.reward_kwargs.overlong_buffer_cfg.penalty_factor""",
     "rollout.tp_size": "rollout.tensor_model_parallel_size",
     "rollout.max_running": "rollout.max_num_seqs",
     "rollout.engine_args (as rollout.engine_args.NAME=VALUE)": "rollout.engine_kwargs.",
@@ -213,6 +222,8 @@ TRL = {
     "actor.clip": "epsilon cliprange",
     "actor.clip_high": "epsilon_high",
     "actor.dual_clip": "delta",
+    "rollout.mask_truncated": "mask_truncated_completions",
+    "rollout.reward_weights (a map of the parts of the reward)": "reward_weights",
     "critic.clip": "cliprange_value",
     "critic.lr (the critic has an optimizer of its own)": "vf_coef",
     "adv.gamma": "gamma",
@@ -276,11 +287,9 @@ ABSENT = {
     "mini-batches are always shuffled": "actor.shuffle",
     "the reference is the model that the run starts from, or with kl.update_freq the actor": """
         ref_model_mixup_alpha precompute_ref_log_probs ref_actor. ref.""",
-    "one reward function gives the reward; it may add up several": """reward_weights
+    "one reward function gives the reward; it may add up several": """
         reward_model_path reward_clip_range custom_reward_function.name reward_model. reward.""",
-    "answers that were cut are trained, and groups without variance are not run": """
-        mask_truncated_completions rollout.dynamic_filtering algorithm.filter_groups.
-        rollout.train.dynamic_filtering rollout.over_sample_rate""",
+    "an engine gets a few more requests than it has slots": "rollout.over_sample_rate",
     "an answer is sampled by temperature, top_p and top_k alone": """min_p generation_kwargs
         repetition_penalty cache_implementation rollout.do_sample rollout.ignore_eos
         vllm_structured_outputs_regex transformers_continuous_batching_config

@@ -53,6 +53,7 @@ class EpochSampler(Generic[Item]):
     item_name: str  # plural
     batch_key: str
     kind: RowKind | None = None
+    is_exhausted = False  # there is always another epoch
 
     def __init__(
         self,

@@ -23,6 +23,8 @@ BUSY_FRACTION = 0.6
 MIN_UPDATE_SECONDS = 1.0  # shorter ones may wait for a disk or another process
 # Estimators that compare the answers to a prompt: where all earn the same, it teaches nothing.
 GROUP_ESTIMATORS = ("reinforce", "rloo", "reinforce_plus_plus_baseline")
+# A step without a group in rollout.filter has played all its refills. Three in a row are no chance.
+EMPTY_STEPS = 3
 # Rewards are sums of floats: closer than this, relative to their mean, they are equal.
 EQUAL_REWARDS = 1e-6
 
@@ -49,6 +51,7 @@ class Health:
         self.step_counts: dict[str, int] = {}  # by the name of the problem
         self.num_constant_steps = 0  # in a row
         self.last_reward = math.nan
+        self.num_empty_steps = 0  # in a row, without a group to train
         self.skipped = {"actor": SkippedUpdates(), "critic": SkippedUpdates()}
         self.has_told_of_cores = False
 
@@ -73,6 +76,8 @@ class Health:
         sentences = []
         step = int(metrics["step"])
         self.num_steps += step > 0
+        is_empty = metrics.get("rollout/groups") == 0
+        self.num_empty_steps = self.num_empty_steps + 1 if is_empty else 0
         self._count_skipped(step, metrics)
         for problem in [*find_problems(metrics, self.config), *self._find_constant_reward(metrics)]:
             count = self.step_counts.get(problem.name, 0) + 1
@@ -89,10 +94,18 @@ class Health:
         return any(updates.num_in_a_row for updates in self.skipped.values())
 
     def stop_if_diverged(self) -> None:
-        """RuntimeError after trainer.max_skipped_updates skipped updates in a row.
+        """RuntimeError after trainer.max_skipped_updates skipped updates in a row, or after steps
+        in a row in which rollout.filter left nothing to train.
 
         All processes must call it: they have the same metrics and stop at the same step.
         """
+        if self.num_empty_steps >= EMPTY_STEPS:
+            raise RuntimeError(
+                f"in the last {EMPTY_STEPS} steps no group was within rollout.filter, although "
+                f"each step played {1 + self.config['rollout']['max_refills']} x "
+                "data.prompts_per_rollout prompts. If all answers to a prompt earn the same, the "
+                "task is too easy or too hard, or reward_fn is wrong: read the rollouts"
+            )
         limit = self.config["trainer"]["max_skipped_updates"]
         for worker, updates in self.skipped.items():
             if limit and updates.num_in_a_row >= limit:
@@ -206,8 +219,19 @@ def _skip_name(worker: str) -> str:
 
 
 def _find_rollout_problems(metrics: dict[str, float], config: dict[str, Any]) -> Iterator[Problem]:
+    num_groups, num_wanted = metrics.get("rollout/groups"), config["data"]["prompts_per_rollout"]
+    if num_groups is not None and num_groups < num_wanted:
+        reason = (
+            f"after rollout.max_refills={config['rollout']['max_refills']} refills, "
+            f"{num_groups} of {num_wanted} groups were within rollout.filter="
+            f"{config['rollout']['filter']}, and it trained these. Use other prompts, or raise "
+            "rollout.max_refills or data.responses_per_prompt"
+        )
+        yield Problem("had too few groups", reason)
     if metrics["rollout/failed"] == 1:
         yield Problem("taught nothing", "the environment failed on every trajectory")
+    elif num_groups == 0:
+        yield Problem("taught nothing", "rollout.filter left no group")
     elif "actor/lr" not in metrics:
         freeze_steps = config["actor"]["freeze_steps"]
         reason = f"actor.freeze_steps={freeze_steps} keeps it as it is in these steps"

@@ -4,35 +4,141 @@ import asyncio
 import itertools
 import math
 import pickle
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from rl2.data.examples import Prompt, Prompts
 from rl2.engine.base import SamplingParams
 from rl2.parallel.mesh import all_gather_objects, gather_objects
 from rl2.rollout.stats import to_records
-from rl2.rollout.trajectory import Group, Player, Trajectory, begin_group
+from rl2.rollout.trajectory import (
+    Group,
+    Player,
+    Trajectory,
+    begin_group,
+    mean_reward,
+    overlong_reward,
+    place_reward,
+)
 
-SPLITS = ("train", "test")  # their numbers are part of the seed of each answer
 # Requests that an engine gets for each of its slots. Those that wait fill free slots without delay.
 # More of them could have begun earlier in another engine.
 REQUESTS_PER_SLOT = 1.25
-POLL_SECONDS = 0.05  # between two looks at how many groups the other engines have finished
+SPLITS = ("train", "test")  # their numbers are part of the seed of each answer
+POLL_SECONDS = 0.05  # between two looks at which groups the other engines have finished
+ALL_SOLVED = (
+    "every training prompt has reached the mean reward rollout.drop_solved: nothing is left to "
+    "train on. Use harder prompts, or take the key out"
+)
 WriteRecords = Callable[[str, int, Iterable[dict[str, Any]]], None]  # of split, step, records
 
 _rollout_numbers = itertools.count()  # of this process group: every process makes the same rollouts
 
 
+@dataclass(frozen=True)
+class RolloutRules:
+    """Which groups a training step takes, and what is added to their rewards.
+
+    The fields are keys of the config's section `rollout`, which explains them.
+    """
+
+    partial: bool = False
+    filter: Sequence[float] = ()  # (low, high), or empty: every group is taken
+    max_refills: int = 0
+    drop_solved: float | None = None
+    max_staleness: int | None = None
+    overlong_buffer: int | None = None
+    overlong_penalty: float = 1.0
+
+    @classmethod
+    def of(cls, section: Any) -> "RolloutRules":
+        """The rules of the config's section."""
+        return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
+
+
+class Queue:
+    """The groups of one rollout, which all engines share: which begin, and which are taken.
+
+    They are numbered in the order of their prompts; `make_group` gives the group of a number. Of
+    the first `most` of them, the first `num_needed` whose mean reward is within `bounds` are taken.
+    `num_ahead` more may begin for the next step. An engine that has finished a group tells the
+    others in torch's store, so that all processes take the same groups.
+    """
+
+    def __init__(
+        self,
+        make_group: Callable[[int], Group],
+        num_needed: int,
+        most: int,
+        num_ahead: int = 0,
+        bounds: Sequence[float] = (),
+    ):
+        self.make_group = make_group
+        self.num_needed = num_needed
+        self.most = most
+        self.num_ahead = num_ahead
+        self.bounds = bounds
+        self.mean_rewards: dict[int, float] = {}  # of the groups known to be done, by number
+        self.store = _get_default_store()
+        self.key = f"rl2/rollout/{next(_rollout_numbers)}"
+
+    def report(self, number: int, group: Group) -> None:
+        """Tells all processes that a group is done."""
+        line = f"{number} {mean_reward(group.trajectories)!r}\n"
+        self.store.append(self.key, line)  # type: ignore[attr-defined]  # torch's stubs lack it
+
+    def read(self) -> None:
+        """Reads what all processes have reported."""
+        if self.store.check([self.key]):
+            for line in self.store.get(self.key).decode().splitlines():
+                number, mean = line.split()
+                self.mean_rewards[int(number)] = float(mean)
+
+    def takes(self, number: int) -> bool:
+        """Whether a group that is done is within the bounds; NaN is in none."""
+        return not self.bounds or self.bounds[0] < self.mean_rewards[number] < self.bounds[1]
+
+    @property
+    def limit(self) -> int:
+        """Groups with a smaller number may begin. As many are in play as are missing, and as many
+        more as were not taken so far, up to twice as many.
+        """
+        num_done = len(self.mean_rewards)
+        num_taken = sum(map(self.takes, self.mean_rewards))
+        num_missing = max(self.num_needed + self.num_ahead - num_taken, 0)
+        num_more = min(num_done - num_taken, num_missing)
+        return min(num_done + num_missing + num_more, self.most + self.num_ahead)
+
+    @property
+    def end(self) -> int | None:
+        """How many groups it takes to have what the step needs; None while that is not known."""
+        num_taken = 0
+        for number in range(self.most):
+            if number not in self.mean_rewards:
+                return None
+            num_taken += self.takes(number)
+            if num_taken == self.num_needed:
+                return number + 1
+        return self.most
+
+
 class Collector:
     """Plays prompts on all processes. All processes make the same calls.
 
-    The prompts know the position in the data. With `partial`, a step plays the prompts of the next
-    step too and ends when its own groups are done; the others wait in `carried_over`, the same on
-    every process, and go on in the next step.
+    The prompts know the position in the data. With `rules.partial`, a step plays the prompts of the
+    next step too and ends when its own groups are done; the others wait in `carried_over`, the same
+    on every process, and go on in the next step.
+
+    With `rules.filter`, groups of further prompts replace those that are not taken. A step takes
+    the first groups in the order of the prompts, whichever ends first. So with deterministic
+    engines it does not depend on how many groups were in play. What began behind them is dropped,
+    and its prompts come again in the next step; with `rules.partial` it is carried over.
 
     `deterministic` assigns groups to engines in advance, and an engine gets all of them at once.
     Otherwise an engine takes the next group from a counter that all share as soon as its slots have
@@ -54,7 +160,7 @@ class Collector:
         num_steps: int = 1,
         seed: int = 0,
         deterministic: bool = True,
-        partial: bool = False,
+        rules: RolloutRules | None = None,
     ):
         self.player = player
         self.prompts = prompts
@@ -63,24 +169,158 @@ class Collector:
         self.num_steps = num_steps
         self.seed = seed
         self.deterministic = deterministic
-        self.partial = partial
+        self.rules = rules or RolloutRules()
         self.write_records = write_records
-        self.carried_over: list[Group] = []
+        self.carried_over: list[Group] = []  # during a step, also the groups that it has begun
+        self.solved: set[int] = set()  # indices of the rows that rules.drop_solved leaves out
+        self.part_names: set[str] = set()  # of the rewards of the first step
+        # Training prompts of the steps that are done, over all epochs. Those that were replaced do
+        # not count, so that a resumed run has as many steps as one that was not interrupted.
+        self.rows_done = 0
 
     def collect(self, step: int) -> list[Trajectory]:
         """The trajectories of training step 1, 2, ..., of all processes on every process.
 
-        Their messages are on the first process only, which writes them.
+        Their messages are on the first process only, which writes them. Groups that were replaced
+        are among them, without samples.
+
+        RuntimeError if the environment failed on more trajectories than it may, or if no prompt is
+        left to train on.
+        """
+        if self.is_exhausted:
+            raise RuntimeError(ALL_SOLVED)
+        self.carried_over = [self._begin_again_if_stale(group) for group in self.carried_over]
+        num_carried = len(self.carried_over)
+        queue = self._make_queue(is_last=step == self.num_steps)
+        played = self._run(queue, self.params, "train", step)
+        end = queue.end or queue.num_needed  # without a filter another process may still play
+        self._put_back(played, end, num_carried)
+        own = {number: group for number, group in played.items() if number < end}
+        if queue.bounds:
+            _mark_filtered(own, queue)
+        trajectories = self._gather(list(own.values()), "train", step)
+        queue.store.delete_key(queue.key)
+        self._note_rewards(trajectories)
+        if self.rules.overlong_buffer:
+            self._add_overlong(trajectories, self.rules.overlong_buffer)
+        self.rows_done += queue.num_needed
+        return trajectories
+
+    def _make_queue(self, is_last: bool) -> Queue:
+        """The queue of a training step; `is_last` if no step follows."""
+        assert self.prompts is not None
+        size = self.prompts.batch_size
+        return Queue(
+            self._make_group,
+            num_needed=size,
+            most=size * (1 + self.rules.max_refills) if self.rules.filter else size,
+            num_ahead=size if self.rules.partial and not is_last else 0,
+            bounds=self.rules.filter,
+        )
+
+    def _make_group(self, number: int) -> Group:
+        """The group of the step's queue: first those carried over, then those of new prompts.
+
+        Every process makes the same ones, in their order and as far as it needs them.
         """
         assert self.prompts is not None
-        batch_size = self.prompts.batch_size
-        num_batches = 2 if self.partial and step < self.num_steps else 1
-        num_prompts = max(0, num_batches * batch_size - len(self.carried_over))
-        prompts = self.prompts.next_items(num_prompts)
-        num_groups = batch_size if self.partial else None
-        return self.play(
-            prompts, self.params, self.samples_per_prompt, "train", step, num_groups=num_groups
-        )
+        groups = self.carried_over
+        while len(groups) <= number:
+            [prompt] = self.prompts.next_items(1)
+            while prompt.index in self.solved:
+                [prompt] = self.prompts.next_items(1)
+            group_id = groups[-1].id + 1 if groups else 0
+            first_trajectory = groups[-1].trajectories[-1].id + 1 if groups else 0
+            group = begin_group(group_id, prompt, self.samples_per_prompt, first_trajectory)
+            group.rows_done = self.prompts.rows_done
+            groups.append(group)
+        return groups[number]
+
+    def _begin_again_if_stale(self, group: Group) -> Group:
+        """The group, or one that begins anew if it has tokens older than rules.max_staleness."""
+        limit = self.rules.max_staleness
+        version = self.player.engine.version
+        assert version is not None, "the engine has no weights"
+        lags = [version - sampled_by for t in group.trajectories for sampled_by, _ in t.versions]
+        if limit is None or max(lags, default=0) <= limit:
+            return group
+        self._end_calls(group)
+        trajectories = group.trajectories
+        again = begin_group(group.id, group.prompt, len(trajectories), trajectories[0].id)
+        return replace(group, trajectories=again.trajectories)
+
+    def _end_calls(self, group: Group) -> None:
+        """Tells the environment that the group is not played on."""
+        for trajectory in group.trajectories:
+            self.player.env.end(("train", trajectory.id))
+
+    def _put_back(self, played: dict[int, Group], end: int, num_carried: int) -> None:
+        """Carries over or drops the groups behind the first `end`, and moves the position.
+
+        `num_carried` groups were carried over before. Every process keeps those that are now, so
+        that whichever engine is free goes on with them.
+        """
+        assert self.prompts is not None
+        behind = {number: group for number, group in played.items() if number >= end}
+        newest: dict[int, Group] = {}
+        if self.rules.partial:
+            newest = {n: group for part in all_gather_objects(behind) for n, group in part.items()}
+            num_seen = max(end, num_carried, *(number + 1 for number in newest))
+        else:
+            num_seen = end
+            for group in behind.values():
+                self._end_calls(group)
+        self.prompts.rows_done = self._make_group(num_seen - 1).rows_done
+        for number, group in newest.items():
+            self.carried_over[number] = group
+        self.carried_over = self.carried_over[end:num_seen]
+
+    def _note_rewards(self, trajectories: list[Trajectory]) -> None:
+        """Notes which prompts are solved.
+
+        ValueError if the rewards of the first step do not have the parts that keys name.
+        """
+        if not self.part_names:
+            self._check_part_names(trajectories)
+        if self.rules.drop_solved is None:
+            return
+        for _, group in itertools.groupby(trajectories, lambda trajectory: trajectory.group):
+            members = list(group)
+            if mean_reward(members) >= self.rules.drop_solved:
+                self.solved.add(members[0].row_index)
+        if self.is_exhausted and dist.get_rank() == 0:
+            print(ALL_SOLVED, flush=True)
+
+    def _check_part_names(self, trajectories: list[Trajectory]) -> None:
+        self.part_names = {name for t in trajectories for name in t.rewards}
+        unknown = self.player.reward_weights.keys() - self.part_names
+        if unknown and self.part_names:
+            raise ValueError(
+                f"rollout.reward_weights.{min(unknown)}: no reward of the first step has a part of "
+                f"this name; the parts are {', '.join(sorted(self.part_names))}"
+            )
+        if self.rules.overlong_buffer and "overlong" in self.part_names:
+            raise ValueError(
+                "reward_fn returns a part named overlong, and rollout.overlong_buffer adds a part "
+                "of this name: rename that of reward_fn"
+            )
+
+    def _add_overlong(self, trajectories: list[Trajectory], buffer: int) -> None:
+        """Adds the reward part `overlong` to all trajectories that have a reward."""
+        longest = self.params.max_new_tokens
+        for trajectory in trajectories:
+            if trajectory.finish_reason == "failed":
+                continue
+            trajectory.rewards["overlong"] = overlong_reward(
+                trajectory.longest_turn, longest, buffer, self.rules.overlong_penalty
+            )
+            if not trajectory.is_filtered:
+                place_reward(trajectory)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether every training prompt is solved, so that the run ends with this step."""
+        return self.prompts is not None and len(self.solved) == len(self.prompts)
 
     def play(
         self,
@@ -89,31 +329,28 @@ class Collector:
         num_samples: int,
         split: str,
         step: int,
-        num_groups: int | None = None,
     ) -> list[Trajectory]:
         """Plays each prompt `num_samples` times, shared among the engines.
 
-        `split` (train | test) and `step` name the randomness. With `num_groups` the groups that an
-        earlier call carried over come first, and the call returns when the first `num_groups` are
-        done: short answers that end early do not replace long ones. The others pause where they
-        stand. Returns what `collect` returns.
+        `split` (train | test) and `step` name the randomness. Returns what `collect` returns.
 
         RuntimeError if the environment failed on more trajectories than it may.
         """
-        groups = list(self.carried_over) if num_groups else []
-        first_id = max((group.id for group in groups), default=-1) + 1
-        # Those carried over may be of a run with other samples_per_prompt.
-        ids = [trajectory.id for group in groups for trajectory in group.trajectories]
-        next_trajectory = max(ids, default=-1) + 1
-        for i, prompt in enumerate(prompts, start=first_id):
-            groups.append(begin_group(i, prompt.row, prompt.tokens, num_samples, next_trajectory))
-            next_trajectory += num_samples
-        rollout = self._play_groups(groups, params, split, step, num_groups or len(groups))
-        played = self.player.engine.loop.run_until_complete(rollout)
-        if num_groups:
-            trajectories = self._split_off_done(groups, played, num_groups)
-        else:
-            trajectories = _gather_trajectories(played)
+        groups = [
+            begin_group(i, prompt, num_samples, i * num_samples) for i, prompt in enumerate(prompts)
+        ]
+        queue = Queue(groups.__getitem__, num_needed=len(groups), most=len(groups))
+        played = self._run(queue, params, split, step)
+        return self._gather(list(played.values()), split, step)
+
+    def _run(self, queue: Queue, params: SamplingParams, split: str, step: int) -> dict[int, Group]:
+        """Plays the groups of the queue. Returns those of this process's engine by number."""
+        rollout = self._play_groups(queue, params, split, step)
+        return self.player.engine.loop.run_until_complete(rollout)
+
+    def _gather(self, groups: list[Group], split: str, step: int) -> list[Trajectory]:
+        """The trajectories of the groups of all processes, if the environment was well enough."""
+        trajectories = _gather_trajectories(groups)
         assert all(trajectory.finish_reason for trajectory in trajectories), "a play was cancelled"
         num_failed = sum(trajectory.finish_reason == "failed" for trajectory in trajectories)
         try:
@@ -123,36 +360,21 @@ class Collector:
             raise
         return trajectories
 
-    def _split_off_done(
-        self, groups: list[Group], played: list[Group], num_groups: int
-    ) -> list[Trajectory]:
-        """The trajectories of the first `num_groups` groups. All other groups are carried over.
-
-        Every process keeps them, so that whichever engine is free goes on with them.
-        """
-        first_ids = {group.id for group in groups[:num_groups]}
-        others = [group for group in played if group.id not in first_ids]
-        newest = {group.id: group for part in all_gather_objects(others) for group in part}
-        self.carried_over = [newest.get(group.id, group) for group in groups[num_groups:]]
-        return _gather_trajectories([group for group in played if group.id in first_ids])
-
     async def _play_groups(
-        self, groups: list[Group], params: SamplingParams, split: str, step: int, num_needed: int
-    ) -> list[Group]:
-        """Plays this engine's groups until the first `num_needed` of all groups are done."""
+        self, queue: Queue, params: SamplingParams, split: str, step: int
+    ) -> dict[int, Group]:
+        """Plays this engine's groups, by number, until the queue has ended."""
         player = self.player
         player.is_pausing = False
-        store = _get_default_store()
-        counter = f"rl2/rollout/{next(_rollout_numbers)}"
-        needed = {group.id: len(group.trajectories) for group in groups[:num_needed]}
-        may_pause = num_needed < len(groups)
-        played: list[Group] = []
+        may_end_early = queue.bounds or queue.num_ahead
+        played: dict[int, Group] = {}
 
-        async def play(trajectory: Trajectory, number: int) -> None:
-            seed = (self.seed, SPLITS.index(split), step, trajectory.group, number)
+        async def play(number: int, group: Group, i: int) -> None:
+            trajectory = group.trajectories[i]
+            seed = (self.seed, SPLITS.index(split), step, group.id, i)
             await player.play(trajectory, params, seed, key=(split, trajectory.id))
-            if may_pause and trajectory.group in needed:
-                store.add(f"{counter}/done", 1)
+            if may_end_early and group.is_done:
+                queue.report(number, group)
 
         async def play_queue() -> None:
             max_requests = math.inf
@@ -160,19 +382,20 @@ class Collector:
                 max_requests = REQUESTS_PER_SLOT * player.engine.max_running_requests
             num_begun = 0  # trajectories that have not run yet
             async with asyncio.TaskGroup() as tasks:
-                for group in self._own_groups(groups, counter):
-                    played.append(group)
-                    for number, trajectory in enumerate(group.trajectories):
-                        tasks.create_task(play(trajectory, number))
+                async for number, group in self._own_groups(queue):
+                    played[number] = group
+                    for i in range(len(group.trajectories)):
+                        tasks.create_task(play(number, group, i))
                         num_begun += 1
                     if player.num_requests + num_begun >= max_requests:
                         await player.wait_for_room(max_requests)
                         num_begun = 0
 
         playing = asyncio.ensure_future(play_queue())
-        while may_pause and not playing.done():
+        while may_end_early and not playing.done():
             await asyncio.sleep(POLL_SECONDS)
-            if store.add(f"{counter}/done", 0) >= sum(needed.values()):
+            queue.read()
+            if queue.end is not None:
                 player.is_pausing = True
                 player.engine.abort()  # repeated: a request may have been on its way
         try:
@@ -181,39 +404,54 @@ class Collector:
             raise errors.exceptions[0] from None
         return played
 
-    def _own_groups(self, groups: list[Group], counter: str) -> Iterator[Group]:
-        """The groups that this process's engine plays, as it gets to them.
+    async def _own_groups(self, queue: Queue) -> AsyncIterator[tuple[int, Group]]:
+        """The groups that this process's engine plays, as it gets to them, by number.
 
         A process that only serves its tensors to the engine of another one has none.
         """
         engine = self.player.engine
+        numbers: Iterator[int]
         if engine.index is None:
-            return
-        if self.deterministic:
-            yield from groups[engine.index :: engine.count]
-            return
-        store = _get_default_store()
-        while not self.player.is_pausing:
-            number = store.add(counter, 1) - 1
-            if number >= len(groups):
+            numbers = iter([sys.maxsize])
+        elif self.deterministic:
+            numbers = itertools.count(engine.index, engine.count)
+        else:  # the next one that no engine has
+            numbers = iter(lambda: queue.store.add(f"{queue.key}/begun", 1) - 1, None)
+        for number in numbers:
+            while number >= queue.limit:
+                if not queue.bounds or queue.end is not None:
+                    return
+                await asyncio.sleep(POLL_SECONDS)
+                queue.read()
+            if self.player.is_pausing:
                 return
-            yield groups[number]
-
-    @property
-    def rows_done(self) -> int:
-        """The training prompts whose groups are done, over all epochs."""
-        assert self.prompts is not None
-        return self.prompts.rows_done - len(self.carried_over)
+            yield number, queue.make_group(number)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
         assert self.prompts is not None
-        return {**self.prompts.state_dict(), "carried_over": pickle.dumps(self.carried_over)}
+        return {
+            "position": self.prompts.state_dict(),
+            "rows_done": self.rows_done,
+            "carried_over": pickle.dumps(self.carried_over),
+            "solved": pickle.dumps(self.solved),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert self.prompts is not None
-        self.prompts.load_state_dict(state)
+        self.prompts.load_state_dict(state["position"])
+        self.rows_done = state["rows_done"]
         self.carried_over = pickle.loads(state["carried_over"])
+        self.solved = pickle.loads(state["solved"])
+
+
+def _mark_filtered(groups: dict[int, Group], queue: Queue) -> None:
+    """Notes which trajectories rollout.filter leaves out, and takes their samples."""
+    for number, group in groups.items():
+        for trajectory in group.trajectories:
+            trajectory.is_filtered = not queue.takes(number)
+            if trajectory.is_filtered:
+                trajectory.samples = []
 
 
 def _gather_trajectories(played: list[Group]) -> list[Trajectory]:

@@ -46,6 +46,8 @@ class SavedRollouts:
     after the last. ValueError if a step has no tokens, or if they have another `meaning`.
     """
 
+    is_exhausted = False  # the first step comes again after the last
+
     def __init__(self, path: str, model_name: str, meaning: int):
         self.folder = Path(path, "rollouts", "train")
         self.meaning = meaning

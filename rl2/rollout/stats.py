@@ -4,6 +4,8 @@ communicates: every process has all trajectories."""
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+
 from rl2.algorithms.advantages import sum_by_trajectory
 from rl2.batch import Batch, Sample
 from rl2.rollout.trajectory import Trajectory
@@ -13,19 +15,21 @@ def training_samples(trajectories: list[Trajectory]) -> list[Sample]:
     """The samples of all trajectories, in the order of the data.
 
     The trajectories keep none: the memory is free again when the samples have become a batch.
+    Where rollout.filter left none, there is one without a trained token.
     """
     samples = []
     for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.id):
         samples += trajectory.samples
         trajectory.samples = []
-    return samples
+    return samples or [Sample([0, 0], [0, 0], [0.0, 0.0], [0.0, 0.0], group=0, trajectory=0)]
 
 
 def summarise(trajectories: list[Trajectory], version: int) -> dict[str, float]:
     """Means over trajectories of rewards and lengths, by the name of the metric.
 
-    Failed trajectories count in rollout/* only. rollout/staleness is by how many updates the
-    weights that sampled a token lag behind `version`, as a mean over tokens.
+    Groups outside rollout.filter count: the means say how good the policy is at all prompts, not at
+    those that are trained. Failed trajectories count in rollout/* only. rollout/staleness is by how
+    many updates the weights that sampled a token lag behind `version`, as a mean over tokens.
     """
     lengths = [t.length for t in trajectories]
     num_sampled = sum(lengths)
@@ -38,6 +42,19 @@ def summarise(trajectories: list[Trajectory], version: int) -> dict[str, float]:
         "rollout/turns": _mean(t.num_turns for t in trajectories),
         "rollout/staleness": _total_lag(trajectories, version) / max(1, num_sampled),
         "tokens/sampled": num_sampled,
+        **_filter_metrics(trajectories),
+    }
+
+
+def _filter_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """How many groups rollout.filter left; none without a filter."""
+    is_filtered = {t.group: t.is_filtered for t in trajectories if t.is_filtered is not None}
+    if not is_filtered:
+        return {}
+    num_filtered = sum(is_filtered.values())
+    return {
+        "rollout/filtered": num_filtered / len(is_filtered),
+        "rollout/groups": len(is_filtered) - num_filtered,
     }
 
 
@@ -68,18 +85,30 @@ def _total_lag(trajectories: list[Trajectory], version: int) -> int:
     return lag
 
 
+def mask_truncated(batch: Batch, trajectories: list[Trajectory], is_on: bool) -> None:
+    """With `is_on`, clears the mask of answers that a length limit cut: DAPO's overlong filtering
+    (arXiv:2503.14476).
+
+    As with TRL's mask_truncated_completions, it comes after the advantages: such an answer counts
+    in the baseline of its group, but in no sum or mean of the losses.
+    """
+    truncated = [t.id for t in trajectories if is_on and t.finish_reason == "length"]
+    batch.mask[torch.isin(batch.trajectory, torch.tensor(truncated, dtype=torch.long))] = 0
+
+
 def to_records(
     trajectories: list[Trajectory], batch: Batch | None = None
 ) -> Iterator[dict[str, Any]]:
     """What the run folder keeps, in the order of the data.
 
-    With the `batch` that was made of them, each record has the trajectory's advantage: the mean
-    over its trained tokens. A record is made when it is read, which the first process does alone.
+    With the `batch` that was made of them, the record of a trajectory in it has its advantage: the
+    mean over its trained tokens. A record is made when it is read, which the first process does
+    alone.
     """
     advantages = {} if batch is None else _mean_advantages(batch)
     for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.id):
         record = trajectory.record()
-        if batch is not None:
+        if trajectory.id in advantages:
             record["advantage"] = advantages[trajectory.id]
         yield record
 

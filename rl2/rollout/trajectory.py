@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from typing import Any
 
 from rl2.batch import Sample
 from rl2.data.chat import ChatTemplate
+from rl2.data.examples import Prompt
 from rl2.engine.base import Engine, Generation, SamplingParams
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures
@@ -27,17 +29,22 @@ class Trajectory:
     row: dict = field(default_factory=dict)  # of the data; after a rollout, on the first process
     samples: list[Sample] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)  # by name of the part
+    weights: dict[str, float] = field(default_factory=dict)  # of parts in the reward; 1 elsewhere
     # stop or length, of the last turn; failed, if the environment did; "" while it is being played.
     finish_reason: str = ""
     num_turns: int = 0  # finished turns of the assistant
+    longest_turn: int = 0  # tokens of the longest of these turns
     # (version of the weights, number of tokens that they sampled), in order of time.
     versions: list[tuple[int, int]] = field(default_factory=list)
     partial_tokens: int = 0  # tokens of a turn that a pause interrupted
+    row_index: int = -1  # of its row in the data
+    # Whether its group is outside rollout.filter, so that it is not trained; None without a filter.
+    is_filtered: bool | None = None
 
     @property
     def reward(self) -> float:
-        """The sum of the reward parts."""
-        return sum(self.rewards.values())
+        """The weighted sum of the reward parts."""
+        return sum(self.weights.get(name, 1.0) * part for name, part in self.rewards.items())
 
     @property
     def length(self) -> int:
@@ -54,36 +61,52 @@ class Trajectory:
             "row": {k: _recorded(v) for k, v in self.row.items() if k != "messages"},
             "messages": self.messages,
             "rewards": self.rewards,
+            "weights": self.weights,
             "reward": self.reward,
             "length": self.length,
             "num_turns": self.num_turns,
             "finish_reason": self.finish_reason,
             "versions": self.versions,
+            "is_filtered": self.is_filtered,
         }
 
 
 @dataclass
 class Group:
-    """A row of the data with the trajectories that start from it."""
+    """A prompt with the trajectories that start from it."""
 
     id: int
+    prompt: Prompt
     trajectories: list[Trajectory]
+    rows_done: int = 0  # the position in the data behind its prompt
+
+    @property
+    def is_done(self) -> bool:
+        return all(trajectory.finish_reason for trajectory in self.trajectories)
+
+
+def mean_reward(trajectories: list[Trajectory]) -> float:
+    """The mean over the trajectories whose environment did not fail; NaN where all failed."""
+    rewards = [t.reward for t in trajectories if t.finish_reason != "failed"]
+    return sum(rewards) / len(rewards) if rewards else math.nan
 
 
 def begin_group(
-    group_id: int, row: dict, prompt: list[int], num_samples: int, first_trajectory: int = 0
+    group_id: int, prompt: Prompt, num_samples: int, first_trajectory: int = 0
 ) -> Group:
-    """`num_samples` new trajectories for one row, whose prompt has the token ids `prompt`.
+    """`num_samples` new trajectories for one prompt.
 
     `first_trajectory` is the id of the first of them.
     """
+    row = prompt.row
     messages = row["messages"]
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    group = Group(group_id, [])
+    group = Group(group_id, prompt, [])
     for i in range(num_samples):
         trajectory = Trajectory(first_trajectory + i, group_id, list(messages), row)
-        begin_sample(trajectory, prompt)
+        trajectory.row_index = prompt.index
+        begin_sample(trajectory, prompt.tokens)
         group.trajectories.append(trajectory)
     return group
 
@@ -129,6 +152,16 @@ def place_reward(trajectory: Trajectory) -> None:
     last_sample.rewards[last_token] = trajectory.reward
 
 
+def overlong_reward(length: int, longest: int, buffer: int, penalty: float) -> float:
+    """The soft overlong punishment of DAPO (arXiv:2503.14476, equation 13) for `length` tokens.
+
+    It is 0 up to `longest` - `buffer` tokens and falls from there linearly to -`penalty` at
+    `longest`.
+    """
+    excess = length - (longest - buffer)
+    return -penalty * min(max(excess / buffer, 0.0), 1.0)
+
+
 @dataclass
 class Player:
     """Plays trajectories on one process. Any number of them may be played at a time."""
@@ -139,6 +172,7 @@ class Player:
     failures: EnvFailures
     max_turns: int
     max_length: int  # most tokens of one training sequence
+    reward_weights: dict[str, float] = field(default_factory=dict)  # by name of the part
     is_pausing: bool = False  # then no turn begins, and aborted turns stay as they are
     num_requests: int = 0  # of ours that the engine has
     request_ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -172,6 +206,7 @@ class Player:
                 sampled = [x for s in samples for x in compress(s.tokens, s.mask)]
                 row = {**trajectory.row, "completion_ids": sampled}
                 trajectory.rewards = await self.env.score(trajectory.messages, row, key)
+                trajectory.weights = self.reward_weights
                 place_reward(trajectory)
         except EnvError as error:
             self.failures.record(error)
@@ -197,6 +232,7 @@ class Player:
         trajectory.messages.append({"role": "assistant", "content": reply})
         trajectory.partial_tokens = 0
         trajectory.num_turns += 1
+        trajectory.longest_turn = max(trajectory.longest_turn, len(sampled))
         env_messages: list[dict] = []
         if generation.finish_reason == "stop" and trajectory.num_turns < self.max_turns:
             env_messages = await self.env.interact(trajectory.messages, trajectory.row, key)

@@ -34,7 +34,7 @@ from rl2.model.folder import (
     max_positions,
 )
 from rl2.parallel.mesh import init_distributed
-from rl2.rollout.collect import Collector
+from rl2.rollout.collect import Collector, RolloutRules
 from rl2.rollout.saved import SavedRollouts, checksum, pack_tokens
 from rl2.rollout.stats import summarise, to_records
 from rl2.rollout.trajectory import Player, Trajectory
@@ -130,6 +130,7 @@ class PPORun:
             failures=EnvFailures(config.rollout.max_env_failures),
             max_turns=config.rollout.max_turns,
             max_length=min(limits),
+            reward_weights=config.rollout.reward_weights,
         )
         return Collector(
             player,
@@ -139,7 +140,7 @@ class PPORun:
             num_steps=num_steps,
             seed=config.trainer.seed,
             deterministic=self.deterministic,
-            partial=config.rollout.partial,
+            rules=RolloutRules.of(config.rollout),
             write_records=self.folder.write_records,
         )
 

@@ -25,7 +25,7 @@ from rl2.config.schema import (
     estimator_inputs,
 )
 from rl2.model.token_model import TokenScores
-from rl2.rollout.stats import summarise, to_records, training_samples
+from rl2.rollout.stats import mask_truncated, summarise, to_records, training_samples
 from rl2.trainer.build import PPORun, run_trainer
 from rl2.trainer.recorder import is_due
 from rl2.worker import Loss
@@ -55,6 +55,7 @@ def train(run: PPORun) -> None:
         with recorder.phase("infer"):
             add_scores(batch, run, temperature)
         metrics |= add_advantages(batch, config)
+        mask_truncated(batch, trajectories, config.rollout.mask_truncated)
 
         with recorder.phase("update"):
             for name, worker in run.workers.items():

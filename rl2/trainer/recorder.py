@@ -3,7 +3,7 @@
 All processes make the same calls; the first one writes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -58,9 +58,10 @@ class Recorder:
                 self.metrics_log.write(0, metrics)
         self.stop_signal = StopSignal(self.device)
 
-    def remaining_steps(self) -> range:
+    def remaining_steps(self) -> Iterator[int]:
         """The numbers of the steps that are not done yet; the first step is 1."""
-        return range(self.start_step + 1, self.num_steps + 1)
+        while self.last_step < self.num_steps:
+            yield self.last_step + 1
 
     def finish_step(self, step: int, metrics: dict[str, float], *rollout: Any) -> bool:
         """Evaluates, logs, saves and exports where that is due.
@@ -69,6 +70,9 @@ class Recorder:
         Returns whether a signal asked any process to stop after this step. Such a step is not
         evaluated: a machine that takes its processes away gives them seconds.
         """
+        data: Any = self.parts["data"]
+        if data.is_exhausted:
+            self.num_steps = step
         is_stopping = self.stop_signal.is_requested_anywhere()
         if not is_stopping and (test_metrics := self._evaluate_if_due(step)):
             metrics = metrics | test_metrics

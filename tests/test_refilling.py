@@ -1,0 +1,271 @@
+"""Tests of which groups a step trains, with scripted engines: rollout.filter, its refills and
+order, drop_solved, max_staleness, and what is added to the rewards."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import ROOT, launch
+from refilling import ScriptedGroups, make_collector
+
+from rl2.batch import collate
+from rl2.engine.base import SamplingParams
+from rl2.parallel.mesh import init_distributed
+from rl2.report.health import Health
+from rl2.rollout.collect import Queue
+from rl2.rollout.stats import mask_truncated, summarise, training_samples
+from rl2.rollout.trajectory import Trajectory, overlong_reward
+
+SOME = [0.0, 1.0]  # rollout.filter: some answers are right and some are wrong
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    init_distributed()
+    yield
+    dist.destroy_process_group()
+
+
+def rows_of(trajectories):
+    """The numbers of the rows of the groups that are trained, and of those that are not."""
+    trained = [t.row_index for t in trajectories if not t.is_filtered]
+    filtered = [t.row_index for t in trajectories if t.is_filtered]
+    return list(dict.fromkeys(trained)), list(dict.fromkeys(filtered))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_groups_outside_the_filter_are_replaced_in_the_order_of_the_prompts(
+    tmp_path, deterministic
+):
+    """Of 2 answers to each of 12 prompts so many are right. A step trains 3 prompts.
+
+    Row 1 is the slowest, so the rows behind it are done first. They do not take its place.
+    """
+    num_right = [2, 1, 0, 1, 2, 1, 1, 1, 0, 0, 1, 2]
+    seconds = {1: 0.3}
+    options = {"filter": SOME, "max_refills": 3, "deterministic": deterministic}
+    collector = make_collector(tmp_path, num_right, seconds, batch_size=3, **options)
+    trajectories = collector.collect(1)
+    assert rows_of(trajectories) == ([1, 3, 5], [0, 2, 4])
+    assert collector.prompts.rows_done == 6, "the next step begins behind the last group it took"
+    samples = training_samples(trajectories)
+    assert {sample.group for sample in samples} == {1, 3, 5} and len(samples) == 6
+    metrics = summarise(trajectories, 0)
+    assert (metrics["rollout/filtered"], metrics["rollout/groups"]) == (0.5, 3)
+    assert metrics["reward/mean"] == 7 / 12, "of all groups that were played"
+    trajectories = collector.collect(2)
+    assert rows_of(trajectories) == ([6, 7, 10], [8, 9])
+    assert collector.prompts.rows_done == 11 and collector.rows_done == 6
+    trajectories = collector.collect(3)  # rows 11, and 0 to 5 of the next epoch
+    assert rows_of(trajectories) == ([1, 3, 5], [11, 0, 2, 4])
+    # The prompts of each step are its own: what it began and dropped is played anew.
+    assert {t.group for t in trajectories} == set(range(7))
+
+
+def test_more_groups_are_in_play_than_are_missing_and_the_rest_is_dropped(tmp_path):
+    """Rows 0 to 3 are filtered. While they are replaced, others begin that are not needed."""
+    num_right = [0, 0, 0, 0] + [1] * 20
+    seconds = {row: 5.0 for row in range(8, 24)}
+    collector = make_collector(tmp_path, num_right, seconds, 4, filter=SOME, max_refills=3)
+    engine = collector.player.engine
+    trajectories = collector.collect(1)
+    assert rows_of(trajectories) == ([4, 5, 6, 7], [0, 1, 2, 3])
+    # 4 are missing after 4 of 4 were filtered, so 8 more began; 4 of them were aborted.
+    assert engine.begun_rows == set(range(12)) and engine.num_aborted == 8
+    assert collector.prompts.rows_done == 8 and not collector.carried_over
+    dropped = [("train", trajectory) for trajectory in range(16, 24)]
+    assert [key for key in engine.ended_keys if key in dropped] == dropped, "the env was not told"
+
+
+def test_groups_begin_as_the_numbers_of_the_queue_say():
+    """16 groups are needed; 4 of the first 8 are taken."""
+    queue = Queue(lambda number: None, num_needed=16, most=48, bounds=SOME)
+    assert queue.limit == 16 and queue.end is None
+    queue.mean_rewards = {number: (number % 2) / 2 for number in range(8)}
+    # 12 are missing and 4 were filtered, so 16 are in play beside the 8 that are done.
+    assert queue.limit == 8 + 12 + 4
+    queue.mean_rewards = dict.fromkeys(range(10), 0.0)
+    assert queue.limit == 10 + 16 + 10
+    queue.mean_rewards = dict.fromkeys(range(40), 0.0)
+    assert queue.limit == 48, "the refills are limited"
+    queue.mean_rewards = dict.fromkeys([*range(10), *range(11, 20)], 0.5)
+    assert queue.end is None, "group 10 is not done"
+    queue.mean_rewards[10] = math.nan  # its environment failed
+    assert queue.end == 17
+    queue.mean_rewards = dict.fromkeys(range(48), 1.0)
+    assert queue.end == 48, "the bounds are not within the range"
+
+
+def test_when_the_refills_are_used_up_the_step_trains_what_it_has_and_says_so(tmp_path):
+    collector = make_collector(tmp_path, [0, 2, 1, 0, 2, 0], {}, 2, filter=SOME, max_refills=1)
+    trajectories = collector.collect(1)
+    assert rows_of(trajectories) == ([2], [0, 1, 3])
+    assert collector.prompts.rows_done == 4
+    config = {
+        "data": {"prompts_per_rollout": 2, "responses_per_prompt": 2},
+        "rollout": {"filter": SOME, "max_refills": 1, "train_sampling_params": {}},
+    }
+    metrics = summarise(trajectories, 0)
+    update = {"step": 1, "actor/lr": 0.1, "actor/grad_norm": 1.0, "rollout/zero_variance": 0.0}
+    config |= {"trainer": {}, "actor": {}, "adv": {"estimator": "reinforce"}}
+    health = Health(tmp_path, config, 0)
+    (sentence,) = health.check(metrics | update)
+    assert "step 1 had too few groups" in sentence and "1 of 2 groups" in sentence
+
+
+def test_an_env_whose_groups_are_all_equal_ends_the_run_in_words(tmp_path):
+    """The batch of a step without a group has one row, in which nothing is trained."""
+    collector = make_collector(tmp_path, [0, 2], {}, 2, filter=SOME, max_refills=2)
+    config = {
+        "data": {"prompts_per_rollout": 2, "responses_per_prompt": 2},
+        "rollout": {"filter": SOME, "max_refills": 2, "train_sampling_params": {}},
+        "trainer": {"max_skipped_updates": None},
+    }
+    health = Health(tmp_path, config, 0)
+    update = {"actor/lr": 0.1, "actor/grad_norm": 0.0, "rollout/zero_variance": 0.0}
+    for step in (1, 2, 3):
+        trajectories = collector.collect(step)
+        assert rows_of(trajectories) == ([], [0, 1]) and len(trajectories) == 12
+        batch = collate(training_samples(trajectories))
+        assert batch.mask.shape == (1, 1) and not batch.mask.any()
+        sentences = health.check(summarise(trajectories, 0) | update | {"step": step})
+        if step < 3:
+            health.stop_if_diverged()
+        if step == 1:
+            assert ["rollout.filter left no group" in text for text in sentences] == [False, True]
+    with pytest.raises(RuntimeError, match=r"no group was within rollout.filter.*3 x data"):
+        health.stop_if_diverged()
+
+
+def test_a_group_whose_environment_failed_is_replaced(tmp_path):
+    collector = make_collector(tmp_path, [1, None, 1], {}, 2, filter=SOME, max_refills=1)
+    collector.player.failures.max_fraction = 0.5
+    assert rows_of(collector.collect(1)) == ([0, 2], [1])
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_resumed_collector_refills_from_the_same_prompts(tmp_path, partial):
+    num_right = [2, 1, 0, 1, 2, 1, 1, 1, 0, 0, 1]
+    options = {"filter": SOME, "max_refills": 4, "drop_solved": 0.9, "partial": partial}
+    if partial:
+        options |= {"deterministic": False, "num_steps": 9}
+
+    def make():
+        return make_collector(tmp_path, num_right, {}, 2, **options)
+
+    expected, resumed = make(), make()
+    for step in range(1, 6):
+        rows = rows_of(expected.collect(step))
+        assert rows_of(resumed.collect(step)) == rows
+        state = resumed.state_dict()
+        resumed = make()
+        resumed.load_state_dict(state)
+    assert resumed.solved == expected.solved == {0, 4} and resumed.rows_done == 10
+
+
+def test_with_partial_rollouts_what_is_behind_the_last_group_goes_on_in_the_next_step(tmp_path):
+    num_right = [0, 1, 1, 1, 1, 0, 1, 1]
+    options = {"partial": True, "deterministic": False, "filter": SOME, "max_refills": 2}
+    collector = make_collector(tmp_path, num_right, {3: 5.0}, 2, num_steps=9, **options)
+    engine = collector.player.engine
+    assert rows_of(collector.collect(1)) == ([1, 2], [0])
+    carried = [group.prompt.index for group in collector.carried_over]
+    assert carried[0] == 3 and not collector.carried_over[0].is_done
+    assert collector.prompts.rows_done == 3 + len(carried)
+    engine.version = 1
+    trajectories = collector.collect(2)
+    assert rows_of(trajectories) == ([3, 4], [])
+    assert [t.versions for t in trajectories[:2]] == [[(0, 1), (1, 1)]] * 2, "it was begun anew"
+    assert rows_of(collector.collect(3)) == ([6, 7], [5])
+
+
+def test_answers_that_are_too_old_are_sampled_anew(tmp_path):
+    options = {"partial": True, "deterministic": False, "num_steps": 9}
+    for max_staleness, versions in ((1, {2}), (2, {0, 2})):
+        rules = {**options, "max_staleness": max_staleness}
+        collector = make_collector(tmp_path, [1] * 8, {2: 0.4}, 2, **rules)
+        engine = collector.player.engine
+        collector.collect(1)
+        assert not collector.carried_over[0].is_done
+        engine.version = 2  # two updates later
+        trajectories = collector.collect(2)
+        assert rows_of(trajectories) == ([2, 3], []) and len(trajectories) == 4
+        assert {version for t in trajectories for version, _ in t.versions} == versions
+        assert [t.id for t in trajectories] == [4, 5, 6, 7]
+        assert all(sum(t.samples[0].mask) == t.length for t in trajectories)
+
+
+def test_solved_prompts_are_left_out_of_later_epochs_until_none_is_left(tmp_path, capsys):
+    """Row 1 is solved at once, rows 0 and 2 when the weights are those of version 1."""
+    collector = make_collector(tmp_path, [1, 2, 1], {}, 3, drop_solved=0.9)
+    assert rows_of(collector.collect(1)) == ([0, 1, 2], [])
+    assert collector.solved == {1} and not collector.is_exhausted
+    assert {t.row_index for t in collector.collect(2)} == {0, 2}
+    assert collector.prompts.rows_done == 3 + 3 + 1, "rows 0, 2 and 0, and row 1 is passed over"
+    collector.player.engine.num_right = [2, 2, 2]
+    collector.collect(3)
+    assert collector.is_exhausted and "drop_solved" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match=r"every training prompt .* rollout.drop_solved"):
+        collector.collect(4)
+
+
+def test_the_overlong_part_is_the_formula_of_dapo(tmp_path):
+    """Equation 13 with a limit of 20 tokens and a buffer of 4: 0 up to 16, -1 at 20."""
+    lengths = [1, 16, 17, 18, 20]
+    assert [overlong_reward(n, 20, 4, 1.0) for n in lengths] == [0, 0, -0.25, -0.5, -1]
+    assert overlong_reward(18, 20, 4, 0.4) == -0.2
+    params = SamplingParams(max_new_tokens=20, stop_token_ids=(2,))
+    options = {"overlong_buffer": 4, "overlong_penalty": 0.4, "params": params}
+    collector = make_collector(tmp_path, [1, 2], {}, 2, filter=SOME, max_refills=1, **options)
+    collector.player.engine.lengths = {0: 18, 1: 18}
+    trajectories = collector.collect(1)
+    right, wrong, *filtered = trajectories[:4]
+    assert right.rewards == {"right": 1.0, "overlong": -0.2} and right.reward == 0.8
+    assert wrong.reward == -0.2 and list(wrong.samples[0].rewards)[-1] == pytest.approx(-0.2)
+    assert [t.is_filtered for t in filtered] == [True, True], "by the reward without the penalty"
+    assert all(t.rewards["overlong"] == -0.2 for t in filtered), "the metric is of all groups"
+
+
+def test_reward_weights_scale_the_parts_and_a_wrong_name_is_refused(tmp_path):
+    collector = make_collector(tmp_path, [1], {}, 1)
+    collector.player.reward_weights = {"right": 0.5}
+    right, wrong = collector.collect(1)
+    assert right.rewards == {"right": 1.0} and (right.reward, wrong.reward) == (0.5, 0.0)
+    assert right.samples[0].rewards[-1] == 0.5 and right.record()["reward"] == 0.5
+    collector = make_collector(tmp_path, [1], {}, 1)
+    collector.player.reward_weights = {"rigth": 0.5}
+    with pytest.raises(ValueError, match=r"reward_weights.rigth: .* the parts are right"):
+        collector.collect(1)
+    weighted = Trajectory(0, 0, [], rewards={"a": 3.0, "b": 5.0}, weights={"a": 0.0})
+    assert weighted.reward == 5.0
+
+
+def test_truncated_answers_are_masked_after_the_advantages(tmp_path):
+    collector = make_collector(tmp_path, [1, 1], {}, 2)
+    trajectories = collector.collect(1)
+    trajectories[2] = replace(trajectories[2], finish_reason="length")
+    batch = collate(training_samples(trajectories))
+    before = batch.mask.clone()
+    mask_truncated(batch, trajectories, is_on=False)
+    assert torch.equal(batch.mask, before)
+    mask_truncated(batch, trajectories, is_on=True)
+    before[2] = 0
+    assert torch.equal(batch.mask, before) and before.any(1).tolist() == [True, True, False, True]
+
+
+def test_two_processes_take_the_same_groups_as_one(tmp_path):
+    """Of equal and unequal speed, without and with partial rollouts. Every process has the same."""
+    done = launch(2, ROOT / "tests/refilling.py", tmp_path, timeout=60)
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(results) == 3
+    for result in results:
+        assert result["ranks"][0] == result["ranks"][1], "the processes differ"
+    for options in ({"deterministic": True}, {"deterministic": False}):
+        collector = make_collector(tmp_path, **ScriptedGroups.TWO_PROCESSES, **options)
+        expected = [rows_of(collector.collect(step)) for step in (1, 2, 3)]
+        [result] = [result for result in results if result["options"] == options]
+        assert result["ranks"][0]["rows"] == json.loads(json.dumps(expected))
+        assert result["ranks"][0]["position"] == collector.prompts.rows_done
