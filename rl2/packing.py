@@ -241,7 +241,7 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
             prompt = end
         prompt_start = cu_seqlens[-1]
         add_segment(batch.inputs[group[0], :prompt], 0)
-        first_answer = len(cu_seqlens) - 1
+        first_answer = len(tokens)
         for row in group:
             end = spans[row][1]
             answer_start = cu_seqlens[-1]
@@ -250,12 +250,16 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
             scored = batch.mask[row].nonzero().squeeze(1)
             in_prompt = prompt_start + scored
             in_answer = answer_start + scored - prompt
-            hidden_index = torch.where(scored < prompt, in_prompt, in_answer)
-            rows = torch.full_like(scored, row)
-            pairs.append((hidden_index, batch.targets[row, scored], rows, scored))
-        end_of_answers = len(cu_seqlens) - 1
-        if end_of_answers > first_answer:
-            prefixes.append((first_answer, end_of_answers, first_answer - 1))
+            pairs.append(
+                (
+                    torch.where(scored < prompt, in_prompt, in_answer),
+                    batch.targets[row, scored],
+                    torch.full_like(scored, row),
+                    scored,
+                )
+            )
+        if len(tokens) > first_answer:
+            prefixes.append((first_answer, len(tokens), first_answer - 1))
     if not tokens:
         # A rank without rows runs one token and scores nothing, so that it meets the collectives.
         add_segment(torch.zeros(1, dtype=torch.int64), 0)
