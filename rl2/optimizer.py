@@ -112,21 +112,23 @@ def schedule(done: int, total: int, warmup_ratio: float, kind: str, floor: float
     return floor + (1 - floor) * factors[kind]
 
 
-def gradient_norm(parameters: Iterable[ShardedParameter]) -> float:
-    """The norm of the gradient over all parameters and all processes. All processes must call.
+def clip_gradient_(parameters: Iterable[ShardedParameter], max_norm: float) -> float:
+    """Scales the gradient down to `max_norm`, in place. All processes must call.
 
-    A shard that several processes hold counts once: each of them adds its square times shards /
-    processes.
+    Returns its norm before that, over all parameters and all processes. A shard that several
+    processes hold counts once: each of them adds its square times shards / processes.
     """
     gradients = []
-    shards = []
+    num_shards = []
     for parameter in parameters:
         gradients.append(local_shard(parameter.grad))
-        shards.append(_num_shards(parameter))
+        num_shards.append(_num_shards(parameter))
     squares = torch.stack(torch._foreach_norm(gradients)).double().square()
-    counted = torch.stack(torch._foreach_mul(squares.unbind(), shards)) / dist.get_world_size()
+    counted = torch.stack(torch._foreach_mul(squares.unbind(), num_shards)) / dist.get_world_size()
     total = counted.cumsum(0)[-1]  # on the CPU a sum in this order, whatever its instructions
-    return all_reduce_sum_(total).sqrt().item()
+    norm = all_reduce_sum_(total).sqrt().item()
+    torch._foreach_mul_(gradients, min(1.0, max_norm / (norm + 1e-6)))
+    return norm
 
 
 def _num_shards(parameter: ShardedParameter) -> int:
@@ -134,9 +136,3 @@ def _num_shards(parameter: ShardedParameter) -> int:
     mesh = parameter.device_mesh
     sharded_axes = [i for i, place in enumerate(parameter.placements) if not place.is_replicate()]
     return math.prod(mesh.size(axis) for axis in sharded_axes)
-
-
-def clip_gradient_(parameters: Iterable[ShardedParameter], norm: float, max_norm: float) -> None:
-    """Scales the gradient, whose norm is `norm`, down to `max_norm`, in place."""
-    gradients = [local_shard(parameter.grad) for parameter in parameters]
-    torch._foreach_mul_(gradients, min(1.0, max_norm / (norm + 1e-6)))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,14 @@ from torch import Tensor
 
 from rl2.batch import Batch
 from rl2.checkpoints import export_optimizer, import_optimizer
+from rl2.config.schema import WorkerConfig
 from rl2.error_report import writing
 from rl2.model import lora
 from rl2.model.load import load_model
 from rl2.model.lora import LoraSettings
 from rl2.model.save import save_model
 from rl2.model.token_model import TokenScores
-from rl2.optimizer import AdamW, ShardedParameter, clip_gradient_, gradient_norm, schedule
+from rl2.optimizer import AdamW, clip_gradient_, schedule
 from rl2.packing import pack, plan_micro_batches, unpack, zigzag
 from rl2.parallel.device import (
     columns_to_device,
@@ -36,9 +37,6 @@ from rl2.parallel.fsdp import persistent_buffers, reshard
 from rl2.parallel.mesh import all_reduce_sum_, differentiable_all_reduce, make_mesh
 from rl2.parallel.offload import WeightMemory
 from rl2.parallel.tensor import all_reduce_partial_gradients
-
-if TYPE_CHECKING:
-    from rl2.config.schema import WorkerConfig
 
 # A loss maps b rows of the batch and their scores [b, T] to (loss, metrics), all of them scalars.
 # Each is a sum over the rows' tokens, weighted by `token_weights`. These are divided by counts of
@@ -63,15 +61,9 @@ class UpdateResult:
         `total_weight` is the sum of the token weights that were run: metrics divided by it are
         means. They are NaN where no token was run.
         """
+        numbers = {name: float(x) for name, x in vars(self).items() if name != "metrics"}
         weight = total_weight or math.nan
-        means = {name: total / weight for name, total in self.metrics.items()}
-        return {
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
-            "lr": self.lr,
-            "skipped": float(self.skipped),
-            **means,
-        }
+        return numbers | {name: total / weight for name, total in self.metrics.items()}
 
 
 class Worker:
@@ -84,7 +76,7 @@ class Worker:
 
     def __init__(
         self,
-        config: "WorkerConfig",
+        config: WorkerConfig,
         device: torch.device,
         critic: bool = False,
         num_updates: int = 0,
@@ -98,7 +90,7 @@ class Worker:
         self.lora_settings = None
         if is_trained and config.lora_rank > 0:
             self.lora_settings = LoraSettings(
-                rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets
+                config.lora_rank, config.lora_alpha, config.lora_targets
             )
         self.model = load_model(
             config.model_name,
@@ -111,11 +103,8 @@ class Worker:
             compile=config.compile,
             lora_settings=self.lora_settings,
         )
-        self.trained_parameters: dict[str, ShardedParameter] = {
-            name: parameter
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad
-        }
+        parameters = dict(self.model.named_parameters())
+        self.trained_parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         offload_model = config.offload_model and device_kind(device) != "cpu"
         self.memory = WeightMemory(self.model, in_host_memory=offload_model)
         self.optimizer: Any = None  # an AdamW unless the model is frozen
@@ -203,10 +192,8 @@ class Worker:
                     value = value.float() * self.mesh.reports_metrics
                     totals[name] = totals.get(name, 0.0) + value
             sums = self._sum_metrics(totals)
-            skip = False
-            if max_ratio is not None:
-                assert batch.token_weights is not None
-                skip = sums["ratio"] > max_ratio * batch.token_weights.sum().item()
+            weights: Any = batch.token_weights
+            skip = max_ratio is not None and sums["ratio"] > max_ratio * weights.sum().item()
             norm, lr, skipped = self._step(skip)
         return UpdateResult(sums.pop("loss"), norm, lr, skipped, sums)
 
@@ -304,7 +291,7 @@ class Worker:
         return dict(zip(names, all_reduce_sum_(sums).tolist(), strict=True))
 
     def _step(self, skip: bool) -> tuple[float, float, bool]:
-        """Clips the gradient, steps and clears it; returns its norm, the learning rate and `skip`.
+        """Clips the gradient, steps and clears it. Returns its norm, the learning rate and `skip`.
 
         A gradient that is not finite is skipped too: no weight moves, and the schedule does not
         either.
@@ -313,7 +300,7 @@ class Worker:
         parameters = self.trained_parameters.values()
         if self.mesh.tp is not None:
             all_reduce_partial_gradients(self.model.hf, self.mesh.tp.get_group())
-        norm = gradient_norm(parameters)
+        norm = clip_gradient_(parameters, config.max_grad_norm)
         lr = config.lr * schedule(
             self.version,
             self.num_updates,
@@ -323,7 +310,6 @@ class Worker:
         )
         skip = skip or not math.isfinite(norm)
         if not skip:
-            clip_gradient_(parameters, norm, config.max_grad_norm)
             self.optimizer.step(lr)
             self.version += 1
         for parameter in parameters:

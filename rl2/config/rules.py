@@ -303,9 +303,8 @@ def ppo_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[str]:
     clips = sorted(
         {"actor.clip", "actor.clip_high", "actor.dual_clip"} & non_default_keys(config, set_keys)
     )
-    num_updates = actor.update_per_rollout * actor.epochs_per_rollout
     saved = config.trainer.rollouts_from
-    if clips and num_updates == 1 and actor.loss == "ppo" and not saved:
+    if clips and actor.updates_per_step == 1 and actor.loss == "ppo" and not saved:
         yield (
             f"{', '.join(clips)}: with actor.update_per_rollout=1 and actor.epochs_per_rollout=1 "
             "the ratio is exactly 1 and never clipped"

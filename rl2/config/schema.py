@@ -372,6 +372,11 @@ class RolloutWorkerConfig(WorkerConfig):
     )
     freeze_steps: int = key(0, "first steps in which this worker is not updated", at_least=0)
 
+    @property
+    def updates_per_step(self) -> int:
+        """The optimizer steps in a step."""
+        return self.update_per_rollout * self.epochs_per_rollout
+
 
 @dataclass
 class ActorConfig(RolloutWorkerConfig):
@@ -439,10 +444,7 @@ class ActorConfig(RolloutWorkerConfig):
         "skip an optimizer step if its mean probability ratio is above this (PPO in TRL: 10)",
         above=1,  # the ratio is 1 on the policy
         only_if=Condition(
-            lambda config, section: (
-                config.trainer.rollouts_from
-                or section.update_per_rollout * section.epochs_per_rollout > 1
-            ),
+            lambda config, section: config.trainer.rollouts_from or section.updates_per_step > 1,
             "with one optimizer step a rollout, whose ratio is 1: raise {path}.update_per_rollout "
             "or {path}.epochs_per_rollout",
         ),

@@ -215,8 +215,7 @@ def make_ppo_workers(
     def make_worker(section: RolloutWorkerConfig, is_critic: bool) -> Worker:
         # At least 1: a worker that is frozen in all steps of this run may be trained in later ones.
         num_trained_steps = max(1, num_steps - section.freeze_steps)
-        updates_per_step = section.update_per_rollout * section.epochs_per_rollout
-        return Worker(section, device, is_critic, num_trained_steps * updates_per_step)
+        return Worker(section, device, is_critic, num_trained_steps * section.updates_per_step)
 
     torch.manual_seed(config.trainer.seed)  # of new weights
     workers = {"actor": make_worker(config.actor, is_critic=False)}

@@ -4,13 +4,13 @@
 """
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 from torch import Tensor
 
 from rl2.algorithms import losses
 from rl2.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
-    AdvantageInputs,
     distillation,
     zero_std_group_fraction,
 )
@@ -118,7 +118,7 @@ def needs_old_logps(config: PPOConfig) -> bool:
     asked = estimator_inputs(config.adv.estimator)
     if config.kl.type == "reward" or config.teacher.model_name or "old_logps" in asked:
         return True
-    return config.actor.update_per_rollout * config.actor.epochs_per_rollout > 1
+    return config.actor.updates_per_step > 1
 
 
 def needs_entropy(config: ActorConfig) -> bool:
@@ -141,18 +141,8 @@ def add_advantages(batch: Batch, config: PPOConfig) -> dict[str, float]:
         kl = kl * batch.mask
         rewards = rewards - config.kl.coef * kl
         metrics["actor/kl"] = mean_over_tokens(kl, batch)
-    inputs = AdvantageInputs(
-        rewards=rewards,
-        values=batch.values,
-        mask=batch.mask.float(),
-        group=batch.group,
-        trajectory=batch.trajectory,
-        gamma=config.adv.gamma,
-        lamda=config.adv.lamda,
-        norm_var=bool(config.adv.norm_var),
-        old_logps=batch.old_logps,
-        teacher_logps=batch.teacher_logps,
-    )
+    columns = vars(batch) | {"rewards": rewards, "mask": batch.mask.float()}
+    inputs = SimpleNamespace(**columns, **vars(config.adv))  # it has AdvantageInputs' attributes
     estimator = find_function(config.adv.estimator, ADVANTAGE_ESTIMATORS, "adv.estimator")
     estimated = call_by_name(estimator, inputs)
     if isinstance(estimated, tuple):
