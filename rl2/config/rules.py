@@ -309,9 +309,9 @@ def ppo_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[str]:
             f"{', '.join(clips)}: with actor.update_per_rollout=1 and actor.epochs_per_rollout=1 "
             "the ratio is exactly 1 and never clipped"
         )
-    if num_updates > 1 and actor.loss == "reinforce":
+    if actor.updates_per_step > 1 and actor.loss == "reinforce":
         yield (
-            f"actor.loss=reinforce: after the first of the {num_updates} updates of a rollout the "
+            f"actor.loss=reinforce: after the first of the {actor.updates_per_step} updates of a rollout the "
             "answers are those of an older policy, and this loss has no ratio that corrects for it"
         )
     if config.kl.type == "loss" and config.kl.loss_estimator == "k1":
