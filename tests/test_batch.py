@@ -16,7 +16,7 @@ from rl2.batch import Sample, collate, drop_zero_advantages, scored_spans, split
 from rl2.config.schema import CriticConfig, PPOConfig
 from rl2.model.token_model import TokenScores
 from rl2.packing import pack, plan_micro_batches, unpack, zigzag
-from rl2.trainer.ppo import add_advantages, make_actor_loss, mini_batches
+from rl2.trainer.ppo import actor_loss, add_advantages, mini_batches
 
 
 def make_samples(rng, num_groups=4, group_size=3, longest=20):
@@ -316,8 +316,8 @@ def test_functions_of_the_user_get_columns_of_float32(tmp_path):
     add_advantages(batch, config)
     assert batch.advantages.tolist() == [[-1000.0] * 3]
     batch.token_weights = torch.ones(1, 3)
-    loss = make_actor_loss(config.actor, config.kl)
-    _, metrics = loss(batch, TokenScores(logps=torch.ones(1, 3)))
+    scores = TokenScores(logps=torch.ones(1, 3))
+    _, metrics = actor_loss(config.actor, config.kl, batch, scores)
     assert metrics["mask"] == 3000
 
 

@@ -38,7 +38,7 @@ from rl2.parallel import offload
 from rl2.parallel.planned_device import PLANNED_DEVICE, MemoryTracker, PlannedDevice
 from rl2.trainer.build import make_ppo_workers
 from rl2.trainer.dpo import preference_loss
-from rl2.trainer.ppo import make_actor_loss, make_critic_loss, needs_entropy, needs_old_logps
+from rl2.trainer.ppo import actor_loss, critic_loss, needs_entropy, needs_old_logps
 from rl2.trainer.rm import reward_loss
 from rl2.trainer.sft import sft_loss
 from rl2.worker import Loss, Worker
@@ -171,8 +171,6 @@ def run_ppo(config: PPOConfig, peaks: PhasePeaks, device: torch.device) -> int:
     peaks.end_step()
     rows = config.data.prompts_per_rollout * config.data.responses_per_prompt
     make_batch = partial(full_batch, longest=longest_row(config), rows=rows)
-    actor_loss = make_actor_loss(config.actor, config.kl)
-    critic_loss = make_critic_loss(config.critic)
     peaks.enter("infer")
     for worker in frozen.values():
         worker.infer(make_batch(worker, inference=True))
@@ -180,8 +178,13 @@ def run_ppo(config: PPOConfig, peaks: PhasePeaks, device: torch.device) -> int:
         actor.infer(make_batch(actor, inference=True))
     if critic := workers.get("critic"):
         critic.infer(make_batch(critic, inference=True))
-        peaks.update(critic, make_batch(critic), critic_loss)
-    peaks.update(actor, make_batch(actor), actor_loss, with_entropy=needs_entropy(config.actor))
+        peaks.update(critic, make_batch(critic), partial(critic_loss, config.critic))
+    peaks.update(
+        actor,
+        make_batch(actor),
+        partial(actor_loss, config.actor, config.kl),
+        with_entropy=needs_entropy(config.actor),
+    )
     peaks.enter("sync")
     weights = actor.iter_full_weights(actor.dtype)
     engine_weights = sum(weight.nbytes for _, weight in weights) // config.rollout.tp_size

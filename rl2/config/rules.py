@@ -311,8 +311,9 @@ def ppo_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[str]:
         )
     if actor.updates_per_step > 1 and actor.loss == "reinforce":
         yield (
-            f"actor.loss=reinforce: after the first of the {actor.updates_per_step} updates of a rollout the "
-            "answers are those of an older policy, and this loss has no ratio that corrects for it"
+            f"actor.loss=reinforce: after the first of the {actor.updates_per_step} updates of a "
+            "rollout the answers are those of an older policy, and this loss has no ratio that "
+            "corrects for it"
         )
     if config.kl.type == "loss" and config.kl.loss_estimator == "k1":
         yield (

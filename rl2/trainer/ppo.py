@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 
 from torch import Tensor
@@ -28,7 +29,6 @@ from rl2.model.token_model import TokenScores
 from rl2.rollout.stats import mask_truncated, summarise, to_records, training_samples
 from rl2.trainer.build import PPORun, run_trainer
 from rl2.trainer.recorder import is_due
-from rl2.worker import Loss
 
 
 def train(run: PPORun) -> None:
@@ -41,8 +41,12 @@ def train(run: PPORun) -> None:
     # Of each worker: its loss, the mean that this is, and the limit of its mean probability ratio.
     average = (config.actor.average, config.actor.average_constant)
     objectives = {
-        "actor": (make_actor_loss(config.actor, config.kl), average, config.actor.skip_threshold),
-        "critic": (make_critic_loss(config.critic), ("token", None), None),
+        "actor": (
+            partial(actor_loss, config.actor, config.kl),
+            average,
+            config.actor.skip_threshold,
+        ),
+        "critic": (partial(critic_loss, config.critic), ("token", None), None),
     }
     temperature = config.rollout.train_sampling_params.temperature  # logits are divided by it
     run.begin()
@@ -162,57 +166,49 @@ def mean_over_tokens(values: Tensor, batch: Batch) -> float:
     return (values.sum() / batch.mask.sum().clamp(min=1)).item()
 
 
-def make_actor_loss(config: ActorConfig, kl: KLConfig) -> Loss:
+def actor_loss(config: ActorConfig, kl: KLConfig, batch: Batch, scores: TokenScores):
     """The actor's loss on whole sequences [b, T]: policy gradient, KL term and entropy bonus."""
-
-    def actor_loss(batch: Batch, scores: TokenScores):
-        logps, weights = scores.logps, batch.token_weights
-        # With one update a rollout the policy that sampled is the current one.
-        old_logps = logps.detach() if batch.old_logps is None else batch.old_logps
-        correction = None
-        if config.correction != "none":
-            correction = losses.importance_weights(
-                old_logps,
-                batch.engine_logps,
-                batch.mask,
-                config.correction,
-                config.correction_cap,
-            )
-        inputs = losses.PolicyInputs(
-            logps=logps,
-            old_logps=old_logps,
-            advantages=batch.advantages,
-            mask=batch.mask.float(),
-            clip=config.clip,
-            clip_high=config.clip_high or config.clip,
-            dual_clip=config.dual_clip,
+    logps, weights = scores.logps, batch.token_weights
+    # With one update a rollout the policy that sampled is the current one.
+    old_logps = logps.detach() if batch.old_logps is None else batch.old_logps
+    correction = None
+    if config.correction != "none":
+        correction = losses.importance_weights(
+            old_logps,
+            batch.engine_logps,
+            batch.mask,
+            config.correction,
+            config.correction_cap,
         )
-        loss, metrics = losses.policy_loss(inputs, weights, config.loss, correction)
-        mismatch = losses.rollout_mismatch(old_logps, batch.engine_logps, weights)
-        metrics |= {f"mismatch_{name}": value for name, value in mismatch.items()}
-        if kl.type == "loss":
-            estimate = losses.kl_estimate(logps, batch.ref_logps, kl.loss_estimator)
-            kl_term = (estimate * weights).sum()
-            loss = loss + kl.coef * kl_term
-            metrics["kl"] = kl_term.detach()
-        if scores.entropy is not None:
-            entropy = (scores.entropy * weights).sum()
-            loss = loss - config.entropy * entropy
-            metrics["entropy"] = entropy.detach()
-        return loss, metrics
+    inputs = losses.PolicyInputs(
+        logps=logps,
+        old_logps=old_logps,
+        advantages=batch.advantages,
+        mask=batch.mask.float(),
+        clip=config.clip,
+        clip_high=config.clip_high or config.clip,
+        dual_clip=config.dual_clip,
+    )
+    loss, metrics = losses.policy_loss(inputs, weights, config.loss, correction)
+    mismatch = losses.rollout_mismatch(old_logps, batch.engine_logps, weights)
+    metrics |= {f"mismatch_{name}": value for name, value in mismatch.items()}
+    if kl.type == "loss":
+        estimate = losses.kl_estimate(logps, batch.ref_logps, kl.loss_estimator)
+        kl_term = (estimate * weights).sum()
+        loss = loss + kl.coef * kl_term
+        metrics["kl"] = kl_term.detach()
+    if scores.entropy is not None:
+        entropy = (scores.entropy * weights).sum()
+        loss = loss - config.entropy * entropy
+        metrics["entropy"] = entropy.detach()
+    return loss, metrics
 
-    return actor_loss
 
-
-def make_critic_loss(config: CriticConfig) -> Loss:
+def critic_loss(config: CriticConfig, batch: Batch, scores: TokenScores):
     """The critic's clipped squared error on whole sequences [b, T]."""
-
-    def critic_loss(batch: Batch, scores: TokenScores):
-        return losses.value_loss(
-            scores.values, batch.values, batch.returns, batch.token_weights, config.clip
-        )
-
-    return critic_loss
+    return losses.value_loss(
+        scores.values, batch.values, batch.returns, batch.token_weights, config.clip
+    )
 
 
 def average_updates(worker_name: str, updates: list[dict[str, float]]) -> dict[str, float]:
