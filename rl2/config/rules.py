@@ -50,7 +50,8 @@ def validate(config: Any, set_keys: set[str]) -> Checked:
         problems += check_pairs(config)
         problems += check_rewards(config.rollout)
         problems += check_engine(config.rollout)
-        warnings += [*ppo_warnings(config, set_keys), *freeze_warnings(config)]
+        warnings += rollout_warnings(config)
+        warnings += [*loss_warnings(config, set_keys), *freeze_warnings(config)]
     for name in workers:
         problems += check_worker(config, name, world_size)
         problems += check_lengths(config, name)
@@ -286,11 +287,10 @@ def check_engine(rollout: Any) -> Iterator[str]:
 # Warnings.
 
 
-def ppo_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[str]:
-    """Settings that are allowed but easily misunderstood."""
-    actor = config.actor
+def rollout_warnings(config: PPOConfig) -> Iterator[str]:
+    """Settings of the rollout that are allowed but easily misunderstood."""
     params = config.rollout.train_sampling_params
-    if config.rollout.partial and actor.correction == "none":
+    if config.rollout.partial and config.actor.correction == "none":
         yield (
             "rollout.partial=true: tokens that older weights sampled are trained as if the current "
             "ones had; actor.correction=token_tis weighs them by their recorded log-probabilities"
@@ -300,11 +300,18 @@ def ppo_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[str]:
             "rollout.train_sampling_params: the policy's log-probabilities are from before top_p "
             "and top_k: the trainer does not see what these cut off"
         )
+    if config.trainer.rollouts_from and config.data.test_path:
+        yield "data.test_path: nothing is sampled with trainer.rollouts_from, not even a test"
+
+
+def loss_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[str]:
+    """Settings of the loss that are allowed but easily misunderstood."""
+    actor = config.actor
     clips = sorted(
         {"actor.clip", "actor.clip_high", "actor.dual_clip"} & non_default_keys(config, set_keys)
     )
-    saved = config.trainer.rollouts_from
-    if clips and actor.updates_per_step == 1 and actor.loss == "ppo" and not saved:
+    is_on_policy = actor.updates_per_step == 1 and not config.trainer.rollouts_from
+    if clips and is_on_policy and actor.loss == "ppo":
         yield (
             f"{', '.join(clips)}: with actor.update_per_rollout=1 and actor.epochs_per_rollout=1 "
             "the ratio is exactly 1 and never clipped"
@@ -320,8 +327,6 @@ def ppo_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[str]:
             "kl.loss_estimator=k1: the gradient of k1 in a loss is 0 on average; k2 has that of "
             "the KL"
         )
-    if saved and config.data.test_path:
-        yield "data.test_path: nothing is sampled with trainer.rollouts_from, not even a test"
 
 
 def freeze_warnings(config: PPOConfig) -> Iterator[str]:
