@@ -41,6 +41,8 @@ PPO = (
     " rollout.train_sampling_params.max_new_tokens=6"
 )
 CRITIC = "adv.estimator=gae critic.lr=0.01 critic.dtype=float32"
+# The mean of a group is outside [0.06, 0.14] often enough to replace some groups in every step.
+REFILL = "rollout.filter=[0.06,0.14] rollout.max_refills=4 rollout.drop_solved=0.3"
 SFT = f"sft {COMMON} {ACTOR} data.path={{inputs}}/conversations.jsonl data.batch_size=3"
 DPO = f"dpo {COMMON} {ACTOR} data.path={{inputs}}/pairs.jsonl data.batch_size=3"
 RM = (
@@ -53,6 +55,7 @@ CASES = {  # name: (processes, trainer and arguments)
     "ppo_sp": (2, f"{PPO} actor.sp_size=2"),
     "ppo_tp": (2, f"{PPO} actor.tp_size=2"),
     "ppo_critic": (2, f"{PPO} {CRITIC} actor.update_per_rollout=2 kl.coef=0.01 kl.type=loss"),
+    "ppo_refill": (2, f"{PPO} {REFILL}"),
     "ppo_lora": (2, f"{PPO} actor.lora_rank=2"),
     "sft": (1, SFT),
     "sft_fsdp": (2, SFT),

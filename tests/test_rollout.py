@@ -655,7 +655,7 @@ def test_a_stop_string_that_a_pause_splits_ends_the_turn_and_the_env_sees_it(tmp
     """
     collector, prompts, tokenizer = make(tmp_path, None, env, max_turns=2)
     name = make_model(tmp_path / "model", seed=1)  # its answer has no special tokens
-    settings = EngineSettings(name, torch.float32, torch.device("cpu"))
+    settings = EngineSettings(name, torch.float32, torch.device("cpu"), stop=["any text"])
     engine = LocalEngine(settings)
     player = collector.player
     player.engine = engine
