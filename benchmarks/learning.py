@@ -59,8 +59,8 @@ TASKS = {
         num_train=150,
         num_test=50,
         example=(
-            "State the final answer to the following arithmetic problem: 3 - 7 =",
-            "3 - 7 = -4",
+            "State the final answer to the following arithmetic problem: 10 - 12 =",
+            "10 - 12 = -2",
         ),
         env="examples/quickstart_env.py",
         has_parts=True,

