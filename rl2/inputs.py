@@ -3,14 +3,22 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from rl2.config.schema import DataConfig, DPOConfig, PPOConfig, RMConfig, SFTConfig
+from rl2.config.schema import (
+    DataConfig,
+    DPOConfig,
+    PPOConfig,
+    RMConfig,
+    SFTConfig,
+    is_evaluation,
+)
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import Examples, RowKind
+from rl2.data.examples import Examples, Prompts, RowKind
 from rl2.data.formats import ReadRow, read_pair_row, read_ppo_row, read_sft_row
 from rl2.data.rows import Rows, load_rows
 from rl2.env.call import Env
@@ -26,58 +34,93 @@ READERS: dict[type, Callable[[dict], ReadRow]] = {
 }
 
 
+Items = TypeVar("Items", Prompts, Examples)
+
+
 @dataclass
 class Inputs:
     """What was read. `problems` has a message for each key whose value cannot be used."""
 
-    rows: dict[str, Rows] = field(default_factory=dict)  # by data.path and data.test_path
+    rows: dict[str, Rows] = field(default_factory=dict)  # by data.path and the keys of test sets
     env: Env | None = None
     problems: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
+    def check(self) -> None:
+        """ValueError with all problems."""
+        if self.problems:
+            raise ValueError("\n".join(self.problems.values()))
 
-def read_ppo_inputs(config: PPOConfig) -> tuple[Rows, Rows | None, Env]:
-    """(rows, test rows, environment) of a PPO run. ValueError lists all problems.
+
+def read_ppo_inputs(config: PPOConfig) -> tuple[dict[str, Rows], Env]:
+    """(rows by key, environment) of a PPO run. ValueError lists all problems.
 
     The first process prints the warnings.
     """
     inputs = Inputs()
     _read_rows(inputs, config, read_ppo_row)
     _read_env(inputs, config)
-    if inputs.problems:
-        raise ValueError("\n".join(inputs.problems.values()))
+    inputs.check()
     if is_first_rank():
         for warning in inputs.warnings:
             print(f"warning: {warning}", flush=True)
     assert inputs.env is not None
-    return inputs.rows["data.path"], inputs.rows.get("data.test_path"), inputs.env
+    return inputs.rows, inputs.env
 
 
-def read_examples(config: Any, kind: RowKind, template: ChatTemplate) -> dict[str, Examples]:
-    """The examples, by data.path and data.test_path. ValueError lists the problems of both.
+def make_prompts(
+    config: PPOConfig, rows: dict[str, Rows], template: ChatTemplate
+) -> tuple[Prompts | None, dict[str, Prompts]]:
+    """(the prompts to train on, None in an evaluation; those of each test set by its name).
 
-    Only training rows are shuffled.
+    ValueError lists all problems.
+    """
+    make = partial(Prompts, batch_size=config.data.prompts_per_rollout)
+    train, tests = _make_items(Inputs(rows), config.data, template, make)
+    return (None if config.trainer.eval_only else train), tests
+
+
+def read_examples(
+    config: Any, kind: RowKind, template: ChatTemplate
+) -> tuple[Examples, dict[str, Examples]]:
+    """(the examples to train on; those of each test set by its name).
+
+    ValueError lists all problems.
     """
     inputs = Inputs()
     _read_rows(inputs, config, kind.read)
-    data = config.data
-    examples: dict[str, Examples] = {}
+    make = partial(Examples, kind=kind, batch_size=config.data.batch_size)
+    train, tests = _make_items(inputs, config.data, template, make)
+    assert train is not None
+    return train, tests
+
+
+def _make_items(
+    inputs: Inputs, data: DataConfig, template: ChatTemplate, make: Callable[..., Items]
+) -> tuple[Items | None, dict[str, Items]]:
+    """Tokenises the rows, and splits test rows off. Only training rows are shuffled.
+
+    The name of a test set is that of data.test_path.NAME, or "".
+    """
+    tests: dict[str, Items] = {}
     for key, rows in inputs.rows.items():
         try:
-            examples[key] = Examples(
+            tests[key.removeprefix("data.test_path").removeprefix(".")] = make(
                 rows,
                 template,
-                kind,
                 max_length=data.max_length,
                 shuffle=data.shuffle and key == "data.path",
                 seed=data.seed,
-                batch_size=data.batch_size,
             )
         except ValueError as error:
             inputs.problems[key] = str(error)
-    if inputs.problems:
-        raise ValueError("\n".join(inputs.problems.values()))
-    return examples
+    inputs.check()
+    train = tests.pop("data.path", None)
+    if train is not None and data.test_ratio:
+        tests[""] = train.split_off(data.test_ratio)
+    for items in tests.values():
+        items.kept = items.kept[: data.test_limit]
+    return train, tests
 
 
 def find_input_problems(config: Any) -> dict[str, str]:
@@ -111,12 +154,13 @@ def _read_rows(
 ) -> None:
     """Reads the rows. With a limit it leaves out what is not on this machine."""
     data = config.data
-    for key, path, split in (
-        ("data.path", data.path, "train"),
-        ("data.test_path", data.test_path, "test"),
-    ):
+    paths = {"data.path": data.path, **data.test_paths}
+    if is_evaluation(config) and not data.test_ratio:
+        del paths["data.path"]
+    for key, path in paths.items():
         if not path or (limit and not Path(path).expanduser().exists()):
             continue
+        split = "train" if key == "data.path" else "test"
         try:
             inputs.rows[key] = load_rows(path, split, read, data.columns, limit)
         except ValueError as error:

@@ -47,13 +47,16 @@ class Prediction:
     """The plan of this job, which another process makes meanwhile on the CPU.
 
     It takes half a minute for a 7B model. Only the first rank of a job on GPUs starts the process;
-    elsewhere there is no plan. `config` is that of the trainer.
+    elsewhere there is no plan. `config` is that of the trainer. An evaluation has no trainer's
+    tensors, so its plan is 0.
     """
 
     def __init__(self, config: Any, world_size: int):
         self.process: subprocess.Popen[bytes] | None = None
         self.made: Plan | None = None
-        if torch.cuda.is_available() and is_first_rank():
+        if getattr(config.trainer, "eval_only", False):
+            self.made = Plan(world_size, {"rollout": 0}, loaded=0, steady=0, engine_weights=0)
+        elif torch.cuda.is_available() and is_first_rank():
             self.process = start_process(config, world_size)
 
     def plan(self, wait: bool = False) -> Plan | None:

@@ -867,8 +867,12 @@ def test_problems_of_config_data_and_env_come_in_one_round(base, capsys, tmp_pat
     assert capsys.readouterr().err.startswith("2 problems")
     (tmp_path / "env.py").write_text("def reward_fn(messages): return 1")
     (tmp_path / "test.jsonl").write_text(row * 2)
-    rows, test_rows, env = read_ppo_inputs(config)
-    assert (len(rows), len(test_rows)) == (1, 2) and env.reward_fns["reward_fn"]([]) == 1
+    rows, env = read_ppo_inputs(config)
+    assert {key: len(of_key) for key, of_key in rows.items()} == {
+        "data.path": 1,
+        "data.test_path": 2,
+    }
+    assert env.reward_fns["reward_fn"]([]) == 1
 
 
 def test_rows_of_every_trainer_are_tried_beside_the_config(base, tmp_path):

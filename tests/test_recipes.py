@@ -12,9 +12,9 @@ from common import ROOT, make_tokenizer, read_jsonl
 from rl2.config.parse import parse
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import PAIR_ROWS, SFT_ROWS, Examples, Prompts
+from rl2.data.examples import PAIR_ROWS, SFT_ROWS, Examples
 from rl2.data.rows import load_rows
-from rl2.inputs import read_examples, read_ppo_inputs
+from rl2.inputs import make_prompts, read_examples, read_ppo_inputs
 
 CONFIGS = {"ppo": PPOConfig, "sft": SFTConfig, "dpo": DPOConfig, "rm": RMConfig}
 KINDS = {"sft": SFT_ROWS, "dpo": PAIR_ROWS, "rm": PAIR_ROWS}
@@ -173,15 +173,12 @@ def test_a_recipe_makes_and_reads_its_data(script, tmp_path, monkeypatch):
     config = parse(CONFIGS[trainer], overrides)
     template = ChatTemplate(make_tokenizer())
     if trainer == "ppo":
-        rows, test_rows, _ = read_ppo_inputs(config)
-        examples = {
-            "data.path": Prompts(rows, template, max_length=config.data.max_length),
-            "data.test_path": Prompts(test_rows, template, max_length=config.data.max_length),
-        }
+        rows, _ = read_ppo_inputs(config)
+        items, test_items = make_prompts(config, rows, template)
     else:
-        examples = read_examples(config, KINDS[trainer], template)
-    assert len(examples["data.path"]) == len(train) > 0
-    assert len(examples["data.test_path"]) == len(test) > 0
+        items, test_items = read_examples(config, KINDS[trainer], template)
+    assert len(items) == len(train) > 0
+    assert len(test_items[""]) == len(test) > 0
 
 
 @pytest.mark.parametrize("script", RECIPES)

@@ -185,6 +185,16 @@ ALLOWED = {
     "env.load": {"env", "data.rows"},
     "data": {"data", "batch", "parallel.mesh"},
     "inputs": {"config.schema", "data", "env", "parallel.mesh"},
+    # An evaluation is a run of its own too, with a folder and a log.
+    "evaluate": {
+        "data.examples",
+        "engine.base",
+        "env.contract",
+        "parallel.mesh",
+        "report",
+        "rollout",
+        "run_folder",
+    },
     "rollout": {"rollout", "algorithms", "batch", "data", "engine.base", "env", "parallel.mesh"},
     "run_lock": set(),
     "checkpoints": {"parallel.mesh", "error_report"},

@@ -48,7 +48,7 @@ class Key:
     default_of: str | None = None  # another setting that has the value of this key unless it is set
     identity: bool = False  # a run with another value is another experiment: it does not resume
     is_section: bool = False
-    types: tuple[Any, ...] = ()  # of the field's annotation; `schema_keys` fills it in
+    types: tuple[Any, ...] = ()  # by default those of the field's annotation
 
 
 def key(default: Any, help: str, **properties: Any) -> Any:
@@ -79,7 +79,8 @@ def _walk(kind: Any, prefix: str) -> Iterator[tuple[str, Key]]:
     for entry in fields(kind):
         name = prefix + entry.name
         types = get_args(entry.type) if isinstance(entry.type, UnionType) else (entry.type,)
-        yield name, replace(_inherited_key(kind, entry.name), types=types)
+        info = _inherited_key(kind, entry.name)
+        yield name, replace(info, types=info.types or types)
         if is_dataclass(entry.default_factory):
             yield from _walk(entry.default_factory, name + ".")
 

@@ -24,7 +24,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rl2.config.key import Key, schema_keys
-from rl2.config.key_rules import check_choices, drop_elsewhere, follow_keys, get_value
+from rl2.config.key_rules import (
+    check_choices,
+    drop_elsewhere,
+    find_unused,
+    follow_keys,
+    get_value,
+)
 from rl2.config.rules import validate
 from rl2.config.synonyms import find_synonym
 from rl2.error_report import report_error
@@ -45,6 +51,7 @@ OPEN_KEYS = (
     "rollout.reward_weights",
     "data.columns",
     "data.chat_template_kwargs",
+    "data.test_path",
 )
 KIND_WORDS: dict[Any, str] = {
     int: "a whole number",
@@ -97,13 +104,12 @@ def parse(
     config = OmegaConf.structured(root)
     set_keys = assign(root, config, recipe + overrides, problems)
     follow_keys(config, set_keys)
-    missing = sorted(OmegaConf.missing_keys(config))
+    result, missing = to_object(config)
     shows_config = "--cfg" in options
     if not shows_config:
         tried_keys = set_keys | {problem.partition("=")[0] for problem in problems}
         unset = [key for key in missing if key not in tried_keys]
         problems += [f"{key} is missing: {schema_keys(root)[key].help}" for key in unset]
-    result = to_object(config, missing)
     if shows_config and not problems + check_choices(result):
         print_and_exit(OmegaConf.to_yaml(config, resolve=True))
     config_problems, warnings = validate(result, set_keys)
@@ -352,17 +358,22 @@ def check_references(root: type, config: Any, set_keys: set[str], problems: list
             OmegaConf.update(config, name, default)
 
 
-def to_object(config: Any, missing: list[str]) -> Any:
-    """The config as its dataclass. Missing keys are empty texts, which pass the checks."""
+def to_object(config: Any) -> tuple[Any, list[str]]:
+    """(the config as its dataclass, the keys that are missing).
+
+    Missing keys are empty texts, which pass the checks. Those without an effect may be missing.
+    """
     filled = config.copy()
+    missing = sorted(OmegaConf.missing_keys(config))
     for key in missing:
         OmegaConf.update(filled, key, "")
-    return OmegaConf.to_object(filled)
+    result = OmegaConf.to_object(filled)
+    return result, [key for key in missing if not find_unused(result, key)[0]]
 
 
 def set_value(config: Any, name: str, value: Any, types: tuple[Any, ...]) -> str:
     """Sets the key to a value of one of the `types`, () for any. Returns the problem, or ""."""
-    if types and set(types) <= {str, NoneType}:
+    if types and set(types) <= {str, dict, NoneType}:
         if value == "":
             return (
                 f"{name}= is empty: write a value, or leave the key out; is a shell variable unset?"

@@ -17,6 +17,7 @@ from rl2.config.schema import (
     PPOConfig,
     RMConfig,
     estimator_inputs,
+    has_test_data,
     needs_critic,
     worker_names,
 )
@@ -49,8 +50,9 @@ def validate(config: Any, set_keys: set[str]) -> Checked:
         problems += check_step_sizes(config)
         problems += check_pairs(config)
         problems += check_rewards(config.rollout)
+        problems += check_evaluation(config)
         problems += check_engine(config.rollout)
-        warnings += rollout_warnings(config)
+        warnings += [*rollout_warnings(config), *evaluation_warnings(config)]
         warnings += [*loss_warnings(config, set_keys), *freeze_warnings(config)]
     for name in workers:
         problems += check_worker(config, name, world_size)
@@ -115,8 +117,13 @@ def check_divides(
 
 def check_paths(config: Any) -> Iterator[str]:
     """The files and folders that are missing, of the data, the workers and the checkpoint."""
-    yield from check_data("data.path", config.data.path)
-    yield from check_data("data.test_path", config.data.test_path)
+    for key, path in {"data.path": config.data.path, **config.data.test_paths}.items():
+        yield from check_data(key, path)
+    if config.data.test_ratio and config.data.test_path:
+        yield (
+            f"data.test_ratio={config.data.test_ratio}: data.test_path has the test rows already; "
+            "leave one of the two out"
+        )
     if isinstance(config, PPOConfig):
         yield from check_model("teacher.model_name", config.teacher.model_name)
     for name in worker_names(config):
@@ -133,9 +140,11 @@ def check_paths(config: Any) -> Iterator[str]:
         yield f"trainer.resume={resume}: choose auto, off, force or the folder of a checkpoint"
 
 
-def check_data(key: str, path: str | None) -> Iterator[str]:
+def check_data(key: str, path: Any) -> Iterator[str]:
     """Whether the rows exist, unless they are a dataset of the hub or the path is missing."""
-    path = path or ""
+    if not isinstance(path, str):
+        yield f"{key}={path}: expected a path, or {key}.NAME=PATH for each of several sets"
+        return
     is_local = path.endswith(DATA_SUFFIXES) or path.startswith(("/", ".", "~"))
     if is_local and not Path(path).expanduser().exists():
         yield f"{key}={path}: no such file or folder"
@@ -260,6 +269,12 @@ def check_rewards(rollout: Any) -> Iterator[str]:
         )
 
 
+def check_evaluation(config: PPOConfig) -> Iterator[str]:
+    """Whether there is something to evaluate, where that is all that the run does."""
+    if config.trainer.eval_only and not has_test_data(config):
+        yield "trainer.eval_only=true needs data.test_path or data.test_ratio"
+
+
 def check_engine(rollout: Any) -> Iterator[str]:
     """Whether SGLang is installed, its size divides the processes of a node, and torch's memory is
     of a kind that it can take over and give back.
@@ -326,6 +341,17 @@ def loss_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[str]:
         yield (
             "kl.loss_estimator=k1: the gradient of k1 in a loss is 0 on average; k2 has that of "
             "the KL"
+        )
+
+
+def evaluation_warnings(config: PPOConfig) -> Iterator[str]:
+    """Several answers to a test prompt that are one."""
+    num_answers = config.data.responses_per_test_prompt
+    if num_answers > 1 and config.rollout.test_sampling_params.temperature == 0:
+        yield (
+            f"data.responses_per_test_prompt={num_answers}: with "
+            "rollout.test_sampling_params.temperature=0 the answers to a prompt are all the same; "
+            "set a temperature, e.g. 1 as in training"
         )
 
 

@@ -7,6 +7,7 @@ A subclass that only changes a default writes a plain `name: type = default`; th
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -49,8 +50,24 @@ def needs_critic(estimator: str) -> bool:
     return "values" in estimator_inputs(estimator)
 
 
+def has_test_data(config: Any) -> bool:
+    return bool(config.data.test_paths or config.data.test_ratio)
+
+
+def is_evaluation(config: Any) -> bool:
+    """Whether the run evaluates a model and trains none."""
+    return isinstance(config, PPOConfig) and config.trainer.eval_only
+
+
 WITH_TEST_DATA = Condition(
-    lambda config, section: config.data.test_path, "without data.test_path", is_harmless=True
+    lambda config, section: has_test_data(config),
+    "without data.test_path or data.test_ratio",
+    is_harmless=True,
+)
+WITH_TRAINING_ROWS = Condition(
+    lambda config, section: not is_evaluation(config) or config.data.test_ratio,
+    "with trainer.eval_only=true",
+    is_harmless=True,
 )
 WITH_CRITIC = Condition(
     lambda config, section: needs_critic(config.adv.estimator),
@@ -77,8 +94,8 @@ WITH_RANDOMNESS = Condition(
     is_harmless=True,
 )
 WITH_INFERENCE = Condition(  # DPO infers with its reference, PPO before its updates
-    lambda config, section: isinstance(config, PPOConfig | DPOConfig) or config.data.test_path,
-    "without data.test_path",
+    lambda config, section: isinstance(config, PPOConfig | DPOConfig) or has_test_data(config),
+    "without data.test_path or data.test_ratio",
     is_harmless=True,
 )
 WITH_GROUPS = Condition(
@@ -126,14 +143,28 @@ class DataConfig:
     path: str = key(
         MISSING,
         "training rows, a file, folder or dataset name; json, jsonl, csv, parquet or arrow files, "
-        "a folder of them, or a dataset of the Hugging Face hub",
+        "a folder of them, or a dataset of the Hugging Face hub, as NAME or NAME@SPLIT",
         common=True,
         identity=True,
+        only_if=WITH_TRAINING_ROWS,
     )
-    test_path: str | None = key(
+    test_path: Any = key(
         None,
-        "rows to evaluate on; at the start, every trainer.test_freq steps and at the end",
+        "rows to evaluate on; at the start, every trainer.test_freq steps and at the end; several "
+        "sets have names, as data.test_path.NAME=PATH",
         common=True,
+        types=(str, dict, NoneType),  # OmegaConf has no union of them
+    )
+    test_ratio: float = key(
+        0.0,
+        "fraction of the training rows that become test rows in place of data.test_path; a hash of "
+        "the prompts chooses them, so that no prompt is in both",
+        at_least=0,
+        below=1,
+        identity=True,
+    )
+    test_limit: int | None = key(
+        None, "test rows that are used of each set, the first ones", above=0, only_if=WITH_TEST_DATA
     )
     columns: dict[str, str] = key(
         {},
@@ -168,12 +199,25 @@ class DataConfig:
         0, "seed of the order of the data", at_least=0, at_most=LARGEST_SEED, identity=True
     )
 
+    @property
+    def test_paths(self) -> dict[str, str]:
+        """The paths of the test sets, by key: data.test_path, or data.test_path.NAME of each."""
+        if not isinstance(self.test_path, dict):
+            return {} if self.test_path is None else {"data.test_path": self.test_path}
+        return {f"data.test_path.{name}": path for name, path in self.test_path.items()}
+
 
 @dataclass
 class PromptConfig(DataConfig):
     prompts_per_rollout: int = key(32, "prompts in a step", common=True, above=0)
     responses_per_prompt: int = key(
         8, "answers sampled for each prompt; together they are a group", common=True, above=0
+    )
+    responses_per_test_prompt: int = key(
+        1,
+        "answers sampled for each test prompt; several give pass@k and a majority vote",
+        above=0,
+        only_if=WITH_TEST_DATA,
     )
 
 
@@ -850,6 +894,12 @@ class PPOTrainerConfig(TrainerConfig):
         None,
         "train on the answers that a run kept with save_tokens, step by step, and sample none; its "
         "folder; to compare losses on the same data",
+        identity=True,
+    )
+    eval_only: bool = key(
+        False,
+        "evaluate actor.model_name on the test data and end; no row is trained, and no optimizer, "
+        "reference or critic is loaded",
         identity=True,
     )
 

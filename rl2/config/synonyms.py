@@ -37,6 +37,8 @@ RL2 = {
     "rollout.filter (as rollout.filter=[0,1])": """
         rollout.dynamic_filtering rollout.train.dynamic_filtering""",
     "data.test_path": "test_data.path data.test.path rollout.test.path",
+    "data.responses_per_test_prompt": """test_data.response_per_prompt
+        test_data.responses_per_prompt rollout.test.responses_per_prompt""",
     "data.columns (a map of your columns)": """
         data.train.prompt_key data.train.messages_key data.train.response_key data.train.chosen_key
         data.train.rejected_key rollout.train.prompt_key rollout.train.messages_key""",
@@ -134,6 +136,9 @@ VERL = {
     "rollout.engine_args (as rollout.engine_args.NAME=VALUE)": "rollout.engine_kwargs.",
     f"{TEST}.temperature": "rollout.val_kwargs.temperature",
     f"{TEST}.top_k": "rollout.val_kwargs.top_k",
+    "data.responses_per_test_prompt": "rollout.val_kwargs.n",
+    "data.test_limit": "data.val_max_samples",
+    "trainer.eval_only": "trainer.val_only",
     f"{TEST}.top_p": "rollout.val_kwargs.top_p",
     "rollout.max_turns": "rollout.multi_turn.max_assistant_turns rollout.multi_turn.max_user_turns",
     "rollout.max_turns (more than 1)": "rollout.multi_turn.enable",
@@ -169,6 +174,7 @@ TRL = {
     "rollout.engine (attention is always packed; no choice in training)": "attn_implementation",
     "data.path": "dataset_name train_dataset",
     "data.test_path": "eval_dataset",
+    "data.responses_per_test_prompt": "num_generations_eval",
     "rollout.env_path": "reward_funcs",
     "actor.lr | critic.lr": "learning_rate",
     "actor.scheduler | critic.scheduler": "lr_scheduler_type",
@@ -294,11 +300,8 @@ ABSENT = {
         repetition_penalty cache_implementation rollout.do_sample rollout.ignore_eos
         vllm_structured_outputs_regex transformers_continuous_batching_config
         rollout.val_kwargs.do_sample""",
-    "each test prompt has one answer": """num_generations_eval rollout.val_kwargs.n
-        test_data.response_per_prompt test_data.responses_per_prompt
-        rollout.test.responses_per_prompt rollout.test.prompts_per_rollout
-        data.val_batch_size""",
-    "give a file of its own as data.test_path": "data.test_ratio rollout.test_ratio test_ratio",
+    "all test prompts are played together": """
+        rollout.test.prompts_per_rollout data.val_batch_size""",
     "the engine lives in the trainer's processes, there is no server": """vllm_server_base_url
         vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port
         vllm_enable_sleep_mode vllm_max_model_length ds3_gather_for_generation rollout.mode
@@ -323,8 +326,8 @@ ABSENT = {
         trainer.esi_redundant_time""",
     "a run trains, and evaluates at the start, every trainer.test_freq steps and at the end": """
         do_train do_eval do_predict eval_delay eval_accumulation_steps eval_do_concat_batches
-        batch_eval_metrics prediction_loss_only eval_use_gather_object trainer.eval_only
-        trainer.val_before_train trainer.val_only""",
+        batch_eval_metrics prediction_loss_only eval_use_gather_object
+        trainer.val_before_train""",
     "AdamW with its usual betas is the optimizer, and its rate ends at 0": """optim optim_args
         optim_target_modules adam_beta1 adam_beta2 adam_epsilon lr_scheduler_kwargs
         actor.scheduler.min_lr actor.optim. actor.optimizer. actor.scheduler.""",

@@ -1,11 +1,14 @@
 """From rows to what the trainers take: prompts for PPO, examples for SFT, DPO and reward models."""
 
+import hashlib
+import json
 import pickle
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 import pyarrow
@@ -43,8 +46,8 @@ class EpochSampler(Generic[Item]):
 
     `self[i]` is the i-th item in the order of the rows. `next_items` follows the order of
     training, an endless sequence of epochs, each of which holds every item once. Items that are
-    longer than `max_length` tokens are dropped: `num_dropped` counts them, `longest` is the length
-    of the longest item kept. ValueError when none is kept, or names rows that cannot be rendered.
+    longer than `max_length` tokens are dropped: `num_dropped` counts them. ValueError when none is
+    kept, or names rows that cannot be rendered.
 
     A row is as long as its longest sequence. A subclass names the items and the key of the batch
     size as messages do, and says how a row becomes sequences.
@@ -73,7 +76,7 @@ class EpochSampler(Generic[Item]):
             key = table_key(rows.key, pickle.dumps(self.kind), template.fingerprint())
         title = f"tokenise {rows.path}"
         self.table = open_table(key, TOKENS_SCHEMA, self._tokenize, title, len(rows))
-        token_counts = self.table["length"].to_numpy()
+        self.token_counts = token_counts = self.table["length"].to_numpy()
         self.max_length = max_length
         self.shuffle = shuffle
         self.seed = seed
@@ -86,8 +89,32 @@ class EpochSampler(Generic[Item]):
                 f"{self.item_name}: the shortest has {token_counts.min()} tokens, the longest "
                 f"{token_counts.max()}; raise data.max_length"
             )
-        self.longest = int(token_counts[self.kept].max())
         self.rows_done = 0  # the position in training: rows taken so far, over all epochs
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest item."""
+        return int(self.token_counts[self.kept].max())
+
+    def split_off(self, ratio: float) -> Self:
+        """Takes a fraction of the items out, and returns them as items of their own.
+
+        A hash of the messages alone chooses them. So rows with the same messages are on one side,
+        whichever order the rows have. ValueError if one side would have no item.
+        """
+        hashes = np.array([_hash_messages(self.rows[int(i)]) for i in self.kept])
+        count = max(1, round(ratio * len(hashes)))
+        is_taken = hashes <= np.sort(hashes)[count - 1]
+        if is_taken.all():
+            raise ValueError(
+                f"data.test_ratio={ratio} leaves none of the {len(hashes)} {self.item_name} to "
+                "train on: lower it, or give more rows with different messages"
+            )
+        taken = copy(self)
+        taken.kept = self.kept[is_taken]
+        taken.num_dropped = 0
+        self.kept = self.kept[~is_taken]
+        return taken
 
     def __getitem__(self, i: int) -> Item:
         raise NotImplementedError
@@ -300,6 +327,12 @@ def render_pair(template: ChatTemplate, row: dict) -> list[RenderedReply]:
 
 SFT_ROWS = RowKind(read_sft_row, render_sft)
 PAIR_ROWS = RowKind(read_pair_row, render_pair)
+
+
+def _hash_messages(row: dict) -> int:
+    """A number of 64 bits that depends on the messages of the row."""
+    text = json.dumps(row["messages"], sort_keys=True, default=str)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
 
 @lru_cache(maxsize=4)  # a step asks for each of its items, from two epochs at most

@@ -56,7 +56,8 @@ def load_rows(
     A file is json (a list, or lines), jsonl, csv, parquet or arrow. A folder gives the rows of its
     files in the order of their names. If it has a sub-folder called `split`, or files whose names
     begin with `split` (train.jsonl, train-00000.parquet), only those are read. The name of a hub
-    data set may end in a configuration: openai/gsm8k:main.
+    data set may end in a configuration and in a split that is read in place of `split`:
+    openai/gsm8k:main@train.
 
     In every format `messages`, other columns of conversations and `tools` may be JSON text, as they
     are in csv. Other text in `messages` is a plain prompt. All other cells of a csv file stay text.
@@ -322,13 +323,15 @@ def _read_rows(path: str, source: Source) -> Iterator[LocatedRow]:
 
 
 def _load_from_hub(path: str, split: str) -> Any:
+    """The rows of NAME, NAME:CONFIGURATION or either with @SPLIT, which replaces `split`."""
     from datasets import config, load_dataset  # slow to import, and not needed for files
 
-    name, _, configuration = path.partition(":")
+    data_set, _, named_split = path.partition("@")
+    name, _, configuration = data_set.partition(":")
     try:
         if not Path(config.HF_DATASETS_CACHE, name.replace("/", "___")).exists():
             _ask_hub(name)
-        return load_dataset(name, configuration or None, split=split)
+        return load_dataset(name, configuration or None, split=named_split or split)
     except (OSError, ValueError) as error:  # not found, offline, unknown split or configuration
         raise ValueError(
             f"data path {path}: no such file or folder here, and the hub says: {error}"

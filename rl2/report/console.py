@@ -1,5 +1,6 @@
 """What a person sees of a run: one line a step, and the time that is left."""
 
+import re
 from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
@@ -107,7 +108,7 @@ def describe_step(config: dict[str, Any]) -> list[str]:
     `config` is that of the run, as nested sections.
     """
     data = config["data"]
-    if "responses_per_prompt" not in data:
+    if "responses_per_prompt" not in data or config["trainer"]["eval_only"]:
         return []
     num_prompts = data["prompts_per_rollout"]
     num_answers = data["responses_per_prompt"]
@@ -155,6 +156,9 @@ def _reward_values(metrics: dict[str, float]) -> list[str]:
 
 def _format_columns(metrics: dict[str, Any]) -> list[str]:
     values = []
+    for metric, value in metrics.items():
+        if named := re.fullmatch(r"test/(\w+)/(reward/mean|loss)", metric):
+            values.append(f"test {named[1]} {value:.3f}")
     for column in COLUMNS:
         value = metrics.get(column.metric)
         # Without a token that was run, a mean is NaN: it is left out too where 0 is.

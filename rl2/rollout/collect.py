@@ -30,7 +30,6 @@ from rl2.rollout.trajectory import (
 # Requests that an engine gets for each of its slots. Those that wait fill free slots without delay.
 # More of them could have begun earlier in another engine.
 REQUESTS_PER_SLOT = 1.25
-SPLITS = ("train", "test")  # their numbers are part of the seed of each answer
 POLL_SECONDS = 0.05  # between two looks at which groups the other engines have finished
 ALL_SOLVED = (
     "every training prompt has reached the mean reward rollout.drop_solved: nothing is left to "
@@ -332,7 +331,8 @@ class Collector:
     ) -> list[Trajectory]:
         """Plays each prompt `num_samples` times, shared among the engines.
 
-        `split` (train | test) and `step` name the randomness. Returns what `collect` returns.
+        `split` (train | test | test_NAME) and `step` name the randomness. Returns what `collect`
+        returns.
 
         RuntimeError if the environment failed on more trajectories than it may.
         """
@@ -371,7 +371,7 @@ class Collector:
 
         async def play(number: int, group: Group, i: int) -> None:
             trajectory = group.trajectories[i]
-            seed = (self.seed, SPLITS.index(split), step, group.id, i)
+            seed = (self.seed, int(split != "train"), step, group.id, i)
             await player.play(trajectory, params, seed, key=(split, trajectory.id))
             if may_end_early and group.is_done:
                 queue.report(number, group)

@@ -15,15 +15,23 @@ from rl2.config.schema import (
     PPOConfig,
     RolloutWorkerConfig,
     SamplingConfig,
+    is_evaluation,
     needs_critic,
     worker_names,
 )
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import EpochSampler, Example, Prompt, Prompts, RowKind
+from rl2.data.examples import EpochSampler, Example, Prompts, RowKind
 from rl2.engine.base import Engine, EngineSettings, SamplingParams
 from rl2.engine.select import make_engine
 from rl2.env.contract import EnvFailures
-from rl2.inputs import find_input_problems, make_chat_template, read_examples, read_ppo_inputs
+from rl2.evaluate import Evaluator, evaluate_only, with_names
+from rl2.inputs import (
+    find_input_problems,
+    make_chat_template,
+    make_prompts,
+    read_examples,
+    read_ppo_inputs,
+)
 from rl2.memory_plan import Prediction, choose_checkpointing
 from rl2.model.folder import (
     check_length,
@@ -33,14 +41,14 @@ from rl2.model.folder import (
     load_tokenizer,
     max_positions,
 )
+from rl2.parallel.device import compute_dtype
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector, RolloutRules
 from rl2.rollout.saved import SavedRollouts, checksum, pack_tokens
-from rl2.rollout.stats import summarise, to_records
 from rl2.rollout.trajectory import Player, Trajectory
 from rl2.run_folder import RunFolder
 from rl2.signals import guard
-from rl2.trainer.recorder import Evaluate, Recorder
+from rl2.trainer.recorder import Recorder
 from rl2.worker import Loss, UpdateResult, Worker
 
 
@@ -49,8 +57,11 @@ def run_trainer(kind: type, make_run: Callable[[Any], Any], train: Callable[[Any
     config: Any = parse(kind, sys.argv[1:], find_input_problems)
     with guard(config.trainer.watchdog):
         run = make_run(config)
-        train(run)
-        run.finish()
+        if is_evaluation(config):
+            evaluate_only(run.evaluator, run.folder)
+        else:
+            train(run)
+            run.finish()
 
 
 class PPORun:
@@ -62,7 +73,7 @@ class PPORun:
     def __init__(self, config: PPOConfig):
         self.config = config
         self.folder = RunFolder(config)
-        rows, test_rows, self.env = read_ppo_inputs(config)
+        rows, self.env = read_ppo_inputs(config)
         device = init_distributed()
         self.folder.agree()
         tokenizer = load_tokenizer("actor.model_name", config.actor.model_name)
@@ -73,37 +84,27 @@ class PPORun:
             check_model("critic.model_name", config.critic.model_name, critic=True)
         if config.teacher.model_name:
             check_tokens("teacher.model_name", config.teacher.model_name, tokenizer)
-        prompts = Prompts(
-            rows,
-            template,
-            max_length=config.data.max_length,
-            shuffle=config.data.shuffle,
-            seed=config.data.seed,
-            batch_size=config.data.prompts_per_rollout,
-        )
-        saved = None
-        if path := config.trainer.rollouts_from:
-            saved = SavedRollouts(path, config.actor.model_name, self.meaning)
-            num_steps = self.folder.count_steps(saved.num_steps, batch_size=1)
-        else:
-            num_steps = _count_steps(prompts, self.folder)
-        _check_trajectory_length(config, "train", prompts)
-        self.test_prompts: list[Prompt] = []
-        if test_rows:
-            test_prompts = Prompts(test_rows, template, max_length=config.data.max_length)
+        prompts, tests = make_prompts(config, rows, template)
+        for test_prompts in tests.values():
             _print_once(test_prompts.describe_dropped("test "))
             _check_trajectory_length(config, "test", test_prompts)
-            self.test_prompts = list(test_prompts)
-
         config = choose_checkpointing(config)
         self.prediction = Prediction(config, dist.get_world_size())
-        self.workers, self.frozen = make_ppo_workers(config, device, num_steps)
-        self.actor = self.workers["actor"]
+        self.workers: dict[str, Worker] = {}  # none in an evaluation
+        self.frozen: dict[str, Worker] = {}
+        saved, num_steps = None, 0
+        if prompts is not None:
+            saved, num_steps = self._plan_steps(prompts)
+            self.workers, self.frozen = make_ppo_workers(config, device, num_steps)
+            self.actor = self.workers["actor"]
         self.deterministic = config.trainer.deterministic
         if self.deterministic is None:
             self.deterministic = device.type == "cpu" and not config.rollout.partial
-        self.engine = None if saved else self._make_engine()
-        self.collector = saved or self._make_collector(template, prompts, num_steps)
+        self.evaluator: Evaluator | None = None
+        self.engine = None if saved else self._make_engine(device)
+        self.collector = saved or self._make_collector(template, prompts, tests, num_steps)
+        if prompts is None:
+            return
         parts: Parts = {"data": self.collector}
         if config.kl.update_freq:
             parts["reference"] = self.frozen["ref_logps"]
@@ -112,14 +113,26 @@ class PPORun:
         )
         self.recorder.resume()
 
+    def _plan_steps(self, prompts: Prompts) -> tuple[SavedRollouts | None, int]:
+        """(the rollouts of another run, None where they are sampled; the number of steps)."""
+        config = self.config
+        _check_trajectory_length(config, "train", prompts)
+        if path := config.trainer.rollouts_from:
+            saved = SavedRollouts(path, config.actor.model_name, self.meaning)
+            return saved, self.folder.count_steps(saved.num_steps, batch_size=1)
+        return None, _count_steps(prompts, self.folder)
+
     def _make_collector(
-        self, template: ChatTemplate, prompts: Prompts, num_steps: int
+        self,
+        template: ChatTemplate,
+        prompts: Prompts | None,
+        tests: dict[str, Prompts],
+        num_steps: int,
     ) -> Collector:
         config = self.config
         assert self.engine is not None
         stop_ids = template.stop_token_ids(load_eos_token_ids(config.actor.model_name))
-        self.test_params = _sampling_params(config.rollout.test_sampling_params, stop_ids)
-        limits = []
+        limits = [max_positions(config.actor.model_name)]
         for worker in (*self.workers.values(), *self.frozen.values()):
             limits.append(worker.config.max_length_per_device * worker.config.sp_size)
             limits.append(max_positions(worker.config.model_name))
@@ -132,7 +145,7 @@ class PPORun:
             max_length=min(limits),
             reward_weights=config.rollout.reward_weights,
         )
-        return Collector(
+        collector = Collector(
             player,
             prompts=prompts,
             params=_sampling_params(config.rollout.train_sampling_params, stop_ids),
@@ -143,14 +156,19 @@ class PPORun:
             rules=RolloutRules.of(config.rollout),
             write_records=self.folder.write_records,
         )
+        if tests:
+            params = _sampling_params(config.rollout.test_sampling_params, stop_ids)
+            num_samples = config.data.responses_per_test_prompt
+            self.evaluator = Evaluator(collector, tests, params, num_samples)
+        return collector
 
-    def _make_engine(self) -> Engine:
+    def _make_engine(self, device: torch.device) -> Engine:
         actor, rollout = self.config.actor, self.config.rollout
         settings = EngineSettings(
             model_name=actor.model_name,
-            dtype=self.actor.dtype,
+            dtype=compute_dtype(actor.dtype, device),
             head_dtype=getattr(torch, actor.head_dtype),
-            device=self.actor.mesh.device,
+            device=device,
             max_running_requests=rollout.max_running,
             deterministic=self.deterministic,
             tp_size=rollout.tp_size,
@@ -168,7 +186,7 @@ class PPORun:
         """Brings engine and actor to the same weights, and evaluates before the first step."""
         # At the start both have read the same files, so their weights must agree to the bit.
         self._send_weights(load=self.recorder.start_step > 0, verify=self.recorder.start_step == 0)
-        self.recorder.begin(self.evaluate if self.test_prompts and self.engine else None)
+        self.recorder.begin(self.evaluate if self.evaluator else None)
 
     def collect(self, step: int) -> list[Trajectory]:
         """The trajectories of a step. The engine sleeps afterwards."""
@@ -193,11 +211,9 @@ class PPORun:
             call(self.actor.iter_full_weights(self.actor.dtype), self.actor.version)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Plays the test prompts and writes their transcripts. Returns their metrics."""
-        assert isinstance(self.collector, Collector)
-        trajectories = self.collector.play(self.test_prompts, self.test_params, 1, "test", step)
-        self.folder.write_records("test", step, to_records(trajectories))
-        return summarise(trajectories, self.actor.version)
+        """Plays the test sets and writes their transcripts. Returns their metrics."""
+        assert self.evaluator is not None
+        return self.evaluator.evaluate(step, self.actor.version)
 
     def finish(self) -> None:
         """Ends the engine and the environment, and saves the final model."""
@@ -287,14 +303,13 @@ class OfflineRun:
         model_name = getattr(config, self.worker_name).model_name
         self.tokenizer = load_tokenizer(key, model_name, is_critic)
         template = make_chat_template(config.data, self.tokenizer, folder.start.date)
-        examples = read_examples(config, kind, template)
-        self.examples = examples["data.path"]
+        self.examples, tests = read_examples(config, kind, template)
         num_steps = _count_steps(self.examples, folder)
-        self.test_batch: Batch | None = None
+        self.test_batches: dict[str, Batch] = {}  # by the name of the test set
         longest = self.examples.longest
-        if test_examples := examples.get("data.test_path"):
+        for name, test_examples in tests.items():
             _print_once(test_examples.describe_dropped("test "))
-            self.test_batch = make_batch(self, list(test_examples))
+            self.test_batches[name] = make_batch(self, list(test_examples))
             longest = max(longest, test_examples.longest)
         problem = f"a row has {longest} tokens: lower data.max_length"
         check_length(key, model_name, longest, problem)
@@ -310,9 +325,14 @@ class OfflineRun:
         )
         self.recorder.resume()
 
-    def begin(self, evaluate: Evaluate) -> None:
-        """Evaluates before the first step; `evaluate(step)` is called where that is due."""
-        self.recorder.begin(evaluate if self.test_batch else None)
+    def begin(self, measure: Callable[[Batch], dict[str, float]]) -> None:
+        """Evaluates before the first step. `measure(batch)` gives the metrics of a test set."""
+        tests = self.test_batches
+
+        def evaluate(step: int) -> dict[str, float]:
+            return with_names({name: measure(tests[name]) for name in tests})
+
+        self.recorder.begin(evaluate if tests else None)
 
     def next_batch(self) -> Batch:
         """The batch of the next step."""
@@ -326,10 +346,9 @@ class OfflineRun:
         metrics["tokens/total"] = sum(end for _, end in scored_spans(batch))
         return self.recorder.finish_step(step, metrics)
 
-    def measure(self, loss_fn: Loss) -> dict[str, float]:
-        """The loss on the test rows, and its metrics."""
-        assert self.test_batch is not None
-        loss, metrics = loss_fn(self.test_batch, self.worker.infer(self.test_batch))
+    def measure(self, loss_fn: Loss, batch: Batch) -> dict[str, float]:
+        """The loss on test rows, and its metrics."""
+        loss, metrics = loss_fn(batch, self.worker.infer(batch))
         return {name: value.item() for name, value in {"loss": loss, **metrics}.items()}
 
     def finish(self) -> None:

@@ -23,9 +23,9 @@ def train(run: OfflineRun) -> None:
     """
     loss_fn = partial(preference_loss, run.config.dpo)
     reference = run.worker.reference()
-    if run.test_batch is not None:
-        run.test_batch.ref_logps = reference.infer(run.test_batch).logps
-    run.begin(lambda step: run.measure(loss_fn))
+    for test in run.test_batches.values():
+        test.ref_logps = reference.infer(test).logps
+    run.begin(partial(run.measure, loss_fn))
     for step in run.recorder.remaining_steps():
         batch = run.next_batch()
         with run.recorder.phase("reference"):

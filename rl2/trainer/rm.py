@@ -23,7 +23,7 @@ def train(run: OfflineRun) -> None:
     `update` and `infer`.
     """
     loss_fn = partial(reward_loss, run.config.rm.center)
-    run.begin(lambda step: run.measure(loss_fn))
+    run.begin(partial(run.measure, loss_fn))
     for step in run.recorder.remaining_steps():
         batch = run.next_batch()
         with run.recorder.phase("update"):

@@ -21,7 +21,7 @@ def train(run: OfflineRun) -> None:
     Every process holds the same `batch` and runs the same lines. The worker splits the work of
     `update` and `infer`.
     """
-    run.begin(lambda step: perplexity(run))
+    run.begin(partial(perplexity, run))
     for step in run.recorder.remaining_steps():
         batch = run.next_batch()
         with run.recorder.phase("update"):
@@ -43,11 +43,10 @@ def make_batch(run: OfflineRun, examples: list[Example]) -> Batch:
     return batch
 
 
-def perplexity(run: OfflineRun) -> dict[str, float]:
+def perplexity(run: OfflineRun, test: Batch) -> dict[str, float]:
     """Perplexity of the test rows, and its logarithm, as a mean over all their trained tokens."""
-    test = run.test_batch
     test.token_weights = losses.token_weights(test.mask, test.trajectory, "token")
-    loss = run.measure(sft_loss)["loss"]
+    loss = run.measure(sft_loss, test)["loss"]
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}  # e^710 overflows
 
 

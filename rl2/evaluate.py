@@ -1,0 +1,203 @@
+"""Evaluation on test sets: what the policy's answers earn, and how often they are right.
+
+An answer is right if the reward parts that the environment gives it sum to 1 or more. A failure of
+the environment says nothing of the policy: such an answer counts in the metrics rollout/* only.
+"""
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from math import comb, nan, sqrt
+from statistics import fmean
+
+import torch.distributed as dist
+
+from rl2.data.examples import Prompts
+from rl2.engine.base import SamplingParams
+from rl2.env.contract import EnvError
+from rl2.parallel.mesh import all_gather_objects, is_first_rank
+from rl2.report.loggers import MetricsLog, RunInfo
+from rl2.rollout.collect import Collector
+from rl2.rollout.stats import summarise, to_records
+from rl2.rollout.trajectory import Trajectory
+from rl2.run_folder import RunFolder
+
+RIGHT_REWARD = 1 - 1e-6  # 1, but for the rounding of a sum of parts
+
+
+@dataclass
+class Evaluator:
+    """Plays the test sets on all processes. All processes make the same calls.
+
+    `sets` has the prompts by the name of their set, "" for the only one. Each prompt is answered
+    `num_samples` times.
+    """
+
+    collector: Collector
+    sets: dict[str, Prompts]
+    params: SamplingParams
+    num_samples: int
+
+    def evaluate(self, step: int, version: int) -> dict[str, float]:
+        """Plays all sets and writes their transcripts. Returns the metrics, as NAME/metric.
+
+        `version` is that of the weights. The randomness of a set does not depend on other sets.
+        """
+        metrics = {}
+        for name, prompts in self.sets.items():
+            split = f"test_{name}" if name else "test"
+            trajectories = self.collector.play(
+                list(prompts), self.params, self.num_samples, split, step
+            )
+            answers = self._extract_answers(trajectories)
+            self.collector.write_records(split, step, to_records(trajectories))
+            metrics[name] = summarise(trajectories, version)
+            metrics[name] |= measure_samples(trajectories, self.num_samples, answers)
+        return with_names(metrics)
+
+    def _extract_answers(self, trajectories: list[Trajectory]) -> list[str | None] | None:
+        """The answer in each conversation, from the environment; None if it extracts none.
+
+        The first process has the conversations, so it makes all calls.
+        """
+        player = self.collector.player
+        if player.env.extract_fn is None or self.num_samples == 1:
+            return None
+
+        async def extract(trajectory: Trajectory) -> str | None:
+            try:
+                return await player.env.extract(trajectory.messages, trajectory.row)
+            except EnvError as error:
+                player.failures.record(error)
+                return None
+
+        async def extract_all() -> list[str | None]:
+            return await asyncio.gather(*map(extract, trajectories))
+
+        answers: list[str | None] = []
+        if is_first_rank():
+            answers = player.engine.loop.run_until_complete(extract_all())
+        return all_gather_objects(answers)[0]
+
+    def describe(self, metrics: dict[str, float]) -> str:
+        """A table of the sets, with the metrics that one looks at first."""
+        n = self.num_samples
+        names = ["reward/mean", f"avg@{n}", f"avg@{n}_stderr", f"pass@{n}", f"maj@{n}"]
+        lines = ["".join(f"{name:>16}" for name in ["set", "prompts", *names])]
+        for set_name, prompts in self.sets.items():
+            values = [metrics.get(f"{set_name}/{name}".lstrip("/"), nan) for name in names]
+            cells = [set_name or "test", len(prompts), *(f"{value:.4g}" for value in values)]
+            lines.append("".join(f"{cell:>16}" for cell in cells))
+        return "\n".join(lines)
+
+
+def with_names(by_set: dict[str, dict[str, float]]) -> dict[str, float]:
+    """The metrics of all test sets as NAME/metric. A set without a name adds none."""
+    return {
+        f"{name}/{metric}".lstrip("/"): value
+        for name, metrics in by_set.items()
+        for metric, value in metrics.items()
+    }
+
+
+def evaluate_only(evaluator: Evaluator, folder: RunFolder) -> None:
+    """The run of trainer.eval_only=true: evaluates once, and ends the engine and the environment.
+
+    ValueError if the folder has checkpoints: it belongs to a run that trains.
+    """
+    if folder.start.checkpoint is not None:
+        raise ValueError(
+            f"{folder.path} is the folder of a run that trains; give the evaluation one of its own "
+            "with trainer.experiment_name=NAME"
+        )
+    folder.resume({}, num_steps=0)
+    log = MetricsLog(RunInfo(folder.path, asdict(folder.config)), start_step=0, num_steps=0)
+    with log.phase("test"):
+        metrics = evaluator.evaluate(step=0, version=0)
+    log.write(0, {f"test/{name}": value for name, value in metrics.items()})
+    log.close()
+    if is_first_rank():
+        print(evaluator.describe(metrics), flush=True)
+    evaluator.collector.player.engine.close()
+    evaluator.collector.player.env.close()
+    dist.destroy_process_group()
+
+
+def measure_samples(
+    trajectories: list[Trajectory], num_samples: int, answers: list[str | None] | None = None
+) -> dict[str, float]:
+    """How many of `num_samples` answers to a prompt are right, as metrics of their set.
+
+    avg@N: the fraction that is right, with its standard error; pass@k: the probability that one of
+    k is right, for k = 1, 2, 4 ... N; maj@N: how often the most frequent of the `answers` is right.
+    The last two come with several answers, maj@N if there are `answers`, one a trajectory.
+    """
+    outcomes: dict[int, list[float]] = defaultdict(list)  # by prompt: 1 for each right answer
+    votes: dict[int, list[str | None]] = defaultdict(list)
+    extracted = answers or [None] * len(trajectories)
+    for trajectory, answer in zip(trajectories, extracted, strict=True):
+        if trajectory.finish_reason != "failed":
+            outcomes[trajectory.group].append(float(is_right(trajectory)))
+            votes[trajectory.group].append(answer)
+    mean, error = clustered_mean(list(outcomes.values()))
+    metrics = {f"avg@{num_samples}": mean, f"avg@{num_samples}_stderr": error}
+    if num_samples > 1:
+        for k in sorted({num_samples} | {2**i for i in range(num_samples.bit_length())}):
+            metrics[f"pass@{k}"] = mean_pass_at_k(outcomes.values(), k)
+    if answers and outcomes:
+        majorities = map(majority_is_right, votes.values(), outcomes.values())
+        metrics[f"maj@{num_samples}"] = fmean(majorities)
+    return metrics
+
+
+def is_right(trajectory: Trajectory) -> bool:
+    """Whether the parts that the environment gave sum to 1, whatever they weigh in the reward."""
+    return sum(trajectory.rewards.values()) >= RIGHT_REWARD
+
+
+def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
+    """The probability that at least one of k answers is right, without bias.
+
+    1 - C(n - c, k) / C(n, k) for c right ones of n answers, k <= n (arXiv:2107.03374, eq. 1).
+    """
+    return 1 - comb(num_answers - num_right, k) / comb(num_answers, k)
+
+
+def mean_pass_at_k(outcomes: Iterable[list[float]], k: int) -> float:
+    """The mean of pass@k over the prompts that have k answers; NaN without one."""
+    chances = [pass_at_k(len(row), int(sum(row)), k) for row in outcomes if len(row) >= k]
+    return fmean(chances) if chances else nan
+
+
+def clustered_mean(outcomes: list[list[float]]) -> tuple[float, float]:
+    """(the mean over all answers, its standard error), from the outcomes of each prompt's answers.
+
+    Answers to one prompt are not independent: the deviations from the mean are summed a prompt,
+    then squared (clustered standard errors, arXiv:2411.00640, section 2.2). The factor G / (G - 1)
+    for G prompts makes it the usual standard error where each prompt has one answer.
+    """
+    num_answers = sum(map(len, outcomes))
+    if not num_answers:
+        return nan, nan
+    mean = sum(map(sum, outcomes)) / num_answers
+    if len(outcomes) == 1:
+        return mean, nan
+    squares = sum((sum(row) - mean * len(row)) ** 2 for row in outcomes)
+    correction = len(outcomes) / (len(outcomes) - 1)
+    return mean, sqrt(correction * squares) / num_answers
+
+
+def majority_is_right(votes: list[str | None], right: list[float]) -> float:
+    """How likely the most frequent answer to a prompt is right; None votes for no answer.
+
+    If several are equally frequent, one of them is drawn: this is the mean over them. Without a
+    vote it is 0.
+    """
+    counts = Counter(vote for vote in votes if vote is not None)
+    most = max(counts.values(), default=0)
+    tied = [vote for vote, count in counts.items() if count == most]
+    if not tied:
+        return 0.0
+    # All of the tied answers have the same number of votes, so this is the mean over answers too.
+    return fmean(x for vote, x in zip(votes, right, strict=True) if vote in tied)
