@@ -12,6 +12,9 @@ import learning
 import run_queue
 import word_problems
 
+from rl2.config.parse import parse
+from rl2.config.schema import PPOConfig
+
 
 def make_jobs(folder, *names):
     """Jobs that append their name to `folder`/started, and whose result is its length.
@@ -53,6 +56,21 @@ def test_the_mark_is_reached_by_a_mean_of_three_steps():
     curve = learning.curve_to_mark(right, [10.0, 20.0, 30.0, 40.0, 50.0, 60.0])
     assert (curve["steps_to_mark"], curve["cpu_seconds_to_mark"]) == (4, 40.0)
     assert learning.curve_to_mark([0.6] * 9, [1.0] * 9)["steps_to_mark"] is None
+
+
+def test_the_keys_of_each_algorithm_are_a_config(tmp_path):
+    """Keys that have no effect, and values outside their range, would be refused."""
+    (tmp_path / "rows.jsonl").write_text("{}")
+    common = [f"data.path={tmp_path / 'rows.jsonl'}", "actor.model_name=owner/model"]
+    common.append("rollout.env_path=gsm8k")
+    common += [f"actor.update_per_rollout={learning.UPDATES}", "trainer.disable_wandb=true"]
+    common.append(f"rollout.train_sampling_params.max_new_tokens={learning.LONGEST}")
+    configs = {}
+    for name, keys in learning.ALGORITHMS.items():
+        configs[name] = parse(PPOConfig, [*common, *keys])
+    assert configs["DAPO"].rollout.filter == [0, 1] and configs["DAPO"].actor.clip_high == 0.28
+    assert configs["GRPO, K=2"].actor.epochs_per_rollout == 2
+    assert configs["PPO"].adv.estimator == "gae"
 
 
 class Recorder:
