@@ -1,0 +1,272 @@
+"""Tests of evaluation: metrics against exact combinatorics, test sets, runs that only evaluate."""
+
+import textwrap
+from fractions import Fraction
+from itertools import combinations
+from math import isnan, sqrt
+from statistics import fmean, stdev
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import torch.distributed as dist
+from common import launch_runs, make_model, make_tokenizer, read_jsonl, read_metrics
+from test_rollout import ScriptedEngine
+
+from rl2.config.parse import parse
+from rl2.config.schema import PPOConfig, SFTConfig
+from rl2.data import rows as data_rows
+from rl2.data.chat import ChatTemplate
+from rl2.data.examples import Prompts
+from rl2.data.rows import load_rows, pack_rows
+from rl2.engine.base import SamplingParams
+from rl2.env.contract import EnvFailures
+from rl2.env.load import load_env
+from rl2.evaluate import Evaluator, clustered_mean, majority_is_right, measure_samples, pass_at_k
+from rl2.inputs import make_prompts
+from rl2.parallel.mesh import init_distributed
+from rl2.rollout.collect import Collector
+from rl2.rollout.trajectory import Player, Trajectory
+
+PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,))
+ENV = """
+    def reward_fn(messages, answer):
+        return {"right": float(messages[-1]["content"] == answer), "format": 0.1}
+    def extract(messages):
+        return messages[-1]["content"]
+"""
+
+
+@pytest.mark.parametrize("num_right", range(7))
+@pytest.mark.parametrize("k", range(1, 7))
+def test_pass_at_k_is_the_share_of_all_draws_that_hold_a_right_answer(num_right, k):
+    answers = [1] * num_right + [0] * (6 - num_right)
+    draws = list(combinations(answers, k))
+    assert pass_at_k(6, num_right, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+@pytest.mark.parametrize(
+    "votes, right, chance",
+    [
+        ("aab", [1, 1, 0], 1),
+        ("abb", [1, 0, 0], 0),
+        ("abc", [1, 0, 0], Fraction(1, 3)),  # one of three is drawn
+        ("aabbc", [1, 1, 0, 0, 0], Fraction(1, 2)),
+        ([None, None, "a"], [0, 0, 1], 1),  # two without an answer are no majority
+        ([None, None], [0, 0], 0),
+    ],
+)
+def test_the_majority_is_the_most_frequent_answer_or_one_of_them(votes, right, chance):
+    assert majority_is_right(list(votes), list(map(float, right))) == pytest.approx(float(chance))
+
+
+def test_the_standard_error_is_the_usual_one_for_one_answer_a_prompt():
+    values = [1.0, 0.0, 0.0, 1.0, 1.0]
+    mean, error = clustered_mean([[value] for value in values])
+    assert (mean, error) == pytest.approx((0.6, stdev(values) / sqrt(5)))
+
+
+def test_answers_to_one_prompt_are_one_cluster():
+    """By hand: the mean is 4 / 6; the deviations of the prompts sum to 2/3, -4/3 and 2/3."""
+    mean, error = clustered_mean([[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]])
+    assert mean == pytest.approx(2 / 3)
+    assert error == pytest.approx(sqrt(3 / 2 * (4 + 16 + 4) / 9) / 6)
+    # As many prompts with one answer each: equal answers add no certainty.
+    assert error == pytest.approx(clustered_mean([[1.0], [0.0], [1.0]])[1])
+    assert isnan(clustered_mean([])[0]) and isnan(clustered_mean([[1.0, 0.0]])[1])
+
+
+def played(group, *rewards, failed=0):
+    """Trajectories of one prompt: one for each reward, and `failed` whose environment failed."""
+    made = [Trajectory(0, group, [], rewards={"right": r}, finish_reason="stop") for r in rewards]
+    return made + [Trajectory(0, group, [], finish_reason="failed") for _ in range(failed)]
+
+
+def test_metrics_of_several_answers():
+    trajectories = played(0, 1.0, 1.1, 0.5, 0.0) + played(1, 0.0, 0.0, 1.0, failed=1)
+    answers = ["4", "4", "5", None, "7", "7", "8", None]
+    metrics = measure_samples(trajectories, 4, answers)
+    assert metrics == pytest.approx(
+        {
+            "avg@4": 3 / 7,
+            "avg@4_stderr": clustered_mean([[1, 1, 0, 0], [0, 0, 1]])[1],
+            "pass@1": fmean([2 / 4, 1 / 3]),
+            "pass@2": fmean([1 - 1 / 6, 1 - 1 / 3]),
+            "pass@4": 1.0,  # of the prompt that has four answers
+            "maj@4": 0.5,
+        }
+    )
+    assert set(measure_samples(trajectories, 1)) == {"avg@1", "avg@1_stderr"}
+    assert {f"pass@{k}" for k in (1, 2, 4, 5)} == {
+        name for name in measure_samples(played(0, *[1.0] * 5), 5) if name.startswith("pass")
+    }
+    assert measure_samples(played(0, 0.7, 0.2), 2)["avg@2"] == 0
+    parts = Trajectory(0, 0, [], rewards={"a": 0.7, "b": 0.2, "c": 0.1}, finish_reason="stop")
+    assert measure_samples([parts], 1)["avg@1"] == 1  # their sum is 0.9999999999999999
+
+
+@pytest.fixture
+def process_group():
+    init_distributed()
+    yield
+    dist.destroy_process_group()
+
+
+def make_rows(*answers):
+    return [
+        {"messages": [{"role": "user", "content": f"q{i}"}], "answer": answer}
+        for i, answer in enumerate(answers)
+    ]
+
+
+def evaluate(tmp_path, sets, num_samples):
+    """(metrics, transcripts by split) of test sets. The engine's answers depend on the seed."""
+    (tmp_path / "env.py").write_text(textwrap.dedent(ENV))
+    tokenizer = make_tokenizer()
+    template = ChatTemplate(tokenizer)
+
+    def script(turn, seed):
+        return str((7 * seed[-3] + seed[-2]) % 3), "stop"
+
+    engine = ScriptedEngine(tokenizer, script)
+    env = load_env(str(tmp_path / "env.py"), 5)
+    player = Player(engine, env, template, EnvFailures(0.5), 1, 400)
+    written = {}
+    collector = Collector(
+        player,
+        params=PARAMS,
+        write_records=lambda split, step, records: written.update({split: list(records)}),
+    )
+    prompts = {
+        name: Prompts(pack_rows(rows), template, max_length=99) for name, rows in sets.items()
+    }
+    evaluator = Evaluator(collector, prompts, PARAMS, num_samples)
+    return evaluator.evaluate(3, 0), written, evaluator
+
+
+def test_sets_with_names_have_metrics_and_transcripts_of_their_own(tmp_path, process_group):
+    sets = {"a": make_rows("0", "1"), "b": make_rows("2")}
+    metrics, written, evaluator = evaluate(tmp_path, sets, 3)
+    assert {split: len(records) for split, records in written.items()} == {"test_a": 6, "test_b": 3}
+    for name, split in (("a", "test_a"), ("b", "test_b")):
+        right = [record["rewards"]["right"] for record in written[split]]
+        assert metrics[f"{name}/avg@3"] == pytest.approx(fmean(right))
+        assert metrics[f"{name}/reward/mean"] == pytest.approx(fmean(right) + 0.1)
+        assert f"{name}/maj@3" in metrics and f"{name}/rollout/truncated" in metrics
+    table = evaluator.describe(metrics).splitlines()
+    assert [line.split()[:2] for line in table] == [["set", "prompts"], ["a", "2"], ["b", "1"]]
+    # The randomness of a set does not depend on the other set, nor on its name.
+    alone, records, _ = evaluate(tmp_path, {"": sets["b"]}, 3)
+    assert records["test"] == written["test_b"]
+    assert {f"b/{name}": value for name, value in alone.items()}.items() <= metrics.items()
+
+
+def prompts_of(rows):
+    return Prompts(pack_rows(rows), ChatTemplate(make_tokenizer()), max_length=99)
+
+
+def contents(prompts):
+    return [prompt.row["messages"][0]["content"] for prompt in prompts]
+
+
+def test_a_test_set_is_split_off_by_the_content_of_the_rows():
+    rows = make_rows(*"0123456789" * 2)
+    train = prompts_of(rows)
+    test = train.split_off(0.25)
+    assert (len(train), len(test)) == (15, 5)
+    assert sorted(contents(train) + contents(test)) == sorted(f"q{i}" for i in range(20))
+    other = prompts_of(rows[::-1])
+    assert set(contents(other.split_off(0.25))) == set(contents(test))
+    # Rows with the same messages stay together.
+    twice = prompts_of(rows + rows)
+    taken = contents(twice.split_off(0.25))
+    assert not set(taken) & set(contents(twice)) and len(taken) == 10
+    with pytest.raises(ValueError, match="data.test_ratio=0.9 leaves none of the 2 prompts"):
+        prompts_of(rows[:1] * 2).split_off(0.9)
+
+
+def test_the_split_follows_the_keys():
+    data = PPOConfig().data
+    data.test_ratio, data.test_limit = 0.5, 3
+    config = SimpleNamespace(data=data, trainer=SimpleNamespace(eval_only=False))
+    rows = {"data.path": pack_rows(make_rows(*"0123456789"))}
+    train, tests = make_prompts(config, rows, ChatTemplate(make_tokenizer()))
+    assert len(train) == 5 and list(map(len, tests.values())) == [3] and list(tests) == [""]
+    config.trainer.eval_only = True
+    train, tests = make_prompts(config, rows, ChatTemplate(make_tokenizer()))
+    assert train is None and len(tests[""]) == 3
+
+
+@pytest.mark.parametrize(
+    "path, name, configuration, split",
+    [
+        ("a/b", "a/b", None, "test"),
+        ("a/b@validation", "a/b", None, "validation"),
+        ("a/b:main@train[:10]", "a/b", "main", "train[:10]"),
+    ],
+)
+def test_a_split_of_the_hub_is_named_behind_the_data_set(
+    path, name, configuration, split, monkeypatch
+):
+    calls = []
+
+    def load_dataset(*names, split):
+        calls.append((*names, split))
+        return datasets.Dataset.from_list(make_rows("1"))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(data_rows, "_ask_hub", lambda name: None)
+    assert len(load_rows(path, "test")) == 1
+    assert calls == [(name, configuration, split)]
+
+
+@pytest.fixture
+def setup(tmp_path, monkeypatch):
+    """The keys of a PPO run without training rows."""
+    monkeypatch.chdir(tmp_path)
+    make_model("model", max_position_embeddings=512)
+    (tmp_path / "env.py").write_text(textwrap.dedent(ENV))
+    for name in ("a", "b"):
+        text = "\n".join(str(row).replace("'", '"') for row in make_rows(*"01234"))
+        (tmp_path / f"{name}.jsonl").write_text(text + "\n")
+    return ["actor.model_name=model", "rollout.env_path=env.py"]
+
+
+EVALUATION = ["trainer.eval_only=true", "data.test_path.a=a.jsonl", "data.test_path.b=b.jsonl"]
+
+
+def test_keys_of_an_evaluation(setup, capsys):
+    config = parse(PPOConfig, [*setup, *EVALUATION, "data.responses_per_test_prompt=2"])
+    assert config.data.test_paths == {"data.test_path.a": "a.jsonl", "data.test_path.b": "b.jsonl"}
+    assert "temperature=0 the answers to a prompt are all the same" in capsys.readouterr().err
+    for words, problem in (
+        (EVALUATION[:1], "trainer.eval_only=true needs data.test_path or data.test_ratio"),
+        (EVALUATION[1:], "data.path is missing"),
+        ([*EVALUATION, "data.test_path.b=./no.jsonl"], "data.test_path.b=./no.jsonl: no such file"),
+        ([*EVALUATION, "data.test_ratio=0.1"], "data.test_path has the test rows already"),
+        ([EVALUATION[0], "data.test_path=[a,b]"], "expected a path, or data.test_path.NAME=PATH"),
+        ([EVALUATION[0], "data.test_path="], "data.test_path= is empty"),
+        ([EVALUATION[0], "data.test_ratio=1"], "data.test_ratio=1.0: it must be below 1"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(PPOConfig, [*setup, *words])
+        assert problem in capsys.readouterr().err
+    parse(SFTConfig, ["actor.model_name=model", "data.path=a.jsonl", "data.test_limit=3"])
+    assert "data.test_limit=3 has no effect without data.test_path" in capsys.readouterr().err
+
+
+def test_a_run_that_only_evaluates(setup, tmp_path):
+    """On two processes; its folder is its own."""
+    words = ["rollout.train_sampling_params.max_new_tokens=4", "trainer.disable_wandb=true"]
+    sampling = ["data.responses_per_test_prompt=2", "rollout.test_sampling_params.temperature=1"]
+    run = ["ppo", *setup, *words, *EVALUATION, *sampling, "trainer.save_dir=run"]
+    done = launch_runs(2, [run])
+    [metrics] = read_metrics(tmp_path / "run")
+    for name in ("a", "b"):
+        records = read_jsonl(tmp_path / f"run/rollouts/test_{name}/step_0.jsonl")
+        assert len(records) == 10
+        right = fmean(record["reward"] >= 1 for record in records)
+        assert metrics[f"test/{name}/avg@2"] == pytest.approx(right)
+        assert f"test/{name}/pass@2" in metrics and f"test/{name}/maj@2" in metrics
+    assert not (tmp_path / "run/model").exists() and not (tmp_path / "run/checkpoints").exists()
+    assert "avg@2_stderr" in done.stdout
