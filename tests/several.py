@@ -53,10 +53,10 @@ def kill_in_step(step, kill_at):
     """`step`, but the call number `kill_at` kills this process instead."""
     calls = itertools.count(1)
 
-    def step_or_die(worker):
+    def step_or_die(worker, skip):
         if next(calls) == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        return step(worker)
+        return step(worker, skip)
 
     return step_or_die
 
