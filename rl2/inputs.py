@@ -61,9 +61,7 @@ def read_ppo_inputs(config: PPOConfig) -> tuple[dict[str, Rows], Env]:
     _read_rows(inputs, config, read_ppo_row)
     _read_env(inputs, config)
     inputs.check()
-    if is_first_rank():
-        for warning in inputs.warnings:
-            print(f"warning: {warning}", flush=True)
+    print_once([f"warning: {warning}" for warning in inputs.warnings])
     assert inputs.env is not None
     return inputs.rows, inputs.env
 
@@ -120,7 +118,16 @@ def _make_items(
         tests[""] = train.split_off(data.test_ratio)
     for items in tests.values():
         items.kept = items.kept[: data.test_limit]
+        print_once(items.describe_dropped("test "))
+    if train is not None:
+        print_once(train.describe_dropped("training "))
     return train, tests
+
+
+def print_once(sentences: list[str]) -> None:
+    """The first process prints the sentences, one a line."""
+    for sentence in sentences if is_first_rank() else []:
+        print(sentence, flush=True)
 
 
 def find_input_problems(config: Any) -> dict[str, str]:

@@ -29,6 +29,7 @@ from rl2.inputs import (
     find_input_problems,
     make_chat_template,
     make_prompts,
+    print_once,
     read_examples,
     read_ppo_inputs,
 )
@@ -86,7 +87,6 @@ class PPORun:
             check_tokens("teacher.model_name", config.teacher.model_name, tokenizer)
         prompts, tests = make_prompts(config, rows, template)
         for test_prompts in tests.values():
-            _print_once(test_prompts.describe_dropped("test "))
             _check_trajectory_length(config, "test", test_prompts)
         config = choose_checkpointing(config)
         self.prediction = Prediction(config, dist.get_world_size())
@@ -271,13 +271,8 @@ def _sampling_params(config: SamplingConfig, model_stop_ids: list[int]) -> Sampl
 def _count_steps(items: EpochSampler, folder: RunFolder) -> int:
     """The steps of a run over `items`. Prints how it uses them."""
     steps = folder.count_steps(len(items), items.batch_size)
-    _print_once(items.describe_dropped("training ") + items.describe_steps(steps))
+    print_once(items.describe_steps(steps))
     return steps
-
-
-def _print_once(sentences: list[str]) -> None:
-    for sentence in sentences if dist.get_rank() == 0 else []:
-        print(sentence, flush=True)
 
 
 class OfflineRun:
@@ -308,7 +303,6 @@ class OfflineRun:
         self.test_batches: dict[str, Batch] = {}  # by the name of the test set
         longest = self.examples.longest
         for name, test_examples in tests.items():
-            _print_once(test_examples.describe_dropped("test "))
             self.test_batches[name] = make_batch(self, list(test_examples))
             longest = max(longest, test_examples.longest)
         problem = f"a row has {longest} tokens: lower data.max_length"
