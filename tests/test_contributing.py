@@ -25,7 +25,7 @@ TOUCHED = {
     "A preference loss": {"rl2/algorithms/losses.py"},
     "A metric logger": {"rl2/report/loggers.py"},
     "A reward or an environment": {"envs/shouting.py"},
-    "A config key": {"rl2/config/schema.py", "rl2/trainer/build.py"},
+    "A config key": {"rl2/config/schema.py", "rl2/inputs.py"},
     "An engine": {"rl2/engine/echo.py", "rl2/engine/select.py"},
     "A trainer": {"rl2/trainer/unlike.py", "rl2/__main__.py"},
 }
