@@ -9,14 +9,8 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from rl2.config.schema import (
-    DataConfig,
-    DPOConfig,
-    PPOConfig,
-    RMConfig,
-    SFTConfig,
-    is_evaluation,
-)
+from rl2.config.conditions import is_evaluation
+from rl2.config.schema import DataConfig, DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import Examples, Prompts, RowKind
 from rl2.data.formats import ReadRow, read_pair_row, read_ppo_row, read_sft_row

@@ -15,10 +15,11 @@ from rl2.__main__ import main
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.algorithms.by_name import argument_names
 from rl2.algorithms.losses import POLICY_LOSSES, TOKEN_AVERAGES
+from rl2.config.conditions import needs_critic
 from rl2.config.key import Condition, key, schema_keys, section
 from rl2.config.key_rules import check_keys, get_value
 from rl2.config.parse import dump, explain, explain_common, parse
-from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, needs_critic
+from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rl2.inputs import find_input_problems, read_ppo_inputs
 
 

@@ -13,8 +13,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rl2.algorithms.by_name import argument_names, find_function
+from rl2.config.conditions import estimator_inputs, function_settings
 from rl2.config.key import Key, schema_keys
-from rl2.config.schema import FOLLOWED_KEYS, estimator_inputs, function_settings
+from rl2.config.schema import FOLLOWED_KEYS
 
 Checked = tuple[list[str], list[str]]  # problems, warnings
 BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {  # attribute of Key -> (test, words)

@@ -11,16 +11,9 @@ from typing import Any
 
 import torch
 
+from rl2.config.conditions import estimator_inputs, has_test_data, needs_critic
 from rl2.config.key_rules import Checked, check_choices, check_keys, non_default_keys
-from rl2.config.schema import (
-    DPOConfig,
-    PPOConfig,
-    RMConfig,
-    estimator_inputs,
-    has_test_data,
-    needs_critic,
-    worker_names,
-)
+from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, worker_names
 from rl2.engine.select import choose_engine, is_installed
 from rl2.env.contract import find_env_file
 

@@ -5,16 +5,13 @@ condition under which it has an effect. `parse.py` prints the help, and `rules.p
 A subclass that only changes a default writes a plain `name: type = default`; the rest stays.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
-import torch
 from omegaconf import MISSING
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
-from rl2.algorithms.by_name import Function, argument_names, find_function
 from rl2.algorithms.losses import (
     IMPORTANCE_CORRECTIONS,
     KL_ESTIMATORS,
@@ -24,90 +21,25 @@ from rl2.algorithms.losses import (
     PolicyInputs,
     PreferenceInputs,
 )
+from rl2.config.conditions import (
+    WITH_CRITIC,
+    WITH_FILTER,
+    WITH_GPU,
+    WITH_GROUPS,
+    WITH_INFERENCE,
+    WITH_LOGITS,
+    WITH_LORA,
+    WITH_RANDOMNESS,
+    WITH_SAMPLING,
+    WITH_SGLANG,
+    WITH_TEST_DATA,
+    WITH_TRAINING_ROWS,
+    estimator_inputs,
+)
 from rl2.config.key import Condition, key, section
 from rl2.engine.base import SamplingParams
-from rl2.engine.select import ENGINES, choose_engine
+from rl2.engine.select import ENGINES
 
-
-def function_settings(name: str, table: Mapping[str, Function], key: str) -> tuple[str, ...]:
-    """The parameter names of the function that `key` names; () if there is no such function.
-
-    A wrong name is reported once, by the check of choices.
-    """
-    try:
-        return argument_names(find_function(name, table, key))
-    except ValueError:
-        return ()
-
-
-def estimator_inputs(estimator: str) -> tuple[str, ...]:
-    """What the advantage estimator asks for: columns of the batch and settings."""
-    return function_settings(estimator, ADVANTAGE_ESTIMATORS, "adv.estimator")
-
-
-def needs_critic(estimator: str) -> bool:
-    """Whether the advantage estimator asks for the values that a critic gives."""
-    return "values" in estimator_inputs(estimator)
-
-
-def has_test_data(config: Any) -> bool:
-    return bool(config.data.test_paths or config.data.test_ratio)
-
-
-def is_evaluation(config: Any) -> bool:
-    """Whether the run evaluates a model and trains none."""
-    return isinstance(config, PPOConfig) and config.trainer.eval_only
-
-
-WITH_TEST_DATA = Condition(
-    lambda config, section: has_test_data(config),
-    "without data.test_path or data.test_ratio",
-    is_harmless=True,
-)
-WITH_TRAINING_ROWS = Condition(
-    lambda config, section: not is_evaluation(config) or config.data.test_ratio,
-    "with trainer.eval_only=true",
-    is_harmless=True,
-)
-WITH_CRITIC = Condition(
-    lambda config, section: needs_critic(config.adv.estimator),
-    "with adv.estimator={config.adv.estimator}, which needs no critic: set adv.estimator=gae",
-)
-WITH_SGLANG = Condition(
-    lambda config, section: choose_engine(section.engine)[0] == "sglang",
-    "with rollout.engine={section.engine}, which is the local engine here",
-    is_harmless=True,
-)
-WITH_GPU = Condition(
-    lambda config, section: torch.cuda.is_available(), "without a GPU", is_harmless=True
-)
-WITH_FILTER = Condition(lambda config, section: section.filter, "without rollout.filter")
-WITH_LORA = Condition(lambda config, section: section.lora_rank, "with {path}.lora_rank=0")
-WITH_SAMPLING = Condition(
-    lambda config, section: isinstance(config, PPOConfig),
-    "where nothing is sampled",
-    is_harmless=True,
-)
-WITH_RANDOMNESS = Condition(
-    lambda config, section: isinstance(config, PPOConfig) or has_new_adapters(config),
-    "where nothing is sampled and lora_rank=0",
-    is_harmless=True,
-)
-WITH_INFERENCE = Condition(  # DPO infers with its reference, PPO before its updates
-    lambda config, section: isinstance(config, PPOConfig | DPOConfig) or has_test_data(config),
-    "without data.test_path or data.test_ratio",
-    is_harmless=True,
-)
-WITH_GROUPS = Condition(
-    lambda config, section: not isinstance(config, SFTConfig),
-    "in SFT, where no rows share a prompt",
-    is_harmless=True,
-)
-WITH_LOGITS = Condition(
-    lambda config, section: not isinstance(section, CriticConfig | RewardModelConfig),
-    "in a critic or reward model, whose values are always float32",
-    is_harmless=True,
-)
 # A key that is not set has the value of another one. The critic and the teacher lie in memory, and
 # the critic splits a rollout, as the actor does; its rates stay its own.
 PLACEMENT = (
@@ -951,8 +883,3 @@ class RMConfig:
 def worker_names(config: Any) -> list[str]:
     """The sections of workers: actor, critic or both."""
     return [name for name in vars(config) if isinstance(getattr(config, name), WorkerConfig)]
-
-
-def has_new_adapters(config: Any) -> bool:
-    """Whether a worker trains adapters, whose weights are random at first."""
-    return any(getattr(config, name).lora_rank for name in worker_names(config))

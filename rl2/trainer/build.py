@@ -10,15 +10,9 @@ import torch.distributed as dist
 
 from rl2.batch import Batch, scored_spans
 from rl2.checkpoints import Parts
+from rl2.config.conditions import is_evaluation, needs_critic
 from rl2.config.parse import parse
-from rl2.config.schema import (
-    PPOConfig,
-    RolloutWorkerConfig,
-    SamplingConfig,
-    is_evaluation,
-    needs_critic,
-    worker_names,
-)
+from rl2.config.schema import PPOConfig, RolloutWorkerConfig, SamplingConfig, worker_names
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import EpochSampler, Example, Prompts, RowKind
 from rl2.engine.base import Engine, EngineSettings, SamplingParams

@@ -17,14 +17,8 @@ from rl2.algorithms.advantages import (
 )
 from rl2.algorithms.by_name import argument_names, call_by_name, find_function
 from rl2.batch import Batch, collate, drop_zero_advantages, split_minibatches
-from rl2.config.schema import (
-    ActorConfig,
-    CriticConfig,
-    KLConfig,
-    PPOConfig,
-    RolloutWorkerConfig,
-    estimator_inputs,
-)
+from rl2.config.conditions import estimator_inputs
+from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig, RolloutWorkerConfig
 from rl2.model.token_model import TokenScores
 from rl2.rollout.stats import mask_truncated, summarise, to_records, training_samples
 from rl2.trainer.build import PPORun, run_trainer
