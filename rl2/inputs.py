@@ -10,13 +10,21 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from rl2.config.conditions import is_evaluation
-from rl2.config.schema import DataConfig, DPOConfig, PPOConfig, RMConfig, SFTConfig
+from rl2.config.schema import (
+    DataConfig,
+    DPOConfig,
+    PPOConfig,
+    RMConfig,
+    SFTConfig,
+    worker_names,
+)
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import Examples, Prompts, RowKind
 from rl2.data.formats import ReadRow, read_pair_row, read_ppo_row, read_sft_row
 from rl2.data.rows import Rows, load_rows
 from rl2.env.call import Env
 from rl2.env.load import load_env, preflight
+from rl2.model.folder import check_length
 from rl2.parallel.mesh import is_first_rank
 
 TRIAL_ROWS = 1000  # rows that are read to show problems of the data beside those of the config
@@ -65,11 +73,31 @@ def make_prompts(
 ) -> tuple[Prompts | None, dict[str, Prompts]]:
     """(the prompts to train on, None in an evaluation; those of each test set by its name).
 
-    ValueError lists all problems.
+    ValueError lists all problems, or says that a trajectory may get too long for the model.
     """
     make = partial(Prompts, batch_size=config.data.prompts_per_rollout)
     train, tests = _make_items(Inputs(rows), config.data, template, make)
-    return (None if config.trainer.eval_only else train), tests
+    if config.trainer.eval_only:
+        train = None
+    elif train is not None:
+        _check_trajectory_length(config, "train", train)
+    for prompts in tests.values():
+        _check_trajectory_length(config, "test", prompts)
+    return train, tests
+
+
+def _check_trajectory_length(config: PPOConfig, split: str, prompts: Prompts) -> None:
+    """ValueError if the longest trajectory of the split has more positions than the model."""
+    max_turns = config.rollout.max_turns
+    answer = getattr(config.rollout, f"{split}_sampling_params").max_new_tokens
+    check_length(
+        "actor.model_name",
+        config.actor.model_name,
+        prompts.longest + max_turns * answer,
+        f"a trajectory may get {prompts.longest} (the longest {split} prompt) + {max_turns} x "
+        f"{answer} tokens: lower rollout.{split}_sampling_params.max_new_tokens, "
+        "data.max_length or rollout.max_turns",
+    )
 
 
 def read_examples(
@@ -77,13 +105,21 @@ def read_examples(
 ) -> tuple[Examples, dict[str, Examples]]:
     """(the examples to train on; those of each test set by its name).
 
-    ValueError lists all problems.
+    ValueError lists all problems, or says that a row has more positions than the model.
     """
     inputs = Inputs()
     _read_rows(inputs, config, kind.read)
     make = partial(Examples, kind=kind, batch_size=config.data.batch_size)
     train, tests = _make_items(inputs, config.data, template, make)
     assert train is not None
+    [worker_name] = worker_names(config)
+    longest = max(items.longest for items in (train, *tests.values()))
+    check_length(
+        f"{worker_name}.model_name",
+        getattr(config, worker_name).model_name,
+        longest,
+        f"a row has {longest} tokens: lower data.max_length",
+    )
     return train, tests
 
 

@@ -13,8 +13,8 @@ from common import ROOT
 
 from rl2.__main__ import main
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from rl2.algorithms.by_name import argument_names
 from rl2.algorithms.losses import POLICY_LOSSES, TOKEN_AVERAGES
+from rl2.config.by_name import argument_names
 from rl2.config.conditions import needs_critic
 from rl2.config.key import Condition, key, schema_keys, section
 from rl2.config.key_rules import check_keys, get_value

@@ -15,7 +15,7 @@ from common import ROOT, make_model, read_metrics, run
 
 from rl2.algorithms import losses
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from rl2.algorithms.by_name import find_function
+from rl2.config.by_name import choose_function, find_function
 
 # Heading -> the files that its diff touches: one, and for some the table that names it or the
 # reader of the key.
@@ -138,10 +138,12 @@ def test_the_added_trainer_works(changed_copy, tmp_path):
 
 def test_the_added_preference_loss_works(changed_copy):
     code = (
-        "import torch; from rl2.algorithms.losses import dpo_loss\n"
+        "import torch; from rl2.algorithms.losses import PREFERENCE_LOSSES, dpo_loss\n"
+        "from rl2.config.by_name import choose_function\n"
+        "pair_loss = choose_function('exponential', PREFERENCE_LOSSES, 'dpo.loss')\n"
         "logps, mask = torch.tensor([[-1.0], [-2.0]]), torch.ones(2, 1)\n"
         "zeros = torch.zeros(2, 1)\n"
-        "print(dpo_loss(logps, zeros, mask, mask / 2, 0.5, 'exponential', 0.0)[0].item())"
+        "print(dpo_loss(pair_loss, logps, zeros, mask, mask / 2, 0.5, 0.0)[0].item())"
     )
     printed = run("-c", code, env={"PYTHONPATH": str(changed_copy)}, cwd=changed_copy).stdout
     assert float(printed) == pytest.approx(torch.tensor(-0.5).exp().item())
@@ -174,7 +176,8 @@ def test_functions_of_a_users_file(tmp_path, monkeypatch):
         clip_high=0.2,
     )
     weights = torch.full((1, 2), 0.5)
-    loss, metrics = losses.policy_loss(inputs, weights, "my_algorithms.py:unclipped")
+    token_loss = choose_function("my_algorithms.py:unclipped", {}, "actor.loss")
+    loss, metrics = losses.policy_loss(token_loss, inputs, weights)
     loss.backward()
     e = torch.tensor(1.0).exp().item()
     assert loss.item() == pytest.approx((1 - e) / 2)

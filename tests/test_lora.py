@@ -89,7 +89,7 @@ def test_a_step_of_adamw_equals_peft_by_hand(make):
     assert plain.keys() == worker.trained_parameters.keys()
     for key, p in plain.items():
         p.data.copy_(worker.trained_parameters[key].detach().full_tensor())
-    worker.reference()(batch)  # afterwards the adapters must be active again at their scale
+    worker.reference().infer(batch)  # afterwards the adapters must be active again at their scale
     optimizer = torch.optim.AdamW(plain.values(), lr=1e-2, weight_decay=0.0)
     for _ in range(2):
         worker.update(batch, policy_loss, with_entropy=True)

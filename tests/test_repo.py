@@ -184,7 +184,14 @@ ALLOWED = {
     "env": {"env"},
     "env.load": {"env", "data.rows"},
     "data": {"data", "batch", "parallel.mesh"},
-    "inputs": {"config.conditions", "config.schema", "data", "env", "parallel.mesh"},
+    "inputs": {
+        "config.conditions",
+        "config.schema",
+        "data",
+        "env",
+        "model.folder",
+        "parallel.mesh",
+    },
     # An evaluation is a run of its own too, with a folder and a log.
     "evaluate": {
         "data.examples",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from rl2.algorithms.by_name import argument_names
+from rl2.config.by_name import argument_names
 from rl2.config.schema import PPOConfig, SFTConfig
 from rl2.report import loggers
 from rl2.report.console import Console, describe_step

@@ -587,6 +587,30 @@ def test_reward_parts_do_not_overwrite_the_metrics_of_the_reward():
     assert names == ["reward/mean", "reward/std"]
 
 
+def test_the_fraction_of_groups_of_equal_rewards():
+    """Failed and filtered trajectories do not count; sums that are equal in float32 are equal."""
+    rewards = {
+        0: [{"a": 0.1, "b": 0.2}, {"a": 0.3}],  # equal: 0.1 + 0.2 is 0.3 in the batch
+        1: [{"a": 0.0}, {"a": 1.0}],
+        2: [{"a": 0.5}],  # a group of one
+        3: [{"a": 0.5}, {"a": 0.5}, None],  # the last one failed
+        4: [None, None],
+    }
+    trajectories = []
+    for group, answers in rewards.items():
+        for parts in answers:
+            reason = "stop" if parts else "failed"
+            number = len(trajectories)
+            trajectories.append(
+                Trajectory(number, group, [], rewards=parts or {}, finish_reason=reason)
+            )
+    assert summarise(trajectories, 0)["rollout/zero_variance"] == pytest.approx(3 / 4)
+    for trajectory in trajectories:
+        trajectory.is_filtered = trajectory.group != 1
+    assert summarise(trajectories, 0)["rollout/zero_variance"] == 0
+    assert summarise(trajectories[-2:], 0)["rollout/zero_variance"] == 0  # no group is left
+
+
 def test_a_record_has_the_columns_of_its_row():
     """They can be written as JSON, whatever they are, and long ones are cut."""
     image = b"\xff" * 9999

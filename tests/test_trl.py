@@ -17,7 +17,15 @@ from parity import worker_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl2.algorithms.advantages import distillation, leave_one_out
-from rl2.algorithms.losses import PolicyInputs, kl_estimate, policy_loss, token_weights
+from rl2.algorithms.losses import (
+    POLICY_LOSSES,
+    PolicyInputs,
+    kl_estimate,
+    policy_loss,
+    reinforce,
+    token_weights,
+)
+from rl2.config.by_name import choose_function
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PAIR_ROWS, SFT_ROWS, Examples
 from rl2.data.rows import load_rows
@@ -325,7 +333,9 @@ def test_distillation_of_sampled_tokens(seed):
         clip_high=0.2,
     )
     weights = token_weights(mask, torch.arange(3), "token")
-    loss, _ = policy_loss(inputs, weights, "reinforce")
+    loss, _ = policy_loss(
+        lambda inputs: reinforce(inputs.logps, inputs.advantages), inputs, weights
+    )
     torch.testing.assert_close(loss, expected)
     gradients = [torch.autograd.grad(value, student_logits)[0] for value in (loss, expected)]
     torch.testing.assert_close(*gradients)
@@ -350,7 +360,9 @@ def test_distillation_has_the_gradient_of_the_reverse_kl(loss):
         clip_high=0.2,
     )
     # Each token with its probability as the weight: the expectation over samples.
-    surrogate, _ = policy_loss(inputs, logps[None].exp().detach(), loss)
+    surrogate, _ = policy_loss(
+        choose_function(loss, POLICY_LOSSES, "actor.loss"), inputs, logps[None].exp().detach()
+    )
     gradients = [
         torch.autograd.grad(value, logits, retain_graph=True)[0]
         for value in (surrogate, divergence)

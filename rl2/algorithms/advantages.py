@@ -6,12 +6,13 @@ S sampled tokens of the longest trajectory. `mask` [B, T] is 1 where the policy 
 trajectories answer the same prompt. Finite values where the mask is 0 have no influence.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl2.algorithms.by_name import Function
 from rl2.algorithms.losses import masked, sum_by_index
 
 TRAJECTORIES_AT_A_TIME = 512  # in `gae`, which needs memory for them
@@ -158,7 +159,7 @@ def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros_like(advantages).masked_scatter_(mask > 0, scaled)
 
 
-ADVANTAGE_ESTIMATORS: dict[str, Function] = {
+ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Any]] = {
     "reinforce": group_advantages,
     "rloo": leave_one_out,
     "reinforce_plus_plus": reinforce_plus_plus,
@@ -166,20 +167,6 @@ ADVANTAGE_ESTIMATORS: dict[str, Function] = {
     "distillation": distillation,
     "gae": gae,
 }
-
-
-def zero_std_group_fraction(
-    rewards: Tensor, mask: Tensor, group: Tensor, trajectory: Tensor
-) -> Tensor:
-    """The fraction of groups whose trajectories all have the same reward, groups of one included.
-
-    Without a critic such a group teaches nothing. Trajectories without a trained token do not
-    count, nor do groups that have no others.
-    """
-    _, member_of, deviations, sizes = _deviations(rewards, mask, group, trajectory)
-    differs = sum_by_index(member_of, deviations.abs(), len(sizes)) > 0
-    num_groups = (sizes > 0).sum()
-    return (num_groups - differs.sum()) / num_groups.clamp(min=1)
 
 
 def sum_by_trajectory(columns: Tensor, trajectory: Tensor) -> Tensor:

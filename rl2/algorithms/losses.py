@@ -13,8 +13,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from rl2.algorithms.by_name import Function, call_by_name, find_function
-
 Metrics = dict[str, Tensor]
 LossAndMetrics = tuple[Tensor, Metrics]
 LARGEST_EXPONENT = 80  # e^80 is finite in fp32 and bf16, and no useful ratio is near it
@@ -171,7 +169,7 @@ def reinforce(logps: Tensor, advantages: Tensor) -> TokenLosses:
     return -advantages * logps, {}
 
 
-POLICY_LOSSES: dict[str, Function] = {
+POLICY_LOSSES: dict[str, Callable[..., TokenLosses]] = {
     "ppo": ppo,
     "gspo": gspo,
     "cispo": cispo,
@@ -180,12 +178,15 @@ POLICY_LOSSES: dict[str, Function] = {
 
 
 def policy_loss(
-    inputs: PolicyInputs, weights: Tensor, loss: str = "ppo", correction: Tensor | None = None
+    token_loss: Callable[[PolicyInputs], TokenLosses],
+    inputs: PolicyInputs,
+    weights: Tensor,
+    correction: Tensor | None = None,
 ) -> LossAndMetrics:
-    """The policy gradient's surrogate `loss`, a weighted sum over [b, T], and its metrics.
+    """The policy gradient's surrogate `token_loss`, a weighted sum over [b, T], and its metrics.
 
-    `loss` is a name of POLICY_LOSSES or `file.py:function`. `correction` [b, T], of
-    `importance_weights`, multiplies the loss of each token. Only `inputs.logps` gets a gradient.
+    `correction` [b, T], of `importance_weights`, multiplies the loss of each token. Only
+    `inputs.logps` gets a gradient.
 
     Metrics: approx_kl, k3 of KL(old || new); ratio, the mean rho (gspo: of the sequence); and those
     of the loss. ppo, gspo and cispo give clip_ratio, the fraction of tokens whose gradient (cispo:
@@ -193,8 +194,7 @@ def policy_loss(
     """
     advantages = masked(inputs.mask, inputs.advantages).detach()
     inputs = replace(inputs, old_logps=inputs.old_logps.detach(), advantages=advantages)
-    token_loss = find_function(loss, POLICY_LOSSES, "actor.loss")
-    losses, metrics = call_by_name(token_loss, inputs)
+    losses, metrics = token_loss(inputs)
     if correction is not None:
         losses = losses * correction.detach()
     log_ratio = inputs.log_ratio.detach()
@@ -339,23 +339,27 @@ def hinge(margin: Tensor, beta: float) -> Tensor:
     return (1 - beta * margin).clamp(min=0)
 
 
-PREFERENCE_LOSSES: dict[str, Function] = {"sigmoid": sigmoid, "ipo": ipo, "hinge": hinge}
+PREFERENCE_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "sigmoid": sigmoid,
+    "ipo": ipo,
+    "hinge": hinge,
+}
 
 
 def dpo_loss(
+    pair_loss: Callable[[PreferenceInputs], Tensor],
     logps: Tensor,
     ref_logps: Tensor,
     mask: Tensor,
     weights: Tensor,
     beta: float,
-    loss: str,
     label_smoothing: float,
 ) -> LossAndMetrics:
-    """The weighted sum over pairs of the preference loss `loss`, and its metrics.
+    """The weighted sum over pairs of the preference loss `pair_loss`, and its metrics.
 
-    `loss` is a name of PREFERENCE_LOSSES or `file.py:function`. Metrics: those of `pair_metrics`
-    for the rewards beta * sum(logp - ref_logp), and kl, the k3 estimate of KL(reference || policy)
-    on the tokens of both replies, as though the reference had written them.
+    Metrics: those of `pair_metrics` for the rewards beta * sum(logp - ref_logp), and kl, the k3
+    estimate of KL(reference || policy) on the tokens of both replies, as though the reference had
+    written them.
     """
     totals = masked(mask, logps - ref_logps.detach()).sum(1)
     weights_of_pairs, metrics = pair_metrics(beta * totals, weights)
@@ -367,8 +371,7 @@ def dpo_loss(
         beta=beta,
         label_smoothing=label_smoothing,
     )
-    pair_loss = find_function(loss, PREFERENCE_LOSSES, "dpo.loss")
-    return (call_by_name(pair_loss, inputs) * weights_of_pairs).sum(), metrics
+    return (pair_loss(inputs) * weights_of_pairs).sum(), metrics
 
 
 def reward_loss(

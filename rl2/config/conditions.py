@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from rl2.algorithms.by_name import Function, argument_names, find_function
+from rl2.config.by_name import Function, argument_names, find_function
 from rl2.config.key import Condition
 from rl2.engine.select import choose_engine
 

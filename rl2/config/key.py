@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import UnionType
 from typing import Any, get_args
 
-from rl2.algorithms.by_name import Function
+from rl2.config.by_name import Function
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl2.algorithms.by_name import argument_names, find_function
+from rl2.config.by_name import argument_names, find_function
 from rl2.config.conditions import estimator_inputs, function_settings
 from rl2.config.key import Key, schema_keys
 from rl2.config.schema import FOLLOWED_KEYS

@@ -1,9 +1,11 @@
 """What a step's trajectories become: training samples, metrics and records. Nothing here
 communicates: every process has all trajectories."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from rl2.algorithms.advantages import sum_by_trajectory
@@ -40,10 +42,24 @@ def summarise(trajectories: list[Trajectory], version: int) -> dict[str, float]:
         "rollout/truncated": _mean(t.finish_reason == "length" for t in trajectories),
         "rollout/failed": _mean(t.finish_reason == "failed" for t in trajectories),
         "rollout/turns": _mean(t.num_turns for t in trajectories),
+        "rollout/zero_variance": _equal_group_fraction(trajectories),
         "rollout/staleness": _total_lag(trajectories, version) / max(1, num_sampled),
         "tokens/sampled": num_sampled,
         **_filter_metrics(trajectories),
     }
+
+
+def _equal_group_fraction(trajectories: list[Trajectory]) -> float:
+    """The fraction of the trained groups whose trajectories all have the same reward.
+
+    An estimator that compares them learns nothing from such a group, nor from a group of one.
+    """
+    rewards = defaultdict(set)
+    for trajectory in trajectories:
+        if trajectory.finish_reason != "failed" and not trajectory.is_filtered:
+            # In the batch, 0.1 + 0.2 is 0.3.
+            rewards[trajectory.group].add(np.float32(trajectory.reward))
+    return _mean(len(values) == 1 for values in rewards.values()) if rewards else 0.0
 
 
 def _filter_metrics(trajectories: list[Trajectory]) -> dict[str, float]:

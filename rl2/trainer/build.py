@@ -29,7 +29,6 @@ from rl2.inputs import (
 )
 from rl2.memory_plan import Prediction, choose_checkpointing
 from rl2.model.folder import (
-    check_length,
     check_model,
     check_tokens,
     load_eos_token_ids,
@@ -80,8 +79,6 @@ class PPORun:
         if config.teacher.model_name:
             check_tokens("teacher.model_name", config.teacher.model_name, tokenizer)
         prompts, tests = make_prompts(config, rows, template)
-        for test_prompts in tests.values():
-            _check_trajectory_length(config, "test", test_prompts)
         config = choose_checkpointing(config)
         self.prediction = Prediction(config, dist.get_world_size())
         self.workers: dict[str, Worker] = {}  # none in an evaluation
@@ -110,7 +107,6 @@ class PPORun:
     def _plan_steps(self, prompts: Prompts) -> tuple[SavedRollouts | None, int]:
         """(the rollouts of another run, None where they are sampled; the number of steps)."""
         config = self.config
-        _check_trajectory_length(config, "train", prompts)
         if path := config.trainer.rollouts_from:
             saved = SavedRollouts(path, config.actor.model_name, self.meaning)
             return saved, self.folder.count_steps(saved.num_steps, batch_size=1)
@@ -178,8 +174,10 @@ class PPORun:
 
     def begin(self) -> None:
         """Brings engine and actor to the same weights, and evaluates before the first step."""
-        # At the start both have read the same files, so their weights must agree to the bit.
-        self._send_weights(load=self.recorder.start_step > 0, verify=self.recorder.start_step == 0)
+        if self.engine:
+            # At the start both have read the same files, so their weights must agree to the bit.
+            is_start = self.recorder.start_step == 0
+            self._send_weights(self.engine.verify_weights if is_start else self.engine.load_weights)
         self.recorder.begin(self.evaluate if self.evaluator else None)
 
     def collect(self, step: int) -> list[Trajectory]:
@@ -196,13 +194,12 @@ class PPORun:
         """Wakes the engine with the actor's weights, compared there if the config asks for it."""
         if self.engine:
             self.engine.wake()
-        self._send_weights(load=True, verify=self.config.rollout.check_weights)
+            self._send_weights(self.engine.load_weights)
+            if self.config.rollout.check_weights:
+                self._send_weights(self.engine.verify_weights)
 
-    def _send_weights(self, load: bool, verify: bool) -> None:
-        engine = self.engine
-        calls = [engine.load_weights] * load + [engine.verify_weights] * verify if engine else []
-        for call in calls:
-            call(self.actor.iter_full_weights(self.actor.dtype), self.actor.version)
+    def _send_weights(self, receive: Callable[..., None]) -> None:
+        receive(self.actor.iter_full_weights(self.actor.dtype), self.actor.version)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Plays the test sets and writes their transcripts. Returns their metrics."""
@@ -240,20 +237,6 @@ def make_ppo_workers(
         section = replace(config.critic, model_name=model_name)
         workers["critic"] = make_worker(section, is_critic=True)
     return workers, frozen
-
-
-def _check_trajectory_length(config: PPOConfig, split: str, prompts: Prompts) -> None:
-    """ValueError if the longest trajectory of the split has more positions than the model."""
-    max_turns = config.rollout.max_turns
-    answer = getattr(config.rollout, f"{split}_sampling_params").max_new_tokens
-    check_length(
-        "actor.model_name",
-        config.actor.model_name,
-        prompts.longest + max_turns * answer,
-        f"a trajectory may get {prompts.longest} (the longest {split} prompt) + {max_turns} x "
-        f"{answer} tokens: lower rollout.{split}_sampling_params.max_new_tokens, "
-        "data.max_length or rollout.max_turns",
-    )
 
 
 def _sampling_params(config: SamplingConfig, model_stop_ids: list[int]) -> SamplingParams:
@@ -295,12 +278,8 @@ class OfflineRun:
         self.examples, tests = read_examples(config, kind, template)
         num_steps = _count_steps(self.examples, folder)
         self.test_batches: dict[str, Batch] = {}  # by the name of the test set
-        longest = self.examples.longest
         for name, test_examples in tests.items():
             self.test_batches[name] = make_batch(self, list(test_examples))
-            longest = max(longest, test_examples.longest)
-        problem = f"a row has {longest} tokens: lower data.max_length"
-        check_length(key, model_name, longest, problem)
         torch.manual_seed(config.trainer.seed)  # of new weights
         config = choose_checkpointing(config)
         prediction = Prediction(config, dist.get_world_size())

@@ -5,18 +5,13 @@
 
 from collections.abc import Iterator
 from functools import partial
-from types import SimpleNamespace
 
 from torch import Tensor
 
 from rl2.algorithms import losses
-from rl2.algorithms.advantages import (
-    ADVANTAGE_ESTIMATORS,
-    distillation,
-    zero_std_group_fraction,
-)
-from rl2.algorithms.by_name import argument_names, call_by_name, find_function
+from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, distillation
 from rl2.batch import Batch, collate, drop_zero_advantages, split_minibatches
+from rl2.config.by_name import argument_names, call_by_name, choose_function, find_function
 from rl2.config.conditions import estimator_inputs
 from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig, RolloutWorkerConfig
 from rl2.model.token_model import TokenScores
@@ -130,17 +125,25 @@ def can_drop_rows(config: PPOConfig) -> bool:
 
 def add_advantages(batch: Batch, config: PPOConfig) -> dict[str, float]:
     """Fills batch.advantages, and batch.returns for a critic. Returns metrics."""
-    rewards = batch.rewards
-    fraction = zero_std_group_fraction(rewards, batch.mask, batch.group, batch.trajectory)
-    metrics = {"rollout/zero_variance": fraction.item()}
+    rewards, metrics = batch.rewards, {}
     if config.kl.type == "reward":
         assert batch.old_logps is not None and batch.ref_logps is not None
         kl = losses.kl_estimate(batch.old_logps, batch.ref_logps, config.kl.reward_estimator)
         kl = kl * batch.mask
         rewards = rewards - config.kl.coef * kl
         metrics["actor/kl"] = mean_over_tokens(kl, batch)
-    columns = vars(batch) | {"rewards": rewards, "mask": batch.mask.float()}
-    inputs = SimpleNamespace(**columns, **vars(config.adv))  # it has AdvantageInputs' attributes
+    inputs = AdvantageInputs(
+        rewards=rewards,
+        values=batch.values,
+        mask=batch.mask.float(),
+        group=batch.group,
+        trajectory=batch.trajectory,
+        gamma=config.adv.gamma,
+        lamda=config.adv.lamda,
+        norm_var=bool(config.adv.norm_var),
+        old_logps=batch.old_logps,
+        teacher_logps=batch.teacher_logps,
+    )
     estimator = find_function(config.adv.estimator, ADVANTAGE_ESTIMATORS, "adv.estimator")
     estimated = call_by_name(estimator, inputs)
     if isinstance(estimated, tuple):
@@ -183,7 +186,8 @@ def actor_loss(config: ActorConfig, kl: KLConfig, batch: Batch, scores: TokenSco
         clip_high=config.clip_high or config.clip,
         dual_clip=config.dual_clip,
     )
-    loss, metrics = losses.policy_loss(inputs, weights, config.loss, correction)
+    token_loss = choose_function(config.loss, losses.POLICY_LOSSES, "actor.loss")
+    loss, metrics = losses.policy_loss(token_loss, inputs, weights, correction)
     mismatch = losses.rollout_mismatch(old_logps, batch.engine_logps, weights)
     metrics |= {f"mismatch_{name}": value for name, value in mismatch.items()}
     if kl.type == "loss":

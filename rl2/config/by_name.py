@@ -8,7 +8,7 @@ know which keys have an effect, and a new function needs no entry anywhere else.
 import inspect
 import runpy
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,11 @@ def find_function(name: str, table: Mapping[str, Function], key: str) -> Functio
     if not callable(function):
         raise ValueError(f"{key}={name}: {path} has no function {attribute}")
     return function
+
+
+def choose_function(name: str, table: Mapping[str, Function], key: str) -> Callable[[object], Any]:
+    """`find_function` as a function of one object, whose attributes are the inputs."""
+    return partial(call_by_name, find_function(name, table, key))
 
 
 def argument_names(function: Function) -> tuple[str, ...]:
