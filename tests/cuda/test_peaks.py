@@ -58,9 +58,9 @@ def step_apart(gpu, steps):
     """A context in which the optimizer's step is a phase of its own, appended to `steps`."""
     step = Worker._step
 
-    def counted(worker):
+    def counted(worker, skip):
         with gpu.phase() as phase:
-            result = step(worker)
+            result = step(worker, skip)
         steps.append(phase)
         return result
 
