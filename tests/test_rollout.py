@@ -608,7 +608,7 @@ def test_the_fraction_of_groups_of_equal_rewards():
     for trajectory in trajectories:
         trajectory.is_filtered = trajectory.group != 1
     assert summarise(trajectories, 0)["rollout/zero_variance"] == 0
-    assert summarise(trajectories[-2:], 0)["rollout/zero_variance"] == 0  # no group is left
+    assert summarise(trajectories[-2:], 0)["rollout/zero_variance"] == 1  # no group is left
 
 
 def test_a_record_has_the_columns_of_its_row():

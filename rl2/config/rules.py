@@ -119,6 +119,9 @@ def check_paths(config: Any) -> Iterator[str]:
         )
     if isinstance(config, PPOConfig):
         yield from check_model("teacher.model_name", config.teacher.model_name)
+        saved = config.trainer.rollouts_from
+        if saved and not Path(saved).is_dir():
+            yield f"trainer.rollouts_from={saved}: no such folder"
     for name in worker_names(config):
         worker = getattr(config, name)
         yield from check_model(f"{name}.model_name", worker.model_name)

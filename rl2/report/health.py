@@ -219,8 +219,10 @@ def _skip_name(worker: str) -> str:
 
 
 def _find_rollout_problems(metrics: dict[str, float], config: dict[str, Any]) -> Iterator[Problem]:
-    num_groups, num_wanted = metrics.get("rollout/groups"), config["data"]["prompts_per_rollout"]
-    if num_groups is not None and num_groups < num_wanted:
+    num_wanted = config["data"]["prompts_per_rollout"]
+    # Saved rollouts may have been filtered by the run that sampled them.
+    num_groups = metrics.get("rollout/groups") if config["rollout"]["filter"] else None
+    if num_groups and num_groups < num_wanted:
         reason = (
             f"after rollout.max_refills={config['rollout']['max_refills']} refills, "
             f"{num_groups} of {num_wanted} groups were within rollout.filter="
@@ -231,7 +233,12 @@ def _find_rollout_problems(metrics: dict[str, float], config: dict[str, Any]) ->
     if metrics["rollout/failed"] == 1:
         yield Problem("taught nothing", "the environment failed on every trajectory")
     elif num_groups == 0:
-        yield Problem("taught nothing", "rollout.filter left no group")
+        rollout = config["rollout"]
+        reason = (
+            f"rollout.filter={rollout['filter']} left no group after "
+            f"rollout.max_refills={rollout['max_refills']} refills"
+        )
+        yield Problem("taught nothing", reason)
     elif "actor/lr" not in metrics:
         freeze_steps = config["actor"]["freeze_steps"]
         reason = f"actor.freeze_steps={freeze_steps} keeps it as it is in these steps"

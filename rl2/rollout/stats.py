@@ -52,14 +52,15 @@ def summarise(trajectories: list[Trajectory], version: int) -> dict[str, float]:
 def _equal_group_fraction(trajectories: list[Trajectory]) -> float:
     """The fraction of the trained groups whose trajectories all have the same reward.
 
-    An estimator that compares them learns nothing from such a group, nor from a group of one.
+    An estimator that compares them learns nothing from such a group, nor from a group of one. It
+    is 1 where no group is trained.
     """
     rewards = defaultdict(set)
     for trajectory in trajectories:
         if trajectory.finish_reason != "failed" and not trajectory.is_filtered:
             # In the batch, 0.1 + 0.2 is 0.3.
             rewards[trajectory.group].add(np.float32(trajectory.reward))
-    return _mean(len(values) == 1 for values in rewards.values()) if rewards else 0.0
+    return _mean(len(values) == 1 for values in rewards.values()) if rewards else 1.0
 
 
 def _filter_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
