@@ -37,13 +37,14 @@ def validate(config: Any, set_keys: set[str]) -> Checked:
         if not needs_critic(config.adv.estimator):
             workers.remove("critic")
         if config.teacher.model_name:
+            problems += check_model("teacher.model_name", config.teacher.model_name)
             problems += check_layout("teacher", config.teacher, world_size)
             problems += check_lengths(config, "teacher")
         problems += check_env(config.rollout.env_path)
         problems += check_step_sizes(config)
         problems += check_pairs(config)
         problems += check_rewards(config.rollout)
-        problems += check_evaluation(config)
+        problems += check_kind_of_run(config)
         problems += check_engine(config.rollout)
         warnings += [*rollout_warnings(config), *evaluation_warnings(config)]
         warnings += [*loss_warnings(config, set_keys), *freeze_warnings(config)]
@@ -117,11 +118,6 @@ def check_paths(config: Any) -> Iterator[str]:
             f"data.test_ratio={config.data.test_ratio}: data.test_path has the test rows already; "
             "leave one of the two out"
         )
-    if isinstance(config, PPOConfig):
-        yield from check_model("teacher.model_name", config.teacher.model_name)
-        saved = config.trainer.rollouts_from
-        if saved and not Path(saved).is_dir():
-            yield f"trainer.rollouts_from={saved}: no such folder"
     for name in worker_names(config):
         worker = getattr(config, name)
         yield from check_model(f"{name}.model_name", worker.model_name)
@@ -265,10 +261,15 @@ def check_rewards(rollout: Any) -> Iterator[str]:
         )
 
 
-def check_evaluation(config: PPOConfig) -> Iterator[str]:
-    """Whether there is something to evaluate, where that is all that the run does."""
+def check_kind_of_run(config: PPOConfig) -> Iterator[str]:
+    """Whether there is what an evaluation, or a run on saved rollouts, works on."""
+    saved = config.trainer.rollouts_from
     if config.trainer.eval_only and not has_test_data(config):
         yield "trainer.eval_only=true needs data.test_path or data.test_ratio"
+    if config.trainer.eval_only and saved:
+        yield "trainer.eval_only=true trains on no rollouts: leave trainer.rollouts_from out"
+    elif saved and not Path(saved).is_dir():
+        yield f"trainer.rollouts_from={saved}: no such folder"
 
 
 def check_engine(rollout: Any) -> Iterator[str]:

@@ -220,9 +220,9 @@ def _skip_name(worker: str) -> str:
 
 def _find_rollout_problems(metrics: dict[str, float], config: dict[str, Any]) -> Iterator[Problem]:
     num_wanted = config["data"]["prompts_per_rollout"]
-    # Saved rollouts may have been filtered by the run that sampled them.
-    num_groups = metrics.get("rollout/groups") if config["rollout"]["filter"] else None
-    if num_groups and num_groups < num_wanted:
+    num_groups = metrics.get("rollout/groups", num_wanted)
+    has_filter = config["rollout"]["filter"]  # saved rollouts may be those of a run that had one
+    if has_filter and 0 < num_groups < num_wanted:
         reason = (
             f"after rollout.max_refills={config['rollout']['max_refills']} refills, "
             f"{num_groups} of {num_wanted} groups were within rollout.filter="
