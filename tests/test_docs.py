@@ -13,6 +13,7 @@ import torch
 from common import ROOT
 
 from rl2.algorithms import losses
+from rl2.config.by_name import choose_function
 from rl2.config.parse import OPEN_KEYS
 
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
@@ -156,6 +157,8 @@ def metrics_of_losses() -> set[str]:
     column = torch.zeros(2, 3)
     inputs = losses.PolicyInputs(column, column, column, column, clip=0.2, clip_high=0.2)
     arguments = {
+        "token_loss": choose_function("ppo", losses.POLICY_LOSSES, "actor.loss"),
+        "pair_loss": choose_function("sigmoid", losses.PREFERENCE_LOSSES, "dpo.loss"),
         "inputs": inputs,
         "correction": None,
         "clip_high": None,
@@ -170,10 +173,7 @@ def metrics_of_losses() -> set[str]:
     found.remove("mismatch_ratio_squared")  # it becomes the effective sample size
     for function in (losses.policy_loss, losses.value_loss, losses.dpo_loss, losses.reward_loss):
         names = inspect.signature(function).parameters
-        values = {name: arguments.get(name, column) for name in names if name != "loss"}
-        if "loss" in names:
-            values["loss"] = "ppo" if function is losses.policy_loss else "sigmoid"
-        found |= function(**values)[1].keys()
+        found |= function(**{name: arguments.get(name, column) for name in names})[1].keys()
     return found
 
 
