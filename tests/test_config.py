@@ -589,10 +589,16 @@ def test_saved_rollouts_are_not_on_the_policy_and_have_no_tests(base, tmp_path, 
     parse(PPOConfig, arguments)
     text = capsys.readouterr().err
     assert "the ratio is exactly 1" in text and "nothing is sampled" not in text
-    parse(PPOConfig, [*arguments, "trainer.rollouts_from=runs/a"])
+    parse(PPOConfig, [*arguments, f"trainer.rollouts_from={tmp_path}"])
     text = capsys.readouterr().err
     assert "the ratio is exactly 1" not in text
     assert "data.test_path: nothing is sampled with trainer.rollouts_from" in text
+    with pytest.raises(SystemExit):
+        parse(PPOConfig, [*arguments, "trainer.rollouts_from=nowhere", "trainer.eval_only=true"])
+    assert "trains on no rollouts: leave trainer.rollouts_from out" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse(PPOConfig, [*base, "trainer.rollouts_from=nowhere"])
+    assert "trainer.rollouts_from=nowhere: no such folder" in capsys.readouterr().err
 
 
 def test_k1_in_the_loss_warns(base, capsys):
