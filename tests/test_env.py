@@ -243,11 +243,11 @@ def test_waiting_for_a_slot_does_not_count_towards_the_timeout():
         nonlocal max_running
         running.add(threading.get_ident())
         max_running = max(max_running, len(running))
-        time.sleep(0.05)
+        time.sleep(0.1)
         running.discard(threading.get_ident())
         return 1.0
 
-    env = Env(slow, timeout=0.5)
+    env = Env(slow, timeout=1.0)
 
     async def main():
         return await asyncio.gather(*(env.score(REPLY, ROW) for _ in range(16 * CONCURRENCY)))

@@ -172,6 +172,7 @@ def test_a_recipe_makes_and_reads_its_data(script, tmp_path, monkeypatch):
     overrides = [word.replace(folder, str(tmp_path / "data")) for word in overrides]
     config = parse(CONFIGS[trainer], overrides)
     template = ChatTemplate(make_tokenizer())
+    monkeypatch.setattr("rl2.inputs.check_length", lambda *lengths: None)  # models of the hub
     if trainer == "ppo":
         rows, _ = read_ppo_inputs(config)
         items, test_items = make_prompts(config, rows, template)

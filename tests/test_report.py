@@ -352,10 +352,11 @@ def test_the_phase_of_an_update_measures_its_processor_time(
     with log.phase("rollout"):
         pass
     with log.phase("update"):
-        time.sleep(0.2)
+        time.sleep(1.0)
     [line] = [line for line in capsys.readouterr().out.splitlines() if "measured" in line]
     seconds, cpu_seconds, num_threads = eval(line.removeprefix("measured "))
-    assert seconds >= 0.2 > 0.1 > cpu_seconds and num_threads == torch.get_num_threads()
+    assert seconds >= 1.0 and cpu_seconds < seconds / 2  # other threads of this process count
+    assert num_threads == torch.get_num_threads()
 
 
 class FakeWandb(types.ModuleType):
