@@ -1,5 +1,6 @@
 """How a run ends early: a stop that saves, and errors that are one message."""
 
+import faulthandler
 import os
 import signal
 import sys
@@ -99,8 +100,10 @@ def _print_once_a_node(text: str) -> None:
 def guard(watchdog_seconds: float) -> Iterator[None]:
     """What every main runs in: signals and errors end it with one message, and a watchdog.
 
-    `watchdog_seconds` is the limit of the watchdog; 0 = none.
+    `watchdog_seconds` is the limit of the watchdog; 0 = none. A crash in native code, which raises
+    no error, prints the Python stacks of its process.
     """
+    faulthandler.enable()
     end_on_signals()
     with Watchdog(watchdog_seconds) as watchdog, user_errors(watchdog):
         yield

@@ -1,6 +1,7 @@
 """Runs that meet signals, hangs, lost ranks and full disks. The scenarios are in faults.py."""
 
 import json
+import signal
 
 import pytest
 from common import make_model, run
@@ -18,6 +19,16 @@ def folder(tmp_path_factory):
 
 def test_signals_full_disks_and_a_port_in_use(folder):
     run("tests/faults.py", folder, "signals", "disks", timeout=300)
+
+
+def test_a_crash_in_native_code_prints_where_it_was(tmp_path):
+    crash = "def crash():\n    ctypes.string_at(0)\n"
+    script = f"import ctypes\nfrom rl2.signals import guard\n{crash}with guard(0):\n    crash()\n"
+    (tmp_path / "crash.py").write_text(script)
+    done = run(tmp_path / "crash.py", check=False)
+    assert done.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in done.stderr
+    assert 'crash.py", line 4 in crash' in done.stderr
 
 
 def test_the_watchdog_and_a_lost_rank(folder):

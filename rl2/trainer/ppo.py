@@ -28,11 +28,10 @@ def train(run: PPORun) -> None:
     """
     config, recorder = run.config, run.recorder
     # Of each worker: its loss, the mean that this is, and the limit of its mean probability ratio.
-    average = (config.actor.average, config.actor.average_constant)
     objectives = {
         "actor": (
             partial(actor_loss, config.actor, config.kl),
-            average,
+            (config.actor.average, config.actor.average_constant),
             config.actor.skip_threshold,
         ),
         "critic": (partial(critic_loss, config.critic), ("token", None), None),
