@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import Prompts
+from rl2.data.examples import PROMPT_ROWS, Examples
 from rl2.data.rows import pack_rows
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
@@ -144,7 +144,9 @@ def main() -> None:
         ]
         return Collector(
             player,
-            prompts=Prompts(pack_rows(rows), template, max_length=1000, batch_size=batch_size),
+            prompts=Examples(
+                pack_rows(rows), template, PROMPT_ROWS, max_length=1000, batch_size=batch_size
+            ),
             params=params,
             write_records=lambda split, step, records: None,
             samples_per_prompt=arguments.samples,

@@ -76,22 +76,14 @@ def anonymous_mebibytes() -> float:
 
 
 def load_items(trainer: str, rows: str, tokenizer):
-    """The prompts or examples. Checkouts before the cache took a tokenizer and a path."""
-    from rl2.data import examples, formats
+    """The tokenised rows."""
+    from rl2.data.chat import ChatTemplate
+    from rl2.data.examples import PROMPT_ROWS, SFT_ROWS, Examples
     from rl2.data.rows import load_rows
 
-    if hasattr(examples, "open_table"):
-        from rl2.data.chat import ChatTemplate
-
-        template, kind = ChatTemplate(tokenizer), examples.SFT_ROWS
-        if trainer == "ppo":
-            loaded = load_rows(rows, read=formats.read_ppo_row)
-            return examples.Prompts(loaded, template, max_length=512)
-        return examples.Examples(load_rows(rows, read=kind.read), template, kind, max_length=512)
-    if trainer == "ppo":
-        loaded = load_rows(rows, read=formats.read_ppo_row)
-        return examples.Prompts(loaded, tokenizer, max_length=512)
-    return examples.Examples(rows, "train", tokenizer, examples.SFT_ROWS, max_length=512)
+    kind = PROMPT_ROWS if trainer == "ppo" else SFT_ROWS
+    rows = load_rows(rows, read=kind.read)
+    return Examples(rows, ChatTemplate(tokenizer), kind, max_length=512)
 
 
 def measure(trainer: str, rows: str, model: str) -> None:

@@ -33,7 +33,7 @@ import rl2
 from rl2.algorithms import losses
 from rl2.batch import collate, drop_zero_advantages, split_minibatches
 from rl2.config.schema import PPOConfig
-from rl2.data.examples import Prompt
+from rl2.data.examples import Example
 from rl2.packing import pack, plan_micro_batches
 from rl2.report import loggers
 from rl2.rollout import collect
@@ -159,7 +159,7 @@ def play_groups(arguments, rank, text):
         row = {"messages": text[: PROMPT_TOKENS * CHARACTERS_A_TOKEN], "answer": str(group_id)}
         first_trajectory = group_id * arguments.samples
         group = begin_group(
-            group_id, Prompt(group_id, row, prompt), arguments.samples, first_trajectory
+            group_id, Example(group_id, row, [(prompt, [])]), arguments.samples, first_trajectory
         )
         for trajectory in group.trajectories:
             length = int(rng.integers(max(1, arguments.length - JITTER), arguments.length + 1))

@@ -13,7 +13,7 @@ from statistics import fmean
 
 import torch.distributed as dist
 
-from rl2.data.examples import Prompts
+from rl2.data.examples import Examples
 from rl2.engine.base import SamplingParams
 from rl2.env.contract import EnvError
 from rl2.parallel.mesh import all_gather_objects, is_first_rank
@@ -35,7 +35,7 @@ class Evaluator:
     """
 
     collector: Collector
-    sets: dict[str, Prompts]
+    sets: dict[str, Examples]
     params: SamplingParams
     num_samples: int
 

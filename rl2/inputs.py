@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,7 +19,7 @@ from rl2.config.schema import (
     worker_names,
 )
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import Examples, Prompts, RowKind
+from rl2.data.examples import PROMPT_ROWS, Examples, RowKind
 from rl2.data.formats import ReadRow, read_pair_row, read_ppo_row, read_sft_row
 from rl2.data.rows import Rows, load_rows
 from rl2.env.call import Env
@@ -34,9 +34,6 @@ READERS: dict[type, Callable[[dict], ReadRow]] = {
     DPOConfig: read_pair_row,
     RMConfig: read_pair_row,
 }
-
-
-Items = TypeVar("Items", Prompts, Examples)
 
 
 @dataclass
@@ -70,12 +67,12 @@ def read_ppo_inputs(config: PPOConfig) -> tuple[dict[str, Rows], Env]:
 
 def make_prompts(
     config: PPOConfig, rows: dict[str, Rows], template: ChatTemplate
-) -> tuple[Prompts | None, dict[str, Prompts]]:
+) -> tuple[Examples | None, dict[str, Examples]]:
     """(the prompts to train on, None in an evaluation; those of each test set by its name).
 
     ValueError lists all problems, or says that a trajectory may get too long for the model.
     """
-    make = partial(Prompts, batch_size=config.data.prompts_per_rollout)
+    make = partial(Examples, kind=PROMPT_ROWS, batch_size=config.data.prompts_per_rollout)
     train, tests = _make_items(Inputs(rows), config.data, template, make)
     if config.trainer.eval_only:
         train = None
@@ -86,7 +83,7 @@ def make_prompts(
     return train, tests
 
 
-def _check_trajectory_length(config: PPOConfig, split: str, prompts: Prompts) -> None:
+def _check_trajectory_length(config: PPOConfig, split: str, prompts: Examples) -> None:
     """ValueError if the longest trajectory of the split has more positions than the model."""
     max_turns = config.rollout.max_turns
     answer = getattr(config.rollout, f"{split}_sampling_params").max_new_tokens
@@ -124,13 +121,13 @@ def read_examples(
 
 
 def _make_items(
-    inputs: Inputs, data: DataConfig, template: ChatTemplate, make: Callable[..., Items]
-) -> tuple[Items | None, dict[str, Items]]:
+    inputs: Inputs, data: DataConfig, template: ChatTemplate, make: Callable[..., Examples]
+) -> tuple[Examples | None, dict[str, Examples]]:
     """Tokenises the rows, and splits test rows off. Only training rows are shuffled.
 
     The name of a test set is that of data.test_path.NAME, or "".
     """
-    tests: dict[str, Items] = {}
+    tests: dict[str, Examples] = {}
     for key, rows in inputs.rows.items():
         try:
             tests[key.removeprefix("data.test_path").removeprefix(".")] = make(

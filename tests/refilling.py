@@ -13,7 +13,7 @@ import torch.distributed as dist
 from common import make_tokenizer
 
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import Prompts
+from rl2.data.examples import PROMPT_ROWS, Examples
 from rl2.data.rows import pack_rows
 from rl2.engine.base import Generation, SamplingParams
 from rl2.env.contract import EnvFailures
@@ -108,7 +108,9 @@ def make_collector(folder, num_right, seconds, batch_size, **options) -> Collect
     arguments = {name: options.pop(name) for name in own if name in options}
     return Collector(
         Player(engine, env, template, EnvFailures(0.0), 1, 400),
-        prompts=Prompts(pack_rows(rows), template, max_length=100, batch_size=batch_size),
+        prompts=Examples(
+            pack_rows(rows), template, PROMPT_ROWS, max_length=100, batch_size=batch_size
+        ),
         write_records=lambda split, step, records: None,
         samples_per_prompt=2,
         rules=RolloutRules(**options),

@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import (
     PAIR_ROWS,
+    PROMPT_ROWS,
     SFT_ROWS,
     Examples,
-    Prompts,
     RowKind,
     render_sft,
     to_samples,
@@ -56,9 +56,10 @@ def make_rows(lengths):
 
 
 def make_prompts(rows, max_length=99, shuffle=False, seed=0, batch_size=1, tokenizer=None):
-    return Prompts(
+    return Examples(
         pack_rows(rows),
         ChatTemplate(tokenizer or make_tokenizer()),
+        PROMPT_ROWS,
         max_length=max_length,
         shuffle=shuffle,
         seed=seed,

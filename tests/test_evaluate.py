@@ -16,7 +16,7 @@ from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig, SFTConfig
 from rl2.data import rows as data_rows
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import Prompts
+from rl2.data.examples import PROMPT_ROWS, Examples
 from rl2.data.rows import load_rows, pack_rows
 from rl2.engine.base import SamplingParams
 from rl2.env.contract import EnvFailures
@@ -137,7 +137,8 @@ def evaluate(tmp_path, sets, num_samples):
         write_records=lambda split, step, records: written.update({split: list(records)}),
     )
     prompts = {
-        name: Prompts(pack_rows(rows), template, max_length=99) for name, rows in sets.items()
+        name: Examples(pack_rows(rows), template, PROMPT_ROWS, max_length=99)
+        for name, rows in sets.items()
     }
     evaluator = Evaluator(collector, prompts, PARAMS, num_samples)
     return evaluator.evaluate(3, 0), written, evaluator
@@ -161,7 +162,7 @@ def test_sets_with_names_have_metrics_and_transcripts_of_their_own(tmp_path, pro
 
 
 def prompts_of(rows):
-    return Prompts(pack_rows(rows), ChatTemplate(make_tokenizer()), max_length=99)
+    return Examples(pack_rows(rows), ChatTemplate(make_tokenizer()), PROMPT_ROWS, max_length=99)
 
 
 def contents(prompts):

@@ -19,7 +19,7 @@ from common import make_model, make_tokenizer
 
 from rl2.batch import Batch
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import Prompt, Prompts
+from rl2.data.examples import PROMPT_ROWS, Example, Examples
 from rl2.data.rows import pack_rows
 from rl2.engine.base import EngineSettings, Generation, SamplingParams
 from rl2.engine.local import LocalEngine
@@ -93,7 +93,7 @@ def make(tmp_path, script, env, max_turns=1, num_prompts=1, deterministic=True, 
 
 
 def make_prompts(rows, tokenizer):
-    return list(Prompts(pack_rows(rows), ChatTemplate(tokenizer), max_length=100))
+    return list(Examples(pack_rows(rows), ChatTemplate(tokenizer), PROMPT_ROWS, max_length=100))
 
 
 def make_training(collector, tokenizer, num_rows, batch_size, num_samples=2, **options):
@@ -101,7 +101,9 @@ def make_training(collector, tokenizer, num_rows, batch_size, num_samples=2, **o
     rows = pack_rows([make_row(i) for i in range(num_rows)])
     return Collector(
         collector.player,
-        prompts=Prompts(rows, ChatTemplate(tokenizer), max_length=100, batch_size=batch_size),
+        prompts=Examples(
+            rows, ChatTemplate(tokenizer), PROMPT_ROWS, max_length=100, batch_size=batch_size
+        ),
         params=options.pop("params", PARAMS),
         write_records=write_nothing,
         samples_per_prompt=num_samples,
@@ -623,7 +625,7 @@ def test_a_record_has_the_columns_of_its_row():
         "pairs": {(1, 2): 3},
         "image": image,
     }
-    group = begin_group(0, Prompt(0, row, [1, 2]), num_samples=1)
+    group = begin_group(0, Example(0, row, [([1, 2], [])]), num_samples=1)
     [record] = to_records(group.trajectories)
     columns = json.loads(json.dumps(record))["row"]
     assert columns.pop("image").startswith(str(image)[:50]) and len(str(record)) < 4000

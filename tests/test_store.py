@@ -17,7 +17,7 @@ from common import make_tokenizer
 from rl2.config.schema import SFTConfig
 from rl2.data import store
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import PAIR_ROWS, SFT_ROWS, Examples, Prompts
+from rl2.data.examples import PAIR_ROWS, PROMPT_ROWS, SFT_ROWS, Examples
 from rl2.data.formats import read_ppo_row, read_sft_row
 from rl2.data.rows import Rows, hash_data, load_rows
 from rl2.env.call import Env
@@ -66,7 +66,7 @@ def test_large_data_is_read_and_tokenised_once(cache, tmp_path, monkeypatch, cap
 
     def read_all():
         rows = load_rows(path, read=read_ppo_row)
-        prompts = Prompts(rows, template, max_length=99, shuffle=True, batch_size=4)
+        prompts = Examples(rows, template, PROMPT_ROWS, max_length=99, shuffle=True, batch_size=4)
         pair_rows = load_rows(pairs_path, read=PAIR_ROWS.read)
         return (
             list(rows),
@@ -97,7 +97,7 @@ def test_what_the_tables_depend_on(cache, tmp_path):
 
     def is_new(read=read_ppo_row, **options):
         rows = load_rows(path, read=read, **options)
-        Prompts(rows, template, max_length=99)
+        Examples(rows, template, PROMPT_ROWS, max_length=99)
         new = set(tables(cache)) - seen
         seen.update(new)
         return len(new)
@@ -119,7 +119,7 @@ def test_what_the_tables_depend_on(cache, tmp_path):
 def test_small_data_leaves_nothing(cache, tmp_path, monkeypatch):
     monkeypatch.setattr("rl2.data.rows.LARGE_BYTES", 2**20)
     rows = load_rows(write(tmp_path / "a.jsonl", make_rows()), read=read_ppo_row)
-    Prompts(rows, ChatTemplate(make_tokenizer()), max_length=99)
+    Examples(rows, ChatTemplate(make_tokenizer()), PROMPT_ROWS, max_length=99)
     assert not cache.exists()
 
 
@@ -160,7 +160,7 @@ def test_rows_that_the_template_refuses_are_named_with_their_file(cache, tmp_pat
         "{% if messages[0].content[0] in '24' %}{{ raise_exception('no') }}{% endif %}x"
     )
     with pytest.raises(ValueError, match=r"a.jsonl \(2\):\n.*a.jsonl, row 3: .* refuses"):
-        Prompts(rows, ChatTemplate(tokenizer), max_length=99)
+        Examples(rows, ChatTemplate(tokenizer), PROMPT_ROWS, max_length=99)
 
 
 def test_a_damaged_table_is_built_anew(cache, tmp_path):
@@ -192,7 +192,7 @@ def test_preflight_looks_at_one_row_of_each_kind(cache, tmp_path, monkeypatch):
     ):
         preflight(Env(lambda messages, answer: 0.0), row_sets, 1)
     preflight(Env(lambda messages, answer=0: 0.0), row_sets, 1)
-    Prompts(rows, ChatTemplate(make_tokenizer()), max_length=99)
+    Examples(rows, ChatTemplate(make_tokenizer()), PROMPT_ROWS, max_length=99)
     assert len(unpacked) < 3000 + 30
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import Prompt, render_sft
+from rl2.data.examples import Example, render_sft
 from rl2.engine.base import Generation, SamplingParams
 from rl2.env.contract import EnvFailures
 from rl2.rollout.trajectory import Player, begin_group
@@ -323,7 +323,7 @@ def play(template: ChatTemplate, engine: ScriptedEngine, env, messages: list, to
     params = SamplingParams(max_new_tokens=500, stop_token_ids=tuple(ends))
     player = Player(engine, env, template, EnvFailures(0.0), max_turns=5, max_length=10**6)
     row = {"messages": messages, "tools": tools}
-    group = begin_group(0, Prompt(0, row, template.encode_prompt(messages, tools)), 1)
+    group = begin_group(0, Example(0, row, [(template.encode_prompt(messages, tools), [])]), 1)
     engine.trajectory = group.trajectories[0]
     asyncio.run(player.play(engine.trajectory, params, (0,), key=0))
     assert engine.trajectory.finish_reason in ("stop", "length"), player.failures.last

@@ -3,19 +3,19 @@
 import hashlib
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow
 
 from rl2.batch import Sample
 from rl2.data.chat import ChatTemplate
-from rl2.data.formats import ReadRow, read_pair_row, read_sft_row
+from rl2.data.formats import ReadRow, read_pair_row, read_ppo_row, read_sft_row
 from rl2.data.messages import abbreviate
 from rl2.data.rows import Problems, Rows
 from rl2.data.store import ROWS_PER_BATCH, open_table, table_key
@@ -28,40 +28,53 @@ TOKENS_SCHEMA = pyarrow.schema(
     }
 )
 
-Item = TypeVar("Item")
 # The text of a conversation up to where a reply begins, and with the reply.
 RenderedReply = tuple[str, str]
 TrainedSequences = list[tuple[list[int], list[int]]]  # (tokens, mask) of each; 1 = trained
 
 
 class RowKind(NamedTuple):
-    """What the rows of a trainer are: `read` is of formats.py, `render` gives a row's replies."""
+    """What the rows of a trainer are, and how messages name them."""
 
-    read: Callable[[dict], ReadRow]
-    render: Callable[[ChatTemplate, dict], list[RenderedReply]]
+    read: Callable[[dict], ReadRow]  # of formats.py
+    # The text of a row that is a prompt, or a RenderedReply for each reply that is trained.
+    render: Callable[[ChatTemplate, dict], Sequence[tuple[str, ...]]]
+    name: str = "rows"
+    batch_key: str = "data.batch_size"
 
 
-class EpochSampler(Generic[Item]):
-    """Items in a fixed order of epochs. `Prompts` and `Examples` are its subclasses.
+@dataclass
+class Example:
+    """A row with its tokens: a prompt of PPO, or what the other trainers train on."""
 
-    `self[i]` is the i-th item in the order of the rows. `next_items` follows the order of
-    training, an endless sequence of epochs, each of which holds every item once. Items that are
-    longer than `max_length` tokens are dropped: `num_dropped` counts them. ValueError when none is
-    kept, or names rows that cannot be rendered.
+    index: int  # of the row, from 0
+    row: dict[str, Any]
+    sequences: TrainedSequences
 
-    A row is as long as its longest sequence. A subclass names the items and the key of the batch
-    size as messages do, and says how a row becomes sequences.
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of a prompt."""
+        [(tokens, _)] = self.sequences
+        return tokens
+
+
+class Examples:
+    """The tokenised rows of a trainer, in a fixed order of epochs.
+
+    `self[i]` is the i-th example in the order of the rows. `next_items` follows the order of
+    training, an endless sequence of epochs, each of which holds every example once. Examples that
+    are longer than `max_length` tokens are dropped: `num_dropped` counts them. An example is as
+    long as its longest sequence. ValueError when none is kept, or names rows that cannot be
+    rendered.
     """
 
-    item_name: str  # plural
-    batch_key: str
-    kind: RowKind | None = None
     is_exhausted = False  # there is always another epoch
 
     def __init__(
         self,
         rows: Rows,
         template: ChatTemplate,
+        kind: RowKind,
         *,
         max_length: int,
         shuffle: bool = False,
@@ -70,10 +83,11 @@ class EpochSampler(Generic[Item]):
     ):
         self.rows = rows
         self.template = template
+        self.kind = kind
         template.warn_of_ignored([rows[first] for first, _ in rows.kinds])
         key = None
         if rows.key:
-            key = table_key(rows.key, pickle.dumps(self.kind), template.fingerprint())
+            key = table_key(rows.key, pickle.dumps(kind), template.fingerprint())
         title = f"tokenise {rows.path}"
         self.table = open_table(key, TOKENS_SCHEMA, self._tokenize, title, len(rows))
         self.token_counts = token_counts = self.table["length"].to_numpy()
@@ -86,7 +100,7 @@ class EpochSampler(Generic[Item]):
         if len(self.kept) == 0:
             raise ValueError(
                 f"data.max_length={max_length} leaves none of the {len(token_counts)} "
-                f"{self.item_name}: the shortest has {token_counts.min()} tokens, the longest "
+                f"{kind.name}: the shortest has {token_counts.min()} tokens, the longest "
                 f"{token_counts.max()}; raise data.max_length"
             )
         self.rows_done = 0  # the position in training: rows taken so far, over all epochs
@@ -107,7 +121,7 @@ class EpochSampler(Generic[Item]):
         is_taken = hashes <= np.sort(hashes)[count - 1]
         if is_taken.all():
             raise ValueError(
-                f"data.test_ratio={ratio} leaves none of the {len(hashes)} {self.item_name} to "
+                f"data.test_ratio={ratio} leaves none of the {len(hashes)} {self.kind.name} to "
                 "train on: lower it, or give more rows with different messages"
             )
         taken = copy(self)
@@ -116,16 +130,16 @@ class EpochSampler(Generic[Item]):
         self.kept = self.kept[~is_taken]
         return taken
 
-    def __getitem__(self, i: int) -> Item:
-        raise NotImplementedError
-
-    def _texts(self, row: dict) -> list[str]:
-        """The texts of a row that are tokenised. ValueError if the template refuses them."""
-        raise NotImplementedError
+    def __getitem__(self, i: int) -> Example:
+        index = int(self.kept[i])
+        return Example(index, self.rows[index], self._sequences(index))
 
     def _join(self, token_lists: list[list[int]]) -> TrainedSequences:
         """The sequences of a row, from the tokens of its texts."""
-        raise NotImplementedError
+        if len(token_lists) == 1:  # a prompt, of which no token is trained
+            return [(token_lists[0], [])]
+        replies = zip(token_lists[::2], token_lists[1::2], strict=True)
+        return self.template.training_sequences(list(replies))
 
     def _tokenize(self) -> Iterator[pyarrow.RecordBatch]:
         """The sequences in batches. In the end ValueError lists the rows that are refused."""
@@ -134,7 +148,8 @@ class EpochSampler(Generic[Item]):
             texts_by_row = []
             for i in range(start, min(start + ROWS_PER_BATCH, len(self.rows))):
                 try:
-                    texts_by_row.append(self._texts(self.rows[i]))
+                    rendered = self.kind.render(self.template, self.rows[i])
+                    texts_by_row.append(list(chain.from_iterable(rendered)))
                 except ValueError as error:
                     problems.add(error, self.rows.locate(i))
             if problems.locations:
@@ -143,22 +158,19 @@ class EpochSampler(Generic[Item]):
             token_lists = iter(self.template.tokenize(list(chain.from_iterable(texts_by_row))))
             packed = []
             for texts in texts_by_row:
-                sequences = self._join(list(islice(token_lists, len(texts))))
-                tokens = [tokens for tokens, _ in sequences]
-                masks = [mask for _, mask in sequences]
+                row_tokens = list(islice(token_lists, len(texts)))
+                tokens, masks = zip(*self._join(row_tokens), strict=True)
                 packed.append({"tokens": tokens, "masks": masks, "length": max(map(len, tokens))})
             yield pyarrow.RecordBatch.from_pylist(packed, TOKENS_SCHEMA)
         problems.check()
 
-    def sequences(self, index: int) -> TrainedSequences:
-        """The sequences of a row."""
-        tokens, masks = self.table["tokens"][index].values, self.table["masks"][index].values
-        return [
-            (tokens[i].values.to_numpy().tolist(), masks[i].values.to_numpy().tolist())
-            for i in range(len(tokens))
-        ]
+    def _sequences(self, index: int) -> TrainedSequences:
+        def read_lists(column: str) -> list[list[int]]:
+            return [part.values.to_numpy().tolist() for part in self.table[column][index].values]
 
-    def __iter__(self) -> Iterator[Item]:
+        return list(zip(read_lists("tokens"), read_lists("masks"), strict=True))
+
+    def __iter__(self) -> Iterator[Example]:
         return (self[i] for i in range(len(self)))
 
     def __len__(self) -> int:
@@ -169,13 +181,13 @@ class EpochSampler(Generic[Item]):
         size = self.batch_size
         epochs = num_steps * size / len(self)
         sentences = [
-            f"data: {len(self)} {self.item_name}, {size} a step; steps: {num_steps}; "
+            f"data: {len(self)} {self.kind.name}, {size} a step; steps: {num_steps}; "
             f"epochs: {epochs:.3g}"
         ]
         if size > len(self):
             sentences.append(
-                f"{self.batch_key}={size} is more than the {len(self)} {self.item_name}: a step "
-                f"repeats them, {size / len(self):.3g} times each on average"
+                f"{self.kind.batch_key}={size} is more than the {len(self)} {self.kind.name}: a "
+                f"step repeats them, {size / len(self):.3g} times each on average"
             )
         return sentences
 
@@ -187,9 +199,9 @@ class EpochSampler(Generic[Item]):
         if not self.num_dropped:
             return []
         limit = f"data.max_length={self.max_length}"
-        return [f"{self.num_dropped} {split}{self.item_name} are longer than {limit} and dropped"]
+        return [f"{self.num_dropped} {split}{self.kind.name} are longer than {limit} and dropped"]
 
-    def next_items(self, count: int | None = None) -> list[Item]:
+    def next_items(self, count: int | None = None) -> list[Example]:
         """The next `count` items of training, by default a batch, and moves the position.
 
         Batches cross the ends of epochs: 5 items in batches of 2, not shuffled, are 01 23 40 12 34.
@@ -207,72 +219,12 @@ class EpochSampler(Generic[Item]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rows_done = state["rows_done"]
 
-    def _item_at(self, position: int) -> Item:
+    def _item_at(self, position: int) -> Example:
         """The item at this position of the endless sequence of epochs, by the seed alone."""
         epoch, i = divmod(position, len(self))
         if self.shuffle:
             i = int(_permutation(len(self), self.seed, epoch)[i])
         return self[i]
-
-
-@dataclass
-class Prompt:
-    """A prompt of PPO."""
-
-    index: int  # of its row, from 0
-    row: dict[str, Any]
-    tokens: list[int]
-
-
-class Prompts(EpochSampler[Prompt]):
-    """The tokenised prompts of rows that `read_ppo_row` gave."""
-
-    item_name = "prompts"
-    batch_key = "data.prompts_per_rollout"
-
-    def _texts(self, row: dict) -> list[str]:
-        return [self.template.render(row["messages"], row.get("tools"))]
-
-    def _join(self, token_lists: list[list[int]]) -> TrainedSequences:
-        return [(tokens, []) for tokens in token_lists]
-
-    def __getitem__(self, i: int) -> Prompt:
-        index = int(self.kept[i])
-        [(tokens, _)] = self.sequences(index)
-        return Prompt(index, self.rows[index], tokens)
-
-
-@dataclass
-class Example:
-    """A row to train on as it is."""
-
-    index: int  # of the row, from 0
-    row: dict[str, Any]
-    sequences: TrainedSequences
-
-
-class Examples(EpochSampler[Example]):
-    """The tokenised examples of rows that `kind.read` gave."""
-
-    item_name = "rows"
-    batch_key = "data.batch_size"
-
-    def __init__(self, rows: Rows, template: ChatTemplate, kind: RowKind, **order: Any):
-        """`order` are the keyword arguments of EpochSampler."""
-        self.kind = kind
-        super().__init__(rows, template, **order)
-
-    def _texts(self, row: dict) -> list[str]:
-        assert self.kind is not None
-        return list(chain.from_iterable(self.kind.render(self.template, row)))
-
-    def _join(self, token_lists: list[list[int]]) -> TrainedSequences:
-        replies = zip(token_lists[::2], token_lists[1::2], strict=True)
-        return self.template.training_sequences(list(replies))
-
-    def __getitem__(self, i: int) -> Example:
-        index = int(self.kept[i])
-        return Example(index, self.rows[index], self.sequences(index))
 
 
 def to_samples(examples: list[Example]) -> list[Sample]:
@@ -286,6 +238,11 @@ def to_samples(examples: list[Example]) -> list[Sample]:
             zeros = [0.0] * len(tokens)
             samples.append(Sample(tokens, mask, zeros, zeros, group=position, trajectory=position))
     return samples
+
+
+def render_prompt(template: ChatTemplate, row: dict) -> list[tuple[str]]:
+    """The text of `messages` up to where the reply begins."""
+    return [(template.render(row["messages"], row.get("tools")),)]
 
 
 def render_sft(template: ChatTemplate, row: dict, turns: str = "all") -> list[RenderedReply]:
@@ -325,6 +282,7 @@ def render_pair(template: ChatTemplate, row: dict) -> list[RenderedReply]:
     return pair
 
 
+PROMPT_ROWS = RowKind(read_ppo_row, render_prompt, "prompts", "data.prompts_per_rollout")
 SFT_ROWS = RowKind(read_sft_row, render_sft)
 PAIR_ROWS = RowKind(read_pair_row, render_pair)
 

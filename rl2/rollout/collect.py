@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from rl2.data.examples import Prompt, Prompts
+from rl2.data.examples import Example, Examples
 from rl2.engine.base import SamplingParams
 from rl2.parallel.mesh import all_gather_objects, gather_objects
 from rl2.rollout.stats import to_records
@@ -152,7 +152,7 @@ class Collector:
         self,
         player: Player,
         *,
-        prompts: Prompts | None = None,
+        prompts: Examples | None = None,
         params: SamplingParams,
         write_records: WriteRecords,
         samples_per_prompt: int = 1,
@@ -323,7 +323,7 @@ class Collector:
 
     def play(
         self,
-        prompts: list[Prompt],
+        prompts: list[Example],
         params: SamplingParams,
         num_samples: int,
         split: str,

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl2.batch import Sample
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import Prompt
+from rl2.data.examples import Example
 from rl2.engine.base import Engine, Generation, SamplingParams
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures
@@ -76,7 +76,7 @@ class Group:
     """A prompt with the trajectories that start from it."""
 
     id: int
-    prompt: Prompt
+    prompt: Example
     trajectories: list[Trajectory]
     rows_done: int = 0  # the position in the data behind its prompt
 
@@ -92,7 +92,7 @@ def mean_reward(trajectories: list[Trajectory]) -> float:
 
 
 def begin_group(
-    group_id: int, prompt: Prompt, num_samples: int, first_trajectory: int = 0
+    group_id: int, prompt: Example, num_samples: int, first_trajectory: int = 0
 ) -> Group:
     """`num_samples` new trajectories for one prompt.
 

@@ -14,7 +14,7 @@ from rl2.config.conditions import is_evaluation, needs_critic
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig, RolloutWorkerConfig, SamplingConfig, worker_names
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import EpochSampler, Example, Prompts, RowKind
+from rl2.data.examples import Example, Examples, RowKind
 from rl2.engine.base import Engine, EngineSettings, SamplingParams
 from rl2.engine.select import make_engine
 from rl2.env.contract import EnvFailures
@@ -104,7 +104,7 @@ class PPORun:
         )
         self.recorder.resume()
 
-    def _plan_steps(self, prompts: Prompts) -> tuple[SavedRollouts | None, int]:
+    def _plan_steps(self, prompts: Examples) -> tuple[SavedRollouts | None, int]:
         """(the rollouts of another run, None where they are sampled; the number of steps)."""
         config = self.config
         if path := config.trainer.rollouts_from:
@@ -115,8 +115,8 @@ class PPORun:
     def _make_collector(
         self,
         template: ChatTemplate,
-        prompts: Prompts | None,
-        tests: dict[str, Prompts],
+        prompts: Examples | None,
+        tests: dict[str, Examples],
         num_steps: int,
     ) -> Collector:
         config = self.config
@@ -245,10 +245,10 @@ def _sampling_params(config: SamplingConfig, model_stop_ids: list[int]) -> Sampl
     return SamplingParams(**vars(config) | {"stop_token_ids": stop_ids})
 
 
-def _count_steps(items: EpochSampler, folder: RunFolder) -> int:
-    """The steps of a run over `items`. Prints how it uses them."""
-    steps = folder.count_steps(len(items), items.batch_size)
-    print_once(items.describe_steps(steps))
+def _count_steps(examples: Examples, folder: RunFolder) -> int:
+    """The steps of a run over `examples`. Prints how it uses them."""
+    steps = folder.count_steps(len(examples), examples.batch_size)
+    print_once(examples.describe_steps(steps))
     return steps
 
 

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl2.algorithms import losses
 from rl2.batch import Sample, collate
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import Prompt
+from rl2.data.examples import Example
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.engine.sglang import SGLangEngine
@@ -327,7 +327,7 @@ def measure_throughput(engine, name):
     collector = Collector(player, params=params, write_records=lambda *_: None, deterministic=False)
     row = {"messages": [{"role": "user", "content": "hello"}], "answer": ""}
     token_lists = make_prompts(1000, slots // 4, 200)
-    prompts = [Prompt(i, row, tokens) for i, tokens in enumerate(token_lists)]
+    prompts = [Example(i, row, [(tokens, [])]) for i, tokens in enumerate(token_lists)]
     offline_prompts = [prompt.tokens for prompt in prompts for _ in range(4)]
     offline_params = {"temperature": 1.0, "max_new_tokens": length, "ignore_eos": True}
     rates = {"rollout": [], "offline": []}
