@@ -43,6 +43,16 @@ def argument_names(function: Function) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
+def required_names(function: Function) -> set[str]:
+    """The names of the inputs and settings without which the function cannot be called."""
+    names = set()
+    for name, parameter in inspect.signature(function).parameters.items():
+        is_named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if is_named and parameter.default is parameter.empty:
+            names.add(name)
+    return names
+
+
 def call_by_name(function: Function, inputs: object) -> Any:
     """Calls the function with the attributes of `inputs` that its parameters name."""
     names = [name for name in argument_names(function) if hasattr(inputs, name)]

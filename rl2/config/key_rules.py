@@ -3,16 +3,16 @@
 Every check returns messages, so that the user sees all of them at once.
 """
 
-import inspect
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from contextlib import contextmanager
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl2.config.by_name import argument_names, find_function
+from rl2.config.by_name import argument_names, find_function, required_names
 from rl2.config.conditions import estimator_inputs, function_settings
 from rl2.config.key import Key, schema_keys
 from rl2.config.schema import FOLLOWED_KEYS
@@ -27,57 +27,48 @@ BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {  # attribute of Ke
 
 
 def get_value(config: Any, name: str) -> Any:
-    """The value of a dotted name; None for an entry that a dict of the config does not have."""
-    for part in name.split("."):
+    """The value of a dotted name; "" is the config itself.
+
+    None for an entry that a dict of the config does not have.
+    """
+    for part in name.split(".") if name else []:
         config = config.get(part) if isinstance(config, dict) else getattr(config, part)
     return config
 
 
-def own_values(config: Any) -> Iterator[tuple[str, Key, Any]]:
-    """(dotted name, key, value) of the sections and keys, but for those that have the value of the
-    key that they follow, see FOLLOWED_KEYS: its check is enough.
-    """
-    for name, key in schema_keys(type(config)).items():
-        if not _repeats_followed_key(config, name):
-            yield name, key, get_value(config, name)
-
-
-def _repeats_followed_key(config: Any, name: str) -> bool:
-    followed = FOLLOWED_KEYS.get(name)
-    if followed not in schema_keys(type(config)):
-        return False
-    return bool(get_value(config, name) == get_value(config, followed))
+@contextmanager
+def collecting(problems: list[str]) -> Iterator[None]:
+    """A ValueError becomes one of the problems."""
+    try:
+        yield
+    except ValueError as error:
+        problems.append(str(error))
 
 
 def check_choices(config: Any) -> list[str]:
     """The keys whose value is none of their choices, or names no function."""
     problems: list[str] = []
-    for name, key, value in own_values(config):
+    for name, key in schema_keys(type(config)).items():
+        value = get_value(config, name)
         if key.functions is not None:
-            problems += _function_problems(value, key, name)
+            with collecting(problems):
+                check_function(value, key, name)
         elif key.choices and isinstance(value, str) and value not in key.choices:
             *others, last = key.choices
             problems.append(f"{name}={value}: choose {', '.join(others) or 'a number'} or {last}")
     return problems
 
 
-def _function_problems(value: str, key: Key, name: str) -> Iterator[str]:
+def check_function(value: str, key: Key, name: str) -> None:
+    """ValueError if the value names no function, or one that asks for what there is not."""
     assert key.functions is not None
-    try:
-        function = find_function(value, key.functions, name)
-    except ValueError as error:
-        yield str(error)
-        return
-    available = {entry.name for entry in fields(key.inputs)}
-    available.update(part for part in dir(key.inputs) if not part.startswith("_"))
-    unknown = set()
-    for parameter in inspect.signature(function).parameters.values():
-        is_named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if is_named and parameter.default is parameter.empty:
-            unknown |= {parameter.name} - available
+    function = find_function(value, key.functions, name)
+    properties = {part for part in dir(key.inputs) if not part.startswith("_")}
+    available = properties.union(argument_names(key.inputs))
+    unknown = required_names(function) - available
     if unknown:
         asked, choices = ", ".join(sorted(unknown)), ", ".join(sorted(available))
-        yield f"{name}={value} asks for {asked}; it may ask for {choices}"
+        raise ValueError(f"{name}={value} asks for {asked}; it may ask for {choices}")
 
 
 def check_keys(config: Any, set_keys: set[str]) -> Checked:
@@ -85,8 +76,8 @@ def check_keys(config: Any, set_keys: set[str]) -> Checked:
     problems = []
     warnings = []
     defaults = type(config)()
-    for name, key, value in own_values(config):
-        default = get_value(defaults, name)
+    for name, key in schema_keys(type(config)).items():
+        value, default = get_value(config, name), get_value(defaults, name)
         if isinstance(value, str) or value in (None, default):
             continue
         for bound in broken_bounds(key, value):
@@ -138,18 +129,31 @@ def _show_default(key: Key, default: Any) -> str:
 def follow_keys(config: DictConfig, set_keys: set[str]) -> None:
     """Gives each key of FOLLOWED_KEYS that is not set, or null, the value of the key it follows.
 
-    adv.norm_var follows the estimator.
+    A key that is set to that value counts as not set. adv.norm_var follows the estimator.
     """
     root: Any = OmegaConf.get_type(config)
     known = schema_keys(root)
     for name, followed in FOLLOWED_KEYS.items():
-        is_unset = name not in set_keys or OmegaConf.select(config, name) is None
-        if name in known and followed in known and is_unset:
-            OmegaConf.update(config, name, OmegaConf.select(config, followed))
+        if name in known and followed in known:
+            value = OmegaConf.select(config, followed)
+            if name not in set_keys or OmegaConf.select(config, name) in (None, value):
+                OmegaConf.update(config, name, value)
+                set_keys.discard(name)
     if "adv.norm_var" in known and config.adv.norm_var is None:
         # Every common PPO whitens the advantages of GAE; with groups it is a choice (GRPO or not).
         if "norm_var" in estimator_inputs(config.adv.estimator):
             config.adv.norm_var = config.adv.estimator == "gae"
+
+
+def without_repeats(problems: list[str]) -> list[str]:
+    """The problems, but for those of keys that follow another one with the same wrong value."""
+    causes = [re.split("[ :]", problem)[0] for problem in problems]  # KEY=VALUE
+    kept = []
+    for cause, problem in zip(causes, problems, strict=True):
+        name, _, value = cause.partition("=")
+        if f"{FOLLOWED_KEYS.get(name)}={value}" not in causes:
+            kept.append(problem)
+    return kept
 
 
 def non_default_keys(config: Any, set_keys: set[str]) -> set[str]:
@@ -157,36 +161,32 @@ def non_default_keys(config: Any, set_keys: set[str]) -> set[str]:
 
     Such a value has no effect to lose, and a whole config.yaml can be read back.
     """
-    known = schema_keys(type(config))
     defaults = type(config)()
-    changed = set()
-    for name in set_keys:
-        # An argument of the engine has no default.
-        has_default = name in known and get_value(config, name) == get_value(defaults, name)
-        if not has_default and not _repeats_followed_key(config, name):
-            changed.add(name)
-    return changed
+    known = schema_keys(type(config))  # without the arguments of the engine
+    return set_keys - {n for n in known if get_value(config, n) == get_value(defaults, n)}
 
 
 def find_unused(config: Any, name: str) -> tuple[str, bool]:
     """(why a key has no effect, or "" if it has one; whether the user may leave it so).
 
-    A key has none if one of its sections has none. An argument of the engine is in no schema.
+    A key has none if its section has none. An argument of the engine is in no schema.
     """
-    known = schema_keys(type(config))
-    section, path = config, ""
-    for part in name.split("."):
-        part_path = f"{path}.{part}".lstrip(".")
-        condition = known[part_path].only_if if part_path in known else None
-        if condition and not condition.holds(config, section):
-            reason = condition.reason.format(config=config, section=section, path=path)
-            return reason, condition.is_harmless
-        section, path = get_value(section, part), part_path
-    is_setting = name in known and known[name].setting_of is not None
-    return _setting_reason(config, name, known[name]) if is_setting else "", False
+    path = name.rpartition(".")[0]
+    if path:
+        reason, is_harmless = find_unused(config, path)
+        if reason:
+            return reason, is_harmless
+    key = schema_keys(type(config)).get(name)
+    if key is None:
+        return "", False
+    section = get_value(config, path)
+    if key.only_if and not key.only_if.holds(config, section):
+        reason = key.only_if.reason.format(config=config, section=section, path=path)
+        return reason, key.only_if.is_harmless
+    return explain_setting(config, name, key) if key.setting_of else "", False
 
 
-def _setting_reason(config: Any, name: str, key: Key) -> str:
+def explain_setting(config: Any, name: str, key: Key) -> str:
     """Why a setting of a function has no effect, or ""."""
     path, _, setting = name.rpartition(".")
     known = schema_keys(type(config))
@@ -203,9 +203,3 @@ def _setting_reason(config: Any, name: str, key: Key) -> str:
     users = [other for other in table if setting in argument_names(table[other])]
     used = f"which uses {', '.join(settings) or 'no setting'}"
     return f"with {function_key}={function}, {used}; {setting} is used by {', '.join(users)}"
-
-
-def drop_elsewhere(problems: list[str], warnings: list[str], elsewhere: tuple[str, ...]) -> Checked:
-    """The problems that do not begin so, and no warnings; all of both if `elsewhere` is empty."""
-    kept = [problem for problem in problems if not problem.startswith(elsewhere)]
-    return kept, [] if elsewhere else warnings

@@ -26,7 +26,7 @@ from yaml import YAMLError
 from rl2.config.key import Key, schema_keys
 from rl2.config.key_rules import (
     check_choices,
-    drop_elsewhere,
+    collecting,
     find_unused,
     follow_keys,
     get_value,
@@ -39,10 +39,11 @@ from rl2.parallel.mesh import is_first_rank
 OPTIONS = {"--cfg": "job", "--config-dir": "DIR", "--config-name": "NAME"}  # each takes a value
 OPTIONS_HELP = (
     "keys are written key=value without dashes; there are --help [SECTION | all], --cfg job, "
-    "--plan, --config-dir DIR and --config-name NAME"
+    "--plan, --config-dir DIR and --config-name NAME; options of torchrun stand before -m"
 )
-TORCHRUN_OPTION = r"--?(nproc|nnodes|node|standalone|master|rdzv|max.restarts|role|log.dir)"
 NEXT_ARGUMENT = r"-\D|[\w.]+="  # how an option or a key=value begins
+# A key and its = that are several arguments; \0 stands between two arguments.
+SPACED_KEY = rf"(?<![^\0])(\w[\w.]*)(?:\0=\0?|=\0)(?!{NEXT_ARGUMENT})"
 SECONDS_FOR_FIRST_RANK = 1.0  # to print the problems, which all find at about the same time
 HELP_COLUMN = 40  # where the explanations of the short help begin
 # Dicts, whose keys the schema does not list.
@@ -73,7 +74,7 @@ FindProblems = Callable[[Any], dict[str, str]]  # config -> the problem of each 
 class Assignment(NamedTuple):
     key: str
     value: Any
-    source: str = ""  # where it was written, in words that follow a message
+    source: str = ""  # where it was written, in words that follow a message; "" for an argument
 
 
 def parse(
@@ -98,26 +99,36 @@ def parse(
     if {"-h", "--help"} & set(argv):
         show_help(root, argv)
     problems: list[str] = []
+    assignments: list[Assignment] = []
     options, words = read_options(join_spaced_words(argv, problems), problems)
-    recipe = read_recipe(options, problems)
-    overrides = read_overrides(words, problems)
+    with collecting(problems):
+        assignments += read_recipe(options)
+    for word in words:
+        with collecting(problems):
+            assignments.append(read_override(word))
     config = OmegaConf.structured(root)
-    set_keys = assign(root, config, recipe + overrides, problems)
-    follow_keys(config, set_keys)
-    result, missing = to_object(config)
-    shows_config = "--cfg" in options
-    if not shows_config:
-        tried_keys = set_keys | {problem.partition("=")[0] for problem in problems}
-        unset = [key for key in missing if key not in tried_keys]
+    set_keys = assign(config, schema_keys(root), assignments, problems)
+    try:
+        follow_keys(config, set_keys)
+        result, missing = to_object(config)
+    except OmegaConfBaseException as error:  # a ${OTHER.KEY} without a value: no more to check
+        refuse([*problems, f"{error.full_key}: {str(error).splitlines()[0]}"])
+    if "--cfg" not in options:
+        unset = [key for key in missing if key not in set_keys | keys_of(problems)]
         problems += [f"{key} is missing: {schema_keys(root)[key].help}" for key in unset]
-    if shows_config and not problems + check_choices(result):
+    elif not problems + check_choices(result):
         print_and_exit(OmegaConf.to_yaml(config, resolve=True))
     config_problems, warnings = validate(result, set_keys)
-    problems += config_problems
-    problems, warnings = drop_elsewhere(problems, warnings, elsewhere)
+    problems += [text for text in config_problems if not text.startswith(elsewhere)]
     if problems and find_problems:
-        problems = add_new_problems(problems, find_problems(result))
-    report(problems, find_duplicates(overrides) + warnings)
+        known_keys = keys_of(problems)
+        more = find_problems(result).items()
+        problems += [problem for key, problem in more if key not in known_keys]
+    if problems:
+        refuse(problems)
+    for warning in [] if elsewhere else [*find_duplicates(assignments), *warnings]:
+        if is_first_rank():
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
     return result
 
 
@@ -131,26 +142,21 @@ def start_plan(root: type, argv: list[str]) -> NoReturn:
     os.execv(sys.executable, command)
 
 
-def add_new_problems(problems: list[str], by_key: dict[str, str]) -> list[str]:
-    """The problems (KEY=VALUE ...), and those of further keys, which `by_key` gives."""
-    known_keys = {problem.partition("=")[0] for problem in problems}
-    return problems + [by_key[key] for key in by_key if key not in known_keys]
+def keys_of(problems: list[str]) -> set[str]:
+    """The keys of problems that begin with KEY=VALUE."""
+    return {problem.partition("=")[0] for problem in problems}
 
 
-def report(problems: list[str], warnings: list[str]) -> None:
-    """Prints them on rank 0. Exits with status 2 if there are problems."""
-    if problems:
-        plural = "s" if len(problems) > 1 else ""
-        lines = [f"{len(problems)} problem{plural} in the configuration:"]
-        lines += [f"  - {problem}" for problem in problems]
-        if is_first_rank():
-            report_error("\n".join(lines))
-        else:  # torchrun ends the first rank as soon as another one ends
-            time.sleep(SECONDS_FOR_FIRST_RANK)
-        sys.exit(2)
-    for warning in warnings:
-        if is_first_rank():
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
+def refuse(problems: list[str]) -> NoReturn:
+    """Prints the problems on rank 0, and exits with status 2."""
+    plural = "s" if len(problems) > 1 else ""
+    lines = [f"{len(problems)} problem{plural} in the configuration:"]
+    lines += [f"  - {problem}" for problem in problems]
+    if is_first_rank():
+        report_error("\n".join(lines))
+    else:  # torchrun ends the first rank as soon as another one ends
+        time.sleep(SECONDS_FOR_FIRST_RANK)
+    sys.exit(2)
 
 
 def print_and_exit(text: str) -> NoReturn:
@@ -168,75 +174,58 @@ def dump(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-# Reading. What is wrong is added to `problems`.
+# Reading.
 
 
 def join_spaced_words(argv: list[str], problems: list[str]) -> list[str]:
     """The arguments: `key = value`, `key =value` and `key= value` become one, and a problem."""
-    words: list[str] = []
-    for word in argv:
-        previous = words[-1] if words else ""
-        is_key = re.fullmatch(r"\w[\w.]*", previous)
-        continues_key = is_key and word.startswith("=")
-        is_value = re.fullmatch(r"\w[\w.]*=", previous) and not re.match(NEXT_ARGUMENT, word)
-        if continues_key or is_value:
-            words[-1] = previous + word
-        else:
-            words.append(word)
-        if is_value or (continues_key and word != "="):
-            problems.append(f"{words[-1]} has spaces at its =: write it without them")
-    return words
+    text = "\0".join(argv)
+    for key in re.findall(SPACED_KEY, text):
+        problems.append(f"{key}= has spaces at its =: write it without them")
+    return re.sub(SPACED_KEY, r"\1=", text).split("\0")
 
 
 def read_options(argv: list[str], problems: list[str]) -> tuple[dict[str, str], list[str]]:
-    """(options by name, overrides). An option is `--name value` or `--name=value`."""
+    """(options by name, other arguments). An option is `--name value` or `--name=value`."""
     options = {}
-    overrides = []
+    others = []
     words = list(argv)
     while words:
         word = words.pop(0)
         name, equals, value = word.partition("=")
         if not name.startswith("-"):
-            overrides.append(word)
+            others.append(word)
             continue
         if not equals and words and not re.match(NEXT_ARGUMENT, words[0]):
             value = words.pop(0)
-        if re.match(TORCHRUN_OPTION, word):
-            place = "options of torchrun stand before -m"
-            problems.append(f"{word} is no option of the trainer: {place}")
-        elif name not in OPTIONS:
+        if name not in OPTIONS:
             problems.append(f"{word} is no option: {OPTIONS_HELP}")
-        elif not value:
+        elif not value or (name == "--cfg" and value != "job"):
             problems.append(f"{name} needs a value: {name} {OPTIONS[name]}")
         else:
             options[name] = value
-    if options.get("--cfg", "job") != "job":
-        problems.append(f"--cfg {options['--cfg']}: the only choice is job")
-    return options, overrides
+    return options, others
 
 
-def read_recipe(options: dict[str, str], problems: list[str]) -> list[Assignment]:
-    """The assignments of the recipe file that the options name."""
+def read_recipe(options: dict[str, str]) -> list[Assignment]:
+    """The assignments of the recipe file that the options name. ValueError if it has no keys."""
     name = options.get("--config-name", "")
+    if not name and "--config-dir" in options:
+        remedy = "the name of the file in that folder, with or without .yaml"
+        raise ValueError(f"--config-dir needs --config-name: {remedy}")
+    if not name:
+        return []
     file = name if name.endswith((".yaml", ".yml")) else name + ".yaml"
     path = Path(options.get("--config-dir", "."), file)
-    if not name:
-        if "--config-dir" in options:
-            remedy = "the name of the file in that folder, with or without .yaml"
-            problems.append(f"--config-dir needs --config-name: {remedy}")
-        return []
     if not path.is_file():
-        problems.append(f"--config-name {name}: there is no file {path}")
-        return []
+        raise ValueError(f"--config-name {name}: there is no file {path}")
     try:
         recipe = OmegaConf.to_container(OmegaConf.load(path))
     except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        problems.append(f"{path} is not readable YAML: {error}")
-        return []
+        raise ValueError(f"{path} is not readable YAML: {error}") from error
     if not isinstance(recipe, dict):
         remedy = "write sections with keys below them, as --cfg job does"
-        problems.append(f"{path} holds no keys: {remedy}")
-        return []
+        raise ValueError(f"{path} holds no keys: {remedy}")
     return [Assignment(key, value, f" (in {path})") for key, value in flatten(recipe)]
 
 
@@ -250,51 +239,41 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def read_overrides(words: list[str], problems: list[str]) -> list[Assignment]:
-    """The assignments of the `key=value` arguments, in Hydra's grammar."""
-    assignments = []
-    parser = OverridesParser.create()
-    for word in words:
-        key, equals, text = word.partition("=")
-        if key[:1] in ("+", "~"):
-            problems.append(f"{word!r} sets no key: every key exists, so + and ~ are not needed")
-            continue
-        if not key or not equals:
-            problems.append(f"{word!r} sets no key: write key=value")
-            continue
-        is_readable_key = re.fullmatch(r"\w+(\.\w+)*", key)
-        if text.startswith("~/") or not is_readable_key:  # Hydra takes neither
-            assignments.append(Assignment(key, text))
-            continue
-        try:
-            override = parser.parse_override(word)
-        except HydraException:
-            problems.append(explain_quotes(key, text))
-            continue
-        if override.is_sweep_override():
-            remedy = f"for a list write {key}=[{text}], for a text {quote_for_shell(key, text)}"
-            problems.append(f"{word} names several values, and a run has one: {remedy}")
-        else:
-            assignments.append(Assignment(key, override.value()))
-    return assignments
+def read_override(word: str) -> Assignment:
+    """A `key=value` argument in Hydra's grammar. ValueError if it is none."""
+    key, equals, text = word.partition("=")
+    if key[:1] in ("+", "~"):
+        raise ValueError(f"{word!r} sets no key: every key exists, so + and ~ are not needed")
+    if not key or not equals:
+        raise ValueError(f"{word!r} sets no key: write key=value")
+    if text.startswith("~/"):  # Hydra takes no ~
+        return Assignment(key, text)
+    try:
+        override = OverridesParser.create().parse_override(f"value={text}")
+    except HydraException as error:
+        raise ValueError(explain_quotes(key, text)) from error
+    if override.is_sweep_override():
+        remedy = f"for a list write {key}=[{text}], for a text {quote_for_shell(key, text)}"
+        raise ValueError(f"{word} names several values, and a run has one: {remedy}")
+    return Assignment(key, override.value())
 
 
 def explain_quotes(key: str, text: str) -> str:
     """Which character makes the value unreadable, and how to quote it."""
     is_list = text[:1] in ("[", "{")
-    found = re.search(NEEDS_QUOTES_IN_LIST if is_list else NEEDS_QUOTES, text, re.ASCII)
-    problem = f"{key}={text} cannot be read"
-    if found and is_list:
-        item = f'as in "a{found[0]}b", and the whole argument in single ones'
-        return f"{problem}: put the item with {found[0]!r} in double quotes, {item}"
-    if is_list:
-        return f"{problem}: a bracket is missing; put the whole argument in single quotes"
-    if not found:
-        return f"{problem}: write {quote_for_shell(key, text)}"
-    if found[0] in "\u201c\u201d\u2018\u2019":
-        return f"{problem}: {found[0]} is a typographic quote; type straight ones, ' or \""
-    place = f"after {text[: found.start()]!r}" if found.start() else "at its start"
-    return f"{problem}: {found[0]!r} {place} needs quotes; write {quote_for_shell(key, text)}"
+    match = re.search(NEEDS_QUOTES_IN_LIST if is_list else NEEDS_QUOTES, text, re.ASCII)
+    remedy = f"write {quote_for_shell(key, text)}"
+    if is_list and not match:
+        remedy = "a bracket is missing; put the whole argument in single quotes"
+    elif match and is_list:
+        item = f'as in "a{match[0]}b", and the whole argument in single ones'
+        remedy = f"put the item with {match[0]!r} in double quotes, {item}"
+    elif match and match[0] in "\u201c\u201d\u2018\u2019":
+        remedy = f"{match[0]} is a typographic quote; type straight ones, ' or \""
+    elif match:
+        place = f"after {text[: match.start()]!r}" if match.start() else "at its start"
+        remedy = f"{match[0]!r} {place} needs quotes; {remedy}"
+    return f"{key}={text} cannot be read: {remedy}"
 
 
 def quote_for_shell(key: str, text: str) -> str:
@@ -303,59 +282,53 @@ def quote_for_shell(key: str, text: str) -> str:
     return shlex.quote(f'{key}="{escaped}"')
 
 
-def find_duplicates(overrides: list[Assignment]) -> list[str]:
-    """A warning for each key that the arguments set to several values."""
-    values_of: dict[str, list[str]] = {}
-    for key, value, _ in overrides:
-        values_of.setdefault(key, []).append(str(value))
-    warnings = []
-    for key, values in values_of.items():
-        if len(set(values)) > 1:
-            warnings.append(f"{key} is set to {' and to '.join(values)}; the last value counts")
-    return warnings
+def find_duplicates(assignments: list[Assignment]) -> Iterator[str]:
+    """A warning for each argument that sets a key to another value than the first one does."""
+    first: dict[str, Any] = {}
+    for key, value, source in assignments:
+        if not source and first.setdefault(key, value) != value:
+            yield f"{key} is set to {first[key]} and to {value}; the last value counts"
 
 
 # Setting keys.
 
 
-def assign(root: type, config: Any, assignments: list[Assignment], problems: list[str]) -> set[str]:
-    """Sets the keys of a config of the class `root`. Returns the keys that were set.
+def assign(
+    config: Any, known: dict[str, Key], assignments: list[Assignment], problems: list[str]
+) -> set[str]:
+    """Sets keys of the config, which are `known`. Returns those that were set.
 
     A misspelled key sets the one key that it must mean, so that no other problem follows from it.
     """
-    set_keys: set[str] = set()
-    known = schema_keys(root)
+    set_keys = set()
     for name, value, source in assignments:
-        if name in known and known[name].is_section:
-            if value is not None:  # a recipe may have a section without keys
-                remedy = f"set its keys, as {name}.NAME=VALUE; --help {name} lists them"
-                problems.append(f"{name}={value}: {name} is a section; {remedy}{source}")
-            continue
-        candidates = [name]
-        if name not in known and not name.startswith(tuple(key + "." for key in OPEN_KEYS)):
-            hint, candidates = explain_unknown(name, known)
-            problems.append(f"unknown key {name}={value}{hint}{source}")
-        if len(candidates) == 1:
-            target = candidates[0]
+        target, problem = find_target(name, value, known)
+        if target:
             set_keys.add(target)
-            problem = set_value(
-                config, target, value, known[target].types if target in known else ()
-            )
-            if problem and target == name:
-                problems.append(problem + source)
-    check_references(root, config, set_keys, problems)
+            types = known[target].types if target in known else ()
+            value_problem = set_value(config, target, value, types)
+            problem = problem or value_problem
+        if problem:
+            problems.append(problem + source)
     return set_keys
 
 
-def check_references(root: type, config: Any, set_keys: set[str], problems: list[str]) -> None:
-    """Finds each ${OTHER.KEY} that cannot be resolved. Its key is set to the default."""
-    for name in sorted(set_keys):
-        try:
-            OmegaConf.select(config, name)
-        except OmegaConfBaseException as error:
-            problems.append(f"{name}: {str(error).splitlines()[0]}")
-            default = get_value(root(), name) if name in schema_keys(root) else None
-            OmegaConf.update(config, name, default)
+def find_target(name: str, value: Any, known: dict[str, Key]) -> tuple[str, str]:
+    """(the key that `name` means, the problem with the name); "" stands for none."""
+    if name.startswith(tuple(f"{key}." for key in OPEN_KEYS)):
+        return name, ""
+    if name not in known:
+        text, candidates = explain_unknown(
+            name, [key for key in known if not known[key].is_section]
+        )
+        target = candidates[0] if len(candidates) == 1 else ""
+        return target, f"unknown key {name}={value}: {text}"
+    if not known[name].is_section:
+        return name, ""
+    if value is None:  # a recipe may have a section without keys
+        return "", ""
+    remedy = f"set its keys, as {name}.NAME=VALUE; --help {name} lists them"
+    return "", f"{name}={value}: {name} is a section; {remedy}"
 
 
 def to_object(config: Any) -> tuple[Any, list[str]]:
@@ -404,27 +377,26 @@ def _shown(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def explain_unknown(name: str, known: dict[str, Key]) -> tuple[str, list[str]]:
+def explain_unknown(name: str, keys: list[str]) -> tuple[str, list[str]]:
     """What follows "unknown key", and the keys that may be meant."""
-    names = [other for other, key in known.items() if not key.is_section]
-    text, synonyms = find_synonym(name, names)
-    if text:
-        return f": {text}", synonyms
-    candidates = near_keys(name, names)
-    near = " or ".join(candidates)
-    return (f": did you mean {near}?" if near else "; --help all lists all"), candidates
+    text, candidates = find_synonym(name, keys)
+    if not text:
+        candidates = near_keys(name, keys)
+        near = " or ".join(candidates)
+        text = f"did you mean {near}?" if near else "--help all lists all"
+    return text, candidates
 
 
-def near_keys(key: str, known: list[str]) -> list[str]:
-    """Up to three known keys that a misspelled key may mean: near names, or the same last part."""
-    near = difflib.get_close_matches(key, known, 3, 0.8)
-    last_part = key.rpartition(".")[2]
-    near += [name for name in known if name.rpartition(".")[2] == last_part]
+def near_keys(key: str, keys: list[str]) -> list[str]:
+    """Up to three keys that a misspelled one may mean: near names, or near names' last parts."""
+    near = difflib.get_close_matches(key, keys, 3, 0.8)
     if not near:
-        last_parts = [name.rpartition(".")[2] for name in known]
-        close = difflib.get_close_matches(last_part, last_parts, len(known), 0.7)
-        near = [name for name in known if name.rpartition(".")[2] in close]
-    return list(dict.fromkeys(near))[:3]
+        last_part = difflib.SequenceMatcher(b=key.rpartition(".")[2])
+        for name in keys:
+            last_part.set_seq1(name.rpartition(".")[2])
+            if last_part.ratio() >= 0.7:
+                near.append(name)
+    return near[:3]
 
 
 # Help.
@@ -439,7 +411,7 @@ def show_help(root: type, argv: list[str]) -> NoReturn:
     for topic in topics:
         if topic not in known and topic != "all":
             near = difflib.get_close_matches(topic, known, 3) or [n for n in known if "." not in n]
-            report([f"--help {topic}: there is no such section or key; try {', '.join(near)}"], [])
+            refuse([f"--help {topic}: there is no such section or key; try {', '.join(near)}"])
     print_and_exit("\n\n".join(explain(root, topic) for topic in topics))
 
 

@@ -12,8 +12,21 @@ from typing import Any
 import torch
 
 from rl2.config.conditions import estimator_inputs, has_test_data, needs_critic
-from rl2.config.key_rules import Checked, check_choices, check_keys, non_default_keys
-from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, worker_names
+from rl2.config.key_rules import (
+    Checked,
+    check_choices,
+    check_keys,
+    non_default_keys,
+    without_repeats,
+)
+from rl2.config.schema import (
+    DPOConfig,
+    ModelConfig,
+    PPOConfig,
+    RMConfig,
+    WorkerConfig,
+    worker_names,
+)
 from rl2.engine.select import choose_engine, is_installed
 from rl2.env.contract import find_env_file
 
@@ -26,51 +39,47 @@ def validate(config: Any, set_keys: set[str]) -> Checked:
 
     `set_keys` are the keys that the user set.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     problems = check_choices(config)
     if problems:  # which may be why other keys seem to have no effect
         set_keys = set()
     key_problems, warnings = check_keys(config, set_keys)
     problems += [*key_problems, *check_paths(config)]
-    workers = worker_names(config)
+    for name, model in loaded_models(config).items():
+        problems += check_model(config, name, model)
     if isinstance(config, PPOConfig):
-        if not needs_critic(config.adv.estimator):
-            workers.remove("critic")
-        if config.teacher.model_name:
-            problems += check_model("teacher.model_name", config.teacher.model_name)
-            problems += check_layout("teacher", config.teacher, world_size)
-            problems += check_lengths(config, "teacher")
-        problems += check_env(config.rollout.env_path)
-        problems += check_step_sizes(config)
-        problems += check_pairs(config)
-        problems += check_rewards(config.rollout)
-        problems += check_kind_of_run(config)
-        problems += check_engine(config.rollout)
-        warnings += [*rollout_warnings(config), *evaluation_warnings(config)]
-        warnings += [*loss_warnings(config, set_keys), *freeze_warnings(config)]
-    for name in workers:
-        problems += check_worker(config, name, world_size)
-        problems += check_lengths(config, name)
+        for check in (check_run, check_step_sizes, check_pairs, check_rollout, check_engine):
+            problems += check(config)
+        warnings += [*run_warnings(config), *loss_warnings(config, set_keys)]
     return without_repeats(problems), warnings
 
 
-def without_repeats(problems: list[str]) -> list[str]:
-    """The problems without those of critic and teacher that the actor has too: they follow it."""
-    kept = []
-    for problem in problems:
-        as_actor = problem.replace("critic.", "actor.").replace("teacher.", "actor.")
-        if as_actor == problem or as_actor not in problems:
-            kept.append(problem)
-    return kept
+def loaded_models(config: Any) -> dict[str, ModelConfig]:
+    """The sections of the models that the run loads, by name."""
+    models: dict[str, ModelConfig] = {name: getattr(config, name) for name in worker_names(config)}
+    if isinstance(config, PPOConfig):
+        if not needs_critic(config.adv.estimator):
+            del models["critic"]
+        if config.teacher.model_name:
+            models["teacher"] = config.teacher
+    return models
 
 
 # Checks between keys.
 
 
-def check_worker(config: Any, name: str, world_size: int) -> Iterator[str]:
-    """The problems of one worker's section."""
-    worker = getattr(config, name)
-    yield from check_layout(name, worker, world_size)
+def check_model(config: Any, name: str, model: ModelConfig) -> Iterator[str]:
+    """The problems of one model's section."""
+    yield from check_model_name(f"{name}.model_name", model.model_name or "")
+    yield from check_layout(name, model)
+    yield from check_lengths(config, name, model)
+    if isinstance(model, WorkerConfig):
+        yield from check_worker(name, model)
+
+
+def check_worker(name: str, worker: WorkerConfig) -> Iterator[str]:
+    """The problems of what a trained model has more than others."""
+    if worker.optimizer_dir and not Path(worker.optimizer_dir).is_dir():
+        yield f"{name}.optimizer_dir={worker.optimizer_dir}: no such folder"
     if worker.save_freq is not None and worker.save_dir is None:
         yield f"{name}.save_freq={worker.save_freq} needs {name}.save_dir"
     adapters = f"{name}.lora_rank={worker.lora_rank}"
@@ -83,19 +92,18 @@ def check_worker(config: Any, name: str, world_size: int) -> Iterator[str]:
         yield f"{adapters} needs peft, which is not installed; pip install peft"
 
 
-def check_layout(name: str, worker: Any, world_size: int) -> Iterator[str]:
-    """Whether the parallel sizes of a worker divide the processes.
+def check_layout(name: str, model: ModelConfig) -> Iterator[str]:
+    """Whether the parallel sizes of a model divide the processes.
 
     Sequences and models are split over the processes that tensor parallelism leaves.
     """
-    yield from check_divides(f"{name}.tp_size", worker.tp_size, world_size)
-    tp_size = max(1, worker.tp_size)
-    if world_size % tp_size:
-        tp_size = 1
-    rest = world_size // tp_size
-    remark = f" that {name}.tp_size={tp_size} leaves" if tp_size > 1 else ""
-    yield from check_divides(f"{name}.sp_size", worker.sp_size, rest, remark)
-    yield from check_divides(f"{name}.fsdp_size", worker.fsdp_size, rest, remark, " or 0")
+    rest, remark = int(os.environ.get("WORLD_SIZE", "1")), ""
+    tp_size = model.tp_size
+    yield from check_divides(f"{name}.tp_size", tp_size, rest)
+    if tp_size > 1 and rest % tp_size == 0:
+        rest, remark = rest // tp_size, f" that {name}.tp_size={tp_size} leaves"
+    yield from check_divides(f"{name}.sp_size", model.sp_size, rest, remark)
+    yield from check_divides(f"{name}.fsdp_size", model.fsdp_size, rest, remark, " or 0")
 
 
 def check_divides(
@@ -110,7 +118,7 @@ def check_divides(
 
 
 def check_paths(config: Any) -> Iterator[str]:
-    """The files and folders that are missing, of the data, the workers and the checkpoint."""
+    """The files and folders that are missing, of the data and the checkpoint."""
     for key, path in {"data.path": config.data.path, **config.data.test_paths}.items():
         yield from check_data(key, path)
     if config.data.test_ratio and config.data.test_path:
@@ -118,11 +126,6 @@ def check_paths(config: Any) -> Iterator[str]:
             f"data.test_ratio={config.data.test_ratio}: data.test_path has the test rows already; "
             "leave one of the two out"
         )
-    for name in worker_names(config):
-        worker = getattr(config, name)
-        yield from check_model(f"{name}.model_name", worker.model_name)
-        if worker.optimizer_dir and not Path(worker.optimizer_dir).is_dir():
-            yield f"{name}.optimizer_dir={worker.optimizer_dir}: no such folder"
     template = config.data.chat_template
     if template not in (None, "plain") and not Path(template).expanduser().is_file():
         yield f"data.chat_template={template}: choose plain or the path of a Jinja file"
@@ -142,9 +145,8 @@ def check_data(key: str, path: Any) -> Iterator[str]:
         yield f"{key}={path}: no such file or folder"
 
 
-def check_model(key: str, name: str | None) -> Iterator[str]:
+def check_model_name(key: str, name: str) -> Iterator[str]:
     """Whether the folder holds a model. A missing name is reported elsewhere."""
-    name = name or ""
     is_local = name.startswith(("/", ".", "~")) or name.count("/") > 1
     if name and Path(name).is_dir():
         if not Path(name, "config.json").exists():
@@ -153,29 +155,15 @@ def check_model(key: str, name: str | None) -> Iterator[str]:
         yield f"{key}={name}: no such folder; a model of the hub is owner/name"
 
 
-def check_env(path: str) -> Iterator[str]:
-    """Whether the env file exists. A missing path is reported elsewhere."""
-    if not path:
-        return
-    try:
-        file = find_env_file(path)
-    except ValueError as error:
-        yield str(error)
-    else:
-        if file.suffix != ".py":
-            yield f"rollout.env_path={path}: this is no Python file (.py)"
-
-
-def check_lengths(config: Any, name: str) -> Iterator[str]:
-    """Whether the longest sequences fit one micro-batch of a worker: in training, where the two
+def check_lengths(config: Any, name: str, model: ModelConfig) -> Iterator[str]:
+    """Whether the longest sequences fit one micro-batch of a model: in training, where the two
     rows of a pair are together, and in inference.
     """
-    worker = getattr(config, name)
     length = config.data.max_length
     num_rows = 2 if isinstance(config, DPOConfig | RMConfig) else 1
-    for limit, rows_together in (
-        ("max_length_per_device", num_rows),
-        ("max_inference_length_per_device", 1),
+    for limit, tokens, rows_together in (
+        ("max_length_per_device", model.max_length_per_device, num_rows),
+        ("max_inference_length_per_device", model.max_inference_length_per_device, 1),
     ):
         total = length * rows_together
         longest = f"a row may get: data.max_length {length} x {rows_together}"
@@ -187,8 +175,7 @@ def check_lengths(config: Any, name: str) -> Iterator[str]:
                 f"a trajectory may get: data.max_length {length} + {turns} x max_new_tokens "
                 f"{answer}"
             )
-        tokens = getattr(worker, limit)
-        if tokens and 0 < tokens * worker.sp_size < total:
+        if tokens and 0 < tokens * model.sp_size < total:
             yield (
                 f"{name}.{limit}={tokens} is shorter than {longest} = {total}; raise it, or lower "
                 "the others"
@@ -248,8 +235,9 @@ def check_pairs(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def check_rewards(rollout: Any) -> Iterator[str]:
+def check_rollout(config: PPOConfig) -> Iterator[str]:
     """Whether the ranges of rewards and lengths are ranges."""
+    rollout = config.rollout
     bounds = rollout.filter
     if bounds and (len(bounds) != 2 or not bounds[0] < bounds[1]):
         yield f"rollout.filter={bounds}: give a low and a high bound of the mean reward, as [0,1]"
@@ -261,8 +249,14 @@ def check_rewards(rollout: Any) -> Iterator[str]:
         )
 
 
-def check_kind_of_run(config: PPOConfig) -> Iterator[str]:
-    """Whether there is what an evaluation, or a run on saved rollouts, works on."""
+def check_run(config: PPOConfig) -> Iterator[str]:
+    """Whether there is an env file, and what an evaluation or a run on saved rollouts works on."""
+    path = config.rollout.env_path  # a missing one is reported elsewhere
+    try:
+        if path and find_env_file(path).suffix != ".py":
+            yield f"rollout.env_path={path}: this is no Python file (.py)"
+    except ValueError as error:
+        yield str(error)
     saved = config.trainer.rollouts_from
     if config.trainer.eval_only and not has_test_data(config):
         yield "trainer.eval_only=true needs data.test_path or data.test_ratio"
@@ -272,10 +266,11 @@ def check_kind_of_run(config: PPOConfig) -> Iterator[str]:
         yield f"trainer.rollouts_from={saved}: no such folder"
 
 
-def check_engine(rollout: Any) -> Iterator[str]:
+def check_engine(config: PPOConfig) -> Iterator[str]:
     """Whether SGLang is installed, its size divides the processes of a node, and torch's memory is
     of a kind that it can take over and give back.
     """
+    rollout = config.rollout
     if choose_engine(rollout.engine)[0] != "sglang":
         return
     if not is_installed("sglang"):
@@ -299,10 +294,11 @@ def check_engine(rollout: Any) -> Iterator[str]:
 # Warnings.
 
 
-def rollout_warnings(config: PPOConfig) -> Iterator[str]:
-    """Settings of the rollout that are allowed but easily misunderstood."""
-    params = config.rollout.train_sampling_params
-    if config.rollout.partial and config.actor.correction == "none":
+def run_warnings(config: PPOConfig) -> Iterator[str]:
+    """Settings of the run and its rollouts that are allowed but easily misunderstood."""
+    rollout, trainer = config.rollout, config.trainer
+    params = rollout.train_sampling_params
+    if rollout.partial and config.actor.correction == "none":
         yield (
             "rollout.partial=true: tokens that older weights sampled are trained as if the current "
             "ones had; actor.correction=token_tis weighs them by their recorded log-probabilities"
@@ -312,8 +308,21 @@ def rollout_warnings(config: PPOConfig) -> Iterator[str]:
             "rollout.train_sampling_params: the policy's log-probabilities are from before top_p "
             "and top_k: the trainer does not see what these cut off"
         )
-    if config.trainer.rollouts_from and config.data.test_path:
+    if trainer.rollouts_from and config.data.test_path:
         yield "data.test_path: nothing is sampled with trainer.rollouts_from, not even a test"
+    num_answers = config.data.responses_per_test_prompt
+    if num_answers > 1 and rollout.test_sampling_params.temperature == 0:
+        yield (
+            f"data.responses_per_test_prompt={num_answers}: with "
+            "rollout.test_sampling_params.temperature=0 the answers to a prompt are all the same; "
+            "set a temperature, e.g. 1 as in training"
+        )
+    for name, worker in (("actor", config.actor), ("critic", config.critic)):
+        if trainer.max_steps and worker.freeze_steps >= trainer.max_steps:
+            yield (
+                f"{name}.freeze_steps={worker.freeze_steps}: {name} is not updated in any of the "
+                f"{trainer.max_steps} steps"
+            )
 
 
 def loss_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[str]:
@@ -339,25 +348,3 @@ def loss_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[str]:
             "kl.loss_estimator=k1: the gradient of k1 in a loss is 0 on average; k2 has that of "
             "the KL"
         )
-
-
-def evaluation_warnings(config: PPOConfig) -> Iterator[str]:
-    """Several answers to a test prompt that are one."""
-    num_answers = config.data.responses_per_test_prompt
-    if num_answers > 1 and config.rollout.test_sampling_params.temperature == 0:
-        yield (
-            f"data.responses_per_test_prompt={num_answers}: with "
-            "rollout.test_sampling_params.temperature=0 the answers to a prompt are all the same; "
-            "set a temperature, e.g. 1 as in training"
-        )
-
-
-def freeze_warnings(config: PPOConfig) -> Iterator[str]:
-    """Workers that are frozen for the whole run."""
-    for name in ("actor", "critic"):
-        freeze_steps = getattr(config, name).freeze_steps
-        if config.trainer.max_steps and freeze_steps >= config.trainer.max_steps:
-            yield (
-                f"{name}.freeze_steps={freeze_steps}: {name} is not updated in any of the "
-                f"{config.trainer.max_steps} steps"
-            )
