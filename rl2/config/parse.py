@@ -182,7 +182,7 @@ def join_spaced_words(argv: list[str], problems: list[str]) -> list[str]:
     text = "\0".join(argv)
     for key in re.findall(SPACED_KEY, text):
         problems.append(f"{key}= has spaces at its =: write it without them")
-    return re.sub(SPACED_KEY, r"\1=", text).split("\0")
+    return re.sub(SPACED_KEY, r"\1=", text).split("\0") if argv else []
 
 
 def read_options(argv: list[str], problems: list[str]) -> tuple[dict[str, str], list[str]]:
