@@ -17,14 +17,15 @@ import argparse
 import asyncio
 import random
 import statistics
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, Examples
-from rl2.data.rows import pack_rows
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.env.call import Env
@@ -33,6 +34,10 @@ from rl2.model.folder import load_tokenizer
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector, RolloutRules
 from rl2.rollout.trajectory import Player
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from common import pack_rows  # noqa: E402
 
 STEPS = 6
 

@@ -10,11 +10,10 @@ import textwrap
 from pathlib import Path
 
 import torch.distributed as dist
-from common import make_tokenizer
+from common import make_tokenizer, pack_rows
 
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, Examples
-from rl2.data.rows import pack_rows
 from rl2.engine.base import Generation, SamplingParams
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env

@@ -8,6 +8,7 @@ from functools import partial
 import pyarrow
 import pyarrow.parquet
 import pytest
+from common import pack_rows
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from rl2.data.examples import (
     to_samples,
 )
 from rl2.data.formats import read_pair_row, read_ppo_row, read_sft_row
-from rl2.data.rows import load_rows, pack_rows
+from rl2.data.rows import load_rows
 
 TEMPLATE = (
     "{{ tools }}{% for m in messages %} {{ m.content }}{% endfor %}"
@@ -329,11 +330,11 @@ def test_missing_file_empty_folder_and_unknown_hub_name_are_refused(tmp_path, mo
     with pytest.raises(ValueError, match="this folder has no file that ends in"):
         load_rows(str(tmp_path))
 
-    def ask(url, timeout):
-        if "owner/none" in url:
+    def ask(api, name, timeout):
+        if name == "owner/none":
             raise ConnectionError("the network is down\nsince today")
 
-    monkeypatch.setattr("rl2.data.rows.get_hf_file_metadata", ask)
+    monkeypatch.setattr("rl2.data.rows.HfApi.dataset_info", ask)
 
     def load_dataset(name, config, split):
         assert name != "owner/none", "the hub has said no already"

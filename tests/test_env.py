@@ -13,10 +13,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from common import make_tokenizer
+from common import make_tokenizer, pack_rows
 
 from rl2.data.formats import read_ppo_row
-from rl2.data.rows import pack_rows
 from rl2.env import contract, runners
 from rl2.env import load as env_load
 from rl2.env.call import Env

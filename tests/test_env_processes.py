@@ -11,9 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from common import ROOT
+from common import ROOT, pack_rows
 
-from rl2.data.rows import pack_rows
 from rl2.env.contract import EnvError
 from rl2.env.load import load_env, preflight
 

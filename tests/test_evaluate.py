@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 import datasets
 import pytest
 import torch.distributed as dist
-from common import launch_runs, make_model, make_tokenizer, read_jsonl, read_metrics
+from common import launch_runs, make_model, make_tokenizer, pack_rows, read_jsonl, read_metrics
 from test_rollout import ScriptedEngine
 
 from rl2.config.parse import parse
@@ -17,7 +17,7 @@ from rl2.config.schema import PPOConfig, SFTConfig
 from rl2.data import rows as data_rows
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, Examples
-from rl2.data.rows import load_rows, pack_rows
+from rl2.data.rows import load_rows
 from rl2.engine.base import SamplingParams
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env

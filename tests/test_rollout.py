@@ -15,12 +15,11 @@ import faulty_process_env
 import pytest
 import torch
 import torch.distributed as dist
-from common import make_model, make_tokenizer
+from common import make_model, make_tokenizer, pack_rows
 
 from rl2.batch import Batch
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, Example, Examples
-from rl2.data.rows import pack_rows
 from rl2.engine.base import EngineSettings, Generation, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.env import runners

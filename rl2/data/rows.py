@@ -7,21 +7,19 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import pyarrow
 import pyarrow.parquet
-from huggingface_hub import get_hf_file_metadata, hf_hub_url
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub import HfApi
 
 from rl2.data.formats import ReadRow, rename_columns
 from rl2.data.messages import abbreviate
 from rl2.data.store import ROWS_PER_BATCH, open_table, table_key
 from rl2.parallel.mesh import is_first_rank
 
-SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 MAX_LISTED_PROBLEMS = 5
 # Columns that may hold messages as JSON text.
 CONVERSATION_COLUMNS = ("messages", "prompt", "conversations", "completion", "chosen", "rejected")
@@ -33,8 +31,10 @@ MAX_CSV_CELL_BYTES = 2**31 - 1
 LARGE_BYTES = 16 * 2**20  # of data that is worth a table on disk: it takes some ten seconds to read
 MISSING_CELL: Any = object()  # the value of a cell that a csv row lacks
 
-# (where the row is, the row as its format gives it: a line of JSON is still text)
-LocatedRow = tuple[str, Any]
+# A row as its format gives it: a line of JSON is still text, a row of a columnar file a slice.
+RawRow = Any
+NumberedRow = tuple[int, RawRow]  # (its number in the file, the row)
+LocatedRow = tuple[str, RawRow]  # (its file and number, the row)
 Source = list[Path] | Any  # data files, or a data set of the hub
 ROWS_SCHEMA = pyarrow.schema(
     {
@@ -75,8 +75,8 @@ def load_rows(
         key = table_key(path, fingerprint, pickle.dumps(read), sorted(columns.items()))
 
     def build() -> Iterator[pyarrow.RecordBatch]:
-        raw_rows = itertools.islice(_read_rows(path, source), limit)
-        return _check_rows(path, raw_rows, read, columns)
+        located_rows = itertools.islice(_read_rows(path, source), limit)
+        return check_rows(path, located_rows, read, columns)
 
     rows = Rows(open_table(key, ROWS_SCHEMA, build, f"read {path}"), path, key)
     if not rows:
@@ -115,13 +115,6 @@ class Rows(Sequence[dict]):
         return self.table["location"][i].as_py()
 
 
-def pack_rows(rows: Iterable[dict]) -> Rows:
-    """Rows that Python code has made."""
-    path = "the data"
-    batches = _check_rows(path, _number_rows(path, rows), None, {})
-    return Rows(pyarrow.Table.from_batches(batches, ROWS_SCHEMA), path, None)
-
-
 def hash_data(path: str, split: str = "train") -> str:
     """A hash of the files that `load_rows` reads.
 
@@ -152,9 +145,9 @@ def _fingerprint(path: str, split: str, source: Source) -> str:
     return source._fingerprint if source.data.nbytes >= LARGE_BYTES else ""
 
 
-def _check_rows(
+def check_rows(
     path: str,
-    raw_rows: Iterator[LocatedRow],
+    located_rows: Iterator[LocatedRow],
     read: Callable[[dict], ReadRow] | None,
     columns: dict[str, str],
 ) -> Iterator[pyarrow.RecordBatch]:
@@ -163,7 +156,7 @@ def _check_rows(
     kinds: dict[tuple, list[int]] = {}
     all_notes: dict[str, list] = {}
     index = 0
-    while chunk := list(itertools.islice(raw_rows, ROWS_PER_BATCH)):
+    while chunk := list(itertools.islice(located_rows, ROWS_PER_BATCH)):
         packed = []
         for location, raw_row in chunk:
             try:
@@ -208,15 +201,16 @@ class Problems:
         raise ValueError("\n".join(lines))
 
 
-def _parse_row(raw_row: Any, columns: dict[str, str]) -> dict:
+def _parse_row(row: RawRow, columns: dict[str, str]) -> dict:
     """The row with its columns renamed, and JSON text of messages and tools parsed, without nulls.
 
     Columnar files give each struct the keys of all structs, with null for those it lacks. Chat
     templates only ask whether a key exists.
     """
-    if isinstance(raw_row, UnicodeDecodeError):
-        raise raw_row
-    row = _parse_json(raw_row, "row") if isinstance(raw_row, str) else raw_row
+    if isinstance(row, str):
+        row = _parse_json(row, "row")
+    elif isinstance(row, pyarrow.RecordBatch):
+        [row] = row.to_pylist()  # a ValueError for text that is not UTF-8
     if not isinstance(row, dict):
         raise ValueError(
             f"expected a JSON object, got {abbreviate(row)}; write a conversation as "
@@ -228,16 +222,13 @@ def _parse_row(raw_row: Any, columns: dict[str, str]) -> dict:
         raise ValueError("expected a cell for each column of the header, got fewer")
     row = rename_columns(row, columns)
     for column, value in row.items():
-        is_parsed = column in PARSED_COLUMNS
-        value = _parse_cell(value, column) if is_parsed else value
-        _check_value([column, value], column)
-        row[column] = _drop_nulls(value) if is_parsed else value
+        _, row[column] = _clean([column, _parse_cell(value, column)], column)
     return row
 
 
 def _parse_cell(value: Any, column: str) -> Any:
-    """The value of such a column. Text of a conversation is JSON if it begins like a list."""
-    if not isinstance(value, str):
+    """The value of a column. Text of a conversation is JSON if it begins like a list of objects."""
+    if not isinstance(value, str) or column not in PARSED_COLUMNS:
         return value
     if column != "tools" and not re.match(r"\s*\[\s*\{", value):
         return value
@@ -246,23 +237,29 @@ def _parse_cell(value: Any, column: str) -> Any:
 
 def _parse_json(text: str, source: str) -> Any:
     try:
-        return _load_json(text)
+        return json.loads(text, object_pairs_hook=_to_object)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{source}: expected JSON ({error}), got {abbreviate(text)}") from error
 
 
-def _load_json(text: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_to_object)
-    except RecursionError:
-        raise ValueError(TOO_DEEP) from None
+def _to_object(pairs: list[tuple[str, Any]]) -> dict:
+    """A JSON object. ValueError if a key occurs twice, of which json keeps the last."""
+    value: dict[str, Any] = {}
+    for key, item in pairs:
+        if key in value:
+            raise ValueError(f"key {key!r} occurs twice in one object")
+        value[key] = item
+    return value
 
 
-def _check_value(value: Any, column: str, level: int = 0) -> None:
-    """ValueError for nesting that is too deep, and for text that UTF-8 cannot hold.
+def _clean(value: Any, column: str, level: int = 0) -> Any:
+    """The value in a column; in parsed columns, objects lose the keys whose value is null.
 
-    Such text has lone surrogates: halves of a pair, or bytes of a file that is not in UTF-8.
-    Tokenizers refuse it, and no process could write it.
+    ValueError for nesting that is too deep, and for text that UTF-8 cannot hold. Such text has lone
+    surrogates: halves of a pair, or bytes of a file that is not in UTF-8. Tokenizers refuse it, and
+    no process could write it.
     """
     if isinstance(value, str):
         try:
@@ -272,29 +269,17 @@ def _check_value(value: Any, column: str, level: int = 0) -> None:
                 f"column {column!r}: {error}; save the file as UTF-8, or remove the character: "
                 f"{abbreviate(value)}"
             ) from None
-    elif isinstance(value, dict | list | tuple):
-        if level > MAX_NESTING:
-            raise ValueError(f"column {column!r}: {TOO_DEEP}")
-        for item in [*value, *value.values()] if isinstance(value, dict) else value:
-            _check_value(item, column, level + 1)
-
-
-def _to_object(pairs: list[tuple[str, Any]]) -> dict:
-    """A JSON object. ValueError if a key occurs twice, of which json keeps the last."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"key {twice!r} occurs twice in one object")
-    return value
-
-
-def _drop_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_drop_nulls(item) for item in value]
-    return value
+    if not isinstance(value, dict | list | tuple):
+        return value
+    if level > MAX_NESTING:
+        raise ValueError(f"column {column!r}: {TOO_DEEP}")
+    clean = partial(_clean, column=column, level=level + 1)
+    if not isinstance(value, dict):
+        return type(value)(map(clean, value))
+    keeps_nulls = column not in PARSED_COLUMNS
+    return {
+        clean(key): clean(item) for key, item in value.items() if keeps_nulls or item is not None
+    }
 
 
 def _find_source(path: str, split: str) -> Source:
@@ -302,22 +287,24 @@ def _find_source(path: str, split: str) -> Source:
     local_path = Path(path).expanduser()
     if local_path.exists():
         return _find_files(local_path, split)
-    if local_path.suffix in SUFFIXES or path.startswith(("/", ".", "~")):
+    if local_path.suffix in READERS or path.startswith(("/", ".", "~")):
         raise ValueError(f"data path {path}: no such file or folder")
     return _load_from_hub(path, split)
 
 
 def _read_rows(path: str, source: Source) -> Iterator[LocatedRow]:
     if not isinstance(source, list):
-        yield from _number_rows(path, source)
+        for number, row in enumerate(source, 1):
+            yield f"{path}, row {number}", row
         return
     for file in source:
-        if file.suffix not in SUFFIXES:
+        if file.suffix not in READERS:
             raise ValueError(
-                f"data path {file}: expected a file that ends in one of {', '.join(SUFFIXES)}"
+                f"data path {file}: expected a file that ends in one of {', '.join(READERS)}"
             )
         try:
-            yield from _READERS[file.suffix](file)
+            for number, row in READERS[file.suffix](file):
+                yield f"{file}, row {number}", row
         except (ValueError, csv.Error) as error:  # of decoding, of JSON, of pyarrow
             raise ValueError(f"{file} is not a readable {file.suffix[1:]} file: {error}") from error
 
@@ -330,26 +317,14 @@ def _load_from_hub(path: str, split: str) -> Any:
     name, _, configuration = data_set.partition(":")
     try:
         if not Path(config.HF_DATASETS_CACHE, name.replace("/", "___")).exists():
-            _ask_hub(name)
+            # One request stands for the retries of `datasets`, which take half a minute.
+            HfApi().dataset_info(name, timeout=HUB_TIMEOUT_SECONDS)
         return load_dataset(name, configuration or None, split=named_split or split)
-    except (OSError, ValueError) as error:  # not found, offline, unknown split or configuration
+    except Exception as error:  # of the network, or of an unknown name, configuration or split
+        reason = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"data path {path}: no such file or folder here, and the hub says: {error}"
+            f"data path {path}: no such file or folder here, and the hub says: {reason}"
         ) from error
-
-
-def _ask_hub(name: str) -> None:
-    """OSError if the hub is out of reach or has no such data set.
-
-    One request stands for the retries of `datasets`, which take half a minute.
-    """
-    url = hf_hub_url(name, "README.md", repo_type="dataset")
-    try:
-        get_hf_file_metadata(url, timeout=HUB_TIMEOUT_SECONDS)
-    except EntryNotFoundError:
-        pass  # a data set without that file
-    except Exception as error:  # of the hub's library and of the network's
-        raise OSError(str(error).strip().splitlines()[0]) from error
 
 
 def _find_files(path: Path, split: str) -> list[Path]:
@@ -357,80 +332,65 @@ def _find_files(path: Path, split: str) -> list[Path]:
     if not path.is_dir():
         return [path]
     folder = path / split if (path / split).is_dir() else path
-    files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
+    files = sorted(file for file in folder.iterdir() if file.suffix in READERS)
     if not files:
         raise ValueError(
-            f"data path {folder}: this folder has no file that ends in one of {', '.join(SUFFIXES)}"
+            f"data path {folder}: this folder has no file that ends in one of {', '.join(READERS)}"
         )
     of_split = [file for file in files if re.match(rf"{re.escape(split)}[-_.]", file.name)]
     return of_split or files
 
 
-def _number_rows(source: str | Path, rows: Iterable) -> Iterator[LocatedRow]:
-    return ((f"{source}, row {number}", row) for number, row in enumerate(rows, start=1))
-
-
 def _open_text(file: Path, newline: str) -> TextIO:
-    """The text of a file. Bytes that are not UTF-8 become lone surrogates.
-
-    `_check_value` refuses them, and the row that has them is named.
-    """
+    """The text of a file. Bytes that are not UTF-8 become lone surrogates, see `_clean`."""
     return open(file, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
 
 
-def _read_json(file: Path) -> Iterator[LocatedRow]:
+def _read_json(file: Path) -> Iterator[NumberedRow]:
     # Only a line feed ends a line: JSON strings may hold other characters that end lines.
     with _open_text(file, newline="\n") as lines:
         if file.suffix == ".json":
             text = lines.read()
             if text.lstrip().startswith("["):
-                yield from _number_rows(file, _load_json(text))
+                yield from enumerate(_parse_json(text, "list of rows"), 1)
                 return
             lines.seek(0)
-        for location, line in _number_rows(file, lines):
+        for number, line in enumerate(lines, 1):
             if line.strip():
-                yield location, line.rstrip("\n")
+                yield number, line
 
 
-def _read_csv(file: Path) -> Iterator[LocatedRow]:
+def _read_csv(file: Path) -> Iterator[NumberedRow]:
     csv.field_size_limit(MAX_CSV_CELL_BYTES)  # the default is 128 KiB
     with _open_text(file, newline="") as lines:
         reader = csv.DictReader(lines, restval=MISSING_CELL)
         first_line = 2  # a row may span several lines: the first of them names it
         for row in reader:
-            yield f"{file}, row {first_line}", row
+            yield first_line, row
             first_line = reader.line_num + 1
 
 
-def _read_parquet(file: Path) -> Iterator[LocatedRow]:
+def _read_parquet(file: Path) -> Iterator[NumberedRow]:
     with pyarrow.parquet.ParquetFile(file) as source:
-        yield from _number_rows(file, _read_batches(source.iter_batches()))
+        yield from _number_slices(source.iter_batches())
 
 
-def _read_arrow(file: Path) -> Iterator[LocatedRow]:
+def _read_arrow(file: Path) -> Iterator[NumberedRow]:
     source = pyarrow.memory_map(str(file))
-    is_file_format = source.read(6) == b"ARROW1"
-    source.seek(0)
-    # `datasets` writes the stream format.
-    open_table = pyarrow.ipc.open_file if is_file_format else pyarrow.ipc.open_stream
-    batches = open_table(source).read_all().to_batches(ROWS_PER_BATCH)
-    return _number_rows(file, _read_batches(batches))
+    try:
+        reader = pyarrow.ipc.open_file(source)
+    except pyarrow.ArrowInvalid:  # the stream format, which `datasets` writes
+        reader = pyarrow.ipc.open_stream(source)
+    return _number_slices(reader.read_all().to_batches())
 
 
-def _read_batches(batches: Iterable[pyarrow.RecordBatch]) -> Iterator[Any]:
-    """The rows of the batches. The error stands for a row whose text is not UTF-8."""
-    for batch in batches:
-        try:
-            yield from batch.to_pylist()
-        except UnicodeDecodeError:
-            for i in range(batch.num_rows):
-                try:
-                    yield from batch.slice(i, 1).to_pylist()
-                except UnicodeDecodeError as error:
-                    yield error
+def _number_slices(batches: Iterable[pyarrow.RecordBatch]) -> Iterator[NumberedRow]:
+    """Each row as a batch of its own, so that text that is not UTF-8 concerns its row only."""
+    slices = (batch.slice(i, 1) for batch in batches for i in range(batch.num_rows))
+    return enumerate(slices, 1)
 
 
-_READERS = {
+READERS: dict[str, Callable[[Path], Iterable[NumberedRow]]] = {
     ".json": _read_json,
     ".jsonl": _read_json,
     ".csv": _read_csv,
