@@ -7,7 +7,7 @@ the environment says nothing of the policy: such an answer counts in the metrics
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import comb, nan, sqrt
 from statistics import fmean
 
@@ -17,7 +17,8 @@ from rl2.data.examples import Examples
 from rl2.engine.base import SamplingParams
 from rl2.env.contract import EnvError
 from rl2.parallel.mesh import all_gather_objects, is_first_rank
-from rl2.report.loggers import MetricsLog, RunInfo
+from rl2.report.health import Metrics
+from rl2.report.loggers import MetricsLog
 from rl2.rollout.collect import Collector
 from rl2.rollout.stats import summarise, to_records
 from rl2.rollout.trajectory import Trajectory
@@ -39,7 +40,7 @@ class Evaluator:
     params: SamplingParams
     num_samples: int
 
-    def evaluate(self, step: int, version: int) -> dict[str, float]:
+    def evaluate(self, step: int, version: int) -> Metrics:
         """Plays all sets and writes their transcripts. Returns the metrics, as NAME/metric.
 
         `version` is that of the weights. The randomness of a set does not depend on other sets.
@@ -81,7 +82,7 @@ class Evaluator:
             answers = player.engine.loop.run_until_complete(extract_all())
         return all_gather_objects(answers)[0]
 
-    def describe(self, metrics: dict[str, float]) -> str:
+    def describe(self, metrics: Metrics) -> str:
         """A table of the sets, with the metrics that one looks at first."""
         n = self.num_samples
         names = ["reward/mean", f"avg@{n}", f"avg@{n}_stderr", f"pass@{n}", f"maj@{n}"]
@@ -93,7 +94,7 @@ class Evaluator:
         return "\n".join(lines)
 
 
-def with_names(by_set: dict[str, dict[str, float]]) -> dict[str, float]:
+def with_names(by_set: dict[str, Metrics]) -> Metrics:
     """The metrics of all test sets as NAME/metric. A set without a name adds none."""
     return {
         f"{name}/{metric}".lstrip("/"): value
@@ -113,7 +114,7 @@ def evaluate_only(evaluator: Evaluator, folder: RunFolder) -> None:
             "with trainer.experiment_name=NAME"
         )
     folder.resume({}, num_steps=0)
-    log = MetricsLog(RunInfo(folder.path, asdict(folder.config)), start_step=0, num_steps=0)
+    log = MetricsLog(folder.path, folder.config, start_step=0, num_steps=0)
     with log.phase("test"):
         metrics = evaluator.evaluate(step=0, version=0)
     log.write(0, {f"test/{name}": value for name, value in metrics.items()})
@@ -127,7 +128,7 @@ def evaluate_only(evaluator: Evaluator, folder: RunFolder) -> None:
 
 def measure_samples(
     trajectories: list[Trajectory], num_samples: int, answers: list[str | None] | None = None
-) -> dict[str, float]:
+) -> Metrics:
     """How many of `num_samples` answers to a prompt are right, as metrics of their set.
 
     avg@N: the fraction that is right, with its standard error; pass@k: the probability that one of

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from common import CONFIGS, launch, make_model, read_metrics, run
 
 from rl2.config.schema import SFTConfig
 from rl2.memory_plan import GIB, Plan, Prediction, read_plan, start_process
-from rl2.report.loggers import MetricsLog, RunInfo
+from rl2.report.loggers import MetricsLog
 
 SIZES = {
     "hidden_size": 128,
@@ -85,7 +84,7 @@ def test_a_job_on_gpus_logs_its_plan_from_the_step_at_which_it_is_made(tmp_path,
         patch.setattr(torch.cuda, "is_available", lambda: True)
         prediction = Prediction(config, world_size=2)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    log = MetricsLog(RunInfo(tmp_path, asdict(config)), 0, 2, prediction)
+    log = MetricsLog(tmp_path, config, 0, 2, prediction)
     log.write(1, {"tokens/total": 70, "actor/grad_norm": 1.0})
     plan = prediction.plan(wait=True)
     assert isinstance(plan, Plan) and plan.num_gpus == 2

@@ -12,6 +12,7 @@ from common import ROOT, launch
 from refilling import ScriptedGroups, make_collector
 
 from rl2.batch import collate
+from rl2.config.schema import PPOConfig
 from rl2.engine.base import SamplingParams
 from rl2.parallel.mesh import init_distributed
 from rl2.report.health import Health
@@ -99,19 +100,23 @@ def test_groups_begin_as_the_numbers_of_the_queue_say():
     assert queue.end == 48, "the bounds are not within the range"
 
 
+def make_config(max_refills):
+    """The config of a run that plays two answers to each of two prompts."""
+    config = PPOConfig()
+    config.data.prompts_per_rollout = config.data.responses_per_prompt = 2
+    config.rollout.filter = SOME
+    config.rollout.max_refills = max_refills
+    return config
+
+
 def test_when_the_refills_are_used_up_the_step_trains_what_it_has_and_says_so(tmp_path):
     collector = make_collector(tmp_path, [0, 2, 1, 0, 2, 0], {}, 2, filter=SOME, max_refills=1)
     trajectories = collector.collect(1)
     assert rows_of(trajectories) == ([2], [0, 1, 3])
     assert collector.prompts.rows_done == 4
-    config = {
-        "data": {"prompts_per_rollout": 2, "responses_per_prompt": 2},
-        "rollout": {"filter": SOME, "max_refills": 1, "train_sampling_params": {}},
-    }
     metrics = summarise(trajectories, 0)
     update = {"step": 1, "actor/lr": 0.1, "actor/grad_norm": 1.0, "rollout/zero_variance": 0.0}
-    config |= {"trainer": {}, "actor": {}, "adv": {"estimator": "reinforce"}}
-    health = Health(tmp_path, config, 0)
+    health = Health(tmp_path, make_config(max_refills=1), 0)
     (sentence,) = health.check(metrics | update)
     assert "step 1 had too few groups" in sentence and "1 of 2 groups" in sentence
 
@@ -119,12 +124,7 @@ def test_when_the_refills_are_used_up_the_step_trains_what_it_has_and_says_so(tm
 def test_an_env_whose_groups_are_all_equal_ends_the_run_in_words(tmp_path):
     """The batch of a step without a group has one row, in which nothing is trained."""
     collector = make_collector(tmp_path, [0, 2], {}, 2, filter=SOME, max_refills=2)
-    config = {
-        "data": {"prompts_per_rollout": 2, "responses_per_prompt": 2},
-        "rollout": {"filter": SOME, "max_refills": 2, "train_sampling_params": {}},
-        "trainer": {"max_skipped_updates": None},
-    }
-    health = Health(tmp_path, config, 0)
+    health = Health(tmp_path, make_config(max_refills=2), 0)
     update = {"actor/lr": 0.1, "actor/grad_norm": 0.0, "rollout/zero_variance": 0.0}
     for step in (1, 2, 3):
         trajectories = collector.collect(step)

@@ -49,8 +49,8 @@ SAME = {"reward/std": 0.0, "reward/mean": 0.0, "rollout/zero_variance": 1.0, "ac
 
 
 def make_config(config_class=PPOConfig, **trainer):
-    config = asdict(config_class())
-    config["trainer"].update(trainer)
+    config = config_class()
+    vars(config.trainer).update(trainer)
     return config
 
 
@@ -75,10 +75,10 @@ def test_a_service_is_started_unless_it_is_disabled_or_cannot_be_used(monkeypatc
 
     table = {"works": Service, "cannot": lambda run: None, "wandb": Service}
     monkeypatch.setattr(loggers, "LOGGERS", table)
-    run = RunInfo(Path("runs/x"), make_config(disable_wandb=True))
-    file, service, console = MetricsLog(run, start_step=0, num_steps=5).loggers
+    config = make_config(disable_wandb=True)
+    file, service, console = MetricsLog(Path("runs/x"), config, 0, num_steps=5).loggers
     assert isinstance(file, JsonLines) and isinstance(console, Console)
-    assert service.run is run
+    assert service.run == RunInfo(Path("runs/x"), asdict(config))
 
 
 def test_a_step_lasts_until_the_next_line_and_the_rest_of_its_phases_is_other(
@@ -88,7 +88,7 @@ def test_a_step_lasts_until_the_next_line_and_the_rest_of_its_phases_is_other(
     clock = iter([100.0, 101.0, 104.0, 107.0, 108.0, 110.0, 110.25, 113.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     config = make_config(SFTConfig, disable_wandb=True)
-    log = MetricsLog(RunInfo(tmp_path, config), 0, 2)  # at 100
+    log = MetricsLog(tmp_path, config, 0, 2)  # at 100
     with log.phase("update"):  # 101 to 104
         pass
     log.write(1, {"tokens/total": 70, "actor/grad_norm": 1.0})  # at 107
@@ -101,9 +101,9 @@ def test_a_step_lasts_until_the_next_line_and_the_rest_of_its_phases_is_other(
     assert (first["tokens/per_second"], second["tokens/per_second"]) == (10, 20)
 
 
-def console_lines(capsys, steps, **options):
+def console_lines(capsys, steps, config=None, num_steps=100):
     """What the console prints of `steps`, the metrics of each step."""
-    console = Console(**{"start": 0, "num_steps": 100, **options})
+    console = Console(config or make_config(), 0, num_steps)
     for metrics in steps:
         console.log(metrics["step"], metrics)
     console.close()
@@ -129,7 +129,9 @@ def test_the_line_of_ppo_shows_what_is_wrong_and_what_there_is(capsys):
         "actor/entropy": 0.75,
         "test/reward/mean": 0.25,
     }
-    [line] = console_lines(capsys, [STEP | critic], compares_groups=False)
+    config = make_config()
+    config.adv.estimator = "gae"
+    [line] = console_lines(capsys, [STEP | critic], config)
     for text in (
         "value loss 0.2500",
         "critic grad 2.50",
@@ -149,7 +151,8 @@ def test_the_line_of_the_offline_trainers_has_loss_accuracy_and_margin(capsys):
     rm = {"critic/loss": 0.6, "critic/accuracy": 0.5, "critic/margin": 0.0, "critic/grad_norm": 2}
     rm["test/loss"] = 0.5
     times = {"time/step": 2.0, "time/update": 1.9, "tokens/per_second": 10.0}
-    lines = console_lines(capsys, [{"step": 1, **dpo, **times}, {"step": 2, **rm, **times}])
+    steps = [{"step": 1, **dpo, **times}, {"step": 2, **rm, **times}]
+    lines = console_lines(capsys, steps, make_config(SFTConfig))
     end = "tok/s 10  2.0s (update 1.9)"
     dpo_values = "loss 0.6931  accuracy 0.750  margin 0.100  grad 2.00"
     rm_values = "loss 0.6000  accuracy 0.500  margin 0.000  test loss 0.5000  grad 2.00"
@@ -168,21 +171,22 @@ def test_the_time_left_counts_the_evaluations_that_are_due(capsys):
             else {"time/step": 2.0, "time/data": 1.0}
         )
         steps.append({"step": step, **times})
-    lines = console_lines(capsys, steps, num_steps=10, test_freq=4)
+    lines = console_lines(capsys, steps, make_config(test_freq=4), num_steps=10)
     assert "left" not in lines[0]  # nothing is known of the pace
     left = [line.split("  ")[-1].removesuffix(" left") for line in lines[1:]]
     seconds = [
         2 * (10 - step) + 60 * sum(due > step for due in (4, 8, 10)) for step in range(1, 11)
     ]
     assert left == [f"0:{s // 60:02}:{s % 60:02}" for s in seconds]
-    [line] = console_lines(capsys, [steps[1]], start=0, num_steps=10)
+    [line] = console_lines(capsys, [steps[1]], make_config(test_freq=None), num_steps=10)
     assert line.endswith("0:00:18 left")  # a run without test rows
 
 
 def test_the_start_says_what_a_step_is_made_of():
     config = make_config()
-    config["data"].update(prompts_per_rollout=4, responses_per_prompt=8)
-    config["actor"]["update_per_rollout"] = 2
+    config.data.prompts_per_rollout = 4
+    config.data.responses_per_prompt = 8
+    config.actor.update_per_rollout = 2
     expected = "each step: 4 prompts x 8 answers = 32 trajectories, then 2 updates of the actor"
     assert describe_step(config) == [expected]
     assert describe_step(make_config(SFTConfig)) == []
@@ -226,13 +230,13 @@ def test_a_step_that_taught_nothing_says_why():
     assert name == "trained only on the KL or entropy term" and "too hard" in reason
     for estimator, function in ADVANTAGE_ESTIMATORS.items():
         other = make_config()
-        other["adv"]["estimator"] = estimator
+        other.adv.estimator = estimator
         # A critic, a mean over the batch and a teacher learn from equal rewards too.
         names = {"trained only on the KL or entropy term"}
         expected = names if "group" in argument_names(function) else set()
         assert reasons(other, **same | {"actor__grad_norm": 0.1}).keys() == expected
         assert learns_from_groups_alone(other) == bool(expected)
-        other["teacher"]["model_name"] = "teacher"
+        other.teacher.model_name = "teacher"
         assert not learns_from_groups_alone(other)
     sft = {"step": 1, "actor/grad_norm": 0.0, "actor/skipped": 0.0}
     [problem] = find_problems(sft, make_config(SFTConfig))
@@ -244,7 +248,7 @@ def test_cut_answers_name_the_limit():
     assert "94%" in reason and "rollout.train_sampling_params.max_new_tokens=" in reason
     assert "max_length_per_device" not in reason
     config = make_config()
-    config["rollout"]["max_turns"] = 3
+    config.rollout.max_turns = 3
     reason = reasons(config, rollout__truncated=0.94)["had most answers cut"]
     assert "actor.max_length_per_device" in reason
 
@@ -263,7 +267,7 @@ def test_a_problem_is_told_in_full_once_and_then_counted(tmp_path):
 
 def test_constant_rewards_of_a_critic_are_told_after_three_steps(tmp_path):
     config = make_config()
-    config["adv"]["estimator"] = "gae"
+    config.adv.estimator = "gae"
     health = Health(tmp_path, config, start_step=0)
     same = SAME | {"actor/grad_norm": 0.1, "critic/lr": 1e-6}
     steps = [STEP | same, STEP | same, STEP | {"critic/lr": 1e-6}, *[STEP | same] * 3]
@@ -285,7 +289,7 @@ def skip_updates(health, first_step, num_steps, fraction=1.0):
 
 def test_skipped_updates_are_told_counted_and_stop_the_run(tmp_path):
     config = make_config(max_skipped_updates=4)
-    config["actor"]["update_per_rollout"] = 2
+    config.actor.update_per_rollout = 2
     health = Health(tmp_path, config, start_step=0)
     for step in (2, 5, 6):
         (tmp_path / f"checkpoints/step_{step}").mkdir(parents=True)
@@ -347,7 +351,7 @@ def test_the_phase_of_an_update_measures_its_processor_time(
     tmp_path, one_process, capsys, monkeypatch
 ):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    log = MetricsLog(RunInfo(tmp_path, make_config(disable_wandb=True)), 0, 2)
+    log = MetricsLog(tmp_path, make_config(disable_wandb=True), 0, 2)
     monkeypatch.setattr(log.health, "check_cores", lambda *measured: [f"measured {measured}"])
     with log.phase("rollout"):
         pass
@@ -386,7 +390,7 @@ def test_wandb_gets_the_config_and_an_id_that_resumes(tmp_path, monkeypatch, cap
     wandb = FakeWandb(key="secret")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    run = RunInfo(tmp_path, make_config(project="mine", experiment_name="first"))
+    run = RunInfo(tmp_path, asdict(make_config(project="mine", experiment_name="first")))
     for _ in range(2):  # the second one resumes the run folder
         start_wandb(run).log(4, {"step": 4, "reward/mean": 0.5})
     first, second = wandb.runs
@@ -394,7 +398,7 @@ def test_wandb_gets_the_config_and_an_id_that_resumes(tmp_path, monkeypatch, cap
     assert (first["project"], first["name"]) == ("mine", "first")
     assert first["config"]["data"]["responses_per_prompt"] == 8
     assert wandb.metrics == [{"step": 4, "reward/mean": 0.5}] * 2
-    other = RunInfo(tmp_path / "other", make_config())
+    other = RunInfo(tmp_path / "other", asdict(make_config()))
     other.folder.mkdir()
     start_wandb(other)
     assert wandb.runs[2]["id"] != first["id"]
@@ -406,7 +410,7 @@ def test_wandb_needs_a_login_or_a_mode_and_its_errors_do_not_stop_a_run(
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    run = RunInfo(tmp_path, make_config())
+    run = RunInfo(tmp_path, asdict(make_config()))
     assert start_wandb(run) is None and "wandb login" in capsys.readouterr().out
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert start_wandb(run) is not None

@@ -8,6 +8,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from rl2.report.health import Metrics, learns_from_groups_alone
+
 # The pace of the time left is the mean of so many steps: a usual trainer.save_freq, so that the
 # mean has its share of the saves.
 RECENT_STEPS = 20
@@ -52,20 +54,13 @@ COLUMNS = [
 class Console:
     """A progress bar, and one line a step above it. `start` steps are done already.
 
-    `test_freq` is the number of steps between two evaluations; None: there is one at the end only.
-    `compares_groups`: the run learns nothing from a prompt whose answers all earn the same.
+    `config` is that of the trainer.
     """
 
-    def __init__(
-        self,
-        start: int,
-        num_steps: int,
-        test_freq: int | None = None,
-        compares_groups: bool = True,
-    ):
-        self.compares_groups = compares_groups
+    def __init__(self, config: Any, start: int, num_steps: int):
+        self.compares_groups = hasattr(config, "rollout") and learns_from_groups_alone(config)
         self.num_steps = num_steps
-        self.test_freq = test_freq or num_steps
+        self.test_freq = config.trainer.test_freq or num_steps
         self.test_seconds = 0.0  # of the last evaluation
         self.recent_seconds: deque[float] = deque(maxlen=RECENT_STEPS)  # without evaluations
         self.bar = tqdm(
@@ -77,7 +72,7 @@ class Console:
             smoothing=0.1,
         )
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         self.bar.update(step - self.bar.n)
         self.test_seconds = metrics.get("time/test", self.test_seconds)
         line = format_line(metrics, self.num_steps, self.compares_groups)
@@ -102,25 +97,23 @@ class Console:
         self.bar.close()
 
 
-def describe_step(config: dict[str, Any]) -> list[str]:
+def describe_step(config: Any) -> list[str]:
     """What a step of PPO is made of, in a sentence; nothing for the other trainers.
 
-    `config` is that of the run, as nested sections.
+    `config` is that of the trainer.
     """
-    data = config["data"]
-    if "responses_per_prompt" not in data or config["trainer"]["eval_only"]:
+    if not hasattr(config, "rollout") or config.trainer.eval_only:
         return []
-    num_prompts = data["prompts_per_rollout"]
-    num_answers = data["responses_per_prompt"]
-    actor = config["actor"]
-    num_updates = actor["update_per_rollout"] * actor["epochs_per_rollout"]
+    num_prompts = config.data.prompts_per_rollout
+    num_answers = config.data.responses_per_prompt
+    num_updates = config.actor.updates_per_step
     return [
         f"each step: {num_prompts} prompts x {num_answers} answers = {num_prompts * num_answers} "
         f"trajectories, then {num_updates} update{'s' if num_updates > 1 else ''} of the actor"
     ]
 
 
-def format_line(metrics: dict[str, float], num_steps: int, compares_groups: bool) -> str:
+def format_line(metrics: Metrics, num_steps: int, compares_groups: bool) -> str:
     """The line of a step, with the metrics that it has and its longest phase."""
     values = [f"step {metrics['step']}/{num_steps}"]
     if "reward/mean" in metrics:
@@ -142,7 +135,7 @@ def format_line(metrics: dict[str, float], num_steps: int, compares_groups: bool
     return "  ".join(values)
 
 
-def _reward_values(metrics: dict[str, float]) -> list[str]:
+def _reward_values(metrics: Metrics) -> list[str]:
     """The reward with its parts."""
     parts = []
     for metric, value in metrics.items():

@@ -28,6 +28,8 @@ EMPTY_STEPS = 3
 # Rewards are sums of floats: closer than this, relative to their mean, they are equal.
 EQUAL_REWARDS = 1e-6
 
+Metrics = dict[str, float]  # of one step, by name
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -38,12 +40,13 @@ class Problem:
 
 
 class Health:
-    """Watches a run. `config` is that of the run, as nested sections.
+    """Watches a run.
 
-    `start_step` steps were done before, by a process whose checkpoint this one resumed.
+    `config` is that of the trainer. `start_step` steps were done before, by a process whose
+    checkpoint this one resumed.
     """
 
-    def __init__(self, folder: Path, config: dict[str, Any], start_step: int):
+    def __init__(self, folder: Path, config: Any, start_step: int):
         self.folder = folder
         self.config = config
         self.start_step = start_step
@@ -71,7 +74,7 @@ class Health:
             "other. To be faster, end it, or set OMP_NUM_THREADS=1, or start fewer processes"
         ]
 
-    def check(self, metrics: dict[str, float]) -> list[str]:
+    def check(self, metrics: Metrics) -> list[str]:
         """The sentences to print about a step: problems that are new, or have come again often."""
         sentences = []
         step = int(metrics["step"])
@@ -102,11 +105,11 @@ class Health:
         if self.num_empty_steps >= EMPTY_STEPS:
             raise RuntimeError(
                 f"in the last {EMPTY_STEPS} steps no group was within rollout.filter, although "
-                f"each step played {1 + self.config['rollout']['max_refills']} x "
+                f"each step played {1 + self.config.rollout.max_refills} x "
                 "data.prompts_per_rollout prompts. If all answers to a prompt earn the same, the "
                 "task is too easy or too hard, or reward_fn is wrong: read the rollouts"
             )
-        limit = self.config["trainer"]["max_skipped_updates"]
+        limit = self.config.trainer.max_skipped_updates
         for worker, updates in self.skipped.items():
             if limit and updates.num_in_a_row >= limit:
                 raise RuntimeError(self._divergence(worker, updates))
@@ -120,14 +123,14 @@ class Health:
             sentences.append(f"{count} of {self.num_steps} steps {name}{num_updates}")
         return sentences
 
-    def _count_skipped(self, step: int, metrics: dict[str, float]) -> None:
+    def _count_skipped(self, step: int, metrics: Metrics) -> None:
         for worker, updates in self.skipped.items():
             if f"{worker}/skipped" in metrics:
                 has_diverged = not math.isfinite(metrics[f"{worker}/grad_norm"])
                 fraction = metrics[f"{worker}/skipped"] * has_diverged
-                updates.count(step, fraction, _updates_per_step(self.config[worker]))
+                updates.count(step, fraction, _updates_per_step(self.config, worker))
 
-    def _find_constant_reward(self, metrics: dict[str, float]) -> Iterator[Problem]:
+    def _find_constant_reward(self, metrics: Metrics) -> Iterator[Problem]:
         """Steps in a row in which all trajectories earn the same, where a critic learns from it."""
         reward = metrics.get("reward/mean", math.nan)
         is_same = _rewards_are_equal(metrics) and reward == self.last_reward
@@ -140,13 +143,13 @@ class Health:
 
     def _divergence(self, worker: str, updates: "SkippedUpdates") -> str:
         """Why the run stops, and how to go on."""
-        section = self.config[worker]
+        section = getattr(self.config, worker)
         text = (
             f"the last {updates.num_in_a_row} updates of the {worker} were skipped, since their "
             "gradients were not finite (trainer.max_skipped_updates="
-            f"{self.config['trainer']['max_skipped_updates']}). "
+            f"{self.config.trainer.max_skipped_updates}). "
         )
-        lower = f"lower {worker}.lr={section['lr']:g}"
+        lower = f"lower {worker}.lr={section.lr:g}"
         last_step = updates.last_finite_step
         if last_step is None and self.start_step:
             return text + (
@@ -156,7 +159,7 @@ class Health:
         if last_step is None:
             return text + (
                 f"No gradient of the run was finite: the loss or the model overflows; try "
-                f"{worker}.dtype=float32 in place of {section['dtype']}"
+                f"{worker}.dtype=float32 in place of {section.dtype}"
             )
         text += f"The update of step {last_step} was the last finite one: {lower} and "
         # Of the checkpoints whose weights still gave a finite gradient, the newest.
@@ -185,7 +188,7 @@ class SkippedUpdates:
             self.num_in_a_row += num_skipped
 
 
-def find_problems(metrics: dict[str, float], config: dict[str, Any]) -> list[Problem]:
+def find_problems(metrics: Metrics, config: Any) -> list[Problem]:
     """The problems of one step of any trainer. An evaluation alone, step 0, has none."""
     problems: list[Problem] = []
     if "rollout/length" in metrics:
@@ -196,51 +199,51 @@ def find_problems(metrics: dict[str, float], config: dict[str, Any]) -> list[Pro
     for worker in ("actor", "critic"):
         fraction = metrics.get(f"{worker}/skipped", 0.0)
         if fraction > 0:
-            section = config[worker]
-            total = _updates_per_step(section)
+            section = getattr(config, worker)
+            total = _updates_per_step(config, worker)
             updates = f"{round(fraction * total)} of {total}"
             cause = f"the gradient of {updates} was not finite"
             if math.isfinite(metrics[f"{worker}/grad_norm"]):
-                limit = f"{worker}.skip_threshold={section['skip_threshold']:g}"
+                limit = f"{worker}.skip_threshold={section.skip_threshold:g}"
                 cause = f"the mean probability ratio of {updates} was above {limit}"
-            remedy = f"If it goes on, lower {worker}.lr={section['lr']:g}"
+            remedy = f"If it goes on, lower {worker}.lr={section.lr:g}"
             reason = f"{cause}, so these moved no weight. {remedy}"
             problems.append(Problem(_skip_name(worker), reason))
     return problems
 
 
-def _updates_per_step(section: dict[str, Any]) -> int:
-    num_updates: int = section.get("update_per_rollout", 1) * section.get("epochs_per_rollout", 1)
-    return num_updates
+def _updates_per_step(config: Any, worker: str) -> int:
+    """The optimizer steps of the worker in a step; 1 where there are no rollouts."""
+    return getattr(getattr(config, worker), "updates_per_step", 1)
 
 
 def _skip_name(worker: str) -> str:
     return f"skipped updates of the {worker}"
 
 
-def _find_rollout_problems(metrics: dict[str, float], config: dict[str, Any]) -> Iterator[Problem]:
-    num_wanted = config["data"]["prompts_per_rollout"]
+def _find_rollout_problems(metrics: Metrics, config: Any) -> Iterator[Problem]:
+    rollout = config.rollout
+    num_wanted = config.data.prompts_per_rollout
     num_groups = metrics.get("rollout/groups", num_wanted)
-    has_filter = config["rollout"]["filter"]  # saved rollouts may be those of a run that had one
+    has_filter = rollout.filter  # saved rollouts may be those of a run that had one
     if has_filter and 0 < num_groups < num_wanted:
         reason = (
-            f"after rollout.max_refills={config['rollout']['max_refills']} refills, "
-            f"{num_groups} of {num_wanted} groups were within rollout.filter="
-            f"{config['rollout']['filter']}, and it trained these. Use other prompts, or raise "
+            f"after rollout.max_refills={rollout.max_refills} refills, {num_groups} of "
+            f"{num_wanted} groups were within rollout.filter={rollout.filter}, and it trained "
+            "these. Use other prompts, or raise "
             "rollout.max_refills or data.responses_per_prompt"
         )
         yield Problem("had too few groups", reason)
     if metrics["rollout/failed"] == 1:
         yield Problem("taught nothing", "the environment failed on every trajectory")
     elif num_groups == 0:
-        rollout = config["rollout"]
         reason = (
-            f"rollout.filter={rollout['filter']} left no group after "
-            f"rollout.max_refills={rollout['max_refills']} refills"
+            f"rollout.filter={rollout.filter} left no group after "
+            f"rollout.max_refills={rollout.max_refills} refills"
         )
         yield Problem("taught nothing", reason)
     elif "actor/lr" not in metrics:
-        freeze_steps = config["actor"]["freeze_steps"]
+        freeze_steps = config.actor.freeze_steps
         reason = f"actor.freeze_steps={freeze_steps} keeps it as it is in these steps"
         yield Problem("did not train the actor", reason)
     elif metrics["actor/grad_norm"] == 0 and metrics["rollout/zero_variance"] == 1:
@@ -248,49 +251,46 @@ def _find_rollout_problems(metrics: dict[str, float], config: dict[str, Any]) ->
     elif metrics["actor/grad_norm"] == 0:
         reason = (
             "the gradient was exactly 0 although rewards differ: all advantages of "
-            f"adv.estimator={config['adv']['estimator']} are 0, or "
-            f"actor.correction={config['actor']['correction']} or the clip masks every token"
+            f"adv.estimator={config.adv.estimator} are 0, or "
+            f"actor.correction={config.actor.correction} or the clip masks every token"
         )
         yield Problem("taught nothing", reason)
     elif _has_no_advantages(metrics, config):
         name = "trained only on the KL or entropy term"
         yield Problem(name, _equal_rewards(metrics, config))
     if metrics["rollout/truncated"] > MAX_CUT_FRACTION:
-        max_new_tokens = config["rollout"]["train_sampling_params"]["max_new_tokens"]
+        max_new_tokens = rollout.train_sampling_params.max_new_tokens
         reason = (
             f"{metrics['rollout/truncated']:.0%} of them reached a length limit, and what is cut "
             "rarely earns its reward: raise rollout.train_sampling_params.max_new_tokens="
             f"{max_new_tokens}"
         )
-        if config["rollout"]["max_turns"] > 1:
+        if rollout.max_turns > 1:
             reason += ", or the room for all turns, actor.max_length_per_device"
         yield Problem("had most answers cut", reason)
 
 
-def _has_no_advantages(metrics: dict[str, float], config: dict[str, Any]) -> bool:
+def _has_no_advantages(metrics: Metrics, config: Any) -> bool:
     """Whether rewards gave no advantages, though the step was trained."""
     is_equal = metrics["rollout/zero_variance"] == 1
     return is_equal and learns_from_groups_alone(config) and metrics["actor/skipped"] < 1
 
 
-def learns_from_groups_alone(config: dict[str, Any]) -> bool:
-    """Whether only prompts whose answers earn different rewards teach the policy."""
-    if config.get("adv", {}).get("estimator") not in GROUP_ESTIMATORS:
-        return False
-    return config["teacher"]["model_name"] is None
+def learns_from_groups_alone(config: Any) -> bool:
+    """Whether only prompts whose answers earn different rewards teach the policy of PPO."""
+    return config.adv.estimator in GROUP_ESTIMATORS and config.teacher.model_name is None
 
 
-def _rewards_are_equal(metrics: dict[str, float]) -> bool:
+def _rewards_are_equal(metrics: Metrics) -> bool:
     """Whether all trajectories of the step earned the same; False without rewards."""
     tolerance = EQUAL_REWARDS * max(1.0, abs(metrics.get("reward/mean", 0.0)))
     return metrics.get("reward/std", math.inf) <= tolerance
 
 
-def _equal_rewards(metrics: dict[str, float], config: dict[str, Any]) -> str:
+def _equal_rewards(metrics: Metrics, config: Any) -> str:
     """Which rewards are equal, and why that may be."""
-    data = config["data"]
-    num_prompts = data["prompts_per_rollout"]
-    num_answers = data["responses_per_prompt"]
+    num_prompts = config.data.prompts_per_rollout
+    num_answers = config.data.responses_per_prompt
     reward = metrics["reward/mean"]
     if not _rewards_are_equal(metrics):
         return (

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from rl2 import progress
 from rl2.error_report import writing
 from rl2.memory_plan import GIB, Prediction
 from rl2.report.console import Console, describe_step
-from rl2.report.health import Health, learns_from_groups_alone
+from rl2.report.health import Health, Metrics
 
 WANDB_SECONDS = 150.0  # it gives up by itself: after 107 s where there was no network
 
@@ -34,7 +34,7 @@ WANDB_SECONDS = 150.0  # it gives up by itself: after 107 s where there was no n
 class Logger(Protocol):
     """What every logger does. Only the first process has loggers."""
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         """Writes the metrics of a finished step."""
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class JsonLines:
     def __init__(self, folder: Path):
         self.path = folder / "metrics.jsonl"
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         line = {name: _to_json_number(value) for name, value in metrics.items()}
         with writing(self.path), open(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
@@ -73,7 +73,7 @@ class Wandb:
     def __init__(self, run: Any):
         self.run = run
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         self.run.log(metrics)  # with "step" among them
 
     def close(self) -> None:
@@ -141,27 +141,32 @@ def release_freed_memory() -> None:
 class MetricsLog:
     """Times the phases of a step and writes its metrics to all loggers.
 
-    All processes make the same calls; the first one has the loggers. `start_step` of `num_steps`
-    are done already. `prediction` is the plan of the memory, which is logged beside its peak.
+    All processes make the same calls; the first one has the loggers. `folder` and `config` are
+    those of the run; `start_step` of `num_steps` are done already. `prediction` is the plan of the
+    memory, which is logged beside its peak.
     """
 
     def __init__(
-        self, run: RunInfo, start_step: int, num_steps: int, prediction: Prediction | None = None
+        self,
+        folder: Path,
+        config: Any,
+        start_step: int,
+        num_steps: int,
+        prediction: Prediction | None = None,
     ):
         self.prediction = prediction
         self.phase_seconds: dict[str, float] = {}
         self.loggers: list[Logger] = []
-        self.health = Health(run.folder, run.config, start_step)
+        self.health = Health(folder, config, start_step)
         self.console: Console | None = None
         if dist.get_rank() == 0:
-            trainer = run.config["trainer"]
-            disabled = {"wandb"} if trainer["disable_wandb"] else set()
+            run = RunInfo(folder, asdict(config))
+            disabled = {"wandb"} if config.trainer.disable_wandb else set()
             started = [start(run) for name, start in LOGGERS.items() if name not in disabled]
             services = [logger for logger in started if logger is not None]
-            compares_groups = learns_from_groups_alone(run.config)
-            self.console = Console(start_step, num_steps, trainer["test_freq"], compares_groups)
-            self.loggers = [JsonLines(run.folder), *services, self.console]
-        self._print(describe_step(run.config))
+            self.console = Console(config, start_step, num_steps)
+            self.loggers = [JsonLines(folder), *services, self.console]
+        self._print(describe_step(config))
         self.last_write = time.perf_counter()
 
     @contextmanager
@@ -179,7 +184,7 @@ class MetricsLog:
             cpu_seconds = time.process_time() - cpu_start
             self._print(self.health.check_cores(seconds, cpu_seconds, torch.get_num_threads()))
 
-    def write(self, step: int, metrics: dict[str, float]) -> None:
+    def write(self, step: int, metrics: Metrics) -> None:
         """Writes the metrics of a finished step, with its times and the peak of memory.
 
         Prints what is wrong with the step, and raises RuntimeError if the run has diverged.

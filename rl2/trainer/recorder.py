@@ -4,7 +4,7 @@ All processes make the same calls; the first one writes.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rl2.checkpoints import Parts
 from rl2.memory_plan import Prediction
-from rl2.report.loggers import MetricsLog, RunInfo
+from rl2.report.health import Metrics
+from rl2.report.loggers import MetricsLog
 from rl2.run_folder import RunFolder
 from rl2.signals import StopSignal
 from rl2.worker import Worker
 
-Evaluate = Callable[[int], dict[str, float]]  # step -> metrics of the test data
+Evaluate = Callable[[int], Metrics]  # step -> metrics of the test data
 
 
 @dataclass
@@ -42,8 +43,9 @@ class Recorder:
         self.folder.resume(self.parts, self.num_steps)
         self.start_step = self.last_step = self.folder.start.step  # the steps that are done
         self.config = self.folder.config
-        run = RunInfo(self.folder.path, asdict(self.config))
-        self.metrics_log = MetricsLog(run, self.start_step, self.num_steps, self.prediction)
+        self.metrics_log = MetricsLog(
+            self.folder.path, self.config, self.start_step, self.num_steps, self.prediction
+        )
         self.phase = self.metrics_log.phase
 
     def begin(self, evaluate: Evaluate | None) -> None:
@@ -63,7 +65,7 @@ class Recorder:
         while self.last_step < self.num_steps:
             yield self.last_step + 1
 
-    def finish_step(self, step: int, metrics: dict[str, float], *rollout: Any) -> bool:
+    def finish_step(self, step: int, metrics: Metrics, *rollout: Any) -> bool:
         """Evaluates, logs, saves and exports where that is due.
 
         `rollout` is what `RunFolder.write_records` takes: the transcripts, and the tokens to keep.
@@ -101,7 +103,7 @@ class Recorder:
                 folder = f"{worker.config.save_dir}/step_{step}"
                 worker.export(folder, self.tokenizer, worker.config.save_optimizer)
 
-    def _evaluate_if_due(self, step: int) -> dict[str, float]:
+    def _evaluate_if_due(self, step: int) -> Metrics:
         """Metrics as test/*: at the start, every trainer.test_freq steps and at the end."""
         due = step in (0, self.num_steps) or is_due(step, self.config.trainer.test_freq)
         if self.evaluate is None or not due:
