@@ -10,6 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+NamedTensors = Iterable[tuple[str, Tensor]]  # full weights by their Hugging Face names
+Seed = tuple[int, ...]  # of one answer; each number may be of any size
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -106,7 +109,7 @@ class Engine(Protocol):
 
     @abstractmethod
     async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, seed: tuple[int, ...]
+        self, prompt: Sequence[int], params: SamplingParams, seed: Seed
     ) -> Generation:
         """Samples an answer to the token ids `prompt`.
 
@@ -135,7 +138,7 @@ class Engine(Protocol):
         """Ends the sleep. `load_weights` has to follow before the next `generate`."""
 
     @abstractmethod
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Replaces all weights by full tensors with Hugging Face names, and sets `version`.
 
         Every rank passes all tensors, since making them may communicate. A tied head may be left
@@ -143,7 +146,7 @@ class Engine(Protocol):
         """
 
     @abstractmethod
-    def verify_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def verify_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Compares all weights with the tensors, bit by bit, and sets `version`.
 
         The arguments are those of `load_weights`. RuntimeError names the weights that differ. An

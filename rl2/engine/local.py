@@ -13,7 +13,7 @@ else is in flight.
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -28,7 +28,9 @@ from rl2.engine.base import (
     Engine,
     EngineSettings,
     Generation,
+    NamedTensors,
     SamplingParams,
+    Seed,
     check_request,
     max_request_tokens,
 )
@@ -117,7 +119,7 @@ class LocalEngine(Engine):
         self._pack_linear_layers()
 
     async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, seed: tuple[int, ...]
+        self, prompt: Sequence[int], params: SamplingParams, seed: Seed
     ) -> Generation:
         """Samples an answer, see Engine.generate.
 
@@ -170,7 +172,7 @@ class LocalEngine(Engine):
         self.model.to(self.device)
         self._pack_linear_layers()
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Copies the tensors into the model, see Engine.load_weights.
 
         ValueError for a name that is unknown or missing, and for a wrong shape.
@@ -183,7 +185,7 @@ class LocalEngine(Engine):
         if not self.asleep:
             self._pack_linear_layers()
 
-    def verify_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def verify_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Compares the tensors with the model's, see Engine.verify_weights.
 
         ValueError as in `load_weights`.
@@ -198,9 +200,7 @@ class LocalEngine(Engine):
             )
         self.version = version
 
-    def _pair_weights(
-        self, named_tensors: Iterable[tuple[str, Tensor]]
-    ) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def _pair_weights(self, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(name, our weight, the tensor for it) of each tensor.
 
         A buffer that is saved with the model is a weight too. ValueError for a name that is unknown

@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import current_process
 from typing import Any
 
@@ -30,7 +30,9 @@ from rl2.engine.base import (
     Engine,
     EngineSettings,
     Generation,
+    NamedTensors,
     SamplingParams,
+    Seed,
     check_request,
     max_request_tokens,
 )
@@ -143,7 +145,7 @@ class SGLangEngine(Engine):
         self.manager.auto_create_handle_loop()
 
     async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, seed: tuple[int, ...]
+        self, prompt: Sequence[int], params: SamplingParams, seed: Seed
     ) -> Generation:
         """Samples an answer, see Engine.generate.
 
@@ -242,7 +244,7 @@ class SGLangEngine(Engine):
         if self.engine is not None and self.device.type != "cpu":
             self.engine.resume_memory_occupation(["weights"])
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Sends the tensors to SGLang's processes, see Engine.load_weights.
 
         RuntimeError with SGLang's message if it refuses them.
@@ -270,7 +272,7 @@ class SGLangEngine(Engine):
         self.version = version
         self.asleep = False
 
-    def verify_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def verify_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Compares SGLang's weights with these, see Engine.verify_weights.
 
         SGLang stores them under other names and in other shapes. So its weights are overwritten
@@ -441,7 +443,7 @@ def _different_names(before: list[dict[str, Any]], after: list[dict[str, Any]]) 
     return sorted(names)
 
 
-def _buckets(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
+def _buckets(named_tensors: NamedTensors) -> Iterator[Bucket]:
     """Consecutive tensors of one dtype, at most BUCKET_SIZE_BYTES together; a larger one alone.
 
     Behind one of another dtype a tensor may begin where its own dtype cannot be read.
@@ -483,7 +485,7 @@ async def _mark_regularly() -> None:
         await asyncio.sleep(SECONDS_BETWEEN_MARKS)
 
 
-def _mix_seed(seed: tuple[int, ...]) -> int:
+def _mix_seed(seed: Seed) -> int:
     """One number of 31 bits from several: SGLang takes one seed."""
     return int(np.random.SeedSequence(seed).generate_state(1)[0] >> 1)
 
