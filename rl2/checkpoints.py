@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,18 +40,17 @@ class Resumable(Protocol):
 Parts = dict[str, Resumable]  # by name
 
 
+@dataclass(frozen=True)
 class Checkpoints:
     """`folder`/step_N holds everything that the run needs to go on after step N.
 
     A checkpoint is written under another name. It is renamed when every process has finished and
     the disk has it, and it is renamed again before it is deleted: a folder called step_N is whole,
-    whenever the run was killed. The newest `keep` stay (None = all). Several nodes need a folder
-    that all of them see.
+    whenever the run was killed. Several nodes need a folder that all of them see.
     """
 
-    def __init__(self, folder: str | os.PathLike, keep: int | None = None):
-        self.folder = Path(folder)
-        self.keep = keep
+    folder: Path
+    keep: int | None = None  # so many of the newest ones stay; None: all
 
     def steps(self) -> list[int]:
         """The steps that can be resumed, oldest first."""

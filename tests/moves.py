@@ -5,6 +5,7 @@ or the second one from the checkpoint.
 """
 
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,7 @@ def move(device, name, folder, mode):
     """The layout behind the underscore of `mode`; fsdp over all processes without one."""
     batch = make_batch()
     workers = make_workers(name, device, LAYOUTS.get(mode.rpartition("_")[2], {}))
-    checkpoints = Checkpoints(folder)
+    checkpoints = Checkpoints(Path(folder))
     exported = None
     if mode == "save":
         update(workers, batch)

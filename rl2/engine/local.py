@@ -41,6 +41,10 @@ from rl2.model.head import logit_divisor
 
 STEP_ROWS_MULTIPLE = 8  # without `deterministic`, a step has a multiple of this many rows
 PREFILL_BATCH_TOKENS = 2048  # most prompt tokens of one forward, without `deterministic`
+# What a step needs of a slot: the token to feed, its position, the noise that draws the token after
+# it, temperature, top_p and top_k.
+StepInput = tuple[int, int, float, float, float, int]
+IDLE: StepInput = (0, 0, 0.0, 1.0, 1.0, -1)
 
 
 @dataclass(eq=False)
@@ -62,11 +66,12 @@ class _Request:
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
 
-    def next_input(self) -> tuple[int, int, float]:
-        """The token to feed, its position, and the noise that draws the token after it."""
+    def next_input(self) -> StepInput:
         num_new = len(self.tokens)
         token = self.tokens[-1] if self.tokens else self.prompt.tokens[-1]
-        return token, len(self.prompt.tokens) + num_new - 1, self.noise[num_new]
+        position = len(self.prompt.tokens) + num_new - 1
+        params = self.params
+        return token, position, self.noise[num_new], params.temperature, params.top_p, params.top_k
 
     def append(self, token: int, logp: float) -> str | None:
         """Adds a new token. Returns the finish reason if it is the last one, else None."""
@@ -131,16 +136,12 @@ class LocalEngine(Engine):
         vocabulary = self.model.get_input_embeddings().num_embeddings
         check_request(prompt, params, vocabulary, self.max_length)
         tokens = tuple(prompt)
-        stop_search = None
-        if params.stop:
-            answer = tokens[len(tokens) - params.continued_tokens :]
-            stop_search = StopSearch(self.tokenizer, params.stop, answer)
         request = _Request(
             prompt=self.prompts.setdefault(tokens, _Prompt(tokens)),
             params=params,
             noise=uniform_noise(seed, params.max_new_tokens),
             future=self.loop.create_future(),
-            stop_search=stop_search,
+            stop_search=StopSearch(self.tokenizer, tokens, params) if params.stop else None,
         )
         request.prompt.num_waiting += 1
         self.waiting.append(request)
@@ -323,17 +324,14 @@ class LocalEngine(Engine):
     def _step(self) -> None:
         """Samples one token for every busy slot and ends the requests that are complete."""
         requests = self.slots[: self._num_step_rows()]
-        inputs = [request.next_input() if request else (0, 0, 0.0) for request in requests]
-        tokens, positions, noise = zip(*inputs, strict=True)
-        logits = self._decode(tokens, positions)
-        idle = SamplingParams()
-        params = [request.params if request else idle for request in requests]
+        inputs = [request.next_input() if request else IDLE for request in requests]
+        tokens, positions, noise, temperature, top_p, top_k = zip(*inputs, strict=True)
         new_tokens, new_logps = sample(
-            logits,
+            self._decode(tokens, positions),
             noise=torch.tensor(noise, dtype=torch.float64, device=self.device),
-            temperature=torch.tensor([p.temperature for p in params], device=self.device),
-            top_p=torch.tensor([p.top_p for p in params], device=self.device),
-            top_k=torch.tensor([p.top_k for p in params], device=self.device),
+            temperature=torch.tensor(temperature, device=self.device),
+            top_p=torch.tensor(top_p, device=self.device),
+            top_k=torch.tensor(top_k, device=self.device),
         )
         sampled = zip(requests, new_tokens.tolist(), new_logps.tolist(), strict=True)
         for slot, (request, token, logp) in enumerate(sampled):

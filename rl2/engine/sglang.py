@@ -184,8 +184,7 @@ class SGLangEngine(Engine):
         if params.stop:
             # SGLang searches the newest tokens only, as many as its tokenizer makes of the string,
             # and none of an earlier request: it may go on where the answer has ended.
-            answer = prompt[len(prompt) - params.continued_tokens :]
-            end = StopSearch(self.tokenizer, params.stop, answer).feed(tokens)
+            end = StopSearch(self.tokenizer, prompt, params).feed(tokens)
             if end is not None:
                 tokens, logps, reason = tokens[:end], logps[:end], "stop"
         return Generation(tokens, logps, reason, int(meta["weight_version"]))

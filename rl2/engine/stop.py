@@ -9,25 +9,27 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from rl2.engine.base import SamplingParams
+
 # Tokens in front of a stop string that are decoded with it: decoders drop the space of the first
 # token, and the first bytes may be the end of a character.
 CONTEXT_TOKENS = 4
 
 
 class StopSearch:
-    """Looks for stop strings in the text of one answer, as its tokens arrive.
+    """Looks for the stop strings of a request in the text of its answer, as the tokens arrive.
 
-    `answer` has the tokens that an earlier, aborted request sampled for it. A stop string may begin
-    in them.
+    A stop string may begin in the tokens of the prompt that belong to the answer.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], answer: Sequence[int]
+        self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], params: SamplingParams
     ):
         self.tokenizer = tokenizer
-        self.strings = strings
+        self.strings = strings = params.stop
         # A token has at least one byte of text, so these tokens hold the longest string.
         self.window = max(len(string.encode()) for string in strings) + CONTEXT_TOKENS
+        answer = prompt[len(prompt) - params.continued_tokens :]
         self.tail = list(answer[-self.window :])
 
     def feed(self, tokens: list[int]) -> int | None:

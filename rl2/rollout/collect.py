@@ -6,7 +6,7 @@ import math
 import pickle
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -58,32 +58,28 @@ class RolloutRules:
     @classmethod
     def of(cls, section: Any) -> "RolloutRules":
         """The rules of the config's section."""
-        return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
+        return cls(**{name: getattr(section, name) for name in cls.__dataclass_fields__})
 
 
+@dataclass
 class Queue:
     """The groups of one rollout, which all engines share: which begin, and which are taken.
 
-    They are numbered in the order of their prompts; `make_group` gives the group of a number. Of
-    the first `most` of them, the first `num_needed` whose mean reward is within `bounds` are taken.
-    `num_ahead` more may begin for the next step. An engine that has finished a group tells the
-    others in torch's store, so that all processes take the same groups.
+    They are numbered in the order of their prompts. Of the first `most` of them, the first
+    `num_needed` whose mean reward is within `bounds` are taken. `num_ahead` more may begin for the
+    next step. An engine that has finished a group tells the others in torch's store, so that all
+    processes take the same groups.
     """
 
-    def __init__(
-        self,
-        make_group: Callable[[int], Group],
-        num_needed: int,
-        most: int,
-        num_ahead: int = 0,
-        bounds: Sequence[float] = (),
-    ):
-        self.make_group = make_group
-        self.num_needed = num_needed
-        self.most = most
-        self.num_ahead = num_ahead
-        self.bounds = bounds
-        self.mean_rewards: dict[int, float] = {}  # of the groups known to be done, by number
+    make_group: Callable[[int], Group]  # gives the group of a number
+    num_needed: int
+    most: int
+    num_ahead: int = 0
+    bounds: Sequence[float] = ()
+    # Of the groups known to be done, by number.
+    mean_rewards: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.store = _get_default_store()
         self.key = f"rl2/rollout/{next(_rollout_numbers)}"
 
@@ -127,6 +123,7 @@ class Queue:
         return self.most
 
 
+@dataclass
 class Collector:
     """Plays prompts on all processes. All processes make the same calls.
 
@@ -142,40 +139,28 @@ class Collector:
     `deterministic` assigns groups to engines in advance, and an engine gets all of them at once.
     Otherwise an engine takes the next group from a counter that all share as soon as its slots have
     room, so that neither a slow engine nor a slow environment delays the others.
-
-    `write_records` gets the transcripts of a rollout that ends the run.
     """
 
-    has_other_policy = False  # the actor itself samples, up to the lag of partial rollouts
+    player: Player
+    _: KW_ONLY
+    params: SamplingParams  # of training
+    write_records: WriteRecords  # for the transcripts of a rollout that ends the run
+    prompts: Examples | None = None  # of training; None in an evaluation
+    samples_per_prompt: int = 1
+    num_steps: int = 1
+    seed: int = 0
+    deterministic: bool = True
+    rules: RolloutRules = RolloutRules()
+    # During a step, also the groups that it has begun.
+    carried_over: list[Group] = field(default_factory=list)
+    # Indices of the rows that rules.drop_solved leaves out.
+    solved: set[int] = field(default_factory=set)
+    part_names: set[str] = field(default_factory=set)  # of the rewards of the first step
+    # Training prompts of the steps that are done, over all epochs. Those that were replaced do not
+    # count, so that a resumed run has as many steps as one that was not interrupted.
+    rows_done: int = 0
 
-    def __init__(
-        self,
-        player: Player,
-        *,
-        prompts: Examples | None = None,
-        params: SamplingParams,
-        write_records: WriteRecords,
-        samples_per_prompt: int = 1,
-        num_steps: int = 1,
-        seed: int = 0,
-        deterministic: bool = True,
-        rules: RolloutRules | None = None,
-    ):
-        self.player = player
-        self.prompts = prompts
-        self.params = params
-        self.samples_per_prompt = samples_per_prompt
-        self.num_steps = num_steps
-        self.seed = seed
-        self.deterministic = deterministic
-        self.rules = rules or RolloutRules()
-        self.write_records = write_records
-        self.carried_over: list[Group] = []  # during a step, also the groups that it has begun
-        self.solved: set[int] = set()  # indices of the rows that rules.drop_solved leaves out
-        self.part_names: set[str] = set()  # of the rewards of the first step
-        # Training prompts of the steps that are done, over all epochs. Those that were replaced do
-        # not count, so that a resumed run has as many steps as one that was not interrupted.
-        self.rows_done = 0
+    has_other_policy = False  # the actor itself samples, up to the lag of partial rollouts
 
     def collect(self, step: int) -> list[Trajectory]:
         """The trajectories of training step 1, 2, ..., of all processes on every process.
