@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +37,6 @@ from rl2.parallel.mesh import all_gather_objects, is_first_rank
 from rl2.run_lock import RunLock
 
 PACKAGE = Path(__file__).parent
-PROBE_BYTES = 2**20  # written to see whether the disk has room
 SECONDS_TO_SEE_A_FILE = 15.0  # that another node has written
 EVERYTHING = -1  # the step after which all of an earlier run is set aside
 
@@ -73,9 +71,7 @@ class RunFolder:
         self.hosts = [socket.gethostname()]
         self.is_first = is_first_rank()
         if self.is_first:
-            _check_writable(self.path)
-            self.lock = RunLock(self.path)
-            self.lock.acquire()
+            self.lock = _lock_folder(self.path)
             sweep(self.checkpoints.folder, "step_")
             sweep(self.path, "model")
             self.start = self._find_start()
@@ -348,19 +344,20 @@ class RunFolder:
                 partial.rename(path.with_suffix(".safetensors"))
 
 
-def _check_writable(folder: Path) -> None:
-    """ValueError if the run folder cannot be made or written, or its disk is full."""
-    probe = folder / "probe.partial"
+def _lock_folder(folder: Path) -> RunLock:
+    """Makes the run folder if there is none, and takes its lock.
+
+    ValueError if another run has it, or if it cannot be written, also because its disk is full.
+    """
+    lock = RunLock(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(bytes(PROBE_BYTES))
-        probe.unlink()
+        lock.acquire()
     except OSError as error:
-        probe.unlink(missing_ok=True) if folder.is_dir() else None
         reason = "it is a file" if folder.is_file() else str(error)
         raise ValueError(
             f"trainer.save_dir={folder} cannot be written: {reason}; choose another folder"
         ) from error
+    return lock
 
 
 def _find_checkpoint(named: Path) -> Path:
@@ -448,14 +445,16 @@ def describe_commit() -> str | None:
 
     None if rl2 is installed without a checkout, or git is not there.
     """
-    git = ["git", "-C", str(PACKAGE)]
+    checkout = PACKAGE.parent
+    if not (checkout / ".git").exists():
+        return None
     describe = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= + changes"]
+    command = ["git", "-C", str(checkout), *describe]
     try:
-        run = partial(subprocess.run, capture_output=True, text=True, timeout=10, check=True)
-        top = run([*git, "rev-parse", "--show-toplevel"]).stdout.strip()
-        return run([*git, *describe]).stdout.strip() if Path(top) == PACKAGE.parent else None
+        run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
+    return run.stdout.strip()
 
 
 def _hash_package() -> str:

@@ -50,7 +50,7 @@ class RunLock:
 
         ValueError if another run has it. OSError if the folder cannot be written.
         """
-        self.folder.mkdir(exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         while self.number == 0:
             newest = self._newest()
             if newest:

@@ -456,10 +456,10 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_model_loads(
         assert status == 1 and f"trainer.save_dir={folder} cannot be written: " in output
         assert reason in output and "loading" not in output
 
-    def fail(path, data):
-        raise OSError(28, "No space left on device", str(path))
+    def fail(content, file):
+        raise OSError(28, "No space left on device", file.name)
 
-    monkeypatch.setattr(Path, "write_bytes", fail)
+    monkeypatch.setattr(run_lock.json, "dump", fail)
     status, output = train()
     assert status == 1 and "loading" not in output
     assert "trainer.save_dir=runs/default cannot be written: [Errno 28] No space left" in output
