@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
 
 from rl2.error_report import describe_failed_write
 from rl2.parallel.mesh import all_gather_objects, is_single_process
@@ -29,15 +30,7 @@ Failure = (Exception, CheckpointException)
 NO_STEP = -1  # below all steps
 
 
-class Resumable(Protocol):
-    """A part of the run whose state is in the checkpoint, such as a worker."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-Parts = dict[str, Resumable]  # by name
+Parts = dict[str, Stateful]  # of the run, by name, such as a worker: their states are saved
 
 
 @dataclass(frozen=True)
@@ -78,8 +71,7 @@ class Checkpoints:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
         with self._failing_together(step, partial):
-            states = {name: part.state_dict() for name, part in parts.items()}
-            dcp.save(states, checkpoint_id=partial, no_dist=is_single_process())
+            dcp.save(parts, checkpoint_id=partial, no_dist=is_single_process())
             torch.save(_random_states(), partial / f"random_{dist.get_rank()}.pt")
         with self._failing_together(step, partial):
             if is_first:
@@ -126,35 +118,29 @@ class Checkpoints:
         except Failure as error:
             raise RuntimeError(explain_damage(path, error)) from error
         _check_fits(path, saved, flatten_state_dict(states)[0])
-        random_states = None
         try:
-            dcp.load(states, checkpoint_id=path, no_dist=is_single_process())
+            dcp.load(parts, checkpoint_id=path, no_dist=is_single_process())
             if saved_by == dist.get_world_size():
                 random_file = path / f"random_{dist.get_rank()}.pt"
-                random_states = torch.load(random_file, weights_only=False)
+                _set_random_states(torch.load(random_file, weights_only=False))
         except Failure as error:
             raise RuntimeError(explain_damage(path, error)) from error
-        for name, part in parts.items():
-            part.load_state_dict(states[name])
-        if random_states:
-            _set_random_states(random_states)
 
 
-def export_optimizer(optimizer: Resumable, folder: str) -> None:
+def export_optimizer(optimizer: Stateful, folder: str) -> None:
     """Writes the optimizer's state to `folder`/optimizer. All processes must call."""
-    state = {"optimizer": optimizer.state_dict()}
-    dcp.save(state, checkpoint_id=f"{folder}/optimizer", no_dist=is_single_process())
+    parts: Parts = {"optimizer": optimizer}
+    dcp.save(parts, checkpoint_id=f"{folder}/optimizer", no_dist=is_single_process())
 
 
-def import_optimizer(optimizer: Resumable, folder: str) -> None:
+def import_optimizer(optimizer: Stateful, folder: str) -> None:
     """Reads what `export_optimizer` wrote to `folder`; `folder` may also be that sub-folder itself.
     All processes must call.
     """
     if Path(folder, "optimizer").is_dir():
         folder = f"{folder}/optimizer"
-    state = {"optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=folder, no_dist=is_single_process())
-    optimizer.load_state_dict(state["optimizer"])
+    parts: Parts = {"optimizer": optimizer}
+    dcp.load(parts, checkpoint_id=folder, no_dist=is_single_process())
 
 
 def step_of(path: Path) -> int:
