@@ -17,7 +17,7 @@ def report_error(text: str) -> None:
 
     That report has some 40 lines of its own, so what stands above it is easily overlooked.
     """
-    print(text, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         details = {"py_callstack": text, "timestamp": str(int(time.time()))}

@@ -120,7 +120,7 @@ def evaluate_only(evaluator: Evaluator, folder: RunFolder) -> None:
     log.write(0, {f"test/{name}": value for name, value in metrics.items()})
     log.close()
     if is_first_rank():
-        print(evaluator.describe(metrics), flush=True)
+        print(evaluator.describe(metrics))
     evaluator.collector.player.engine.close()
     evaluator.collector.player.env.close()
     dist.destroy_process_group()

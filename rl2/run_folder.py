@@ -138,7 +138,7 @@ class RunFolder:
                 f"trainer.resume={forced} goes on regardless"
             )
         if experiment + others:
-            print(f"changed since {folder}:", *experiment, *others, sep="\n  ", flush=True)
+            print(f"changed since {folder}:", *experiment, *others, sep="\n  ")
         return not any(change.startswith(f"{DATA}:") for change in experiment)
 
     # The agreement of all ranks.
@@ -186,14 +186,13 @@ class RunFolder:
         num_steps = min(num_steps, trainer.max_steps or num_steps)
         if self.is_first and self.start.num_steps not in (0, num_steps):
             schedule = "the learning rate's schedule ends there"
-            print(f"changed: {self.start.num_steps} -> {num_steps} steps; {schedule}", flush=True)
+            print(f"changed: {self.start.num_steps} -> {num_steps} steps; {schedule}")
         if self.start.checkpoint and num_steps <= self.start.step and self._is_exported():
             if self.is_first:
                 print(
                     f"{self.path}: all steps are done (the newest checkpoint is of step "
                     f"{self.start.step}), and model/ is there. To go on raise trainer.n_epochs or "
                     "trainer.max_steps; trainer.resume=off starts anew and sets this run aside.",
-                    flush=True,
                 )
             dist.destroy_process_group()
             sys.exit(0)
@@ -225,7 +224,7 @@ class RunFolder:
             self._write_run_files(is_own)
             if checkpoint:
                 done = f"{self.start.step} of {num_steps} steps are done"
-                print(f"resumed from {checkpoint}: {done}", flush=True)
+                print(f"resumed from {checkpoint}: {done}")
         dist.barrier()
 
     def _write_run_files(self, goes_on: bool) -> None:
@@ -268,7 +267,7 @@ class RunFolder:
                 shutil.move(source, target)
             (branch / "metrics.jsonl").write_text("".join(later_lines))
             entries = "the earlier run" if step == EVERYTHING else f"what came after step {step}"
-            print(f"{entries} is now in {branch}", flush=True)
+            print(f"{entries} is now in {branch}")
         if metrics.exists():
             _write_text(metrics, "".join(kept_lines))
 
@@ -318,7 +317,7 @@ class RunFolder:
         if self.is_first:
             put_in_place(partial, self.path / "model")
             _write_json(self.path / "run.json", _read_record(self.path) | {"model_step": step})
-            print(f"model saved to {self.path / 'model'}", flush=True)
+            print(f"model saved to {self.path / 'model'}")
 
     def write_records(
         self,

@@ -138,7 +138,6 @@ class RunLock:
                     f"error: this run was silent for so long that process {owner.pid} on "
                     f"{owner.host} took {self.run_folder}; it ends here",
                     file=sys.stderr,
-                    flush=True,
                 )
                 os._exit(1)
             try:
@@ -176,7 +175,6 @@ def _is_touched(path: Path) -> bool:
     """Whether the file changes within WATCH_SECONDS."""
     print(
         f"{path} is from another machine: waiting {WATCH_SECONDS:.0f} s for a sign of life ...",
-        flush=True,
     )
     first = _last_touch(path)
     deadline = time.monotonic() + WATCH_SECONDS

@@ -101,8 +101,10 @@ def guard(watchdog_seconds: float) -> Iterator[None]:
     """What every main runs in: signals and errors end it with one message, and a watchdog.
 
     `watchdog_seconds` is the limit of the watchdog; 0 = none. A crash in native code, which raises
-    no error, prints the Python stacks of its process.
+    no error, prints the Python stacks of its process. What is printed is written line by line from
+    here on, also to a file, so a kill loses no line.
     """
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
     end_on_signals()
     with Watchdog(watchdog_seconds) as watchdog, user_errors(watchdog):

@@ -138,7 +138,7 @@ class Watchdog:
             stack = "".join(traceback.format_stack(frame))
             name = f"rank {self.rank} {self.process}"
             where = f"{name} stands in phase {progress.phase}; its main thread:"
-            print(f"{self._summary(now)}\n{where}\n{stack}", file=sys.stderr, flush=True)
+            print(f"{self._summary(now)}\n{where}\n{stack}", file=sys.stderr)
 
     def _notice_progress(self, now: float) -> None:
         """Sets `progress_at`, the time when this process was last seen to make progress."""
@@ -147,7 +147,7 @@ class Watchdog:
         if work != self.newest_work or progress.is_expecting() or was_stopped:
             if self.alarm_after > self.limit:
                 silent = now - self.progress_at
-                print(f"watchdog: rank {self.rank} moves again after {silent:.0f} s", flush=True)
+                print(f"watchdog: rank {self.rank} moves again after {silent:.0f} s")
             self.progress_at = now
             self.alarm_after = self.limit
             self.seen.clear()

@@ -37,5 +37,5 @@ def make_engine(name: str, settings: EngineSettings) -> Engine:
     """The engine that `choose_engine(name)` names. All ranks call; rank 0 prints the choice."""
     kind, reason = choose_engine(name)
     if settings.rank == 0:
-        print(f"rollout engine: {kind}, {reason}", flush=True)
+        print(f"rollout engine: {kind}, {reason}")
     return pkgutil.resolve_name(ENGINES[kind])(settings)

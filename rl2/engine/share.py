@@ -56,7 +56,7 @@ def choose_share(settings: EngineSettings) -> float:
     else:
         share, reason = _share_beside_trainer(plan, settings.device)
     if settings.rank == 0:
-        print(f"rollout.gpu_memory_utilization=auto: {share} {reason}", flush=True)
+        print(f"rollout.gpu_memory_utilization=auto: {share} {reason}")
     return share
 
 

@@ -80,7 +80,7 @@ def _announce(name: str, config: PreTrainedConfig, trainable: bool) -> None:
     if dist.get_rank() > 0:
         disable_progress_bar()
         return
-    print(f"loading {name} ...", flush=True)
+    print(f"loading {name} ...")
     settings = []
     for key, value in vars(config).items():
         if "drop" in key and isinstance(value, int | float) and value > 0:
@@ -89,7 +89,6 @@ def _announce(name: str, config: PreTrainedConfig, trainable: bool) -> None:
         print(
             f"{name}: dropout is off in training ({', '.join(settings)}), so that a token's "
             "log-probability is the same in every pass",
-            flush=True,
         )
 
 

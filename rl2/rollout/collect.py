@@ -273,7 +273,7 @@ class Collector:
             if mean_reward(members) >= self.rules.drop_solved:
                 self.solved.add(members[0].row_index)
         if self.is_exhausted and dist.get_rank() == 0:
-            print(ALL_SOLVED, flush=True)
+            print(ALL_SOLVED)
 
     def _check_part_names(self, trajectories: list[Trajectory]) -> None:
         self.part_names = {name for t in trajectories for name in t.rewards}
