@@ -17,8 +17,6 @@ has one thread (OMP_NUM_THREADS=1), so that its CPU seconds hardly depend on wha
 Needs the `test` and `quickstart` extras.
 """
 
-import argparse
-import hashlib
 import importlib.util
 import json
 import os
@@ -27,7 +25,19 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from run_queue import RESULTS, ROOT, Job, mean_and_error, read_results, run_itself, run_missing
+from run_queue import (
+    RESULTS,
+    ROOT,
+    Job,
+    make_parser,
+    mean_and_error,
+    read_results,
+    run_itself,
+    run_missing,
+)
+
+sys.path.insert(0, str(ROOT / "examples"))
+from quickstart import EXAMPLE, SYSTEM_PROMPT, hash_of
 
 RESULTS_FILE = RESULTS / "learning.jsonl"
 SAMPLED_TOKENS = 8_000  # of a run
@@ -52,16 +62,12 @@ class Task:
 
 
 OPTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # of the data sets
-SYSTEM_PROMPT = "Calculate."
 TASKS = {
     "sums": Task(
         dataset="chain_sum",
         num_train=150,
         num_test=50,
-        example=(
-            "State the final answer to the following arithmetic problem: 10 - 12 =",
-            "10 - 12 = -2",
-        ),
+        example=EXAMPLE,
         env="examples/quickstart_env.py",
         has_parts=True,
     ),
@@ -126,7 +132,7 @@ def make_data(task: Task, folder: Path) -> None:
         answers |= {item["question"]: item["answer"] for item in items}
         seed += 1
     rows = []
-    for question in sorted(answers, key=lambda text: hashlib.sha256(text.encode()).hexdigest()):
+    for question in sorted(answers, key=hash_of):
         roles = ("system", "user", "assistant", "user") if task.example else ("system", "user")
         texts = (SYSTEM_PROMPT, *task.example, question)
         pairs = zip(roles, texts, strict=True)
@@ -423,22 +429,13 @@ def report_row(algorithm: str, runs: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="makes the runs that are missing")
+    parser, run, one = make_parser(__doc__, ROOT / "runs" / "learning")
     run.add_argument("model", help="folder of the model")
-    run.add_argument("--seeds", type=int, default=3)
     run.add_argument("--tasks", nargs="*", choices=TASKS)
     run.add_argument("--algorithms", nargs="*", choices=[*ALGORITHMS, TRL])
-    one = commands.add_parser("one", help="one run in this process")
     for name in ("model", "task", "algorithm"):
         one.add_argument(name)
     one.add_argument("seed", type=int)
-    for command in (run, one):
-        command.add_argument("--folder", type=Path, default=ROOT / "runs" / "learning")
-    commands.add_parser("report", help="prints the tables")
     arguments = parser.parse_args()
     if arguments.command == "report":
         report(arguments)

@@ -11,15 +11,23 @@ each finished run is a line of benchmarks/results/quickstart.jsonl.
 Needs the `quickstart` extra.
 """
 
-import argparse
 import json
 import os
-import resource
 import subprocess
 import time
 from pathlib import Path
 
-from run_queue import RESULTS, ROOT, Job, mean_and_error, read_results, run_itself, run_missing
+from run_queue import (
+    RESULTS,
+    ROOT,
+    Job,
+    cpu_seconds_of,
+    make_parser,
+    mean_and_error,
+    read_results,
+    run_itself,
+    run_missing,
+)
 
 RESULTS_FILE = RESULTS / "quickstart.jsonl"
 
@@ -37,15 +45,15 @@ def run_one(checkout: Path, data: Path, seed: int, folder: Path) -> dict:
     prepare = ["python", "examples/quickstart.py", "prepare", str(own_data), "--no-model"]
     subprocess.run(prepare, cwd=checkout, env=environment, check=True)
     lines = (checkout / "examples/quickstart.sh").read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("cores="))
-    end = next(i for i, line in enumerate(lines) if line.endswith('"$@"'))
-    script = "\n".join(["set -e", *lines[start : end + 1]])
+    first = next(i for i, line in enumerate(lines) if line.startswith("cores="))
+    last = next(i for i, line in enumerate(lines) if line.endswith('"$@"'))
+    script = "\n".join(["set -e", *lines[first : last + 1]])
     script = script.replace("runs/quickstart-data", str(own_data))
     output = folder / f"seed-{seed}"
     command = ["bash", "-c", f"out={output}\n{script}", "quickstart.sh", "trainer.resume=off"]
-    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run(command, cwd=checkout, env=environment, check=True)
-    seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.perf_counter()
+    cpu_seconds = cpu_seconds_of(command, cwd=checkout, env=environment)
+    seconds = time.perf_counter() - start
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     tests = [share_of_right(line) for line in metrics if "test/reward/mean" in line]
     return {
@@ -55,7 +63,7 @@ def run_one(checkout: Path, data: Path, seed: int, folder: Path) -> dict:
         "after": tests[-1],
         "steps": metrics[-1]["step"],
         "seconds": seconds,
-        "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "cpu_seconds": cpu_seconds,
         "threads": os.environ.get("OMP_NUM_THREADS", "all cores"),
     }
 
@@ -80,21 +88,12 @@ def report() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="makes the runs that are missing")
-    run.add_argument("data", type=Path)
+    parser, run, one = make_parser(__doc__, ROOT / "runs" / "quickstart_seeds")
+    for command in (run, one):
+        command.add_argument("data", type=Path)
     run.add_argument("checkouts", type=Path, nargs="+")
-    run.add_argument("--seeds", type=int, default=3)
-    one = commands.add_parser("one", help="one run")
-    one.add_argument("data", type=Path)
     one.add_argument("checkout", type=Path)
     one.add_argument("seed", type=int)
-    for command in (run, one):
-        command.add_argument("--folder", type=Path, default=ROOT / "runs" / "quickstart_seeds")
-    commands.add_parser("report", help="prints the table")
     arguments = parser.parse_args()
     if arguments.command == "report":
         report()

@@ -4,10 +4,12 @@ Each finished run is one JSON line of a results file, with its date, machine and
 line is there is not repeated. Several processes may work on the same queue: each run is locked.
 """
 
+import argparse
 import contextlib
 import fcntl
 import json
 import platform
+import resource
 import subprocess
 import sys
 import time
@@ -91,6 +93,35 @@ def locked(path: Path) -> Iterator[bool]:
             yield False
             return
         yield True
+
+
+def cpu_seconds_of(command: list[str], **options) -> float:
+    """Runs a command. Returns the processor time of it and its children. Raises if it fails."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, **options)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def make_parser(
+    description: str, folder: Path
+) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argparse.ArgumentParser]:
+    """A parser with the commands `run`, `one` and `report`. Returns it, and those of the first two.
+
+    `run` makes the runs that are missing, `one` makes one of them in this process, and `report`
+    prints the tables. `folder` is where the runs are, unless --folder says otherwise.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="makes the runs that are missing")
+    run.add_argument("--seeds", type=int, default=3)
+    one = commands.add_parser("one", help="one run in this process")
+    for command in (run, one):
+        command.add_argument("--folder", type=Path, default=folder)
+    commands.add_parser("report", help="prints the tables")
+    return parser, run, one
 
 
 def run_itself(*arguments: str) -> list[str]:

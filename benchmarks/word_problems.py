@@ -16,17 +16,24 @@ benchmarks/results/word_problems.jsonl.
 Needs the `test` and `quickstart` extras.
 """
 
-import argparse
 import json
 import os
 import random
-import resource
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-from run_queue import RESULTS, ROOT, Job, mean_and_error, read_results, run_itself, run_missing
+from run_queue import (
+    RESULTS,
+    ROOT,
+    Job,
+    cpu_seconds_of,
+    make_parser,
+    mean_and_error,
+    read_results,
+    run_itself,
+    run_missing,
+)
 
 RESULTS_FILE = RESULTS / "word_problems.jsonl"
 NAMES = ["Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry"]
@@ -118,7 +125,6 @@ def make_data(folder: Path) -> None:
 
 def train(trainer: str, folder: Path, *arguments: str) -> float:
     """A run of a trainer, in `folder`. Returns its CPU seconds."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [
         sys.executable,
         "-m",
@@ -133,9 +139,7 @@ def train(trainer: str, folder: Path, *arguments: str) -> float:
         "trainer.resume=off",
         "trainer.disable_wandb=true",
     ]
-    subprocess.run(command, check=True, cwd=ROOT)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return cpu_seconds_of(command, cwd=ROOT)
 
 
 def run_one(model: str, seed: int, folder: Path) -> dict:
@@ -209,19 +213,10 @@ def report() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="makes the runs that are missing")
+    parser, run, one = make_parser(__doc__, ROOT / "runs" / "word_problems")
     run.add_argument("model", help="folder of the model")
-    run.add_argument("--seeds", type=int, default=3)
-    one = commands.add_parser("one", help="one seed in this process")
     one.add_argument("model")
     one.add_argument("seed", type=int)
-    for command in (run, one):
-        command.add_argument("--folder", type=Path, default=ROOT / "runs" / "word_problems")
-    commands.add_parser("report", help="prints the table")
     arguments = parser.parse_args()
     if arguments.command == "report":
         report()
