@@ -564,12 +564,12 @@ def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
         (
             SFT_ROWS,
             {"prompt": "x", "completion": talk("x", "w")[1:]},
-            "column 'completion': expected text, as the prompt is text",
+            "expected a reply that is text, as the prompt is text",
         ),
         (
             PAIR_ROWS,
             {"messages": "x", "chosen": "w", "rejected": {**talk("x", "v")[1], "tool_calls": [1]}},
-            "expected texts, as the prompt is text",
+            "expected a reply that is text, as the prompt is text",
         ),
         (
             PAIR_ROWS,

@@ -8,19 +8,19 @@ conversation grows by appending tokens, or a new training sequence starts.
 """
 
 import datetime
-import hashlib
 import inspect
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rl2.data.messages import Messages
+from rl2.data.messages import Messages, abbreviate, common_prefix_length
 from rl2.parallel.mesh import is_first_rank
 
 PROBE = "rl2probe"  # a content that no template changes
@@ -70,22 +70,21 @@ class ChatTemplate:
                     "rl2 sets it; remove the key"
                 )
 
-    def fingerprint(self) -> str:
-        """A hash of all that the tokens of a conversation depend on."""
+    def dependencies(self) -> list[Any]:
+        """All that the tokens of a conversation depend on. Its `repr` names them."""
         tokenizer = self.tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         vocabulary = backend.to_str() if backend else sorted(tokenizer.get_vocab().items())
-        parts = [
+        shows_date = "strftime_now" in str(tokenizer.chat_template)
+        return [
             type(tokenizer).__name__,
             vocabulary,
             tokenizer.special_tokens_map,
             tokenizer.chat_template,
             self.variables,
             self.system_prompt,
-            str(self.date) if "strftime_now" in str(tokenizer.chat_template) else "",
+            shows_date and self.date,
         ]
-        text = json.dumps(parts, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
     def encode_prompt(self, messages: Messages, tools: list | None = None) -> list[int]:
         """The tokens of a conversation up to the place where the assistant's next reply begins."""
@@ -125,12 +124,15 @@ class ChatTemplate:
     ) -> tuple[str, str]:
         """The text of a conversation (up to where `reply` begins, with `reply`).
 
-        `reply` is the assistant's message or its content. After a plain string, it is a plain
-        string.
+        `reply` is the assistant's message or its content. ValueError if it is a message behind a
+        plain string.
         """
         before = self.render(messages, tools)
         if isinstance(messages, str):
-            assert isinstance(reply, str), "a plain string is continued by a plain string"
+            if not isinstance(reply, str):
+                raise ValueError(
+                    f"expected a reply that is text, as the prompt is text, got {abbreviate(reply)}"
+                )
             return before, before + reply
         if isinstance(reply, str):
             reply = {"role": "assistant", "content": reply}
@@ -175,9 +177,7 @@ class ChatTemplate:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens with its special tokens, spaces unchanged."""
-        text = self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+        return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
     def decode_reply(self, tokens: Sequence[int], stop_token_ids: Collection[int]) -> str:
         """The content of a sampled turn: its text without the special token that ended it.
@@ -231,7 +231,7 @@ class ChatTemplate:
         """
         sequences: list[tuple[list[int], list[int]]] = []
         for before, whole in replies:
-            start = _common_prefix_length(before, whole)
+            start = common_prefix_length(before, whole)
             tokens, end = self._end_reply(whole, start)
             mask = [0] * start + [1] * (end - start) + [0] * (len(tokens) - end)
             if sequences:
@@ -347,8 +347,7 @@ class ChatTemplate:
             tokenize=False,
             **variables,
         )
-        assert isinstance(text, str)
-        return text
+        return str(text)
 
     @cached_property
     def _date_texts(self) -> dict[str, str]:
@@ -379,18 +378,10 @@ def _update_tool_messages(messages: list[dict], changes: dict[str, str]) -> list
 def _join_neighbours(messages: list[dict]) -> list[dict]:
     """The messages, with an empty line between the contents of those that became one."""
     joined: list[dict] = []
-    for message in messages:
-        last = joined[-1] if joined else {}
-        above, below = last.get("content"), message.get("content")
-        is_joined = isinstance(above, str) and isinstance(below, str)
-        if is_joined and message["role"] == last["role"] != "assistant":
-            joined[-1] = {**last, "content": f"{above}\n\n{below}"}
-        else:
-            joined.append(message)
+    for role, group in groupby(messages, key=itemgetter("role")):
+        neighbours = list(group)
+        contents = [message.get("content") for message in neighbours]
+        if role != "assistant" and all(isinstance(content, str) for content in contents):
+            neighbours = [{**neighbours[0], "content": "\n\n".join(contents)}]
+        joined += neighbours
     return joined
-
-
-def _common_prefix_length(left: list[int], right: list[int]) -> int:
-    shorter = min(len(left), len(right))
-    differences = (i for i in range(shorter) if left[i] != right[i])
-    return next(differences, shorter)

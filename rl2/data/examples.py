@@ -87,7 +87,7 @@ class Examples:
         template.warn_of_ignored([rows[first] for first, _ in rows.kinds])
         key = None
         if rows.key:
-            key = table_key(rows.key, pickle.dumps(kind), template.fingerprint())
+            key = table_key(rows.key, pickle.dumps(kind), template.dependencies())
         title = f"tokenise {rows.path}"
         self.table = open_table(key, TOKENS_SCHEMA, self._tokenize, title, len(rows))
         self.token_counts = token_counts = self.table["length"].to_numpy()
@@ -254,12 +254,10 @@ def render_sft(template: ChatTemplate, row: dict, turns: str = "all") -> list[Re
     messages = row["messages"]
     completion = row.get("completion")
     tools = row.get("tools")
-    if isinstance(completion, str):
-        return [template.render_reply(messages, completion, tools)]
-    if isinstance(messages, str):
-        if completion:
-            raise ValueError("column 'completion': expected text, as the prompt is text")
+    if isinstance(messages, str) and completion is None:
         return [("", template.render(messages))]
+    if isinstance(messages, str) or isinstance(completion, str):
+        return [template.render_reply(messages, completion, tools)]
     first = len(messages) if completion else 0
     messages = messages + (completion or [])
     reply_indices = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
@@ -270,16 +268,16 @@ def render_sft(template: ChatTemplate, row: dict, turns: str = "all") -> list[Re
 
 def render_pair(template: ChatTemplate, row: dict) -> list[RenderedReply]:
     """The replies `chosen` and `rejected` to the prompt `messages`, in this order."""
-    messages = row["messages"]
-    replies = [row["chosen"], row["rejected"]]
-    if isinstance(messages, str) and not all(isinstance(reply, str) for reply in replies):
-        raise ValueError("columns 'chosen' and 'rejected': expected texts, as the prompt is text")
-    pair = [template.render_reply(messages, reply, row.get("tools")) for reply in replies]
-    if pair[0] == pair[1]:
+    chosen, rejected = (
+        template.render_reply(row["messages"], row[column], row.get("tools"))
+        for column in ("chosen", "rejected")
+    )
+    if chosen == rejected:
         raise ValueError(
-            f"'chosen' and 'rejected' are the same text; remove the row: {abbreviate(replies[0])}"
+            "'chosen' and 'rejected' are the same text; remove the row: "
+            f"{abbreviate(row['chosen'])}"
         )
-    return pair
+    return [chosen, rejected]
 
 
 PROMPT_ROWS = RowKind(read_ppo_row, render_prompt, "prompts", "data.prompts_per_rollout")

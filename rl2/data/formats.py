@@ -17,6 +17,7 @@ from rl2.data.messages import (
     check_ends_before_reply,
     check_messages,
     check_reply,
+    common_prefix_length,
     describe_columns,
     find_oddities,
     read_column,
@@ -195,9 +196,7 @@ def _shared_prompt(chosen: Any, rejected: Any) -> Any:
     """What two conversations, or two texts, begin with. A text ends before a space."""
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         return []
-    length = 0
-    while length < min(len(chosen), len(rejected)) and chosen[length] == rejected[length]:
-        length += 1
+    length = common_prefix_length(chosen, rejected)
     if isinstance(chosen, str) and chosen[length - 1 : length] == " ":
         length -= 1
     return chosen[:length]

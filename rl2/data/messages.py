@@ -4,6 +4,7 @@ A message is {"role": ..., "content": ...}. Its content is text or a list of par
 missing beside `tool_calls`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 Messages = str | list[dict[str, Any]]
@@ -93,6 +94,13 @@ def abbreviate(value: Any) -> str:
     if len(text) <= MAX_SHOWN_CHARACTERS:
         return text
     return text[:MAX_SHOWN_CHARACTERS] + "..."
+
+
+def common_prefix_length(left: Sequence, right: Sequence) -> int:
+    """How many items at the beginning of two sequences are equal."""
+    shorter = min(len(left), len(right))
+    differences = (i for i in range(shorter) if left[i] != right[i])
+    return next(differences, shorter)
 
 
 def _check_message(message: Any, column: str) -> None:
