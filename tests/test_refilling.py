@@ -187,7 +187,7 @@ def test_answers_that_are_too_old_are_sampled_anew(tmp_path):
     options = {"partial": True, "deterministic": False, "num_steps": 9}
     for max_staleness, versions in ((1, {2}), (2, {0, 2})):
         rules = {**options, "max_staleness": max_staleness}
-        collector = make_collector(tmp_path, [1] * 8, {2: 0.4}, 2, **rules)
+        collector = make_collector(tmp_path, [1] * 8, {2: 3.0}, 2, **rules)
         engine = collector.player.engine
         collector.collect(1)
         assert not collector.carried_over[0].is_done

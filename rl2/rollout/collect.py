@@ -176,7 +176,7 @@ class Collector:
         self.carried_over = [self._begin_again_if_stale(group) for group in self.carried_over]
         num_carried = len(self.carried_over)
         queue = self._make_queue(is_last=step == self.num_steps)
-        played = self._run(queue, self.params, "train", step)
+        played = self._play_groups(queue, self.params, "train", step)
         end = queue.end or queue.num_needed  # without a filter another process may still play
         self._put_back(played, end, num_carried)
         own = {number: group for number, group in played.items() if number < end}
@@ -325,13 +325,8 @@ class Collector:
             begin_group(i, prompt, num_samples, i * num_samples) for i, prompt in enumerate(prompts)
         ]
         queue = Queue(groups.__getitem__, num_needed=len(groups), most=len(groups))
-        played = self._run(queue, params, split, step)
+        played = self._play_groups(queue, params, split, step)
         return self._gather(list(played.values()), split, step)
-
-    def _run(self, queue: Queue, params: SamplingParams, split: str, step: int) -> dict[int, Group]:
-        """Plays the groups of the queue. Returns those of this process's engine by number."""
-        rollout = self._play_groups(queue, params, split, step)
-        return self.player.engine.loop.run_until_complete(rollout)
 
     def _gather(self, groups: list[Group], split: str, step: int) -> list[Trajectory]:
         """The trajectories of the groups of all processes, if the environment was well enough."""
@@ -345,10 +340,13 @@ class Collector:
             raise
         return trajectories
 
-    async def _play_groups(
+    def _play_groups(
         self, queue: Queue, params: SamplingParams, split: str, step: int
     ) -> dict[int, Group]:
-        """Plays this engine's groups, by number, until the queue has ended."""
+        """Plays the groups of the queue until it has ended.
+
+        Returns those of this process's engine by number.
+        """
         player = self.player
         player.is_pausing = False
         may_end_early = queue.bounds or queue.num_ahead
@@ -376,17 +374,20 @@ class Collector:
                         await player.wait_for_room(max_requests)
                         num_begun = 0
 
-        playing = asyncio.ensure_future(play_queue())
-        while may_end_early and not playing.done():
-            await asyncio.sleep(POLL_SECONDS)
-            queue.read()
-            if queue.end is not None:
-                player.is_pausing = True
-                player.engine.abort()  # repeated: a request may have been on its way
-        try:
-            await playing
-        except BaseExceptionGroup as errors:  # the first one has ended all tasks
-            raise errors.exceptions[0] from None
+        async def play_until_the_end() -> None:
+            playing = asyncio.ensure_future(play_queue())
+            while may_end_early and not playing.done():
+                await asyncio.sleep(POLL_SECONDS)
+                queue.read()
+                if queue.end is not None:
+                    player.is_pausing = True
+                    player.engine.abort()  # repeated: a request may have been on its way
+            try:
+                await playing
+            except BaseExceptionGroup as errors:  # the first one has ended all tasks
+                raise errors.exceptions[0] from None
+
+        player.engine.loop.run_until_complete(play_until_the_end())
         return played
 
     async def _own_groups(self, queue: Queue) -> AsyncIterator[tuple[int, Group]]:
