@@ -46,10 +46,10 @@ def argument_names(function: Function) -> tuple[str, ...]:
 def required_names(function: Function) -> set[str]:
     """The names of the inputs and settings without which the function cannot be called."""
     names = set()
-    for name, parameter in inspect.signature(function).parameters.items():
-        is_named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if is_named and parameter.default is parameter.empty:
-            names.add(name)
+    for entry in inspect.signature(function).parameters.values():
+        is_named = entry.kind not in (entry.VAR_POSITIONAL, entry.VAR_KEYWORD)
+        if is_named and entry.default is entry.empty:
+            names.add(entry.name)
     return names
 
 

@@ -99,36 +99,26 @@ def parse(
     if {"-h", "--help"} & set(argv):
         show_help(root, argv)
     problems: list[str] = []
-    assignments: list[Assignment] = []
-    options, words = read_options(join_spaced_words(argv, problems), problems)
-    with collecting(problems):
-        assignments += read_recipe(options)
-    for word in words:
-        with collecting(problems):
-            assignments.append(read_override(word))
+    options, assignments = read_arguments(argv, problems)
     config = OmegaConf.structured(root)
     set_keys = assign(config, schema_keys(root), assignments, problems)
     try:
         follow_keys(config, set_keys)
-        result, missing = to_object(config)
+        result, missing = to_object(config, set_keys)
     except OmegaConfBaseException as error:  # a ${OTHER.KEY} without a value: no more to check
         refuse([*problems, f"{error.full_key}: {str(error).splitlines()[0]}"])
     if "--cfg" not in options:
-        unset = [key for key in missing if key not in set_keys | keys_of(problems)]
-        problems += [f"{key} is missing: {schema_keys(root)[key].help}" for key in unset]
+        add_new_problems(problems, missing)
     elif not problems + check_choices(result):
         print_and_exit(OmegaConf.to_yaml(config, resolve=True))
     config_problems, warnings = validate(result, set_keys)
     problems += [text for text in config_problems if not text.startswith(elsewhere)]
     if problems and find_problems:
-        known_keys = keys_of(problems)
-        more = find_problems(result).items()
-        problems += [problem for key, problem in more if key not in known_keys]
+        add_new_problems(problems, find_problems(result))
     if problems:
         refuse(problems)
-    for warning in [] if elsewhere else [*find_duplicates(assignments), *warnings]:
-        if is_first_rank():
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
+    if not elsewhere:
+        warn([*find_duplicates(assignments), *warnings])
     return result
 
 
@@ -142,9 +132,10 @@ def start_plan(root: type, argv: list[str]) -> NoReturn:
     os.execv(sys.executable, command)
 
 
-def keys_of(problems: list[str]) -> set[str]:
-    """The keys of problems that begin with KEY=VALUE."""
-    return {problem.partition("=")[0] for problem in problems}
+def add_new_problems(problems: list[str], by_key: dict[str, str]) -> None:
+    """Adds problems by key, but for the keys that have one already (KEY=VALUE ...)."""
+    known_keys = {problem.partition("=")[0] for problem in problems}
+    problems += [problem for key, problem in by_key.items() if key not in known_keys]
 
 
 def refuse(problems: list[str]) -> NoReturn:
@@ -157,6 +148,12 @@ def refuse(problems: list[str]) -> NoReturn:
     else:  # torchrun ends the first rank as soon as another one ends
         time.sleep(SECONDS_FOR_FIRST_RANK)
     sys.exit(2)
+
+
+def warn(warnings: list[str]) -> None:
+    """Prints the warnings on rank 0."""
+    for warning in warnings if is_first_rank() else []:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
 def print_and_exit(text: str) -> NoReturn:
@@ -175,6 +172,18 @@ def dump(config: Any) -> str:
 
 
 # Reading.
+
+
+def read_arguments(argv: list[str], problems: list[str]) -> tuple[dict[str, str], list[Assignment]]:
+    """(options by name, the assignments of the recipe and then of the arguments)."""
+    options, words = read_options(join_spaced_words(argv, problems), problems)
+    assignments = []
+    with collecting(problems):
+        assignments += read_recipe(options)
+    for word in words:
+        with collecting(problems):
+            assignments.append(read_override(word))
+    return options, assignments
 
 
 def join_spaced_words(argv: list[str], problems: list[str]) -> list[str]:
@@ -331,17 +340,21 @@ def find_target(name: str, value: Any, known: dict[str, Key]) -> tuple[str, str]
     return "", f"{name}={value}: {name} is a section; {remedy}"
 
 
-def to_object(config: Any) -> tuple[Any, list[str]]:
-    """(the config as its dataclass, the keys that are missing).
+def to_object(config: Any, set_keys: set[str]) -> tuple[Any, dict[str, str]]:
+    """(the config as its dataclass, the problem of each key that is missing).
 
     Missing keys are empty texts, which pass the checks. Those without an effect may be missing.
     """
     filled = config.copy()
-    missing = sorted(OmegaConf.missing_keys(config))
-    for key in missing:
+    empty_keys = sorted(OmegaConf.missing_keys(config))
+    for key in empty_keys:
         OmegaConf.update(filled, key, "")
     result = OmegaConf.to_object(filled)
-    return result, [key for key in missing if not find_unused(result, key)[0]]
+    missing = {}
+    for key in empty_keys:
+        if key not in set_keys and not find_unused(result, key)[0]:
+            missing[key] = f"{key} is missing: {schema_keys(type(result))[key].help}"
+    return result, missing
 
 
 def set_value(config: Any, name: str, value: Any, types: tuple[Any, ...]) -> str:
@@ -405,28 +418,24 @@ def near_keys(key: str, keys: list[str]) -> list[str]:
 def show_help(root: type, argv: list[str]) -> NoReturn:
     """Prints the help of the sections or keys that the arguments name, `all`, or the short one."""
     topics = [word for word in argv if not word.startswith("-") and "=" not in word]
-    if not topics:
-        print_and_exit(explain_common(root))
-    known = schema_keys(root)
-    for topic in topics:
-        if topic not in known and topic != "all":
-            near = difflib.get_close_matches(topic, known, 3) or [n for n in known if "." not in n]
-            refuse([f"--help {topic}: there is no such section or key; try {', '.join(near)}"])
-    print_and_exit("\n\n".join(explain(root, topic) for topic in topics))
+    print_and_exit("\n\n".join(explain(root, topic) for topic in topics) or explain_common(root))
 
 
 def explain(root: type, topic: str = "all") -> str:
     """The full help of every key of `topic`: a section, a key or `all`."""
+    known = schema_keys(root)
     lines = []
-    for name, key in schema_keys(root).items():
-        if topic != "all" and not f"{name}.".startswith(f"{topic}."):
-            continue
-        if not key.is_section:
+    for name, key in known.items():
+        is_in_topic = topic == "all" or f"{name}.".startswith(f"{topic}.")
+        if is_in_topic and not key.is_section:
             lines.append(f"  {name}={_default(root, name)}")
-            help_and_choices = f"{key.help} {_offered(key)}".strip()
-            lines += [" " * 6 + line for line in textwrap.wrap(help_and_choices, _width() - 6)]
-        elif "." not in name:
+            text = textwrap.fill(_with_choices(key.help, key), _width() - 6)
+            lines.append(textwrap.indent(text, " " * 6))
+        elif is_in_topic and "." not in name:
             lines += ["", f"{name}: {key.help}"]
+    if not lines:
+        near = ", ".join(near_keys(topic, list(known)) or ["all"])
+        refuse([f"--help {topic}: there is no such section or key; try {near}"])
     return "\n".join(lines).strip("\n")
 
 
@@ -445,7 +454,7 @@ def explain_common(root: type) -> str:
             lines.append(f"{name}: {key.help}")
         elif key.common and not key.is_section and not name.startswith(hidden):
             start = f"  {name}={_default(root, name)}".ljust(HELP_COLUMN) + "  "
-            short_help = f"{key.help.split(';')[0]} {_offered(key)}".strip()
+            short_help = _with_choices(key.help.split(";")[0], key)
             space = _width() - len(start)
             lines.append(start + textwrap.shorten(short_help, space, placeholder=" ..."))
     lines += [
@@ -457,11 +466,12 @@ def explain_common(root: type) -> str:
     return "\n".join(lines)
 
 
-def _offered(key: Key) -> str:
-    """The choices of a key, or ""."""
+def _with_choices(text: str, key: Key) -> str:
+    """The text, and the choices of the key if it has some."""
+    choices = [*(key.functions or key.choices)]
     if key.functions:
-        return f"[{' | '.join(key.functions)} | file.py:function]"
-    return f"[{' | '.join(key.choices)}]" if key.choices else ""
+        choices.append("file.py:function")
+    return f"{text} [{' | '.join(choices)}]" if choices else text
 
 
 def _default(root: type, name: str) -> str:
