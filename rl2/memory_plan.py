@@ -54,7 +54,7 @@ class Prediction:
     def __init__(self, config: Any, world_size: int):
         self.process: subprocess.Popen[bytes] | None = None
         self.made: Plan | None = None
-        if getattr(config.trainer, "eval_only", False):
+        if config.trainer.eval_only:
             self.made = Plan(world_size, {"rollout": 0}, loaded=0, steady=0, engine_weights=0)
         elif torch.cuda.is_available() and is_first_rank():
             self.process = start_process(config, world_size)

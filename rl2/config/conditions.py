@@ -38,16 +38,7 @@ def needs_critic(estimator: str) -> bool:
 
 def has_section(config: Any, *names: str) -> bool:
     """Whether the config has one of these sections."""
-    return any(hasattr(config, name) for name in names)
-
-
-def has_test_data(config: Any) -> bool:
-    return bool(config.data.test_paths or config.data.test_ratio)
-
-
-def is_evaluation(config: Any) -> bool:
-    """Whether the run evaluates a model and trains none."""
-    return has_section(config, "rollout") and config.trainer.eval_only
+    return not vars(config).keys().isdisjoint(names)
 
 
 def has_new_adapters(config: Any) -> bool:
@@ -56,12 +47,12 @@ def has_new_adapters(config: Any) -> bool:
 
 
 WITH_TEST_DATA = Condition(
-    lambda config, section: has_test_data(config),
+    lambda config, section: config.data.has_test_rows,
     "without data.test_path or data.test_ratio",
     is_harmless=True,
 )
 WITH_TRAINING_ROWS = Condition(
-    lambda config, section: not is_evaluation(config) or config.data.test_ratio,
+    lambda config, section: not config.trainer.eval_only or config.data.test_ratio,
     "with trainer.eval_only=true",
     is_harmless=True,
 )
@@ -90,7 +81,7 @@ WITH_RANDOMNESS = Condition(
     is_harmless=True,
 )
 WITH_INFERENCE = Condition(  # DPO infers with its reference, PPO before its updates
-    lambda config, section: has_section(config, "rollout", "dpo") or has_test_data(config),
+    lambda config, section: has_section(config, "rollout", "dpo") or config.data.has_test_rows,
     "without data.test_path or data.test_ratio",
     is_harmless=True,
 )

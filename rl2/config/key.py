@@ -1,11 +1,18 @@
 """How the schema declares a key: its default, help, range, choices and condition in one place."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from types import UnionType
-from typing import Any, get_args
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from rl2.config.by_name import Function
+
+# Types with a range, which is that of the key: attributes of Key.
+PositiveInt = Annotated[int, ("above", 0)]
+PositiveFloat = Annotated[float, ("above", 0)]
+NonNegativeInt = Annotated[int, ("at_least", 0)]
+NonNegativeFloat = Annotated[float, ("at_least", 0)]
+Ratio = Annotated[float, ("at_least", 0), ("at_most", 1)]
 
 
 @dataclass(frozen=True)
@@ -59,9 +66,9 @@ def key(default: Any, help: str, **properties: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def section(kind: type, help: str, common: bool = True, only_if: Condition | None = None) -> Any:
+def section(kind: type, help: str, common: bool = True, **properties: Any) -> Any:
     """A field that is a section. Without `common` the short help lists none of its keys."""
-    info = Key(help, common=common, only_if=only_if, is_section=True)
+    info = Key(help, common=common, is_section=True, **properties)
     return field(default_factory=kind, metadata={"key": info})
 
 
@@ -76,20 +83,25 @@ def schema_keys(root: type) -> dict[str, Key]:
 
 
 def _walk(kind: Any, prefix: str) -> Iterator[tuple[str, Key]]:
+    hints = get_type_hints(kind)  # without ranges
     for entry in fields(kind):
         name = prefix + entry.name
-        types = get_args(entry.type) if isinstance(entry.type, UnionType) else (entry.type,)
-        info = _inherited_key(kind, entry.name)
-        yield name, replace(info, types=info.types or types)
+        declared = _declaration(kind, entry.name)
+        range_of_type: dict[str, Any] = {}
+        for part in (declared.type, *get_args(declared.type)):
+            range_of_type |= getattr(part, "__metadata__", ())
+        info: Key = declared.metadata["key"]
+        hint = hints[entry.name]
+        types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        yield name, replace(info, types=info.types or types, **range_of_type)
         if is_dataclass(entry.default_factory):
             yield from _walk(entry.default_factory, name + ".")
 
 
-def _inherited_key(kind: Any, name: str) -> Key:
-    """The Key of the nearest class that declares the field with `key` or `section`."""
+def _declaration(kind: Any, name: str) -> "Field[Any]":
+    """The field in the nearest class that declares it with `key` or `section`."""
     for parent in kind.__mro__[:-1]:
-        metadata = parent.__dataclass_fields__[name].metadata
-        if "key" in metadata:
-            info: Key = metadata["key"]
-            return info
+        declared: Field[Any] = parent.__dataclass_fields__[name]
+        if "key" in declared.metadata:
+            return declared
     raise TypeError(f"{kind.__name__}.{name} is declared without key(default, help)")

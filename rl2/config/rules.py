@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rl2.config.conditions import estimator_inputs, has_test_data, needs_critic
+from rl2.config.conditions import estimator_inputs, needs_critic
 from rl2.config.key_rules import (
     Checked,
     check_choices,
@@ -258,7 +258,7 @@ def check_run(config: PPOConfig) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
     saved = config.trainer.rollouts_from
-    if config.trainer.eval_only and not has_test_data(config):
+    if config.trainer.eval_only and not config.data.has_test_rows:
         yield "trainer.eval_only=true needs data.test_path or data.test_ratio"
     if config.trainer.eval_only and saved:
         yield "trainer.eval_only=true trains on no rollouts: leave trainer.rollouts_from out"

@@ -36,7 +36,16 @@ from rl2.config.conditions import (
     WITH_TRAINING_ROWS,
     estimator_inputs,
 )
-from rl2.config.key import Condition, key, section
+from rl2.config.key import (
+    Condition,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Ratio,
+    key,
+    section,
+)
 from rl2.engine.base import SamplingParams
 from rl2.engine.select import ENGINES
 
@@ -87,16 +96,15 @@ class DataConfig:
         common=True,
         types=(str, dict, NoneType),  # OmegaConf has no union of them
     )
-    test_ratio: float = key(
+    test_ratio: NonNegativeFloat = key(
         0.0,
         "fraction of the training rows that become test rows in place of data.test_path; a hash of "
         "the prompts chooses them, so that no prompt is in both",
-        at_least=0,
         below=1,
         identity=True,
     )
-    test_limit: int | None = key(
-        None, "test rows that are used of each set, the first ones", above=0, only_if=WITH_TEST_DATA
+    test_limit: PositiveInt | None = key(
+        None, "test rows that are used of each set, the first ones", only_if=WITH_TEST_DATA
     )
     columns: dict[str, str] = key(
         {},
@@ -117,18 +125,17 @@ class DataConfig:
     system_prompt: str | None = key(
         None, "shown before conversations that begin with no system message", identity=True
     )
-    max_length: int = key(
+    max_length: PositiveInt = key(
         1024,
         "longest prompt (PPO) or row, in tokens; longer ones are dropped and counted",
         common=True,
-        above=0,
         identity=True,
     )
     shuffle: bool = key(
         True, "a new order in every epoch; it is a function of data.seed", identity=True
     )
-    seed: int = key(
-        0, "seed of the order of the data", at_least=0, at_most=LARGEST_SEED, identity=True
+    seed: NonNegativeInt = key(
+        0, "seed of the order of the data", at_most=LARGEST_SEED, identity=True
     )
 
     @property
@@ -138,24 +145,27 @@ class DataConfig:
             return {} if self.test_path is None else {"data.test_path": self.test_path}
         return {f"data.test_path.{name}": path for name, path in self.test_path.items()}
 
+    @property
+    def has_test_rows(self) -> bool:
+        return bool(self.test_path or self.test_ratio)
+
 
 @dataclass
 class PromptConfig(DataConfig):
-    prompts_per_rollout: int = key(32, "prompts in a step", common=True, above=0)
-    responses_per_prompt: int = key(
-        8, "answers sampled for each prompt; together they are a group", common=True, above=0
+    prompts_per_rollout: PositiveInt = key(32, "prompts in a step", common=True)
+    responses_per_prompt: PositiveInt = key(
+        8, "answers sampled for each prompt; together they are a group", common=True
     )
-    responses_per_test_prompt: int = key(
+    responses_per_test_prompt: PositiveInt = key(
         1,
         "answers sampled for each test prompt; several give pass@k and a majority vote",
-        above=0,
         only_if=WITH_TEST_DATA,
     )
 
 
 @dataclass
 class ExampleConfig(DataConfig):
-    batch_size: int = key(32, "rows in a step", common=True, above=0)
+    batch_size: PositiveInt = key(32, "rows in a step", common=True)
 
 
 @dataclass
@@ -193,27 +203,24 @@ class ModelConfig:
         "compile the elementwise parts of the layers and of the head (torch.compile); the same up "
         "to rounding, and the first step waits for the compiler",
     )
-    fsdp_size: int = key(
+    fsdp_size: NonNegativeInt = key(
         0,
         "processes that share one copy of the model, 0 = all; fewer keep several copies (hybrid "
         "sharding)",
         common=True,
-        at_least=0,
     )
-    sp_size: int = key(
-        1, "processes that share each sequence (ring attention)", common=True, above=0
+    sp_size: PositiveInt = key(
+        1, "processes that share each sequence (ring attention)", common=True
     )
-    tp_size: int = key(1, "processes that share each matrix (tensor parallelism)", above=0)
-    max_length_per_device: int = key(
+    tp_size: PositiveInt = key(1, "processes that share each matrix (tensor parallelism)")
+    max_length_per_device: PositiveInt = key(
         8192,
         "tokens of one micro-batch on one process; also the longest sequence",
         common=True,
-        above=0,
     )
-    max_inference_length_per_device: int | None = key(
+    max_inference_length_per_device: PositiveInt | None = key(
         None,
         "the same for passes without a gradient; by default max_length_per_device",
-        above=0,
         only_if=WITH_INFERENCE,
     )
     share_prompts: bool = key(
@@ -233,27 +240,24 @@ class WorkerConfig(ModelConfig):
     optimizer_dir: str | None = key(
         None, "a folder, written by save_optimizer, from which the optimizer starts"
     )
-    gradient_checkpointing: bool | int | str = key(
+    gradient_checkpointing: bool | NonNegativeInt | str = key(
         True,
         "recompute each layer in the backward pass; less memory, about a third more time; a number "
         "recomputes so many layers; auto: as many as the memory of a GPU asks, which is predicted "
         "at the start",
         common=True,
-        at_least=0,
         choices=("auto",),
     )
-    lora_rank: int = key(
+    lora_rank: NonNegativeInt = key(
         0,
         "rank of LoRA adapters, 0 = train all weights; with adapters the weights are frozen, and a "
         "higher lr is needed",
         common=True,
-        at_least=0,
         identity=True,
     )
-    lora_alpha: float | None = key(
+    lora_alpha: PositiveFloat | None = key(
         None,
         "adapters are scaled by lora_alpha / lora_rank; by default twice the rank",
-        above=0,
         only_if=WITH_LORA,
         identity=True,
     )
@@ -264,32 +268,27 @@ class WorkerConfig(ModelConfig):
         only_if=WITH_LORA,
         identity=True,
     )
-    lr: float = key(
+    lr: PositiveFloat = key(
         1e-6,
         "learning rate of AdamW",
         common=True,
-        above=0,
         unusual_above=0.01,
         unusual_effect="an update of AdamW moves every weight by about this much",
     )
-    weight_decay: float = key(
+    weight_decay: NonNegativeFloat = key(
         0.0,
         "weight decay of AdamW",
-        at_least=0,
         unusual_above=1,
         unusual_effect="each update multiplies the weights by 1 - lr x weight_decay",
     )
-    max_grad_norm: float = key(
+    max_grad_norm: PositiveFloat = key(
         1.0,
         "larger gradients are scaled down to this norm; inf = never",
-        above=0,
         may_be_infinite=True,
     )
-    warmup_ratio: float = key(
+    warmup_ratio: Ratio = key(
         0.0,
         "fraction of the updates in which the learning rate rises linearly",
-        at_least=0,
-        at_most=1,
         unusual_above=0.5,
         unusual_effect="the learning rate is reached in the last part of the run only",
     )
@@ -298,11 +297,9 @@ class WorkerConfig(ModelConfig):
         "the learning rate after the warm-up; linear and cosine fall to min_lr_ratio x lr",
         choices=("constant", "linear", "cosine"),
     )
-    min_lr_ratio: float = key(
+    min_lr_ratio: Ratio = key(
         0.0,
         "the learning rate at the end, as a fraction of lr",
-        at_least=0,
-        at_most=1,
         only_if=Condition(
             lambda config, section: section.scheduler != "constant",
             "with {path}.scheduler=constant",
@@ -314,7 +311,7 @@ class WorkerConfig(ModelConfig):
     save_dir: str | None = key(
         None, "export this worker here as Hugging Face folders step_N, for use elsewhere"
     )
-    save_freq: int | None = key(None, "steps between these exports", above=0)
+    save_freq: PositiveInt | None = key(None, "steps between these exports")
     save_optimizer: bool = key(
         False,
         "export the optimizer too",
@@ -340,13 +337,13 @@ class RewardModelConfig(WorkerConfig):
 
 @dataclass
 class RolloutWorkerConfig(WorkerConfig):
-    update_per_rollout: int = key(
-        1, "mini-batches of a rollout; each is an optimizer step", common=True, above=0
+    update_per_rollout: PositiveInt = key(
+        1, "mini-batches of a rollout; each is an optimizer step", common=True
     )
-    epochs_per_rollout: int = key(
-        1, "passes over a rollout; each is cut into mini-batches anew", above=0
+    epochs_per_rollout: PositiveInt = key(
+        1, "passes over a rollout; each is cut into mini-batches anew"
     )
-    freeze_steps: int = key(0, "first steps in which this worker is not updated", at_least=0)
+    freeze_steps: NonNegativeInt = key(0, "first steps in which this worker is not updated")
 
     @property
     def updates_per_step(self) -> int:
@@ -365,19 +362,17 @@ class ActorConfig(RolloutWorkerConfig):
         inputs=PolicyInputs,
         identity=True,
     )
-    clip: float = key(
+    clip: PositiveFloat = key(
         0.2,
         "how far the probability ratio may move in one step; inf = any way",
         common=True,
-        above=0,
         may_be_infinite=True,
         setting_of="loss",
         default_of="clip_high",
     )
-    clip_high: float | None = key(
+    clip_high: PositiveFloat | None = key(
         None,
         "the upper clip, if it differs from clip (DAPO: 0.28)",
-        above=0,
         may_be_infinite=True,
         setting_of="loss",
     )
@@ -395,10 +390,9 @@ class ActorConfig(RolloutWorkerConfig):
         common=True,
         choices=TOKEN_AVERAGES,
     )
-    average_constant: int | None = key(
+    average_constant: PositiveInt | None = key(
         None,
         "the length that average=constant divides by, in tokens (Dr. GRPO: the longest answer)",
-        above=0,
     )
     correction: str = key(
         "none",
@@ -425,10 +419,9 @@ class ActorConfig(RolloutWorkerConfig):
             "or {path}.epochs_per_rollout",
         ),
     )
-    entropy: float = key(
+    entropy: NonNegativeFloat = key(
         0.0,
         "coefficient of an entropy bonus",
-        at_least=0,
         unusual_above=0.1,
         unusual_effect="a bonus above 0.01 often makes answers random",
     )
@@ -441,8 +434,8 @@ class CriticConfig(RolloutWorkerConfig):
         None, "the model the critic starts from; by default the actor's", identity=True
     )
     lr: float = 5e-6
-    clip: float = key(
-        0.2, "how far the value may move in one step; inf = any way", above=0, may_be_infinite=True
+    clip: PositiveFloat = key(
+        0.2, "how far the value may move in one step; inf = any way", may_be_infinite=True
     )
 
 
@@ -455,11 +448,10 @@ class TeacherConfig(ModelConfig):
         common=True,
         identity=True,
     )
-    coef: float = key(
+    coef: PositiveFloat = key(
         1.0,
         "weight of the teacher's log-probability minus the policy's, which is added to the "
         "advantage of each token",
-        above=0,
         only_if=Condition(
             lambda config, section: "teacher_logps" not in estimator_inputs(config.adv.estimator),
             "with adv.estimator={config.adv.estimator}, whose advantage is that difference",
@@ -469,18 +461,16 @@ class TeacherConfig(ModelConfig):
 
 @dataclass
 class SamplingConfig:
-    temperature: float = key(
+    temperature: PositiveFloat = key(
         SamplingParams.temperature,
         "divides the logits, in the engine and in training",
         common=True,
-        above=0,
         unusual_above=2,
         unusual_effect="answers are close to random tokens",
     )
-    top_p: float = key(
+    top_p: PositiveFloat = key(
         SamplingParams.top_p,
         "sample from the most likely tokens that hold this much probability",
-        above=0,
         at_most=1,
     )
     top_k: int = key(
@@ -488,8 +478,8 @@ class SamplingConfig:
         "sample from this many of the most likely tokens; -1 = all",
         at_least=1,
     )
-    max_new_tokens: int = key(
-        SamplingParams.max_new_tokens, "longest answer of one turn, in tokens", common=True, above=0
+    max_new_tokens: PositiveInt = key(
+        SamplingParams.max_new_tokens, "longest answer of one turn, in tokens", common=True
     )
     stop_token_ids: list[int] = key(
         list(SamplingParams.stop_token_ids),
@@ -505,9 +495,9 @@ class SamplingConfig:
 
 @dataclass
 class TestSamplingConfig(SamplingConfig):
-    temperature: float = key(0.0, "divides the logits; 0 is greedy", at_least=0)
-    max_new_tokens: int | None = key(  # type: ignore[assignment]  # follow_keys fills it in
-        None, "longest answer of one turn, in tokens; by default that of training", above=0
+    temperature: NonNegativeFloat = key(0.0, "divides the logits; 0 is greedy")
+    max_new_tokens: PositiveInt | None = key(  # type: ignore[assignment]  # follow_keys fills it in
+        None, "longest answer of one turn, in tokens; by default that of training"
     )
 
 
@@ -525,19 +515,18 @@ class RolloutConfig:
         "further arguments of SGLang's engine, as rollout.engine_args.NAME=VALUE",
         only_if=WITH_SGLANG,
     )
-    tp_size: int = key(1, "GPUs of one SGLang engine", above=0, only_if=WITH_SGLANG)
-    gpu_memory_utilization: float | str = key(
+    tp_size: PositiveInt = key(1, "GPUs of one SGLang engine", only_if=WITH_SGLANG)
+    gpu_memory_utilization: PositiveFloat | str = key(
         "auto",
         "fraction of a GPU's free memory that SGLang may take; auto: what the trainer will not "
         "need, which is predicted at the start",
         choices=("auto",),
-        above=0,
         at_most=1,
         unusual_above=0.9,
         unusual_effect="the trainer's processes need some of it while SGLang is awake",
         only_if=WITH_SGLANG,
     )
-    max_running: int = key(64, "sequences that one engine decodes at a time", above=0)
+    max_running: PositiveInt = key(64, "sequences that one engine decodes at a time")
     check_weights: bool = key(
         False,
         "compare the engine's weights with the trainer's after every step, tensor by tensor; the "
@@ -550,11 +539,10 @@ class RolloutConfig:
         common=False,
         only_if=WITH_TEST_DATA,
     )
-    max_turns: int = key(
+    max_turns: PositiveInt = key(
         1,
         "most assistant turns of a trajectory; more than 1 calls the env's interact",
         common=True,
-        above=0,
     )
     partial: bool = key(
         False,
@@ -562,11 +550,10 @@ class RolloutConfig:
         "and continue after the update, so that long answers delay nobody; use it with "
         "actor.correction=token_tis",
     )
-    max_staleness: int | None = key(
+    max_staleness: PositiveInt | None = key(
         None,
         "with partial rollouts: how many updates older than the weights a token may be when its "
         "answer goes on or is trained; older answers are sampled anew",
-        above=0,
         only_if=Condition(lambda config, section: section.partial, "with rollout.partial=false"),
     )
     filter: list[float] = key(
@@ -576,11 +563,10 @@ class RolloutConfig:
         "the env's rewards, without the overlong penalty",
         common=True,
     )
-    max_refills: int = key(
+    max_refills: PositiveInt = key(
         10,
         "prompts that a step may play to replace those outside rollout.filter, as a multiple of "
         "data.prompts_per_rollout; then it trains what it has",
-        above=0,
         only_if=WITH_FILTER,
     )
     drop_solved: float | None = key(
@@ -592,16 +578,14 @@ class RolloutConfig:
         "do not train answers that a length limit cut (DAPO's overlong filtering); they count in "
         "the mean of their group",
     )
-    overlong_buffer: int | None = key(
+    overlong_buffer: PositiveInt | None = key(
         None,
         "tokens before max_new_tokens over which the reward falls (DAPO's soft overlong "
         "punishment), as the reward part overlong; in several turns for the longest one",
-        above=0,
     )
-    overlong_penalty: float = key(
+    overlong_penalty: PositiveFloat = key(
         1.0,
         "by how much the reward has fallen at max_new_tokens",
-        above=0,
         only_if=Condition(
             lambda config, section: section.overlong_buffer, "without rollout.overlong_buffer"
         ),
@@ -618,9 +602,9 @@ class RolloutConfig:
         common=True,
         identity=True,
     )
-    env_timeout: float = key(30.0, "seconds that one call of the env may take", above=0)
-    env_concurrency: int = key(
-        32, "calls of the env that one process makes at a time; the others wait", above=0
+    env_timeout: PositiveFloat = key(30.0, "seconds that one call of the env may take")
+    env_concurrency: PositiveInt = key(
+        32, "calls of the env that one process makes at a time; the others wait"
     )
     env_isolation: str = key(
         "thread",
@@ -628,21 +612,18 @@ class RolloutConfig:
         "which are killed on timeout",
         choices=("thread", "process"),
     )
-    max_env_failures: float = key(
+    max_env_failures: Ratio = key(
         0.1,
         "fraction of a step's trajectories whose env may fail; more stops the run",
-        at_least=0,
-        at_most=1,
     )
 
 
 @dataclass
 class KLConfig:
-    coef: float = key(
+    coef: NonNegativeFloat = key(
         0.0,
         "weight of the KL divergence from the start model; 0 loads no reference model",
         common=True,
-        at_least=0,
         unusual_above=1,
         unusual_effect="the KL term outweighs a reward of 1",
     )
@@ -653,11 +634,10 @@ class KLConfig:
         choices=("reward", "loss"),
         identity=True,
     )
-    update_freq: int | None = key(
+    update_freq: PositiveInt | None = key(
         None,
         "steps after which the reference becomes the current actor, again and again; by default it "
         "stays the start model",
-        above=0,
         only_if=Condition(lambda config, section: section.coef, "with kl.coef=0"),
         identity=True,
     )
@@ -692,16 +672,14 @@ class AdvConfig:
         inputs=AdvantageInputs,
         identity=True,
     )
-    gamma: float = key(
+    gamma: Ratio = key(
         1.0,
         "discount of later rewards, a token",
-        at_least=0,
-        at_most=1,
         unusual_below=0.9,
         unusual_effect="a reward that comes 50 tokens later counts less than 1%",
         setting_of="estimator",
     )
-    lamda: float = key(1.0, "lambda of gae", at_least=0, at_most=1, setting_of="estimator")
+    lamda: Ratio = key(1.0, "lambda of gae", setting_of="estimator")
     norm_var: bool | None = key(  # parse.py fills it in
         None,
         "divide advantages by their standard deviation; reinforce: of the group (on: GRPO; off: "
@@ -713,12 +691,11 @@ class AdvConfig:
 
 @dataclass
 class DPOLossConfig:
-    beta: float = key(
+    beta: PositiveFloat = key(
         0.1,
         "how strongly the policy is held to the model it starts from; with dpo.loss=ipo the "
         "regularisation tau",
         common=True,
-        above=0,
         unusual_above=5,
         unusual_effect="the policy hardly leaves the model it starts from",
     )
@@ -730,10 +707,9 @@ class DPOLossConfig:
         inputs=PreferenceInputs,
         identity=True,
     )
-    label_smoothing: float = key(
+    label_smoothing: NonNegativeFloat = key(
         0.0,
         "fraction of the pairs taken to be the wrong way round (conservative DPO)",
-        at_least=0,
         below=0.5,
         setting_of="loss",
     )
@@ -741,12 +717,11 @@ class DPOLossConfig:
 
 @dataclass
 class RewardLossConfig:
-    center: float = key(
+    center: NonNegativeFloat = key(
         0.0,
         "weight of a squared error that holds the mean of chosen and rejected rewards near 0, e.g. "
         "0.01",
         common=True,
-        at_least=0,
         unusual_above=1,
         unusual_effect="holding the mean near 0 outweighs the order of the pairs",
     )
@@ -754,11 +729,13 @@ class RewardLossConfig:
 
 @dataclass
 class TrainerConfig:
+    eval_only = False  # a key of PPO alone
+
     project: str = key("rl2", "project in wandb")
     experiment_name: str = key("default", "name of the run", common=True)
-    n_epochs: int = key(1, "passes over the training rows", common=True, above=0)
-    max_steps: int | None = key(
-        None, "stop after this many steps, if that is sooner", common=True, above=0
+    n_epochs: PositiveInt = key(1, "passes over the training rows", common=True)
+    max_steps: PositiveInt | None = key(
+        None, "stop after this many steps, if that is sooner", common=True
     )
     disable_wandb: bool = key(
         False, "do not use wandb; it is skipped anyway where it is not installed or not logged in"
@@ -771,20 +748,18 @@ class TrainerConfig:
     save_dir: str = key(
         "runs/${trainer.experiment_name}", "folder of everything the run writes", common=True
     )
-    save_freq: int | None = key(
+    save_freq: PositiveInt | None = key(
         None,
         "steps between checkpoints; a run resumes from them; Ctrl-C writes one too",
         common=True,
-        above=0,
     )
-    keep_checkpoints: int | None = key(
-        2, "how many of the newest checkpoints are kept; null = all", above=0
+    keep_checkpoints: PositiveInt | None = key(
+        2, "how many of the newest checkpoints are kept; null = all"
     )
-    max_skipped_updates: int | None = key(
+    max_skipped_updates: PositiveInt | None = key(
         10,
         "stop with an error after this many updates in a row whose gradient was not finite; null = "
         "never",
-        above=0,
     )
     resume: str = key(
         "auto",
@@ -792,22 +767,19 @@ class TrainerConfig:
         "off: anew; force: like auto, or force:FOLDER, even if it was another experiment",
         common=True,
     )
-    test_freq: int | None = key(
+    test_freq: PositiveInt | None = key(
         None,
         "steps between evaluations on data.test_path; by default only before and after",
         common=True,
-        above=0,
         only_if=WITH_TEST_DATA,
     )
-    watchdog: float = key(
+    watchdog: NonNegativeFloat = key(
         60.0,
         "seconds without progress after which the ranks print where they stand; 0 = never",
-        at_least=0,
     )
-    seed: int = key(
+    seed: NonNegativeInt = key(
         0,
         "seed of sampling and of new weights",
-        at_least=0,
         at_most=LARGEST_SEED,
         only_if=WITH_RANDOMNESS,
     )

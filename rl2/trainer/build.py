@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rl2.batch import Batch, scored_spans
 from rl2.checkpoints import Parts
-from rl2.config.conditions import is_evaluation, needs_critic
+from rl2.config.conditions import needs_critic
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig, RolloutWorkerConfig, SamplingConfig, worker_names
 from rl2.data.chat import ChatTemplate
@@ -51,7 +51,7 @@ def run_trainer(kind: type, make_run: Callable[[Any], Any], train: Callable[[Any
     config: Any = parse(kind, sys.argv[1:], find_input_problems)
     with guard(config.trainer.watchdog):
         run = make_run(config)
-        if is_evaluation(config):
+        if config.trainer.eval_only:
             evaluate_only(run.evaluator, run.folder)
         else:
             train(run)
