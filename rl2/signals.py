@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from rl2.error_report import report_error
 from rl2.parallel.mesh import any_rank
-from rl2.watchdog import Watchdog
+from rl2.watchdog import STDERR, Watchdog
 
 PACKAGE = Path(__file__).parent
 SECONDS_BEFORE_OTHER_RANKS_PRINT = 5.0
@@ -105,7 +105,7 @@ def guard(watchdog_seconds: float) -> Iterator[None]:
     here on, also to a file, so a kill loses no line.
     """
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    faulthandler.enable()
+    faulthandler.enable(STDERR)
     end_on_signals()
     with Watchdog(watchdog_seconds) as watchdog, user_errors(watchdog):
         yield
