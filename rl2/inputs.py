@@ -179,7 +179,7 @@ def _check_length(config: Any, split: str, examples: Examples) -> None:
 def print_once(sentences: list[str]) -> None:
     """The first process prints the sentences, one a line."""
     for sentence in sentences if is_first_rank() else []:
-        print(sentence, flush=True)
+        print(sentence)
 
 
 def make_chat_template(

@@ -38,7 +38,7 @@ def needs_critic(estimator: str) -> bool:
 
 def has_section(config: Any, *names: str) -> bool:
     """Whether the config has one of these sections."""
-    return not vars(config).keys().isdisjoint(names)
+    return any(hasattr(config, name) for name in names)
 
 
 def has_new_adapters(config: Any) -> bool:

@@ -99,25 +99,21 @@ def broken_bounds(key: Key, value: Any) -> Iterator[str]:
 
     In a list or a map every item has to be within them. A word that a number may be has no bounds.
     """
-    if isinstance(value, dict):
-        yield from broken_bounds(key, list(value.values()))
-    if isinstance(value, list):
-        if "" in value:
-            yield "have no empty text"
-        for item in value:
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from broken_bounds(key, item)
-        return
-    if isinstance(value, str):
-        return
-    if value != value:  # NaN
+    elif isinstance(value, str):
+        if not value:
+            yield "have no empty text"
+    elif value != value:  # NaN
         yield "be a number"
-        return
-    if value in (math.inf, -math.inf) and not key.may_be_infinite:
-        yield "be finite"
-    for name, (keeps, words) in BOUNDS.items():
-        bound = getattr(key, name)
-        if bound is not None and not keeps(value, bound):
-            yield f"{words} {bound}"
+    else:
+        if value in (math.inf, -math.inf) and not key.may_be_infinite:
+            yield "be finite"
+        for name, (keeps, words) in BOUNDS.items():
+            bound = getattr(key, name)
+            if bound is not None and not keeps(value, bound):
+                yield f"{words} {bound}"
 
 
 def _show_default(key: Key, default: Any) -> str:
@@ -172,17 +168,15 @@ def find_unused(config: Any, name: str) -> tuple[str, bool]:
     A key has none if its section has none. An argument of the engine is in no schema.
     """
     path = name.rpartition(".")[0]
-    if path:
-        reason, is_harmless = find_unused(config, path)
-        if reason:
-            return reason, is_harmless
+    reason, is_harmless = find_unused(config, path) if path else ("", False)
     key = schema_keys(type(config)).get(name)
-    if key is None:
-        return "", False
+    if reason or key is None:
+        return reason, is_harmless
     section = get_value(config, path)
-    if key.only_if and not key.only_if.holds(config, section):
-        reason = key.only_if.reason.format(config=config, section=section, path=path)
-        return reason, key.only_if.is_harmless
+    condition = key.only_if
+    if condition and not condition.holds(config, section):
+        reason = condition.reason.format(config=config, section=section, path=path)
+        return reason, condition.is_harmless
     return explain_setting(config, name, key) if key.setting_of else "", False
 
 

@@ -153,7 +153,7 @@ def refuse(problems: list[str]) -> NoReturn:
 def warn(warnings: list[str]) -> None:
     """Prints the warnings on rank 0."""
     for warning in warnings if is_first_rank() else []:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def print_and_exit(text: str) -> NoReturn:
@@ -326,13 +326,17 @@ def find_target(name: str, value: Any, known: dict[str, Key]) -> tuple[str, str]
     """(the key that `name` means, the problem with the name); "" stands for none."""
     if name.startswith(tuple(f"{key}." for key in OPEN_KEYS)):
         return name, ""
-    if name not in known:
-        text, candidates = explain_unknown(
-            name, [key for key in known if not known[key].is_section]
-        )
+    key = known.get(name)
+    if key is None:
+        keys = [other for other in known if not known[other].is_section]
+        text, candidates = find_synonym(name, keys)
+        if not text:
+            candidates = near_keys(name, keys)
+            near = " or ".join(candidates)
+            text = f"did you mean {near}?" if near else "--help all lists all"
         target = candidates[0] if len(candidates) == 1 else ""
         return target, f"unknown key {name}={value}: {text}"
-    if not known[name].is_section:
+    if not key.is_section:
         return name, ""
     if value is None:  # a recipe may have a section without keys
         return "", ""
@@ -388,16 +392,6 @@ def _convert(value: Any, types: tuple[Any, ...]) -> Any:
 def _shown(value: Any) -> str:
     """A value as one writes it on the command line."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
-
-
-def explain_unknown(name: str, keys: list[str]) -> tuple[str, list[str]]:
-    """What follows "unknown key", and the keys that may be meant."""
-    text, candidates = find_synonym(name, keys)
-    if not text:
-        candidates = near_keys(name, keys)
-        near = " or ".join(candidates)
-        text = f"did you mean {near}?" if near else "--help all lists all"
-    return text, candidates
 
 
 def near_keys(key: str, keys: list[str]) -> list[str]:
