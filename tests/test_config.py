@@ -16,7 +16,7 @@ from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.algorithms.losses import POLICY_LOSSES, TOKEN_AVERAGES
 from rl2.config.by_name import argument_names
 from rl2.config.conditions import needs_critic
-from rl2.config.key import Condition, key, schema_keys, section
+from rl2.config.key import Condition, PositiveInt, Ratio, key, schema_keys, section
 from rl2.config.key_rules import check_keys, get_value
 from rl2.config.parse import dump, explain, explain_common, parse
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
@@ -767,6 +767,8 @@ class Section:
     size: int = key(4, "a size", above=0, at_most=8)
     ratio: float | None = key(None, "a ratio", at_least=0, below=1)
     top_k: int = key(-1, "a count; -1 = all", at_least=1)
+    num_parts: PositiveInt | None = key(None, "a number of parts")
+    share: Ratio = key(0.5, "a share of the whole")
     detail: int = key(
         0, "a detail", only_if=Condition(lambda config, section: section.ratio, "in {path}")
     )
@@ -775,6 +777,7 @@ class Section:
 @dataclass
 class LargeSection(Section):
     size: int = 6
+    num_parts: int | None = 3
 
 
 @dataclass
@@ -791,7 +794,13 @@ class Root:
         ("ratio", -0.5, "it must not be below 0; the default is None"),
         ("ratio", 1.0, "it must be below 1; the default is None"),
         ("top_k", 0, "it must not be below 1; the default is -1 (a count; -1 = all)"),
+        ("num_parts", 0, "it must be above 0; the default is 3"),
+        ("share", -0.1, "it must not be below 0; the default is 0.5"),
+        ("share", 1.1, "it must not be above 1; the default is 0.5"),
         ("size", 8, None),
+        ("num_parts", None, None),
+        ("num_parts", 1, None),
+        ("share", 1.0, None),
         ("ratio", 0.0, None),
         ("ratio", None, None),
         ("top_k", -1, None),

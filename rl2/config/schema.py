@@ -1,7 +1,8 @@
 """The sections of the config, one dataclass each. Everything about a key stands beside its field.
 
 `key` (in key.py) declares a key with its default, its help, its range, its choices and the
-condition under which it has an effect. `parse.py` prints the help, and `rules.py` checks the rest.
+condition under which it has an effect. A type such as PositiveInt has the range that it says.
+`parse.py` prints the help, and `rules.py` checks the rest.
 A subclass that only changes a default writes a plain `name: type = default`; the rest stays.
 """
 
