@@ -380,7 +380,7 @@ def _join_neighbours(messages: list[dict]) -> list[dict]:
     joined: list[dict] = []
     for role, group in groupby(messages, key=itemgetter("role")):
         neighbours = list(group)
-        contents = [message.get("content") for message in neighbours]
+        contents: list[Any] = [message.get("content") for message in neighbours]
         if role != "assistant" and all(isinstance(content, str) for content in contents):
             neighbours = [{**neighbours[0], "content": "\n\n".join(contents)}]
         joined += neighbours

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from rl2.batch import Sample
 from rl2.data.chat import ChatTemplate
 from rl2.data.formats import ReadRow, read_pair_row, read_ppo_row, read_sft_row
 from rl2.data.messages import abbreviate
-from rl2.data.rows import Problems, Rows
+from rl2.data.rows import Rows, check_problems
 from rl2.data.store import ROWS_PER_BATCH, open_table, table_key
 
 TOKENS_SCHEMA = pyarrow.schema(
@@ -143,7 +144,7 @@ class Examples:
 
     def _tokenize(self) -> Iterator[pyarrow.RecordBatch]:
         """The sequences in batches. In the end ValueError lists the rows that are refused."""
-        problems = Problems(self.rows.path)
+        problems: dict[str, list[str]] = defaultdict(list)
         for start in range(0, len(self.rows), ROWS_PER_BATCH):
             texts_by_row = []
             for i in range(start, min(start + ROWS_PER_BATCH, len(self.rows))):
@@ -151,8 +152,8 @@ class Examples:
                     rendered = self.kind.render(self.template, self.rows[i])
                     texts_by_row.append(list(chain.from_iterable(rendered)))
                 except ValueError as error:
-                    problems.add(error, self.rows.locate(i))
-            if problems.locations:
+                    problems[str(error)].append(self.rows.locate(i))
+            if problems:
                 continue  # only more problems matter now
             # One call tokenises all texts: fast tokenizers share them among threads.
             token_lists = iter(self.template.tokenize(list(chain.from_iterable(texts_by_row))))
@@ -162,7 +163,7 @@ class Examples:
                 tokens, masks = zip(*self._join(row_tokens), strict=True)
                 packed.append({"tokens": tokens, "masks": masks, "length": max(map(len, tokens))})
             yield pyarrow.RecordBatch.from_pylist(packed, TOKENS_SCHEMA)
-        problems.check()
+        check_problems(self.rows.path, problems)
 
     def _sequences(self, index: int) -> TrainedSequences:
         def read_lists(column: str) -> list[list[int]]:
@@ -252,7 +253,7 @@ def render_sft(template: ChatTemplate, row: dict, turns: str = "all") -> list[Re
     reply. Columns other than `tools` are ignored.
     """
     messages = row["messages"]
-    completion = row.get("completion")
+    completion: Any = row.get("completion")
     tools = row.get("tools")
     if isinstance(messages, str) and completion is None:
         return [("", template.render(messages))]

@@ -12,13 +12,13 @@ columns stay. ValueError tells why a row does not suit.
 from typing import Any
 
 from rl2.data.messages import (
-    Messages,
     abbreviate,
     check_ends_before_reply,
     check_messages,
     check_reply,
     common_prefix_length,
     describe_columns,
+    ends_with_reply,
     find_oddities,
     read_column,
     text_column,
@@ -80,7 +80,7 @@ def read_sft_row(row: dict) -> ReadRow:
     check_messages(row)
     reply = row.pop(completion) if completion else None
     row.pop("completion", None)
-    if completion and not _has_reply(row["messages"]):
+    if completion and not ends_with_reply(row["messages"]):
         row["completion"] = _to_reply(reply, completion)
         notes.append(f"{completion} is read as the reply that is trained")
     elif isinstance(row["messages"], list):
@@ -186,10 +186,6 @@ def _to_reply(value: Any, column: str) -> str | dict | list[dict]:
     check_reply(messages, column)
     [message] = messages
     return message["content"] if message.keys() == {"role", "content"} else message
-
-
-def _has_reply(messages: Messages) -> bool:
-    return isinstance(messages, list) and messages[-1]["role"] == "assistant"
 
 
 def _shared_prompt(chosen: Any, rejected: Any) -> Any:

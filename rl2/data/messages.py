@@ -29,9 +29,14 @@ def check_messages(row: dict, column: str = "messages") -> None:
             _check_message(message, column)
 
 
+def ends_with_reply(messages: Messages) -> bool:
+    """Whether the last message is the assistant's."""
+    return isinstance(messages, list) and messages[-1]["role"] == "assistant"
+
+
 def check_ends_before_reply(messages: Messages) -> None:
     """ValueError if the last message is the assistant's: then there is no reply left to give."""
-    if isinstance(messages, list) and messages[-1]["role"] == "assistant":
+    if ends_with_reply(messages):
         raise ValueError(
             "column 'messages': expected a prompt, but the last message is the assistant's; remove "
             "it, or keep it in another column such as answer"

@@ -6,6 +6,7 @@ import itertools
 import json
 import pickle
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -21,9 +22,16 @@ from rl2.data.store import ROWS_PER_BATCH, open_table, table_key
 from rl2.parallel.mesh import is_first_rank
 
 MAX_LISTED_PROBLEMS = 5
-# Columns that may hold messages as JSON text.
-CONVERSATION_COLUMNS = ("messages", "prompt", "conversations", "completion", "chosen", "rejected")
-PARSED_COLUMNS = (*CONVERSATION_COLUMNS, "tools")
+# Columns that may be JSON text: conversations and tools.
+PARSED_COLUMNS = (
+    "messages",
+    "prompt",
+    "conversations",
+    "completion",
+    "chosen",
+    "rejected",
+    "tools",
+)
 MAX_NESTING = 100  # levels of lists and objects in a cell: templates and environments recurse
 TOO_DEEP = f"nested deeper than {MAX_NESTING} levels: flatten the value, or store it as text"
 HUB_TIMEOUT_SECONDS = 10.0
@@ -83,7 +91,7 @@ def load_rows(
         raise ValueError(f"{path} has no rows (split {split})")
     if is_first_rank():
         for note, (number, location) in rows.notes.items():
-            print(f"{note} ({number} of {len(rows)} rows, first {location})", flush=True)
+            print(f"{note} ({number} of {len(rows)} rows, first {location})")
     return rows
 
 
@@ -152,7 +160,7 @@ def check_rows(
     columns: dict[str, str],
 ) -> Iterator[pyarrow.RecordBatch]:
     """The rows and their summary in batches. In the end ValueError lists the malformed rows."""
-    problems = Problems(path)
+    problems: dict[str, list[str]] = defaultdict(list)
     kinds: dict[tuple, list[int]] = {}
     all_notes: dict[str, list] = {}
     index = 0
@@ -163,7 +171,7 @@ def check_rows(
                 row = _parse_row(raw_row, columns)
                 row, notes = read(row) if read else (row, [])
             except ValueError as error:
-                problems.add(error, location)
+                problems[str(error)].append(location)
                 continue
             kind = (*row, isinstance(row.get("messages"), str), bool(row.get("tools")))
             kinds.setdefault(kind, [index, 0])[1] += 1
@@ -172,33 +180,25 @@ def check_rows(
             packed.append({"row": pickle.dumps(row), "location": location})
             index += 1
         yield pyarrow.RecordBatch.from_pylist(packed, ROWS_SCHEMA)
-    problems.check()
+    check_problems(path, problems)
     summary = {"row": pickle.dumps((list(kinds.values()), all_notes))}
     yield pyarrow.RecordBatch.from_pylist([summary], ROWS_SCHEMA)
 
 
-class Problems:
-    """What is wrong with rows, and with which ones."""
+def check_problems(path: str, problems: dict[str, list[str]]) -> None:
+    """ValueError if there are problems: the first ones, each with its first row and their number.
 
-    def __init__(self, path: str):
-        self.path = path
-        self.locations: dict[str, list[str]] = {}  # by what is wrong
-
-    def add(self, error: ValueError, location: str) -> None:
-        self.locations.setdefault(str(error), []).append(location)
-
-    def check(self) -> None:
-        """ValueError with the first problems, each with its first row and the number of others."""
-        if not self.locations:
-            return
-        num_rows = sum(len(locations) for locations in self.locations.values())
-        lines = [f"malformed rows in {self.path} ({num_rows}):"]
-        listed = itertools.islice(self.locations.items(), MAX_LISTED_PROBLEMS)
-        for problem, (first, *others) in listed:
-            lines.append(f"{first}: {problem}" + (f" ({len(others)} more rows)" if others else ""))
-        if len(self.locations) > MAX_LISTED_PROBLEMS:
-            lines.append(f"... and {len(self.locations) - MAX_LISTED_PROBLEMS} other problems")
-        raise ValueError("\n".join(lines))
+    `problems` has the files and numbers of the rows by what is wrong with them.
+    """
+    if not problems:
+        return
+    num_rows = sum(map(len, problems.values()))
+    lines = [f"malformed rows in {path} ({num_rows}):"]
+    for problem, (first, *others) in itertools.islice(problems.items(), MAX_LISTED_PROBLEMS):
+        lines.append(f"{first}: {problem}" + (f" ({len(others)} more rows)" if others else ""))
+    if len(problems) > MAX_LISTED_PROBLEMS:
+        lines.append(f"... and {len(problems) - MAX_LISTED_PROBLEMS} other problems")
+    raise ValueError("\n".join(lines))
 
 
 def _parse_row(row: RawRow, columns: dict[str, str]) -> dict:

@@ -57,11 +57,11 @@ def open_table(
                 with suppress(OSError, pyarrow.ArrowInvalid):  # not there, or damaged
                     return _map(file)
                 _write(file, schema, _with_bar(build(), title, num_rows, True))
-                print(f"{title}: kept in {file}", flush=True)
+                print(f"{title}: kept in {file}")
                 return _map(file)
         except OSError as error:  # no space, no right to write, no locks
             reason = f"the cache cannot be used ({error}); set RL2_CACHE to another folder"
-            print(f"warning: {title}: every process does it, as {reason}", flush=True)
+            print(f"warning: {title}: every process does it, as {reason}")
     batches = _with_bar(build(), title, num_rows, is_first_rank())
     return pyarrow.Table.from_batches(batches, schema)
 
