@@ -8,7 +8,7 @@ import pickle
 import subprocess
 import sys
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -26,11 +26,11 @@ USABLE_SHARE = 0.85
 class Plan:
     """Bytes of tensors on rank 0's GPU, the fullest one. An engine's own memory is not counted."""
 
-    num_gpus: int
-    peaks: dict[str, int]  # the most in each phase: load, infer, update, step, sync or save
-    loaded: int  # after loading, when an engine starts
-    steady: int  # between steps, while an engine generates
-    engine_weights: int  # of the engine's own weights, on each of its GPUs; 0 without an engine
+    # The most in each phase: load, infer, update, step, sync or save.
+    peaks: dict[str, int] = field(default_factory=dict)
+    loaded: int = 0  # after loading, when an engine starts
+    steady: int = 0  # between steps, while an engine generates
+    engine_weights: int = 0  # of the engine's own weights, on each of its GPUs
 
     @property
     def peak(self) -> int:
@@ -55,7 +55,7 @@ class Prediction:
         self.process: subprocess.Popen[bytes] | None = None
         self.made: Plan | None = None
         if config.trainer.eval_only:
-            self.made = Plan(world_size, {"rollout": 0}, loaded=0, steady=0, engine_weights=0)
+            self.made = Plan({"rollout": 0})
         elif torch.cuda.is_available() and is_first_rank():
             self.process = start_process(config, world_size)
 

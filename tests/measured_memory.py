@@ -5,15 +5,20 @@ bytes of both: `launch.py WORLD measured_memory.py MODEL OUTPUT.json`.
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from rl2.commands import plan
 from rl2.commands.plan import predict, run_phases
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rl2.memory_plan import Plan
 from rl2.parallel.mesh import init_distributed
-from rl2.parallel.planned_device import MemoryTracker
+from rl2.parallel.planned_device import INDEXING, MemoryTracker, PlannedDevice, positions
 
 LENGTH = 512  # tokens of a micro-batch
 # World size -> job -> (config, keys of the actor).
@@ -31,6 +36,23 @@ JOBS = {
         "tensor parallel": (SFTConfig, {"tp_size": 2}),
     },
 }
+
+
+class PlannedCPU(PlannedDevice):
+    """A device without memory, with the choices of a CPU: it may use host memory directly."""
+
+    kind = "cpu"
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in INDEXING:
+            indexed, indices, *values = args
+            args = (indexed, positions(indices), *values)
+        if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(args)):
+            args = tree_map_only(Tensor, self.from_host, args)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def from_host(self, tensor):
+        return tensor if isinstance(tensor, FakeTensor | DTensor) else self.empty_like(tensor)
 
 
 def make_config(kind: type, model: str, keys: dict):
@@ -72,7 +94,8 @@ def main(model: str, output: str) -> None:
         return
     results = {}
     for job, config in configs.items():
-        predicted = bytes_of(predict(config, world, kind=torch.device("cpu").type))
+        with mock.patch.object(plan, "PlannedDevice", PlannedCPU):
+            predicted = bytes_of(predict(config, world))
         results[job] = {"predicted": predicted, "measured": measured[job]}
     Path(output).write_text(json.dumps(results))
 

@@ -155,7 +155,7 @@ def check_share(name, device):
     """
     gb = 10**9
     total, allocated, free = 85 * gb, 15 * gb, 69 * gb
-    plan = Plan(2, {"sync": 49 * gb}, allocated, steady=46 * gb, engine_weights=15 * gb)
+    plan = Plan({"sync": 49 * gb}, allocated, steady=46 * gb, engine_weights=15 * gb)
     install(free_bytes=lambda device: free, total_bytes=total)
     torch.cuda.memory_allocated = lambda device: allocated
 

@@ -87,7 +87,7 @@ def test_a_job_on_gpus_logs_its_plan_from_the_step_at_which_it_is_made(tmp_path,
     log = MetricsLog(tmp_path, config, 0, 2, prediction)
     log.write(1, {"tokens/total": 70, "actor/grad_norm": 1.0})
     plan = prediction.plan(wait=True)
-    assert isinstance(plan, Plan) and plan.num_gpus == 2
+    assert isinstance(plan, Plan)
     log.write(2, {"tokens/total": 70, "actor/grad_norm": 1.0})
     first, second = read_metrics(tmp_path)
     assert "memory/predicted_gib" not in first

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rl2.batch import Batch
 from rl2.config.parse import parse
+from rl2.config.rules import check_lengths
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, worker_names
 from rl2.engine.share import engine_bytes
 from rl2.memory_plan import (
@@ -53,10 +54,10 @@ USUAL_GPU_GIB = 79.2  # of an H100 or A100 that is sold with 80 GB
 
 
 @contextmanager
-def planned_device(num_gpus: int, kind: str = "cuda") -> Iterator[PlannedDevice]:
+def planned_device(num_gpus: int) -> Iterator[PlannedDevice]:
     """A context in which this process is rank 0 of `num_gpus` on a device without memory.
 
-    Models get weights without values. `kind` is the device whose choices the code makes.
+    Models get weights without values.
     """
     make_tensor = torch.tensor
 
@@ -81,7 +82,7 @@ def planned_device(num_gpus: int, kind: str = "cuda") -> Iterator[PlannedDevice]
         values[:] = [value] * len(values)
 
     dist.init_process_group("fake", rank=0, world_size=num_gpus, store=FakeStore())
-    memory = PlannedDevice(kind)
+    memory = PlannedDevice()
     loader = classmethod(from_pretrained)
     fsdp_device = "torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh"
     with ExitStack() as stack:
@@ -94,7 +95,7 @@ def planned_device(num_gpus: int, kind: str = "cuda") -> Iterator[PlannedDevice]
             mock.patch.object(offload, "empty_on_host", empty_on_host),
             mock.patch("torch.distributed.all_gather_object", all_gather_object),
             mock.patch(fsdp_device, lambda mesh: PLANNED_DEVICE),
-            mock.patch("rl2.parallel.device.planned_kind", kind),
+            mock.patch("rl2.parallel.device.planned_kind", memory.kind),
             memory,
         ):
             stack.enter_context(patch)
@@ -102,24 +103,20 @@ def planned_device(num_gpus: int, kind: str = "cuda") -> Iterator[PlannedDevice]
         yield memory
 
 
-class PhasePeaks:
-    """The peak of memory in each phase. A phase may be entered several times."""
+class PlanRecorder:
+    """Fills `plan` while the phases of a job run. A phase may be entered several times."""
 
     def __init__(self, memory: MemoryTracker):
         self.memory = memory
+        self.plan = Plan()
         self.phase = "load"
-        self.bytes: dict[str, int] = {}
-        self.between_steps: list[int] = []  # bytes before the first step and after each one
 
     def enter(self, phase: str) -> None:
         """Ends the current phase and begins this one."""
-        self.bytes[self.phase] = max(self.memory.peak, self.bytes.get(self.phase, 0))
+        peaks = self.plan.peaks
+        peaks[self.phase] = max(self.memory.peak, peaks.get(self.phase, 0))
         self.memory.reset_peak()
         self.phase = phase
-
-    def end_step(self) -> None:
-        """Between steps only what stays is in memory: an engine generates now."""
-        self.between_steps.append(self.memory.bytes)
 
     def update(self, worker: Worker, *arguments: Any, **options: Any) -> None:
         """An update of the worker, in the phases update and step."""
@@ -134,7 +131,7 @@ class PhasePeaks:
             worker.update(*arguments, **options)
 
 
-def predict(config: Any, num_gpus: int, kind: str = "cuda") -> Plan:
+def predict(config: Any, num_gpus: int) -> Plan:
     """The plan of the trainer whose config this is, in a process without a process group.
 
     Compiled parts are planned as they are written, which needs no compiler and no less memory.
@@ -142,63 +139,53 @@ def predict(config: Any, num_gpus: int, kind: str = "cuda") -> Plan:
     config = deepcopy(config)
     for name in worker_names(config):
         getattr(config, name).compile = False
-    with planned_device(num_gpus, kind) as memory:
+    with planned_device(num_gpus) as memory:
         return run_phases(config, memory, PLANNED_DEVICE)
 
 
 def run_phases(config: Any, memory: MemoryTracker, device: torch.device) -> Plan:
     """Loads the workers of the trainer and runs each of its phases, while `memory` counts."""
-    peaks = PhasePeaks(memory)
-    if isinstance(config, PPOConfig):
-        engine_weights = run_ppo(config, peaks, device)
-    else:
-        engine_weights = 0
-        run_offline(config, peaks, device)
-    peaks.enter("end")
-    return Plan(
-        num_gpus=dist.get_world_size(),
-        peaks=peaks.bytes,
-        loaded=peaks.between_steps[0],
-        steady=peaks.between_steps[-1],
-        engine_weights=engine_weights,
-    )
+    recorder = PlanRecorder(memory)
+    run = run_ppo if isinstance(config, PPOConfig) else run_offline
+    run(config, recorder, device)
+    recorder.enter("end")
+    return recorder.plan
 
 
-def run_ppo(config: PPOConfig, peaks: PhasePeaks, device: torch.device) -> int:
-    """PPO's phases. Returns the bytes of the engine's weights."""
+def run_ppo(config: PPOConfig, recorder: PlanRecorder, device: torch.device) -> None:
+    """PPO's phases."""
     workers, frozen = make_ppo_workers(config, device, num_steps=1)
     actor = workers["actor"]
-    peaks.end_step()
+    recorder.plan.loaded = recorder.memory.bytes
     rows = config.data.prompts_per_rollout * config.data.responses_per_prompt
     make_batch = partial(full_batch, longest=longest_row(config), rows=rows)
-    peaks.enter("infer")
+    recorder.enter("infer")
     for worker in frozen.values():
         worker.infer(make_batch(worker, inference=True))
     if needs_old_logps(config):
         actor.infer(make_batch(actor, inference=True))
     if critic := workers.get("critic"):
         critic.infer(make_batch(critic, inference=True))
-        peaks.update(critic, make_batch(critic), partial(critic_loss, config.critic))
-    peaks.update(
+        recorder.update(critic, make_batch(critic), partial(critic_loss, config.critic))
+    recorder.update(
         actor,
         make_batch(actor),
         partial(actor_loss, config.actor, config.kl),
         with_entropy=needs_entropy(config.actor),
     )
-    peaks.enter("sync")
+    recorder.enter("sync")
     weights = actor.iter_full_weights(actor.dtype)
-    engine_weights = sum(weight.nbytes for _, weight in weights) // config.rollout.tp_size
-    peaks.end_step()
-    return engine_weights
+    num_bytes = sum(weight.nbytes for _, weight in weights)
+    recorder.plan.engine_weights = num_bytes // config.rollout.tp_size
+    recorder.plan.steady = recorder.memory.bytes
 
 
-def run_offline(config: Any, peaks: PhasePeaks, device: torch.device) -> None:
+def run_offline(config: Any, recorder: PlanRecorder, device: torch.device) -> None:
     """The phases of SFT, DPO and the reward model."""
     loss: Loss
-    is_critic = isinstance(config, RMConfig)
-    worker = Worker(config.critic if is_critic else config.actor, device, is_critic, num_updates=1)
+    [name] = worker_names(config)
+    worker = Worker(getattr(config, name), device, critic=name == "critic", num_updates=1)
     reference = worker.reference() if isinstance(config, DPOConfig) else None
-    peaks.end_step()
     if isinstance(config, SFTConfig):
         loss, row_multiple = sft_loss, 1
     elif isinstance(config, DPOConfig):
@@ -213,13 +200,13 @@ def run_offline(config: Any, peaks: PhasePeaks, device: torch.device) -> None:
         row_multiple=row_multiple,
     )
     if reference is not None:
-        peaks.enter("infer")
+        recorder.enter("infer")
         reference.infer(make_batch(inference=True))
-    peaks.update(worker, make_batch(), loss, keep_groups_together=row_multiple > 1)
-    peaks.enter("save")
+    recorder.update(worker, make_batch(), loss, keep_groups_together=row_multiple > 1)
+    recorder.enter("save")
     for _, weight in worker.iter_full_weights(worker.model.export_dtype):
         del weight
-    peaks.end_step()
+    recorder.plan.steady = recorder.memory.bytes
 
 
 def longest_row(config: Any) -> int:
@@ -245,29 +232,21 @@ def full_batch(
     rows follow each other as a group.
     """
     config = worker.config
-    budget = inference and config.max_inference_length_per_device or config.max_length_per_device
+    budget = config.max_length_per_device
+    if inference and config.max_inference_length_per_device:
+        budget = config.max_inference_length_per_device
     budget *= config.sp_size
     in_micro_batch = -(-budget // longest // row_multiple) * row_multiple
     length = min(longest, budget // in_micro_batch)
     count = min(rows, 2 * in_micro_batch * worker.mesh.dp_size)
-    columns = torch.zeros(count, length)
-    mask = torch.ones(count, length, dtype=torch.int8)
-    return Batch(
-        tokens=torch.ones(count, length + 1, dtype=torch.int32),
-        mask=mask,
-        engine_logps=columns,
-        rewards=columns,
-        group=torch.arange(count) // row_multiple,
-        trajectory=torch.arange(count),
-        old_logps=columns,
-        ref_logps=columns,
-        teacher_logps=columns,
-        values=columns,
-        advantages=columns,
-        returns=columns,
-        token_weights=mask.float(),
-        pair_margin=torch.zeros(count),
-    )
+    batch = Batch(**dict.fromkeys(Batch.__annotations__, torch.zeros(count, length)))
+    batch.tokens = torch.ones(count, length + 1, dtype=torch.int32)
+    batch.mask = torch.ones(count, length, dtype=torch.int8)
+    batch.token_weights = batch.mask.float()
+    batch.trajectory = torch.arange(count)
+    batch.group = batch.trajectory // row_multiple
+    batch.pair_margin = torch.zeros(count)
+    return batch
 
 
 def totals(config: Any, plan: Plan, gpu_bytes: int) -> dict[str, tuple[int, int]]:
@@ -275,67 +254,66 @@ def totals(config: Any, plan: Plan, gpu_bytes: int) -> dict[str, tuple[int, int]
     phases = {phase: (size, 0) for phase, size in plan.peaks.items()}
     if isinstance(config, PPOConfig):
         share = config.rollout.gpu_memory_utilization
-        engine = plan.engine_weights
-        if config.rollout.engine != "local" and isinstance(share, str):
-            engine = max(
-                engine, engine_bytes(plan, gpu_bytes, gpu_bytes - plan.loaded, plan.loaded)
-            )
-        elif config.rollout.engine != "local":  # a share of what is free when SGLang starts
-            engine = int(share * (gpu_bytes - OUTSIDE_BYTES - plan.loaded))
+        free = gpu_bytes - plan.loaded  # when SGLang starts
+        if config.rollout.engine == "local":
+            engine = plan.engine_weights
+        elif isinstance(share, str):  # auto
+            engine = max(plan.engine_weights, engine_bytes(plan, gpu_bytes, free, plan.loaded))
+        else:
+            engine = int(share * (free - OUTSIDE_BYTES))
         phases["rollout"] = (plan.steady, engine)
         phases["sync"] = (plan.sync, plan.engine_weights)
     return phases
 
 
-def free_bytes(phases: dict[str, tuple[int, int]], gpu_bytes: int) -> int:
-    """What the highest phase leaves of a GPU. It is negative if the job does not fit."""
-    return gpu_bytes - OUTSIDE_BYTES - max(map(sum, phases.values()))
-
-
-def describe(phases: dict[str, tuple[int, int]], gpu_bytes: int) -> str:
-    """The highest phase, and whether it fits."""
+def judge(phases: dict[str, tuple[int, int]], gpu_bytes: int) -> tuple[bool, str]:
+    """(whether the job fits, its highest phase and what that leaves of a GPU in words)."""
     phase = max(phases, key=lambda name: sum(phases[name]))
     peak = sum(phases[phase])
-    free = free_bytes(phases, gpu_bytes)
+    free = gpu_bytes - OUTSIDE_BYTES - peak
     verdict = f"fits, {free / GIB:.1f} free" if free >= 0 else f"{-free / GIB:.1f} too many"
-    return f"{peak / GIB:.1f} GiB in {phase}: {verdict}"
+    return free >= 0, f"{peak / GIB:.1f} GiB in {phase}: {verdict}"
 
 
 def near_settings(config: Any, num_gpus: int) -> Iterator[tuple[str, Any, int]]:
-    """(in words, config, GPUs) of settings that need less memory, the nearest ones first."""
+    """(in words, config, GPUs) of settings that need less memory, the nearest ones first.
+
+    Each has the keys of the one before it too, until more GPUs take their place.
+    """
     names = worker_names(config)
-    sections = [getattr(config, name) for name in names]
-    rows_together = 2 if isinstance(config, DPOConfig | RMConfig) else 1
-    longest = rows_together * longest_row(config)
-    half = min(section.max_length_per_device for section in sections) // 2
-    shorter: dict[str, Any] = {}
-    if half * min(section.sp_size for section in sections) >= longest:
-        shorter = {"max_length_per_device": half}
-    offload = {"offload_optimizer": True}
-    offload_all = {**offload, "offload_model": True}
-    tried = [config]
-    for keys in (shorter, offload, offload_all, {**offload_all, **shorter}):
-        changed = deepcopy(config)
+    half = min(getattr(config, name).max_length_per_device for name in names) // 2
+    smaller = config
+    words = []
+    for key, value in (
+        ("max_length_per_device", half),
+        ("offload_optimizer", True),
+        ("offload_model", True),
+    ):
+        changed = deepcopy(smaller)
+        problems: list[str] = []
         for name in names:
-            vars(getattr(changed, name)).update(keys)
-        if changed not in tried:
-            tried.append(changed)
-            # The critic follows the actor.
-            words = [f"{names[0]}.{key}={str(value).lower()}" for key, value in keys.items()]
-            yield " ".join(words), changed, num_gpus
+            section = getattr(changed, name)
+            setattr(section, key, value)
+            problems += check_lengths(changed, name, section)
+        if changed != smaller and not problems:
+            smaller = changed
+            words.append(f"{names[0]}.{key}={str(value).lower()}")  # the critic follows the actor
+            yield " ".join(words), smaller, num_gpus
     for factor in (2, 4, 8):
         yield f"--gpus {num_gpus * factor}", config, num_gpus * factor
 
 
-def show(phases: dict[str, tuple[int, int]], num_gpus: int, gpu_bytes: int) -> None:
-    """Prints the table."""
+def show(phases: dict[str, tuple[int, int]], num_gpus: int, gpu_bytes: int) -> bool:
+    """Prints the table. Returns whether the job fits."""
     print(f"GiB on each of {num_gpus} GPUs of {gpu_bytes / GIB:.1f} GiB, predicted:")
     print("phase      trainer   engine      sum")
     for phase, (trainer, engine) in phases.items():
         numbers = (trainer, engine, trainer + engine)
         print(f"{phase:8}" + "".join(f"{number / GIB:9.1f}" for number in numbers))
     print(f"Add about {OUTSIDE_BYTES / GIB:.0f} for what is not a tensor: contexts, graphs, gaps.")
-    print(describe(phases, gpu_bytes), flush=True)
+    fits, verdict = judge(phases, gpu_bytes)
+    print(verdict, flush=True)
+    return fits
 
 
 def main() -> None:
@@ -349,14 +327,14 @@ def main() -> None:
         num_layers = recomputed_layers(config, arguments.gpus, gpu_bytes)
         config = with_checkpointing(config, num_layers)
     phases = totals(config, predict(config, arguments.gpus), gpu_bytes)
-    show(phases, arguments.gpus, gpu_bytes)
-    if free_bytes(phases, gpu_bytes) >= 0:
+    if show(phases, arguments.gpus, gpu_bytes):
         return
     print("Nearest settings, each predicted anew:")
     for words_of_settings, changed, num_gpus in near_settings(config, arguments.gpus):
         phases = totals(changed, predict(changed, num_gpus), gpu_bytes)
-        print(f"  {words_of_settings}: {describe(phases, gpu_bytes)}", flush=True)
-        if free_bytes(phases, gpu_bytes) >= 0:
+        fits, verdict = judge(phases, gpu_bytes)
+        print(f"  {words_of_settings}: {verdict}", flush=True)
+        if fits:
             break
     sys.exit(1)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 PLANNED_DEVICE = torch.device("cpu", 0)
 aten = torch.ops.aten
@@ -83,29 +83,30 @@ class MemoryTracker(TorchDispatchMode):
         self._sizes[key] = size
 
 
-def _positions(indices: list[Tensor | None]) -> list[Tensor | None]:
+def positions(indices: list[Tensor | None]) -> list[Tensor | None]:
     """The indices with the positions of a mask in host memory in its place.
 
     How many elements a mask on the planned device selects is not known.
     """
-    positions: list[Tensor | None] = []
+    without_masks: list[Tensor | None] = []
     for index in indices:
         if index is None or index.dtype != torch.bool or isinstance(index, FakeTensor):
-            positions.append(index)
+            without_masks.append(index)
         else:
-            positions += index.nonzero().unbind(1)
-    return positions
+            without_masks += index.nonzero().unbind(1)
+    return without_masks
 
 
 class PlannedDevice(MemoryTracker):
     """A context in which PLANNED_DEVICE is a device without memory, and counts its bytes.
 
-    Any number that is read from it is 1. A planned CPU may use host memory directly.
+    Any number that is read from it is 1.
     """
 
-    def __init__(self, kind: str) -> None:
+    kind = "cuda"  # the device whose choices the code makes
+
+    def __init__(self) -> None:
         super().__init__(PLANNED_DEVICE)
-        self.is_cpu = kind == "cpu"
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(
@@ -116,19 +117,15 @@ class PlannedDevice(MemoryTracker):
             return 1.0 if args[0].is_floating_point() else 1
         if func in INDEXING:
             indexed, indices, *values = args
-            args = (indexed, _positions(indices), *values)
-        if self.is_cpu and any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(args)):
-            args = tree_map_only(Tensor, self._from_host, args)
+            args = (indexed, positions(indices), *values)
         if kwargs.get("device") != self.device:
             return super().__torch_dispatch__(func, types, args, kwargs)
         with self.fake:  # a tensor is made here, or copied here from host memory
             result = super().__torch_dispatch__(func, types, args, kwargs)
         # torch computes a single number for real, on `cpu`.
-        return result if result.device == self.device else self._on_device(result)
+        return result if result.device == self.device else self.empty_like(result)
 
-    def _from_host(self, tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor | DTensor) else self._on_device(tensor)
-
-    def _on_device(self, tensor: Tensor) -> Tensor:
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """A tensor on this device with the shape and dtype of `tensor`."""
         with self.fake:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
