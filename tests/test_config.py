@@ -430,6 +430,18 @@ def test_what_else_is_wrong_comes_in_the_same_round(base, capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
+def test_keys_of_another_machine_have_no_problems(base, capsys):
+    """For a plan: what they name need not be here, and they may be missing."""
+    elsewhere = ("data.", "rollout.env_path")
+    arguments = ["data.path=no.jsonl", "actor.model_name=model", "actor.clip=0.3"]
+    assert parse(PPOConfig, arguments, elsewhere=elsewhere).actor.clip == 0.3
+    assert parse(PPOConfig, arguments[1:], elsewhere=elsewhere).data.path == ""
+    assert capsys.readouterr().err == ""
+    with pytest.raises(SystemExit):
+        parse(PPOConfig, [*arguments, "actor.sp_size=0"], elsewhere=elsewhere)
+    assert capsys.readouterr().err.startswith("1 problem in")
+
+
 def test_values_and_types(base):
     config = parse(
         PPOConfig, [*base, "trainer.experiment_name=x", "trainer.resume=off", "actor.lr=3e-4"]

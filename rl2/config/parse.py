@@ -112,7 +112,7 @@ def parse(
     elif not problems + check_choices(result):
         print_and_exit(OmegaConf.to_yaml(config, resolve=True))
     config_problems, warnings = validate(result, set_keys)
-    problems += [text for text in config_problems if not text.startswith(elsewhere)]
+    problems = [x for x in problems + config_problems if not x.startswith(elsewhere)]
     if problems and find_problems:
         add_new_problems(problems, find_problems(result))
     if problems:
