@@ -291,6 +291,11 @@ RULES = [  # (refused, what the message says, accepted)
         "adv.estimator=distillation teacher.model_name=model",
     ),
     (
+        "adv.estimator=distillation teacher.model_name=model kl.coef=0.1 kl.type=reward",
+        "kl.type=reward has no effect with adv.estimator=distillation, which takes no rewards",
+        "adv.estimator=distillation teacher.model_name=model kl.coef=0.1 kl.type=loss",
+    ),
+    (
         "adv.estimator=distillation teacher.model_name=model teacher.coef=0.5",
         "teacher.coef=0.5 has no effect with adv.estimator=distillation",
         "teacher.model_name=model teacher.coef=0.5",

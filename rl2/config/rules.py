@@ -221,7 +221,13 @@ def check_pairs(config: PPOConfig) -> Iterator[str]:
             "of them out"
         )
     estimator = config.adv.estimator
-    if "teacher_logps" in estimator_inputs(estimator) and not config.teacher.model_name:
+    inputs = estimator_inputs(estimator)
+    if kl.type == "reward" and inputs and "rewards" not in inputs:
+        yield (
+            f"kl.type=reward has no effect with adv.estimator={estimator}, which takes no rewards: "
+            "choose kl.type=loss"
+        )
+    if "teacher_logps" in inputs and not config.teacher.model_name:
         yield f"adv.estimator={estimator} needs the key teacher.model_name"
     if actor.correction in INTERVAL_CORRECTIONS and actor.correction_cap == 1:
         yield (
