@@ -1,6 +1,5 @@
 """Rows and environment, read before a model is loaded: all their problems come at once."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -10,8 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl2.config.schema import DataConfig, PPOConfig, SFTConfig, worker_names
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import PROMPT_ROWS, Examples, RowKind
-from rl2.data.formats import ReadRow, read_pair_row, read_ppo_row, read_sft_row
+from rl2.data.examples import PAIR_ROWS, PROMPT_ROWS, SFT_ROWS, Examples, RowKind
 from rl2.data.rows import Rows, load_rows
 from rl2.env.call import Env
 from rl2.env.load import load_env, preflight
@@ -41,7 +39,7 @@ def read_ppo_inputs(config: PPOConfig) -> tuple[dict[str, Rows], Env]:
 
     The first process prints the warnings.
     """
-    inputs = _read_inputs(config, read_ppo_row)
+    inputs = _read_inputs(config, PROMPT_ROWS)
     inputs.check()
     print_once([f"warning: {warning}" for warning in inputs.warnings])
     assert inputs.env is not None
@@ -65,7 +63,7 @@ def read_examples(
 
     ValueError lists all problems, or says that a row has more positions than the model.
     """
-    train, tests = _make_examples(config, _read_inputs(config, kind.read), kind, template)
+    train, tests = _make_examples(config, _read_inputs(config, kind), kind, template)
     assert train is not None
     return train, tests
 
@@ -75,16 +73,15 @@ def find_input_problems(config: Any) -> dict[str, str]:
 
     Only the first rows of files that are here are read.
     """
+    kind = PAIR_ROWS
     if isinstance(config, PPOConfig):
-        read = read_ppo_row
+        kind = PROMPT_ROWS
     elif isinstance(config, SFTConfig):
-        read = read_sft_row
-    else:
-        read = read_pair_row
-    return _read_inputs(config, read, TRIAL_ROWS).problems
+        kind = SFT_ROWS
+    return _read_inputs(config, kind, TRIAL_ROWS).problems
 
 
-def _read_inputs(config: Any, read: Callable[[dict], ReadRow], limit: int | None = None) -> Inputs:
+def _read_inputs(config: Any, kind: RowKind, limit: int | None = None) -> Inputs:
     """Reads the rows, and for PPO the environment, which is tried on them.
 
     With a limit it leaves out what is not on this machine.
@@ -98,7 +95,7 @@ def _read_inputs(config: Any, read: Callable[[dict], ReadRow], limit: int | None
             continue
         split = "train" if key == "data.path" else "test"
         try:
-            inputs.rows[key] = load_rows(path, split, read, data.columns, limit)
+            inputs.rows[key] = load_rows(path, split, kind.read, data.columns, limit)
         except ValueError as error:
             inputs.problems[key] = str(error)
     if isinstance(config, PPOConfig) and config.rollout.env_path:
