@@ -16,12 +16,12 @@ from rl2.data.messages import (
     check_ends_before_reply,
     check_messages,
     check_reply,
+    check_text,
     common_prefix_length,
     describe_columns,
     ends_with_reply,
     find_oddities,
     read_column,
-    text_column,
 )
 
 ReadRow = tuple[dict, list[str]]  # the row, and notes
@@ -55,7 +55,6 @@ def rename_columns(row: dict, columns: dict[str, str]) -> dict:
 def read_ppo_row(row: dict) -> ReadRow:
     """A prompt. verl's rows have the answer in `reward_model`, others in `gt_answer`."""
     row, notes = _read_messages(row)
-    check_messages(row)
     check_ends_before_reply(row["messages"])
     reward_model = row.get("reward_model")
     if "answer" not in row and "gt_answer" in row:
@@ -72,12 +71,11 @@ def read_sft_row(row: dict) -> ReadRow:
     completion = _first_column(row, "completion", "response")
     source = _first_column(row, *CONVERSATIONS)
     if "text" in row and (source is None or source == "prompt" and completion is None):
-        return {**row, "messages": text_column(row, "text")}, []
+        return {**row, "messages": check_text(row["text"], "text")}, []
     if source == "prompt" and completion is None:
         columns = describe_columns(row, "completion")
         raise ValueError(f"column 'prompt' needs 'completion' beside it; {columns}")
     row, notes = _read_messages(row)
-    check_messages(row)
     reply = row.pop(completion) if completion else None
     row.pop("completion", None)
     if completion and not ends_with_reply(row["messages"]):
@@ -103,12 +101,12 @@ def read_pair_row(row: dict) -> ReadRow:
     notes = []
     shared = _shared_prompt(chosen, rejected)
     if isinstance(chosen, list) and shared or _first_column(row, *CONVERSATIONS) is None:
+        check_messages(shared)
         row = {**row, "messages": shared}
         chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
         notes.append("what chosen and rejected begin with is read as the prompt")
     else:
         row, notes = _read_messages(row)
-    check_messages(row)
     check_ends_before_reply(row["messages"])
     row["chosen"] = _to_reply(chosen, "chosen")
     row["rejected"] = _to_reply(rejected, "rejected")
@@ -128,11 +126,10 @@ def pair_margin(row: dict) -> float:
 
 def _read_messages(row: dict) -> ReadRow:
     """The row with `messages`, which may be one message, `prompt` or ShareGPT's conversations."""
-    source = _first_column(row, *CONVERSATIONS)
-    if source is None:
-        return dict(row), []
-    value = row[source]
+    source = _first_column(row, *CONVERSATIONS) or "messages"
+    value = read_column(row, source)
     messages = _to_messages(value)
+    check_messages(messages)
     notes = [] if source == "messages" else [f"{source} is read as messages"]
     if source == "prompt" and isinstance(value, str):
         notes.append(NO_TEMPLATE)
@@ -173,8 +170,8 @@ def _to_reply(value: Any, column: str) -> str | dict | list[dict]:
     """
     messages = _to_messages(value)
     if not isinstance(messages, list):
-        return text_column({column: messages}, column)
-    check_messages({column: messages}, column)
+        return check_text(messages, column)
+    check_messages(messages, column)
     if column not in ("chosen", "rejected"):
         check_reply(messages, column)
         return messages

@@ -16,9 +16,8 @@ MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 MAX_SHOWN_CHARACTERS = 100  # of a wrong value, in a message
 
 
-def check_messages(row: dict, column: str = "messages") -> None:
-    """ValueError unless the column is text or a list of messages, and not empty."""
-    messages = read_column(row, column)
+def check_messages(messages: Any, column: str = "messages") -> None:
+    """ValueError unless the value of the column is text or a list of messages, and not empty."""
     if not isinstance(messages, str | list) or not messages:
         raise ValueError(
             f"column '{column}': expected text or a list of messages, not empty, "
@@ -55,9 +54,8 @@ def check_reply(messages: list[dict], column: str = "messages") -> None:
         raise ValueError(f"column '{column}': every reply of the assistant is empty")
 
 
-def text_column(row: dict, column: str) -> str:
-    """The text in a column. ValueError if it is missing, empty or no text."""
-    text = read_column(row, column)
+def check_text(text: Any, column: str) -> str:
+    """The value of the column. ValueError if it is empty or no text."""
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"column '{column}': expected text, not empty, got {abbreviate(text)}")
     return text

@@ -79,7 +79,7 @@ def load_rows(
     columns = columns or {}
     source = _find_source(path, split)
     key = None
-    if fingerprint := "" if limit else _fingerprint(path, split, source):
+    if limit is None and (fingerprint := _fingerprint(path, split, source)):
         key = table_key(path, fingerprint, pickle.dumps(read), sorted(columns.items()))
 
     def build() -> Iterator[pyarrow.RecordBatch]:

@@ -73,8 +73,7 @@ class MemoryTracker(TorchDispatchMode):
         self._set_size(key, storage.nbytes())
 
     def _forget(self, key: int) -> None:
-        self._set_size(key, 0)
-        del self._sizes[key]
+        self.bytes -= self._sizes.pop(key)
 
     def _set_size(self, key: int, size: int) -> None:
         size = -(-size // BLOCK_BYTES) * BLOCK_BYTES
