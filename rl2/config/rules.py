@@ -47,7 +47,14 @@ def validate(config: Any, set_keys: set[str]) -> Checked:
     for name, model in loaded_models(config).items():
         problems += check_model(config, name, model)
     if isinstance(config, PPOConfig):
-        for check in (check_run, check_step_sizes, check_pairs, check_rollout, check_engine):
+        for check in (
+            check_run,
+            check_step_sizes,
+            check_estimator,
+            check_pairs,
+            check_rollout,
+            check_engine,
+        ):
             problems += check(config)
         warnings += [*run_warnings(config), *loss_warnings(config, set_keys)]
     return without_repeats(problems), warnings
@@ -183,17 +190,8 @@ def check_lengths(config: Any, name: str, model: ModelConfig) -> Iterator[str]:
 
 
 def check_step_sizes(config: PPOConfig) -> Iterator[str]:
-    """Whether a step has enough trajectories for its groups and its mini-batches."""
-    data = config.data
-    estimator = config.adv.estimator
-    compares_group = "group" in estimator_inputs(estimator)
-    if compares_group and data.responses_per_prompt == 1:
-        yield (
-            f"data.responses_per_prompt=1 leaves adv.estimator={estimator} no group to compare "
-            "with: every advantage would be 0; sample 2 or more, or use "
-            "adv.estimator=reinforce_plus_plus or gae"
-        )
-    num_trajectories = data.prompts_per_rollout * data.responses_per_prompt
+    """Whether a step has enough trajectories for its mini-batches."""
+    num_trajectories = config.data.prompts_per_rollout * config.data.responses_per_prompt
     for name in worker_names(config):
         updates = getattr(config, name).update_per_rollout
         if 0 < num_trajectories < updates:
@@ -201,6 +199,25 @@ def check_step_sizes(config: PPOConfig) -> Iterator[str]:
                 f"{name}.update_per_rollout={updates} is more than the {num_trajectories} "
                 "trajectories of a step"
             )
+
+
+def check_estimator(config: PPOConfig) -> Iterator[str]:
+    """Whether there is what the advantage estimator compares, and whether it takes rewards."""
+    estimator = config.adv.estimator
+    inputs = estimator_inputs(estimator)
+    if "group" in inputs and config.data.responses_per_prompt == 1:
+        yield (
+            f"data.responses_per_prompt=1 leaves adv.estimator={estimator} no group to compare "
+            "with: every advantage would be 0; sample 2 or more, or use "
+            "adv.estimator=reinforce_plus_plus or gae"
+        )
+    if config.kl.type == "reward" and inputs and "rewards" not in inputs:
+        yield (
+            f"kl.type=reward has no effect with adv.estimator={estimator}, which takes no rewards: "
+            "choose kl.type=loss"
+        )
+    if "teacher_logps" in inputs and not config.teacher.model_name:
+        yield f"adv.estimator={estimator} needs the key teacher.model_name"
 
 
 def check_pairs(config: PPOConfig) -> Iterator[str]:
@@ -220,15 +237,6 @@ def check_pairs(config: PPOConfig) -> Iterator[str]:
             "reference is the actor without its adapters, which stays the start model; leave one "
             "of them out"
         )
-    estimator = config.adv.estimator
-    inputs = estimator_inputs(estimator)
-    if kl.type == "reward" and inputs and "rewards" not in inputs:
-        yield (
-            f"kl.type=reward has no effect with adv.estimator={estimator}, which takes no rewards: "
-            "choose kl.type=loss"
-        )
-    if "teacher_logps" in inputs and not config.teacher.model_name:
-        yield f"adv.estimator={estimator} needs the key teacher.model_name"
     if actor.correction in INTERVAL_CORRECTIONS and actor.correction_cap == 1:
         yield (
             f"actor.correction_cap=1: actor.correction={actor.correction} masks all ratios outside "
