@@ -10,7 +10,7 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -85,22 +85,22 @@ def planned_device(num_gpus: int) -> Iterator[PlannedDevice]:
     memory = PlannedDevice()
     loader = classmethod(from_pretrained)
     fsdp_device = "torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh"
-    with ExitStack() as stack:
-        for patch in (
-            mock.patch("torch.tensor", tensor),
-            mock.patch.object(AutoModelForCausalLM, "from_pretrained", loader),
-            mock.patch.object(AutoModelForSequenceClassification, "from_pretrained", loader),
-            mock.patch("rl2.model.load.admit", lambda *model: None),
-            mock.patch("rl2.parallel.attention._activate_flash_attention_3", lambda: None),
-            mock.patch.object(offload, "empty_on_host", empty_on_host),
-            mock.patch("torch.distributed.all_gather_object", all_gather_object),
-            mock.patch(fsdp_device, lambda mesh: PLANNED_DEVICE),
-            mock.patch("rl2.parallel.device.planned_kind", memory.kind),
-            memory,
-        ):
-            stack.enter_context(patch)
-        stack.callback(dist.destroy_process_group)
-        yield memory
+    with (
+        mock.patch("torch.tensor", tensor),
+        mock.patch.object(AutoModelForCausalLM, "from_pretrained", loader),
+        mock.patch.object(AutoModelForSequenceClassification, "from_pretrained", loader),
+        mock.patch("rl2.model.load.admit", lambda *model: None),
+        mock.patch("rl2.parallel.attention._activate_flash_attention_3", lambda: None),
+        mock.patch.object(offload, "empty_on_host", empty_on_host),
+        mock.patch("torch.distributed.all_gather_object", all_gather_object),
+        mock.patch(fsdp_device, lambda mesh: PLANNED_DEVICE),
+        mock.patch("rl2.parallel.device.planned_kind", memory.kind),
+        memory,
+    ):
+        try:
+            yield memory
+        finally:
+            dist.destroy_process_group()
 
 
 class PlanRecorder:
