@@ -14,7 +14,6 @@ from test_rollout import ScriptedEngine
 
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig, SFTConfig
-from rl2.data import rows as data_rows
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, Examples
 from rl2.data.rows import load_rows
@@ -217,7 +216,7 @@ def test_a_split_of_the_hub_is_named_behind_the_data_set(
         return datasets.Dataset.from_list(make_rows("1"))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(data_rows, "_ask_hub", lambda name: None)
+    monkeypatch.setattr("rl2.data.rows.HfApi.dataset_info", lambda api, name, timeout: None)
     assert len(load_rows(path, "test")) == 1
     assert calls == [(name, configuration, split)]
 
