@@ -1,6 +1,7 @@
 """Tests of which groups a step trains, with scripted engines: rollout.filter, its refills and
 order, drop_solved, max_staleness, and what is added to the rewards."""
 
+import asyncio
 import json
 import math
 from dataclasses import replace
@@ -139,6 +140,28 @@ def test_an_env_whose_groups_are_all_equal_ends_the_run_in_words(tmp_path):
             assert "rollout.filter=" in sentence and "left no group after" in sentence
     with pytest.raises(RuntimeError, match=r"no group was within rollout.filter.*3 x data"):
         health.stop_if_diverged()
+
+
+def test_the_filter_sees_a_group_when_all_its_rewards_are_there(tmp_path, monkeypatch):
+    """The reward of the first answer comes long after its last token."""
+    collector = make_collector(tmp_path, [2, 1], {}, 1, filter=SOME, max_refills=1)
+    score = collector.player.env.score
+    seen = []
+
+    async def score_first_one_late(messages, row, key):
+        if key[1] % 2 == 0:
+            await asyncio.sleep(0.3)
+        return await score(messages, row, key)
+
+    def note(queue, number, group):
+        seen.append([len(trajectory.rewards) for trajectory in group.trajectories])
+        report(queue, number, group)
+
+    report = Queue.report
+    monkeypatch.setattr(collector.player.env, "score", score_first_one_late)
+    monkeypatch.setattr(Queue, "report", note)
+    assert rows_of(collector.collect(1)) == ([1], [0])
+    assert seen == [[1, 1], [1, 1]]
 
 
 def test_a_group_whose_environment_failed_is_replaced(tmp_path):

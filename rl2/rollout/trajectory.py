@@ -198,10 +198,12 @@ class Player:
         """
         if trajectory.finish_reason:
             return
+        reason = ""
         try:
-            while not trajectory.finish_reason and not self.is_pausing:
-                await self._play_turn(trajectory, params, (*seed, trajectory.num_turns), key)
-            if trajectory.finish_reason:
+            while not reason and not self.is_pausing:
+                turn_seed = (*seed, trajectory.num_turns)
+                reason = await self._play_turn(trajectory, params, turn_seed, key)
+            if reason:
                 samples = trajectory.samples
                 sampled = [x for s in samples for x in compress(s.tokens, s.mask)]
                 row = {**trajectory.row, "completion_ids": sampled}
@@ -210,10 +212,11 @@ class Player:
                 place_reward(trajectory)
         except EnvError as error:
             self.failures.record(error)
-            trajectory.finish_reason = "failed"
+            reason = "failed"
             for sample in trajectory.samples:
                 sample.mask = array("b", [0]) * len(sample.mask)
-        if trajectory.finish_reason:
+        if reason:
+            trajectory.finish_reason = reason  # its reward is there: its group may be done
             self.env.end(key)
 
     async def _play_turn(
@@ -222,11 +225,14 @@ class Player:
         params: SamplingParams,
         seed: tuple[int, ...],
         key: Hashable,
-    ) -> None:
-        """One turn of the assistant, unless it is aborted, and the environment's answer to it."""
+    ) -> str:
+        """One turn of the assistant, unless it is aborted, and the environment's answer to it.
+
+        Returns why the trajectory ends, or "" if it goes on.
+        """
         generation = await self._generate(trajectory, params, seed)
         if generation.finish_reason == "abort":
-            return
+            return ""
         sampled = trajectory.samples[-1].tokens[-trajectory.partial_tokens :]
         reply = self.template.decode_reply(sampled, params.stop_token_ids)
         trajectory.messages.append({"role": "assistant", "content": reply})
@@ -236,10 +242,11 @@ class Player:
         env_messages: list[dict] = []
         if generation.finish_reason == "stop" and trajectory.num_turns < self.max_turns:
             env_messages = await self.env.interact(trajectory.messages, trajectory.row, key)
-        if env_messages:
-            self._append_env_messages(trajectory, len(sampled), env_messages, params.max_new_tokens)
-        else:
-            trajectory.finish_reason = generation.finish_reason
+        if not env_messages:
+            return generation.finish_reason
+        max_new_tokens = params.max_new_tokens
+        fits = self._append_env_messages(trajectory, len(sampled), env_messages, max_new_tokens)
+        return "" if fits else "length"
 
     async def _generate(
         self, trajectory: Trajectory, params: SamplingParams, seed: tuple[int, ...]
@@ -272,12 +279,12 @@ class Player:
         num_sampled: int,
         env_messages: list[dict],
         max_new_tokens: int,
-    ) -> None:
+    ) -> bool:
         """Appends the environment's messages as tokens, for another turn of `max_new_tokens`.
 
         `num_sampled` is the number of tokens of the turn that they answer.
         Where the chat template rewrites what came before, a new training sequence begins. Where the
-        next turn could exceed `max_length`, the trajectory ends instead.
+        next turn could exceed `max_length`, nothing is appended, and the result is False.
         """
         sample = trajectory.samples[-1]
         messages = trajectory.messages
@@ -296,10 +303,10 @@ class Player:
         else:
             length = len(sample.tokens) + len(extension)
         if length + max_new_tokens > self.max_length:
-            trajectory.finish_reason = "length"
-            return
+            return False
         messages.extend(env_messages)
         if extension is None:
             begin_sample(trajectory, new_prompt)
         else:
             append_tokens(sample, extension)
+        return True
