@@ -41,9 +41,11 @@ setup(
     extras_require={
         "wandb": ["wandb"],
         "lora": ["peft>=0.20"],
+        "rewards": ["math-verify>=0.9"],
         "quickstart": ["gguf>=0.10", "matplotlib", "reasoning-gym>=0.1.25"],
         "test": [
             "hypothesis",
+            "math-verify>=0.9",
             "mypy>=2.4",
             "peft>=0.20",
             "psutil",

@@ -829,7 +829,10 @@ def conversation(*replies):
         ("#### 3\nno:\n#### -4.5%", "-4.5", 1, 0.1),
         ("#### **72**", "72", 1, 0.1),
         ("#### 71", "72", 0, 0.1),
-        ("#### 5-3", "3", 0, 0.1),
+        ("#### 72\n\nQuestion 2: what is 3 + 4?", "72", 1, 0.1),
+        ("#### 5-3", "3", 0, 0),
+        ("#### 3 or 4", "3", 0, 0),
+        ("#### 3 or four", "3", 0, 0),
         ("the answer is 72", "72", 0, 0),
         ("72 ####", "72", 0, 0),
         ("#### seventy-two", "72", 0, 0),
@@ -913,13 +916,16 @@ def test_countdown_is_exact():
         ("", "4", 0),
         (r"\pi", r"2\pi", 0),
         ("11", "1,1", 0),
-        ("ab", "ba", 0),
+        ("ab", "ba", 1),  # a product
+        ("2x + 1", "1+2x", 1),
+        ("3 or 4", "3", 0),
         (r"\frac{a_{1}}{b}", r"\frac{a_{1}}{b}", 1),
         (r"(1, 2, 3)", "(1,2)", 0),
         (r"\sqrt{2}", "1.414", 0),
     ],
 )
 def test_boxed_reward(content, answer, right):
+    pytest.importorskip("math_verify", reason="comes with rl2[rewards]")
     env = load_env(str(ENVS / "boxed.py"))
     assert (
         env.reward_fns["reward_fn"](
@@ -931,6 +937,7 @@ def test_boxed_reward(content, answer, right):
 
 @pytest.mark.parametrize("reply", ["", "4", r"\boxed{4", r"\boxed 4", r"\boxed{3}4", "boxed{4}"])
 def test_boxed_needs_its_box(reply):
+    pytest.importorskip("math_verify", reason="comes with rl2[rewards]")
     assert load_env(str(ENVS / "boxed.py")).reward_fns["reward_fn"](conversation(reply), "4") == 0.0
 
 
@@ -1024,6 +1031,8 @@ ENV_ROWS = {
 
 @pytest.mark.parametrize("name", ENV_ROWS)
 def test_the_envs_of_the_examples_pass_preflight(name):
+    if name == "boxed":
+        pytest.importorskip("math_verify", reason="comes with rl2[rewards]")
     row = {"messages": ROW["messages"], **ENV_ROWS[name]}
     max_turns = 4 if name == "search" else 1
     assert preflight(load_env(str(ENVS / f"{name}.py")), {"data.path": [row]}, max_turns) == []
@@ -1055,6 +1064,8 @@ DIGITS = "1" * 40_000
 )
 def test_ready_envs_read_a_reply_of_one_repeated_token_in_linear_time(name, function, content):
     """Policies that collapse write such replies. They are wrong; they are no failures."""
+    if name == "boxed":
+        pytest.importorskip("math_verify", reason="comes with rl2[rewards]")
     env = load_env(str(ENVS / f"{name}.py"))
     call = env.reward_fns["reward_fn"] if function == "reward_fn" else env.interact_fn
     messages = [*ROW["messages"], {"role": "assistant", "content": content}]
@@ -1063,6 +1074,4 @@ def test_ready_envs_read_a_reply_of_one_repeated_token_in_linear_time(name, func
     result = call(**contract.select_arguments(call, messages, row))
     if call is env.reward_fns["reward_fn"]:
         assert result in (0.0, {"right": 0.0, "format": 0.0})
-    if content.endswith("x}"):  # also without the limit on the length
-        sys.modules[call.__module__].to_number(content.removeprefix("\\boxed{")[:-1])
     assert time.process_time() - start < 0.5

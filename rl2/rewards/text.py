@@ -1,0 +1,88 @@
+"""Rewards that need the text of a reply alone: which part of it is the answer, format and length.
+
+What finds an answer returns None if there is none, and what compares answers takes None as a wrong
+one: `same_text(last_tagged(reply), answer)`. Times are linear in the length of the text.
+"""
+
+import re
+
+# System prompts that go with last_boxed, and with last_tagged and is_think_answer.
+BOXED_PROMPT = (
+    "Solve the problem step by step. Write the final answer, and nothing else, inside \\boxed{}."
+)
+THINK_ANSWER_PROMPT = (
+    "You answer questions. First reason about the question between <think> and </think>. Then "
+    "write the final answer, without the reasoning, between <answer> and </answer>. Your whole "
+    "reply has this form: <think> the reasoning </think> <answer> the answer </answer>"
+)
+
+BOX = "\\boxed{"
+ESCAPE_OR_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+THINK_ANSWER = re.compile(
+    r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*",
+    re.DOTALL,
+)
+THINK_ANSWER_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last \boxed{...} in the text. None if it never closes.
+
+    Braces that are part of the content are balanced: \boxed{\frac{1}{2}} has \frac{1}{2}.
+    """
+    _, box, content = text.rpartition(BOX)
+    if not box:
+        return None
+    depth = 1
+    for match in ESCAPE_OR_BRACE.finditer(content):
+        depth += (match[0] == "{") - (match[0] == "}")
+        if depth == 0:
+            return content[: match.start()].strip()
+    return None
+
+
+def last_tagged(text: str, tag: str = "answer") -> str | None:
+    """The content of the last <tag>...</tag> in the text."""
+    before, end, _ = text.rpartition(f"</{tag}>")
+    _, start, content = before.rpartition(f"<{tag}>")
+    return content.strip() if start and end else None
+
+
+def is_think_answer(text: str, is_open: bool = False) -> bool:
+    """Whether the whole text is <think>...</think> <answer>...</answer>, each once and not empty.
+
+    `is_open` says that the prompt ends with <think>, as some chat templates write it.
+    """
+    if is_open:
+        text = "<think>" + text
+    if any(text.count(tag) != 1 for tag in THINK_ANSWER_TAGS):
+        return False
+    match = THINK_ANSWER.fullmatch(text)
+    return match is not None and bool(match[1].strip() and match[2].strip())
+
+
+def same_text(field: str | None, answer: str) -> bool:
+    """Whether two texts are equal apart from capitals and spacing. An empty text is no answer."""
+    words = (field or "").casefold().split()
+    return words != [] and words == answer.casefold().split()
+
+
+def length_score(length: float, target: float) -> float:
+    """1.0 at the target length, falling in a line to 0.0 at length 0 and at twice the target."""
+    return max(0.0, 1.0 - abs(length - target) / target)
+
+
+def overlong_score(num_tokens: int, max_tokens: int, buffer: int) -> float:
+    """DAPO's penalty of a long reply: 0.0 up to `buffer` tokens below `max_tokens`, then falling in
+    a line to -1.0 at `max_tokens` (arXiv:2503.14476)."""
+    return max(-1.0, min(0.0, (max_tokens - buffer - num_tokens) / buffer))
+
+
+def weighted(weights: dict[str, float], **scores: float) -> dict[str, float]:
+    """The reward parts of a reply: each score times its weight.
+
+    ValueError if the scores do not have the names of the weights.
+    """
+    if weights.keys() != scores.keys():
+        raise ValueError(f"the weights are of {sorted(weights)} and the scores of {sorted(scores)}")
+    return {name: weights[name] * float(score) for name, score in scores.items()}

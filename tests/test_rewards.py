@@ -1,0 +1,397 @@
+"""rl2.rewards: what is found in a reply, how answers are compared, and that it withstands a policy
+that writes anything."""
+
+import importlib.util
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+
+import maths_rewritings
+import psutil
+import pytest
+from common import run
+
+from rl2.rewards import maths
+from rl2.rewards.maths import number, quantity, same_choice, same_maths, same_number
+from rl2.rewards.text import (
+    BOXED_PROMPT,
+    THINK_ANSWER_PROMPT,
+    is_think_answer,
+    last_boxed,
+    last_tagged,
+    length_score,
+    overlong_score,
+    same_text,
+    weighted,
+)
+
+needs_math_verify = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="comes with rl2[rewards]"
+)
+
+
+@pytest.mark.parametrize(
+    "text, content",
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"\boxed{1}, no: \boxed{ \frac{1}{2} }", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ 3 \right.}", r"\left\{ 3 \right."),  # an escaped brace is a character
+        (r"\boxed{\boxed{7}}", "7"),
+        (r"\boxed{}", ""),
+        (r"\boxed{1} and \boxed{2", None),  # the last one was cut off
+        (r"\boxed 4", None),
+        ("boxed{4}", None),
+        ("", None),
+    ],
+)
+def test_last_boxed(text, content):
+    assert last_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    "text, content",
+    [
+        ("<answer>1</answer> no <answer> 2 </answer> so", "2"),
+        ("<answer>1<answer>2</answer>", "2"),
+        ("<answer>1</answer><answer>2", "1"),
+        ("</answer>1<answer>", None),
+        ("1</answer>", None),
+        ("", None),
+    ],
+)
+def test_last_tagged(text, content):
+    assert last_tagged(text) == content
+    assert last_tagged(text.replace("answer", "move"), "move") == content
+
+
+@pytest.mark.parametrize(
+    "text, is_right",
+    [
+        ("<think>so</think><answer>4</answer>", True),
+        ("\n<think>\nso\n</think>\n\n<answer>\n4\n</answer>\n", True),
+        ("<think>so</think> then <answer>4</answer>", False),
+        ("Well <think>so</think><answer>4</answer>", False),
+        ("<think>so</think><answer>4</answer> done", False),
+        ("<think> </think><answer>4</answer>", False),
+        ("<think>so</think><answer></answer>", False),
+        ("<think>so</think><answer>4</answer><answer>5</answer>", False),
+        ("<think>a</think><think>b</think><answer>4</answer>", False),
+        ("<think>so <answer>3</answer></think><answer>4</answer>", False),
+        ("<answer>4</answer><think>so</think>", False),
+        ("<think>so", False),
+        ("", False),
+    ],
+)
+def test_is_think_answer(text, is_right):
+    assert is_think_answer(text) is is_right
+    if text.startswith("<think>"):
+        assert is_think_answer(text.removeprefix("<think>"), is_open=True) is is_right
+
+
+def test_a_reply_as_the_prompts_describe_it_is_read():
+    """The prompts name the forms that the functions find."""
+    assert "<think> the reasoning </think> <answer> the answer </answer>" in THINK_ANSWER_PROMPT
+    reply = THINK_ANSWER_PROMPT.rpartition(": ")[2]
+    assert is_think_answer(reply) and last_tagged(reply) == "the answer"
+    assert last_boxed(BOXED_PROMPT) == ""
+
+
+@pytest.mark.parametrize(
+    "field, answer, is_same",
+    [
+        (" the\nQuick Fox ", "The quick  fox", True),
+        ("the fox", "the fox or the dog", False),
+        ("", "", False),
+        (None, "x", False),
+    ],
+)
+def test_same_text(field, answer, is_same):
+    assert same_text(field, answer) is is_same
+
+
+def test_scores_of_a_length():
+    assert [length_score(length, 100) for length in (0, 50, 100, 150, 200, 900)] == [
+        0.0,
+        0.5,
+        1.0,
+        0.5,
+        0.0,
+        0.0,
+    ]
+    # DAPO: a buffer of 400 tokens below 1,000.
+    scores = [overlong_score(length, 1000, 400) for length in (1, 600, 700, 1000, 2000)]
+    assert scores == [0.0, 0.0, -0.25, -1.0, -1.0]
+
+
+def test_weighted_parts():
+    weights = {"right": 1.0, "format": 0.1}
+    assert weighted(weights, right=True, format=0.5) == {"right": 1.0, "format": 0.05}
+    with pytest.raises(ValueError, match=r"\['format', 'right'\].*\['fromat', 'right'\]"):
+        weighted(weights, right=1.0, fromat=1.0)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("72", 72),
+        ("-1,234.50", Fraction("-1234.5")),
+        ("+.5", Fraction("0.5")),
+        ("5.", 5),
+        ("\N{MINUS SIGN}3", -3),
+        ("7/2", Fraction(7, 2)),
+        (r"-\dfrac72", Fraction(-7, 2)),
+        (r"\frac 59", Fraction(5, 9)),
+        (r"11,\! 111,\! 111,\! 100", 11_111_111_100),
+        ("10{,}080", 10080),
+        (r"\$ 4.50", Fraction("4.5")),
+        (r"72\%", 72),
+        (r"90^\circ", 90),
+        (r"\text{8}", 8),
+        ("2 1/2", None),
+        (r"2\frac{1}{2}", None),
+        ("3 4", None),
+        ("$3$$4$", None),
+        ("1,23", None),
+        ("12,3456", None),
+        ("1/0", None),
+        ("3 or 4", None),
+        ("2x", None),
+        ("1e3", None),
+        ("٣", None),
+        ("9" * 5000, None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_number(field, value):
+    assert number(field) == value
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("72", 72),
+        ("$72.50", Fraction("72.5")),
+        ("72 apples.", 72),
+        ("**72**", 72),
+        ("1,234 meters", 1234),
+        ("-4.5%", Fraction("-4.5")),
+        ("-$5", -5),
+        ("1/2", Fraction(1, 2)),
+        ("$18 a day", 18),
+        ("20 oranges", 20),
+        ("3 or 4", None),
+        ("3 or four", None),
+        ("3, 4", None),
+        ("5-3", None),
+        ("55/8 inches", None),
+        ("x = 72", None),
+        ("seventy-two", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_quantity(field, value):
+    """The forms of GSM8K's answers."""
+    assert quantity(field) == value
+
+
+@pytest.mark.parametrize(
+    "field, answer, is_same",
+    [
+        ("0.5", "1/2", True),
+        ("0.333333", "1/3", True),
+        ("0.3333", "1/3", False),
+        ("3.0000", 3, True),
+        ("0.25", 0.25, True),
+        ("0.0", "0.0000001", False),
+        ("1000001", "1000000", False),
+        (None, "3", False),
+    ],
+)
+def test_same_number(field, answer, is_same):
+    assert same_number(field, answer) is is_same
+
+
+def test_an_answer_of_the_wrong_kind_is_an_error():
+    with pytest.raises(ValueError, match=r"the answer 'x\+1' is no number; same_maths"):
+        same_number("3", "x+1")
+    with pytest.raises(ValueError, match="the answer '12' is no letter"):
+        same_choice("B", "12")
+
+
+@pytest.mark.parametrize("field", ["B", "b", " (B) ", "B.", "**B**", r"\text{(B)}", "[b]:"])
+def test_same_choice(field):
+    assert same_choice(field, "B") and same_choice(field, "(b)")
+    assert not same_choice(field, "C")
+
+
+@pytest.mark.parametrize("field", ["B or C", "A, B", "BC", "not B", "-B", "(A) (B)", "", None])
+def test_a_choice_is_one_letter(field):
+    assert not same_choice(field, "B")
+
+
+@needs_math_verify
+def test_verdicts_on_rewritings_of_answers():
+    """More than 3,000, in threads that call at the same time."""
+    cases = []
+    for answer in maths_rewritings.ANSWERS:
+        same, different = maths_rewritings.rewrite(answer)
+        cases += [(field, answer, True) for field in sorted(same)]
+        cases += [(field, answer, False) for field in sorted(different)]
+    assert len(cases) > 3000 and sum(is_same for *_, is_same in cases) > 1000
+    with ThreadPoolExecutor(8) as threads:
+        verdicts = list(threads.map(lambda case: same_maths(*case[:2]), cases))
+    wrong = [case for case, verdict in zip(cases, verdicts, strict=True) if verdict != case[2]]
+    assert not wrong
+
+
+@needs_math_verify
+@pytest.mark.parametrize(
+    "field, answer, is_same",
+    [
+        ("2(x+1)", "2x+2", True),
+        ("ab+2a+5b+10", "(a+5)(b+2)", True),
+        ("5x-7y+11z=-4", "5x - 7y + 11z + 4 = 0", True),
+        ("-2x", "y = -2x", True),
+        (r"1+\sqrt{19}", r"1 \pm \sqrt{19}", False),
+        ("x=3 or x=5", "5", False),
+        (r"3 \text{ or } x", "3", False),
+        (r"\text{3 or 4}", "3", False),
+        (r"3\text{ or four}", "3", False),
+        (r"\text{The answer is 3}", "3", False),
+        (r"\{3, 4\}", "3", False),
+        ("[3, 4]", "3", False),
+        (r"answer: \frac{1}{2}", r"\frac{1}{2}", False),
+        (r"x \in \mathbb{R}", "3", False),
+        ("3=3=4", "3", False),
+        ("0=0", "5x - 7y + 11z + 4 = 0", False),
+        ("52_7", "52_8", False),
+        ("3_4", "3", False),
+        ("A, B, C", r"\text{(C)}", False),
+        ("\ud800 \0 3", "3", False),
+    ],
+)
+def test_same_maths_compares_whole_fields(field, answer, is_same):
+    assert same_maths(field, answer) is is_same
+
+
+ABSURD = {
+    "digits": "9" * 5000,
+    "long sum": "1+" * 40_000 + "1",
+    "power tower": "10^{10^{10}}",
+    "tower of powers": "9^{9^{9^{9}}}",
+    "factorials": "99999!!!",
+    "open brackets": "(" * 900,
+    "roots": r"\sqrt{" * 150 + "2" + "}" * 150,
+    "polynomial": "(x+y+z+w)^{300}",
+    "unclosed": r"\frac{1}{",
+    "spaces": " " * 900,
+}
+
+
+@needs_math_verify
+@pytest.mark.parametrize("name", ABSURD)
+def test_absurd_answers_are_wrong_and_do_not_fail(name):
+    """A comparison without end is ended with its process, also while it computes in C, where no
+    signal handler of Python would run. The next one is right."""
+    assert same_maths(ABSURD[name], "x^2+7", cpu_seconds=0.2) is False
+    assert same_maths("7+x^2", "x^2+7") is True
+
+
+def math_verify_processes() -> list[psutil.Process]:
+    """The processes of math-verify that this process has started."""
+    children = psutil.Process().children()
+    return [child for child in children if "maths.serve()" in " ".join(child.cmdline())]
+
+
+@needs_math_verify
+def test_a_process_that_was_killed_is_replaced():
+    assert same_maths("y+x", "x+y")
+    processes = math_verify_processes()
+    assert 1 <= len(processes) <= maths.MAX_PROCESSES
+    for process in processes:
+        process.kill()
+    psutil.wait_procs(processes, timeout=60)
+    assert same_maths("y+2x", "2x+y")
+
+
+@needs_math_verify
+def test_equal_requests_are_asked_once():
+    assert same_maths("y+3x", "3x+y")
+    misses = maths._ask_math_verify.cache_info().misses
+    assert same_maths("y+3x", "3x+y")
+    assert maths._ask_math_verify.cache_info().misses == misses
+
+
+@needs_math_verify
+def test_a_forked_process_and_the_signals_of_the_caller():
+    """The fork has processes of its own, and a timer and SIGALRM of the caller stay its own."""
+    code = """
+import os, signal
+from rl2.rewards.maths import same_maths
+handler = lambda *_: None
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 3600)
+assert same_maths("y+x", "x+y")
+assert signal.getsignal(signal.SIGALRM) is handler
+assert 3000 < signal.getitimer(signal.ITIMER_REAL)[0] <= 3600
+child = os.fork()
+if child == 0:
+    os._exit(0 if same_maths("z+x", "x+z") and not same_maths("z", "x+z") else 3)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    run("-c", code)
+
+
+@needs_math_verify
+def test_the_processes_end_with_the_one_that_started_them(tmp_path):
+    code = """
+import os, signal, psutil
+from rl2.rewards.maths import same_maths
+assert same_maths("y+x", "x+y")
+print(*[child.pid for child in psutil.Process().children()], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = run("-c", code, check=False)
+    assert done.returncode == -signal.SIGKILL
+    [pid] = map(int, done.stdout.split())
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_without_math_verify_a_sentence_says_how_to_install_it(monkeypatch):
+    """At the first call, so that the trial of the env file tells it before a model loads."""
+    maths._check_math_verify.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'rl2\[rewards\]'"):
+        same_maths(None, "3")
+    assert same_number("3", "3")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        last_boxed,
+        last_tagged,
+        is_think_answer,
+        number,
+        quantity,
+        lambda text: same_choice(text, "B"),
+        lambda text: same_text(text, "B"),
+    ],
+)
+@pytest.mark.parametrize(
+    "token",
+    ["\\boxed{", "<answer>", "</answer>", "<think>", "1", ",", "1,111", "{", "\\", " ", "$", "or "],
+)
+def test_a_reply_of_one_repeated_token_is_read_in_linear_time(function, token):
+    """Policies that collapse write such replies."""
+    start = time.process_time()
+    for end in ("", "x}", "</answer>", "7"):
+        function(token * 20_000 + end)
+    assert time.process_time() - start < 1.0
