@@ -104,8 +104,8 @@ def same_maths(field: str | None, answer: str, cpu_seconds: float = 2.0) -> bool
     r"""Whether a field of LaTeX means the same as the answer: 2(x + 1) is 2x+2.
 
     Equal spellings and numbers are compared here, all others by the package math-verify, which runs
-    in processes of its own. A comparison that takes more than `cpu_seconds` or MAX_BYTES ends its
-    process, and the field is wrong. Any thread and process may call this.
+    in processes of its own. A field whose comparison takes more than `cpu_seconds` or MAX_BYTES is
+    wrong. Any thread and process may call this. ModuleNotFoundError without math-verify.
     """
     _check_math_verify()
     if field is None or len(field) > len(answer) + MAX_CHARACTERS:
@@ -137,7 +137,10 @@ def _check_math_verify() -> None:
 
 @lru_cache(CACHE_SIZE)
 def _ask_math_verify(request: str) -> bool:
-    """The verdict on a request, a line of JSON. Equal requests are asked once."""
+    """The verdict on a request: the field, the answer and cpu_seconds as a line of JSON.
+
+    Equal requests are asked once.
+    """
     return _pool(os.getpid()).submit(_ask_process, request).result()
 
 
@@ -168,6 +171,7 @@ def _ask_process(request: str) -> bool:
 
 
 def _start_process() -> subprocess.Popen[str]:
+    """A process that runs serve(). It ends when this process does, since its stdin ends then."""
     path = f"import sys; sys.path[:] = {list(map(str, sys.path))}"
     process = subprocess.Popen(
         [sys.executable, "-c", f"{path}; from rl2.rewards import maths; maths.serve()"],
@@ -204,7 +208,7 @@ def serve() -> None:
     with suppress(OSError, ValueError):  # not every system has this limit
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     print("ready", file=verdicts)
-    # What the parser prints is no verdict.
+    # From here on, what the parser prints is neither a verdict nor a message of the run.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.dup2(nowhere, sys.stderr.fileno())
