@@ -2,6 +2,7 @@
 
 import json
 import signal
+import textwrap
 
 import pytest
 from common import make_model, run
@@ -22,13 +23,22 @@ def test_signals_full_disks_and_a_port_in_use(folder):
 
 
 def test_a_crash_in_native_code_prints_where_it_was(tmp_path):
-    crash = "def crash():\n    ctypes.string_at(0)\n"
-    script = f"import ctypes\nfrom rl2.signals import guard\n{crash}with guard(0):\n    crash()\n"
-    (tmp_path / "crash.py").write_text(script)
+    script = """
+        import ctypes, resource
+        from rl2.signals import guard
+
+        def crash():
+            ctypes.string_at(0)
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with guard(0):
+            crash()
+    """
+    (tmp_path / "crash.py").write_text(textwrap.dedent(script))
     done = run(tmp_path / "crash.py", check=False)
     assert done.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in done.stderr
-    assert 'crash.py", line 4 in crash' in done.stderr
+    assert 'crash.py", line 6 in crash' in done.stderr
 
 
 def test_the_watchdog_and_a_lost_rank(folder):
