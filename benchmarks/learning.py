@@ -216,7 +216,7 @@ def run_rl2(task: Task, algorithm: str, seed: int, model: str, folder: Path) -> 
         "sampled_tokens": meter.num_sampled,
         "cpu_seconds": cpu_seconds[-1],
         **curve_to_mark(right, cpu_seconds),
-        "keys": arguments[2:],
+        "keys": [argument for argument in arguments if os.sep not in argument],  # without paths
     }
 
 
