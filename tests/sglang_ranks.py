@@ -16,7 +16,7 @@ from fake_sglang import FlattenedTensorBucket, install
 from rl2.engine import sglang
 from rl2.engine.base import EngineSettings
 from rl2.memory_plan import Plan
-from rl2.parallel.mesh import COLLECTIVE_TIMEOUT, init_distributed
+from rl2.parallel.mesh import COLLECTIVE_TIMEOUT, all_gather_objects, init_distributed
 
 GIB = 2**30
 
@@ -181,6 +181,15 @@ def check_share(name, device):
         assert "actor.offload_optimizer=true" in str(error)
     else:
         raise AssertionError("the weights of SGLang have no room")
+
+
+def check_ports(name, device):
+    """No connection of another program gets a rank's ports before SGLang listens there."""
+    ports = sglang._free_ports(2)
+    all_ports = [port for of_rank in all_gather_objects(ports) for port in of_rank]
+    assert len(set(all_ports)) == 2 * dist.get_world_size()
+    first_of_connections = 32_768  # the default of Linux
+    assert max(all_ports) < first_of_connections, all_ports
 
 
 if __name__ == "__main__":

@@ -22,3 +22,7 @@ def test_an_engine_of_one_rank(name, check):
 
 def test_training_waits_for_the_memory_of_its_own_gpu(name):
     launch(2, ROOT / "tests/sglang_ranks.py", "release", name, "cuda:0")
+
+
+def test_ports_are_outside_the_range_of_connections(name):
+    launch(2, ROOT / "tests/sglang_ranks.py", "ports", name, "cpu")

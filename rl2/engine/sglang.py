@@ -17,7 +17,9 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from multiprocessing import current_process
+from random import SystemRandom
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,7 @@ from rl2.progress import mark
 BUCKET_SIZE_BYTES = 2**29  # weights that travel together
 SECONDS_TO_SEND = 0.001  # in which a request leaves this process; its answer is read later
 SECONDS_BETWEEN_MARKS = 5.0  # while a request is in flight
+PORTS = range(10_000, 32_768)  # which Linux and macOS give to no connection by default
 SECONDS_TO_RELEASE = 60.0  # between the release of the first scheduler's memory and the last one's
 SECONDS_BETWEEN_LOOKS = 0.01  # at the free memory meanwhile
 RELEASED_SHARE = 0.95  # of the first scheduler's memory: the others have a little more or less
@@ -466,14 +469,21 @@ def _nccl_variables() -> dict[str, str]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Free ports, different on every rank: sockets stay bound until every rank has its ports."""
-    sockets = [socket.socket() for _ in range(count)]
-    for bound in sockets:
-        bound.bind(("127.0.0.1", 0))
-    ports = [bound.getsockname()[1] for bound in sockets]
-    dist.barrier()
-    for bound in sockets:
-        bound.close()
+    """Free ports, different on every rank: sockets stay bound until every rank has its ports.
+
+    SGLang binds them many seconds later. They are below the ports that the system gives to
+    connections in the meantime.
+    """
+    ports: list[int] = []
+    with ExitStack() as stack:
+        for port in SystemRandom().sample(PORTS, len(PORTS)):
+            candidate = stack.enter_context(socket.socket())
+            with suppress(OSError):  # it is in use
+                candidate.bind(("", port))
+                ports.append(port)
+            if len(ports) == count:
+                break
+        dist.barrier()
     return ports
 
 
