@@ -17,9 +17,10 @@ from rl2.config.schema import PPOConfig
 from rl2.engine.base import SamplingParams
 from rl2.parallel.mesh import init_distributed
 from rl2.report.health import Health
+from rl2.rewards.text import overlong_score
 from rl2.rollout.collect import Queue
 from rl2.rollout.stats import mask_truncated, summarise, training_samples
-from rl2.rollout.trajectory import Trajectory, overlong_reward
+from rl2.rollout.trajectory import Trajectory
 
 SOME = [0.0, 1.0]  # rollout.filter: some answers are right and some are wrong
 
@@ -239,8 +240,8 @@ def test_solved_prompts_are_left_out_of_later_epochs_until_none_is_left(tmp_path
 def test_the_overlong_part_is_the_formula_of_dapo(tmp_path):
     """Equation 13 with a limit of 20 tokens and a buffer of 4: 0 up to 16, -1 at 20."""
     lengths = [1, 16, 17, 18, 20]
-    assert [overlong_reward(n, 20, 4, 1.0) for n in lengths] == [0, 0, -0.25, -0.5, -1]
-    assert overlong_reward(18, 20, 4, 0.4) == -0.2
+    assert [overlong_score(n, 20, 4) for n in lengths] == [0, 0, -0.25, -0.5, -1]
+    assert 0.4 * overlong_score(18, 20, 4) == -0.2
     params = SamplingParams(max_new_tokens=20, stop_token_ids=(2,))
     options = {"overlong_buffer": 4, "overlong_penalty": 0.4, "params": params}
     collector = make_collector(tmp_path, [1, 2], {}, 2, filter=SOME, max_refills=1, **options)

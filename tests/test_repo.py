@@ -202,7 +202,16 @@ ALLOWED = {
         "rollout",
         "run_folder",
     },
-    "rollout": {"rollout", "algorithms", "batch", "data", "engine.base", "env", "parallel.mesh"},
+    "rollout": {
+        "rollout",
+        "algorithms",
+        "batch",
+        "data",
+        "engine.base",
+        "env",
+        "parallel.mesh",
+        "rewards.text",
+    },
     "run_lock": set(),
     "checkpoints": {"parallel.mesh", "error_report"},
     # It compares configs, and the files that they name.

@@ -74,7 +74,7 @@ def length_score(length: float, target: float) -> float:
 
 def overlong_score(num_tokens: int, max_tokens: int, buffer: int) -> float:
     """DAPO's penalty of a long reply: 0.0 up to `buffer` tokens below `max_tokens`, then falling in
-    a line to -1.0 at `max_tokens` (arXiv:2503.14476)."""
+    a line to -1.0 at `max_tokens` (arXiv:2503.14476, equation 13)."""
     return max(-1.0, min(0.0, (max_tokens - buffer - num_tokens) / buffer))
 
 

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from rl2.data.examples import Example, Examples
 from rl2.engine.base import SamplingParams
 from rl2.parallel.mesh import all_gather_objects, gather_objects
+from rl2.rewards.text import overlong_score
 from rl2.rollout.stats import to_records
 from rl2.rollout.trajectory import (
     Group,
@@ -23,7 +24,6 @@ from rl2.rollout.trajectory import (
     Trajectory,
     begin_group,
     mean_reward,
-    overlong_reward,
     place_reward,
 )
 
@@ -295,9 +295,8 @@ class Collector:
         for trajectory in trajectories:
             if trajectory.finish_reason == "failed":
                 continue
-            trajectory.rewards["overlong"] = overlong_reward(
-                trajectory.longest_turn, longest, buffer, self.rules.overlong_penalty
-            )
+            score = overlong_score(trajectory.longest_turn, longest, buffer)
+            trajectory.rewards["overlong"] = self.rules.overlong_penalty * score
             if not trajectory.is_filtered:
                 place_reward(trajectory)
 

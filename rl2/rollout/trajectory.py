@@ -12,7 +12,7 @@ from typing import Any
 from rl2.batch import Sample
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import Example
-from rl2.engine.base import Engine, Generation, SamplingParams
+from rl2.engine.base import Engine, Generation, SamplingParams, Seed
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures
 
@@ -152,16 +152,6 @@ def place_reward(trajectory: Trajectory) -> None:
     last_sample.rewards[last_token] = trajectory.reward
 
 
-def overlong_reward(length: int, longest: int, buffer: int, penalty: float) -> float:
-    """The soft overlong punishment of DAPO (arXiv:2503.14476, equation 13) for `length` tokens.
-
-    It is 0 up to `longest` - `buffer` tokens and falls from there linearly to -`penalty` at
-    `longest`.
-    """
-    excess = length - (longest - buffer)
-    return -penalty * min(max(excess / buffer, 0.0), 1.0)
-
-
 @dataclass
 class Player:
     """Plays trajectories on one process. Any number of them may be played at a time."""
@@ -188,7 +178,7 @@ class Player:
         self,
         trajectory: Trajectory,
         params: SamplingParams,
-        seed: tuple[int, ...],
+        seed: Seed,
         key: Hashable,
     ) -> None:
         """Plays on from where the trajectory stands, to its end or until the player pauses.
@@ -223,7 +213,7 @@ class Player:
         self,
         trajectory: Trajectory,
         params: SamplingParams,
-        seed: tuple[int, ...],
+        seed: Seed,
         key: Hashable,
     ) -> str:
         """One turn of the assistant, unless it is aborted, and the environment's answer to it.
@@ -249,7 +239,7 @@ class Player:
         return "" if fits else "length"
 
     async def _generate(
-        self, trajectory: Trajectory, params: SamplingParams, seed: tuple[int, ...]
+        self, trajectory: Trajectory, params: SamplingParams, seed: Seed
     ) -> Generation:
         """Samples the rest of a turn and appends it. A paused turn keeps its earlier tokens."""
         sample = trajectory.samples[-1]
