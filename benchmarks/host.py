@@ -37,7 +37,7 @@ from rl2.data.examples import Example
 from rl2.packing import pack, plan_micro_batches
 from rl2.report import loggers
 from rl2.rollout import collect
-from rl2.rollout.stats import summarise, to_records, training_samples
+from rl2.rollout.stats import summarise, summarise_groups, to_records, training_samples
 from rl2.rollout.trajectory import append_tokens, begin_group, place_reward
 from rl2.run_folder import RunFolder
 from rl2.trainer.ppo import add_advantages
@@ -216,6 +216,7 @@ def run_step(meter, arguments, config, played, folder):
         release_freed_memory()
     with meter.phase("summarise"):
         summarise(trajectories, 0)
+        summarise_groups(trajectories)
     num_tokens = sum(PROMPT_TOKENS + t.versions[0][1] for t in trajectories)
     if arguments.critic:
         batch.ref_logps = infer(meter, arguments, batch, "reference")

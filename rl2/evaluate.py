@@ -54,7 +54,6 @@ class Evaluator:
             answers = self._extract_answers(trajectories)
             self.collector.write_records(split, step, to_records(trajectories))
             metrics[name] = summarise(trajectories, version)
-            del metrics[name]["rollout/zero_variance"]  # which is of groups that are trained
             metrics[name] |= measure_samples(trajectories, self.num_samples, answers)
         return with_names(metrics)
 

@@ -19,7 +19,7 @@ from rl2.parallel.mesh import init_distributed
 from rl2.report.health import Health
 from rl2.rewards.text import overlong_score
 from rl2.rollout.collect import Queue
-from rl2.rollout.stats import mask_truncated, summarise, training_samples
+from rl2.rollout.stats import mask_truncated, summarise, summarise_groups, training_samples
 from rl2.rollout.trajectory import Trajectory
 
 SOME = [0.0, 1.0]  # rollout.filter: some answers are right and some are wrong
@@ -56,7 +56,7 @@ def test_groups_outside_the_filter_are_replaced_in_the_order_of_the_prompts(
     assert collector.prompts.rows_done == 6, "the next step begins behind the last group it took"
     samples = training_samples(trajectories)
     assert {sample.group for sample in samples} == {1, 3, 5} and len(samples) == 6
-    metrics = summarise(trajectories, 0)
+    metrics = summarise(trajectories, 0) | summarise_groups(trajectories)
     assert (metrics["rollout/filtered"], metrics["rollout/groups"]) == (0.5, 3)
     assert metrics["reward/mean"] == 7 / 12, "of all groups that were played"
     trajectories = collector.collect(2)
@@ -116,7 +116,7 @@ def test_when_the_refills_are_used_up_the_step_trains_what_it_has_and_says_so(tm
     trajectories = collector.collect(1)
     assert rows_of(trajectories) == ([2], [0, 1, 3])
     assert collector.prompts.rows_done == 4
-    metrics = summarise(trajectories, 0)
+    metrics = summarise(trajectories, 0) | summarise_groups(trajectories)
     update = {"step": 1, "actor/lr": 0.1, "actor/grad_norm": 1.0, "rollout/zero_variance": 0.0}
     health = Health(tmp_path, make_config(max_refills=1), 0)
     (sentence,) = health.check(metrics | update)
@@ -133,7 +133,8 @@ def test_an_env_whose_groups_are_all_equal_ends_the_run_in_words(tmp_path):
         assert rows_of(trajectories) == ([], [0, 1]) and len(trajectories) == 12
         batch = collate(training_samples(trajectories))
         assert batch.mask.shape == (1, 1) and not batch.mask.any()
-        sentences = health.check(summarise(trajectories, 0) | update | {"step": step})
+        metrics = summarise(trajectories, 0) | summarise_groups(trajectories)
+        sentences = health.check(metrics | update | {"step": step})
         if step < 3:
             health.stop_if_diverged()
         if step == 1:

@@ -28,7 +28,7 @@ from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout import collect
 from rl2.rollout.collect import Collector, RolloutRules
-from rl2.rollout.stats import summarise, to_records, training_samples
+from rl2.rollout.stats import summarise, summarise_groups, to_records, training_samples
 from rl2.rollout.trajectory import Group, Player, Trajectory, begin_group
 
 PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,))
@@ -605,11 +605,11 @@ def test_the_fraction_of_groups_of_equal_rewards():
             trajectories.append(
                 Trajectory(number, group, [], rewards=parts or {}, finish_reason=reason)
             )
-    assert summarise(trajectories, 0)["rollout/zero_variance"] == pytest.approx(3 / 4)
+    assert summarise_groups(trajectories)["rollout/zero_variance"] == pytest.approx(3 / 4)
     for trajectory in trajectories:
         trajectory.is_filtered = trajectory.group != 1
-    assert summarise(trajectories, 0)["rollout/zero_variance"] == 0
-    assert summarise(trajectories[-2:], 0)["rollout/zero_variance"] == 1  # no group is left
+    assert summarise_groups(trajectories)["rollout/zero_variance"] == 0
+    assert summarise_groups(trajectories[-2:])["rollout/zero_variance"] == 1  # no group is left
 
 
 def test_a_record_has_the_columns_of_its_row():

@@ -42,11 +42,22 @@ def summarise(trajectories: list[Trajectory], version: int) -> dict[str, float]:
         "rollout/truncated": _mean(t.finish_reason == "length" for t in trajectories),
         "rollout/failed": _mean(t.finish_reason == "failed" for t in trajectories),
         "rollout/turns": _mean(t.num_turns for t in trajectories),
-        "rollout/zero_variance": _equal_group_fraction(trajectories),
         "rollout/staleness": _total_lag(trajectories, version) / max(1, num_sampled),
         "tokens/sampled": num_sampled,
-        **_filter_metrics(trajectories),
     }
+
+
+def summarise_groups(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Metrics of the groups of a training step: the fraction that teaches nothing, and with
+    rollout.filter how many it left.
+    """
+    metrics = {"rollout/zero_variance": _equal_group_fraction(trajectories)}
+    is_filtered = {t.group: t.is_filtered for t in trajectories if t.is_filtered is not None}
+    if is_filtered:
+        num_filtered = sum(is_filtered.values())
+        metrics["rollout/filtered"] = num_filtered / len(is_filtered)
+        metrics["rollout/groups"] = len(is_filtered) - num_filtered
+    return metrics
 
 
 def _equal_group_fraction(trajectories: list[Trajectory]) -> float:
@@ -61,18 +72,6 @@ def _equal_group_fraction(trajectories: list[Trajectory]) -> float:
             # In the batch, 0.1 + 0.2 is 0.3.
             rewards[trajectory.group].add(np.float32(trajectory.reward))
     return _mean(len(values) == 1 for values in rewards.values()) if rewards else 1.0
-
-
-def _filter_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """How many groups rollout.filter left; none without a filter."""
-    is_filtered = {t.group: t.is_filtered for t in trajectories if t.is_filtered is not None}
-    if not is_filtered:
-        return {}
-    num_filtered = sum(is_filtered.values())
-    return {
-        "rollout/filtered": num_filtered / len(is_filtered),
-        "rollout/groups": len(is_filtered) - num_filtered,
-    }
 
 
 def _reward_metrics(trajectories: list[Trajectory]) -> dict[str, float]:

@@ -15,7 +15,13 @@ from rl2.config.by_name import argument_names, call_by_name, choose_function, fi
 from rl2.config.conditions import estimator_inputs
 from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig, RolloutWorkerConfig
 from rl2.model.token_model import TokenScores
-from rl2.rollout.stats import mask_truncated, summarise, to_records, training_samples
+from rl2.rollout.stats import (
+    mask_truncated,
+    summarise,
+    summarise_groups,
+    to_records,
+    training_samples,
+)
 from rl2.trainer.build import PPORun, run_trainer
 from rl2.trainer.recorder import is_due
 
@@ -42,7 +48,7 @@ def train(run: PPORun) -> None:
         with recorder.phase("rollout"):
             trajectories = run.collect(step)
             batch = collate(training_samples(trajectories))
-        metrics = summarise(trajectories, run.actor.version)
+        metrics = summarise(trajectories, run.actor.version) | summarise_groups(trajectories)
 
         with recorder.phase("infer"):
             add_scores(batch, run, temperature)
