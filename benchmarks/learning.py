@@ -298,17 +298,15 @@ def run_trl(task: Task, seed: int, model: str, folder: Path) -> dict:
     start = time.process_time()
     trainer.train()
     log = [entry for entry in trainer.state.log_history if "reward" in entry]
-    num_answers = PROMPTS * SAMPLES // UPDATES  # of an entry
-    sampled = sum(entry["completions/mean_length"] * num_answers for entry in log)
-    shares = [entry["rewards/right/mean"] for entry in log]
-    steps = range(0, len(shares), UPDATES)
-    step_shares = [sum(shares[i : i + UPDATES]) / UPDATES for i in steps]
+    # Only the first of a step's updates has rewards in the log: those of all answers.
+    sampled = sum(entry["completions/mean_length"] * PROMPTS * SAMPLES for entry in log)
+    right_shares = [entry["rewards/right/mean"] for entry in log]
     return {
         "before": before,
         "accuracy": greedy_accuracy(trainer, test_rows, score),
         "sampled_tokens": round(sampled),
         "cpu_seconds": cpu_seconds[-1],
-        **curve_to_mark(step_shares, cpu_seconds[UPDATES - 1 :: UPDATES]),
+        **curve_to_mark(right_shares, cpu_seconds[UPDATES - 1 :: UPDATES]),
     }
 
 
