@@ -1,6 +1,12 @@
-"""Questions whose answer is one number.
+r"""Questions whose answer is one number.
 
 Row: {"messages": [...], "answer": 7}. The answer is a number or its text, such as "1,234".
+
+One step on a CPU, with a small model in the folder MODEL:
+
+    python -m rl2.trainer.ppo rollout.env_path=arithmetic data.path=examples/rows/arithmetic.jsonl \
+        actor.model_name=MODEL trainer.max_steps=1 data.prompts_per_rollout=3 \
+        data.responses_per_prompt=2 rollout.train_sampling_params.max_new_tokens=32
 """
 
 import re

@@ -4,6 +4,12 @@ Row: {"messages": [...], "answer": "\\frac{\\pi}{2}"}. The answer is LaTeX.
 
 The package math-verify compares the answers, so 2x + 1 is 1 + 2x: pip install 'rl2[rewards]'. The
 prompt should ask for the box, as rl2.rewards.text.BOXED_PROMPT does.
+
+One step on a CPU, with a small model in the folder MODEL:
+
+    python -m rl2.trainer.ppo rollout.env_path=boxed data.path=examples/rows/boxed.jsonl \
+        actor.model_name=MODEL trainer.max_steps=1 data.prompts_per_rollout=3 \
+        data.responses_per_prompt=2 rollout.train_sampling_params.max_new_tokens=32
 """
 
 from rl2.rewards.maths import MAX_CHARACTERS, number, one_spelling, same_maths

@@ -1,26 +1,45 @@
-"""A calculator as a tool, for rollout.max_turns > 1.
+r"""Arithmetic with a calculator as a tool, for rollout.max_turns > 1.
 
-Row: {"messages": [...], "answer": 27}. The answer is a number or its text, such as "1,234".
+Row: {"messages": [...], "answer": 27}. The answer is a number or its text, such as "1,234". The
+model writes it into <answer></answer> when it has called the tool as often as it likes.
 
-The model writes <calc>3*(4+5)</calc> and the next message tells it 27. The prompt should explain
-this, for instance: "You may write <calc>3*(4+5)</calc> and will be given the value. When you know
-the answer, reply with it alone."
+A chat template with tools shows the model how to call them. The system prompt of the rows that this
+file writes shows it too, for templates without tools. Their products of large numbers are too hard
+for a small model's head:
 
-Results come in a message with the role "tool". If a chat template does not have that role, rl2
-sends the message with the role "user".
+    python envs/calculator.py rows 1000 train.jsonl
+
+A model that has never called a tool earns nothing, and so learns nothing. These conversations with
+calls, and with the same system prompt, teach rl2.trainer.sft the form. Their questions differ from
+those of `rows` with another seed:
+
+    python envs/calculator.py conversations 300 sft.jsonl --seed 1
+
+One step on a CPU, with a small model in the folder MODEL:
+
+    python -m rl2.trainer.ppo rollout.env_path=calculator data.path=examples/rows/calculator.jsonl \
+        actor.model_name=MODEL trainer.max_steps=1 data.prompts_per_rollout=3 \
+        data.responses_per_prompt=2 rollout.train_sampling_params.max_new_tokens=48 \
+        rollout.max_turns=3
 """
 
+import argparse
 import ast
+import json
 import operator
-import re
-from fractions import Fraction
+import random
 
-CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
-# Digits, which may have thousands separators, decimals and a minus sign. The minus of a difference
-# is not a sign: 5-3 has the numbers 5 and 3.
-NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
-MAX_CHARACTERS = 200  # of an expression or a number
+from rl2.rewards.maths import same_number
+from rl2.rewards.text import last_tagged
+
+MAX_CHARACTERS = 200  # of an expression
 MAX_POWER_BITS = 1024  # 9**9**9 would run for ever
+CALL = '<tool_call>{{"name": "calculate", "arguments": {{"expression": "{}"}}}}</tool_call>'
+SYSTEM_PROMPT = (
+    f"You have a calculator. To use it, write {CALL.format('3*(4+5)')} and end your turn: the next "
+    "message has the value. When you know the answer, write <answer>27</answer>."
+)
+FORMS = ("{} * {}", "{} * {} + {}", "({} + {}) * {}", "{} * {} - {}")  # of the questions in rows
 
 OPERATORS = {  # power is apart, since it has a limit
     ast.Add: operator.add,
@@ -34,38 +53,30 @@ OPERATORS = {  # power is apart, since it has a limit
 }
 
 
-def interact(messages):
-    """One message with a line for each call of the last turn. No call ends the conversation."""
-    text, _ = split_behind_calls(messages[-1]["content"])
-    calls = CALL.findall(text)
-    if not calls:
-        return []
-    results = [calculate(expression) for expression in calls]
-    return [{"role": "tool", "content": "\n".join(results)}]
+class make_env:
+    """The tools of a trajectory."""
+
+    def calculate(self, expression: str) -> str:
+        """Calculates the value of an arithmetic expression.
+
+        Args:
+            expression: numbers with + - * / // % ** and parentheses, such as 3*(4+5)
+        """
+        return evaluate_text(str(expression))
 
 
 def reward_fn(messages, answer):
-    """1.0 if the last number in the last reply, outside of calls, equals the answer, else 0.0."""
+    """1.0 if the last <answer></answer> of the last reply is the answer, else 0.0."""
+    return float(same_number(extract(messages), answer))
+
+
+def extract(messages):
+    """The text of the last <answer></answer> of the model's last turn, or None."""
     replies = [message["content"] for message in messages if message["role"] == "assistant"]
-    text, rest = split_behind_calls(replies[-1])
-    numbers = NUMBER.findall(CALL.sub("", text) + rest)
-    if not numbers or len(numbers[-1]) > MAX_CHARACTERS:
-        return 0.0
-    return float(exact_value(numbers[-1]) == exact_value(answer))
+    return last_tagged(replies[-1])
 
 
-def split_behind_calls(text):
-    """The text up to the last closing tag, in which the time of CALL is linear, and the rest."""
-    head, closing_tag, rest = text.rpartition("</calc>")
-    return head + closing_tag, rest
-
-
-def exact_value(number):
-    """The exact value of a number or of its text: exact_value("1,234.5") == 1234.5."""
-    return Fraction(str(number).replace(",", ""))
-
-
-def calculate(expression):
+def evaluate_text(expression):
     """The text of the expression's value, or of what is wrong with the expression."""
     if len(expression) > MAX_CHARACTERS:
         return f"error: the expression is longer than {MAX_CHARACTERS} characters"
@@ -101,3 +112,44 @@ def power(base, exponent):
     if base < 0 and isinstance(exponent, float):
         raise ValueError("the root of a negative number")
     return base**exponent
+
+
+def make_row(generator):
+    """A question, as a row of the trainer."""
+    form = generator.choice(FORMS)
+    numbers = [generator.randint(100, 9999) for _ in range(form.count("{}"))]
+    expression = form.format(*numbers)
+    messages = [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": f"What is {expression}?"},
+    ]
+    return {"messages": messages, "answer": evaluate_text(expression), "expression": expression}
+
+
+def make_conversation(generator):
+    """A question that is solved with the tool."""
+    row = make_row(generator)
+    replies = [
+        {"role": "assistant", "content": CALL.format(row["expression"])},
+        {"role": "tool", "name": "calculate", "content": row["answer"]},
+        {"role": "assistant", "content": f"<answer>{row['answer']}</answer>"},
+    ]
+    return {"messages": row["messages"] + replies}
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Writes arithmetic for the calculator.")
+    parser.add_argument("command", choices=["rows", "conversations"])
+    parser.add_argument("count", type=int)
+    parser.add_argument("file", help="JSON lines")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    make = make_row if arguments.command == "rows" else make_conversation
+    generator = random.Random(arguments.seed)
+    with open(arguments.file, "w", encoding="utf-8") as file:
+        for _ in range(arguments.count):
+            file.write(json.dumps(make(generator)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

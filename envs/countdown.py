@@ -1,18 +1,21 @@
-"""Countdown: make a target from given numbers with + - * / and parentheses.
+r"""Countdown: make a target from given numbers with + - * / and parentheses.
 
 Row: {"messages": [...], "answer": 24, "numbers": [1, 2, 3, 4]}. The answer is the target.
 
 The prompt should say that the expression goes into <answer></answer>, and that each number must be
-used exactly once.
+used exactly once. One step on a CPU, with a small model in the folder MODEL:
+
+    python -m rl2.trainer.ppo rollout.env_path=countdown data.path=examples/rows/countdown.jsonl \
+        actor.model_name=MODEL trainer.max_steps=1 data.prompts_per_rollout=3 \
+        data.responses_per_prompt=2 rollout.train_sampling_params.max_new_tokens=32
 """
 
 import ast
 import operator
-import re
 from fractions import Fraction
 
-# Applied to a text that ends with a closing tag, since its time is linear only there.
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+from rl2.rewards.text import last_tagged
+
 MAX_CHARACTERS = 200  # of an expression
 OPERATORS = {
     ast.Add: operator.add,
@@ -46,11 +49,8 @@ def reward_fn(messages, answer, numbers):
 
 def extract(messages):
     """The text of the last <answer></answer> of the reply, or None."""
-    text, closing_tag, _ = messages[-1]["content"].rpartition("</answer>")
-    expressions = ANSWER.findall(text + closing_tag)
-    if not expressions or len(expressions[-1]) > MAX_CHARACTERS:
-        return None
-    return expressions[-1].strip()
+    field = last_tagged(messages[-1]["content"])
+    return None if field is None or len(field) > MAX_CHARACTERS else field
 
 
 def evaluate(node, used_numbers):

@@ -1,9 +1,15 @@
-"""Word problems whose answer is a number behind ####, as in the solutions of GSM8K.
+r"""Word problems whose answer is a number behind ####, as in the solutions of GSM8K.
 
 Row: {"messages": [...], "answer": "72"}. The answer is a number, its text, or a solution that ends
 in "#### 72", as the data set has it.
 
 The prompt should ask for it, for instance: "Reason step by step, then write the number after ####."
+
+One step on a CPU, with a small model in the folder MODEL:
+
+    python -m rl2.trainer.ppo rollout.env_path=gsm8k data.path=examples/rows/gsm8k.jsonl \
+        actor.model_name=MODEL trainer.max_steps=1 data.prompts_per_rollout=3 \
+        data.responses_per_prompt=2 rollout.train_sampling_params.max_new_tokens=32
 """
 
 from rl2.rewards.maths import quantity, same_number

@@ -63,7 +63,7 @@ class Evaluator:
         The first process has the conversations, so it makes all calls.
         """
         player = self.collector.player
-        if player.env.extract_fn is None or self.num_samples == 1:
+        if "extract" not in player.env.functions or self.num_samples == 1:
             return None
 
         async def extract(trajectory: Trajectory) -> str | None:

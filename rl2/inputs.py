@@ -113,7 +113,7 @@ def _read_env(inputs: Inputs, config: PPOConfig) -> None:
             rollout.env_concurrency,
             rollout.env_isolation,
         )
-        inputs.warnings = preflight(inputs.env, inputs.rows, rollout.max_turns)
+        inputs.warnings = preflight(inputs.env, inputs.rows, rollout.max_turns, rollout.partial)
     except ValueError as error:
         inputs.problems["rollout.env_path"] = str(error)
 

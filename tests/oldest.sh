@@ -15,5 +15,5 @@ if ! grep -qxF "$fingerprint" "$env/installed" 2>/dev/null; then
     pip -e ".[test]"
     echo "$fingerprint" >"$env/installed"
 fi
-files=(tests/test_{model,chat,templates,data,engine,worker,lora,checkpoint,rollout,trainer,examples}.py)
+files=(tests/test_{model,chat,templates,data,engine,worker,lora,checkpoint,rollout,env_objects,trainer,examples}.py)
 OMP_NUM_THREADS=1 "$env/bin/python" -m pytest -x -q --durations=10 "${files[@]}" "$@"

@@ -98,9 +98,9 @@ def make_collector(folder, num_right, seconds, batch_size, **options) -> Collect
     env = load_env(env_file, 5)
     end = env.end
 
-    def end_and_note(key):
+    async def end_and_note(key):
         engine.ended_keys.append(key)
-        end(key)
+        await end(key)
 
     env.end = end_and_note
     own = ("params", "num_steps", "deterministic")

@@ -784,5 +784,6 @@ def test_tools_that_the_template_ignores_warn(capsys):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TURNS
     make_prompts(rows, tokenizer=tokenizer)
-    words = "warning: column 'tools' is not shown: the model's chat template ignores tools\n"
+    words = "warning: tools are not shown: the model's chat template ignores them. "
+    words += "Describe them in the prompt\n"
     assert capsys.readouterr().out == words

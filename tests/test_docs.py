@@ -177,6 +177,9 @@ def metrics_of_losses() -> set[str]:
     return found
 
 
+NO_METRICS = {"application/json", "chat/completions"}  # of HTTP
+
+
 def metrics_of_code() -> set[str]:
     """The metrics that a simple reading of the code finds.
 
@@ -193,7 +196,7 @@ def metrics_of_code() -> set[str]:
                 found |= {f"time/{text}" for text in string_constants(node)}
     worker = importlib.import_module("rl2.worker")
     found |= {field.name for field in fields(worker.UpdateResult)} - {"metrics"}
-    return found
+    return found - NO_METRICS
 
 
 def test_the_glossary_has_the_metrics_of_the_code():

@@ -21,6 +21,7 @@ from rl2.env import load as env_load
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures, find_env_file
 from rl2.env.load import load_env
+from rl2.env.tools import ToolCall
 
 CONCURRENCY = 32  # the default
 ENVS = Path(__file__).resolve().parent.parent / "envs"
@@ -265,7 +266,7 @@ def test_hung_calls_do_not_keep_the_process_from_exiting(tmp_path):
     code = (
         "import asyncio, sys\nfrom rl2.env.contract import EnvError\n"
         "from rl2.env.load import load_env\nenv = load_env(sys.argv[1], 0.1)\n"
-        "for call in (env.score, env.interact):\n"
+        "for call in (env.score, env.answer):\n"
         "    try:\n        asyncio.run(call([], {}))\n"
         "    except EnvError:\n        print('failed')"
     )
@@ -277,7 +278,7 @@ def test_hung_calls_do_not_keep_the_process_from_exiting(tmp_path):
 def test_interact_returns_messages_of_its_own():
     kept = [{"role": "tool", "content": "5"}]
     env = Env(lambda messages: 0, lambda messages, level: kept)
-    result = asyncio.run(env.interact(REPLY, ROW))
+    result = asyncio.run(env.answer(REPLY, ROW)).messages
     kept[0]["content"] = "changed"
     assert result == [{"role": "tool", "content": "5"}]
 
@@ -298,7 +299,7 @@ def test_interact_returns_messages_of_its_own():
 def test_bad_messages_are_an_env_error(value):
     env = Env(lambda messages: 0, lambda messages: value)
     with pytest.raises(EnvError, match="interact: "):
-        asyncio.run(env.interact(REPLY, ROW))
+        asyncio.run(env.answer(REPLY, ROW))
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
@@ -321,7 +322,7 @@ def test_an_extract_that_gives_no_text_is_an_env_error(value):
 def test_an_extract_without_messages_is_the_files_own(tmp_path):
     text = "def extract(text): return text\ndef reward_fn(messages): return len(extract('ab'))"
     env = load(tmp_path, text)
-    assert env.extract_fn is None and score(env) == {"reward": 2.0}
+    assert "extract" not in env.functions and score(env) == {"reward": 2.0}
 
 
 def test_preflight_tries_extract(tmp_path):
@@ -722,13 +723,9 @@ def calculator():
         ("", 0, 0.0),
     ],
 )
-def test_arithmetic_reward(arithmetic, calculator, reply, answer, reward):
+def test_arithmetic_reward(arithmetic, reply, answer, reward):
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}]
-    assert (
-        arithmetic.reward_fns["reward_fn"](messages, answer)
-        == calculator.reward_fns["reward_fn"](messages, answer)
-        == reward
-    )
+    assert arithmetic.reward_fns["reward_fn"](messages, answer) == reward
 
 
 @pytest.mark.parametrize(
@@ -756,38 +753,49 @@ def test_arithmetic_reward(arithmetic, calculator, reply, answer, reward):
     ],
 )
 def test_calculator_answers_a_call(calculator, expression, result):
-    messages = [{"role": "assistant", "content": f"Let me see: <calc>{expression}</calc>"}]
-    [message] = asyncio.run(calculator.interact(messages, ROW))
+    [message] = call_calculator(calculator, {"expression": expression})
     assert message["role"] == "tool" and message["content"].startswith(result)
     if not result.startswith("error"):
         assert message["content"] == result
 
 
-def test_calculator_answers_all_calls_in_one_message_and_ends_without(calculator):
-    two = [{"role": "assistant", "content": "<calc>1+1</calc> and <calc>2+\n2</calc>"}]
-    assert calculator.interact_fn(two) == [
-        {"role": "tool", "content": "2\nerror: not an expression"}
-    ]
-    assert calculator.interact_fn([{"role": "assistant", "content": "<calc>1+1"}]) == []
+def call_calculator(calculator, arguments):
+    """The messages with the result of a call."""
+
+    async def call():
+        await calculator.begin(ROW, "key")
+        turn = await calculator.call_tools([ToolCall("calculate", arguments)], 1, "key")
+        await calculator.end("key")
+        return turn.messages
+
+    return asyncio.run(call())
 
 
-def test_numbers_in_calls_do_not_count_and_the_last_reply_does(calculator):
-    def reward(*replies):
-        return calculator.reward_fns["reward_fn"](
-            [{"role": "assistant", "content": reply} for reply in replies], 2
-        )
-
-    assert (reward("<calc>2</calc>"), reward("<calc>1+1</calc>", "2"), reward("2", "3")) == (
-        0.0,
-        1.0,
-        0.0,
-    )
+def test_calculator_answers_a_call_of_another_type(calculator):
+    assert call_calculator(calculator, {"expression": 7})[0]["content"] == "7"
+    assert "missing a required argument" in call_calculator(calculator, {"x": 7})[0]["content"]
 
 
-@pytest.mark.parametrize("name", ["arithmetic.py", "calculator.py"])
-def test_ready_env_files_pass_preflight(name):
-    max_turns = 2 if name == "calculator.py" else 1
-    assert preflight(load_env(str(ENVS / name)), {"data.path": [ROW]}, max_turns) == []
+@pytest.mark.parametrize(
+    "replies, answer, reward",
+    [
+        (["<answer>1,234.50</answer>"], "1234.5", 1.0),
+        (["<answer>2</answer>", "<answer>3</answer>"], 2, 0.0),
+        (["2 <answer>3</answer> <answer>2</answer>"], 2, 1.0),
+        (
+            ['<tool_call>{"name": "calculate", "arguments": {"expression": "2"}}</tool_call>'],
+            2,
+            0.0,
+        ),
+        (["<answer>2 or 3</answer>"], 2, 0.0),
+        (["<answer>2"], 2, 0.0),
+        (["2"], 2, 0.0),
+    ],
+)
+def test_calculator_reward(calculator, replies, answer, reward):
+    result = {"role": "tool", "content": f"<answer>{answer}</answer>"}
+    messages = [*conversation(*replies), result]  # of a call in the last turn
+    assert calculator.reward_fns["reward_fn"](messages, answer) == reward
 
 
 def test_a_reward_model_server_gets_the_text_of_the_chat_template(monkeypatch):
@@ -973,9 +981,8 @@ def test_search_looks_up_the_first_query_of_the_last_turn(search):
     env, requests = search
 
     def answered(reply):
-        return asyncio.run(
-            env.interact([*ROW["messages"], *conversation("<search>old</search>", reply)], ROW)
-        )
+        messages = [*ROW["messages"], *conversation("<search>old</search>", reply)]
+        return asyncio.run(env.answer(messages, ROW)).messages
 
     [message] = answered("Let me see. <search> capital of France\n</search> <search>two</search>")
     assert message["role"] == "tool" and message["content"].startswith(
@@ -1021,23 +1028,6 @@ def test_search_reward(search, replies, right):
     )
 
 
-ENV_ROWS = {
-    "gsm8k": {"answer": "72"},
-    "boxed": {"answer": "72"},
-    "search": {"answer": ["72"]},
-    "countdown": {"answer": 24, "numbers": [3, 9, 1]},
-}
-
-
-@pytest.mark.parametrize("name", ENV_ROWS)
-def test_the_envs_of_the_examples_pass_preflight(name):
-    if name == "boxed":
-        pytest.importorskip("math_verify", reason="comes with rl2[rewards]")
-    row = {"messages": ROW["messages"], **ENV_ROWS[name]}
-    max_turns = 4 if name == "search" else 1
-    assert preflight(load_env(str(ENVS / f"{name}.py")), {"data.path": [row]}, max_turns) == []
-
-
 DIGITS = "1" * 40_000
 
 
@@ -1048,9 +1038,8 @@ DIGITS = "1" * 40_000
         ("search", "interact", "<search>" * 20_000),
         ("search", "interact", "<search></search>" + "<answer>" * 20_000),
         ("countdown", "reward_fn", "<answer>" * 20_000),
-        ("calculator", "interact", "<calc>" * 20_000),
-        ("calculator", "reward_fn", "<calc>" * 20_000),
-        ("calculator", "reward_fn", DIGITS),
+        ("calculator", "reward_fn", "<answer>" * 20_000),
+        ("calculator", "reward_fn", "<answer>" + DIGITS + "</answer>"),
         ("arithmetic", "reward_fn", DIGITS),
         ("arithmetic", "reward_fn", "1,111" * 10_000),
         ("gsm8k", "reward_fn", "####" + DIGITS),
@@ -1067,11 +1056,11 @@ def test_ready_envs_read_a_reply_of_one_repeated_token_in_linear_time(name, func
     if name == "boxed":
         pytest.importorskip("math_verify", reason="comes with rl2[rewards]")
     env = load_env(str(ENVS / f"{name}.py"))
-    call = env.reward_fns["reward_fn"] if function == "reward_fn" else env.interact_fn
+    call = env.reward_fns["reward_fn"] if function == "reward_fn" else env.functions["interact"]
     messages = [*ROW["messages"], {"role": "assistant", "content": content}]
     row = {"answer": 7, "numbers": [1, 2]}
     start = time.process_time()
-    result = call(**contract.select_arguments(call, messages, row))
+    result = call(**contract.select_arguments(call, messages, row, {}))
     if call is env.reward_fns["reward_fn"]:
         assert result in (0.0, {"right": 0.0, "format": 0.0})
     assert time.process_time() - start < 0.5

@@ -219,7 +219,7 @@ def test_lone_surrogates_are_replaced():
     answer = [{"role": "tool", "content": content, "na\ud800me": "\U0001f600"}]
     env = Env(lambda messages: {"caf\udce9": 1}, lambda messages: answer)
     assert call(env) == {"caf\ufffd": 1.0}
-    [message] = asyncio.run(env.interact(MESSAGES, {}))
+    [message] = asyncio.run(env.answer(MESSAGES, {})).messages
     assert message["content"] == [{"type": "text", "text": "caf\ufffd"}]
     assert message["na\ufffdme"] == "\U0001f600"
 
@@ -246,7 +246,7 @@ def test_scalars_of_numpy_and_pytorch_are_numbers(value):
     assert sum(parts.values()) == 0.5 and all(type(part) is float for part in parts.values())
     answer = [{"role": "tool", "content": "x", "value": value}]
     env = Env(lambda messages: 0, lambda messages: answer)
-    [message] = asyncio.run(env.interact(MESSAGES, {}))
+    [message] = asyncio.run(env.answer(MESSAGES, {})).messages
     json.dumps(message)
 
 
@@ -261,16 +261,16 @@ def test_deep_nesting_is_refused_before_it_overflows_the_stack(depth, is_accepte
     answer = [{"role": "tool", "content": "x", "value": nest(depth)}]
     env = Env(lambda messages: 0, lambda messages: answer)
     if is_accepted:
-        assert asyncio.run(env.interact(MESSAGES, {})) == answer
+        assert asyncio.run(env.answer(MESSAGES, {})).messages == answer
     else:
         with pytest.raises(EnvError, match="interact: (lists and objects are nested|maximum rec)"):
-            asyncio.run(env.interact(MESSAGES, {}))
+            asyncio.run(env.answer(MESSAGES, {}))
 
 
 def test_a_flood_of_text_is_refused():
     env = Env(lambda messages: 0, lambda messages: [{"role": "tool", "content": "x" * 2**21}])
     with pytest.raises(EnvError, match="interact: 20971.. characters, a turn may have 1048576, in"):
-        asyncio.run(env.interact(MESSAGES, {}))
+        asyncio.run(env.answer(MESSAGES, {}))
 
 
 def test_recursions_of_other_depths_are_of_the_same_kind():

@@ -98,8 +98,8 @@ def test_a_process_imports_the_env_file_and_nothing_of_the_trainer(load):
     parts = call(env, answer=0.1, level=2)
     assert parts.pop("process") not in (os.getpid(), 0)
     assert parts == {"answer": 0.1, "loaded": 0, "descriptors": 1, "input": 0}
-    turn = asyncio.run(env.interact(MESSAGES, {"level": 3}))
-    assert turn == [{"role": "tool", "content": "3 2"}]
+    turn = asyncio.run(env.answer(MESSAGES, {"level": 3}))
+    assert turn.messages == [{"role": "tool", "content": "3 2"}]
 
 
 STATEFUL = """
@@ -128,7 +128,7 @@ def test_a_trajectory_stays_on_its_process_and_calls_run_side_by_side(load):
     assert len({parts["process"] for parts in first}) == 3
     for i in reversed(range(9)):
         assert call(env, i, name=i) == {**first[i], "count": 2}
-        env.end(i)
+        asyncio.run(env.end(i))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_process_that_ends_costs_the_trajectories_with_state_there(load, fault
     assert late["count"] == 1 and late["process"] != old and not is_alive(old)
     assert "the state of its earlier calls is lost" in str(early)
     assert "is lost" in failure(env, "early", name="early")  # until it ends
-    env.end("early")
+    asyncio.run(env.end("early"))
     assert call(env, "early", name="early") == {**late, "count": 1}
 
 

@@ -150,10 +150,10 @@ def test_the_filter_sees_a_group_when_all_its_rewards_are_there(tmp_path, monkey
     score = collector.player.env.score
     seen = []
 
-    async def score_first_one_late(messages, row, key):
+    async def score_first_one_late(messages, row, key, inputs):
         if key[1] % 2 == 0:
             await asyncio.sleep(0.3)
-        return await score(messages, row, key)
+        return await score(messages, row, key, inputs)
 
     def note(queue, number, group):
         seen.append([len(trajectory.rewards) for trajectory in group.trajectories])

@@ -289,15 +289,17 @@ def test_the_environment_knows_a_trajectory_by_its_key(tmp_path):
     calls, ended = [], []
 
     class RecordingEnv:
-        async def interact(self, messages, row, key):
+        has_object, asked, tools, functions = False, env.asked, [], env.functions
+
+        async def answer(self, messages, row, key, inputs):
             calls.append(("interact", key, row["answer"]))
-            return await env.interact(messages, row, key)
+            return await env.answer(messages, row, key, inputs)
 
-        async def score(self, messages, row, key):
+        async def score(self, messages, row, key, inputs):
             calls.append(("score", key, row["answer"]))
-            return await env.score(messages, row, key)
+            return await env.score(messages, row, key, inputs)
 
-        def end(self, key):
+        async def end(self, key):
             assert ("score", key) in {call[:2] for call in calls}
             ended.append(key)
 
@@ -357,7 +359,7 @@ def test_messages_that_the_template_refuses_are_a_failure_of_the_environment(tmp
     assert [trajectory.finish_reason for trajectory in trajectories] == ["failed"] * 3
     assert collector.player.failures.count == 3
     (logged,) = caplog.messages
-    assert "no tools here" in logged and "'q0'" in logged
+    assert "no tools here" in logged and any(f"'q{i}'" in logged for i in range(3))
 
 
 class SlowEngine(ScriptedEngine):

@@ -5,6 +5,7 @@ tokenizers are small, byte by byte, with the special tokens of the family.
 """
 
 import asyncio
+import json
 import random
 import re
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from transformers.utils import chat_template_utils
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import Example, render_sft
 from rl2.engine.base import Generation, SamplingParams
-from rl2.env.contract import EnvFailures
+from rl2.env.call import Env
+from rl2.env.contract import EnvFailures, Turn
 from rl2.rollout.trajectory import Player, begin_group
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -299,7 +301,7 @@ class ScriptedEngine:
             self.rest = tokens[cut:], reason
             tokens, reason = tokens[:cut], "abort"
         self.calls.append((list(prompt), tokens))
-        logps = [-len(self.calls) - i / 100 for i in range(len(tokens))]
+        logps = [-len(self.calls) - i / 1000 for i in range(len(tokens))]
         return Generation(list(tokens), logps, reason, self.version)
 
 
@@ -307,13 +309,15 @@ class ScriptedEnv:
     def __init__(self, writer: Writer):
         self.writer = writer
 
-    async def interact(self, messages, row, key):
-        return self.writer.environment_messages()
+    has_object, asked, tools = False, set(), []
 
-    async def score(self, messages, row, key):
+    async def answer(self, messages, row, key, inputs):
+        return Turn(self.writer.environment_messages())
+
+    async def score(self, messages, row, key, inputs):
         return {"reward": 1.0}
 
-    def end(self, key):
+    async def end(self, key):
         pass
 
 
@@ -383,6 +387,73 @@ def check_training(trajectory, engine):
     assert len(logps) == sum(len(tokens) for _, tokens in engine.calls) == trajectory.length
     assert logps == sorted(logps, key=lambda logp: (-int(logp), -logp))
     assert sum(sum(sample.rewards) for sample in trajectory.samples) == 1.0
+
+
+class Look:
+    """An environment with a tool, whose results have markers."""
+
+    num_looks = 0
+
+    def look(self, place: str) -> str:
+        """Looks at a place.
+
+        Args:
+            place: where to look
+        """
+        self.num_looks += 1
+        return f'{{"seen": "m{self.num_looks} at {place}"}}'
+
+    def reward(self):
+        return 1.0
+
+
+def write_call(family: str, name: str, **arguments) -> str:
+    """A call as models of the family write it; those without a syntax of their own use a fence."""
+    call = {"name": name, "arguments": arguments}
+    if family == "llama3_1":
+        return json.dumps({"name": name, "parameters": arguments})
+    if family.startswith("mistral"):
+        return f"[TOOL_CALLS] {json.dumps([call])}"
+    if family.startswith(("qwen", "smollm3", "chatml")):
+        return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    return f"I look.\n```json\n{json.dumps(call)}\n```"
+
+
+class Caller(Writer):
+    """Calls tools in two turns, twice in the second one, and then answers."""
+
+    def __init__(self, name, template):
+        super().__init__(name, template, seed=0)
+        self.rng.random = lambda: 1.0  # no request is aborted
+        first = write_call(name, "look", place="here")
+        second = [write_call(name, "look", place="é✓"), write_call(name, "look", place="", m7=2)]
+        texts = [first, "\n".join(second) if name != "llama3_1" else "; ".join(second), "done"]
+        self.turns = iter([template.tokenize(text + self.family.eos) for text in texts])
+
+    def sampled_reply(self):
+        return next(self.turns), "stop"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tools_are_shown_called_and_answered_token_by_token(name):
+    template = make_template(name)
+    engine = ScriptedEngine(Caller(name, template))
+    env = Env({}, make_env=Look)
+    with mock.patch("rl2.rollout.trajectory.ChatTemplate.warn_of_ignored"):
+        trajectory = play(template, engine, env, [{"role": "user", "content": "Where?"}])
+    results = [m for m in trajectory.messages if m["role"] == "tool"]
+    assert [m["name"] for m in results] == ["look"] * 3 and trajectory.num_turns == 3
+    assert [m["content"] for m in results] == [
+        '{"seen": "m1 at here"}',
+        '{"seen": "m2 at é✓"}',
+        "error: look: got an unexpected keyword argument 'm7'",
+    ]
+    check_prompts(template, engine, env.tools)
+    check_replies(template, trajectory, engine)
+    check_training(trajectory, engine)
+    question = [{"role": "user", "content": "?"}]
+    shows_tools = template.render(question, TOOLS) != template.render(question)
+    assert ("Looks at a place." in template.decode(engine.calls[0][0])) == shows_tools
 
 
 class CleanReplies(Writer):

@@ -542,7 +542,8 @@ class RolloutConfig:
     )
     max_turns: PositiveInt = key(
         1,
-        "most assistant turns of a trajectory; more than 1 calls the env's interact",
+        "most assistant turns of a trajectory, or requests of an agent; more than 1 calls the "
+        "env's interact, or its tools",
         common=True,
     )
     partial: bool = key(
@@ -599,7 +600,8 @@ class RolloutConfig:
     env_path: str = key(
         MISSING,
         "a Python file or the name of a ready-made env; the file has reward_fn(messages, answer) "
-        "and for several turns interact(messages)",
+        "and for several turns interact(messages), or a class make_env with tools; or an agent, "
+        "run(row, base_url, model)",
         common=True,
         identity=True,
     )

@@ -175,7 +175,7 @@ TRL = {
     "data.path": "dataset_name train_dataset",
     "data.test_path": "eval_dataset",
     "data.responses_per_test_prompt": "num_generations_eval",
-    "rollout.env_path": "reward_funcs",
+    "rollout.env_path": "reward_funcs environment_factory",
     "actor.lr | critic.lr": "learning_rate",
     "actor.scheduler | critic.scheduler": "lr_scheduler_type",
     "actor.warmup_ratio | critic.warmup_ratio": "warmup_ratio",

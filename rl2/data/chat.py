@@ -171,9 +171,12 @@ class ChatTemplate:
         if row is None:
             return
         if isinstance(row["messages"], str):
-            print(f"warning: column 'tools' is not shown: {reason}")
+            print(f"warning: tools are not shown: {reason}")
         elif self.render(row["messages"], row["tools"]) == self.render(row["messages"]):
-            print("warning: column 'tools' is not shown: the model's chat template ignores tools")
+            print(
+                "warning: tools are not shown: the model's chat template ignores them. "
+                "Describe them in the prompt"
+            )
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens with its special tokens, spaces unchanged."""
@@ -187,6 +190,24 @@ class ChatTemplate:
         if tokens and tokens[-1] in self.special_ids.intersection(stop_token_ids):
             tokens = tokens[:-1]
         return self.decode(tokens)
+
+    def parse_calls(
+        self, prompt: Sequence[int], reply: str, tools: list
+    ) -> list[tuple[str, dict]] | None:
+        """The calls of tools in a reply, as the tokenizer's own response template reads them.
+
+        Each is (name, arguments). None if the tokenizer has no such template, or if it cannot read
+        the reply.
+        """
+        if getattr(self.tokenizer, "response_template", None) is None:
+            return None
+        try:
+            prefix = self.decode(prompt)
+            message = self.tokenizer.parse_response(reply, prefix=prefix, tools=tools)
+            functions = [call["function"] for call in message.get("tool_calls", [])]
+            return [(function["name"], function["arguments"]) for function in functions]
+        except (ValueError, TypeError, KeyError):  # TypeError: transformers < 5.15 takes no tools
+            return None
 
     @cached_property
     def special_ids(self) -> set[int]:

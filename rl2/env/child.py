@@ -4,18 +4,22 @@ rl2/env/processes.py starts it. Nothing of the trainer is imported here.
 """
 
 import ctypes
+import inspect
 import io
 import json
 import os
 import pickle
 import signal
 import sys
+from collections.abc import Hashable
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from rl2.env.contract import EnvError
 from rl2.env.files import import_env_file
 from rl2.env.results import check_result, raising_env_error
+from rl2.env.session import Sessions
 
 PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when the thread that forked it ends
 
@@ -36,27 +40,35 @@ def serve(descriptor: int, parent: int, path: str) -> None:
         open(descriptor, "rb") as calls,
         open(descriptor, "wb", closefd=False) as answers,
     ):
-        module: Any = None
         answer: dict[str, Any] = {"value": None}
+        sessions = Sessions({})
         try:
-            module = import_env_file(path)
+            sessions = Sessions(vars(import_env_file(path)))
         except ValueError as error:
             answer = {"reason": str(error), "kind": str(error)}
         while True:
             answers.write(json.dumps(answer).encode() + b"\n")
             answers.flush()
-            name, arguments = pickle.load(calls)
-            answer = _answer(module, name, arguments)
+            answer = _answer(sessions, *pickle.load(calls))
 
 
-def _answer(module: Any, name: str, arguments: bytes) -> dict[str, Any]:
+def _answer(sessions: Sessions, name: str, key: Hashable, arguments: bytes) -> dict[str, Any]:
     try:
-        with raising_env_error(name):
-            function = getattr(module, name)
+        with raising_env_error(name), sessions.open(name, key) as function:
             result = function(**pickle.loads(arguments))
+            if inspect.isawaitable(result):
+                result = _event_loop().run_until_complete(result)
             return {"value": check_result(name, function, result)}
     except EnvError as error:
         return {"reason": str(error), "kind": error.kind}
+
+
+@cache
+def _event_loop() -> Any:
+    """One loop for all calls, so that sessions which the env opens on it stay usable."""
+    import asyncio  # here, since few envs need it and every process would load it
+
+    return asyncio.new_event_loop()
 
 
 def end_groups(descriptor: int) -> None:

@@ -1,8 +1,11 @@
 """What an environment is: the functions of the user's env file.
 
-    def reward_fn(messages, answer): ...  # required: the reward of a conversation that has ended
+    def reward_fn(messages, answer): ...  # the reward of a conversation that has ended
     def interact(messages): ...           # used when rollout.max_turns > 1: answers the last turn
     def extract(messages): ...            # the answer alone, for the majority vote of an evaluation
+    def group_reward_fn(trajectories): ...  # rewards that compare the answers to one prompt
+    class make_env: ...                   # an object for each trajectory, with tools
+    async def run(row, base_url, model): ...  # an agent of its own, with the model behind HTTP
 
 Each may be async. Arguments are passed by name: `messages` is the conversation so far, every other
 name is a column of the row, and `**columns` receives all columns. `reward_fn` returns a number, or
@@ -10,6 +13,40 @@ a dict of reward parts whose sum is the reward. `interact` returns a list of new
 them from the assistant. An empty list ends the conversation. `extract` returns the answer as a text
 or a number, or None if the conversation has none. Equal answers are one vote. A function of that
 name without the parameter `messages` is another one, which rl2 does not call.
+
+Where the row has no column of that name, a function may also ask for
+
+- `state`: a dict of the trajectory, which stays from its first call to its last;
+- `turn`: the number of the last turn of the assistant, from 1;
+- `finish_reason`, `num_tokens`: how that turn ended (stop | length), and its tokens;
+- `max_new_tokens`: the limit of that number;
+- `environment`: the object that `make_env` made.
+
+`interact` may also return {"messages": [...], "reward": 0.1, "done": True}, each part optional. The
+reward goes to the last token of the turn, and is summed in the reward part `turns`.
+
+`group_reward_fn` gets the trajectories of one prompt that did not fail, each a dict as the run
+folder records it (`messages`, `row`, `rewards`, `finish_reason`, ...), and returns a list with the
+number or the parts of each. Numbers become the reward part `group`.
+
+`make_env` is a class, or a function, that makes an object without arguments. Its methods may be
+async and ask for arguments as above. They are optional but for `step` or one tool:
+
+    def reset(self, **row): ...    # may return a text for the end of the prompt
+    def step(self, message): ...   # answers a turn that calls no tool, as interact does
+    def reward(self): ...          # beside reward_fn or in its place: the reward part `environment`
+    def close(self): ...           # called whatever happens
+
+`step` may ask for `action`, the text of the turn. It may also return a text, which becomes a
+message of the user, or Gymnasium's tuple (observation, reward, terminated, truncated, info).
+
+All other public methods that have a docstring are tools (rl2/env/tools.py). A class for
+TRL's `environment_factory` works: make_env = NAME.
+
+`run` plays the whole trajectory: `base_url` is an OpenAI-compatible address of the policy, for this
+trajectory alone, and `api_key` its key. It returns a number, which becomes the reward part `run`,
+or a dict of parts, or None where `reward_fn` judges. See rl2/rollout/endpoint.py. A function of
+that name without the parameter `base_url` is another one.
 
 Reward functions of TRL and verl are called as their own trainers call them, with one conversation
 at a time. In place of `reward_fn` a file may have `compute_score` (verl), or any number of TRL's,
@@ -19,13 +56,25 @@ whose rewards are the parts.
 import difflib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[1]
+API_KEY = "OPENAI_API_KEY"  # the environment variable in which clients of OpenAI look for it
 # What functions may ask for without a column of that name.
-GIVEN_INPUTS = "messages prompts completions completion_ids solution_str extra_info".split()
+TRAJECTORY_INPUTS = {"state", "environment", "environments"}  # rl2/env/session.py has them
+GIVEN_INPUTS = {
+    *TRAJECTORY_INPUTS,
+    *"messages message action turn finish_reason num_tokens max_new_tokens trajectories".split(),
+    *"prompts completions completion_ids solution_str extra_info".split(),
+    *"row base_url model api_key".split(),
+}
+# Methods of an environment's object that are no tools. The names of their calls begin so.
+METHODS = ("reset", "step", "reward", "get_reward", "close")
+METHOD = "environment."
+TOOL = "tool."
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +89,15 @@ class EnvError(Exception):
     def __init__(self, reason: str, kind: str = ""):
         super().__init__(reason)
         self.kind = kind or reason
+
+
+@dataclass
+class Turn:
+    """The environment's answer to a turn of the assistant. Without messages the trajectory ends."""
+
+    messages: list[dict] = field(default_factory=list)
+    reward: float = 0.0  # of the turn
+    done: bool = False  # ends the trajectory, behind the messages
 
 
 class EnvFailures:
@@ -110,8 +168,8 @@ def check_signature(function: Callable, name: str) -> None:
     parameters = signature.parameters.values()
     if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
         raise ValueError(f"{name}{signature}: its arguments are passed by name; remove the '/'")
-    has_messages = "messages" in signature.parameters or _takes_all_columns(signature)
-    if not has_messages and not project_of(function):
+    has_messages = {"messages", "environment", "trajectories", "base_url"} & {*signature.parameters}
+    if not (has_messages or _takes_all_columns(signature) or project_of(function)):
         raise ValueError(f"{name}{signature}: expected a parameter called messages")
 
 
@@ -120,7 +178,7 @@ def project_of(function: Callable) -> str:
     parameters = inspect.signature(function).parameters
     if "messages" in parameters:
         return ""
-    if "completions" in parameters or "completion_ids" in parameters:
+    if {"completions", "completion_ids", "environments"} & {*parameters}:
         return "TRL"
     return "verl" if "solution_str" in parameters else ""
 
@@ -137,20 +195,23 @@ def required_columns(function: Callable) -> list[str]:
     return columns
 
 
-def select_arguments(function: Callable, messages: list[dict], row: dict) -> dict[str, Any]:
+def select_arguments(
+    function: Callable, messages: list[dict], row: dict, inputs: Mapping[str, Any]
+) -> dict[str, Any]:
     """The arguments that `function` asks for, by name.
 
-    `messages` is always the conversation, even if the row has a column with that name. The sampled
-    tokens, `completion_ids` of the row, are for those only that name them.
+    `messages` is always the conversation, even if the row has a column with that name. Other
+    `inputs` are for those functions only that name them, and give way to columns.
     """
-    available = {**row, "messages": messages}
+    available = {**inputs, **row, "messages": messages}
     project = project_of(function)
     if project:
-        available = _foreign_inputs(project, messages, row)
+        available = _foreign_inputs(project, messages, {**inputs, **row})
     signature = inspect.signature(function)
     names = set(signature.parameters)
     if _takes_all_columns(signature):
-        names |= available.keys() - {"completion_ids"}
+        only_by_name = {"completion_ids", *inputs} - row.keys()
+        names |= available.keys() - only_by_name
     return {name: value for name, value in available.items() if name in names}
 
 

@@ -3,12 +3,17 @@
 import asyncio
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+import os
+import secrets
+from collections.abc import Callable, Collection, Hashable, Iterator
 from types import ModuleType
+from typing import Any
 
 from rl2.data.rows import Rows
 from rl2.env.call import Env
 from rl2.env.contract import (
+    API_KEY,
+    TOOL,
     EnvError,
     check_signature,
     project_of,
@@ -19,6 +24,12 @@ from rl2.env.processes import ProcessPool
 
 TRIAL_REPLIES = ("", "The answer is 42.")
 MAX_TRIAL_ROWS = 8  # of each data set, spread over it
+
+TRIAL_INPUTS = {"turn": 1, "finish_reason": "stop", "num_tokens": 5, "max_new_tokens": 100}
+TRIAL_INPUTS |= {"completion_ids": []}
+OTHER_FUNCTIONS = ("interact", "extract", "group_reward_fn", "make_env", "run")
+# Without this parameter, a function of that name has another purpose.
+OWN_PARAMETERS = {"extract": "messages", "run": "base_url"}
 
 RowSets = dict[str, Rows]  # by the key that names the data: data.path, data.test_path
 
@@ -35,44 +46,53 @@ def load_env(
     reward_fn, or a function cannot be called by the names of its parameters.
     """
     module = import_env_file(path)
-    reward_fns = _find_reward_functions(path, module)
-    interact = getattr(module, "interact", None)
-    for name, function in {**reward_fns, "interact": interact}.items():
+    reward_fns = _find_reward_functions(module)
+    others = _find_other_functions(path, module)
+    make_env = others.pop("make_env")
+    if not any((reward_fns, make_env, others["group_reward_fn"], others["run"])):
+        raise ValueError(
+            f"rollout.env_path={path}: expected a function reward_fn(messages, answer), found none;"
+            " a reward function of TRL or verl works too: reward_fn = NAME"
+        )
+    for name, function in {**reward_fns, **others}.items():
         if function is not None:
             check_signature(function, f"rollout.env_path={path}: {name}")
-    extract = getattr(module, "extract", None)
-    if not inspect.isfunction(extract) or "messages" not in inspect.signature(extract).parameters:
-        extract = None  # a function of another purpose
+    if others["run"]:  # before there are processes
+        os.environ[API_KEY] = os.environ.get(API_KEY) or secrets.token_urlsafe()
     pool = None
     if isolation == "process":
         pool = ProcessPool(str(module.__file__), timeout, concurrency)
-    return Env(reward_fns, interact, timeout, concurrency, pool, extract)
+    interact = others.pop("interact")
+    try:
+        return Env(reward_fns, interact, timeout, concurrency, pool, make_env=make_env, **others)
+    except (ValueError, EnvError) as error:
+        raise ValueError(f"rollout.env_path={path}: {error}") from error
 
 
-def preflight(env: Env, row_sets: RowSets, max_turns: int) -> list[str]:
+def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = False) -> list[str]:
     """Tries the environment on the rows. Returns warnings; ValueError lists all problems.
+
+    `is_partial` is rollout.partial.
 
     The functions' parameters are compared with the columns of all rows; one row of each kind stands
     for all of them. If they fit, the functions are called with a few rows of each data set, each
     with an empty and a short reply.
     """
     warnings = []
-    functions = dict(env.reward_fns)
-    if env.interact_fn is not None:
-        if max_turns > 1:
-            functions["interact"] = env.interact_fn
-        else:
-            warnings.append("the env file has interact(), which rollout.max_turns=1 never calls")
-    if env.extract_fn is not None:
-        functions["extract"] = env.extract_fn
+    # The arguments of tools come from the model.
+    functions = {name: f for name, f in env.functions.items() if not name.startswith(TOOL)}
+    if max_turns == 1 and "interact" in functions:
+        del functions["interact"]
+        warnings.append("the env file has interact(), which rollout.max_turns=1 never calls")
+    if max_turns == 1 and env.tools:
+        warnings.append("with rollout.max_turns=1 the model never sees what its tools return")
     problems = [
-        *_find_turn_problems(env, row_sets, max_turns),
+        *_find_turn_problems(env, row_sets, max_turns, is_partial),
         *_find_missing_columns(functions, row_sets),
     ]
     if not problems:
         rows = [row for rows in row_sets.values() for row in _spread(rows)]
-        names = functions.keys() - env.reward_fns
-        problems = asyncio.run(_try_calls(rows, [env.score, *(getattr(env, n) for n in names)]))
+        problems = asyncio.run(_try_calls(env, functions, rows))
     if problems:
         raise ValueError("the env file cannot work:\n" + "\n".join(dict.fromkeys(problems)))
     return warnings
@@ -84,7 +104,25 @@ def _spread(rows: Rows) -> list[dict]:
     return [rows[i * (len(rows) - 1) // max(1, count - 1)] for i in range(count)]
 
 
-def _find_reward_functions(path: str, module: ModuleType) -> dict[str, Callable]:
+def _find_other_functions(path: str, module: ModuleType) -> dict[str, Callable | None]:
+    """The functions of OTHER_FUNCTIONS by name, None where the file has none."""
+    functions = {name: getattr(module, name, None) for name in OTHER_FUNCTIONS}
+    for name, parameter in OWN_PARAMETERS.items():
+        if not _has_parameter(functions[name], parameter):
+            functions[name] = None
+    if functions["run"] and (functions["interact"] or functions["make_env"]):
+        raise ValueError(
+            f"rollout.env_path={path}: `run` plays the whole trajectory: remove it, or interact "
+            "and make_env"
+        )
+    return functions
+
+
+def _has_parameter(function: Any, name: str) -> bool:
+    return inspect.isfunction(function) and name in inspect.signature(function).parameters
+
+
+def _find_reward_functions(module: ModuleType) -> dict[str, Callable]:
     """`reward_fn` of an env file, or else verl's `compute_score`, or all that TRL would call."""
     if hasattr(module, "reward_fn"):
         return {"reward_fn": module.reward_fn}
@@ -95,24 +133,26 @@ def _find_reward_functions(path: str, module: ModuleType) -> dict[str, Callable]
             return {name: value}
         if project == "TRL" and name[0] != "_":
             functions[name] = value
-    if not functions:
-        raise ValueError(
-            f"rollout.env_path={path}: expected a function reward_fn(messages, answer), found none;"
-            " a reward function of TRL or verl works too: reward_fn = NAME"
-        )
     return functions
 
 
-def _find_turn_problems(env: Env, row_sets: RowSets, max_turns: int) -> Iterator[str]:
-    """What keeps a conversation from having several turns."""
-    if max_turns <= 1:
+def _find_turn_problems(
+    env: Env, row_sets: RowSets, max_turns: int, is_partial: bool
+) -> Iterator[str]:
+    """What keeps a conversation from having several turns, or an object."""
+    if is_partial and env.keeps_state:
+        yield (
+            "rollout.partial=true moves trajectories between processes, where `run`, the objects "
+            "of make_env and `state` cannot follow: take the key out, or keep all in the messages"
+        )
+    if "run" in env.functions or (max_turns <= 1 and not env.has_object):
         return
-    several_turns = f"rollout.max_turns={max_turns}, but"
-    if env.interact_fn is None:
-        yield f"{several_turns} the env file has no interact(messages)"
+    several_turns = "make_env" if env.has_object else f"rollout.max_turns={max_turns}"
+    if not env.has_object and "interact" not in env.functions:
+        yield f"{several_turns}, but the env file has no interact(messages)"
     for key, rows in row_sets.items():
         if any(isinstance(rows[first]["messages"], str) for first, _ in rows.kinds):
-            yield f"{several_turns} some rows of {key} are plain strings, which have no turns"
+            yield f"{several_turns}, but some rows of {key} are plain strings, which have no turns"
 
 
 def _find_missing_columns(functions: dict[str, Callable], row_sets: RowSets) -> Iterator[str]:
@@ -131,22 +171,37 @@ def _find_missing_columns(functions: dict[str, Callable], row_sets: RowSets) -> 
                 )
 
 
-async def _try_calls(rows: list[dict], calls: list[Callable]) -> list[str]:
-    """The failures of the calls on each row with each trial reply, tried side by side."""
-    tries = []
-    for row, call, reply in itertools.product(rows, calls, TRIAL_REPLIES):
-        prompt = row["messages"]
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        tries.append(call([*prompt, {"role": "assistant", "content": reply}], row))
-    results = await asyncio.gather(*tries, return_exceptions=True)
-    replies_of: dict[str, list[str]] = {}  # failure -> the replies that had it
-    for result, reply in zip(results, itertools.cycle(TRIAL_REPLIES), strict=False):
-        if isinstance(result, EnvError):
-            replies_of.setdefault(str(result), []).append(reply)
-        elif isinstance(result, BaseException):
-            raise result
-    return [_describe_failure(failure, set(replies)) for failure, replies in replies_of.items()]
+async def _try_calls(env: Env, functions: Collection[str], rows: list[dict]) -> list[str]:
+    """The failures of the functions on each row with each trial reply, tried side by side."""
+    calls: list[Callable] = [env.score]
+    if env.has_object or "interact" in functions:
+        calls.insert(0, env.answer)
+    if "extract" in functions:
+        calls.append(env.extract)
+    trials = list(itertools.product(rows, TRIAL_REPLIES))
+    failures = await asyncio.gather(
+        *(_try(env, calls, row, reply, ("trial", i)) for i, (row, reply) in enumerate(trials))
+    )
+    replies_of: dict[str, set[str]] = {}  # failure -> the replies that had it
+    for failure, (_, reply) in zip(failures, trials, strict=True):
+        if failure:
+            replies_of.setdefault(failure, set()).add(reply)
+    return [_describe_failure(failure, replies) for failure, replies in replies_of.items()]
+
+
+async def _try(env: Env, calls: list[Callable], row: dict, reply: str, key: Hashable) -> str:
+    """The first failure in a conversation of one reply, or ""."""
+    try:
+        try:
+            prompt = await env.begin(row, key)
+            messages = [*prompt, {"role": "assistant", "content": reply}]
+            for call in calls:
+                await call(messages, row, key, TRIAL_INPUTS)
+        finally:
+            await env.end(key)
+    except EnvError as error:
+        return str(error)
+    return ""
 
 
 def _describe_failure(failure: str, replies: set[str]) -> str:

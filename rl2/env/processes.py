@@ -85,7 +85,7 @@ class EnvProcess:
         self._child: Child | None = None
         self._num_ended = 0  # children that have ended
 
-    async def run(self, name: str, arguments: dict, home: "Home") -> Any:
+    async def run(self, name: str, arguments: dict, key: Hashable, home: "Home") -> Any:
         """The checked result of a call, after those that wait here. EnvError if it fails."""
         async with self.lock:
             if self._child is not None and self._child.process.poll() is not None:
@@ -96,7 +96,7 @@ class EnvProcess:
                     "so the state of its earlier calls is lost"
                 )
             try:
-                request = pickle.dumps((name, pickle.dumps(arguments)))
+                request = pickle.dumps((name, key, pickle.dumps(arguments)))
             except Exception as error:
                 raise EnvError(f"{name}: a process cannot get its arguments: {error}") from None
             if self._child is None:
@@ -196,7 +196,7 @@ class ProcessPool:
         if key is not None:
             self._homes[key] = home
         try:
-            return await home.process.run(name, arguments, home)
+            return await home.process.run(name, arguments, key, home)
         finally:
             if self._waiting and not home.process.lock.locked():
                 self._waiting.popleft().set_result(home.process)

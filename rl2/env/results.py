@@ -14,12 +14,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rl2.env.contract import EnvError, is_env_message, unwrap_reward
+from rl2.env.contract import TOOL, EnvError, is_env_message, unwrap_reward
 
 LARGEST_REWARD = 3e38  # float32 overflows above it
 # In the messages of one turn. Their text is tokenised while the engine waits: a second a million.
 MAX_CHARACTERS = 2**20
 MAX_NESTING = 50  # lists and objects inside each other in a message; more overflow the stack
+# The reward part that a number becomes, where it is not "reward".
+PARTS = {
+    "environment.reward": "environment",
+    "environment.get_reward": "environment",
+    "group_reward_fn": "group",
+    "run": "run",
+}
 # Half of a character outside of Unicode's basic plane. No encoder and no tokenizer takes it alone.
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 # Frames of these files are left out of tracebacks: those of rl2/env and of the import system.
@@ -28,12 +35,18 @@ OWN_FILES = (str(Path(__file__).parent) + os.sep, "<frozen importlib")
 
 @contextmanager
 def raising_env_error(name: str) -> Iterator[None]:
-    """Whatever the function `name` of the env raises inside becomes EnvError, also an exit."""
+    """Whatever the function `name` of the env raises inside becomes EnvError, also an exit.
+
+    What a tool raises is for the model to read: EnvError of the kind TOOL, with one line.
+    """
     try:
         yield
     except EnvError:
         raise
     except BaseException as error:
+        if name.startswith(TOOL) and isinstance(error, Exception):
+            text = _to_text(f"error: {type(error).__name__}: {error}")
+            raise EnvError(text, kind=TOOL) from None
         text, locations = user_traceback(error)
         text = LONE_SURROGATE.sub("\ufffd", f"{name} raised:\n{text}")
         raise EnvError(text, kind=f"{type(error).__name__} {locations}") from None
@@ -53,20 +66,22 @@ def user_traceback(error: BaseException) -> tuple[str, str]:
 
 
 def check_result(name: str, function: Callable, result: Any) -> Any:
-    """What `function` returned, as plain data: messages, a text, or reward parts by name.
+    """What `function` returned, as plain data: a turn, messages, a text, or reward parts by name.
 
     EnvError if it is something else. It is a copy, since the env may change its own later.
     """
+    if name.startswith(TOOL):
+        return _to_tool_result(result)
     if name in _CHECKS:
-        return _CHECKS[name](result)
+        return _CHECKS[name](name, result)
     return _to_reward_parts(name, unwrap_reward(name, function, result))
 
 
 def _to_reward_parts(name: str, result: Any) -> dict[str, float]:
-    """Reward parts by name. EnvError unless all are finite. A number becomes {"reward": number}."""
+    """Reward parts by name. EnvError unless all are finite. A number has the name of PARTS."""
     if isinstance(result, list | tuple):
         raise _unexpected(f"{name}: expected the number of one conversation, not a list", result)
-    parts = result if isinstance(result, dict) else {"reward": result}
+    parts = result if isinstance(result, dict) else {PARTS.get(name, "reward"): result}
     if not parts or not all(isinstance(part, str) for part in parts):
         raise _unexpected(f"{name}: expected a number or a dict of numbers", result)
     return {
@@ -85,12 +100,58 @@ def _to_reward(name: str, part: str, value: Any) -> float:
     return float(number)
 
 
-def _to_messages(result: Any) -> list[dict]:
-    """What `interact` returned. EnvError unless it is a list of messages and JSON."""
+def _to_group(name: str, result: Any) -> list[dict[str, float]]:
+    """The reward parts of each trajectory of a group."""
+    if not isinstance(result, list | tuple):
+        raise _unexpected(f"{name}: expected a list with the reward of each trajectory", result)
+    return [_to_reward_parts(name, reward) for reward in result]
+
+
+def _to_turn(name: str, result: Any) -> dict[str, Any]:
+    """What `interact` or `step` returned, as the fields of a Turn."""
+    if isinstance(result, tuple):  # of Gymnasium, or its elder with one flag
+        observation, reward, *flags = result
+        done = any(flag for flag in flags if not isinstance(flag, dict))
+        result = {"messages": observation, "reward": reward, "done": done}
+    turn = result if isinstance(result, dict) else {"messages": result}
+    if turn.keys() - {"messages", "reward", "done"}:
+        raise _unexpected(f"{name}: expected messages, reward and done alone", result)
+    messages = turn.get("messages", [])
+    if name != "interact" and isinstance(messages, str | None):
+        messages = [{"role": "user", "content": messages}] if messages else []
+    return {
+        "messages": to_messages(name, messages),
+        "reward": _to_reward(name, "reward", turn.get("reward", 0.0)),
+        "done": bool(turn.get("done")),
+    }
+
+
+def _to_observation(name: str, result: Any) -> str:
+    """What `reset` returned: a text or nothing. Gymnasium's tuple begins with it."""
+    observation = result[0] if isinstance(result, tuple) else result
+    if not isinstance(observation, str | None):
+        raise _unexpected(f"{name}: expected a text for the end of the prompt, or None", result)
+    return _to_text(observation or "")
+
+
+def _to_text(text: str) -> str:
+    """A text that the policy sees."""
+    return LONE_SURROGATE.sub("\ufffd", text[:MAX_CHARACTERS])
+
+
+def _to_tool_result(result: Any) -> str:
+    """What a tool returned, as the text that the model sees: JSON if it is no text."""
+    if isinstance(result, str):
+        return _to_text(result)
+    return _to_text(json.dumps(result, ensure_ascii=False, default=str))
+
+
+def to_messages(name: str, result: Any) -> list[dict]:
+    """New messages of the environment. EnvError unless they are a list of messages and JSON."""
     if not isinstance(result, list) or not all(map(is_env_message, result)):
         raise _unexpected(
-            "interact: expected a list of new messages {'role': ..., 'content': ...}, none of them "
-            "from the assistant (an empty list ends the conversation)",
+            f"{name}: expected a list of new messages {{'role': ..., 'content': ...}}, none of "
+            "them from the assistant (an empty list ends the conversation)",
             result,
         )
     try:
@@ -99,21 +160,30 @@ def _to_messages(result: Any) -> list[dict]:
         if len(text) > MAX_CHARACTERS:
             raise ValueError(f"{len(text)} characters, a turn may have {MAX_CHARACTERS},")
         messages = json.loads(LONE_SURROGATE.sub("\ufffd", text))
-        _check_nesting(messages, MAX_NESTING)
+        check_nesting(messages, MAX_NESTING)
     except (TypeError, ValueError, RecursionError) as error:
-        text = f"interact: {error} in {reprlib.repr(result)}"
-        raise EnvError(text, kind="result of interact") from None
+        text = f"{name}: {error} in {reprlib.repr(result)}"
+        raise EnvError(text, kind=f"result of {name}") from None
     return messages
 
 
-def _to_extract(result: Any) -> str | None:
+def _to_run(name: str, result: Any) -> dict[str, float]:
+    """The reward parts that an agent returned; none if it leaves them to reward_fn."""
+    return {} if result is None else _to_reward_parts(name, result)
+
+
+def _to_extract(name: str, result: Any) -> str | None:
     """What `extract` returned, as a text; None where the conversation has no answer."""
     value = _to_python(result)
     if value is None:
         return None
     if not isinstance(value, str | numbers.Number):
-        raise _unexpected("extract: expected the answer as a text or a number, or None", result)
+        raise _unexpected(f"{name}: expected the answer as a text or a number, or None", result)
     return LONE_SURROGATE.sub("\ufffd", str(value))
+
+
+def _to_nothing(name: str, result: Any) -> None:
+    """Calls whose result is not used."""
 
 
 def _to_python(value: Any) -> Any:
@@ -121,12 +191,12 @@ def _to_python(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
-def _check_nesting(value: Any, levels: int) -> None:
+def check_nesting(value: Any, levels: int) -> None:
     if isinstance(value, list | dict):
         if not levels:
             raise ValueError(f"lists and objects are nested more than {MAX_NESTING} deep")
         for item in value.values() if isinstance(value, dict) else value:
-            _check_nesting(item, levels - 1)
+            check_nesting(item, levels - 1)
 
 
 def _unexpected(expected: str, value: Any) -> EnvError:
@@ -134,4 +204,13 @@ def _unexpected(expected: str, value: Any) -> EnvError:
     return EnvError(f"{expected}, got {reprlib.repr(value)} ({type(value).__name__})", expected)
 
 
-_CHECKS = {"interact": _to_messages, "extract": _to_extract}
+_CHECKS = {
+    "interact": _to_turn,
+    "extract": _to_extract,
+    "group_reward_fn": _to_group,
+    "run": _to_run,
+    "make_env": _to_nothing,
+    "environment.reset": _to_observation,
+    "environment.step": _to_turn,
+    "environment.close": _to_nothing,
+}

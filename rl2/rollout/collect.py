@@ -235,8 +235,12 @@ class Collector:
 
     def _end_calls(self, group: Group) -> None:
         """Tells the environment that the group is not played on."""
-        for trajectory in group.trajectories:
-            self.player.env.end(("train", trajectory.id))
+
+        async def end() -> None:
+            for trajectory in group.trajectories:
+                await self.player.end(trajectory, ("train", trajectory.id))
+
+        self.player.engine.loop.run_until_complete(end())
 
     def _put_back(self, played: dict[int, Group], end: int, num_carried: int) -> None:
         """Carries over or drops the groups behind the first `end`, and moves the position.
@@ -355,8 +359,11 @@ class Collector:
             trajectory = group.trajectories[i]
             seed = (self.seed, int(split != "train"), step, group.id, i)
             await player.play(trajectory, params, seed, key=(split, trajectory.id))
-            if may_end_early and group.is_done:
-                queue.report(number, group)
+            if trajectory.finish_reason and group.is_done:
+                if "group_reward_fn" in player.env.functions:
+                    await player.score_group(group)
+                if may_end_early:
+                    queue.report(number, group)
 
         async def play_queue() -> None:
             max_requests = math.inf

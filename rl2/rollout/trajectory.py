@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 from rl2.batch import Sample
@@ -14,7 +14,8 @@ from rl2.data.chat import ChatTemplate
 from rl2.data.examples import Example
 from rl2.engine.base import Engine, Generation, SamplingParams, Seed
 from rl2.env.call import Env
-from rl2.env.contract import EnvError, EnvFailures
+from rl2.env.contract import EnvError, EnvFailures, Turn
+from rl2.env.tools import ToolCall, find_calls
 
 MAX_RECORDED_CHARACTERS = 2000  # of a column of a row, in the records
 
@@ -145,11 +146,18 @@ def append_tokens(
 
 
 def place_reward(trajectory: Trajectory) -> None:
-    """Puts the reward on the last sampled token, and drops sequences without a sampled token."""
+    """Puts the reward on the last sampled token, less what the tokens before have.
+
+    The sum over all tokens is the trajectory's reward. Sequences without a sampled token go.
+    """
     trajectory.samples = [sample for sample in trajectory.samples if 1 in sample.mask]
     last_sample = trajectory.samples[-1]
     last_token = last_sample.mask.tobytes().rfind(1)
-    last_sample.rewards[last_token] = trajectory.reward
+    last_sample.rewards[last_token] = 0.0
+    before = 0.0
+    if "turns" in trajectory.rewards:  # of interact or step; other parts lie on the last token
+        before = sum(sum(sample.rewards) for sample in trajectory.samples)
+    last_sample.rewards[last_token] = trajectory.reward - before
 
 
 @dataclass
@@ -166,6 +174,11 @@ class Player:
     is_pausing: bool = False  # then no turn begins, and aborted turns stay as they are
     num_requests: int = 0  # of ours that the engine has
     request_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        if self.env.tools:
+            question = [{"role": "user", "content": "?"}]
+            self.template.warn_of_ignored([{"messages": question, "tools": self.env.tools}])
 
     async def wait_for_room(self, max_requests: float) -> None:
         """Waits until the engine has fewer than `max_requests`."""
@@ -188,26 +201,84 @@ class Player:
         """
         if trajectory.finish_reason:
             return
-        reason = ""
+        last_turn: dict[str, Any] | None = None
         try:
-            while not reason and not self.is_pausing:
-                turn_seed = (*seed, trajectory.num_turns)
-                reason = await self._play_turn(trajectory, params, turn_seed, key)
-            if reason:
-                samples = trajectory.samples
-                sampled = [x for s in samples for x in compress(s.tokens, s.mask)]
-                row = {**trajectory.row, "completion_ids": sampled}
-                trajectory.rewards = await self.env.score(trajectory.messages, row, key)
-                trajectory.weights = self.reward_weights
-                place_reward(trajectory)
+            if self.env.has_object and not trajectory.versions:
+                await self._begin(trajectory, params, key)
+            while last_turn is None and not self.is_pausing:
+                last_turn = await self._play_turn(
+                    trajectory, params, (*seed, trajectory.num_turns), key
+                )
+            if last_turn is None:
+                return
+            await self._score(trajectory, last_turn, key)
+            # The trajectory is done when it has its rewards.
+            trajectory.finish_reason = last_turn["finish_reason"]
         except EnvError as error:
-            self.failures.record(error)
-            reason = "failed"
-            for sample in trajectory.samples:
-                sample.mask = array("b", [0]) * len(sample.mask)
-        if reason:
-            trajectory.finish_reason = reason  # its reward is there: its group may be done
-            self.env.end(key)
+            self.fail(trajectory, error)
+        await self.end(trajectory, key)
+
+    def fail(self, trajectory: Trajectory, error: EnvError) -> None:
+        """Ends a trajectory whose environment failed. It is not trained."""
+        self.failures.record(error)
+        trajectory.finish_reason = "failed"
+        for sample in trajectory.samples:
+            sample.mask = array("b", [0]) * len(sample.mask)
+
+    async def end(self, trajectory: Trajectory, key: Hashable) -> None:
+        """Tells the environment that the trajectory is not played on."""
+        try:
+            await self.env.end(key)
+        except EnvError as error:
+            if trajectory.finish_reason != "failed":
+                self.failures.record(error)
+
+    async def score_group(self, group: Group) -> None:
+        """Adds what `group_reward_fn` gives, once all trajectories of the group are done."""
+        members = [t for t in group.trajectories if t.finish_reason != "failed"]
+        if not members:
+            return
+        try:
+            all_parts = await self.env.score_group([{**t.record(), "row": t.row} for t in members])
+        except EnvError as error:
+            for trajectory in members:
+                self.fail(trajectory, error)
+            return
+        for trajectory, parts in zip(members, all_parts, strict=True):
+            trajectory.rewards |= parts
+            place_reward(trajectory)
+
+    async def _begin(self, trajectory: Trajectory, params: SamplingParams, key: Hashable) -> None:
+        """Makes the environment's object. Its tools and what it says first belong to the prompt."""
+        trajectory.messages = list(await self.env.begin(trajectory.row, key))
+        try:
+            prompt = self.template.encode_prompt(trajectory.messages, self._tools(trajectory))
+        except ValueError as error:
+            raise _template_error(error) from error
+        if len(prompt) + params.max_new_tokens > self.max_length:
+            raise EnvError(
+                f"the prompt with the tools and the text of reset has {len(prompt)} tokens, and "
+                f"the turn may have {params.max_new_tokens}, more than fit into {self.max_length}",
+                kind="the prompt with the tools and the text of reset is too long",
+            )
+        trajectory.samples = []
+        begin_sample(trajectory, prompt)
+
+    def _tools(self, trajectory: Trajectory) -> list | None:
+        """The schemas that the template shows: those of the row and of the environment."""
+        tools = trajectory.row.get("tools")
+        return [*(tools or []), *self.env.tools] if self.env.tools else tools
+
+    async def _score(
+        self, trajectory: Trajectory, last_turn: dict[str, Any], key: Hashable
+    ) -> None:
+        inputs: dict[str, Any] = dict(last_turn)
+        if "completion_ids" in self.env.asked:
+            sampled = [compress(sample.tokens, sample.mask) for sample in trajectory.samples]
+            inputs["completion_ids"] = list(chain.from_iterable(sampled))
+        trajectory.rewards |= await self.env.score(trajectory.messages, trajectory.row, key, inputs)
+        trajectory.weights = self.reward_weights
+        place_reward(trajectory)
 
     async def _play_turn(
         self,
@@ -215,28 +286,78 @@ class Player:
         params: SamplingParams,
         seed: Seed,
         key: Hashable,
-    ) -> str:
+    ) -> dict[str, Any] | None:
         """One turn of the assistant, unless it is aborted, and the environment's answer to it.
 
-        Returns why the trajectory ends, or "" if it goes on.
+        Returns what the environment may ask about the turn if it is the last one.
+        """
+        inputs = await self.sample_turn(trajectory, params, seed)
+        if inputs is None:
+            return None
+        num_sampled = inputs["num_tokens"]
+        is_last = trajectory.num_turns >= self.max_turns
+        if inputs["finish_reason"] != "stop" or (is_last and not self.env.has_object):
+            return inputs
+        turn = await self._answer(trajectory, inputs, key)
+        self._add_turn_reward(trajectory, turn.reward)
+        if is_last or turn.done or not turn.messages:
+            trajectory.messages += turn.messages
+            return inputs
+        if self.append_messages(trajectory, num_sampled, turn.messages, params.max_new_tokens):
+            return None
+        return {**inputs, "finish_reason": "length"}
+
+    async def sample_turn(
+        self, trajectory: Trajectory, params: SamplingParams, seed: Seed
+    ) -> dict[str, Any] | None:
+        """Samples one turn of the assistant and appends it; None if it is aborted.
+
+        Returns what the environment may ask about it.
         """
         generation = await self._generate(trajectory, params, seed)
         if generation.finish_reason == "abort":
-            return ""
-        sampled = trajectory.samples[-1].tokens[-trajectory.partial_tokens :]
+            return None
+        sample = trajectory.samples[-1]
+        num_sampled = trajectory.partial_tokens
+        sampled = sample.tokens[-num_sampled:]
         reply = self.template.decode_reply(sampled, params.stop_token_ids)
         trajectory.messages.append({"role": "assistant", "content": reply})
         trajectory.partial_tokens = 0
         trajectory.num_turns += 1
-        trajectory.longest_turn = max(trajectory.longest_turn, len(sampled))
-        env_messages: list[dict] = []
-        if generation.finish_reason == "stop" and trajectory.num_turns < self.max_turns:
-            env_messages = await self.env.interact(trajectory.messages, trajectory.row, key)
-        if not env_messages:
-            return generation.finish_reason
-        max_new_tokens = params.max_new_tokens
-        fits = self._append_env_messages(trajectory, len(sampled), env_messages, max_new_tokens)
-        return "" if fits else "length"
+        trajectory.longest_turn = max(trajectory.longest_turn, num_sampled)
+        return {
+            "finish_reason": generation.finish_reason,
+            "num_tokens": num_sampled,
+            "max_new_tokens": params.max_new_tokens,
+            "turn": trajectory.num_turns,
+        }
+
+    async def _answer(self, trajectory: Trajectory, inputs: dict[str, Any], key: Hashable) -> Turn:
+        """The results of the tools that the last turn calls, or else the environment's answer."""
+        if self.env.tools:
+            calls = self.find_calls(trajectory, inputs["num_tokens"], self.env.tools)
+            if calls:
+                return await self.env.call_tools(calls, trajectory.num_turns, key)
+        return await self.env.answer(trajectory.messages, trajectory.row, key, inputs)
+
+    def find_calls(
+        self, trajectory: Trajectory, num_sampled: int, tools: list[dict]
+    ) -> list[ToolCall]:
+        """The calls of tools in the last turn, which has `num_sampled` tokens."""
+        prompt = trajectory.samples[-1].tokens[:-num_sampled]
+        reply = trajectory.messages[-1]["content"]
+        parsed = self.template.parse_calls(prompt, reply, tools)
+        if parsed is not None:
+            return [ToolCall(str(name), arguments) for name, arguments in parsed]
+        return find_calls(reply, [tool["function"]["name"] for tool in tools])
+
+    def _add_turn_reward(self, trajectory: Trajectory, reward: float) -> None:
+        """Puts the reward of a turn on its last token, which is the last of its sequence."""
+        if not reward:
+            return
+        trajectory.rewards["turns"] = trajectory.rewards.get("turns", 0.0) + reward
+        weight = self.reward_weights.get("turns", 1.0)
+        trajectory.samples[-1].rewards[-1] += weight * reward
 
     async def _generate(
         self, trajectory: Trajectory, params: SamplingParams, seed: Seed
@@ -263,7 +384,7 @@ class Player:
         trajectory.partial_tokens += len(generation.tokens)
         return generation
 
-    def _append_env_messages(
+    def append_messages(
         self,
         trajectory: Trajectory,
         num_sampled: int,
@@ -278,7 +399,7 @@ class Player:
         """
         sample = trajectory.samples[-1]
         messages = trajectory.messages
-        tools = trajectory.row.get("tools")
+        tools = self._tools(trajectory)
         new_prompt: list[int] = []
         try:
             extension = self.template.extend(
@@ -287,7 +408,7 @@ class Player:
             if extension is None:
                 new_prompt = self.template.encode_prompt(messages + env_messages, tools)
         except ValueError as error:  # the template refuses the environment's messages
-            raise EnvError(str(error), kind=f"template: {error.__cause__ or error}") from error
+            raise _template_error(error) from error
         if extension is None:
             length = len(new_prompt)
         else:
@@ -300,3 +421,7 @@ class Player:
         else:
             append_tokens(sample, extension)
         return True
+
+
+def _template_error(error: ValueError) -> EnvError:
+    return EnvError(str(error), kind=f"template: {error.__cause__ or error}")

@@ -38,8 +38,9 @@ from rl2.model.folder import (
 from rl2.parallel.device import compute_dtype
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector, RolloutRules
+from rl2.rollout.endpoint import make_player
 from rl2.rollout.saved import SavedRollouts, checksum, pack_tokens
-from rl2.rollout.trajectory import Player, Trajectory
+from rl2.rollout.trajectory import Trajectory
 from rl2.run_folder import RunFolder
 from rl2.signals import guard
 from rl2.trainer.recorder import Recorder
@@ -126,7 +127,7 @@ class PPORun:
         for worker in (*self.workers.values(), *self.frozen.values()):
             limits.append(worker.config.max_length_per_device * worker.config.sp_size)
             limits.append(max_positions(worker.config.model_name))
-        player = Player(
+        player = make_player(
             engine=self.engine,
             env=self.env,
             template=template,

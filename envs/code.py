@@ -1,0 +1,35 @@
+r"""Programs in Python that must pass tests. They run in sandboxes; docs/rewards.md has more.
+
+Row: {"messages": [...], "test_cases": {"inputs": ["1 2\n"], "outputs": ["3\n"]}}. The program
+reads an input and prints the output. With "fn_name": "add" beside them, an input has the arguments
+of that function in JSON, one a line, and an output has the result. `test_cases` may also be Python
+tests, such as "assert add(1, 2) == 3", in a text or a list of texts.
+
+The prompt should ask for it, for instance: "Write the whole program into one ```python block."
+
+One step on a CPU, with a small model in the folder MODEL:
+
+    python -m rl2.trainer.ppo rollout.env_path=code data.path=examples/rows/code.jsonl \
+        actor.model_name=MODEL trainer.max_steps=1 data.prompts_per_rollout=3 \
+        data.responses_per_prompt=2 rollout.train_sampling_params.max_new_tokens=32
+"""
+
+from rl2.rewards import code, sandbox
+
+# "namespaces", "user" or "process": the run does not start on a machine where sandboxes are weaker.
+REQUIRED_STRENGTH = "process"
+LIMITS = sandbox.Limits(cpu_seconds=5, memory_bytes=2**30)  # of each run of a program
+
+sandbox.require(REQUIRED_STRENGTH)
+
+
+def reward_fn(messages, test_cases):
+    """Two reward parts for the last code block of the reply.
+
+    right: 1.0 if the program passes all tests, else 0.0.
+    format: 0.1 if there is a code block, else 0.0.
+    """
+    program = code.extract(messages[-1]["content"])
+    if program is None:
+        return {"right": 0.0, "format": 0.0}
+    return {"right": float(code.judge(program, test_cases, LIMITS).is_right), "format": 0.1}

@@ -1,0 +1,61 @@
+"""What an env file keeps for a trajectory. It stays where the functions of the file run.
+
+A call may run in another process, so nothing here needs more than the standard library.
+"""
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from rl2.env.contract import METHOD
+
+CLOSE = METHOD + "close"  # also the last call of a trajectory whose object has no such method
+
+
+@dataclass
+class Session:
+    """The object of a trajectory, and the dict that its functions may ask for."""
+
+    environment: Any = None
+    state: dict = field(default_factory=dict)
+
+    def make(self, make_env: Callable) -> None:
+        self.environment = make_env()
+
+    def bind(self, functions: Mapping[str, Any], name: str) -> Callable:
+        """The function of the call `name`, with what it asks for of the session."""
+        if name == "make_env":
+            return partial(self.make, functions[name])
+        if name == CLOSE:
+            return getattr(self.environment, "close", lambda: None)
+        owner, _, method = name.rpartition(".")
+        function = getattr(self.environment, method) if owner else functions[name]
+        own = {
+            "state": self.state,
+            "environment": self.environment,
+            "environments": [self.environment],
+        }
+        parameters = inspect.signature(function).parameters
+        return partial(function, **{key: own[key] for key in own.keys() & {*parameters}})
+
+
+class Sessions:
+    """The sessions of the trajectories, by key. `functions` are those of the env file, by name."""
+
+    def __init__(self, functions: Mapping[str, Any]):
+        self.functions = functions
+        self._by_key: dict[Hashable, Session] = {}
+
+    @contextmanager
+    def open(self, name: str, key: Hashable) -> Iterator[Callable]:
+        """The function of the call `name`. A call without a key has a session of its own."""
+        session = Session() if key is None else self._by_key.setdefault(key, Session())
+        try:
+            yield session.bind(self.functions, name)
+        finally:
+            is_empty = session.environment is None and not session.state
+            if name == CLOSE or is_empty:
+                self._by_key.pop(key, None)

@@ -1,0 +1,174 @@
+"""Runs one program in a sandbox. rl2/rewards/sandbox.py starts this file for each program.
+
+It enters namespaces, gives up its rights, sets the limits and waits for the program. Then it kills
+every process that the program has started. Its exit status says how the program ended. Any other
+status, with a traceback on stderr, means that the sandbox itself does not work.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from contextlib import suppress
+from typing import Any, NoReturn
+
+# Exit statuses. Python's own is 1 when an error ends it.
+SUCCEEDED, FAILED, KILLED, TIMED_OUT = 0, 3, 4, 5
+NICENESS = 10  # The trainer comes first: on a core that both want, a program gets a tenth.
+# Linux keeps these user ids for services that exist only while they run (systemd's DynamicUser).
+FIRST_USER, NUM_USERS = 61184, 4336
+MAX_FILES = 10_000  # that a program may make in its folders
+# A file system in memory is mounted there and becomes the root. Nothing of /proc is needed then.
+NEW_ROOT = "/proc"
+
+# Constants of Linux
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x8000000, 0x10000000
+CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+MNT_DETACH = 2
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> NoReturn:
+    job = json.loads(sys.argv[1])
+    has_namespaces = job["strength"] == "namespaces"
+    os.umask(0o022)
+    os.nice(NICENESS)
+    write("/proc/self/oom_score_adj", "1000")  # where memory runs out, the trainer comes last
+    user = os.geteuid()
+    if user == 0 and job["strength"] != "process":
+        user = FIRST_USER + os.getpid() % NUM_USERS  # so programs cannot end each other
+    os.chown(job["folder"], user, -1)
+    if has_namespaces:
+        enter_namespaces(user)
+    call("prctl", PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != job["trainer"]:
+        sys.exit(KILLED)  # the trainer ended before
+    call("prctl", PR_SET_CHILD_SUBREAPER, 1)
+    if has_namespaces:
+        # When the first process of a namespace ends, all others there are killed.
+        first = os.fork()
+        if first:
+            sys.exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]))
+        call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
+        build_root(job["paths"], job["limits"]["AS"])
+    try:
+        sys.exit(supervise(job, user))
+    finally:
+        if not has_namespaces:
+            kill_children()
+
+
+def supervise(job: dict[str, Any], user: int) -> int:
+    """Runs the program until it ends, its time is up, or SIGTERM comes. Returns how it ended."""
+    signals = {signal.SIGCHLD, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    program = os.fork()
+    if program == 0:
+        start_program(job, user)
+    end = time.monotonic() + job["wall_seconds"]
+    while True:
+        event = signal.sigtimedwait(signals, max(0.0, end - time.monotonic()))
+        if event is None or event.si_signo == signal.SIGTERM:
+            return TIMED_OUT
+        process, status = os.waitpid(program, os.WNOHANG)
+        if process and os.WIFSIGNALED(status):
+            return KILLED
+        if process:
+            return FAILED if status else SUCCEEDED
+
+
+def start_program(job: dict[str, Any], user: int) -> NoReturn:
+    """Becomes the program, without rights and with its limits."""
+    try:
+        become(user)
+        call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        for name, value in job["limits"].items():
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.execv(job["command"][0], job["command"])
+    finally:
+        os._exit(FAILED)
+
+
+def kill_children() -> None:
+    """Kills the processes below this one, which inherits those whose parent has ended."""
+    with suppress(ChildProcessError):  # none is left
+        while True:
+            with open(f"/proc/self/task/{os.getpid()}/children") as children:
+                for child in children.read().split():
+                    os.kill(int(child), signal.SIGKILL)
+            os.waitpid(-1, 0)
+
+
+def become(user: int) -> None:
+    """Gives up the rights of root, if this process has them."""
+    if os.geteuid() != user:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+
+
+def enter_namespaces(user: int) -> None:
+    """Its processes, mounts, shared memory and network are its own. The network has no device."""
+    flags = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWNET
+    if LIBC.unshare(flags) == 0:
+        return
+    # Only root may, and not in every container. Other users may in a user namespace of their own.
+    become(user)
+    call("prctl", PR_SET_DUMPABLE, 1)  # else the files of /proc/self belong to root
+    group = os.getegid()
+    call("unshare", flags | CLONE_NEWUSER)
+    write("/proc/self/setgroups", "deny")
+    write("/proc/self/uid_map", f"{user} {user} 1")
+    write("/proc/self/gid_map", f"{group} {group} 1")
+
+
+def build_root(paths: list[str], num_bytes: int) -> None:
+    """Changes to a root in memory that has `paths`, read-only, and folders for temporary files."""
+    mount("none", "/", MS_REC | MS_PRIVATE)
+    options = f"size={num_bytes},nr_inodes={MAX_FILES},mode=755"
+    call("mount", b"tmpfs", NEW_ROOT.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options.encode())
+    for path in paths:
+        target = NEW_ROOT + path
+        if os.path.isdir(path):
+            os.makedirs(target, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            write(target, "")
+        mount(path, target, MS_BIND | MS_REC)
+        locked = os.statvfs(path).f_flag & (MS_NODEV | MS_NOEXEC)
+        mount(path, target, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | locked)
+    for folder in ("/tmp", "/dev/shm"):
+        os.makedirs(NEW_ROOT + folder, exist_ok=True)
+        os.chmod(NEW_ROOT + folder, 0o1777)
+    os.chdir(NEW_ROOT)
+    call("pivot_root", b".", b".")
+    call("umount2", b".", MNT_DETACH)  # the former root
+    os.chdir("/tmp")
+
+
+def mount(source: str, target: str, flags: int) -> None:
+    call("mount", source.encode(), target.encode(), None, flags, None)
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Calls a function of the C library. OSError if it fails."""
+    if getattr(LIBC, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":
+    main()

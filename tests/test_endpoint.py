@@ -1,0 +1,612 @@
+"""Agents from outside: `run` of an env file, and the OpenAI-compatible address that it gets."""
+
+import asyncio
+import os
+import textwrap
+import warnings
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+from common import make_tokenizer, pack_rows, read_metrics
+from test_env_objects import CHATML_WITH_TOOLS, call_text, trained_text
+from test_rollout import (  # noqa: F401
+    PARAMS,
+    ScriptedEngine,
+    make_prompts,
+    make_row,
+    process_group,
+    write_nothing,
+)
+from test_trainer import setup, train  # noqa: F401
+
+from rl2.data.chat import ChatTemplate
+from rl2.env.contract import EnvFailures
+from rl2.env.load import load_env, preflight
+from rl2.rollout.collect import Collector
+from rl2.rollout.endpoint import make_player
+from rl2.rollout.http import MAX_BODY_BYTES
+
+STOPS = ("Observation:", "Calling tools:")  # of smolagents
+# A client of HTTP with the standard library alone, for what OpenAI's client would not send.
+CLIENT = """
+    import asyncio, http.client, json
+    from urllib.parse import urlsplit
+    def send(base_url, body, path="/chat/completions", method="POST", **headers):
+        url = urlsplit(base_url)
+        connection = http.client.HTTPConnection(url.hostname, url.port)
+        if not isinstance(body, (bytes, str)):
+            body = json.dumps(body)
+        path = path if path.startswith("//") else url.path + path
+        connection.request(method, path.replace("//", "/"), body, headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    def ask(base_url, api_key, messages, **fields):
+        body = {"model": "rl2", "messages": messages, **fields}
+        status, answer = send(base_url, body, Authorization=f"Bearer {api_key}")
+        if status != 200:
+            raise ValueError(f"{status} {answer['error']['message']}")
+        return answer["choices"][0]
+    def user(text):
+        return {"role": "user", "content": text}
+"""
+
+
+def make_agent(
+    tmp_path,
+    script,
+    env,
+    max_turns=4,
+    max_length=400,
+    num_prompts=1,
+    params=PARAMS,
+    isolation="thread",
+    timeout=20,
+):
+    """(collector, prompts, player) of an env file that may use the client above."""
+    text = textwrap.dedent(CLIENT) + textwrap.dedent(env)
+    (tmp_path / "env.py").write_text(text)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHATML_WITH_TOOLS
+    replies = script if callable(script) else lambda turn, _: (script[turn], "stop")
+    player = make_player(
+        engine=ScriptedEngine(tokenizer, replies),
+        env=load_env(str(tmp_path / "env.py"), timeout, isolation=isolation),
+        template=ChatTemplate(tokenizer),
+        failures=EnvFailures(1.0),
+        max_turns=max_turns,
+        max_length=max_length,
+    )
+    collector = Collector(player, params=params, write_records=write_nothing, deterministic=True)
+    rows = [make_row(i) for i in range(num_prompts)]
+    return collector, make_prompts(rows, tokenizer), player
+
+
+def play(tmp_path, script, env, num_samples=1, **options):
+    """(the trajectories of one prompt, the player)."""
+    params = options.get("params", PARAMS)
+    collector, prompts, player = make_agent(tmp_path, script, env, **options)
+    trajectories = collector.play(prompts, params, num_samples, "train", 1)
+    if player.failures.last:
+        print(player.failures.last)
+    player.env.close()
+    assert not getattr(player, "sessions", None)
+    return trajectories, player
+
+
+def describe(trajectory):
+    """What is trained, comparable."""
+    columns = [(s.tokens, s.mask, s.logps, s.rewards) for s in trajectory.samples]
+    return [[list(column) for column in sample] for sample in columns]
+
+
+TWO_TURNS = """
+    def run(row, base_url, model, api_key):
+        messages = list(row["messages"])
+        first = ask(base_url, api_key, messages)
+        assert first["finish_reason"] == "stop", first
+        messages += [first["message"], user("sure?")]
+        second = ask(base_url, api_key, messages)
+        return {"answers": float(first["message"]["content"] + second["message"]["content"])}
+"""
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_an_agent_gives_the_tokens_of_interact(tmp_path, isolation):
+    (agent,), player = play(tmp_path, ["4", "5"], TWO_TURNS, isolation=isolation)
+    assert agent.rewards == {"answers": 45.0} and agent.finish_reason == "stop"
+    (sample,) = agent.samples
+    assert trained_text(player, sample) == "4<|im_end|>5<|im_end|>"
+    interact = """
+        def interact(messages):
+            return [user("sure?")] if len(messages) == 2 else []
+        def reward_fn(messages): return 45.0
+    """
+    (other,), _ = play(tmp_path, ["4", "5"], interact)
+    assert describe(agent) == describe(other)
+    assert agent.messages == other.messages and agent.versions == other.versions
+    assert (agent.num_turns, agent.longest_turn) == (other.num_turns, other.longest_turn) == (2, 2)
+    assert [seed for seed, _ in player.engine.requests] == [(0, 0, 1, 0, 0, n) for n in (0, 1)]
+
+
+def test_an_agent_with_tools_gives_the_tokens_of_an_object_with_tools(tmp_path):
+    """The calls are those of OpenAI; the model's own text stays in the sequence."""
+    script = ["Hm. " + call_text("double", x=3) + call_text("double", x=4), "6 and 8"]
+    agent_env = """
+        SCHEMA = {"type": "function", "function": {"name": "double", "description": "Doubles.",
+                  "parameters": {"type": "object", "properties": {}}}}
+        def run(row, base_url, model, api_key):
+            messages = list(row["messages"])
+            choice = ask(base_url, api_key, messages, tools=[SCHEMA], tool_choice="auto")
+            message = choice["message"]
+            assert choice["finish_reason"] == "tool_calls" and message["content"] == "Hm."
+            messages.append({**message, "content": "Hm. "})  # some clients add or strip space
+            for call in message["tool_calls"]:
+                x = json.loads(call["function"]["arguments"])["x"]
+                result = [{"type": "text", "text": str(2 * x)}]
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+            answer = ask(base_url, api_key, messages, tools=[SCHEMA])
+            assert answer["finish_reason"] == "stop"
+            assert answer["message"] == {"role": "assistant", "content": "6 and 8"}
+        def reward_fn(messages): return float(len(messages))
+    """
+    object_env = '''
+        class make_env:
+            def double(self, x: int):
+                """Doubles.
+
+                Args:
+                    x: a number
+                """
+                return str(2 * x)
+        def reward_fn(messages): return float(len(messages))
+    '''
+    (agent,), player = play(tmp_path, script, agent_env)
+    (other,), _ = play(tmp_path, script, object_env)
+    assert describe(agent) == describe(other) and agent.rewards == other.rewards
+    assert trained_text(player, agent.samples[0]) == "<|im_end|>".join([*script, ""])
+
+
+def test_calls_that_are_no_json_do_not_end_the_run(tmp_path):
+    env = """
+        def run(row, base_url, model, api_key):
+            tools = [{"function": {"name": "f"}}]
+            message = ask(base_url, api_key, [user("a")], tools=tools)["message"]
+            [call] = message["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"x": "{1}", "y": {"2": 3}}
+            message = ask(base_url, api_key, [user("b")], tools=tools)["message"]
+            assert message == {"role": "assistant", "content": "<tool_call>{</tool_call>"}, message
+            return 1.0
+    """
+    script = ["<|python_tag|>f(x={1}, y={2: 3, (4, 5): 6})", "<tool_call>{</tool_call>"]
+    (trajectory,), player = play(tmp_path, script, env)
+    assert trajectory.rewards == {"run": 1.0}, player.failures.last
+
+
+def test_other_messages_begin_a_new_sequence(tmp_path):
+    env = """
+        def run(row, base_url, model, api_key):
+            a = ask(base_url, api_key, [user("a")])["message"]
+            ask(base_url, api_key, [user("b")])
+            ask(base_url, api_key, [user("a"), {**a, "content": "other"}, user("c")])
+            ask(base_url, api_key, [user("a"), a, user("d")], tools=[{"function": {"name": "f"}}])
+            ask(base_url, api_key, [user("a"), a, user("e")])
+            ask(base_url, api_key, [user("a"), a, user("f")])  # "a" has been continued
+            return 1.0
+        def reward_fn(messages): return {"last": float(messages[-1]["content"])}
+    """
+    (trajectory,), player = play(tmp_path, list("123456"), env, max_turns=6)
+    texts = [trained_text(player, sample) for sample in trajectory.samples]
+    assert texts == [f"{n}<|im_end|>" for n in "234"] + ["1<|im_end|>5<|im_end|>", "6<|im_end|>"]
+    assert trajectory.rewards == {"run": 1.0, "last": 6.0}
+    # The reward lies on the last token of the last sequence.
+    assert [sum(sample.rewards) for sample in trajectory.samples] == [0, 0, 0, 0, 7.0]
+    assert trajectory.samples[-1].rewards[-1] == 7.0
+    assert trajectory.num_turns == 6 and trajectory.length == 12
+
+
+def test_a_template_that_rewrites_history_starts_a_new_sequence(tmp_path):
+    collector, prompts, player = make_agent(tmp_path, ["4", "5"], TWO_TURNS)
+    player.template.tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{{ m.content if m.role == 'user' or loop.last else '' }}{{ '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
+    assert [trained_text(player, sample)[0] for sample in trajectory.samples] == ["4", "5"]
+
+
+def test_two_requests_at_once(tmp_path):
+    """Of two that extend a conversation, one continues its sequence; no turn is trained twice."""
+    env = """
+        async def run(row, base_url, model, api_key):
+            one = ask(base_url, api_key, [user("a")])["message"]
+            calls = [asyncio.to_thread(ask, base_url, api_key, [user("a"), one, user(text)])
+                     for text in "bc"]
+            await asyncio.gather(*calls)
+            return 1.0
+    """
+
+    class MeetingEngine(ScriptedEngine):
+        """The second and the third request wait for each other."""
+
+        async def generate(self, prompt, params, seed):
+            self.__dict__.setdefault("met", asyncio.Event())
+            if seed[-1] == 2:
+                self.met.set()
+            if seed[-1]:
+                await self.met.wait()
+            return await super().generate(prompt, params, seed)
+
+    with mock.patch(f"{__name__}.ScriptedEngine", MeetingEngine):
+        (trajectory,), player = play(tmp_path, list("123"), env)
+    assert trajectory.rewards == {"run": 1.0}, player.failures.last
+    texts = sorted(trained_text(player, s).split("<|im_end|>") for s in trajectory.samples)
+    assert [len(text) for text in texts] == [3, 2] and texts[0][0] == "1"
+    assert {texts[0][1], texts[1][0]} == {"2", "3"}
+
+
+REFUSED = """
+    def run(row, base_url, model, api_key):
+        good = {"model": model, "messages": [user("a")]}
+        own = {"Authorization": f"Bearer {api_key}"}
+        secret = base_url.split("/")[3]
+        answers = [
+            send(base_url, good),
+            send(base_url, good, Authorization="Bearer wrong"),
+            send(base_url, good, "/embeddings", **own),
+            send(base_url, good, "//v1/chat/completions", **own),
+            send(base_url, good, "//wrong/v1/chat/completions", **own),
+            send(base_url, b"", "/chat/completions", "GET", **own),
+            send(base_url, b"{" + b" " * LARGE, **own),
+            send(base_url, b"{'a': 1}", **own),
+            send(base_url, b"[1]", **own),
+            send(base_url, b"[" * 100_000, **own),
+        ]
+        for change in CHANGES:
+            answers.append(send(base_url, {**good, **change}, **own))
+        status, models = send(base_url, b"", "/models", "GET", **own)
+        assert status == 200 and [m["id"] for m in models["data"]] == [model]
+        for status, answer in answers:
+            error = answer["error"]
+            assert error["type"] == "invalid_request_error" and error["message"]
+        ask(base_url, api_key, [user("a")])  # the server goes on
+        return {f"{status} {answer['error']['message']}": 1.0 for status, answer in answers}
+"""
+CHANGES = [
+    ({"model": "gpt-4"}, "404 model='gpt-4': there is 'rl2' only"),
+    ({"n": 2}, "n=2: only 1 is supported"),
+    ({"stream": True}, "stream=True: only False is supported"),
+    ({"logprobs": True}, "logprobs=True: only False"),
+    ({"response_format": {"type": "json_object"}}, "response_format={'type': 'json_object'}: only"),
+    ({"stop": ["END", "x"]}, "stop='END': add it to rollout.train_sampling_params.stop"),
+    ({"stop": 5}, "not iterable"),
+    ({"max_tokens": -1}, "max_tokens=-1, expected a whole number above 0"),
+    ({"max_completion_tokens": 1.5}, "max_tokens=1.5, expected a whole number above 0"),
+    ({"messages": []}, "expected text or a list of messages, not empty"),
+    ({"messages": [{"role": "human", "content": "a"}]}, "write 'user'"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not supported, only"),
+    ({"messages": [{"role": "assistant", "content": "a"}]}, "the last message is the assistant's"),
+    ({"messages": [{"role": "user", "content": "\udce9"}]}, "surrogates not allowed"),
+    ({"messages": "plain text"}, "the request cannot be answered"),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": [{"id": 1}]}]}, "'function'"),
+    ({"tools": [1]}, "the request cannot be answered"),
+    ({"tools": [{"function": {"name": ""}}]}, "expected text, not empty"),
+]
+
+
+def test_what_is_refused_has_a_reason_and_stops_nothing(tmp_path):
+    changes = f"LARGE = {MAX_BODY_BYTES}\nCHANGES = {[change for change, _ in CHANGES]!r}\n"
+    env = changes + textwrap.dedent(REFUSED)
+    params = replace(PARAMS, stop=("x",))
+    (trajectory,), player = play(tmp_path, ["a"], env, params=params, max_turns=1)
+    assert trajectory.finish_reason == "stop", player.failures.last
+    answers = list(trajectory.rewards)
+    expected = ["401 wrong API key", "404 /v1/embeddings is not served", "404 /v1/ is not served"]
+    expected += ["404 /v1/chat/completions is not served", "413 a request may have 4194304 bytes"]
+    expected += ["Expecting property name", "400 the request cannot be answered: maximum recursion"]
+    for reason in [*expected, *(reason for _, reason in CHANGES)]:
+        assert any(reason in answer for answer in answers), (reason, answers)
+    assert len(player.engine.requests) == 1
+
+
+def test_other_sampling_parameters_are_ignored_with_a_warning(tmp_path):
+    env = """
+        def run(row, base_url, model, api_key):
+            fields = {"temperature": 0.5, "top_p": 1.0, "seed": None, "stop": "x", "n": 1,
+                      "service_tier": "auto",
+                      "max_tokens": 9, "max_completion_tokens": 5, "tool_choice": "required"}
+            choice = ask(base_url, api_key, [user("a")], **fields)
+            assert choice["message"]["content"] == "one ", choice
+            return 1.0
+    """
+    used = []
+
+    class Engine(ScriptedEngine):
+        async def generate(self, prompt, params, seed):
+            used.append(params)
+            return await super().generate(prompt, params, seed)
+
+    params = replace(PARAMS, stop=("x",))
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        mock.patch(f"{__name__}.ScriptedEngine", Engine),
+    ):
+        warnings.simplefilter("always")
+        (trajectory,), player = play(tmp_path, ["one x"], env, params=params)
+    assert trajectory.rewards == {"run": 1.0}
+    assert used == [replace(params, max_new_tokens=5)]
+    texts = {str(w.message) for w in caught if "of agents is ignored" in str(w.message)}
+    assert {text.split()[0] for text in texts} == {"temperature", "tool_choice"}
+    # The text that stops is hidden from the agent; it was sampled, so it is trained.
+    assert trained_text(player, trajectory.samples[0]) == "one x<|im_end|>"
+
+
+@pytest.mark.parametrize("judge", ["", "def reward_fn(messages, finish_reason): return 1.0"])
+@pytest.mark.parametrize(
+    "limits, turns", [({"max_turns": 2}, 2), ({"max_length": 73}, 2), ({"max_length": 20}, 0)]
+)
+def test_limits_end_a_trajectory(tmp_path, judge, limits, turns):
+    """The request beyond a limit is refused. reward_fn then judges what there is."""
+    env = f"""
+        {judge}
+        def run(row, base_url, model, api_key):
+            messages = list(row["messages"])
+            while True:
+                messages += [ask(base_url, api_key, messages)["message"], user("more")]
+    """
+    (trajectory,), player = play(tmp_path, list("abcdef"), env, **limits)
+    assert len(player.engine.requests) == turns
+    if judge and turns:
+        assert trajectory.finish_reason == "length" and trajectory.rewards == {"reward": 1.0}
+        assert trained_text(player, trajectory.samples[0]) == "a<|im_end|>b<|im_end|>"
+    else:
+        assert trajectory.finish_reason == "failed"
+        assert not any(1 in sample.mask for sample in trajectory.samples)
+
+
+def test_a_turn_that_is_cut_has_the_finish_reason_length(tmp_path):
+    env = """
+        def run(row, base_url, model, api_key):
+            messages = [user("a")]
+            choice = ask(base_url, api_key, messages)
+            assert choice["finish_reason"] == "length"
+            ask(base_url, api_key, [*messages, choice["message"], user("b")])
+            return 1.0
+    """
+    script = [("abc", "length"), ("d", "stop")]
+    (trajectory,), player = play(tmp_path, lambda turn, _: script[turn], env)
+    (sample,) = trajectory.samples
+    assert trained_text(player, sample) == "abcd<|im_end|>" and trajectory.finish_reason == "stop"
+    assert "abc<|im_end|>\n<|im_start|>user\nb<|im_end|>" in player.template.decode(sample.tokens)
+
+
+@pytest.mark.parametrize(
+    "fault, reason",
+    [
+        ("raise KeyError('lost')", "KeyError: 'lost'"),
+        ("await asyncio.sleep(1000)", "rollout.env_timeout=2 s"),
+        ("return float('nan')", "to be finite"),
+        ("return None", "run returned no reward, and the env file has no reward_fn"),
+    ],
+)
+def test_an_agent_that_fails_costs_its_trajectory(tmp_path, fault, reason):
+    env = f"""
+        async def run(row, state, base_url, model, api_key):
+            call = asyncio.to_thread(ask, base_url, api_key, row["messages"])
+            if (await call)["message"]["content"] == "bad":
+                {fault}
+            return 1.0
+    """
+
+    def script(turn, seed):
+        return "bad" if seed[-2] else "good", "stop"
+
+    (good, bad), player = play(tmp_path, script, env, num_samples=2, timeout=2)
+    assert good.rewards == {"run": 1.0} and good.finish_reason == "stop"
+    assert bad.finish_reason == "failed" and bad.length == 0
+    assert not any(1 in sample.mask for sample in bad.samples)
+    assert bad.messages[-1]["content"] == "bad"  # for the records
+    assert reason in str(player.failures.last)
+    assert not player.env._sessions._by_key and not player.env._open_keys
+
+
+def test_an_agent_without_a_request_fails(tmp_path):
+    env = "def run(base_url): return 1.0"
+    (trajectory,), player = play(tmp_path, [], env)
+    assert trajectory.finish_reason == "failed" and trajectory.messages[0]["content"] == "q0"
+    assert "no request was answered" in str(player.failures.last)
+
+
+class WaitingEngine(ScriptedEngine):
+    """A request with the message "wait" waits until it is cancelled."""
+
+    async def generate(self, prompt, params, seed):
+        if "wait" in self.template.decode(prompt):
+            await asyncio.Event().wait()
+        return await super().generate(prompt, params, seed)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_request_ends_when_the_client_leaves_or_the_run_ends(tmp_path, leaves):
+    """An answer that nobody gets is not trained, and the engine is free of it."""
+    env = f"""
+        import socket
+        clients = []
+        async def run(row, base_url, model, api_key):
+            url = urlsplit(base_url)
+            body = json.dumps({{"model": model, "messages": [user("wait")]}})
+            client = socket.create_connection((url.hostname, url.port))
+            lines = [
+                f"POST {{url.path}}/chat/completions HTTP/1.1",
+                "Host: localhost",
+                f"Authorization: Bearer {{api_key}}",
+                f"Content-Length: {{len(body)}}",
+                "",
+                body,
+            ]
+            client.sendall("\\r\\n".join(lines).encode())
+            if {leaves}:
+                client.close()
+            clients.append(client)
+            await asyncio.to_thread(ask, base_url, api_key, [user("b")])
+            return 1.0
+    """
+    with mock.patch(f"{__name__}.ScriptedEngine", WaitingEngine):
+        (trajectory,), player = play(tmp_path, lambda *_: ("two", "stop"), env)
+    assert trajectory.rewards == {"run": 1.0}, player.failures.last
+    (sample,) = trajectory.samples
+    assert trained_text(player, sample) == "two<|im_end|>"
+    assert player.num_requests == 0
+
+
+def test_an_engine_that_fails_ends_the_rollout(tmp_path):
+    collector, prompts, player = make_agent(tmp_path, lambda *_: 1 / 0, TWO_TURNS)
+    with pytest.raises(ZeroDivisionError):
+        collector.play(prompts, PARAMS, 1, "train", 1)
+    assert len(player.engine.requests) == 1 and not player.sessions
+
+
+def test_a_trajectory_that_is_aborted_ends_its_agent(tmp_path):
+    """As the groups do that rollout.filter does not need. It is no failure."""
+    env = """
+        async def run(row, base_url, api_key):
+            await asyncio.to_thread(ask, base_url, api_key, row["messages"])
+            await asyncio.sleep(1000)
+    """
+
+    def abort(turn, seed):
+        player.is_pausing = True
+        return "ab", "abort"
+
+    collector, prompts, player = make_agent(tmp_path, abort, env)
+    with pytest.raises(AssertionError, match="cancelled"):
+        collector.play(prompts, PARAMS, 1, "train", 1)
+    assert player.failures.count == 0 and not player.sessions
+
+
+@pytest.mark.parametrize(
+    "env, options, message",
+    [
+        ("def run(base_url): ...\ndef interact(messages): ...", {}, "`run` plays the whole"),
+        ("def run(base_url): ...\nclass make_env: ...", {}, "`run` plays the whole"),
+        ("def run(base_url): ...", {"is_partial": True}, "rollout.partial=true moves"),
+        ("def run(base_url, level): ...", {}, "run needs column 'level'"),
+        ("def run(command): ...", {}, "expected a function reward_fn"),
+        ("def run(base_url, /): ...", {}, "its arguments are passed by name"),
+    ],
+)
+def test_agents_that_cannot_work_are_refused(tmp_path, env, options, message):
+    (tmp_path / "env.py").write_text(env)
+    with pytest.raises(ValueError, match=message):
+        env = load_env(str(tmp_path / "env.py"))
+        preflight(env, {"data.path": pack_rows([make_row(0)])}, max_turns=1, **options)
+
+
+def test_the_columns_of_a_row_do_not_hide_the_address(tmp_path):
+    (tmp_path / "env.py").write_text("def run(row, model, base_url, level): return len(model)")
+    row = {**make_row(0), "model": "abcdef", "row": 5, "level": 1}
+    env = load_env(str(tmp_path / "env.py"))
+    preflight(env, {"data.path": pack_rows([row])}, max_turns=4)
+    address = {"model": "rl2", "base_url": "http", "api_key": "k"}
+    assert asyncio.run(env.run_agent(row, "key", address)) == {"run": 3.0}
+
+
+@pytest.mark.parametrize("key", [None, "the user's own"])
+def test_the_client_of_openai(tmp_path, key):
+    """As people write it: with the arguments of the issue, tools, an error and its own timeouts."""
+    pytest.importorskip("openai", reason="comes with rl2[test]")
+    env = """
+        import openai
+        async def run(row, base_url, model):
+            async with openai.AsyncOpenAI(base_url=base_url) as client:
+                assert [m.id async for m in client.models.list()] == [model]
+                messages = list(row["messages"])
+                tools = [{"type": "function", "function": {"name": "double"}}]
+                first = await client.chat.completions.create(
+                    model=model, messages=messages, tools=tools, max_tokens=5)
+                [call] = first.choices[0].message.tool_calls
+                assert call.function.name == "double" and call.function.arguments == '{"x": 3}'
+                assert first.usage.total_tokens > first.usage.completion_tokens > 0
+                messages.append(first.choices[0].message)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "6"})
+                second = await client.chat.completions.create(
+                    model=model, messages=messages, tools=tools)
+                try:
+                    await client.chat.completions.create(model=model, messages=messages, n=2)
+                except openai.BadRequestError as error:
+                    assert "only 1 is supported" in error.message
+                return float(second.choices[0].message.content)
+    """
+    script = [call_text("double", x=3), "6"]
+    with mock.patch.dict("os.environ"):
+        os.environ.pop("OPENAI_API_KEY", None)
+        if key:
+            os.environ["OPENAI_API_KEY"] = key
+        (trajectory,), player = play(tmp_path, script, env)
+    assert trajectory.rewards == {"run": 6.0}, player.failures.last
+    (sample,) = trajectory.samples
+    assert trained_text(player, sample) == "<|im_end|>".join([*script, ""])
+
+
+def test_processes_that_began_before_the_endpoint_have_its_key(tmp_path):
+    """Preflight starts them."""
+    env = """
+        import os
+        def run(base_url): ...
+        def reward_fn(messages): return float("OPENAI_API_KEY" in os.environ)
+    """
+    (tmp_path / "env.py").write_text(textwrap.dedent(env))
+    with mock.patch.dict("os.environ"):
+        os.environ.pop("OPENAI_API_KEY", None)
+        env = load_env(str(tmp_path / "env.py"), 20, isolation="process")
+        assert asyncio.run(env.score([], make_row(0))) == {"reward": 1.0}
+    env.close()
+
+
+def test_an_agent_library_runs_unchanged(tmp_path):
+    """smolagents writes its history anew for each step, so each step is a sequence."""
+    pytest.importorskip("smolagents", reason="comes with rl2[test]")
+    pytest.importorskip("openai", reason="comes with rl2[test]")
+    env = '''
+        from smolagents import OpenAIModel, ToolCallingAgent, tool
+
+        @tool
+        def double(x: int) -> int:
+            """Doubles a number.
+
+            Args:
+                x: the number
+            """
+            return 2 * x
+
+        def run(row, base_url, model, api_key):
+            policy = OpenAIModel(model, api_base=base_url, api_key=api_key)
+            agent = ToolCallingAgent([double], policy, max_steps=4, verbosity_level=0)
+            return float(agent.run(row["messages"][0]["content"]))
+    '''
+    script = [call_text("double", x=3), call_text("final_answer", answer="6")]
+    options = {"max_length": 40_000, "timeout": 100, "params": replace(PARAMS, stop=STOPS)}
+    (trajectory,), player = play(tmp_path, script, env, **options)
+    assert trajectory.rewards == {"run": 6.0}, player.failures.last
+    texts = "".join(trained_text(player, sample) for sample in trajectory.samples)
+    assert texts == "<|im_end|>".join([*script, ""])
+
+
+def test_a_run_trains_an_agent(setup, tmp_path):  # noqa: F811
+    """OpenAI's client against the real engines of two processes: the reward rises."""
+    pytest.importorskip("openai", reason="comes with rl2[test]")
+    env = """
+        import openai
+        async def run(row, base_url, model):
+            async with openai.AsyncOpenAI(base_url=base_url) as client:
+                reply = await client.chat.completions.create(model=model, messages=row["messages"])
+            text = reply.choices[0].message.content
+            return sum(letter in row["answer"] for letter in text) / max(len(text), 1)
+    """
+    (tmp_path / "env.py").write_text(textwrap.dedent(env))
+    train(2, *setup, "rollout.env_timeout=200", "trainer.n_epochs=1")
+    lines = read_metrics(tmp_path / "run")
+    rewards = [line["reward/mean"] for line in lines]
+    assert all(line["rollout/failed"] == 0 for line in lines)
+    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.2, rewards

@@ -1,0 +1,571 @@
+"""Environments with state: what functions may ask for, objects with tools, rewards of turns."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from common import pack_rows
+from packaging.version import Version
+from test_rollout import PARAMS, make, make_row, make_training, process_group  # noqa: F401
+
+from rl2.algorithms.advantages import gae, group_advantages
+from rl2.batch import collate
+from rl2.env.load import load_env, preflight
+from rl2.env.tools import ToolCall, find_calls
+from rl2.rollout.collect import Queue
+from rl2.rollout.stats import training_samples
+
+ROOT = Path(__file__).resolve().parents[1]
+CHATML_WITH_TOOLS = (
+    "{% for tool in tools or [] %}{{ '<tool>' + tool.function.name + '</tool>' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def play(tmp_path, env, script, max_turns=4, num_samples=1, isolation="thread", **options):
+    """The trajectories of one prompt, with the template above. `script` gives the replies."""
+    replies = script if callable(script) else lambda turn, _: (script[turn], "stop")
+    collector, prompts, tokenizer = make(tmp_path, replies, env, max_turns, **options)
+    tokenizer.chat_template = CHATML_WITH_TOOLS
+    player = collector.player
+    player.env = load_env(str(tmp_path / "env.py"), 20, isolation=isolation)
+    player.failures.max_fraction = 1.0
+    prompts = [mock.Mock(row=prompt.row, tokens=[1], index=0) for prompt in prompts]
+    for prompt in prompts:
+        prompt.tokens = player.template.encode_prompt(prompt.row["messages"])
+    trajectories = collector.play(prompts, PARAMS, num_samples, "train", 1)
+    if player.failures.last:
+        print(player.failures.last)
+    player.env.close()
+    return trajectories, player
+
+
+def trained_text(player, sample):
+    """The text of the trained tokens."""
+    pairs = zip(sample.tokens, sample.mask, strict=True)
+    return player.template.decode([token for token, trains in pairs if trains])
+
+
+def rewards_by_text(player, sample):
+    """{the text up to a token with a reward: the reward}."""
+    places = [i for i, reward in enumerate(sample.rewards) if reward]
+    return {
+        player.template.decode(sample.tokens[: i + 1])[-12:]: round(sample.rewards[i], 6)
+        for i in places
+    }
+
+
+INPUTS_ENV = """
+    async def interact(messages, state, turn, finish_reason, num_tokens, max_new_tokens):
+        state.setdefault("turns", []).append([turn, finish_reason, num_tokens, max_new_tokens])
+        return [{"role": "user", "content": "go on"}] if turn < 3 else []
+    async def reward_fn(messages, answer, state, num_tokens, turn=None):
+        assert [t[:2] for t in state["turns"]] == [[1, "stop"], [2, "stop"]], state
+        return {"tokens": num_tokens, "turn": turn, "seen": sum(t[2] for t in state["turns"])}
+"""
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_functions_ask_for_the_state_and_the_last_turn(tmp_path, isolation, prefix):
+    env = INPUTS_ENV.replace("async ", prefix)
+    script = ["a", "bc", "def"]
+    trajectories, player = play(tmp_path, env, script, 3, num_samples=2, isolation=isolation)
+    for trajectory in trajectories:  # the end of turn is a token
+        assert trajectory.rewards == {"tokens": 4.0, "turn": 3.0, "seen": 5.0}
+    assert not player.env._sessions._by_key and not player.env._open_keys
+
+
+def test_a_column_comes_before_an_input_of_the_same_name(tmp_path):
+    env = "def reward_fn(messages, turn, state, **columns): return len(turn + state + str(columns))"
+    (tmp_path / "env.py").write_text(env)
+    row = {**make_row(0), "turn": "left", "state": "Ohio"}
+    env = load_env(str(tmp_path / "env.py"))
+    given = {"turn": 3, "num_tokens": 5}  # num_tokens is none of the columns
+    parts = asyncio.run(env.score(row["messages"], row, "key", given))
+    assert parts == {"reward": len("leftOhio" + str({"answer": "0"}))}
+
+
+TURN_REWARDS = """
+    def interact(messages, turn):
+        answers = [{"messages": [{"role": "user", "content": "warm"}], "reward": 0.25},
+                   {"messages": [{"role": "user", "content": "hot"}], "reward": -0.5},
+                   {"messages": [{"role": "user", "content": "won"}], "done": True, "reward": 2}]
+        return answers[turn - 1]
+    def reward_fn(messages): return {"right": 1.0, "last": messages[-1]["content"] == "won"}
+"""
+
+
+def test_rewards_of_turns_lie_on_the_last_token_of_their_turn(tmp_path):
+    (trajectory,), player = play(tmp_path, TURN_REWARDS, ["a1", "a2", "a3"], 5)
+    assert trajectory.rewards == {"turns": 1.75, "right": 1.0, "last": 1.0}
+    assert trajectory.num_turns == 3 and trajectory.finish_reason == "stop"
+    (sample,) = trajectory.samples
+    assert trained_text(player, sample) == "a1<|im_end|>a2<|im_end|>a3<|im_end|>"
+    assert rewards_by_text(player, sample) == {
+        "a1<|im_end|>": 0.25,
+        "a2<|im_end|>": -0.5,
+        "a3<|im_end|>": 4.0,  # 2 of the turn, and 2 of reward_fn
+    }
+    # The message that came with the end is in the transcript and not in the tokens.
+    assert trajectory.messages[-1]["content"] == "won"
+    assert "won" not in player.template.decode(sample.tokens)
+
+
+def test_rewards_of_turns_reach_the_advantages(tmp_path):
+    """In GAE from their turn backwards; in a group as a part of the sum."""
+    env = """
+        def interact(messages, turn):
+            first = len(messages[1]["content"])  # 1 or 2 letters
+            return {"messages": [{"role": "user", "content": "?"}], "reward": float(first)}
+        def reward_fn(messages): return 10.0
+    """
+
+    def script(turn, seed):
+        return ["a", "bb"][seed[-2]] if turn == 0 else "c", "stop"
+
+    trajectories, player = play(tmp_path, env, script, 2, num_samples=2)
+    assert [t.reward for t in trajectories] == [11.0, 12.0]
+    batch = collate(training_samples(trajectories))
+    mask = batch.mask.float()
+    deviations = group_advantages(batch.rewards, mask, batch.group, batch.trajectory, False)
+    assert [row[mask[i] > 0].unique().tolist() for i, row in enumerate(deviations)] == [
+        [-0.5],
+        [0.5],
+    ]
+    values = torch.zeros_like(batch.rewards)
+    advantages, _ = gae(batch.rewards, values, mask, batch.trajectory, gamma=0.5, lamda=1.0)
+    assert advantages[0][mask[0] > 0].tolist() == [0.5 + 0.25 / 2 * 10, 1 + 2.5, 5.0, 10.0]
+
+
+def test_weights_of_turn_rewards_and_a_limit_that_ends_the_trajectory(tmp_path):
+    """The reward of the turn counts, although the next turn would not fit."""
+    env = TURN_REWARDS.replace('"warm"', '"warm " * 99')
+    collector, prompts, _ = make(tmp_path, lambda *_: ("a1", "stop"), env, 5, max_length=100)
+    collector.player.reward_weights = {"turns": 2.0}
+    (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
+    assert trajectory.finish_reason == "length" and trajectory.rewards["turns"] == 0.25
+    assert trajectory.reward == 1.5 and sum(trajectory.samples[0].rewards) == 1.5
+
+
+GAME = """
+    closed = []
+    class Game:
+        '''A number to guess.'''
+        def reset(self, answer, **columns):
+            self.number, self.log = int(answer) + 7, []
+            return f" It is below {self.number + 5}."
+        def step(self, action):
+            self.log.append(action)
+            if action == str(self.number):
+                return "right", 1.0, True, False, {}
+            return ("higher" if int(action) < self.number else "lower"), -0.1, False, False, {}
+        def reward(self):
+            return {"guesses": len(self.log)}
+        def close(self):
+            closed.append(self.number)
+    make_env = Game
+"""
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_an_object_with_reset_and_step_as_of_gymnasium(tmp_path, isolation):
+    script = ["5", "9", "7", "never"]
+    (trajectory,), player = play(tmp_path, GAME, script, isolation=isolation)
+    assert trajectory.finish_reason == "stop" and trajectory.num_turns == 3
+    assert trajectory.rewards == {"turns": pytest.approx(0.8), "guesses": 3.0}
+    assert [m["content"] for m in trajectory.messages] == [
+        "q0 It is below 12.",
+        "5",
+        "higher",
+        "9",
+        "lower",
+        "7",
+        "right",
+    ]
+    assert trajectory.row["messages"] == make_row(0)["messages"], "the row is changed"
+    (sample,) = trajectory.samples
+    assert "q0 It is below 12.<|im_end|>" in player.template.decode(sample.tokens)
+    assert rewards_by_text(player, sample) == {
+        "\n5<|im_end|>": -0.1,
+        "\n9<|im_end|>": -0.1,
+        "\n7<|im_end|>": 4.0,
+    }
+    if isolation == "thread":
+        assert sys.modules[player.env.functions["make_env"].__module__].closed == [7]
+
+
+def test_the_last_turn_is_stepped_too(tmp_path):
+    (trajectory,), _ = play(tmp_path, GAME, ["7"], max_turns=1)
+    assert trajectory.rewards == {"turns": 1.0, "guesses": 1.0}
+    assert trajectory.messages[-1]["content"] == "right"
+
+
+@pytest.mark.parametrize("fault", ["reset", "step", "reward", "close"])
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_an_object_that_fails_costs_its_trajectory_and_is_closed(tmp_path, fault, isolation):
+    """A failure of `close` alone costs nothing: the trajectory has its reward."""
+    log = tmp_path / "log"
+    env = f"""
+        class make_env:
+            def reset(self, answer):
+                self.answer = answer
+                self.check("reset")
+            def step(self, message):
+                self.check("step")
+            def reward(self):
+                self.check("reward")
+                return 1.0
+            def close(self):
+                open({str(log)!r}, "a").write(self.answer)
+                self.check("close")
+            def check(self, name):
+                if name == {fault!r} and self.answer == "1":
+                    raise KeyError("broken")
+    """
+    trajectories, player = play(tmp_path, env, ["x"] * 4, num_prompts=3, isolation=isolation)
+    reasons = [t.finish_reason for t in trajectories]
+    assert reasons == ["stop", "stop" if fault == "close" else "failed", "stop"]
+    assert sorted(log.read_text()) == ["0", "1", "2"]
+    assert player.failures.count == 1 and "broken" in str(player.failures.last)
+
+
+def test_objects_are_closed_when_the_engine_fails_and_the_program_ends(tmp_path):
+    (tmp_path / "env.py").write_text(
+        "class make_env:\n    def step(self, message): pass\n"
+        "    async def close(self): print('closed', flush=True)\n"
+    )
+    code = (
+        "import asyncio, sys\nfrom rl2.env.load import load_env\nenv = load_env(sys.argv[1], 5)\n"
+        "asyncio.run(env.begin({'messages': [{'role': 'user', 'content': 'x'}]}, 0))\n"
+        "raise RuntimeError('of the engine')"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "env.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert done.returncode == 1 and "of the engine" in done.stderr
+    assert done.stdout == "closed\n" and "shutdown" not in done.stderr
+
+
+# As the documentation of TRL's environment_factory shows them: state on the object, results as
+# text, an exception where a call is not allowed, rewards from the object.
+TRL_ENV = '''
+    class CounterEnv:
+        def __init__(self):
+            self.counter = 0
+
+        def reset(self, **kwargs) -> str | None:
+            self.counter = 0
+            self.done = False
+            return None
+
+        def increment(self, step: int) -> int:
+            """
+            Increment the internal counter.
+
+            Args:
+                step: Value to add to the counter.
+
+            Returns:
+                The updated counter value.
+            """
+            if self.done:
+                raise ValueError("Game over.")
+            self.counter += step
+            self.done = self.counter > 5
+            return self.counter
+
+    def reward_func(environments, **kwargs):
+        return [environment.counter for environment in environments]
+
+    make_env = CounterEnv
+'''
+
+
+def call_text(name, /, **arguments):
+    call = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_a_class_for_trls_environment_factory_runs_unchanged(tmp_path, isolation, prefix):
+    env = TRL_ENV.replace("def increment", f"{prefix}def increment")
+    script = [
+        "I add. " + call_text("increment", step=2) + call_text("increment", step=4),
+        call_text("increment", step=1),
+        "It is 6.",
+    ]
+    trajectories, player = play(tmp_path, env, script, num_samples=2, isolation=isolation)
+    for trajectory in trajectories:
+        assert trajectory.rewards == {"reward_func": 6.0} and trajectory.finish_reason == "stop"
+        results = [m for m in trajectory.messages if m["role"] == "tool"]
+        assert [m["content"] for m in results] == ["2", "6", "error: ValueError: Game over."]
+        assert {m["name"] for m in results} == {"increment"}
+        (sample,) = trajectory.samples
+        text = player.template.decode(sample.tokens)
+        assert text.startswith("<tool>increment</tool>") and text.count("<|im_start|>tool") == 3
+        assert trained_text(player, sample) == "<|im_end|>".join([*script, ""])
+        assert list(sample.rewards).count(0.0) == len(sample.rewards) - 1
+
+
+def test_a_trl_environment_that_owns_its_reward(tmp_path):
+    env = TRL_ENV.replace(
+        "    make_env = ",
+        "    CounterEnv.get_reward = lambda self: 0.5\n    del reward_func\n    make_env = ",
+    )
+    (trajectory,), _ = play(tmp_path, env, [call_text("increment", step=2), "ok"])
+    assert trajectory.rewards == {"environment": 0.5}
+
+
+TOOLS = '''
+    class make_env:
+        def __init__(self):
+            self.notes = {}
+
+        def note(self, key: str, value: float = 1.0) -> dict:
+            """Keeps a value.
+
+            Args:
+                key: its name
+                value: the number to keep
+            """
+            self.notes[key] = value
+            return self.notes
+
+        def fail(self):
+            """Always fails."""
+            raise SystemExit(3)
+
+        def helper(self, x):
+            return x
+
+        def reward(self):
+            return float(len(self.notes))
+'''
+
+
+def test_bad_calls_are_answered_with_what_is_wrong(tmp_path):
+    bad = [
+        (call_text("helper", x=1), "error: no tool 'helper'; there are fail, note"),
+        (call_text("close"), "error: no tool 'close'; there are fail, note"),
+        (call_text("note"), "error: note: missing a required argument: 'key'"),
+        (call_text("note", name="x"), "error: note: missing a required argument: 'key'"),
+        ("<tool_call>{oops</tool_call>", "error: the call cannot be read: "),
+        (call_text("note", key="k", value=2), '{"k": 2}'),
+        ('<tool_call>{"name": 5}</tool_call>', "error: no tool '5'; there are fail, note"),
+        # Half of a character, which no tokenizer takes.
+        ('<tool_call>{"name": "\\ud800"}</tool_call>', "error: no tool '\\ud800'; there are"),
+        (call_text("note", key="\ud800"), '{"k": 2, "\ufffd": 1.0}'),
+        ("<tool_call>{oops", "error: the call cannot be read: "),
+    ]
+    text = "".join(call for call, _ in bad)
+    (trajectory,), _ = play(tmp_path, TOOLS, [text, "done"], max_length=5000)
+    results = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
+    for result, (_, expected) in zip(results, bad, strict=True):
+        assert result.startswith(expected)
+    assert trajectory.rewards == {"environment": 2.0} and trajectory.num_turns == 2
+    ids = [m["tool_call_id"] for m in trajectory.messages if m["role"] == "tool"]
+    assert len({*ids}) == 10 and {len(i) for i in ids} == {9}
+
+
+def test_a_tool_that_exits_costs_the_trajectory(tmp_path):
+    (trajectory,), player = play(tmp_path, TOOLS, [call_text("fail"), "done"])
+    assert trajectory.finish_reason == "failed" and "SystemExit" in str(player.failures.last)
+
+
+@pytest.mark.parametrize(
+    "text, calls",
+    [
+        (call_text("add", x=1), [ToolCall("add", {"x": 1})]),
+        ("a <tool_call>\n{'x': 1}\n</tool_call>", ["cannot be read"]),
+        ('{"name": "add", "parameters": {"x": "1"}}', [ToolCall("add", {"x": "1"})]),
+        ('{"name": "Bob", "age": 3}', []),
+        (
+            '<|python_tag|>{"name": "add", "parameters": {}}; {"name": "mul", "parameters": {}}',
+            [ToolCall("add"), ToolCall("mul")],
+        ),
+        ('<|python_tag|>add.call(x=1, y="b")', [ToolCall("add", {"x": 1, "y": "b"})]),
+        ("[add(x=1), mul(y=[2])]", [ToolCall("add", {"x": 1}), ToolCall("mul", {"y": [2]})]),
+        (
+            '[TOOL_CALLS] [{"name": "add", "arguments": {"x": 1}, "id": "abcdefghi"}]',
+            [ToolCall("add", {"x": 1})],
+        ),
+        (
+            '[TOOL_CALLS]add[ARGS]{"x": 1}[TOOL_CALLS]mul[ARGS]{}',
+            [ToolCall("add", {"x": 1}), ToolCall("mul")],
+        ),
+        (
+            'So:\n```json\n{"name": "add", "arguments": "{\\"x\\": 1}"}\n```\n',
+            [ToolCall("add", {"x": 1})],
+        ),
+        ('```json\n{"x": 1}\n```', []),
+        ("```python\nprint('hi')\n```", []),
+        ("The answer is (1).", []),
+        ("add", []),
+        ("<tool_call>" + "[" * 100_000, ["cannot be read"]),
+        ("[TOOL_CALLS]add(1)", ["arguments by name"]),
+        ("[" * 100_000, []),
+        ("add(" * 10_000, []),
+        ("```\n" * 30_000, []),
+    ],
+)
+def test_calls_are_read_from_the_syntax_of_each_family(text, calls):
+    found = find_calls(text, ["add", "mul"])
+    assert len(found) == len(calls)
+    for call, expected in zip(found, calls, strict=True):
+        if isinstance(expected, str):
+            assert expected in call.error
+        else:
+            assert call == expected
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.15"), reason="needs transformers 5.15"
+)
+def test_a_response_template_reads_calls_where_the_tokenizer_has_one(tmp_path):
+    (tmp_path / "env.py").write_text(textwrap.dedent(TOOLS))
+    env = load_env(str(tmp_path / "env.py"))
+    template = make(tmp_path, None, TOOLS)[0].player.template
+    assert template.parse_calls([], "x", env.tools) is None
+    template.tokenizer.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "defaults": {"role": "assistant"},
+        "fields": {
+            "tool_calls": {
+                "open": "<call>",
+                "close": "</call>",
+                "content": "json",
+                "repeats": True,
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {},
+        },
+    }
+    prompt = template.encode_prompt([{"role": "user", "content": "q"}])
+    reply = 'so <call>{"name": "note", "arguments": {"key": "k"}}</call>'
+    assert template.parse_calls(prompt, reply, env.tools) == [("note", {"key": "k"})]
+    assert template.parse_calls(prompt, "<call>{oops</call>", env.tools) is None
+    assert template.parse_calls(prompt, "no call", env.tools) == []
+
+
+GROUP_ENV = """
+    def reward_fn(messages, answer):
+        if messages[-1]["content"] == "bb":
+            raise KeyError("bb")
+        return 0.5
+    def group_reward_fn(trajectories):
+        lengths = [len(t["messages"][-1]["content"]) for t in trajectories]
+        assert [t["rewards"] for t in trajectories] == [{"reward": 0.5}] * len(trajectories)
+        assert {t["row"]["answer"] for t in trajectories} == {"0"}
+        return [float(length == max(lengths)) for length in lengths]
+"""
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_group_is_judged_at_once_when_all_of_it_are_done(tmp_path, isolation):
+    def script(turn, seed):
+        return ["a", "bb", "ccc", "dd"][seed[-1 - 1]], "stop"
+
+    trajectories, _ = play(tmp_path, GROUP_ENV, script, 1, num_samples=4, isolation=isolation)
+    assert [t.finish_reason for t in trajectories] == ["stop", "failed", "stop", "stop"]
+    parts = [t.rewards for t in trajectories if t.finish_reason == "stop"]
+    assert [p["group"] for p in parts] == [0.0, 1.0, 0.0]
+    assert [sum(t.samples[0].rewards) for t in trajectories] == [0.5, 0.0, 1.5, 0.5]
+
+
+@pytest.mark.parametrize("result", ["[1.0]", "1.0", "[1.0, None]", "1 / 0"])
+def test_a_judge_of_groups_that_fails_costs_the_group(tmp_path, result):
+    env = f"def reward_fn(messages): return 0\ndef group_reward_fn(trajectories): return {result}"
+    trajectories, player = play(tmp_path, env, ["x"], 1, num_samples=2)
+    assert [t.finish_reason for t in trajectories] == ["failed"] * 2
+    assert "group_reward_fn" in str(player.failures.last)
+
+
+def test_a_group_is_reported_when_its_last_trajectory_has_its_reward(tmp_path):
+    """The reward of the first one comes late. The filter must not see the group without it."""
+    env = """
+        import time
+        def reward_fn(messages):
+            time.sleep(0.3 if messages[-1]["content"] == "a" else 0)
+            return 1.0
+    """
+    collector, _, tokenizer = make(tmp_path, lambda _, seed: ("ab"[seed[-2]], "stop"), env)
+    collector = make_training(
+        collector, tokenizer, 4, 1, filter=[-1.0, 2.0], max_refills=0, num_steps=1
+    )
+    collector.player.engine.abort = lambda: None
+    rewards = []
+    report = Queue.report
+
+    def note(queue, number, group):
+        rewards.append([trajectory.reward for trajectory in group.trajectories])
+        report(queue, number, group)
+
+    with mock.patch.object(Queue, "report", note):
+        collector.collect(1)
+    assert rewards == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    "env, message",
+    [
+        ("class make_env: pass", "expected a method step"),
+        ("def make_env(): return 1 / 0", "make_env raised:(.|\n)*ZeroDivisionError"),
+        (
+            "class make_env:\n def look(self, x):\n  'Looks.'",
+            "the method look has a docstring, so it is a tool, but .*let its name begin with _",
+        ),
+    ],
+)
+def test_objects_that_cannot_work_are_refused(tmp_path, env, message):
+    (tmp_path / "env.py").write_text(env)
+    with pytest.raises(ValueError, match=message):
+        load_env(str(tmp_path / "env.py"))
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_preflight_plays_objects_and_names_what_they_lack(tmp_path, isolation):
+    (tmp_path / "env.py").write_text(textwrap.dedent(GAME))
+    env = load_env(str(tmp_path / "env.py"), 20, isolation=isolation)
+    with pytest.raises(ValueError, match=r"(?s)environment.step raised.*invalid literal"):
+        preflight(env, {"data.path": pack_rows([make_row(0)])}, 3)  # "" is no number
+    row = {"messages": make_row(0)["messages"]}
+    with pytest.raises(ValueError, match="environment.reset needs column 'answer'"):
+        preflight(env, {"data.path": pack_rows([row])}, 3)
+    with pytest.raises(ValueError, match="make_env, but some rows of data.path are plain strings"):
+        preflight(env, {"data.path": pack_rows([{"messages": "x", "answer": "1"}])}, 1)
+    with pytest.raises(ValueError, match="rollout.partial=true moves trajectories"):
+        preflight(env, {"data.path": pack_rows([make_row(0)])}, 3, is_partial=True)
+    assert not env._open_keys
+    env.close()
+
+
+def test_preflight_accepts_a_class_of_trl(tmp_path):
+    (tmp_path / "env.py").write_text(textwrap.dedent(TRL_ENV))
+    env = load_env(str(tmp_path / "env.py"))
+    assert preflight(env, {"data.path": pack_rows([make_row(0)])}, 3) == []
+
+
+def test_sampled_tokens_are_listed_where_a_function_asks_for_them(tmp_path):
+    """The list of a long answer costs as much as the answer itself."""
+    env = "def reward_fn(messages): return 1.0"
+    with mock.patch("rl2.rollout.trajectory.compress", side_effect=AssertionError):
+        (trajectory,), _ = play(tmp_path, env, ["abc"], 1)
+    assert trajectory.rewards == {"reward": 1.0}
+    env = "def reward_fn(completions, completion_ids): return [len(completion_ids[0])]"
+    (trajectory,), _ = play(tmp_path, env, ["abc"], 1)
+    assert trajectory.rewards == {"reward_fn": 4.0}
+
+
+def test_a_prompt_that_does_not_fit_with_its_tools_is_a_failure(tmp_path):
+    (trajectory,), player = play(tmp_path, TOOLS, ["x"], max_length=40)
+    assert trajectory.finish_reason == "failed"
+    assert "the prompt with the tools and the text of reset has" in str(player.failures.last)

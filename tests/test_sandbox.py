@@ -1,0 +1,292 @@
+"""Programs that attack their sandbox get what they deserve, leave nothing behind, and the next
+program is judged as if they had not been."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rl2.rewards import sandbox
+from rl2.rewards.sandbox import Limits, Program, run
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="sandboxes need Linux")
+# As root, a program of strength "process" may do all that root may, so no attack is tried in it.
+TESTED = ["namespaces", "user"] if os.geteuid() == 0 else ["namespaces"]
+QUICK = Limits(cpu_seconds=1, wall_seconds=4, memory_bytes=2**28, file_bytes=2**16)
+
+
+@pytest.fixture(params=TESTED)
+def strength(request):
+    if request.param == "namespaces" and sandbox.best_strength() != "namespaces":
+        pytest.skip("this machine makes no namespaces")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path_factory):
+    """The folder of the sandboxes. Their processes have it in their command lines."""
+    tmp_path_factory.getbasetemp()  # pytest makes its own folder first, outside of this one
+    with tempfile.TemporaryDirectory() as name:  # other users cannot enter pytest's own folders
+        os.chmod(name, 0o755)
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        yield Path(name)
+
+
+def find_processes(folder):
+    """The processes that have `folder` in their command line and are no zombies."""
+    processes = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            is_zombie = path.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            if str(folder).encode() in path.joinpath("cmdline").read_bytes() and not is_zombie:
+                processes.append(path.name)
+        except OSError:  # it has ended meanwhile
+            continue
+    return processes
+
+
+def wait_until(condition):
+    for _ in range(1200):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise TimeoutError
+
+
+def run_one(text, stdin=b"", limits=QUICK, **options):
+    [result] = run(Program(textwrap.dedent(text), stdin), limits=limits, **options)
+    return result
+
+
+def check_nothing_is_left(folder, strength):
+    assert find_processes(folder) == []
+    assert list(folder.glob("rl2-sandbox-*")) == []
+    result = run_one("print(int(input()) + 1)", b"41", Limits(), strength=strength)
+    assert result == ("succeeded", "42\n", "")
+
+
+# Attacks that must fail or run into a limit.
+BAD_ENDS = {
+    "endless loop": "while True: pass",
+    "fork bomb": """
+        import os
+        while True:
+            try:
+                os.fork()
+            except OSError:
+                pass
+        """,
+    "memory bomb": """
+        blocks = []
+        while True:
+            blocks.append(bytearray(10**7))
+        """,
+    "endless output": "while True: print('x' * 1000)",
+    "stdin for ever": """
+        import sys
+        while True:
+            sys.stdin.read()
+        """,
+    "signals are ignored": """
+        import signal
+        for name in ("TERM", "INT", "XCPU", "ALRM", "HUP"):
+            signal.signal(getattr(signal, "SIG" + name), signal.SIG_IGN)
+        while True: pass
+        """,
+    "too many threads": """
+        import threading, time
+        for _ in range(100):
+            threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+        """,
+    "it stops itself": "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
+    "it crashes": "import ctypes; ctypes.string_at(0)",
+}
+
+
+@pytest.mark.parametrize("name", BAD_ENDS)
+def test_attacks_that_end_badly(name, strength, folder):
+    result = run_one(BAD_ENDS[name], strength=strength)
+    assert result.status in ("failed", "killed", "timed out")
+    assert len(result.stdout) <= QUICK.file_bytes
+    check_nothing_is_left(folder, strength)
+
+
+# Programs that may end as they like: nothing of theirs may be left, and nobody else is harmed.
+GOOD_ENDS = {
+    "a child of another session": """
+        import os, signal, time
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                time.sleep(1000)
+            os._exit(0)
+        os.wait()
+        """,
+    "zombies": """
+        import os
+        for _ in range(10):
+            if os.fork() == 0:
+                os._exit(0)
+        """,
+    "it kills its parent": """
+        import os
+        for target in (os.getppid(), -1):
+            try:
+                os.kill(target, 9)
+            except OSError:
+                pass
+        """,
+    "threads": """
+        import threading
+        threads = [threading.Thread(target=sum, args=(range(1000),)) for _ in range(8)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        """,
+    "os._exit": "import os; os._exit(0)",
+}
+
+
+@pytest.mark.parametrize("name", GOOD_ENDS)
+def test_programs_that_leave_something_behind(name, strength, folder):
+    result = run_one(GOOD_ENDS[name], limits=Limits(), strength=strength)
+    assert result.status == "succeeded", result
+    check_nothing_is_left(folder, strength)
+
+
+def test_a_program_writes_nothing_outside(strength, folder):
+    victim = folder / "victim"
+    victim.write_text("as it was")
+    places = [str(victim), sandbox.launcher.__file__, os.path.realpath(sys.executable)]
+    result = run_one(
+        f"""
+        for path in {places}:
+            try:
+                open(path, "a").write("broken")
+            except OSError:
+                continue
+            print("it could write", path)
+        open("own", "w").write("its own folder")
+        """,
+        limits=Limits(),
+        strength=strength,
+    )
+    assert result == ("succeeded", "", "")
+    assert victim.read_text() == "as it was"
+
+
+def test_namespaces_hide_files_processes_and_network(folder, monkeypatch):
+    if sandbox.best_strength() != "namespaces":
+        pytest.skip("this machine makes no namespaces")
+    secret = folder / "expected.json"
+    secret.write_text("42")
+    monkeypatch.setenv("SECRET", "42")
+    address = f"\0{folder}"
+    with socket.socket() as local, socket.socket(socket.AF_UNIX) as abstract:
+        local.bind(("127.0.0.1", 0))
+        local.listen()
+        abstract.bind(address)
+        abstract.listen()
+        result = run_one(
+            f"""
+            import os, socket
+            print(os.path.exists({str(secret)!r}), os.path.exists("/proc/1"))
+            print(os.path.exists("/etc/passwd"), "SECRET" in os.environ)
+            for family, address in [
+                (socket.AF_INET, ("127.0.0.1", {local.getsockname()[1]})),
+                (socket.AF_UNIX, {address!r}),
+            ]:
+                try:
+                    socket.socket(family).connect(address)
+                    print("connected")
+                except OSError:
+                    print("no connection")
+            print(os.getpid() < 10, os.getuid() == 0)
+            """,
+            limits=Limits(),
+        )
+    assert result.stdout.split("\n") == [
+        "False False",
+        "False False",
+        "no connection",
+        "no connection",
+        "True False",
+        "",
+    ], result
+
+
+def test_programs_end_with_the_trainer(strength, folder):
+    """However it ends: here it is killed."""
+    code = (
+        "from rl2.rewards.sandbox import Program, run; "
+        f"run(Program('import time; time.sleep(1000)'), strength={strength!r})"
+    )
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(folder)}
+    )
+    try:
+        wait_until(lambda: find_processes(f"{folder}/rl2-sandbox-"))
+    finally:
+        trainer.kill()
+        trainer.wait()
+    wait_until(lambda: not find_processes(folder))
+
+
+def test_output_that_is_no_utf_8_is_replaced():
+    result = run_one("import os; os.write(1, b'a\\xffb'); os.write(2, b'\\xfe')", limits=Limits())
+    assert result == ("succeeded", "a\ufffdb", "\ufffd")
+
+
+def test_a_strength_that_the_machine_lacks_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(sandbox, "best_strength", lambda: "user")
+    sandbox.require("user")
+    assert "strength 'user'" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="'namespaces' is required"):
+        sandbox.require("namespaces")
+
+
+def test_a_launcher_that_fails_is_no_fault_of_the_program(tmp_path, monkeypatch):
+    broken = tmp_path / "launcher.py"
+    broken.write_text("raise OSError('no namespace is left')")
+    monkeypatch.setattr(sandbox.launcher, "__file__", str(broken))
+    with pytest.raises(OSError, match="no namespace is left"):
+        run_one("print()", strength="namespaces")
+
+
+def test_calls_wait_while_too_many_work(monkeypatch):
+    running = []
+    most = []
+
+    class Running:
+        def __init__(self, *_):
+            running.append(self)
+            most.append(len(running))
+            self.process = self
+
+        def wait(self, seconds):
+            threading.Event().wait(0.01)
+
+        def end(self):
+            running.remove(self)
+
+        def read_result(self):
+            return "result"
+
+    monkeypatch.setattr(sandbox, "_Sandbox", Running)
+    monkeypatch.setattr(sandbox, "slots", threading.Semaphore(3))
+    calls = [
+        threading.Thread(target=run, args=(Program(""),), kwargs={"strength": "user"})
+        for _ in range(100)
+    ]
+    for call in calls:
+        call.start()
+    for call in calls:
+        call.join()
+    assert len(most) == 100 and max(most) == 3 and not running
