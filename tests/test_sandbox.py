@@ -19,13 +19,17 @@ from rl2.rewards.sandbox import Limits, Program, run
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="sandboxes need Linux")
 # As root, a program of strength "process" may do all that root may, so no attack is tried in it.
 TESTED = ["namespaces", "user"] if os.geteuid() == 0 else ["namespaces"]
+PYTHON = sys.executable
 QUICK = Limits(cpu_seconds=1, wall_seconds=4, memory_bytes=2**28, file_bytes=2**16)
 
 
 @pytest.fixture(params=TESTED)
-def strength(request):
-    if request.param == "namespaces" and sandbox.best_strength() != "namespaces":
-        pytest.skip("this machine makes no namespaces")
+def strength(request, monkeypatch):
+    if request.param == "user" and not sandbox.works("user"):
+        # Python is in a folder that only root may enter, such as /root.
+        monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
+    if not sandbox.works(request.param):
+        pytest.skip(f"sandboxes of strength {request.param!r} do not work on this machine")
     return request.param
 
 
@@ -225,12 +229,11 @@ def test_namespaces_hide_files_processes_and_network(folder, monkeypatch):
 def test_programs_end_with_the_trainer(strength, folder):
     """However it ends: here it is killed."""
     code = (
+        f"import sys; sys.executable = {sys.executable!r}; "
         "from rl2.rewards.sandbox import Program, run; "
         f"run(Program('import time; time.sleep(1000)'), strength={strength!r})"
     )
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(folder)}
-    )
+    trainer = subprocess.Popen([PYTHON, "-c", code], env=os.environ | {"TMPDIR": str(folder)})
     try:
         wait_until(lambda: find_processes(f"{folder}/rl2-sandbox-"))
     finally:
@@ -258,6 +261,17 @@ def test_a_launcher_that_fails_is_no_fault_of_the_program(tmp_path, monkeypatch)
     monkeypatch.setattr(sandbox.launcher, "__file__", str(broken))
     with pytest.raises(OSError, match="no namespace is left"):
         run_one("print()", strength="namespaces")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a program another user id")
+def test_a_python_that_others_may_not_run_is_no_fault_of_the_program(folder, monkeypatch):
+    private = folder / "private"
+    private.mkdir(mode=0o700)
+    private.joinpath("python").symlink_to(PYTHON)
+    monkeypatch.setattr(sys, "executable", str(private / "python"))
+    assert not sandbox.works("user")
+    with pytest.raises(OSError, match="private/python does not start: PermissionError"):
+        run_one("print()", strength="user")
 
 
 def test_calls_wait_while_too_many_work(monkeypatch):

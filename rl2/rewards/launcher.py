@@ -66,12 +66,19 @@ def main() -> NoReturn:
 
 
 def supervise(job: dict[str, Any], user: int) -> int:
-    """Runs the program until it ends, its time is up, or SIGTERM comes. Returns how it ended."""
+    """Runs the program until it ends, its time is up, or SIGTERM comes. Returns how it ended.
+
+    OSError if it cannot be started.
+    """
     signals = {signal.SIGCHLD, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    reader, writer = os.pipe()  # Both ends close when the program starts.
     program = os.fork()
     if program == 0:
-        start_program(job, user)
+        start_program(job, user, writer)
+    os.close(writer)
+    if error := os.read(reader, 1000):
+        raise OSError(error.decode())
     end = time.monotonic() + job["wall_seconds"]
     while True:
         event = signal.sigtimedwait(signals, max(0.0, end - time.monotonic()))
@@ -84,8 +91,8 @@ def supervise(job: dict[str, Any], user: int) -> int:
             return FAILED if status else SUCCEEDED
 
 
-def start_program(job: dict[str, Any], user: int) -> NoReturn:
-    """Becomes the program, without rights and with its limits."""
+def start_program(job: dict[str, Any], user: int, errors: int) -> NoReturn:
+    """Becomes the program, without rights and with its limits. Writes to `errors` if it cannot."""
     try:
         become(user)
         call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -93,6 +100,8 @@ def start_program(job: dict[str, Any], user: int) -> NoReturn:
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.execv(job["command"][0], job["command"])
+    except Exception as error:
+        os.write(errors, f"{job['command'][0]} does not start: {error!r}".encode())
     finally:
         os._exit(FAILED)
 
