@@ -1,4 +1,4 @@
-"""rl2.rewards.code and envs/code.py: right programs are right, wrong ones and forgeries wrong."""
+"""rl2.rewards.code and envs/coding.py: right programs are right, wrong ones and forgeries wrong."""
 
 import asyncio
 import json
@@ -228,7 +228,7 @@ def test_test_cases_may_be_in_json():
 def test_the_ready_made_env(capsys):
     from rl2.env.load import load_env
 
-    env = load_env(str(Path(__file__).parents[1] / "envs/code.py"))
+    env = load_env(str(Path(__file__).parents[1] / "envs/coding.py"))
     assert "programs run in sandboxes of strength" in capsys.readouterr().out
 
     def score(reply):

@@ -139,7 +139,7 @@ SCRIPTS = {
         ],
         lambda row: [calculator_call("1+1"), "<answer>2</answer>"],
     ),
-    "code": (
+    "coding": (
         lambda row: [f"```python\n{program_for(row)}\n```"],
         lambda row: ["```python\nprint(0)\n```"],
     ),

@@ -322,6 +322,14 @@ def test_envs_load_with_the_standard_library_and_the_rewards_alone():
                 assert inside or package in sys.stdlib_module_names, f"{path} imports {name}"
 
 
+def test_no_env_hides_a_module_of_the_standard_library():
+    """`python envs/NAME.py` puts the folder in front of the standard library."""
+    import sys
+
+    names = {path.stem for path in (ROOT / "envs").glob("*.py")}
+    assert not names & sys.stdlib_module_names
+
+
 def test_every_module_imports_without_a_gpu():
     modules = [
         "rl2." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")

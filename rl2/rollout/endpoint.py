@@ -45,7 +45,7 @@ class Conversation(Trajectory):
 
 
 @dataclass
-class Session:
+class AgentSession:
     """The conversations of one trajectory with its agent."""
 
     player: Player
@@ -190,7 +190,9 @@ class Session:
 class AgentPlayer(Player):
     """Plays trajectories whose turns an agent asks for: `run` of the env file."""
 
-    sessions: dict[str, Session] = field(default_factory=dict)  # by the secret in their address
+    sessions: dict[str, AgentSession] = field(
+        default_factory=dict
+    )  # by the secret in their address
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -207,7 +209,7 @@ class AgentPlayer(Player):
         url = f"http://{HOST}:{self.port}/{secret}/v1"
         address = {"base_url": url, "model": MODEL, "api_key": self.api_key}
         agent = asyncio.ensure_future(self.env.run_agent(trajectory.row, key, address))
-        session = self.sessions[secret] = Session(self, trajectory, params, seed, agent)
+        session = self.sessions[secret] = AgentSession(self, trajectory, params, seed, agent)
         [result] = await asyncio.gather(agent, return_exceptions=True)
         del self.sessions[secret]
         last_turn = await session.close()

@@ -9,7 +9,7 @@ The prompt should ask for it, for instance: "Write the whole program into one ``
 
 One step on a CPU, with a small model in the folder MODEL:
 
-    python -m rl2.trainer.ppo rollout.env_path=code data.path=examples/rows/code.jsonl \
+    python -m rl2.trainer.ppo rollout.env_path=coding data.path=examples/rows/coding.jsonl \
         actor.model_name=MODEL trainer.max_steps=1 data.prompts_per_rollout=3 \
         data.responses_per_prompt=2 rollout.train_sampling_params.max_new_tokens=32
 """
