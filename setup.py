@@ -56,6 +56,7 @@ setup(
             "ruff",
             "setuptools>=77",
             "smolagents>=1.20",
+            "tensorboard",
             "trl>=1.16",
         ],
     },

@@ -280,7 +280,7 @@ class RunFolder:
         if (self.path / "model").exists() and model_step > step:
             entries.append(self.path / "model")
         if step == EVERYTHING:  # a new run has a new name in the services that show it
-            entries += self.path.glob("wandb_id")
+            entries += [*self.path.glob("*_id"), *self.path.glob("tensorboard")]
         transcripts = self.path.glob("rollouts/*/step_*")
         return entries + [path for path in transcripts if step_of(path) > step]
 

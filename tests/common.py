@@ -238,7 +238,12 @@ def launch_runs(world, runs) -> subprocess.CompletedProcess:
     return launch(world, ROOT / "tests/several.py", *words[1:])
 
 
-TIMED = ("time/", "memory/", "tokens/per_second")  # metrics that differ from run to run
+TIMED = (
+    "time/",
+    "memory/",
+    "resources/",
+    "tokens/per_second",
+)  # metrics that differ from run to run
 
 
 def read_jsonl(path) -> list[dict]:

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 ROOT = Path(__file__).resolve().parent.parent
-UNCOMPARED = ("time/", "memory/", "tokens/per_second")
+UNCOMPARED = ("time/", "memory/", "resources/", "tokens/per_second")
 TIMEOUT = 600  # seconds of one command
 SHOWN = 1500  # last characters of a crashed run's output
 LAST = "without a step"  # sorts behind the runs' folders, first and second

@@ -136,6 +136,16 @@ RULES = [  # (refused, what the message says, accepted)
         "data.chat_template=chatml: choose plain or the path of a Jinja file",
         "data.chat_template=plain",
     ),
+    (
+        "trainer.loggers=[tensorbord]",
+        "trainer.loggers=['tensorbord']: choose wandb, tensorboard or trackio",
+        "trainer.loggers=[tensorboard]",
+    ),
+    (
+        "trainer.loggers=[wandb,trackio]",
+        "trackio is not installed; pip install trackio",
+        "trainer.loggers=[]",
+    ),
     ("trainer.resume=missing", "choose auto, off, force or the folder", "trainer.resume=off"),
     (
         "actor.fsdp_size=3",

@@ -23,7 +23,7 @@ TOUCHED = {
     "A policy loss": {"rl2/algorithms/losses.py"},
     "An advantage estimator": {"rl2/algorithms/advantages.py"},
     "A preference loss": {"rl2/algorithms/losses.py"},
-    "A metric logger": {"rl2/report/loggers.py"},
+    "A metric logger": {"rl2/report/loggers.py", "rl2/config/schema.py"},
     "A reward or an environment": {"envs/shouting.py"},
     "A config key": {"rl2/config/schema.py", "rl2/inputs.py"},
     "An engine": {"rl2/engine/echo.py", "rl2/engine/select.py"},
@@ -96,6 +96,7 @@ def test_additions_work_in_a_run_of_grpo(changed_copy, tmp_path):
         "adv.estimator=batch_mean",
         "rollout.engine=echo",
         "rollout.env_path=shouting",
+        "trainer.loggers=[table]",
         f"trainer.save_dir={tmp_path}/run",
     ]
     refused = start(changed_copy, "ppo", *arguments, "data.limit=0", "actor.clip=0.3")

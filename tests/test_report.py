@@ -9,11 +9,13 @@ import types
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.config.by_name import argument_names
+from rl2.config.key import schema_keys
 from rl2.config.schema import PPOConfig, SFTConfig
 from rl2.report import loggers
 from rl2.report.console import Console, describe_step
@@ -61,24 +63,24 @@ def one_process(monkeypatch):
 
 def test_metrics_that_json_cannot_hold_become_null(tmp_path):
     file = JsonLines(tmp_path)
-    file.log(1, {"step": 1, "reward/mean": float("nan"), "tokens/sampled": 7})
-    file.log(2, {"step": 2, "reward/mean": 0.5})
+    file.log(1, {"step": 1, "reward/mean": float("nan"), "tokens/sampled": 7}, {})
+    file.log(2, {"step": 2, "reward/mean": 0.5}, {})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[0] == {"step": 1, "reward/mean": None, "tokens/sampled": 7}
     assert lines[1] == {"step": 2, "reward/mean": 0.5}
 
 
-def test_a_service_is_started_unless_it_is_disabled_or_cannot_be_used(monkeypatch, one_process):
+def test_a_service_that_is_asked_for_is_started_unless_it_cannot_be_used(monkeypatch, one_process):
     class Service:
         def __init__(self, run):
             self.run = run
 
-    table = {"works": Service, "cannot": lambda run: None, "wandb": Service}
+    table = {"works": Service, "cannot": lambda run: None, "wandb": Service, "other": Service}
     monkeypatch.setattr(loggers, "LOGGERS", table)
-    config = make_config(disable_wandb=True)
-    file, service, console = MetricsLog(Path("runs/x"), config, 0, num_steps=5).loggers
+    config = make_config(disable_wandb=True, loggers=["wandb", "cannot", "works"])
+    file, service, console = MetricsLog(Path("runs/x"), config, 3, num_steps=5).loggers
     assert isinstance(file, JsonLines) and isinstance(console, Console)
-    assert service.run == RunInfo(Path("runs/x"), asdict(config))
+    assert service.run == RunInfo(Path("runs/x"), asdict(config), start_step=3)
 
 
 def test_a_step_lasts_until_the_next_line_and_the_rest_of_its_phases_is_other(
@@ -105,7 +107,7 @@ def console_lines(capsys, steps, config=None, num_steps=100):
     """What the console prints of `steps`, the metrics of each step."""
     console = Console(config or make_config(), 0, num_steps)
     for metrics in steps:
-        console.log(metrics["step"], metrics)
+        console.log(metrics["step"], metrics, {})
     console.close()
     return capsys.readouterr().out.strip().splitlines()
 
@@ -386,6 +388,19 @@ class FakeWandb(types.ModuleType):
     def define_metric(self, name, step_metric):
         assert (name, step_metric) == ("*", "step")
 
+    def Table(self, dataframe):  # noqa: N802
+        return dataframe
+
+
+ROW = {
+    "conversation": "user: a\n\nassistant: b",
+    "answer": 7,
+    "reward": 0.5,
+    "finish_reason": "stop",
+}
+SAMPLES = {"test": [ROW]}
+TEXTS = {name: str(value) for name, value in ROW.items()}
+
 
 def test_wandb_gets_the_config_and_an_id_that_resumes(tmp_path, monkeypatch, capsys):
     wandb = FakeWandb(key="secret")
@@ -393,16 +408,111 @@ def test_wandb_gets_the_config_and_an_id_that_resumes(tmp_path, monkeypatch, cap
     monkeypatch.delenv("WANDB_MODE", raising=False)
     run = RunInfo(tmp_path, asdict(make_config(project="mine", experiment_name="first")))
     for _ in range(2):  # the second one resumes the run folder
-        start_wandb(run).log(4, {"step": 4, "reward/mean": 0.5})
+        start_wandb(run).log(4, {"step": 4, "reward/mean": 0.5}, SAMPLES)
     first, second = wandb.runs
     assert first == second and first["id"] and first["resume"] == "allow"
     assert (first["project"], first["name"]) == ("mine", "first")
     assert first["config"]["data"]["responses_per_prompt"] == 8
-    assert wandb.metrics == [{"step": 4, "reward/mean": 0.5}] * 2
+    line, again = wandb.metrics
+    [(name, table)] = [item for item in line.items() if item[0] not in ("step", "reward/mean")]
+    assert (line["step"], line["reward/mean"], again["step"]) == (4, 0.5, 4)
+    assert name == "samples/test" and table.to_dict("records") == [TEXTS]
     other = RunInfo(tmp_path / "other", asdict(make_config()))
     other.folder.mkdir()
     start_wandb(other)
     assert wandb.runs[2]["id"] != first["id"]
+
+
+def test_tensorboard_gets_metrics_and_samples_and_a_resumed_run_replaces_steps(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = asdict(make_config())
+    for start_step, value in ((0, 1.0), (2, 2.0)):  # the second run resumes from step 2
+        service = loggers.TensorBoard(RunInfo(tmp_path, config, start_step))
+        for step in (start_step + 1, start_step + 2, start_step + 3):
+            service.log(step, {"step": step, "reward/mean": value}, SAMPLES)
+        service.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    values = [(event.step, event.value) for event in events.Scalars("reward/mean")]
+    assert values == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+    texts = {
+        tag: events.Tensors(tag)[-1].tensor_proto.string_val[0] for tag in events.Tags()["tensors"]
+    }
+    assert b"assistant: b" in texts["samples/test/text_summary"]
+    assert b"responses_per_prompt" in texts["config/text_summary"]
+
+
+def test_trackio_gets_steps_tables_and_a_name_that_resumes(tmp_path, monkeypatch):
+    """What rl2 uses of trackio 0.43."""
+    trackio = types.ModuleType("trackio")
+    trackio.Table = lambda dataframe: dataframe
+    starts, lines = [], []
+
+    def init(**settings):
+        starts.append(settings)
+        log = lambda line, step: lines.append((step, line))  # noqa: E731
+        return types.SimpleNamespace(log=log, finish=lambda: None)
+
+    trackio.init = init
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    run = RunInfo(tmp_path, asdict(make_config(project="mine", experiment_name="first")))
+    for _ in range(2):  # the second one resumes the run folder
+        service = loggers.Trackio(run)
+        service.log(4, {"step": 4, "reward/mean": 0.5}, SAMPLES)
+        service.close()
+    assert starts[0] == starts[1] and starts[0]["resume"] == "allow"
+    assert starts[0]["name"].startswith("first-") and starts[0]["project"] == "mine"
+    step, line = lines[0]
+    assert (step, line["reward/mean"], "step" in line) == (4, 0.5, False)
+    assert line["samples/test"].to_dict("records") == [TEXTS]
+
+
+def test_services_get_samples_of_evaluations_and_of_every_tenth_step(
+    tmp_path, monkeypatch, one_process
+):
+    seen = {}
+
+    class Service:
+        def log(self, step, metrics, samples):
+            seen[step] = samples
+
+    monkeypatch.setattr(loggers, "LOGGERS", {"wandb": lambda run: Service()})
+    record = {
+        "row": {"answer": 7},
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "reward": 0.5,
+        "finish_reason": "stop",
+    }
+    for split, steps in (("train", (3, 4, 10)), ("test_hard", (4,))):
+        (tmp_path / "rollouts" / split).mkdir(parents=True)
+        for step in steps:
+            path = tmp_path / "rollouts" / split / f"step_{step}.jsonl"
+            path.write_text(f"{json.dumps(record)}\n" * (loggers.MAX_SAMPLES + 1))
+    log = MetricsLog(tmp_path, make_config(), 0, num_steps=20)
+    for step, metrics in ((3, {}), (4, {"test/hard/reward/mean": 0.5}), (10, {})):
+        log.write(step, {"actor/grad_norm": 1.0, "reward/mean": 0.5, **metrics})
+    rows = [ROW] * loggers.MAX_SAMPLES
+    assert seen == {3: {}, 4: {"test_hard": rows, "train": rows}, 10: {"train": rows}}
+
+
+def test_resources_are_those_of_the_machine(tmp_path, one_process):
+    """psutil reads the same: they differ by what happens in between."""
+    log = MetricsLog(tmp_path, make_config(disable_wandb=True), 0, num_steps=20)
+    start = time.perf_counter()
+    while time.perf_counter() - start < 0.2:
+        pass
+    log.write(1, {"actor/grad_norm": 1.0, "reward/mean": 0.5})
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert 0 < line["resources/cpu_cores"] <= 1.5
+    memory = psutil.virtual_memory()
+    used = (memory.total - memory.available) / 2**30
+    assert line["resources/host_gib"] == pytest.approx(used, abs=1)
+    free = psutil.disk_usage(str(tmp_path)).free / 2**30
+    assert line["resources/disk_free_gib"] == pytest.approx(free, abs=1)
+
+
+def test_the_services_of_the_key_are_those_that_there_are():
+    assert list(schema_keys(PPOConfig)["trainer.loggers"].choices) == list(loggers.LOGGERS)
 
 
 def test_wandb_needs_a_login_or_a_mode_and_its_errors_do_not_stop_a_run(

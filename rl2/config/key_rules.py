@@ -53,9 +53,12 @@ def check_choices(config: Any) -> list[str]:
         if key.functions is not None:
             with collecting(problems):
                 check_function(value, key, name)
-        elif key.choices and isinstance(value, str) and value not in key.choices:
-            *others, last = key.choices
-            problems.append(f"{name}={value}: choose {', '.join(others) or 'a number'} or {last}")
+        elif key.choices:
+            words = value if isinstance(value, list) else [value]
+            if any(isinstance(word, str) and word not in key.choices for word in words):
+                *others, last = key.choices
+                listed = ", ".join(others) or "a number"
+                problems.append(f"{name}={value}: choose {listed} or {last}")
     return problems
 
 

@@ -44,6 +44,7 @@ def validate(config: Any, set_keys: set[str]) -> Checked:
         set_keys = set()
     key_problems, warnings = check_keys(config, set_keys)
     problems += [*key_problems, *check_paths(config)]
+    problems += check_loggers(config.trainer.loggers)
     for name, model in loaded_models(config).items():
         problems += check_model(config, name, model)
     if isinstance(config, PPOConfig):
@@ -160,6 +161,13 @@ def check_model_name(key: str, name: str) -> Iterator[str]:
             yield f"{key}={name}: this folder holds no model (no config.json)"
     elif is_local:
         yield f"{key}={name}: no such folder; a model of the hub is owner/name"
+
+
+def check_loggers(names: list[str]) -> Iterator[str]:
+    """Whether the packages of services are installed. A run says for itself that it lacks wandb."""
+    for name in {"tensorboard", "trackio"}.intersection(names):
+        if not is_installed(name):
+            yield f"trainer.loggers={names}: {name} is not installed; pip install {name}"
 
 
 def check_lengths(config: Any, name: str, model: ModelConfig) -> Iterator[str]:

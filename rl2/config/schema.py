@@ -734,15 +734,19 @@ class RewardLossConfig:
 class TrainerConfig:
     eval_only = False  # a key of PPO alone
 
-    project: str = key("rl2", "project in wandb")
+    project: str = key("rl2", "project in wandb and trackio")
     experiment_name: str = key("default", "name of the run", common=True)
     n_epochs: PositiveInt = key(1, "passes over the training rows", common=True)
     max_steps: PositiveInt | None = key(
         None, "stop after this many steps, if that is sooner", common=True
     )
-    disable_wandb: bool = key(
-        False, "do not use wandb; it is skipped anyway where it is not installed or not logged in"
+    loggers: list[str] = key(
+        ["wandb"],
+        "services that get the metrics and some samples, beside metrics.jsonl; wandb is skipped "
+        "where it is not installed or not logged in",
+        choices=("wandb", "tensorboard", "trackio"),
     )
+    disable_wandb: bool = key(False, "take wandb out of trainer.loggers")
     deterministic: bool | None = key(
         None,
         "rollouts that repeat bit for bit on the same layout; by default on a CPU only",

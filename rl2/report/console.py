@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rl2.report.health import Metrics, learns_from_groups_alone
+from rl2.report.health import Metrics, Samples, learns_from_groups_alone
 
 # The pace of the time left is the mean of so many steps: a usual trainer.save_freq, so that the
 # mean has its share of the saves.
@@ -72,7 +72,7 @@ class Console:
             smoothing=0.1,
         )
 
-    def log(self, step: int, metrics: Metrics) -> None:
+    def log(self, step: int, metrics: Metrics, samples: Samples) -> None:
         self.bar.update(step - self.bar.n)
         self.test_seconds = metrics.get("time/test", self.test_seconds)
         line = format_line(metrics, self.num_steps, self.compares_groups)

@@ -29,6 +29,9 @@ EMPTY_STEPS = 3
 EQUAL_REWARDS = 1e-6
 
 Metrics = dict[str, float]  # of one step, by name
+# Split ("train", "test", "test_NAME") -> some of the step's transcripts, as rows of a table with
+# the columns conversation, answer, reward and finish_reason. Empty in most steps.
+Samples = dict[str, list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)

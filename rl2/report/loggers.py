@@ -1,7 +1,7 @@
 """What a person and a program see of a run: metrics.jsonl, the console, and services such as wandb.
 
-A service is a function in LOGGERS. It starts the service for a run and returns a Logger, or None
-where the service cannot be used, after printing why.
+A service is a function in LOGGERS, by its name in trainer.loggers. It starts the service for a run
+and returns a Logger, or None where the service cannot be used, after printing why.
 """
 
 import ctypes
@@ -11,10 +11,12 @@ import math
 import os
 import resource
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -26,16 +28,18 @@ from rl2 import progress
 from rl2.error_report import writing
 from rl2.memory_plan import GIB, Prediction
 from rl2.report.console import Console, describe_step
-from rl2.report.health import Health, Metrics
+from rl2.report.health import Health, Metrics, Samples
 
 WANDB_SECONDS = 150.0  # it gives up by itself: after 107 s where there was no network
+SAMPLE_FREQ = 10  # Services get samples every so many steps, and of steps with an evaluation.
+MAX_SAMPLES = 8  # of a step and a split
 
 
 class Logger(Protocol):
     """What every logger does. Only the first process has loggers."""
 
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Writes the metrics of a finished step."""
+    def log(self, step: int, metrics: Metrics, samples: Samples) -> None:
+        """Writes the metrics of a finished step, and the samples that a person may look at."""
 
     def close(self) -> None:
         """Ends the service. Nothing is logged after it."""
@@ -47,6 +51,14 @@ class RunInfo:
 
     folder: Path  # where the run writes
     config: dict[str, Any]  # all keys, as nested sections
+    start_step: int = 0  # the steps that are done already
+
+    def find_id(self, service: str) -> str:
+        """The run's id in a service. A run that is resumed finds it in its folder."""
+        file = self.folder / f"{service}_id"
+        if not file.exists():
+            file.write_text(secrets.token_hex(8))
+        return file.read_text().strip()
 
 
 class JsonLines:
@@ -55,7 +67,7 @@ class JsonLines:
     def __init__(self, folder: Path):
         self.path = folder / "metrics.jsonl"
 
-    def log(self, step: int, metrics: Metrics) -> None:
+    def log(self, step: int, metrics: Metrics, samples: Samples) -> None:
         line = {name: _to_json_number(value) for name, value in metrics.items()}
         with writing(self.path), open(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
@@ -70,11 +82,13 @@ class JsonLines:
 class Wandb:
     """A run of Weights & Biases."""
 
-    def __init__(self, run: Any):
+    def __init__(self, run: Any, table: Callable[..., Any]):
         self.run = run
+        self.table = table
 
-    def log(self, step: int, metrics: Metrics) -> None:
-        self.run.log(metrics)  # with "step" among them
+    def log(self, step: int, metrics: Metrics, samples: Samples) -> None:
+        tables = make_tables(samples, self.table)
+        self.run.log({**metrics, **tables})  # with "step" among them
 
     def close(self) -> None:
         self.run.finish()
@@ -94,16 +108,12 @@ def start_wandb(run: RunInfo) -> Logger | None:
     if not (os.environ.get("WANDB_MODE") or _is_logged_in(wandb)):
         print(f"wandb is not logged in: metrics go to metrics.jsonl only (wandb login, {remedy})")
         return None
-    # A run that is resumed finds its id in its folder, and goes on as the same run of wandb.
-    id_file = run.folder / "wandb_id"
-    if not id_file.exists():
-        id_file.write_text(secrets.token_hex(8))
     trainer = run.config["trainer"]
     try:
         with progress.expecting(WANDB_SECONDS):
             started = wandb.init(
                 dir=str(run.folder),
-                id=id_file.read_text().strip(),
+                id=run.find_id("wandb"),
                 resume="allow",
                 project=trainer["project"],
                 name=trainer["experiment_name"],
@@ -114,7 +124,7 @@ def start_wandb(run: RunInfo) -> Logger | None:
         return None
     # wandb's own count of steps only rises: it would drop the steps that a resumed run repeats.
     started.define_metric("*", step_metric="step")
-    return Wandb(started)
+    return Wandb(started, wandb.Table)
 
 
 def _is_logged_in(wandb: ModuleType) -> bool:
@@ -124,7 +134,93 @@ def _is_logged_in(wandb: ModuleType) -> bool:
     return bool(wandb.api.api_key)  # deprecated where `login` has `prompt`
 
 
-LOGGERS: dict[str, Callable[[RunInfo], Logger | None]] = {"wandb": start_wandb}
+class TensorBoard:
+    """Event files in the run folder. The steps that a resumed run repeats replace the old ones."""
+
+    def __init__(self, run: RunInfo):
+        from torch.utils.tensorboard import SummaryWriter
+
+        first_step = run.start_step + 1 if run.start_step else None
+        self.writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=first_step)
+        self.writer.add_text("config", _as_code(run.config), run.start_step)
+
+    def log(self, step: int, metrics: Metrics, samples: Samples) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+        for split, rows in samples.items():
+            self.writer.add_text(f"samples/{split}", _as_code(rows), step)
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def _as_code(value: Any) -> str:
+    """Text of Markdown that shows the value as JSON."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    return "".join(f"    {line}\n" for line in text.splitlines())
+
+
+class Trackio:
+    """A run of trackio, on this machine unless its variables (TRACKIO_SPACE_ID) say otherwise."""
+
+    def __init__(self, run: RunInfo):
+        import trackio
+
+        trainer = run.config["trainer"]
+        self.table = trackio.Table
+        self.run = trackio.init(
+            project=trainer["project"],
+            name=f"{trainer['experiment_name']}-{run.find_id('trackio')}",
+            config=run.config,
+            resume="allow",
+            embed=False,
+        )
+
+    def log(self, step: int, metrics: Metrics, samples: Samples) -> None:
+        line = {**metrics, **make_tables(samples, self.table)}
+        del line["step"]  # which trackio would rename
+        self.run.log(line, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+LOGGERS: dict[str, Callable[[RunInfo], Logger | None]] = {
+    "wandb": start_wandb,
+    "tensorboard": TensorBoard,
+    "trackio": Trackio,
+}
+
+
+def make_tables(samples: Samples, table: Callable[..., Any]) -> dict[str, Any]:
+    """The samples as tables of a service: samples/SPLIT -> table. All cells are texts."""
+    import pandas
+
+    tables = {}
+    for split, rows in samples.items():
+        tables[f"samples/{split}"] = table(dataframe=pandas.DataFrame(rows).astype(str))
+    return tables
+
+
+def read_samples(folder: Path, step: int) -> Samples:
+    """The first transcripts of each split that the step has written."""
+    samples: Samples = {}
+    for path in sorted(folder.glob(f"rollouts/*/step_{step}.jsonl")):
+        with open(path, encoding="utf-8") as file:
+            records = [json.loads(line) for line in islice(file, MAX_SAMPLES)]
+        samples[path.parent.name] = [_to_row(record) for record in records]
+    return {split: rows for split, rows in samples.items() if rows}
+
+
+def _to_row(record: dict[str, Any]) -> dict[str, Any]:
+    texts = [f"{message['role']}: {message.get('content')}" for message in record["messages"]]
+    return {
+        "conversation": "\n\n".join(texts),
+        "answer": record["row"].get("answer"),
+        "reward": record["reward"],
+        "finish_reason": record["finish_reason"],
+    }
 
 
 def release_freed_memory() -> None:
@@ -154,20 +250,25 @@ class MetricsLog:
         num_steps: int,
         prediction: Prediction | None = None,
     ):
+        self.folder = folder
         self.prediction = prediction
         self.phase_seconds: dict[str, float] = {}
         self.loggers: list[Logger] = []
         self.health = Health(folder, config, start_step)
         self.console: Console | None = None
         if dist.get_rank() == 0:
-            run = RunInfo(folder, asdict(config))
-            disabled = {"wandb"} if config.trainer.disable_wandb else set()
-            started = [start(run) for name, start in LOGGERS.items() if name not in disabled]
+            run = RunInfo(folder, asdict(config), start_step)
+            names = set(config.trainer.loggers)
+            if config.trainer.disable_wandb:
+                names.discard("wandb")
+            started = [start(run) for name, start in LOGGERS.items() if name in names]
             services = [logger for logger in started if logger is not None]
+            self.has_services = bool(services)
             self.console = Console(config, start_step, num_steps)
             self.loggers = [JsonLines(folder), *services, self.console]
         self._print(describe_step(config))
         self.last_write = time.perf_counter()
+        self.last_cpu_seconds = time.process_time()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -205,8 +306,16 @@ class MetricsLog:
         num_tokens = metrics.get("tokens/sampled") or metrics.get("tokens/total")
         if num_tokens:
             line["tokens/per_second"] = num_tokens / step_seconds
+        cpu_seconds = time.process_time()
+        line["resources/cpu_cores"] = (cpu_seconds - self.last_cpu_seconds) / step_seconds
+        self.last_cpu_seconds = cpu_seconds
+        line |= measure_machine(self.folder)
+        is_evaluated = any(name.startswith("test/") for name in metrics)
+        samples: Samples = {}
+        if self.has_services and (is_evaluated or step % SAMPLE_FREQ == 0):
+            samples = read_samples(self.folder, step)
         for logger in self.loggers:
-            logger.log(step, line)
+            logger.log(step, line, samples)
         self._print(self.health.check(line))
         self.health.stop_if_diverged()
 
@@ -227,6 +336,19 @@ def peak_memory() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def measure_machine(folder: Path) -> dict[str, float]:
+    """What this machine has in use now, as metrics in GiB; of its disks, that of `folder`."""
+    used = {"resources/disk_free_gib": shutil.disk_usage(folder).free / GIB}
+    with suppress(OSError):  # Linux alone has this file
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kib = {name: int(text.split()[0]) for name, text in (line.split(":") for line in lines)}
+        used["resources/host_gib"] = (kib["MemTotal"] - kib["MemAvailable"]) / 2**20
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        used["resources/gpu_gib"] = (total - free) / GIB
+    return used
 
 
 def _to_json_number(value: float) -> float | None:
