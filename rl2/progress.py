@@ -6,6 +6,11 @@ The values belong to the process. Marks only count: nothing is computed from the
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
+
+from tqdm import tqdm
+
+BAR_DELAY = 2.0  # seconds before a bar appears
 
 num_marks = 0  # units of work done: a layer, a step of the engine, a tensor, some rows
 phase = "loading"  # what the process is doing
@@ -40,3 +45,38 @@ def expecting(seconds: float) -> Iterator[None]:
 def is_expecting() -> bool:
     """Whether such a call is running that is within its time."""
     return any(deadline > time.monotonic() for deadline in list(deadlines.values()))
+
+
+class Bar:
+    """A bar on the terminal, with the tokens per second if there are any.
+
+    It appears after two seconds and leaves nothing behind. Where stderr is a file or a pipe there
+    is none.
+    """
+
+    def __init__(self, title: str, total: int | None, unit: str, is_shown: bool = True):
+        self.num_tokens = 0
+        self.bar = tqdm(
+            desc=title,
+            total=total,
+            unit=f" {unit}",
+            delay=BAR_DELAY,
+            dynamic_ncols=True,
+            leave=False,
+            disable=None if is_shown else True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.close()
+
+    def add(self, count: int, num_tokens: int = 0) -> None:
+        """Counts units that are done, and tokens."""
+        mark()
+        self.num_tokens += num_tokens
+        if self.num_tokens and not self.bar.disable:
+            speed = self.num_tokens / max(self.bar.format_dict["elapsed"], 1e-9)
+            self.bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
+        self.bar.update(count)

@@ -2,8 +2,11 @@
 
 import asyncio
 import copy
+import io
 import itertools
 import json
+import re
+import sys
 import textwrap
 from collections import Counter
 from dataclasses import replace
@@ -17,6 +20,7 @@ import torch
 import torch.distributed as dist
 from common import make_model, make_tokenizer, pack_rows
 
+from rl2 import progress
 from rl2.batch import Batch
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, Example, Examples
@@ -252,6 +256,22 @@ def test_groups_are_complete_and_ordered_and_every_request_has_its_own_seed(
     again = collector.play(prompts, PARAMS, 3, "train", 5)
     assert [t.reward for t in again] == [t.reward for t in trajectories]
     assert {seed for seed, _ in engine.requests[54:]} == seeds
+
+
+def test_a_terminal_shows_how_far_the_rollout_is_and_a_file_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "BAR_DELAY", 0)
+    env = f"import time\n{ANSWER_ENV}".replace("return", "time.sleep(0.2); return")
+    collector, prompts, _ = make(tmp_path, say_x, env, num_prompts=4)
+    output = {}
+    for is_terminal in (True, False):
+        stream = io.StringIO()
+        stream.isatty = lambda shown=is_terminal: shown
+        monkeypatch.setattr(sys, "stderr", stream)
+        collector.play(prompts, PARAMS, 3, "test", 5)
+        output[is_terminal] = stream.getvalue()
+    assert re.search(r"\rtest: .* [0-4]/4 .* groups.*, [\d,]+ tokens/s", output[True])
+    assert output[True].endswith(" \r"), "the bar is still there"
+    assert output[False] == ""
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

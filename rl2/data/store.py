@@ -16,10 +16,9 @@ from typing import Any
 import pyarrow
 import tokenizers
 import transformers
-from tqdm import tqdm
 
+from rl2 import progress
 from rl2.parallel.mesh import is_first_rank
-from rl2.progress import mark
 
 ROWS_PER_BATCH = 1000
 
@@ -87,9 +86,8 @@ def _write(file: Path, schema: pyarrow.Schema, batches: Batches) -> None:
 
 
 def _with_bar(batches: Batches, title: str, num_rows: int | None, is_shown: bool) -> Batches:
-    """The batches, with a progress bar after two seconds. Each counts as progress."""
-    with tqdm(total=num_rows, desc=title, unit=" rows", delay=2, disable=not is_shown) as bar:
+    """The batches, with a bar. Each counts as progress."""
+    with progress.Bar(title, num_rows, "rows", is_shown) as bar:
         for batch in batches:
-            mark()
-            bar.update(batch.num_rows)
+            bar.add(batch.num_rows)
             yield batch

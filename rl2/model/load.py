@@ -1,5 +1,6 @@
 """How a model is loaded: admitted, built without memory, read by one process, sharded over all."""
 
+import sys
 from typing import Any
 
 import torch
@@ -77,8 +78,9 @@ def load_model(
 
 def _announce(name: str, config: PreTrainedConfig, trainable: bool) -> None:
     """Says that the model is being loaded, and which dropout stays off, see TokenModel."""
+    if dist.get_rank() > 0 or not sys.stderr.isatty():
+        disable_progress_bar()  # that of transformers
     if dist.get_rank() > 0:
-        disable_progress_bar()
         return
     print(f"loading {name} ...")
     settings = []

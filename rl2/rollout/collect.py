@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from rl2 import progress
 from rl2.data.examples import Example, Examples
 from rl2.engine.base import SamplingParams
 from rl2.parallel.mesh import all_gather_objects, gather_objects
@@ -357,8 +358,10 @@ class Collector:
 
         async def play(number: int, group: Group, i: int) -> None:
             trajectory = group.trajectories[i]
+            tokens_before = trajectory.length
             seed = (self.seed, int(split != "train"), step, group.id, i)
             await player.play(trajectory, params, seed, key=(split, trajectory.id))
+            bar.add(group.is_done, trajectory.length - tokens_before)
             if trajectory.finish_reason and group.is_done:
                 if "group_reward_fn" in player.env.functions:
                     await player.score_group(group)
@@ -393,7 +396,10 @@ class Collector:
             except BaseExceptionGroup as errors:  # the first one has ended all tasks
                 raise errors.exceptions[0] from None
 
-        player.engine.loop.run_until_complete(play_until_the_end())
+        # Of this process. Where each engine takes the next group, none knows its share.
+        num_groups = -(-queue.num_needed // player.engine.count)
+        with progress.Bar(split, num_groups, "groups", dist.get_rank() == 0) as bar:
+            player.engine.loop.run_until_complete(play_until_the_end())
         return played
 
     async def _own_groups(self, queue: Queue) -> AsyncIterator[tuple[int, Group]]:
