@@ -11,6 +11,7 @@ COMMANDS = {
     "sft": ("rl2.trainer.sft", "supervised fine-tuning on conversations"),
     "dpo": ("rl2.trainer.dpo", "direct preference optimization on pairs of replies"),
     "rm": ("rl2.trainer.rm", "a reward model from pairs of replies"),
+    "env": ("rl2.commands.env", "tries an environment: exploits, determinism, latency, leaks"),
     "plan": ("rl2.commands.plan", "the memory that a job will need, phase by phase; needs no GPU"),
 }
 

@@ -234,6 +234,8 @@ ALLOWED = {
         "trainer",
         "worker",
     },
+    # It does what a rollout does with an environment, and runs one with a model.
+    "commands.env": {"config", "data", "env", "trainer"},
     "rewards": {"rewards"},  # for env files
     "error_report": set(),
     "progress": set(),

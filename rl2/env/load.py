@@ -1,11 +1,12 @@
 """Loads an env file, and tries it on the rows before any model is loaded."""
 
 import asyncio
+import contextlib
 import inspect
 import itertools
 import os
 import secrets
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +26,8 @@ from rl2.env.processes import ProcessPool
 TRIAL_REPLIES = ("", "The answer is 42.")
 MAX_TRIAL_ROWS = 8  # of each data set, spread over it
 
-TRIAL_INPUTS = {"turn": 1, "finish_reason": "stop", "num_tokens": 5, "max_new_tokens": 100}
+MAX_TRIAL_TOKENS = 100
+TRIAL_INPUTS = {"turn": 1, "finish_reason": "stop", "max_new_tokens": MAX_TRIAL_TOKENS}
 TRIAL_INPUTS |= {"completion_ids": []}
 OTHER_FUNCTIONS = ("interact", "extract", "group_reward_fn", "make_env", "run")
 # Without this parameter, a function of that name has another purpose.
@@ -92,7 +94,7 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = Fa
     ]
     if not problems:
         rows = [row for rows in row_sets.values() for row in _spread(rows)]
-        problems = asyncio.run(_try_calls(env, functions, rows))
+        problems = asyncio.run(_try_calls(env, max_turns, rows))
     if problems:
         raise ValueError("the env file cannot work:\n" + "\n".join(dict.fromkeys(problems)))
     return warnings
@@ -171,16 +173,11 @@ def _find_missing_columns(functions: dict[str, Callable], row_sets: RowSets) -> 
                 )
 
 
-async def _try_calls(env: Env, functions: Collection[str], rows: list[dict]) -> list[str]:
+async def _try_calls(env: Env, max_turns: int, rows: list[dict]) -> list[str]:
     """The failures of the functions on each row with each trial reply, tried side by side."""
-    calls: list[Callable] = [env.score]
-    if env.has_object or "interact" in functions:
-        calls.insert(0, env.answer)
-    if "extract" in functions:
-        calls.append(env.extract)
     trials = list(itertools.product(rows, TRIAL_REPLIES))
     failures = await asyncio.gather(
-        *(_try(env, calls, row, reply, ("trial", i)) for i, (row, reply) in enumerate(trials))
+        *(_try(env, max_turns, row, reply, ("trial", i)) for i, (row, reply) in enumerate(trials))
     )
     replies_of: dict[str, set[str]] = {}  # failure -> the replies that had it
     for failure, (_, reply) in zip(failures, trials, strict=True):
@@ -189,19 +186,36 @@ async def _try_calls(env: Env, functions: Collection[str], rows: list[dict]) -> 
     return [_describe_failure(failure, replies) for failure, replies in replies_of.items()]
 
 
-async def _try(env: Env, calls: list[Callable], row: dict, reply: str, key: Hashable) -> str:
+async def _try(env: Env, max_turns: int, row: dict, reply: str, key: Hashable) -> str:
     """The first failure in a conversation of one reply, or ""."""
     try:
-        try:
-            prompt = await env.begin(row, key)
-            messages = [*prompt, {"role": "assistant", "content": reply}]
-            for call in calls:
-                await call(messages, row, key, TRIAL_INPUTS)
-        finally:
-            await env.end(key)
+        await play_reply(env, max_turns, row, reply, key)
     except EnvError as error:
         return str(error)
     return ""
+
+
+async def play_reply(
+    env: Env, max_turns: int, row: dict, reply: str, key: Hashable
+) -> dict[str, float]:
+    """The reward parts of a conversation of one reply. EnvError if one of its calls fails."""
+    inputs = {**TRIAL_INPUTS, "num_tokens": min(MAX_TRIAL_TOKENS, len(reply) // 4 + 1)}
+    parts = {}
+    try:
+        prompt = await env.begin(row, key)
+        conversation = ([*prompt, {"role": "assistant", "content": reply}], row, key, inputs)
+        if env.has_object or (max_turns > 1 and "interact" in env.functions):
+            turn = await env.answer(*conversation)
+            parts["turns"] = turn.reward
+        parts |= await env.score(*conversation)
+        if "extract" in env.functions:
+            await env.extract(*conversation)
+    except EnvError:
+        with contextlib.suppress(EnvError):  # which would hide the first one
+            await env.end(key)
+        raise
+    await env.end(key)
+    return parts
 
 
 def _describe_failure(failure: str, replies: set[str]) -> str:
