@@ -11,16 +11,16 @@ import math
 import os
 import resource
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -340,11 +340,11 @@ def peak_memory() -> float:
 
 def measure_machine(folder: Path) -> dict[str, float]:
     """What this machine has in use now, as metrics in GiB; of its disks, that of `folder`."""
-    used = {"resources/disk_free_gib": shutil.disk_usage(folder).free / GIB}
-    with suppress(OSError):  # Linux alone has this file
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        kib = {name: int(text.split()[0]) for name, text in (line.split(":") for line in lines)}
-        used["resources/host_gib"] = (kib["MemTotal"] - kib["MemAvailable"]) / 2**20
+    memory = psutil.virtual_memory()
+    used = {
+        "resources/host_gib": (memory.total - memory.available) / GIB,
+        "resources/disk_free_gib": psutil.disk_usage(str(folder)).free / GIB,
+    }
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         used["resources/gpu_gib"] = (total - free) / GIB
