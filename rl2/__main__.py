@@ -12,6 +12,7 @@ COMMANDS = {
     "dpo": ("rl2.trainer.dpo", "direct preference optimization on pairs of replies"),
     "rm": ("rl2.trainer.rm", "a reward model from pairs of replies"),
     "env": ("rl2.commands.env", "tries an environment: exploits, determinism, latency, leaks"),
+    "report": ("rl2.commands.report", "curves and answers of runs in one HTML file, for a browser"),
     "plan": ("rl2.commands.plan", "the memory that a job will need, phase by phase; needs no GPU"),
 }
 

@@ -21,6 +21,8 @@ FILE_BUDGET = 3_500
 FUNCTION_BUDGET = 450
 TRAIN_BUDGET = 900  # the four `train`: the loop is the documentation
 COMPLEXITY_BUDGET = 12
+PAGE_BUDGET = 30_000  # bytes of the page of the report, without data
+PAGE = ("page.html", "page.css", "page.js")
 READING_PATH = {
     "trainer/ppo.py",
     "algorithms/advantages.py",
@@ -231,6 +233,7 @@ ALLOWED = {
         "engine.share",
         "memory_plan",
         "parallel",
+        "report",
         "trainer",
         "worker",
     },
@@ -392,3 +395,11 @@ def test_the_wheel_carries_the_ready_made_envs(tmp_path):
     carried = {path.name for path in (target / "rl2/ready_envs").glob("*.py")}
     assert carried == {path.name for path in (ROOT / "envs").glob("*.py")}
     assert (target / "rl2/py.typed").exists() and (target / "bin/rl2").exists()
+    done = run("-m", "rl2", "report", tmp_path, env={"PYTHONPATH": str(target)}, check=False)
+    assert "neither config.yaml" in done.stderr
+    for part in PAGE:
+        assert (target / "rl2/report" / part).exists()
+
+
+def test_the_page_of_the_report_is_small():
+    assert sum((PACKAGE / "report" / part).stat().st_size for part in PAGE) <= PAGE_BUDGET

@@ -10,17 +10,23 @@ import types
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from common import make_tokenizer
+from safetensors.numpy import save_file
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from rl2.commands import report as report_command
 from rl2.config.by_name import argument_names
 from rl2.config.key import schema_keys
 from rl2.config.schema import PPOConfig, SFTConfig
-from rl2.report import loggers
+from rl2.report import loggers, page
 from rl2.report.console import Console, describe_step
 from rl2.report.health import Health, find_problems, learns_from_groups_alone
-from rl2.report.loggers import JsonLines, MetricsLog, RunInfo, start_wandb
+from rl2.report.loggers import JsonLines, MetricsLog, Report, RunInfo, start_wandb
+from rl2.report.page import write_page
+from rl2.report.token_texts import SavedTokens, split_text
 
 # A healthy step of GRPO.
 STEP = {
@@ -78,8 +84,9 @@ def test_a_service_that_is_asked_for_is_started_unless_it_cannot_be_used(monkeyp
     table = {"works": Service, "cannot": lambda run: None, "wandb": Service, "other": Service}
     monkeypatch.setattr(loggers, "LOGGERS", table)
     config = make_config(disable_wandb=True, loggers=["wandb", "cannot", "works"])
-    file, service, console = MetricsLog(Path("runs/x"), config, 3, num_steps=5).loggers
+    file, report, service, console = MetricsLog(Path("runs/x"), config, 3, num_steps=5).loggers
     assert isinstance(file, JsonLines) and isinstance(console, Console)
+    assert isinstance(report, Report)
     assert service.run == RunInfo(Path("runs/x"), asdict(config), start_step=3)
 
 
@@ -532,3 +539,204 @@ def test_wandb_needs_a_login_or_a_mode_and_its_errors_do_not_stop_a_run(
     monkeypatch.setattr(wandb, "init", fail)
     assert start_wandb(run) is None
     assert "the run was deleted" in capsys.readouterr().out
+
+
+def answer(number, group, reward, text, **others):
+    """A line of a transcript."""
+    return {
+        "id": number,
+        "group": group,
+        "row": {"answer": "42"},
+        "messages": [{"role": "user", "content": f"question {group}"}, *replies(text)],
+        "rewards": {"right": reward},
+        "reward": reward,
+        "length": 3,
+        "num_turns": 1,
+        "finish_reason": "stop",
+        **others,
+    }
+
+
+def replies(*texts):
+    return [{"role": "assistant", "content": text} for text in texts]
+
+
+def write_run(folder, num_steps=2, rollouts=None, end=""):
+    """A run folder with the metrics of some steps and transcripts {"train/step_1": records}."""
+    folder.mkdir()
+    lines = [json.dumps(STEP | {"step": step}) for step in range(1, num_steps + 1)]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, end]))
+    (folder / "config.yaml").write_text("actor: {lr: .nan, model_name: nowhere/nothing}")
+    for name, records in (rollouts or {}).items():
+        path = folder / f"rollouts/{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def read_page(path):
+    """The data of a report."""
+    text = path.read_text()
+    assert text.count("</script>") == 2
+    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.S)[1], parse_constant=int)
+
+
+def report(*folders):
+    path = folders[0].parent / "page.html"
+    write_page([*folders], path)
+    return read_page(path)["runs"]
+
+
+def test_a_report_has_the_metrics_and_answers_of_all_runs(tmp_path):
+    records = [answer(i, i // 2, i / 4, f"text {i}") for i in range(4)]
+    first = write_run(tmp_path / "a", 3, {"train/step_2": records, "test/step_0": records[:2]})
+    runs = report(first, write_run(tmp_path / "b", 1))
+    assert [run["metrics"]["step"] for run in runs] == [[1, 2, 3], [1]]
+    assert runs[0]["metrics"]["reward/mean"] == [STEP["reward/mean"]] * 3
+    assert runs[0]["config"]["actor"] == {"lr": None, "model_name": "nowhere/nothing"}
+    assert runs[0]["rollouts"]["num_steps"] == {"test": 1, "train": 1}
+    assert runs[1]["rollouts"]["steps"] == []
+    step = runs[0]["rollouts"]["steps"][1]
+    assert (step["split"], step["step"], step["num_answers"]) == ("train", 2, 4)
+    group = step["groups"][0]  # of the best answer
+    assert (group["group"], group["size"], group["row"]) == (1, 2, {"answer": "42"})
+    assert group["prompt"] == [{"role": "user", "content": "question 1"}]
+    assert [a["reward"] for a in group["answers"]] == [0.75, 0.5]
+    assert group["answers"][0]["messages"] == replies("text 3")
+
+
+def test_texts_of_a_model_cannot_leave_the_data_of_a_report(tmp_path):
+    evil = "</script><script>alert(1)</script><!-- /* page.js */ \ud800 \u2028"
+    [run] = report(write_run(tmp_path / "a", 1, {"train/step_1": [answer(0, 0, 1.0, evil)]}))
+    [group] = run["rollouts"]["steps"][0]["groups"]
+    assert group["answers"][0]["messages"][0]["content"] == evil
+
+
+def test_broken_lines_and_missing_columns_are_no_obstacle(tmp_path):
+    odd = [{}, answer(1, 0, math.nan, "x"), answer(2, 0, None, None)]
+    [run] = report(write_run(tmp_path / "a", 2, {"train/step_1": odd}, end='{"step": 3, "rew'))
+    assert run["metrics"]["step"] == [1, 2] and run["num_broken"] == 1
+    groups = run["rollouts"]["steps"][0]["groups"]
+    assert {
+        group["group"]: [answer.get("reward") for answer in group["answers"]] for group in groups
+    } == {None: [None], 0: [None, None]}
+
+
+def test_a_report_has_a_sample_with_the_best_and_the_worst_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "ROLLOUT_BYTES", 60_000)
+    monkeypatch.setattr(page, "MAX_STEPS", 3)
+    monkeypatch.setattr(page, "MAX_LINES", 5)
+    monkeypatch.setattr(page, "MAX_ANSWERS", 4)
+    monkeypatch.setattr(page, "MAX_CHARACTERS", 1000)
+    records = [answer(i, i // 8, 0.5, "x" * 5000) for i in range(80)]
+    records[20]["reward"], records[60]["reward"] = 0.0, 1.0
+    [run] = report(write_run(tmp_path / "a", 9, {f"train/step_{i}": records for i in range(1, 10)}))
+    assert run["num_steps"] == 9 and run["metrics"]["step"] == [1, 3, 5, 7, 9]
+    assert run["rollouts"]["num_steps"] == {"train": 9}
+    assert [step["step"] for step in run["rollouts"]["steps"]] == [1, 5, 9]
+    for step in run["rollouts"]["steps"]:
+        groups = step["groups"]
+        assert [group["group"] for group in groups] == [60 // 8, 20 // 8, 0, 1]
+        assert [a["reward"] for a in groups[0]["answers"]][0] == 1.0
+        assert [a["reward"] for a in groups[1]["answers"]][-1] == 0.0
+        text = groups[0]["answers"][0]["messages"][0]["content"]
+        assert len(text) < 1100 and "4,000 characters left out" in text
+    assert 30_000 < len(json.dumps(run["rollouts"])) < 62_000
+
+
+def test_conversations_share_only_what_comes_before_the_first_reply(tmp_path):
+    records = [answer(i, 0, 1.0, "same", num_turns=2) for i in range(2)]
+    for record in records:
+        record["messages"] += [{"role": "tool", "content": "1"}, *replies("same again")]
+    [run] = report(write_run(tmp_path / "a", 1, {"train/step_1": records}))
+    [group] = run["rollouts"]["steps"][0]["groups"]
+    assert len(group["prompt"]) == 1
+    assert [len(a["messages"]) for a in group["answers"]] == [3, 3]
+
+
+def test_what_is_no_run_is_refused_in_words(tmp_path, capsys, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "absent"):
+        monkeypatch.setattr(sys, "argv", ["rl2 report", str(tmp_path / name)])
+        with pytest.raises(SystemExit, match="2"):
+            report_command.main()
+        assert f"{tmp_path / name} is not the folder of a run" in capsys.readouterr().err
+    run = write_run(tmp_path / "run", 1)
+    monkeypatch.setattr(sys, "argv", ["rl2 report", str(run), "--out", str(tmp_path / "no/x.html")])
+    with pytest.raises(SystemExit, match="2"):
+        report_command.main()
+    assert "No such file" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["rl2 report", str(run)])
+    report_command.main()
+    assert capsys.readouterr().out == f"{run}/report.html (0.0 MB)\n"
+
+
+def test_a_run_that_has_just_begun_has_a_report(tmp_path):
+    [run] = report(write_run(tmp_path / "a", 0))
+    assert run["num_steps"] == 0 and run["rollouts"]["steps"] == []
+
+
+def test_a_run_writes_its_report_and_a_failure_is_a_warning(tmp_path, capsys, monkeypatch):
+    folder = write_run(tmp_path / "a", 1)
+    logger = Report(folder, 2)
+    written = []
+    for step in range(1, 5):
+        logger.log(step, {}, {})
+        if (folder / "report.html").exists():
+            written.append(step)
+            (folder / "report.html").unlink()
+    logger.close()
+    assert written == [2, 4] and (folder / "report.html").exists()
+    Report(folder, None).log(2, {}, {})
+    assert not capsys.readouterr().out
+    monkeypatch.setattr("rl2.report.loggers.write_page", lambda *paths: 1 / 0)
+    logger.close()
+    assert "warning: report.html could not be written: ZeroDiv" in capsys.readouterr().out
+
+
+def test_saved_tokens_get_their_texts_and_values(tmp_path):
+    """Of three trajectories: the second one has two turns, in two sequences."""
+    tokenizer = make_tokenizer()
+    sequences = [(5, "ab", "xy"), (7, "ab", "cd"), (7, "abcd?", "e f"), (9, "a", "b")]
+    columns = {name: [] for name in ("tokens", "mask", "logps", "trainer_logps", "advantages")}
+    for number, (_, prompt, reply) in enumerate(sequences):
+        ids = tokenizer.encode(prompt + reply)
+        mask = [0] * len(prompt) + [1] * len(reply)
+        for name, values in {
+            "tokens": ids,
+            "mask": mask,
+            "logps": [-float(m) for m in mask],
+            "trainer_logps": [-1.25 * m for m in mask],
+            "advantages": [float(m * number) for m in mask],
+        }.items():
+            columns[name] += values
+    arrays = {name: np.array(values) for name, values in columns.items()}
+    arrays["trajectory"] = np.array([s[0] for s in sequences])
+    arrays["length"] = np.array([len(prompt + reply) for _, prompt, reply in sequences])
+    save_file(arrays, tmp_path / "step_1.safetensors")
+    saved = SavedTokens(tmp_path / "step_1.safetensors", tokenizer)
+    messages = [*replies("cd"), {"role": "tool", "content": "?"}, *replies("e f")]
+    saved.add_to(messages, 7)
+    assert messages[0]["tokens"] == {"text": ["c", "d"], "advantages": [1, 1], "gap": [0.25, 0.25]}
+    assert messages[2]["tokens"]["text"] == ["e", " ", "f"] and "tokens" not in messages[1]
+    assert messages[2]["tokens"]["advantages"] == [2, 2, 2]
+    other = replies("not what was sampled")
+    saved.add_to(other, 9)
+    assert "tokens" not in other[0]
+
+
+def test_a_character_of_several_tokens_is_the_text_of_the_last():
+    def decode(ids):
+        return bytes(ids).decode(errors="replace")
+
+    text = "aé€😀b"
+    texts = split_text(decode, list(text.encode()))
+    assert texts == ["a", "", "é", "", "", "€", "", "", "", "😀", "b"]
+    assert len(split_text(decode, [255] * 9)) == 9
+
+
+def test_a_report_without_the_tokenizer_says_so(tmp_path):
+    folder = write_run(tmp_path / "a", 1, {"train/step_1": [answer(0, 0, 1.0, "x")]})
+    assert "save_tokens=true" in report(folder)[0]["rollouts"]["tokens_note"]
+    (folder / "rollouts/train/step_1.safetensors").touch()
+    assert "the tokenizer was not" in report(folder)[0]["rollouts"]["tokens_note"]

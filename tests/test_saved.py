@@ -12,10 +12,11 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from test_trainer import LETTER_ENV
 
-from rl2.batch import Sample
+from rl2.batch import Sample, collate
 from rl2.config.parse import dump
 from rl2.config.schema import PPOConfig
-from rl2.rollout.saved import SavedRollouts, checksum, pack_tokens
+from rl2.rollout.saved import COLUMNS, SavedRollouts, checksum, pack_tokens
+from rl2.rollout.stats import add_token_columns, training_samples
 from rl2.rollout.trajectory import Trajectory
 
 
@@ -42,6 +43,25 @@ def test_tokens_of_a_step_are_packed_with_the_lengths_of_its_samples():
         "meaning": ("int64", 123),
     }
     assert pack_tokens([], 123)["tokens"].dtype == np.int32  # every group was filtered out
+
+
+def test_what_training_knows_of_a_token_is_kept_beside_it():
+    trajectories = [Trajectory(7, 1, []), Trajectory(4, 0, []), Trajectory(9, 1, [])]
+    trajectories[0].samples = [make_sample([5, 6, 7, 8], 7), make_sample([8, 9], 7)]
+    trajectories[1].samples = [make_sample([3, 2, 4], 4)]
+    saved = pack_tokens(trajectories, 123)
+    batch = collate(training_samples(trajectories))
+    batch.advantages = batch.targets.float()
+    batch.old_logps = batch.engine_logps  # another run's: they say nothing of the trainer
+    add_token_columns(saved, batch)
+    assert saved["advantages"].tolist() == (saved["tokens"] * saved["mask"]).tolist()
+    assert saved["trajectory"].tolist() == [4, 7, 7] and "trainer_logps" not in saved
+    batch.old_logps = 2 * batch.engine_logps
+    add_token_columns(saved, batch)
+    assert saved["trainer_logps"].tolist() == (2 * saved["logps"]).tolist()
+    nothing = pack_tokens([], 123)
+    add_token_columns(nothing, batch)
+    assert "advantages" not in nothing
 
 
 def write_run(folder, trajectories, meaning):
@@ -148,6 +168,10 @@ def test_saved_tokens_are_those_of_the_transcripts(runs):
         assert reply.removesuffix("<|im_end|>") == record["messages"][-1]["content"]
         assert (logps[mask == 1] < 0).all() and (logps[mask == 0] == 0).all()
     assert not list((runs / "sampled").rglob("*.partial"))
+    # One update a step: the trainer has not scored the rollout before it.
+    assert tensors["advantages"].any() and "trainer_logps" not in tensors
+    tensors = load_file(runs / "cispo/rollouts/train/step_1.safetensors")
+    torch.testing.assert_close(tensors["trainer_logps"], tensors["logps"], rtol=0, atol=1e-4)
 
 
 def test_with_the_same_keys_the_first_step_is_repeated_to_the_bit(runs):
@@ -178,7 +202,9 @@ def test_other_steps_have_the_recorded_data_and_log_probabilities(runs):
     tokens = load_file(runs / "sampled/rollouts/train/step_1.safetensors")
     for step in (1, 4):
         file = runs / f"cispo/rollouts/train/step_{step}.safetensors"
-        assert are_equal(load_file(file), tokens)
+        repeated = load_file(file)
+        for name in (*COLUMNS, "length", "trajectory", "meaning"):
+            assert torch.equal(repeated[name], tokens[name])
 
 
 def test_a_resumed_run_goes_on_with_the_next_step(runs):

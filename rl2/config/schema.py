@@ -780,6 +780,9 @@ class TrainerConfig:
         common=True,
         only_if=WITH_TEST_DATA,
     )
+    report_freq: PositiveInt | None = key(
+        None, "steps between refreshes of report.html in save_dir; by default only at the end"
+    )
     watchdog: NonNegativeFloat = key(
         60.0,
         "seconds without progress after which the ranks print where they stand; 0 = never",

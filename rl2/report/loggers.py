@@ -29,6 +29,7 @@ from rl2.error_report import writing
 from rl2.memory_plan import GIB, Prediction
 from rl2.report.console import Console, describe_step
 from rl2.report.health import Health, Metrics, Samples
+from rl2.report.page import write_page
 
 WANDB_SECONDS = 150.0  # it gives up by itself: after 107 s where there was no network
 SAMPLE_FREQ = 10  # Services get samples every so many steps, and of steps with an evaluation.
@@ -77,6 +78,25 @@ class JsonLines:
 
     def close(self) -> None:
         pass
+
+
+class Report:
+    """report.html in the run folder: at the end, and every `freq` steps if that is not None."""
+
+    def __init__(self, folder: Path, freq: int | None):
+        self.folder = folder
+        self.freq = freq
+
+    def log(self, step: int, metrics: Metrics, samples: Samples) -> None:
+        if self.freq and step % self.freq == 0:
+            self.close()
+
+    def close(self) -> None:
+        """Writes the report. The run may go on after it."""
+        try:
+            write_page([self.folder], self.folder / "report.html")
+        except Exception as error:  # the run itself is well
+            print(f"warning: report.html could not be written: {error!r}")
 
 
 class Wandb:
@@ -265,7 +285,8 @@ class MetricsLog:
             services = [logger for logger in started if logger is not None]
             self.has_services = bool(services)
             self.console = Console(config, start_step, num_steps)
-            self.loggers = [JsonLines(folder), *services, self.console]
+            report = Report(folder, config.trainer.report_freq)
+            self.loggers = [JsonLines(folder), report, *services, self.console]
         self._print(describe_step(config))
         self.last_write = time.perf_counter()
         self.last_cpu_seconds = time.process_time()

@@ -22,7 +22,8 @@ def pack_tokens(trajectories: list[Trajectory], meaning: int) -> dict[str, np.nd
 
     `meaning` is of `checksum`.
     """
-    samples = [sample for trajectory in trajectories for sample in trajectory.samples]
+    ordered = sorted(trajectories, key=lambda trajectory: trajectory.id)
+    samples = [sample for trajectory in ordered for sample in trajectory.samples]
     columns = {
         "length": np.array([len(sample.tokens) for sample in samples], np.int64),
         "trajectory": np.array([sample.trajectory for sample in samples], np.int64),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from rl2.algorithms.advantages import sum_by_trajectory
 from rl2.batch import Batch, Sample
@@ -113,20 +114,41 @@ def mask_truncated(batch: Batch, trajectories: list[Trajectory], is_on: bool) ->
 
 
 def to_records(
-    trajectories: list[Trajectory], batch: Batch | None = None
+    trajectories: list[Trajectory],
+    batch: Batch | None = None,
+    saved: dict[str, np.ndarray] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """What the run folder keeps, in the order of the data.
 
     With the `batch` that was made of them, the record of a trajectory in it has its advantage: the
-    mean over its trained tokens. A record is made when it is read, which the first process does
-    alone.
+    mean over its trained tokens. The tokens to keep, `saved`, get what the batch says of each. A
+    record is made when it is read, which the first process does alone.
     """
     advantages = {} if batch is None else _mean_advantages(batch)
+    if batch is not None and saved:
+        add_token_columns(saved, batch)
     for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.id):
         record = trajectory.record()
         if trajectory.id in advantages:
             record["advantage"] = advantages[trajectory.id]
         yield record
+
+
+def add_token_columns(saved: dict[str, np.ndarray], batch: Batch) -> None:
+    """Adds `advantages` [n], and `trainer_logps` [n] where the trainer scored the rollout before
+    its update, to the n tokens of the batch's samples. They are 0 where nothing is trained.
+    """
+    lengths = torch.from_numpy(saved["length"])[:, None]
+    if not len(lengths):  # every group was filtered out
+        return
+    columns = {"advantages": batch.advantages}
+    if batch.old_logps is not batch.engine_logps:
+        columns["trainer_logps"] = batch.old_logps
+    is_token = torch.arange(batch.tokens.shape[1]) < lengths
+    for name, column in columns.items():
+        if column is not None:
+            # Columns stand beside the token before the one that they are about.
+            saved[name] = pad(column * batch.mask, (1, 0))[is_token].numpy()
 
 
 def _mean_advantages(batch: Batch) -> dict[int, float]:

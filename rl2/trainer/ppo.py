@@ -78,7 +78,7 @@ def train(run: PPORun) -> None:
         with recorder.phase("sync"):
             run.sync()
 
-        records = to_records(trajectories, batch)
+        records = to_records(trajectories, batch, run.tokens)
         is_last = recorder.finish_step(step, metrics, records, run.tokens)
         part = batch = None  # the next rollout may need the memory
         if is_last:

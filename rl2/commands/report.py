@@ -1,0 +1,31 @@
+"""`python -m rl2 report RUN [RUN ...]`: one HTML file with the curves and answers of runs."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rl2.report.page import write_page
+
+
+def main() -> None:
+    """Writes the report and prints where it is. Exits with status 2 if that is impossible."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rl2 report",
+        description="Writes the curves and answers of runs into one HTML file, which a browser "
+        "opens without a server or a network.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="folder of a run")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="the file to write; RUN/report.html of one run, report.html here of several",
+    )
+    arguments = parser.parse_args()
+    folder = arguments.runs[0] if len(arguments.runs) == 1 else Path()
+    path = arguments.out or folder / "report.html"
+    try:
+        write_page(arguments.runs, path)
+    except (OSError, ValueError) as error:
+        print(f"rl2 report: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")

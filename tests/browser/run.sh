@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# The report in a real Chromium: installs Debian's package if there is none (as root), makes .venv-browser and runs the tests.
+# bash tests/browser/run.sh [pytest arguments]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+find_browser() { command -v chromium || command -v google-chrome || true; }
+if [ -z "$(find_browser)" ]; then
+    [ "$(id -u)" = 0 ] || { echo "these tests need Chromium: apt-get install chromium" >&2; exit 1; }
+    apt-get update -qq && apt-get install -y -qq chromium >/dev/null
+fi
+env=.venv-browser
+wanted="$(cksum <tests/browser/run.sh)"
+if ! grep -qxF "$wanted" "$env/installed" 2>/dev/null; then
+    [ -x "$env/bin/python" ] || "${PYTHON:-python3}" -m venv "$env"
+    # Playwright's own browsers are not downloaded. The report needs the rest; torch is not among it.
+    "$env/bin/python" -m pip install -qq playwright pytest numpy pyyaml safetensors transformers
+    echo "$wanted" >"$env/installed"
+fi
+CHROMIUM="$(find_browser)" PYTHONPATH=. "$env/bin/python" -m pytest -x -q --durations=5 tests/browser "$@"
