@@ -103,6 +103,14 @@ def cpu_seconds_of(command: list[str], **options) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+def train_in(folder: Path, trainer: str, *keys: str) -> float:
+    """Runs a trainer with `folder` as its run folder. Returns its CPU seconds."""
+    command = [sys.executable, "-m", f"rl2.trainer.{trainer}", *keys]
+    command += [f"trainer.save_dir={folder}", f"trainer.experiment_name={folder.name}"]
+    command += ["trainer.resume=off", "trainer.disable_wandb=true"]
+    return cpu_seconds_of(command, cwd=ROOT)
+
+
 def make_parser(
     description: str, folder: Path
 ) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argparse.ArgumentParser]:

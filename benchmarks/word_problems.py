@@ -20,19 +20,18 @@ import json
 import os
 import random
 import shutil
-import sys
 from pathlib import Path
 
 from run_queue import (
     RESULTS,
     ROOT,
     Job,
-    cpu_seconds_of,
     make_parser,
     mean_and_error,
     read_results,
     run_itself,
     run_missing,
+    train_in,
 )
 
 RESULTS_FILE = RESULTS / "word_problems.jsonl"
@@ -76,6 +75,12 @@ SIZES = {"test": 100, "sft": 240, "rl": 1200}  # no problem is in two of these s
 LONGEST = 32  # tokens of an answer
 SFT_STEPS, SFT_BATCH = 10, 16
 RL_STEPS = 24
+COMMON = [  # keys of both trainers
+    "data.max_length=128",
+    'data.system_prompt="Calculate."',
+    "actor.max_length_per_device=4096",
+    "actor.gradient_checkpointing=false",
+]
 
 
 def make_problem(rng: random.Random) -> dict | None:
@@ -123,32 +128,14 @@ def make_data(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def train(trainer: str, folder: Path, *arguments: str) -> float:
-    """A run of a trainer, in `folder`. Returns its CPU seconds."""
-    command = [
-        sys.executable,
-        "-m",
-        f"rl2.trainer.{trainer}",
-        *arguments,
-        "data.max_length=128",
-        'data.system_prompt="Calculate."',
-        "actor.max_length_per_device=4096",
-        "actor.gradient_checkpointing=false",
-        f"trainer.save_dir={folder}",
-        f"trainer.experiment_name={folder.name}",
-        "trainer.resume=off",
-        "trainer.disable_wandb=true",
-    ]
-    return cpu_seconds_of(command, cwd=ROOT)
-
-
 def run_one(model: str, seed: int, folder: Path) -> dict:
     """SFT and RL of one seed. The accuracy between them is that of RL's evaluation at its start."""
     make_data(folder)
     sft, rl = folder / f"sft-{seed}", folder / f"rl-{seed}"
-    sft_seconds = train(
-        "sft",
+    sft_seconds = train_in(
         sft,
+        "sft",
+        *COMMON,
         f"data.path={folder / 'sft.jsonl'}",
         f"data.batch_size={SFT_BATCH}",
         f"data.seed={seed}",
@@ -169,9 +156,10 @@ def run_one(model: str, seed: int, folder: Path) -> dict:
         "rollout.max_running=128",
         f"rollout.train_sampling_params.max_new_tokens={LONGEST}",
     ]
-    rl_seconds = train(
-        "ppo",
+    rl_seconds = train_in(
         rl,
+        "ppo",
+        *COMMON,
         f"data.path={folder / 'rl.jsonl'}",
         f"data.test_path={folder / 'test.jsonl'}",
         f"data.seed={seed}",

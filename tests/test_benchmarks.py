@@ -10,6 +10,7 @@ from common import ROOT, read_jsonl
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import learning
 import run_queue
+import tool_use
 import word_problems
 
 from rl2.config.parse import parse
@@ -132,3 +133,29 @@ def test_worked_answers_of_word_problems_are_right_and_sets_are_disjoint(tmp_pat
         numbers = {int(number) for number in re.findall(r"\d+", row["messages"][0]["content"])}
         used = {int(number) for number in re.findall(r"\d+", " ".join(steps))}
         assert numbers <= used, row
+
+
+def test_no_question_of_the_tool_is_both_trained_and_held_out(tmp_path):
+    tool_use.make_data(tmp_path, sft_steps=5)
+    questions = []
+    for name, size in (("test", 50), ("sft-5", 80), ("rl", 80)):
+        rows = read_jsonl(tmp_path / f"{name}.jsonl")
+        assert len(rows) == size
+        questions += [row["messages"][1]["content"] for row in rows]
+        assert all(
+            row["messages"][-1]["role"] == ("assistant" if name == "sft-5" else "user")
+            for row in rows
+        )
+    assert len(set(questions)) == len(questions)
+
+
+def test_trajectories_are_counted_with_and_without_a_call():
+    called = [{"role": "user"}, {"role": "assistant"}, {"role": "tool"}, {"role": "assistant"}]
+    records = [
+        {"messages": called, "reward": 1.0, "num_turns": 2, "length": 50},
+        {"messages": called, "reward": 0.0, "num_turns": 2, "length": 40},
+        {"messages": called[:2], "reward": 1.0, "num_turns": 1, "length": 20},
+        {"messages": called[:2], "reward": 0.0, "num_turns": 1, "length": 10},
+    ]
+    summary = {"trajectories": 4, "right": 2, "without_call": 2, "right_without_call": 1}
+    assert tool_use.summarize(records) == summary | {"turns": 1.5, "tokens": 30.0}
