@@ -53,7 +53,7 @@ def load_ready(name, monkeypatch):
     assert len(rows) == 3 == config.data.prompts_per_rollout
     monkeypatch.syspath_prepend(ROOT / "examples/rows")  # has a taskset of verifiers
     isolation = config.rollout.env_isolation
-    env = load_env(config.rollout.env_path, 60, isolation=isolation)
+    env = load_env(config.rollout.env_path, 600, isolation=isolation)
     return env, rows, config.rollout.max_turns
 
 
@@ -695,7 +695,7 @@ def test_verifiers_plays_a_taskset_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", path)
     row = [*import_env("verifiers_tasks").make_rows("sums_of_five", {}, 4)][3]
     assert [m["content"] for m in row["messages"]] == ["Be brief.", "3 + 5 ="]
-    env = load_env("verifiers_tasks", 120, isolation="process")
+    env = load_env("verifiers_tasks", 600, isolation="process")
     assert preflight(env, {"data.path": pack_rows([row])}, 1) == []
     for reply, right in (("8", 2.0), ("9", 0.0)):
         trajectory = play(env, row, [reply], 1)
