@@ -57,6 +57,13 @@ def test_programs_that_read_and_print():
     assert failing == (False, "test 0: failed: ZeroDivisionError: division by zero")
 
 
+def test_a_function_may_have_the_name_of_a_builtin():
+    cases = {"fn_name": "sum", "inputs": ["10\n15"], "outputs": ["6"]}
+    program = "def sum(a, b):\n    return 1 + 5 * (a % 5 == b % 5 == 0)"
+    assert judge(program, cases) == (True, "")
+    assert not judge(program.replace("5 *", "4 *"), cases).is_right
+
+
 def test_a_right_output_of_a_program_that_fails_is_wrong():
     assert not judge("print(3)\nraise SystemExit(1)", {"inputs": [""], "outputs": ["3"]}).is_right
 

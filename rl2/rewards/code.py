@@ -22,8 +22,9 @@ MAX_VERDICTS = 100_000  # that are kept
 REMOTE = Path(__file__).with_name("remote.py").read_text()
 CALLS = """
 import json
+import solution
 for arguments, expected in json.loads({cases!r}):
-    assert json.loads(json.dumps({function}(*arguments))) == expected, (arguments, expected)
+    assert json.loads(json.dumps(solution.{function}(*arguments))) == expected, (arguments, expected)
 """
 
 
