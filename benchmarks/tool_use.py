@@ -148,14 +148,15 @@ def report() -> None:
     runs = list(read_results(RESULTS_FILE).values())
     runs.sort(key=lambda run: (run["sft_steps"], run["seed"]))
     print(f"{runs[0]['date']} to {runs[-1]['date']}, {runs[0]['machine']}\n")
-    print("| steps of SFT | seed | | right, % | call the tool, % | right without a call | ", end="")
-    print("turns | tokens | CPU s |\n|---|---|---|---|---|---|---|---|---|")
+    columns = ["steps of SFT, GRPO", "seed", "", "right, %", "call the tool, %"]
+    columns += ["right without a call", "turns", "tokens", "CPU s"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for run in runs:
         for stage in ("sft", "rl"):
             test = run[f"after_{stage}"]
             num = test["trajectories"]
             cells = [
-                str(run["sft_steps"]),
+                f"{run['sft_steps']}, {len(run['sampled'])}",
                 str(run["seed"]),
                 f"after {stage.upper()}",
                 f"{100 * test['right'] / num:.0f}",
