@@ -24,7 +24,8 @@ CALLS = """
 import json
 import solution
 for arguments, expected in json.loads({cases!r}):
-    assert json.loads(json.dumps(solution.{function}(*arguments))) == expected, (arguments, expected)
+    result = json.loads(json.dumps(solution.{function}(*arguments)))
+    assert result == expected, (arguments, expected)
 """
 
 
