@@ -261,3 +261,11 @@ def test_a_file_is_hashed_once_until_it_changes(cache, tmp_path, monkeypatch):
     assert hash_data(path) == first and len(digests) == 1
     write(tmp_path / "a.jsonl", make_rows()[1:])
     assert hash_data(path) != first and len(digests) == 2
+
+
+def test_no_path_is_not_the_working_directory(tmp_path, monkeypatch):
+    """A run that only evaluates has no data.path."""
+    monkeypatch.chdir(tmp_path)
+    assert hash_data("") == ""
+    (tmp_path / "rows.jsonl").write_text("{}")
+    assert hash_data("") == ""

@@ -126,10 +126,11 @@ class Rows(Sequence[dict]):
 def hash_data(path: str, split: str = "train") -> str:
     """A hash of the files that `load_rows` reads.
 
-    "" if there are none: a data set of the hub is known by its name.
+    "" if there are none: a data set of the hub is known by its name, and an evaluation has no
+    training rows.
     """
     local_path = Path(path).expanduser()
-    if not local_path.exists():
+    if not path or not local_path.exists():
         return ""
     digest = hashlib.sha256()
     for file in _find_files(local_path, split):
