@@ -274,6 +274,7 @@ class MetricsLog:
         self.prediction = prediction
         self.phase_seconds: dict[str, float] = {}
         self.loggers: list[Logger] = []
+        self.has_services = False
         self.health = Health(folder, config, start_step)
         self.console: Console | None = None
         if dist.get_rank() == 0:
