@@ -654,6 +654,22 @@ def test_conversations_share_only_what_comes_before_the_first_reply(tmp_path):
     assert [len(a["messages"]) for a in group["answers"]] == [3, 3]
 
 
+def test_the_examples_of_a_prompt_are_no_replies(tmp_path):
+    """A prompt may have turns of the assistant, as the quickstart's."""
+    example = [{"role": "user", "content": "example"}, *replies("its answer")]
+    records = [answer(i, 0, 1.0, "same") for i in range(2)]
+    for record in records:
+        record["messages"] = [*example, *record["messages"]]
+    [run] = report(write_run(tmp_path / "a", 1, {"train/step_1": records}))
+    [group] = run["rollouts"]["steps"][0]["groups"]
+    assert [message["content"] for message in group["prompt"]] == [
+        "example",
+        "its answer",
+        "question 0",
+    ]
+    assert [a["messages"] for a in group["answers"]] == [replies("same")] * 2
+
+
 def test_what_is_no_run_is_refused_in_words(tmp_path, capsys, monkeypatch):
     (tmp_path / "empty").mkdir()
     for name in ("empty", "absent"):

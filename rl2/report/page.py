@@ -152,8 +152,8 @@ def _reward(record: Record) -> float:
 
 def _describe_group(records: list[Record], tokens: SavedTokens | None) -> Record:
     """The messages with which all answers begin, and a sample of the answers."""
-    conversations = [record.get("messages", []) for record in records]
-    prompt = [messages[0] for messages in takewhile(_is_prompt, zip(*conversations, strict=False))]
+    prompts = zip(*map(_prompt_of, records), strict=False)
+    prompt = [first for first, *others in takewhile(_are_equal, prompts)]
     answers = []
     for record in spread(records, MAX_ANSWERS):
         messages = _cut_messages(record.get("messages", [])[len(prompt) :])
@@ -169,9 +169,16 @@ def _describe_group(records: list[Record], tokens: SavedTokens | None) -> Record
     }
 
 
-def _is_prompt(messages: tuple[Record, ...]) -> bool:
-    first = messages[0]
-    return first.get("role") != "assistant" and all(message == first for message in messages)
+def _prompt_of(record: Record) -> list[Record]:
+    """The messages before the first turn that was sampled; examples in a prompt have turns too."""
+    messages = record.get("messages", [])
+    turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    num_sampled = record.get("num_turns", len(turns))
+    return messages[: turns[-num_sampled]] if 0 < num_sampled <= len(turns) else messages
+
+
+def _are_equal(messages: tuple[Record, ...]) -> bool:
+    return all(message == messages[0] for message in messages)
 
 
 def _cut_messages(messages: list[Record]) -> list[Record]:
