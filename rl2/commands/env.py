@@ -233,9 +233,11 @@ def play_model(words: list[str]) -> None:
 def main() -> None:
     """Prints the faults. Exits with status 1 if there are some, 2 if too little could be tried."""
     usage = "python -m rl2 env FILE data.path=ROWS [--rows N] [--form TEXT] key=value ..."
-    parser = argparse.ArgumentParser(usage=usage)
-    parser.add_argument("--rows", type=int, default=8, help="rows that are used, the first ones")
-    parser.add_argument("--form", action="append", default=FORMS, help="such as 'Result: {}'")
+    about = "Tries a file or a ready-made env; the keys are those of PPO. See docs/environments.md."
+    parser = argparse.ArgumentParser(usage=usage, description=about)
+    parser.add_argument("--rows", type=int, default=8, help="use the first so many rows (8)")
+    form = "one more form of an answer, such as 'Result: {}'"
+    parser.add_argument("--form", action="append", default=FORMS, help=form)
     options, words = parser.parse_known_args()
     if words and "=" not in words[0]:
         words[0] = f"rollout.env_path={words[0]}"
