@@ -1,6 +1,7 @@
 """rl2.rewards: what is found in a reply, how answers are compared, and that it withstands a policy
 that writes anything."""
 
+import contextlib
 import importlib.util
 import signal
 import time
@@ -303,8 +304,12 @@ def test_absurd_answers_are_wrong_and_do_not_fail(name):
 
 def math_verify_processes() -> list[psutil.Process]:
     """The processes of math-verify that this process has started."""
-    children = psutil.Process().children()
-    return [child for child in children if "maths.serve()" in " ".join(child.cmdline())]
+    processes = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # a child of another test that has just ended
+            if "maths.serve()" in " ".join(child.cmdline()):
+                processes.append(child)
+    return processes
 
 
 @needs_math_verify
