@@ -95,7 +95,7 @@ class Checkpoints:
         try:
             yield
         except Failure as error:
-            problem = _reason(error)
+            problem = describe_failure(error)
         problem = next(filter(None, all_gather_objects(problem)), "")
         if problem:
             if dist.get_rank() == 0:
@@ -116,7 +116,7 @@ class Checkpoints:
         try:
             saved = FileSystemReader(path).read_metadata().state_dict_metadata
         except Failure as error:
-            raise RuntimeError(explain_damage(path, error)) from error
+            raise RuntimeError(explain_damage(path, describe_failure(error))) from error
         _check_fits(path, saved, flatten_state_dict(states)[0])
         try:
             dcp.load(parts, checkpoint_id=path, no_dist=is_single_process())
@@ -124,7 +124,7 @@ class Checkpoints:
                 random_file = path / f"random_{dist.get_rank()}.pt"
                 _set_random_states(torch.load(random_file, weights_only=False))
         except Failure as error:
-            raise RuntimeError(explain_damage(path, error)) from error
+            raise RuntimeError(explain_damage(path, describe_failure(error))) from error
 
 
 def export_optimizer(optimizer: Stateful, folder: str) -> None:
@@ -149,16 +149,16 @@ def step_of(path: Path) -> int:
     return int(match[1]) if match else NO_STEP
 
 
-def explain_damage(path: Path, error: BaseException) -> str:
+def explain_damage(path: Path, reason: str) -> str:
     """What is wrong with the checkpoint, and which one stands before it."""
     earlier = Checkpoints(path.parent).newest(before=step_of(path))
     remedy = "trainer.resume=off starts anew"
     if earlier:
         remedy = f"trainer.resume={earlier} goes on from the one before"
-    return f"the checkpoint {path} is damaged: {_reason(error)}; {remedy}"
+    return f"the checkpoint {path} is damaged: {reason}; {remedy}"
 
 
-def _reason(error: BaseException) -> str:
+def describe_failure(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     lines = str(error).splitlines() or ["no reason given"]

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import torch.distributed as dist
 import yaml
 from safetensors.numpy import save_file
@@ -24,6 +26,7 @@ from safetensors.numpy import save_file
 from rl2.checkpoints import (
     Checkpoints,
     Parts,
+    describe_failure,
     explain_damage,
     put_in_place,
     step_of,
@@ -35,6 +38,7 @@ from rl2.data.rows import hash_data
 from rl2.error_report import writing
 from rl2.parallel.mesh import all_gather_objects, is_first_rank
 from rl2.run_lock import RunLock
+from rl2.weights_hash import hash_weights
 
 PACKAGE = Path(__file__).parent
 SECONDS_TO_SEE_A_FILE = 15.0  # that another node has written
@@ -90,7 +94,7 @@ class RunFolder:
             return Start()
         checkpoint = _find_checkpoint(Path(named)) if named else self.checkpoints.newest()
         if checkpoint is None and not self._has_a_run():
-            return Start()
+            return Start(date=_read_record(self.path).get("date", ""))
         folder = checkpoint or self.path
         record = _read_record(folder)
         keeps_data = self._compare(folder, record, is_forced)
@@ -215,8 +219,9 @@ class RunFolder:
             kept = dict(parts)
             if not self.start.keeps_data:
                 del kept["data"]
-            saved_by = _read_record(checkpoint)["world_size"]
-            self.checkpoints.load(checkpoint, kept, saved_by)
+            record = _read_record(checkpoint)
+            self.checkpoints.load(checkpoint, kept, record["world_size"])
+            _check_weights(checkpoint, record.get("weights", {}), hash_weights(_workers_of(parts)))
         if self.is_first:
             own = self.checkpoints.folder.resolve()
             is_own = checkpoint is not None and checkpoint.resolve().parent == own
@@ -237,6 +242,11 @@ class RunFolder:
             "seed": self.config.trainer.seed,
             "versions": versions(),
             "commit": describe_commit(),
+            "code": _hash_package(),
+            "threads": torch.get_num_threads(),
+            "cpu": _describe_cpu(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "folder": os.getcwd(),
             "launch": _launch(),
         }
         record = _read_record(self.path) if goes_on else {}
@@ -304,6 +314,7 @@ class RunFolder:
             "rows": counter.rows_done,
             "num_steps": self.num_steps,
             "world_size": dist.get_world_size(),
+            "weights": hash_weights(_workers_of(parts)),
             **self._experiment_record(),
         }
         texts = {"config.yaml": dump(self.config), "run.json": json.dumps(record)}
@@ -378,8 +389,21 @@ def _read_record(folder: Path) -> dict[str, Any]:
         return json.loads((folder / "run.json").read_text())
     except (OSError, ValueError) as error:
         if folder.name.startswith("step_"):
-            raise RuntimeError(explain_damage(folder, error)) from error
+            raise RuntimeError(explain_damage(folder, describe_failure(error))) from error
         return {}
+
+
+def _workers_of(parts: Parts) -> dict[str, Any]:
+    """The parts that have weights."""
+    return {name: part for name, part in parts.items() if hasattr(part, "trained_parameters")}
+
+
+def _check_weights(checkpoint: Path, saved: dict[str, str], loaded: dict[str, str]) -> None:
+    """RuntimeError if the weights that were read are not those that were saved, by their hashes."""
+    for name in saved.keys() & loaded.keys():
+        if saved[name] != loaded[name]:
+            reason = f"its {name} has the hash {loaded[name]} and was saved with {saved[name]}"
+            raise RuntimeError(explain_damage(checkpoint, reason))
 
 
 def _write_json(path: Path, record: dict[str, Any]) -> None:
@@ -454,6 +478,13 @@ def describe_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return run.stdout.strip()
+
+
+def _describe_cpu() -> str:
+    """The processor's name, and the instructions that torch uses on it."""
+    file = Path("/proc/cpuinfo")  # of Linux
+    names = re.findall(r"model name\s*: (.*)", file.read_text() if file.exists() else "")
+    return f"{next(iter(names), platform.machine())}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _hash_package() -> str:

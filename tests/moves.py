@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from rl2.checkpoints import Checkpoints
 from rl2.parallel.mesh import init_distributed
+from rl2.weights_hash import hash_weights
 from rl2.worker import Worker
 
 LAYOUTS = {"hybrid": {"fsdp_size": 1}, "sp": {"sp_size": 2}, "tp": {"tp_size": 2}}
@@ -67,7 +68,9 @@ def move(device, name, folder, mode):
         exported = export_all(workers, name, folder)
     else:
         checkpoints.load(checkpoints.path(1), workers, saved_by=2)
+    hashes = hash_weights(workers)
     result = update(workers, batch)
+    result["hashes"] = hashes  # of the checkpoint
     result["exported"] = exported
     result["versions"] = [worker.version for worker in workers.values()]
     if dist.get_rank() == 0:

@@ -31,6 +31,7 @@ def test_a_checkpoint_moves_between_layouts(tmp_path):
         loaded = torch.load(folder / f"{mode}_{world}")
         assert loaded["versions"] == [2, 2, 2][: len(loaded["metrics"])]
         is_same_layout = mode == "load" and world == 2
+        assert loaded["hashes"].items() <= saved["hashes"].items(), "the layout is hashed too"
         without_lora = {"lora"} if mode == "load_tp" else set()
         assert loaded["metrics"].keys() == saved["metrics"].keys() - without_lora
         for worker, metrics in loaded["metrics"].items():

@@ -215,6 +215,7 @@ ALLOWED = {
         "rewards.text",
     },
     "run_lock": set(),
+    "weights_hash": {"parallel"},
     "checkpoints": {"parallel.mesh", "error_report"},
     # It compares configs, and the files that they name.
     "run_folder": {
@@ -224,6 +225,7 @@ ALLOWED = {
         "data.rows",
         "parallel.mesh",
         "error_report",
+        "weights_hash",
     },
     "memory_plan": {"parallel.mesh"},  # rank 0 tells all ranks
     # A plan runs the trainers' own workers and losses.
@@ -245,7 +247,7 @@ ALLOWED = {
     "watchdog": set(),
     "signals": {"parallel.mesh", "error_report", "watchdog"},
     # It logs the plan of the memory beside its peak.
-    "report": {"report", "error_report", "checkpoints", "memory_plan"},
+    "report": {"report", "error_report", "checkpoints", "memory_plan", "weights_hash"},
 }
 MAINS = {"trainer.ppo", "trainer.sft", "trainer.dpo", "trainer.rm"}
 OUTSIDE = {  # packages that only these files import

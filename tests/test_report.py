@@ -24,7 +24,7 @@ from rl2.config.schema import PPOConfig, SFTConfig
 from rl2.report import loggers, page
 from rl2.report.console import Console, describe_step
 from rl2.report.health import Health, find_problems, learns_from_groups_alone
-from rl2.report.loggers import JsonLines, MetricsLog, Report, RunInfo, start_wandb
+from rl2.report.loggers import MetricsFile, MetricsLog, Report, RunInfo, start_wandb
 from rl2.report.page import write_page
 from rl2.report.token_texts import SavedTokens, split_text
 
@@ -68,12 +68,12 @@ def one_process(monkeypatch):
 
 
 def test_metrics_that_json_cannot_hold_become_null(tmp_path):
-    file = JsonLines(tmp_path)
-    file.log(1, {"step": 1, "reward/mean": float("nan"), "tokens/sampled": 7}, {})
-    file.log(2, {"step": 2, "reward/mean": 0.5}, {})
+    file = MetricsFile(tmp_path)
+    file.write({"step": 1, "reward/mean": float("nan"), "tokens/sampled": 7}, {})
+    file.write({"step": 2, "reward/mean": 0.5}, {"actor": "0123456789abcdef"})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[0] == {"step": 1, "reward/mean": None, "tokens/sampled": 7}
-    assert lines[1] == {"step": 2, "reward/mean": 0.5}
+    assert lines[1] == {"step": 2, "reward/mean": 0.5, "weights": {"actor": "0123456789abcdef"}}
 
 
 def test_a_service_that_is_asked_for_is_started_unless_it_cannot_be_used(monkeypatch, one_process):
@@ -84,9 +84,8 @@ def test_a_service_that_is_asked_for_is_started_unless_it_cannot_be_used(monkeyp
     table = {"works": Service, "cannot": lambda run: None, "wandb": Service, "other": Service}
     monkeypatch.setattr(loggers, "LOGGERS", table)
     config = make_config(disable_wandb=True, loggers=["wandb", "cannot", "works"])
-    file, report, service, console = MetricsLog(Path("runs/x"), config, 3, num_steps=5).loggers
-    assert isinstance(file, JsonLines) and isinstance(console, Console)
-    assert isinstance(report, Report)
+    report, service, console = MetricsLog(Path("runs/x"), config, 3, num_steps=5).loggers
+    assert isinstance(report, Report) and isinstance(console, Console)
     assert service.run == RunInfo(Path("runs/x"), asdict(config), start_step=3)
 
 
@@ -104,7 +103,7 @@ def test_a_step_lasts_until_the_next_line_and_the_rest_of_its_phases_is_other(
     with log.phase("save"):  # 108 to 110
         pass
     log.write(2, {"tokens/total": 65, "actor/grad_norm": 1.0})  # at 110.25
-    first, second = [json.loads(line) for line in log.loggers[0].path.read_text().splitlines()]
+    first, second = [json.loads(line) for line in log.file.path.read_text().splitlines()]
     assert (first["time/step"], first["time/update"], first["time/other"]) == (7, 3, 4)
     assert (second["time/step"], second["time/save"], second["time/other"]) == (3.25, 2, 1.25)
     assert (first["tokens/per_second"], second["tokens/per_second"]) == (10, 20)

@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from common import ROOT, launch, make_model, read_metrics, read_untimed_metrics, run
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoTokenizer
 
 from rl2 import run_lock
@@ -446,6 +448,25 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(train, tmp_
             (newest / name).write_bytes(whole)
     status, output = train()
     assert status == 0 and steps(run) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_checkpoint_in_which_a_bit_of_a_weight_has_changed_is_refused(train, tmp_path):
+    train("trainer.max_steps=4")
+    newest = tmp_path / "runs/default/checkpoints/step_4"
+    places = FileSystemReader(newest).read_metadata().storage_data
+    is_embedding = re.compile(r"actor\.model\..*embed_tokens.*").fullmatch
+    [place] = [place for key, place in places.items() if is_embedding(key.fqn)]
+    path = newest / place.relative_path
+    whole = bytearray(path.read_bytes())
+    damaged = whole.copy()
+    damaged[place.offset + place.length // 2] ^= 1
+    path.write_bytes(damaged)
+    status, output = train()
+    assert status == 1 and "Traceback" not in output
+    assert "runs/default/checkpoints/step_4 is damaged: its actor has the hash " in output
+    assert "trainer.resume=runs/default/checkpoints/step_2 goes on" in output
+    path.write_bytes(whole)
+    assert train()[0] == 0
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_the_model_loads(

@@ -30,6 +30,7 @@ from rl2.memory_plan import GIB, Prediction
 from rl2.report.console import Console, describe_step
 from rl2.report.health import Health, Metrics, Samples
 from rl2.report.page import write_page
+from rl2.weights_hash import hash_weights
 
 WANDB_SECONDS = 150.0  # it gives up by itself: after 107 s where there was no network
 SAMPLE_FREQ = 10  # Services get samples every so many steps, and of steps with an evaluation.
@@ -62,22 +63,22 @@ class RunInfo:
         return file.read_text().strip()
 
 
-class JsonLines:
+class MetricsFile:
     """metrics.jsonl in the run folder: one object a step."""
 
     def __init__(self, folder: Path):
         self.path = folder / "metrics.jsonl"
 
-    def log(self, step: int, metrics: Metrics, samples: Samples) -> None:
-        line = {name: _to_json_number(value) for name, value in metrics.items()}
+    def write(self, metrics: Metrics, hashes: dict[str, str]) -> None:
+        """Adds the line of a step, with the hash of each worker's weights."""
+        line: dict[str, Any] = {name: _to_json_number(value) for name, value in metrics.items()}
+        if hashes:
+            line["weights"] = hashes
         with writing(self.path), open(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             # A checkpoint of this step may follow, and must not reach the disk before the line.
             os.fsync(file.fileno())
-
-    def close(self) -> None:
-        pass
 
 
 class Report:
@@ -259,7 +260,7 @@ class MetricsLog:
 
     All processes make the same calls; the first one has the loggers. `folder` and `config` are
     those of the run; `start_step` of `num_steps` are done already. `prediction` is the plan of the
-    memory, which is logged beside its peak.
+    memory, which is logged beside its peak. `workers` are those whose weights change, by name.
     """
 
     def __init__(
@@ -269,10 +270,13 @@ class MetricsLog:
         start_step: int,
         num_steps: int,
         prediction: Prediction | None = None,
+        workers: dict[str, Any] | None = None,
     ):
         self.folder = folder
         self.prediction = prediction
+        self.workers = workers or {}
         self.phase_seconds: dict[str, float] = {}
+        self.file: MetricsFile | None = None
         self.loggers: list[Logger] = []
         self.has_services = False
         self.health = Health(folder, config, start_step)
@@ -287,7 +291,8 @@ class MetricsLog:
             self.has_services = bool(services)
             self.console = Console(config, start_step, num_steps)
             report = Report(folder, config.trainer.report_freq)
-            self.loggers = [JsonLines(folder), report, *services, self.console]
+            self.file = MetricsFile(folder)
+            self.loggers = [report, *services, self.console]
         self._print(describe_step(config))
         self.last_write = time.perf_counter()
         self.last_cpu_seconds = time.process_time()
@@ -310,9 +315,11 @@ class MetricsLog:
     def write(self, step: int, metrics: Metrics) -> None:
         """Writes the metrics of a finished step, with its times and the peak of memory.
 
+        The file gets the hashes of the weights too.
         Prints what is wrong with the step, and raises RuntimeError if the run has diverged.
         A step lasts from the line before its own, or from when this log was made, to its own line.
         """
+        hashes = self._hash_weights()
         now = time.perf_counter()
         step_seconds = now - self.last_write
         self.last_write = now
@@ -336,10 +343,18 @@ class MetricsLog:
         samples: Samples = {}
         if self.has_services and (is_evaluated or step % SAMPLE_FREQ == 0):
             samples = read_samples(self.folder, step)
+        if self.file is not None:
+            self.file.write(line, hashes)
         for logger in self.loggers:
             logger.log(step, line, samples)
         self._print(self.health.check(line))
         self.health.stop_if_diverged()
+
+    def _hash_weights(self) -> dict[str, str]:
+        if not self.workers:
+            return {}
+        with self.phase("hash"):
+            return hash_weights(self.workers)
 
     def close(self) -> None:
         self._print(self.health.summary())

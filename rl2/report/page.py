@@ -58,7 +58,7 @@ def _read_run(folder: Path, num_bytes: int) -> Record:
         )
     lines.sort(key=lambda line: line["step"])
     shown = spread(lines, MAX_LINES)
-    names = {name: None for line in lines for name in line}
+    names = {name: None for line in lines for name in line if name != "weights"}  # hashes
     return {
         "folder": str(folder.resolve()),
         "num_steps": len(lines),

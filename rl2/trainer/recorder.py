@@ -44,7 +44,12 @@ class Recorder:
         self.start_step = self.last_step = self.folder.start.step  # the steps that are done
         self.config = self.folder.config
         self.metrics_log = MetricsLog(
-            self.folder.path, self.config, self.start_step, self.num_steps, self.prediction
+            self.folder.path,
+            self.config,
+            self.start_step,
+            self.num_steps,
+            self.prediction,
+            self.workers,
         )
         self.phase = self.metrics_log.phase
 

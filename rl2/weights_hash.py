@@ -1,0 +1,98 @@
+"""A hash of a worker's weights, made where they are.
+
+Each weight's bits are a whole number. It is multiplied by odd numbers of its position in the whole
+parameter, one a dimension, and by one of the parameter's name. The hash is the sum, modulo 2^64:
+however the processes cut the weights, they add the same terms. Since the numbers are odd, a single
+changed bit always changes the sum.
+"""
+
+import hashlib
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from rl2.parallel.mesh import Mesh, all_reduce_sum_
+from rl2.parallel.offload import local_shard
+
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a weight
+# Weights that are worked on at a time: as int64 they fit into the cache of a core.
+WORDS_AT_A_TIME = {"cpu": 2**16, "cuda": 2**22}
+
+
+@torch.no_grad()
+def hash_weights(workers: dict[str, Any]) -> dict[str, str]:
+    """16 hexadecimal digits for each worker: of its trained weights, or of all if it is frozen.
+
+    With LoRA the trained weights are the adapters, and a critic's head. The layout does not change
+    the hash. All processes must call.
+    """
+    totals = []
+    for worker in workers.values():
+        parameters = worker.trained_parameters or dict(worker.model.named_parameters())
+        total = torch.zeros((), dtype=torch.int64, device=worker.mesh.device)
+        for name, parameter in parameters.items():
+            if not _is_copy(parameter, worker.mesh):
+                total += _number_of(name) * _sum_shard(worker.memory.read(parameter))
+        totals.append(total)
+    sums = all_reduce_sum_(torch.stack(totals)).tolist() if totals else []
+    return {name: f"{total % 2**64:016x}" for name, total in zip(workers, sums, strict=True)}
+
+
+def _is_copy(parameter: Any, mesh: Mesh) -> bool:
+    """Whether an earlier process holds the same shard, and counts it."""
+    axes = parameter.device_mesh
+    copies = [
+        index
+        for index, placement in zip(axes.get_coordinate(), parameter.placements, strict=True)
+        if placement.is_replicate()
+    ]
+    if mesh.tp is not None and axes.ndim == mesh.fsdp.ndim:  # each of tp has the whole of it
+        copies.append(mesh.tp.get_local_rank())
+    return any(copies)
+
+
+def _number_of(name: str) -> int:
+    """An odd number of 64 bits."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big", signed=True) | 1
+
+
+def _sum_shard(parameter: Any) -> Tensor:
+    """The scalar sum of our shard's words, each times the numbers of its position."""
+    words = local_shard(parameter)
+    words = words.view(WORDS[words.itemsize])
+    _, offsets = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    numbers = []
+    for dim, offset in enumerate(offsets):
+        of_dim = _numbers_of(dim, parameter.shape[dim], words.device)
+        numbers.append(of_dim[offset : offset + words.shape[dim]])
+    rows = words.reshape(-1, words.shape[-1])
+    sums = _sum_rows(rows, numbers.pop()).reshape(words.shape[:-1])
+    while numbers:
+        sums = (sums * numbers.pop()).sum(-1)
+    return sums
+
+
+def _sum_rows(rows: Tensor, numbers: Tensor) -> Tensor:
+    """[R, C] and [C] -> [R]: the sums over the columns of word times number."""
+    num_rows = max(1, WORDS_AT_A_TIME.get(rows.device.type, 2**22) // max(1, rows.shape[1]))
+    products = torch.empty(
+        (min(num_rows, len(rows)), rows.shape[1]), dtype=torch.int64, device=rows.device
+    )
+    sums = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
+    for part, part_sums in zip(rows.split(num_rows), sums.split(num_rows), strict=True):
+        part_products = products[: len(part)].copy_(part).mul_(numbers)
+        torch.sum(part_products, -1, out=part_sums)
+    return sums
+
+
+@cache
+def _numbers_of(dim: int, size: int, device: torch.device) -> Tensor:
+    """[size] odd numbers of the positions in a dimension, the same on every machine."""
+    numbers = np.random.PCG64(dim).random_raw(size).view(np.int64) | 1
+    return torch.from_numpy(numbers).to(device)
