@@ -31,6 +31,7 @@ from transformers import (
 )
 
 from rl2.batch import Sample
+from rl2.commands.compare import TIMED
 from rl2.data.rows import ROWS_SCHEMA, Rows, check_rows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -236,14 +237,6 @@ def launch_runs(world, runs) -> subprocess.CompletedProcess:
     for run_words in runs:
         words += ["--", *run_words]
     return launch(world, ROOT / "tests/several.py", *words[1:])
-
-
-TIMED = (
-    "time/",
-    "memory/",
-    "resources/",
-    "tokens/per_second",
-)  # metrics that differ from run to run
 
 
 def read_jsonl(path) -> list[dict]:

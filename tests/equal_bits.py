@@ -39,7 +39,6 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 ROOT = Path(__file__).resolve().parent.parent
-UNCOMPARED = ("time/", "memory/", "resources/", "tokens/per_second")
 TIMEOUT = 600  # seconds of one command
 SHOWN = 1500  # last characters of a crashed run's output
 LAST = "without a step"  # sorts behind the runs' folders, first and second
@@ -271,7 +270,6 @@ def make_data(folder: Path) -> None:
     """Models, rows and environments of all runs except the quickstart, once."""
     if (folder / "fails.py").exists():
         return
-    sys.path.insert(0, str(ROOT))
     from common import make_model
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -430,11 +428,13 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def read_metrics(path: Path, name: str) -> list[tuple]:
+    from common import TIMED
+
     entries = []
     for line in read_lines(path):
         step = line["step"]
         for key, value in line.items():
-            if not key.startswith(UNCOMPARED):
+            if not key.startswith(TIMED):
                 order = (name.split("/")[0], step, "metrics")
                 entries.append((order, f"{name} step {step} {key}", value))
     return entries
@@ -534,6 +534,7 @@ def main() -> int:
     parser.add_argument("--record", type=Path, metavar="FOLDER")
     parser.add_argument("--ignore", nargs="+", metavar="PLACE", default=[])
     arguments = parser.parse_args()
+    sys.path.insert(0, str(ROOT))  # for tests/common.py; the runs are played with their own rl2
     runs = choose(arguments.only)
     with tempfile.TemporaryDirectory(prefix="equal_bits_old_") as temporary:
         folder = (arguments.record or Path(temporary)).resolve()

@@ -49,8 +49,8 @@ def write_page(folders: list[Path], path: Path) -> None:
 
 def _read_run(folder: Path, num_bytes: int) -> Record:
     """What the page has of a run, with at most `num_bytes` of answers."""
-    lines, num_broken = _read_lines(folder / "metrics.jsonl")
-    config = _read_yaml(folder / "config.yaml")
+    lines, num_broken = read_lines(folder / "metrics.jsonl")
+    config = read_yaml(folder / "config.yaml")
     if not lines and config is None:
         raise ValueError(
             f"{folder} is not the folder of a run: it has neither config.yaml nor a line in "
@@ -65,7 +65,7 @@ def _read_run(folder: Path, num_bytes: int) -> Record:
         "num_broken": num_broken,
         "metrics": {name: [line.get(name) for line in shown] for name in names},
         "config": config,
-        "record": _read_yaml(folder / "run.json"),  # JSON is YAML
+        "record": read_yaml(folder / "run.json"),  # JSON is YAML
         "rollouts": _read_rollouts(folder, config, num_bytes),
     }
 
@@ -77,7 +77,7 @@ def spread(items: list, most: int) -> list:
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
-def _read_lines(path: Path) -> tuple[list[Record], int]:
+def read_lines(path: Path) -> tuple[list[Record], int]:
     """The objects of a JSONL file, and how many lines are none: a kill may cut the last one."""
     records = []
     lines = path.read_bytes().splitlines() if path.is_file() else []
@@ -87,7 +87,7 @@ def _read_lines(path: Path) -> tuple[list[Record], int]:
     return records, len(lines) - len(records)
 
 
-def _read_yaml(path: Path) -> Any:
+def read_yaml(path: Path) -> Any:
     """The content of the file; None if there is none, or if it is broken."""
     with suppress(OSError, ValueError, yaml.YAMLError):
         return yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -123,7 +123,7 @@ def _read_step(path: Path, num_bytes: int, tokenizer: Any) -> Record:
 
     Those with the best and the worst answer come first, and then the others in their order.
     """
-    records, _ = _read_lines(path)
+    records, _ = read_lines(path)
     ranked = sorted(records, key=_reward, reverse=True)
     groups = defaultdict(list)  # each from its best answer to its worst
     for record in ranked:
@@ -152,7 +152,7 @@ def _reward(record: Record) -> float:
 
 def _describe_group(records: list[Record], tokens: SavedTokens | None) -> Record:
     """The messages with which all answers begin, and a sample of the answers."""
-    prompts = zip(*map(_prompt_of, records), strict=False)
+    prompts = zip(*map(prompt_of, records), strict=False)
     prompt = [first for first, *others in takewhile(_are_equal, prompts)]
     answers = []
     for record in spread(records, MAX_ANSWERS):
@@ -169,7 +169,7 @@ def _describe_group(records: list[Record], tokens: SavedTokens | None) -> Record
     }
 
 
-def _prompt_of(record: Record) -> list[Record]:
+def prompt_of(record: Record) -> list[Record]:
     """The messages before the first turn that was sampled; examples in a prompt have turns too."""
     messages = record.get("messages", [])
     turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
