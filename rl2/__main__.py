@@ -13,6 +13,7 @@ COMMANDS = {
     "rm": ("rl2.trainer.rm", "a reward model from pairs of replies"),
     "env": ("rl2.commands.env", "tries an environment: exploits, determinism, latency, leaks"),
     "report": ("rl2.commands.report", "curves and answers of runs in one HTML file, for a browser"),
+    "diff": ("rl2.commands.diff", "where two runs first part, and what may explain it"),
     "plan": ("rl2.commands.plan", "the memory that a job will need, phase by phase; needs no GPU"),
 }
 

@@ -231,6 +231,7 @@ ALLOWED = {
     # A plan runs the trainers' own workers and losses.
     "commands": {
         "batch",
+        "commands.compare",
         "config",
         "engine.share",
         "memory_plan",

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ METRIC_PHASES = {
 TOKEN_COLUMNS = {"advantages", "trainer_logps"}
 SAVED = {"tokens", "mask", "logps", *TOKEN_COLUMNS}  # of the columns of step_N.safetensors
 ABSENT = "nothing"
+SHOWN = 80  # characters of a value
 SHOWN_TOKENS = 12  # before the one that differs
 
 Answers = dict[int, Record]  # of a step, by their id
@@ -68,6 +70,17 @@ class Difference:
     group: int | None = None
     answer: int | None = None  # its number in the group, from 0
     unseen: tuple[str, ...] = ()  # phases before it that the runs did not record
+
+    def __str__(self) -> str:
+        place = "metrics.jsonl"
+        if self.split:
+            place = f"rollouts/{self.split}/step_{self.step}.jsonl"
+        if self.answer is not None:
+            place = f"group {self.group}, answer {self.answer} of {place}"
+        first, second = _shorten(*self.values)
+        return (
+            f"step {self.step}, {PHASES[self.phase]} ({place})\n  {self.name}: {first} and {second}"
+        )
 
 
 class Run:
@@ -234,12 +247,13 @@ def find_difference(
     return Comparison(Run(first), Run(second), tolerance).find(steps)
 
 
-def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every value in nested objects and lists."""
+def flatten(tree: Any, prefix: str = "", is_deep: bool = True) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every value in nested objects, and in lists if `is_deep`."""
+    kinds = (dict, list) if is_deep else (dict,)
     items = enumerate(tree) if isinstance(tree, list) else tree.items()
     for name, value in items:
-        if isinstance(value, dict | list) and value:
-            yield from flatten(value, f"{prefix}{name}.")
+        if isinstance(value, kinds) and value:
+            yield from flatten(value, f"{prefix}{name}.", is_deep)
         else:
             yield f"{prefix}{name}", value
 
@@ -279,3 +293,12 @@ def _find_phase(a: Record, b: Record, position: int) -> str:
 def _show_token(run: Run, tokens: list[Record]) -> str:
     ids = [token["id"] for token in tokens]
     return f"{ids[0]} {run.decode(ids)!r}" if ids else "the end"
+
+
+def _shorten(*values: Any) -> list[str]:
+    """The values as texts, of long ones a part from shortly before their first difference."""
+    texts = [str(value) for value in values]
+    start = max(0, len(commonprefix(texts)) - SHOWN // 2)
+    if max(map(len, texts)) <= SHOWN:
+        return texts
+    return [f"{'...' if start else ''}{text[start : start + SHOWN]!r}" for text in texts]

@@ -1,0 +1,193 @@
+"""`python -m rl2 diff RUN RUN`: where two runs first part, and what may explain it."""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from rl2.commands.compare import ABSENT, PHASES, Comparison, Difference, Run, flatten
+from rl2.report.page import Record
+
+# Patterns of names in config.yaml and run.json, with spaces between them.
+# These name, place or watch a run, or keep more of it. They change no number.
+HARMLESS = """
+    trainer.project trainer.experiment_name trainer.loggers trainer.disable_wandb trainer.resume
+    trainer.keep_checkpoints trainer.report_freq trainer.test_freq trainer.watchdog
+    trainer.save_tokens trainer.max_skipped_updates rollout.check_weights
+    *.save_dir *.save_freq *.save_optimizer
+"""
+CODE = "commit versions.rl2"
+NUMERICS = f"""
+    *.model_name *dtype *.?p_size *.fsdp_size *.compile *.share_prompts *length_per_device
+    *.gradient_checkpointing *.offload_* versions.torch versions.transformers versions.sglang
+    hosts world_size {CODE}
+"""
+ENGINE = f"rollout.engine* rollout.gpu_mem* rollout.max_running trainer.deterministic {NUMERICS}"
+ENV = "rollout.env_* contents.rollout.env_path rollout.max_turns versions.python"
+REWARD = f"{ENV} rollout.reward_weights* rollout.overlong_* rollout.max_env_failures {CODE}"
+TEMPLATE = "data.chat_template* contents.data.chat_template data.system_prompt"
+UPDATE = f"""
+    actor.* critic.* kl.* teacher.* dpo.* rm.* contents.actor.loss contents.dpo.loss
+    rollout.mask_truncated trainer.n_epochs trainer.max_steps trainer.seed {NUMERICS}
+"""
+# Phase -> what acts on it.
+CAUSES = {
+    "data": f"""
+        identity.trainer data.path contents.data.path data.test_ratio data.columns* data.max_length
+        data.shuffle data.seed data.turns data.batch_size data.prompts_per_rollout
+        data.responses_per_prompt rollout.filter rollout.max_refills rollout.drop_solved
+        rollout.partial rollout.env_path contents.rollout.env_path trainer.rollouts_from {CODE}
+    """,
+    "prompt": f"""
+        {TEMPLATE} *.model_name rollout.env_path contents.rollout.env_path
+        versions.transformers {CODE}
+    """,
+    "engine": f"""
+        rollout.train_sampling_params.temperature rollout.train_sampling_params.top_* {ENGINE}
+    """,
+    "answer": f"""
+        rollout.train_sampling_params.* rollout.max_turns rollout.partial rollout.max_staleness
+        trainer.seed trainer.rollouts_from {ENGINE}
+    """,
+    "environment": f"{ENV} {CODE}",
+    "reward": f"rollout.filter {REWARD}",
+    "scores": f"rollout.train_sampling_params.temperature {NUMERICS}",
+    "advantage": f"""
+        adv.* contents.adv.estimator kl.* teacher.* critic.* rollout.mask_truncated trainer.seed
+        {NUMERICS}
+    """,
+    "update": UPDATE,
+    "weights": UPDATE,
+    "evaluation": f"""
+        trainer.eval_only trainer.seed data.test_* data.responses_per_test_prompt dpo.* rm.*
+        rollout.test_sampling_params.* {TEMPLATE} {REWARD} {ENGINE}
+    """,
+}
+FILES = "files under the same name, such as a model or a data set of the hub"
+OUTSIDE = "what the environment reads or asks: files, servers, the clock, random numbers"
+UNRECORDED = {"data": FILES, "prompt": FILES, "environment": OUTSIDE, "reward": OUTSIDE}
+CHANCE = f"{FILES}, the number of threads, or kernels of a GPU that add in any order"
+
+FACTS = ("hosts", "world_size", "versions", "commit")  # of a launch in run.json
+
+SHOWN_STEPS = 4
+
+Changes = dict[str, tuple[Any, Any]]  # name -> the values of the two runs
+
+
+def main() -> None:
+    """Prints the comparison. Exit status 0: the same, 1: not, 2: they cannot be compared."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rl2 diff",
+        description="Says where two runs first part, and which differences of their configs, "
+        "versions and data may explain it.",
+    )
+    parser.add_argument("runs", nargs=2, metavar="RUN", type=Path, help="folder of a run")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        help="numbers are equal if they differ by so much at most, or by this fraction of the "
+        "larger one, e.g. 1e-3 for runs on GPUs; 0 by default",
+    )
+    arguments = parser.parse_args()
+    try:
+        first, second = map(Run, arguments.runs)
+        found = report(Comparison(first, second, arguments.tolerance))
+    except (OSError, ValueError) as error:
+        print(f"rl2 diff: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(int(found is not None))
+
+
+def report(comparison: Comparison) -> Difference | None:
+    """Prints what differs and returns the first difference of the records."""
+    first, second = comparison.runs
+    steps = sorted(first.metrics.keys() & second.metrics.keys())
+    if not steps:
+        raise ValueError(
+            f"no step is in both: {first.folder} has {describe_steps(first.metrics)}, "
+            f"{second.folder} has {describe_steps(second.metrics)}"
+        )
+    found = comparison.find(steps)
+    numbers, names = find_changes(first, second, found.step if found else steps[-1])
+    print_changes("may change numbers", numbers)
+    print_changes("names, places, logs", names)
+    for run, other in ((first, second), (second, first)):
+        if only := run.metrics.keys() - other.metrics.keys():
+            print(f"only {run.folder} has {describe_steps(only)}")
+        if run.num_broken:
+            print(f"{run.folder}/metrics.jsonl: {run.num_broken} lines are cut or broken")
+    if found:
+        print(f"first difference: {found}\n{explain(found, numbers)}")
+        return found
+    kinds = ", ".join(["metrics", *sorted(comparison.seen)])
+    print(f"same: {describe_steps(steps)} (compared: {kinds})")
+    return None
+
+
+def print_changes(title: str, changes: Changes) -> None:
+    if changes:
+        print(f"{title}:")
+        for name, (a, b) in changes.items():
+            print(f"  {name}: {a} -> {b}")
+
+
+def describe_steps(numbers: Iterable[int]) -> str:
+    """Such as "steps 1, 2, 3" and "steps 1, ..., 9"."""
+    texts = [str(number) for number in sorted(numbers)]
+    if len(texts) > SHOWN_STEPS:
+        texts[1:-1] = ["..."]
+    return f"steps {', '.join(texts)}" if texts else "no step"
+
+
+def explain(found: Difference, numbers: Changes) -> str:
+    """One sentence: what of the listed differences acts on the phase of the difference."""
+    patterns = " ".join(CAUSES[phase] for phase in (found.phase, *found.unseen))
+    causes = [f"{name} ({a} -> {b})" for name, (a, b) in numbers.items() if matches(name, patterns)]
+    if causes:
+        return f"may explain it: {', '.join(causes)}"
+    missing = UNRECORDED.get(found.phase, CHANCE)
+    return f"nothing listed acts on {PHASES[found.phase]}: it may be {missing}"
+
+
+def matches(name: str, patterns: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns.split())
+
+
+def find_changes(first: Run, second: Run, step: int) -> tuple[Changes, Changes]:
+    """What differs in the configs and in what the runs were started with for the step.
+
+    First what may change numbers, then the rest.
+    """
+    a, b = (describe_run(run, step) for run in (first, second))
+    changes: Changes = {}
+    for name in {**a, **b}:
+        values = (a.get(name, ABSENT), b.get(name, ABSENT))
+        if values[0] != values[1]:
+            changes[name] = values
+    numbers: Changes = {}
+    names: Changes = {}
+    for name, values in changes.items():
+        leader = re.sub(r"^(critic|teacher)\.", "actor.", name).replace(".test_s", ".train_s")
+        if leader != name and changes.get(leader) == values:
+            continue  # it follows this key unless it is set
+        content = f"contents.{name}"
+        has_same_content = content in a.keys() & b.keys() and content not in changes
+        is_harmless = has_same_content or matches(name, HARMLESS)
+        (names if is_harmless else numbers)[name] = values
+    return numbers, names
+
+
+def describe_run(run: Run, step: int) -> Record:
+    """Dotted names and values of its config, and of run.json for the launch that did the step."""
+    starts = [start for start in run.record.get("starts", []) if start["step"] < max(step, 1)]
+    facts = {name: start.get(name) for start in starts[-1:] for name in FACTS}
+    identity = run.record.get("identity", {"contents": {}})
+    facts["contents"] = {name: digest[:12] for name, digest in identity["contents"].items()}
+    facts["identity"] = {"trainer": identity.get("trainer")}
+    known = flatten({**run.config, **facts}, is_deep=False)
+    return {name: value for name, value in known if value != {}}
