@@ -188,8 +188,10 @@ def edit_tokens(folder, step, name, change):
 def test_another_version_explains_log_probabilities(runs, copy, capsys, monkeypatch):
     record = json.loads((copy / "run.json").read_text())
     record["starts"][0]["versions"]["torch"] = "2.11.0"
+    del record["starts"][0]["commit"]  # as in an older run
     (copy / "run.json").write_text(json.dumps(record))
-    assert call(capsys, monkeypatch, runs / "first", copy)[0] == 0
+    status, text = call(capsys, monkeypatch, runs / "first", copy)
+    assert status == 0 and "  versions.torch: " in text and "commit" not in text
     edit_tokens(copy, 1, "logps", 1e-5)
     status, text = call(capsys, monkeypatch, runs / "first", copy)
     assert status == 1

@@ -127,19 +127,23 @@ class Comparison:
         steps = sorted(steps)
         with Bar("comparing", len(steps), "step") as bar:
             for step in steps:
-                has_weights = step <= 1 or "weights" in self.seen  # those that the step begins with
-                self.seen = set()
+                before, self.seen = self.seen, set()
                 found = next(self._differences(step), None)
                 if found is not None:
-                    return replace(found, step=step, unseen=self._unseen(found, has_weights))
+                    return replace(found, step=step, unseen=self._unseen(found.phase, step, before))
                 bar.add(1)
         return None
 
-    def _unseen(self, found: Difference, has_weights: bool) -> tuple[str, ...]:
-        """The phases that act on a difference and that these runs did not record before it."""
-        if found.phase not in ("engine", "answer", "scores", "update", "weights", "evaluation"):
+    def _unseen(self, phase: str, step: int, before: set[str]) -> tuple[str, ...]:
+        """The phases that act on this phase and that the runs did not record before it.
+
+        `before` is what was seen of the step before.
+        """
+        if phase == "evaluation":
+            return () if step == 0 or "weights" in self.seen else ("update",)
+        if phase not in ("engine", "answer", "scores", "update", "weights"):
             return ()
-        phases = () if has_weights else ("update",)
+        phases = () if step == 1 or "weights" in before else ("update",)
         if "answers" not in self.seen:
             return ("data", "prompt", *phases)
         return phases if "tokens" in self.seen else ("prompt", "engine", *phases)
@@ -175,17 +179,15 @@ class Comparison:
         if not all(files):
             return
         if split == "train":
-            self.seen |= (
-                {"answers", "tokens"} if all(len(own) == 2 for own in files) else {"answers"}
-            )
+            self.seen.update(("answers", "tokens")[: min(map(len, files))])
         first, second = ([file.read_bytes() for file in own] for own in files)
         if first != second:
             for found in self._answer_differences(*map(read_answers, files)):
                 yield replace(found, split=split)
 
     def _answer_differences(self, first: Answers, second: Answers) -> Iterator[Difference]:
-        if len(first) != len(second):
-            yield Difference("data", "number of answers", (len(first), len(second)))
+        if first.keys() != second.keys():
+            yield Difference("data", "ids of the answers", (list(first), list(second)))
         numbers = [number for number in first if number in second]
         for phase, names in STAGES:
             for number in numbers:

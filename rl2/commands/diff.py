@@ -19,11 +19,11 @@ HARMLESS = """
     trainer.save_tokens trainer.max_skipped_updates rollout.check_weights
     *.save_dir *.save_freq *.save_optimizer
 """
-CODE = "commit versions.rl2"
+CODE = "commit code versions.rl2"
 NUMERICS = f"""
     *.model_name *dtype *.?p_size *.fsdp_size *.compile *.share_prompts *length_per_device
     *.gradient_checkpointing *.offload_* versions.torch versions.transformers versions.sglang
-    hosts world_size {CODE}
+    hosts cpu gpu threads world_size {CODE}
 """
 ENGINE = f"rollout.engine* rollout.gpu_mem* rollout.max_running trainer.deterministic {NUMERICS}"
 ENV = "rollout.env_* contents.rollout.env_path rollout.max_turns versions.python"
@@ -69,9 +69,10 @@ CAUSES = {
 FILES = "files under the same name, such as a model or a data set of the hub"
 OUTSIDE = "what the environment reads or asks: files, servers, the clock, random numbers"
 UNRECORDED = {"data": FILES, "prompt": FILES, "environment": OUTSIDE, "reward": OUTSIDE}
-CHANCE = f"{FILES}, the number of threads, or kernels of a GPU that add in any order"
+CHANCE = f"{FILES}, or kernels of a GPU that add in any order"
 
-FACTS = ("hosts", "world_size", "versions", "commit")  # of a launch in run.json
+# Of a launch in run.json. Older runs lack some.
+FACTS = ("hosts", "cpu", "gpu", "threads", "world_size", "versions", "commit", "code")
 
 SHOWN_STEPS = 4
 
@@ -164,28 +165,24 @@ def find_changes(first: Run, second: Run, step: int) -> tuple[Changes, Changes]:
     First what may change numbers, then the rest.
     """
     a, b = (describe_run(run, step) for run in (first, second))
-    changes: Changes = {}
-    for name in {**a, **b}:
-        values = (a.get(name, ABSENT), b.get(name, ABSENT))
-        if values[0] != values[1]:
-            changes[name] = values
+    changes = {name: (a.get(name, ABSENT), b.get(name, ABSENT)) for name in {**a, **b}}
     numbers: Changes = {}
     names: Changes = {}
     for name, values in changes.items():
         leader = re.sub(r"^(critic|teacher)\.", "actor.", name).replace(".test_s", ".train_s")
-        if leader != name and changes.get(leader) == values:
-            continue  # it follows this key unless it is set
-        content = f"contents.{name}"
-        has_same_content = content in a.keys() & b.keys() and content not in changes
-        is_harmless = has_same_content or matches(name, HARMLESS)
-        (names if is_harmless else numbers)[name] = values
+        follows = leader != name and changes.get(leader) == values  # it does unless it is set
+        is_known = name not in FACTS or ABSENT not in values
+        if values[0] != values[1] and is_known and not follows:
+            before, after = changes.get(f"contents.{name}", values)
+            is_harmless = before == after or matches(name, HARMLESS)
+            (names if is_harmless else numbers)[name] = values
     return numbers, names
 
 
 def describe_run(run: Run, step: int) -> Record:
     """Dotted names and values of its config, and of run.json for the launch that did the step."""
     starts = [start for start in run.record.get("starts", []) if start["step"] < max(step, 1)]
-    facts = {name: start.get(name) for start in starts[-1:] for name in FACTS}
+    facts = {name: start[name] for start in starts[-1:] for name in FACTS if name in start}
     identity = run.record.get("identity", {"contents": {}})
     facts["contents"] = {name: digest[:12] for name, digest in identity["contents"].items()}
     facts["identity"] = {"trainer": identity.get("trainer")}
