@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from common import make_tokenizer
+from common import run as run_python
 from safetensors.numpy import save_file
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
@@ -683,7 +684,9 @@ def test_what_is_no_run_is_refused_in_words(tmp_path, capsys, monkeypatch):
     assert "No such file" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["rl2 report", str(run)])
     report_command.main()
-    assert capsys.readouterr().out == f"{run}/report.html (0.0 MB)\n"
+    size = (run / "report.html").stat().st_size
+    assert 30_000 < size < 40_000
+    assert capsys.readouterr().out == f"{run}/report.html ({size / 1e3:.0f} kB)\n"
 
 
 def test_a_run_that_has_just_begun_has_a_report(tmp_path):
@@ -755,3 +758,44 @@ def test_a_report_without_the_tokenizer_says_so(tmp_path):
     assert "save_tokens=true" in report(folder)[0]["rollouts"]["tokens_note"]
     (folder / "rollouts/train/step_1.safetensors").touch()
     assert "the tokenizer was not" in report(folder)[0]["rollouts"]["tokens_note"]
+
+
+def test_a_file_of_tokens_that_cannot_be_read_is_named_and_the_report_goes_on(tmp_path, capsys):
+    steps = {f"train/step_{i}": [answer(0, 0, 1.0, "xy")] for i in range(1, 5)}
+    folder = write_run(tmp_path / "a", 4, steps)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+    columns = {
+        "tokens": np.array(tokenizer.encode("xy")),
+        "mask": np.array([1, 1]),
+        "trajectory": np.array([0]),
+        "length": np.array([2]),
+        "advantages": np.array([0.5, 0.5]),
+    }
+    train = folder / "rollouts/train"
+    save_file(columns, train / "step_1.safetensors")
+    (train / "step_2.safetensors").write_bytes(b"not a file of tensors")
+    save_file({"tokens": columns["tokens"]}, train / "step_3.safetensors")
+    save_file(columns | {"length": np.array([3])}, train / "step_4.safetensors")
+    [run] = report(folder)
+    texts = [step["groups"][0]["answers"][0]["messages"][0] for step in run["rollouts"]["steps"]]
+    assert ["tokens" in text for text in texts] == [True, False, False, False]
+    printed = capsys.readouterr().out.splitlines()
+    for number, line in zip((2, 3, 4), printed, strict=True):
+        problem = f"{train}/step_{number}.safetensors cannot be read ("
+        assert line.startswith(f"warning: {problem}")
+        assert problem in run["rollouts"]["tokens_note"]
+
+
+def test_a_run_that_an_error_ends_after_a_step_has_a_report(tmp_path):
+    folder = write_run(tmp_path / "a", 1)
+    code = (
+        "import sys; from pathlib import Path; from rl2.report.loggers import Report\n"
+        "report = Report(Path(sys.argv[1]), None)\n"
+        "for step in range(int(sys.argv[2])): report.log(step, {}, {})\n"
+        "raise ValueError('the run ends here')"
+    )
+    for num_steps in (0, 2):
+        done = run_python("-c", code, folder, num_steps, check=False)
+        assert "the run ends here" in done.stderr and not done.stdout
+        assert (folder / "report.html").exists() is (num_steps > 0)

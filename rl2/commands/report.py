@@ -28,4 +28,5 @@ def main() -> None:
     except (OSError, ValueError) as error:
         print(f"rl2 report: {error}", file=sys.stderr)
         sys.exit(2)
-    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+    size = path.stat().st_size
+    print(f"{path} ({size / 1e6:.1f} MB)" if size >= 1e6 else f"{path} ({size / 1e3:.0f} kB)")

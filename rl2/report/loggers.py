@@ -4,6 +4,7 @@ A service is a function in LOGGERS, by its name in trainer.loggers. It starts th
 and returns a Logger, or None where the service cannot be used, after printing why.
 """
 
+import atexit
 import ctypes
 import inspect
 import json
@@ -82,18 +83,28 @@ class MetricsFile:
 
 
 class Report:
-    """report.html in the run folder: at the end, and every `freq` steps if that is not None."""
+    """report.html in the run folder: at the end, and every `freq` steps if that is not None.
+
+    A run that an error ends after its first step has a report too.
+    """
 
     def __init__(self, folder: Path, freq: int | None):
         self.folder = folder
         self.freq = freq
+        self.is_due_at_exit = False
 
     def log(self, step: int, metrics: Metrics, samples: Samples) -> None:
+        if not self.is_due_at_exit:
+            atexit.register(self._write)
+            self.is_due_at_exit = True
         if self.freq and step % self.freq == 0:
-            self.close()
+            self._write()
 
     def close(self) -> None:
-        """Writes the report. The run may go on after it."""
+        atexit.unregister(self._write)
+        self._write()
+
+    def _write(self) -> None:
         try:
             write_page([self.folder], self.folder / "report.html")
         except Exception as error:  # the run itself is well

@@ -22,6 +22,7 @@ const byId = (id) => document.getElementById(id);
 const isNumber = (value) => typeof value === "number";
 const union = (lists) => [...new Set(lists.flat())];
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
+const sorted = (list, key) => list.map((item) => [key(item), item]).sort(([a], [b]) => b - a).map(([, item]) => item);
 const count = (number, noun) => `${format(number)} ${noun}${number === 1 ? "" : "s"}`;
 
 /** A new element; a child is a node or a text. */
@@ -252,8 +253,8 @@ function drawTables() {
   const keys = union(facts.map(Object.keys)).filter((key) => !/^trainer\.(save_dir|experiment_name)$|^run\.(command|launch|time)$/.test(key));
   const differing = keys.filter((key) => new Set(facts.map((fact) => JSON.stringify(fact[key]))).size > 1);
   const rows = differing.map((key) => [key, ...facts.map((fact) => fact[key])]);
-  const title = `The runs differ in ${count(rows.length, "key")}`;
-  byId("differences").append(make("h3", {}, title), makeTable("wide texts", ["key", ...RUNS.map(nameOf)], rows));
+  const title = make("h3", {}, `The runs differ in ${count(rows.length, "key")}`);
+  byId("differences").append(title, makeTable("wide texts", ["key", ...RUNS.map(nameOf)], rows));
 }
 
 // Answers
@@ -270,8 +271,7 @@ function fillSelect(id, options, chosen = byId(id).value) {
 }
 
 function chooseRun() {
-  const splits = Object.keys(shownRun().rollouts.num_steps);
-  fillSelect("split", splits, splits.includes("train") ? "train" : splits[0]);
+  fillSelect("split", Object.keys(shownRun().rollouts.num_steps), "train");
   chooseSplit();
 }
 
@@ -300,30 +300,38 @@ function isSelected(answer, group) {
     && (!query || [...group.prompt, ...answer.messages].some((message) => has(textOf(message), query)));
 }
 
+/** The share of the words of two answers that only one of them has. */
+function distance(...answers) {
+  const [a, b] = answers.map(({ messages }) => new Set(messages.flatMap((message) => textOf(message).split(/\s+/))));
+  const shared = [...a].filter((word) => b.has(word)).length;
+  return 1 - shared / (a.size + b.size - shared);
+}
+
 /** [{ step, group, answers }] in the order of the controls. */
 function selectItems(steps, order) {
   const all = steps.flatMap((step) => step.groups.map((group) => ({ step, group, answers: group.answers.filter((answer) => isSelected(answer, group)) })));
   const items = all.filter(({ answers }) => answers.length);
   if (order === "groups") return items;
-  const reward = (answer) => answer.reward ?? 0;
-  const sorted = (list, key) => list.sort((a, b) => key(b.answers) - key(a.answers));
-  if (order === "different") {  // the answers of a group stand from the best to the worst
-    const pairs = items.filter(({ answers }) => answers.length > 1).map((item) => ({ ...item, answers: [item.answers[0], item.answers.at(-1)] }));
-    return sorted(pairs, ([best, worst]) => reward(best) - reward(worst));
+  if (order === "different") {  // the best answer of each group, and the one that is least like it
+    const pairs = items.filter(({ answers }) => answers.length > 1).map((item) => {
+      const [best, ...others] = item.answers;
+      return { ...item, answers: [best, sorted(others, (other) => distance(best, other))[0]] };
+    });
+    return sorted(pairs, ({ answers }) => distance(...answers));
   }
   const single = items.flatMap((item) => item.answers.map((answer) => ({ ...item, answers: [answer] })));
-  return sorted(single, ([answer]) => (order === "best" ? reward(answer) : -reward(answer)));
+  return sorted(single, ({ answers: [{ reward }] }) => (order === "best" ? 1 : -1) * (reward ?? 0));
 }
 
 function drawAnswers() {
   const order = byId("order").value;
+  const isFlat = order === "best" || order === "worst";
   const steps = shownSteps().filter(({ step }) => ["all", String(step)].includes(byId("step").value));
   const items = selectItems(steps, order);
   const shade = makeShade(items.flatMap(({ answers }) => answers));
   let room = numCards;
   const drawn = items.filter(({ answers }) => (room -= answers.length) > -answers.length);
-  const cards = drawn.map(({ step, group, answers }) => answers.map((answer) => makeCard(answer, group, shade, step)));
-  const isFlat = order === "best" || order === "worst";
+  const cards = drawn.map(({ step, group, answers }) => answers.map((answer) => makeCard(answer, group, shade, isFlat && step)));
   byId("groups").replaceChildren(...(isFlat ? [make("div", { className: "cards" }, ...cards.flat())] : drawn.map((item, i) => makeGroup(item, cards[i]))));
   byId("more").hidden = drawn.length === items.length;
   byId("answer-note").textContent = describeSample(steps, sum(items.map(({ answers }) => answers.length)));
@@ -336,7 +344,7 @@ function describeSample(steps, numSelected) {
   const numHere = sum(steps.flatMap((step) => step.groups.map((group) => group.answers.length)));
   const numAnswers = sum(steps.map((step) => step.num_answers));
   return `${count(numSelected, "answer")} selected. This page has ${format(numHere)} of ${count(numAnswers, "answer")} here, `
-    + `and ${format(shownSteps().length)} of ${count(shownRun().rollouts.num_steps[split], "step")}; the rest is in rollouts/${split}/.`;
+    + `and ${format(shownSteps().length)} of ${count(shownRun().rollouts.num_steps[split], "step")}; all are in rollouts/${split}/.`;
 }
 
 /** How tokens are shaded: the kind of value, the largest of the answers, and what to say of it. */
@@ -344,10 +352,10 @@ function makeShade(answers) {
   const kind = byId("shade").value;
   const { tokens_note } = shownRun().rollouts;
   if (!kind) return { note: tokens_note };
-  const values = answers.flatMap((answer) => answer.messages.flatMap((message) => message.tokens?.[kind] || []));
+  const values = answers.flatMap(({ messages }) => messages.flatMap(({ tokens }) => tokens?.[kind] || []));
   const most = values.reduce((a, b) => Math.max(a, Math.abs(b)), 0);
   const meaning = kind === "gap" ? "The distance of the engine's and the trainer's log-probability" : "Green: an advantage above 0, red: below 0";
-  return { kind, most, note: `${meaning}; the strongest shade is ${format(most)}. Turns that were cut are not shaded.` };
+  return { kind, most, note: `${meaning}; the strongest shade is ${format(most)}.` };
 }
 
 function makeGroup({ step, group, answers }, cards) {
@@ -374,7 +382,7 @@ function makeCard(answer, group, shade, step) {
   if (answer.finish_reason) tag(answer.finish_reason, answer.finish_reason === "stop" ? "" : "bad");
   if (isNumber(answer.length)) tag(count(answer.length, "token"));
   const messages = answer.messages.map((message) => makeMessage(message, shade));
-  if (["best", "worst"].includes(byId("order").value)) {
+  if (step) {
     tag(`step ${step.step}, group ${format(group.group)}`);
     messages.unshift(...makePrompt(group));
   }
@@ -426,6 +434,7 @@ function begin() {
     const same = run.metrics["rollout/zero_variance"];
     if (same) run.metrics["rollout/teaching"] = same.map((value) => (isNumber(value) ? 1 - value : null));
   });
+  fillSelect("smoothing", [1, 5, 20]);
   drawSummary();
   drawCharts();
   drawTables();
@@ -446,6 +455,8 @@ function begin() {
     drawAnswers();
   };
   fillSelect("run", played);
+  const orders = { groups: "groups side by side", best: "the best answers", worst: "the worst answers", different: "the most different answers" };
+  fillSelect("order", Object.entries(orders));
   chooseRun();
 }
 

@@ -108,8 +108,17 @@ def _read_rollouts(folder: Path, config: Any, num_bytes: int) -> Record:
         note = "" if tokenizer else "Tokens are not shaded: the tokenizer was not on this machine."
     shown: list[Record] = []
     for path in files:
+        tokens = None
+        saved = path.with_suffix(".safetensors")
+        if tokenizer and saved.exists():
+            try:
+                tokens = SavedTokens(saved, tokenizer)
+            except ValueError as error:
+                problem = f"{error}: its tokens are not shaded. "
+                print(f"warning: {problem}")
+                note += problem
         share = num_bytes // (len(files) - len(shown))  # small steps leave room for others
-        shown.append(_read_step(path, share, tokenizer))
+        shown.append(_read_step(path, share, tokens))
         num_bytes -= len(_to_json(shown[-1]))
     return {"num_steps": num_steps, "steps": shown, "tokens_note": note}
 
@@ -118,7 +127,7 @@ def _step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step_"))
 
 
-def _read_step(path: Path, num_bytes: int, tokenizer: Any) -> Record:
+def _read_step(path: Path, num_bytes: int, tokens: SavedTokens | None) -> Record:
     """The groups of a step that fit into `num_bytes`.
 
     Those with the best and the worst answer come first, and then the others in their order.
@@ -128,8 +137,6 @@ def _read_step(path: Path, num_bytes: int, tokenizer: Any) -> Record:
     groups = defaultdict(list)  # each from its best answer to its worst
     for record in ranked:
         groups[record.get("group")].append(record)
-    saved = path.with_suffix(".safetensors")
-    tokens = SavedTokens(saved, tokenizer) if tokenizer and saved.exists() else None
     shown: list[Record] = []
     order = [*ranked[:1], *ranked[-1:], *records]
     for number in dict.fromkeys(record.get("group") for record in order):

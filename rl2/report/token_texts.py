@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+NO_TRAJECTORY = -1  # of tokens that were not sampled
 MOST_TOKENS = 4  # of a character: it has at most four bytes
 
 
@@ -40,11 +42,18 @@ def split_text(decode: Callable[[tuple[int, ...]], str], ids: list[int]) -> list
 
 
 class SavedTokens:
-    """The tokens of a step, in a file that trainer.save_tokens wrote."""
+    """The tokens of a step, in a file that trainer.save_tokens wrote.
+
+    ValueError if the file cannot be read.
+    """
 
     def __init__(self, path: Path, tokenizer: Any):
-        self.columns = columns = load_file(path)
-        self.owners = np.repeat(columns["trajectory"], columns["length"])
+        try:
+            self.columns = columns = load_file(path)
+            owners = np.repeat(columns["trajectory"], columns["length"])
+            self.owners = np.where(columns["mask"] == 1, owners, NO_TRAJECTORY)
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read ({error!r})") from error
         if "trainer_logps" in columns:
             columns["gap"] = abs(columns["logps"] - columns["trainer_logps"])
         # Some decoders strip the space before the first token, so this one stands before all.
@@ -57,7 +66,7 @@ class SavedTokens:
 
         A turn that its tokens do not spell, since it was cut or parsed, gets none.
         """
-        is_sampled = (self.owners == trajectory) & (self.columns["mask"] == 1)
+        is_sampled = self.owners == trajectory
         edges = np.flatnonzero(np.diff(is_sampled, prepend=False, append=False)).reshape(-1, 2)
         replies = [message for message in messages if message.get("role") == "assistant"]
         for message, (start, end) in zip(reversed(replies), reversed(edges), strict=False):

@@ -30,6 +30,8 @@ def pages(tmp_path_factory):
     records = [json.loads(line) for line in path.read_text().splitlines()]
     records[0]["messages"][-1]["content"] = f"{EVIL} needle"
     records[1]["messages"][-1]["content"] = "long " * 1000 + "haystack"
+    middle = sorted(records[8:16], key=lambda record: record["reward"])[4]
+    middle["messages"][-1]["content"] = "words that no other answer of its group has"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     save_tokens(first, 29, make_tokenizer())
     second = write_run(folder / "second", num_steps=20, num_groups=2, lr=3e-6, seed=1)
@@ -152,9 +154,13 @@ def test_the_best_the_worst_and_the_most_different_come_first(open_page):
     worst = rewards(page)
     assert worst == sorted(worst) and worst[0] < best[0]
     page.select_option("#order", "different")
-    pairs = rewards(page)
-    widths = [a - b for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
-    assert widths == pytest.approx(sorted(widths, reverse=True), abs=2e-3) and widths[0] > 0.9
+    cards = page.locator(".card").all()
+    texts = [set(" ".join(card.locator("pre").all_text_contents()).split()) for card in cards]
+    distances = [1 - len(a & b) / len(a | b) for a, b in zip(texts[::2], texts[1::2], strict=True)]
+    assert distances == sorted(distances, reverse=True) and distances[0] > distances[-1]
+    page.select_option("#step", "30")
+    group = page.locator("#groups > div", has_text="step 30, group 1:")
+    assert "no other answer of its group" in group.locator(".card").nth(1).inner_text()
 
 
 def test_answers_are_filtered_and_searched(open_page):
@@ -220,5 +226,8 @@ def test_dark_and_print(open_page):
     page.emulate_media(media="print")
     assert background(page) == "rgb(255, 255, 255)"
     assert not page.locator(".controls").first.is_visible()
+    assert not page.locator("#steps").is_visible()  # a wide table would shrink all pages
+    adjust = "getComputedStyle(document.querySelector('.chip')).printColorAdjust"
+    assert page.evaluate(adjust) == "exact"  # or the runs lose their colours
     assert page.locator("figure").first.is_visible() and page.locator(".card").first.is_visible()
     assert background(open_page("one", color_scheme="light")) == "rgb(255, 255, 255)"
