@@ -15,6 +15,7 @@ COMMANDS = {
     "report": ("rl2.commands.report", "curves and answers of runs in one HTML file, for a browser"),
     "diff": ("rl2.commands.diff", "where two runs first part, and what may explain it"),
     "push": ("rl2.commands.push", "the model of a run to the Hugging Face hub, with a card"),
+    "replay": ("rl2.commands.replay", "runs a recorded step again: is it still the same?"),
     "plan": ("rl2.commands.plan", "the memory that a job will need, phase by phase; needs no GPU"),
 }
 

@@ -242,7 +242,7 @@ class RunFolder:
             "seed": self.config.trainer.seed,
             "versions": versions(),
             "commit": describe_commit(),
-            "code": _hash_package(),
+            "code": _hash_package()[:16],
             "threads": torch.get_num_threads(),
             "cpu": _describe_cpu(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

@@ -242,6 +242,9 @@ ALLOWED = {
     },
     # It does what a rollout does with an environment, and runs one with a model.
     "commands.env": {"config", "data", "env", "trainer"},
+    "commands.replay": {"checkpoints", "commands.compare", "commands.diff", "report"},
+    # It is a main of all trainers.
+    "commands.rerun": {"config", "data", "inputs", "rollout", "signals", "trainer"},
     "rewards": {"rewards"},  # for env files
     "error_report": set(),
     "progress": set(),

@@ -1,0 +1,125 @@
+"""Runs steps of a recorded run again. `python -m rl2 replay` starts one process or several of it:
+
+    [torchrun ...] -m rl2.commands.rerun --run RUN --out FOLDER --step N ...
+
+It trains as the run did, and leaves out what changes no weights: evaluations, checkpoints, exports,
+services. It ends after step N. The schedule of the learning rate is that of the whole run.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rl2.config.changes import DATA
+from rl2.config.parse import parse
+from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, worker_names
+from rl2.data.examples import PAIR_ROWS, Examples
+from rl2.data.rows import hash_data
+from rl2.inputs import find_input_problems
+from rl2.rollout.saved import SavedRollouts
+from rl2.rollout.trajectory import Trajectory
+from rl2.signals import guard
+from rl2.trainer import dpo, ppo, rm, sft
+from rl2.trainer.build import OfflineRun, PPORun
+
+# The name of the config's class -> (the class, what makes the run, what trains it).
+TRAINERS: dict[str, tuple[type, Callable[..., Any], Callable[[Any], None]]] = {
+    "PPOConfig": (PPOConfig, PPORun, ppo.train),
+    "SFTConfig": (SFTConfig, sft.make_run, sft.train),
+    "DPOConfig": (
+        DPOConfig,
+        partial(OfflineRun, kind=PAIR_ROWS, make_batch=dpo.make_batch),
+        dpo.train,
+    ),
+    "RMConfig": (
+        RMConfig,
+        partial(OfflineRun, kind=PAIR_ROWS, make_batch=rm.make_batch),
+        rm.train,
+    ),
+}
+
+
+class OwnRollouts(SavedRollouts):
+    """The rollouts that this run itself has sampled: its actor's weights are those of then."""
+
+    def collect(self, step: int) -> list[Trajectory]:
+        trajectories = super().collect(step)
+        self.has_other_policy = False
+        return trajectories
+
+
+class SavedRun(PPORun):
+    """A run of PPO that takes the tokens that `recorded` has saved, and samples none."""
+
+    def __init__(self, config: PPOConfig, recorded: Path):
+        self.recorded = recorded
+        super().__init__(config)
+
+    def _plan_steps(self, prompts: Examples) -> tuple[SavedRollouts | None, int]:
+        _, num_steps = super()._plan_steps(prompts)
+        model_name = self.config.actor.model_name
+        return OwnRollouts(str(self.recorded), model_name, self.meaning), num_steps
+
+
+def change_config(config: Any, out: Path, checkpoint: Path | None) -> None:
+    """Sets the places of the run, and turns off what it writes besides its records."""
+    config.trainer.save_dir = str(out)
+    config.trainer.resume = str(checkpoint or "auto")
+    config.trainer.save_freq = config.trainer.report_freq = None
+    config.trainer.loggers = []
+    for name in worker_names(config):
+        section = getattr(config, name)
+        section.save_dir = section.save_freq = None
+
+
+def check_data(config: Any, recorded: Path) -> None:
+    """ValueError if the training rows are not those of the recorded run."""
+    before = json.loads((recorded / "run.json").read_text())["identity"]["contents"].get(DATA)
+    now = hash_data(config.data.path)
+    if before and now and before != now:
+        raise ValueError(
+            f"{DATA}={config.data.path} has another content than when {recorded} was recorded "
+            f"(SHA-256 {before[:16]} then, {now[:16]} now): give back the rows of then"
+        )
+
+
+def rerun(arguments: argparse.Namespace) -> None:
+    """Runs the steps after the checkpoint until `arguments.step`. All processes must call."""
+    kind, make_run, train = TRAINERS[arguments.trainer]
+    recipe = ["--config-dir", str(arguments.config.parent), "--config-name", "config.yaml"]
+    config = parse(kind, recipe, find_input_problems)
+    change_config(config, arguments.out, arguments.checkpoint)
+    if arguments.rollouts == "saved":
+        make_run = partial(SavedRun, recorded=arguments.run)
+    with guard(config.trainer.watchdog):
+        check_data(config, arguments.run)
+        run = make_run(config)
+        run.recorder.num_steps = arguments.step
+        run.evaluator, run.test_batches = None, {}
+        train(run)
+        if getattr(run, "engine", None):
+            run.engine.close()
+        if hasattr(run, "env"):
+            run.env.close()
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m rl2.commands.rerun")
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--trainer", choices=TRAINERS, required=True)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--step", type=int, required=True)
+    parser.add_argument("--rollouts", required=True)
+    rerun(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

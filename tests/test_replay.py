@@ -1,0 +1,292 @@
+"""`python -m rl2 replay`: a recorded step is run again, and each planted change is named."""
+
+import json
+import shutil
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from common import launch, launch_runs, make_model, read_jsonl, read_metrics, run
+from safetensors.numpy import load_file, save_file
+from test_trainer import LETTER_ENV
+
+from rl2.commands import replay
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder with a model, an environment and the rows of all trainers."""
+    folder = tmp_path_factory.mktemp("replay")
+    make_model(folder / "tiny")
+    (folder / "env.py").write_text(textwrap.dedent(LETTER_ENV))
+    user = [{"role": "user", "content": "say a"}]
+    numbers = range(10)
+    prompts = [{"messages": [{**user[0], "content": f"say {i}"}], "answer": "abc"} for i in numbers]
+    reply = {"role": "assistant", "content": "aa"}
+    write_rows(folder / "ppo.jsonl", prompts)
+    write_rows(folder / "sft.jsonl", [{"messages": [*user, reply]} for _ in numbers])
+    pairs = [{"messages": user, "chosen": "a" * (1 + i % 3), "rejected": "z"} for i in numbers]
+    write_rows(folder / "dpo.jsonl", pairs)
+    write_rows(folder / "rm.jsonl", pairs)
+    return folder
+
+
+def arguments(data, trainer, save_dir, *more):
+    """A run of three steps with an evaluation after each, and checkpoints of all."""
+    worker = "critic" if trainer == "rm" else "actor"
+    words = [
+        trainer,
+        f"data.path={data / trainer}.jsonl",
+        f"data.test_path={data / trainer}.jsonl",
+        f"{worker}.model_name={data / 'tiny'}",
+        f"{worker}.dtype=float32",
+        f"{worker}.lr=0.01",
+        f"{worker}.scheduler=linear",
+        "data.max_length=100",
+        f"{worker}.max_length_per_device=250",
+        f"trainer.save_dir={save_dir}",
+        "trainer.disable_wandb=true",
+        "trainer.n_epochs=2",
+        "trainer.max_steps=3",
+        "trainer.save_freq=1",
+        "trainer.keep_checkpoints=null",
+        "trainer.test_freq=1",
+    ]
+    if trainer != "ppo":
+        return [*words, "data.batch_size=4", *more]
+    return [
+        *words,
+        "trainer.save_tokens=true",
+        f"rollout.env_path={data / 'env.py'}",
+        "rollout.train_sampling_params.max_new_tokens=6",
+        "rollout.test_sampling_params.max_new_tokens=6",
+        "data.prompts_per_rollout=2",
+        "data.responses_per_prompt=4",
+        "actor.update_per_rollout=2",
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(data):
+    """Runs of the four trainers, each in the folder with its name."""
+    critic = ("adv.estimator=gae", "critic.dtype=float32", "kl.coef=0.01", "kl.type=reward")
+    commands = [arguments(data, "ppo", data / "runs/ppo", *critic)]
+    commands += [arguments(data, name, data / "runs" / name) for name in ("sft", "dpo", "rm")]
+    launch_runs(1, commands)
+    return data / "runs"
+
+
+def forked(command, start):
+    """Runs the program of a replay in processes that are forked after the imports."""
+    assert start["threads"] == 1
+    module = command.index("rl2.commands.rerun")
+    done = launch(start["world_size"], *command[module - 1 :], check=False)
+    print(done.stdout)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+
+
+@pytest.fixture
+def replayed(capsys, monkeypatch):
+    """Calls the command. Returns (status, what it printed)."""
+
+    def replay_here(folder, step, *more, run_processes=forked):
+        monkeypatch.setattr(replay, "run_processes", run_processes)
+        words = ["rl2 replay", str(folder), "--step", str(step), *map(str, more)]
+        monkeypatch.setattr(sys, "argv", words)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            replay.main()
+        printed = capsys.readouterr()
+        return ended.value.code, printed.out + printed.err
+
+    return replay_here
+
+
+@pytest.mark.parametrize("trainer", ["ppo", "sft", "dpo", "rm"])
+def test_every_step_of_every_trainer_is_the_same_again(runs, replayed, trainer):
+    """The replays evaluate nothing, and RUN is only read."""
+    folder = runs / trainer
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    for step in (1, 2, 3) if trainer == "ppo" else (1, 3):
+        status, output = replayed(folder, step)
+        assert status == 0 and "first difference" not in output, output
+        kinds = "metrics, answers, tokens, weights" if trainer == "ppo" else "metrics, weights"
+        assert f"same: steps {step} (compared: {kinds})" in output
+        assert "changed since the run" not in output
+        assert "test " not in output and "model saved" not in output
+        assert (f"step_{step - 1}: {step - 1} of 3" in output) == (step > 1)
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_saved_tokens_give_the_same_steps_without_an_engine(copied, replayed, tmp_path):
+    shutil.rmtree(copied / "checkpoints/step_2")
+    words = ["--rollouts", "saved", "--out", tmp_path / "out"]
+    status, output = replayed(copied, 3, *words)
+    assert status == 0 and "same: steps 2, 3 (" in output and "rollout engine" not in output
+    assert [line["step"] for line in read_metrics(tmp_path / "out")] == [2, 3]
+    assert not (tmp_path / "out/checkpoints").exists() and not (tmp_path / "out/model").exists()
+
+
+def test_a_killed_run_of_two_processes_replays(data, replayed, tmp_path):
+    """Its steps after the kill, and those before it, from the beginning of the run."""
+    words = arguments(data, "ppo", tmp_path / "run")
+    launch_runs(2, [["kill=5", *words], words])
+    assert len(json.loads((tmp_path / "run/run.json").read_text())["starts"]) == 2
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    status, output = replayed(tmp_path / "run", 3)
+    assert status == 0 and "same: steps 1, 2, 3 (" in output, output
+
+
+@pytest.fixture
+def copied(runs, tmp_path):
+    """A copy of the run of PPO, to change."""
+    return shutil.copytree(runs / "ppo", tmp_path / "ppo")
+
+
+@pytest.fixture(scope="module")
+def steps_again(runs, tmp_path_factory):
+    """What a replay of the steps 1 to 3 of `runs`/ppo writes; in the place of its processes."""
+    again = tmp_path_factory.mktemp("again") / "ppo"
+    run = replay.Run(runs / "ppo")
+    plan = replay.make_plan(run, 1)._replace(steps=range(1, 4))
+    replay.prepare(again, run)
+    forked(replay.make_command(run, plan, "again", again), plan.start)
+
+    def run_processes(command, start):
+        [out] = [word.partition("=")[2] for word in command if word.startswith("--out=")]
+        shutil.copytree(again, out, dirs_exist_ok=True)
+
+    return run_processes
+
+
+def edit_json(path, change):
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+
+
+def test_a_flipped_token_is_named(copied, replayed, steps_again):
+    path = copied / "rollouts/train/step_2.safetensors"
+    columns = load_file(path)
+    place = int(np.flatnonzero(columns["mask"])[3])
+    columns["tokens"][place] ^= 1
+    save_file(columns, path)
+    status, output = replayed(copied, 2, run_processes=steps_again)
+    assert status == 1 and "first difference: step 2, a sampled answer (group 0, answer 0" in output
+    assert f": {columns['tokens'][place]} '" in output
+    status, output = replayed(copied, 2, "--rollouts", "saved")
+    assert status == 1 and "first difference: step 2, the trainer's log-prob" in output, output
+
+
+def test_an_edited_reward_is_named(copied, replayed, steps_again):
+    path = copied / "rollouts/train/step_3.jsonl"
+    records = read_jsonl(path)
+    records[5]["reward"] += 0.25
+    write_rows(path, records)
+    status, output = replayed(copied, 3, run_processes=steps_again)
+    assert status == 1 and "step 3, the reward (group 1, answer 1 of rollouts/train/" in output
+    assert f"\n  reward: {records[5]['reward']} and " in output
+
+
+def test_a_changed_number_of_an_earlier_step_is_found_on_the_way(copied, replayed, steps_again):
+    lines = read_metrics(copied)
+    lines[2]["actor/grad_norm"] *= 1 + 1e-12
+    write_rows(copied / "metrics.jsonl", lines)
+    shutil.rmtree(copied / "checkpoints/step_2")
+    status, output = replayed(copied, 3, run_processes=steps_again)
+    assert status == 1 and "step 2, the update (metrics.jsonl)\n  actor/grad_norm: " in output
+
+
+def test_another_hash_of_the_weights_is_named(copied, replayed, steps_again):
+    lines = read_metrics(copied)
+    lines[-1]["weights"]["critic"] = "0" * 16
+    write_rows(copied / "metrics.jsonl", lines)
+    status, output = replayed(copied, 3, run_processes=steps_again)
+    assert status == 1 and "step 3, the weights after the update (metrics.jsonl)" in output
+    assert "weights.critic: 0000000000000000 and " in output
+
+
+def test_changed_versions_processors_and_code_are_named(copied, replayed, steps_again):
+    def change(record):
+        record["starts"][0] |= {"cpu": "Z80", "code": "0" * 16}
+        record["starts"][0]["versions"]["torch"] = "0.1"
+
+    edit_json(copied / "run.json", change)
+    status, output = replayed(copied, 1, run_processes=steps_again)
+    assert status == 0 and "changed since the run:\n" in output
+    for name in ("cpu: Z80 -> ", "code: 0000", "versions.torch: 0.1 -> "):
+        assert f"  {name}" in output
+
+
+def test_an_edited_environment_is_named(copied, data, replayed):
+    path = data / "env.py"
+    text = path.read_text()
+    path.write_text(text.replace("return sum", "return 1 - sum"))
+    status, output = replayed(copied, 2)
+    path.write_text(text)
+    assert status == 1 and "first difference: step 2, the reward (group 0, answer 0" in output
+    assert "may explain it: contents.rollout.env_path (" in output
+
+
+def test_other_rows_are_refused_and_named(data, runs, replayed):
+    path = data / "sft.jsonl"
+    text = path.read_text()
+    path.write_text(text.replace("aa", "ab", 1))
+    status, output = replayed(runs / "sft", 2)
+    path.write_text(text)
+    assert status == 2
+    assert f"data.path={path} has another content than when {runs / 'sft'}" in output
+
+
+def test_what_cannot_be_replayed_is_said_at_once(copied, runs, replayed, tmp_path):
+    status, output = replayed(tmp_path / "nothing", 1)
+    assert status == 2 and "nothing is not the folder of a run" in output
+    status, output = replayed(copied, 7)
+    assert status == 2 and "--step 7: " in output and "has recorded steps 1, 2, 3" in output
+    status, output = replayed(runs / "sft", 1, "--rollouts", "saved")
+    assert status == 2 and "has no tokens of steps 1" in output
+    status, output = replayed(copied, 1, "--out", copied)
+    assert status == 2 and "is not empty: give a new folder" in output
+    (copied / "checkpoints/step_1").rename(tmp_path / "step_1")
+    write_rows(copied / "metrics.jsonl", read_metrics(copied)[2:])
+    status, output = replayed(copied, 2)
+    assert status == 2 and "went on from a checkpoint of another run" in output
+    hosts = {"hosts": ["a", "b"], "world_size": 8}
+    edit_json(copied / "run.json", lambda record: record["starts"][0].update(hosts))
+    status, output = replayed(copied, 3)
+    assert status == 2 and "--nproc_per_node=4" in output and "rl2 diff" in output
+    (copied / "run.json").unlink()
+    status, output = replayed(copied, 1)
+    assert status == 2 and "run.json is missing or broken" in output
+
+
+def test_a_run_on_gpus_is_compared_with_a_tolerance_and_without_hashes(
+    copied, replayed, steps_again
+):
+    edit_json(copied / "run.json", lambda record: record["starts"][0].update(gpu="a GPU"))
+    lines = read_metrics(copied)
+    lines[-1]["weights"]["actor"] = "0" * 16
+    lines[-1]["actor/grad_norm"] *= 1 + replay.GPU_TOLERANCE / 2
+    write_rows(copied / "metrics.jsonl", lines)
+    status, output = replayed(copied, 3, run_processes=steps_again)
+    assert status == 0 and "(compared: metrics, answers, tokens)" in output, output
+    lines[-1]["actor/grad_norm"] *= 1 + replay.GPU_TOLERANCE
+    write_rows(copied / "metrics.jsonl", lines)
+    status, output = replayed(copied, 3, run_processes=steps_again)
+    assert status == 1 and "step 3, the update" in output
+
+
+def test_the_command_starts_in_the_folder_of_the_run(data, tmp_path, monkeypatch):
+    """Its paths may be relative to the folder in which the run was started."""
+    monkeypatch.chdir(data)
+    words = arguments(data, "sft", "runs/relative", "data.path=sft.jsonl", "trainer.max_steps=2")
+    launch(1, "-m", "rl2.trainer.sft", *words[1:])
+    done = run("-m", "rl2", "replay", data / "runs/relative", "--step", "2", cwd=tmp_path)
+    assert "same: steps 2 (compared: metrics, weights)" in done.stdout
