@@ -16,6 +16,7 @@ COMMANDS = {
     "diff": ("rl2.commands.diff", "where two runs first part, and what may explain it"),
     "push": ("rl2.commands.push", "the model of a run to the Hugging Face hub, with a card"),
     "replay": ("rl2.commands.replay", "runs a recorded step again: is it still the same?"),
+    "prove": ("rl2.commands.prove", "the proofs of layouts, engine, template on your model"),
     "plan": ("rl2.commands.plan", "the memory that a job will need, phase by phase; needs no GPU"),
 }
 

@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
 
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
-from rl2.model.admission import SCORE_TOLERANCE, _make_plain, find_problem
+from rl2.model.admission import SCORE_TOLERANCE, find_problem, make_plain
 from rl2.model.shrink import FIRST_PLAIN_TOKEN, VOCABULARY, shrink
 
 LIMIT_SECONDS = 20
@@ -85,7 +85,7 @@ def engine_problem(name):
     """What the embedded engine does wrong with the family, None if nothing."""
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():
         torch.manual_seed(0)
-        plain = _make_plain(AutoModelForCausalLM, shrink(AutoModelForCausalLM, make_config(name)))
+        plain = make_plain(AutoModelForCausalLM, shrink(AutoModelForCausalLM, make_config(name)))
         plain.save_pretrained(folder)
         try:
             AutoConfig.from_pretrained(folder)

@@ -245,6 +245,29 @@ ALLOWED = {
     "commands.replay": {"checkpoints", "commands.compare", "commands.diff", "report"},
     # It is a main of all trainers.
     "commands.rerun": {"config", "data", "inputs", "rollout", "signals", "trainer"},
+    # They compare rl2 with transformers, part by part.
+    "commands.prove": {"commands", "config", "data", "inputs", "model"},
+    "commands.proofs": {
+        "algorithms",
+        "batch",
+        "config",
+        "data",
+        "model",
+        "trainer",
+        "worker",
+    },
+    "commands.outer_proofs": {
+        "algorithms",
+        "batch",
+        "commands",
+        "config",
+        "data",
+        "engine",
+        "model",
+        "packing",
+        "parallel",
+        "trainer",
+    },
     "rewards": {"rewards"},  # for env files
     "error_report": set(),
     "progress": set(),

@@ -72,7 +72,7 @@ def find_problem(config: PreTrainedConfig, critic: bool = False) -> str | None:
         torch.default_generator.manual_seed(0)
         try:
             small = shrink(model_class, config)
-            plain = _make_plain(model_class, small)
+            plain = make_plain(model_class, small)
             batch = _make_batch()
             expected = _backward(_plain_columns(plain, batch))
         except Exception as error:  # whatever a strange architecture does
@@ -95,7 +95,7 @@ def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _make_plain(model_class: Any, config: PreTrainedConfig) -> Any:
+def make_plain(model_class: Any, config: PreTrainedConfig) -> Any:
     """The model with the attention of transformers and random weights, in fp32."""
     try:
         plain = model_class.from_config(

@@ -1,0 +1,404 @@
+"""The proofs of `python -m rl2 prove` that run the trainer.
+
+Each compares two computations that should be equal, on a small copy of the user's architecture with
+random weights in fp32, on the CPU. What both sides share cannot make them differ, so a fault shows
+in the proof of its own part.
+
+Shapes: B sequences, T columns, see `batch.Batch`.
+"""
+
+import contextlib
+import io
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cached_property, partial
+from itertools import product
+from typing import Any, NamedTuple
+from unittest import mock
+
+import psutil
+import torch
+import torch.distributed as dist
+from accelerate import init_empty_weights
+from torch import Tensor
+from torch.multiprocessing import start_processes
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl2.algorithms.losses import token_weights
+from rl2.batch import Batch, Sample, collate
+from rl2.config.schema import PPOConfig
+from rl2.data.chat import ChatTemplate
+from rl2.model.admission import GRADIENT_TOLERANCE, SCORE_TOLERANCE, make_plain
+from rl2.model.shrink import FIRST_PLAIN_TOKEN, WINDOW_TOKENS, shrink
+from rl2.model.token_model import TokenScores
+from rl2.trainer.ppo import actor_loss, needs_entropy
+from rl2.worker import Worker
+
+CPU = torch.device("cpu")
+GIB = 2**30
+# Tokens of the prompt and of the answer of each sequence. The second and the third share a prompt.
+LENGTHS = ((1, 29), (11, 5), (11, 21), (3, 4), (20, 30))
+# A worker of one process that computes as plainly as rl2 can. A step moves the weights by `lr`.
+PLAIN = {
+    "dtype": "float32",
+    "head_dtype": "float32",
+    "compile": False,
+    "fsdp_size": 0,
+    "sp_size": 1,
+    "tp_size": 1,
+    "max_length_per_device": 4096,
+    "max_inference_length_per_device": None,
+    "gradient_checkpointing": False,
+    "optimizer_dir": None,
+    "lora_rank": 0,
+    "lr": 0.5,
+    "max_grad_norm": 1.0,
+    "warmup_ratio": 0.0,
+    "scheduler": "constant",
+}
+BUDGET = 64  # tokens of a micro-batch of the layout, so that there are several
+# How much farther from fp32 rl2 may be in bf16 than transformers in bf16.
+ROUNDING_LIMIT = 2.0
+BYTES_PER_WEIGHT = 6  # the model in fp32, or twice in bf16, and a margin
+PROCESS_BYTES = 0.7 * GIB  # of a rank with a small model
+TIMEOUT = timedelta(minutes=10)  # of what ranks say to each other
+MOST_TOKENS = 200  # of a sequence that the whole model runs
+
+
+class Skipped(Exception):
+    """A proof that cannot be run here; the reason is its text."""
+
+
+class Difference(NamedTuple):
+    """How far two results are apart that should be equal."""
+
+    what: str
+    largest: float
+    limit: float
+    where: str = ""
+    meaning: str = ""  # what it usually means if the limit is passed
+
+    @property
+    def is_ok(self) -> bool:
+        return self.largest <= self.limit  # NaN is not
+
+
+@dataclass
+class Subject:
+    """What is proved: the config of a PPO run, its tokenizer and template, and a folder for it."""
+
+    config: PPOConfig
+    num_processes: int
+    template: ChatTemplate
+    conversations: list[tuple[list[dict], list | None]]  # (messages, tools)
+    folder: str
+
+    @cached_property
+    def small(self) -> str:
+        """The folder of the small copy.
+
+        Half of its embeddings are tiny, so that the epsilon of the norms matters.
+        """
+        config = AutoConfig.from_pretrained(self.config.actor.model_name)
+        torch.manual_seed(0)
+        plain = make_plain(AutoModelForCausalLM, shrink(AutoModelForCausalLM, config))
+        plain.get_input_embeddings().weight.data[::2] *= 0.01
+        path = f"{self.folder}/small"
+        plain.save_pretrained(path)
+        return path
+
+    @property
+    def lora(self) -> dict[str, Any]:
+        return {"lora_rank": self.config.actor.lora_rank}
+
+    def worker(self, name: str, num_updates: int = 1, **changes: Any) -> Worker:
+        """A worker with the model `name`, in one process if `changes` do not say other sizes."""
+        section = replace(self.config.actor, **{**PLAIN, "model_name": name, **changes})
+        torch.manual_seed(0)  # of adapters
+        # The proofs say more than the refusal of a model.
+        with mock.patch("rl2.model.load.admit", lambda *model: None):
+            worker = Worker(section, CPU, num_updates=num_updates)
+        if num_updates:
+            worker.optimizer = Descent(worker)
+        return worker
+
+    def samples(self) -> list[Sample]:
+        """Random sequences. All of the first one is trained; answers have tokens of tools."""
+        vocabulary = AutoConfig.from_pretrained(self.small).get_text_config().vocab_size
+        low = min(FIRST_PLAIN_TOKEN, vocabulary // 2)
+        generator = torch.Generator().manual_seed(0)
+        samples: list[Sample] = []
+        for row, (prompt, answer) in enumerate(LENGTHS):
+            size = (prompt + answer,)
+            tokens = torch.randint(low, vocabulary, size, generator=generator).tolist()
+            if row == 2:
+                tokens[:prompt] = samples[1].tokens[:prompt]
+            mask = [0] * prompt + [int(row == 0 or i % 5 != 3) for i in range(answer)]
+            samples.append(make_sample(tokens, mask, row))
+        samples[1].group = samples[2].group
+        return samples
+
+    def batch(self) -> Batch:
+        """The samples with the weights of the sum that `weighted_sum` is."""
+        batch = collate(self.samples())
+        weights = torch.linspace(-1.0, 2.0, batch.mask.numel())
+        batch.token_weights = weights.view_as(batch.mask)
+        return batch
+
+
+def make_sample(
+    tokens: list[int], mask: list[int], row: int, logps: list[float] | None = None
+) -> Sample:
+    """A sequence that is a group and a trajectory of its own."""
+    zeros = [0.0] * len(tokens)
+    return Sample(tokens, mask, logps or zeros, zeros, row, row)
+
+
+class Descent:
+    """Plain gradient descent, since AdamW hides wrong scales. It adds the gradients up."""
+
+    def __init__(self, worker: Worker):
+        self.parameters: dict[str, Any] = worker.trained_parameters
+        self.gradients: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        for name, parameter in self.parameters.items():
+            gradient = parameter.grad.full_tensor().clone()
+            name = name.removeprefix("hf.")
+            before = self.gradients.get(name, torch.zeros_like(gradient))
+            self.gradients[name] = before + gradient
+            parameter -= lr * parameter.grad
+
+
+def weighted_sum(batch: Batch, scores: TokenScores) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss whose gradients are compared: it is linear in the log-probabilities."""
+    assert scores.logps is not None and batch.token_weights is not None
+    return (scores.logps * batch.token_weights).sum(), {}
+
+
+def compare_columns(
+    actual: Tensor, expected: Tensor, meaning: str = "", what: str = "log-probability"
+) -> Difference:
+    """The largest difference of columns [B, T]."""
+    differences = (actual - expected).abs().nan_to_num(nan=math.inf)
+    row, column = divmod(int(differences.argmax()), differences.shape[1])
+    where = f"token {column + 1} of sequence {row}"
+    return Difference(what, differences.max().item(), SCORE_TOLERANCE, where, meaning)
+
+
+def compare_named(
+    what: str, actual: dict[str, Tensor], expected: dict[str, Tensor], limit: float, meaning: str
+) -> Difference:
+    """The largest difference of tensors by name, relative to their norms."""
+    one_sided = sorted(actual.keys() ^ expected.keys())
+    if one_sided:
+        where = f"{one_sided[0]}, which only one of the two has"
+        return Difference(what, math.inf, limit, where, meaning)
+    total = torch.stack([tensor.norm() for tensor in expected.values()]).norm()
+    found = {}
+    for name, tensor in expected.items():
+        ratio = (actual[name] - tensor).norm() / (tensor.norm() + 1e-3 * total)
+        found[name] = ratio.nan_to_num(nan=math.inf).item()
+    name = max(found, key=found.__getitem__)
+    return Difference(what, found[name], limit, name, meaning)
+
+
+def run_parts(worker: Worker, batch: Batch, parts: list[list[int]]) -> tuple[Tensor, dict]:
+    """(log-probabilities [B, T], gradients of `weighted_sum`), the rows of a part in one pack."""
+    columns = torch.zeros(batch.mask.shape)
+    for rows in parts:
+        logps: Any = worker.infer(batch.select(rows)).logps
+        columns[rows] = logps
+        worker.update(batch.select(rows), weighted_sum)
+    return columns, worker.optimizer.gradients
+
+
+def plain_columns(model: Any, samples: list[Sample]) -> Tensor:
+    """[B, T] log-probabilities as transformers computes them, each sequence alone.
+
+    They come from the samples themselves, not from their batch.
+    """
+    columns = []
+    for sample in samples:
+        tokens = torch.tensor(sample.tokens)[None]
+        log_p = model(tokens[:, :-1], use_cache=False).logits[0].float().log_softmax(-1)
+        logps = log_p.gather(1, tokens[0, 1:, None])[:, 0]
+        columns.append(logps * torch.tensor(sample.mask)[1:])
+    return pad_sequence(columns, batch_first=True)
+
+
+def cause_of_position(actual: Tensor, expected: Tensor) -> str:
+    """What is usually wrong, from the first position whose log-probability differs."""
+    wrong = ~((actual - expected).abs() <= SCORE_TOLERANCE)
+    if not wrong.any():
+        return ""
+    first = int(wrong.any(0).nonzero()[0])
+    if first == 0:
+        return (
+            "the token after a single one differs, where positions and attention do not count: "
+            "look for a missing bias, the epsilon of a norm, a scale or cap of the logits, the "
+            "embeddings"
+        )
+    if first >= WINDOW_TOKENS - 1:
+        return f"the first {first} tokens are right: look at sliding windows or chunks"
+    return (
+        f"the first {first} tokens are right: look at the positions (RoPE base and scaling) and at "
+        "which tokens a layer sees"
+    )
+
+
+def prove_transformers(subject: Subject) -> Iterator[Difference]:
+    """rl2, one sequence a pack, against plain transformers."""
+    samples, batch = subject.samples(), subject.batch()
+    plain = AutoModelForCausalLM.from_pretrained(subject.small, dtype=torch.float32)
+    expected = plain_columns(plain, samples)
+    weighted_sum(batch, TokenScores(logps=expected))[0].backward()
+    expected = expected.detach()
+    gradients = {}
+    for name, parameter in plain.named_parameters():
+        gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    worker = subject.worker(subject.small, lr=0.0, max_grad_norm=math.inf)
+    parts = [[row] for row in range(len(samples))]
+    actual, actual_gradients = run_parts(worker, batch, parts)
+    num_others = int(((actual != 0) != (expected != 0)).sum())
+    meaning = "other tokens are trained than the samples say: is the mask shifted?"
+    yield Difference("trained tokens that are others", num_others, 0, meaning=meaning)
+    yield compare_columns(actual, expected, cause_of_position(actual, expected))
+    meaning = "a weight of one name only means a tie that is lost; else the forward pass differs"
+    yield compare_named("gradient", actual_gradients, gradients, GRADIENT_TOLERANCE, meaning)
+
+
+def prove_real_weights(subject: Subject) -> Iterator[Difference]:
+    """The same in bf16 with the model's own weights; fp32 in transformers is the measure."""
+    name = subject.config.actor.model_name
+    with init_empty_weights():
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
+    needed = empty.num_parameters() * BYTES_PER_WEIGHT / GIB
+    free = psutil.virtual_memory().available / GIB
+    if needed > free:
+        raise Skipped(f"the model needs about {needed:.0f} GiB of memory, and {free:.0f} are free")
+    samples = []
+    for row, conversation in enumerate(subject.conversations[:4]):
+        text = subject.template.render(*conversation, add_generation_prompt=False)
+        tokens = subject.template.tokenize(text)[:MOST_TOKENS]
+        samples.append(make_sample(tokens, [1] * len(tokens), row))
+
+    def plain(dtype: torch.dtype) -> Tensor:
+        with torch.no_grad():
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+            return plain_columns(model, samples)
+
+    exact, rounded = plain(torch.float32), plain(torch.bfloat16)
+    logps: Any = subject.worker(name, num_updates=0, dtype="bfloat16").infer(collate(samples)).logps
+    ours = (logps - exact).abs().sum()
+    ratio = ours / (rounded - exact).abs().sum()
+    where = f"{exact.count_nonzero()} tokens, the mean is {ours / exact.count_nonzero():.2g}"
+    meaning = "more than rounding: do the weights of the folder belong to its config.json?"
+    what = "difference from float32, in those of transformers"
+    yield Difference(what, ratio.item(), ROUNDING_LIMIT, where, meaning)
+
+
+def prove_packed(subject: Subject) -> Iterator[Difference]:
+    """All sequences in one pack against each of them alone."""
+    batch = subject.batch()
+    rows = list(range(len(batch.mask)))
+    still: dict[str, Any] = {"lr": 0.0, "max_grad_norm": math.inf}
+    worker = subject.worker(subject.small, **still)
+    expected, gradients = run_parts(worker, batch, [[row] for row in rows])
+    packed, packed_gradients = run_parts(subject.worker(subject.small, **still), batch, [rows])
+    meaning = (
+        "sequences of one pack see each other, or positions do not begin anew; with "
+        "actor.share_prompts=false each answer carries its own prompt"
+    )
+    yield compare_columns(packed, expected, meaning)
+    yield compare_named("gradient", packed_gradients, gradients, GRADIENT_TOLERANCE, meaning)
+
+
+def train_once(subject: Subject, batch: Batch, **changes: Any) -> dict[str, Any]:
+    """Log-probabilities, loss, gradient norm and weights of one step of the actor's own loss."""
+    config = subject.config
+    worker = subject.worker(subject.small, **subject.lora, **changes)
+    logps = worker.infer(batch).logps
+    if batch.advantages is None:
+        _add_columns(batch, logps, config)
+    loss = partial(actor_loss, config.actor, config.kl)
+    result = worker.update(batch, loss, with_entropy=needs_entropy(config.actor))
+    return {
+        "logps": logps,
+        "loss": result.loss,
+        "gradient norm": result.grad_norm,
+        "weights": dict(worker.iter_full_weights(torch.float32)),
+    }
+
+
+def _add_columns(batch: Batch, logps: Any, config: PPOConfig) -> None:
+    """Random columns of what the loss reads, near the policy."""
+    generator = torch.Generator().manual_seed(1)
+    for name in ("old_logps", "ref_logps", "engine_logps"):
+        noise = torch.randn(logps.shape, generator=generator)
+        setattr(batch, name, (logps + 0.1 * noise) * batch.mask)
+    batch.advantages = torch.randn(logps.shape, generator=generator) * batch.mask
+    average = (config.actor.average, config.actor.average_constant)
+    batch.token_weights = token_weights(batch.mask, batch.trajectory, *average, batch.group)
+
+
+def fit_layout(subject: Subject) -> tuple[int, dict[str, Any]]:
+    """(processes, sizes): the layout nearest to the asked one that machine and small copy bear."""
+    actor = subject.config.actor
+    text: Any = AutoConfig.from_pretrained(subject.small).get_text_config()
+    tp = math.gcd(actor.tp_size, getattr(text, "num_key_value_heads", None) or 1)
+    asked = subject.num_processes * tp // actor.tp_size
+    room = int(psutil.virtual_memory().available / PROCESS_BYTES)
+    most = min(asked, room, max(4, 2 * (os.cpu_count() or 1)))
+    for fsdp, sp in product({actor.fsdp_size, min(2, actor.fsdp_size)}, (actor.sp_size, 2)):
+        unit = tp * math.lcm(sp, fsdp or 1)
+        if unit <= most:
+            return most // unit * unit, {"fsdp_size": fsdp, "sp_size": sp, "tp_size": tp}
+    raise Skipped(f"the smallest such layout has {unit} processes, more than {most}")
+
+
+def prove_layout(subject: Subject) -> Iterator[Difference]:
+    """The asked layout in gloo processes against one process."""
+    if subject.num_processes == 1:
+        raise Skipped("one process is asked for: --processes N says how many there will be")
+    count, sizes = fit_layout(subject)
+    batch = subject.batch()
+    expected = train_once(subject, batch)
+    checkpointing = bool(subject.config.actor.gradient_checkpointing)
+    changes = {**sizes, "max_length_per_device": BUDGET, "gradient_checkpointing": checkpointing}
+    path = f"{subject.folder}/layout"
+    torch.save((subject, batch, changes, count), path)
+    start_processes(run_rank, (path,), count, start_method="forkserver")
+    actual = torch.load(f"{path}.results", weights_only=False)
+    settings = " ".join(f"{key}={size}" for key, size in sizes.items())
+    layout = f"({count} of {subject.num_processes} processes, {settings})"
+    meaning = "the processes do not put their parts of a sequence or of a matrix together rightly"
+    found = [compare_columns(actual["logps"], expected["logps"], meaning)]
+    meaning = "a constant factor means that gradients are summed or averaged over wrong processes"
+    for name in ("loss", "gradient norm"):
+        ratio = abs(actual[name] / expected[name] - 1)
+        numbers = f"{actual[name]:.6g}, in one process {expected[name]:.6g}"
+        found.append(Difference(name, ratio, SCORE_TOLERANCE, numbers, meaning))
+    weights = (actual["weights"], expected["weights"])
+    found.append(compare_named("weights after a step", *weights, SCORE_TOLERANCE, meaning))
+    for difference in found:
+        yield difference._replace(where=f"{difference.where} {layout}")
+
+
+def run_rank(rank: int, path: str) -> None:
+    """One process of the layout. Rank 0 writes what `train_once` gives."""
+    subject, batch, changes, count = torch.load(path, weights_only=False)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
+    store = dist.FileStore(f"{path}.store", count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=TIMEOUT)
+    with contextlib.redirect_stdout(io.StringIO()):
+        results = train_once(subject, batch, **changes)
+    if rank == 0:
+        torch.save(results, f"{path}.results")
+    dist.barrier()
+    dist.destroy_process_group()
