@@ -14,7 +14,7 @@ PACKAGE = ROOT / "rl2"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 # Budgets in tokens, so that squeezing lines pays nothing. See DESIGN, "The house".
-PACKAGE_BUDGET = 125_000
+PACKAGE_BUDGET = 130_000
 TRAINER_BUDGET = 12_000  # trainer/, worker.py, optimizer.py, algorithms/
 READING_PATH_BUDGET = 20_000  # all that one has to read to know what PPO does
 FILE_BUDGET = 3_500
