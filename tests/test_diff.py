@@ -230,6 +230,9 @@ def test_hashes_of_the_weights_are_compared_where_both_runs_have_them(copy, tmp_
     edit_lines(other / "metrics.jsonl", 0, **{"actor/grad_norm": 5.0, "test/reward/mean": 1.0})
     edit_lines(copy / "metrics.jsonl", 0, **{"time/step": 77.0, "test/reward/mean": 0.0})
     assert find_difference(copy, other, [1]).name == "actor/grad_norm"
+    edit_lines(copy / "metrics.jsonl", 0, **{"actor/grad_norm": 5.0, "weights": {"actor": "bb"}})
+    found = find_difference(copy, other, [1])
+    assert (found.phase, found.name) == ("evaluation", "test/reward/mean")
 
 
 def test_the_update_before_is_suspected_unless_its_weights_are_known(copy, tmp_path):
@@ -263,6 +266,50 @@ def test_what_the_environment_says_is_a_phase_of_its_own(copy, tmp_path):
     assert (found.phase, found.name) == ("environment", "messages.2.content")
 
 
+def test_a_group_that_was_filtered_out_is_named_by_that(runs, copy):
+    """Its tokens are not kept, and this is no difference of the tokens."""
+    path = copy / "rollouts/train/step_1.safetensors"
+    columns = load_file(path)
+    num_tokens = columns["length"][-1]
+    for name in ("tokens", "mask", "logps", "rewards", "advantages", "trainer_logps"):
+        columns[name] = columns[name][:-num_tokens]
+    for name in ("length", "trajectory"):
+        columns[name] = columns[name][:-1]
+    save_file(columns, path)
+    edit_lines(path.with_suffix(".jsonl"), 7, is_filtered=True)
+    found = find_difference(runs / "first", copy, [1])
+    assert (found.phase, found.name, found.answer) == ("reward", "is_filtered", 3)
+
+
+def test_an_answer_that_one_run_lacks_is_named(runs, copy):
+    path = copy / "rollouts/train/step_1.jsonl"
+    write_lines(path, read_jsonl(path)[:-1])
+    found = find_difference(runs / "first", copy, [1])
+    assert (found.phase, found.name) == ("data", "ids of the answers")
+    assert "[0, 1, 2, 3, 4, 5, 6, 7] and [0, 1, 2, 3, 4, 5, 6]" in str(found)
+
+
+def test_an_environment_that_failed_is_a_difference_of_the_reward(runs, copy):
+    edit_lines(copy / "rollouts/train/step_1.jsonl", 0, finish_reason="failed", length=0)
+    found = find_difference(runs / "first", copy, [1])
+    assert (found.phase, found.name) == ("reward", "finish_reason")
+
+
+def test_a_key_that_follows_another_is_not_listed(runs, copy, capsys, monkeypatch):
+    config = (copy / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(
+        config.replace("update_per_rollout: 2", "update_per_rollout: 4")
+    )
+    status, text = call(capsys, monkeypatch, runs / "first", copy)
+    assert status == 0 and "  actor.update_per_rollout: 2 -> 4" in text
+    assert "critic.update_per_rollout" not in text
+
+
+def test_an_answer_without_messages_is_compared(runs, copy):
+    edit_lines(copy / "rollouts/train/step_1.jsonl", 0, messages=[], num_turns=0)
+    assert find_difference(runs / "first", copy, [1]).phase == "data"
+
+
 def test_an_evaluation_is_compared(copy, tmp_path):
     (copy / "rollouts/train/step_2.jsonl").unlink()
     shutil.copytree(copy / "rollouts/train", copy / "rollouts/test_sums")
@@ -270,6 +317,8 @@ def test_an_evaluation_is_compared(copy, tmp_path):
     edit_lines(other / "rollouts/test_sums/step_1.jsonl", 0, finish_reason="failed")
     found = find_difference(copy, other, [1, 2])
     assert (found.phase, found.split, found.name) == ("evaluation", "test_sums", "finish_reason")
+    edit_lines(other / "metrics.jsonl", 0, **{"actor/loss": 7.0})
+    assert find_difference(copy, other, [1, 2]).phase == "update"
 
 
 def test_steps_that_one_run_lacks_are_said(runs, copy, tmp_path, capsys, monkeypatch):

@@ -215,13 +215,13 @@ class Comparison:
         """The phase of a difference of two answers, and its name and values for a person."""
         column, _, rest = name.partition(".")
         index = rest.partition(".")[0]
-        if column == "messages" and not any(_is_reply(each, int(index)) for each in (a, b)):
+        position = int(index) if index.isdigit() else 0  # in a list
+        if column == "messages" and not any(_is_reply(each, position) for each in (a, b)):
             phase = "environment"
         if column == "finish_reason" and "failed" in values:
             phase = "reward"
         if column not in {"tokens", *TOKEN_COLUMNS}:
             return Difference(phase, name, values)
-        position = int(index)
         before = [token["id"] for token in a["tokens"][:position]][-SHOWN_TOKENS:]
         place = f"token {position + 1}, after {self.runs[0].decode(before)!r}"
         if column in TOKEN_COLUMNS:
@@ -270,12 +270,14 @@ def read_answers(files: list[Path]) -> Answers:
     columns = load_file(files[1])
     owners = np.repeat(columns["trajectory"], columns["length"])
     for number, record in records.items():
-        if record["finish_reason"] == "failed":  # nothing of it is trained
-            continue
         own = {name: columns[name][owners == number].tolist() for name in columns.keys() & SAVED}
-        triples = zip(own.pop("tokens"), own.pop("mask"), own.pop("logps"), strict=True)
-        record["tokens"] = [{"id": id, "mask": mask, "logp": logp} for id, mask, logp in triples]
-        record |= own
+        ids, masks, logps = (own.pop(name) for name in ("tokens", "mask", "logps"))
+        if any(masks):  # else it failed or was filtered out
+            triples = zip(ids, masks, logps, strict=True)
+            record["tokens"] = [
+                {"id": id, "mask": mask, "logp": logp} for id, mask, logp in triples
+            ]
+            record |= own
     return records
 
 

@@ -69,7 +69,8 @@ CAUSES = {
 FILES = "files under the same name, such as a model or a data set of the hub"
 OUTSIDE = "what the environment reads or asks: files, servers, the clock, random numbers"
 UNRECORDED = {"data": FILES, "prompt": FILES, "environment": OUTSIDE, "reward": OUTSIDE}
-CHANCE = f"{FILES}, or kernels of a GPU that add in any order"
+TIME = "what depends on time: rollout.partial, trainer.deterministic=false, kernels of a GPU"
+CHANCE = f"{FILES}, or {TIME}"
 
 # Of a launch in run.json. Older runs lack some.
 FACTS = ("hosts", "cpu", "gpu", "threads", "world_size", "versions", "commit", "code")
