@@ -18,6 +18,12 @@ def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def edit_json(path, change):
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """A folder with a model, an environment and the rows of all trainers."""
@@ -79,6 +85,7 @@ def runs(data):
     commands = [arguments(data, "ppo", data / "runs/ppo", *critic)]
     commands += [arguments(data, name, data / "runs" / name) for name in ("sft", "dpo", "rm")]
     launch_runs(1, commands)
+    edit_json(data / "runs/ppo/run.json", lambda record: record.update(date="2001-02-03"))
     return data / "runs"
 
 
@@ -121,6 +128,7 @@ def test_every_step_of_every_trainer_is_the_same_again(runs, replayed, trainer):
         assert f"same: steps {step} (compared: {kinds})" in output
         assert "changed since the run" not in output
         assert "test " not in output and "model saved" not in output
+        assert f"step {step}/3" in output and f"step {step + 1}/3" not in output
         assert (f"step_{step - 1}: {step - 1} of 3" in output) == (step > 1)
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
@@ -158,18 +166,14 @@ def steps_again(runs, tmp_path_factory):
     plan = replay.make_plan(run, 1)._replace(steps=range(1, 4))
     replay.prepare(again, run)
     forked(replay.make_command(run, plan, "again", again), plan.start)
+    date = json.loads((again / "run.json").read_text())["date"]
+    assert date == "2001-02-03", "a chat template would show another day"
 
     def run_processes(command, start):
         [out] = [word.partition("=")[2] for word in command if word.startswith("--out=")]
         shutil.copytree(again, out, dirs_exist_ok=True)
 
     return run_processes
-
-
-def edit_json(path, change):
-    record = json.loads(path.read_text())
-    change(record)
-    path.write_text(json.dumps(record))
 
 
 def test_a_flipped_token_is_named(copied, replayed, steps_again):

@@ -94,7 +94,8 @@ def rerun(arguments: argparse.Namespace) -> None:
     recipe = ["--config-dir", str(arguments.config.parent), "--config-name", "config.yaml"]
     config = parse(kind, recipe, find_input_problems)
     change_config(config, arguments.out, arguments.checkpoint)
-    if arguments.rollouts == "saved":
+    # A run that took the rollouts of another run takes them again.
+    if arguments.rollouts == "saved" and not config.trainer.rollouts_from:
         make_run = partial(SavedRun, recorded=arguments.run)
     with guard(config.trainer.watchdog):
         check_data(config, arguments.run)
