@@ -49,6 +49,7 @@ ELSEWHERE = (
 MOST_ROWS = 8  # of the data
 MOST_SHOWN = 5  # differences of a row
 USER, ASSISTANT = "user", "assistant"
+ROLES = {"system", USER, ASSISTANT}
 CONVERSATION = [
     {"role": USER, "content": "What is 3 + 4?"},
     {"role": ASSISTANT, "content": "It is 7."},
@@ -150,9 +151,10 @@ def read_conversations(config: PPOConfig) -> list[tuple[list[dict], list | None]
         rows = load_rows(config.data.path, "train", PROMPT_ROWS.read, columns, MOST_ROWS)
         for i in range(min(len(rows), MOST_ROWS)):
             row = rows[i]
-            if not isinstance(row["messages"], str):
-                messages = [*row["messages"], *CONVERSATION[1:]]
-                conversations.append((messages, row.get("tools")))
+            prompt = row["messages"]
+            # Templates differ in what they do with other roles, and rl2 mends it.
+            if not isinstance(prompt, str) and {message["role"] for message in prompt} <= ROLES:
+                conversations.append(([*prompt, *CONVERSATION[1:]], row.get("tools")))
     return conversations
 
 
@@ -170,6 +172,8 @@ def main() -> None:
     text = "processes of the run, whose layout the keys say (default: %(default)s)"
     parser.add_argument("--processes", type=int, default=world_size, help=text)
     arguments, words = parser.parse_known_args()
+    if arguments.processes < 1:
+        parser.error(f"--processes {arguments.processes}: expected at least 1")
     os.environ["WORLD_SIZE"] = str(arguments.processes)
     config = parse(PPOConfig, words, elsewhere=ELSEWHERE)
     transformers.logging.set_verbosity_error()
