@@ -3,13 +3,15 @@
 The values belong to the process. Marks only count: nothing is computed from them.
 """
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self
+from typing import Self, TypeVar
 
 from tqdm import tqdm
 
+Item = TypeVar("Item")
 BAR_DELAY = 2.0  # seconds before a bar appears
 
 num_marks = 0  # units of work done: a layer, a step of the engine, a tensor, some rows
@@ -80,3 +82,14 @@ class Bar:
             speed = self.num_tokens / max(self.bar.format_dict["elapsed"], 1e-9)
             self.bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
         self.bar.update(count)
+
+
+def track(items: Sequence[Item], unit: str = "micro-batches") -> Iterator[Item]:
+    """The items, with a bar of those that are done. Each counts as progress.
+
+    The title is the phase. Only the first process has a bar.
+    """
+    with Bar(phase, len(items), unit, os.environ.get("RANK", "0") == "0") as bar:
+        for item in items:
+            yield item
+            bar.add(1)

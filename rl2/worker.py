@@ -37,6 +37,7 @@ from rl2.parallel.fsdp import persistent_buffers, reshard
 from rl2.parallel.mesh import all_reduce_sum_, differentiable_all_reduce, make_mesh
 from rl2.parallel.offload import WeightMemory
 from rl2.parallel.tensor import all_reduce_partial_gradients
+from rl2.progress import track
 
 # A loss maps b rows of the batch and their scores [b, T] to (loss, metrics), all of them scalars.
 # Each is a sum over the rows' tokens, weighted by `token_weights`. These are divided by counts of
@@ -126,7 +127,7 @@ class Worker:
         columns: dict[str, Tensor] = {}
         budget = self.config.max_inference_length_per_device or self.config.max_length_per_device
         with self.memory.on_device():
-            for rows in self._micro_batches(batch, budget):
+            for rows in track(self._micro_batches(batch, budget)):
                 scores = self._score(batch.select(rows), temperature, with_entropy)
                 index = copy_to_device(torch.tensor(rows, dtype=torch.int64), self.mesh.device)
                 for name, cells in scores.items():
@@ -177,7 +178,7 @@ class Worker:
         micro_batches = self._micro_batches(batch, budget, keep_groups_together)
         fsdp_model: Any = self.model
         with self.memory.on_device(changes=True):
-            for i, rows in enumerate(micro_batches, start=1):
+            for i, rows in enumerate(track(micro_batches), start=1):
                 micro_batch = batch.select(rows)
                 # Copies of the model sum their gradients once, after the last micro-batch.
                 fsdp_model.set_requires_all_reduce(i == len(micro_batches))

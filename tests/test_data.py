@@ -1,7 +1,9 @@
 """Rows of every format, errors for malformed rows, and the order of prompts and examples."""
 
 import csv
+import io
 import json
+import sys
 from collections import Counter
 from functools import partial
 
@@ -9,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from common import pack_rows
-from datasets import Dataset
+from datasets import Dataset, are_progress_bars_disabled, enable_progress_bars
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -336,7 +338,11 @@ def test_missing_file_empty_folder_and_unknown_hub_name_are_refused(tmp_path, mo
 
     monkeypatch.setattr("rl2.data.rows.HfApi.dataset_info", ask)
 
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # a log, which gets no bars
+    enable_progress_bars()
+
     def load_dataset(name, config, split):
+        assert are_progress_bars_disabled()
         assert name != "owner/none", "the hub has said no already"
         if name != "owner/set":
             raise FileNotFoundError(f"{name} is not on the hub")

@@ -6,6 +6,7 @@ import itertools
 import json
 import pickle
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
@@ -312,10 +313,13 @@ def _read_rows(path: str, source: Source) -> Iterator[LocatedRow]:
 
 def _load_from_hub(path: str, split: str) -> Any:
     """The rows of NAME, NAME:CONFIGURATION or either with @SPLIT, which replaces `split`."""
-    from datasets import config, load_dataset  # slow to import, and not needed for files
+    # Slow to import, and not needed for files.
+    from datasets import config, disable_progress_bars, load_dataset
 
     data_set, _, named_split = path.partition("@")
     name, _, configuration = data_set.partition(":")
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     try:
         if not Path(config.HF_DATASETS_CACHE, name.replace("/", "___")).exists():
             # One request stands for the retries of `datasets`, which take half a minute.

@@ -13,8 +13,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedConfig,
 )
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
+from rl2 import progress
 from rl2.model import lora
 from rl2.model.admission import admit
 from rl2.model.lora import LoraSettings
@@ -80,6 +81,8 @@ def _announce(name: str, config: PreTrainedConfig, trainable: bool) -> None:
     """Says that the model is being loaded, and which dropout stays off, see TokenModel."""
     if dist.get_rank() > 0 or not sys.stderr.isatty():
         disable_progress_bar()  # that of transformers
+    late = {"delay": progress.BAR_DELAY, "leave": False}
+    set_tqdm_hook(lambda bar, args, options: bar(*args, **options | late))
     if dist.get_rank() > 0:
         return
     print(f"loading {name} ...")

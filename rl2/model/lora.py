@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rl2.progress import mark
+from rl2.progress import track
 
 ADAPTER = "default"  # peft's name of the only adapter
 
@@ -95,10 +95,9 @@ def merged(
     adapter.
     """
     layers = _adapted_layers(hf)
-    for name, parameter in hf.named_parameters():
+    for name, parameter in track(list(hf.named_parameters()), "weights"):
         if ".lora_" in name:
             continue
-        mark()
         hf_name = name.replace(".base_layer.", ".")
         layer = layers.get(name.removesuffix(".base_layer.weight"))
         if layer is None:

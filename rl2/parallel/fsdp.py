@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rl2.parallel.mesh import Mesh
 from rl2.parallel.ring import keep_attention
-from rl2.progress import mark
+from rl2.progress import mark, track
 
 
 def shard(
@@ -96,8 +96,7 @@ def scatter(model: Any, full: dict[str, Tensor] | None, mesh: Mesh) -> None:
             buffer.copy_(full.pop(name))
         dist.broadcast(buffer, src=0)
     fsdp_placements = [*[Replicate()] * (mesh.fsdp.ndim - 1), Shard(0)]
-    for name, parameter in model.hf.named_parameters():
-        mark()
+    for name, parameter in track(list(model.hf.named_parameters()), "weights"):
         if full is None:  # rank 0 sends its values
             value = torch.empty(parameter.shape, dtype=parameter.dtype, device=mesh.device)
         else:

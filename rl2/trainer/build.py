@@ -278,9 +278,8 @@ class OfflineRun:
         template = make_chat_template(config.data, self.tokenizer, folder.start.date)
         self.examples, tests = read_examples(config, kind, template)
         num_steps = _count_steps(self.examples, folder)
-        self.test_batches: dict[str, Batch] = {}  # by the name of the test set
-        for name, test_examples in tests.items():
-            self.test_batches[name] = make_batch(self, list(test_examples))
+        # By the name of the test set.
+        self.test_batches = {name: make_batch(self, list(rows)) for name, rows in tests.items()}
         torch.manual_seed(config.trainer.seed)  # of new weights
         config = choose_checkpointing(config)
         prediction = Prediction(config, dist.get_world_size())
