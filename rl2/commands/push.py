@@ -139,7 +139,7 @@ def make_card(run: Path, name: str | None, base_model: str | None) -> str:
         tags=["rl2", trainer],
     )
     title = (name or values["trainer.experiment_name"]).split("/")[-1]
-    hashes = lines[-1].get("weights") or hash_files(run / "model")
+    hashes = find_hashes(run, lines[-1]) | record["identity"]["contents"]
     card = f"""---
 {front_matter.to_yaml()}
 ---
@@ -162,7 +162,7 @@ Errors are those of 95%.
 
 ## Hashes
 
-{make_table(["hash of", ""], (hashes | record["identity"]["contents"]).items())}
+{make_table(["hash of", ""], hashes.items())}
 
 ## The command
 
@@ -193,10 +193,13 @@ def describe_run(record: Record, values: Record) -> list[tuple[str, Any]]:
     ]
 
 
-def hash_files(model: Path) -> dict[str, str]:
-    """The SHA-256 of the files with weights, by name. The hub shows the same."""
-    hashes = {}
-    for path in sorted(model.glob("*.safetensors")):
+def find_hashes(run: Path, line: Record) -> dict[str, str]:
+    """Those that the run's last line has of its weights; else the SHA-256 of the model's files."""
+    recorded = line.get("weights", {})
+    hashes = {f"the weights of the {name}": digest for name, digest in recorded.items()}
+    if hashes:
+        return hashes
+    for path in sorted(run.glob("model/*.safetensors")):
         with open(path, "rb") as file:
             hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return hashes
