@@ -232,8 +232,7 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
         cu_seqlens.append(cu_seqlens[-1] + len(segment))
 
     prefixes: list[tuple[int, int, int]] = []
-    none = torch.zeros(0, dtype=torch.int64)
-    pairs = [(none, none, none, none)]  # hidden index, target, row, column
+    pairs = [(torch.zeros(0, dtype=torch.int64),) * 4]  # hidden index, target, row, column
     spans = scored_spans(batch)
     for group in _rows_by_prompt(batch, spans, range(len(spans)), share_prompts):
         prompt, end = spans[group[0]]
@@ -248,11 +247,9 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
             if end > prompt:
                 add_segment(batch.inputs[row, prompt:end], prompt)
             scored = batch.mask[row].nonzero().squeeze(1)
-            in_prompt = prompt_start + scored
-            in_answer = answer_start + scored - prompt
             pairs.append(
                 (
-                    torch.where(scored < prompt, in_prompt, in_answer),
+                    _places(scored, prompt, prompt_start, answer_start),
                     batch.targets[row, scored],
                     torch.full_like(scored, row),
                     scored,
@@ -273,7 +270,25 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
         targets=targets,
         rows=rows,
         columns=columns,
+        trajectory=batch.trajectory[rows],
+        engine_logps=_engine_logps(batch, rows, columns),
     )
+
+
+def _places(columns: Tensor, prompt: int, prompt_start: int, answer_start: int) -> Tensor:
+    """Where the columns of a row are in the pack, whose first `prompt` ones are its prompt."""
+    in_prompt = prompt_start + columns
+    return torch.where(columns < prompt, in_prompt, answer_start + columns - prompt)
+
+
+def _engine_logps(batch: Batch, rows: Tensor, columns: Tensor) -> Tensor | None:
+    """The bits of the engine's log-probabilities of the pairs, if its weights score them.
+
+    Once there are old log-probabilities, those of newer weights are asked for.
+    """
+    if batch.old_logps is not None:
+        return None
+    return batch.engine_logps[rows, columns].view(torch.int32)
 
 
 def zigzag(pack: Pack, size: int, rank: int) -> Pack:
@@ -315,6 +330,8 @@ def zigzag(pack: Pack, size: int, rank: int) -> Pack:
         targets=pack.targets[is_ours],
         rows=pack.rows[is_ours],
         columns=pack.columns[is_ours],
+        trajectory=pack.trajectory[is_ours],
+        engine_logps=None if pack.engine_logps is None else pack.engine_logps[is_ours],
         chunks=chunks,
     )
 

@@ -89,7 +89,7 @@ class Worker:
         self.dtype = compute_dtype(config.dtype, device)
         is_trained = num_updates > 0
         self.lora_settings = None
-        if is_trained and config.lora_rank > 0:
+        if is_trained and config.lora_rank:
             self.lora_settings = LoraSettings(
                 config.lora_rank, config.lora_alpha, config.lora_targets
             )
@@ -102,6 +102,7 @@ class Worker:
             trainable=is_trained,
             gradient_checkpointing=is_trained and config.gradient_checkpointing,
             compile=config.compile,
+            exact=config.exact,
             lora_settings=self.lora_settings,
         )
         parameters = dict(self.model.named_parameters())
@@ -174,11 +175,12 @@ class Worker:
         `keep_groups_together` the loss sees all rows of a group at once, one behind the other.
         """
         totals: dict[str, Tensor] = {}
-        budget = self.config.max_length_per_device
-        micro_batches = self._micro_batches(batch, budget, keep_groups_together)
+        micro_batches = self._micro_batches(
+            batch, self.config.max_length_per_device, keep_groups_together
+        )
         fsdp_model: Any = self.model
         with self.memory.on_device(changes=True):
-            for i, rows in enumerate(track(micro_batches), start=1):
+            for i, rows in enumerate(track(micro_batches), 1):
                 micro_batch = batch.select(rows)
                 # Copies of the model sum their gradients once, after the last micro-batch.
                 fsdp_model.set_requires_all_reduce(i == len(micro_batches))

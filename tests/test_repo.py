@@ -154,6 +154,7 @@ ALLOWED = {
         "env.contract",
         "error_report",
         "parallel.mesh",
+        "parallel.pages",
     },
     "parallel.device": set(),
     "parallel.offload": set(),
@@ -162,8 +163,14 @@ ALLOWED = {
     "parallel.tensor": {"parallel.mesh"},
     "parallel.fsdp": {"parallel.mesh", "parallel.ring"},  # a layer that runs again keeps attention
     "parallel.attention": {"parallel.device"},
-    "parallel.blocks": {"parallel.attention", "parallel.device"},
-    "parallel.ring": {"parallel.mesh", "parallel.attention", "parallel.blocks"},
+    "parallel.blocks": {"parallel.attention", "parallel.device", "parallel.pages"},
+    "parallel.pages": set(),
+    "parallel.ring": {
+        "parallel.mesh",
+        "parallel.attention",
+        "parallel.blocks",
+        "parallel.pages",
+    },
     "model": {"batch", "model", "parallel"},
     "model.admission": {"batch", "packing", "model", "parallel"},
     "optimizer": {"parallel"},
@@ -179,7 +186,7 @@ ALLOWED = {
     },
     "engine.base": set(),
     "engine.select": {"engine.base"},
-    "engine.sampler": set(),
+    "engine.sampler": {"model.head"},  # both sides have one softmax
     "engine": {"engine", "parallel"},
     "engine.local": {"engine", "parallel", "model.head"},
     "env.contract": set(),

@@ -180,6 +180,8 @@ class SFTDataConfig(ExampleConfig):
 class ModelConfig:
     """A model and how it lies on the processes."""
 
+    exact = False  # of PPO's actor alone: its rollout.exact
+
     model_name: str = key(
         MISSING,
         "a Hugging Face causal LM; a folder or a name on the hub",
@@ -528,6 +530,11 @@ class RolloutConfig:
         only_if=WITH_SGLANG,
     )
     max_running: PositiveInt = key(64, "sequences that one engine decodes at a time")
+    exact: bool = key(
+        False,
+        "engine and trainer give every sampled token the same log-probability, to the bit, which "
+        "each step checks; the local engine on a CPU only",
+    )
     check_weights: bool = key(
         False,
         "compare the engine's weights with the trainer's after every step, tensor by tensor; the "
@@ -837,6 +844,9 @@ class PPOConfig:
         ),
     )
     trainer: PPOTrainerConfig = section(PPOTrainerConfig, "the run: length, folder, checkpoints")
+
+    def __post_init__(self) -> None:
+        self.actor.exact = self.rollout.exact  # the worker gets its own section alone
 
 
 @dataclass

@@ -66,6 +66,8 @@ class EngineSettings:
     """requests that one engine decodes at a time; the others wait"""
     deterministic: bool = True
     """an answer depends on prompt, params and seed only, not on the other requests"""
+    exact: bool = False
+    """log-probabilities have the bits of the trainer's; needs `deterministic`"""
     tp_size: int = 1
     """ranks of one node that share an engine"""
     stop: Sequence[str] = ()

@@ -4,16 +4,14 @@ Shapes: S slots, n rows of a step (the first n slots), H query heads, G key head
 N pages, P = PAGE_SIZE_TOKENS, L prompt tokens.
 """
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rl2.parallel.pages import PAGE_SIZE_TOKENS, attend_pages
 from rl2.parallel.ring import PackedAttention
-
-PAGE_SIZE_TOKENS = 64
 
 PromptKV = dict[int, list[Tensor]]  # layer -> keys and values of one prompt, [G, L, D] each
 
@@ -21,8 +19,8 @@ PromptKV = dict[int, list[Tensor]]  # layer -> keys and values of one prompt, [G
 class PrefillAttention(PackedAttention):
     """Attention of a prefill, each prompt with itself. Keeps the keys and values of every layer."""
 
-    def __init__(self, lengths: list[int], device: torch.device):
-        super().__init__([[(length, 0) for length in lengths]], [], device)
+    def __init__(self, lengths: list[int], device: torch.device, exact: bool = False):
+        super().__init__([[(length, 0) for length in lengths]], [], device, exact=exact)
         self.kv: PromptKV = {}  # of all prompts, one behind the other
 
     def __call__(
@@ -51,8 +49,7 @@ class PagedKVCache:
     """Keys and values of all slots, and the attention of one new token a slot over them.
 
     A layer has two tensors of pages, keys and values, [N, S, G, P, D] each; N grows with the
-    longest request. Scores are fp32 whatever the dtype, as in flash attention: those of some models
-    (Qwen2) are too large for bf16.
+    longest request.
     """
 
     def __init__(self, num_slots: int):
@@ -72,7 +69,7 @@ class PagedKVCache:
         self.num_pages = last_position // PAGE_SIZE_TOKENS + 1
         keys = torch.arange(self.num_pages * PAGE_SIZE_TOKENS, device=device)
         self.distances = positions[:, None] - keys
-        self.masks: dict[int | None, Tensor] = {}  # by the window of the layer
+        self.hidden: dict[int | None, Tensor] = {}  # by the window of the layer
 
     def __call__(
         self,
@@ -89,38 +86,27 @@ class PagedKVCache:
         With `sliding_window` a token sees so many tokens at most, the last one of which is itself.
         """
         n, num_heads, _, _ = query.shape
-        num_groups = key.shape[1]
-        group_size = num_heads // num_groups
         layer: int = module.layer_idx
         keys, values = self._reserve(layer, [key, value], self.num_pages)
         keys[self.page, self.slots, :, self.offset] = key[:, :, 0]
         values[self.page, self.slots, :, self.offset] = value[:, :, 0]
-        # The query heads of one key head are the rows of one matrix, so no key is repeated.
-        query = query.float().reshape(n * num_groups, group_size, -1)
-        page_scores = []
-        for page in keys[: self.num_pages]:
-            page_keys = page[:n].flatten(0, 1).float()  # [n * G, P, D]
-            page_scores.append(query @ page_keys.transpose(1, 2))
-        scores = torch.cat(page_scores, -1).mul_(scaling)
-        scores = scores.view(n, num_heads, -1).add_(self._mask(sliding_window))
-        probs = scores.softmax(-1).to(value.dtype)
-        probs = probs.view(n * num_groups, group_size, -1)
-        page_probs = probs.split(PAGE_SIZE_TOKENS, -1)
-        out = query.new_zeros(n * num_groups, group_size, value.shape[-1])
-        for page, prob in zip(values[: self.num_pages], page_probs, strict=True):
-            page_values = page[:n].flatten(0, 1)  # [n * G, P, D]
-            out += (prob @ page_values).float()
-        return out.to(value.dtype).view(n, 1, num_heads, -1)
+        out, _ = attend_pages(
+            query.unflatten(1, (key.shape[1], -1)).transpose(2, 3),  # [n, G, 1, H / G, D]
+            keys[: self.num_pages, :n],
+            values[: self.num_pages, :n],
+            self._hidden(sliding_window),
+            scaling,
+        )
+        return out.to(value.dtype).reshape(n, 1, num_heads, -1)
 
-    def _mask(self, window: int | None) -> Tensor:
-        """What is added to the scores, [n, 1, N * P]: -inf where a slot does not see a key."""
-        if window not in self.masks:
+    def _hidden(self, window: int | None) -> Tensor:
+        """Which keys a slot does not see, [n, 1, N * P]."""
+        if window not in self.hidden:
             hidden = self.distances < 0
             if window is not None:
                 hidden |= self.distances >= window
-            mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -math.inf)
-            self.masks[window] = mask[:, None]
-        return self.masks[window]
+            self.hidden[window] = hidden[:, None]
+        return self.hidden[window]
 
     def write_prompt(self, kv: PromptKV, slots: list[int]) -> None:
         """Writes a prompt's keys and values into each of `slots`, from position 0."""

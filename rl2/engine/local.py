@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -38,6 +39,7 @@ from rl2.engine.cache import PagedKVCache, PrefillAttention, PromptKV
 from rl2.engine.sampler import sample, uniform_noise
 from rl2.engine.stop import StopSearch
 from rl2.model.head import logit_divisor
+from rl2.parallel.pages import MIN_ROWS
 
 STEP_ROWS_MULTIPLE = 8  # without `deterministic`, a step has a multiple of this many rows
 PREFILL_BATCH_TOKENS = 2048  # most prompt tokens of one forward, without `deterministic`
@@ -101,6 +103,7 @@ class LocalEngine(Engine):
         self.count = settings.world_size
         self.max_running_requests = settings.max_running_requests
         self.deterministic = settings.deterministic
+        self.exact = settings.exact
         self.device = settings.device
         self.head_dtype = torch.promote_types(settings.head_dtype, settings.dtype)
         # The attention "rl2" calls what a forward is given as `attend`, see parallel/attention.py.
@@ -311,7 +314,11 @@ class LocalEngine(Engine):
         lengths = [len(prompt.tokens) - 1 for prompt in prompts]
         tokens = [token for prompt in prompts for token in prompt.tokens[:-1]]
         positions = [position for length in lengths for position in range(length)]
-        attention = PrefillAttention(lengths, self.device)
+        if self.exact:
+            missing = max(0, MIN_ROWS - len(tokens))
+            tokens += [0] * missing
+            positions += [0] * missing
+        attention = PrefillAttention(lengths, self.device, self.exact)
         if tokens:
             inputs = torch.tensor([tokens, positions], device=self.device)
             self.model.base_model(
@@ -395,9 +402,13 @@ class LocalEngine(Engine):
             if type(module) is not nn.Linear:
                 continue
             weight = module.weight.to(self.head_dtype) if module is head else module.weight
-            if _can_pack(weight.dtype):
-                packed = ops._reorder_linear_weight(weight, self.max_running_requests)
-                module.__dict__["forward"] = partial(_packed_linear, packed, module.bias)
+            if not _can_pack(weight.dtype):
+                continue
+            packed = ops._reorder_linear_weight(weight, self.max_running_requests)
+            linear = partial(_packed_linear, packed, module.bias)
+            if self.exact and not _is_plain(linear, weight, module.bias):
+                linear = partial(F.linear, weight=weight, bias=module.bias)
+            module.__dict__["forward"] = linear
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
@@ -408,6 +419,15 @@ def _can_pack(dtype: torch.dtype) -> bool:
     if dtype == torch.float16:
         return ops._is_mkldnn_fp16_supported()
     return dtype == torch.float32
+
+
+def _is_plain(linear: Any, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `linear` gives the bits of the plain layer that the trainer has.
+
+    The rows of the weight are as good an input as any.
+    """
+    rows = weight[:MIN_ROWS]
+    return torch.equal(linear(rows), F.linear(rows, weight, bias))
 
 
 def _packed_linear(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:

@@ -5,10 +5,9 @@ Shapes: n rows, V vocabulary, B = BLOCK_SIZE_TOKENS.
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK_SIZE_TOKENS = 64  # tokens of the vocabulary whose weights are summed before the search
+from rl2.model.head import BLOCK_SIZE_TOKENS, BlockSoftmax
 
 
 def uniform_noise(seed: tuple[int, ...], count: int) -> np.ndarray:
@@ -28,15 +27,8 @@ def sample(
     """
     greedy = temperature == 0
     temperature = torch.where(greedy, 1.0, temperature)
-    scaled = logits.to(torch.float32, copy=True).div_(temperature[:, None])
-    highest = scaled.amax(-1, keepdim=True)
-    weights = scaled.sub_(highest).exp_()
-    weights = F.pad(weights, (0, -weights.shape[1] % BLOCK_SIZE_TOKENS))
-    weights = weights.unflatten(1, (-1, BLOCK_SIZE_TOKENS))  # [n, V / B, B]
-    block_sums = weights.sum(-1).double()
-    total = block_sums.sum(-1)
-    if not total.isfinite().all():
-        raise RuntimeError("the model's logits are not finite: its weights have diverged")
+    softmax = BlockSoftmax.of(logits, temperature)
+    weights, block_sums = softmax.weights, softmax.block_sums
     restricted = ((top_p < 1) | (top_k > 0)).nonzero()[:, 0]
     if len(restricted):
         whole = weights[restricted].flatten(1)
@@ -46,9 +38,7 @@ def sample(
     tokens = _draw(weights, block_sums, noise)
     if greedy.any():
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
-    token_logits = logits.gather(1, tokens[:, None])[:, 0].float()
-    logps = token_logits / temperature - highest[:, 0] - total.log()
-    return tokens, logps.float()
+    return tokens, softmax.logps(logits, tokens, temperature)
 
 
 def _draw(weights: Tensor, block_sums: Tensor, noise: Tensor) -> Tensor:

@@ -4,19 +4,24 @@ all tokens.
 Shapes: P scored pairs, E hidden size, V vocabulary (or this process's part of it).
 """
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from rl2.model.fused import compiled
 from rl2.parallel.device import device_kind
+from rl2.parallel.pages import MIN_ROWS
 from rl2.parallel.tensor import sum_softmax
 
 # Logits that are held at a time: 32 and 512 MiB in fp32. Few enough for a CPU's caches, and enough
 # columns for a GPU to make reading the hidden states worth it.
 LOGITS_PER_CHUNK = {"cpu": 2**23, "cuda": 2**27}
+BLOCK_SIZE_TOKENS = 64  # tokens of the vocabulary whose weights are summed first, in the engine
 
 
 def logit_divisor(config: Any) -> float:
@@ -34,6 +39,7 @@ def head_scores(
     group: dist.ProcessGroup | None = None,
     dtype: torch.dtype = torch.float32,
     compile: bool = False,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """hidden [P, E], weight [V, E], targets [P] -> (log-probabilities, entropies), [P] in fp32.
 
@@ -43,10 +49,77 @@ def head_scores(
 
     The entropy means nothing without `with_entropy`. With `group`, weight is this process's part of
     the vocabulary; the parts are in order of rank. With `compile`, what is done with the logits is
-    one compiled kernel a chunk, forward and backward.
+    one compiled kernel a chunk, forward and backward. With `exact` the log-probabilities have the
+    bits of the embedded engine's.
     """
     dtype = torch.promote_types(dtype, hidden.dtype)
-    return _Head.apply(hidden, weight, targets, temperature, with_entropy, group, dtype, compile)
+    return _Head.apply(
+        hidden, weight, targets, temperature, with_entropy, group, dtype, compile, exact
+    )
+
+
+@dataclass
+class BlockSoftmax:
+    """The softmax of logits / temperature, by blocks of the vocabulary.
+
+    Every row has the same bits in any number of rows.
+    """
+
+    weights: Tensor  # [n, blocks, BLOCK_SIZE_TOKENS] exp(z - top), 0 behind the vocabulary
+    top: Tensor  # [n] the largest z
+    block_sums: Tensor  # [n, blocks] float64, of the weights
+
+    @classmethod
+    def of(cls, logits: Tensor, temperature: Tensor) -> "BlockSoftmax":
+        """logits [n, V], temperature [n]. RuntimeError if the logits are not finite."""
+        z = F.pad(logits.float(), (0, -logits.shape[1] % BLOCK_SIZE_TOKENS), value=-torch.inf)
+        top = z.div_(temperature[:, None]).amax(-1)
+        weights = z.sub_(top[:, None]).exp_().unflatten(1, (-1, BLOCK_SIZE_TOKENS))
+        softmax = cls(weights, top, weights.sum(-1).double())
+        if not softmax.total.isfinite().all():
+            raise RuntimeError("the model's logits are not finite: its weights have diverged")
+        return softmax
+
+    @cached_property
+    def total(self) -> Tensor:
+        """[n] float64, the sum of all weights."""
+        return self.block_sums.sum(-1)
+
+    def logps(self, logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
+        """The log-probability [n] float32 of one token of each row."""
+        token_logits = logits.gather(1, tokens[:, None])[:, 0].float()
+        return (token_logits / temperature - self.top - self.total.log()).float()
+
+
+def _exact_scores(hidden, weight, targets, temperature, with_entropy, dtype):
+    """(log-probabilities, log-sum-exps, entropies) [P], a slice of the rows at a time.
+
+    The head is converted to `dtype` as a whole, as in the engine.
+    """
+    missing = max(0, MIN_ROWS - len(hidden))
+    hidden = F.pad(hidden.to(dtype), (0, 0, 0, missing))
+    weight = weight.to(dtype)
+    # Slices are of nearly the same size, so none has fewer than MIN_ROWS.
+    most_rows = max(2 * MIN_ROWS, LOGITS_PER_CHUNK["cpu"] // len(weight))
+    num_slices = -(-len(hidden) // most_rows)
+    rows = zip(
+        hidden.tensor_split(num_slices),
+        F.pad(targets, (0, missing)).tensor_split(num_slices),
+        strict=True,
+    )
+    scores = []
+    for some_hidden, some_targets in rows:
+        logits = F.linear(some_hidden, weight)
+        divisor = torch.full((len(logits),), temperature)
+        softmax = BlockSoftmax.of(logits, divisor)
+        lse = (softmax.top + softmax.total.log()).float()
+        entropy = lse
+        if with_entropy:  # log total - E[z - top], where z - top is the logarithm of a weight
+            mean = torch.xlogy(softmax.weights, softmax.weights).sum((1, 2)) / softmax.total
+            entropy = (softmax.total.log() - mean).float()
+        scores.append((softmax.logps(logits, some_targets, divisor), lse, entropy))
+    # FSDP wants no views.
+    return [torch.cat(column)[: len(targets)].clone() for column in zip(*scores, strict=True)]
 
 
 class _Head(torch.autograd.Function):
@@ -59,7 +132,16 @@ class _Head(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, with_entropy, group, dtype, compile):
+    def forward(
+        ctx, hidden, weight, targets, temperature, with_entropy, group, dtype, compile, exact
+    ):
+        ctx.settings = (temperature, with_entropy, group, dtype, compile)
+        if exact:
+            logps, lse, entropy = _exact_scores(
+                hidden, weight, targets, temperature, with_entropy, dtype
+            )
+            ctx.save_for_backward(hidden, weight, targets, lse, entropy)
+            return logps, entropy
         target_logit = total = torch.zeros(len(hidden), device=hidden.device)
         weighted = torch.zeros_like(total)
         top = total - torch.inf  # of the columns so far, like the sums over exp(z - top) beside it
@@ -77,7 +159,6 @@ class _Head(torch.autograd.Function):
             lse, target_logit, mean = sum_softmax(lse, target_logit, mean, group)
         entropy = lse - mean
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        ctx.settings = (temperature, with_entropy, group, dtype, compile)
         return target_logit - lse, entropy
 
     @staticmethod
@@ -108,7 +189,7 @@ class _Head(torch.autograd.Function):
                 d_weight[columns] = d_logits.T @ hidden
         if group:
             dist.all_reduce(d_hidden, group=group)
-        return d_hidden.to(hidden.dtype), d_weight, None, None, None, None, None, None
+        return d_hidden.to(hidden.dtype), d_weight, *[None] * 7
 
 
 def _add_chunk(logits, top, total, weighted, with_entropy, compile) -> tuple[Tensor, ...]:

@@ -35,15 +35,17 @@ def load_model(
     trainable: bool = False,
     gradient_checkpointing: bool | int | str = False,
     compile: bool = False,
+    exact: bool = False,
     lora_settings: LoraSettings | None = None,
 ) -> TokenModel:
     """A Hugging Face causal LM, or a critic (its body with a scalar head), sharded over `mesh`.
 
     A trainable model keeps its parameters in fp32 and casts them to `compute_dtype` for compute; a
     frozen one keeps them in `compute_dtype`. The logits are in `head_dtype`, see `head_scores`;
-    `compile` compiles the elementwise parts, see `fuse`. With `lora_settings` only the adapters and
-    a critic's head are trained and in fp32. All processes must call. ValueError for a model that
-    rl2 computes wrongly or cannot cut, and for weights that are incomplete.
+    `compile` compiles the elementwise parts, see `fuse`; `exact` gives a trainable model the
+    log-probabilities of the embedded engine to the bit, see `TokenModel`. With `lora_settings` only
+    the adapters and a critic's head are trained and in fp32. All processes must call. ValueError
+    for a model that rl2 computes wrongly or cannot cut, and for weights that are incomplete.
     """
     model_class = AutoModelForSequenceClassification if critic else AutoModelForCausalLM
     labels = {"num_labels": 1} if critic else {}
@@ -71,7 +73,8 @@ def load_model(
     if mesh.tp is not None:
         tensor.parallelize(hf, mesh.tp)
         tp_group = mesh.tp.get_group()
-    model = TokenModel(hf, Ring(mesh.sp), tp_group, export_dtype, head_dtype, compile)
+    is_exact = exact and trainable
+    model = TokenModel(hf, Ring(mesh.sp), tp_group, export_dtype, head_dtype, compile, is_exact)
     fsdp.shard(model, mesh, compute_dtype if trainable else None, gradient_checkpointing)
     fsdp.scatter(model, full, mesh)
     return model

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rl2.batch import Pack
 from rl2.model.fused import fuse
 from rl2.model.head import head_scores, logit_divisor
+from rl2.parallel.pages import MIN_ROWS
 from rl2.parallel.ring import PackedAttention, Ring
 
 
@@ -41,6 +43,9 @@ class TokenModel(nn.Module):
     Logits [L, V] never exist; `head_dtype` is what those of a chunk are rounded to. `export_dtype`
     is what an export is written in. The model is always in eval mode: with dropout, the ratio of
     two probabilities of a token would be noise.
+
+    With `exact`, log-probabilities have the bits of the embedded engine's on a CPU. ValueError for
+    a model whose logits are divided. Each forward pass compares them, see `check_exact`.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class TokenModel(nn.Module):
         export_dtype: torch.dtype = torch.float32,
         head_dtype: torch.dtype = torch.float32,
         compile: bool = False,
+        exact: bool = False,
     ):
         super().__init__()
         self.hf: Any = hf
@@ -64,6 +70,12 @@ class TokenModel(nn.Module):
         self.attention_cost = attention_cost(hf)
         self.is_critic = hf.get_output_embeddings() is None
         self.logit_divisor = logit_divisor(hf.config)
+        self.exact = exact
+        if exact and self.logit_divisor != 1.0:
+            raise ValueError(
+                f"rollout.exact=true: {type(hf).__name__} divides its logits, which the engine and "
+                "the trainer do at different places; leave rollout.exact out"
+            )
         self.eval()
 
     def forward(
@@ -71,10 +83,12 @@ class TokenModel(nn.Module):
     ) -> TokenScores:
         """The scores of the pairs [P]: a critic's values, else log-probabilities and entropies."""
         assert pack.chunks is not None, "zigzag has not cut the pack"
-        attend = PackedAttention(pack.chunks, pack.prefixes, pack.tokens.device, self.ring)
-        body = self.hf.base_model(
-            pack.tokens, position_ids=pack.positions, use_cache=False, attend=attend
+        attend = PackedAttention(
+            pack.chunks, pack.prefixes, pack.tokens.device, self.ring, self.exact
         )
+        missing = max(0, MIN_ROWS - pack.tokens.shape[1]) if self.exact else 0
+        tokens, positions = (F.pad(x, (0, missing)) for x in (pack.tokens, pack.positions))
+        body = self.hf.base_model(tokens, position_ids=positions, use_cache=False, attend=attend)
         hidden = body.last_hidden_state[0, pack.hidden_index]  # [P, E]
         if self.is_critic:
             # In fp32: bf16 has too few numbers to tell similar rewards apart.
@@ -91,8 +105,31 @@ class TokenModel(nn.Module):
             self.tp,
             self.head_dtype,
             self.compile_head,
+            self.exact,
         )
+        if self.exact:
+            check_exact(pack, logps)
         return TokenScores(logps=logps, entropy=entropy if with_entropy else None)
+
+
+def check_exact(pack: Pack, logps: Tensor) -> None:
+    """RuntimeError for the first pair of the pack whose log-probability is not the engine's.
+
+    Packs without the engine's log-probabilities are not compared.
+    """
+    if pack.engine_logps is None:
+        return
+    engine_logps = pack.engine_logps.view(torch.float32)
+    wrong = (logps != engine_logps).nonzero()[:, 0].tolist()
+    if wrong:
+        i = wrong[0]
+        raise RuntimeError(
+            f"rollout.exact=true: {len(wrong)} of {len(logps)} log-probabilities are not equal. In "
+            f"trajectory {int(pack.trajectory[i])}, token {int(pack.targets[i])} at position "
+            f"{int(pack.columns[i]) + 1} has {engine_logps[i].item()!r} in the engine and "
+            f"{logps[i].item()!r} in the trainer. Either they compute with different weights, or a "
+            "kernel of this CPU depends on the shape of its call: see docs/exact.md"
+        )
 
 
 def attention_cost(hf: PreTrainedModel) -> float:

@@ -34,6 +34,7 @@ import torch
 
 from rl2.parallel.attention import Block
 from rl2.parallel.device import copy_to_device
+from rl2.parallel.pages import Pages
 
 Chunks = list[tuple[int, int]]  # [S], the lengths of the two chunks of each segment on one rank
 Prefix = tuple[int, int, int]  # (a, b, c): segments a..b see all of segment c
@@ -50,6 +51,7 @@ class Blocks:
 
     causal: Block
     cross: list[list[Block]]
+    pages: Pages | None = None  # if set, what the forward pass takes in their place
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rl2.parallel.attention import backward_block, forward_block, merge
 from rl2.parallel.blocks import Blocks, Chunks, Layout, Prefix
+from rl2.parallel.pages import Pages
 
 
 @dataclass
@@ -63,7 +64,8 @@ class PackedAttention:
     """The attention of one pack: every layer of its forward pass is given it as `attend`.
 
     `chunks` and `prefixes` are those of Layout. In step i of the ring we have the keys of rank
-    `sources[i]`. Step 0 has our own keys.
+    `sources[i]`. Step 0 has our own keys. With `exact`, for one process, the forward pass has the
+    bits of the engine's decoding steps.
 
     No dataclass: FSDP would copy it, and its blocks, at every layer.
     """
@@ -74,8 +76,10 @@ class PackedAttention:
         prefixes: list[Prefix],
         device: torch.device,
         ring: Ring | None = None,
+        exact: bool = False,
     ):
         self.ring = ring or Ring()
+        self.exact = exact
         self.layout = Layout(chunks, prefixes, device, self.ring.rank)
         # [size], tokens on each rank. A rank without a token of this pack runs one that nobody
         # sees.
@@ -114,6 +118,8 @@ class PackedAttention:
                 if window is None
                 else self.layout.window_blocks(self.sources, window)
             )
+            if self.exact:
+                self.blocks[window].pages = Pages(self.layout, window)
         return self.blocks[window]
 
     def next_length(self, step: int) -> int:
@@ -173,6 +179,8 @@ def _from_first_run(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tenso
 
 def _forward(q, k, v, attention, blocks, scale) -> tuple[Tensor, Tensor]:
     """(out [L, H, D], lse [L, H])."""
+    if blocks.pages:
+        return blocks.pages.attend(q, k, v, scale)
     for step, (keys, values) in enumerate(attention.travel(k, v)):
         if step == 0:
             out, lse = forward_block(q, keys, values, blocks.causal, scale)

@@ -162,6 +162,7 @@ class PPORun:
             device=device,
             max_running_requests=rollout.max_running,
             deterministic=self.deterministic,
+            exact=rollout.exact,
             tp_size=rollout.tp_size,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             plan_memory=self.prediction.plan,
@@ -220,13 +221,13 @@ def make_ppo_workers(
 ) -> tuple[dict[str, Worker], dict[str, Worker]]:
     """The actor and the critic, if any. And the frozen workers, by the column that they fill."""
 
-    def make_worker(section: RolloutWorkerConfig, is_critic: bool) -> Worker:
+    def make_worker(section: RolloutWorkerConfig, is_critic: bool = False) -> Worker:
         # At least 1: a worker that is frozen in all steps of this run may be trained in later ones.
         num_trained_steps = max(1, num_steps - section.freeze_steps)
         return Worker(section, device, is_critic, num_trained_steps * section.updates_per_step)
 
     torch.manual_seed(config.trainer.seed)  # of new weights
-    workers = {"actor": make_worker(config.actor, is_critic=False)}
+    workers = {"actor": make_worker(config.actor)}
     frozen = {}
     if config.kl.coef:
         frozen["ref_logps"] = workers["actor"].reference()

@@ -1,0 +1,141 @@
+"""Attention that gives the same bits in a decoding step, in a prefill and in a packed pass.
+
+Every query meets the keys of its document page by page, counted from the document's first token, in
+matrix products whose rows do not depend on how many rows share them. So it is of no influence which
+queries and documents share a call.
+
+Shapes: n documents of a call, G key heads, g query heads of each, W queries, N pages,
+P = PAGE_SIZE_TOKENS, K = N * P keys, D head size, L packed tokens.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PAGE_SIZE_TOKENS = 64
+# With fewer rows MKL takes kernels for vectors in fp32, which sum in another order: in the products
+# of one head, and in those of all tokens, whose rows the threads share.
+MIN_HEAD_ROWS = 4
+MIN_ROWS = 16
+WIDTH_MULTIPLE_TOKENS = 16  # queries of documents that share a call are padded to a multiple of it
+CELLS_PER_CALL = 2**18  # queries times keys: the scores of ten heads take 10 MiB
+
+
+def attend_pages(
+    query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """query [n, G, W, g, D], keys and values [N, n, G, P, D], hidden [n, W, K]
+    -> out [n, G, W, g, D], scores [n, G, W, g, K], both float32.
+
+    `hidden` is true where a query does not see a key; keys and values are finite there too. Scores
+    are fp32 whatever the dtype, as in flash attention: those of some models (Qwen2) are too large
+    for bf16.
+    """
+    n, num_groups, width, group_size, _ = query.shape
+    num_rows = width * group_size
+    # The queries of one key head are the rows of one matrix, so no key is repeated.
+    rows = query.float().reshape(n * num_groups, num_rows, -1)
+    rows = F.pad(rows, (0, 0, 0, max(0, MIN_HEAD_ROWS - num_rows)))
+    page_scores = [rows @ page.flatten(0, 1).float().transpose(1, 2) for page in keys]
+    scores = torch.cat(page_scores, -1).mul_(scaling)
+
+    def split(x: Tensor) -> Tensor:
+        """[n * G, rows, *] -> [n, G, W, g, *], a view."""
+        heads = x[:, :num_rows].unflatten(1, (width, group_size))
+        return heads.unflatten(0, (n, num_groups))
+
+    split(scores).masked_fill_(hidden[:, None, :, None], -math.inf)
+    page_probs = scores.softmax(-1).to(values.dtype).split(PAGE_SIZE_TOKENS, -1)
+    out = rows.new_zeros(*rows.shape[:2], values.shape[-1])
+    for page, prob in zip(values, page_probs, strict=True):
+        out += (prob @ page.flatten(0, 1)).float()
+    return split(out), split(scores)
+
+
+class Pages:
+    """The attention of a pack on one process, by pages.
+
+    `layout` is a blocks.Layout. With `window` a token sees so many tokens at most, the last one of
+    which is itself.
+    """
+
+    def __init__(self, layout: Any, window: int | None):
+        """Lays out the calls of all layers with the same window.
+
+        A call is (rows of the queries [n, W], rows of the keys [n, K], which keys are hidden
+        [n, W, K], which queries are real [n, W]). A document is cut into pieces of at most a page
+        of queries, and pieces of about the same size share a call.
+        """
+        pieces: dict[tuple[int, int], list[tuple[Tensor, int, int]]] = {}
+        for rows, first, last in _documents(layout):
+            while first < last:
+                page = first // PAGE_SIZE_TOKENS
+                end = min(last, (page + 1) * PAGE_SIZE_TOKENS)
+                width = -(-(end - first) // WIDTH_MULTIPLE_TOKENS) * WIDTH_MULTIPLE_TOKENS
+                pieces.setdefault((page + 1, width), []).append((rows, first, end))
+                first = end
+        self.calls = []
+        for (num_pages, width), same in pieces.items():
+            num_keys = num_pages * PAGE_SIZE_TOKENS
+            size = max(1, CELLS_PER_CALL // (width * num_keys))
+            for i in range(0, len(same), size):
+                self.calls.append(_call(same[i : i + size], width, num_keys, window))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """q [L, H, D], k and v [L, G, D] -> out [L, H, D], lse [L, H] float32."""
+        out = torch.zeros_like(q)  # tokens of no segment only fill the matrices up
+        lse = q.new_zeros(q.shape[:2], dtype=torch.float32)
+        for q_rows, k_rows, hidden, is_real in self.calls:
+            query = q[q_rows].unflatten(2, (k.shape[1], -1)).transpose(1, 2)
+            call_out, scores = attend_pages(
+                query, _pages(k, k_rows), _pages(v, k_rows), hidden, scale
+            )
+            call_lse = scores.logsumexp(-1)
+            out[q_rows[is_real]] = call_out.transpose(1, 2).flatten(2, 3)[is_real].to(q.dtype)
+            lse[q_rows[is_real]] = call_lse.transpose(1, 2).flatten(2, 3)[is_real]
+        return out, lse
+
+
+def _documents(layout: Any) -> Iterator[tuple[Tensor, int, int]]:
+    """Of each segment: the rows of its document, its prefix included, and its first and last
+    position in it."""
+    [starts] = layout.starts
+    prefix_of = {s: c for a, b, c in layout.prefixes for s in range(a, b)}
+    for s in range(len(starts) - 1):
+        rows = torch.arange(starts[s], starts[s + 1])
+        if s in prefix_of:
+            c = prefix_of[s]
+            rows = torch.cat([torch.arange(starts[c], starts[c + 1]), rows])
+        yield rows, layout.first_positions[s], len(rows)
+
+
+def _call(
+    pieces: list[tuple[Tensor, int, int]], width: int, num_keys: int, window: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One call of `Pages`. A piece is (rows of the document, first and last position).
+
+    Padded queries and keys repeat a token of the document.
+    """
+    first = torch.tensor([first for _, first, _ in pieces])[:, None]
+    end = torch.tensor([end for _, _, end in pieces])[:, None]
+    positions = first + torch.arange(width)
+    keys = torch.arange(num_keys)
+    distances = positions[..., None] - keys
+    hidden = distances < 0
+    if window is not None:
+        hidden |= distances >= window
+    is_real = positions < end
+    q_places = positions.minimum(end - 1)
+    q_rows = [rows[places] for (rows, _, _), places in zip(pieces, q_places, strict=True)]
+    k_rows = [rows[keys.clamp(max=len(rows) - 1)] for rows, _, _ in pieces]
+    return torch.stack(q_rows), torch.stack(k_rows), hidden, is_real
+
+
+def _pages(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Rows [n, K] of [L, G, D] -> [N, n, G, P, D]."""
+    pages = tensor[rows].unflatten(1, (-1, PAGE_SIZE_TOKENS))
+    return pages.permute(1, 0, 3, 2, 4).contiguous()

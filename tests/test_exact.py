@@ -1,0 +1,275 @@
+"""rollout.exact: the engine and the trainer give all sampled tokens equal log-probabilities."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import WINDOWED, launch_runs, make_model, read_metrics
+from engine_contract import play
+from parity import policy_loss, worker_config
+
+from rl2.batch import Sample, collate
+from rl2.config.parse import parse
+from rl2.config.schema import PPOConfig
+from rl2.engine.base import EngineSettings
+from rl2.engine.local import LocalEngine
+from rl2.parallel.mesh import init_distributed
+from rl2.worker import Worker
+
+CPU = torch.device("cpu")
+# Large enough that kernels for few and for many rows, and for packed weights, differ in fp32.
+SHAPE = {
+    "vocab_size": 1003,
+    "hidden_size": 192,
+    "intermediate_size": 320,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+PROMPT_LENGTHS = (1, 5, 63, 64, 65, 130)  # around the ends of pages, and less than a kernel's rows
+GROUP_SIZE = 4
+FAMILIES = {
+    "llama": ("llama", {}),
+    "llama with one head a key": ("llama", {"num_key_value_heads": 6}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen3": ("qwen3", {}),
+    "mistral with a window": ("mistral", {**WINDOWED["mistral"], "sliding_window": 40}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device():
+    yield init_distributed()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """The path of each model of FAMILIES by name, made when it is first asked for."""
+    folder = tmp_path_factory.mktemp("models")
+    made = {}
+
+    def find(name):
+        if name not in made:
+            family, overrides = FAMILIES[name]
+            settings = {**SHAPE, "initializer_range": 0.1, **overrides}
+            made[name] = make_model(folder / name.replace(" ", "_"), family, **settings)
+        return made[name]
+
+    return find
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads of torch for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def make_pair(name, dtype, exact, **changes):
+    """An engine and a worker with the same weights."""
+    options = {"max_running_requests": 24, "exact": exact}
+    engine = LocalEngine(EngineSettings(name, getattr(torch, dtype), CPU, **options))
+    config = worker_config(name, dtype=dtype, lr=1e-3, **changes)
+    config.exact = exact
+    return engine, Worker(config, CPU, num_updates=4)
+
+
+def roll_out(engine, temperature=1.0, seed=0):
+    """A batch of GROUP_SIZE answers to each of some prompts, with advantages."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = []
+    for length in PROMPT_LENGTHS:
+        prompt = torch.randint(3, 98, (length,), generator=generator).tolist()
+        prompts += [prompt] * GROUP_SIZE
+    answers = play(
+        engine,
+        prompts,
+        [(seed, i) for i in range(len(prompts))],
+        temperature=temperature,
+        max_new_tokens=9,
+    )
+    samples = []
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        mask = [0] * len(prompt) + [1] * len(answer.tokens)
+        logps = [0.0] * len(prompt) + answer.logps
+        tokens = prompt + answer.tokens
+        samples.append(Sample(tokens, mask, logps, [0.0] * len(mask), i // GROUP_SIZE, i))
+    batch = collate(samples)
+    batch.advantages = torch.randn(batch.mask.shape, generator=generator) * batch.mask
+    batch.token_weights = batch.mask / batch.mask.sum()
+    return batch
+
+
+def difference(batch, worker, temperature=1.0) -> float:
+    """The largest difference of the engine's and the worker's log-probabilities."""
+    logps = worker.infer(batch, temperature).logps
+    return ((logps - batch.engine_logps) * batch.mask).abs().max().item()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_are_equal_before_and_after_an_update(
+    models, threads, family, dtype, num_threads
+):
+    """The update compares too: without old log-probabilities it would stop."""
+    threads(num_threads)
+    engine, worker = make_pair(models(family), dtype, exact=True)
+    batch = roll_out(engine)
+    assert batch.mask.sum() == len(PROMPT_LENGTHS) * GROUP_SIZE * 9
+    assert difference(batch, worker) == 0
+    worker.update(batch, policy_loss, with_entropy=True)
+    assert worker.version == 1
+    engine.sleep()
+    engine.wake()
+    engine.load_weights(worker.iter_full_weights(getattr(torch, dtype)), 1)
+    assert difference(roll_out(engine, seed=1), worker) == 0
+    engine.close()
+    with pytest.raises(RuntimeError, match="log-probabilities are not equal"):
+        worker.infer(batch)  # of the weights before the update
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_without_exact_they_differ(models, dtype):
+    engine, worker = make_pair(models("llama"), dtype, exact=False)
+    batch = roll_out(engine)
+    assert 1e-7 < difference(batch, worker) < 0.2
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "changes"),
+    [
+        (0.7, {"share_prompts": False}),
+        (1.3, {"max_length_per_device": 200}),
+        (1.0, {"head_dtype": "bfloat16"}),
+        (1.0, {"gradient_checkpointing": True}),
+    ],
+    ids=["without shared prompts", "many micro-batches", "bf16 logits", "checkpointing"],
+)
+def test_they_are_equal_however_the_batch_is_run(models, temperature, changes):
+    name = models("qwen3")
+    engine, worker = make_pair(name, "bfloat16", exact=True, **changes)
+    engine.head_dtype = getattr(torch, changes.get("head_dtype", "float32"))
+    engine._pack_linear_layers()
+    batch = roll_out(engine, temperature)
+    assert difference(batch, worker, temperature) == 0
+    worker.update(batch, policy_loss, temperature, with_entropy=True)
+    engine.close()
+
+
+def test_gradients_and_entropies_are_those_of_plain_attention(models):
+    name = models("qwen2")
+    engine, _ = make_pair(name, "float32", exact=True)
+    batch = roll_out(engine)
+    engine.close()
+    results = []
+    for exact in (False, True):
+        _, worker = make_pair(name, "float32", exact)
+        scores = worker._score(batch, temperature=1.0, with_entropy=True)
+        loss, _ = policy_loss(batch, scores)
+        loss.backward()
+        gradients = {key: p.grad.full_tensor() for key, p in worker.trained_parameters.items()}
+        results.append((scores.entropy.detach(), gradients))
+    (plain_entropy, plain), (entropy, exact) = results
+    torch.testing.assert_close(entropy, plain_entropy, rtol=1e-5, atol=1e-5)
+    assert plain.keys() == exact.keys() and len(plain) > 10
+    for key, gradient in plain.items():
+        error = (exact[key] - gradient).norm() / gradient.norm()
+        assert error < 1e-5, (key, error)
+
+
+def test_a_wrong_token_stops_the_run_and_is_named(models):
+    engine, worker = make_pair(models("llama"), "bfloat16", exact=True)
+    batch = roll_out(engine)
+    engine.close()
+    row, column = 6, int(batch.mask[6].nonzero()[2])
+    value = batch.engine_logps[row, column]
+    batch.engine_logps[row, column] = torch.nextafter(value, torch.tensor(0.0))  # the next float
+    where = rf"1 of .* In trajectory 6, token {batch.targets[row, column]} at position {column + 1}"
+    scored = replace(batch, old_logps=torch.zeros_like(batch.engine_logps))
+    worker.update(scored, policy_loss, with_entropy=True)  # newer weights may score it now
+    _, worker = make_pair(models("llama"), "bfloat16", exact=True)
+    with pytest.raises(RuntimeError, match=where):
+        worker.infer(batch)
+    with pytest.raises(RuntimeError, match=where):
+        worker.update(batch, policy_loss, with_entropy=True)
+
+
+def test_whole_runs_are_exact(models, tmp_path):
+    """Two processes with FSDP, several turns and updates; and a run without exact."""
+    rows = [{"messages": [{"role": "user", "content": f"say a, {i}"}]} for i in range(8)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "env.py").write_text(
+        "def reward_fn(messages):\n    return sum(map(ord, messages[-1]['content'])) % 7\n"
+        "def interact(messages):\n    return [{'role': 'user', 'content': 'and now?'}]\n"
+    )
+    name = make_model(tmp_path / "tiny", **{**SHAPE, "vocab_size": 98, "initializer_range": 0.1})
+    common = [
+        "ppo",
+        f"actor.model_name={name}",
+        f"data.path={tmp_path / 'train.jsonl'}",
+        f"rollout.env_path={tmp_path / 'env.py'}",
+        "data.prompts_per_rollout=4",
+        "data.responses_per_prompt=4",
+        "data.max_length=64",
+        "actor.lr=1e-3",
+        "actor.dtype=bfloat16",
+        "actor.max_length_per_device=400",
+        "rollout.max_running=16",
+        "rollout.max_turns=2",
+        "rollout.train_sampling_params.max_new_tokens=12",
+        "rollout.train_sampling_params.stop=[a,e,s]",
+        "rollout.train_sampling_params.temperature=0.9",
+        "trainer.disable_wandb=true",
+    ]
+    variants = {
+        "exact": ["rollout.exact=true"],
+        "exact_twice": ["rollout.exact=true", "actor.update_per_rollout=2", "kl.coef=0.01"],
+        "usual": [],
+    }
+    variants["exact_twice"].append("kl.type=reward")
+    runs = [[*common, f"trainer.save_dir={tmp_path / key}", *v] for key, v in variants.items()]
+    launch_runs(2, runs)
+    for key in variants:
+        lines = read_metrics(tmp_path / key)
+        assert len(lines) == 2
+        for line in lines:
+            for metric in ("logp_difference", "kl_k1", "kl_k3", "outside"):
+                value = line[f"actor/mismatch_{metric}"]
+                assert value == 0 or key == "usual", (key, metric)
+        if key == "usual":
+            assert lines[0]["actor/mismatch_logp_difference"] > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["actor.tp_size=2"], "actor.tp_size=2: set 1"),
+        (["actor.sp_size=2"], "actor.sp_size=2: set 1"),
+        (["rollout.partial=true"], "rollout.partial=true"),
+        (["trainer.deterministic=false"], "trainer.deterministic=false"),
+        (["rollout.max_running=8"], "rollout.max_running=8: set at least 16"),
+        (["actor.lora_rank=4"], "actor.lora_rank=4"),
+        (["actor.compile=true"], "actor.compile=true"),
+        (["rollout.engine=sglang"], "rollout.engine=sglang: set rollout.engine=local"),
+        (["trainer.rollouts_from=."], "trainer.rollouts_from"),
+    ],
+)
+def test_where_it_cannot_hold_it_is_refused(
+    models, tmp_path, monkeypatch, capsys, arguments, words
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (tmp_path / "rows.jsonl").write_text('{"messages": "hi", "answer": "1"}\n' * 32)
+    base = [f"actor.model_name={models('llama')}", "data.path=rows.jsonl"]
+    base += ["rollout.env_path=gsm8k", "trainer.disable_wandb=true"]
+    assert parse(PPOConfig, [*base, "rollout.exact=true"]).actor.exact
+    assert not parse(PPOConfig, base).actor.exact
+    with pytest.raises(SystemExit):
+        parse(PPOConfig, [*base, "rollout.exact=true", *arguments])
+    assert f"rollout.exact=true does not hold with {words}" in capsys.readouterr().err
