@@ -28,7 +28,15 @@ SHAPE = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
-PROMPT_LENGTHS = (1, 5, 63, 64, 65, 130)  # around the ends of pages, and less than a kernel's rows
+PROMPT_LENGTHS = (
+    1,
+    3,
+    5,
+    63,
+    64,
+    65,
+    130,
+)  # around the ends of pages, and less than a kernel's rows
 GROUP_SIZE = 4
 FAMILIES = {
     "llama": ("llama", {}),
@@ -122,6 +130,9 @@ def test_log_probabilities_are_equal_before_and_after_an_update(
     batch = roll_out(engine)
     assert batch.mask.sum() == len(PROMPT_LENGTHS) * GROUP_SIZE * 9
     assert difference(batch, worker) == 0
+    small = batch.select([0])  # a prompt of one token, of whose answer three tokens are trained
+    small.mask[:, 3:] = 0
+    assert difference(small, worker) == 0
     worker.update(batch, policy_loss, with_entropy=True)
     assert worker.version == 1
     engine.sleep()
