@@ -263,6 +263,7 @@ def prove_transformers(subject: Subject) -> Iterator[Difference]:
     others = (actual != 0) != (expected != 0)
     meaning = "other tokens are trained than the samples say: is the mask shifted?"
     yield Difference("other trained tokens", others.sum().item(), 0, "all sequences", meaning)
+    actual, expected = actual.masked_fill(others, 0), expected.masked_fill(others, 0)
     yield compare_columns(actual, expected, cause_of_position(actual, expected))
     meaning = "if only one has a weight, a tie is lost or an adapter left; else see above"
     yield compare_named("gradient", actual_gradients, gradients, GRADIENT_TOLERANCE, meaning)
@@ -312,15 +313,18 @@ def prove_packed(subject: Subject) -> Iterator[Difference]:
 
 
 def train_once(subject: Subject, batch: Batch, **changes: Any) -> dict[str, Any]:
-    """Log-probabilities, and by name what one step of the actor's own loss gives."""
+    """What one step of the actor's own loss gives: columns, numbers and changes of weights."""
     config = subject.config
     worker = subject.worker(**changes)
+    before = {name: weight.clone() for name, weight in worker.iter_full_weights(torch.float32)}
     logps = worker.infer(batch).logps
     loss = partial(actor_loss, config.actor, config.kl)
     result = worker.update(batch, loss, with_entropy=needs_entropy(config.actor))
-    numbers = {"the loss": result.loss, "the gradient norm": result.grad_norm}
-    named = {name: torch.tensor(number) for name, number in numbers.items()}
-    return {"logps": logps, "named": {**named, **dict(worker.iter_full_weights(torch.float32))}}
+    numbers = {"loss": torch.tensor(result.loss), "norm": torch.tensor(result.grad_norm)}
+    steps = {}
+    for name, weight in worker.iter_full_weights(torch.float32):
+        steps[name] = (weight - before[name]).float()
+    return {"logps": logps, "numbers": numbers, "steps": steps}
 
 
 def fit_layout(subject: Subject) -> tuple[int, dict[str, Any]]:
@@ -357,15 +361,18 @@ def prove_layout(subject: Subject) -> Iterator[Difference]:
     path = f"{subject.folder}/layout"
     torch.save((subject, batch, changes, count), path)
     start_processes(run_rank, (path,), count, start_method="forkserver")
-    actual = torch.load(f"{path}.results", weights_only=False)
+    ranks = torch.load(f"{path}.results", weights_only=False)
     settings = " ".join(f"{key}={size}" for key, size in sizes.items())
     layout = f"({count} of {subject.num_processes} processes, {settings})"
     meaning = "the processes do not put their parts of a sequence or of a matrix together rightly"
-    logps_differ = compare_columns(actual["logps"], expected["logps"], meaning)
+    found = [compare_columns(ranks["logps"], expected["logps"], meaning)]
     meaning = "a constant factor means that gradients are summed or averaged over wrong processes"
-    named = (actual["named"], expected["named"])
-    weights_differ = compare_named("a step", *named, SCORE_TOLERANCE, meaning)
-    for difference in (logps_differ, weights_differ):
+    for key, what, limit in (
+        ("numbers", "loss or gradient norm", SCORE_TOLERANCE),
+        ("steps", "change of a weight in a step", GRADIENT_TOLERANCE),
+    ):
+        found.append(compare_named(what, ranks[key], expected[key], limit, meaning))
+    for difference in found:
         yield difference._replace(where=f"{difference.where} {layout}")
 
 
