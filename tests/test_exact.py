@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from common import WINDOWED, launch_runs, make_model, read_metrics
 from engine_contract import play
 from parity import policy_loss, worker_config
@@ -77,6 +78,24 @@ def threads():
     torch.set_num_threads(before)
 
 
+def skip_if_bits_depend_on_the_row_count(dtype):
+    """Skips on a CPU whose kernels let a row's bits depend on the number of rows in its call.
+
+    There a run with rollout.exact stops at its first step, see docs/exact.md.
+    """
+    generator = torch.Generator().manual_seed(0)
+    inputs, outputs = SHAPE["hidden_size"], SHAPE["vocab_size"]
+    rows = torch.randn(400, inputs, generator=generator).to(dtype)
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    heads = torch.randn(8, 192, SHAPE["head_dim"], generator=generator)
+    keys = torch.randn(8, SHAPE["head_dim"], 64, generator=generator)
+    for n in (16, 24, 160):
+        linear = torch.equal(F.linear(rows[:n], weight), F.linear(rows, weight)[:n])
+        product = torch.equal(heads[:, :n] @ keys, (heads @ keys)[:, :n])
+        if not (linear and product):
+            pytest.skip(f"this CPU sums {n} rows in another order than 400")
+
+
 def make_pair(name, dtype, exact, **changes):
     """An engine and a worker with the same weights."""
     options = {"max_running_requests": 24, "exact": exact}
@@ -126,6 +145,7 @@ def test_log_probabilities_are_equal_before_and_after_an_update(
 ):
     """The update compares too: without old log-probabilities it would stop."""
     threads(num_threads)
+    skip_if_bits_depend_on_the_row_count(getattr(torch, dtype))
     engine, worker = make_pair(models(family), dtype, exact=True)
     batch = roll_out(engine)
     assert batch.mask.sum() == len(PROMPT_LENGTHS) * GROUP_SIZE * 9
@@ -163,6 +183,7 @@ def test_without_exact_they_differ(models, dtype):
     ids=["without shared prompts", "many micro-batches", "bf16 logits", "checkpointing"],
 )
 def test_they_are_equal_however_the_batch_is_run(models, temperature, changes):
+    skip_if_bits_depend_on_the_row_count(torch.bfloat16)
     name = models("qwen3")
     engine, worker = make_pair(name, "bfloat16", exact=True, **changes)
     engine.head_dtype = getattr(torch, changes.get("head_dtype", "float32"))
@@ -174,6 +195,7 @@ def test_they_are_equal_however_the_batch_is_run(models, temperature, changes):
 
 
 def test_gradients_and_entropies_are_those_of_plain_attention(models):
+    skip_if_bits_depend_on_the_row_count(torch.float32)
     name = models("qwen2")
     engine, _ = make_pair(name, "float32", exact=True)
     batch = roll_out(engine)
@@ -195,6 +217,7 @@ def test_gradients_and_entropies_are_those_of_plain_attention(models):
 
 
 def test_a_wrong_token_stops_the_run_and_is_named(models):
+    skip_if_bits_depend_on_the_row_count(torch.bfloat16)
     engine, worker = make_pair(models("llama"), "bfloat16", exact=True)
     batch = roll_out(engine)
     engine.close()
@@ -213,6 +236,7 @@ def test_a_wrong_token_stops_the_run_and_is_named(models):
 
 def test_whole_runs_are_exact(models, tmp_path):
     """Two processes with FSDP, several turns and updates; and a run without exact."""
+    skip_if_bits_depend_on_the_row_count(torch.bfloat16)
     rows = [{"messages": [{"role": "user", "content": f"say a, {i}"}]} for i in range(8)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "env.py").write_text(
