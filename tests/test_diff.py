@@ -325,8 +325,8 @@ def test_steps_that_one_run_lacks_are_said(runs, copy, tmp_path, capsys, monkeyp
     text = (copy / "metrics.jsonl").read_text()
     (copy / "metrics.jsonl").write_text(text[: len(text) // 2 + 50])  # half of the second line
     status, output = call(capsys, monkeypatch, copy, runs / "first")
-    assert status == 0 and "same: steps 1 (" in output
-    assert f"only {runs / 'first'} has steps 2" in output
+    assert status == 0 and "same: step 1 (" in output
+    assert f"only {runs / 'first'} has step 2" in output
     assert f"{copy}/metrics.jsonl: 1 lines are cut or broken" in output
     (copy / "metrics.jsonl").write_text("")
     status, output = call(capsys, monkeypatch, copy, runs / "first")
@@ -334,6 +334,7 @@ def test_steps_that_one_run_lacks_are_said(runs, copy, tmp_path, capsys, monkeyp
     assert "has steps 1, 2" in output
     status, output = call(capsys, monkeypatch, runs / "first", tmp_path)
     assert status == 2 and f"{tmp_path} is not the folder of a run" in output
+    assert diff.describe_steps([3]) == "step 3"
     assert diff.describe_steps(range(1, 10)) == "steps 1, ..., 9"
 
 

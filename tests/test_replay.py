@@ -125,7 +125,7 @@ def test_every_step_of_every_trainer_is_the_same_again(runs, replayed, trainer):
         status, output = replayed(folder, step)
         assert status == 0 and "first difference" not in output, output
         kinds = "metrics, answers, tokens, weights" if trainer == "ppo" else "metrics, weights"
-        assert f"same: steps {step} (compared: {kinds})" in output
+        assert f"same: step {step} (compared: {kinds})" in output
         assert "changed since the run" not in output
         assert "test " not in output and "model saved" not in output
         assert f"step {step}/3" in output and f"step {step + 1}/3" not in output
@@ -255,7 +255,7 @@ def test_what_cannot_be_replayed_is_said_at_once(copied, runs, replayed, tmp_pat
     status, output = replayed(copied, 7)
     assert status == 2 and "--step 7: " in output and "has recorded steps 1, 2, 3" in output
     status, output = replayed(runs / "sft", 1, "--rollouts", "saved")
-    assert status == 2 and "has no tokens of steps 1" in output
+    assert status == 2 and "has no tokens of step 1" in output
     status, output = replayed(copied, 1, "--out", copied)
     assert status == 2 and "is not empty: give a new folder" in output
     (copied / "checkpoints/step_1").rename(tmp_path / "step_1")
@@ -293,4 +293,4 @@ def test_the_command_starts_in_the_folder_of_the_run(data, tmp_path, monkeypatch
     words = arguments(data, "sft", "runs/relative", "data.path=sft.jsonl", "trainer.max_steps=2")
     launch(1, "-m", "rl2.trainer.sft", *words[1:])
     done = run("-m", "rl2", "replay", data / "runs/relative", "--step", "2", cwd=tmp_path)
-    assert "same: steps 2 (compared: metrics, weights)" in done.stdout
+    assert "same: step 2 (compared: metrics, weights)" in done.stdout

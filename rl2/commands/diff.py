@@ -23,7 +23,7 @@ CODE = "commit code versions.rl2"
 NUMERICS = f"""
     *.model_name *dtype *.?p_size *.fsdp_size *.compile *.share_prompts *length_per_device
     *.gradient_checkpointing *.offload_* versions.torch versions.transformers versions.sglang
-    hosts cpu gpu threads world_size {CODE}
+    hosts cpu gpu threads world_size rollout.exact {CODE}
 """
 ENGINE = f"rollout.engine* rollout.gpu_mem* rollout.max_running trainer.deterministic {NUMERICS}"
 ENV = "rollout.env_* contents.rollout.env_path rollout.max_turns versions.python"
@@ -139,11 +139,13 @@ def print_changes(title: str, changes: Changes) -> None:
 
 
 def describe_steps(numbers: Iterable[int]) -> str:
-    """Such as "steps 1, 2, 3" and "steps 1, ..., 9"."""
+    """Such as "step 1", "steps 1, 2, 3" and "steps 1, ..., 9"."""
     texts = [str(number) for number in sorted(numbers)]
     if len(texts) > SHOWN_STEPS:
         texts[1:-1] = ["..."]
-    return f"steps {', '.join(texts)}" if texts else "no step"
+    if len(texts) < 2:
+        return f"step {texts[0]}" if texts else "no step"
+    return f"steps {', '.join(texts)}"
 
 
 def explain(found: Difference, numbers: Changes) -> str:

@@ -61,6 +61,8 @@ def main() -> None:
     except (OSError, ValueError, RuntimeError) as error:
         print(f"rl2 replay: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)  # as a shell tells of Ctrl-C
     sys.exit(int(found is not None))
 
 
