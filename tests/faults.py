@@ -185,7 +185,7 @@ def fail_to_sync(rank: int) -> None:
     calls = itertools.count(1)
 
     def fail() -> None:
-        if sys._getframe(2).f_code.co_name == "log" and next(calls) == 2:
+        if sys._getframe(2).f_code.co_qualname == "MetricsFile.write" and next(calls) == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     before(os, "fsync", fail)
