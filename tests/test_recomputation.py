@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from common import make_model
 
 from rl2 import memory_plan
@@ -26,6 +27,14 @@ def config(tmp_path):
         max_length_per_device=4096,
     )
     return config
+
+
+def test_a_plan_leaves_the_functions_of_torch_as_they_were(config):
+    """With another torch.tensor in torch's list, models that load later were not initialized."""
+    torch.utils._device._device_constructors.cache_clear()  # as in a new process
+    predict(config, 1)
+    with torch.device("meta"):
+        assert torch.tensor([]).is_meta
 
 
 def test_the_fewest_layers_that_fit_are_recomputed(config, capsys, monkeypatch):

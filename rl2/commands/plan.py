@@ -59,7 +59,9 @@ def planned_device(num_gpus: int) -> Iterator[PlannedDevice]:
 
     Models get weights without values.
     """
-    make_tensor = torch.tensor
+    with torch.device("cpu"):  # torch lists its functions that make tensors at the first such call
+        make_tensor = torch.tensor
+        make_tensor(0)
 
     def tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
         # torch.tensor does not pass through dispatch modes; `to` does.
