@@ -123,12 +123,19 @@ def report(comparison: Comparison) -> Difference | None:
             print(f"only {run.folder} has {describe_steps(only)}")
         if run.num_broken:
             print(f"{run.folder}/metrics.jsonl: {run.num_broken} lines are cut or broken")
+    print_result(comparison, steps, found, numbers)
+    return found
+
+
+def print_result(
+    comparison: Comparison, steps: Iterable[int], found: Difference | None, numbers: Changes
+) -> None:
+    """Prints the first difference and what may explain it, or that the steps are the same."""
     if found:
         print(f"first difference: {found}\n{explain(found, numbers)}")
-        return found
+        return
     kinds = ", ".join(["metrics", *sorted(comparison.seen)])
     print(f"same: {describe_steps(steps)} (compared: {kinds})")
-    return None
 
 
 def print_changes(title: str, changes: Changes) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from rl2.checkpoints import Checkpoints, step_of
 from rl2.commands.compare import Comparison, Difference, Run
-from rl2.commands.diff import describe_steps, explain, find_changes, print_changes
+from rl2.commands.diff import describe_steps, find_changes, print_changes, print_result
 from rl2.report.page import Record
 
 PACKAGE = Path(__file__).parent.parent
@@ -190,9 +190,5 @@ def report(run: Run, again: Run, plan: Plan) -> Difference | None:
     found = comparison.find(plan.steps)
     changes, _ = find_changes(run, again, found.step if found else plan.steps[-1])
     print_changes("changed since the run", changes)
-    if found is None:
-        kinds = ", ".join(["metrics", *sorted(comparison.seen)])
-        print(f"same: {describe_steps(plan.steps)} (compared: {kinds})")
-        return None
-    print(f"first difference: {found}\n{explain(found, changes)}")
+    print_result(comparison, plan.steps, found, changes)
     return found
