@@ -65,17 +65,18 @@ def make_engine(settings, prompts):
 def make_players(model_name, dtype, prompts, device):
     """{name: function that answers all prompts}. The functions take the length of each answer."""
     players = {"model.generate": make_generate(model_name, dtype, prompts, device)}
-    for deterministic in (False, True):
+    kinds = {"": (False, False), ", deterministic": (True, False), ", exact": (True, True)}
+    for kind, (deterministic, exact) in kinds.items():
         for slots in (len(prompts), len(prompts) // 2):
-            name = f"engine, {slots} slots" + (", deterministic" if deterministic else "")
             settings = EngineSettings(
                 model_name=model_name,
                 dtype=dtype,
                 device=device,
                 max_running_requests=slots,
                 deterministic=deterministic,
+                exact=exact,
             )
-            players[name] = make_engine(settings, prompts)
+            players[f"engine, {slots} slots{kind}"] = make_engine(settings, prompts)
     return players
 
 

@@ -1,5 +1,6 @@
 """rollout.exact: the engine and the trainer give all sampled tokens equal log-probabilities."""
 
+import asyncio
 import json
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from parity import policy_loss, worker_config
 from rl2.batch import Sample, collate
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
-from rl2.engine.base import EngineSettings
+from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
@@ -191,6 +192,58 @@ def test_they_are_equal_however_the_batch_is_run(models, temperature, changes):
     batch = roll_out(engine, temperature)
     assert difference(batch, worker, temperature) == 0
     worker.update(batch, policy_loss, temperature, with_entropy=True)
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_free_slots_are_not_decoded_and_change_no_bit(models, monkeypatch, dtype):
+    """Answers of uneven lengths in steps of all slots, and in steps of the busy ones."""
+    skip_if_bits_depend_on_the_row_count(getattr(torch, dtype))
+    prompts = [list(range(3, 10 + i % 5)) for i in range(60)]
+    settings = EngineSettings(
+        models("llama"), getattr(torch, dtype), CPU, max_running_requests=40, exact=True
+    )
+    results, rows = [], []
+    for decodes_free_slots in (True, False):
+        engine = LocalEngine(settings)
+        assert not engine.decodes_free_slots
+        engine.decodes_free_slots = decodes_free_slots
+        decode = engine._decode
+
+        def count_rows(tokens, positions, decode=decode):
+            rows[-1].append(len(tokens))
+            return decode(tokens, positions)
+
+        monkeypatch.setattr(engine, "_decode", count_rows)
+        rows.append([])
+        params = [SamplingParams(max_new_tokens=1 + i * 7 % 30) for i in range(60)]
+        calls = [engine.generate(p, params[i], (0, i)) for i, p in enumerate(prompts)]
+
+        async def answer_all(calls=calls):
+            return await asyncio.gather(*calls)
+
+        answers = engine.loop.run_until_complete(answer_all())
+        results.append([(answer.tokens, answer.logps) for answer in answers])
+        engine.close()
+    assert results[0] == results[1]
+    assert set(rows[0]) == {40}
+    assert min(rows[1]) == 16 and max(rows[1]) == 40 and sum(rows[1]) < 0.8 * sum(rows[0])
+
+
+def test_free_slots_are_decoded_where_rows_depend_on_their_number(models, monkeypatch):
+    name = models("qwen2")
+    settings = EngineSettings(name, torch.float32, CPU, max_running_requests=24, exact=True)
+    plain = LocalEngine._pack_linear_layers
+
+    def one_layer_sums_few_rows_otherwise(engine):
+        plain(engine)
+        layer = engine.model.model.layers[1].mlp.down_proj
+        forward = layer.forward
+        layer.__dict__["forward"] = lambda x: forward(x) * (1 + 1e-6 * (len(x) < 24))
+
+    monkeypatch.setattr(LocalEngine, "_pack_linear_layers", one_layer_sums_few_rows_otherwise)
+    engine = LocalEngine(settings)
+    assert engine.decodes_free_slots
     engine.close()
 
 

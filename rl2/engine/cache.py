@@ -48,8 +48,8 @@ class PrefillAttention(PackedAttention):
 class PagedKVCache:
     """Keys and values of all slots, and the attention of one new token a slot over them.
 
-    A layer has two tensors of pages, keys and values, [N, S, G, P, D] each; N grows with the
-    longest request.
+    A layer has two tensors of pages: keys [N, S, G, D, P], in the layout of the fastest products,
+    and values [N, S, G, P, D]. N grows with the longest request.
     """
 
     def __init__(self, num_slots: int):
@@ -88,7 +88,7 @@ class PagedKVCache:
         n, num_heads, _, _ = query.shape
         layer: int = module.layer_idx
         keys, values = self._reserve(layer, [key, value], self.num_pages)
-        keys[self.page, self.slots, :, self.offset] = key[:, :, 0]
+        keys[self.page, self.slots, :, :, self.offset] = key[:, :, 0]
         values[self.page, self.slots, :, self.offset] = value[:, :, 0]
         out, _ = attend_pages(
             query.unflatten(1, (key.shape[1], -1)).transpose(2, 3),  # [n, G, 1, H / G, D]
@@ -114,8 +114,8 @@ class PagedKVCache:
             length = keys_and_values[0].shape[1]
             num_pages = -(-length // PAGE_SIZE_TOKENS)
             padding = num_pages * PAGE_SIZE_TOKENS - length
-            layer_pages = self._reserve(layer, keys_and_values, num_pages)
-            for pages, new in zip(layer_pages, keys_and_values, strict=True):
+            keys, values = self._reserve(layer, keys_and_values, num_pages)
+            for pages, new in zip((keys.mT, values), keys_and_values, strict=True):
                 padded = F.pad(new, (0, 0, 0, padding))
                 new_pages = padded.unflatten(1, (num_pages, PAGE_SIZE_TOKENS))  # [G, N, P, D]
                 pages[:num_pages, slots] = new_pages.transpose(0, 1)[:, None]
@@ -132,18 +132,19 @@ class PagedKVCache:
         `like`: keys and values, [..., G, *, D].
         """
         if layer not in self.layers:
-            self.layers[layer] = [self._new_pages(0, tensor) for tensor in like]
+            self.layers[layer] = self._new_pages(0, *like)
         pages = self.layers[layer]
         num_missing = num_pages - len(pages[0])
         if num_missing > 0:
-            for i, tensor in enumerate(like):
-                pages[i] = torch.cat([pages[i], self._new_pages(num_missing, tensor)])
+            missing = self._new_pages(num_missing, *like)
+            pages[:] = [torch.cat(parts) for parts in zip(pages, missing, strict=True)]
         return pages
 
-    def _new_pages(self, count: int, like: Tensor) -> Tensor:
-        """Zeros [count, S, G, P, D].
+    def _new_pages(self, count: int, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Zeros of the two shapes.
 
         Masked values are multiplied by a probability of 0, so they must be finite.
         """
-        *_, num_groups, _, head_size = like.shape
-        return like.new_zeros(count, self.num_slots, num_groups, PAGE_SIZE_TOKENS, head_size)
+        shape = (count, self.num_slots, key.shape[-3])
+        keys = key.new_zeros(*shape, key.shape[-1], PAGE_SIZE_TOKENS)
+        return [keys, value.new_zeros(*shape, PAGE_SIZE_TOKENS, value.shape[-1])]

@@ -8,7 +8,8 @@ Equal bits: a kernel chooses its order of summation by shape. So the rounding of
 how many rows and keys share its call, but not on their values. With `deterministic` every call has
 a constant shape: all slots decode in every step, busy or not; attention runs page by page; and each
 prompt is prefilled alone. Tokens and log-probabilities of a request are then bit-equal whatever
-else is in flight.
+else is in flight. With `exact` the busy slots alone decode, where a trial shows that the number of
+rows changes no bit.
 """
 
 import asyncio
@@ -39,9 +40,9 @@ from rl2.engine.cache import PagedKVCache, PrefillAttention, PromptKV
 from rl2.engine.sampler import sample, uniform_noise
 from rl2.engine.stop import StopSearch
 from rl2.model.head import logit_divisor
-from rl2.parallel.pages import MIN_ROWS
+from rl2.parallel.pages import MIN_ROWS, exact_factors
 
-STEP_ROWS_MULTIPLE = 8  # without `deterministic`, a step has a multiple of this many rows
+STEP_ROWS_MULTIPLE = 8  # of a step that leaves free slots out
 PREFILL_BATCH_TOKENS = 2048  # most prompt tokens of one forward, without `deterministic`
 # What a step needs of a slot: the token to feed, its position, the noise that draws the token after
 # it, temperature, top_p and top_k.
@@ -125,6 +126,9 @@ class LocalEngine(Engine):
         self.asleep = False
         self._task: asyncio.Task[None] | None = None
         self._pack_linear_layers()
+        self.decodes_free_slots = self.deterministic
+        if self.exact:
+            self.decodes_free_slots = not self._rows_are_independent()
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, seed: Seed
@@ -365,20 +369,23 @@ class LocalEngine(Engine):
         head = self.model.get_output_embeddings()
         if hidden.is_cuda and hidden.dtype != self.head_dtype:
             return torch.mm(hidden, head.weight.T, out_dtype=self.head_dtype)
-        hidden = hidden.to(self.head_dtype)
-        if "forward" in head.__dict__:  # packed, in head_dtype
-            return head(hidden)
-        return hidden @ head.weight.to(self.head_dtype).T
+        with exact_factors(hidden.dtype):
+            hidden = hidden.to(self.head_dtype)
+            if "forward" in head.__dict__:  # packed, in head_dtype
+                return head(hidden)
+            return hidden @ head.weight.to(self.head_dtype).T
 
     def _num_step_rows(self) -> int:
         """How many slots to decode, from the first one on.
 
-        Without `deterministic` busy slots move to the front, so that few are enough.
+        If free slots need not be decoded, busy ones move to the front.
         """
-        if self.deterministic:
+        if self.decodes_free_slots:
             return self.max_running_requests
         busy = [slot for slot, request in enumerate(self.slots) if request]
         num_rows = -(-len(busy) // STEP_ROWS_MULTIPLE) * STEP_ROWS_MULTIPLE
+        if self.exact:
+            num_rows = max(num_rows, MIN_ROWS)
         num_rows = min(num_rows, self.max_running_requests)
         free = [slot for slot in range(num_rows) if self.slots[slot] is None]
         outside = [slot for slot in reversed(busy) if slot >= num_rows]
@@ -387,6 +394,29 @@ class LocalEngine(Engine):
             self.slots[target] = self.slots[source]
             self.slots[source] = None
         return num_rows
+
+    @torch.inference_mode()
+    def _rows_are_independent(self) -> bool:
+        """Whether a step of any number of rows gives a row the same bits.
+
+        Linear layers are tried, one of each shape. What else has weights in matrices, such as
+        experts, is not.
+        """
+        known = [m for m in self.model.modules() if type(m) in (nn.Linear, nn.Embedding)]
+        tried = {id(module.weight) for module in known}
+        if any(weight.ndim > 1 and id(weight) not in tried for weight in self.model.parameters()):
+            return False
+        layers = {module.weight.shape: module for module in known if type(module) is nn.Linear}
+        return all(map(self._is_independent, layers.values()))
+
+    def _is_independent(self, layer: nn.Linear) -> bool:
+        """Whether steps of all sizes give the same bits. The rows of the weight are the input."""
+        compute = self._logits if layer is self.model.get_output_embeddings() else layer
+        most = self.max_running_requests
+        rows = layer.weight.repeat(-(-most // len(layer.weight)), 1)[:most]
+        expected = compute(rows)
+        counts = range(MIN_ROWS, most, STEP_ROWS_MULTIPLE)
+        return all(torch.equal(compute(rows[:n]), expected[:n]) for n in counts)
 
     def _pack_linear_layers(self) -> None:
         """Gives linear layers copies of their weights in the layout of oneDNN's kernels.
@@ -404,10 +434,11 @@ class LocalEngine(Engine):
             weight = module.weight.to(self.head_dtype) if module is head else module.weight
             if not _can_pack(weight.dtype):
                 continue
-            packed = ops._reorder_linear_weight(weight, self.max_running_requests)
-            linear = partial(_packed_linear, packed, module.bias)
-            if self.exact and not _is_plain(linear, weight, module.bias):
-                linear = partial(F.linear, weight=weight, bias=module.bias)
+            with exact_factors(module.weight.dtype):
+                packed = ops._reorder_linear_weight(weight, self.max_running_requests)
+                linear = partial(_packed_linear, packed, module.bias)
+                if self.exact and not _is_plain(linear, weight, module.bias):
+                    linear = partial(F.linear, weight=weight, bias=module.bias)
             module.__dict__["forward"] = linear
 
 

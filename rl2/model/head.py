@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl2.model.fused import compiled
 from rl2.parallel.device import device_kind
-from rl2.parallel.pages import MIN_ROWS
+from rl2.parallel.pages import MIN_ROWS, exact_factors
 from rl2.parallel.tensor import sum_softmax
 
 # Logits that are held at a time: 32 and 512 MiB in fp32. Few enough for a CPU's caches, and enough
@@ -97,6 +97,7 @@ def _exact_scores(hidden, weight, targets, temperature, with_entropy, dtype):
     The head is converted to `dtype` as a whole, as in the engine.
     """
     missing = max(0, MIN_ROWS - len(hidden))
+    factors = hidden.dtype
     hidden = F.pad(hidden.to(dtype), (0, 0, 0, missing))
     weight = weight.to(dtype)
     # Slices are of nearly the same size, so none has fewer than MIN_ROWS.
@@ -109,7 +110,8 @@ def _exact_scores(hidden, weight, targets, temperature, with_entropy, dtype):
     )
     scores = []
     for some_hidden, some_targets in rows:
-        logits = F.linear(some_hidden, weight)
+        with exact_factors(factors):
+            logits = F.linear(some_hidden, weight)
         divisor = torch.full((len(logits),), temperature)
         softmax = BlockSoftmax.of(logits, divisor)
         lse = (softmax.top + softmax.total.log()).float()
@@ -254,14 +256,12 @@ def _gradient_of_all_logits(log_p, d_logps, d_entropy, entropy, with_entropy) ->
 
 
 def _logits(hidden, weight, temperature, dtype) -> Tensor:
-    """[P, E] and [V, E] -> [P, V] in fp32, of products that are rounded to `dtype`.
-
-    The product of two bf16 numbers is exact in fp32, and sums are in fp32.
-    """
+    """[P, E] and [V, E] -> [P, V] in fp32, of products that are rounded to `dtype`."""
     if hidden.dtype != dtype and device_kind(hidden.device) == "cuda":
         logits = torch.mm(hidden, weight.T, out_dtype=dtype)
     else:  # on a CPU the product has the type of its factors
-        logits = (hidden.to(dtype) @ weight.to(dtype).T).float()
+        with exact_factors(hidden.dtype):
+            logits = (hidden.to(dtype) @ weight.to(dtype).T).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 

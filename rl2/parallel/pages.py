@@ -10,6 +10,7 @@ P = PAGE_SIZE_TOKENS, K = N * P keys, D head size, L packed tokens.
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,10 +26,27 @@ WIDTH_MULTIPLE_TOKENS = 16  # queries of documents that share a call are padded 
 CELLS_PER_CALL = 2**18  # queries times keys: the scores of ten heads take 10 MiB
 
 
+@contextmanager
+def exact_factors(dtype: torch.dtype) -> Iterator[None]:
+    """Within it, products of float32 copies of tensors of `dtype` may take a CPU's kernels for it.
+
+    The product of two bf16 numbers is exact in fp32, and sums are in fp32. oneDNN takes the place
+    of MKL, and computes in bf16 on CPUs with AMX.
+    """
+    mkldnn: Any = torch.backends.mkldnn
+    before = mkldnn.matmul.fp32_precision
+    if dtype == torch.bfloat16:
+        mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        mkldnn.matmul.fp32_precision = before
+
+
 def attend_pages(
     query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """query [n, G, W, g, D], keys and values [N, n, G, P, D], hidden [n, W, K]
+    """query [n, G, W, g, D], keys [N, n, G, D, P], values [N, n, G, P, D], hidden [n, W, K]
     -> out [n, G, W, g, D], scores [n, G, W, g, K], both float32.
 
     `hidden` is true where a query does not see a key; keys and values are finite there too. Scores
@@ -40,7 +58,8 @@ def attend_pages(
     # The queries of one key head are the rows of one matrix, so no key is repeated.
     rows = query.float().reshape(n * num_groups, num_rows, -1)
     rows = F.pad(rows, (0, 0, 0, max(0, MIN_HEAD_ROWS - num_rows)))
-    page_scores = [rows @ page.flatten(0, 1).float().transpose(1, 2) for page in keys]
+    with exact_factors(query.dtype):
+        page_scores = [rows @ page.flatten(0, 1).float() for page in keys]
     scores = torch.cat(page_scores, -1).mul_(scaling)
 
     def split(x: Tensor) -> Tensor:
@@ -92,7 +111,11 @@ class Pages:
         for q_rows, k_rows, hidden, is_real in self.calls:
             query = q[q_rows].unflatten(2, (k.shape[1], -1)).transpose(1, 2)
             call_out, scores = attend_pages(
-                query, _pages(k, k_rows), _pages(v, k_rows), hidden, scale
+                query,
+                _pages(k, k_rows).transpose(3, 4).contiguous(),
+                _pages(v, k_rows).contiguous(),
+                hidden,
+                scale,
             )
             call_lse = scores.logsumexp(-1)
             out[q_rows[is_real]] = call_out.transpose(1, 2).flatten(2, 3)[is_real].to(q.dtype)
@@ -138,4 +161,4 @@ def _call(
 def _pages(tensor: Tensor, rows: Tensor) -> Tensor:
     """Rows [n, K] of [L, G, D] -> [N, n, G, P, D]."""
     pages = tensor[rows].unflatten(1, (-1, PAGE_SIZE_TOKENS))
-    return pages.permute(1, 0, 3, 2, 4).contiguous()
+    return pages.permute(1, 0, 3, 2, 4)
