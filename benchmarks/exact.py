@@ -63,7 +63,7 @@ def run(arguments, device, exact: bool) -> tuple[float, ...]:
         gradient_checkpointing=False,
         max_length_per_device=4096,
     )
-    config.exact = exact
+    config.exact = "demanded" if exact else ""
     worker = Worker(config, device, num_updates=2)
     vocabulary = AutoConfig.from_pretrained(arguments.model).vocab_size
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -102,7 +103,7 @@ def make_pair(name, dtype, exact, **changes):
     options = {"max_running_requests": 24, "exact": exact}
     engine = LocalEngine(EngineSettings(name, getattr(torch, dtype), CPU, **options))
     config = worker_config(name, dtype=dtype, lr=1e-3, **changes)
-    config.exact = exact
+    config.exact = "demanded" if exact else ""
     return engine, Worker(config, CPU, num_updates=4)
 
 
@@ -269,7 +270,7 @@ def test_gradients_and_entropies_are_those_of_plain_attention(models):
         assert error < 1e-5, (key, error)
 
 
-def test_a_wrong_token_stops_the_run_and_is_named(models):
+def test_a_wrong_token_stops_the_run_and_is_named_or_is_warned_of_once(models, capsys):
     skip_if_bits_depend_on_the_row_count(torch.bfloat16)
     engine, worker = make_pair(models("llama"), "bfloat16", exact=True)
     batch = roll_out(engine)
@@ -285,6 +286,15 @@ def test_a_wrong_token_stops_the_run_and_is_named(models):
         worker.infer(batch)
     with pytest.raises(RuntimeError, match=where):
         worker.update(batch, policy_loss, with_entropy=True)
+    capsys.readouterr()
+    worker.config.exact = "tried"
+    frozen = worker.reference()
+    worker.model.exact = "tried"
+    frozen_logps = frozen.infer(batch).logps  # compares nothing
+    assert torch.equal(frozen_logps, worker.infer(batch).logps)
+    worker.update(batch, policy_loss, with_entropy=True)
+    warnings = re.findall("warning: .*", capsys.readouterr().err)
+    assert len(warnings) == 1 and re.match(f"warning: {where}.*rollout.exact=false", warnings[0])
 
 
 def test_whole_runs_are_exact(models, tmp_path):
@@ -316,9 +326,9 @@ def test_whole_runs_are_exact(models, tmp_path):
         "trainer.disable_wandb=true",
     ]
     variants = {
-        "exact": ["rollout.exact=true"],
+        "default": [],
         "exact_twice": ["rollout.exact=true", "actor.update_per_rollout=2", "kl.coef=0.01"],
-        "usual": [],
+        "usual": ["rollout.exact=false"],
     }
     variants["exact_twice"].append("kl.type=reward")
     runs = [[*common, f"trainer.save_dir={tmp_path / key}", *v] for key, v in variants.items()]
@@ -348,7 +358,7 @@ def test_whole_runs_are_exact(models, tmp_path):
         (["trainer.rollouts_from=."], "trainer.rollouts_from"),
     ],
 )
-def test_where_it_cannot_hold_it_is_refused(
+def test_where_it_cannot_hold_it_is_refused_and_not_tried(
     models, tmp_path, monkeypatch, capsys, arguments, words
 ):
     monkeypatch.chdir(tmp_path)
@@ -356,8 +366,15 @@ def test_where_it_cannot_hold_it_is_refused(
     (tmp_path / "rows.jsonl").write_text('{"messages": "hi", "answer": "1"}\n' * 32)
     base = [f"actor.model_name={models('llama')}", "data.path=rows.jsonl"]
     base += ["rollout.env_path=gsm8k", "trainer.disable_wandb=true"]
-    assert parse(PPOConfig, [*base, "rollout.exact=true"]).actor.exact
-    assert not parse(PPOConfig, base).actor.exact
+    assert parse(PPOConfig, [*base, "rollout.exact=true"]).actor.exact == "demanded"
+    assert not parse(PPOConfig, [*base, "rollout.exact=false"]).actor.is_exact
+    default = parse(PPOConfig, base)
+    assert default.actor.exact == default.teacher.exact == "tried"
+    assert not default.critic.is_exact
     with pytest.raises(SystemExit):
         parse(PPOConfig, [*base, "rollout.exact=true", *arguments])
     assert f"rollout.exact=true does not hold with {words}" in capsys.readouterr().err
+    section, name, value = re.split("[.=]", arguments[0], maxsplit=2)
+    value = {"true": True, "false": False}.get(value, value)
+    setattr(getattr(default, section), name, int(value) if str(value).isdigit() else value)
+    assert not replace(default).actor.is_exact

@@ -13,6 +13,7 @@ from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.config.by_name import Function, argument_names, find_function
 from rl2.config.key import Condition
 from rl2.engine.select import choose_engine
+from rl2.parallel.pages import MIN_ROWS
 
 
 def function_settings(name: str, table: Mapping[str, Function], key: str) -> tuple[str, ...]:
@@ -44,6 +45,36 @@ def has_section(config: Any, *names: str) -> bool:
 def has_new_adapters(config: Any) -> bool:
     """Whether a worker trains adapters, whose weights are random at first."""
     return any(getattr(section, "lora_rank", 0) for section in vars(config).values())
+
+
+def exact_obstacles(config: Any) -> list[str]:
+    """With what engine and trainer cannot have equal bits, and what to choose instead."""
+    actor, rollout, trainer = config.actor, config.rollout, config.trainer
+    obstacles = (
+        (torch.cuda.is_available(), "a GPU", "CUDA_VISIBLE_DEVICES= hides it"),
+        (
+            choose_engine(rollout.engine)[0] != "local",
+            f"rollout.engine={rollout.engine}",
+            "set rollout.engine=local",
+        ),
+        (
+            rollout.max_running < MIN_ROWS,
+            f"rollout.max_running={rollout.max_running}",
+            f"set at least {MIN_ROWS}: kernels sum fewer rows in another order",
+        ),
+        (rollout.partial, "rollout.partial=true", "older weights sample a part of its tokens"),
+        (trainer.rollouts_from, "trainer.rollouts_from", "other weights may have sampled"),
+        (
+            trainer.deterministic is False,
+            "trainer.deterministic=false",
+            "leave it out: the engine's calls have a constant shape then",
+        ),
+        (actor.tp_size > 1, f"actor.tp_size={actor.tp_size}", "set 1"),
+        (actor.sp_size > 1, f"actor.sp_size={actor.sp_size}", "set 1"),
+        (actor.lora_rank, f"actor.lora_rank={actor.lora_rank}", "the engine merges adapters"),
+        (actor.compile, "actor.compile=true", "compiled kernels round in other places"),
+    )
+    return [f"{setting}: {advice}" for is_there, setting, advice in obstacles if is_there]
 
 
 WITH_TEST_DATA = Condition(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rl2.config.conditions import estimator_inputs, needs_critic
+from rl2.config.conditions import estimator_inputs, exact_obstacles, needs_critic
 from rl2.config.key_rules import (
     Checked,
     check_choices,
@@ -29,7 +29,6 @@ from rl2.config.schema import (
 )
 from rl2.engine.select import choose_engine, is_installed
 from rl2.env.contract import find_env_file
-from rl2.parallel.pages import MIN_ROWS
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 INTERVAL_CORRECTIONS = ("token_mask", "geometric_mask")  # they keep ratios in [1 / cap, cap]
@@ -316,35 +315,10 @@ def check_engine(config: PPOConfig) -> Iterator[str]:
 
 
 def check_exact(config: PPOConfig) -> Iterator[str]:
-    """With what engine and trainer cannot have equal bits, and what to choose instead."""
-    actor, rollout, trainer = config.actor, config.rollout, config.trainer
-    obstacles = (
-        (torch.cuda.is_available(), "a GPU", "CUDA_VISIBLE_DEVICES= hides it"),
-        (
-            choose_engine(rollout.engine)[0] != "local",
-            f"rollout.engine={rollout.engine}",
-            "set rollout.engine=local",
-        ),
-        (
-            rollout.max_running < MIN_ROWS,
-            f"rollout.max_running={rollout.max_running}",
-            f"set at least {MIN_ROWS}: kernels sum fewer rows in another order",
-        ),
-        (rollout.partial, "rollout.partial=true", "older weights sample a part of its tokens"),
-        (trainer.rollouts_from, "trainer.rollouts_from", "other weights may have sampled"),
-        (
-            trainer.deterministic is False,
-            "trainer.deterministic=false",
-            "leave it out: the engine's calls have a constant shape then",
-        ),
-        (actor.tp_size > 1, f"actor.tp_size={actor.tp_size}", "set 1"),
-        (actor.sp_size > 1, f"actor.sp_size={actor.sp_size}", "set 1"),
-        (actor.lora_rank, f"actor.lora_rank={actor.lora_rank}", "the engine merges adapters"),
-        (actor.compile, "actor.compile=true", "compiled kernels round in other places"),
-    )
-    for is_there, setting, advice in obstacles:
-        if rollout.exact and is_there:
-            yield f"rollout.exact=true does not hold with {setting}: {advice}"
+    """With what the demand for equal bits cannot be met, and what to choose instead."""
+    if config.rollout.exact:
+        for obstacle in exact_obstacles(config):
+            yield f"rollout.exact=true does not hold with {obstacle}"
 
 
 # Warnings.

@@ -36,6 +36,7 @@ from rl2.config.conditions import (
     WITH_TEST_DATA,
     WITH_TRAINING_ROWS,
     estimator_inputs,
+    exact_obstacles,
 )
 from rl2.config.key import (
     Condition,
@@ -180,7 +181,8 @@ class SFTDataConfig(ExampleConfig):
 class ModelConfig:
     """A model and how it lies on the processes."""
 
-    exact = False  # of PPO's actor alone: its rollout.exact
+    # PPO's rollout.exact in words: "demanded", "tried", or nothing, which the other trainers have.
+    exact = ""
 
     model_name: str = key(
         MISSING,
@@ -234,6 +236,10 @@ class ModelConfig:
     offload_model: bool = key(
         False, "keep the weights in host memory while they are not used", only_if=WITH_GPU
     )
+
+    @property
+    def is_exact(self) -> bool:
+        return bool(self.exact)
 
 
 @dataclass
@@ -530,10 +536,10 @@ class RolloutConfig:
         only_if=WITH_SGLANG,
     )
     max_running: PositiveInt = key(64, "sequences that one engine decodes at a time")
-    exact: bool = key(
-        False,
+    exact: bool | None = key(
+        None,
         "engine and trainer give every sampled token the same log-probability, to the bit, which "
-        "each step checks; the local engine on a CPU only",
+        "each step checks; true stops at a difference; by default on a CPU, where it can hold",
     )
     check_weights: bool = key(
         False,
@@ -846,7 +852,10 @@ class PPOConfig:
     trainer: PPOTrainerConfig = section(PPOTrainerConfig, "the run: length, folder, checkpoints")
 
     def __post_init__(self) -> None:
-        self.actor.exact = self.rollout.exact  # the worker gets its own section alone
+        exact = "demanded" if self.rollout.exact else ""
+        if self.rollout.exact is None and not exact_obstacles(self):
+            exact = "tried"
+        self.actor.exact = self.teacher.exact = exact  # a worker gets its own section alone
 
 
 @dataclass

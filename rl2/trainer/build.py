@@ -162,7 +162,7 @@ class PPORun:
             device=device,
             max_running_requests=rollout.max_running,
             deterministic=self.deterministic,
-            exact=rollout.exact,
+            exact=actor.is_exact,
             tp_size=rollout.tp_size,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             plan_memory=self.prediction.plan,
