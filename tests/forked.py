@@ -5,6 +5,7 @@ have, do not survive a fork. So the store of all runs is in a process of its own
 """
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -28,6 +29,7 @@ class ForkedRuns:
         self.folder = folder
         self.num_runs = 0
         self.port = host_store()
+        gc.freeze()  # or each collection in a rank passes over all objects of the imports
 
     def start(
         self,

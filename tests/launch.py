@@ -6,6 +6,7 @@ restarts and several nodes are tested with torchrun itself.
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -23,6 +24,7 @@ def serve() -> None:
     ranks `world`, the `command` (SCRIPT argument ..., or -m MODULE argument ...), its `environment`
     and working directory `folder`, and the files `stdout` and `stderr`.
     """
+    gc.freeze()  # or each collection in a rank passes over all objects of the imports
     for line in sys.stdin:
         process_id = os.fork()
         if process_id == 0:

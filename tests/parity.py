@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from rl2.batch import collate
 from rl2.config.schema import WorkerConfig
 from rl2.parallel.mesh import init_distributed
+from rl2.parallel.offload import local_shard
 from rl2.worker import Worker
 
 LEARNING_RATE = 0.1
@@ -125,7 +126,7 @@ class Sgd:
     @torch.no_grad()
     def step(self, lr):
         for parameter in self.parameters:
-            parameter -= lr * parameter.grad
+            local_shard(parameter).sub_(local_shard(parameter.grad), alpha=lr)
 
 
 def use_sgd(worker):

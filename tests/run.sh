@@ -16,4 +16,4 @@ python -m pytest $options tests/test_{faults,repo}.py "$@" || [ $? = 5 ]
 # is named twice runs where it is named first.
 others=$(ls tests/test_*.py | grep -vE '(faults|repo)\.py')
 python -m pytest $options -n 2 --dist loadfile --no-loadscope-reorder \
-    tests/test_{trainer,worker,gpu,examples,checkpoint,templates,engine}.py $others "$@"
+    tests/test_{trainer,worker,gpu,examples,diff,replay,checkpoint,templates,engine,windows}.py $others "$@"

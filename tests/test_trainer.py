@@ -22,7 +22,6 @@ from common import (
     read_jsonl,
     read_metrics,
     read_untimed_metrics,
-    run,
     torchrun,
 )
 from safetensors.torch import load_file
@@ -458,7 +457,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_checkpoints(setup, tmp_path):
     )
     keys = ["actor.lr=1e30", "trainer.max_skipped_updates=2", "data.prompts_per_rollout=32"]
     keys += ["trainer.save_freq=1", "trainer.n_epochs=100", "trainer.keep_checkpoints=1"]
-    done = run("-m", "rl2.trainer.ppo", *setup, *keys, check=False)
+    done = train(1, *setup, *keys, check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "error: the last 2 updates of the actor were skipped" in done.stderr
     assert "lower actor.lr=1e+30 and start again" in done.stderr
