@@ -42,6 +42,13 @@ BASE_WEIGHTS = (
 UNTIED = "hf.lm_head.weight = torch.nn.Parameter(hf.lm_head.weight.clone()); hf.tie_weights = dict"
 
 
+ENGINE_START = "rl2.engine.local:LocalEngine.__init__"
+LENGTH = "self.max_length = max_request_tokens(self.model.config)"
+PACKING = "rl2.engine.local:LocalEngine._pack_linear_layers"
+PACKED = 'module.__dict__["forward"] = linear'
+LAST_DOWN = "module is self.model.base_model.layers[-1].mlp.down_proj"
+
+
 class Fault(NamedTuple):
     row: str  # that finds it
     place: str  # of the function that is edited
@@ -50,6 +57,7 @@ class Fault(NamedTuple):
     model: str = "llama"
     words: tuple[str, ...] = ()
     processes: int = 1
+    named: str = ""  # in what is printed
 
 
 HF = "config = hf.config.get_text_config()"  # where TokenModel looks at its model
@@ -196,6 +204,72 @@ FAULTS = {
         "rl2.data.chat:ChatTemplate._end_reply",
         "return tokens, end",
         "return tokens, end - 1",
+    ),
+    # In the engine alone, and most of them far below the tolerance of rounding.
+    "rope base of the engine": Fault(
+        "engine",
+        ENGINE_START,
+        LENGTH,
+        f"{LENGTH}; self.model.base_model.rotary_emb.inv_freq.pow_(1.00001)",
+        named="rotary_emb input and model.rotary_emb output",
+    ),
+    "norm epsilon of the engine": Fault(
+        "engine",
+        ENGINE_START,
+        LENGTH,
+        f"{LENGTH}; self.model.base_model.layers[0].input_layernorm.variance_epsilon *= 1.01",
+        named="input_layernorm input and model.layers.0.input_layernorm output",
+    ),
+    "bias dropped in the engine": Fault(
+        "engine",
+        PACKING,
+        PACKED,
+        'module.__dict__["forward"] = partial(F.linear, weight=weight)',
+        "qwen2",
+        named="layers.0.self_attn.q_proj input and model.layers.0.self_attn.q_proj output",
+    ),
+    "packed copy of one layer is stale": Fault(
+        "engine",
+        PACKING,
+        PACKED,
+        f"linear = {LAST_DOWN} and module.__dict__.get('forward') or linear; {PACKED}",
+        named="layers.1.mlp.down_proj input and model.layers.1.mlp.down_proj output",
+    ),
+    "one layer is off by a unit in the last place": Fault(
+        "engine",
+        PACKING,
+        PACKED,
+        f"{PACKED} if not {LAST_DOWN} else partial(lambda f, x: f(x) * (1 + 2**-23), linear)",
+        named="layers.1.mlp.down_proj input and model.layers.1.mlp.down_proj output",
+    ),
+    "positions of decoding shifted by one": Fault(
+        "engine",
+        "rl2.engine.local:LocalEngine._decode",
+        "= inputs[:, :, None]",
+        "= inputs[:, :, None] + torch.tensor([0, 1])[:, None, None]",
+        named="embed_tokens output and model.rotary_emb input",
+    ),
+    "window of the cache off by one": Fault(
+        "engine",
+        "rl2.engine.cache:PagedKVCache._hidden",
+        "self.distances >= window",
+        "self.distances > window",
+        "mistral window",
+        named="v_proj output and model.layers.0.self_attn.o_proj input",
+    ),
+    "keys of a prompt one place late": Fault(
+        "engine",
+        "rl2.engine.cache:PagedKVCache.write_prompt",
+        "new_pages.transpose(0, 1)[:, None]",
+        "new_pages.transpose(0, 1)[:, None].roll(1, 3)",
+        named="v_proj output and model.layers.0.self_attn.o_proj input",
+    ),
+    "temperature not in the engine's log-probability": Fault(
+        "engine",
+        "rl2.engine.sampler:sample",
+        "softmax.logps(logits, tokens, temperature)",
+        "softmax.logps(logits, tokens, torch.ones_like(temperature))",
+        named="at another temperature they agree",
     ),
     "export loses a weight": Fault(
         "export",

@@ -52,6 +52,7 @@ def test_a_fault_is_found_by_its_row(folder, prove_here, monkeypatch, name):
     status, verdicts, output = prove_here(*words)
     assert status == 1, output
     assert [row for row in ROWS if verdicts[row] == "DIFFERENT"] == [fault.row], output
+    assert fault.named in output
 
 
 @pytest.mark.parametrize("name", [None, "world factor"])

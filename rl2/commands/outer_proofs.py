@@ -1,19 +1,22 @@
 """The proofs of what meets the trainer: engine, exported folder, TRL's losses, chat template."""
 
+import contextlib
 import importlib
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rl2.algorithms.losses import token_weights
-from rl2.batch import collate
+from rl2.batch import Batch, collate
 from rl2.commands.proofs import (
     CPU,
     Difference,
@@ -31,10 +34,11 @@ from rl2.engine.select import is_installed
 from rl2.model.admission import SCORE_TOLERANCE
 from rl2.model.token_model import TokenModel, TokenScores
 from rl2.packing import pack, unpack, zigzag
+from rl2.parallel.pages import MIN_ROWS
 from rl2.parallel.ring import Ring
 from rl2.trainer.ppo import actor_loss
 
-NEW_TOKENS = 24
+NEW_TOKENS = 12
 OTHER_TEMPERATURE = 0.7
 MOST_SHOWN = 60  # characters
 LOSS_TOLERANCE = 1e-5  # relative
@@ -51,46 +55,131 @@ CONSTANT = 11  # the length of average=constant
 
 
 def prove_engine(subject: Subject) -> Iterator[Difference]:
-    """Answers of the embedded engine, which got the weights of a step, against the trainer."""
+    """Answers of the embedded engine, which got the weights of a step, against the trainer.
+
+    In float32, and in bfloat16 where the two can have equal bits, so that nothing is rounding.
+    """
+    has_equal_bits = yield from _prove_engine(subject, torch.float32)
+    if has_equal_bits:
+        yield from _prove_engine(subject, torch.bfloat16)
+
+
+def _prove_engine(subject: Subject, dtype: torch.dtype) -> Generator[Difference, None, bool]:
+    """Returns whether equal bits were asked for."""
     config = subject.config
-    worker = subject.worker()
-    worker.update(subject.batch(), weighted_sum)
     is_deterministic = config.trainer.deterministic is not False
+    dtype_name = str(dtype).removeprefix("torch.")
+    worker = subject.worker(exact="assumed", dtype=dtype_name)
+    worker.update(subject.batch(), weighted_sum)
     settings = EngineSettings(
         subject.small,
-        torch.float32,
+        dtype,
         CPU,
-        max_running_requests=3,  # fewer than there are requests
+        max_running_requests=MIN_ROWS,
         deterministic=is_deterministic,
+        exact=is_deterministic,
     )
     engine = LocalEngine(settings)
-    weights = dict(worker.iter_full_weights(torch.float32))
+    weights = dict(worker.iter_full_weights(dtype))
     engine.load_weights(weights.items(), worker.version)
     held = {name: weight for name, weight in engine.model.state_dict().items() if name in weights}
     meaning = "load_weights did not replace every weight"
     yield compare_named("weights", held, weights, 0.0, meaning)
-    meaning = "the engine feeds other positions or keys, or has other weights"
+    obstacle = _obstacle_to_equal_bits(engine, worker)
+    what = f"log-probability in {dtype_name}" + (f", not exact: {obstacle}" if obstacle else "")
+    limit = SCORE_TOLERANCE if obstacle else 0.0
     prompts = [list(sample.tokens[: 4 * i + 3]) for i, sample in enumerate(subject.samples())]
+    prompts *= 4  # more than there are slots
     usual = config.rollout.train_sampling_params.temperature
+    meaning = ""
     for temperature in dict.fromkeys((0.0, usual, OTHER_TEMPERATURE)):
-        params = SamplingParams(temperature=temperature, max_new_tokens=NEW_TOKENS)
-        calls = []
-        for row, prompt in enumerate(prompts):
-            calls.append(engine.loop.create_task(engine.generate(prompt, params, (0, row))))
-        samples = []
-        for row, prompt in enumerate(prompts):
-            out = engine.loop.run_until_complete(calls[row])
-            mask = [0] * len(prompt) + [1] * len(out.tokens)
-            logps = [0.0] * len(prompt) + out.logps
-            samples.append(make_sample(prompt + out.tokens, mask, row, logps))
-        batch = collate(samples)
+        batch = _answer(engine, prompts, temperature)
         expected = worker.infer(batch, temperature or 1.0).logps
-        what = f"log-probability at temperature {temperature:g}"
-        difference = compare_columns(batch.engine_logps, expected, meaning, what)
+        difference = compare_columns(
+            batch.engine_logps, expected, meaning, f"{what} at temperature {temperature:g}", limit
+        )
+        if not meaning and not difference.is_ok:
+            difference = difference._replace(meaning=_find_part(engine, worker, prompts[-1:]))
         yield difference
         if difference.is_ok:
             meaning = "at another temperature they agree: it divides the logits on one side only"
     engine.close()
+    return not obstacle
+
+
+def _obstacle_to_equal_bits(engine: LocalEngine, worker: Any) -> str:
+    """Why the two cannot have equal bits; nothing if they can."""
+    if not engine.exact:
+        return "with trainer.deterministic=false"
+    if not worker.model.exact:
+        return "the model divides its logits"
+    if worker.lora_settings is not None:
+        return "the engine merges adapters"
+    if engine.decodes_free_slots:
+        return "kernels of this CPU sum other numbers of rows in another order"
+    return ""
+
+
+def _answer(engine: LocalEngine, prompts: list[list[int]], temperature: float) -> Batch:
+    """The answers to all prompts, of which NEW_TOKENS each are trained."""
+    params = SamplingParams(temperature=temperature, max_new_tokens=NEW_TOKENS)
+    calls = []
+    for row, prompt in enumerate(prompts):
+        calls.append(engine.loop.create_task(engine.generate(prompt, params, (0, row))))
+    samples = []
+    for row, prompt in enumerate(prompts):
+        out = engine.loop.run_until_complete(calls[row])
+        mask = [0] * len(prompt) + [1] * len(out.tokens)
+        logps = [0.0] * len(prompt) + out.logps
+        samples.append(make_sample(prompt + out.tokens, mask, row, logps))
+    return collate(samples)
+
+
+class Records(dict[str, list[Tensor]]):
+    """The first inputs ("name input") and outputs ("name output") of each module without parts.
+
+    Names are in the order of the first calls. A tensor is [tokens, ...], of the first sequence.
+    """
+
+    def add(self, name: str, module: Any, inputs: Any, options: Any, outputs: Any) -> None:
+        """Appends what a forward hook is given to the tokens of the calls before."""
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        for kind, values in ("input", (*inputs, *options.values())), ("output", outputs):
+            new = [value[0].clone() for value in values if torch.is_tensor(value)]
+            old = self.get(f"{name} {kind}", [x[:0] for x in new])
+            self[f"{name} {kind}"] = [torch.cat(pair) for pair in zip(old, new, strict=True)]
+
+
+@contextlib.contextmanager
+def _recording(model: Any) -> Iterator[Records]:
+    """Fills the records while the model runs."""
+    records = Records()
+    handles = []
+    for name, module in model.named_modules():
+        if not next(module.children(), None):
+            hook = partial(records.add, name)
+            handles.append(module.register_forward_hook(hook, with_kwargs=True))
+    yield records
+    for handle in handles:
+        handle.remove()
+
+
+def _find_part(engine: LocalEngine, worker: Any, prompt: list[list[int]]) -> str:
+    """The first module that differs while the engine answers and the trainer scores its answer."""
+    with _recording(engine.model) as ours:
+        batch = _answer(engine, prompt, 0.0)
+    with _recording(worker.model.hf) as expected:
+        worker.infer(batch)
+    previous = "the tokens"
+    for place in (place for place in expected if place in ours):
+        for x, y in zip(ours[place], expected[place], strict=True):
+            if not torch.equal(x, y[: len(x)]):
+                return (
+                    f"they part between {previous} and {place}: look at the weights of the module "
+                    "if it is one, else at positions, cached keys and values, and windows"
+                )
+        previous = place
+    return "all modules agree: look at the head, the temperature and the softmax"
 
 
 def prove_export(subject: Subject) -> Iterator[Difference]:

@@ -115,9 +115,10 @@ class Subject:
             raise Skipped("transformers does not read the config of a small copy") from error
         return path
 
-    def worker(self, num_updates: int = 1, **changes: Any) -> Worker:
+    def worker(self, num_updates: int = 1, exact: str = "", **changes: Any) -> Worker:
         """A worker with the small copy, plain but for the `changes`."""
         section = replace(self.config.actor, **{**PLAIN, "model_name": self.small, **changes})
+        section.exact = exact
         torch.manual_seed(0)  # of adapters
         # The proofs say more than the refusal of a model.
         with mock.patch("rl2.model.load.admit", lambda *model: None):
@@ -195,13 +196,17 @@ def weighted_sum(batch: Batch, scores: TokenScores) -> tuple[Tensor, dict[str, T
 
 
 def compare_columns(
-    actual: Any, expected: Any, meaning: str, what: str = "log-probability"
+    actual: Any,
+    expected: Any,
+    meaning: str,
+    what: str = "log-probability",
+    limit: float = SCORE_TOLERANCE,
 ) -> Difference:
     """The largest difference of columns [B, T]."""
     differences = (actual - expected).abs().nan_to_num(nan=math.inf)
     row, column = divmod(int(differences.argmax()), differences.shape[1])
     where = f"token {column + 1} of sequence {row}"
-    return Difference(what, differences.max().item(), SCORE_TOLERANCE, where, meaning)
+    return Difference(what, differences.max().item(), limit, where, meaning)
 
 
 def compare_named(

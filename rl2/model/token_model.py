@@ -72,7 +72,8 @@ class TokenModel(nn.Module):
         self.attention_cost = attention_cost(hf)
         self.is_critic = hf.get_output_embeddings() is None
         self.logit_divisor = logit_divisor(hf.config)
-        self.exact = exact if self.logit_divisor == 1.0 else ""
+        is_simple = self.logit_divisor == 1.0 and ring.size == 1 and tp is None and not compile
+        self.exact = exact if is_simple else ""
         self.has_warned = False
         if exact == "demanded" and not self.exact:
             raise ValueError(
