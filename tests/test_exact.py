@@ -377,4 +377,4 @@ def test_where_it_cannot_hold_it_is_refused_and_not_tried(
     section, name, value = re.split("[.=]", arguments[0], maxsplit=2)
     value = {"true": True, "false": False}.get(value, value)
     setattr(getattr(default, section), name, int(value) if str(value).isdigit() else value)
-    assert not replace(default).actor.is_exact
+    assert replace(default).actor.exact == ("assumed" if name == "rollouts_from" else "")

@@ -195,9 +195,10 @@ def test_other_steps_have_the_recorded_data_and_log_probabilities(runs):
     for line, same in zip(lines, [*sampled, sampled[0]], strict=True):
         for name in ("reward/mean", "tokens/sampled"):
             assert line[name] == same[name]
-    # By how much the old log-probabilities differ from those of the engine.
+    # By how much the old log-probabilities differ from those of the engine, which rollout.exact
+    # makes equal on most CPUs.
     first, *later = [line["actor/mismatch_logp_difference"] for line in lines]
-    assert 0 < first < 1e-5 and later == [0.0, 0.0, 0.0]
+    assert 0 <= first < 1e-5 and later == [0.0, 0.0, 0.0]
     assert all(abs(line["actor/ratio"] - 1) > 1e-3 for line in lines[1:])
     tokens = load_file(runs / "sampled/rollouts/train/step_1.safetensors")
     for step in (1, 4):

@@ -63,7 +63,6 @@ def exact_obstacles(config: Any) -> list[str]:
             f"set at least {MIN_ROWS}: kernels sum fewer rows in another order",
         ),
         (rollout.partial, "rollout.partial=true", "older weights sample a part of its tokens"),
-        (trainer.rollouts_from, "trainer.rollouts_from", "other weights may have sampled"),
         (
             trainer.deterministic is False,
             "trainer.deterministic=false",

@@ -316,9 +316,15 @@ def check_engine(config: PPOConfig) -> Iterator[str]:
 
 def check_exact(config: PPOConfig) -> Iterator[str]:
     """With what the demand for equal bits cannot be met, and what to choose instead."""
-    if config.rollout.exact:
-        for obstacle in exact_obstacles(config):
-            yield f"rollout.exact=true does not hold with {obstacle}"
+    if not config.rollout.exact:
+        return
+    for obstacle in exact_obstacles(config):
+        yield f"rollout.exact=true does not hold with {obstacle}"
+    if config.trainer.rollouts_from:
+        yield (
+            "rollout.exact=true does not hold with trainer.rollouts_from, since other weights may "
+            "have sampled: leave it out, and the same weights repeat a step to the bit"
+        )
 
 
 # Warnings.

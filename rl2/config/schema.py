@@ -181,7 +181,7 @@ class SFTDataConfig(ExampleConfig):
 class ModelConfig:
     """A model and how it lies on the processes."""
 
-    # PPO's rollout.exact in words: "demanded", "tried", or nothing, which the other trainers have.
+    # PPO's rollout.exact in words, see TokenModel. Other trainers have nothing.
     exact = ""
 
     model_name: str = key(
@@ -854,7 +854,7 @@ class PPOConfig:
     def __post_init__(self) -> None:
         exact = "demanded" if self.rollout.exact else ""
         if self.rollout.exact is None and not exact_obstacles(self):
-            exact = "tried"
+            exact = "assumed" if self.trainer.rollouts_from else "tried"
         self.actor.exact = self.teacher.exact = exact  # a worker gets its own section alone
 
 
