@@ -131,9 +131,7 @@ class Steps:
         start = time.perf_counter()
         flops = self.update(batch, sum(map(len, self.prompts)) + sum(self.lengths))
         phases["update"] = time.perf_counter() - start, flops
-        start = time.perf_counter()
-        self.engine.load_weights(self.worker.iter_full_weights(self.dtype), self.worker.version)
-        phases["transfer"] = time.perf_counter() - start, 0.0
+        phases["transfer"] = self.transfer(), 0.0
         phases["GRPO step"] = tuple(map(sum, zip(*phases.values(), strict=True)))
         zeros = [0.0] * SUPERVISED_TOKENS
         samples = []
@@ -144,7 +142,14 @@ class Steps:
         start = time.perf_counter()
         flops = self.update(batch, sum(map(len, self.texts)))
         phases["supervised step"] = time.perf_counter() - start, flops
+        self.transfer()
         return phases
+
+    def transfer(self) -> float:
+        """Gives the engine the weights of the worker. Returns the seconds."""
+        start = time.perf_counter()
+        self.engine.load_weights(self.worker.iter_full_weights(self.dtype), self.worker.version)
+        return time.perf_counter() - start
 
 
 def weighted_sum(batch, scores):
