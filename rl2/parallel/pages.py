@@ -75,6 +75,21 @@ def attend_pages(
     return split(out), split(scores)
 
 
+def queries_are_independent(dtype: torch.dtype) -> bool:
+    """Whether this CPU gives a query the same bits alone and among others, in a trial."""
+    generator = torch.Generator().manual_seed(0)
+    for head_size in (64, 128):
+        query = torch.randn(8, 1, 48, 1, head_size, generator=generator).to(dtype)
+        page = torch.randn(1, 8, 1, PAGE_SIZE_TOKENS, head_size, generator=generator).to(dtype)
+        hidden = torch.zeros(8, 48, PAGE_SIZE_TOKENS, dtype=torch.bool)
+        keys = page.mT.contiguous()
+        among_others, _ = attend_pages(query, keys, page, hidden, 0.1)
+        alone, _ = attend_pages(query[:1, :, 9:10], keys[:, :1], page[:, :1], hidden[:1, :1], 0.1)
+        if not torch.equal(alone[0, :, 0], among_others[0, :, 9]):
+            return False
+    return True
+
+
 class Pages:
     """The attention of a pack on one process, by pages.
 
