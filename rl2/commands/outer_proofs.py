@@ -29,7 +29,7 @@ from rl2.commands.proofs import (
 )
 from rl2.data.chat import SYSTEM_ROLES, ChatTemplate
 from rl2.engine.base import EngineSettings, SamplingParams
-from rl2.engine.local import LocalEngine
+from rl2.engine.local import STEP_ROWS_MULTIPLE, LocalEngine
 from rl2.engine.select import is_installed
 from rl2.model.admission import SCORE_TOLERANCE
 from rl2.model.token_model import TokenModel, TokenScores
@@ -75,7 +75,7 @@ def _prove_engine(subject: Subject, dtype: torch.dtype) -> Generator[Difference,
         subject.small,
         dtype,
         CPU,
-        max_running_requests=MIN_ROWS,
+        max_running_requests=MIN_ROWS + STEP_ROWS_MULTIPLE,
         deterministic=is_deterministic,
         exact=is_deterministic,
     )
@@ -89,7 +89,7 @@ def _prove_engine(subject: Subject, dtype: torch.dtype) -> Generator[Difference,
     what = f"log-probability in {dtype_name}" + (f", not exact: {obstacle}" if obstacle else "")
     limit = SCORE_TOLERANCE if obstacle else 0.0
     prompts = [list(sample.tokens[: 4 * i + 3]) for i, sample in enumerate(subject.samples())]
-    prompts *= 4  # more than there are slots
+    prompts *= 5  # more than there are slots
     usual = config.rollout.train_sampling_params.temperature
     meaning = ""
     for temperature in dict.fromkeys((0.0, usual, OTHER_TEMPERATURE)):
@@ -138,14 +138,16 @@ def _answer(engine: LocalEngine, prompts: list[list[int]], temperature: float) -
 class Records(dict[str, list[Tensor]]):
     """The first inputs ("name input") and outputs ("name output") of each module without parts.
 
-    Names are in the order of the first calls. A tensor is [tokens, ...], of the first sequence.
+    Names are in the order of the first calls. A tensor is [tokens, ...], of the first sequence;
+    features that have no dimension for the sequence, such as those of experts, are left out.
     """
 
     def add(self, name: str, module: Any, inputs: Any, options: Any, outputs: Any) -> None:
         """Appends what a forward hook is given to the tokens of the calls before."""
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         for kind, values in ("input", (*inputs, *options.values())), ("output", outputs):
-            new = [value[0].clone() for value in values if torch.is_tensor(value)]
+            tensors = [value for value in values if torch.is_tensor(value)]
+            new = [x[0].clone() for x in tensors if x.ndim > 2 or not x.is_floating_point()]
             old = self.get(f"{name} {kind}", [x[:0] for x in new])
             self[f"{name} {kind}"] = [torch.cat(pair) for pair in zip(old, new, strict=True)]
 
