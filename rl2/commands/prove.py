@@ -101,7 +101,7 @@ def run_row(
         return Result("skipped", None, str(skip)), []
     except Exception as error:  # whatever a strange model does
         failure = f"it does not run: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
-    worst = max(differences, key=lambda found: (_excess(found), found.limit), default=None)
+    worst = max(differences[::-1], key=lambda found: (_excess(found), found.limit), default=None)
     wrong = [difference for difference in differences if not difference.is_ok]
     if not wrong and not failure:
         return Result("ok", worst), []
