@@ -10,7 +10,9 @@ from rl2.model.head import head_scores
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk_rows", [1, 7, 1000])
-def test_chunked_head_equals_log_softmax(monkeypatch, temperature, chunk_rows):
+@pytest.mark.parametrize("most_kept", [0, 1000])
+def test_chunked_head_equals_log_softmax(monkeypatch, temperature, chunk_rows, most_kept):
+    monkeypatch.setattr(head_module, "MOST_KEPT_LOGITS", most_kept)
     monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", chunk_rows * 37)
     torch.manual_seed(0)
     hidden = torch.randn(23, 8, requires_grad=True)
@@ -77,7 +79,11 @@ def test_gradients_of_bf16_factors(monkeypatch):
 
 
 def test_the_weight_is_converted_once_and_not_as_a_whole(monkeypatch):
-    """On a CPU each row of the weight becomes fp32 once a pass, and few rows at a time."""
+    """On a CPU each row of the weight becomes fp32 once a pass, and few rows at a time.
+
+    The backward pass is one where the logits are not kept.
+    """
+    monkeypatch.setattr(head_module, "MOST_KEPT_LOGITS", 0)
     monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 40 * 700)
     hidden, weight, targets = bf16_head()
     converted = []
@@ -94,7 +100,11 @@ def test_the_weight_is_converted_once_and_not_as_a_whole(monkeypatch):
     assert sum(converted) == 6000
 
 
-def test_a_frozen_head_costs_no_gradient():
+@pytest.mark.parametrize("most_kept, num_again", [(0, 1), (5 * 37, 0), (5 * 37 - 1, 1)])
+def test_a_frozen_head_costs_no_gradient_and_kept_logits_no_product(
+    monkeypatch, most_kept, num_again
+):
+    monkeypatch.setattr(head_module, "MOST_KEPT_LOGITS", most_kept)
     torch.manual_seed(0)
     hidden = torch.randn(5, 8, requires_grad=True)
     weight = torch.randn(37, 8, requires_grad=True)
@@ -107,8 +117,28 @@ def test_a_frozen_head_costs_no_gradient():
         flops.append(counter.get_total_flops())
     product = 2 * 5 * 8 * 37
     # The logits again, the gradient of the hidden states, the gradient of the weight.
-    assert flops == [3 * product, 2 * product]
+    assert flops == [(num_again + 2) * product, (num_again + 1) * product]
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("num_pairs", [5, 200])  # 5 are padded in an exact head
+def test_kept_logits_give_the_same_bits(monkeypatch, num_pairs, exact, temperature):
+    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 40 * 700)
+    hidden, weight, targets = bf16_head(num_pairs)
+    factors = [hidden.requires_grad_(), weight.requires_grad_()]
+    results = []
+    for most_kept in (0, 2**27):
+        monkeypatch.setattr(head_module, "MOST_KEPT_LOGITS", most_kept)
+        logps, entropy = head_scores(*factors, targets, temperature, True, exact=exact)
+        gradients = torch.autograd.grad((logps + entropy).sum(), factors)
+        results.append([logps, entropy, *gradients])
+    for again, kept in zip(*results, strict=True):
+        assert torch.equal(again, kept)
+    with torch.no_grad():
+        plain, _ = head_scores(*factors, targets, temperature, True, exact=exact)
+    assert torch.equal(plain, results[0][0])
 
 
 def test_extreme_logits_stay_finite():

@@ -1,5 +1,5 @@
-"""The head: log-probabilities and entropies of chosen tokens, without ever holding the logits of
-all tokens.
+"""The head: log-probabilities and entropies of chosen tokens, without holding the logits of all
+tokens where they are large.
 
 Shapes: P scored pairs, E hidden size, V vocabulary (or this process's part of it).
 """
@@ -21,6 +21,9 @@ from rl2.parallel.tensor import sum_softmax
 # Logits that are held at a time: 32 and 512 MiB in fp32. Few enough for a CPU's caches, and enough
 # columns for a GPU to make reading the hidden states worth it.
 LOGITS_PER_CHUNK = {"cpu": 2**23, "cuda": 2**27}
+# So many logits are held from the forward to the backward pass on a CPU, 512 MiB in fp32. Their
+# product is the slowest one of an update.
+MOST_KEPT_LOGITS = 2**27
 BLOCK_SIZE_TOKENS = 64  # tokens of the vocabulary whose weights are summed first, in the engine
 
 
@@ -53,9 +56,15 @@ def head_scores(
     bits of the embedded engine's.
     """
     dtype = torch.promote_types(dtype, hidden.dtype)
-    return _Head.apply(
-        hidden, weight, targets, temperature, with_entropy, group, dtype, compile, exact
+    keeps_logits = (
+        torch.is_grad_enabled()
+        and hidden.requires_grad
+        and device_kind(hidden.device) == "cpu"
+        and not compile  # columns of kept logits have other strides at each length
+        and len(hidden) * len(weight) <= MOST_KEPT_LOGITS
     )
+    settings = (temperature, with_entropy, group, dtype, compile)
+    return _Head.apply(hidden, weight, targets, settings, exact, keeps_logits)
 
 
 @dataclass
@@ -91,11 +100,12 @@ class BlockSoftmax:
         return (token_logits / temperature - self.top - self.total.log()).float()
 
 
-def _exact_scores(hidden, weight, targets, temperature, with_entropy, dtype):
-    """(log-probabilities, log-sum-exps, entropies) [P], a slice of the rows at a time.
+def _exact_scores(hidden, weight, targets, settings, keeps_logits):
+    """(log-probabilities, log-sum-exps, entropies) [P] and, to keep, the logits [P, V] or None.
 
-    The head is converted to `dtype` as a whole, as in the engine.
+    The rows go a slice at a time. The head is converted to `dtype` as a whole, as in the engine.
     """
+    temperature, with_entropy, _, dtype, _ = settings
     missing = max(0, MIN_ROWS - len(hidden))
     factors = hidden.dtype
     hidden = F.pad(hidden.to(dtype), (0, 0, 0, missing))
@@ -103,15 +113,17 @@ def _exact_scores(hidden, weight, targets, temperature, with_entropy, dtype):
     # Slices are of nearly the same size, so none has fewer than MIN_ROWS.
     most_rows = max(2 * MIN_ROWS, LOGITS_PER_CHUNK["cpu"] // len(weight))
     num_slices = -(-len(hidden) // most_rows)
+    kept = hidden.new_empty(len(hidden), len(weight)) if keeps_logits else None
     rows = zip(
         hidden.tensor_split(num_slices),
         F.pad(targets, (0, missing)).tensor_split(num_slices),
+        [None] * num_slices if kept is None else kept.tensor_split(num_slices),
         strict=True,
     )
     scores = []
-    for some_hidden, some_targets in rows:
+    for some_hidden, some_targets, some_kept in rows:
         with exact_factors(factors):
-            logits = F.linear(some_hidden, weight)
+            logits = torch.mm(some_hidden, weight.T, out=some_kept)
         divisor = torch.full((len(logits),), temperature)
         softmax = BlockSoftmax.of(logits, divisor)
         lse = (softmax.top + softmax.total.log()).float()
@@ -121,11 +133,13 @@ def _exact_scores(hidden, weight, targets, temperature, with_entropy, dtype):
             entropy = (softmax.total.log() - mean).float()
         scores.append((softmax.logps(logits, some_targets, divisor), lse, entropy))
     # FSDP wants no views.
-    return [torch.cat(column)[: len(targets)].clone() for column in zip(*scores, strict=True)]
+    columns = [torch.cat(column)[: len(targets)].clone() for column in zip(*scores, strict=True)]
+    return *columns, kept
 
 
 class _Head(torch.autograd.Function):
-    """A chunk of the vocabulary at a time; the backward pass computes the logits z again.
+    """A chunk of the vocabulary at a time; the backward pass computes the logits z again unless the
+    forward pass has kept them.
 
     With p = softmax(z), d logp_t / dz = 1[t] - p and dH / dz = -p (log p + H), where H = lse - sum
     p z. Chunks are columns of the logits, so each row of the weight is read once, and its gradient
@@ -134,16 +148,18 @@ class _Head(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, hidden, weight, targets, temperature, with_entropy, group, dtype, compile, exact
-    ):
-        ctx.settings = (temperature, with_entropy, group, dtype, compile)
+    def forward(ctx, hidden, weight, targets, settings, exact, keeps_logits):
+        ctx.settings = settings
         if exact:
-            logps, lse, entropy = _exact_scores(
-                hidden, weight, targets, temperature, with_entropy, dtype
+            logps, lse, entropy, kept = _exact_scores(
+                hidden, weight, targets, settings, keeps_logits
             )
-            ctx.save_for_backward(hidden, weight, targets, lse, entropy)
+            ctx.save_for_backward(hidden, weight, targets, lse, entropy, kept)
             return logps, entropy
+        temperature, with_entropy, group, dtype, compile = settings
+        kept = None
+        if keeps_logits:
+            kept = torch.empty(len(hidden), len(weight))
         target_logit = total = torch.zeros(len(hidden), device=hidden.device)
         weighted = torch.zeros_like(total)
         top = total - torch.inf  # of the columns so far, like the sums over exp(z - top) beside it
@@ -151,7 +167,10 @@ class _Head(torch.autograd.Function):
         if group:  # targets become columns of our part; they may lie outside it
             targets = targets - len(weight) * dist.get_rank(group)
         for columns in _chunks(hidden, weight):
-            logits = _logits(hidden, weight[columns], temperature, dtype)
+            logits = _logits(hidden, weight[columns], dtype)
+            if kept is not None:
+                kept[:, columns] = logits
+            logits = _divided(logits, temperature)
             index, is_here = _targets_within(targets, columns)
             target_logit = target_logit + logits.gather(1, index).squeeze(1) * is_here
             top, total, weighted = add_chunk(logits, top, total, weighted, with_entropy, compile)
@@ -160,18 +179,22 @@ class _Head(torch.autograd.Function):
         if group:
             lse, target_logit, mean = sum_softmax(lse, target_logit, mean, group)
         entropy = lse - mean
-        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
+        ctx.save_for_backward(hidden, weight, targets, lse, entropy, kept)
         return target_logit - lse, entropy
 
     @staticmethod
     def backward(ctx, d_logps, d_entropy):
-        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        hidden, weight, targets, lse, entropy, kept = ctx.saved_tensors
         temperature, with_entropy, group, dtype, compile = ctx.settings
         gradient_of_chunk = compiled(_gradient_of_chunk, 0) if compile else _gradient_of_chunk
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # None: frozen
         for columns in _chunks(hidden, weight):
-            logits = _logits(hidden, weight[columns], temperature, dtype)
+            if kept is None:
+                logits = _logits(hidden, weight[columns], dtype)
+            else:
+                logits = kept[: len(hidden), columns].float()
+            logits = _divided(logits, temperature)
             index, is_here = _targets_within(targets, columns)
             d_logits = gradient_of_chunk(
                 logits,
@@ -191,7 +214,7 @@ class _Head(torch.autograd.Function):
                 d_weight[columns] = d_logits.T @ hidden
         if group:
             dist.all_reduce(d_hidden, group=group)
-        return d_hidden.to(hidden.dtype), d_weight, *[None] * 7
+        return d_hidden.to(hidden.dtype), d_weight, *[None] * 4
 
 
 def _add_chunk(logits, top, total, weighted, with_entropy, compile) -> tuple[Tensor, ...]:
@@ -255,13 +278,16 @@ def _gradient_of_all_logits(log_p, d_logps, d_entropy, entropy, with_entropy) ->
     return p.mul_(scale).neg_()
 
 
-def _logits(hidden, weight, temperature, dtype) -> Tensor:
+def _logits(hidden, weight, dtype) -> Tensor:
     """[P, E] and [V, E] -> [P, V] in fp32, of products that are rounded to `dtype`."""
     if hidden.dtype != dtype and device_kind(hidden.device) == "cuda":
-        logits = torch.mm(hidden, weight.T, out_dtype=dtype)
-    else:  # on a CPU the product has the type of its factors
-        with exact_factors(hidden.dtype):
-            logits = (hidden.to(dtype) @ weight.to(dtype).T).float()
+        return torch.mm(hidden, weight.T, out_dtype=dtype)
+    with exact_factors(hidden.dtype):  # on a CPU the product has the type of its factors
+        return (hidden.to(dtype) @ weight.to(dtype).T).float()
+
+
+def _divided(logits, temperature) -> Tensor:
+    """The logits divided by the temperature, in place."""
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
