@@ -1,12 +1,16 @@
 """Tests how the ranks meet, and the groups that they make."""
 
+import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from common import ROOT, launch
 
-from rl2.parallel.mesh import init_distributed
+from rl2.parallel.mesh import CPU_MEMORY, init_distributed
 
 
 def test_all_groups_have_the_same_timeout():
@@ -53,3 +57,53 @@ def test_a_host_that_others_can_reach_joins(monkeypatch, rank_0_of_two_hosts, ad
     resolve_own_name_to(monkeypatch, address)
     init_distributed()
     assert rank_0_of_two_hosts == [1]
+
+
+MEMORY_OF_PRODUCTS = """
+import ctypes
+import resource
+
+import torch
+
+from rl2.parallel.mesh import init_distributed
+
+
+def resident_mb():
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
+
+
+init_distributed()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+tensor = torch.zeros(2**24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+del tensor
+weight = torch.randn(1536, 576).bfloat16()
+torch.randn(999, 576).bfloat16() @ weight.T
+before = resident_mb()
+for length in range(200, 800):
+    torch.randn(length, 576).bfloat16() @ weight.T
+print(resident_mb() - before)
+"""
+
+
+def use_memory(**variables):
+    """(faults of a tensor of 64 MiB, MiB that are left by products with 600 numbers of rows)."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", *CPU_MEMORY)}
+    command = [sys.executable, "-c", MEMORY_OF_PRODUCTS]
+    output = subprocess.check_output(command, env=environment | variables, cwd=ROOT, text=True)
+    return [float(word) for word in output.split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_pages_are_large_and_caches_small_unless_the_environment_says_otherwise():
+    faults, megabytes = use_memory()
+    faults_before, megabytes_before = use_memory(
+        THP_MEM_ALLOC_ENABLE="0",
+        ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024",
+        LRU_CACHE_CAPACITY="1024",
+    )
+    assert megabytes < 0.5 * megabytes_before
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if setting.exists() and "[madvise]" in setting.read_text():
+        assert faults < 0.5 * faults_before

@@ -28,6 +28,14 @@ COLLECTIVE_TIMEOUT = timedelta(hours=2)
 # collective takes Python's lock for that, which aborts a process whose interpreter is ending
 # (pytorch issue 190489).
 EXIT_PAUSE_SECONDS = 0.1
+# How torch's CPU libraries use memory. They read this at the first large tensor and product. Large
+# pages cost fewer faults, of which each layer has thousands. What was made for a shape of a product
+# takes about 0.6 MB; a step needs few shapes, and the packs of the next one have other lengths.
+CPU_MEMORY = {
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+    "LRU_CACHE_CAPACITY": "128",
+}
 
 
 @dataclass
@@ -64,6 +72,8 @@ def init_distributed() -> torch.device:
     else:
         device = torch.device("cpu")
         backend = "gloo"
+        for name, value in CPU_MEMORY.items():
+            os.environ.setdefault(name, value)
     store: Any = dist.HashStore()
     rank, world_size = 0, 1
     try:

@@ -310,13 +310,16 @@ class MetricsLog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the seconds spent inside to time/`name` of this step, and frees its memory."""
+        """Adds the seconds spent inside to time/`name` of this step.
+
+        Beside a GPU the host's freed memory goes back to the system. A CPU soon needs it again.
+        """
         progress.enter(name)
         start, cpu_start = time.perf_counter(), time.process_time()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        release_freed_memory()
+            release_freed_memory()
         seconds = time.perf_counter() - start
         self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
         if name == "update" and not torch.cuda.is_available():
