@@ -12,14 +12,16 @@ import torch.nn.functional as F
 from common import WINDOWED, launch_runs, make_model, read_metrics
 from engine_contract import play
 from parity import policy_loss, worker_config
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl2.batch import Sample, collate
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
+from rl2.parallel import pages as pages_module
 from rl2.parallel.mesh import init_distributed
-from rl2.parallel.pages import exact_factors, queries_are_independent
+from rl2.parallel.pages import attend_pages, exact_factors, queries_are_independent
 from rl2.worker import Worker
 
 CPU = torch.device("cpu")
@@ -248,6 +250,36 @@ def test_free_slots_are_decoded_where_rows_depend_on_their_number(models, monkey
     engine = LocalEngine(settings)
     assert engine.decodes_free_slots
     engine.close()
+
+
+class CountProducts(TorchDispatchMode):
+    """Counts the batched products that run within it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.bmm.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width, num_pages", [(1, 24), (64, 6)])  # a decoding step, and a pack
+def test_pages_that_share_a_product_keep_their_bits(monkeypatch, dtype, width, num_pages):
+    skip_if_bits_depend_on_the_row_count(dtype)
+    torch.manual_seed(0)
+    query = torch.randn(4, 2, width, 3, 64).to(dtype)
+    keys = torch.randn(num_pages, 6, 2, 64, 64).to(dtype)[:, :4]  # 4 of 6 slots are busy
+    values = torch.randn(num_pages, 6, 2, 64, 64).to(dtype)[:, :4]
+    hidden = torch.rand(4, width, num_pages * 64) < 0.3
+    results = []
+    for pages_per_product in (1, 2, num_pages):
+        numbers = pages_per_product * max(keys[0].numel(), query.numel())
+        monkeypatch.setattr(pages_module, "NUMBERS_PER_PRODUCT", numbers)
+        with CountProducts() as products:
+            results.append(attend_pages(query, keys, values, hidden, 0.125))
+        assert products.count == 2 * num_pages / pages_per_product
+        for one_page, several in zip(results[0], results[-1], strict=True):
+            assert torch.equal(one_page, several)
 
 
 def test_gradients_and_entropies_are_those_of_plain_attention(models):

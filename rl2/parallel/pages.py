@@ -23,6 +23,7 @@ PAGE_SIZE_TOKENS = 64
 MIN_HEAD_ROWS = 4
 MIN_ROWS = 16
 WIDTH_MULTIPLE_TOKENS = 16  # queries of documents that share a call are padded to a multiple of it
+NUMBERS_PER_PRODUCT = 2**20  # of a factor, all pages together: 4 MiB
 CELLS_PER_CALL = 2**18  # queries times keys: the scores of ten heads take 10 MiB
 
 
@@ -58,8 +59,12 @@ def attend_pages(
     # The queries of one key head are the rows of one matrix, so no key is repeated.
     rows = query.float().reshape(n * num_groups, num_rows, -1)
     rows = F.pad(rows, (0, 0, 0, max(0, MIN_HEAD_ROWS - num_rows)))
+    # Few queries meet several pages in one product, since calls would take most of the time.
+    size = max(1, NUMBERS_PER_PRODUCT // max(keys[0].numel(), rows.numel()))
+    page_scores: list[Tensor] = []
     with exact_factors(query.dtype):
-        page_scores = [rows @ page.flatten(0, 1).float() for page in keys]
+        for pages in keys.split(size):
+            page_scores += rows @ pages.flatten(1, 2).float()
     scores = torch.cat(page_scores, -1).mul_(scaling)
 
     def split(x: Tensor) -> Tensor:
@@ -68,10 +73,11 @@ def attend_pages(
         return heads.unflatten(0, (n, num_groups))
 
     split(scores).masked_fill_(hidden[:, None, :, None], -math.inf)
-    page_probs = scores.softmax(-1).to(values.dtype).split(PAGE_SIZE_TOKENS, -1)
+    probs = scores.softmax(-1).to(values.dtype).unflatten(-1, (len(keys), -1)).permute(2, 0, 1, 3)
     out = rows.new_zeros(*rows.shape[:2], values.shape[-1])
-    for page, prob in zip(values, page_probs, strict=True):
-        out += (prob @ page.flatten(0, 1)).float()
+    for pages, page_probs in zip(values.split(size), probs.split(size), strict=True):
+        for part in page_probs @ pages.flatten(1, 2):
+            out += part.float()
     return split(out), split(scores)
 
 
@@ -80,8 +86,8 @@ def queries_are_independent(dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     for head_size in (64, 128):
         query = torch.randn(8, 1, 48, 1, head_size, generator=generator).to(dtype)
-        page = torch.randn(1, 8, 1, PAGE_SIZE_TOKENS, head_size, generator=generator).to(dtype)
-        hidden = torch.zeros(8, 48, PAGE_SIZE_TOKENS, dtype=torch.bool)
+        page = torch.randn(2, 8, 1, PAGE_SIZE_TOKENS, head_size, generator=generator).to(dtype)
+        hidden = torch.zeros(8, 48, 2 * PAGE_SIZE_TOKENS, dtype=torch.bool)
         keys = page.mT.contiguous()
         among_others, _ = attend_pages(query, keys, page, hidden, 0.1)
         alone, _ = attend_pages(query[:1, :, 9:10], keys[:, :1], page[:, :1], hidden[:1, :1], 0.1)
