@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from rl2.error_report import report_error
-from rl2.parallel.mesh import any_rank
+from rl2.parallel.mesh import any_rank, is_first_rank
 from rl2.watchdog import STDERR, Watchdog
 
 PACKAGE = Path(__file__).parent
@@ -124,9 +124,9 @@ def user_errors(watchdog: Watchdog | None = None) -> Iterator[None]:
         message = _user_message(error, watchdog)
         if message is None:
             raise
-        rank = os.environ.get("RANK", "0")
-        place = "" if rank == "0" else f" on rank {rank}"
-        if rank != "0":
+        place = ""
+        if not is_first_rank():
+            place = f" on rank {os.environ['RANK']}"
             # Most errors meet all ranks. The first one prints, and torchrun ends the others.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(SECONDS_BEFORE_OTHER_RANKS_PRINT)

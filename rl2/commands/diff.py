@@ -100,8 +100,7 @@ def main() -> None:
         first, second = map(Run, arguments.runs)
         found = report(Comparison(first, second, arguments.tolerance))
     except (OSError, ValueError) as error:
-        print(f"rl2 diff: {error}", file=sys.stderr)
-        sys.exit(2)
+        parser.exit(2, f"rl2 diff: {error}\n")
     sys.exit(int(found is not None))
 
 

@@ -56,8 +56,7 @@ def main() -> None:
         else:
             print(f"{card} is written and nothing is sent; edit it, and give OWNER/NAME to push")
     except (OSError, ValueError) as error:
-        print(f"rl2 push: {error}", file=sys.stderr)
-        sys.exit(2)
+        parser.exit(2, f"rl2 push: {error}\n")
 
 
 def push(folder: Path, name: str, is_private: bool) -> str:

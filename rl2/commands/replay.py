@@ -59,8 +59,7 @@ def main() -> None:
             out = arguments.out or Path(folder)
             found = replay(arguments.run, arguments.step, arguments.rollouts, out.resolve())
     except (OSError, ValueError, RuntimeError) as error:
-        print(f"rl2 replay: {error}", file=sys.stderr)
-        sys.exit(2)
+        parser.exit(2, f"rl2 replay: {error}\n")
     except KeyboardInterrupt:
         sys.exit(130)  # as a shell tells of Ctrl-C
     sys.exit(int(found is not None))

@@ -1,7 +1,6 @@
 """`python -m rl2 report RUN [RUN ...]`: one HTML file with the curves and answers of runs."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from rl2.report.page import write_page
@@ -26,7 +25,6 @@ def main() -> None:
     try:
         write_page(arguments.runs, path)
     except (OSError, ValueError) as error:
-        print(f"rl2 report: {error}", file=sys.stderr)
-        sys.exit(2)
+        parser.exit(2, f"rl2 report: {error}\n")
     size = path.stat().st_size
     print(f"{path} ({size / 1e6:.1f} MB)" if size >= 1e6 else f"{path} ({size / 1e3:.0f} kB)")

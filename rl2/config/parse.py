@@ -128,8 +128,7 @@ def start_plan(root: type, argv: list[str]) -> NoReturn:
         sys.exit(0)
     argv.remove("--plan")
     trainer = root.__name__.removesuffix("Config").lower()
-    command = [sys.executable, "-m", "rl2", "plan", trainer, *argv]
-    os.execv(sys.executable, command)
+    os.execv(sys.executable, [sys.executable, "-m", "rl2", "plan", trainer, *argv])
 
 
 def add_new_problems(problems: list[str], by_key: dict[str, str]) -> None:

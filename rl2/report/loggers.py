@@ -262,7 +262,7 @@ def release_freed_memory() -> None:
     the batch that they become. Other C libraries have no such call.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
+    if trim:
         trim(0)
 
 
