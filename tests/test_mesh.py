@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from common import ROOT, launch
+from common import ROOT, launch, run
 
 from rl2.parallel.mesh import CPU_MEMORY, init_distributed
 
@@ -57,6 +57,28 @@ def test_a_host_that_others_can_reach_joins(monkeypatch, rank_0_of_two_hosts, ad
     resolve_own_name_to(monkeypatch, address)
     init_distributed()
     assert rank_0_of_two_hosts == [1]
+
+
+MANY_COLLECTIVES_AT_ONCE = """
+import torch
+import torch.distributed as dist
+
+from rl2.parallel.mesh import init_distributed
+
+init_distributed()
+functional = torch.ops._c10d_functional
+group = dist.group.WORLD.group_name
+for _ in range(2000):
+    gathered = [functional.all_gather_into_tensor(torch.zeros(4), 1, group) for _ in range(50)]
+    for tensor in gathered:
+        functional.wait_tensor(tensor)
+"""
+
+
+@pytest.mark.parametrize("interface", ["", "lo"])
+def test_two_collectives_that_end_at_once_do_not_crash(interface):
+    """torch's two threads of a group freed the same memory twice."""
+    run("-c", MANY_COLLECTIVES_AT_ONCE, env={"GLOO_SOCKET_IFNAME": interface})
 
 
 MEMORY_OF_PRODUCTS = """

@@ -8,6 +8,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -72,8 +73,9 @@ def init_distributed() -> torch.device:
     else:
         device = torch.device("cpu")
         backend = "gloo"
-        for name, value in CPU_MEMORY.items():
-            os.environ.setdefault(name, value)
+        for variable in CPU_MEMORY.items():
+            os.environ.setdefault(*variable)
+    _run_gloo_in_one_thread()
     store: Any = dist.HashStore()
     rank, world_size = 0, 1
     try:
@@ -98,12 +100,33 @@ def init_distributed() -> torch.device:
     return device
 
 
+@cache
+def _run_gloo_in_one_thread() -> None:
+    """Gives each gloo group that this process makes from now on one thread for its collectives.
+
+    torch gives it two. Both assign the name of what they completed to one string of the group,
+    without a lock. If it is longer than 15 letters (ALLGATHER_COALESCED, as tensors that FSDP
+    shards use it), both may free its memory, and the process crashes (seen with torch 2.13).
+    """
+    make_group = dist.ProcessGroupGloo.__init__
+
+    def make_group_of_one_thread(group, store, rank, size, timeout):
+        options = group._Options()
+        options._threads = 1
+        options._timeout = timeout
+        names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+        devices = [group.create_device(interface=name) for name in names if name]
+        options._devices = devices or [group.create_default_device()]
+        make_group(group, store, rank, size, options)
+
+    dist.ProcessGroupGloo.__init__ = make_group_of_one_thread  # type: ignore[method-assign]
+
+
 def _check_own_address(store: dist.Store, rank: int, world_size: int) -> None:
     """RuntimeError if gloo would give other hosts an address that leads back to themselves."""
     host = socket.gethostname()
+    store.set(f"host/{rank}", host)
     ends = (0, world_size - 1)  # with several hosts, they are on different ones
-    if rank in ends:
-        store.set(f"host/{rank}", host)
     has_other_hosts = any(store.get(f"host/{end}").decode() != host for end in ends)
     if not has_other_hosts or "GLOO_SOCKET_IFNAME" in os.environ:
         return
@@ -190,7 +213,7 @@ def all_reduce_sum_(tensor: Tensor) -> Tensor:
 
 def any_rank(flag: bool, device: torch.device) -> bool:
     """Whether the flag is set on any process. All processes must call."""
-    return bool(all_reduce_sum_(torch.tensor(float(flag), device=device)).item())
+    return bool(all_reduce_sum_(torch.tensor(float(flag), device=device)))
 
 
 def is_single_process() -> bool:
@@ -218,6 +241,6 @@ def gather_objects(value: Any) -> list:
     """
     if is_single_process():
         return [value]
-    values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    values = [None] * dist.get_world_size() if is_first_rank() else None
     dist.gather_object(value, values)
     return values or []
