@@ -538,7 +538,18 @@ def test_a_step_takes_its_own_prompts_although_later_ones_end_earlier(tmp_path):
 def test_trajectories_of_a_run_with_other_samples_have_ids_of_their_own(tmp_path):
     """A resumed run may have another data.responses_per_prompt than its paused answers."""
     collector, _, tokenizer = make(tmp_path, say_x, ANSWER_ENV, deterministic=False)
-    collector.player.engine.abort = lambda: None
+    engine = collector.player.engine
+    engine.abort = lambda: None
+    engine.max_running_requests = 32  # the answers of four groups: two of the step, two ahead
+    generate = engine.generate
+
+    async def generate_when_all_have_begun(*arguments):
+        generation = await generate(*arguments)
+        while len(engine.requests) < 32:
+            await asyncio.sleep(0)
+        return generation
+
+    engine.generate = generate_when_all_have_begun
     collector = make_training(collector, tokenizer, 9, 2, 8, partial=True)
     collector.collect(1)
     assert len(collector.carried_over) == 2
