@@ -106,7 +106,7 @@ def _run_gloo_in_one_thread() -> None:
 
     torch gives it two. Both assign the name of what they completed to one string of the group,
     without a lock. If it is longer than 15 letters (ALLGATHER_COALESCED, as tensors that FSDP
-    shards use it), both may free its memory, and the process crashes (seen with torch 2.13).
+    shards use it), both may free its memory, and the process crashes (torch 2.11 and 2.13).
     """
     make_group = dist.ProcessGroupGloo.__init__
 
