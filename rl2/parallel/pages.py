@@ -86,11 +86,11 @@ def queries_are_independent(dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     for head_size in (64, 128):
         query = torch.randn(8, 1, 48, 1, head_size, generator=generator).to(dtype)
-        page = torch.randn(2, 8, 1, PAGE_SIZE_TOKENS, head_size, generator=generator).to(dtype)
+        values = torch.randn(2, 8, 1, PAGE_SIZE_TOKENS, head_size, generator=generator).to(dtype)
         hidden = torch.zeros(8, 48, 2 * PAGE_SIZE_TOKENS, dtype=torch.bool)
-        keys = page.mT.contiguous()
-        among_others, _ = attend_pages(query, keys, page, hidden, 0.1)
-        alone, _ = attend_pages(query[:1, :, 9:10], keys[:, :1], page[:, :1], hidden[:1, :1], 0.1)
+        keys = values.mT.contiguous()
+        among_others, _ = attend_pages(query, keys, values, hidden, 0.1)
+        alone, _ = attend_pages(query[:1, :, 9:10], keys[:, :1], values[:, :1], hidden[:1, :1], 0.1)
         if not torch.equal(alone[0, :, 0], among_others[0, :, 9]):
             return False
     return True
