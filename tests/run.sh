@@ -7,13 +7,14 @@ source examples/install.sh test
 ruff check .
 ruff format --check .
 mypy
+python tests/sizes.py
 # One thread a process: several processes run at once, and threads that share a core wait for each other.
 export OMP_NUM_THREADS=1
 options="-x -q --durations=15"
-# These two have both cores: one measures time, the other prints the budgets. Status 5: the arguments select none of their tests.
-python -m pytest $options tests/test_{faults,repo}.py "$@" || [ $? = 5 ]
+# This one measures time and has both cores. Status 5: the arguments select none of its tests.
+python -m pytest $options tests/test_faults.py "$@" || [ $? = 5 ]
 # Most tests use one core, so two files of them run at a time. The longest come first, so that both cores end together: a file that
 # is named twice runs where it is named first.
-others=$(ls tests/test_*.py | grep -vE '(faults|repo)\.py')
+others=$(ls tests/test_*.py | grep -v faults.py)
 python -m pytest $options -n 2 --dist loadfile --no-loadscope-reorder \
     tests/test_{trainer,worker,gpu,examples,diff,replay,checkpoint,templates,engine,windows}.py $others "$@"

@@ -344,7 +344,7 @@ class Collector:
             raise
         return trajectories
 
-    def _play_groups(
+    def _play_groups(  # noqa: C901 (ruff counts the functions inside)
         self, queue: Queue, params: SamplingParams, split: str, step: int
     ) -> dict[int, Group]:
         """Plays the groups of the queue until it has ended.
