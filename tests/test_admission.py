@@ -9,7 +9,13 @@ import torch.distributed as dist
 from common import ROOT, launch, make_model, make_tokenizer
 from families import engine_problem, make_config, verdict
 from parity import make_batch, worker_config
-from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, GPT2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    GPT2Config,
+    LlamaConfig,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
 )
@@ -18,6 +24,7 @@ from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
 from rl2.model import admission
 from rl2.parallel.mesh import init_distributed
+from rl2.parallel.tensor import check_tp_size
 from rl2.worker import Worker
 
 PASS = [
@@ -220,3 +227,13 @@ def test_every_process_has_the_buffers(tmp_path):
     [bias] = torch.load(tmp_path / "buffers")
     stored = AutoModelForCausalLM.from_pretrained(name).state_dict()
     assert torch.equal(bias, stored["model.layers.1.mlp.gate.e_score_correction_bias"])
+
+
+def test_a_tensor_parallel_plan_may_name_the_tied_embedding():
+    """transformers 5.15 to 5.20 add it to the plan of every model that ties its embeddings."""
+    config = LlamaConfig(num_attention_heads=4, intermediate_size=64, vocab_size=98)
+    config.base_model_tp_plan = config.base_model_tp_plan | {"embed_tokens": "embedding_rowwise"}
+    check_tp_size("tied", config, 2)
+    config.base_model_tp_plan = config.base_model_tp_plan | {"norm": "sequence_parallel"}
+    with pytest.raises(ValueError, match="sequence_parallel"):
+        check_tp_size("tied", config, 2)

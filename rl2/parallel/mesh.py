@@ -15,7 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+
+try:
+    from torch.distributed import set_timeout  # type: ignore[attr-defined]
+except ImportError:  # torch before 2.14
+    from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
 # A single process writes its checkpoints without collectives, about which torch warns every time.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -106,14 +110,19 @@ def _run_gloo_in_one_thread() -> None:
 
     torch gives it two. Both assign the name of what they completed to one string of the group,
     without a lock. If it is longer than 15 letters (ALLGATHER_COALESCED, as tensors that FSDP
-    shards use it), both may free its memory, and the process crashes (torch 2.11 and 2.13).
+    shards use it), both may free its memory, and the process crashes (torch 2.11 to 2.15). torch
+    ignores the options of a gloo group, so the constructor is where the number can be set.
     """
     make_group = dist.ProcessGroupGloo.__init__
 
-    def make_group_of_one_thread(group, store, rank, size, timeout):
+    def make_group_of_one_thread(
+        group, store, rank, size, timeout=COLLECTIVE_TIMEOUT, **settings
+    ) -> None:
         options = group._Options()
         options._threads = 1
         options._timeout = timeout
+        for name, value in settings.items():  # since torch 2.14: enable_reconfigure
+            setattr(options, name, value)
         names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
         devices = [group.create_device(interface=name) for name in names if name]
         options._devices = devices or [group.create_default_device()]
@@ -178,7 +187,7 @@ def _init_device_mesh(device: torch.device, axes: dict[str, int]) -> DeviceMesh:
     """A device mesh of these axes. torch gives its groups other time-outs than the default one."""
     mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     for group in mesh.get_all_groups():
-        _set_pg_timeout(COLLECTIVE_TIMEOUT, group)
+        set_timeout(COLLECTIVE_TIMEOUT, group)
     return mesh
 
 

@@ -18,6 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 # Every process has the whole weight, but its gradient comes from the heads of this process only.
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
+# transformers 5.15 to 5.20 add this for the embedding of models with tied embeddings. `parallelize`
+# cuts the embedding of every model.
+EMBEDDING = "embedding_rowwise"
 # Sizes in the model's config that the number of processes must divide.
 DIVISIBLE = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 
@@ -29,7 +32,7 @@ def check_tp_size(name: str, config: PreTrainedConfig, size: int) -> None:
         raise ValueError(
             f"{name} ({config.model_type}) carries no tensor-parallel plan: set tp_size=1"
         )
-    unknown = set(plan.values()) - {*STYLES, PARTIAL_GRADIENT}
+    unknown = set(plan.values()) - {*STYLES, PARTIAL_GRADIENT, EMBEDDING}
     if unknown:
         raise ValueError(
             f"the tensor-parallel plan of {name} has {sorted(unknown)}, which rl2 cannot do: "
@@ -45,7 +48,7 @@ def check_tp_size(name: str, config: PreTrainedConfig, size: int) -> None:
 def parallelize(hf: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Cuts the parameters of a Hugging Face model, perhaps on the meta device, over a mesh [tp]."""
     plan: dict[str, str] = hf.config.base_model_tp_plan or {}
-    cuts = {name: STYLES[style]() for name, style in plan.items() if style != PARTIAL_GRADIENT}
+    cuts = {name: STYLES[style]() for name, style in plan.items() if style in STYLES}
     parallelize_module(hf.base_model, mesh, cuts)
     parallelize_module(hf.get_input_embeddings(), mesh, RowwiseParallel(input_layouts=Replicate()))
     head = hf.get_output_embeddings()
