@@ -24,13 +24,13 @@ setup(
     package_dir={"rl2.ready_envs": "envs"},
     package_data={"rl2": ["py.typed"], "rl2.report": ["page.html", "page.css", "page.js"]},
     entry_points={"console_scripts": ["rl2 = rl2.__main__:main"]},
-    # Ranges, since SGLang pins exact versions of torch and transformers; constraints.txt is the set
-    # that is tested.
+    # Ranges, since SGLang pins exact versions of torch and transformers. The whole suite runs with
+    # constraints.txt; tests/oldest.sh and tests/newest.sh run both ends of the ranges.
     install_requires=[
-        "torch>=2.11",
-        "transformers>=5.12",
-        "accelerate>=1.10",
-        "datasets>=4.0",
+        "torch>=2.11,<2.16",
+        "transformers>=5.12.1,<5.24",
+        "accelerate>=1.10,<2",
+        "datasets>=4.0,<6",
         "h11>=0.14",
         "hydra-core>=1.3",
         "omegaconf>=2.3",
@@ -42,15 +42,16 @@ setup(
     ],
     extras_require={
         "wandb": ["wandb"],
-        "lora": ["peft>=0.20"],
+        "lora": ["peft>=0.20,<0.22"],
         "rewards": ["math-verify>=0.9"],
+        "sglang": ["sglang>=0.5.18,<=0.5.23"],
         "quickstart": ["gguf>=0.10", "matplotlib", "reasoning-gym>=0.1.25"],
         "test": [
             "hypothesis",
             "math-verify>=0.9",
             "mypy>=2.4",
             "openai>=2",
-            "peft>=0.20",
+            "peft>=0.20,<0.22",
             "pytest",
             "pytest-xdist",
             "ruff",

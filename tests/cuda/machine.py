@@ -29,6 +29,9 @@ class Stream:
     """A stream without work. `Stream.current` is the one that operations are put on."""
 
     current: "Stream"
+    stream_id = 0
+    device_index = 0
+    device_type = 1  # CUDA
 
     def __init__(self, device=None, priority=0, **_):
         self.device = torch.device("cuda", 0)
