@@ -3,6 +3,7 @@
 import asyncio
 import os
 import textwrap
+import threading
 import warnings
 from dataclasses import replace
 from unittest import mock
@@ -23,9 +24,10 @@ from test_trainer import setup, train  # noqa: F401
 from rl2.data.chat import ChatTemplate
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env, preflight
+from rl2.rollout import http
 from rl2.rollout.collect import Collector
 from rl2.rollout.endpoint import make_player
-from rl2.rollout.http import MAX_BODY_BYTES
+from rl2.rollout.http import MAX_BODY_BYTES, Connection
 
 STOPS = ("Observation:", "Calling tools:")  # of smolagents
 # A client of HTTP with the standard library alone, for what OpenAI's client would not send.
@@ -167,20 +169,47 @@ def test_an_agent_with_tools_gives_the_tokens_of_an_object_with_tools(tmp_path):
     assert trained_text(player, agent.samples[0]) == "<|im_end|>".join([*script, ""])
 
 
-def test_calls_that_are_no_json_do_not_end_the_run(tmp_path):
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "<|python_tag|>f(x={1})",
+        "<|python_tag|>f(x=0x" + "f" * 4000 + ")",  # more digits than Python writes
+        "<|python_tag|>f(x={2: 0x" + "f" * 4000 + "})",
+        '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": ' + '{"x": ' * 60 + "1" + "}" * 61 + "</tool_call>",
+        "<tool_call>" + "[" * 3000 + "</tool_call>",
+        "<tool_call>{</tool_call>",
+    ],
+)
+def test_calls_that_cannot_be_made_do_not_end_the_run(tmp_path, reply):
+    """They stay in the text."""
     env = """
         def run(row, base_url, model, api_key):
             tools = [{"function": {"name": "f"}}]
-            message = ask(base_url, api_key, [user("a")], tools=tools)["message"]
-            [call] = message["tool_calls"]
-            assert json.loads(call["function"]["arguments"]) == {"x": "{1}", "y": {"2": 3}}
             message = ask(base_url, api_key, [user("b")], tools=tools)["message"]
-            assert message == {"role": "assistant", "content": "<tool_call>{</tool_call>"}, message
+            assert message["content"] and "tool_calls" not in message, message
             return 1.0
     """
-    script = ["<|python_tag|>f(x={1}, y={2: 3, (4, 5): 6})", "<tool_call>{</tool_call>"]
-    (trajectory,), player = play(tmp_path, script, env)
+    options = {"max_length": 10_000, "params": replace(PARAMS, max_new_tokens=8000)}
+    (trajectory,), player = play(tmp_path, [reply], env, **options)
     assert trajectory.rewards == {"run": 1.0}, player.failures.last
+
+
+def test_halves_of_characters_in_a_call_come_back_from_the_agent(tmp_path):
+    env = """
+        def run(row, base_url, model, api_key):
+            tools = [{"function": {"name": "f"}}]
+            message = ask(base_url, api_key, [user("b")], tools=tools)["message"]
+            assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"x": "\\ufffd"}
+            result = {"role": "tool", "content": "4", "tool_call_id": "abcdefghi"}
+            ask(base_url, api_key, [user("b"), message, result], tools=tools)
+            return 1.0
+    """
+    call = '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>'
+    (trajectory,), player = play(tmp_path, [call, "done"], env)
+    assert trajectory.rewards == {"run": 1.0}, player.failures.last
+    assert len(trajectory.samples) == 1
 
 
 def test_other_messages_begin_a_new_sequence(tmp_path):
@@ -365,6 +394,61 @@ def test_limits_end_a_trajectory(tmp_path, judge, limits, turns):
         assert not any(1 in sample.mask for sample in trajectory.samples)
 
 
+REFUSED_ONCE = """
+    def run(row, base_url, model, api_key):
+        message = ask(base_url, api_key, [user("a")])["message"]
+        try:
+            ask(base_url, api_key, [user("a"), message, user("long" * 100)])
+        except ValueError as error:
+            assert "tokens" in str(error)
+        {rest}
+    def reward_fn(messages, finish_reason): return float(finish_reason == "length")
+"""
+AGAIN = 'ask(base_url, api_key, [user("shorter")])'
+
+
+@pytest.mark.parametrize(
+    "rest, reason, texts",
+    [
+        (f"{AGAIN}; return 1.0", "stop", ["1", "2"]),
+        ("return 1.0", "stop", ["1"]),  # the agent knows what to do
+        ("raise", "length", ["1"]),
+        (f"{AGAIN}; raise KeyError('of the agent')", "failed", []),
+    ],
+)
+def test_an_agent_may_go_on_after_a_refusal_for_length(tmp_path, rest, reason, texts):
+    rest = "raise ValueError('long')" if rest == "raise" else rest
+    env = REFUSED_ONCE.replace("{rest}", rest)
+    (trajectory,), player = play(tmp_path, ["1", "2"], env, max_length=100)
+    assert trajectory.finish_reason == reason, player.failures.last
+    trained = [trained_text(player, s) for s in trajectory.samples if 1 in s.mask]
+    assert trained == [f"{text}<|im_end|>" for text in texts]
+    if reason != "failed":
+        assert trajectory.rewards["reward"] == float(reason == "length")
+
+
+@pytest.mark.parametrize("extends", [True, False])
+def test_a_text_of_megabytes_is_refused_without_tokenising_it(tmp_path, extends):
+    """The engine would wait for that."""
+    env = f"""
+        def run(row, base_url, model, api_key):
+            messages = [user("a")]
+            messages.append(ask(base_url, api_key, messages)["message"])
+            try:
+                ask(base_url, api_key, messages * {extends} + [user("word " * 800_000)])
+            except ValueError as error:
+                assert "tokens" in str(error)
+                return 1.0
+    """
+    collector, prompts, player = make_agent(tmp_path, ["1"], env)
+    template, sizes = player.template, []
+    tokenize = template.tokenize
+    template.tokenize = lambda text: sizes.append(len(text)) or tokenize(text)
+    (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
+    assert trajectory.rewards == {"run": 1.0}, player.failures.last
+    assert sizes and max(sizes) < 20 * player.max_length
+
+
 def test_a_turn_that_is_cut_has_the_finish_reason_length(tmp_path):
     env = """
         def run(row, base_url, model, api_key):
@@ -418,13 +502,42 @@ def test_an_agent_without_a_request_fails(tmp_path):
     assert "no request was answered" in str(player.failures.last)
 
 
+ARRIVED = threading.Event()  # at the engine
+
+
 class WaitingEngine(ScriptedEngine):
     """A request with the message "wait" waits until it is cancelled."""
 
     async def generate(self, prompt, params, seed):
         if "wait" in self.template.decode(prompt):
+            ARRIVED.set()
             await asyncio.Event().wait()
         return await super().generate(prompt, params, seed)
+
+
+def test_a_cancelled_request_leaves_the_order_of_answers(tmp_path):
+    """The reward lies on the sequence that was answered last, which is the one that is judged."""
+    env = f"""
+        import contextlib, sys, threading
+        def wait(*arguments):
+            with contextlib.suppress(http.client.RemoteDisconnected):
+                ask(*arguments)
+        def run(row, base_url, model, api_key):
+            one = ask(base_url, api_key, [user("a")])["message"]
+            ask(base_url, api_key, [user("b")])
+            arguments = (base_url, api_key, [user("a"), one, user("wait")])
+            threading.Thread(target=wait, args=arguments, daemon=True).start()
+            assert sys.modules[{__name__!r}].ARRIVED.wait(20)
+            return 1.0
+        def reward_fn(messages): return {{"last": float(messages[-1]["content"])}}
+    """
+    ARRIVED.clear()
+    with mock.patch(f"{__name__}.ScriptedEngine", WaitingEngine):
+        (trajectory,), player = play(tmp_path, ["1", "2"], env)
+    assert trajectory.rewards == {"run": 1.0, "last": 2.0}, player.failures.last
+    texts = [trained_text(player, sample) for sample in trajectory.samples]
+    assert texts == ["1<|im_end|>", "2<|im_end|>"]
+    assert [sum(sample.rewards) for sample in trajectory.samples] == [0.0, 3.0]
 
 
 @pytest.mark.parametrize("leaves", [True, False])
@@ -591,6 +704,120 @@ def test_an_agent_library_runs_unchanged(tmp_path):
     assert trajectory.rewards == {"run": 6.0}, player.failures.last
     texts = "".join(trained_text(player, sample) for sample in trajectory.samples)
     assert texts == "<|im_end|>".join([*script, ""])
+
+
+REQUEST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}"
+
+
+def talk(client, answer):
+    """What `client(reader, writer)` returns, connected to a server with this answer.
+
+    The connections of the server must be closed then.
+    """
+    connections = []
+
+    class Recorded(Connection):
+        def connection_made(self, transport):
+            super().connection_made(transport)
+            connections.append(self)
+            self.is_open = True
+
+        def connection_lost(self, error):
+            super().connection_lost(error)
+            self.is_open = False
+
+    async def connect():
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Recorded(answer), "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        result = await asyncio.wait_for(client(reader, writer), 60)
+        while connections[0].is_open:  # or the test's time is over
+            await asyncio.sleep(0.01)
+        writer.close()
+        server.close()
+        return result
+
+    return asyncio.run(asyncio.wait_for(connect(), 60))
+
+
+async def never(request, body):
+    await asyncio.Event().wait()
+
+
+async def soon(request, body):
+    await asyncio.sleep(0.5)
+    return 200, body
+
+
+async def read_to_the_end(reader):
+    """What the server sent before it closed the connection."""
+    parts = []
+    try:
+        while part := await reader.read(2**16):
+            parts.append(part)
+    except ConnectionError:
+        pass
+    return b"".join(parts)
+
+
+def test_a_client_that_sends_much_while_it_waits_is_disconnected():
+    async def client(reader, writer):
+        writer.write(REQUEST)
+        sent = 0
+        try:
+            while sent < 2**27:
+                writer.write(b"x" * 2**16)
+                await writer.drain()
+                sent += 2**16
+        except ConnectionError:
+            pass
+        return sent
+
+    assert talk(client, never) < 2**27
+
+
+@pytest.mark.parametrize("start", [b"", REQUEST[:10], REQUEST[:-1], REQUEST, REQUEST + REQUEST[:9]])
+def test_a_slow_client_is_disconnected_and_a_slow_answer_is_sent(start):
+    async def client(reader, writer):
+        writer.write(start)
+        return await read_to_the_end(reader)
+
+    with mock.patch.multiple(http, REQUEST_SECONDS=0.2, IDLE_SECONDS=0.2):
+        answer = talk(client, soon)
+    assert answer.count(b"200") == (len(start) >= len(REQUEST))
+
+
+def test_single_bytes_do_not_keep_a_connection():
+    async def client(reader, writer):
+        end = asyncio.ensure_future(read_to_the_end(reader))
+        while not end.done():
+            writer.write(b"POST / HTTP/1.1\r\nA:"[:1])
+            await asyncio.sleep(0.02)
+        return end.result()
+
+    with mock.patch.multiple(http, REQUEST_SECONDS=0.3, IDLE_SECONDS=0.3):
+        assert talk(client, soon) == b""
+
+
+def test_a_client_that_does_not_read_its_answer_is_disconnected():
+    async def large(request, body):
+        return 200, b"x" * 2**26
+
+    async def client(reader, writer):
+        reader._transport.pause_reading()
+        writer.write(REQUEST.replace(b"Host: a", b"Host: a\r\nConnection: close"))
+
+    with mock.patch.multiple(http, REQUEST_SECONDS=0.2, IDLE_SECONDS=0.2):
+        talk(client, large)
+
+
+def test_requests_follow_each_other_on_one_connection():
+    async def client(reader, writer):
+        writer.write(REQUEST + REQUEST)  # the second one comes early
+        writer.write(REQUEST.replace(b"Host: a", b"Host: a\r\nConnection: close"))
+        return await read_to_the_end(reader)
+
+    assert talk(client, soon).count(b"200 ") == 3
 
 
 def test_a_run_trains_an_agent(setup, tmp_path):  # noqa: F811

@@ -18,7 +18,7 @@ from test_rollout import PARAMS, make, make_row, make_training, process_group  #
 from rl2.algorithms.advantages import gae, group_advantages
 from rl2.batch import collate
 from rl2.env.load import load_env, preflight
-from rl2.env.tools import ToolCall, find_calls
+from rl2.env.syntaxes import SYNTAXES, ToolCall, find_calls
 from rl2.rollout.collect import Queue
 from rl2.rollout.stats import training_samples
 
@@ -362,7 +362,7 @@ def test_bad_calls_are_answered_with_what_is_wrong(tmp_path):
         (call_text("note", key="k", value=2), '{"k": 2}'),
         ('<tool_call>{"name": 5}</tool_call>', "error: no tool '5'; there are fail, note"),
         # Half of a character, which no tokenizer takes.
-        ('<tool_call>{"name": "\\ud800"}</tool_call>', "error: no tool '\\ud800'; there are"),
+        ('<tool_call>{"name": "\\ud800"}</tool_call>', "error: no tool '\ufffd'; there are"),
         (call_text("note", key="\ud800"), '{"k": 2, "\ufffd": 1.0}'),
         ("<tool_call>{oops", "error: the call cannot be read: "),
     ]
@@ -411,14 +411,15 @@ def test_a_tool_that_exits_costs_the_trajectory(tmp_path):
         ("The answer is (1).", []),
         ("add", []),
         ("<tool_call>" + "[" * 100_000, ["cannot be read"]),
-        ("[TOOL_CALLS]add(1)", ["arguments by name"]),
+        ("[TOOL_CALLS]add(1)", ["expected the name of a tool"]),
         ("[" * 100_000, []),
         ("add(" * 10_000, []),
         ("```\n" * 30_000, []),
     ],
 )
 def test_calls_are_read_from_the_syntax_of_each_family(text, calls):
-    found = find_calls(text, ["add", "mul"])
+    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "mul")]
+    found = find_calls(text, tools, SYNTAXES).calls
     assert len(found) == len(calls)
     for call, expected in zip(found, calls, strict=True):
         if isinstance(expected, str):

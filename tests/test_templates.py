@@ -1,4 +1,4 @@
-"""Chat templates of 22 families times random conversations: what is trained is what was sampled.
+"""Chat templates of 30 families times random conversations: what is trained is what was sampled.
 
 templates/ has fixtures of our own that behave as the published templates of the families do. Their
 tokenizers are small, byte by byte, with the special tokens of the family.
@@ -42,7 +42,9 @@ MISTRAL = (
 )
 DEEPSEEK = (
     "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> "
-    "<｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜>"
+    "<｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜> "
+    "<｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> "
+    "<｜tool▁sep｜>"
 )
 COMMAND_R = (
     "<BOS_TOKEN> <|START_OF_TURN_TOKEN|> <|END_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> "
@@ -62,7 +64,8 @@ class Family:
     clean_reply: str = "{}"  # a reply as the template writes it ...
     clean_end: str | None = None  # ... and its end; None: `eos`
     has_system: bool = True
-    has_calls: bool = False  # whether the template writes `tool_calls`
+    has_calls: bool = False  # whether the template writes `tool_calls` beside any content
+    syntax: str = ""  # of the calls that the template writes
     moves_system: bool = False  # the system prompt is shown at a last message of the user only
     strips_right: bool = False  # special tokens swallow the white space behind them
     # Training sequences of three turns, without and with a system prompt.
@@ -75,6 +78,15 @@ class Family:
 
 FAMILIES = {
     "chatml": Family(CHATML, "<|im_end|>"),
+    "command_a": Family(
+        f"{COMMAND_R} <|START_RESPONSE|> <|END_RESPONSE|> <|START_ACTION|> <|END_ACTION|> "
+        "<|START_THINKING|> <|END_THINKING|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<BOS_TOKEN>",
+        clean_reply="<|START_RESPONSE|>{}<|END_RESPONSE|>",
+        syntax="cohere",
+        num_sequences=(3, 3),
+    ),
     "command_r": Family(COMMAND_R, "<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>"),
     # The next reply begins inside the reasoning, which an earlier one has no more.
     "deepseek_r1": Family(
@@ -83,9 +95,19 @@ FAMILIES = {
         "<｜begin▁of▁sentence｜>",
         added="<think> </think>",
         clean_reply="hm</think>{}",
+        syntax="deepseek",
         num_sequences=(3, 3),
     ),
-    "deepseek_v3": Family(DEEPSEEK, "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"),
+    "deepseek_v3": Family(
+        DEEPSEEK, "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", syntax="deepseek"
+    ),
+    "deepseek_v3_1": Family(
+        DEEPSEEK,
+        "<｜end▁of▁sentence｜>",
+        "<｜begin▁of▁sentence｜>",
+        added="<think> </think>",
+        syntax="deepseek",
+    ),
     "gemma2": Family(
         GEMMA,
         "<eos>",
@@ -97,6 +119,14 @@ FAMILIES = {
     "gemma3": Family(
         GEMMA, "<eos>", "<bos>", other_ends="<end_of_turn>", clean_end="<end_of_turn>"
     ),
+    "gemma4": Family(
+        "<bos> <eos> <|turn> <turn|> <|tool> <tool|> <|tool_call> <tool_call|> <|tool_response>",
+        "<turn|>",
+        "<bos>",
+        added='<|"|>',
+        other_ends="<|tool_response>",
+        syntax="gemma4",
+    ),
     # A reply ends with the token of the next role.
     "glm4": Family(
         "[gMASK] <sop> <|endoftext|> <|system|> <|user|> <|assistant|> <|observation|>",
@@ -104,7 +134,30 @@ FAMILIES = {
         other_ends="<|user|> <|observation|>",
         clean_end="<|user|>",
     ),
+    "glm4_5": Family(
+        "[gMASK] <sop> <|endoftext|> <|system|> <|user|> <|assistant|> <|observation|>",
+        "<|endoftext|>",
+        added="<tool_call> </tool_call> <arg_key> </arg_key> <arg_value> </arg_value>",
+        other_ends="<|user|> <|observation|>",
+        clean_end="<|user|>",
+        syntax="glm",
+    ),
     "granite3": Family("<|start_of_role|> <|end_of_role|> <|end_of_text|>", "<|end_of_text|>"),
+    "kimi_k2": Family(
+        "<|im_system|> <|im_user|> <|im_assistant|> <|im_middle|> <|im_end|> "
+        "<|tool_calls_section_begin|> <|tool_calls_section_end|> <|tool_call_begin|> "
+        "<|tool_call_argument_begin|> <|tool_call_end|>",
+        "<|im_end|>",
+        has_calls=True,
+        syntax="kimi",
+    ),
+    "lfm2": Family(
+        f"<|startoftext|> {CHATML} <|tool_call_start|> <|tool_call_end|>",
+        "<|im_end|>",
+        "<|startoftext|>",
+        has_calls=True,
+        syntax="lfm2",
+    ),
     "llama2": Family("<s> </s>", "</s>", "<s>", clean_reply=" {} "),
     "llama3": Family(LLAMA3, "<|eot_id|>", "<|begin_of_text|>"),
     "llama3_1": Family(
@@ -113,17 +166,28 @@ FAMILIES = {
         "<|begin_of_text|>",
         other_ends="<|eom_id|>",
         has_calls=True,
+        syntax="llama",
     ),
     "mistral_nemo": Family(
-        MISTRAL, "</s>", "<s>", has_calls=True, moves_system=True, num_sequences=(1, 3)
+        MISTRAL,
+        "</s>",
+        "<s>",
+        has_calls=True,
+        syntax="mistral",
+        moves_system=True,
+        num_sequences=(1, 3),
     ),
     "mistral_small": Family(MISTRAL, "</s>", "<s>"),
+    "mistral_small3_2": Family(
+        f"{MISTRAL} [CALL_ID] [ARGS]", "</s>", "<s>", has_calls=True, syntax="mistral"
+    ),
     "mistral_v3": Family(
         MISTRAL,
         "</s>",
         "<s>",
         clean_reply=" {}",
         has_calls=True,
+        syntax="mistral",
         moves_system=True,
         num_sequences=(1, 3),
     ),
@@ -144,15 +208,25 @@ FAMILIES = {
         added="<tool_call> </tool_call>",
         other_ends="<|endoftext|>",
         has_calls=True,
+        syntax="hermes",
     ),
     "qwen3": Family(
         CHATML,
         "<|im_end|>",
         added="<think> </think> <tool_call> </tool_call>",
         other_ends="<|endoftext|>",
+        syntax="hermes",
+    ),
+    "qwen3_coder": Family(
+        CHATML,
+        "<|im_end|>",
+        added="<tool_call> </tool_call>",
+        other_ends="<|endoftext|>",
+        has_calls=True,
+        syntax="qwen3_coder",
     ),
     "smollm2": Family(CHATML, "<|im_end|>"),
-    "smollm3": Family(CHATML, "<|im_end|>", added="<think> </think>"),
+    "smollm3": Family(CHATML, "<|im_end|>", added="<think> </think>", syntax="hermes"),
     "zephyr": Family("<s> </s>", "</s>", "<s>"),
 }
 
@@ -407,16 +481,28 @@ class Look:
         return 1.0
 
 
-def write_call(family: str, name: str, **arguments) -> str:
-    """A call as models of the family write it; those without a syntax of their own use a fence."""
-    call = {"name": name, "arguments": arguments}
-    if family == "llama3_1":
-        return json.dumps({"name": name, "parameters": arguments})
-    if family.startswith("mistral"):
-        return f"[TOOL_CALLS] {json.dumps([call])}"
-    if family.startswith(("qwen", "smollm3", "chatml")):
-        return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
-    return f"I look.\n```json\n{json.dumps(call)}\n```"
+def make_call(name: str, arguments: dict, number: int = 0, is_text: bool = False) -> dict:
+    """A call in a message, with an id that templates of Mistral take."""
+    arguments = json.dumps(arguments, ensure_ascii=False) if is_text else arguments
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"{number:09}", "type": "function", "function": function}
+
+
+def write_calls(template: ChatTemplate, family: Family, content: str, *calls: tuple) -> str:
+    """A turn with calls (name, arguments) as the template writes it.
+
+    Families without a syntax of their own use a fence. ValueError if the template refuses it.
+    """
+    if not family.syntax:
+        bare = [{"name": name, "arguments": arguments} for name, arguments in calls]
+        return f"{content}\n```json\n{json.dumps(bare)}\n```"
+    is_text = family.syntax == "deepseek"
+    tool_calls = [make_call(*call, i, is_text) for i, call in enumerate(calls)]
+    if family.syntax == "kimi":  # writes ids in place of names
+        for i, (name, _) in enumerate(calls):
+            tool_calls[i]["id"] = f"functions.{name}:{i}"
+    message = {"role": "assistant", "content": content, "tool_calls": tool_calls}
+    return template.render_turn(message, TOOLS)
 
 
 class Caller(Writer):
@@ -425,9 +511,13 @@ class Caller(Writer):
     def __init__(self, name, template):
         super().__init__(name, template, seed=0)
         self.rng.random = lambda: 1.0  # no request is aborted
-        first = write_call(name, "look", place="here")
-        second = [write_call(name, "look", place="é✓"), write_call(name, "look", place="", m7=2)]
-        texts = [first, "\n".join(second) if name != "llama3_1" else "; ".join(second), "done"]
+        calls = [("look", {"place": place}) for place in ("here", "é✓")]
+        calls.append(("look", {"place": "", "m7": 2}))
+        first, *second = [write_calls(template, self.family, "", call) for call in calls]
+        separator = "; " if name == "llama3_1" else ""
+        texts = [first, separator.join(second), "done"]
+        if name == "deepseek_r1":  # whose prompt begins the reasoning
+            texts = [f"hm</think>{text}" for text in texts]
         self.turns = iter([template.tokenize(text + self.family.eos) for text in texts])
 
     def sampled_reply(self):

@@ -149,6 +149,19 @@ class ChatTemplate:
             whole = before + whole[len(header) :]
         return before, whole
 
+    def render_turn(self, message: dict, tools: list | None = None) -> str:
+        """The text of a turn of the assistant as the template writes it in its history.
+
+        It has no end of turn, and mostly no header. ValueError if the template refuses the message.
+        """
+        question = [{"role": "user", "content": "?"}]
+        probe = {"role": "assistant", "content": PROBE}
+        header, _, footer = self.render([*question, probe], tools, False).partition(PROBE)
+        whole = self.render([*question, message], tools, False)
+        if not whole.startswith(header):  # such turns have another header than a plain reply
+            header = self.render(question, tools, False)
+        return whole[common_prefix_length(header, whole) :].removesuffix(footer)
+
     def tokenize(self, text: str | list[str]) -> list:
         """The token ids of a rendered text, or of each text of a list.
 
@@ -193,7 +206,7 @@ class ChatTemplate:
 
     def parse_calls(
         self, prompt: Sequence[int], reply: str, tools: list
-    ) -> list[tuple[str, dict]] | None:
+    ) -> list[tuple[str, Any]] | None:
         """The calls of tools in a reply, as the tokenizer's own response template reads them.
 
         Each is (name, arguments). None if the tokenizer has no such template, or if it cannot read
@@ -206,7 +219,9 @@ class ChatTemplate:
             message = self.tokenizer.parse_response(reply, prefix=prefix, tools=tools)
             functions = [call["function"] for call in message.get("tool_calls", [])]
             return [(function["name"], function["arguments"]) for function in functions]
-        except (ValueError, TypeError, KeyError):  # TypeError: transformers < 5.15 takes no tools
+        # The reply is a text of the model, and no text may end the run: it may be nested deep. Also
+        # TypeError: transformers < 5.15 takes no tools.
+        except Exception:
             return None
 
     @cached_property

@@ -24,7 +24,8 @@ from rl2.env.processes import ProcessPool
 from rl2.env.results import to_messages
 from rl2.env.runners import LoopRunner, ThreadRunner
 from rl2.env.session import CLOSE, Sessions
-from rl2.env.tools import ToolCall, list_tools, object_functions
+from rl2.env.syntaxes import ToolCall
+from rl2.env.tools import list_tools, object_functions
 
 Key = Hashable
 Inputs = Mapping[str, Any]

@@ -12,13 +12,14 @@ import warnings
 from collections.abc import Hashable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from rl2.data.messages import check_ends_before_reply, check_messages, check_text
 from rl2.engine.base import SamplingParams, Seed
 from rl2.env.contract import API_KEY, EnvError
 from rl2.env.results import MAX_NESTING, check_nesting
-from rl2.env.tools import text_before_calls
+from rl2.env.syntaxes import Found
 from rl2.rollout.http import MAX_BODY_BYTES, Connection, Request
 from rl2.rollout.trajectory import Player, Trajectory, begin_sample
 
@@ -28,6 +29,7 @@ LIMITS = ("max_tokens", "max_completion_tokens")
 # Fields of a request that have an effect, and those that may have no other value than this.
 USED = ("model", "messages", "tools", "stop", *LIMITS)
 FIXED = {"n": 1, "stream": False, "logprobs": False, "response_format": {"type": "text"}}
+CHARACTERS_PER_TOKEN = 8  # more than texts have on average
 # Of a request whose fields have other types than the protocol says, and of the chat template.
 MALFORMED = (EnvError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
@@ -42,6 +44,7 @@ class Conversation(Trajectory):
 
     known: list[dict] = field(default_factory=list)  # the messages as the agent has them
     last_turn: dict[str, Any] = field(default_factory=dict)  # what reward_fn may ask about it
+    answer_number: int = 0  # of its last answer among those of the trajectory
 
 
 @dataclass
@@ -56,8 +59,10 @@ class AgentSession:
     # In the order of their last answers. A request under way has taken out what it extends.
     conversations: list[Conversation] = field(default_factory=list)
     num_requests: int = 0
+    num_answers: int = 0
     answers: set[asyncio.Task | None] = field(default_factory=set)  # under way
-    is_cut: bool = False  # a limit of rl2 refused a request
+    # A limit of rl2 refused a request, and no request after it was answered.
+    is_cut: bool = False
     failure: Exception | None = None  # of the engine; RequestError if it was told to abort
 
     async def complete(self, body: bytes) -> dict[str, Any]:
@@ -69,6 +74,7 @@ class AgentSession:
             raise RequestError(400, f"the request cannot be answered: {error}") from error
         seed = (*self.seed[:-1], self.num_requests)
         self.num_requests += 1
+        goes_on = self.is_cut  # the agent knows of the limit
         remaining = base
         if base:
             self.conversations.remove(base)
@@ -78,14 +84,19 @@ class AgentSession:
                 raise RequestError(400, "the trajectory is not needed any more")
             conversation.last_turn = turn
             answer = self._describe(conversation, request["stop"])
+            self.num_answers += 1
+            conversation.answer_number = self.num_answers
             remaining = conversation
+            if goes_on:
+                self.is_cut = False
         except Exception as error:
             self.failure = error
             self.agent.cancel()
             raise
         finally:
-            if remaining:
+            if remaining:  # a request that was cancelled leaves what it extended in its place
                 self.conversations.append(remaining)
+                self.conversations.sort(key=attrgetter("answer_number"))
         return answer
 
     def _prepare(
@@ -93,6 +104,8 @@ class AgentSession:
     ) -> tuple[Conversation | None, Conversation, SamplingParams]:
         """(the conversation that the request extends, that with its messages, how to sample)."""
         player, own = self.player, self.trajectory
+        if self.num_requests >= player.max_turns:
+            raise self._limit_error()
         messages = [_to_message(message) for message in request["messages"]]
         tools = request.get("tools") or None
         for tool in tools or []:
@@ -103,23 +116,41 @@ class AgentSession:
         if base:
             conversation = deepcopy(base)  # the request may be cancelled
             new, num_sampled = messages[len(base.known) :], base.last_turn["num_tokens"]
+            self._check_length("".join(message["content"] for message in new))
             fits = player.append_messages(conversation, num_sampled, new, max_new_tokens=1)
         else:
+            if len(messages) > player.max_length:
+                raise self._limit_error()
+            self._check_length(player.template.render(messages, tools))
             conversation = Conversation(own.id, own.group, messages, {"tools": tools})
             begin_sample(conversation, player.template.encode_prompt(messages, tools))
         conversation.known = known
         room = player.max_length - len(conversation.samples[-1].tokens)
-        if room < 1 or not fits or self.num_requests >= player.max_turns:
-            self.is_cut = True
-            raise ValueError(
-                f"a trajectory may have rollout.max_turns={player.max_turns} requests, and a "
-                f"conversation {player.max_length} tokens"
-            )
+        if room < 1 or not fits:
+            raise self._limit_error()
         limits = filter(None, map(request.get, LIMITS))
         most = min(self.params.max_new_tokens, room, *limits)
         if type(most) is not int or most < 1:
             raise ValueError(f"max_tokens={most}, expected a whole number above 0")
         return base, conversation, replace(self.params, max_new_tokens=most)
+
+    def _check_length(self, text: str) -> None:
+        """ValueError if a text surely has too many tokens, judged by its beginning.
+
+        The engine waits while a text is tokenised, so one of megabytes may not be.
+        """
+        template, limit = self.player.template, self.player.max_length
+        beginning = text[: limit * CHARACTERS_PER_TOKEN]
+        if len(beginning) < len(text) and len(template.tokenize(beginning)) > limit:
+            raise self._limit_error()
+
+    def _limit_error(self) -> ValueError:
+        self.is_cut = True
+        player = self.player
+        return ValueError(
+            f"a trajectory may have rollout.max_turns={player.max_turns} requests, and a "
+            f"conversation {player.max_length} tokens"
+        )
 
     def _find_base(self, known: list[dict], tools: list | None) -> Conversation | None:
         """The longest conversation that the messages extend."""
@@ -136,19 +167,17 @@ class AgentSession:
             content = content.partition(stop)[0]
         message = {"role": "assistant", "content": content}
         tools = conversation.row["tools"]
-        calls = self.player.find_calls(conversation, num_sampled, tools) if tools else []
+        found = self.player.read_calls(conversation, num_sampled, tools) if tools else Found([])
         tool_calls = []
-        for call in calls:
-            # Python syntax may have values that are no JSON.
-            arguments = json.dumps(call.arguments, skipkeys=True, default=str)
-            function = {"name": call.name, "arguments": arguments}
+        for call in found.calls:
+            function = {"name": call.name, "arguments": json.dumps(call.arguments)}
             if not call.error:  # a call that cannot be read stays in the text
                 # Templates of Mistral take ids of nine characters only.
                 call_id = secrets.token_hex(5)[:9]
                 tool_calls.append({"id": call_id, "type": "function", "function": function})
         if tool_calls:
             reason = "tool_calls"
-            message |= {"content": text_before_calls(content), "tool_calls": tool_calls}
+            message |= {"content": content[: found.start].strip(), "tool_calls": tool_calls}
         conversation.known.append(_to_known(_to_message(deepcopy(message))))
         num_tokens = len(conversation.samples[-1].tokens)
         return {
@@ -225,7 +254,8 @@ class AgentPlayer(Player):
             raise EnvError("run asked the model for nothing: no request was answered")
         if not (trajectory.rewards or self.env.judges):
             raise EnvError("run returned no reward, and the env file has no reward_fn")
-        return {**last_turn, "finish_reason": "length"} if session.is_cut else last_turn
+        is_cut = session.is_cut and not isinstance(result, dict)
+        return {**last_turn, "finish_reason": "length"} if is_cut else last_turn
 
     async def answer(self, request: Request, body: bytes) -> tuple[int, bytes]:
         """The status and the JSON that answer a request."""

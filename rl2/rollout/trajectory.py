@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, compress
 from typing import Any
 
@@ -15,7 +16,8 @@ from rl2.data.examples import Example
 from rl2.engine.base import Engine, Generation, SamplingParams, Seed
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures, Turn
-from rl2.env.tools import ToolCall, find_calls
+from rl2.env.syntaxes import Found
+from rl2.rollout.calls import CallReader
 
 MAX_RECORDED_CHARACTERS = 2000  # of a column of a row, in the records
 
@@ -179,6 +181,7 @@ class Player:
         if self.env.tools:
             question = [{"role": "user", "content": "?"}]
             self.template.warn_of_ignored([{"messages": question, "tools": self.env.tools}])
+            _ = self.call_reader  # warns now
 
     async def wait_for_room(self, max_requests: float) -> None:
         """Waits until the engine has fewer than `max_requests`."""
@@ -335,21 +338,20 @@ class Player:
     async def _answer(self, trajectory: Trajectory, inputs: dict[str, Any], key: Hashable) -> Turn:
         """The results of the tools that the last turn calls, or else the environment's answer."""
         if self.env.tools:
-            calls = self.find_calls(trajectory, inputs["num_tokens"], self.env.tools)
+            calls = self.read_calls(trajectory, inputs["num_tokens"], self.env.tools).calls
             if calls:
                 return await self.env.call_tools(calls, trajectory.num_turns, key)
         return await self.env.answer(trajectory.messages, trajectory.row, key, inputs)
 
-    def find_calls(
-        self, trajectory: Trajectory, num_sampled: int, tools: list[dict]
-    ) -> list[ToolCall]:
+    def read_calls(self, trajectory: Trajectory, num_sampled: int, tools: list[dict]) -> Found:
         """The calls of tools in the last turn, which has `num_sampled` tokens."""
         prompt = trajectory.samples[-1].tokens[:-num_sampled]
-        reply = trajectory.messages[-1]["content"]
-        parsed = self.template.parse_calls(prompt, reply, tools)
-        if parsed is not None:
-            return [ToolCall(str(name), arguments) for name, arguments in parsed]
-        return find_calls(reply, [tool["function"]["name"] for tool in tools])
+        return self.call_reader.read(prompt, trajectory.messages[-1]["content"], tools)
+
+    @cached_property
+    def call_reader(self) -> CallReader:
+        """Made when it is needed, since it warns if it cannot read the model's calls."""
+        return CallReader(self.template)
 
     def _add_turn_reward(self, trajectory: Trajectory, reward: float) -> None:
         """Puts the reward of a turn on its last token, which is the last of its sequence."""

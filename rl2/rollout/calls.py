@@ -1,0 +1,175 @@
+"""Calls of tools in the turns of a model, in the syntax that its own chat template writes."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from rl2.data.chat import ChatTemplate
+from rl2.env.syntaxes import (
+    LLAMA,
+    REASONING,
+    SYNTAXES,
+    Found,
+    Syntax,
+    ToolCall,
+    find_bare_calls,
+    find_calls,
+    find_marked_calls,
+    to_call,
+)
+from rl2.parallel.mesh import is_first_rank
+
+PROMPT_END = 32  # tokens of a prompt that say whether it has begun a reasoning
+PROBE_TOOL = "rl2_probe"
+TYPES = {
+    "city": "string",
+    "days": "integer",
+    "share": "number",
+    "exact": "boolean",
+    "names": "array",
+    "options": "object",
+}
+PROBE_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": PROBE_TOOL,
+        "description": "A tool.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                name: {"type": kind, "description": name} for name, kind in TYPES.items()
+            },
+            "required": [],
+        },
+    },
+}
+# The arguments that a template writes and rl2 has to read back: simple ones, and such as need care.
+SIMPLE = {"city": "Rome", "days": 3}
+DIFFICULT = {
+    "city": "it's \"{'a': [1]}\", a <b> \\ and\nmore é",
+    "days": -3,
+    "share": 0.5,
+    "exact": True,
+    "names": ["a, b", "c"],
+    "options": {"inner": {"list": [1, {"x": False}]}, "text": "a\nb"},
+}
+# Ids of calls: Mistral's templates take nine characters, Kimi's write the id in place of the name.
+IDS = ("rl2probe1", "functions.{}:0")
+
+
+@dataclass
+class CallReader:
+    """Reads the calls of tools in turns, and says once what cannot be read.
+
+    `syntax` is the one that the chat template writes and rl2 reads back. Without one, the calls of
+    all syntaxes are read.
+    """
+
+    template: ChatTemplate
+    syntax: Syntax | None = None
+    has_response_template: bool = False  # of the tokenizer, and it reads what the template writes
+    warnings: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        written = self._write_call(PROBE_TOOL, SIMPLE)
+        if written is None:
+            self._warn(
+                "its chat template writes no calls of tools, so the prompt has to say how to call "
+                f"them. rl2 reads {SYNTAXES[0].form}, JSON in a code fence and what "
+                "docs/environments.md lists"
+            )
+            return
+        expected = [ToolCall(PROBE_TOOL, SIMPLE)]
+        self.has_response_template = self._parse([], written) == expected
+        self.syntax = self._find_syntax(written, expected)
+        if self.syntax is None and not self.has_response_template:
+            self._warn(
+                f"its chat template writes calls of tools that rl2 does not read: {written!r}. "
+                "Give its tokenizer a response_template (transformers), or set data.chat_template "
+                f"to a template that writes {SYNTAXES[0].form}"
+            )
+            return
+        self._check_difficult_arguments()
+
+    def read(self, prompt: Sequence[int], turn: str, tools: list[dict]) -> Found:
+        """The calls in a turn that follows the tokens of the prompt."""
+        if self.has_response_template:
+            calls = self._parse(prompt, turn, tools)
+            if calls is not None:
+                return self._locate(prompt, turn, tools, calls)
+        syntaxes = (self.syntax,) if self.syntax else SYNTAXES
+        return find_calls(turn, tools, syntaxes, self._begins_reasoning(prompt))
+
+    def _locate(
+        self, prompt: Sequence[int], turn: str, tools: list[dict], calls: list[ToolCall]
+    ) -> Found:
+        """The calls, with their place in the text if a syntax of rl2 finds it."""
+        found = find_marked_calls(turn, tools, SYNTAXES, self._begins_reasoning(prompt))
+        return replace(found, calls=calls)
+
+    def _begins_reasoning(self, prompt: Sequence[int]) -> bool:
+        end = self.template.decode(prompt[-PROMPT_END:]).rstrip()
+        return end.endswith(tuple(REASONING))
+
+    def _parse(
+        self, prompt: Sequence[int], turn: str, tools: Sequence[dict] = (PROBE_SCHEMA,)
+    ) -> list[ToolCall] | None:
+        """The calls that the tokenizer's response template reads; None if it cannot."""
+        parsed = self.template.parse_calls(prompt, turn, list(tools))
+        if parsed is None:
+            return None
+        calls = []
+        for name, arguments in parsed:
+            try:
+                calls.append(to_call(name, arguments))
+            except Exception as error:  # whatever it has made of the model's text
+                calls.append(ToolCall("", error=f"the call cannot be read: {error}"))
+        return calls
+
+    def _write_call(self, name: str, arguments: dict[str, Any]) -> str | None:
+        """A turn that calls a tool, as the template writes it; None if it writes no calls."""
+        for call_id, content, is_text in product(IDS, ("", None), (False, True)):
+            call_id = call_id.format(name)
+            given = json.dumps(arguments, ensure_ascii=False) if is_text else arguments
+            function = {"name": name, "arguments": given}
+            call = {"id": call_id, "type": "function", "function": function}
+            message = {"role": "assistant", "content": content, "tool_calls": [call]}
+            try:
+                turn = self.template.render_turn(message, [PROBE_SCHEMA])
+            except ValueError:
+                continue
+            if name in turn:
+                return turn
+        return None
+
+    def _find_syntax(self, written: str, expected: list[ToolCall]) -> Syntax | None:
+        """The syntax that reads what the template writes. Its form becomes the template's."""
+        tools = [PROBE_SCHEMA]
+        for syntax in SYNTAXES:
+            if find_marked_calls(written, tools, [syntax]).calls == expected:
+                example = self._write_call("NAME", {"KEY": "VALUE"}) or ""
+                place = find_marked_calls(example, tools, [syntax])
+                form = example[place.start : place.end]
+                return replace(syntax, form=form or syntax.form)
+        return LLAMA if find_bare_calls(written, tools) == expected else None
+
+    def _check_difficult_arguments(self) -> None:
+        written = self._write_call(PROBE_TOOL, DIFFICULT)
+        if written is None:
+            return
+        calls = self.read([], written, [PROBE_SCHEMA]).calls
+        read = calls[0].arguments if len(calls) == 1 else {}
+        lost = [name for name, value in DIFFICULT.items() if read.get(name) != value]
+        if lost:
+            values = ", ".join(repr(DIFFICULT[name]) for name in lost)
+            self._warn(
+                f"as its chat template writes calls, these arguments do not survive: {values}"
+            )
+
+    def _warn(self, text: str) -> None:
+        name = self.template.tokenizer.name_or_path or "the model"
+        self.warnings.append(f"warning: tools of {name}: {text}")
+        if is_first_rank():
+            print(self.warnings[-1])
