@@ -5,6 +5,8 @@ import random
 import re
 
 import pytest
+import transformers
+from packaging.version import Version
 from test_chat import make_tokenizer
 from test_templates import FAMILIES, make_template, write_calls
 
@@ -133,7 +135,7 @@ ONE_CALL = "{% for c in m.tool_calls or [] %}{{ WRITTEN }}{% endfor %}"
         ),
         (  # without line breaks
             "'<tool_call>' ~ (c.function | tojson | replace('\\\\n', ' ')) ~ '</tool_call>'",
-            "these arguments do not survive: ",
+            "these arguments do not survive",
         ),
         ("'<tool_call>' ~ (c.function | tojson) ~ '</tool_call>'", ""),
     ],
@@ -148,6 +150,55 @@ def test_what_cannot_be_read_is_said_once_with_the_name_of_the_model(written, wa
     # What is not known is read as any of the syntaxes.
     call = '<tool_call>{"name": "find", "arguments": {"n": 1}}</tool_call>'
     assert read(reader, call) == [ToolCall("find", {"n": 1})]
+
+
+WRITTEN = "'<call>' ~ (c.function | tojson) ~ '</call>'"
+RESPONSE_TEMPLATE = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "tool_calls": {
+            "open": "<call>",
+            "close": "</call>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {},
+    },
+}
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.15"), reason="needs transformers 5.15"
+)
+@pytest.mark.parametrize("written", [WRITTEN, "''"])
+def test_a_response_template_reads_what_rl2_does_not(written, capsys):
+    tokenizer = make_tokenizer(HEAD + ONE_CALL.replace("WRITTEN", written) + TAIL)
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    reader = CallReader(ChatTemplate(tokenizer))
+    assert not capsys.readouterr().out
+    good = 'So <call>{"name": "find", "arguments": {"n": 1}}</call>'
+    assert read(reader, good) == [ToolCall("find", {"n": 1})]
+    assert read(reader, "The answer is 4.") == []
+    for bad in ("{oops", '{"name": "find", "arguments": {"n": ' + "[" * 100_000):
+        [call] = read(reader, f"So <call>{bad}</call>")
+        assert "the call cannot be read" in call.error
+        assert ("<call>" in call.error) == (written == WRITTEN)
+    [call] = read(reader, '<call>{"name": "find", "arguments": {"n": 1e999}}</call>')
+    assert "not finite" in call.error
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.15"), reason="needs transformers 5.15"
+)
+def test_a_response_template_that_does_not_fit_is_not_used():
+    tokenizer = make_tokenizer(make_template("qwen3_coder").tokenizer.chat_template)
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    reader = CallReader(ChatTemplate(tokenizer))
+    assert reader.syntax.name == "qwen3_coder" and not reader.warnings
+    turn = "<tool_call><function=find><parameter=n>1</parameter></function></tool_call>"
+    assert read(reader, turn) == [ToolCall("find", {"n": 1})]
 
 
 HOSTILE = [

@@ -23,6 +23,7 @@ from rl2.parallel.mesh import is_first_rank
 
 PROMPT_END = 32  # tokens of a prompt that say whether it has begun a reasoning
 PROBE_TOOL = "rl2_probe"
+PLAIN_TURN = "The answer is 4."
 TYPES = {
     "city": "string",
     "days": "integer",
@@ -75,23 +76,30 @@ class CallReader:
     def __post_init__(self) -> None:
         written = self._write_call(PROBE_TOOL, SIMPLE)
         if written is None:
-            self._warn(
-                "its chat template writes no calls of tools, so the prompt has to say how to call "
-                f"them. rl2 reads {SYNTAXES[0].form}, JSON in a code fence and what "
-                "docs/environments.md lists"
-            )
+            # What its response template reads cannot be tried.
+            self.has_response_template = self._parse([], PLAIN_TURN) is not None
+            if not self.has_response_template:
+                self._warn(
+                    "its chat template writes no calls of tools, so the prompt has to say how to "
+                    f"call them. rl2 reads {SYNTAXES[0].form}, JSON in a code fence and what "
+                    "docs/environments.md lists"
+                )
             return
         expected = [ToolCall(PROBE_TOOL, SIMPLE)]
-        self.has_response_template = self._parse([], written) == expected
         self.syntax = self._find_syntax(written, expected)
-        if self.syntax is None and not self.has_response_template:
+        if self._parse([], PLAIN_TURN) == [] and self._parse([], written) == expected:
+            self.has_response_template = True
+            if self.syntax and self._find_lost_arguments():
+                self.has_response_template = False  # rl2 reads them better
+        if not self.syntax and not self.has_response_template:
             self._warn(
                 f"its chat template writes calls of tools that rl2 does not read: {written!r}. "
                 "Give its tokenizer a response_template (transformers), or set data.chat_template "
                 f"to a template that writes {SYNTAXES[0].form}"
             )
-            return
-        self._check_difficult_arguments()
+        elif lost := self._find_lost_arguments():
+            values = ", ".join(repr(DIFFICULT[name]) for name in lost)
+            self._warn(f"these arguments do not survive its chat template: {values}")
 
     def read(self, prompt: Sequence[int], turn: str, tools: list[dict]) -> Found:
         """The calls in a turn that follows the tokens of the prompt."""
@@ -100,7 +108,12 @@ class CallReader:
             if calls is not None:
                 return self._locate(prompt, turn, tools, calls)
         syntaxes = (self.syntax,) if self.syntax else SYNTAXES
-        return find_calls(turn, tools, syntaxes, self._begins_reasoning(prompt))
+        found = find_calls(turn, tools, syntaxes, self._begins_reasoning(prompt))
+        if self.has_response_template and not found.calls:
+            # It reads turns without a call, so this has one.
+            example = self._write_call("NAME", {"KEY": "VALUE"}) or SYNTAXES[0].form
+            found.calls.append(ToolCall("", error=f"the call cannot be read. Write {example}"))
+        return found
 
     def _locate(
         self, prompt: Sequence[int], turn: str, tools: list[dict], calls: list[ToolCall]
@@ -155,18 +168,14 @@ class CallReader:
                 return replace(syntax, form=form or syntax.form)
         return LLAMA if find_bare_calls(written, tools) == expected else None
 
-    def _check_difficult_arguments(self) -> None:
+    def _find_lost_arguments(self) -> list[str]:
+        """The names of the difficult arguments that are not read back as they were written."""
         written = self._write_call(PROBE_TOOL, DIFFICULT)
         if written is None:
-            return
+            return []
         calls = self.read([], written, [PROBE_SCHEMA]).calls
         read = calls[0].arguments if len(calls) == 1 else {}
-        lost = [name for name, value in DIFFICULT.items() if read.get(name) != value]
-        if lost:
-            values = ", ".join(repr(DIFFICULT[name]) for name in lost)
-            self._warn(
-                f"as its chat template writes calls, these arguments do not survive: {values}"
-            )
+        return [name for name, value in DIFFICULT.items() if read.get(name) != value]
 
     def _warn(self, text: str) -> None:
         name = self.template.tokenizer.name_or_path or "the model"
