@@ -376,6 +376,17 @@ def test_bad_calls_are_answered_with_what_is_wrong(tmp_path):
     assert len({*ids}) == 10 and {len(i) for i in ids} == {9}
 
 
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("value", ["0x" + "f" * 4000, "(" * 200 + ")" * 200, "1e999", "{1}"])
+def test_arguments_that_are_no_json_are_answered(tmp_path, value, isolation):
+    script = [f"<|python_tag|>note(key='k', value={value})", "done"]
+    options = {"max_length": 10_000, "isolation": isolation}
+    (trajectory,), _ = play(tmp_path, TOOLS, script, **options)
+    [result] = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
+    assert result.startswith("error: the call cannot be read: ")
+    assert trajectory.rewards == {"environment": 0.0} and trajectory.num_turns == 2
+
+
 def test_a_tool_that_exits_costs_the_trajectory(tmp_path):
     (trajectory,), player = play(tmp_path, TOOLS, [call_text("fail"), "done"])
     assert trajectory.finish_reason == "failed" and "SystemExit" in str(player.failures.last)
