@@ -128,7 +128,7 @@ def _run_gloo_in_one_thread() -> None:
         options._devices = devices or [group.create_default_device()]
         make_group(group, store, rank, size, options)
 
-    dist.ProcessGroupGloo.__init__ = make_group_of_one_thread  # type: ignore[method-assign]
+    dist.ProcessGroupGloo.__init__ = make_group_of_one_thread  # type: ignore[assignment, method-assign]
 
 
 def _check_own_address(store: dist.Store, rank: int, world_size: int) -> None:
