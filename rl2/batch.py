@@ -172,8 +172,8 @@ def split_minibatches(batch: Batch, count: int, seed: int) -> Iterator[Batch]:
 def drop_zero_advantages(batch: Batch) -> None:
     """Clears mask and token weights of the rows whose advantages are all 0: they are not run.
 
-    Every answer of their group earned the same, so they have no gradient. The weights of the other
-    rows stay, so the loss is still the mean over all rows.
+    Every answer of their group earned the same. It is for losses that have no gradient there. The
+    weights of the other rows stay, so the loss is still the mean over all rows.
     """
     assert batch.advantages is not None and batch.token_weights is not None
     has_advantage = batch.advantages.any(1)[:, None]

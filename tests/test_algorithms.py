@@ -8,10 +8,12 @@ import math
 import random
 import statistics
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from common import make_samples
 
 from rl2.algorithms import advantages, losses
 from rl2.algorithms.advantages import (
@@ -25,6 +27,7 @@ from rl2.algorithms.advantages import (
     whiten,
 )
 from rl2.algorithms.losses import (
+    POLICY_LOSSES,
     PolicyInputs,
     cross_entropy,
     importance_weights,
@@ -34,8 +37,10 @@ from rl2.algorithms.losses import (
     token_weights,
     value_loss,
 )
+from rl2.batch import collate
 from rl2.config.by_name import argument_names, choose_function, find_function
-from rl2.trainer.ppo import average_updates
+from rl2.config.schema import PPOConfig
+from rl2.trainer.ppo import actor_loss, average_updates, can_drop_rows, check_no_gradient
 
 SEEDS = range(12)
 CORRECTIONS = ("token_tis", "token_mask", "sequence_mask", "geometric_mask")
@@ -1306,3 +1311,30 @@ def test_advantages_and_corrections_against_trl(seed, mode, correction):
     trl_advantages = expected["advantages"][:, None] * mask
     torch.testing.assert_close(advantages, trl_advantages, check_dtype=False)
     assert trainer._metrics["train"]["frac_reward_zero_std"] == [0]
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_built_in_losses_have_no_gradient_without_an_advantage(loss):
+    """Which lets the trainer drop such rows; a term that has one there is refused."""
+    config = PPOConfig()
+    config.actor.loss = loss
+    config.actor.dual_clip = 3.0
+    assert can_drop_rows(config)
+    samples = make_samples(num_groups=2, group_size=3)
+    batch = collate(samples)
+    batch.advantages = batch.mask * torch.tensor([1.0, -1, 0, 0, 0, 0])[:, None]
+    batch.old_logps = batch.engine_logps - 1  # ratios far from 1
+    batch.token_weights = batch.mask.float()
+    plain = partial(actor_loss, config.actor, config.kl)
+    check_no_gradient(plain, batch)
+
+    def with_term(batch, scores):
+        total, metrics = plain(batch, scores)
+        return total - 0.1 * (scores.logps * batch.token_weights).sum(), metrics
+
+    with pytest.raises(RuntimeError, match="can_drop_rows"):
+        check_no_gradient(with_term, batch)
+    batch.advantages = batch.mask.float()
+    check_no_gradient(with_term, batch)  # no row would be dropped
+    config.actor.entropy = 0.01
+    assert not can_drop_rows(config)

@@ -169,6 +169,59 @@ def test_a_loss_and_an_estimator_of_the_users_file_train_as_the_builtin_ones(set
     assert read_metrics(tmp_path / "run")[-1]["actor/clip_ratio"] > 0
 
 
+HALF_EQUAL_ENV = """
+    letter_reward = reward_fn
+
+    def reward_fn(messages, answer):
+        is_even = int(messages[0]["content"].split()[-1]) % 2 == 0
+        return 1.0 if is_even else letter_reward(messages, answer)
+"""
+
+
+def test_a_metric_changes_no_weight_and_a_loss_sees_rows_without_an_advantage(setup, tmp_path):
+    """The answers to every second prompt earn the same, so their advantages are 0.
+
+    The loss `pushed` has a gradient there. With `equal` every answer earns the same.
+    """
+    (tmp_path / "env.py").write_text(textwrap.dedent(LETTER_ENV) + textwrap.dedent(HALF_EQUAL_ENV))
+    (tmp_path / "equal.py").write_text("def reward_fn(messages, answer):\n    return 1.0\n")
+    (tmp_path / "mine.py").write_text(
+        "from rl2.algorithms.losses import PolicyLoss\n"
+        "def pushed(logps, advantages):\n    return -(advantages + 0.1) * logps, {}\n"
+        "def plain(logps, advantages):\n    return -advantages * logps, {}\n"
+        "declared = PolicyLoss(plain, vanishes_without_advantage=True)\n"
+    )
+    pushed = [f"actor.loss={tmp_path}/mine.py:pushed"]
+    runs = {
+        "one_update": [],
+        "two_updates": ["actor.update_per_rollout=2"],
+        "own": pushed,
+        "equal": [*pushed, f"rollout.env_path={tmp_path}/equal.py"],
+        "built_in": ["actor.loss=reinforce"],
+        "declared": [f"actor.loss={tmp_path}/mine.py:declared"],
+    }
+    with_entropy = ("one_update", "two_updates", "own")
+    steps = [*setup, "trainer.max_steps=2"]
+    commands = []
+    for name, keys in runs.items():
+        commands.append(["ppo", *steps, *keys, f"trainer.save_dir={tmp_path / name}"])
+    for name in with_entropy:
+        log = ["actor.log_entropy=true", f"trainer.save_dir={tmp_path / name}_logged"]
+        commands.append(["ppo", *steps, *runs[name], *log])
+    launch_runs(1, commands)
+
+    def same_weights(one, other):
+        weights, others = (read_weights(tmp_path / run / "model") for run in (one, other))
+        return all(weights[name].equal(others[name]) for name in weights)
+
+    for name in with_entropy:
+        assert same_weights(name, f"{name}_logged"), name
+        lines = read_metrics(tmp_path / f"{name}_logged")
+        assert all(line["actor/entropy"] > 0 for line in lines)
+    assert same_weights("built_in", "declared") and not same_weights("built_in", "own")
+    assert all(line["actor/grad_norm"] > 0 for line in read_metrics(tmp_path / "equal"))
+
+
 def test_estimators_without_a_critic_and_the_plain_loss_train(setup, tmp_path):
     """In one update a rollout the loss `reinforce` has the gradient of `ppo`, to the bit.
 

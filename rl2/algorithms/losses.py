@@ -9,6 +9,7 @@ value of the whole. Finite values where mask or weights are 0 have no influence,
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,6 +115,15 @@ class PolicyInputs:
 TokenLosses = tuple[Tensor, Metrics]
 
 
+class PolicyLoss(NamedTuple):
+    """A policy loss, and what it declares to the trainer."""
+
+    compute: Callable[..., TokenLosses]  # asks for inputs by the names of its parameters
+    # A token of advantage 0 has no gradient, whatever its log-probability is. Then rows without an
+    # advantage are not run, which saves their passes. A wrong declaration loses their gradient.
+    vanishes_without_advantage: bool = False
+
+
 def ppo(
     log_ratio: Tensor,
     advantages: Tensor,
@@ -169,11 +179,11 @@ def reinforce(logps: Tensor, advantages: Tensor) -> TokenLosses:
     return -advantages * logps, {}
 
 
-POLICY_LOSSES: dict[str, Callable[..., TokenLosses]] = {
-    "ppo": ppo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "reinforce": reinforce,
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "ppo": PolicyLoss(ppo, vanishes_without_advantage=True),
+    "gspo": PolicyLoss(gspo, vanishes_without_advantage=True),
+    "cispo": PolicyLoss(cispo, vanishes_without_advantage=True),
+    "reinforce": PolicyLoss(reinforce, vanishes_without_advantage=True),
 }
 
 

@@ -164,8 +164,9 @@ def run_ppo(config: PPOConfig, recorder: PlanRecorder, device: torch.device) -> 
     recorder.enter("infer")
     for worker in frozen.values():
         worker.infer(make_batch(worker, inference=True))
-    if needs_old_logps(config):
-        actor.infer(make_batch(actor, inference=True))
+    if needs_old_logps(config) or config.actor.log_entropy:
+        rollout = make_batch(actor, inference=True)
+        actor.infer(rollout, with_entropy=config.actor.log_entropy)
     if critic := workers.get("critic"):
         critic.infer(make_batch(critic, inference=True))
         recorder.update(critic, make_batch(critic), partial(critic_loss, config.critic))

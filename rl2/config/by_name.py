@@ -3,6 +3,9 @@
 A config key such as `actor.loss` holds a name of a table, or `path/to/file.py:function`. The
 parameters of the function say which inputs and which settings it uses. So the checks of the config
 know which keys have an effect, and a new function needs no entry anywhere else.
+
+An entry of a table, or of a file, is the function itself, or a named tuple that has the function as
+`compute` and declares more about it, such as `PolicyLoss` in algorithms/losses.py.
 """
 
 import inspect
@@ -15,8 +18,8 @@ from typing import Any
 Function = Callable[..., Any]
 
 
-def find_function(name: str, table: Mapping[str, Function], key: str) -> Function:
-    """The function that the config key `key` names: an entry of `table`, or `file.py:function`.
+def find_entry(name: str, table: Mapping[str, Any], key: str) -> Any:
+    """The entry that the config key `key` names: one of `table`, or `file.py:function`.
 
     ValueError if there is no such entry, file or function, or if the file fails on import.
     """
@@ -27,13 +30,24 @@ def find_function(name: str, table: Mapping[str, Function], key: str) -> Functio
         choices = ", ".join(table)
         raise ValueError(f"{key}={name}: choose {choices}, or your own as path/to/file.py:function")
     file = Path(path).expanduser().resolve()
-    function: Function | None = _run_file(file, f"{key}={path}").get(attribute)
-    if not callable(function):
+    entry = _run_file(file, f"{key}={path}").get(attribute)
+    if not callable(function_of(entry)):
         raise ValueError(f"{key}={name}: {path} has no function {attribute}")
+    return entry
+
+
+def function_of(entry: Any) -> Function:
+    """The function of an entry, which may be the entry itself."""
+    function: Function = getattr(entry, "compute", entry)
     return function
 
 
-def choose_function(name: str, table: Mapping[str, Function], key: str) -> Callable[[object], Any]:
+def find_function(name: str, table: Mapping[str, Any], key: str) -> Function:
+    """The function of the entry that the config key `key` names, see `find_entry`."""
+    return function_of(find_entry(name, table, key))
+
+
+def choose_function(name: str, table: Mapping[str, Any], key: str) -> Callable[[object], Any]:
     """`find_function` as a function of one object, whose attributes are the inputs."""
     return partial(call_by_name, find_function(name, table, key))
 

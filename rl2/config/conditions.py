@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from rl2.config.by_name import Function, argument_names, find_function
+from rl2.algorithms.losses import POLICY_LOSSES, PolicyLoss
+from rl2.config.by_name import argument_names, find_entry, find_function
 from rl2.config.key import Condition
 from rl2.engine.select import choose_engine
 from rl2.parallel.pages import MIN_ROWS
 
 
-def function_settings(name: str, table: Mapping[str, Function], key: str) -> tuple[str, ...]:
+def function_settings(name: str, table: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """The parameter names of the function that `key` names; () if there is no such function.
 
     A wrong name is reported once, by the check of choices.
@@ -35,6 +36,12 @@ def estimator_inputs(estimator: str) -> tuple[str, ...]:
 def needs_critic(estimator: str) -> bool:
     """Whether the advantage estimator asks for the values that a critic gives."""
     return "values" in estimator_inputs(estimator)
+
+
+def find_policy_loss(name: str) -> PolicyLoss:
+    """The policy loss that `actor.loss` names. A bare function of the user's declares nothing."""
+    entry = find_entry(name, POLICY_LOSSES, "actor.loss")
+    return entry if isinstance(entry, PolicyLoss) else PolicyLoss(entry)
 
 
 def has_section(config: Any, *names: str) -> bool:

@@ -5,8 +5,6 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from rl2.config.by_name import Function
-
 # Types with a range, which is that of the key: attributes of Key.
 PositiveInt = Annotated[int, ("above", 0)]
 PositiveFloat = Annotated[float, ("above", 0)]
@@ -46,7 +44,8 @@ class Key:
     unusual_below: float | None = None
     unusual_effect: str = ""
     choices: Collection[str] = ()  # of a text; a key that may also be a number takes any number
-    functions: Mapping[str, Function] | None = None  # the choices, or path/to/file.py:function
+    # The choices, or path/to/file.py:function. Entries as in by_name.py.
+    functions: Mapping[str, Any] | None = None
     inputs: Any = None  # the dataclass whose fields and properties such a function may ask for
     only_if: Condition | None = None
     # A key of the same section that names a function. This key is a setting of that function and

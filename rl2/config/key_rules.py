@@ -197,6 +197,6 @@ def explain_setting(config: Any, name: str, key: Key) -> str:
     if key.default_of in parameters and get_value(config, f"{path}.{key.default_of}") is None:
         return ""
     settings = [other for other in parameters if f"{path}.{other}" in known]
-    users = [other for other in table if setting in argument_names(table[other])]
+    users = [other for other in table if setting in function_settings(other, table, function_key)]
     used = f"which uses {', '.join(settings) or 'no setting'}"
     return f"with {function_key}={function}, {used}; {setting} is used by {', '.join(users)}"

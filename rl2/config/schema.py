@@ -434,7 +434,11 @@ class ActorConfig(RolloutWorkerConfig):
         unusual_above=0.1,
         unusual_effect="a bonus above 0.01 often makes answers random",
     )
-    log_entropy: bool = key(False, "log the policy's entropy; this costs a little time")
+    log_entropy: bool = key(
+        False,
+        "log the policy's entropy; it costs a pass over the answers where no other is needed "
+        "before the update",
+    )
 
 
 @dataclass

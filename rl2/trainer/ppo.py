@@ -6,13 +6,14 @@
 from collections.abc import Iterator
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from rl2.algorithms import losses
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, distillation
 from rl2.batch import Batch, collate, drop_zero_advantages, split_minibatches
 from rl2.config.by_name import argument_names, call_by_name, choose_function, find_function
-from rl2.config.conditions import estimator_inputs
+from rl2.config.conditions import estimator_inputs, find_policy_loss
 from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig, RolloutWorkerConfig
 from rl2.model.token_model import TokenScores
 from rl2.rollout.stats import (
@@ -24,6 +25,7 @@ from rl2.rollout.stats import (
 )
 from rl2.trainer.build import PPORun, run_trainer
 from rl2.trainer.recorder import is_due
+from rl2.worker import Loss
 
 
 def train(run: PPORun) -> None:
@@ -51,7 +53,7 @@ def train(run: PPORun) -> None:
         metrics = summarise(trajectories, run.actor.version) | summarise_groups(trajectories)
 
         with recorder.phase("infer"):
-            add_scores(batch, run, temperature)
+            metrics |= add_scores(batch, run, temperature)
         metrics |= add_advantages(batch, config)
         mask_truncated(batch, trajectories, config.rollout.mask_truncated)
 
@@ -64,6 +66,7 @@ def train(run: PPORun) -> None:
                         part.mask, part.trajectory, *average, part.group
                     )
                     if name == "actor" and can_drop_rows(config):
+                        check_no_gradient(loss_fn, part)
                         drop_zero_advantages(part)
                     result = worker.update(
                         part, loss_fn, temperature, needs_entropy(config.actor), max_ratio=max_ratio
@@ -85,16 +88,29 @@ def train(run: PPORun) -> None:
             break
 
 
-def add_scores(batch: Batch, run: PPORun, temperature: float) -> None:
-    """Fills the columns of what the models say about the rollout, as far as they are needed."""
+def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float]:
+    """Fills the columns of what the models say about the rollout, as far as they are needed.
+
+    Returns metrics. An entropy that is only logged is of a pass over all answers before the update,
+    so that it cannot change what the update runs.
+    """
+    actor, scores = run.config.actor, None
+    logs_entropy = actor.log_entropy and not needs_entropy(actor)
     for column, worker in run.frozen.items():
         setattr(batch, column, worker.infer(batch, temperature).logps)
     if run.collector.has_other_policy:
         batch.old_logps = batch.engine_logps
     elif needs_old_logps(run.config):
-        batch.old_logps = run.actor.infer(batch, temperature).logps
+        scores = run.actor.infer(batch, temperature, with_entropy=logs_entropy)
+        batch.old_logps = scores.logps
     if "critic" in run.workers:
         batch.values = run.workers["critic"].infer(batch).values
+    if not logs_entropy:
+        return {}
+    if scores is None:
+        scores = run.actor.infer(batch, temperature, with_entropy=True)
+    assert scores.entropy is not None
+    return {"actor/entropy": mean_over_tokens(scores.entropy, batch)}
 
 
 def mini_batches(batch: Batch, config: RolloutWorkerConfig, step: int) -> Iterator[Batch]:
@@ -120,12 +136,40 @@ def needs_old_logps(config: PPOConfig) -> bool:
 
 
 def needs_entropy(config: ActorConfig) -> bool:
-    return config.log_entropy or config.entropy != 0
+    """Whether the loss has an entropy bonus."""
+    return config.entropy != 0
 
 
 def can_drop_rows(config: PPOConfig) -> bool:
-    """Whether rows without advantage have no gradient: the loss has no KL and no entropy term."""
-    return not needs_entropy(config.actor) and config.kl.type != "loss"
+    """Whether rows without an advantage have no gradient, in any term of `actor_loss`.
+
+    A term that is added there and has one belongs here too; `check_no_gradient` asks for it.
+    """
+    vanishes = find_policy_loss(config.actor.loss).vanishes_without_advantage
+    return vanishes and not needs_entropy(config.actor) and config.kl.type != "loss"
+
+
+def check_no_gradient(loss_fn: Loss, part: Batch, most_rows: int = 8) -> None:
+    """RuntimeError if `loss_fn` has a gradient in the first rows without an advantage.
+
+    It is called where those rows are about to be dropped. No model runs: the log-probabilities are
+    made up, near those of the engine.
+    """
+    assert part.advantages is not None
+    without_advantage = part.mask.any(1) & ~part.advantages.any(1)
+    rows = part.select(without_advantage.nonzero()[:most_rows, 0])
+    if not len(rows.mask):
+        return
+    logps = (rows.engine_logps - 0.1).requires_grad_()
+    loss, _ = loss_fn(rows, TokenScores(logps=logps))
+    [gradient] = torch.autograd.grad(loss, logps, allow_unused=True, materialize_grads=True)
+    if gradient.any():
+        raise RuntimeError(
+            "actor_loss has a gradient in rows without an advantage, which would not be run and so "
+            "not be trained: after adding a term to it, let can_drop_rows in trainer/ppo.py return "
+            "False for it; if the term is in a loss of your own, do not declare "
+            "vanishes_without_advantage"
+        )
 
 
 def add_advantages(batch: Batch, config: PPOConfig) -> dict[str, float]:
@@ -200,7 +244,7 @@ def actor_loss(config: ActorConfig, kl: KLConfig, batch: Batch, scores: TokenSco
         kl_term = (estimate * weights).sum()
         loss = loss + kl.coef * kl_term
         metrics["kl"] = kl_term.detach()
-    if scores.entropy is not None:
+    if scores.entropy is not None:  # the loss has an entropy bonus
         entropy = (scores.entropy * weights).sum()
         loss = loss - config.entropy * entropy
         metrics["entropy"] = entropy.detach()
