@@ -1,4 +1,4 @@
-"""Errors that a user can mend, where people look for them."""
+"""Errors that a user can fix, where people look for them."""
 
 import json
 import os
@@ -13,11 +13,16 @@ from safetensors import SafetensorError
 
 
 def report_error(text: str) -> None:
-    """Prints the message, and lets the report of torchrun, which follows, end with it.
-
-    That report has some 40 lines of its own, so what stands above it is easily overlooked.
-    """
+    """Prints the message, and lets the report of torchrun, which follows, end with it."""
     print(text, file=sys.stderr)
+    report_to_torchrun(text)
+
+
+def report_to_torchrun(text: str) -> None:
+    """Lets the report of torchrun, if it started this process, end with the message.
+
+    That report has some 40 lines of its own, so what is printed above it is easily overlooked.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         details = {"py_callstack": text, "timestamp": str(int(time.time()))}

@@ -1,9 +1,11 @@
 """How a run ends early: a stop that saves, and errors that are one message."""
 
 import faulthandler
+import opcode
 import os
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -15,11 +17,13 @@ from types import FrameType
 import torch
 from safetensors import SafetensorError
 
-from rl2.error_report import report_error
+from rl2.error_report import report_error, report_to_torchrun
 from rl2.parallel.mesh import any_rank, is_first_rank
 from rl2.watchdog import STDERR, Watchdog
 
 PACKAGE = Path(__file__).parent
+LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+RAISE_STATEMENT = opcode.opmap["RAISE_VARARGS"]
 SECONDS_BEFORE_OTHER_RANKS_PRINT = 5.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # One request may arrive twice: `timeout` signals its child and then the child's group, and a
@@ -113,16 +117,18 @@ def guard(watchdog_seconds: float) -> Iterator[None]:
 
 @contextmanager
 def user_errors(watchdog: Watchdog | None = None) -> Iterator[None]:
-    """Shows an error that a user can mend as one message, and ends the process with status 1.
+    """Shows an error that a user can fix as one message, and ends the process with status 1.
 
-    These are errors that rl2 itself raises, and files and hubs that are out of reach. Any other
-    error keeps its traceback. The watchdog knows which rank was lost.
+    These are errors that a `raise` statement of rl2 raises, and files and hubs that are out of
+    reach. Any other error keeps its traceback, such as that of an operator of torch: its cause is a
+    line of code. The watchdog knows which rank was lost.
     """
     try:
         yield
-    except (ValueError, RuntimeError, OSError, SafetensorError) as error:
+    except Exception as error:
         message = _user_message(error, watchdog)
         if message is None:
+            report_to_torchrun(f"{type(error).__name__}: {error} ({_place(error)})")
             raise
         place = ""
         if not is_first_rank():
@@ -135,15 +141,42 @@ def user_errors(watchdog: Watchdog | None = None) -> Iterator[None]:
 
 
 def _user_message(error: Exception, watchdog: Watchdog | None) -> str | None:
-    """What to print of the error; None if it is a fault of the program."""
+    """What to print of the error; None if its traceback is needed."""
     if "by peer" in str(error):  # gloo's connection to a process that is gone
         lost = watchdog.lost_ranks() if watchdog else []
         return (
             f"{', '.join(lost) or 'another process'} ended; if it printed nothing above, it was "
             "killed, perhaps for its memory. The same command goes on from the last checkpoint."
         )
-    last_frame = traceback.extract_tb(error.__traceback__)[-1]
-    is_ours = PACKAGE in Path(last_frame.filename).parents
-    if is_ours or isinstance(error, OSError | SafetensorError):
+    if isinstance(error, ValueError | RuntimeError | OSError) and _is_raised_by_rl2(error):
         return str(error)
+    if isinstance(error, OSError | SafetensorError):
+        return f"{error} ({_place(error)})"
     return None
+
+
+def _is_raised_by_rl2(error: Exception) -> bool:
+    """Whether a `raise` statement of rl2 raised the error.
+
+    A frame of rl2 at the end of the traceback does not say so: functions in C, such as operators of
+    torch, leave no frame of their own. So the instruction of the last frame is looked at.
+    """
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return False
+    code = last.tb_frame.f_code
+    instruction = code.co_code[last.tb_lasti]
+    return instruction == RAISE_STATEMENT and PACKAGE in Path(code.co_filename).parents
+
+
+def _place(error: Exception) -> str:
+    """The last line of the traceback that is in rl2 or in the user's own code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = frames[-1]
+    for frame in frames:
+        parents = Path(frame.filename).parents
+        if PACKAGE in parents or not any(folder in parents for folder in LIBRARIES):
+            place = frame
+    return f"{place.filename}, line {place.lineno}"

@@ -1,0 +1,49 @@
+"""Tests of rl2/signals.py: which errors are one message, and which keep their traceback."""
+
+import json
+
+import pytest
+import torch
+
+from rl2.algorithms.losses import masked
+from rl2.config.by_name import find_function
+from rl2.signals import user_errors
+
+
+def fail_in_an_operator():
+    """The last frame of Python is rl2's, but torch raised."""
+    masked(torch.ones(2), torch.ones(3))
+
+
+def fail_in_a_builtin():
+    find_function(None, {}, "actor.loss")  # None has no rpartition
+
+
+def fail_in_own_code():
+    raise ValueError("not of rl2")
+
+
+@pytest.mark.parametrize("fail", [fail_in_an_operator, fail_in_a_builtin, fail_in_own_code])
+def test_an_error_that_rl2_does_not_raise_keeps_its_traceback(fail, tmp_path, monkeypatch, capsys):
+    """And torchrun's report names the error and its place."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    with pytest.raises((AttributeError, RuntimeError, ValueError)) as raised, user_errors():
+        fail()
+    assert capsys.readouterr().err == ""
+    message = json.loads(file.read_text())["message"]["message"]
+    assert str(raised.value) in message and ".py, line " in message
+
+
+def test_an_error_that_rl2_raises_is_one_message(capsys):
+    with pytest.raises(SystemExit), user_errors():
+        find_function("nope", {"ppo": masked}, "actor.loss")
+    error = capsys.readouterr().err
+    assert error.startswith("error: actor.loss=nope: choose ppo") and error.count("\n") == 1
+
+
+def test_a_missing_file_is_one_message_with_its_place(tmp_path, capsys):
+    with pytest.raises(SystemExit), user_errors():
+        open(tmp_path / "missing.json")
+    error = capsys.readouterr().err
+    assert "missing.json" in error and f"({__file__}, line " in error and error.count("\n") == 1
