@@ -14,7 +14,7 @@ from common import ROOT
 from rl2.__main__ import main
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.algorithms.losses import POLICY_LOSSES, TOKEN_AVERAGES
-from rl2.config.by_name import argument_names
+from rl2.config.by_name import argument_names, function_of
 from rl2.config.conditions import needs_critic
 from rl2.config.key import Condition, PositiveInt, Ratio, key, schema_keys, section
 from rl2.config.key_rules import check_keys, get_value
@@ -724,16 +724,16 @@ def test_every_setting_of_a_function_is_used_by_one(root):
         if entry.setting_of:
             section, _, setting = name.rpartition(".")
             table = known[f"{section}.{entry.setting_of}"].functions.values()
-            assert any(setting in argument_names(function) for function in table), name
+            assert any(setting in argument_names(function_of(entry)) for entry in table), name
 
 
 OWN_FUNCTIONS = """
 def loss(log_ratio, advantages, clip_high):
-    ...
+    return -log_ratio * advantages, {}
 def estimator(rewards, values, mask, lamda):
-    ...
+    return rewards - values, rewards
 def group_estimator(rewards, mask, group):
-    ...
+    return rewards * mask
 """
 FUNCTION_RULES = [  # (refused, what the message says, accepted)
     (

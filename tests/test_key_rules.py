@@ -1,6 +1,7 @@
 """Rules of single keys: ranges, unusual values, keys without effect, keys that follow others."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -226,3 +227,94 @@ def test_test_answers_are_as_long_as_those_of_training_unless_set(base, capsys):
     config = parse(PPOConfig, [*base["ppo"], f"{train}=77", f"{test}=9", "data.test_path=model"])
     assert get_value(config, test) == 9
     assert capsys.readouterr().err == ""
+
+
+OWN_FUNCTIONS = """
+import numpy
+import torch
+
+def scalar(logps, advantages):
+    return -(logps * advantages).mean(), {}
+def by_row(logps, advantages):
+    return -(logps * advantages).sum(1), {}
+def alone(logps, advantages):
+    return -logps * advantages
+def array(logps, advantages):
+    return (-logps * advantages).detach().numpy(), {}
+def number_metric(logps, advantages):
+    return -logps * advantages, {"logp": logps.mean()}
+def list_of_metrics(logps, advantages):
+    return -logps * advantages, [logps]
+def detached(logps, advantages):
+    return -logps.detach() * advantages, {}
+def nan(logps, advantages):
+    return -logps.log() * advantages, {}
+def root(logps, advantages):
+    return logps.square().sqrt() * advantages, {}
+def wrong_shape(logps, advantages):
+    return -logps * advantages.T, {}
+def nothing(logps, advantages):
+    -logps * advantages
+def good(logps, old_logps, advantages, mask):
+    return -(logps - old_logps).exp() * advantages, {"logp": logps, "high": logps > -0.5}
+
+def by_trajectory(rewards, mask):
+    return rewards.sum(1)
+def as_array(rewards, mask):
+    return (rewards * mask).numpy()
+def divided(rewards, mask, group):
+    totals = rewards.sum(1)
+    stds = torch.stack([totals[group == g].std() for g in group])
+    return (totals / stds - totals / stds)[:, None] * mask
+def no_returns(rewards, values, mask):
+    return rewards - values
+def good_estimator(rewards, mask, group, trajectory):
+    return rewards.sum(1, keepdim=True) * mask
+def good_critic(rewards, values, mask):
+    return rewards - values, rewards
+
+def summed(margin):
+    return margin.sum()
+def good_pairs(mean_margin, beta):
+    return torch.exp(-beta * mean_margin)
+"""
+
+
+@pytest.mark.parametrize(
+    ("trainer", "key", "function", "words"),
+    [
+        ("ppo", "actor.loss", "scalar", "one number (a tensor) for rows of shape [4, 6]"),
+        ("ppo", "actor.loss", "by_row", "a tensor of shape [4] for rows of shape [4, 6]"),
+        ("ppo", "actor.loss", "alone", "returned a tensor of shape [4, 6]: return (losses, metri"),
+        ("ppo", "actor.loss", "array", "a numpy.ndarray"),
+        ("ppo", "actor.loss", "number_metric", "as metric 'logp' one number"),
+        ("ppo", "actor.loss", "list_of_metrics", "as metrics a list of 1"),
+        ("ppo", "actor.loss", "detached", "without a gradient: they have to depend on logps"),
+        ("ppo", "actor.loss", "nan", "losses that are not finite"),
+        ("ppo", "actor.loss", "root", "a gradient in logps or log_ratio that is not finite"),
+        ("ppo", "actor.loss", "wrong_shape", "RuntimeError: The size of tensor a (6) must match"),
+        ("ppo", "actor.loss", "wrong_shape", "(line 24 of own.py)"),
+        ("ppo", "actor.loss", "nothing", "returned None"),
+        ("ppo", "actor.loss", "good", ""),
+        ("ppo", "adv.estimator", "by_trajectory", "as advantages a tensor of shape [4]"),
+        ("ppo", "adv.estimator", "as_array", "as advantages a numpy.ndarray"),
+        ("ppo", "adv.estimator", "divided", "a division by a standard deviation?"),
+        ("ppo", "adv.estimator", "no_returns", "return (advantages, returns)"),
+        ("ppo", "adv.estimator", "good_estimator", ""),
+        ("ppo", "adv.estimator", "good_critic", ""),
+        ("dpo", "dpo.loss", "summed", "one number (a tensor) for 3 pairs"),
+        ("dpo", "dpo.loss", "good_pairs", ""),
+    ],
+)
+def test_a_function_of_the_users_file_is_tried_at_the_start(
+    base, capsys, trainer, key, function, words
+):
+    Path("own.py").write_text(OWN_FUNCTIONS)
+    arguments = [*base[trainer], f"{key}=own.py:{function}"]
+    if not words:
+        parse(ROOTS[trainer], arguments)
+        return
+    with pytest.raises(SystemExit):
+        parse(ROOTS[trainer], arguments)
+    error = capsys.readouterr().err
+    assert words in error and f"{key}=own.py:{function}" in error and "1 problem" in error

@@ -10,6 +10,7 @@ An entry of a table, or of a file, is the function itself, or a named tuple that
 
 import inspect
 import runpy
+import traceback
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -25,15 +26,21 @@ def find_entry(name: str, table: Mapping[str, Any], key: str) -> Any:
     """
     if name in table:
         return table[name]
-    path, _, attribute = name.rpartition(":")
-    if not path.endswith(".py"):
+    file, attribute = own_file(name)
+    if file.suffix != ".py":
         choices = ", ".join(table)
         raise ValueError(f"{key}={name}: choose {choices}, or your own as path/to/file.py:function")
-    file = Path(path).expanduser().resolve()
+    path = name.rpartition(":")[0]
     entry = _run_file(file, f"{key}={path}").get(attribute)
     if not callable(function_of(entry)):
         raise ValueError(f"{key}={name}: {path} has no function {attribute}")
     return entry
+
+
+def own_file(name: str) -> tuple[Path, str]:
+    """(file, name in it) of `path/to/file.py:function`."""
+    path, _, attribute = name.rpartition(":")
+    return Path(path).expanduser().resolve(), attribute
 
 
 def function_of(entry: Any) -> Function:
@@ -81,5 +88,16 @@ def _run_file(file: Path, setting: str) -> dict[str, Any]:
     try:
         return runpy.run_path(str(file))
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = describe_failure(error, file)
         raise ValueError(f"{setting}: the file fails on import: {reason}") from error
+
+
+def describe_failure(error: Exception, file: Path) -> str:
+    """The error in words, with the last line of the user's file that led to it."""
+    reason = f"{type(error).__name__}: {error}"
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename) == file
+    ]
+    return f"{reason} (line {lines[-1]} of {file.name})" if lines else reason

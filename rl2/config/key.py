@@ -47,6 +47,9 @@ class Key:
     # The choices, or path/to/file.py:function. Entries as in by_name.py.
     functions: Mapping[str, Any] | None = None
     inputs: Any = None  # the dataclass whose fields and properties such a function may ask for
+    # Calls a function of the user's own file on made-up inputs: (it as a function of one object,
+    # the names of its parameters) -> what is wrong with it. See algorithms/trial.py.
+    trial: Callable[[Callable[[Any], Any], tuple[str, ...]], Iterator[str]] | None = None
     only_if: Condition | None = None
     # A key of the same section that names a function. This key is a setting of that function and
     # has an effect only if the function has a parameter of this key's name.

@@ -8,11 +8,19 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl2.config.by_name import argument_names, find_function, required_names
+from rl2.config.by_name import (
+    argument_names,
+    call_by_name,
+    describe_failure,
+    find_function,
+    own_file,
+    required_names,
+)
 from rl2.config.conditions import estimator_inputs, function_settings
 from rl2.config.key import Key, schema_keys
 from rl2.config.schema import FOLLOWED_KEYS
@@ -72,6 +80,20 @@ def check_function(value: str, key: Key, name: str) -> None:
     if unknown:
         asked, choices = ", ".join(sorted(unknown)), ", ".join(sorted(available))
         raise ValueError(f"{name}={value} asks for {asked}; it may ask for {choices}")
+    if value not in key.functions:
+        for problem in try_function(value, key, name):
+            raise ValueError(f"{name}={value} {problem}")
+
+
+def try_function(value: str, key: Key, name: str) -> Iterator[str]:
+    """What is wrong with a function of the user's own file that a call on made-up rows shows."""
+    assert key.functions is not None and key.trial is not None
+    function = find_function(value, key.functions, name)
+    try:
+        yield from key.trial(partial(call_by_name, function), argument_names(function))
+    except Exception as error:
+        reason = describe_failure(error, own_file(value)[0])
+        yield f"fails on made-up rows: {reason}"
 
 
 def check_keys(config: Any, set_keys: set[str]) -> Checked:

@@ -22,6 +22,7 @@ from rl2.algorithms.losses import (
     PolicyInputs,
     PreferenceInputs,
 )
+from rl2.algorithms.trial import try_estimator, try_policy_loss, try_preference_loss
 from rl2.config.conditions import (
     WITH_CRITIC,
     WITH_FILTER,
@@ -369,6 +370,7 @@ class ActorConfig(RolloutWorkerConfig):
         common=True,
         functions=POLICY_LOSSES,
         inputs=PolicyInputs,
+        trial=try_policy_loss,
         identity=True,
     )
     clip: PositiveFloat = key(
@@ -690,6 +692,7 @@ class AdvConfig:
         common=True,
         functions=ADVANTAGE_ESTIMATORS,
         inputs=AdvantageInputs,
+        trial=try_estimator,
         identity=True,
     )
     gamma: Ratio = key(
@@ -725,6 +728,7 @@ class DPOLossConfig:
         common=True,
         functions=PREFERENCE_LOSSES,
         inputs=PreferenceInputs,
+        trial=try_preference_loss,
         identity=True,
     )
     label_smoothing: NonNegativeFloat = key(
