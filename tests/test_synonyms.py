@@ -9,7 +9,7 @@ from common import ROOT
 from rl2.config.key import schema_keys
 from rl2.config.parse import parse
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
-from rl2.config.synonyms import ABSENT, EQUIVALENTS, all_answers, find_synonym
+from rl2.config.synonyms import ABSENT, ALGORITHMS, EQUIVALENTS, all_answers, find_synonym
 
 ROOTS = {"GRPOConfig": PPOConfig, "SFTConfig": SFTConfig, "DPOConfig": DPOConfig}
 ROOTS |= {"RLOOConfig": PPOConfig, "DistillationConfig": PPOConfig, "RewardConfig": RMConfig}
@@ -109,3 +109,38 @@ def test_the_page_for_newcomers_agrees():
                 assert keys_of(answers[name]) & own, f"{name}: {answers[name]}, not {ours}"
                 checked += 1
     assert checked > 50
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("adv.estimator=grpo", "GRPO is adv.norm_var=true actor.average=sequence"),
+        ("adv.estimator=ppo", "PPO is adv.estimator=gae adv.lamda=0.95"),
+        ("adv.estimator=dr_grpo", "Dr. GRPO is actor.average=constant"),
+        ("actor.loss=grpo", "GRPO is adv.norm_var=true"),
+        ("actor.loss=dpo", "python -m rl2 dpo"),
+        ("actor.loss=sapo", "choose ppo, gspo, cispo, reinforce, or your own"),
+        ("algorithm=GRPO", "GRPO is adv.norm_var=true actor.average=sequence"),
+        ("algo=reinforce++", "REINFORCE++ is adv.estimator=reinforce_plus_plus"),
+        ("algorithm.name=other", "set adv.estimator, actor.loss, actor.average"),
+    ],
+)
+def test_the_name_of_an_algorithm_gets_its_keys(argument, words, capsys):
+    with pytest.raises(SystemExit):
+        parse(PPOConfig, [argument])
+    [line] = [line for line in capsys.readouterr().err.splitlines() if argument in line]
+    assert words in line
+
+
+def test_an_algorithm_has_one_meaning():
+    """That of its line in docs/algorithms.md, of README and of the hints."""
+    text = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    published = {row[0]: set(row[-1].strip("`").split()) for row in rows if len(row) == 6}
+    for name, keys in ALGORITHMS.items():
+        in_words = {key for key in keys.split() if not key.partition("=")[2].isupper()}
+        assert in_words <= published[name], name
+    assert set(ALGORITHMS["GRPO"].split()) == published["GRPO"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    [row] = re.findall(r"^\| GRPO \| `(.*)` \|", readme, re.M)
+    assert set(row.split()) == published["GRPO"] | {"adv.estimator=reinforce"}

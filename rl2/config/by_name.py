@@ -16,6 +16,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from rl2.config.synonyms import explain_algorithm
+
 Function = Callable[..., Any]
 
 
@@ -29,7 +31,11 @@ def find_entry(name: str, table: Mapping[str, Any], key: str) -> Any:
     file, attribute = own_file(name)
     if file.suffix != ".py":
         choices = ", ".join(table)
-        raise ValueError(f"{key}={name}: choose {choices}, or your own as path/to/file.py:function")
+        algorithm = explain_algorithm(name)
+        hint = f"{algorithm}; or " if algorithm else ""
+        raise ValueError(
+            f"{key}={name}: {hint}choose {choices}, or your own as path/to/file.py:function"
+        )
     path = name.rpartition(":")[0]
     entry = _run_file(file, f"{key}={path}").get(attribute)
     if not callable(function_of(entry)):

@@ -32,7 +32,7 @@ from rl2.config.key_rules import (
     get_value,
 )
 from rl2.config.rules import validate
-from rl2.config.synonyms import find_synonym
+from rl2.config.synonyms import ALGORITHM_KEYS, explain_algorithm, find_synonym
 from rl2.error_report import report_error
 from rl2.parallel.mesh import is_first_rank
 
@@ -328,6 +328,9 @@ def find_target(name: str, value: Any, known: dict[str, Key]) -> tuple[str, str]
     key = known.get(name)
     if key is None:
         keys = [other for other in known if not known[other].is_section]
+        if name in ALGORITHM_KEYS and "adv.estimator" in known:
+            text = explain_algorithm(str(value)) or "set adv.estimator, actor.loss, actor.average"
+            return "", f"unknown key {name}={value}: {text}"
         text, candidates = find_synonym(name, keys)
         if not text:
             candidates = near_keys(name, keys)

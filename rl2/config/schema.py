@@ -685,10 +685,10 @@ class KLConfig:
 class AdvConfig:
     estimator: str = key(
         "reinforce",
-        "advantage estimator; reinforce: the reward minus its group's mean (GRPO); rloo: minus the "
-        "mean of the others; reinforce_plus_plus: the reward, whitened over the batch; "
-        "reinforce_plus_plus_baseline: reinforce, whitened; distillation: log-probability of the "
-        "teacher minus the policy's; gae: with a critic (PPO)",
+        "advantage estimator; reinforce: the reward minus its group's mean (GRPO with norm_var); "
+        "rloo: minus the mean of the others; reinforce_plus_plus: the reward, whitened over the "
+        "batch; reinforce_plus_plus_baseline: reinforce, whitened; distillation: log-probability "
+        "of the teacher minus the policy's; gae: with a critic (PPO)",
         common=True,
         functions=ADVANTAGE_ESTIMATORS,
         inputs=AdvantageInputs,

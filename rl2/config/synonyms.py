@@ -1,4 +1,4 @@
-"""The keys of other trainers, and what stands for them here.
+"""The keys of other trainers and the names of algorithms, and what stands for them here.
 
 Each answer has the names that it is for. It is a key of rl2, with a remark where its meaning
 differs; " | " separates answers for different trainers. In ABSENT it is the reason why there is no
@@ -364,6 +364,43 @@ ABSENT = {
     "rows are texts": "data.image_key data.video_key data.return_multi_modal_inputs",
     "rows have messages": "data.return_raw_chat data.return_raw_input_ids data.return_full_prompt",
 }
+
+
+# The keys of a published algorithm that differ from the defaults, as docs/algorithms.md has them.
+ALGORITHMS = {
+    "PPO": "adv.estimator=gae adv.lamda=0.95 actor.epochs_per_rollout=4",
+    "GRPO": "adv.norm_var=true actor.average=sequence",
+    "Dr. GRPO": "actor.average=constant actor.average_constant=LONGEST_ANSWER",
+    "RLOO": "adv.estimator=rloo actor.loss=reinforce",
+    "REINFORCE": "actor.loss=reinforce",
+    "REINFORCE++": "adv.estimator=reinforce_plus_plus",
+    "DAPO": "adv.norm_var=true actor.update_per_rollout=16 actor.clip_high=0.28 "
+    "rollout.filter=[0,1]",
+    "GSPO": "adv.norm_var=true actor.loss=gspo actor.average=sequence actor.clip=3e-4 "
+    "actor.clip_high=4e-4",
+    "CISPO": "adv.norm_var=true actor.loss=cispo actor.clip_high=4",
+    "On-policy distillation": "adv.estimator=distillation actor.loss=reinforce "
+    "teacher.model_name=MODEL",
+}
+OTHER_TRAINERS = {"dpo": "dpo", "ipo": "dpo", "sft": "sft", "rm": "rm"}  # name -> command of rl2
+# Under which one looks for a key that names the algorithm.
+ALGORITHM_KEYS = ("algorithm", "algo", "alg", "method", "algorithm.name", "trainer.algorithm")
+
+
+def explain_algorithm(name: str) -> str:
+    """The keys that make the algorithm of this name, in words; "" if no algorithm has the name."""
+    plain = _plain(name)
+    for algorithm, keys in ALGORITHMS.items():
+        if plain == _plain(algorithm):
+            return f"{algorithm} is {keys}, see docs/algorithms.md"
+    if plain in OTHER_TRAINERS:
+        return f"it has a trainer of its own, python -m rl2 {OTHER_TRAINERS[plain]}"
+    return ""
+
+
+def _plain(name: str) -> str:
+    """The name in lower case, without marks and spaces: "Dr. GRPO" is drgrpo."""
+    return re.sub(r"[^\w]|_", "", name.lower().replace("++", "plusplus"))
 
 
 def all_answers() -> dict[str, str]:
