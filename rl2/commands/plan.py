@@ -274,7 +274,9 @@ def judge(phases: dict[str, tuple[int, int]], gpu_bytes: int) -> tuple[bool, str
     phase = max(phases, key=lambda name: sum(phases[name]))
     peak = sum(phases[phase])
     free = gpu_bytes - OUTSIDE_BYTES - peak
-    verdict = f"fits, {free / GIB:.1f} free" if free >= 0 else f"{-free / GIB:.1f} too many"
+    verdict = f"fits, {free / GIB:.1f} GiB free"
+    if free < 0:
+        verdict = f"does not fit, {-free / GIB:.1f} GiB are missing"
     return free >= 0, f"{peak / GIB:.1f} GiB in {phase}: {verdict}"
 
 
@@ -332,7 +334,7 @@ def main() -> None:
     phases = totals(config, predict(config, arguments.gpus), gpu_bytes)
     if show(phases, arguments.gpus, gpu_bytes):
         return
-    print("Nearest settings, each predicted anew:")
+    print("Nearest settings, each with its own prediction:")
     for words_of_settings, changed, num_gpus in near_settings(config, arguments.gpus):
         phases = totals(changed, predict(changed, num_gpus), gpu_bytes)
         fits, verdict = judge(phases, gpu_bytes)

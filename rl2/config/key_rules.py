@@ -65,8 +65,11 @@ def check_choices(config: Any) -> list[str]:
             words = value if isinstance(value, list) else [value]
             if any(isinstance(word, str) and word not in key.choices for word in words):
                 *others, last = key.choices
-                listed = ", ".join(others) or "a number"
-                problems.append(f"{name}={value}: choose {listed} or {last}")
+                if bool in key.types:
+                    others = ["true", "false", *others]
+                if {int, float}.intersection(key.types):
+                    others.append("a number")
+                problems.append(f"{name}={value}: choose {', '.join(others)} or {last}")
     return problems
 
 

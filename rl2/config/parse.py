@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, NoReturn, get_origin
@@ -39,7 +40,7 @@ from rl2.parallel.mesh import is_first_rank
 OPTIONS = {"--cfg": "job", "--config-dir": "DIR", "--config-name": "NAME"}  # each takes a value
 OPTIONS_HELP = (
     "keys are written key=value without dashes; there are --help [SECTION | all], --cfg job, "
-    "--plan, --config-dir DIR and --config-name NAME; options of torchrun stand before -m"
+    "--plan, --config-dir DIR and --config-name NAME; options of torchrun come before -m"
 )
 NEXT_ARGUMENT = r"-\D|[\w.]+="  # how an option or a key=value begins
 # A key and its = that are several arguments; \0 stands between two arguments.
@@ -180,9 +181,34 @@ def read_arguments(argv: list[str], problems: list[str]) -> tuple[dict[str, str]
     with collecting(problems):
         assignments += read_recipe(options)
     for word in words:
-        with collecting(problems):
-            assignments.append(read_override(word))
+        if not is_loose(word):
+            with collecting(problems):
+                assignments.append(read_override(word))
+    problems += explain_loose_words(words)
     return options, assignments
+
+
+def is_loose(word: str) -> bool:
+    """Whether an argument is not meant to set or to remove a key."""
+    return "=" not in word and word[:1] not in ("+", "~")
+
+
+def explain_loose_words(words: list[str]) -> Iterator[str]:
+    """A problem for each run of arguments that set no key: most are parts of a text with spaces."""
+    before = ""  # the argument that sets a key
+    for are_loose, group in groupby(words, is_loose):
+        arguments = list(group)
+        if not are_loose:
+            before = arguments[-1]
+            continue
+        listed = ", ".join(map(repr, arguments))
+        text = f"{listed} set{'s' if len(arguments) == 1 else ''} no key"
+        if before:
+            key, _, value = before.partition("=")
+            whole = quote_for_shell(key, " ".join([value, *arguments]))
+            yield f"{text}: if this is the rest of {key}, quote the whole: {whole}"
+        else:
+            yield f"{text}: write key=value"
 
 
 def join_spaced_words(argv: list[str], problems: list[str]) -> list[str]:
@@ -207,12 +233,20 @@ def read_options(argv: list[str], problems: list[str]) -> tuple[dict[str, str], 
         if not equals and words and not re.match(NEXT_ARGUMENT, words[0]):
             value = words.pop(0)
         if name not in OPTIONS:
-            problems.append(f"{word} is no option: {OPTIONS_HELP}")
+            problems.append(explain_option(name, value))
         elif not value or (name == "--cfg" and value != "job"):
             problems.append(f"{name} needs a value: {name} {OPTIONS[name]}")
         else:
             options[name] = value
     return options, others
+
+
+def explain_option(name: str, value: str) -> str:
+    """What to write in place of an option that does not exist."""
+    key = name.lstrip("-")
+    if "." in key:
+        return f"{name} has dashes: write {key}={value or 'VALUE'}"
+    return f"{name}: unknown option; {OPTIONS_HELP}"
 
 
 def read_recipe(options: dict[str, str]) -> list[Assignment]:
@@ -372,6 +406,11 @@ def set_value(config: Any, name: str, value: Any, types: tuple[Any, ...]) -> str
             )
         if isinstance(value, bool):
             return f"{name}={_shown(value)}: this key is a text, so quote it, as '{name}=\"on\"'"
+        if isinstance(value, list):
+            remedy = "it takes one text"
+            if name.endswith("path"):
+                remedy = "give one path; of several files give the folder that they are in"
+            return f"{name}={_shown(value)}: {remedy}"
     try:
         OmegaConf.update(config, name, _convert(value, types), force_add=not types)
     except OmegaConfBaseException:

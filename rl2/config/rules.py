@@ -137,11 +137,23 @@ def check_paths(config: Any) -> Iterator[str]:
         )
     template = config.data.chat_template
     if template not in (None, "plain") and not Path(template).expanduser().is_file():
-        yield f"data.chat_template={template}: choose plain or the path of a Jinja file"
+        problem = "choose plain or the path of a Jinja file"
+        if "/" in template or template.endswith((".jinja", ".j2", ".txt")):
+            problem = "no such file"
+        yield f"data.chat_template={template}: {problem}"
     resume = config.trainer.resume
     folder = resume.removeprefix("force:")
     if resume not in ("auto", "off", "force") and not Path(folder).is_dir():
-        yield f"trainer.resume={resume}: choose auto, off, force or the folder of a checkpoint"
+        yield f"trainer.resume={resume}: {explain_resume(Path(folder))}"
+
+
+def explain_resume(folder: Path) -> str:
+    """Why there is no checkpoint in the folder, which does not exist, and what there is."""
+    if len(folder.parts) == 1:
+        return "choose auto, off, force or the folder of a checkpoint"
+    steps = sorted(path.name for path in folder.parent.glob("step_*") if path.is_dir())
+    there_are = f"; {folder.parent} has {', '.join(steps)}" if steps else ""
+    return f"no such folder{there_are}"
 
 
 def check_data(key: str, path: Any) -> Iterator[str]:
@@ -238,8 +250,13 @@ def check_pairs(config: PPOConfig) -> Iterator[str]:
             "trainer.deterministic=true: partial rollouts depend on time; leave it or "
             "rollout.partial out"
         )
-    if kl.coef >= 0 and (kl.coef > 0) != (kl.type is not None):
-        yield (f"kl.coef={kl.coef} and kl.type={kl.type} need each other: choose reward or loss")
+    if kl.coef > 0 and kl.type is None:
+        yield (
+            f"kl.coef={kl.coef} needs kl.type: loss adds the KL to the loss, reward subtracts it "
+            "from the reward"
+        )
+    if kl.coef == 0 and kl.type is not None:
+        yield f"kl.type={kl.type} needs kl.coef, the weight of the KL, e.g. kl.coef=0.001"
     if kl.update_freq and actor.lora_rank > 0:
         yield (
             f"kl.update_freq={kl.update_freq}: with actor.lora_rank={actor.lora_rank} the "
@@ -251,10 +268,16 @@ def check_pairs(config: PPOConfig) -> Iterator[str]:
             f"actor.correction_cap=1: actor.correction={actor.correction} masks all ratios outside "
             "[1 / cap, cap], which leaves nothing to train; the default is 2"
         )
-    if (actor.average == "constant") != (actor.average_constant is not None):
+    if actor.average == "constant" and actor.average_constant is None:
         yield (
-            f"actor.average={actor.average} and actor.average_constant={actor.average_constant} "
-            "need each other"
+            "actor.average=constant needs actor.average_constant, the length that it divides by: "
+            "Dr. GRPO takes that of the longest answer, here actor.average_constant="
+            f"{config.rollout.train_sampling_params.max_new_tokens}"
+        )
+    if actor.average != "constant" and actor.average_constant is not None:
+        yield (
+            f"actor.average_constant={actor.average_constant} needs actor.average=constant; "
+            f"actor.average={actor.average} divides by what it counts"
         )
 
 

@@ -86,6 +86,11 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = Fa
     if max_turns == 1 and "interact" in functions:
         del functions["interact"]
         warnings.append("the env file has interact(), which rollout.max_turns=1 never calls")
+    if max_turns == 1 and "run" in functions:
+        warnings.append(
+            "with rollout.max_turns=1 the agent, run(), may make one request in a trajectory; more "
+            "of them fail it"
+        )
     if max_turns == 1 and env.tools:
         warnings.append("with rollout.max_turns=1 the model never sees what its tools return")
     problems = [
