@@ -560,6 +560,11 @@ def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
     ("kind", "row", "message"),
     [
         (SFT_ROWS, {"prompt": "x"}, "column 'prompt' needs 'completion' beside it"),
+        (
+            SFT_ROWS,
+            {"prompt": "x", "chosen": "y", "rejected": "z"},
+            "train on it with rl2.trainer",
+        ),
         (SFT_ROWS, {"prompt": "x", "completion": " "}, "column 'completion': expected text, not"),
         (SFT_ROWS, {"question": "x"}, "column 'messages' is missing; the row has question"),
         (

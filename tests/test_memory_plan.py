@@ -69,6 +69,11 @@ def test_the_command_says_what_fits_and_which_settings_would(tmp_path):
 
 
 def test_a_layout_that_is_refused_is_a_problem_of_the_plan_too(tmp_path):
+    """And a model that the hub does not give is one message."""
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = run("-m", "rl2", "plan", "actor.model_name=nobody/none", env=offline, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: actor.model_name=nobody/none: there is no such folder")
     model = make_large_config(tmp_path / "model")
     arguments = [f"actor.model_name={model}", "actor.tp_size=3", "--gpus", "8"]
     done = run("-m", "rl2", "plan", *arguments, check=False)

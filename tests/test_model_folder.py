@@ -15,6 +15,8 @@ from rl2.data.chat import ChatTemplate
 from rl2.model.folder import (
     check_length,
     check_model,
+    check_num_layers,
+    check_token_ids,
     load_eos_token_ids,
     load_tokenizer,
     max_positions,
@@ -159,3 +161,13 @@ def test_weights_that_lack_some_are_refused(tmp_path):
             Worker(worker_config(name), device, False, 4)
     finally:
         dist.destroy_process_group()
+
+
+def test_layers_and_tokens_that_the_model_does_not_have(name):
+    for number in (True, "auto", 2):
+        check_num_layers("key", name, number)
+    with pytest.raises(ValueError, match=f"key=3: {name} has 2 layers"):
+        check_num_layers("key", name, 3)
+    check_token_ids("key", name, [0, 97])
+    with pytest.raises(ValueError, match="98 tokens, the last one is 97"):
+        check_token_ids("key", name, [3, 98])

@@ -128,6 +128,17 @@ ALLOWED = {
         "trainer",
         "worker",
     },
+    "commands.plan": {
+        "batch",
+        "config",
+        "engine.share",
+        "memory_plan",
+        "model.folder",
+        "parallel",
+        "signals",
+        "trainer",
+        "worker",
+    },
     # It does what a rollout does with an environment, and runs one with a model.
     "commands.env": {"config", "data", "env", "trainer"},
     "commands.replay": {"checkpoints", "commands.compare", "commands.diff", "report"},

@@ -307,8 +307,13 @@ def test_skipped_updates_are_told_counted_and_stop_the_run(tmp_path):
     printed = skip_updates(health, 6, 1)
     assert printed == [
         "step 6 skipped updates of the actor: the gradient of 2 of 2 was not finite, so these "
-        "moved no weight. If it goes on, lower actor.lr=1e-06"
+        "moved no weight. If this continues, lower actor.lr=1e-06"
     ]
+    config.actor.loss = "mine.py:loss"
+    metrics = STEP | {"actor/skipped": 1.0, "actor/grad_norm": math.nan}
+    [skipped] = [x for x in find_problems(metrics, config) if "skipped" in x.name]
+    assert "actor.loss=mine.py:loss for what may give NaN" in skipped.reason
+    config.actor.loss = "ppo"
     assert health.is_diverging
     skip_updates(health, 7, 5, fraction=0.5)  # half of the updates are good
     assert not health.is_diverging

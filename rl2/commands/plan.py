@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rl2.batch import Batch
 from rl2.config.parse import parse
-from rl2.config.rules import check_lengths
+from rl2.config.rules import check_lengths, loaded_models
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, worker_names
 from rl2.engine.share import engine_bytes
 from rl2.memory_plan import (
@@ -35,8 +35,10 @@ from rl2.memory_plan import (
     with_checkpointing,
     write_plan,
 )
+from rl2.model.folder import check_config
 from rl2.parallel import offload
 from rl2.parallel.planned_device import PLANNED_DEVICE, MemoryTracker, PlannedDevice
+from rl2.signals import user_errors
 from rl2.trainer.build import make_ppo_workers
 from rl2.trainer.dpo import preference_loss
 from rl2.trainer.ppo import actor_loss, critic_loss, needs_entropy, needs_old_logps
@@ -327,13 +329,23 @@ def main() -> None:
     trainer = words.pop(0) if words and words[0] in TRAINERS else "ppo"
     os.environ["WORLD_SIZE"] = str(arguments.gpus)
     config = parse(TRAINERS[trainer], words, elsewhere=ELSEWHERE)
+    with user_errors():
+        for name, model in loaded_models(config).items():
+            if model.model_name:  # a critic's may be the actor's
+                check_config(f"{name}.model_name", model.model_name)
+        fits = print_plan(config, arguments)
+    sys.exit(0 if fits else 1)
+
+
+def print_plan(config: Any, arguments: argparse.Namespace) -> bool:
+    """Prints the plan and, if the job does not fit, settings that may. Returns whether it fits."""
     gpu_bytes = int(arguments.gpu_memory * GIB)
     if automatic_sections(config):
         num_layers = recomputed_layers(config, arguments.gpus, gpu_bytes)
         config = with_checkpointing(config, num_layers)
     phases = totals(config, predict(config, arguments.gpus), gpu_bytes)
     if show(phases, arguments.gpus, gpu_bytes):
-        return
+        return True
     print("Nearest settings, each with its own prediction:")
     for words_of_settings, changed, num_gpus in near_settings(config, arguments.gpus):
         phases = totals(changed, predict(changed, num_gpus), gpu_bytes)
@@ -341,7 +353,7 @@ def main() -> None:
         print(f"  {words_of_settings}: {verdict}", flush=True)
         if fits:
             break
-    sys.exit(1)
+    return False
 
 
 def read_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -70,6 +70,11 @@ def read_sft_row(row: dict) -> ReadRow:
     """A conversation, or a prompt with the completion that is trained, or text."""
     completion = _first_column(row, "completion", "response")
     source = _first_column(row, *CONVERSATIONS)
+    if completion is None and {"chosen", "rejected"} <= row.keys():
+        raise ValueError(
+            "this is a pair of replies: train on it with rl2.trainer.dpo or rl2.trainer.rm, or on "
+            "the chosen ones with data.columns.chosen=completion"
+        )
     if "text" in row and (source is None or source == "prompt" and completion is None):
         return {**row, "messages": check_text(row["text"], "text")}, []
     if source == "prompt" and completion is None:

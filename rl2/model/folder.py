@@ -55,6 +55,28 @@ def check_model(key: str, name: str, critic: bool = False) -> None:
     _check_kind(label, _read_config(label, name), critic)
 
 
+def check_config(key: str, name: str) -> None:
+    """ValueError if there is no such model. Its weights need not be there."""
+    if not Path(name).exists():
+        _check_hub(f"{key}={name}", name)
+    _read_config(f"{key}={name}", name)
+
+
+def check_num_layers(key: str, name: str, number: bool | int | str) -> None:
+    """ValueError if a number of layers, of the config key `key`, is more than the model has."""
+    num_layers = AutoConfig.from_pretrained(name).get_text_config().num_hidden_layers
+    if type(number) is int and number > num_layers:
+        raise ValueError(f"{key}={number}: {name} has {num_layers} layers; true is all of them")
+
+
+def check_token_ids(key: str, name: str, ids: list[int]) -> None:
+    """ValueError if one of the tokens, of the config key `key`, is not in the vocabulary."""
+    size = AutoConfig.from_pretrained(name).get_text_config().vocab_size
+    unknown = [number for number in ids if number >= size]
+    if unknown:
+        raise ValueError(f"{key}={ids}: {name} has {size} tokens, the last one is {size - 1}")
+
+
 def check_tokens(key: str, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """ValueError unless the model `name` has the tokens of `tokenizer`, which is the actor's."""
     ids = load_tokenizer(key, name).get_vocab()

@@ -13,7 +13,13 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedConfig,
 )
-from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
+from transformers.utils.logging import (
+    disable_progress_bar,
+    get_verbosity,
+    set_tqdm_hook,
+    set_verbosity,
+    set_verbosity_error,
+)
 
 from rl2 import progress
 from rl2.model import lora
@@ -119,9 +125,14 @@ def _read_weights(
 
     The weights hold new adapters.
     """
-    hf, report = model_class.from_pretrained(
-        name, config=config, dtype=dtype, output_loading_info=True
-    )
+    verbosity = get_verbosity()
+    set_verbosity_error()  # transformers reports a critic's new head in colours
+    try:
+        hf, report = model_class.from_pretrained(
+            name, config=config, dtype=dtype, output_loading_info=True
+        )
+    finally:
+        set_verbosity(verbosity)
     missing = set(report["missing_keys"])
     lora.inject(hf, lora_settings)
     weights = hf.state_dict()

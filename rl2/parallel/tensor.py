@@ -5,6 +5,7 @@ Matrices are cut by columns or rows as the plan says; the embedding and the head
 vocabulary.
 """
 
+import logging
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ def check_tp_size(name: str, config: PreTrainedConfig, size: int) -> None:
 
 def parallelize(hf: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Cuts the parameters of a Hugging Face model, perhaps on the meta device, over a mesh [tp]."""
+    # It warns on every process of the two gathers of a weight that FSDP and tp both cut.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     plan: dict[str, str] = hf.config.base_model_tp_plan or {}
     cuts = {name: STYLES[style]() for name, style in plan.items() if style in STYLES}
     parallelize_module(hf.base_model, mesh, cuts)

@@ -209,7 +209,10 @@ def find_problems(metrics: Metrics, config: Any) -> list[Problem]:
             if math.isfinite(metrics[f"{worker}/grad_norm"]):
                 limit = f"{worker}.skip_threshold={section.skip_threshold:g}"
                 cause = f"the mean probability ratio of {updates} was above {limit}"
-            remedy = f"If it goes on, lower {worker}.lr={section.lr:g}"
+            remedy = f"If this continues, lower {worker}.lr={section.lr:g}"
+            own = getattr(section, "loss", "")
+            if ".py:" in own:
+                remedy += f", or look in {worker}.loss={own} for what may give NaN or inf"
             reason = f"{cause}, so these moved no weight. {remedy}"
             problems.append(Problem(_skip_name(worker), reason))
     return problems

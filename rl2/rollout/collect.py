@@ -398,7 +398,8 @@ class Collector:
 
         # Of this process. Where each engine takes the next group, none knows its share.
         num_groups = -(-queue.num_needed // player.engine.count)
-        with progress.Bar(split, num_groups, "groups", dist.get_rank() == 0) as bar:
+        title = "rollout" if split == "train" else split
+        with progress.Bar(title, num_groups, "groups", dist.get_rank() == 0) as bar:
             player.engine.loop.run_until_complete(play_until_the_end())
         return played
 

@@ -30,6 +30,8 @@ from rl2.inputs import (
 from rl2.memory_plan import Prediction, choose_checkpointing
 from rl2.model.folder import (
     check_model,
+    check_num_layers,
+    check_token_ids,
     check_tokens,
     load_eos_token_ids,
     load_tokenizer,
@@ -80,6 +82,7 @@ class PPORun:
         if config.teacher.model_name:
             check_tokens("teacher.model_name", config.teacher.model_name, tokenizer)
         prompts, tests = make_prompts(config, rows, template)
+        _check_numbers(config)
         config = choose_checkpointing(config)
         self.prediction = Prediction(config, dist.get_world_size())
         self.workers: dict[str, Worker] = {}  # none in an evaluation
@@ -241,6 +244,20 @@ def make_ppo_workers(
     return workers, frozen
 
 
+def _check_numbers(config: Any) -> None:
+    """ValueError for layers and tokens of the config that the models do not have."""
+    for worker in worker_names(config):
+        section = getattr(config, worker)
+        name = section.model_name or config.actor.model_name  # a critic's may be the actor's
+        key = f"{worker}.gradient_checkpointing"
+        check_num_layers(key, name, section.gradient_checkpointing)
+    if isinstance(config, PPOConfig):
+        for kind in ("train", "test"):
+            params = getattr(config.rollout, f"{kind}_sampling_params")
+            key = f"rollout.{kind}_sampling_params.stop_token_ids"
+            check_token_ids(key, config.actor.model_name, params.stop_token_ids)
+
+
 def _sampling_params(config: SamplingConfig, model_stop_ids: list[int]) -> SamplingParams:
     """A section of the config as the engine takes it, with the model's own stop tokens."""
     stop_ids = (*config.stop_token_ids, *model_stop_ids)
@@ -281,6 +298,7 @@ class OfflineRun:
         num_steps = _count_steps(self.examples, folder)
         # By the name of the test set.
         self.test_batches = {name: make_batch(self, list(rows)) for name, rows in tests.items()}
+        _check_numbers(config)
         torch.manual_seed(config.trainer.seed)  # of new weights
         config = choose_checkpointing(config)
         prediction = Prediction(config, dist.get_world_size())
