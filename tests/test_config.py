@@ -90,6 +90,10 @@ RULES = [  # (refused, what the message says, accepted)
     ("kl.type=both kl.coef=1", "kl.type=both: choose reward or loss", "kl.type=loss kl.coef=1"),
     ("+actor.lr=1", "+ and ~ are not needed", "actor.lr=1"),
     ("foo", "'foo' sets no key", ""),
+    ("actor.lr:1", "'actor.lr:1' sets no key: write key=value\n", "actor.lr=1"),
+    ("ACTOR.LR=1", "did you mean actor.lr?", "actor.lr=1"),
+    ("actor.lr=1,", "or without the ',' if it is a slip", "actor.lr=1"),
+    ("batch_size=4", "here set data.prompts_per_rollout", "data.prompts_per_rollout=4"),
     ("data.seed=1,2", "names several values", "data.seed=1"),
     (
         "trainer.project=a(b)",
@@ -108,8 +112,8 @@ RULES = [  # (refused, what the message says, accepted)
     ("--actor.lr=1", "--actor.lr has dashes: write actor.lr=1", "actor.lr=1"),
     (
         "data.system_prompt=You are good",
-        """'are', 'good' set no key: if this is the rest of data.system_prompt, quote the whole: """
-        """'data.system_prompt="You are good"'""",
+        """'are', 'good' set no key: write key=value; if this is the rest of """
+        """data.system_prompt, quote the whole: 'data.system_prompt="You are good"'""",
         "'data.system_prompt=\"You are good\"'",
     ),
     ("data.path=[a,b]", "data.path=['a', 'b']: give one path", "data.path=train.jsonl"),
@@ -754,7 +758,7 @@ FUNCTION_RULES = [  # (refused, what the message says, accepted)
     ),
     (
         "actor.loss=own.py:los",
-        "actor.loss=own.py:los: own.py has no function los",
+        "own.py:los: own.py has no function los; it has loss, estimator, group_estimator",
         "actor.loss=own.py:loss",
     ),
     ("actor.loss=other.py:loss", "actor.loss=other.py: there is no such file", "actor.loss=gspo"),

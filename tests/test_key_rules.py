@@ -255,6 +255,12 @@ def wrong_shape(logps, advantages):
     return -logps * advantages.T, {}
 def nothing(logps, advantages):
     -logps * advantages
+def taken(logps, advantages):
+    return -logps * advantages, {"loss": logps}
+async def later(logps, advantages):
+    return -logps * advantages, {}
+def leaves(logps, advantages):
+    raise SystemExit(0)
 def good(logps, old_logps, advantages, mask):
     return -(logps - old_logps).exp() * advantages, {"logp": logps, "high": logps > -0.5}
 
@@ -295,6 +301,9 @@ def good_pairs(mean_margin, beta):
         ("ppo", "actor.loss", "wrong_shape", "RuntimeError: The size of tensor a (6) must match"),
         ("ppo", "actor.loss", "wrong_shape", "(line 24 of own.py)"),
         ("ppo", "actor.loss", "nothing", "returned None"),
+        ("ppo", "actor.loss", "taken", "a metric 'loss'"),
+        ("ppo", "actor.loss", "later", "is async: write it as a plain function"),
+        ("ppo", "actor.loss", "leaves", "fails on made-up rows: SystemExit: 0"),
         ("ppo", "actor.loss", "good", ""),
         ("ppo", "adv.estimator", "by_trajectory", "as advantages a tensor of shape [4]"),
         ("ppo", "adv.estimator", "as_array", "as advantages a numpy.ndarray"),

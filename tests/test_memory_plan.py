@@ -7,6 +7,7 @@ import pytest
 import torch
 from common import CONFIGS, launch, make_model, read_metrics, run
 
+from rl2.commands.plan import main
 from rl2.config.schema import SFTConfig
 from rl2.memory_plan import GIB, Plan, Prediction, read_plan, start_process
 from rl2.report.loggers import MetricsLog
@@ -68,12 +69,17 @@ def test_the_command_says_what_fits_and_which_settings_would(tmp_path):
     assert again.stdout.splitlines()[-1] == verdict
 
 
-def test_a_layout_that_is_refused_is_a_problem_of_the_plan_too(tmp_path):
+def test_a_layout_that_is_refused_is_a_problem_of_the_plan_too(tmp_path, monkeypatch):
     """And a model that the hub does not give is one message."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = run("-m", "rl2", "plan", "actor.model_name=nobody/none", env=offline, check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: actor.model_name=nobody/none: there is no such folder")
+    for arguments in (["pop"], ["--gpus", "0"], ["--gpu-memory", "-1"]):
+        with pytest.raises(SystemExit) as raised, monkeypatch.context() as patch:
+            patch.setattr("sys.argv", ["rl2 plan", *arguments])
+            main()
+        assert raised.value.code == 2
     model = make_large_config(tmp_path / "model")
     arguments = [f"actor.model_name={model}", "actor.tp_size=3", "--gpus", "8"]
     done = run("-m", "rl2", "plan", *arguments, check=False)

@@ -20,6 +20,8 @@ GROUP = torch.tensor([0, 0, 1, 1])
 REWARDS = torch.tensor([1.0, 0.0, 1.0, 1.0])
 ANSWERS = ((1, 5), (2, 6), (1, 3), (3, 4))  # the first column of each answer and the one after it
 
+TAKEN_METRICS = ("loss", "grad_norm", "lr", "skipped", "approx_kl", "kl", "entropy")
+
 
 def try_policy_loss(loss: Callable[[PolicyInputs], Any], asked: tuple[str, ...]) -> Iterator[str]:
     """What is wrong with the (losses, metrics) that a policy loss returns."""
@@ -51,6 +53,8 @@ def try_policy_loss(loss: Callable[[PolicyInputs], Any], asked: tuple[str, ...])
         yield f"returned as metrics {_describe(metrics)}: {expected}"
         return
     for name, values in metrics.items():
+        if name in TAKEN_METRICS or not isinstance(name, str):
+            yield f"returned a metric {name!r}: choose a text that is none of rl2's own metrics"
         if not _is_column(values, mask):
             yield (
                 f"returned as metric {name!r} {_describe(values)} for rows of {_size(mask)}: "

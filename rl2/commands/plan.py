@@ -8,6 +8,7 @@ counted.
 import argparse
 import os
 import pickle
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -326,7 +327,12 @@ def show(phases: dict[str, tuple[int, int]], num_gpus: int, gpu_bytes: int) -> b
 def main() -> None:
     """Prints the plan. Exits with status 1 if the job does not fit."""
     arguments, words = read_options(sys.argv[1:])
-    trainer = words.pop(0) if words and words[0] in TRAINERS else "ppo"
+    trainer = "ppo"
+    if words and re.fullmatch(r"\w+", words[0]):
+        trainer = words.pop(0)
+    if trainer not in TRAINERS:
+        print(f"rl2 plan {trainer}: choose {', '.join(TRAINERS)}", file=sys.stderr)
+        sys.exit(2)
     os.environ["WORLD_SIZE"] = str(arguments.gpus)
     config = parse(TRAINERS[trainer], words, elsewhere=ELSEWHERE)
     with user_errors():
@@ -356,6 +362,19 @@ def print_plan(config: Any, arguments: argparse.Namespace) -> bool:
     return False
 
 
+def positive(text: str) -> float:
+    """A number of an option. ValueError unless it is above 0."""
+    number = float(text)
+    if not number > 0:
+        raise ValueError
+    return number
+
+
+def positive_int(text: str) -> int:
+    """A whole number of an option. ValueError unless it is above 0."""
+    return int(positive(str(int(text))))
+
+
 def read_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of this command, and all other arguments, which are those of a trainer."""
     parser = argparse.ArgumentParser(
@@ -369,8 +388,10 @@ def read_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     gib = USUAL_GPU_GIB
     if torch.cuda.is_available():
         gib = torch.cuda.get_device_properties(0).total_memory / GIB
-    parser.add_argument("--gpus", type=int, default=world_size, help="processes of the job")
-    parser.add_argument("--gpu-memory", type=float, default=gib, help="GiB of one GPU")
+    parser.add_argument(
+        "--gpus", type=positive_int, default=world_size, help="processes of the job"
+    )
+    parser.add_argument("--gpu-memory", type=positive, default=gib, help="GiB of one GPU")
     return parser.parse_known_args(words)
 
 

@@ -29,6 +29,8 @@ def find_entry(name: str, table: Mapping[str, Any], key: str) -> Any:
     if name in table:
         return table[name]
     file, attribute = own_file(name)
+    if Path(name).suffix == ".py":
+        raise ValueError(f"{key}={name}: name the function in it, as {key}={name}:FUNCTION")
     if file.suffix != ".py":
         choices = ", ".join(table)
         algorithm = explain_algorithm(name)
@@ -37,9 +39,12 @@ def find_entry(name: str, table: Mapping[str, Any], key: str) -> Any:
             f"{key}={name}: {hint}choose {choices}, or your own as path/to/file.py:function"
         )
     path = name.rpartition(":")[0]
-    entry = _run_file(file, f"{key}={path}").get(attribute)
+    names = _run_file(file, f"{key}={path}")
+    entry = names.get(attribute)
     if not callable(function_of(entry)):
-        raise ValueError(f"{key}={name}: {path} has no function {attribute}")
+        raise ValueError(
+            f"{key}={name}: {path} has no function {attribute}; it has {_list_functions(names)}"
+        )
     return entry
 
 
@@ -86,6 +91,16 @@ def call_by_name(function: Function, inputs: object) -> Any:
     return function(**{name: getattr(inputs, name) for name in names})
 
 
+def _list_functions(names: dict[str, Any]) -> str:
+    """The functions that a file itself defines."""
+    own = []
+    for name, entry in names.items():
+        is_imported = getattr(function_of(entry), "__module__", "") != names["__name__"]
+        if callable(function_of(entry)) and not is_imported:
+            own.append(name)
+    return ", ".join(own) or "none"
+
+
 @cache
 def _run_file(file: Path, setting: str) -> dict[str, Any]:
     """The names that the file defines. `setting` is where the user named it, for messages."""
@@ -93,12 +108,12 @@ def _run_file(file: Path, setting: str) -> dict[str, Any]:
         raise ValueError(f"{setting}: there is no such file")
     try:
         return runpy.run_path(str(file))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = describe_failure(error, file)
         raise ValueError(f"{setting}: the file fails on import: {reason}") from error
 
 
-def describe_failure(error: Exception, file: Path) -> str:
+def describe_failure(error: BaseException, file: Path) -> str:
     """The error in words, with the last line of the user's file that led to it."""
     reason = f"{type(error).__name__}: {error}"
     lines = [

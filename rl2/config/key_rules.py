@@ -3,6 +3,7 @@
 Every check returns messages, so that the user sees all of them at once.
 """
 
+import inspect
 import math
 import operator
 import re
@@ -92,9 +93,12 @@ def try_function(value: str, key: Key, name: str) -> Iterator[str]:
     """What is wrong with a function of the user's own file that a call on made-up rows shows."""
     assert key.functions is not None and key.trial is not None
     function = find_function(value, key.functions, name)
+    if inspect.iscoroutinefunction(function):
+        yield "is async: write it as a plain function"
+        return
     try:
         yield from key.trial(partial(call_by_name, function), argument_names(function))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = describe_failure(error, own_file(value)[0])
         yield f"fails on made-up rows: {reason}"
 

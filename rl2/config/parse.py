@@ -203,12 +203,12 @@ def explain_loose_words(words: list[str]) -> Iterator[str]:
             continue
         listed = ", ".join(map(repr, arguments))
         text = f"{listed} set{'s' if len(arguments) == 1 else ''} no key"
-        if before:
+        text += ": write key=value"
+        if before and not re.match(r"\w+[.][\w.]+:", arguments[0]):  # not key:value
             key, _, value = before.partition("=")
             whole = quote_for_shell(key, " ".join([value, *arguments]))
-            yield f"{text}: if this is the rest of {key}, quote the whole: {whole}"
-        else:
-            yield f"{text}: write key=value"
+            text += f"; if this is the rest of {key}, quote the whole: {whole}"
+        yield text
 
 
 def join_spaced_words(argv: list[str], problems: list[str]) -> list[str]:
@@ -315,6 +315,8 @@ def explain_quotes(key: str, text: str) -> str:
     elif match:
         place = f"after {text[: match.start()]!r}" if match.start() else "at its start"
         remedy = f"{match[0]!r} {place} needs quotes; {remedy}"
+        if match[0] in ",;=" and match.end() in (1, len(text)):
+            remedy += f", or without the {match[0]!r} if it is a slip"
     return f"{key}={text} cannot be read: {remedy}"
 
 
@@ -405,7 +407,8 @@ def set_value(config: Any, name: str, value: Any, types: tuple[Any, ...]) -> str
                 f"{name}= is empty: write a value, or leave the key out; is a shell variable unset?"
             )
         if isinstance(value, bool):
-            return f"{name}={_shown(value)}: this key is a text, so quote it, as '{name}=\"on\"'"
+            given = _shown(value)
+            return f"{name}={given}: this key is a text, so quote it, as '{name}=\"{given}\"'"
         if isinstance(value, list):
             remedy = "it takes one text"
             if name.endswith("path"):
@@ -437,6 +440,7 @@ def _shown(value: Any) -> str:
 
 def near_keys(key: str, keys: list[str]) -> list[str]:
     """Up to three keys that a misspelled one may mean: near names, or near names' last parts."""
+    key = key.lower()
     near = difflib.get_close_matches(key, keys, 3, 0.8)
     if not near:
         last_part = difflib.SequenceMatcher(b=key.rpartition(".")[2])
