@@ -237,6 +237,9 @@ def test_a_step_that_taught_nothing_says_why():
     assert "actor.freeze_steps=0" in frozen["did not train the actor"]
     [(name, reason)] = reasons(**same | {"actor__grad_norm": 0.1}).items()
     assert name == "trained only on the KL or entropy term" and "too hard" in reason
+    own = make_config()
+    own.actor.loss = "mine.py:loss"
+    assert list(reasons(own, **same | {"actor__grad_norm": 0.1})) == ["trained without advantages"]
     for estimator, function in ADVANTAGE_ESTIMATORS.items():
         other = make_config()
         other.adv.estimator = estimator

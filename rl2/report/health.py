@@ -263,6 +263,8 @@ def _find_rollout_problems(metrics: Metrics, config: Any) -> Iterator[Problem]:
         yield Problem("taught nothing", reason)
     elif _has_no_advantages(metrics, config):
         name = "trained only on the KL or entropy term"
+        if ".py:" in config.actor.loss:
+            name = "trained without advantages"
         yield Problem(name, _equal_rewards(metrics, config))
     if metrics["rollout/truncated"] > MAX_CUT_FRACTION:
         max_new_tokens = rollout.train_sampling_params.max_new_tokens
