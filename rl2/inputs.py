@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rl2.config.schema import DataConfig, PPOConfig, SFTConfig, worker_names
+from rl2.config.schema import DataConfig, PPOConfig, SFTConfig, SFTDataConfig, worker_names
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PAIR_ROWS, PROMPT_ROWS, SFT_ROWS, Examples, RowKind
 from rl2.data.rows import Rows, load_rows
@@ -134,6 +134,7 @@ def _make_examples(
                 template,
                 kind,
                 max_length=data.max_length,
+                truncate=isinstance(data, SFTDataConfig) and data.truncate,
                 shuffle=data.shuffle and key == "data.path",
                 seed=data.seed,
                 batch_size=getattr(data, kind.batch_key.removeprefix("data.")),

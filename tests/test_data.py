@@ -435,8 +435,6 @@ def test_each_epoch_holds_every_prompt_once_and_batches_need_only_the_position(
 def test_the_start_says_how_a_run_uses_the_rows():
     prompts = make_prompts(make_rows([1, 2, 99, 1, 1, 1]), max_length=60, batch_size=2)
     assert prompts.describe_steps(5) == ["data: 5 prompts, 2 a step; steps: 5; epochs: 2"]
-    too_long = "1 training prompts are longer than data.max_length=60 and dropped"
-    assert prompts.describe_dropped("training ") == [too_long]
     prompts = make_prompts(make_rows([1] * 5), batch_size=8)
     assert prompts.describe_steps(1) == [
         "data: 5 prompts, 8 a step; steps: 1; epochs: 1.6",
@@ -445,7 +443,6 @@ def test_the_start_says_how_a_run_uses_the_rows():
     ]
     counts = Counter(prompt.index for prompt in prompts.next_items())
     assert sum(counts.values()) / len(counts) == 1.6
-    assert prompts.describe_dropped("training ") == []
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -474,12 +471,13 @@ def test_order_differs_by_epoch_and_seed():
 GOOD_PAIR = {"messages": [{"role": "user", "content": "x"}], "chosen": "w", "rejected": "w w"}
 
 
-def make_examples(path, kind, tokenizer=None, max_length=99, batch_size=2):
+def make_examples(path, kind, tokenizer=None, max_length=99, batch_size=2, truncate=False):
     return Examples(
         load_rows(str(path), read=kind.read),
         ChatTemplate(tokenizer or make_tokenizer()),
         kind,
         max_length=max_length,
+        truncate=truncate,
         shuffle=False,
         seed=0,
         batch_size=batch_size,
@@ -554,6 +552,46 @@ def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
         ValueError, match="data.max_length=3 leaves none of the 3 rows: the shortest has 4"
     ):
         make_examples(path, PAIR_ROWS, with_eos(), max_length=3)
+
+
+@pytest.mark.parametrize(
+    ("num_long", "is_warning"), [(0, None), (1, False), (2, True)], ids=["none", "5%", "10%"]
+)
+def test_many_dropped_rows_are_a_warning_with_both_numbers_and_the_remedy(num_long, is_warning):
+    prompts = make_prompts(make_rows([1] * (20 - num_long) + [99] * num_long), max_length=60)
+    sentences = prompts.describe_dropped("training ")
+    if is_warning is None:
+        assert sentences == []
+        return
+    [sentence] = sentences
+    assert f"{num_long} of 20 training prompts" in sentence and "data.max_length=60" in sentence
+    assert sentence.startswith("warning: ") == is_warning
+    if is_warning:  # the longest row, to choose a limit by; prompts cannot be cut
+        assert "101 tokens" in sentence and "truncate" not in sentence
+
+
+def test_sft_rows_may_be_truncated_at_the_end(tmp_path):
+    """Row 0 fits, 1 is cut in its reply, 2 has its reply after the limit, 3 is cut to one reply."""
+    rows = [
+        {"messages": talk("?", "w")},
+        {"messages": talk("?", "w w w w w")},
+        {"messages": talk("? ? ? ? ?", "w")},
+        {"messages": talk("?", "w", "?", "w w")},
+    ]
+    path, tokenizer = write(tmp_path / "a.jsonl", rows), with_eos()
+    dropped = make_examples(path, SFT_ROWS, tokenizer, max_length=4)
+    assert [example.index for example in dropped] == [0]
+    [warning] = dropped.describe_dropped("")
+    assert "3 of 4 rows (75%)" in warning and "data.truncate=true" in warning
+    cut = make_examples(path, SFT_ROWS, tokenizer, max_length=4, truncate=True)
+    assert {example.index: example.sequences for example in cut} == {
+        0: [([2, 3, 4], [0, 1, 1])],
+        1: [([2, 3, 3, 3], [0, 1, 1, 1])],
+        3: [([2, 3, 4, 2], [0, 1, 1, 0])],
+    }
+    assert (cut.num_truncated, cut.num_dropped, cut.longest) == (2, 1, 4)
+    sentences = " ".join(cut.describe_dropped(""))
+    assert "2 of 4 rows" in sentences and "1 of 4 rows (25%)" in sentences
 
 
 @pytest.mark.parametrize(

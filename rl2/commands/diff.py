@@ -37,7 +37,7 @@ UPDATE = f"""
 CAUSES = {
     "data": f"""
         identity.trainer data.path contents.data.path data.test_ratio data.columns* data.max_length
-        data.shuffle data.seed data.turns data.batch_size data.prompts_per_rollout
+        data.shuffle data.seed data.turns data.truncate data.batch_size data.prompts_per_rollout
         data.responses_per_prompt rollout.filter rollout.max_refills rollout.drop_solved
         rollout.partial rollout.env_path contents.rollout.env_path trainer.rollouts_from {CODE}
     """,

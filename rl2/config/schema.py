@@ -176,6 +176,12 @@ class SFTDataConfig(ExampleConfig):
     turns: str = key(
         "all", "which assistant turns are trained", choices=("all", "last"), identity=True
     )
+    truncate: bool = key(
+        False,
+        "cut rows longer than data.max_length at the end instead of dropping them; a cut reply does "
+        "not teach where to end",
+        identity=True,
+    )
 
 
 @dataclass

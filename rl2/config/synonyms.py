@@ -169,6 +169,7 @@ VERL = {
 # GRPOConfig, RLOOConfig, DistillationConfig, SFTConfig, DPOConfig and RewardConfig of TRL 1.16,
 # with what they inherit; and a key of its PPOConfig.
 TRL = {
+    "data.truncate (true cuts rows at the end)": "truncation_mode",
     "actor.model_name | critic.model_name": "model_name_or_path model",
     "actor.dtype | critic.dtype": "dtype",
     "rollout.engine (attention is always packed; no choice in training)": "attn_implementation",
@@ -273,7 +274,7 @@ ABSENT = {
     "sequences are always packed without padding, within actor.max_length_per_device": """packing
         packing_strategy padding_free eval_packing pad_to_multiple_of model.use_remove_padding
         actor.use_dynamic_bsz actor.use_remove_padding group_by_length trainer.balance_batch
-        rollout.log_prob_use_dynamic_bsz truncation_mode data.truncation train_sampling_strategy
+        rollout.log_prob_use_dynamic_bsz data.truncation train_sampling_strategy
         data.filter_overlong_prompts length_column_name""",
     "data is read and prepared in the trainer's processes": """dataset_num_proc dataset_kwargs
         dataloader_num_workers dataloader_drop_last dataloader_pin_memory
@@ -335,6 +336,8 @@ ABSENT = {
         model.exclude_modules
         lora_modules_to_save lora_task_type use_rslora use_dora""",
     "dropout is off in training": "disable_dropout",
+    "a cut prompt asks something else, cut replies may be equal, and a reward model reads the end; "
+    "raise data.max_length": "data.truncate",
     "memory is saved by actor.gradient_checkpointing and actor.offload_model": """use_cache
         activation_offloading gradient_checkpointing_kwargs activation_checkpointing_kwargs
         model.enable_activation_offload

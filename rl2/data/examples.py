@@ -33,6 +33,8 @@ TOKENS_SCHEMA = pyarrow.schema(
 RenderedReply = tuple[str, str]
 TrainedSequences = list[tuple[list[int], list[int]]]  # (tokens, mask) of each; 1 = trained
 
+LARGE_DROPPED_SHARE = 0.05  # Dropping more of the rows for their length is worth a warning.
+
 
 class RowKind(NamedTuple):
     """What the rows of a trainer are, and how messages name them."""
@@ -42,6 +44,7 @@ class RowKind(NamedTuple):
     render: Callable[[ChatTemplate, dict], Sequence[tuple[str, ...]]]
     name: str = "rows"
     batch_key: str = "data.batch_size"
+    can_truncate: bool = False  # whether the trainer has data.truncate
 
 
 @dataclass
@@ -63,10 +66,11 @@ class Examples:
     """The tokenised rows of a trainer, in a fixed order of epochs.
 
     `self[i]` is the i-th example in the order of the rows. `next_items` follows the order of
-    training, an endless sequence of epochs, each of which holds every example once. Examples that
-    are longer than `max_length` tokens are dropped: `num_dropped` counts them. An example is as
-    long as its longest sequence. ValueError when none is kept, or names rows that cannot be
-    rendered.
+    training, an endless sequence of epochs, each of which holds every example once. An example is
+    as long as its longest sequence. Examples longer than `max_length` tokens are dropped, and
+    `num_dropped` counts them. With `truncate` their sequences are cut at the end instead, and
+    `num_truncated` counts those; only examples without a trained token in what is left are dropped.
+    ValueError when none is kept, or names rows that cannot be rendered.
     """
 
     is_exhausted = False  # there is always another epoch
@@ -78,6 +82,7 @@ class Examples:
         kind: RowKind,
         *,
         max_length: int,
+        truncate: bool = False,
         shuffle: bool = False,
         seed: int = 0,
         batch_size: int = 1,
@@ -93,10 +98,17 @@ class Examples:
         self.table = open_table(key, TOKENS_SCHEMA, self._tokenize, title, len(rows))
         self.token_counts = token_counts = self.table["length"].to_numpy()
         self.max_length = max_length
+        self.truncate = truncate
         self.shuffle = shuffle
         self.seed = seed
         self.batch_size = batch_size
-        self.kept = np.flatnonzero(token_counts <= max_length)  # indices of rows, ascending
+        is_kept = token_counts <= max_length
+        self.num_truncated = 0
+        if truncate:
+            for index in np.flatnonzero(~is_kept):
+                is_kept[index] = bool(self._sequences(int(index)))
+                self.num_truncated += int(is_kept[index])
+        self.kept = np.flatnonzero(is_kept)  # indices of rows, ascending
         self.num_dropped = len(token_counts) - len(self.kept)
         if len(self.kept) == 0:
             raise ValueError(
@@ -108,8 +120,9 @@ class Examples:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest item."""
-        return int(self.token_counts[self.kept].max())
+        """Tokens of the longest item, after truncation."""
+        longest = int(self.token_counts[self.kept].max())
+        return min(longest, self.max_length) if self.truncate else longest
 
     def split_off(self, ratio: float) -> Self:
         """Takes a fraction of the items out, and returns them as items of their own.
@@ -127,7 +140,7 @@ class Examples:
             )
         taken = copy(self)
         taken.kept = self.kept[is_taken]
-        taken.num_dropped = 0
+        taken.num_dropped = taken.num_truncated = 0
         self.kept = self.kept[~is_taken]
         return taken
 
@@ -166,10 +179,19 @@ class Examples:
         check_problems(self.rows.path, problems)
 
     def _sequences(self, index: int) -> TrainedSequences:
+        """The sequences of a row. Truncated ones without a trained token are left out."""
+
         def read_lists(column: str) -> list[list[int]]:
             return [part.values.to_numpy().tolist() for part in self.table[column][index].values]
 
-        return list(zip(read_lists("tokens"), read_lists("masks"), strict=True))
+        sequences = list(zip(read_lists("tokens"), read_lists("masks"), strict=True))
+        if not self.truncate:
+            return sequences
+        truncated = []
+        for tokens, mask in sequences:
+            if any(mask[: self.max_length]):
+                truncated.append((tokens[: self.max_length], mask[: self.max_length]))
+        return truncated
 
     def __iter__(self) -> Iterator[Example]:
         return (self[i] for i in range(len(self)))
@@ -193,14 +215,30 @@ class Examples:
         return sentences
 
     def describe_dropped(self, split: str) -> list[str]:
-        """How many items are too long, in a sentence if there are some.
+        """How many items are too long, in sentences. A warning if many of them are dropped.
 
-        `split` stands before their name: "training " or "test ".
+        `split` is put before their name: "training " or "test ".
         """
-        if not self.num_dropped:
-            return []
+        num_rows = len(self.token_counts)
+        of_all = f"of {num_rows} {split}{self.kind.name}"
         limit = f"data.max_length={self.max_length}"
-        return [f"{self.num_dropped} {split}{self.kind.name} are longer than {limit} and dropped"]
+        sentences = []
+        if self.num_truncated:
+            sentences.append(f"{self.num_truncated} {of_all} are longer than {limit} and truncated")
+        if not self.num_dropped:
+            return sentences
+        share = self.num_dropped / num_rows
+        dropped = f"{self.num_dropped} {of_all} ({share:.0%}) are longer than {limit} and dropped"
+        if self.truncate:
+            dropped += ": no trained token is left of them"
+        if share > LARGE_DROPPED_SHARE:
+            dropped = (
+                f"warning: {dropped}; the longest has {self.token_counts.max()} tokens: raise "
+                "data.max_length"
+            )
+            if self.kind.can_truncate and not self.truncate:
+                dropped += ", or set data.truncate=true to cut them at the end"
+        return [*sentences, dropped]
 
     def next_items(self, count: int | None = None) -> list[Example]:
         """The next `count` items of training, by default a batch, and moves the position.
@@ -282,7 +320,7 @@ def render_pair(template: ChatTemplate, row: dict) -> list[RenderedReply]:
 
 
 PROMPT_ROWS = RowKind(read_ppo_row, render_prompt, "prompts", "data.prompts_per_rollout")
-SFT_ROWS = RowKind(read_sft_row, render_sft)
+SFT_ROWS = RowKind(read_sft_row, render_sft, can_truncate=True)
 PAIR_ROWS = RowKind(read_pair_row, render_pair)
 
 

@@ -9,8 +9,7 @@ from functools import partial
 from rl2.algorithms import losses
 from rl2.batch import Batch, collate
 from rl2.config.schema import SFTConfig
-from rl2.data.examples import Example, RowKind, render_sft, to_samples
-from rl2.data.formats import read_sft_row
+from rl2.data.examples import SFT_ROWS, Example, render_sft, to_samples
 from rl2.model.token_model import TokenScores
 from rl2.trainer.build import OfflineRun, run_trainer
 
@@ -51,8 +50,8 @@ def perplexity(run: OfflineRun, test: Batch) -> dict[str, float]:
 
 
 def make_run(config: SFTConfig) -> OfflineRun:
-    kind = RowKind(read_sft_row, partial(render_sft, turns=config.data.turns))
-    return OfflineRun(config, kind, make_batch)
+    render = partial(render_sft, turns=config.data.turns)
+    return OfflineRun(config, SFT_ROWS._replace(render=render), make_batch)
 
 
 def main() -> None:
