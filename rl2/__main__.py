@@ -2,8 +2,12 @@
 
 import difflib
 import importlib
+import importlib.metadata
 import os
+import platform
 import sys
+
+import rl2
 
 # name -> (module with a function `main`, which reads sys.argv; one line of help)
 COMMANDS = {
@@ -23,14 +27,22 @@ COMMANDS = {
 
 def describe_commands() -> str:
     """The commands, one line each, and how to start them."""
-    lines = ["python -m rl2 COMMAND key=value ...    (one process)", ""]
+    lines = ["rl2 COMMAND ...    or: python -m rl2 COMMAND ...", ""]
     lines += [f"  {name:8}{help}" for name, (_, help) in COMMANDS.items()]
     lines += [
         "",
-        "python -m rl2 COMMAND --help explains the keys of a command.",
+        "rl2 COMMAND --help explains the arguments of a command; rl2 --version prints versions.",
         "Several processes: torchrun --nproc_per_node=N -m rl2 COMMAND key=value ...",
     ]
     return "\n".join(lines)
+
+
+def describe_version() -> str:
+    """The versions of rl2, Python and the packages that the numbers depend on, in a line."""
+    versions = [f"rl2 {rl2.__version__}", f"Python {platform.python_version()}"]
+    for package in ("torch", "transformers"):
+        versions.append(f"{package} {importlib.metadata.version(package)}")
+    return ", ".join(versions)
 
 
 def main() -> None:
@@ -41,6 +53,9 @@ def main() -> None:
             print(describe_commands(), flush=True)
         except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return
+    if name in ("-V", "--version"):
+        print(describe_version())
         return
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -32,7 +32,13 @@ from rl2.checkpoints import (
     step_of,
     sweep,
 )
-from rl2.config.changes import DATA, RunIdentity, find_changes, identify
+from rl2.config.changes import (
+    DATA,
+    RunIdentity,
+    find_changes,
+    find_ignored_changes,
+    identify,
+)
 from rl2.config.parse import dump, flatten
 from rl2.data.rows import hash_data
 from rl2.error_report import writing
@@ -53,6 +59,7 @@ class Start(NamedTuple):
     rows: int = 0  # the training rows that are done, over all epochs
     num_steps: int = 0  # that the run of the checkpoint was laid out for
     keeps_data: bool = True  # the rows are those of the checkpoint
+    changes: tuple[str, ...] = ()  # since then, in words
     date: str = ""  # YYYY-MM-DD on which the run first started: chat templates may show it
 
 
@@ -97,8 +104,12 @@ class RunFolder:
             return Start(date=_read_record(self.path).get("date", ""))
         folder = checkpoint or self.path
         record = _read_record(folder)
-        keeps_data = self._compare(folder, record, is_forced)
+        keeps_data, changes = self._compare(folder, record, is_forced)
         if checkpoint is None:
+            if not self.config.trainer.eval_only:
+                print(
+                    f"{self.path} has no checkpoint to resume from: the run starts over at step 0"
+                )
             return Start()
         return Start(
             checkpoint,
@@ -106,6 +117,7 @@ class RunFolder:
             record.get("rows", 0) if keeps_data else 0,
             record.get("num_steps", 0),
             keeps_data,
+            tuple(changes),
             record.get("date", ""),
         )
 
@@ -121,13 +133,17 @@ class RunFolder:
         has_metrics = metrics.exists() and metrics.stat().st_size > 0
         return has_metrics or (self.path / "model").exists()
 
-    def _compare(self, folder: Path, record: dict[str, Any], is_forced: bool) -> bool:
-        """Prints what has changed since the run in `folder`. Returns whether it had the same rows.
+    def _compare(
+        self, folder: Path, record: dict[str, Any], is_forced: bool
+    ) -> tuple[bool, list[str]]:
+        """Prints what has changed since the run in `folder`.
+
+        Returns (whether it had the same rows, the changes).
 
         ValueError if it was another experiment, unless that is forced.
         """
         if "identity" not in record or not (folder / "config.yaml").exists():
-            return True
+            return True, []
         config = flatten(yaml.safe_load((folder / "config.yaml").read_text()))
         before = RunIdentity(config=dict(config), **record["identity"])
         experiment, others = find_changes(type(self.config), before, self.identity)
@@ -143,7 +159,8 @@ class RunFolder:
             )
         if experiment + others:
             print(f"changed since {folder}:", *experiment, *others, sep="\n  ")
-        return not any(change.startswith(f"{DATA}:") for change in experiment)
+        has_same_rows = not any(change.startswith(f"{DATA}:") for change in experiment)
+        return has_same_rows, experiment + others
 
     # The agreement of all ranks.
 
@@ -180,7 +197,8 @@ class RunFolder:
     def count_steps(self, num_rows: int, batch_size: int) -> int:
         """The number of the last step. Rows that are done already are not counted again.
 
-        Says how to go on and ends the program if all steps are done.
+        If all steps are done, says how to continue and ends the program. ValueError if the config
+        has changed, since the changes would have no effect.
         """
         trainer = self.config.trainer
         left = trainer.n_epochs * num_rows - self.start.rows
@@ -192,6 +210,7 @@ class RunFolder:
             schedule = "the learning rate's schedule ends there"
             print(f"changed: {self.start.num_steps} -> {num_steps} steps; {schedule}")
         if self.start.checkpoint and num_steps <= self.start.step and self._is_exported():
+            self._refuse_changes()
             if self.is_first:
                 print(
                     f"{self.path}: all steps are done (the newest checkpoint is of step "
@@ -201,6 +220,19 @@ class RunFolder:
             dist.destroy_process_group()
             sys.exit(0)
         return num_steps
+
+    def _refuse_changes(self) -> None:
+        """ValueError if a finished run was started again with other settings, as in a sweep."""
+        ignored = find_ignored_changes(self.start.changes)
+        if ignored:
+            listed = "".join(f"\n  - {change}" for change in ignored)
+            raise ValueError(
+                f"{self.path}: all {self.start.step} steps are done, so these changes would have "
+                f"no effect:{listed}\n"
+                "trainer.experiment_name=NAME trains with them in a folder of its own; "
+                "trainer.resume=off starts over here and sets this run aside; a larger "
+                "trainer.n_epochs or trainer.max_steps continues this run with them"
+            )
 
     def _is_exported(self) -> bool:
         is_current = _read_record(self.path).get("model_step") == self.start.step

@@ -9,7 +9,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -35,8 +35,9 @@ _is_ending = threading.RLock()
 class StopSignal:
     """Turns Ctrl-C and SIGTERM into a request that the loop reads at the end of its step."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, newest_checkpoint: Callable[[], Path | None]):
         self.device = device
+        self.newest_checkpoint = newest_checkpoint
         self.requested_at: float | None = None  # by the monotonic clock; None: not on this process
         self.process_id = os.getpid()
         signal.set_wakeup_fd(-1)  # which `end_on_signals` has set
@@ -49,20 +50,25 @@ class StopSignal:
             os._exit(128 + number)
         if self.requested_at is None:
             self.requested_at = now
-            _print_once_a_node(
-                "stopping: this step will be finished and saved. torchrun waits 30 s for that; "
-                "after them the last checkpoint stands."
-            )
-        elif (
-            now - self.requested_at > SECONDS_OF_ONE_REQUEST
-            and "TORCHELASTIC_RUN_ID" not in os.environ
-        ):
-            _print_once_a_node("ended at once; the last checkpoint stands.")
+            limit = "A second Ctrl-C ends the run at once."
+            if _is_under_torchrun():
+                limit = "torchrun kills the run after 30 s."
+            _print_once_a_node(f"stopping: this step will be finished and saved. {limit}")
+        elif now - self.requested_at > SECONDS_OF_ONE_REQUEST and not _is_under_torchrun():
+            newest = self.newest_checkpoint()
+            outcome = "there is no checkpoint: the same command starts over at step 0"
+            if newest is not None:
+                outcome = f"the same command resumes from {newest}"
+            _print_once_a_node(f"ended at once; {outcome}.")
             os._exit(128 + number)
 
     def is_requested_anywhere(self) -> bool:
         """Whether any process was asked to stop. All processes must call."""
         return any_rank(self.requested_at is not None, self.device)
+
+
+def _is_under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def end_on_signals() -> None:

@@ -127,6 +127,8 @@ def check_a_second_ctrl_c_ends_a_lone_process_at_once(runs: ForkedRuns, folder: 
     run.send(signal.SIGINT)
     assert run.wait(5) == [130], run.output
     assert "Traceback" not in run.output, run.output
+    assert "torchrun" not in run.output, run.output
+    assert "ended at once; there is no checkpoint" in run.output, run.output
     assert [line["step"] for line in read_metrics(folder / "ended")] == [0]
 
 

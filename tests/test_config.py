@@ -11,6 +11,7 @@ import pytest
 import yaml
 from common import ROOT
 
+from rl2 import __version__
 from rl2.__main__ import main
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.algorithms.losses import POLICY_LOSSES, TOKEN_AVERAGES
@@ -881,6 +882,8 @@ def test_commands(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert all(f"\n  {name} " in text for name in ("ppo", "sft", "dpo", "rm"))
     assert "torchrun --nproc_per_node=N -m rl2 COMMAND" in text
+    run_main("--version")
+    assert capsys.readouterr().out.startswith(f"rl2 {__version__}, Python 3.")
     with pytest.raises(SystemExit) as exit_:
         run_main("pop", "actor.lr=1")
     assert exit_.value.code == 2 and "did you mean ppo?" in capsys.readouterr().err

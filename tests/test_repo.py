@@ -104,6 +104,7 @@ ALLOWED = {
     },
     "run_lock": set(),
     "weights_hash": {"parallel"},
+    "disk_space": set(),
     "checkpoints": {"parallel.mesh", "error_report"},
     # It compares configs, and the files that they name.
     "run_folder": {

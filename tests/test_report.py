@@ -23,7 +23,7 @@ from rl2.config.by_name import argument_names
 from rl2.config.key import schema_keys
 from rl2.config.schema import PPOConfig, SFTConfig
 from rl2.report import loggers, page
-from rl2.report.console import Console, describe_step
+from rl2.report.console import Console, describe_start
 from rl2.report.health import Health, find_problems, learns_from_groups_alone
 from rl2.report.loggers import MetricsFile, MetricsLog, Report, RunInfo, start_wandb
 from rl2.report.page import write_page
@@ -196,9 +196,26 @@ def test_the_start_says_what_a_step_is_made_of():
     config.data.prompts_per_rollout = 4
     config.data.responses_per_prompt = 8
     config.actor.update_per_rollout = 2
-    expected = "each step: 4 prompts x 8 answers = 32 trajectories, then 2 updates of the actor"
-    assert describe_step(config) == [expected]
-    assert describe_step(make_config(SFTConfig)) == []
+    config.rollout.max_turns = 3
+    config.rollout.train_sampling_params.max_new_tokens = 512
+    config.trainer.save_freq = 20
+    assert describe_start(config) == [
+        "each step: 4 prompts x 8 answers = 32 trajectories of up to 1,536 sampled tokens (up to "
+        "49,152 a step), then 2 updates of the actor"
+    ]
+    config.trainer.rollouts_from = "runs/x"
+    assert describe_start(config) == [
+        "each step: the saved trajectories, then 2 updates of the actor"
+    ]
+    assert describe_start(make_config(SFTConfig, save_freq=20)) == []
+    [sentence] = describe_start(make_config(SFTConfig))
+    assert "trainer.save_freq is not set" in sentence
+
+
+def test_nothing_is_sent_to_a_service_that_is_not_named(monkeypatch, one_process, tmp_path):
+    """Not even to wandb where it is logged in: it would get transcripts."""
+    monkeypatch.setattr(loggers, "LOGGERS", dict.fromkeys(loggers.LOGGERS, lambda run: 1 / 0))
+    assert not MetricsLog(tmp_path, make_config(), 0, num_steps=5).has_services
 
 
 def reasons(config=None, **changes):
@@ -503,7 +520,7 @@ def test_services_get_samples_of_evaluations_and_of_every_tenth_step(
         for step in steps:
             path = tmp_path / "rollouts" / split / f"step_{step}.jsonl"
             path.write_text(f"{json.dumps(record)}\n" * (loggers.MAX_SAMPLES + 1))
-    log = MetricsLog(tmp_path, make_config(), 0, num_steps=20)
+    log = MetricsLog(tmp_path, make_config(loggers=["wandb"]), 0, num_steps=20)
     for step, metrics in ((3, {}), (4, {"test/hard/reward/mean": 0.5}), (10, {})):
         log.write(step, {"actor/grad_norm": 1.0, "reward/mean": 0.5, **metrics})
     rows = [ROW] * loggers.MAX_SAMPLES

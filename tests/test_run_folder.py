@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from transformers import AutoTokenizer
 from rl2 import run_lock
 from rl2.checkpoints import Checkpoints, delete
 from rl2.data.chat import ChatTemplate
+from rl2.disk_space import SpaceNeeds, check_space
 from rl2.run_lock import RunLock
 from rl2.trainer import dpo, ppo, rm, sft
 
@@ -194,6 +196,15 @@ def test_a_finished_run_started_again_says_how_to_go_on(train, tmp_path):
     assert status == 0 and "all steps are done" in output and "loading" not in output
     assert "raise trainer.n_epochs" in output and "trainer.resume=off" in output
     assert contents(run) == before
+
+    # Another setting, as in a sweep that forgot the name of the run, would have no effect.
+    status, output = train("actor.lr=0.02", "trainer.test_freq=3")
+    assert status == 1 and "actor.lr: 0.01 -> 0.02" in output and "no effect" in output
+    refused = output.partition("no effect")[2]
+    assert "test_freq" not in refused and "trainer.experiment_name" in refused
+    assert contents(run) == before
+    status, _ = train("trainer.keep_checkpoints=9", "trainer.n_epochs=1")
+    assert status == 0
 
     # A kill between the last checkpoint and the export: the next start makes up for it.
     expected = load_file(run / "model/model.safetensors")
@@ -404,6 +415,62 @@ def test_ppo_is_compared_with_its_env_its_loss_and_its_critic(setup, train, tmp_
     status, output = train(main=ppo.main)
     assert status == 0 and "rollout.env_path: env.py has another content" in output
     assert "1 of 2 steps are done" in output
+
+
+def test_a_run_without_checkpoints_says_so_and_that_it_starts_over(train, tmp_path):
+    arguments = ("trainer.save_freq=null", "trainer.max_steps=1")
+    _, output = train(*arguments)
+    assert "no checkpoints: trainer.save_freq is not set" in output
+    assert "starts over at step 0" not in output.replace("killed starts over", "")
+    _, output = train(*arguments)
+    assert "has no checkpoint to resume from: the run starts over at step 0" in output
+    _, output = train("trainer.max_steps=1", "trainer.resume=off")
+    assert "no checkpoint" not in output
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("free", "kept", "there", "expected"),
+    [
+        (3.9, 2, 0, "needs"),  # a checkpoint and the model
+        (9.9, 2, 0, "warning"),  # two checkpoints, a third while it is written, and the model
+        (10.1, 2, 0, ""),
+        (9.9, 1, 0, ""),
+        (4.1, 2, 2, ""),  # the folder has two already
+        (12.9, None, 0, "warning"),  # all four
+        (13.1, None, 0, ""),
+    ],
+)
+def test_the_disk_space_of_a_run_is_predicted(monkeypatch, free, kept, there, expected):
+    needs = SpaceNeeds(3 * GB, 1 * GB, num_checkpoints=4, num_kept=kept, num_there=there)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free * GB))
+    if expected == "needs":
+        with pytest.raises(ValueError, match="needs 2.8 GiB for a checkpoint and 0.9 GiB for mod"):
+            check_space(Path("runs"), needs)
+        return
+    sentences = check_space(Path("runs"), needs)
+    assert [sentence.split(":")[0] for sentence in sentences] == [expected] * bool(expected)
+
+
+def test_a_run_that_cannot_be_saved_ends_before_its_first_step(train, tmp_path, monkeypatch):
+    """The prediction is the size of the tensors that such a run writes."""
+    train("trainer.max_steps=2")
+    run = tmp_path / "runs/default"
+    size = sum(weight.nbytes for weight in load_file(run / "model/model.safetensors").values())
+    saved = FileSystemReader(run / "checkpoints/step_2").read_metadata().state_dict_metadata
+    for entry in saved.values():
+        if hasattr(entry, "size"):
+            size += entry.size.numel() * entry.properties.dtype.itemsize
+    for share, expected in ((0.98, 1), (1.02, 0)):
+        free = SimpleNamespace(free=share * size)
+        with monkeypatch.context() as patch:
+            patch.setattr("rl2.disk_space.shutil.disk_usage", lambda folder, free=free: free)
+            status, output = train("trainer.max_steps=2", f"trainer.experiment_name=n{share}")
+        assert status == expected, output
+        assert ("the disk is too full: this run needs" in output) == bool(expected)
+        assert (tmp_path / f"runs/n{share}/metrics.jsonl").exists() == (not expected)
 
 
 # What a kill or a disk leaves.

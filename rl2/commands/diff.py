@@ -9,16 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rl2.commands.compare import ABSENT, PHASES, Comparison, Difference, Run, flatten
+from rl2.config.changes import HARMLESS
 from rl2.report.page import Record
 
 # Patterns of names in config.yaml and run.json, with spaces between them.
-# These name, place or watch a run, or keep more of it. They change no number.
-HARMLESS = """
-    trainer.project trainer.experiment_name trainer.loggers trainer.disable_wandb trainer.resume
-    trainer.keep_checkpoints trainer.report_freq trainer.test_freq trainer.watchdog
-    trainer.save_tokens trainer.max_skipped_updates rollout.check_weights
-    *.save_dir *.save_freq *.save_optimizer
-"""
 CODE = "commit code versions.rl2"
 NUMERICS = f"""
     *.model_name *dtype *.?p_size *.fsdp_size *.compile *.share_prompts *length_per_device

@@ -1,8 +1,9 @@
 """What differs between an earlier run's config and today's: is it the same experiment?"""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,14 @@ from rl2.env.contract import find_env_file
 DATA = "data.path"
 # Where and how a run goes on: these say nothing about the experiment.
 UNLISTED = ("trainer.resume", "trainer.save_dir", "trainer.experiment_name")
+# Patterns of keys that name, place or watch a run, or keep more of it. They change no number.
+HARMLESS = """
+    trainer.project trainer.experiment_name trainer.loggers trainer.disable_wandb trainer.resume
+    trainer.keep_checkpoints trainer.report_freq trainer.test_freq trainer.watchdog
+    trainer.save_tokens trainer.max_skipped_updates rollout.check_weights
+    *.save_dir *.save_freq *.save_optimizer
+"""
+LENGTH = "trainer.n_epochs trainer.max_steps"  # how far a run goes
 
 
 @dataclass
@@ -69,6 +78,17 @@ def find_changes(kind: type, before: RunIdentity, now: RunIdentity) -> tuple[lis
             changes = experiment if name == DATA else others  # code may be edited
             changes.append(f"{name}: {value} has another content")
     return experiment, others
+
+
+def find_ignored_changes(changes: Iterable[str]) -> list[str]:
+    """Those of the changes, as `find_changes` words them, that a finished run would ignore."""
+    patterns = (HARMLESS + LENGTH).split()
+    ignored = []
+    for change in changes:
+        name = change.partition(":")[0]
+        if not any(fnmatch(name, pattern) for pattern in patterns):
+            ignored.append(change)
+    return ignored
 
 
 def _has_same_content(name: str, before: RunIdentity, now: RunIdentity) -> bool | None:

@@ -178,8 +178,8 @@ class SFTDataConfig(ExampleConfig):
     )
     truncate: bool = key(
         False,
-        "cut rows longer than data.max_length at the end instead of dropping them; a cut reply does "
-        "not teach where to end",
+        "cut rows longer than data.max_length at the end instead of dropping them; a cut reply "
+        "does not teach where to end",
         identity=True,
     )
 
@@ -768,9 +768,9 @@ class TrainerConfig:
         None, "stop after this many steps, if that is sooner", common=True
     )
     loggers: list[str] = key(
-        ["wandb"],
-        "services that get the metrics and some samples, beside metrics.jsonl; wandb is skipped "
-        "where it is not installed or not logged in",
+        [],
+        "services that get the config, the metrics and some transcripts, beside metrics.jsonl; by "
+        "default none does; wandb is skipped where it is not installed or not logged in",
         choices=("wandb", "tensorboard", "trackio"),
     )
     disable_wandb: bool = key(False, "take wandb out of trainer.loggers")

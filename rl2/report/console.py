@@ -97,20 +97,39 @@ class Console:
         self.bar.close()
 
 
-def describe_step(config: Any) -> list[str]:
-    """What a step of PPO is made of, in a sentence; nothing for the other trainers.
+def describe_start(config: Any) -> list[str]:
+    """What a step of PPO is made of, and whether the run saves checkpoints, in sentences.
 
     `config` is that of the trainer.
     """
-    if not hasattr(config, "rollout") or config.trainer.eval_only:
+    if config.trainer.eval_only:
         return []
+    sentences = []
+    if hasattr(config, "rollout"):
+        sentences.append(_describe_step(config))
+    if config.trainer.save_freq is None:
+        sentences.append(
+            "no checkpoints: trainer.save_freq is not set, so only Ctrl-C or SIGTERM save one; a "
+            "run that is killed starts over at step 0"
+        )
+    return sentences
+
+
+def _describe_step(config: Any) -> str:
+    """The trajectories, sampled tokens and updates of a step of PPO."""
     num_prompts = config.data.prompts_per_rollout
     num_answers = config.data.responses_per_prompt
+    num_trajectories = num_prompts * num_answers
     num_updates = config.actor.updates_per_step
-    return [
-        f"each step: {num_prompts} prompts x {num_answers} answers = {num_prompts * num_answers} "
-        f"trajectories, then {num_updates} update{'s' if num_updates > 1 else ''} of the actor"
-    ]
+    updates = f"then {num_updates} update{'s' if num_updates > 1 else ''} of the actor"
+    if config.trainer.rollouts_from:
+        return f"each step: the saved trajectories, {updates}"
+    most_tokens = config.rollout.train_sampling_params.max_new_tokens * config.rollout.max_turns
+    return (
+        f"each step: {num_prompts} prompts x {num_answers} answers = {num_trajectories} "
+        f"trajectories of up to {most_tokens:,} sampled tokens (up to "
+        f"{num_trajectories * most_tokens:,} a step), {updates}"
+    )
 
 
 def format_line(metrics: Metrics, num_steps: int, compares_groups: bool) -> str:

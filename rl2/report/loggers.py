@@ -1,7 +1,8 @@
 """What a person and a program see of a run: metrics.jsonl, the console, and services such as wandb.
 
 A service is a function in LOGGERS, by its name in trainer.loggers. It starts the service for a run
-and returns a Logger, or None where the service cannot be used, after printing why.
+and returns a Logger, or None where the service cannot be used, after printing why. Services get
+transcripts, so none is used unless it is named.
 """
 
 import atexit
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from rl2 import progress
 from rl2.error_report import writing
 from rl2.memory_plan import GIB, Prediction
-from rl2.report.console import Console, describe_step
+from rl2.report.console import Console, describe_start
 from rl2.report.health import Health, Metrics, Samples
 from rl2.report.page import write_page
 from rl2.weights_hash import hash_weights
@@ -304,7 +305,7 @@ class MetricsLog:
             report = Report(folder, config.trainer.report_freq)
             self.file = MetricsFile(folder)
             self.loggers = [report, *services, self.console]
-        self._print(describe_step(config))
+        self._print(describe_start(config))
         self.last_write = time.perf_counter()
         self.last_cpu_seconds = time.process_time()
 

@@ -3,14 +3,17 @@
 All processes make the same calls; the first one writes.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from rl2 import disk_space
 from rl2.checkpoints import Parts
 from rl2.memory_plan import Prediction
 from rl2.report.health import Metrics
@@ -43,6 +46,8 @@ class Recorder:
         self.folder.resume(self.parts, self.num_steps)
         self.start_step = self.last_step = self.folder.start.step  # the steps that are done
         self.config = self.folder.config
+        if self.folder.is_first:
+            self._check_disk()
         self.metrics_log = MetricsLog(
             self.folder.path,
             self.config,
@@ -52,6 +57,22 @@ class Recorder:
             self.workers,
         )
         self.phase = self.metrics_log.phase
+
+    def _check_disk(self) -> None:
+        """Compares what the run will write with the free space. ValueError if it cannot fit."""
+        trainer, checkpoints = self.config.trainer, self.folder.checkpoints
+        num_checkpoints = 0
+        if trainer.save_freq:
+            num_checkpoints = math.ceil((self.num_steps - self.start_step) / trainer.save_freq)
+        needs = disk_space.measure(
+            self.parts,
+            exported=next(iter(self.workers.values())),
+            num_checkpoints=num_checkpoints,
+            num_kept=trainer.keep_checkpoints,
+            num_there=len(checkpoints.steps()),
+        )
+        for warning in disk_space.check_space(self.folder.path, needs):
+            print(warning)
 
     def begin(self, evaluate: Evaluate | None) -> None:
         """Evaluates before the first step, unless the run goes on from a checkpoint.
@@ -63,7 +84,11 @@ class Recorder:
             metrics = self._evaluate_if_due(0)
             if metrics:
                 self.metrics_log.write(0, metrics)
-        self.stop_signal = StopSignal(self.device)
+        self.stop_signal = StopSignal(self.device, self._newest_checkpoint)
+
+    def _newest_checkpoint(self) -> Path | None:
+        """What the same command would resume from if it started now."""
+        return self.folder.checkpoints.newest() or self.folder.start.checkpoint
 
     def remaining_steps(self) -> Iterator[int]:
         """The numbers of the steps that are not done yet; the first step is 1."""

@@ -1,0 +1,87 @@
+"""The disk space that a run will need, compared with the free space before the first step.
+
+A prediction: the sizes of checkpoints and of the final model follow from the models' parameters.
+Transcripts are not counted.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class SpaceNeeds:
+    """What a run will write, in bytes and in numbers of checkpoints."""
+
+    checkpoint: int  # bytes of each
+    model: int  # bytes of model/
+    num_checkpoints: int  # that the run will write
+    num_kept: int | None  # the newest ones, besides which a new one is written; None: all
+    num_there: int = 0  # that the folder has already
+
+    @property
+    def least(self) -> int:
+        """Bytes without which the run cannot end well."""
+        return self.model + min(1, self.num_checkpoints) * self.checkpoint
+
+    @property
+    def most(self) -> int:
+        """Bytes at the fullest moment, in addition to what the folder has."""
+        num_new = self.num_checkpoints
+        if self.num_kept is not None:
+            num_new = min(num_new, max(1, self.num_kept + 1 - self.num_there))
+        return self.model + num_new * self.checkpoint
+
+
+def measure(parts: dict[str, Any], exported: Any, **numbers: Any) -> SpaceNeeds:
+    """The needs of a run with these parts, as `Checkpoints.save` takes them.
+
+    `exported` is the worker that becomes model/. `numbers` are the other fields of SpaceNeeds.
+    """
+    checkpoint = 0
+    for part in parts.values():
+        if not hasattr(part, "trained_parameters"):
+            continue  # the position in the data
+        copies = 1
+        if part.optimizer is not None:
+            copies += len(part.optimizer.moments)
+        parameters = part.trained_parameters or dict(part.model.named_parameters())
+        checkpoint += copies * sum(p.numel() * p.element_size() for p in parameters.values())
+    num_weights = sum(p.numel() for p in exported.model.parameters())
+    return SpaceNeeds(checkpoint, num_weights * exported.model.export_dtype.itemsize, **numbers)
+
+
+def check_space(folder: Path, needs: SpaceNeeds) -> list[str]:
+    """A warning if `folder` may become full. ValueError if there is no room for what must be there.
+
+    What must be there is one checkpoint, if any is written, and model/.
+    """
+    free = shutil.disk_usage(folder).free
+    model = f"{show(needs.model)} for model/"
+    remedy = f"{show(free)} are free in {folder.absolute()}: free some, or choose another "
+    remedy += "trainer.save_dir"
+    if free < needs.least:
+        parts = model
+        if needs.num_checkpoints:
+            parts = f"{show(needs.checkpoint)} for a checkpoint and {model}"
+        raise ValueError(f"the disk is too full: this run needs {parts}, and {remedy}")
+    if free < needs.most:
+        fewer = "a larger trainer.save_freq"
+        if needs.num_kept is None or needs.num_kept > 1:
+            fewer = "a smaller trainer.keep_checkpoints"
+        return [
+            f"warning: the disk will be full before the end: checkpoints of "
+            f"{show(needs.checkpoint)} each and {model} need {show(needs.most)}, and {remedy}, or "
+            f"set {fewer}"
+        ]
+    return []
+
+
+def show(num_bytes: int) -> str:
+    """A size as people read it."""
+    if num_bytes < GIB / 10:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / GIB:.1f} GiB"
