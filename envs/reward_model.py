@@ -65,8 +65,15 @@ def load_model(folder):
 def score_on_server(messages):
     body = json.dumps({"text": render(messages)}).encode()
     request = urllib.request.Request(URL, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-        result = json.load(response)
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+            result = json.load(response)
+    except (OSError, ValueError) as error:  # no server, a wrong path, no JSON
+        raise RuntimeError(
+            f"the reward model at RL2_REWARD_URL={URL} does not answer ({error}): start a "
+            "server, or set RL2_REWARD_MODEL to the folder of a small model, which then runs in "
+            "this process"
+        ) from None
     if isinstance(result, list):
         result = result[0]
     return float(result["embedding"][0])

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from rl2.config.schema import DataConfig, PPOConfig, SFTConfig, SFTDataConfig, worker_names
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PAIR_ROWS, PROMPT_ROWS, SFT_ROWS, Examples, RowKind
+from rl2.data.formats import NO_TEMPLATE
 from rl2.data.rows import Rows, load_rows
 from rl2.env.call import Env
 from rl2.env.load import load_env, preflight
@@ -53,7 +54,8 @@ def make_prompts(
 
     ValueError lists all problems, or says that a trajectory may get too long for the model.
     """
-    return _make_examples(config, Inputs(rows), PROMPT_ROWS, template)
+    inputs = Inputs(rows, problems=_find_unknown_stop_ids(config, template))
+    return _make_examples(config, inputs, PROMPT_ROWS, template)
 
 
 def read_examples(
@@ -118,6 +120,22 @@ def _read_env(inputs: Inputs, config: PPOConfig) -> None:
         inputs.problems["rollout.env_path"] = str(error)
 
 
+def _find_unknown_stop_ids(config: PPOConfig, template: ChatTemplate) -> dict[str, str]:
+    """Key -> problem, of tokens that should end a turn and that the tokenizer does not have."""
+    problems = {}
+    last = max(template.tokenizer.get_vocab().values())
+    for name in ("train_sampling_params", "test_sampling_params"):
+        key = f"rollout.{name}.stop_token_ids"
+        ids = getattr(config.rollout, name).stop_token_ids
+        unknown = [token_id for token_id in ids if token_id > last]
+        if unknown:
+            problems[key] = (
+                f"{key}={ids}: the tokenizer of {config.actor.model_name} has no token "
+                f"{', '.join(map(str, unknown))}, its last one is {last}"
+            )
+    return problems
+
+
 def _make_examples(
     config: Any, inputs: Inputs, kind: RowKind, template: ChatTemplate
 ) -> tuple[Examples | None, dict[str, Examples]]:
@@ -142,6 +160,8 @@ def _make_examples(
         except ValueError as error:
             inputs.problems[key] = str(error)
     inputs.check()
+    for rows in inputs.rows.values():
+        print_once(_warn_of_text_prompts(rows, template))
     train = tests.pop("data.path", None)
     if train is not None and data.test_ratio:
         tests[""] = train.split_off(data.test_ratio)
@@ -155,6 +175,18 @@ def _make_examples(
         return None, tests
     _check_length(config, "train", train)
     return train, tests
+
+
+def _warn_of_text_prompts(rows: Rows, template: ChatTemplate) -> list[str]:
+    """A warning if the model has a chat template and prompts in plain text do not get it."""
+    if NO_TEMPLATE not in rows.notes or not template.tokenizer.chat_template:
+        return []
+    count, _ = rows.notes[NO_TEMPLATE]
+    return [
+        f"warning: {rows.path}: the model has a chat template, and {count} of {len(rows)} prompts "
+        "do not get it, since they are text: right for a base model; for a chat model write prompt "
+        'as [{"role": "user", "content": TEXT}]'
+    ]
 
 
 def _check_length(config: Any, split: str, examples: Examples) -> None:

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rl2 import inputs
+from rl2.config.schema import PPOConfig
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import (
     PAIR_ROWS,
@@ -464,6 +466,40 @@ def test_order_differs_by_epoch_and_seed():
 
     assert len({tuple(order(seed, epoch)) for seed in range(2) for epoch in range(2)}) == 4
     assert order(0, 1) == order(0, 1)
+
+
+@pytest.fixture
+def ppo_config(monkeypatch):
+    monkeypatch.setattr("rl2.inputs.check_length", lambda *lengths: None)  # there is no model
+    config = PPOConfig()
+    config.rollout.test_sampling_params.max_new_tokens = 8  # which parsing would fill in
+    return config
+
+
+@pytest.mark.parametrize(("template", "is_warned"), [(TEMPLATE, True), (None, False)])
+def test_prompts_in_plain_text_do_not_get_a_template_in_silence(
+    tmp_path, capsys, ppo_config, template, is_warned
+):
+    """A base model has no template. `messages` as text asks for none, so nothing is said."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    rows = [{"prompt": "w", "answer": "w"}, {"messages": "w w", "answer": "w"}]
+    rows = load_rows(str(write(tmp_path / "a.jsonl", rows)), read=read_ppo_row)
+    inputs.make_prompts(ppo_config, {"data.path": rows}, ChatTemplate(tokenizer))
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert len(warnings) == is_warned
+    if is_warned:
+        assert "1 of 2 prompts" in warnings[0] and '"role": "user"' in warnings[0]
+
+
+def test_stop_tokens_that_the_tokenizer_does_not_have_are_refused(ppo_config):
+    rows = {"data.path": pack_rows(make_rows([1, 2]))}
+    params = ppo_config.rollout.test_sampling_params
+    params.stop_token_ids = [3]  # its last one
+    inputs.make_prompts(ppo_config, rows, ChatTemplate(make_tokenizer()))
+    params.stop_token_ids = [3, 4]
+    with pytest.raises(ValueError, match=r"test_sampling_params.stop_token_ids=\[3, 4\].* 4, .* 3"):
+        inputs.make_prompts(ppo_config, rows, ChatTemplate(make_tokenizer()))
 
 
 # Examples of SFT, DPO and reward models

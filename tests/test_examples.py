@@ -29,6 +29,7 @@ from common import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from rl2.env.contract import EnvError
 from rl2.env.load import load_env
 
 
@@ -285,6 +286,16 @@ def check_rewards_of_a_policy(tmp_path, monkeypatch, expected):
         reward = pytest.approx(record["reward"], abs=1e-5)
         assert asyncio.run(env.score(record["messages"], row)) == {"reward": reward}
     assert len(records) == 32
+
+
+def test_a_reward_model_that_does_not_answer_is_a_few_lines_with_the_remedy(monkeypatch):
+    monkeypatch.setenv("RL2_REWARD_URL", "http://127.0.0.1:9/classify")  # nobody listens there
+    monkeypatch.delenv("RL2_REWARD_MODEL", raising=False)
+    env = load_env(str(ROOT / "envs/reward_model.py"))
+    messages = [{"role": "assistant", "content": "5"}]
+    with pytest.raises(EnvError, match="RL2_REWARD_URL=http.*RL2_REWARD_MODEL") as error:
+        asyncio.run(env.score(messages, {"answer": "5"}))
+    assert len(str(error.value).splitlines()) < 15
 
 
 LAYOUTS = {"fsdp": "fsdp_size=2", "replicas": "fsdp_size=1", "sp": "sp_size=2", "tp": "tp_size=2"}

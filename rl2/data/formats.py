@@ -36,7 +36,7 @@ SHAREGPT_ROLES = {
     "observation": "tool",
 }
 CONVERSATIONS = ("messages", "conversations", "prompt")  # the first that a row has is read
-NO_TEMPLATE = "text in prompt is read as it is, without the chat template"
+NO_TEMPLATE = "text in prompt is read as it is, without the chat template"  # a note
 
 
 def rename_columns(row: dict, columns: dict[str, str]) -> dict:
