@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # REINFORCE on Countdown (make 24 from 1, 2, 3, 4) with Qwen2.5-3B-Instruct.
 # Needs four GPUs of 40 GB or more, sglang installed, and a network for the model and the data. By
-# `python -m rl2 plan` the trainer needs 17 GiB of each in the update, and 9 GiB stay while SGLang
+# `rl2 plan` the trainer needs 17 GiB of each in the update, and 9 GiB stay while SGLang
 # generates. Not run yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -3,7 +3,7 @@
 # on 57,000 mathematical problems and tested on MATH-500.
 # Needs one node of eight GPUs of 80 GB, sglang and math-verify installed, and a network for the model
 # and the data.
-# By `python -m rl2 plan` the trainer needs 17 GiB of each in the update, and nothing stays while
+# By `rl2 plan` the trainer needs 17 GiB of each in the update, and nothing stays while
 # SGLang generates. Not run yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."

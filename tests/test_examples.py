@@ -10,8 +10,10 @@ import itertools
 import json
 import math
 import re
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -286,6 +288,51 @@ def check_rewards_of_a_policy(tmp_path, monkeypatch, expected):
         reward = pytest.approx(record["reward"], abs=1e-5)
         assert asyncio.run(env.score(record["messages"], row)) == {"reward": reward}
     assert len(records) == 32
+
+
+def test_the_readmes_own_task_runs_in_the_shell_that_the_quickstart_leaves(tmp_path):
+    """No environment is active there. The files are those that the README shows."""
+    activate = Path(sys.prefix, "bin/activate")
+    if not activate.exists():
+        pytest.skip("Python is not in a virtual environment")
+    section = (ROOT / "README.md").read_text().partition("## Your own task")[2]
+    blocks = dict(re.findall(r"```(\w+)\n(.*?)```", section.partition("\n## ")[0], re.DOTALL))
+    (tmp_path / "rows.jsonl").write_text(blocks["json"])
+    (tmp_path / "my_env.py").write_text(blocks["python"])
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    make_model(tmp_path / "runs/quickstart-data/model")
+    shell = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", blocks["bash"].rstrip() + " data.max_length=100"],
+        cwd=tmp_path,
+        env=shell,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0 and "PROBLEM" not in output, output
+    assert (tmp_path / "runs/first/report.html").exists()
+
+
+def test_the_quickstart_ends_with_errors_the_report_and_the_next_command(
+    tmp_path, capsys, monkeypatch
+):
+    """58% and 76% of 50 questions are 14 and 12 points (95%) from being known."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    quickstart = importlib.import_module("quickstart")
+    monkeypatch.setattr(quickstart, "draw_rewards", lambda *arguments: None)
+    train = {"reward/right": 0.5, "time/step": 1.0, "tokens/sampled": 9}
+    lines = [
+        {"step": 0, "test/reward/right": 0.58, "time/step": 1.0, "tokens/sampled": 0},
+        {"step": 1, "test/reward/right": 0.76, **train},
+    ]
+    write_jsonl(tmp_path / "metrics.jsonl", lines)
+    quickstart.report(tmp_path)
+    printed = capsys.readouterr().out
+    assert "58% ± 14% right before training, 76% ± 12% after" in printed
+    assert f"{tmp_path}/report.html" in printed and "source .venv/bin/activate" in printed
+    assert "source .venv/bin/activate" in (ROOT / "README.md").read_text()
 
 
 def test_a_reward_model_that_does_not_answer_is_a_few_lines_with_the_remedy(monkeypatch):

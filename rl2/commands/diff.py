@@ -1,4 +1,4 @@
-"""`python -m rl2 diff RUN RUN`: where two runs first part, and what may explain it."""
+"""`rl2 diff RUN RUN`: where two runs first part, and what may explain it."""
 
 import argparse
 import re
@@ -77,7 +77,7 @@ Changes = dict[str, tuple[Any, Any]]  # name -> the values of the two runs
 def main() -> None:
     """Prints the comparison. Exit status 0: the same, 1: not, 2: they cannot be compared."""
     parser = argparse.ArgumentParser(
-        prog="python -m rl2 diff",
+        prog="rl2 diff",
         description="Says where two runs first part, and which differences of their configs, "
         "versions and data may explain it.",
     )

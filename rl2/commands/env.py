@@ -1,4 +1,4 @@
-"""`python -m rl2 env FILE data.path=ROWS [--rows N] [--form TEXT] key=value ...` tries an env.
+"""`rl2 env FILE data.path=ROWS [--rows N] [--form TEXT] key=value ...` tries an env.
 
 It rewards replies that no model has written: the gold answer, and replies that should earn less.
 Those to the first row are rewarded one by one in a process of their own, then all of them twice,
@@ -232,7 +232,7 @@ def play_model(words: list[str]) -> None:
 
 def main() -> None:
     """Prints the faults. Exits with status 1 if there are some, 2 if too little could be tried."""
-    usage = "python -m rl2 env FILE data.path=ROWS [--rows N] [--form TEXT] key=value ..."
+    usage = "rl2 env FILE data.path=ROWS [--rows N] [--form TEXT] key=value ..."
     about = "Tries a file or a ready-made env; the keys are those of PPO. See docs/environments.md."
     parser = argparse.ArgumentParser(usage=usage, description=about)
     parser.add_argument("--rows", type=int, default=8, help="use the first so many rows (8)")

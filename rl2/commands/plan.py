@@ -1,4 +1,4 @@
-"""`python -m rl2 plan [ppo | sft | dpo | rm] key=value ...`: the memory that a job will need.
+"""`rl2 plan [ppo | sft | dpo | rm] key=value ...`: the memory that a job will need.
 
 The trainer's own workers run on a device without memory (parallel/planned_device.py) with the
 choices of a GPU. Every micro-batch is full. There are no formulas: what the code allocates is
@@ -378,7 +378,7 @@ def positive_int(text: str) -> int:
 def read_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of this command, and all other arguments, which are those of a trainer."""
     parser = argparse.ArgumentParser(
-        prog="python -m rl2 plan",
+        prog="rl2 plan",
         usage="%(prog)s [ppo | sft | dpo | rm] [--gpus N] [--gpu-memory GIB] key=value ...",
         description="Predicts the memory of each phase of a job. It needs no GPU, no weights and "
         "no data; the model is its config.json.",

@@ -1,4 +1,4 @@
-"""The proofs of `python -m rl2 prove` that run the trainer.
+"""The proofs of `rl2 prove` that run the trainer.
 
 Each compares two computations that should be equal, on a small copy of the user's architecture with
 random weights in fp32, on the CPU. What both sides share cannot make them differ, so a fault shows

@@ -1,4 +1,4 @@
-"""`python -m rl2 prove [--processes N] key=value ...`: rl2's proofs on your model and layout.
+"""`rl2 prove [--processes N] key=value ...`: rl2's proofs on your model and layout.
 
 The keys are those of the PPO trainer. Each row compares two computations that should be equal and
 prints the largest difference. The proofs are in proofs.py and outer_proofs.py.
@@ -161,7 +161,7 @@ def read_conversations(config: PPOConfig) -> list[tuple[list[dict], list | None]
 def main() -> None:
     """Exits with status 1 if a row is different, 2 for a wrong command."""
     parser = argparse.ArgumentParser(
-        prog="python -m rl2 prove",
+        prog="rl2 prove",
         usage="%(prog)s [--processes N] key=value ...",
         description="Compares rl2 with transformers, packs, layouts, engine, losses, template and "
         "export, on your model. The keys are those of ppo. It needs no GPU, no network and no "

@@ -1,4 +1,4 @@
-"""`python -m rl2 push RUN [OWNER/NAME]`: the final model of a run on the Hugging Face hub.
+"""`rl2 push RUN [OWNER/NAME]`: the final model of a run on the Hugging Face hub.
 
 Its card, RUN/model/README.md, is made from the run folder. The card may be public: a path of this
 machine is shown by its last name, and hosts are not shown.
@@ -40,7 +40,7 @@ SECRET = r"\b(hf_|sk-)[\w-]{16,}"
 def main() -> None:
     """Writes the card, and pushes if there is a name. Exits with status 2 if that is impossible."""
     parser = argparse.ArgumentParser(
-        prog="python -m rl2 push",
+        prog="rl2 push",
         description="Writes a card into RUN/model/README.md, unless there is one, and pushes the "
         "folder to the Hugging Face hub. Without OWNER/NAME nothing is sent: read the card first.",
     )
@@ -109,7 +109,7 @@ def write_card(run: Path, name: str | None, base_model: str | None) -> Path:
     if not (model / "config.json").exists():
         raise ValueError(
             f"{run} has no model/ yet: it is written when the run ends; the command of the run "
-            "goes on from its newest checkpoint"
+            "resumes from its newest checkpoint"
         )
     card = model / "README.md"
     if not card.exists():  # a new export replaces the folder, so the card is of this model
@@ -165,14 +165,14 @@ Errors are those of 95%.
 
 ## The command
 
-These are all keys that have not their default. Files and folders of the machine are shown by their
+These are all non-default keys. Files and folders of the machine are shown by their
 last name; the hashes above are those of their content.
 
 ```bash
 {make_command(record, values)}
 ```
 
-`python -m rl2 replay RUN --step {step}` runs this step again, in the folder RUN of the run, and
+`rl2 replay RUN --step {step}` runs this step again, in the folder RUN of the run, and
 compares it with what was recorded.
 """
     return re.sub(SECRET, "(removed)", card)
@@ -239,7 +239,7 @@ def make_table(heads: list[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def make_command(record: Record, values: Record) -> str:
-    """The command that starts the run: all keys that have not their default."""
+    """The command that starts the run, with all non-default keys."""
     kind = getattr(schema, record["identity"]["trainer"])
     defaults = dict(leaf_values(yaml.safe_load(dump(kind()))))
     start = record["starts"][-1]

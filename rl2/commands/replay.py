@@ -1,4 +1,4 @@
-"""`python -m rl2 replay RUN --step N`: runs a recorded step again, and compares it with the record.
+"""`rl2 replay RUN --step N`: runs a recorded step again, and compares it with the record.
 
 `rl2.commands.rerun` runs it, in processes of its own and in another folder. RUN is only read.
 """
@@ -37,7 +37,7 @@ class Plan(NamedTuple):
 def main() -> None:
     """Prints the comparison. Exit status 0: the same, 1: not, 2: the step cannot be run again."""
     parser = argparse.ArgumentParser(
-        prog="python -m rl2 replay",
+        prog="rl2 replay",
         description="Runs a recorded step again, from the checkpoint before it, and says whether "
         "rollouts, rewards, advantages, metrics and weights are those that were recorded.",
     )
@@ -81,7 +81,7 @@ def replay(folder: Path, step: int, rollouts: str, out: Path) -> Difference | No
             f"{folder} ran on {len(plan.start['hosts'])} machines, and this command starts "
             "processes on one. With --out, a folder that all of them see, start this on each, with "
             f"HOST the name of the first:\n  {shlex.join(command)}\n"
-            f"and then compare:\n  python -m rl2 diff {folder} {out}"
+            f"and then compare:\n  rl2 diff {folder} {out}"
         )
     place = f"from {plan.checkpoint}" if plan.checkpoint else "from the beginning of the run"
     print(f"{describe_steps(plan.steps)} of {folder} again, {place}", flush=True)

@@ -1,4 +1,4 @@
-"""`python -m rl2 report RUN [RUN ...]`: one HTML file with the curves and answers of runs."""
+"""`rl2 report RUN [RUN ...]`: one HTML file with the curves and answers of runs."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ from rl2.report.page import write_page
 def main() -> None:
     """Writes the report and prints where it is. Exits with status 2 if that is impossible."""
     parser = argparse.ArgumentParser(
-        prog="python -m rl2 report",
+        prog="rl2 report",
         description="Writes the curves and answers of runs into one HTML file, which a browser "
         "opens without a server or a network.",
     )

@@ -1,4 +1,4 @@
-"""Runs steps of a recorded run again. `python -m rl2 replay` starts one process or several of it:
+"""Runs steps of a recorded run again. `rl2 replay` starts one process or several of it:
 
     [torchrun ...] -m rl2.commands.rerun --run RUN --out FOLDER --step N ...
 

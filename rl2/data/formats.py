@@ -182,7 +182,7 @@ def _to_reply(value: Any, column: str) -> str | dict | list[dict]:
         return messages
     if len(messages) > 1 or messages[0]["role"] != "assistant":
         raise ValueError(
-            f"column '{column}': expected one message of the assistant behind the prompt, "
+            f"column '{column}': expected one message of the assistant after the prompt, "
             f"got {abbreviate(messages)}"
         )
     check_reply(messages, column)

@@ -109,7 +109,7 @@ class Rows(Sequence[dict]):
         self.key = key
         self.kinds: list[list[int]]
         self.notes: dict[str, list]
-        summary = table["row"][-1]  # behind the rows
+        summary = table["row"][-1]  # after the rows
         self.kinds, self.notes = pickle.loads(summary.as_buffer())
         self.table = table.slice(0, len(table) - 1)
 
@@ -148,7 +148,7 @@ def _hash_file(file: Path, num_bytes: int, changed_at: int) -> bytes:
 
 
 def _fingerprint(path: str, split: str, source: Source) -> str:
-    """What large data is known by. "" for small data, which every process reads anew."""
+    """What large data is known by. "" for small data, which every process reads again."""
     if isinstance(source, list):
         is_large = sum(file.stat().st_size for file in source) >= LARGE_BYTES
         return hash_data(path, split) if is_large else ""
@@ -322,7 +322,7 @@ def _load_from_hub(path: str, split: str) -> Any:
         disable_progress_bars()
     try:
         if not Path(config.HF_DATASETS_CACHE, name.replace("/", "___")).exists():
-            # One request stands for the retries of `datasets`, which take half a minute.
+            # One request replaces the retries of `datasets`, which take half a minute.
             HfApi().dataset_info(name, timeout=HUB_TIMEOUT_SECONDS)
         return load_dataset(name, configuration or None, split=named_split or split)
     except Exception as error:  # of the network, or of an unknown name, configuration or split

@@ -169,7 +169,7 @@ class Health:
         checkpoint = Checkpoints(self.folder / "checkpoints").newest(before=last_step)
         if checkpoint is None:
             return text + "start again, since there is no checkpoint of a step before it"
-        return text + f"go on from before it with trainer.resume={checkpoint}"
+        return text + f"resume from before it with trainer.resume={checkpoint}"
 
 
 @dataclass
