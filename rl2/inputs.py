@@ -11,7 +11,7 @@ from rl2.config.schema import DataConfig, PPOConfig, SFTConfig, SFTDataConfig, w
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PAIR_ROWS, PROMPT_ROWS, SFT_ROWS, Examples, RowKind
 from rl2.data.formats import NO_TEMPLATE
-from rl2.data.rows import Rows, load_rows
+from rl2.data.rows import Rows, hash_data, load_rows
 from rl2.env.call import Env
 from rl2.env.load import load_env, preflight
 from rl2.model.folder import check_length
@@ -162,6 +162,7 @@ def _make_examples(
     inputs.check()
     for rows in inputs.rows.values():
         print_once(_warn_of_text_prompts(rows, template))
+    print_once(_warn_of_trained_tests(data))
     train = tests.pop("data.path", None)
     if train is not None and data.test_ratio:
         tests[""] = train.split_off(data.test_ratio)
@@ -187,6 +188,19 @@ def _warn_of_text_prompts(rows: Rows, template: ChatTemplate) -> list[str]:
         "do not get it, since they are text: right for a base model; for a chat model write prompt "
         'as [{"role": "user", "content": TEXT}]'
     ]
+
+
+def _warn_of_trained_tests(data: DataConfig) -> list[str]:
+    """A warning for each test set in files that are also the training rows."""
+    trained = hash_data(data.path, "train")
+    warnings = []
+    for key, path in data.test_paths.items():
+        if trained and hash_data(path, "test") == trained:
+            warnings.append(
+                f"warning: {key}={path} has the rows that are trained: it shows what is memorised; "
+                "data.test_ratio=0.1 keeps a tenth of the rows for the test"
+            )
+    return warnings
 
 
 def _check_length(config: Any, split: str, examples: Examples) -> None:

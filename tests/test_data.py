@@ -185,6 +185,11 @@ GOOD = '{"messages": [{"role": "user", "content": "x"}], "answer": 1}'
             "the role 'human' is unknown; write 'user'",
         ),
         (
+            '{"messages": [{"role": "User", "content": "x"}], "answer": 1}',
+            "the role 'User' is unknown; write 'user'",
+        ),
+        ('{"messages": "x", "answer": 1},', "ends with a comma"),
+        (
             '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
             "content of type 'image' is not supported, only text",
         ),
@@ -222,6 +227,21 @@ def test_problems_are_listed_once_with_their_number(tmp_path):
         load_rows(write(tmp_path / "a.jsonl", rows), read=read_ppo_row)
     lines = str(error.value).splitlines()
     assert "(10)" in lines[0] and len(lines) == 7 and lines[6] == "... and 3 other problems"
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.jsonl", GOOD.encode("utf-16"), "a.jsonl is not a readable jsonl file: .*UTF-16"),
+        ("a.csv", "prompt,answer\nx,1\n".encode("utf-16"), "a.csv is not .*UTF-16"),
+        ("a.csv", b"prompt;answer\nx;1\n", "a.csv is not .* commas.*'prompt;answer'"),
+        ("a.csv", b"prompt\tanswer\nx\t1\n", "a.csv is not .* commas"),
+    ],
+)
+def test_files_of_another_encoding_or_delimiter_are_named_as_such(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_rows(str(tmp_path / name))
 
 
 def test_csv_row_is_named_by_its_first_line(tmp_path):
@@ -490,6 +510,21 @@ def test_prompts_in_plain_text_do_not_get_a_template_in_silence(
     assert len(warnings) == is_warned
     if is_warned:
         assert "1 of 2 prompts" in warnings[0] and '"role": "user"' in warnings[0]
+
+
+def test_test_rows_that_are_the_training_rows_are_a_warning(tmp_path, capsys, ppo_config):
+    def load(name, lengths):
+        path = str(write(tmp_path / name, make_rows(lengths)))
+        return path, load_rows(path, read=read_ppo_row)
+
+    ppo_config.data.path, train = load("a.jsonl", [1, 2])
+    copy, copied = load("b.jsonl", [1, 2])
+    other, others = load("c.jsonl", [1, 3])
+    ppo_config.data.test_path = {"copy": copy, "other": other}
+    rows = {"data.path": train, "data.test_path.copy": copied, "data.test_path.other": others}
+    inputs.make_prompts(ppo_config, rows, ChatTemplate(make_tokenizer()))
+    [warning] = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert f"data.test_path.copy={copy}" in warning
 
 
 def test_stop_tokens_that_the_tokenizer_does_not_have_are_refused(ppo_config):

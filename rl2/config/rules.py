@@ -163,7 +163,8 @@ def check_data(key: str, path: Any) -> Iterator[str]:
         return
     is_local = path.endswith(DATA_SUFFIXES) or path.startswith(("/", ".", "~"))
     if is_local and not Path(path).expanduser().exists():
-        yield f"{key}={path}: no such file or folder"
+        hint = "; give the folder, since * is not expanded" if "*" in path else ""
+        yield f"{key}={path}: no such file or folder{hint}"
 
 
 def check_model_name(key: str, name: str) -> Iterator[str]:

@@ -113,8 +113,8 @@ def _check_message(message: Any, column: str) -> None:
             f"got {abbreviate(message)}"
         )
     role = message["role"]
-    if role in MISTAKEN_ROLES:
-        known = MISTAKEN_ROLES[role]
+    known = MISTAKEN_ROLES.get(role.lower(), role.lower())
+    if role != known and known in ROLES:
         raise ValueError(f"column '{column}': the role {role!r} is unknown; write {known!r}")
     content = message.get("content")
     if not isinstance(content, str | list) and not message.get("tool_calls"):

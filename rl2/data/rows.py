@@ -1,5 +1,6 @@
 """From data files to rows, which are dicts. A malformed row is refused and named, never skipped."""
 
+import codecs
 import csv
 import hashlib
 import itertools
@@ -243,6 +244,10 @@ def _parse_json(text: str, source: str) -> Any:
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
     except json.JSONDecodeError as error:
+        if source == "row" and text.rstrip().endswith(","):
+            raise ValueError(
+                "a row ends with a comma: in lines of JSON each line is an object of its own"
+            ) from None
         raise ValueError(f"{source}: expected JSON ({error}), got {abbreviate(text)}") from error
 
 
@@ -347,7 +352,13 @@ def _find_files(path: Path, split: str) -> list[Path]:
 
 
 def _open_text(file: Path, newline: str) -> TextIO:
-    """The text of a file. Bytes that are not UTF-8 become lone surrogates, see `_clean`."""
+    """The text of a file. Bytes that are not UTF-8 become lone surrogates, see `_clean`.
+
+    ValueError if the file begins like UTF-16, in which no row could be read.
+    """
+    with open(file, "rb") as stream:
+        if stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise ValueError("it is in UTF-16; write it in UTF-8")
     return open(file, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
 
 
@@ -369,6 +380,9 @@ def _read_csv(file: Path) -> Iterator[NumberedRow]:
     csv.field_size_limit(MAX_CSV_CELL_BYTES)  # the default is 128 KiB
     with _open_text(file, newline="") as lines:
         reader = csv.DictReader(lines, restval=MISSING_CELL)
+        [header, *others] = reader.fieldnames or [""]
+        if not others and re.search(r"[;\t]", header):
+            raise ValueError(f"columns are separated by commas, and its header is {header!r}")
         first_line = 2  # a row may span several lines: the first of them names it
         for row in reader:
             yield first_line, row
