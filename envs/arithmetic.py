@@ -12,6 +12,9 @@ One step on a CPU, with a small model in the folder MODEL:
 import re
 from fractions import Fraction
 
+from rl2.rewards.maths import plain
+from rl2.rewards.text import conclusion
+
 # Digits, which may have thousands separators, decimals and a minus sign. The minus of a difference
 # is not a sign: 5-3 has the numbers 5 and 3.
 NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
@@ -26,7 +29,7 @@ def reward_fn(messages, answer):
 
 def extract(messages):
     """The exact value of the last number in the reply as a text, or None."""
-    numbers = NUMBER.findall(messages[-1]["content"])
+    numbers = NUMBER.findall(plain(conclusion(messages[-1]["content"])))
     if not numbers or len(numbers[-1]) > MAX_CHARACTERS:
         return None
     return str(exact_value(numbers[-1]))

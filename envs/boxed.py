@@ -1,4 +1,4 @@
-r"""Mathematics whose answer stands in \boxed{}.
+r"""Mathematics whose answer is in \boxed{}.
 
 Row: {"messages": [...], "answer": "\\frac{\\pi}{2}"}. The answer is LaTeX.
 
@@ -12,13 +12,14 @@ One step on a CPU, with a small model in the folder MODEL:
         data.responses_per_prompt=2 rollout.train_sampling_params.max_new_tokens=32
 """
 
-from rl2.rewards.maths import MAX_CHARACTERS, number, one_spelling, same_maths
+from rl2.rewards.maths import MAX_CHARACTERS, asked_scale, number, one_spelling, same_maths
 from rl2.rewards.text import last_boxed
 
 
 def reward_fn(messages, answer):
     r"""1.0 if the last \boxed{} of the reply holds the answer and nothing else, else 0.0."""
-    return float(same_maths(last_boxed(messages[-1]["content"]), str(answer)))
+    field = last_boxed(messages[-1]["content"])
+    return float(same_maths(field, str(answer), asked=asked_scale(messages)))
 
 
 def extract(messages):

@@ -1,4 +1,4 @@
-r"""Word problems whose answer is a number behind ####, as in the solutions of GSM8K.
+r"""Word problems whose answer is a number after ####, as in the solutions of GSM8K.
 
 Row: {"messages": [...], "answer": "72"}. The answer is a number, its text, or a solution that ends
 in "#### 72", as the data set has it.
@@ -12,11 +12,12 @@ One step on a CPU, with a small model in the folder MODEL:
         data.responses_per_prompt=2 rollout.train_sampling_params.max_new_tokens=32
 """
 
-from rl2.rewards.maths import quantity, same_number
+from rl2.rewards.maths import asked_scale, quantity, same_number
+from rl2.rewards.text import conclusion
 
 
 def reward_fn(messages, answer):
-    """Two reward parts for the line behind the last #### of the reply.
+    """Two reward parts for the line after the last #### of the reply, outside of <think>.
 
     right: 1.0 if its number is the answer, else 0.0.
     format: 0.1 if it is one number, which may have a unit, else 0.0. "3 or 4" is two.
@@ -28,8 +29,11 @@ def reward_fn(messages, answer):
 
 
 def extract(messages):
-    """The exact number behind the last #### of the reply as a text, or None."""
-    _, marker, conclusion = messages[-1]["content"].rpartition("####")
-    field = conclusion.strip().partition("\n")[0]
-    number = quantity(field) if marker else None
+    """The exact number after the last #### of the reply as a text, or None.
+
+    60% is 60 if the question asks for a percentage, else 0.6.
+    """
+    _, marker, field = conclusion(messages[-1]["content"]).rpartition("####")
+    line = field.strip().partition("\n")[0]
+    number = quantity(line, asked_scale(messages)) if marker else None
     return None if number is None else str(number)

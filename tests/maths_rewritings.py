@@ -230,13 +230,14 @@ def rewrite_number(value: Fraction):
     if bottom == 1:
         separated = f"{int(value):,}"
         same |= {separated, separated.replace(",", "{,}"), separated.replace(",", r",\!")}
-        same |= {f"{value}.0", f"{value - 1} + 1", rf"{value}\%", rf"\${value}"}
+        same |= {f"{value}.0", f"{value - 1} + 1", rf"\${value}"}
         same |= {rf"{value} \text{{ units}}", rf"{sign}\sqrt{{{top**2}}}"}
     else:
         same.add(decimals)
     if top > bottom > 1:
         same.add(f"{sign}{top // bottom}{frac(top % bottom, bottom)}")
     different = {
+        rf"{value}\%" if value else "1",
         str(value + 1),
         str(-value - 1),
         f"{float(value) + 0.01:.5f}",

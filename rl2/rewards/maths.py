@@ -19,67 +19,37 @@ from contextlib import suppress
 from fractions import Fraction
 from functools import cache, lru_cache
 
-MAX_CHARACTERS = 1000  # by which a field may be longer than the answer
+from rl2.rewards.numbers import DOUBTFUL, MAX_CHARACTERS, SCALE, number, without_scale
+from rl2.rewards.numbers import asked_scale as asked_scale
+from rl2.rewards.numbers import quantity as quantity
+from rl2.rewards.spelling import in_latex, one_spelling, plain
+
 MAX_PROCESSES = 4  # of math-verify, in each process that calls same_maths
 MAX_BYTES = 2 * 2**30  # of memory that a process of math-verify may take
 CACHE_SIZE = 20_000  # verdicts of math-verify
 TOLERANCE = Fraction(1, 10**6)  # of a decimal that stands for a fraction, as 0.333333 for 1/3
 
-# (pattern, replacement), applied in this order: spellings of the same LaTeX become one.
-SPELLINGS = [
-    (r"\\(?:left|right|[bB]igg?)(?![a-zA-Z])", ""),
-    # Spaces, dollars, per cent, degrees
-    (r"(?<!\\)\\(?:[,;:! ]|(?:q?quad|displaystyle)(?![a-zA-Z]))|~", " "),
-    (r"\^\{?\\circ\}?|\\degree(?![a-zA-Z])|\\?[$%]", " "),
-    ("\N{MINUS SIGN}", "-"),
-    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-    (r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}", r"\1"),
-    # A space between two digits separates: 2 1/2 is not 21/2.
-    (r"\s+", " "),
-    (r"(?<!\d) | (?!\d)", ""),
-    (r"\{,\}", ","),
-    # Braces around each argument: \frac12, \frac{1}2, \frac1{2}, \sqrt3
-    (r"\\frac([^{\\\s])(?=[^\s])", r"\\frac{\1}"),
-    (r"(\\frac\{[^{}]*\})([^{\\\s])", r"\1{\2}"),
-    (r"\\sqrt([^{\\\[\s])", r"\\sqrt{\1}"),
-    (r"\.$", ""),
-]
-# Digits, which may have thousands separators and decimals.
-DIGITS = r"(?=\.?\d)(?:\d{1,3}(?:,\d{3})+(?!\d)|\d*)(?:\.\d*)?"
-NUMBER = re.compile(rf"([+-]?{DIGITS})(?:/(\d+))?", re.ASCII)
-FRACTION = re.compile(r"([+-]?)\\frac\{(\d+)\}\{(\d+)\}", re.ASCII)
-# A number with signs before it, such as $ and **, and behind it words that hold no other number.
-QUANTITY = re.compile(rf"[^\w.+-]*(-?{DIGITS})(?![/\d])(?!\D*\bor\b)\D*", re.ASCII)
 # Text inside LaTeX that is more than a unit, and the base of a number
 ALTERNATIVE = re.compile(r"\\(?:text\w*|mbox)\s*\{([^{}]*(?:\d|\bor\b)[^{}]*)\}")
+TEXT = re.compile(r"\\(?:text\w*|mbox)\s*\{([^{}]*)\}")
+# A letter after a number, which may be a unit or a variable
+LETTER = re.compile(r"\d\s*[a-zA-Z]\s*$", re.ASCII)
+# What math-verify leaves out, beside scales
+IGNORED = re.compile(r"\\[lc]?dots|\.\.|mod|\\infty\]|\[-\\infty")
+# A side of an equation that names the other side: x, f(x), a_1
+NAME = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?'*(?:\([^()]*\))?")
+# A product that math-verify takes for a mixed number
+JUXTAPOSED = re.compile(r"(?<![\d._^])(\d+)\s*\((?=\s*\\[dtc]?frac)", re.ASCII)
 BASE = re.compile(r"\d_\{?(\d+)\}?$", re.ASCII)
+# Intervals, also with outward brackets, and inequalities of one letter, as one_spelling has them
+INTERVAL = re.compile(r"(?:[a-zA-Z]\\in)?([(\[\]])([^()\[\]]+,[^()\[\]]+)([)\[\]])")
+BOUND = r"[^<>=,a-zA-Z]*(?:\\(?:frac|sqrt|pi|infty)[^<>=,a-zA-Z]*)*"
+LESS, GREATER = r"(<|\\lt|\\le)", r"(>|\\gt|\\ge)"
+BETWEEN = re.compile(rf"({BOUND}){LESS}[a-zA-Z]{LESS}({BOUND})")
+FROM = re.compile(rf"[a-zA-Z]{GREATER}({BOUND})|({BOUND}){LESS}[a-zA-Z]")
+UP_TO = re.compile(rf"[a-zA-Z]{LESS}({BOUND})|({BOUND}){GREATER}[a-zA-Z]")
 # A letter alone, also inside \text{}
 CHOICE = re.compile(r"(?:[^\w-]*\\(?:text|math)\w*)?[^\w-]*([A-Za-z])[^\w-]*", re.ASCII)
-
-
-def one_spelling(field: str) -> str:
-    r"""The LaTeX of a field without spacing, units such as $ and %, and variants such as \dfrac."""
-    for pattern, replacement in SPELLINGS:
-        field = re.sub(pattern, replacement, field)
-    return field
-
-
-def number(field: str | None) -> Fraction | None:
-    r"""The exact value of a field that is one number, such as -1,234.50, 7/2, \dfrac72 or 72\%."""
-    if field is None or len(field) > MAX_CHARACTERS:
-        return None
-    text = one_spelling(field)
-    fraction = FRACTION.fullmatch(text)
-    match = NUMBER.fullmatch("{}{}/{}".format(*fraction.groups()) if fraction else text)
-    if match is None or (match[2] and int(match[2]) == 0):
-        return None
-    return Fraction(match[1].replace(",", "")) / int(match[2] or 1)
-
-
-def quantity(field: str | None) -> Fraction | None:
-    """The number of a field in prose, such as $72.50 or 72 apples. None if it has several."""
-    match = QUANTITY.fullmatch(field) if field else None
-    return number(match[1] if match else field)
 
 
 def same_number(field: str | None, answer: str | float) -> bool:
@@ -100,27 +70,79 @@ def same_choice(field: str | None, answer: str) -> bool:
     return choice is not None and choice[1].upper() == expected[1].upper()
 
 
-def same_maths(field: str | None, answer: str, cpu_seconds: float = 1.0) -> bool:
+def same_maths(field: str | None, answer: str, cpu_seconds: float = 1.0, asked: str = "") -> bool:
     r"""Whether a field of LaTeX means the same as the answer: 2(x + 1) is 2x+2.
 
     Equal spellings and numbers are compared here, all others by the package math-verify, which runs
     in processes of its own. A field whose comparison takes more than `cpu_seconds` or MAX_BYTES is
-    wrong. Any thread and process may call this. ModuleNotFoundError without math-verify.
+    wrong. Any thread and process may call this. ModuleNotFoundError without math-verify. `asked` is
+    the scale that the question asks for (`asked_scale`): if it asks for a percentage, 40\% is 40.
     """
     _check_math_verify()
     if field is None or len(field) > len(answer) + MAX_CHARACTERS:
         return False
+    if not SCALE.search(one_spelling(answer)):
+        field = without_scale(field, asked)
     value, expected = number(field), number(answer)
     if value is not None and expected is not None:
         return _is_close(value, expected)
     spelling, expected_spelling = one_spelling(field), one_spelling(answer)
     if spelling in ("", expected_spelling):
         return spelling != ""
-    if any(base not in BASE.findall(expected_spelling) for base in BASE.findall(spelling)):
-        return False  # math-verify ignores the bases of numbers
+    sides = _sides(spelling)
+    if len(sides) > 1 and "=" not in expected_spelling:  # math-verify would take the last one
+        return all(same_maths(side, answer, cpu_seconds) for side in sides)
+    if _is_other(spelling, expected_spelling) or _has_doubtful_text(field, answer):
+        return False
+    if expected is not None and LETTER.search(plain(field)):
+        return False
+    field, answer = in_latex(field), in_latex(answer)
+    field = JUXTAPOSED.sub(r"\1\\cdot(", field)
+    if INTERVAL.fullmatch(expected_spelling):
+        field, answer = _as_interval(spelling) or field, _as_interval(expected_spelling) or answer
     # It would ignore the text, as a unit: 3\text{ or 4}.
     field = ALTERNATIVE.sub(r" \1 ", field)
     return _ask_math_verify(json.dumps([field, answer, cpu_seconds]))
+
+
+def _is_other(spelling: str, expected: str) -> bool:
+    """Whether a field has what math-verify ignores, and the answer has not."""
+    if any(base not in BASE.findall(expected) for base in BASE.findall(spelling)):
+        return True
+    return any(
+        pattern.findall(spelling.lower()) != pattern.findall(expected.lower())
+        for pattern in (SCALE, IGNORED)
+    )
+
+
+def _has_doubtful_text(field: str, answer: str) -> bool:
+    r"""Whether text in LaTeX makes the field another one, or none: 5\text{ squared}."""
+    words = {word for text in TEXT.findall(field) for word in re.findall(r"[a-z]+", text.lower())}
+    return bool(words & (DOUBTFUL | {"k", "m", "b"}) - {"and", "or"} - {*answer.lower().split()})
+
+
+def _sides(spelling: str) -> list[str]:
+    """The sides of x=2+3=5 that are no names: 2+3 and 5. Several equations count as one side."""
+    sides = spelling.split("=") if "," not in spelling else [spelling]
+    return [side for side in sides if len(sides) == 1 or not NAME.fullmatch(side)]
+
+
+def _as_interval(spelling: str) -> str | None:
+    r"""The interval of x\ge2, 3<x\le4 or ]3,4], as math-verify reads it."""
+    if match := INTERVAL.fullmatch(spelling):
+        opening, inside, closing = match.groups()
+        return f"{'(' if opening == ']' else opening}{inside}{')' if closing == '[' else closing}"
+    if match := BETWEEN.fullmatch(spelling):
+        low, above, below, high = match.groups()
+    elif match := FROM.fullmatch(spelling):
+        low, above, below, high = match[2] or match[3], match[1] or match[4], "<", r"\infty"
+    elif match := UP_TO.fullmatch(spelling):
+        low, above, below, high = r"-\infty", "<", match[1] or match[4], match[2] or match[3]
+    else:
+        return None
+    opening = "[" if above in (r"\le", r"\ge") else "("
+    closing = "]" if below in (r"\le", r"\ge") else ")"
+    return f"{opening}{low},{high}{closing}" if low and high else None
 
 
 def _is_close(value: Fraction, expected: Fraction) -> bool:

@@ -16,8 +16,9 @@ THINK_ANSWER_PROMPT = (
     "reply has this form: <think> the reasoning </think> <answer> the answer </answer>"
 )
 
-BOX = "\\boxed{"
-ESCAPE_OR_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+BOX_OR_BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\(?!\\(?:boxed|fbox)).|[{}]", re.DOTALL)
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{(.*)\}", re.DOTALL)
+THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 THINK_ANSWER = re.compile(
     r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*",
     re.DOTALL,
@@ -25,25 +26,40 @@ THINK_ANSWER = re.compile(
 THINK_ANSWER_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
+def conclusion(text: str) -> str:
+    """The text without the thinking: what <think>...</think> holds, and what </think> ends.
+
+    A thought that never ends goes to the end. Where the prompt ends with <think>, as some chat
+    templates write it, a reply has its </think> alone.
+    """
+    return THINKING.sub("\n", text).rpartition("</think>")[2]
+
+
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...} in the text. None if it never closes.
+    r"""The content of the last \boxed{...} in the conclusion. None if it never closes.
 
     Braces that are part of the content are balanced: \boxed{\frac{1}{2}} has \frac{1}{2}.
     """
-    _, box, content = text.rpartition(BOX)
-    if not box:
-        return None
-    depth = 1
-    for match in ESCAPE_OR_BRACE.finditer(content):
-        depth += (match[0] == "{") - (match[0] == "}")
-        if depth == 0:
-            return content[: match.start()].strip()
-    return None
+    text = conclusion(text)
+    content = None
+    opened: list[int | None] = []  # where a box begins; None for other braces
+    for match in BOX_OR_BRACE.finditer(text):
+        if match["box"]:
+            opened.append(match.end())
+            content = None
+        elif match[0] == "{":
+            opened.append(None)
+        elif match[0] == "}" and opened:
+            begin = opened.pop()
+            if begin is not None:  # the outermost of boxes in each other: both 7 and 8 may be in it
+                content = text[begin : match.start()].strip()
+    nested = BOX.fullmatch(content or "")
+    return nested[1].strip() if nested else content
 
 
 def last_tagged(text: str, tag: str = "answer") -> str | None:
-    """The content of the last <tag>...</tag> in the text."""
-    before, end, _ = text.rpartition(f"</{tag}>")
+    """The content of the last <tag>...</tag> in the conclusion."""
+    before, end, _ = conclusion(text).rpartition(f"</{tag}>")
     _, start, content = before.rpartition(f"<{tag}>")
     return content.strip() if start and end else None
 

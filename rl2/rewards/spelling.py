@@ -1,0 +1,102 @@
+"""Spellings: texts that look alike or mean the same become one text, in named steps."""
+
+import re
+import unicodedata
+
+# Characters. What is not listed here stays as it is, and no grammar below takes it: right-to-left
+# marks, for instance, show 27 as 72.
+INVISIBLE = "\u00ad\u200b\u200c\u200d\u2060\ufeff\ufe0f"
+MINUS_SIGNS = "\u2010\u2011\u2012\u2013\u2212\ufe63"
+SPACES = "\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000"
+FULLWIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+VULGAR_FRACTIONS = "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+CHARACTERS: dict[int, int | str | None] = {
+    **FULLWIDTH,
+    **dict.fromkeys(map(ord, INVISIBLE)),
+    **dict.fromkeys(map(ord, MINUS_SIGNS), "-"),
+    **dict.fromkeys(map(ord, SPACES), " "),
+    ord("\u2044"): "/",
+    ord("\u2019"): "'",
+    ord("\N{DEGREE SIGN}"): r"^\circ ",
+}
+for character in VULGAR_FRACTIONS:
+    top, bottom = unicodedata.normalize("NFKC", character).split("\u2044")
+    CHARACTERS[ord(character)] = rf"\frac{{{top}}}{{{bottom}}}"
+# Thousands that a thin or a fixed space separates: 1 234 567. A common space separates answers.
+THIN = rf"(?:[{SPACES}]|\{{?\\[,;: !]\}}?)"
+THOUSANDS = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{THIN}\d{{3}})+(?![\d])", re.ASCII)
+
+ROOTS = [
+    (r"√\s*(\d+|[a-zA-Z])", r"\\sqrt{\1}"),
+    (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"√\s*(?=\{)", r"\\sqrt"),
+]
+COMMANDS: dict[str, int | str | None] = {
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "∅": r"\emptyset ",
+    "∈": r"\in ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "≠": r"\ne ",
+    "×": r"\times ",
+    "·": r"\cdot ",
+    "÷": r"\div ",
+    "±": r"\pm ",
+}
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+POWER = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+
+# (pattern, replacement), applied in this order: spellings of the same LaTeX become one.
+SPELLINGS = [
+    (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),
+    # Spaces, delimiters of formulas, dollars, degrees
+    (r"(?<!\\)\\(?:[,;:! ]|(?:q?quad|displaystyle)(?![a-zA-Z]))|~", " "),
+    (r"(?<!\\)\\[()\[\]]|\\?\$", " "),
+    (r"\^(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])", " "),
+    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+    (r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r"\1"),
+    (r"\\(?:boxed|fbox)\s*\{([^{}]*)\}", r" \1 "),
+    (r"\\lbrace(?![a-zA-Z])", r"\\{"),
+    (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+    (r"\\(?:leqslant|leq)(?![a-zA-Z])", r"\\le"),
+    (r"\\(?:geqslant|geq)(?![a-zA-Z])", r"\\ge"),
+    (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset"),
+    (r"\\%|(?:(?<=\d)|(?<=[\s}]))per ?cent(?![a-z])", "%"),
+    # A space between two digits separates: 2 1/2 is not 21/2.
+    (r"\s+", " "),
+    (r"(?<!\d) | (?!\d)", ""),
+    (r"\{,\}", ","),
+    # Braces around each argument: \frac12, \frac{1}2, \frac1{2}, \sqrt3
+    (r"\\frac([^{\\\s])(?=[^\s])", r"\\frac{\1}"),
+    (r"(\\frac\{[^{}]*\})([^{\\\s])", r"\1{\2}"),
+    (r"\\sqrt([^{\\\[\s])", r"\\sqrt{\1}"),
+    (r"\.$", ""),
+]
+
+
+def plain(text: str) -> str:
+    r"""A text without invisible characters, with one minus sign, ASCII digits and common spaces.
+
+    Fractions such as one half become \frac{1}{2}, and a degree sign becomes ^\circ.
+    """
+    text = THOUSANDS.sub(lambda match: re.sub(THIN, ",", match[0]), text.translate(FULLWIDTH))
+    return text.translate(CHARACTERS)
+
+
+def in_latex(field: str) -> str:
+    """A plain field, with commands for symbols of Unicode such as the root and infinity."""
+    field = POWER.sub(lambda match: f"^{{{match[0].translate(SUPERSCRIPTS)}}}", plain(field))
+    for pattern, replacement in ROOTS:
+        field = re.sub(pattern, replacement, field)
+    return field.translate(str.maketrans(COMMANDS))
+
+
+def one_spelling(field: str) -> str:
+    r"""The LaTeX of a field without spacing, dollar signs, degrees and variants such as \dfrac."""
+    field = in_latex(field)
+    for pattern, replacement in SPELLINGS:
+        field = re.sub(pattern, replacement, field)
+    return field
