@@ -17,7 +17,7 @@ from test_rollout import PARAMS, make, make_row, make_training, process_group  #
 
 from rl2.algorithms.advantages import gae, group_advantages
 from rl2.batch import collate
-from rl2.env.load import load_env, preflight
+from rl2.env.load import load_env, play_reply, preflight
 from rl2.env.syntaxes import SYNTAXES, ToolCall, find_calls
 from rl2.rollout.collect import Queue
 from rl2.rollout.stats import training_samples
@@ -102,6 +102,39 @@ TURN_REWARDS = """
         return answers[turn - 1]
     def reward_fn(messages): return {"right": 1.0, "last": messages[-1]["content"] == "won"}
 """
+
+
+SAME_PARTS = """
+    def interact(messages, turn):
+        return {"messages": [{"role": "user", "content": "go on"}], "reward": 0.25,
+                "done": turn == 2}
+    def reward_fn(messages): return {"right": 1.0, "turns": 2.0}
+"""
+SAME_METHOD = """
+    class make_env:
+        def step(self, message, turn): return {"reward": 0.25, "done": True}
+        def reward(self): return {"right": 0.5, "environment": 1.0}
+    def reward_fn(messages): return {"right": 1.0, "environment": 2.0}
+"""
+
+
+METHOD_PARTS = {"turns": 0.25, "right": 1.5, "environment": 3.0}
+
+
+@pytest.mark.parametrize(
+    "env, rewards, on_last_token, after_one_turn",
+    [
+        (SAME_PARTS, {"turns": 2.5, "right": 1.0}, 3.25, {"turns": 2.25, "right": 1.0}),
+        (SAME_METHOD, METHOD_PARTS, 4.75, METHOD_PARTS),
+    ],
+)
+def test_reward_parts_of_one_name_are_summed(tmp_path, env, rewards, on_last_token, after_one_turn):
+    (trajectory,), player = play(tmp_path, env, ["a1", "a2"], 5)
+    assert trajectory.rewards == rewards and trajectory.reward == sum(rewards.values())
+    *_, last = rewards_by_text(player, trajectory.samples[0]).values()
+    assert last == on_last_token
+    env = load_env(str(tmp_path / "env.py"))
+    assert asyncio.run(play_reply(env, 5, make_row(0), "a1", "key")) == after_one_turn
 
 
 def test_rewards_of_turns_lie_on_the_last_token_of_their_turn(tmp_path):

@@ -17,6 +17,7 @@ from rl2.env.contract import (
     TOOL,
     EnvError,
     Turn,
+    add_parts,
     required_columns,
     select_arguments,
 )
@@ -135,7 +136,7 @@ class Env:
         """
         parts: dict[str, float] = {}
         for name in self._reward_names:
-            parts |= await self._call(name, messages, row, key, inputs)
+            add_parts(parts, await self._call(name, messages, row, key, inputs))
         return parts
 
     async def score_group(self, trajectories: list[dict]) -> list[dict[str, float]]:

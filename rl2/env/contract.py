@@ -23,7 +23,8 @@ Where the row has no column of that name, a function may also ask for
 - `environment`: the object that `make_env` made.
 
 `interact` may also return {"messages": [...], "reward": 0.1, "done": True}, each part optional. The
-reward goes to the last token of the turn, and is summed in the reward part `turns`.
+reward goes to the last token of the turn, and is summed in the reward part `turns`. Parts of one
+name are summed, whichever functions they are from.
 
 `group_reward_fn` gets the trajectories of one prompt that did not fail, each a dict as the run
 folder records it (`messages`, `row`, `rewards`, `finish_reason`, ...), and returns a list with the
@@ -98,6 +99,12 @@ class Turn:
     messages: list[dict] = field(default_factory=list)
     reward: float = 0.0  # of the turn
     done: bool = False  # ends the trajectory, behind the messages
+
+
+def add_parts(parts: dict[str, float], others: dict[str, float]) -> None:
+    """Adds reward parts to those that there are. Parts of one name are summed."""
+    for name, value in others.items():
+        parts[name] = parts.get(name, 0.0) + value
 
 
 class EnvFailures:

@@ -16,6 +16,7 @@ from rl2.env.contract import (
     API_KEY,
     TOOL,
     EnvError,
+    add_parts,
     check_signature,
     project_of,
     required_columns,
@@ -212,7 +213,7 @@ async def play_reply(
         if env.has_object or (max_turns > 1 and "interact" in env.functions):
             turn = await env.answer(*conversation)
             parts["turns"] = turn.reward
-        parts |= await env.score(*conversation)
+        add_parts(parts, await env.score(*conversation))
         if "extract" in env.functions:
             await env.extract(*conversation)
     except EnvError:

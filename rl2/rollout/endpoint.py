@@ -17,7 +17,7 @@ from typing import Any
 
 from rl2.data.messages import check_ends_before_reply, check_messages, check_text
 from rl2.engine.base import SamplingParams, Seed
-from rl2.env.contract import API_KEY, EnvError
+from rl2.env.contract import API_KEY, EnvError, add_parts
 from rl2.env.results import MAX_NESTING, check_nesting
 from rl2.env.syntaxes import Found
 from rl2.rollout.http import MAX_BODY_BYTES, Connection, Request
@@ -247,7 +247,7 @@ class AgentPlayer(Player):
         if session.failure:
             raise session.failure
         if isinstance(result, dict):
-            trajectory.rewards |= result
+            add_parts(trajectory.rewards, result)
         elif not (session.is_cut and isinstance(result, EnvError) and self.env.judges):
             raise result
         if not last_turn:

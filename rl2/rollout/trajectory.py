@@ -15,7 +15,7 @@ from rl2.data.chat import ChatTemplate
 from rl2.data.examples import Example
 from rl2.engine.base import Engine, Generation, SamplingParams, Seed
 from rl2.env.call import Env
-from rl2.env.contract import EnvError, EnvFailures, Turn
+from rl2.env.contract import EnvError, EnvFailures, Turn, add_parts
 from rl2.env.syntaxes import Found
 from rl2.rollout.calls import CallReader
 
@@ -248,7 +248,7 @@ class Player:
                 self.fail(trajectory, error)
             return
         for trajectory, parts in zip(members, all_parts, strict=True):
-            trajectory.rewards |= parts
+            add_parts(trajectory.rewards, parts)
             place_reward(trajectory)
 
     async def _begin(self, trajectory: Trajectory, params: SamplingParams, key: Hashable) -> None:
@@ -279,7 +279,8 @@ class Player:
         if "completion_ids" in self.env.asked:
             sampled = [compress(sample.tokens, sample.mask) for sample in trajectory.samples]
             inputs["completion_ids"] = list(chain.from_iterable(sampled))
-        trajectory.rewards |= await self.env.score(trajectory.messages, trajectory.row, key, inputs)
+        parts = await self.env.score(trajectory.messages, trajectory.row, key, inputs)
+        add_parts(trajectory.rewards, parts)
         trajectory.weights = self.reward_weights
         place_reward(trajectory)
 
