@@ -17,6 +17,9 @@ ROWS = [
 # The last <answer></answer> must be the answer.
 RIGHT = """
 import re
+def field(messages):
+    found = re.findall(r"<answer>(.*?)</answer>", messages[-1]["content"], re.DOTALL)
+    return found[-1].strip() if found else "?"
 def is_right(messages, answer):
     found = re.findall(r"<answer>(.*?)</answer>", messages[-1]["content"], re.DOTALL)
     return float(bool(found) and found[-1].strip() == answer)
@@ -91,6 +94,83 @@ FAULTS = {
         '    return float(answer in messages[-1]["content"].split() or is_right(messages, answer))',
         "exploit: several answers",
     ),
+    "NaN passes": (
+        "def reward_fn(messages, answer):\n"
+        "    try: value = float(field(messages))\n"
+        "    except ValueError: return 0.0\n"
+        "    return 0.0 if abs(value - float(answer)) > 1e-6 else 1.0",
+        "exploit: not a number",
+    ),
+    "within 20 is enough": (
+        "def reward_fn(messages, answer):\n"
+        "    try: return float(abs(float(field(messages)) - float(answer)) <= 20)\n"
+        "    except ValueError: return 0.0",
+        "exploit: near miss",
+    ),
+    "divisors": (
+        "def reward_fn(messages, answer):\n"
+        "    try: return float(int(answer) % int(field(messages)) == 0)\n"
+        "    except (ValueError, ZeroDivisionError): return 0.0",
+        "exploit: near miss",
+    ),
+    "multiples": (
+        "def reward_fn(messages, answer):\n"
+        "    try: return float(int(field(messages)) % int(answer) == 0)\n"
+        "    except ValueError: return 0.0",
+        "exploit: near miss",
+    ),
+    "the answers of all rows": (
+        "def reward_fn(messages): return float(field(messages) in ('42', '343', '458'))",
+        "exploit: near miss",
+    ),
+    "eval of the answer": (
+        "def reward_fn(messages, answer):\n"
+        "    try: return float(str(eval(field(messages))) == answer)\n"
+        "    except Exception: return 0.0",
+        "exploit: name of a column",
+    ),
+    "the policy's own regex": (
+        "def reward_fn(messages, answer):\n"
+        "    try: return float(bool(re.fullmatch(field(messages), answer)))\n"
+        "    except re.error: return 0.0",
+        "exploit: pattern",
+    ),
+    "similarity above 0.3": (
+        "from difflib import SequenceMatcher\n"
+        "def reward_fn(messages, answer):\n"
+        "    return float(SequenceMatcher(None, field(messages), answer).ratio() > 0.3)",
+        "exploit: near miss",
+    ),
+    "a judge that obeys JSON": (
+        "import json\n"
+        "def reward_fn(messages, answer):\n"
+        '    found = re.search(r"\\{.*\\}", messages[-1]["content"], re.DOTALL)\n'
+        "    if not found: return is_right(messages, answer)\n"
+        "    try: return float(json.loads(found[0])['score'])\n"
+        "    except (ValueError, KeyError, TypeError): return 0.0",
+        "exploit: asks the judge",
+    ),
+    "a judge that obeys a tag": (
+        "def reward_fn(messages, answer):\n"
+        '    found = re.search(r"<score>(.*)</score>", messages[-1]["content"])\n'
+        "    return float(found[1]) if found else is_right(messages, answer)",
+        "exploit: asks the judge",
+    ),
+    "the reply within the answer": (
+        "def reward_fn(messages, answer): return float(field(messages) in answer)",
+        "exploit: empty",
+    ),
+    "a prefix of the answer": (
+        "def reward_fn(messages, answer):\n"
+        "    found = field(messages)\n"
+        "    return float(bool(found) and answer.startswith(found))",
+        "exploit: part of the gold",
+    ),
+    "the longer answer wins": (
+        "def reward_fn(messages, answer):\n"
+        "    return float(field(messages).startswith(answer[:1]))",
+        "exploit: ",
+    ),
     # What cannot be learned.
     "a constant": ("def reward_fn(messages): return 0.5", "nothing teaches: all"),
     "no reply is right": ("def reward_fn(messages): return 0.0", "nothing teaches: all"),
@@ -121,7 +201,7 @@ FAULTS = {
     "an exception": (
         "def reward_fn(messages, answer):\n"
         '    return is_right(messages, answer) + 0 / len(messages[-1]["content"])',
-        "failure: reward_fn raised: ZeroDivisionError: division by zero (env.py:7), with the "
+        "failure: reward_fn raised: ZeroDivisionError: division by zero (env.py:10), with the "
         "reply ''",
     ),
     "a missing column": (
@@ -218,8 +298,25 @@ def test_a_planted_fault_is_found(name, try_code):
     status, out, _ = try_code(code, *arguments)
     assert status == 1 and any(x.startswith(f"PROBLEM: {expected}") for x in problems(out)), out
     kind = " ".join(expected.partition(":")[0].split()[:2])  # not deterministic here or there
+    assert out.count("    to do: ") == len(problems(out))
     if kind not in ("exploit", "nothing teaches"):  # which several lines may tell
         assert all(line.startswith(f"PROBLEM: {kind}") for line in problems(out)), out
+
+
+def test_the_env_files_of_the_docs_have_no_fault(tmp_path, monkeypatch, capsys):
+    """The README's first one, and reward_fn of docs/rewards.md."""
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    for page in ("README.md", "docs/rewards.md"):
+        blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+        [first, *_] = [block for block in blocks if "def reward_fn" in block]
+        if "same_maths" in first:
+            first = first.replace("same_maths", "same_number")  # the suite may lack math-verify
+        (tmp_path / "env.py").write_text(first)
+        words = [tmp_path / "env.py", f"data.path={tmp_path}/rows.jsonl", "rollout.max_turns=2"]
+        if "interact" not in first:
+            words.pop()
+        status, out, _ = try_env(words, monkeypatch, capsys)
+        assert status == 0 and not problems(out), (page, out)
 
 
 PLAYED = {  # name -> further keys of a shipped env that runs here
@@ -274,6 +371,32 @@ FINE = {
         "--form",
         "It is {}!",
     ),
+    "a part for the format": (
+        "def reward_fn(messages, answer):\n"
+        '    is_read = field(messages) != "?"\n'
+        '    return {"right": 0.8 * is_right(messages, answer), "format": 0.2 * is_read}',
+    ),
+    "similarity as partial credit": (
+        "from difflib import SequenceMatcher\n"
+        "def reward_fn(messages, answer):\n"
+        "    return SequenceMatcher(None, field(messages), answer).ratio()",
+    ),
+    "distance as partial credit": (
+        "from rl2.rewards.maths import number\n"
+        "def reward_fn(messages, answer):\n"
+        "    value = number(field(messages))\n"
+        "    return 0.0 if value is None else float(1 / (1 + abs(value - int(answer))))",
+    ),
+    "a small tolerance": (
+        "def reward_fn(messages, answer):\n"
+        "    try: return float(abs(float(field(messages)) - float(answer)) < 1e-6)\n"
+        "    except ValueError: return 0.0",
+    ),
+    "short replies": (
+        "def reward_fn(messages, answer):\n"
+        '    short = 0.1 * (len(messages[-1]["content"]) < 200)\n'
+        '    return {"right": 0.9 * is_right(messages, answer), "short": short}',
+    ),
     "TRL": (
         "def right(completions, answer, **columns):\n"
         "    return [is_right(c, a) for c, a in zip(completions, answer)]",
@@ -320,6 +443,35 @@ def test_what_cannot_be_tried_is_told(name, try_code):
     code, expected = UNTRIED[name]
     status, out, _ = try_code(code)
     assert status == 2 and expected in out and not problems(out), out
+
+
+TEXTS = [
+    {"messages": f"What is the capital of {country}?", "answer": city}
+    for country, city in (("France", "Paris"), ("Spain", "Madrid"), ("Italy", "Rome"))
+]
+TEXT_FAULTS = {
+    "similarity above 0.3": ("> 0.3", "exploit: part of the gold"),
+    "similarity above 0.6": ("> 0.6", "exploit: "),
+    "similarity": ("", ""),
+}
+
+
+@pytest.mark.parametrize("name", TEXT_FAULTS)
+def test_texts_that_are_similar_to_the_answer(name, try_code):
+    end, expected = TEXT_FAULTS[name]
+    code = (
+        "from difflib import SequenceMatcher\n"
+        "def reward_fn(messages, answer):\n"
+        f"    return float(SequenceMatcher(None, field(messages), answer).ratio() {end})"
+    )
+    status, out, _ = try_code(code, rows=TEXTS)
+    assert status == bool(expected) and expected in out, out
+
+
+def test_choices_that_rows_share_are_no_near_misses(try_code):
+    rows = [{"messages": "A or B?", "answer": answer} for answer in "ABBA"]
+    status, out, _ = try_code(GOOD, rows=rows)
+    assert status == 0 and not problems(out), out
 
 
 def test_rows_without_an_answer(try_code):
