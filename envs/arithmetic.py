@@ -22,13 +22,13 @@ MAX_CHARACTERS = 1000  # of a number; Python reads no more than 4,300 digits
 
 
 def reward_fn(messages, answer):
-    """1.0 if the last number in the reply equals the answer, else 0.0."""
+    """1.0 if the last number after the thinking equals the answer, else 0.0."""
     number = extract(messages)
     return float(number is not None and exact_value(number) == exact_value(answer))
 
 
 def extract(messages):
-    """The exact value of the last number in the reply as a text, or None."""
+    """The exact value of the last number after the thinking as a text, or None."""
     numbers = NUMBER.findall(plain(conclusion(messages[-1]["content"])))
     if not numbers or len(numbers[-1]) > MAX_CHARACTERS:
         return None

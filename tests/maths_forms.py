@@ -1249,6 +1249,12 @@ BOXED = [
 # Written after the checker.
 MORE_BOXED = [
     (
+        "30",
+        [r"\angle ABC = 30^\circ", "a+b=30", r"\vec{v}=30", "x_1 = 30", "f(2)=30", "27+3=30"]
+        + [r"30\text{ m}", r"30\text{ min}", r"30\text{ h}", r"\frac{a}{b}=30", "AB = 30"],
+        ["a+b=31", "27+3=30=31", r"30\text{ M}", r"30\text{ K}", "30=x=31", "31=x=30"],
+    ),
+    (
         "5",
         ["5\\text{ inches}"],
         [

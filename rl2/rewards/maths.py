@@ -31,13 +31,14 @@ TOLERANCE = Fraction(1, 10**6)  # of a decimal that stands for a fraction, as 0.
 
 # Text inside LaTeX that is more than a unit, and the base of a number
 ALTERNATIVE = re.compile(r"\\(?:text\w*|mbox)\s*\{([^{}]*(?:\d|\bor\b)[^{}]*)\}")
+SHORT_SCALES = {"k", "K", "M", "B"}
 TEXT = re.compile(r"\\(?:text\w*|mbox)\s*\{([^{}]*)\}")
 # A letter after a number, which may be a unit or a variable
 LETTER = re.compile(r"\d\s*[a-zA-Z]\s*$", re.ASCII)
 # What math-verify leaves out, beside scales
 IGNORED = re.compile(r"\\[lc]?dots|\.\.|mod|\\infty\]|\[-\\infty")
-# A side of an equation that names the other side: x, f(x), a_1
-NAME = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?'*(?:\([^()]*\))?")
+# A side of an equation without a variable
+CONSTANT = re.compile(r"(?:[^a-zA-Z]|\\(?:frac|sqrt|pi|cdot|times|div)(?![a-zA-Z]))*")
 # A product that math-verify takes for a mixed number
 JUXTAPOSED = re.compile(r"(?<![\d._^])(\d+)\s*\((?=\s*\\[dtc]?frac)", re.ASCII)
 BASE = re.compile(r"\d_\{?(\d+)\}?$", re.ASCII)
@@ -116,15 +117,18 @@ def _is_other(spelling: str, expected: str) -> bool:
 
 
 def _has_doubtful_text(field: str, answer: str) -> bool:
-    r"""Whether text in LaTeX makes the field another one, or none: 5\text{ squared}."""
-    words = {word for text in TEXT.findall(field) for word in re.findall(r"[a-z]+", text.lower())}
-    return bool(words & (DOUBTFUL | {"k", "m", "b"}) - {"and", "or"} - {*answer.lower().split()})
+    r"""Whether text in LaTeX makes the field another one, or none: 5\text{ squared}, 5\text{k}."""
+    words = set(re.findall(r"[a-zA-Z]+", " ".join(TEXT.findall(field))))
+    if words & SHORT_SCALES:
+        return True
+    doubtful = {word.lower() for word in words} & DOUBTFUL - {"and", "or"}
+    return bool(doubtful - {*re.findall(r"[a-z]+", answer.lower())})
 
 
 def _sides(spelling: str) -> list[str]:
-    """The sides of x=2+3=5 that are no names: 2+3 and 5. Several equations count as one side."""
-    sides = spelling.split("=") if "," not in spelling else [spelling]
-    return [side for side in sides if len(sides) == 1 or not NAME.fullmatch(side)]
+    """The sides of x=2+3=5 that must be the answer: 2+3, and 5. Several equations are one side."""
+    *before, last = [spelling] if "," in spelling else spelling.split("=")
+    return [*filter(CONSTANT.fullmatch, before), last]
 
 
 def _as_interval(spelling: str) -> str | None:
