@@ -16,10 +16,12 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from rl2.parallel.mesh import all_gather_objects, is_first_rank
+from rl2.progress import expecting
 
 GIB = 2**30
 # The rest of a GPU is for CUDA's contexts, NCCL, an engine that sleeps, and fragmentation.
 USABLE_SHARE = 0.85
+SECONDS_TO_PLAN = 600.0  # half a minute for a 7B model on an idle machine
 
 
 @dataclass
@@ -86,7 +88,8 @@ def start_process(config: Any, num_gpus: int) -> "subprocess.Popen[bytes]":
 
 def read_plan(process: "subprocess.Popen[bytes]") -> Plan | None:
     """Waits for the process. None if it failed, after printing its last line."""
-    output, errors = process.communicate()
+    with expecting(SECONDS_TO_PLAN):
+        output, errors = process.communicate()
     if process.returncode:
         reason = (errors.decode().strip() or "it was killed").splitlines()[-1]
         print(f"the memory plan could not be made: {reason}", flush=True)

@@ -61,6 +61,7 @@ class Manager:
         self.weights = []  # by rank of the engine: name -> tensor
         self.load_formats = []
         self.dtypes = []  # of each bucket
+        self.model = {}  # a scheduler's own tensors by name: what is checked and overwritten
         self.requests = queue.Queue()
         threading.Thread(target=self._schedule, daemon=True).start()
 
@@ -69,6 +70,16 @@ class Manager:
 
     async def flush_cache(self, timeout_s=None):
         return SimpleNamespace(success=True)
+
+    async def check_weights(self, request):
+        """Checksums of the model, or noise in all tensors that are not kept."""
+        if request.action == "reset_tensors":
+            kept = getattr(request, "skip_tensor_list", None) or []
+            for name, tensor in self.model.items():
+                if name not in kept:
+                    tensor.fill_(7)
+        checksums = {name: str(tensor.tolist()) for name, tensor in self.model.items()}
+        return True, "checked", [{"checksums": checksums}]
 
     async def update_weights_from_tensor(self, request, _):
         loop = asyncio.get_running_loop()
@@ -100,6 +111,8 @@ class Manager:
             for name, shape, dtype, start, end in payload["metadata"]:
                 values = payload["flattened_tensor"][start:end].view(dtype).reshape(shape)
                 self.weights[rank][name] = values.clone()
+                if name in self.model:
+                    self.model[name].copy_(values)
         self.dtypes.append({entry[2] for entry in payload["metadata"]})
 
 
@@ -108,6 +121,7 @@ class FakeEngine:
 
     def __init__(self, before_load, release, **arguments):
         self.arguments = arguments
+        self.environment = dict(os.environ)  # of its processes
         os.environ["NCCL_CUMEM_ENABLE"] = "0"
         os.environ["NCCL_NVLS_ENABLE"] = "0"
         self.release = release
@@ -116,6 +130,12 @@ class FakeEngine:
 
     def release_memory_occupation(self, tags):
         self.release()
+
+    async def async_generate(self, input_ids, sampling_params, return_logprob):
+        """An answer of one token, which is 1."""
+        version = self.arguments.get("weight_version", "default")
+        meta = {"output_token_logprobs": [(-0.5, 1, None)], "finish_reason": {"type": "length"}}
+        return {"meta_info": {**meta, "weight_version": version}}
 
     def resume_memory_occupation(self, tags):
         pass
@@ -132,13 +152,23 @@ def install(
     release=lambda: None,
     free_bytes=lambda device: 0,
     total_bytes=80 * 2**30,
+    start=lambda: None,
+    keeps_tensors=True,
 ) -> None:
-    """Puts the stand-ins in place of sglang and torch.cuda, until the process ends."""
+    """Puts the stand-ins in place of sglang and torch.cuda, until the process ends.
+
+    `start` is called while an engine starts; `keeps_tensors`: as since release 0.5.21.
+    """
     names = ["", ".srt", ".srt.utils", ".srt.utils.patch_torch", ".srt.weight_sync"]
     names += [".srt.weight_sync.tensor_bucket", ".srt.managers", ".srt.managers.io_struct"]
     modules = {name: ModuleType(f"sglang{name}") for name in names}
     sys.modules.update({f"sglang{name}": module for name, module in modules.items()})
-    modules[""].Engine = lambda **arguments: FakeEngine(before_load, release, **arguments)
+
+    def make_engine(**arguments):
+        start()
+        return FakeEngine(before_load, release, **arguments)
+
+    modules[""].Engine = make_engine
     modules[".srt.utils"].MultiprocessingSerializer = MultiprocessingSerializer
     patch_torch = modules[".srt.utils.patch_torch"]
     patch_torch.num_patches = 0
@@ -151,6 +181,8 @@ def install(
     modules[".srt.weight_sync.tensor_bucket"].FlattenedTensorBucket = FlattenedTensorBucket
     request = modules[".srt.managers.io_struct"]
     request.UpdateWeightsFromTensorReqInput = SimpleNamespace
+    fields = {"skip_tensor_list": None} if keeps_tensors else {}
+    request.CheckWeightsReqInput = type("CheckWeightsReqInput", (SimpleNamespace,), fields)
     for name in ("synchronize", "ipc_collect", "empty_cache"):
         setattr(torch.cuda, name, lambda: None)
     torch.cuda.mem_get_info = lambda device: (free_bytes(device), total_bytes)

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from fake_sglang import FlattenedTensorBucket, install
 
+from rl2 import progress
 from rl2.engine import sglang
-from rl2.engine.base import EngineSettings
+from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.memory_plan import Plan
 from rl2.parallel.mesh import COLLECTIVE_TIMEOUT, all_gather_objects, init_distributed
 
@@ -94,14 +95,74 @@ def check_overlap(name, device):
 
 
 def check_environment(name, device):
-    """The variables of NCCL are those of ranks without an engine; the user's own ones stay."""
-    install()
+    """SGLang's processes find libcudart beside the user's folders, and start without an alarm.
+
+    Afterwards the variables of NCCL are those of ranks without an engine; the user's own ones stay.
+    """
+    is_expected = []
+    install(start=lambda: is_expected.append(progress.is_expecting()))
+    sglang.cudart_folder = lambda: "/site-packages/nvidia/cu13/lib"
     os.environ["NCCL_NVLS_ENABLE"] = "1"
     os.environ.pop("NCCL_CUMEM_ENABLE", None)
-    engine = make_engine(name, device)
-    variables = {key: value for key, value in os.environ.items() if key.startswith("NCCL_")}
-    assert variables == {"NCCL_NVLS_ENABLE": "1"}, variables
-    engine.close()
+    for folders in (None, "/own"):
+        os.environ.pop("LD_LIBRARY_PATH", None)
+        if folders:
+            os.environ["LD_LIBRARY_PATH"] = folders
+        engine = make_engine(name, device)
+        seen = engine.engine.environment["LD_LIBRARY_PATH"].split(":")
+        assert seen == [*filter(None, [folders]), "/site-packages/nvidia/cu13/lib"], seen
+        assert os.environ.get("LD_LIBRARY_PATH") == folders
+        variables = {key: value for key, value in os.environ.items() if key.startswith("NCCL_")}
+        assert variables == {"NCCL_NVLS_ENABLE": "1"}, variables
+        engine.close()
+    assert is_expected == [True, True]
+
+
+def check_evaluation(name, device):
+    """An engine that was never sent weights answers with version 0, also if a user names others."""
+    install()
+    for arguments, version in (({}, 0), ({"weight_version": "mine"}, 0)):
+        engine = make_engine(name, device, engine_args=arguments)
+        answer = engine.loop.run_until_complete(
+            engine.generate([3], SamplingParams(max_new_tokens=1), (0,))
+        )
+        assert (answer.tokens, answer.version) == ([1], version)
+        engine.close()
+
+
+def check_arguments(name, device):
+    """Graphs reach up to the requests that run, and a scheduler sleeps while the trainer works."""
+    install()
+    for requests, graphs in ((48, 48), (512, 512), (2000, 512)):
+        engine = make_engine(name, device, max_running_requests=requests)
+        arguments = engine.engine.arguments
+        assert arguments["max_running_requests"] == requests
+        assert arguments["cuda_graph_max_bs_decode"] == graphs
+        assert arguments["sleep_on_idle"] is True
+        engine.close()
+
+
+def check_buffers(name, device):
+    """Buffers that SGLang alone has keep their values while its weights are compared.
+
+    Releases that cannot keep them load the weights without a comparison.
+    """
+    buffer, weight = "model.layers.0.conv._state_indices", "model.layers.0.mlp.gate_up_proj.weight"
+    for keeps_tensors in (True, False):
+        install(keeps_tensors=keeps_tensors)
+        engine = make_engine(name, device)
+        model = engine.engine.tokenizer_manager.model
+        model.update({buffer: torch.arange(3.0), weight: torch.arange(4.0)})
+        engine.verify_weights([(weight, torch.arange(4.0))], 0)
+        assert model[buffer].equal(torch.arange(3.0)), "noise in a tensor that nobody sends"
+        assert model[weight].equal(torch.arange(4.0)) and engine.version == 0
+        try:
+            engine.verify_weights([(weight, torch.zeros(4))], 0)
+        except RuntimeError as error:
+            assert keeps_tensors and weight in str(error)
+        else:
+            assert not keeps_tensors
+        engine.close()
 
 
 def check_release(name, device):
@@ -144,6 +205,33 @@ def check_release(name, device):
     else:
         assert rank == 0
     dist.barrier()
+    engine.close()
+
+
+def check_kept(name, device):
+    """An engine that gives too little of its memory back is an error, not an update that fails."""
+    free = [70 * GIB]
+    given = [0]
+
+    def start():
+        free[0] -= 40 * GIB
+
+    def release():
+        free[0] += given[0]
+
+    install(start=start, release=release, free_bytes=lambda device: free[0])
+    engine = make_engine(name, device)
+    given[0] = 36 * GIB  # it keeps its context and its graphs
+    engine.sleep()
+    free[0] -= given[0]
+    for few in (0, 3 * GIB):
+        given[0] = few
+        try:
+            engine.sleep()
+        except RuntimeError as error:
+            assert "took 40.0 GiB" in str(error) and f"gave back {few / GIB:.1f}" in str(error)
+        else:
+            raise AssertionError(f"{few} bytes were enough")
     engine.close()
 
 

@@ -11,7 +11,11 @@ from types import ModuleType
 import pytest
 import torch
 from common import launch
-from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
+from torch.nn.attention import (
+    _fa4,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 
 from rl2.batch import Pack
 from rl2.packing import zigzag
@@ -255,26 +259,82 @@ def test_rings_of_one_to_four_processes_equal_full_attention():
     launch(4, "tests/ring.py")
 
 
-@pytest.mark.parametrize(("capability", "is_active"), [((9, 0), True), ((8, 0), False)])
-def test_flash_attention_3_takes_the_place_of_the_operators_that_we_call(
-    monkeypatch, capability, is_active
+class NewerKernels:
+    """Stand-ins for the packages of FlashAttention 3 and 4, which torch's switch imports.
+
+    Operators on the CPU take the place of torch's own and of the packages' kernels, so that a
+    package computes as `kinds` says: right, without a backward pass, or wrong.
+    """
+
+    def __init__(self, kinds):
+        self.kinds = kinds
+
+    def install(self, monkeypatch):
+        packages = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
+        _fa4._fa4_import_module.cache_clear()
+        for name in ("flash_attn", "flash_attn.cute"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        for kernels, name in packages.items():
+            package = ModuleType(name)
+            package._flash_attn_fwd = package._flash_attn_bwd = lambda *arguments: None
+            is_installed = kernels in self.kinds
+            monkeypatch.setitem(sys.modules, name, package if is_installed else None)
+        if "FA3" in self.kinds:
+            self.library = torch.library.Library("flash_attn_3", "FRAGMENT")
+            self.library.define("fwd(Tensor q) -> Tensor")
+            self.library.define("bwd(Tensor q) -> Tensor")
+        forward, backward = "_flash_attention_forward", "_flash_attention_backward"
+        monkeypatch.setattr(attention.aten, forward, self.forward)
+        monkeypatch.setattr(attention.aten, backward, self.backward)
+
+    def forward(self, q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, mask, scale):
+        block = Block(cu_q.tolist(), cu_k.tolist(), causal)
+        out, lse = forward_block(q, k, v, block, scale)
+        return out, lse.T.contiguous(), None, None, None
+
+    def backward(
+        self, d_out, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, *random, scale
+    ):
+        kind = self.kinds.get(current_flash_attention_impl())
+        if kind == "no backward":
+            raise RuntimeError("this build has no backward")
+        block = Block(cu_q.tolist(), cu_k.tolist(), causal)
+        dq, dk, dv = backward_block(d_out, q, k, v, out, lse.T, block, scale)
+        return dq, dk * (1.1 if kind == "wrong" else 1.0), dv
+
+
+@pytest.mark.parametrize(
+    ("capability", "kinds", "chosen"),
+    [
+        (9, {}, None),
+        (9, {"FA3": "right"}, "FA3"),
+        (9, {"FA4": "right"}, "FA4"),
+        (9, {"FA3": "right", "FA4": "right"}, "FA3"),
+        (9, {"FA3": "no backward", "FA4": "right"}, "FA4"),
+        (9, {"FA3": "wrong"}, None),
+        (9, {"FA4": "wrong"}, None),
+        (8, {"FA3": "right", "FA4": "right"}, None),
+        (10, {"FA3": "right", "FA4": "right"}, "FA4"),
+    ],
+)
+def test_the_newest_kernels_that_pass_a_trial_take_the_place_of_torchs_own(
+    monkeypatch, capsys, capability, kinds, chosen
 ):
-    """With a stand-in for the package on a stand-in for the GPU: torch's registration is real."""
-    kernels = torch.library.Library("flash_attn_3", "FRAGMENT")
-    kernels.define("fwd(Tensor q) -> Tensor")
-    kernels.define("bwd(Tensor q) -> Tensor")
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+    NewerKernels(kinds).install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    attention._activate_flash_attention_3.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (capability, 0))
+    monkeypatch.setattr(attention, "device_kind", lambda device: "cpu")
+    attention._choose_kernels.cache_clear()
+    q = torch.randn(8, 4, 16).bfloat16()
     try:
-        attention._activate_flash_attention_3()
-        assert (current_flash_attention_impl() == "FA3") == is_active
-        for operator in ("_flash_attention_forward", "_flash_attention_backward"):
-            registrations = torch._C._dispatch_dump(f"aten::{operator}").splitlines()
-            is_replaced = any("CUDA" in line and "_fa3.py" in line for line in registrations)
-            assert is_replaced == is_active, registrations
+        attention._forward_cuda(q, q[:, :2], q[:, :2], Block([0, 8], [0, 8], True), 0.25)
+        assert current_flash_attention_impl() == chosen
+        registrations = torch._C._dispatch_dump("aten::_flash_attention_backward").splitlines()
+        is_replaced = any("CUDA" in line and "/_fa" in line for line in registrations)
+        assert is_replaced == (chosen is not None), registrations
     finally:
-        if is_active:
-            restore_flash_attention_impl()
-        attention._activate_flash_attention_3.cache_clear()
+        restore_flash_attention_impl(_raise_warn=False)
+        attention._choose_kernels.cache_clear()
+    printed = capsys.readouterr().out
+    assert f"attention kernels: {chosen or 'FA2'}\n" in printed
+    assert ("failed a trial" in printed) == (set(kinds.values()) - {"right"} != set())

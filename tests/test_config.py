@@ -688,19 +688,45 @@ def test_the_share_of_sglang_is_a_number_or_auto(base, capsys, value, problem):
     assert f"{key}={value}" in text and problem in text
 
 
-def test_expandable_segments_are_refused_with_sglang_on_a_gpu(base, capsys, monkeypatch):
+@pytest.fixture
+def sglang_on_a_gpu(base, monkeypatch):
+    """A command for a machine that has a GPU and SGLang 0.5.23; without the toolkit's checks."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("rl2.config.rules.is_installed", lambda package: True)
+    monkeypatch.setattr("rl2.engine.toolkit.version", lambda package: "0.5.23")
+    return [*base, "rollout.engine=sglang"]
+
+
+def test_expandable_segments_are_refused_with_sglang_on_a_gpu(
+    base, sglang_on_a_gpu, capsys, monkeypatch
+):
     """torch_memory_saver, by which SGLang gives its memory back, would end its processes."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
-    parse(PPOConfig, base)  # without a GPU
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     parse(PPOConfig, [*base, "rollout.engine=local"])
-    monkeypatch.setattr("rl2.config.rules.is_installed", lambda package: True)
-    sglang = [*base, "rollout.engine=sglang"]
-    text = problems(sglang, capsys)
+    text = problems(sglang_on_a_gpu, capsys)
     assert "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:512,expandable_segments:True" in text
     assert "take it out of the variable" in text
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    parse(PPOConfig, sglang_on_a_gpu)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
-    parse(PPOConfig, sglang)
+    parse(PPOConfig, sglang_on_a_gpu)
+
+
+def test_a_machine_on_which_sglang_cannot_run_is_refused(sglang_on_a_gpu, capsys, monkeypatch):
+    """What is refused of it is tested in test_toolkit.py."""
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("rl2.config.rules.toolkit_problems", lambda: ["there is no nvcc"])
+    assert "rollout.engine=sglang: there is no nvcc" in problems(sglang_on_a_gpu, capsys)
+    monkeypatch.setattr("rl2.config.rules.toolkit_problems", lambda: [])
+    monkeypatch.setattr("rl2.engine.toolkit.version", lambda package: "0.5.17")
+    text = problems(sglang_on_a_gpu, capsys)
+    assert "rollout.engine=sglang: sglang 0.5.17 converts the whole head" in text
+    for choice in ("rollout.engine_args.enable_fp32_lm_head=false", "actor.head_dtype=bfloat16"):
+        parse(PPOConfig, [*sglang_on_a_gpu, choice])
+    monkeypatch.setattr("rl2.engine.toolkit.version", lambda package: "0.5.2")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "sglang 0.5.2 is too old" in problems(sglang_on_a_gpu, capsys)
 
 
 def test_the_short_help_is_one_screen(base, capsys):

@@ -129,3 +129,42 @@ def test_pages_are_large_and_caches_small_unless_the_environment_says_otherwise(
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if setting.exists() and "[madvise]" in setting.read_text():
         assert faults < 0.5 * faults_before
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "cuda", "visible", "is_refused"),
+    [
+        (True, "13.0", None, True),
+        (True, "13.0", "0", True),
+        (True, "13.0", "", False),
+        (True, None, None, False),
+        (False, "13.0", None, False),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_ends_the_run(
+    tmp_path, monkeypatch, has_gpu, cuda, visible, is_refused
+):
+    """With an old driver torch warns and sees no GPU; the run would train on the CPU."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpu = tmp_path / "nvidia0"
+    if has_gpu:
+        gpu.touch()
+    code = f"""
+import torch
+from rl2.parallel import mesh
+torch.version.cuda = {cuda!r}
+torch.cuda.is_available = lambda: False
+def init():
+    raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).")
+torch.cuda.init = init
+mesh.GPU_FILE = {str(gpu)!r}
+print(mesh.init_distributed())
+"""
+    env = {"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {}
+    done = run("-c", code, env=env, check=False)
+    assert (done.returncode != 0) == is_refused, done.stderr
+    if is_refused:
+        assert "driver on your system is too old (found version 12040)" in done.stderr
+        assert "CUDA_VISIBLE_DEVICES=" in done.stderr
+    else:
+        assert done.stdout.strip() == "cpu"

@@ -32,6 +32,7 @@ ALLOWED = {
         "algorithms",
         "engine.select",
         "engine.base",
+        "engine.toolkit",
         "env.contract",
         "error_report",
         "parallel.mesh",
@@ -43,7 +44,7 @@ ALLOWED = {
     "parallel.planned_device": set(),
     "parallel.tensor": {"parallel.mesh"},
     "parallel.fsdp": {"parallel.mesh", "parallel.ring"},  # a layer that runs again keeps attention
-    "parallel.attention": {"parallel.device"},
+    "parallel.attention": {"parallel.device", "parallel.mesh"},  # rank 0 tells the choice
     "parallel.blocks": {"parallel.attention", "parallel.device", "parallel.pages"},
     "parallel.pages": set(),
     "parallel.ring": {
@@ -67,6 +68,7 @@ ALLOWED = {
     },
     "engine.base": set(),
     "engine.select": {"engine.base"},
+    "engine.toolkit": set(),
     "engine.sampler": {"model.head"},  # both sides have one softmax
     "engine": {"engine", "parallel"},
     "engine.local": {"engine", "parallel", "model.head"},

@@ -15,7 +15,10 @@ def test_schedulers_read_the_weights_of_their_ranks(name, world, device):
     launch(world, ROOT / "tests/sglang_ranks.py", "weights", name, device)
 
 
-@pytest.mark.parametrize("check", ["overlap", "environment", "share"])
+@pytest.mark.parametrize(
+    "check",
+    ["overlap", "environment", "share", "evaluation", "arguments", "buffers", "kept"],
+)
 def test_an_engine_of_one_rank(name, check):
     launch(1, ROOT / "tests/sglang_ranks.py", check, name, "cuda:0")
 

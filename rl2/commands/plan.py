@@ -95,7 +95,7 @@ def planned_device(num_gpus: int) -> Iterator[PlannedDevice]:
         mock.patch.object(AutoModelForCausalLM, "from_pretrained", loader),
         mock.patch.object(AutoModelForSequenceClassification, "from_pretrained", loader),
         mock.patch("rl2.model.load.admit", lambda *model: None),
-        mock.patch("rl2.parallel.attention._activate_flash_attention_3", lambda: None),
+        mock.patch("rl2.parallel.attention._choose_kernels", lambda *heads: None),
         mock.patch.object(offload, "empty_on_host", empty_on_host),
         mock.patch("torch.distributed.all_gather_object", all_gather_object),
         mock.patch(fsdp_device, lambda mesh: PLANNED_DEVICE),

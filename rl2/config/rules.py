@@ -28,6 +28,7 @@ from rl2.config.schema import (
     worker_names,
 )
 from rl2.engine.select import choose_engine, is_installed
+from rl2.engine.toolkit import toolkit_problems, version_problems
 from rl2.env.contract import find_env_file
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
@@ -314,8 +315,8 @@ def check_run(config: PPOConfig) -> Iterator[str]:
 
 
 def check_engine(config: PPOConfig) -> Iterator[str]:
-    """Whether SGLang is installed, its size divides the processes of a node, and torch's memory is
-    of a kind that it can take over and give back.
+    """Whether SGLang is installed and can run here, its size divides the processes of a node, and
+    torch's memory is of a kind that it can take over and give back.
     """
     rollout = config.rollout
     if choose_engine(rollout.engine)[0] != "sglang":
@@ -328,10 +329,22 @@ def check_engine(config: PPOConfig) -> Iterator[str]:
         return
     processes_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     yield from check_divides("rollout.tp_size", rollout.tp_size, processes_per_node, " of a node")
+    has_gpu = torch.cuda.is_available()
+    # A user who set it has chosen between speed and the precision of the logits.
+    has_float32_head = (
+        has_gpu
+        and config.actor.head_dtype == "float32"
+        and "enable_fp32_lm_head" not in rollout.engine_args
+    )
+    found = [*version_problems(has_float32_head)]
+    if has_gpu and torch.version.cuda:
+        found += toolkit_problems()
+    for problem in found:
+        yield f"rollout.engine={rollout.engine}: {problem}"
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         value = os.environ.get(name, "")
         is_set = re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE)
-        if is_set and torch.cuda.is_available():
+        if is_set and has_gpu:
             yield (
                 f"{name}={value}: SGLang cannot give its memory to the trainer with "
                 "expandable_segments; take it out of the variable, or set rollout.engine=local"

@@ -17,7 +17,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import current_process
 from random import SystemRandom
 from typing import Any
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rl2.engine.base import (
     Engine,
@@ -40,8 +40,9 @@ from rl2.engine.base import (
 )
 from rl2.engine.share import GIB, choose_share
 from rl2.engine.stop import StopSearch
+from rl2.engine.toolkit import cudart_folder
 from rl2.parallel.mesh import COLLECTIVE_TIMEOUT
-from rl2.progress import mark
+from rl2.progress import expecting, mark
 
 BUCKET_SIZE_BYTES = 2**29  # weights that travel together
 SECONDS_TO_SEND = 0.001  # in which a request leaves this process; its answer is read later
@@ -50,6 +51,12 @@ PORTS = range(10_000, 32_768)  # which Linux and macOS give to no connection by 
 SECONDS_TO_RELEASE = 60.0  # between the release of the first scheduler's memory and the last one's
 SECONDS_BETWEEN_LOOKS = 0.01  # at the free memory meanwhile
 RELEASED_SHARE = 0.95  # of the first scheduler's memory: the others have a little more or less
+# Of the memory that SGLang took when it started: weights, keys and values are most of it. The rest
+# are CUDA's context and graphs, which it keeps.
+LEAST_RELEASED_SHARE = 0.5
+SECONDS_TO_START = 900.0  # kernels are compiled and graphs recorded: minutes in the first run
+MOST_GRAPH_REQUESTS = 512  # larger steps compute for so long that a graph saves nothing
+LIBRARY_PATH = "LD_LIBRARY_PATH"
 CPU_ARGUMENTS = {  # what makes SGLang run without a GPU
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -83,6 +90,7 @@ class SGLangEngine(Engine):
         self.asleep = False
         self.num_aborts = 0
         config = AutoConfig.from_pretrained(settings.model_name)
+        self.model_config = config
         self.tokenizer: Any = None
         if settings.stop:
             self.tokenizer = AutoTokenizer.from_pretrained(settings.model_name)
@@ -97,10 +105,12 @@ class SGLangEngine(Engine):
         nccl_port, http_port = _free_ports(2)
         self._free_cached_memory()
         share = choose_share(settings)
+        free = self._free_bytes()
         if self.index is None:
             self.loop = asyncio.new_event_loop()
         else:
             self._start(_server_arguments(settings, share, nccl_port, http_port))
+        self.taken = free - self._free_bytes()  # by SGLang, on the GPU of a rank with an engine
 
     def _start(self, arguments: dict[str, Any]) -> None:
         # With this variable SGLang's own store would connect to torchrun's store as a client.
@@ -113,10 +123,10 @@ class SGLangEngine(Engine):
         this_process = psutil.Process()
         others = set(this_process.children(recursive=True))
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-        nccl_variables = _nccl_variables()
         atexit.register(self.close)
         try:
-            self.engine = sglang.Engine(**arguments)
+            with expecting(SECONDS_TO_START), _environment_of_schedulers(self.device):
+                self.engine = sglang.Engine(**arguments)
         except (RuntimeError, EOFError, TypeError, ValueError, AssertionError) as error:
             raise RuntimeError(
                 f"SGLang did not start ({error}); its own message is above. What most often helps: "
@@ -126,11 +136,6 @@ class SGLangEngine(Engine):
         finally:
             children = this_process.children(recursive=True)
             self.children = [child for child in children if child not in others]
-            # SGLang sets these for its own processes. Here they would differ from those of ranks
-            # without an engine, with which this one makes communicators.
-            for name in _nccl_variables().keys() - nccl_variables:
-                del os.environ[name]
-            os.environ.update(nccl_variables)
         self.loop = self.engine.loop
         self.manager = self.engine.tokenizer_manager
         # SGLang's shutdown would kill every child process of ours, and its signal handlers would
@@ -190,7 +195,11 @@ class SGLangEngine(Engine):
             end = StopSearch(self.tokenizer, prompt, params).feed(tokens)
             if end is not None:
                 tokens, logps, reason = tokens[:end], logps[:end], "stop"
-        return Generation(tokens, logps, reason, int(meta["weight_version"]))
+        version = meta["weight_version"]
+        # It may be any text if the user's engine_args or other programs set it.
+        return Generation(
+            tokens, logps, reason, int(version) if version.isdecimal() else self.version
+        )
 
     def abort(self) -> None:
         self.num_aborts += 1
@@ -214,27 +223,37 @@ class SGLangEngine(Engine):
         """Returns when this rank's GPU has its memory back. All ranks of the group call.
 
         SGLang answers when its first scheduler has released its memory, but the others may be late.
-        RuntimeError if the one of this GPU does not follow.
+        RuntimeError if the first one has kept most of it, or the one of this GPU does not follow.
         """
-        before = torch.cuda.mem_get_info(self.device)[0]
+        before = self._free_bytes()
         dist.barrier(self.group)  # all have measured
         if self.engine is not None:
             self.engine.release_memory_occupation(["weights", "kv_cache"])
-        released = [torch.cuda.mem_get_info(self.device)[0] - before]
-        dist.broadcast_object_list(released, group=self.group, group_src=0)
+        of_first_rank = [self._free_bytes() - before, self.taken]
+        dist.broadcast_object_list(of_first_rank, group=self.group, group_src=0)
+        released, taken = of_first_rank
+        if released < LEAST_RELEASED_SHARE * taken:
+            raise RuntimeError(
+                f"SGLang took {taken / GIB:.1f} GiB of its first GPU when it started and gave back "
+                f"{released / GIB:.1f} to the trainer. Either its memory saver does not work "
+                "(pip install -U torch-memory-saver; rollout.engine_args must leave "
+                "enable_memory_saver on), or another program has taken the memory (nvidia-smi)."
+            )
         deadline = time.monotonic() + SECONDS_TO_RELEASE
-        while (own := torch.cuda.mem_get_info(self.device)[0] - before) < (
-            RELEASED_SHARE * released[0]
-        ):
+        while (own := self._free_bytes() - before) < RELEASED_SHARE * released:
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"SGLang gave back {released[0] / GIB:.1f} GiB on the first GPU of the engine, "
+                    f"SGLang gave back {released / GIB:.1f} GiB on the first GPU of the engine, "
                     f"but after {SECONDS_TO_RELEASE:.0f} s only {own / GIB:.1f} on {self.device}: "
                     "its process there hangs, or another program has taken the memory "
                     "(nvidia-smi lists them)."
                 )
             mark()
             time.sleep(SECONDS_BETWEEN_LOOKS)
+
+    def _free_bytes(self) -> int:
+        """Of this rank's GPU; 0 on a CPU."""
+        return 0 if self.device.type == "cpu" else torch.cuda.mem_get_info(self.device)[0]
 
     def wake(self) -> None:
         """Takes the memory of the weights again.
@@ -280,14 +299,19 @@ class SGLangEngine(Engine):
         SGLang stores them under other names and in other shapes. So its weights are overwritten
         with noise, these are loaded in their place, and the checksums of all its tensors are
         compared with those from before. With arguments that make SGLang convert weights, and in
-        releases without checksums, the weights are only loaded.
+        releases that have no checksums or would overwrite tensors that nothing replaces, the
+        weights are only loaded.
         """
         has_checksums = self.engine is not None and hasattr(self.manager, "check_weights")
         if self.converts_weights or not has_checksums:
             self.load_weights(named_tensors, version)
             return
         before = self._check_weights("checksum")
-        self._check_weights("reset_tensors")
+        kept = _names_without_source(before, self.model_config)
+        if kept and not _can_keep_tensors():
+            self.load_weights(named_tensors, version)
+            return
+        self._check_weights("reset_tensors", kept)
         self.load_weights(named_tensors, version)
         different = _different_names(before, self._check_weights("checksum"))
         if different:
@@ -295,11 +319,15 @@ class SGLangEngine(Engine):
                 f"{len(different)} weights of SGLang are not the trainer's: {different[:5]}"
             )
 
-    def _check_weights(self, action: str) -> list[dict[str, Any]]:
-        """The answer of each scheduler. The action reset_tensors fills all weights with noise."""
+    def _check_weights(self, action: str, kept: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """The answer of each scheduler.
+
+        The action reset_tensors fills all tensors but those in `kept` with noise.
+        """
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
-        call = self.manager.check_weights(CheckWeightsReqInput(action=action))
+        options = {"skip_tensor_list": list(kept)} if kept else {}
+        call = self.manager.check_weights(CheckWeightsReqInput(action=action, **options))
         answer = self.loop.run_until_complete(call)
         _require(answer)
         return answer[2] or []
@@ -407,6 +435,7 @@ def _server_arguments(
         "max_running_requests": settings.max_running_requests,
         "mem_fraction_static": memory_share,
         "random_seed": settings.seed + settings.rank,
+        "weight_version": "0",  # an evaluation sends no weights
         "skip_tokenizer_init": not settings.stop,
         "skip_server_warmup": True,
         "log_level": "error",
@@ -418,6 +447,8 @@ def _server_arguments(
         arguments |= {
             "base_gpu_id": settings.device.index,
             "enable_memory_saver": True,
+            "sleep_on_idle": True,  # otherwise a scheduler takes a core while the trainer works
+            "cuda_graph_max_bs_decode": min(settings.max_running_requests, MOST_GRAPH_REQUESTS),
             "enable_deterministic_inference": settings.deterministic,
         }
     return {**arguments, **settings.engine_args}
@@ -434,6 +465,33 @@ def _finish_reason(tokens: list[int], params: SamplingParams) -> str:
     if tokens and tokens[-1] in params.stop_token_ids:
         return "stop"
     return "length" if len(tokens) == params.max_new_tokens else "abort"
+
+
+def _can_keep_tensors() -> bool:
+    """Whether noise can leave tensors out, as it can since 0.5.21."""
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+    return hasattr(CheckWeightsReqInput, "skip_tensor_list")
+
+
+def _names_without_source(answers: list[dict[str, Any]], config: Any) -> list[str]:
+    """The tensors of SGLang's model that the trainer does not send, by schedulers' checksums.
+
+    SGLang's models have buffers of their own, which no checkpoint holds. It joins weights and gives
+    them other names, but what is behind the last dot stays, or is the end of a longer word
+    (w13_weight): weight and bias, and in some models A_log, sinks and others.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    kinds = {name.rpartition(".")[2] for name in model.state_dict()}
+    endings = tuple(f"_{kind}" for kind in kinds)
+    names = set()
+    for answer in answers:
+        for name in answer["checksums"]:
+            kind = name.rpartition(".")[2]
+            if kind not in kinds and not kind.endswith(endings):
+                names.add(name)
+    return sorted(names)
 
 
 def _different_names(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[str]:
@@ -464,8 +522,33 @@ def _buckets(named_tensors: NamedTensors) -> Iterator[Bucket]:
         yield bucket
 
 
-def _nccl_variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+@contextmanager
+def _environment_of_schedulers(device: torch.device) -> Iterator[None]:
+    """Within it processes find libcudart, which the memory saver needs.
+
+    Then the variables of NCCL and of the dynamic linker are what they were. SGLang sets some of
+    NCCL for its own processes. Here they would differ from those of ranks without an engine, with
+    which this one makes communicators.
+    """
+    before = _watched_variables()
+    folder = None if device.type == "cpu" else cudart_folder()
+    if folder is not None:
+        folders = [*filter(None, [before.get(LIBRARY_PATH)]), folder]
+        os.environ[LIBRARY_PATH] = os.pathsep.join(folders)
+    try:
+        yield
+    finally:
+        for name in _watched_variables().keys() - before:
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _watched_variables() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("NCCL_") or name == LIBRARY_PATH
+    }
 
 
 def _free_ports(count: int) -> list[int]:

@@ -9,7 +9,6 @@ arXiv:2310.01889).
 Shapes: L packed tokens, H query heads, G key heads (H a multiple of G), D head size, S documents.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import pairwise
@@ -17,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import activate_flash_attention_impl
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 from transformers import AttentionInterface
 
 from rl2.parallel.device import copy_to_device, device_kind
-from rl2.progress import mark
+from rl2.parallel.mesh import is_first_rank
+from rl2.progress import expecting, mark
 
 aten = torch.ops.aten
 NO_DROPOUT = 0.0
@@ -32,6 +32,18 @@ WIDTH_MULTIPLE_TOKENS = 16
 # Up to this size the backward pass of a document runs in fp32 on the CPU: on 160 tokens the bf16
 # kernel took twice as long, on 1,024 tokens the fp32 kernel took 1.4 times as long (AVX512-BF16).
 FP32_BACKWARD_CELLS = SHORT_DOCUMENT_TOKENS**2  # queries times keys
+
+
+# The kernels that may take the place of FA2, the best first, by the major compute capability.
+NEWER_KERNELS = {9: ("FA3", "FA4"), 10: ("FA4",)}
+SECONDS_TO_TRY = 600.0
+TRIAL_TOKENS = 200
+# (cu_q, cu_k, causal): what packs, shared prompts and rings ask for.
+TRIAL_BLOCKS = (
+    ([0, 7, 200], [0, 7, 200], True),
+    ([0, 5, 133], [0, 67, 200], False),
+)
+TRIAL_TOLERANCE = 0.02  # of the norm; bf16 rounds to 0.004
 
 
 @dataclass
@@ -171,19 +183,83 @@ def _heads(tensor: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Te
 
 
 @cache
-def _activate_flash_attention_3() -> None:
-    """FlashAttention 3 takes the place of torch's operators where it is installed.
+def _choose_kernels(
+    num_heads: int, num_key_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Lets the newest kernels that work here take the place of torch's own, FlashAttention 2.
 
-    Hopper is the only kind of GPU that it runs on.
+    Each kind of heads is tried once. Packages may lack the backward pass, the head size or this
+    GPU, which show only when they compute.
     """
-    # A memory plan has no GPU at all.
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
-        with suppress(ImportError):
-            activate_flash_attention_impl("FA3")
+    if not torch.cuda.is_available():  # a memory plan has no GPU at all
+        return
+    capability = torch.cuda.get_device_capability()[0]
+    restore_flash_attention_impl(_raise_warn=False)
+    chosen = "FA2"
+    with expecting(SECONDS_TO_TRY):  # FA4 compiles its kernels
+        heads = _trial_heads(num_heads, num_key_heads, head_size, dtype, device)
+        expected = _compute_trial(*heads) if capability in NEWER_KERNELS else []
+        for name in NEWER_KERNELS.get(capability, ()):
+            try:
+                activate_flash_attention_impl(name)
+                _compare(_compute_trial(*heads), expected)
+            except ImportError:  # it is not installed
+                restore_flash_attention_impl(_raise_warn=False)
+            except Exception as error:  # a package of another vendor may raise anything
+                restore_flash_attention_impl(_raise_warn=False)
+                _print_once(f"attention kernels: {name} is installed but failed a trial: {error}")
+            else:
+                chosen = name
+                break
+    _print_once(f"attention kernels: {chosen}")
+
+
+def _print_once(text: str) -> None:
+    if is_first_rank():
+        print(text, flush=True)
+
+
+def _trial_heads(
+    num_heads: int, num_key_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of the documents in `TRIAL_BLOCKS`, made on the host."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((num_heads,), (num_key_heads,), (num_key_heads,))
+    q, k, v = (
+        torch.randn(TRIAL_TOKENS, *heads, head_size, generator=generator) for heads in shapes
+    )
+    return q.to(device, dtype), k.to(device, dtype), v.to(device, dtype)
+
+
+def _compute_trial(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Out, lse and the gradients of every block of `TRIAL_BLOCKS`."""
+    results = []
+    scale = q.shape[-1] ** -0.5
+    for cu_q, cu_k, causal in TRIAL_BLOCKS:
+        block = Block(cu_q, cu_k, causal)
+        queries = q[: cu_q[-1]]
+        out, lse = _run_forward(queries, k, v, block, scale)
+        # Any gradient of `out` will do.
+        gradients = _backward_cuda(queries, queries, k, v, out, lse, block, scale)
+        results += [out, lse, *gradients]
+    return results
+
+
+def _compare(results: list[Tensor], expected: list[Tensor]) -> None:
+    """ValueError if the results differ by more than rounding."""
+    for ours, other in zip(results, expected, strict=True):
+        difference = (ours.float() - other.float()).norm()
+        # `not <=`, since it may be NaN.
+        if not difference <= TRIAL_TOLERANCE * other.float().norm():
+            raise ValueError(f"its results differ from those of FA2 by {difference:.2g}")
 
 
 def _forward_cuda(q, k, v, block: Block, scale: float) -> tuple[Tensor, Tensor]:
-    _activate_flash_attention_3()
+    _choose_kernels(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
+    return _run_forward(q, k, v, block, scale)
+
+
+def _run_forward(q, k, v, block: Block, scale: float) -> tuple[Tensor, Tensor]:
     return_mask = False
     out, lse, *_ = aten._flash_attention_forward(
         q, k, v, *block.varlen(q.device), NO_DROPOUT, block.causal, return_mask, scale=scale

@@ -33,6 +33,7 @@ COLLECTIVE_TIMEOUT = timedelta(hours=2)
 # collective takes Python's lock for that, which aborts a process whose interpreter is ending
 # (pytorch issue 190489).
 EXIT_PAUSE_SECONDS = 0.1
+GPU_FILE = "/dev/nvidia0"  # where the driver has found one
 # How torch's CPU libraries use memory. They read this at the first large tensor and product. Large
 # pages cost fewer faults, of which each layer has thousands. What was made for a shape of a product
 # takes about 0.6 MB; a step needs few shapes, and the packs of the next one have other lengths.
@@ -68,8 +69,10 @@ def is_first_rank() -> bool:
 def init_distributed() -> torch.device:
     """Joins torchrun's process group and returns this process's device.
 
-    Under plain `python` it makes a group of one process. RuntimeError if the ranks cannot meet.
+    Under plain `python` it makes a group of one process. RuntimeError if the ranks cannot meet, and
+    where there is a GPU that torch cannot use.
     """
+    _check_gpu()
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
@@ -102,6 +105,29 @@ def init_distributed() -> torch.device:
         ) from error
     atexit.register(time.sleep, EXIT_PAUSE_SECONDS)
     return device
+
+
+def _check_gpu() -> None:
+    """RuntimeError if CUDA does not start on a machine that has a GPU, with CUDA's reason.
+
+    torch only warns of it, and the run would take a thousand times as long. A build of torch
+    without CUDA, and an empty CUDA_VISIBLE_DEVICES, ask for the CPU.
+    """
+    hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    has_gpu = os.path.exists(GPU_FILE)
+    if torch.version.cuda is None or hides_gpus or not has_gpu or torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.init()
+        reason = "torch finds no GPU"
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+    raise RuntimeError(
+        f"there is a GPU ({GPU_FILE}), but torch {torch.__version__} cannot use it: {reason} CUDA "
+        f"{torch.version.cuda} needs a driver that is new enough (13: 580; nvidia-smi shows it): "
+        "update the driver, or install a torch for an older CUDA. To run on the CPU, set "
+        "CUDA_VISIBLE_DEVICES= (nothing behind it)."
+    )
 
 
 @cache
