@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with Qwen2.5-1.5B-Instruct.
 # Needs one GPU of 80 GB, sglang installed, and a network for the model and the data. NUM_GPUS=8
-# uses eight GPUs. By `rl2 plan` the trainer needs 32 GiB in the update, and 20 GiB stay
+# uses eight GPUs. By `rl2 plan` the trainer needs at least 32 GiB in the update, and 20 GiB stay
 # while SGLang generates. Not run yet, so neither its time nor its result is known.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,6 +10,7 @@ torchrun --standalone --nproc_per_node="${NUM_GPUS:-1}" -m rl2.trainer.ppo \
     data.path=runs/data/gsm8k/train.jsonl data.test_path=runs/data/gsm8k/test.jsonl data.max_length=512 \
     data.prompts_per_rollout=64 data.responses_per_prompt=16 \
     actor.model_name="${MODEL:-Qwen/Qwen2.5-1.5B-Instruct}" actor.lr=1e-6 actor.max_length_per_device=16384 \
+    actor.compile=true actor.gradient_checkpointing=auto \
     actor.average=sequence adv.norm_var=true kl.coef=0.001 kl.type=loss \
     rollout.env_path=envs/gsm8k.py rollout.max_running=512 \
     rollout.train_sampling_params.max_new_tokens=1024 rollout.test_sampling_params.max_new_tokens=1024 \

@@ -3,7 +3,7 @@
 # on 57,000 mathematical problems and tested on MATH-500.
 # Needs one node of eight GPUs of 80 GB, sglang and math-verify installed, and a network for the model
 # and the data.
-# By `rl2 plan` the trainer needs 17 GiB of each in the update, and nothing stays while
+# By `rl2 plan` the trainer needs at least 17 GiB of each in the update, and nothing stays while
 # SGLang generates. Not run yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,6 +12,7 @@ torchrun --standalone --nproc_per_node=8 -m rl2.trainer.ppo \
     data.path=runs/data/orz/train.jsonl data.test_path=runs/data/orz/test.jsonl data.max_length=1024 \
     data.prompts_per_rollout=128 data.responses_per_prompt=64 \
     actor.model_name="${MODEL:-Qwen/Qwen2.5-7B}" actor.lr=1e-6 actor.max_length_per_device=8192 actor.sp_size=2 \
+    actor.compile=true actor.gradient_checkpointing=auto \
     actor.offload_model=true actor.offload_optimizer=true actor.freeze_steps=4 \
     critic.lr=5e-6 critic.max_length_per_device=8192 critic.sp_size=2 critic.update_per_rollout=12 \
     critic.offload_model=true critic.offload_optimizer=true \

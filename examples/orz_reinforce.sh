@@ -2,7 +2,7 @@
 # The task of orz_ppo.sh without a critic: REINFORCE with the mean reward of the group as baseline.
 # Needs one node of eight GPUs of 80 GB, sglang and math-verify installed, and a network for the model
 # and the data.
-# By `rl2 plan` the trainer needs 17 GiB of each in the update, and nothing stays while
+# By `rl2 plan` the trainer needs at least 17 GiB of each in the update, and nothing stays while
 # SGLang generates. Not run yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,6 +11,7 @@ torchrun --standalone --nproc_per_node=8 -m rl2.trainer.ppo \
     data.path=runs/data/orz/train.jsonl data.test_path=runs/data/orz/test.jsonl data.max_length=1024 \
     data.prompts_per_rollout=128 data.responses_per_prompt=64 \
     actor.model_name="${MODEL:-Qwen/Qwen2.5-7B}" actor.lr=1e-6 actor.max_length_per_device=8192 actor.sp_size=2 \
+    actor.compile=true actor.gradient_checkpointing=auto \
     actor.offload_model=true actor.offload_optimizer=true actor.update_per_rollout=4 actor.clip_high=0.28 \
     rollout.env_path=envs/boxed.py rollout.max_running=256 \
     rollout.train_sampling_params.max_new_tokens=8192 rollout.test_sampling_params.max_new_tokens=8192 \

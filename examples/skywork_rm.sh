@@ -3,7 +3,7 @@
 # Qwen2.5-7B-Instruct. 512 pairs are held out. The data are the paper's, the keys are ours: a start,
 # not tuned. envs/reward_model.py scores the answers of PPO with the result.
 # Needs four GPUs of 80 GB, and a network for the model and the data. By `rl2 plan` an
-# update needs 35 GiB of each. Not run yet.
+# update needs at least 35 GiB of each. Not run yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python examples/data.py skywork runs/data/skywork
@@ -11,5 +11,5 @@ torchrun --standalone --nproc_per_node="${NUM_GPUS:-4}" -m rl2.trainer.rm \
     data.path=runs/data/skywork/train.jsonl data.test_path=runs/data/skywork/test.jsonl data.max_length=4096 \
     data.batch_size=128 \
     critic.model_name="${MODEL:-Qwen/Qwen2.5-7B-Instruct}" critic.lr=2e-6 critic.scheduler=cosine \
-    critic.warmup_ratio=0.03 critic.max_length_per_device=8192 \
+    critic.warmup_ratio=0.03 critic.max_length_per_device=8192 critic.compile=true critic.gradient_checkpointing=auto \
     trainer.experiment_name=skywork-7b-rm trainer.n_epochs=1 trainer.test_freq=100 trainer.save_freq=100 "$@"

@@ -15,11 +15,13 @@ from engine_contract import (
 )
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, Qwen2Config
 
-from rl2.engine import local, select, sglang
+from rl2.engine import cache, local, select, sglang
 from rl2.engine.base import EngineSettings, SamplingParams
+from rl2.engine.cache import DenseKVCache, PagedKVCache
 from rl2.engine.local import LocalEngine
 from rl2.engine.sampler import sample
-from rl2.engine.select import ENGINES
+from rl2.engine.select import ENGINES, default_max_running
+from rl2.parallel.pages import PAGE_SIZE_TOKENS
 
 CPU = torch.device("cpu")
 FAMILIES = [("llama", True), ("qwen2", False), ("qwen3", True)]
@@ -176,6 +178,60 @@ def test_greedy_tokens_equal_those_of_model_generate(name, deterministic):
     with_top_k = play(engine, prompts, temperature=0.7, top_k=1, max_new_tokens=12)
     assert with_top_k[0].tokens[:3] == greedy[0].tokens[:3]
     engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cache_of_gpus_gives_the_answers_of_the_paged_one(name, dtype, monkeypatch):
+    """Here on a CPU. Slots move to the front, and the cache grows, while requests end."""
+    monkeypatch.setattr(cache, "GROWTH_TOKENS", PAGE_SIZE_TOKENS)
+    prompts = make_prompts(24) + [[5] * 70]
+    params = {"max_new_tokens": 75, "stop_token_ids": (10, 11), "temperature": 1.0}
+    answers = []
+    for new_cache in (LocalEngine._new_cache, lambda e: DenseKVCache(e.max_running_requests)):
+        monkeypatch.setattr(LocalEngine, "_new_cache", new_cache)
+        engine = make_engine(name, dtype, max_running_requests=20, deterministic=False)
+        assert type(engine.cache) is (DenseKVCache if answers else PagedKVCache)
+        answers.append(play(engine, prompts, **params))
+        engine.close()
+    tolerance, least_same = {torch.float32: (1e-4, 700), torch.bfloat16: (0.1, 200)}[dtype]
+    num_same = 0
+    for paged, dense in zip(*answers, strict=True):
+        same = [a == b for a, b in zip(paged.tokens, dense.tokens, strict=False)]
+        # Rounding may sample another token; what follows it has another context.
+        end = same.index(False) if False in same else len(same)
+        num_same += end
+        for a, b in zip(paged.logps[:end], dense.logps[:end], strict=True):
+            assert abs(a - b) < tolerance
+    assert num_same >= least_same
+
+
+def test_a_gpu_holds_no_weights_while_the_engine_sleeps(llama, monkeypatch):
+    """With a CPU that calls itself a GPU."""
+    engine = make_engine(llama, max_running_requests=3)
+    weights = {name: weight.clone() for name, weight in engine.model.state_dict().items()}
+    expected = to_tuples(play(engine, make_prompts(3), max_new_tokens=5))
+    for weight in engine.model.parameters():  # out of the file's memory, as a copy to a GPU is
+        weight.data = weight.data.clone()
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(engine, "device", torch.device("cuda", 0))
+    engine.sleep()
+    assert not any(weight.untyped_storage().nbytes() for weight in engine.model.parameters())
+    engine.wake()
+    monkeypatch.setattr(engine, "device", CPU)
+    engine.load_weights(weights.items(), 1)
+    assert to_tuples(play(engine, make_prompts(3), max_new_tokens=5)) == expected
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "expected"),
+    [("sglang", "cuda", 256), ("sglang", "cpu", 64), ("local", "cuda", 64), ("auto", "cpu", 64)],
+)
+def test_an_engine_decodes_as_many_sequences_as_its_device_likes(
+    monkeypatch, name, device, expected
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+    assert default_max_running(name, torch.device(device)) == expected
 
 
 def test_a_stop_token_ends_the_answer_and_is_its_last_token(llama):

@@ -232,7 +232,7 @@ BY_HAND = {
     "variants_8k",
     "plan",
 }  # half a minute each; test_fused.py and test_memory_plan.py do more
-NEED_MORE = {"flash_attn", "sglang_contract", "sglang", "sglang_7b", "sglang_grpo", "quickstart"}
+NEED_MORE = {"flash_attn", "quickstart", *(name for name in PARTS if name.startswith("sglang"))}
 
 
 def test_all_parts_can_be_rehearsed_on_a_cpu(tmp_path):

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GptOssC
 
 from rl2.batch import collate
 from rl2.engine.base import EngineSettings
+from rl2.engine.cache import DenseKVCache, PagedKVCache
 from rl2.engine.local import LocalEngine
 from rl2.model.token_model import TokenModel
 from rl2.packing import pack, unpack, zigzag
@@ -61,9 +62,15 @@ def test_logps_and_gradients_equal_those_of_transformers(name, share_prompts):
         assert error <= 1e-4 * max(1, exact.abs().max()), key
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_answers_of_the_engine_have_the_logps_of_transformers(name, deterministic):
+@pytest.mark.parametrize(
+    ("deterministic", "kind"),
+    [(True, PagedKVCache), (False, PagedKVCache), (False, DenseKVCache)],
+)
+def test_answers_of_the_engine_have_the_logps_of_transformers(
+    name, monkeypatch, deterministic, kind
+):
     """Prompts and answers are longer than the window and than a page of the cache."""
+    monkeypatch.setattr(LocalEngine, "_new_cache", lambda e: kind(e.max_running_requests))
     settings = EngineSettings(
         name, torch.float32, CPU, max_running_requests=3, deterministic=deterministic
     )

@@ -65,7 +65,7 @@ def exact_obstacles(config: Any) -> list[str]:
             "set rollout.engine=local",
         ),
         (
-            rollout.max_running < MIN_ROWS,
+            rollout.max_running is not None and rollout.max_running < MIN_ROWS,
             f"rollout.max_running={rollout.max_running}",
             f"set at least {MIN_ROWS}: kernels sum fewer rows in another order",
         ),

@@ -547,7 +547,10 @@ class RolloutConfig:
         unusual_effect="the trainer's processes need some of it while SGLang is awake",
         only_if=WITH_SGLANG,
     )
-    max_running: PositiveInt = key(64, "sequences that one engine decodes at a time")
+    max_running: PositiveInt | None = key(
+        None,
+        "sequences that one engine decodes at a time; by default 256 with SGLang on a GPU, else 64",
+    )
     exact: bool | None = key(
         None,
         "engine and trainer give every sampled token the same log-probability, to the bit, which "

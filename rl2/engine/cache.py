@@ -1,9 +1,10 @@
-"""The paged cache of keys and values, and the attention of a prefill and of a decoding step.
+"""The cache of keys and values, and the attention of a prefill and of a decoding step.
 
 Shapes: S slots, n rows of a step (the first n slots), H query heads, G key heads, D head size,
 N pages, P = PAGE_SIZE_TOKENS, L prompt tokens.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from rl2.parallel.pages import PAGE_SIZE_TOKENS, attend_pages
 from rl2.parallel.ring import PackedAttention
 
+GROWTH_TOKENS = 256  # by which a dense cache grows, since all of it is copied then
 PromptKV = dict[int, list[Tensor]]  # layer -> keys and values of one prompt, [G, L, D] each
 
 
@@ -45,16 +47,12 @@ class PrefillAttention(PackedAttention):
         return {layer: [x[:, start:end] for x in kv] for layer, kv in self.kv.items()}
 
 
-class PagedKVCache:
-    """Keys and values of all slots, and the attention of one new token a slot over them.
-
-    A layer has two tensors of pages: keys [N, S, G, D, P], in the layout of the fastest products,
-    and values [N, S, G, P, D]. N grows with the longest request.
-    """
+class KVCache:
+    """Keys and values of all slots, and the attention of one new token a slot over them."""
 
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
-        self.layers: dict[int, list[Tensor]] = {}  # layer -> pages of keys, pages of values
+        self.layers: dict[int, list[Tensor]] = {}  # layer -> keys, values
 
     def begin_step(self, positions: Tensor, last_position: int) -> None:
         """Prepares what all layers share: where the new tokens go, and which keys they see.
@@ -63,13 +61,33 @@ class PagedKVCache:
         of them.
         """
         device = positions.device
+        self.positions = positions
         self.slots = torch.arange(len(positions), device=device)
-        self.page = positions // PAGE_SIZE_TOKENS
-        self.offset = positions % PAGE_SIZE_TOKENS
         self.num_pages = last_position // PAGE_SIZE_TOKENS + 1
         keys = torch.arange(self.num_pages * PAGE_SIZE_TOKENS, device=device)
         self.distances = positions[:, None] - keys
-        self.hidden: dict[int | None, Tensor] = {}  # by the window of the layer
+        self.masks: dict[int | None, Tensor] = {}  # by the window of the layer
+
+    def _hidden(self, window: int | None) -> Tensor:
+        """Which keys a slot does not see, [n, N * P]."""
+        hidden = self.distances < 0
+        if window is not None:
+            hidden |= self.distances >= window
+        return hidden
+
+
+class PagedKVCache(KVCache):
+    """A cache whose attention gives a slot the same bits, however long the other slots are.
+
+    A layer has two tensors of pages: keys [N, S, G, D, P], in the layout of the fastest products,
+    and values [N, S, G, P, D]. N grows with the longest request.
+    """
+
+    def begin_step(self, positions: Tensor, last_position: int) -> None:
+        """Also finds the page of each new token."""
+        super().begin_step(positions, last_position)
+        self.page = positions // PAGE_SIZE_TOKENS
+        self.offset = positions % PAGE_SIZE_TOKENS
 
     def __call__(
         self,
@@ -90,23 +108,16 @@ class PagedKVCache:
         keys, values = self._reserve(layer, [key, value], self.num_pages)
         keys[self.page, self.slots, :, :, self.offset] = key[:, :, 0]
         values[self.page, self.slots, :, self.offset] = value[:, :, 0]
+        if sliding_window not in self.masks:
+            self.masks[sliding_window] = self._hidden(sliding_window)[:, None]
         out, _ = attend_pages(
             query.unflatten(1, (key.shape[1], -1)).transpose(2, 3),  # [n, G, 1, H / G, D]
             keys[: self.num_pages, :n],
             values[: self.num_pages, :n],
-            self._hidden(sliding_window),
+            self.masks[sliding_window],
             scaling,
         )
         return out.to(value.dtype).reshape(n, 1, num_heads, -1)
-
-    def _hidden(self, window: int | None) -> Tensor:
-        """Which keys a slot does not see, [n, 1, N * P]."""
-        if window not in self.hidden:
-            hidden = self.distances < 0
-            if window is not None:
-                hidden |= self.distances >= window
-            self.hidden[window] = hidden[:, None]
-        return self.hidden[window]
 
     def write_prompt(self, kv: PromptKV, slots: list[int]) -> None:
         """Writes a prompt's keys and values into each of `slots`, from position 0."""
@@ -148,3 +159,78 @@ class PagedKVCache:
         shape = (count, self.num_slots, key.shape[-3])
         keys = key.new_zeros(*shape, key.shape[-1], PAGE_SIZE_TOKENS)
         return [keys, value.new_zeros(*shape, PAGE_SIZE_TOKENS, value.shape[-1])]
+
+
+class DenseKVCache(KVCache):
+    """A cache for GPUs: one kernel attends in a layer.
+
+    A layer has keys and values [S, G, K, D]. K grows with the longest request, so the bits of a
+    slot may depend on the other slots.
+    """
+
+    def __call__(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        """Stores the new keys and values and attends, see PagedKVCache."""
+        n, num_heads, _, _ = query.shape
+        num_keys = self.num_pages * PAGE_SIZE_TOKENS
+        keys, values = self._reserve(module.layer_idx, [key, value], num_keys)
+        keys[self.slots, :, self.positions] = key[:, :, 0]
+        values[self.slots, :, self.positions] = value[:, :, 0]
+        # The query heads of one key head are queries of one head, so kernels without grouped heads
+        # serve too, and no key is repeated.
+        out = F.scaled_dot_product_attention(
+            query[:, :, 0].unflatten(1, (key.shape[1], -1)),  # [n, G, H / G, D]
+            keys[:n, :, :num_keys],
+            values[:n, :, :num_keys],
+            attn_mask=self._mask(sliding_window, query.dtype),
+            scale=scaling,
+        )
+        return out.reshape(n, 1, num_heads, -1)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """What is added to the scores, [n, 1, 1, K]: -inf where a slot does not see a key."""
+        if window not in self.masks:
+            mask = torch.zeros_like(self.distances, dtype=dtype)
+            mask.masked_fill_(self._hidden(window), -math.inf)
+            self.masks[window] = mask[:, None, None]
+        return self.masks[window]
+
+    def write_prompt(self, kv: PromptKV, slots: list[int]) -> None:
+        """Writes a prompt's keys and values into each of `slots`, from position 0."""
+        for layer, keys_and_values in kv.items():
+            length = keys_and_values[0].shape[1]
+            reserved = self._reserve(layer, keys_and_values, length)
+            for old, new in zip(reserved, keys_and_values, strict=True):
+                old[slots, :, :length] = new
+
+    def move_slot(self, source: int, target: int) -> None:
+        """Copies all keys and values of slot `source` to slot `target`."""
+        for keys_and_values in self.layers.values():
+            for tensor in keys_and_values:
+                tensor[target] = tensor[source]
+
+    def _reserve(self, layer: int, like: list[Tensor], num_keys: int) -> list[Tensor]:
+        """The layer's keys and values, with room for at least `num_keys` of each slot.
+
+        `like`: keys and values, [..., G, *, D]. New ones are 0: hidden values are multiplied by a
+        probability of 0, so they must be finite.
+        """
+        if layer not in self.layers:
+            self.layers[layer] = [self._zeros(tensor, 0) for tensor in like]
+        missing = num_keys - self.layers[layer][0].shape[2]
+        if missing > 0:
+            missing = -(-missing // GROWTH_TOKENS) * GROWTH_TOKENS
+            self.layers[layer] = [
+                torch.cat([old, self._zeros(old, missing)], 2) for old in self.layers[layer]
+            ]
+        return self.layers[layer]
+
+    def _zeros(self, like: Tensor, num_keys: int) -> Tensor:
+        return like.new_zeros(self.num_slots, like.shape[-3], num_keys, like.shape[-1])

@@ -36,7 +36,7 @@ from rl2.engine.base import (
     check_request,
     max_request_tokens,
 )
-from rl2.engine.cache import PagedKVCache, PrefillAttention, PromptKV
+from rl2.engine.cache import DenseKVCache, KVCache, PagedKVCache, PrefillAttention, PromptKV
 from rl2.engine.sampler import sample, uniform_noise
 from rl2.engine.stop import StopSearch
 from rl2.model.head import logit_divisor
@@ -122,8 +122,9 @@ class LocalEngine(Engine):
         self.waiting: deque[_Request] = deque()
         self.slots: list[_Request | None] = [None] * self.max_running_requests
         self.prompts: dict[tuple[int, ...], _Prompt] = {}  # of the requests that wait
-        self.cache = PagedKVCache(self.max_running_requests)
+        self.cache = self._new_cache()
         self.asleep = False
+        self.freed: list[tuple[torch.UntypedStorage, int]] = []  # memory of weights, while asleep
         self._task: asyncio.Task[None] | None = None
         self._pack_linear_layers()
         self.decodes_free_slots = self.deterministic
@@ -167,17 +168,24 @@ class LocalEngine(Engine):
         """Gives back the memory of keys and values, and on a GPU that of the weights."""
         assert not self.in_flight, f"sleep with {self.in_flight} requests in flight"
         self.asleep = True
-        self.cache = PagedKVCache(self.max_running_requests)
+        self.cache = self._new_cache()
         for module in self.model.modules():
             module.__dict__.pop("forward", None)  # it has a packed copy of the weights
         if self.device.type != "cpu":
-            self.model.to("cpu")
+            for weight in self.model.parameters():
+                storage = weight.untyped_storage()
+                if storage.nbytes():  # weights may share one
+                    self.freed.append((storage, storage.nbytes()))
+                    storage.resize_(0)
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Makes the engine ready again, with the weights that it had when it fell asleep."""
+        """Makes the engine ready for weights. Those that it had are lost on a GPU."""
         self.asleep = False
-        self.model.to(self.device)
+        if self.device.type != "cpu":
+            for storage, num_bytes in self.freed:
+                storage.resize_(num_bytes)
+            self.freed.clear()
         self._pack_linear_layers()
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
@@ -257,7 +265,7 @@ class LocalEngine(Engine):
             for request in self._unfinished():
                 request.future.set_exception(error)
             self.abort()
-            self.cache = PagedKVCache(self.max_running_requests)  # the old one may hold NaN
+            self.cache = self._new_cache()  # the old one may hold NaN
 
     @torch.inference_mode()
     def _admit(self) -> bool:
@@ -277,6 +285,12 @@ class LocalEngine(Engine):
                 prompt.kv = None
                 self.prompts.pop(prompt.tokens)
         return any(self.slots)
+
+    def _new_cache(self) -> KVCache:
+        """An empty cache. Pages cost a GPU many kernels a layer, but give equal bits."""
+        if self.device.type == "cpu" or self.deterministic:
+            return PagedKVCache(self.max_running_requests)
+        return DenseKVCache(self.max_running_requests)
 
     def _fill_slots(self) -> dict[_Prompt, list[int]]:
         """Puts waiting requests into free slots, first come first served.

@@ -326,9 +326,10 @@ class SGLangEngine(Engine):
         """
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
-        options = {"skip_tensor_list": list(kept)} if kept else {}
-        call = self.manager.check_weights(CheckWeightsReqInput(action=action, **options))
-        answer = self.loop.run_until_complete(call)
+        request: Any = CheckWeightsReqInput(action=action)
+        if kept:  # older releases have no such field
+            request.skip_tensor_list = list(kept)
+        answer = self.loop.run_until_complete(self.manager.check_weights(request))
         _require(answer)
         return answer[2] or []
 

@@ -72,7 +72,7 @@ def init_distributed() -> torch.device:
     Under plain `python` it makes a group of one process. RuntimeError if the ranks cannot meet, and
     where there is a GPU that torch cannot use.
     """
-    _check_gpu()
+    check_gpu()
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
@@ -107,7 +107,7 @@ def init_distributed() -> torch.device:
     return device
 
 
-def _check_gpu() -> None:
+def check_gpu() -> None:
     """RuntimeError if CUDA does not start on a machine that has a GPU, with CUDA's reason.
 
     torch only warns of it, and the run would take a thousand times as long. A build of torch

@@ -16,7 +16,7 @@ from rl2.config.schema import PPOConfig, RolloutWorkerConfig, SamplingConfig, wo
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import Example, Examples, RowKind
 from rl2.engine.base import Engine, EngineSettings, SamplingParams
-from rl2.engine.select import make_engine
+from rl2.engine.select import default_max_running, make_engine
 from rl2.env.contract import EnvFailures
 from rl2.evaluate import Evaluator, evaluate_only, with_names
 from rl2.inputs import (
@@ -163,7 +163,7 @@ class PPORun:
             dtype=compute_dtype(actor.dtype, device),
             head_dtype=getattr(torch, actor.head_dtype),
             device=device,
-            max_running_requests=rollout.max_running,
+            max_running_requests=rollout.max_running or default_max_running(rollout.engine, device),
             deterministic=self.deterministic,
             exact=actor.is_exact,
             tp_size=rollout.tp_size,

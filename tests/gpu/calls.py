@@ -21,11 +21,15 @@ CALLS = {
     "the trainer": (
         "facts device attention worker offload resume head flash_attn utilisation_8k"
     ).split(),
-    "SGLang": "sglang_contract sglang".split(),
+    "SGLang": "sglang_facts sglang_contract sglang".split(),
     "7B, and whole runs": "sglang_7b sglang_grpo".split(),
+    "evaluations, pauses, resuming": (
+        "sglang_eval sglang_partial sglang_resume sglang_cycles"
+    ).split(),
     "speed": "variants_8k published_16k published_65k published_lora plan".split(),
     "the rest": ("memory_7b utilisation_32k local_contract local_throughput local_grpo").split(),
-    "a real model, and two GPUs": "quickstart ring".split(),
+    "a real model": ["quickstart"],
+    "two GPUs": "ring fsdp hybrid tensor sglang_two".split(),
 }
 FOLDER = "/tmp/rl2-gpu"
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -227,6 +228,38 @@ def sglang():
         check_no_process_left(others)
         check_memory_is_free(before)
     steps.finish()
+
+
+def sglang_cycles():
+    """Twenty rounds of sleep, wake and load: memory, files and shared memory must not grow.
+
+    The answers with the same weights stay the same.
+    """
+    need_sglang()
+    device, name = init_distributed(), make_model("small")
+    actor = Worker(worker_config(name), device, num_updates=8)
+    engine = start_sglang(name, device, 64)
+    prompts = make_prompts(1000, 8, 50)
+    process = psutil.Process()
+    used, files, shared, answers = [], [], [], []
+    for version in range(3 if DRY else 20):
+        engine.sleep()
+        used.append(used_gib())
+        engine.wake()
+        engine.load_weights(actor.iter_full_weights(engine_dtype()), version)
+        files.append(process.num_fds())
+        shared.append(shutil.disk_usage("/dev/shm").used / 2**20)
+        answers.append(greedy_tokens(engine, prompts))
+    record(first_asleep_gib=used[0], last_asleep_gib=used[-1], first_files=files[0])
+    record(last_files=files[-1], first_shm_mib=shared[0], last_shm_mib=shared[-1])
+    same = sum(a == b for a, b in zip(answers[0], answers[-1], strict=True))
+    record(same_answers=f"{same} of {len(prompts)}")
+    engine.close()
+    # The first rounds fill caches.
+    assert used[-1] - used[2] < 0.2, "the memory of the GPU grows with every round"
+    assert files[-1] - files[2] < 10, "files stay open"
+    assert shared[-1] - shared[2] < 64, "shared memory is not freed"
+    assert same >= 0.8 * len(prompts), "the same weights, sent again, answer differently"
 
 
 def check_agreement(actor, engine):

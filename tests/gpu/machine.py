@@ -10,7 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 import psutil
 import torch
 from figures import record
-from tools import DEVICE, DRY, copy_bandwidth, matrix_peak
+from tools import DEVICE, DRY, copy_bandwidth, matrix_peak, need_sglang
+
+from rl2.engine import toolkit
 
 PACKAGES = (
     "numpy",
@@ -24,15 +26,21 @@ PACKAGES = (
 )
 
 
+LEAST_SHM_GIB = 1.0  # NCCL and the handles of weights live there; Docker's default is 64 MiB
+
+
 def facts():
-    """Records what later failures may come from. Fails if a module of rl2 or of the tests does
-    not import.
+    """Records what later failures may come from. Fails if the driver is too old, if /dev/shm is
+    too small, or if a module of rl2 or of the tests does not import.
     """
+    shm_free = shutil.disk_usage("/dev/shm").free / 2**30
     record(
         cpus=len(os.sched_getaffinity(0)),
         ram_gib=psutil.virtual_memory().total / 2**30,
         disk_free_gib=shutil.disk_usage(os.environ["RL2_GPU_MODELS"]).free / 2**30,
-        shm_free_gib=shutil.disk_usage("/dev/shm").free / 2**30,
+        shm_free_gib=shm_free,
+        driver=_driver(),
+        cuda_of_torch=str(torch.version.cuda),
         compilers=" ".join(filter(shutil.which, ("nvcc", "ninja", "c++"))) or "none",
     )
     record(**{package: _version(package) for package in PACKAGES})
@@ -42,6 +50,42 @@ def facts():
     import runs
 
     runs.import_all()
+    assert DRY or torch.cuda.is_available(), f"the driver {_driver()} is too old for torch"
+    assert shm_free >= LEAST_SHM_GIB, f"/dev/shm has {shm_free:.2f} GiB: --shm-size=16g, --ipc=host"
+
+
+def sglang_facts():
+    """Tries what SGLang needs of the machine: its release, compilers, and libcudart for the
+    preload of its memory saver.
+    """
+    need_sglang()
+    folder = toolkit.cudart_folder()
+    record(cuda_home=str(toolkit.cuda_home()), cudart_folder=str(folder))
+    problems = [*toolkit.version_problems(has_float32_head=False)]
+    if not DRY:
+        problems += [*toolkit.toolkit_problems(), *_preload_problems(folder)]
+    assert not problems, "; ".join(problems)
+
+
+def _preload_problems(folder: str | None) -> list[str]:
+    """Starts a program with the memory saver's library, as SGLang starts its processes."""
+    from torch_memory_saver import configure_subprocess
+
+    folders = [*filter(None, [os.environ.get("LD_LIBRARY_PATH"), folder])]
+    with configure_subprocess():  # sets LD_PRELOAD
+        env = os.environ | {"LD_LIBRARY_PATH": os.pathsep.join(folders)}
+        done = subprocess.run(["/bin/true"], env=env, capture_output=True, text=True)
+    # The linker only warns where it cannot open the library itself.
+    return [] if done.returncode == 0 and not done.stderr else [f"preload: {done.stderr.strip()}"]
+
+
+def _driver() -> str:
+    """The version of NVIDIA's driver."""
+    if shutil.which("nvidia-smi") is None:
+        return "none"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True)
+    return (done.stdout.split() or ["unknown"])[0]
 
 
 def _version(package: str) -> str:

@@ -261,6 +261,26 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def has_gpu() -> bool:
+    """Whether torch can use a GPU. Prints why not."""
+    import torch
+
+    from rl2.parallel.mesh import check_gpu
+
+    try:
+        check_gpu()
+    except RuntimeError as error:
+        print(f"tests/gpu: {error}")
+        return False
+    if not torch.cuda.device_count():
+        print(
+            "tests/gpu: there is no GPU here, so nothing was run (RL2_DEVICE=cpu tries the "
+            "parts on a CPU)"
+        )
+        return False
+    return True
+
+
 def main() -> int:
     arguments = parse_arguments()
     if arguments.list:
@@ -269,13 +289,7 @@ def main() -> int:
     dry = os.environ.get("RL2_DEVICE") == "cpu"
     if dry:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    import torch
-
-    if not dry and not torch.cuda.device_count():
-        print(
-            "tests/gpu: there is no GPU here, so nothing was run (RL2_DEVICE=cpu tries the "
-            "parts on a CPU)"
-        )
+    if not dry and not has_gpu():
         return 3
     if arguments.fork:
         import runs

@@ -1,4 +1,4 @@
-"""Whole runs of the trainers on one GPU, and ring attention over two GPUs."""
+"""Whole runs of the trainers, and the layouts of two GPUs."""
 
 import importlib
 import json
@@ -70,17 +70,32 @@ def torchrun(world, *command):
     return run_program(sys.executable, *words, *command)
 
 
-def run_trainer(name, *keys):
-    """Runs a trainer on one device, under torchrun as users do; on a CPU the plain module."""
+def run_trainer(name, *keys, world=1):
+    """Runs a trainer on `world` devices, under torchrun as users do; on one CPU without it."""
     command = ("-m", f"rl2.trainer.{name}", "trainer.disable_wandb=true", *keys)
-    return run_program(sys.executable, *command) if DRY else torchrun(1, *command)
+    if DRY and world == 1:
+        return run_program(sys.executable, *command)
+    return torchrun(world, *command)
 
 
 def read_metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def grpo(engine, model, *more, prompts=8, samples=16, length=256, steps=3):
+def write_inputs(folder, num_rows):
+    """Rows and an environment for a run without a task. Returns the keys that name them."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"say something, {i}"}], "answer": ""}
+        for i in range(num_rows)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "env.py").write_text(
+        "def reward_fn(messages, answer):\n    return len(messages[-1]['content']) % 5 / 5\n"
+    )
+    return [f"data.path={folder / 'rows.jsonl'}", f"rollout.env_path={folder / 'env.py'}"]
+
+
+def grpo(engine, model, *more, prompts=8, samples=16, length=256, steps=3, world=1):
     """Runs some steps of GRPO and checks that no GPU memory stays in use after the end.
 
     The runner (run.py) checks that no process is left. Returns the metrics of the steps.
@@ -91,19 +106,11 @@ def grpo(engine, model, *more, prompts=8, samples=16, length=256, steps=3):
         samples, length = 4, 16
     with tempfile.TemporaryDirectory(dir=os.environ["RL2_GPU_MODELS"]) as folder:
         folder = Path(folder)
-        rows = [
-            {"messages": [{"role": "user", "content": f"say something, {i}"}], "answer": ""}
-            for i in range(prompts * steps)
-        ]
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (folder / "env.py").write_text(
-            "def reward_fn(messages, answer):\n    return len(messages[-1]['content']) % 5 / 5\n"
-        )
+        inputs = write_inputs(folder, prompts * steps)
         start = time.perf_counter()
         output = run_trainer(
             "ppo",
-            f"data.path={folder / 'rows.jsonl'}",
-            f"rollout.env_path={folder / 'env.py'}",
+            *inputs,
             f"actor.model_name={name}",
             f"rollout.engine={engine}",
             f"data.prompts_per_rollout={prompts}",
@@ -117,6 +124,7 @@ def grpo(engine, model, *more, prompts=8, samples=16, length=256, steps=3):
             f"trainer.save_dir={folder / 'run'}",
             f"trainer.max_steps={steps}",
             *more,
+            world=world,
         )
         record(seconds=time.perf_counter() - start)
         lines = read_metrics(folder / "run")[-steps:]
@@ -151,6 +159,97 @@ def sglang_7b():
     need_sglang()
     lines = grpo("sglang", "qwen2.5-7b", *sglang_keys(), samples=8, length=512, steps=2)
     record(**{f"first_{key}": lines[0][key] for key in TIMES if key in lines[0]})
+
+
+def sglang_eval():
+    """An evaluation only: SGLang answers with the weights that it has loaded itself."""
+    need_sglang()
+    with tempfile.TemporaryDirectory(dir=os.environ["RL2_GPU_MODELS"]) as folder:
+        folder = Path(folder)
+        path, env = write_inputs(folder, 16)
+        run_trainer(
+            "ppo",
+            path,
+            path.replace("data.path", "data.test_path"),
+            env,
+            f"actor.model_name={make_model('small')}",
+            "rollout.engine=sglang",
+            "rollout.test_sampling_params.max_new_tokens=16",
+            "trainer.eval_only=true",
+            f"trainer.save_dir={folder / 'run'}",
+            *sglang_keys(),
+        )
+        (metrics,) = read_metrics(folder / "run")
+    record(reward=metrics["test/reward/mean"])
+    assert 0 <= metrics["test/reward/mean"] <= 0.8
+
+
+def sglang_partial():
+    """Partial rollouts with a stop string: answers pause, and continue under the next weights."""
+    need_sglang()
+    lines = grpo(
+        "sglang",
+        "small",
+        *sglang_keys(),
+        "rollout.partial=true",
+        "actor.correction=token_tis",
+        "rollout.max_running=24",
+        "rollout.check_weights=true",
+        'rollout.train_sampling_params.stop=["q"]',
+        steps=4,
+    )
+    staleness = max(line["rollout/staleness"] for line in lines)
+    record(staleness=staleness)
+    assert staleness > 0, "no answer was paused"
+
+
+def sglang_resume():
+    """Kills a run with SGLang after its second checkpoint, and starts the same command again.
+
+    SGLang's processes end with the run and give the memory of the GPU back.
+    """
+    need_sglang()
+    before = used_gib()
+    with tempfile.TemporaryDirectory(dir=os.environ["RL2_GPU_MODELS"]) as folder:
+        folder = Path(folder)
+        keys = [
+            *write_inputs(folder, 16),
+            f"actor.model_name={make_model('small')}",
+            "rollout.engine=sglang",
+            "data.prompts_per_rollout=4",
+            "data.responses_per_prompt=4",
+            "rollout.train_sampling_params.max_new_tokens=16",
+            "actor.lr=1e-6",
+            "adv.norm_var=true",
+            "trainer.max_steps=4",
+            "trainer.save_freq=1",
+            "trainer.disable_wandb=true",
+            f"trainer.save_dir={folder / 'run'}",
+            *sglang_keys(),
+        ]
+        command = [sys.executable, "-m", "rl2.trainer.ppo", *keys]
+        with subprocess.Popen(command) as process:
+            checkpoint = folder / "run/checkpoints/step_2"
+            while not checkpoint.exists() and process.poll() is None:
+                time.sleep(0.05)
+            assert process.poll() is None, "it ended before it was killed"
+            process.kill()
+        ends = time.monotonic() + 30
+        while used_gib() - before > 0.5 and time.monotonic() < ends:
+            time.sleep(0.5)
+        record(left_by_the_killed_run_gib=used_gib() - before)
+        assert used_gib() - before < 0.5, "processes of SGLang outlive the run"
+        run_program(*command)
+        steps = [line["step"] for line in read_metrics(folder / "run")]
+    assert steps == [1, 2, 3, 4], steps
+
+
+def sglang_two():
+    """Two GPUs share an engine (rollout.tp_size=2), and the actor is sharded over them."""
+    need_sglang()
+    need_two_gpus()
+    more = ["rollout.tp_size=2", "rollout.check_weights=true"]
+    grpo("sglang", "small", *sglang_keys(), *more, steps=2, world=2)
 
 
 def local_grpo():
@@ -189,15 +288,44 @@ def quickstart():
     assert DRY or reached, "it never answered 70% of the held-out questions"
 
 
-def ring():
-    """Checks that two updates with two GPUs per sequence equal those of one process on a CPU."""
+# Layouts of two GPUs, by the part that compares each with one process.
+LAYOUTS = {
+    "ring": {"sp_size": 2},
+    "fsdp": {"fsdp_size": 2},
+    "hybrid": {"fsdp_size": 1},  # a copy on each
+    "tensor": {"tp_size": 2},
+}
+
+
+def need_two_gpus():
     if not DRY and torch.cuda.device_count() < 2:
         raise Skip("nccl needs one GPU a process, and there is one")
+
+
+def ring():
+    two_gpus("ring")
+
+
+def fsdp():
+    two_gpus("fsdp")
+
+
+def hybrid():
+    two_gpus("hybrid")
+
+
+def tensor():
+    two_gpus("tensor")
+
+
+def two_gpus(layout):
+    """Checks that two updates on two GPUs equal those of one process on a CPU."""
+    need_two_gpus()
     start = launch if DRY else torchrun
-    start(2, __file__, make_model("small"))
+    start(2, __file__, make_model("small"), layout)
 
 
-def _ring(name):
+def _compare_layout(name, layout):
     from training import norm_error, two_steps
 
     from rl2.parallel.mesh import init_distributed
@@ -206,7 +334,7 @@ def _ring(name):
     device = init_distributed()
     batch = make_batch(1024, groups=3, samples=3, prompt=40, answer=90)
     settings = {"lr": 0.1, "max_length_per_device": 400}
-    config = worker_config(name, sp_size=2, **settings)
+    config = worker_config(name, **LAYOUTS[layout], **settings)
     scores, updates, moved = two_steps(Worker(config, device, num_updates=10), batch)
     config = worker_config(name, dtype="float32", **settings)
     cpu_worker = Worker(config, torch.device("cpu"), num_updates=10)
@@ -224,4 +352,4 @@ def _ring(name):
 
 
 if __name__ == "__main__":
-    _ring(sys.argv[1])
+    _compare_layout(*sys.argv[1:])

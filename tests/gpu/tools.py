@@ -13,6 +13,7 @@ import yaml
 from figures import Skip
 
 from rl2.config.schema import WorkerConfig
+from rl2.engine.toolkit import FIRST_WITH_FAST_HEAD, sglang_version
 
 DRY = os.environ.get("RL2_DEVICE") == "cpu"
 DEVICE = torch.device("cpu" if DRY else "cuda")
@@ -49,12 +50,16 @@ def need_sglang() -> None:
 def sglang_args() -> dict:
     """Returns the arguments of SGLang's engine on this machine.
 
-    They come from SGLANG_ARGS. On a CPU, the arguments that SGLang needs there are added.
+    They come from SGLANG_ARGS. On a CPU, the arguments that SGLang needs there are added. Old
+    releases are asked for the precise head, so that all of them have one tolerance.
     """
-    words = [word.partition("=") for word in os.environ.get("SGLANG_ARGS", "").split()]
-    return ({"max_total_tokens": 8192} if DRY else {}) | {
-        key: yaml.safe_load(value) for key, _, value in words
-    }
+    arguments: dict = {"max_total_tokens": 8192} if DRY else {}
+    if sglang_version() < FIRST_WITH_FAST_HEAD:
+        arguments["enable_fp32_lm_head"] = True
+    for word in os.environ.get("SGLANG_ARGS", "").split():
+        key, _, value = word.partition("=")
+        arguments[key] = yaml.safe_load(value)
+    return arguments
 
 
 def synchronize() -> None:

@@ -132,3 +132,18 @@ def test_a_start_that_fails_says_why(tmp_path, tied):
     done = torchrun(1, *command, "rollout.engine_args.attention_backend=nonsense", check=False)
     assert done.returncode != 0
     assert "SGLang did not start" in done.stderr and "nonsense" in done.stderr + done.stdout
+
+
+def test_an_evaluation_without_training(tmp_path, tied):
+    """No weights are sent: SGLang answers with those that it has loaded itself."""
+    command = [
+        *arguments(tmp_path, tied),
+        f"data.test_path={tmp_path / 'train.jsonl'}",
+        "rollout.engine=sglang",
+        "rollout.engine_args.max_total_tokens=4096",
+        "trainer.eval_only=true",
+        f"trainer.save_dir={tmp_path / 'run'}",
+    ]
+    torchrun(1, *command, env={"SGLANG_CPU_OMP_THREADS_BIND": "0"})
+    (metrics,) = read_metrics(tmp_path / "run")
+    assert 0 <= metrics["test/reward/mean"] <= 1
