@@ -7,6 +7,7 @@ import pytest
 import torch
 from common import CONFIGS, launch, make_model, read_metrics, run
 
+from rl2 import progress
 from rl2.commands.plan import main
 from rl2.config.schema import SFTConfig
 from rl2.memory_plan import GIB, Plan, Prediction, read_plan, start_process
@@ -111,3 +112,19 @@ def test_a_plan_that_cannot_be_made_says_why_and_stops_nothing(tmp_path, capsys)
     assert read_plan(start_process(config, 2)) is None
     assert "the memory plan could not be made: " in capsys.readouterr().out
     assert Prediction(config, 2).plan(wait=True) is None  # no GPU, no plan
+
+
+def test_the_watchdog_is_quiet_while_a_plan_is_made():
+    """The process that makes it may take minutes on a busy machine, and nobody sees its work."""
+
+    class Process:
+        returncode = 1
+        is_expected = False
+
+        def communicate(self):
+            self.is_expected = progress.is_expecting()
+            return b"", b"no plan"
+
+    process = Process()
+    assert read_plan(process) is None
+    assert process.is_expected and not progress.is_expecting()

@@ -193,25 +193,39 @@ def _choose_kernels(
     """
     if not torch.cuda.is_available():  # a memory plan has no GPU at all
         return
-    capability = torch.cuda.get_device_capability()[0]
     restore_flash_attention_impl(_raise_warn=False)
     chosen = "FA2"
-    with expecting(SECONDS_TO_TRY):  # FA4 compiles its kernels
-        heads = _trial_heads(num_heads, num_key_heads, head_size, dtype, device)
-        expected = _compute_trial(*heads) if capability in NEWER_KERNELS else []
-        for name in NEWER_KERNELS.get(capability, ()):
-            try:
-                activate_flash_attention_impl(name)
-                _compare(_compute_trial(*heads), expected)
-            except ImportError:  # it is not installed
-                restore_flash_attention_impl(_raise_warn=False)
-            except Exception as error:  # a package of another vendor may raise anything
-                restore_flash_attention_impl(_raise_warn=False)
-                _print_once(f"attention kernels: {name} is installed but failed a trial: {error}")
-            else:
-                chosen = name
-                break
+    for name in NEWER_KERNELS.get(torch.cuda.get_device_capability()[0], ()):
+        try:
+            with expecting(SECONDS_TO_TRY):  # FA4 compiles its kernels
+                _try_kernels(name, num_heads, num_key_heads, head_size, dtype, device)
+        except ImportError:  # it is not installed
+            continue
+        except Exception as error:  # a package of another vendor may raise anything
+            _print_once(f"attention kernels: {name} is installed but failed a trial: {error}")
+            continue
+        activate_flash_attention_impl(name)
+        chosen = name
+        break
     _print_once(f"attention kernels: {chosen}")
+
+
+def _try_kernels(name: str, *heads: Any) -> None:
+    """Computes the trial with the kernels called `name` and with FA2, which is active afterwards.
+
+    Raises what the kernels raise, and ValueError if the results differ by more than rounding.
+    """
+    activate_flash_attention_impl(name)
+    try:
+        inputs = _trial_heads(*heads)
+        results = _compute_trial(*inputs)
+    finally:
+        restore_flash_attention_impl(_raise_warn=False)
+    for result, expected in zip(results, _compute_trial(*inputs), strict=True):
+        difference = (result.float() - expected.float()).norm()
+        # `not <=`, since it may be NaN.
+        if not difference <= TRIAL_TOLERANCE * expected.float().norm():
+            raise ValueError(f"its results differ from those of FA2 by {difference:.2g}")
 
 
 def _print_once(text: str) -> None:
@@ -243,15 +257,6 @@ def _compute_trial(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         gradients = _backward_cuda(queries, queries, k, v, out, lse, block, scale)
         results += [out, lse, *gradients]
     return results
-
-
-def _compare(results: list[Tensor], expected: list[Tensor]) -> None:
-    """ValueError if the results differ by more than rounding."""
-    for ours, other in zip(results, expected, strict=True):
-        difference = (ours.float() - other.float()).norm()
-        # `not <=`, since it may be NaN.
-        if not difference <= TRIAL_TOLERANCE * other.float().norm():
-            raise ValueError(f"its results differ from those of FA2 by {difference:.2g}")
 
 
 def _forward_cuda(q, k, v, block: Block, scale: float) -> tuple[Tensor, Tensor]:
