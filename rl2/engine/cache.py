@@ -5,6 +5,7 @@ N pages, P = PAGE_SIZE_TOKENS, L prompt tokens.
 """
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class PrefillAttention(PackedAttention):
         return {layer: [x[:, start:end] for x in kv] for layer, kv in self.kv.items()}
 
 
-class KVCache:
+class KVCache(ABC):
     """Keys and values of all slots, and the attention of one new token a slot over them."""
 
     def __init__(self, num_slots: int):
@@ -75,6 +76,30 @@ class KVCache:
             hidden |= self.distances >= window
         return hidden
 
+    @abstractmethod
+    def __call__(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        """Stores the new keys and values and attends.
+
+        query [n, H, 1, D], key and value [n, G, 1, D] -> [n, 1, H, D].
+        With `sliding_window` a token sees so many tokens at most, the last one of which is itself.
+        """
+
+    @abstractmethod
+    def write_prompt(self, kv: PromptKV, slots: list[int]) -> None:
+        """Writes a prompt's keys and values into each of `slots`, from position 0."""
+
+    @abstractmethod
+    def move_slot(self, source: int, target: int) -> None:
+        """Copies all keys and values of slot `source` to slot `target`."""
+
 
 class PagedKVCache(KVCache):
     """A cache whose attention gives a slot the same bits, however long the other slots are.
@@ -98,11 +123,7 @@ class PagedKVCache(KVCache):
         scaling: float,
         sliding_window: int | None = None,
     ) -> Tensor:
-        """Stores the new keys and values and attends.
-
-        query [n, H, 1, D], key and value [n, G, 1, D] -> [n, 1, H, D].
-        With `sliding_window` a token sees so many tokens at most, the last one of which is itself.
-        """
+        """Attends page by page, see KVCache."""
         n, num_heads, _, _ = query.shape
         layer: int = module.layer_idx
         keys, values = self._reserve(layer, [key, value], self.num_pages)
@@ -120,7 +141,7 @@ class PagedKVCache(KVCache):
         return out.to(value.dtype).reshape(n, 1, num_heads, -1)
 
     def write_prompt(self, kv: PromptKV, slots: list[int]) -> None:
-        """Writes a prompt's keys and values into each of `slots`, from position 0."""
+        """See KVCache."""
         for layer, keys_and_values in kv.items():
             length = keys_and_values[0].shape[1]
             num_pages = -(-length // PAGE_SIZE_TOKENS)
@@ -132,7 +153,7 @@ class PagedKVCache(KVCache):
                 pages[:num_pages, slots] = new_pages.transpose(0, 1)[:, None]
 
     def move_slot(self, source: int, target: int) -> None:
-        """Copies all keys and values of slot `source` to slot `target`."""
+        """See KVCache."""
         for layer_pages in self.layers.values():
             for pages in layer_pages:
                 pages[:, target] = pages[:, source]
@@ -177,7 +198,7 @@ class DenseKVCache(KVCache):
         scaling: float,
         sliding_window: int | None = None,
     ) -> Tensor:
-        """Stores the new keys and values and attends, see PagedKVCache."""
+        """Attends with one kernel, see KVCache."""
         n, num_heads, _, _ = query.shape
         num_keys = self.num_pages * PAGE_SIZE_TOKENS
         keys, values = self._reserve(module.layer_idx, [key, value], num_keys)
@@ -203,7 +224,7 @@ class DenseKVCache(KVCache):
         return self.masks[window]
 
     def write_prompt(self, kv: PromptKV, slots: list[int]) -> None:
-        """Writes a prompt's keys and values into each of `slots`, from position 0."""
+        """See KVCache."""
         for layer, keys_and_values in kv.items():
             length = keys_and_values[0].shape[1]
             reserved = self._reserve(layer, keys_and_values, length)
@@ -211,7 +232,7 @@ class DenseKVCache(KVCache):
                 old[slots, :, :length] = new
 
     def move_slot(self, source: int, target: int) -> None:
-        """Copies all keys and values of slot `source` to slot `target`."""
+        """See KVCache."""
         for keys_and_values in self.layers.values():
             for tensor in keys_and_values:
                 tensor[target] = tensor[source]

@@ -8,6 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl2.engine.cache import DenseKVCache, PagedKVCache
 
+# Questions and views.
+NO_KERNELS = {"device", "view", "_unsafe_view", "select", "slice", "expand", "transpose", "permute"}
+NO_KERNELS |= {"unsqueeze", "t", "detach", "alias", "split", "unflatten", "flatten", "reshape"}
+
 
 class Counter(TorchDispatchMode):
     """Counts the operators of a step."""
@@ -39,14 +43,12 @@ def decode(cache, device, num_layers, slots=64, position=1000):
 
 
 def test_a_layer_takes_few_kernels_and_never_waits():
-    views = {"view", "_unsafe_view", "select", "slice", "expand", "transpose", "unsqueeze"}
-    views |= {"permute", "t", "detach", "alias", "split"}
     with fake_cuda() as gpu, torch.inference_mode():
         counts = {}
         for kind in (DenseKVCache, PagedKVCache):
             with gpu.phase() as phase:
                 names = decode(kind(64), gpu.device, num_layers=4)
-            counts[kind] = sum(name not in views for name in names) / 4
+            counts[kind] = sum(name not in NO_KERNELS for name in names) / 4
             assert not phase.num_waits, phase.describe_waits()
-    # Two are the writes of keys and values.
-    assert counts[DenseKVCache] < 10 < counts[PagedKVCache] / 3, counts
+    # The writes of keys and of values, the attention, and a share of what all layers need.
+    assert counts[DenseKVCache] < 6 and counts[PagedKVCache] > 60, counts
