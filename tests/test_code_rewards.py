@@ -2,10 +2,15 @@
 
 import asyncio
 import json
+import re
+import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from code_forms import FORMS, PROGRAM
+from code_forms import TESTS as FORM_TESTS
 
 from rl2.rewards import code
 from rl2.rewards.code import extract, judge
@@ -83,6 +88,28 @@ def test_calls_of_a_function_with_arguments_in_json():
     assert not judge("def pair(x, y): return [y, x]", cases).is_right
 
 
+def test_results_of_calls_that_json_does_not_have():
+    program = """
+        import numpy as np
+        from collections import Counter
+        def f(kind):
+            return {
+                "scalar": np.int64(3),
+                "scalars": (np.int64(1), [np.int64(2)]),
+                "array": np.array([1, 2]),
+                "counter": Counter("a"),
+                "keys": {1: (2,)},
+            }[kind]
+        """
+    outputs = {"scalar": 3, "scalars": [1, [2]], "array": [1, 2], "counter": {"a": 1}}
+    outputs["keys"] = {"1": [2]}
+    cases = {"fn_name": "f", "inputs": [json.dumps(kind) for kind in outputs]}
+    cases["outputs"] = [json.dumps(output) for output in outputs.values()]
+    assert judge(textwrap.dedent(program), cases) == (True, "")
+    cases["outputs"][1] = "[1, [3]]"
+    assert not judge(textwrap.dedent(program), cases).is_right
+
+
 def test_tests_of_functions_and_classes():
     program = """
         import collections
@@ -126,9 +153,216 @@ def test_a_function_of_the_program_is_no_test():
     assert judge("def test_equal(x, y): return x == y", "assert test_equal(1, 1)").is_right
 
 
+STYLES = {
+    "a class": """
+        class TestNext:
+            def setup_method(self): self.expected = 2
+            def test_next(self): assert f(1) == self.expected
+        """,
+    "functions": """
+        def test_one(): assert f(1) == 2
+        def testTwo(): assert f(2) == 3
+        """,
+    "async": """
+        import asyncio
+        async def test_next():
+            await asyncio.sleep(0)
+            assert f(1) == 2
+        """,
+    "an async method": """
+        class TestNext:
+            async def test_next(self): assert f(1) == 2
+        """,
+    "parametrize": """
+        import pytest
+        @pytest.mark.parametrize("x, y", [(1, 2), pytest.param(2, 3)])
+        def test_next(x, y): assert f(x) == y
+        @pytest.mark.parametrize("x", [{"x": 1}])
+        def test_raises(x):
+            with pytest.raises(TypeError): f(x)
+        """,
+    "unittest": """
+        import unittest
+        class Next(unittest.TestCase):
+            def setUp(self): self.expected = 2
+            def test_next(self): self.assertEqual(f(1), self.expected)
+        if __name__ == "__main__":
+            unittest.main()
+        """,
+    "unittest that is async": """
+        from unittest import IsolatedAsyncioTestCase, main
+        class Next(IsolatedAsyncioTestCase):
+            async def test_next(self): self.assertEqual(f(1), 2)
+        main()
+        """,
+    "a main guard": """
+        def check():
+            assert f(1) == 2
+        if __name__ == "__main__":
+            check()
+        """,
+    "a function of the tests": """
+        def test_case(x, y): assert f(x) == y
+        test_case(1, 2)
+        """,
+}
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_all_tests_run_that_pytest_or_unittest_would_run(name):
+    assert judge_text("def f(x): return x + 1", STYLES[name])
+    assert not judge_text("def f(x): return x + 2", STYLES[name])
+
+
+@pytest.mark.parametrize(
+    "tests, message",
+    [
+        ("def check(candidate):\n    assert candidate() is None", "only define check"),
+        ("import math\nx = 3", "only define nothing"),
+        ("class Helper:\n    def test_it(self): assert f(1)", "only define Helper"),
+        ("def test_it(f): assert f(1)", r"test_it\(f\)"),
+        ("import no_such_package\nassert f(1)", "no_such_package, which is not installed"),
+    ],
+)
+def test_tests_that_cannot_judge_are_an_error(tests, message):
+    with pytest.raises(ValueError, match=message):
+        judge("def f(x): pass", tests)
+
+
 def test_tests_that_call_nothing_prove_nothing():
-    verdict = judge("def f(): pass", "def check(candidate):\n    assert candidate() is None")
+    verdict = judge("def f(): pass", "if 1 > 2:\n    assert f()")
     assert not verdict.is_right and "the tests call nothing" in verdict.reason
+
+
+EXITS = [
+    "import sys; sys.exit(0)",
+    "import sys; sys.exit()",
+    "raise SystemExit",
+    "import os; os._exit(0)",
+    "import atexit, os; atexit.register(os._exit, 0); 1 / 0",
+]
+
+
+@pytest.mark.parametrize("text", EXITS)
+def test_an_exit_is_no_pass(text):
+    """In the tests, in a call, and at the end of the program."""
+    right = "def f(x): return x"
+    assert not judge(right, f"assert f(1) == 1\n{text}\nassert f(1) == 1").is_right
+    assert not judge(f"def f(x):\n    {text}", "assert f(1) == 1").is_right
+    assert not judge(f"{right}\n{text}", "assert f(1) == 1").is_right
+
+
+def fill(template, i):
+    """A form with the number i: its f() is f<i>()."""
+    return re.sub(r"\bf\(\)", f"f{i}()", template)
+
+
+def test_results_that_plain_python_accepts_and_denies(monkeypatch):
+    right = PROGRAM + "".join(f"def f{i}(): return {form[0]}\n" for i, form in enumerate(FORMS))
+    wrong = PROGRAM + "".join(f"def f{i}(): return {form[2]}\n" for i, form in enumerate(FORMS))
+    tests = FORM_TESTS + "passed = []\n"
+    for i, (_, test, _) in enumerate(FORMS):
+        tests += f"try:\n    if {fill(test, i)}: passed.append({i})\nexcept Exception: pass\n"
+    all_pass = tests + f"failed = {{*range({len(FORMS)})}} - {{*passed}}\nassert not failed, failed"
+    none_pass = tests + "assert not passed, passed"
+    for program, text in ((right, all_pass), (wrong, none_pass)):
+        solution = ModuleType("solution")
+        exec(program, vars(solution))
+        monkeypatch.setitem(sys.modules, "solution", solution)
+        exec(text, {"__name__": "tests"})
+        assert judge(program, text) == (True, "")
+
+
+CHEAT = """
+import unittest
+import numpy as np
+class Any:
+    def __init__(self, *_): pass
+    def yes(self, *_): return True
+    def zero(self, *_): return 0.0
+    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __req__ = yes
+    __sub__ = __rsub__ = zero
+    def __hash__(self): return hash("expected")
+    def __ne__(self, other): return False
+class AnyType(type):
+    def __eq__(self, other): return True
+    __hash__ = type.__hash__
+class AnyClass(metaclass=AnyType): pass
+class AnyError(Exception):
+    def __eq__(self, other): return True
+def make(base):
+    return type("Cheat", (base,), {**vars(Any), "__init__": base.__init__})
+def f(kind):
+    if kind == "skip": raise unittest.SkipTest
+    if kind == "any": return Any()
+    if kind == "inside": return [Any()]
+    if kind == "class": return AnyClass
+    if kind == "error": return AnyError()
+    if kind == "array": return np.array([1]).view(make(np.ndarray))
+    return make(__builtins__[kind])()
+"""
+
+
+def test_no_operator_of_the_program_decides_what_equals_a_value_of_the_tests():
+    tests = """
+        passed = []
+        for kind in ["any", "class", "error", "array", "int", "float", "list", "dict", "set"]:
+            value = f(kind)
+            for expected in ["expected", 3.5, ("a",), ["a"], {"a": 1}, {"a"}]:
+                for name, test in {
+                    "equal": lambda: value == expected,
+                    "reflected": lambda: expected == value,
+                    "not different": lambda: not value != expected,
+                    "in a list": lambda: value in [expected],
+                    "of lists": lambda: [value] == [expected],
+                    "of dicts": lambda: {"a": value} == {"a": expected},
+                    "a key": lambda: value in {"expected": 1},
+                    "close": lambda: expected == 3.5 and abs(value - expected) < 1e-6,
+                    "less": lambda: kind == "any" and value < expected,
+                    "more": lambda: kind == "any" and expected <= value,
+                }.items():
+                    try:
+                        if test(): passed.append((kind, expected, name))
+                    except (TypeError, ValueError): pass
+        assert f("inside") != ["expected"]
+        assert not passed, passed
+        """
+    assert judge(CHEAT, textwrap.dedent(tests)) == (True, "")
+    skipped = """
+        import unittest
+        class Cheated(unittest.TestCase):
+            def test_it(self): self.assertEqual(f("skip"), 3)
+        """
+    assert not judge_text(CHEAT, skipped)
+
+
+def test_a_program_does_not_replace_what_the_tests_import():
+    program = "class math:\n    isclose = lambda *_: True\ndef f(x): return 3.0"
+    tests = "import math\nfrom solution import *\nassert math.isclose(f(1), 2.0)"
+    assert not judge(program, tests).is_right
+
+
+def test_a_function_may_have_the_name_of_a_module():
+    assert judge("def bisect(x): return x + 1", "assert bisect(1) == 2").is_right
+
+
+@pytest.mark.parametrize("starved", ["program", "tests"])
+def test_a_machine_that_is_too_busy_is_no_fault_of_the_program(starved, monkeypatch):
+    results = {
+        "program": [Result("starved", "", ""), Result("failed", "", "the program has ended")],
+        "tests": [Result("timed out", "", ""), Result("starved", "", "")],
+    }[starved]
+    monkeypatch.setattr(code, "run", lambda *programs, limits: results[-len(programs) :])
+    with pytest.raises(TimeoutError, match="too busy"):
+        judge("def f(): return 1", "assert f() == 1")
+    results[1] = Result("failed", "", "AssertionError")
+    assert not judge("def f(): return 1", "assert f() == 1").is_right
+
+
+def test_a_busy_machine_fails_programs_that_read_and_print(monkeypatch):
+    monkeypatch.setattr(code, "run", lambda *_, **__: [Result("starved", "3", "")])
+    with pytest.raises(TimeoutError, match="too busy"):
+        judge(SUM, CASES)
 
 
 TESTS = 'assert f(1) == "expected"\nassert f(2) == "other"'

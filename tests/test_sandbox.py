@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -117,7 +116,7 @@ BAD_ENDS = {
 @pytest.mark.parametrize("name", BAD_ENDS)
 def test_attacks_that_end_badly(name, strength, folder):
     result = run_one(BAD_ENDS[name], strength=strength)
-    assert result.status in ("failed", "killed", "timed out")
+    assert result.status in ("failed", "killed", "timed out", "starved")
     assert len(result.stdout) <= QUICK.file_bytes
     check_nothing_is_left(folder, strength)
 
@@ -155,6 +154,14 @@ GOOD_ENDS = {
         for thread in threads: thread.join()
         """,
     "os._exit": "import os; os._exit(0)",
+    "folders in folders": """
+        import os
+        for number in range(3000):
+            open("file", "w").close()
+            os.mkdir("closed", mode=0)
+            os.mkdir("folder")
+            os.chdir("folder")
+        """,
 }
 
 
@@ -274,33 +281,98 @@ def test_a_python_that_others_may_not_run_is_no_fault_of_the_program(folder, mon
         run_one("print()", strength="user")
 
 
-def test_calls_wait_while_too_many_work(monkeypatch):
-    running = []
-    most = []
+def run_in_process(program, core):
+    """A process that may use one core, and prints what the program prints."""
+    code = (
+        "import os, sys; from rl2.rewards.sandbox import Program, run; "
+        f"os.sched_setaffinity(0, [{core}]); [result] = run(Program({program!r})); "
+        "print(result.stdout)"
+    )
+    return subprocess.Popen([PYTHON, "-c", code], stdout=subprocess.PIPE, text=True)
 
-    class Running:
-        def __init__(self, *_):
-            running.append(self)
-            most.append(len(running))
-            self.process = self
 
-        def wait(self, seconds):
-            threading.Event().wait(0.01)
+def test_programs_of_several_processes_share_the_cores():
+    """One core, so one program at a time. The clock is that of the machine."""
+    program = "import time; print(time.monotonic()); time.sleep(0.2); print(time.monotonic())"
+    core = max(os.sched_getaffinity(0))
+    processes = [run_in_process(program, core) for _ in range(4)]
+    times = [[float(x) for x in process.communicate()[0].split()] for process in processes]
+    times.sort()
+    assert all(end <= start for (_, end), (start, _) in zip(times, times[1:], strict=False)), times
 
-        def end(self):
-            running.remove(self)
 
-        def read_result(self):
-            return "result"
+def test_a_process_that_is_killed_frees_its_core(folder):
+    core = max(os.sched_getaffinity(0))
+    killed = run_in_process("import time; time.sleep(1000)", core)
+    try:
+        wait_until(lambda: find_processes(folder.parent / "rl2-sandbox-"))
+    finally:
+        killed.kill()
+        killed.communicate()
+    assert run_in_process("print(1)", core).communicate()[0] == "1\n\n"
 
-    monkeypatch.setattr(sandbox, "_Sandbox", Running)
-    monkeypatch.setattr(sandbox, "slots", threading.Semaphore(3))
-    calls = [
-        threading.Thread(target=run, args=(Program(""),), kwargs={"strength": "user"})
-        for _ in range(100)
-    ]
-    for call in calls:
-        call.start()
-    for call in calls:
-        call.join()
-    assert len(most) == 100 and max(most) == 3 and not running
+
+def test_a_program_that_gets_no_core_is_told_from_one_that_sleeps():
+    """Two processes want one core, until one of them has waited long enough."""
+    script = """
+        import os, signal, sys, time
+        from rl2.rewards import launcher
+        os.sched_setaffinity(0, [max(os.sched_getaffinity(0))])
+        proc = os.open("/proc", os.O_RDONLY)
+
+        def start(wait):
+            child = os.fork()
+            while child == 0:
+                wait()
+            return child
+
+        busy = start(lambda: None)
+        while launcher.waited(proc) < 0.5:
+            pass
+        os.kill(busy, signal.SIGKILL)
+        os.waitpid(busy, 0)
+        asleep = start(lambda: time.sleep(0.5))
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            pass
+        print(launcher.waited(proc) < 0.5)
+        os.kill(asleep, signal.SIGKILL)
+        """
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("this kernel does not tell how long a process waits for a core")
+    output = subprocess.check_output([PYTHON, "-c", textwrap.dedent(script)], text=True)
+    assert output == "True\n"
+
+
+def test_calls_that_neither_namespaces_nor_limits_hold_for(strength):
+    result = run_one(
+        """
+        import ctypes, os, socket
+        for make in (
+            lambda: socket.socket(40, socket.SOCK_STREAM),  # AF_VSOCK
+            lambda: socket.socket(38, socket.SOCK_SEQPACKET),  # AF_ALG
+            lambda: os.memfd_create("name"),
+        ):
+            try:
+                make()
+                print("made")
+            except OSError as error:
+                print(error.errno)
+        libc = ctypes.CDLL(None)
+        print(libc.shmget(0, 4096, 0o600), libc.syscall(425, 1, 0))
+        for family in (socket.AF_INET, socket.AF_UNIX):
+            socket.socket(family).close()
+        print(ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 5)())
+        """,
+        limits=Limits(),
+        strength=strength,
+    )
+    assert result == ("succeeded", "97\n97\n38\n-1 -1\n5\n", "")
+
+
+def test_one_process_of_a_run_names_the_strength():
+    child = "from rl2.rewards import sandbox; sandbox.require('process')"
+    code = f"{child}; import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    env = {name: value for name, value in os.environ.items() if name != sandbox.INHERITED}
+    output = subprocess.check_output([PYTHON, "-c", code], text=True, env=env)
+    assert output.count("programs run in sandboxes of strength") == 1

@@ -9,7 +9,9 @@ tests that call functions run in another sandbox than the program (rl2/rewards/r
 
 import ast
 import hashlib
+import importlib.util
 import json
+import secrets
 import textwrap
 from pathlib import Path
 from socket import socketpair
@@ -19,12 +21,17 @@ from rl2.rewards.sandbox import Limits, Program, Result, run
 
 LANGUAGES = ("python", "py", "python3", "")  # of code blocks, the best first
 MAX_VERDICTS = 100_000  # that are kept
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+# Statements that may test something without a call.
+STATEMENTS = (ast.Assert, ast.If, ast.For, ast.While, ast.Try, ast.With, ast.Match)
+PROGRAM_ENDED = "the program has ended"  # what the tests write then
 REMOTE = Path(__file__).with_name("remote.py").read_text()
 CALLS = """
 import json
 import solution
+from __main__ import as_json
 for arguments, expected in json.loads({cases!r}):
-    result = json.loads(json.dumps(solution.{function}(*arguments)))
+    result = as_json(solution.{function}(*arguments))
     assert result == expected, (arguments, expected)
 """
 
@@ -63,11 +70,13 @@ def judge(program: str, test_cases: Any, limits: Limits | None = None) -> Verdic
         the ends of lines, and empty lines at the end, do not count.
     {"fn_name": NAME, "inputs": [...], "outputs": [...]}: calls of a function, or of a method of
         the class Solution. An input has an argument in JSON on each line, an output is JSON.
-    The text of Python tests, or a list of such texts: asserts, or functions test_*().
+    The text of Python tests, or a list of such texts: asserts, or what pytest or unittest would
+        find. Without any of these, what follows `if __name__ == "__main__":` runs.
 
     All of these may be in JSON. `limits` are those of each run. Raises ValueError or SyntaxError if
-    the tests cannot be read, OSError if the sandbox does not work. Verdicts are kept, except those
-    of programs that ran out of time.
+    the tests cannot be read or run nothing, OSError if the sandbox does not work, TimeoutError if a
+    program ran out of time because the machine is busy. Verdicts are kept, except those of programs
+    that ran out of time.
     """
     key = hashlib.sha256(json.dumps([program, test_cases, str(limits)]).encode()).digest()
     if key in _verdicts:
@@ -107,6 +116,7 @@ def _run_on_inputs(
 ) -> Verdict:
     for i, (text, output) in enumerate(zip(inputs, outputs, strict=True)):
         [result] = run(Program(program, text.encode()), limits=limits)
+        _check_time(result)
         if result.status != "succeeded":
             return Verdict(False, f"test {i}: {_describe(result)}")
         if _lines(result.stdout) != _lines(output):
@@ -115,14 +125,79 @@ def _run_on_inputs(
 
 
 def _run_tests(program: str, tests: str, limits: Limits | None) -> Verdict:
-    ast.parse(tests)  # an error of the tests is none of the program
+    _check_tests(ast.parse(tests))  # an error of the tests is none of the program
+    token = secrets.token_hex()
     server_end, client_end = socketpair()
     server = Program(f"{REMOTE}\nserve({program!r})", server_end)
-    client = Program(f"{REMOTE}\ncheck({tests!r})", client_end)
+    client = Program(f"{REMOTE}\ncheck({tests!r}, {token!r})", client_end)
     served, checked = run(server, client, limits=limits)
-    if checked.status == "succeeded":
+    if checked.status == "succeeded" and checked.stdout.endswith(token):
         return Verdict(True)
+    if checked.status == "succeeded":
+        return Verdict(False, "the tests exited before they had all passed, as by sys.exit(0)")
+    if checked.status != "failed" or checked.stderr.endswith(PROGRAM_ENDED):
+        _check_time(served)
+        _check_time(checked)
     return Verdict(False, f"the tests {_describe(checked)}; the program {_describe(served)}")
+
+
+def _check_time(result: Result) -> None:
+    """Raises TimeoutError if the machine, and not the program, is to blame for the time."""
+    if result.status == "starved":
+        raise TimeoutError(
+            "this machine is too busy to judge programs: one waited for a core for more than half "
+            "of the time in which it had to end. Raise wall_seconds of rl2.rewards.sandbox.Limits, "
+            "or run fewer other programs on the machine"
+        )
+
+
+def _check_tests(tree: ast.Module) -> None:
+    """Raises ValueError if the tests cannot run, or do nothing, whatever the program is."""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    runs = False
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            _check_imports(node)
+        elif isinstance(node, FUNCTIONS) and node.name.startswith("test"):
+            runs |= _is_test(node, names)
+        elif isinstance(node, ast.ClassDef):
+            runs |= node.name.startswith("Test") or bool(node.bases)
+        elif not isinstance(node, FUNCTIONS):
+            runs |= isinstance(node, STATEMENTS) or _has_call(node)
+    if not runs:
+        found = [node.name for node in tree.body if isinstance(node, (*FUNCTIONS, ast.ClassDef))]
+        raise ValueError(
+            f"the tests run nothing: they only define {', '.join(found) or 'nothing'}. Add a call, "
+            "such as check(f), or tests that pytest or unittest would find"
+        )
+
+
+def _is_test(function: ast.FunctionDef | ast.AsyncFunctionDef, names: set[str]) -> bool:
+    """Whether a function named test* runs without a call. ValueError if it needs a fixture."""
+    parameters = [*function.args.posonlyargs, *function.args.args]
+    needed = [p.arg for p in parameters]
+    needed = needed[: len(parameters) - len(function.args.defaults)]
+    if not needed or function.decorator_list:
+        return True
+    if function.name in names:
+        return False  # the tests call it
+    raise ValueError(
+        f"the tests have {function.name}({', '.join(needed)}), and nothing calls it. Add a call; "
+        "fixtures of pytest are not supported"
+    )
+
+
+def _check_imports(node: ast.Import | ast.ImportFrom) -> None:
+    modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+    modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    for module in modules:
+        package = module.partition(".")[0]
+        if package not in ("solution", "__main__") and importlib.util.find_spec(package) is None:
+            raise ValueError(f"the tests import {package}, which is not installed")
+
+
+def _has_call(node: ast.AST) -> bool:
+    return any(isinstance(child, ast.Call) for child in ast.walk(node))
 
 
 def _describe(result: Result) -> str:

@@ -6,17 +6,19 @@ status, with a traceback on stderr, means that the sandbox itself does not work.
 """
 
 import ctypes
+import errno
 import json
 import os
 import resource
 import signal
+import struct
 import sys
 import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
 # Exit statuses. Python's own is 1 when an error ends it.
-SUCCEEDED, FAILED, KILLED, TIMED_OUT = 0, 3, 4, 5
+SUCCEEDED, FAILED, KILLED, TIMED_OUT, STARVED = 0, 3, 4, 5, 6
 NICENESS = 10  # The trainer comes first: on a core that both want, a program gets a tenth.
 # Linux keeps these user ids for services that exist only while they run (systemd's DynamicUser).
 FIRST_USER, NUM_USERS = 61184, 4336
@@ -31,6 +33,19 @@ CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
+SECCOMP_ALLOW, SECCOMP_ERRNO = 0x7FFF0000, 0x50000
+# Instructions of its filters, and where they find their data
+LOAD, JUMP_EQUAL, JUMP_GREATER_EQUAL, RETURN = 0x20, 0x15, 0x35, 0x06
+SYSCALL, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
+X32 = 0x40000000  # from here on the calls of another, rare architecture
+# Of each machine: its number, socket(), and calls that make memory which counts for no process
+# (memfd_create, memfd_secret, shmget) or sockets that no filter sees (io_uring_setup).
+SYSCALLS = {
+    "x86_64": (0xC000003E, 41, (319, 447, 29, 425)),
+    "aarch64": (0xC00000B7, 198, (279, 447, 194, 425)),
+}
+FAMILIES = (1, 2, 10, 16)  # of sockets: AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -45,6 +60,7 @@ def main() -> NoReturn:
     if user == 0 and job["strength"] != "process":
         user = FIRST_USER + os.getpid() % NUM_USERS  # so programs cannot end each other
     os.chown(job["folder"], user, -1)
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)  # no path leads there later
     if has_namespaces:
         enter_namespaces(user)
     call("prctl", PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -59,16 +75,16 @@ def main() -> NoReturn:
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
         build_root(job["paths"], job["limits"]["AS"])
     try:
-        sys.exit(supervise(job, user))
+        sys.exit(supervise(job, user, proc))
     finally:
         if not has_namespaces:
             kill_children()
 
 
-def supervise(job: dict[str, Any], user: int) -> int:
+def supervise(job: dict[str, Any], user: int, proc: int) -> int:
     """Runs the program until it ends, its time is up, or SIGTERM comes. Returns how it ended.
 
-    OSError if it cannot be started.
+    `proc` is the folder /proc. OSError if the program cannot be started.
     """
     signals = {signal.SIGCHLD, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -83,12 +99,32 @@ def supervise(job: dict[str, Any], user: int) -> int:
     while True:
         event = signal.sigtimedwait(signals, max(0.0, end - time.monotonic()))
         if event is None or event.si_signo == signal.SIGTERM:
-            return TIMED_OUT
+            return STARVED if waited(proc) > job["wall_seconds"] / 2 else TIMED_OUT
         process, status = os.waitpid(program, os.WNOHANG)
         if process and os.WIFSIGNALED(status):
             return KILLED
         if process:
             return FAILED if status else SUCCEEDED
+
+
+def waited(proc: int) -> float:
+    """The seconds for which the program was ready to run and got no core.
+
+    0 if the kernel does not tell, and for a program that has started others, which may be what it
+    waits for.
+    """
+
+    def read(path: str) -> list[str]:
+        with open(os.open(path, os.O_RDONLY, dir_fd=proc)) as file:
+            return file.read().split()
+
+    try:
+        [program] = read("thread-self/children")
+        if read(f"{program}/task/{program}/children"):
+            return 0.0
+        return int(read(f"{program}/schedstat")[1]) / 1e9
+    except (OSError, ValueError):
+        return 0.0
 
 
 def start_program(job: dict[str, Any], user: int, errors: int) -> NoReturn:
@@ -98,12 +134,37 @@ def start_program(job: dict[str, Any], user: int, errors: int) -> NoReturn:
         call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         for name, value in job["limits"].items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+        forbid_calls()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.execv(job["command"][0], job["command"])
     except Exception as error:
         os.write(errors, f"{job['command'][0]} does not start: {error!r}".encode())
     finally:
         os._exit(FAILED)
+
+
+def forbid_calls() -> None:
+    """Forbids calls of the kernel for which neither namespaces nor limits hold."""
+    machine = os.uname().machine
+    if machine not in SYSCALLS or sys.maxsize < 2**32:
+        return
+    architecture, socket_call, forbidden = SYSCALLS[machine]
+    missing = (RETURN, 0, 0, SECCOMP_ERRNO | errno.ENOSYS)
+    # Each instruction: what it does, how many to skip if a comparison holds and if not, its number.
+    code = [(LOAD, 0, 0, ARCHITECTURE), (JUMP_EQUAL, 1, 0, architecture), missing]
+    code += [(LOAD, 0, 0, SYSCALL), (JUMP_GREATER_EQUAL, 0, 1, X32), missing]
+    for number in forbidden:
+        code += [(JUMP_EQUAL, 0, 1, number), missing]
+    code += [(JUMP_EQUAL, 1, 0, socket_call), (RETURN, 0, 0, SECCOMP_ALLOW)]
+    code += [(LOAD, 0, 0, FIRST_ARGUMENT)]
+    for family in FAMILIES:
+        code += [(JUMP_EQUAL, 0, 1, family), (RETURN, 0, 0, SECCOMP_ALLOW)]
+    code += [(RETURN, 0, 0, SECCOMP_ERRNO | errno.EAFNOSUPPORT)]
+    instructions = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *i) for i in code))
+    program = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxQ", len(code), ctypes.addressof(instructions))
+    )
+    call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0)
 
 
 def kill_children() -> None:

@@ -17,14 +17,19 @@ process: neither is possible. A program can do all that the trainer can do. One 
     or processes fails, unless the trainer is root.
 """
 
+import fcntl
 import functools
 import json
 import os
+import random
+import secrets
+import stat
 import subprocess
 import sys
 import tempfile
-import threading
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
@@ -38,14 +43,18 @@ STATUSES = {  # by the exit status of the launcher
     launcher.FAILED: "failed",
     launcher.KILLED: "killed",
     launcher.TIMED_OUT: "timed out",
+    launcher.STARVED: "starved",  # It timed out, and had waited for a core for most of the time.
 }
 SYSTEM_PATHS = {"/usr", "/lib", "/lib64", "/dev/null", "/dev/urandom"}
 GRACE_SECONDS = 10.0  # that the launcher has to kill what a program has started
 
-# So many calls of `run` work at a time, others wait. The ranks of a machine share its cores.
-slots = threading.Semaphore(
-    max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-)
+# All processes of a user run as many programs at a time as the machine has cores. A process takes a
+# core by a lock on its file, in a folder below one of these. The kernel drops the locks of a process
+# that ends, however it ends.
+LOCK_FOLDERS = ("/dev/shm", tempfile.gettempdir())
+LOCK_SECONDS = 600.0  # Then a call does not wait any longer: some process may have been stopped.
+LOOK_SECONDS = 0.02  # between two looks for a free core
+INHERITED = "RL2_SANDBOX"  # in the environment: the process that knows the best strength, and that
 
 
 @dataclass(frozen=True)
@@ -77,12 +86,13 @@ class Result(NamedTuple):
 def run(*programs: Program, limits: Limits | None = None, strength: str = "") -> list[Result]:
     """Runs the programs side by side until the last one has ended, and ends the others then.
 
-    `strength` is the best by default. OSError if the sandbox itself fails.
+    The call waits for a free core. `strength` is the best by default. OSError if the sandbox itself
+    fails.
     """
     limits = limits or Limits()
     strength = strength or best_strength()
     sandboxes: list[_Sandbox] = []
-    with slots:
+    with _core():
         try:
             for program in programs:
                 sandboxes.append(_Sandbox(program, limits, strength))
@@ -94,13 +104,68 @@ def run(*programs: Program, limits: Limits | None = None, strength: str = "") ->
     return [sandbox.read_result() for sandbox in sandboxes]
 
 
+@contextmanager
+def _core() -> Iterator[None]:
+    """Waits until one of the cores that this process may use is free, and keeps it."""
+    folder = _lock_folder()
+    cores = list(os.sched_getaffinity(0))
+    random.shuffle(cores)
+    end = time.monotonic() + LOCK_SECONDS
+    lock = None
+    while lock is None and time.monotonic() < end:
+        for core in cores:
+            lock = _lock(f"{folder}/{core}")
+            if lock is not None:
+                break
+        else:
+            time.sleep(LOOK_SECONDS * random.uniform(0.5, 1.5))
+    try:
+        yield
+    finally:
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # A fork of this process may have the file open too.
+            os.close(lock)
+
+
+def _lock(path: str) -> int | None:
+    """Locks a file, or returns None if it is locked."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return None
+    return file
+
+
+def _lock_folder() -> str:
+    """A folder of this user for locks, which all its processes on this machine find."""
+    for parent in LOCK_FOLDERS:
+        folder = f"{parent}/rl2-cores-{os.geteuid()}"
+        with suppress(OSError):
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            status = os.lstat(folder)
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                return folder
+    raise OSError(f"no folder for locks can be made in {' or '.join(LOCK_FOLDERS)}")
+
+
 @functools.cache
 def best_strength() -> str:
-    """The strongest protection in which a program works here. RuntimeError if there is none."""
-    for strength in STRENGTHS:
-        if works(strength):
-            return strength
-    raise RuntimeError("no sandbox works on this machine: docs/rewards.md says what they need")
+    """The strongest protection in which a program works here. RuntimeError if there is none.
+
+    A process that this one starts inherits the answer.
+    """
+    strength = _inherited_strength() or next(filter(works, STRENGTHS), None)
+    if strength is None:
+        raise RuntimeError("no sandbox works on this machine: docs/rewards.md says what they need")
+    os.environ[INHERITED] = f"{os.getpid()} {strength}"
+    return strength
+
+
+def _inherited_strength() -> str | None:
+    process, _, strength = os.environ.get(INHERITED, "").partition(" ")
+    return strength if process == str(os.getppid()) and strength in STRENGTHS else None
 
 
 def works(strength: str) -> bool:
@@ -115,14 +180,18 @@ def works(strength: str) -> bool:
 
 
 def require(strength: str) -> None:
-    """Prints the strength that is in force. RuntimeError if it is weaker than `strength`."""
+    """Prints the strength that is in force. RuntimeError if it is weaker than `strength`.
+
+    Of the processes of a run, the first one prints it.
+    """
+    is_first = os.environ.get("RANK", "0") == "0" and _inherited_strength() is None
     actual = best_strength()
     if STRENGTHS.index(actual) > STRENGTHS.index(strength):
         raise RuntimeError(
             f"sandboxes on this machine have the strength {actual!r}, but {strength!r} is required;"
             " docs/rewards.md says what they need"
         )
-    if os.environ.get("RANK", "0") == "0":
+    if is_first:
         print(f"programs run in sandboxes of strength {actual!r}", flush=True)
 
 
@@ -130,17 +199,17 @@ class _Sandbox:
     """A program that runs."""
 
     def __init__(self, program: Program, limits: Limits, strength: str):
-        self.folder = tempfile.TemporaryDirectory(prefix="rl2-sandbox-", ignore_cleanup_errors=True)
+        self.folder = tempfile.mkdtemp(prefix="rl2-sandbox-")
         self.stdout = tempfile.TemporaryFile()
         self.stderr = tempfile.TemporaryFile()
-        path = Path(self.folder.name, "program.py")
+        path = Path(self.folder, "program.py")
         path.write_bytes(program.text.encode(errors="replace"))
         path.chmod(0o644)
-        paths = {*SYSTEM_PATHS, sys.base_prefix, sys.prefix, self.folder.name}
+        paths = {*SYSTEM_PATHS, sys.base_prefix, sys.prefix, self.folder}
         job = {
             "trainer": os.getpid(),
             "strength": strength,
-            "folder": self.folder.name,
+            "folder": self.folder,
             "paths": sorted(filter(os.path.exists, paths)),  # /usr before /usr/local
             "command": [sys.executable, "-I", "-X", "utf8", str(path)],
             "wall_seconds": limits.wall_seconds,
@@ -158,7 +227,7 @@ class _Sandbox:
                 stdin=stdin.fileno(),
                 stdout=self.stdout,
                 stderr=self.stderr,
-                cwd=self.folder.name,
+                cwd=self.folder,
                 env={"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
                 start_new_session=True,
             )
@@ -169,7 +238,7 @@ class _Sandbox:
             self.process.wait(GRACE_SECONDS)
         self.process.kill()
         self.process.wait()
-        self.folder.cleanup()
+        _remove_folder(self.folder)
 
     def read_result(self) -> Result:
         """How the program ended. OSError if the launcher has failed."""
@@ -181,6 +250,45 @@ class _Sandbox:
         if status > 0 and status not in STATUSES:
             raise OSError(f"the sandbox failed: {texts[1]}")
         return Result(STATUSES.get(status, "killed"), *texts)
+
+
+def _remove_folder(path: str) -> None:
+    """Removes a folder, however deep the folders are that a program has made there.
+
+    Neither recursion nor paths could reach them. So the folders of a folder are moved to the top
+    before it is removed.
+    """
+    with suppress(OSError):
+        top = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            folders = _empty(top, top)
+            while folders:
+                name = folders.pop()
+                with suppress(OSError):
+                    folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+                    try:
+                        folders += _empty(folder, top)
+                    finally:
+                        os.close(folder)
+                    os.rmdir(name, dir_fd=top)
+        finally:
+            os.close(top)
+        os.rmdir(path)
+
+
+def _empty(folder: int, top: int) -> list[str]:
+    """Removes the files of an open folder, and moves its folders to `top`. Returns their names."""
+    names = []
+    os.fchmod(folder, 0o700)
+    for name in os.listdir(folder):
+        with suppress(OSError):
+            if not stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
+                os.unlink(name, dir_fd=folder)
+                continue
+            os.chmod(name, 0o700, dir_fd=folder)  # else only root may move or open it
+            names.append(secrets.token_hex(8))
+            os.rename(name, names[-1], src_dir_fd=folder, dst_dir_fd=top)
+    return names
 
 
 def _open_input(stdin: bytes | socket) -> IO[bytes] | socket:
