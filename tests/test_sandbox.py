@@ -156,9 +156,10 @@ GOOD_ENDS = {
     "os._exit": "import os; os._exit(0)",
     "folders in folders": """
         import os
-        for number in range(3000):
-            open("file", "w").close()
-            os.mkdir("closed", mode=0)
+        for number in range(1200):
+            if number % 400 == 0:
+                open("file", "w").close()
+                os.mkdir("closed", mode=0)
             os.mkdir("folder")
             os.chdir("folder")
         """,

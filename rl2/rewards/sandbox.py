@@ -22,7 +22,6 @@ import functools
 import json
 import os
 import random
-import secrets
 import stat
 import subprocess
 import sys
@@ -46,11 +45,12 @@ STATUSES = {  # by the exit status of the launcher
     launcher.STARVED: "starved",  # It timed out, and had waited for a core for most of the time.
 }
 SYSTEM_PATHS = {"/usr", "/lib", "/lib64", "/dev/null", "/dev/urandom"}
+OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 GRACE_SECONDS = 10.0  # that the launcher has to kill what a program has started
 
 # All processes of a user run as many programs at a time as the machine has cores. A process takes a
-# core by a lock on its file, in a folder below one of these. The kernel drops the locks of a process
-# that ends, however it ends.
+# core by a lock on its file, in a folder below one of these. The kernel drops the locks when that
+# process ends, however it ends.
 LOCK_FOLDERS = ("/dev/shm", tempfile.gettempdir())
 LOCK_SECONDS = 600.0  # Then a call does not wait any longer: some process may have been stopped.
 LOOK_SECONDS = 0.02  # between two looks for a free core
@@ -76,7 +76,10 @@ class Program(NamedTuple):
 
 
 class Result(NamedTuple):
-    """How a program ended, and what it wrote. `status` is one of STATUSES."""
+    """How a program ended, and what it wrote. `status` is one of STATUSES.
+
+    A program that has starved was ready to run, and had no core for most of its time.
+    """
 
     status: str
     stdout: str
@@ -255,40 +258,49 @@ class _Sandbox:
 def _remove_folder(path: str) -> None:
     """Removes a folder, however deep the folders are that a program has made there.
 
-    Neither recursion nor paths could reach them. So the folders of a folder are moved to the top
-    before it is removed.
+    One folder is open at a time, since neither a recursion nor a path could reach them.
     """
     with suppress(OSError):
-        top = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            folders = _empty(top, top)
-            while folders:
-                name = folders.pop()
+        folder = os.open(path, OPEN_FOLDER)
+        names: list[str] = []  # of the open folder and of those above it
+        waiting = [_empty(folder)]  # the folders in each of them
+        while True:
+            if waiting[-1]:
+                name = waiting[-1].pop()
                 with suppress(OSError):
-                    folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
-                    try:
-                        folders += _empty(folder, top)
-                    finally:
-                        os.close(folder)
-                    os.rmdir(name, dir_fd=top)
-        finally:
-            os.close(top)
+                    folder = _move(folder, name)
+                    names.append(name)
+                    waiting.append(_empty(folder))
+            elif names:
+                folder = _move(folder, "..")
+                waiting.pop()
+                with suppress(OSError):
+                    os.rmdir(names.pop(), dir_fd=folder)
+            else:
+                break
+        os.close(folder)
         os.rmdir(path)
 
 
-def _empty(folder: int, top: int) -> list[str]:
-    """Removes the files of an open folder, and moves its folders to `top`. Returns their names."""
-    names = []
-    os.fchmod(folder, 0o700)
-    for name in os.listdir(folder):
-        with suppress(OSError):
-            if not stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
+def _move(folder: int, name: str) -> int:
+    """Opens another folder in place of an open one."""
+    other = os.open(name, OPEN_FOLDER, dir_fd=folder)
+    os.close(folder)
+    return other
+
+
+def _empty(folder: int) -> list[str]:
+    """Removes the files of an open folder. Returns the names of its folders."""
+    folders = []
+    with suppress(OSError):
+        os.fchmod(folder, 0o700)
+        for name in os.listdir(folder):
+            if stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
+                os.chmod(name, 0o700, dir_fd=folder)  # else only root may open it
+                folders.append(name)
+            else:
                 os.unlink(name, dir_fd=folder)
-                continue
-            os.chmod(name, 0o700, dir_fd=folder)  # else only root may move or open it
-            names.append(secrets.token_hex(8))
-            os.rename(name, names[-1], src_dir_fd=folder, dst_dir_fd=top)
-    return names
+    return folders
 
 
 def _open_input(stdin: bytes | socket) -> IO[bytes] | socket:
