@@ -14,7 +14,7 @@ import pytest
 import torch
 from faulty_env import nest
 
-from rl2.env import runners
+from rl2.env import loops, runners
 from rl2.env.call import Env
 from rl2.env.contract import EnvError
 from rl2.env.load import load_env
@@ -101,9 +101,10 @@ def test_a_task_that_ends_the_loop_costs_no_other_call(tmp_path, fault):
 
 BLOCKING_ENV = """
     import asyncio, time
-    loops = set()
+    loops, begun = set(), []
     async def reward_fn(messages, kind):
         loops.add(asyncio.get_running_loop())
+        begun.append(kind)
         if kind == "python":
             while True:
                 pass
@@ -116,28 +117,66 @@ BLOCKING_ENV = """
 
 
 def test_an_endless_call_on_the_loop_is_ended_and_the_loop_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(runners, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(loops, "LOOK_SECONDS", 0.02)
     env = load(tmp_path, BLOCKING_ENV, timeout=0.6)
     late, waits, new = call_together(env, [{"kind": "python"}, {"kind": "waits"}, {"kind": ""}])
     assert "did not return within rollout.env_timeout=0.6 s: the event loop" in str(late)
-    assert "line 7, in reward_fn" in str(late) and "asyncio.to_thread" in str(late)
+    assert "line 8, in reward_fn" in str(late) and "asyncio.to_thread" in str(late)
     assert (waits, new) == ({"reward": 1.0}, {"reward": 1.0})  # they had not started
     assert call(env, kind="waits") == {"reward": 1.0}
     env.close()
 
 
-def test_a_loop_that_is_blocked_in_c_code_is_replaced(tmp_path, monkeypatch):
-    """A call that had started there fails, and its reason names the culprit."""
-    monkeypatch.setattr(runners, "LOOK_SECONDS", 0.02)
-    env = load(tmp_path, BLOCKING_ENV, timeout=0.6)
+@pytest.mark.parametrize("asks", ["", ", state"])
+def test_a_loop_that_is_blocked_in_c_code_is_replaced(tmp_path, monkeypatch, asks):
+    """A call that had started there is played again, or it continues if it keeps state."""
+    monkeypatch.setattr(loops, "LOOK_SECONDS", 0.02)
+    env = load(tmp_path, BLOCKING_ENV.replace("messages,", f"messages{asks},"), timeout=0.6)
     threads = set(threading.enumerate())
     waits, late, new = call_together(env, [{"kind": "waits"}, {"kind": "C"}, {"kind": ""}])
-    for error in (waits, late):
-        assert isinstance(error, EnvError) and "time.sleep(1.6)" in str(error)
+    assert isinstance(late, EnvError) and "time.sleep(1.6)" in str(late)
     assert new == {"reward": 2.0}  # on the second loop
+    assert waits == {"reward": 2.0}
+    begun = sys.modules[env.reward_fns["reward_fn"].__module__].begun
+    assert begun.count("waits") == (1 if asks else 2) and begun.count("C") == 1
     assert call(env, kind="waits") == {"reward": 2.0}
     env.close()
     wait_until(lambda: set(threading.enumerate()) <= threads)  # both loops have ended
+
+
+def test_calls_that_block_the_loop_within_their_limit_cost_no_other_call(tmp_path):
+    env = load(
+        tmp_path,
+        """
+        import asyncio, time
+        async def reward_fn(messages, seconds):
+            await asyncio.sleep(0.1)
+            time.sleep(seconds)
+            await asyncio.sleep(0.3)
+            return 1
+        """,
+        timeout=1.2,
+    )
+    rows = [{"seconds": 0.7 if i in (3, 6) else 0} for i in range(9)]
+    assert call_together(env, rows) == [{"reward": 1.0}] * 9
+    env.close()
+
+
+def test_a_call_that_blocks_the_loop_again_and_again_is_late(tmp_path):
+    env = load(
+        tmp_path,
+        """
+        import asyncio, time
+        async def reward_fn(messages):
+            while True:
+                time.sleep(0.25)
+                await asyncio.sleep(0.001)
+        """,
+        timeout=0.4,
+    )
+    with pytest.raises(EnvError, match="did not return"):
+        call(env)
+    env.close()
 
 
 def test_late_threads_end_and_those_that_cannot_are_told_once(tmp_path, monkeypatch, caplog):

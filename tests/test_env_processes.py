@@ -105,7 +105,7 @@ def test_a_process_imports_the_env_file_and_nothing_of_the_trainer(load):
 STATEFUL = """
     import os, signal, time
     counts = {}
-    def reward_fn(messages, name, fault=""):
+    def reward_fn(messages, name, state, fault=""):
         if fault == "hang":
             time.sleep(60)
         if fault == "exit":
@@ -154,6 +154,44 @@ def test_a_process_that_ends_costs_the_trajectories_with_state_there(load, fault
     assert "is lost" in failure(env, "early", name="early")  # until it ends
     asyncio.run(env.end("early"))
     assert call(env, "early", name="early") == {**late, "count": 1}
+
+
+@pytest.mark.parametrize("fault", ["exit", "kill", "hang"])
+def test_a_process_that_ends_costs_no_trajectory_without_state(load, tmp_path, fault):
+    """The call that ended it runs once more, unless it was late."""
+    log = f"open({str(tmp_path / 'log')!r}, 'a').write(name)"
+    text = STATEFUL.replace("state, ", "")
+    text = text.replace('if fault == "hang"', f'{log}\n        if fault == "hang"')
+    env = load(text, timeout=0.5)
+    names = list("abcdef")
+    call_together(env, [(name, {"name": name}) for name in names])
+    (tmp_path / "log").unlink()
+    rows = [(name, {"name": name, "fault": fault if name == "a" else ""}) for name in names]
+    failed, *others = call_together(env, rows)
+    assert isinstance(failed, EnvError) and [parts["count"] for parts in others] == [1] * 5
+    played = (tmp_path / "log").read_text()
+    assert sorted(played) == sorted("abcdef" if fault == "hang" else "aabcdef")
+
+
+def test_a_call_that_ended_its_process_once_costs_nothing(load, tmp_path):
+    env = load(
+        f"""
+        import os, pathlib
+        def reward_fn(messages):
+            try:
+                pathlib.Path({str(tmp_path / "mark")!r}).touch(exist_ok=False)
+            except FileExistsError:
+                return 1
+            os._exit(3)
+        """
+    )
+    assert call(env, "key") == {"reward": 1.0}
+
+
+def test_trajectories_with_state_are_spread_over_the_processes(load):
+    env = load(STATEFUL, concurrency=3)
+    processes = [call(env, i, name=i)["process"] for i in range(6)]
+    assert len(set(processes[:3])) == len(set(processes[3:])) == 3
 
 
 def test_a_process_that_ends_between_two_calls_is_replaced(load):
@@ -358,6 +396,37 @@ def test_a_call_that_nobody_waits_for_is_not_the_answer_of_the_next(load):
 
     asyncio.run(cancel())
     assert call(env, value=2) == {"reward": 2.0}
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_call_that_is_cancelled_frees_its_process(load, is_shared):
+    """It is killed, unless another trajectory keeps state there: then the call is waited for."""
+    env = load(
+        """
+        import os, time
+        def reward_fn(messages, state, seconds):
+            time.sleep(seconds)
+            state["count"] = state.get("count", 0) + 1
+            return {"count": state["count"], "process": os.getpid()}
+        """
+    )
+    if is_shared:
+        old = call(env, "other", seconds=0)["process"]
+
+    async def cancel():
+        task = asyncio.create_task(
+            env.score(MESSAGES, {"seconds": 0.5 if is_shared else 60}, "own")
+        )
+        waits = asyncio.create_task(env.score(MESSAGES, {"seconds": 60}, "waiting"))
+        await asyncio.sleep(0.1)
+        waits.cancel()  # has not begun
+        task.cancel()
+
+    asyncio.run(cancel())
+    asyncio.run(env.end("own"))
+    if is_shared:
+        assert call(env, "other", seconds=0) == {"count": 2, "process": old}
+    assert call(env, "new", seconds=0)["count"] == 1
 
 
 def test_a_hanging_process_does_not_delay_those_that_are_free(load):

@@ -26,7 +26,7 @@ from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, Example, Examples
 from rl2.engine.base import EngineSettings, Generation, SamplingParams
 from rl2.engine.local import LocalEngine
-from rl2.env import runners
+from rl2.env import loops
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
@@ -689,7 +689,7 @@ def test_every_fault_of_an_env_costs_its_trajectory_and_nothing_else(
     for fault in env_file.FAULTS:
         rows += [{**make_row(len(rows) + i), "fault": "" if i else fault} for i in range(10)]
     player = collector.player
-    monkeypatch.setattr(runners, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(loops, "LOOK_SECONDS", 0.02)
     player.env = load_env(env_file.__file__, 0.3, concurrency=4, isolation=isolation)
     trajectories = collector.play(make_prompts(rows, tokenizer), PARAMS, 1, "train", 31)
     assert len(trajectories) == len(rows) == 10 * len(env_file.FAULTS)

@@ -21,9 +21,10 @@ from rl2.env.contract import (
     required_columns,
     select_arguments,
 )
+from rl2.env.loops import LoopRunner
 from rl2.env.processes import ProcessPool
 from rl2.env.results import to_messages
-from rl2.env.runners import LoopRunner, ThreadRunner
+from rl2.env.runners import ThreadRunner
 from rl2.env.session import CLOSE, Sessions
 from rl2.env.syntaxes import ToolCall
 from rl2.env.tools import list_tools, object_functions
@@ -74,7 +75,7 @@ class Env:
         # A semaphore works in one event loop only: `_slots` belongs to `_caller_loop`.
         self._caller_loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(concurrency)
-        self._async_runner = LoopRunner(timeout)
+        self._async_runner = LoopRunner(timeout, may_repeat=not self.keeps_state)
         self._thread_runner = ThreadRunner(timeout)
         self._pool = pool
         self._sessions = Sessions(self.functions)
@@ -211,7 +212,7 @@ class Env:
         if self.keeps_state and key is not None:
             self._open_keys.add(key)
         if self._pool and (self.keeps_state or not is_async):  # its processes are the slots
-            return await self._pool.run(name, arguments, key)
+            return await self._pool.run(name, arguments, key, self.keeps_state)
         runner = self._async_runner if is_async else self._thread_runner
         if self._caller_loop is not asyncio.get_running_loop():
             self._caller_loop = asyncio.get_running_loop()

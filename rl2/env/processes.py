@@ -2,8 +2,9 @@
 
 Each process imports the env file and nothing of the trainer, and runs one call at a time. All
 calls of a trajectory go to one process, so that state which the env keeps between them stays.
-A process that ends is replaced by a new one. Then the trajectories that had made a call there fail
-in their next call, since their state is lost. Other calls go on in the new process.
+A process that ends is replaced by a new one. The trajectories that keep state there fail in their
+next call, since that state is lost. All others continue in the new process. The call that ended
+the process runs once more if its trajectory keeps no state: it may not have been the cause.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Any
 
 from rl2.env.contract import EnvError
 from rl2.env.runners import start_thread
+from rl2.env.session import CLOSE
 from rl2.progress import expecting
 
 IMPORT_SECONDS = 300.0  # that the import of the env file may take in a process
@@ -90,7 +92,9 @@ class EnvProcess:
         async with self.lock:
             if self._child is not None and self._child.process.poll() is not None:
                 await self.end_child()  # it has ended between two calls
-            if home.num_ended not in (None, self._num_ended):
+            if home.keeps_state and not self.has_state(home) and home.num_ended is not None:
+                if name == CLOSE:
+                    return None  # nothing is left to close
                 raise EnvError(
                     f"{name}: the process of this trajectory has ended, in a call of another one, "
                     "so the state of its earlier calls is lost"
@@ -99,11 +103,23 @@ class EnvProcess:
                 request = pickle.dumps((name, key, pickle.dumps(arguments)))
             except Exception as error:
                 raise EnvError(f"{name}: a process cannot get its arguments: {error}") from None
-            if self._child is None:
-                await self._start_child()
-            home.num_ended = self._num_ended
-            limit = self._pool.timeout
-            return await self._ask(name, request, limit, f"rollout.env_timeout={limit:g} s")
+            try:
+                return await self._call(name, request, home)
+            except ProcessEndedError:
+                if home.keeps_state:
+                    raise
+                return await self._call(name, request, home)
+
+    def has_state(self, home: "Home") -> bool:
+        """Whether the state of a trajectory is in the child that runs now."""
+        return home.process is self and home.keeps_state and home.num_ended == self._num_ended
+
+    async def _call(self, name: str, request: bytes, home: "Home") -> Any:
+        if self._child is None:
+            await self._start_child()
+        home.num_ended = self._num_ended
+        limit = self._pool.timeout
+        return await self._ask(name, request, limit, f"rollout.env_timeout={limit:g} s", home)
 
     async def end_child(self) -> str:
         """Ends the child, if there is one. Returns how it ended."""
@@ -128,20 +144,48 @@ class EnvProcess:
             await self.end_child()
             raise
 
-    async def _ask(self, name: str, request: bytes, seconds: float, limit: str) -> Any:
-        """The value that the child answers. EnvError if there is none; the child may be ended."""
+    async def _ask(
+        self, name: str, request: bytes, seconds: float, limit: str, home: "Home | None" = None
+    ) -> Any:
+        """The value that the child answers. EnvError if there is none; the child may be ended.
+
+        If the call is cancelled, the child is ended, unless another trajectory than that of `home`
+        keeps state there. Then the call keeps the process busy until it returns or is late.
+        """
         assert self._child is not None
+        answering = asyncio.ensure_future(self._child.ask(request))
+        deadline = asyncio.get_running_loop().time() + seconds
+        with expecting(seconds):
+            try:
+                await asyncio.wait([answering], timeout=seconds)
+            except asyncio.CancelledError:
+                if self._pool.keep_state(self, other_than=home):
+                    left = deadline - asyncio.get_running_loop().time()
+                    await asyncio.wait([answering], timeout=max(left, 0.0))
+                if not answering.done() or answering.exception():
+                    await self._stop(answering)
+                raise
+        if not answering.done():
+            await self._stop(answering)
+            raise EnvError(f"{name} did not return within {limit}")
         try:
-            with expecting(seconds):
-                answer = await asyncio.wait_for(self._child.ask(request), seconds)
-        except TimeoutError:
-            await self.end_child()
-            raise EnvError(f"{name} did not return within {limit}") from None
+            answer = answering.result()
         except (OSError, ValueError):
-            raise EnvError(f"{name} ended its process: {await self.end_child()}") from None
+            how = await self.end_child()
+            raise ProcessEndedError(f"{name} ended its process: {how}") from None
         if "reason" in answer:
             raise EnvError(answer["reason"], answer["kind"])
         return answer["value"]
+
+    async def _stop(self, answering: asyncio.Future) -> None:
+        """Ends the child, from which nobody reads an answer any more."""
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
+        await self.end_child()
+
+
+class ProcessEndedError(EnvError):
+    """The process of a call ended, by itself or by something else than its limit of time."""
 
 
 @dataclass
@@ -149,7 +193,8 @@ class Home:
     """The process of a trajectory. `num_ended` is that of the process in the earlier calls."""
 
     process: EnvProcess
-    num_ended: int | None = None
+    keeps_state: bool
+    num_ended: int | None = None  # None before the first call
 
 
 class ProcessPool:
@@ -170,10 +215,20 @@ class ProcessPool:
         self._loop = asyncio.new_event_loop()
         self._thread = start_thread("env processes", self._loop.run_forever)
 
-    async def run(self, name: str, arguments: dict, key: Hashable = None) -> Any:
-        """The checked result of the file's function `name`. EnvError if the call fails."""
-        call = asyncio.run_coroutine_threadsafe(self._run(name, arguments, key), self._loop)
-        return await asyncio.shield(asyncio.wrap_future(call))  # else its answer would be the next
+    async def run(
+        self, name: str, arguments: dict, key: Hashable = None, keeps_state: bool = False
+    ) -> Any:
+        """The checked result of the file's function `name`. EnvError if the call fails.
+
+        `keeps_state` says whether the trajectory `key` needs what its earlier calls have left.
+        """
+        work = self._run(name, arguments, key, keeps_state)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def keep_state(self, process: EnvProcess, other_than: "Home | None") -> bool:
+        """Whether trajectories, other than that of a home, keep state in a process."""
+        homes = list(self._homes.values())
+        return any(home is not other_than and process.has_state(home) for home in homes)
 
     def end(self, key: Hashable) -> None:
         """Forgets the trajectory `key`, which makes no further call."""
@@ -191,22 +246,44 @@ class ProcessPool:
         with suppress(OSError):  # the guard was killed
             self._guard.socket.send(b"%d\n" % number)
 
-    async def _run(self, name: str, arguments: dict, key: Hashable) -> Any:
-        home = self._homes.get(key) or Home(await self._free_process())
+    async def _run(self, name: str, arguments: dict, key: Hashable, keeps_state: bool) -> Any:
+        home = self._homes.get(key)
+        if home is None:
+            home = Home(await self._free_process(keeps_state), keeps_state)
         if key is not None:
             self._homes[key] = home
         try:
             return await home.process.run(name, arguments, key, home)
         finally:
-            if self._waiting and not home.process.lock.locked():
-                self._waiting.popleft().set_result(home.process)
+            self._offer(home.process)
 
-    async def _free_process(self) -> EnvProcess:
-        for process in self._processes:
-            if not process.lock.locked():
-                return process
-        self._waiting.append(self._loop.create_future())
-        return await self._waiting[-1]
+    async def _free_process(self, keeps_state: bool) -> EnvProcess:
+        """A process that runs no call: for a trajectory with state one with few others.
+
+        Other calls take the first one, so that no more processes than necessary start.
+        """
+        free = [process for process in self._processes if not process.lock.locked()]
+        if free and keeps_state:
+            num_homes = Counter(id(home.process) for home in list(self._homes.values()))
+            return min(free, key=lambda process: num_homes[id(process)])
+        if free:
+            return free[0]
+        waiting = self._loop.create_future()
+        self._waiting.append(waiting)
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if not waiting.cancelled():  # it has got a process, which the next one may have
+                self._offer(waiting.result())
+            raise
+
+    def _offer(self, process: EnvProcess) -> None:
+        """Gives a process to the first call that waits for any, if no other call waits for it."""
+        while self._waiting and not process.lock.locked():
+            waiting = self._waiting.popleft()
+            if not waiting.done():  # it was cancelled
+                waiting.set_result(process)
+                return
 
     async def _close(self) -> None:
         await asyncio.gather(*(process.end_child() for process in self._processes))
