@@ -2,6 +2,7 @@
 order, drop_solved, max_staleness, and what is added to the rewards."""
 
 import asyncio
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -18,7 +19,7 @@ from rl2.engine.base import SamplingParams
 from rl2.parallel.mesh import init_distributed
 from rl2.report.health import Health
 from rl2.rewards.text import overlong_score
-from rl2.rollout.collect import Queue
+from rl2.rollout.collect import Queue, _Rollout
 from rl2.rollout.stats import mask_truncated, summarise, summarise_groups, training_samples
 from rl2.rollout.trajectory import Trajectory
 
@@ -295,3 +296,16 @@ def test_two_processes_take_the_same_groups_as_one(tmp_path):
         [result] = [result for result in results if result["options"] == options]
         assert result["ranks"][0]["rows"] == json.loads(json.dumps(expected))
         assert result["ranks"][0]["position"] == collector.prompts.rows_done
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_pinned_group_is_played_by_the_engine_that_has_its_calls(tmp_path, deterministic):
+    """Group 0 and 3 of four are pinned to engine 1, group 1 to engine 0."""
+    collector = make_collector(tmp_path, [1] * 8, {}, 4, deterministic=deterministic)
+    own = {}
+    queue = Queue(lambda number: None, num_needed=4, most=4, pins={0: 1, 1: 0, 3: 1})
+    for index in (0, 1):
+        collector.player.engine.index, collector.player.engine.count = index, 2
+        rollout = _Rollout(collector, queue, collector.params, "train", 1, bar=None)
+        own[index] = [*itertools.islice(rollout._dealt_numbers(), 3)]
+    assert own == {0: [1, 2, 4], 1: [0, 3, 5]}

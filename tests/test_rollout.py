@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import textwrap
+import time
 from collections import Counter
 from dataclasses import replace
 from datetime import date
@@ -32,6 +33,7 @@ from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout import collect
 from rl2.rollout.collect import Collector, RolloutRules
+from rl2.rollout.endpoint import make_player
 from rl2.rollout.stats import summarise, summarise_groups, to_records, training_samples
 from rl2.rollout.trajectory import Group, Player, Trajectory, begin_group
 
@@ -464,28 +466,198 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
     assert metrics["rollout/staleness"] == pytest.approx((sum(counts) + 4) / (2 * 201 + 4))
 
 
-def test_a_pause_between_turns_and_during_the_environment(tmp_path):
-    """The environment of group 2 is slow. The pause waits for it, but does not start a turn."""
-    env = """
-        import time
-        def interact(messages):
-            time.sleep(0.2 if "q2" in messages[0]["content"] else 0)
-            return [{"role": "tool", "content": "t"}] if len(messages) < 4 else []
-        def reward_fn(messages, answer): return float(len(messages))
+def module_of(env):
+    """The module of the env file."""
+    return sys.modules[env.reward_fns["reward_fn"].__module__]
+
+
+WAITING_ENV = """
+    import time
+    begun, ended, held = [], [], set()
+    def call(name, messages):
+        question = messages[0]["content"]
+        begun.append((name, question))
+        try:
+            while (name, question) in held:
+                time.sleep(0.005)
+        finally:
+            ended.append((name, question))
+    def interact(messages):
+        call("interact", messages)
+        return [{"role": "tool", "content": "t"}] if len(messages) < 4 else []
+    def reward_fn(messages, answer):
+        call("reward_fn", messages)
+        return float(len(messages))
+    def group_reward_fn(trajectories):
+        call("group_reward_fn", trajectories[0]["messages"])
+        return [0.5 for _ in trajectories]
+"""
+
+
+@pytest.mark.parametrize("name", ["interact", "reward_fn", "group_reward_fn"])
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_step_does_not_wait_for_calls_of_the_next_step(tmp_path, name, is_resumed):
+    """A call for group 2 ends after the step. The next step gets its result, or repeats it in a
+    resumed run.
     """
-    collector, prompts, tokenizer = make(tmp_path, None, env, 3, num_prompts=3, deterministic=False)
-    engine = SlowEngine(tokenizer, lambda prompt: "ok")
-    collector.player.engine = engine
-    collector = make_training(collector, tokenizer, 3, 2, 1, partial=True, num_steps=12)
+
+    def make_collector():
+        options = {"num_prompts": 3, "deterministic": False}
+        collector, _, tokenizer = make(tmp_path, None, WAITING_ENV, 3, **options)
+        collector.player.engine = SlowEngine(tokenizer, lambda prompt: "ok")
+        return make_training(collector, tokenizer, 3, 2, 1, partial=True, num_steps=12)
+
+    collector = make_collector()
+    player = collector.player
+    module = module_of(player.env)
+    call = (name, "q2")
+    module.held.add(call)
+
+    async def generate_when_the_call_runs(prompt, params, seed):
+        if seed[3] == 0:
+            while call not in module.begun:
+                await asyncio.sleep(0.005)
+        return await SlowEngine.generate(player.engine, prompt, params, seed)
+
+    player.engine.generate = generate_when_the_call_runs
     done = collector.collect(11)
     assert [t.group for t in done] == [0, 1] and [t.num_turns for t in done] == [2, 2]
+    assert module.begun.count(call) == 1 and call not in module.ended
     (trajectory,) = collector.carried_over[0].trajectories
-    assert trajectory.row["answer"] == "2" and trajectory.num_turns == 1
-    assert trajectory.partial_tokens == 0
-    assert len(trajectory.messages) == 3
-    engine.aborted = False
+    assert trajectory.num_turns == (1 if name == "interact" else 2)
+    if is_resumed:
+        state = collector.state_dict()
+        module.held.clear()
+        collector = make_collector()
+        module = module_of(collector.player.env)
+        collector.load_state_dict(state)
+    module.held.clear()
+    collector.player.engine.aborted = False
     trajectory, _ = collector.collect(12)
-    assert trajectory.num_turns == 2 and trajectory.reward == 4
+    assert trajectory.finish_reason == "stop" and trajectory.num_turns == 2
+    assert trajectory.rewards == {"reward": 4.0, "group": 0.5}
+    assert trajectory.length == sum(trajectory.samples[0].mask)
+    if not is_resumed:
+        assert Counter(name for name, question in module.begun if question == "q2") == {
+            "interact": 2,
+            "reward_fn": 1,
+            "group_reward_fn": 1,
+        }
+    assert not collector.player.calls
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_calls_of_groups_that_a_step_drops_are_cancelled(tmp_path, prefix, monkeypatch):
+    env = WAITING_ENV.replace("def interact", f"{prefix}def interact")
+    if prefix:
+        env = env.replace(
+            '        call("interact", messages)\n',
+            """
+        import asyncio
+        begun.append(("interact", messages[0]["content"]))
+        try:
+            while ("interact", messages[0]["content"]) in held:
+                await asyncio.sleep(0.005)
+        finally:
+            ended.append(("interact", messages[0]["content"]))
+""",
+        )
+    collector, _, tokenizer = make(tmp_path, say_x, env, 3)
+    player = collector.player
+    module = module_of(player.env)
+    module.held.add(("interact", "q2"))
+    player.engine.abort = lambda: None
+    options = {"filter": [0.0, 9.0], "max_refills": 1}
+    collector = make_training(collector, tokenizer, 3, 2, 1, **options)
+
+    with monkeypatch.context() as patch:  # as after a group outside the filter
+        patch.setattr(collect.Queue, "limit", property(lambda _: 3))
+        done = collector.collect(1)
+    assert [t.group for t in done] == [0, 1] and not player.calls
+    deadline = time.monotonic() + 10
+    while ("interact", "q2") not in module.ended:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert module.held, "the call was ended, it did not return"
+    module.held.clear()
+    assert collector.prompts.rows_done == 2
+    assert [t.row["answer"] for t in collector.collect(2)][0] == "2"
+
+
+AGENT_ENV = """
+    import json, os, time, urllib.request
+    from pathlib import Path
+    folder = Path(__file__).parent
+    def run(row, base_url, model, api_key):
+        question = row["messages"][0]["content"]
+        (folder / question).write_text(str(os.getpid()))
+        while question == "q2" and not (folder / "released").exists():
+            time.sleep(0.005)
+        body = json.dumps({"model": model, "messages": row["messages"]}).encode()
+        headers = {"Authorization": f"Bearer {api_key}"}
+        request = urllib.request.Request(base_url + "/chat/completions", body, headers)
+        urllib.request.urlopen(request, timeout=20).read()
+        return 1.0
+"""
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_agents_of_groups_that_a_step_drops_are_cancelled(tmp_path, isolation, monkeypatch):
+    collector, _, tokenizer = make(tmp_path, say_x, ANSWER_ENV, 3)
+    (tmp_path / "agent.py").write_text(textwrap.dedent(AGENT_ENV))
+    old = collector.player
+    old.engine.abort = lambda: None
+    collector.player = make_player(
+        engine=old.engine,
+        env=load_env(str(tmp_path / "agent.py"), 20, 4, isolation),
+        template=old.template,
+        failures=old.failures,
+        max_turns=4,
+        max_length=400,
+    )
+    options = {"filter": [0.0, 9.0], "max_refills": 1}
+    collector = make_training(collector, tokenizer, 3, 2, 1, **options)
+    # The third group begins as after a group outside the filter, and the others wait for it.
+    generate = collector.player.engine.generate
+
+    async def generate_late(*arguments):
+        while not (tmp_path / "q2").exists():
+            await asyncio.sleep(0.005)
+        return await generate(*arguments)
+
+    collector.player.engine.generate = generate_late
+    with monkeypatch.context() as patch:
+        patch.setattr(collect.Queue, "limit", property(lambda _: 3))
+        done = collector.collect(1)
+    assert [t.reward for t in done] == [1.0, 1.0] and not collector.player.sessions
+    assert not old.failures.count, "the step waited until the agent was late"
+    (tmp_path / "released").touch()
+    assert [t.reward for t in collector.collect(2)] == [1.0, 1.0]
+    collector.player.env.close()
+
+
+def test_a_group_is_scored_once(tmp_path, monkeypatch):
+    """Also if its answers end at once, and if it is carried over."""
+    options = {"num_prompts": 4, "deterministic": False}
+    collector, _, tokenizer = make(tmp_path, say_x, WAITING_ENV, 1, **options)
+    env = collector.player.env
+    module = module_of(env)
+    end, ending = env.end, []
+
+    async def end_together(key):
+        ending.append(key)
+        while len(ending) % 4:
+            await asyncio.sleep(0.001)
+        await end(key)
+
+    collector.player.engine.abort = lambda: None
+    collector = make_training(collector, tokenizer, 4, 2, 4, partial=True, num_steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(env, "end", end_together)
+        trajectories = collector.collect(1) + collector.collect(2)
+    assert all(t.rewards == {"reward": 2.0, "group": 0.5} for t in trajectories)
+    scored = Counter(question for name, question in module.begun if name == "group_reward_fn")
+    assert scored == {f"q{i}": 1 for i in range(4)}
 
 
 def test_groups_that_a_step_does_not_need_wait_for_the_next_step(tmp_path, monkeypatch):

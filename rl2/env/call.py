@@ -155,13 +155,11 @@ class Env:
 
     async def end(self, key: Key) -> None:
         """Closes what is kept for the trajectory `key`, which makes no further call."""
-        try:
-            if key in self._open_keys:
-                await self._run(CLOSE, {}, key)
-        finally:
+        if key in self._open_keys:
             self._open_keys.discard(key)
-            if self._pool:
-                self._pool.end(key)
+            await self._run(CLOSE, {}, key)
+        elif self._pool:
+            self._pool.end(key)
 
     def close(self) -> None:
         """Ends the event loop of the async functions, and the processes. No call may be running."""
@@ -209,7 +207,7 @@ class Env:
     async def _run(self, name: str, arguments: dict, key: Key) -> Any:
         function = self.functions.get(name)
         is_async = function is not None and _is_async(function)
-        if self.keeps_state and key is not None:
+        if self.keeps_state and key is not None and name != CLOSE:
             self._open_keys.add(key)
         if self._pool and (self.keeps_state or not is_async):  # its processes are the slots
             return await self._pool.run(name, arguments, key, self.keeps_state)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -138,8 +138,8 @@ class EnvLoop:
             self.loop.call_later(BEAT_SECONDS, self._beat)
 
     def _make_task(
-        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine, **options: Any
-    ) -> asyncio.Task:
+        self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
+    ) -> asyncio.Task[Any]:
         task: asyncio.Task = asyncio.Task(coroutine, loop=loop, **options)
         call = _current_call.get(None)
         if call is not None:

@@ -188,7 +188,7 @@ class ProcessEndedError(EnvError):
     """The process of a call ended, by itself or by something else than its limit of time."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Home:
     """The process of a trajectory. `num_ended` is that of the process in the earlier calls."""
 
@@ -208,6 +208,7 @@ class ProcessPool:
         self.timeout = timeout
         self._processes = [EnvProcess(self) for _ in range(size)]
         self._homes: dict[Hashable, Home] = {}  # by trajectory
+        self._closing: list[Home] = []  # of trajectories that make their last call
         self._waiting: deque[asyncio.Future[EnvProcess]] = deque()  # calls without a home
         self._guard = Child("end_groups")
         # A thread that lives as long as the children: Linux ends a child with the thread that
@@ -227,7 +228,7 @@ class ProcessPool:
 
     def keep_state(self, process: EnvProcess, other_than: "Home | None") -> bool:
         """Whether trajectories, other than that of a home, keep state in a process."""
-        homes = list(self._homes.values())
+        homes = [*self._homes.values(), *self._closing]
         return any(home is not other_than and process.has_state(home) for home in homes)
 
     def end(self, key: Hashable) -> None:
@@ -250,11 +251,16 @@ class ProcessPool:
         home = self._homes.get(key)
         if home is None:
             home = Home(await self._free_process(keeps_state), keeps_state)
-        if key is not None:
+        if name == CLOSE:  # a new trajectory of this key may begin before the call ends
+            self._homes.pop(key, None)
+            self._closing.append(home)
+        elif key is not None:
             self._homes[key] = home
         try:
             return await home.process.run(name, arguments, key, home)
         finally:
+            if name == CLOSE:
+                self._closing.remove(home)
             self._offer(home.process)
 
     async def _free_process(self, keeps_state: bool) -> EnvProcess:

@@ -52,10 +52,12 @@ class Sessions:
     @contextmanager
     def open(self, name: str, key: Hashable) -> Iterator[Callable]:
         """The function of the call `name`. A call without a key has a session of its own."""
+        if name == CLOSE:  # a new trajectory of this key may begin before the call ends
+            yield self._by_key.pop(key, Session()).bind(self.functions, name)
+            return
         session = Session() if key is None else self._by_key.setdefault(key, Session())
         try:
             yield session.bind(self.functions, name)
         finally:
-            is_empty = session.environment is None and not session.state
-            if name == CLOSE or is_empty:
+            if session.environment is None and not session.state:
                 self._by_key.pop(key, None)

@@ -24,6 +24,7 @@ from rl2.rollout.trajectory import (
     Player,
     Trajectory,
     begin_group,
+    group_key,
     mean_reward,
     place_reward,
 )
@@ -79,6 +80,8 @@ class Queue:
     bounds: Sequence[float] = ()
     # Of the groups known to be done, by number.
     mean_rewards: dict[int, float] = field(default_factory=dict)
+    # Index of the only engine that may play a group, by number: calls for it run in that process.
+    pins: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.store = _get_default_store()
@@ -177,6 +180,7 @@ class Collector:
         self.carried_over = [self._begin_again_if_stale(group) for group in self.carried_over]
         num_carried = len(self.carried_over)
         queue = self._make_queue(is_last=step == self.num_steps)
+        queue.pins = self._find_pins()
         played = self._play_groups(queue, self.params, "train", step)
         end = queue.end or queue.num_needed  # without a filter another process may still play
         self._put_back(played, end, num_carried)
@@ -229,19 +233,38 @@ class Collector:
         lags = [version - sampled_by for t in group.trajectories for sampled_by, _ in t.versions]
         if limit is None or max(lags, default=0) <= limit:
             return group
-        self._end_calls(group)
+        self._drop([group])
         trajectories = group.trajectories
         again = begin_group(group.id, group.prompt, len(trajectories), trajectories[0].id)
         return replace(group, trajectories=again.trajectories)
 
-    def _end_calls(self, group: Group) -> None:
-        """Tells the environment that the group is not played on."""
+    def _find_pins(self) -> dict[int, int]:
+        """The engine of each carried-over group for which calls of the environment run."""
+        if not self.rules.partial:
+            return {}
+        own = {
+            number: self.player.engine.index
+            for number, group in enumerate(self.carried_over)
+            if self.player.has_calls(group, "train")
+        }
+        return {n: index for part in all_gather_objects(own) for n, index in part.items()}
 
-        async def end() -> None:
-            for trajectory in group.trajectories:
-                await self.player.end(trajectory, ("train", trajectory.id))
+    def _drop(self, groups: list[Group]) -> None:
+        """Ends what runs for groups that are not played any more, and tells the environment.
 
-        self.player.engine.loop.run_until_complete(end())
+        What takes longer to end continues beside the training step.
+        """
+        player = self.player
+
+        async def end_calls() -> None:
+            ends = []
+            for group in groups:
+                ends.append(player.cancel_call(group_key(group)))
+                ends += [player.drop(t, ("train", t.id)) for t in group.trajectories]
+            await asyncio.wait(map(asyncio.ensure_future, ends), timeout=POLL_SECONDS)
+
+        if groups:
+            player.engine.loop.run_until_complete(end_calls())
 
     def _put_back(self, played: dict[int, Group], end: int, num_carried: int) -> None:
         """Carries over or drops the groups behind the first `end`, and moves the position.
@@ -257,8 +280,7 @@ class Collector:
             num_seen = max(end, num_carried, *(number + 1 for number in newest))
         else:
             num_seen = end
-            for group in behind.values():
-                self._end_calls(group)
+            self._drop(list(behind.values()))
         self.prompts.rows_done = self._make_group(num_seen - 1).rows_done
         for number, group in newest.items():
             self.carried_over[number] = group
@@ -344,87 +366,20 @@ class Collector:
             raise
         return trajectories
 
-    def _play_groups(  # noqa: C901 (ruff counts the functions inside)
+    def _play_groups(
         self, queue: Queue, params: SamplingParams, split: str, step: int
     ) -> dict[int, Group]:
         """Plays the groups of the queue until it has ended.
 
         Returns those of this process's engine by number.
         """
-        player = self.player
-        player.is_pausing = False
-        may_end_early = queue.bounds or queue.num_ahead
-        played: dict[int, Group] = {}
-
-        async def play(number: int, group: Group, i: int) -> None:
-            trajectory = group.trajectories[i]
-            tokens_before = trajectory.length
-            seed = (self.seed, int(split != "train"), step, group.id, i)
-            await player.play(trajectory, params, seed, key=(split, trajectory.id))
-            bar.add(group.is_done, trajectory.length - tokens_before)
-            if trajectory.finish_reason and group.is_done:
-                if "group_reward_fn" in player.env.functions:
-                    await player.score_group(group)
-                if may_end_early:
-                    queue.report(number, group)
-
-        async def play_queue() -> None:
-            max_requests = math.inf
-            if not self.deterministic:
-                max_requests = REQUESTS_PER_SLOT * player.engine.max_running_requests
-            num_begun = 0  # trajectories that have not run yet
-            async with asyncio.TaskGroup() as tasks:
-                async for number, group in self._own_groups(queue):
-                    played[number] = group
-                    for i in range(len(group.trajectories)):
-                        tasks.create_task(play(number, group, i))
-                        num_begun += 1
-                    if player.num_requests + num_begun >= max_requests:
-                        await player.wait_for_room(max_requests)
-                        num_begun = 0
-
-        async def play_until_the_end() -> None:
-            playing = asyncio.ensure_future(play_queue())
-            while may_end_early and not playing.done():
-                await asyncio.sleep(POLL_SECONDS)
-                queue.read()
-                if queue.end is not None:
-                    player.is_pausing = True
-                    player.engine.abort()  # repeated: a request may have been on its way
-            try:
-                await playing
-            except BaseExceptionGroup as errors:  # the first one has ended all tasks
-                raise errors.exceptions[0] from None
-
         # Of this process. Where each engine takes the next group, none knows its share.
-        num_groups = -(-queue.num_needed // player.engine.count)
+        num_groups = -(-queue.num_needed // self.player.engine.count)
         title = "rollout" if split == "train" else split
         with progress.Bar(title, num_groups, "groups", dist.get_rank() == 0) as bar:
-            player.engine.loop.run_until_complete(play_until_the_end())
-        return played
-
-    async def _own_groups(self, queue: Queue) -> AsyncIterator[tuple[int, Group]]:
-        """The groups that this process's engine plays, as it gets to them, by number.
-
-        A process that only serves its tensors to the engine of another one has none.
-        """
-        engine = self.player.engine
-        numbers: Iterator[int]
-        if engine.index is None:
-            numbers = iter([sys.maxsize])
-        elif self.deterministic:
-            numbers = itertools.count(engine.index, engine.count)
-        else:  # the next one that no engine has
-            numbers = iter(lambda: queue.store.add(f"{queue.key}/begun", 1) - 1, None)
-        for number in numbers:
-            while number >= queue.limit:
-                if not queue.bounds or queue.end is not None:
-                    return
-                await asyncio.sleep(POLL_SECONDS)
-                queue.read()
-            if self.player.is_pausing:
-                return
-            yield number, queue.make_group(number)
+            rollout = _Rollout(self, queue, params, split, step, bar)
+            self.player.engine.loop.run_until_complete(rollout.play())
+        return rollout.played
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
@@ -442,6 +397,118 @@ class Collector:
         self.rows_done = state["rows_done"]
         self.carried_over = pickle.loads(state["carried_over"])
         self.solved = pickle.loads(state["solved"])
+
+
+@dataclass
+class _Rollout:
+    """Plays the groups of a queue on the engine of this process."""
+
+    collector: Collector
+    queue: Queue
+    params: SamplingParams
+    split: str
+    step: int
+    bar: progress.Bar
+    played: dict[int, Group] = field(default_factory=dict)  # by number
+
+    async def play(self) -> None:
+        """Plays until all groups are done, or until the step has what it needs.
+
+        Then the player pauses: turns are aborted, and nobody waits for the environment.
+        """
+        player, queue = self.collector.player, self.queue
+        player.begin_rollout(self.may_end_early)
+        playing = asyncio.ensure_future(self._play_queue())
+        while self.may_end_early and not playing.done():
+            await asyncio.sleep(POLL_SECONDS)
+            queue.read()
+            if queue.end is not None:
+                player.pause()
+                player.engine.abort()  # repeated: a request may have been on its way
+        try:
+            await playing
+        except BaseExceptionGroup as errors:  # the first one has ended all tasks
+            raise errors.exceptions[0] from None
+
+    @property
+    def may_end_early(self) -> bool:
+        """Whether groups are played that the step may not need."""
+        return bool(self.queue.bounds or self.queue.num_ahead)
+
+    async def _play_queue(self) -> None:
+        player = self.collector.player
+        max_requests = math.inf
+        if not self.collector.deterministic:
+            max_requests = REQUESTS_PER_SLOT * player.engine.max_running_requests
+        num_begun = 0  # trajectories that have not run yet
+        async with asyncio.TaskGroup() as tasks:
+            async for number in self._own_numbers():
+                group = self.played[number] = self.queue.make_group(number)
+                plays = [
+                    tasks.create_task(self._play_trajectory(group, i))
+                    for i in range(len(group.trajectories))
+                ]
+                tasks.create_task(self._finish_group(number, group, plays))
+                num_begun += len(plays)
+                if player.num_requests + num_begun >= max_requests:
+                    await player.wait_for_room(max_requests)
+                    num_begun = 0
+
+    async def _play_trajectory(self, group: Group, i: int) -> None:
+        trajectory = group.trajectories[i]
+        tokens_before = trajectory.length
+        seed = (self.collector.seed, int(self.split != "train"), self.step, group.id, i)
+        key = (self.split, trajectory.id)
+        await self.collector.player.play(trajectory, self.params, seed, key)
+        self.bar.add(0, trajectory.length - tokens_before)
+
+    async def _finish_group(self, number: int, group: Group, plays: list[asyncio.Task]) -> None:
+        """Scores a group and reports it, once all its trajectories are done."""
+        await asyncio.wait(plays)
+        if not group.is_done:
+            return
+        player = self.collector.player
+        if "group_reward_fn" in player.env.functions:
+            await player.score_group(group)
+            if not group.is_scored:
+                return
+        self.bar.add(1)
+        if self.may_end_early:
+            self.queue.report(number, group)
+
+    async def _own_numbers(self) -> AsyncIterator[int]:
+        """The numbers of the groups that this process's engine plays, as it gets to them.
+
+        A process that only serves its tensors to the engine of another one has none. But it waits
+        until it knows where the step ends.
+        """
+        queue, player = self.queue, self.collector.player
+        for number in self._dealt_numbers():
+            while number >= queue.limit:
+                if not queue.bounds or queue.end is not None:
+                    return
+                await asyncio.sleep(POLL_SECONDS)
+                queue.read()
+            if player.is_pausing:
+                return
+            yield number
+
+    def _dealt_numbers(self) -> Iterator[int]:
+        """Ascending numbers for this engine. A pinned group has the engine of its pin."""
+        queue, engine = self.queue, self.collector.player.engine
+        numbers: Iterator[int]
+        if engine.index is None:
+            numbers = iter([sys.maxsize])
+        elif self.collector.deterministic:
+            numbers = itertools.count(engine.index, engine.count)
+        else:  # the next one that no engine has
+            numbers = iter(lambda: queue.store.add(f"{queue.key}/begun", 1) - 1, None)
+        own = sorted(number for number, index in queue.pins.items() if index == engine.index)
+        for number in numbers:
+            while own and own[0] < number:
+                yield own.pop(0)
+            if number not in queue.pins:
+                yield number
 
 
 def _mark_filtered(groups: dict[int, Group], queue: Queue) -> None:

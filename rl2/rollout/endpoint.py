@@ -239,6 +239,8 @@ class AgentPlayer(Player):
         address = {"base_url": url, "model": MODEL, "api_key": self.api_key}
         agent = asyncio.ensure_future(self.env.run_agent(trajectory.row, key, address))
         session = self.sessions[secret] = AgentSession(self, trajectory, params, seed, agent)
+        if self.may_pause and not await self.ended_or_paused(agent):
+            agent.cancel()  # the trajectory is not needed any more
         [result] = await asyncio.gather(agent, return_exceptions=True)
         del self.sessions[secret]
         last_turn = await session.close()
@@ -246,6 +248,8 @@ class AgentPlayer(Player):
             return None
         if session.failure:
             raise session.failure
+        if agent.cancelled():
+            return None
         if isinstance(result, dict):
             add_parts(trajectory.rewards, result)
         elif not (session.is_cut and isinstance(result, EnvError) and self.env.judges):

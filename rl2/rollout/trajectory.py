@@ -4,11 +4,11 @@ import asyncio
 import json
 import math
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, compress
-from typing import Any
+from typing import Any, TypeVar
 
 from rl2.batch import Sample
 from rl2.data.chat import ChatTemplate
@@ -19,6 +19,7 @@ from rl2.env.contract import EnvError, EnvFailures, Turn, add_parts
 from rl2.env.syntaxes import Found
 from rl2.rollout.calls import CallReader
 
+T = TypeVar("T")
 MAX_RECORDED_CHARACTERS = 2000  # of a column of a row, in the records
 
 
@@ -40,6 +41,10 @@ class Trajectory:
     # (version of the weights, number of tokens that they sampled), in order of time.
     versions: list[tuple[int, int]] = field(default_factory=list)
     partial_tokens: int = 0  # tokens of a turn that a pause interrupted
+    # What the environment may ask about a turn that still waits for it: for its answer, or, after
+    # the last turn, for its rewards. A pause may come in between.
+    unanswered: dict[str, Any] | None = None
+    unscored: dict[str, Any] | None = None
     row_index: int = -1  # of its row in the data
     # Whether its group is outside rollout.filter, so that it is not trained; None without a filter.
     is_filtered: bool | None = None
@@ -82,10 +87,16 @@ class Group:
     prompt: Example
     trajectories: list[Trajectory]
     rows_done: int = 0  # the position in the data behind its prompt
+    is_scored: bool = False  # it has what group_reward_fn gives
 
     @property
     def is_done(self) -> bool:
         return all(trajectory.finish_reason for trajectory in self.trajectories)
+
+
+def group_key(group: Group) -> Hashable:
+    """The key of the group's own call of the environment."""
+    return ("group", group.id)
 
 
 def mean_reward(trajectories: list[Trajectory]) -> float:
@@ -162,9 +173,17 @@ def place_reward(trajectory: Trajectory) -> None:
     last_sample.rewards[last_token] = trajectory.reward - before
 
 
+class PausedError(Exception):
+    """The player paused before a call of the environment had ended. The call continues."""
+
+
 @dataclass
 class Player:
-    """Plays trajectories on one process. Any number of them may be played at a time."""
+    """Plays trajectories on one process. Any number of them may be played at a time.
+
+    A rollout may end while some are played, if `may_pause`. Calls of the environment that run then
+    continue, and the trajectory gets the result when it is played again on this process.
+    """
 
     engine: Engine
     env: Env
@@ -173,7 +192,11 @@ class Player:
     max_turns: int
     max_length: int  # most tokens of one training sequence
     reward_weights: dict[str, float] = field(default_factory=dict)  # by name of the part
+    may_pause: bool = False
     is_pausing: bool = False  # then no turn begins, and aborted turns stay as they are
+    # Calls that run or whose result nobody has taken yet, by the key of the trajectory or group.
+    calls: dict[Hashable, asyncio.Task] = field(default_factory=dict)
+    waiting: set[asyncio.Future] = field(default_factory=set)  # each for the end of a call
     num_requests: int = 0  # of ours that the engine has
     request_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -204,27 +227,97 @@ class Player:
         """
         if trajectory.finish_reason:
             return
-        last_turn: dict[str, Any] | None = None
         try:
             if self.env.has_object and not trajectory.versions:
                 await self._begin(trajectory, params, key)
-            while last_turn is None and not self.is_pausing:
-                last_turn = await self._play_turn(
+            while trajectory.unscored is None and not self.is_pausing:
+                trajectory.unscored = await self._play_turn(
                     trajectory, params, (*seed, trajectory.num_turns), key
                 )
+            last_turn = trajectory.unscored
             if last_turn is None:
                 return
             await self._score(trajectory, last_turn, key)
             # The trajectory is done when it has its rewards.
             trajectory.finish_reason = last_turn["finish_reason"]
+            trajectory.unscored = None
+        except PausedError:
+            return
         except EnvError as error:
             self.fail(trajectory, error)
+        await self.end(trajectory, key)
+
+    def begin_rollout(self, may_pause: bool) -> None:
+        """Lets turns begin. Calls that an earlier rollout has left continue all the same."""
+        self.may_pause = may_pause
+        self.is_pausing = False
+
+    def pause(self) -> None:
+        """Lets no further turn begin, and ends the wait for calls of the environment."""
+        self.is_pausing = True
+        for future in self.waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def ended_or_paused(self, call: asyncio.Future) -> bool:
+        """Waits until a call has ended or the player pauses. Returns whether it has ended."""
+        if call.done() or self.is_pausing:
+            return call.done()
+        future = self.engine.loop.create_future()
+
+        def end_wait(_: asyncio.Future) -> None:
+            if not future.done():
+                future.set_result(None)
+
+        self.waiting.add(future)
+        call.add_done_callback(end_wait)
+        try:
+            await future
+        except asyncio.CancelledError:  # the rollout has failed
+            call.cancel()
+            raise
+        finally:
+            self.waiting.discard(future)
+            call.remove_done_callback(end_wait)
+        return call.done()
+
+    async def _call(self, key: Hashable, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of a call of the environment, or of the one with this key that runs.
+
+        PausedError if the player pauses before it ends.
+        """
+        if key not in self.calls:
+            if not self.may_pause:
+                return await call()
+            self.calls[key] = asyncio.ensure_future(call())
+        task = self.calls[key]
+        if not await self.ended_or_paused(task):
+            raise PausedError
+        del self.calls[key]
+        return task.result()
+
+    def has_calls(self, group: Group, split: str) -> bool:
+        """Whether calls for the group run here, or have a result that it has not got."""
+        keys = [group_key(group), *((split, trajectory.id) for trajectory in group.trajectories)]
+        return any(key in self.calls for key in keys)
+
+    async def cancel_call(self, key: Hashable) -> None:
+        """Ends a call that a pause has left, if there is one."""
+        call = self.calls.pop(key, None)
+        if call is not None:
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+
+    async def drop(self, trajectory: Trajectory, key: Hashable) -> None:
+        """Ends what runs for a trajectory that is not played any more."""
+        await self.cancel_call(key)
         await self.end(trajectory, key)
 
     def fail(self, trajectory: Trajectory, error: EnvError) -> None:
         """Ends a trajectory whose environment failed. It is not trained."""
         self.failures.record(error)
         trajectory.finish_reason = "failed"
+        trajectory.unanswered = trajectory.unscored = None
         for sample in trajectory.samples:
             sample.mask = array("b", [0]) * len(sample.mask)
 
@@ -237,23 +330,32 @@ class Player:
                 self.failures.record(error)
 
     async def score_group(self, group: Group) -> None:
-        """Adds what `group_reward_fn` gives, once all trajectories of the group are done."""
+        """Adds what `group_reward_fn` gives, once all trajectories of the group are done.
+
+        After a pause the group may still not be scored.
+        """
         members = [t for t in group.trajectories if t.finish_reason != "failed"]
-        if not members:
+        if group.is_scored or not members:
+            group.is_scored = True
             return
+        records = [{**t.record(), "row": t.row} for t in members]
         try:
-            all_parts = await self.env.score_group([{**t.record(), "row": t.row} for t in members])
+            all_parts = await self._call(group_key(group), lambda: self.env.score_group(records))
+        except PausedError:
+            return
         except EnvError as error:
             for trajectory in members:
                 self.fail(trajectory, error)
-            return
-        for trajectory, parts in zip(members, all_parts, strict=True):
-            add_parts(trajectory.rewards, parts)
-            place_reward(trajectory)
+        else:
+            for trajectory, parts in zip(members, all_parts, strict=True):
+                add_parts(trajectory.rewards, parts)
+                place_reward(trajectory)
+        group.is_scored = True
 
     async def _begin(self, trajectory: Trajectory, params: SamplingParams, key: Hashable) -> None:
         """Makes the environment's object. Its tools and what it says first belong to the prompt."""
-        trajectory.messages = list(await self.env.begin(trajectory.row, key))
+        prompt_messages = await self._call(key, lambda: self.env.begin(trajectory.row, key))
+        trajectory.messages = list(prompt_messages)
         try:
             prompt = self.template.encode_prompt(trajectory.messages, self._tools(trajectory))
         except ValueError as error:
@@ -279,7 +381,8 @@ class Player:
         if "completion_ids" in self.env.asked:
             sampled = [compress(sample.tokens, sample.mask) for sample in trajectory.samples]
             inputs["completion_ids"] = list(chain.from_iterable(sampled))
-        parts = await self.env.score(trajectory.messages, trajectory.row, key, inputs)
+        messages, row = trajectory.messages, trajectory.row
+        parts = await self._call(key, lambda: self.env.score(messages, row, key, inputs))
         add_parts(trajectory.rewards, parts)
         trajectory.weights = self.reward_weights
         place_reward(trajectory)
@@ -295,14 +398,18 @@ class Player:
 
         Returns what the environment may ask about the turn if it is the last one.
         """
-        inputs = await self.sample_turn(trajectory, params, seed)
+        inputs = trajectory.unanswered
+        if inputs is None:
+            inputs = await self.sample_turn(trajectory, params, seed)
         if inputs is None:
             return None
         num_sampled = inputs["num_tokens"]
         is_last = trajectory.num_turns >= self.max_turns
         if inputs["finish_reason"] != "stop" or (is_last and not self.env.has_object):
             return inputs
+        trajectory.unanswered = inputs
         turn = await self._answer(trajectory, inputs, key)
+        trajectory.unanswered = None
         self._add_turn_reward(trajectory, turn.reward)
         if is_last or turn.done or not turn.messages:
             trajectory.messages += turn.messages
@@ -341,8 +448,10 @@ class Player:
         if self.env.tools:
             calls = self.read_calls(trajectory, inputs["num_tokens"], self.env.tools).calls
             if calls:
-                return await self.env.call_tools(calls, trajectory.num_turns, key)
-        return await self.env.answer(trajectory.messages, trajectory.row, key, inputs)
+                num_turns = trajectory.num_turns
+                return await self._call(key, lambda: self.env.call_tools(calls, num_turns, key))
+        messages, row = trajectory.messages, trajectory.row
+        return await self._call(key, lambda: self.env.answer(messages, row, key, inputs))
 
     def read_calls(self, trajectory: Trajectory, num_sampled: int, tools: list[dict]) -> Found:
         """The calls of tools in the last turn, which has `num_sampled` tokens."""
