@@ -503,6 +503,41 @@ def test_preflight_waits_for_hanging_calls_once():
     assert time.monotonic() - start < 3
 
 
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_preflight_survives_a_call_that_never_gives_the_interpreter_away(tmp_path, prefix):
+    """With the default rollout.env_isolation=thread."""
+    match = 're.match("(a+)+$", "a" * 50 + "b")'
+    env = load(tmp_path, f"import re\n{prefix}def reward_fn(messages): {match}; return 1", 0.5)
+    with pytest.raises(ValueError, match="reward_fn did not return within rollout.env_timeout=0.5"):
+        preflight(env, {"data.path": [ROW] * 8}, 1)
+    env.close()
+
+
+@pytest.mark.parametrize("fault", ["raise OSError('HTTP 429')", "time.sleep(60)"])
+def test_preflight_tries_what_fails_now_and_then_again(tmp_path, fault):
+    text = f"""
+import pathlib, time
+def reward_fn(messages):
+    folder = pathlib.Path(__file__).parent
+    number = len(list(folder.glob("call_*")))
+    (folder / f"call_{{number}}_{{time.time_ns()}}").touch()
+    if number in (4, 9):
+        {fault}
+    return 1
+"""
+    env = load(tmp_path, text, 1.0)
+    [warning] = preflight(env, {"data.path": [ROW] * 8}, 1)
+    assert "worked when tried again" in warning
+    assert ("HTTP 429" in warning) != ("did not return" in warning)
+
+
+def test_preflight_warns_of_an_agent_with_one_turn(tmp_path):
+    env = load(tmp_path, "def run(row, base_url): return 1")
+    [warning] = preflight(env, {"data.path": [ROW]}, 1)
+    assert "rollout.max_turns=1" in warning and "one request" in warning
+    assert not preflight(env, {"data.path": [ROW]}, 2)
+
+
 # Reward functions as the documentation of TRL 1.16 shows them for GRPOTrainer: each gets lists over
 # completions. The last ones are conversational, so a completion is a list of messages.
 TRL_EXAMPLES = {

@@ -587,9 +587,8 @@ def test_a_run_on_two_nodes_that_is_killed_resumes_bit_for_bit(setup, tmp_path):
         *arguments,
         "trainer.max_steps=4",
     ]
-    # The preflight makes 16 calls, and every step makes 16 on each of two ranks. Call 72 is in step
-    # 4.
-    agents = [start(*command, KILL_AT=call) for call in ("0", "72")]
+    # Every step makes 16 calls on each of two ranks, so call 56 is in step 4.
+    agents = [start(*command, KILL_AT=call) for call in ("0", "56")]
     outputs = [agent.communicate(timeout=120)[0] for agent in agents]
     assert all(agent.returncode != 0 for agent in agents), outputs
     run = tmp_path / "run"

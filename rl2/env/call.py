@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import inspect
 from collections.abc import Callable, Hashable, Mapping
+from copy import copy
 from types import MappingProxyType
 from typing import Any
 
@@ -72,6 +73,8 @@ class Env:
         # Whether something is kept between the calls of a trajectory.
         self.keeps_state = self.has_object or bool({"state", "base_url"} & self.asked)
         self.concurrency = concurrency
+        self.timeout = timeout
+        self.path = ""  # of the env file, if there is one
         # A semaphore works in one event loop only: `_slots` belongs to `_caller_loop`.
         self._caller_loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(concurrency)
@@ -160,6 +163,14 @@ class Env:
             await self._run(CLOSE, {}, key)
         elif self._pool:
             self._pool.end(key)
+
+    def in_processes(self, count: int) -> "Env":
+        """The same environment, with all functions in processes of its own."""
+        env = copy(self)
+        env._pool = ProcessPool(self.path, self.timeout, count)
+        env.keeps_state = True  # so that async functions run there too
+        env._open_keys = set()
+        return env
 
     def close(self) -> None:
         """Ends the event loop of the async functions, and the processes. No call may be running."""

@@ -92,6 +92,10 @@ class EnvError(Exception):
         self.kind = kind or reason
 
 
+class LateError(EnvError):
+    """A call did not return within its time."""
+
+
 @dataclass
 class Turn:
     """The environment's answer to a turn of the assistant. Without messages the trajectory ends."""

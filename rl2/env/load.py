@@ -7,6 +7,7 @@ import itertools
 import os
 import secrets
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,7 @@ from rl2.env.contract import (
     API_KEY,
     TOOL,
     EnvError,
+    LateError,
     add_parts,
     check_signature,
     project_of,
@@ -25,6 +27,8 @@ from rl2.env.files import import_env_file
 from rl2.env.processes import ProcessPool
 
 TRIAL_REPLIES = ("", "The answer is 42.")
+TRIAL_PROCESSES = 2  # few: each imports the env file, and may load a model
+MAX_TRIAL_PLAYS = 4  # of a conversation that fails
 MAX_TRIAL_ROWS = 8  # of each data set, spread over it
 
 MAX_TRIAL_TOKENS = 100
@@ -67,7 +71,9 @@ def load_env(
         pool = ProcessPool(str(module.__file__), timeout, concurrency)
     interact = others.pop("interact")
     try:
-        return Env(reward_fns, interact, timeout, concurrency, pool, make_env=make_env, **others)
+        env = Env(reward_fns, interact, timeout, concurrency, pool, make_env=make_env, **others)
+        env.path = str(module.__file__)
+        return env
     except (ValueError, EnvError) as error:
         raise ValueError(f"rollout.env_path={path}: {error}") from error
 
@@ -79,7 +85,8 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = Fa
 
     The functions' parameters are compared with the columns of all rows; one row of each kind stands
     for all of them. If they fit, the functions are called with a few rows of each data set, each
-    with an empty and a short reply.
+    with an empty and a short reply. The calls run in processes, so that none can block this one. A
+    conversation that fails is tried again, as a run tolerates some failures.
     """
     warnings = []
     # The arguments of tools come from the model.
@@ -94,13 +101,21 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = Fa
         )
     if max_turns == 1 and env.tools:
         warnings.append("with rollout.max_turns=1 the model never sees what its tools return")
+    if max_turns == 1 and "run" in functions:
+        warnings.append("rollout.max_turns=1 lets `run` make one request; later ones are refused")
     problems = [
         *_find_turn_problems(env, row_sets, max_turns, is_partial),
         *_find_missing_columns(functions, row_sets),
     ]
     if not problems:
         rows = [row for rows in row_sets.values() for row in _spread(rows)]
-        problems = asyncio.run(_try_calls(env, max_turns, rows))
+        trial = _Trial(env.in_processes(TRIAL_PROCESSES) if env.path else env, max_turns)
+        try:
+            problems = asyncio.run(trial.run(rows))
+        finally:
+            if env.path:
+                trial.env.close()
+        warnings += trial.warnings
     if problems:
         raise ValueError("the env file cannot work:\n" + "\n".join(dict.fromkeys(problems)))
     return warnings
@@ -179,26 +194,58 @@ def _find_missing_columns(functions: dict[str, Callable], row_sets: RowSets) -> 
                 )
 
 
-async def _try_calls(env: Env, max_turns: int, rows: list[dict]) -> list[str]:
-    """The failures of the functions on each row with each trial reply, tried side by side."""
-    trials = list(itertools.product(rows, TRIAL_REPLIES))
-    failures = await asyncio.gather(
-        *(_try(env, max_turns, row, reply, ("trial", i)) for i, (row, reply) in enumerate(trials))
-    )
-    replies_of: dict[str, set[str]] = {}  # failure -> the replies that had it
-    for failure, (_, reply) in zip(failures, trials, strict=True):
-        if failure:
-            replies_of.setdefault(failure, set()).add(reply)
-    return [_describe_failure(failure, replies) for failure, replies in replies_of.items()]
+@dataclass
+class _Trial:
+    """Conversations of one reply with an environment."""
 
+    env: Env
+    max_turns: int
+    warnings: list[str] = field(default_factory=list)
+    num_right: int = 0  # conversations without a failure
+    num_repaired: int = 0  # those among them that failed before
+    is_late: bool = False  # a call is late whenever it is tried, so no further one is
 
-async def _try(env: Env, max_turns: int, row: dict, reply: str, key: Hashable) -> str:
-    """The first failure in a conversation of one reply, or ""."""
-    try:
-        await play_reply(env, max_turns, row, reply, key)
-    except EnvError as error:
-        return str(error)
-    return ""
+    async def run(self, rows: list[dict]) -> list[str]:
+        """The failures on each row with each trial reply, tried side by side."""
+        trials = list(itertools.product(rows, TRIAL_REPLIES))
+        slots = asyncio.Semaphore(TRIAL_PROCESSES if self.env.path else len(trials))
+        failures = await asyncio.gather(
+            *(self._try(slots, row, reply, i) for i, (row, reply) in enumerate(trials))
+        )
+        replies_of: dict[str, set[str]] = {}  # failure -> the replies that had it
+        for failure, (_, reply) in zip(failures, trials, strict=True):
+            if failure:
+                replies_of.setdefault(failure, set()).add(reply)
+        return [_describe_failure(failure, replies) for failure, replies in replies_of.items()]
+
+    async def _try(self, slots: asyncio.Semaphore, row: dict, reply: str, number: int) -> str:
+        """The failure that a conversation of one reply has whenever it is tried, or ""."""
+        failure: EnvError | None = None
+        async with slots:
+            for play in range(MAX_TRIAL_PLAYS):
+                if self.is_late:
+                    break
+                key = ("trial", number, play)
+                try:
+                    await play_reply(self.env, self.max_turns, row, reply, key)
+                except EnvError as error:
+                    failure = error
+                else:
+                    self._note_right(failure)
+                    return ""
+                # A late call takes long. If none was in time, it is not by chance.
+                if isinstance(failure, LateError) and (play or not self.num_right):
+                    self.is_late = True
+        return str(failure) if failure else ""
+
+    def _note_right(self, failure: EnvError | None) -> None:
+        self.num_right += 1
+        if failure is not None:
+            self.num_repaired += 1
+            self.warnings = [
+                f"{self.num_repaired} conversations of the env file's trial failed, and worked "
+                f"when tried again. In a run a failure costs its trajectory. The last: {failure}"
+            ]
 
 
 async def play_reply(

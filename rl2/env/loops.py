@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from rl2.env.contract import EnvError
+from rl2.env.contract import EnvError, LateError
 from rl2.env.results import check_result, raising_env_error
 from rl2.env.runners import start_thread
 from rl2.progress import expecting
@@ -224,7 +224,7 @@ class LoopRunner:
                 if loop.blocked_for > self._timeout:
                     await self._unblock(loop)
         result.cancel()  # a call that has not begun will not
-        raise loop.failure or EnvError(self._late(call.name))
+        raise loop.failure or LateError(self._late(call.name))
 
     def _late(self, name: str) -> str:
         return f"{name} did not return within rollout.env_timeout={self._timeout:g} s"
@@ -239,7 +239,7 @@ class LoopRunner:
                 return
             blocker, stack = loop.find_blocker()
             name = blocker.name if blocker else "an async function"
-            error = EnvError(
+            error = LateError(
                 f"{self._late(name)}: the event loop that all async functions of the env share was "
                 "blocked. Await what takes time, or use asyncio.to_thread. It was blocked here:\n"
                 f"{stack}",

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rl2.env.contract import EnvError
+from rl2.env.contract import EnvError, LateError
 from rl2.env.runners import start_thread
 from rl2.env.session import CLOSE
 from rl2.progress import expecting
@@ -167,7 +167,7 @@ class EnvProcess:
                 raise
         if not answering.done():
             await self._stop(answering)
-            raise EnvError(f"{name} did not return within {limit}")
+            raise LateError(f"{name} did not return within {limit}")
         try:
             answer = answering.result()
         except (OSError, ValueError):

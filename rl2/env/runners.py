@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rl2.env.contract import EnvError
+from rl2.env.contract import EnvError, LateError
 from rl2.env.results import check_result, raising_env_error
 from rl2.progress import expecting
 
@@ -118,7 +118,7 @@ async def wait_for_result(name: str, result: concurrent.futures.Future, timeout:
         done, _ = await asyncio.wait([task], timeout=timeout)
     if not done:
         task.cancel()
-        raise EnvError(f"{name} did not return within rollout.env_timeout={timeout:g} s")
+        raise LateError(f"{name} did not return within rollout.env_timeout={timeout:g} s")
     return task.result()
 
 

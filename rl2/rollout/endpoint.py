@@ -145,11 +145,17 @@ class AgentSession:
             raise self._limit_error()
 
     def _limit_error(self) -> ValueError:
+        """The limit that a request has met: of requests, or else of tokens."""
         self.is_cut = True
         player = self.player
+        if self.num_requests >= player.max_turns:
+            return ValueError(
+                f"the trajectory has made its rollout.max_turns={player.max_turns} requests; raise "
+                "the key if the agent needs more"
+            )
         return ValueError(
-            f"a trajectory may have rollout.max_turns={player.max_turns} requests, and a "
-            f"conversation {player.max_length} tokens"
+            "the messages leave no room for an answer: a conversation may have "
+            f"{player.max_length} tokens"
         )
 
     def _find_base(self, known: list[dict], tools: list | None) -> Conversation | None:
