@@ -21,7 +21,7 @@ from rl2.env import load as env_load
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures, find_env_file
 from rl2.env.load import load_env
-from rl2.env.tools import ToolCall
+from rl2.env.syntaxes import ToolCall
 
 CONCURRENCY = 32  # the default
 ENVS = Path(__file__).resolve().parent.parent / "envs"

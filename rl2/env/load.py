@@ -101,8 +101,6 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = Fa
         )
     if max_turns == 1 and env.tools:
         warnings.append("with rollout.max_turns=1 the model never sees what its tools return")
-    if max_turns == 1 and "run" in functions:
-        warnings.append("rollout.max_turns=1 lets `run` make one request; later ones are refused")
     problems = [
         *_find_turn_problems(env, row_sets, max_turns, is_partial),
         *_find_missing_columns(functions, row_sets),
