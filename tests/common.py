@@ -240,7 +240,7 @@ def launch_runs(world, runs) -> subprocess.CompletedProcess:
 
 
 def read_jsonl(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def read_metrics(folder) -> list[dict]:

@@ -424,7 +424,7 @@ def read_results(folder: Path, run: Run) -> dict:
 
 
 def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def read_metrics(path: Path, name: str) -> list[tuple]:

@@ -64,6 +64,10 @@ def test_what_training_knows_of_a_token_is_kept_beside_it():
     assert "advantages" not in nothing
 
 
+# Characters at which str.splitlines cuts, and which JSON does not escape.
+LINE_SEPARATORS = "a\u2028b\u2029c\u0085d"
+
+
 def write_run(folder, trajectories, meaning):
     """A run folder with one step, which has these trajectories."""
     rollouts = folder / "rollouts/train"
@@ -71,8 +75,8 @@ def write_run(folder, trajectories, meaning):
     config = PPOConfig()
     config.actor.model_name = "tiny"
     (folder / "config.yaml").write_text(dump(config))
-    records = [json.dumps(trajectory.record()) + "\n" for trajectory in trajectories]
-    (rollouts / "step_1.jsonl").write_text("".join(records))
+    lines = [json.dumps(trajectory.record(), ensure_ascii=False) for trajectory in trajectories]
+    (rollouts / "step_1.jsonl").write_text("".join(line + "\n" for line in lines))
     save_file(pack_tokens(trajectories, meaning), rollouts / "step_1.safetensors")
     return str(folder)
 
@@ -83,8 +87,8 @@ def test_trajectories_come_back_as_they_were(tmp_path):
         trajectory = Trajectory(
             id=number,
             group=number // 2,
-            messages=[{"role": "user", "content": "x"}],
-            row={"answer": 5},
+            messages=[{"role": "user", "content": LINE_SEPARATORS}],
+            row={"answer": LINE_SEPARATORS},
             rewards={"right": 1.0, "short": 0.5},
             finish_reason="stop",
             num_turns=1,
@@ -98,6 +102,26 @@ def test_trajectories_come_back_as_they_were(tmp_path):
         assert [vars(sample) for sample in now.samples] == [vars(s) for s in before.samples]
         assert now.record() == before.record() | {"versions": [[0, 2]]}
     assert SavedRollouts(write_run(tmp_path / "b", [], 7), "tiny", 7).collect(1) == []
+
+
+@pytest.mark.parametrize(
+    "name, damage, words",
+    [
+        ("config.yaml", lambda text: b"a: [", "config.yaml is missing or damaged"),
+        ("config.yaml", lambda text: b"", "config.yaml is missing or damaged"),
+        ("step_1.jsonl", lambda text: text[: len(text) // 2], "step_1.jsonl is damaged: line 1: "),
+        ("step_1.jsonl", lambda text: b"", "step_1.jsonl is damaged: it has no answer .* id 0"),
+        ("step_1.safetensors", lambda text: text[:20], "step_1.safetensors is damaged: "),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, name, damage, words):
+    trajectory = Trajectory(0, 0, [])
+    trajectory.samples = [make_sample([5, 6, 7], 0)]
+    folder = write_run(tmp_path, [trajectory], 7)
+    [path] = tmp_path.rglob(name)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=words):
+        SavedRollouts(folder, "tiny", 7).collect(1)
 
 
 def test_the_checksum_is_that_of_the_vocabulary_and_the_temperature():

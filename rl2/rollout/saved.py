@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerBase
 
@@ -61,20 +62,15 @@ class SavedRollouts:
                 "1, 2, ...: give the folder of a run with trainer.save_tokens=true from its first "
                 "step on"
             )
-        config = yaml.safe_load(Path(path, "config.yaml").read_text())
-        self.has_same_model = config["actor"]["model_name"] == model_name
+        self.has_same_model = _read_model_name(Path(path, "config.yaml")) == model_name
         self.has_other_policy = True  # than the actor's weights sampled the last step
 
     def collect(self, step: int) -> list[Trajectory]:
         """The trajectories of training step 1, 2, ..., on every process."""
         path = self.folder / f"step_{(step - 1) % self.num_steps + 1}.jsonl"
         self.rows_done = step
-        trajectories = {}
-        for line in path.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            names = record.keys() & Trajectory.__dataclass_fields__
-            trajectories[record["id"]] = Trajectory(**{name: record[name] for name in names})
-        saved = load_file(path.with_suffix(".safetensors"))
+        trajectories = _read_trajectories(path)
+        saved = _read_tokens(path.with_suffix(".safetensors"))
         if saved["meaning"] != self.meaning:
             raise ValueError(
                 f"{path} was sampled with another tokenizer than that of actor.model_name, or with "
@@ -84,6 +80,8 @@ class SavedRollouts:
         columns = [np.split(saved[name], ends)[:-1] for name in COLUMNS]
         for number, *arrays in zip(saved["trajectory"].tolist(), *columns, strict=True):
             tokens, mask, logps, rewards = arrays
+            if number not in trajectories:
+                raise ValueError(_describe_damage(path, f"it has no answer with the id {number}"))
             trajectory = trajectories[number]
             sample = Sample(tokens, mask, logps, rewards, trajectory.group, number)
             trajectory.samples.append(sample)
@@ -97,3 +95,50 @@ class SavedRollouts:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rows_done = state["rows_done"]
+
+
+def _read_trajectories(path: Path) -> dict[int, Trajectory]:
+    """The trajectories of a transcript, without samples, by their id."""
+    trajectories = {}
+    # Only a line feed ends a line: texts may have other characters at which str.splitlines cuts.
+    with open(path, encoding="utf-8", newline="\n") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                known = record.keys() & Trajectory.__dataclass_fields__
+                trajectory = Trajectory(**{name: record[name] for name in known})
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ValueError(_describe_damage(path, f"line {number}: {error}")) from error
+            trajectories[trajectory.id] = trajectory
+    return trajectories
+
+
+def _read_tokens(path: Path) -> dict[str, np.ndarray]:
+    """The columns that `pack_tokens` made."""
+    try:
+        saved = load_file(path)
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(_describe_damage(path, str(error))) from error
+    missing = {*COLUMNS, "length", "trajectory", "meaning"} - saved.keys()
+    if missing:
+        raise ValueError(_describe_damage(path, f"it has no {min(missing)}"))
+    return saved
+
+
+def _read_model_name(path: Path) -> str:
+    """actor.model_name in the config.yaml of a run."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))["actor"]["model_name"]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{path} is missing or damaged ({reason}): restore it, or give another run with "
+            "trainer.save_tokens=true"
+        ) from error
+
+
+def _describe_damage(path: Path, reason: str) -> str:
+    return (
+        f"{path} is damaged: {reason}; restore it, or give another run with "
+        "trainer.save_tokens=true"
+    )
