@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -20,13 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-import yaml
 from safetensors.numpy import save_file
 
 from rl2.checkpoints import (
+    NO_STEP,
     Checkpoints,
     Parts,
-    describe_failure,
     explain_damage,
     put_in_place,
     step_of,
@@ -43,12 +43,18 @@ from rl2.config.parse import dump, flatten
 from rl2.data.rows import hash_data
 from rl2.error_report import writing
 from rl2.parallel.mesh import all_gather_objects, is_first_rank
+from rl2.records import DamagedFile, MetricsFile, read_object, write_object, write_text
 from rl2.run_lock import RunLock
 from rl2.weights_hash import hash_weights
 
 PACKAGE = Path(__file__).parent
 SECONDS_TO_SEE_A_FILE = 15.0  # that another node has written
 EVERYTHING = -1  # the step after which all of an earlier run is set aside
+# What to do about a damaged file of the run folder.
+DAMAGED = {
+    "run.json": "restore it, or delete it: then the run forgets when and how it was started",
+    "config.yaml": "restore it, or delete it: then this start is not compared with the earlier run",
+}
 
 
 class Start(NamedTuple):
@@ -61,6 +67,7 @@ class Start(NamedTuple):
     keeps_data: bool = True  # the rows are those of the checkpoint
     changes: tuple[str, ...] = ()  # since then, in words
     date: str = ""  # YYYY-MM-DD on which the run first started: chat templates may show it
+    owes_test: bool = False  # a stop left the evaluation of `step` out
 
 
 class RunFolder:
@@ -111,6 +118,9 @@ class RunFolder:
                     f"{self.path} has no checkpoint to resume from: the run starts over at step 0"
                 )
             return Start()
+        if self._is_own(checkpoint):  # damage is found before a model loads
+            _read_record(self.path)
+            MetricsFile(self.path).read()
         return Start(
             checkpoint,
             record["step"],
@@ -119,7 +129,24 @@ class RunFolder:
             keeps_data,
             tuple(changes),
             record.get("date", ""),
+            record.get("owes_test", False) and self._lacks_test(checkpoint, record["step"]),
         )
+
+    def _is_own(self, checkpoint: Path | None) -> bool:
+        """Whether the checkpoint is one of this folder, and not of a branch or another run."""
+        if checkpoint is None:
+            return False
+        return checkpoint.resolve().parent == self.checkpoints.folder.resolve()
+
+    def _lacks_test(self, checkpoint: Path, step: int) -> bool:
+        """Whether the step of this run has no evaluation in metrics.jsonl, and can have one."""
+        data = self.config.data
+        if not self._is_own(checkpoint) or not (data.test_path or data.test_ratio):
+            return False
+        for line in MetricsFile(self.path).read():
+            if line["step"] == step:
+                return not any(name.startswith("test/") for name in line)
+        return False
 
     def _was_restarted_by_torchrun(self) -> bool:
         """Whether this launch has begun in the folder already. Then it goes on from there."""
@@ -142,9 +169,10 @@ class RunFolder:
 
         ValueError if it was another experiment, unless that is forced.
         """
-        if "identity" not in record or not (folder / "config.yaml").exists():
+        saved_config = _read_object(folder, "config.yaml")
+        if "identity" not in record or not saved_config:
             return True, []
-        config = flatten(yaml.safe_load((folder / "config.yaml").read_text()))
+        config = flatten(saved_config)
         before = RunIdentity(config=dict(config), **record["identity"])
         experiment, others = find_changes(type(self.config), before, self.identity)
         if experiment and not is_forced:
@@ -209,7 +237,8 @@ class RunFolder:
         if self.is_first and self.start.num_steps not in (0, num_steps):
             schedule = "the learning rate's schedule ends there"
             print(f"changed: {self.start.num_steps} -> {num_steps} steps; {schedule}")
-        if self.start.checkpoint and num_steps <= self.start.step and self._is_exported():
+        is_done = self.start.checkpoint is not None and num_steps <= self.start.step
+        if is_done and self._is_exported() and not self.start.owes_test:
             self._refuse_changes()
             if self.is_first:
                 print(
@@ -235,8 +264,7 @@ class RunFolder:
             )
 
     def _is_exported(self) -> bool:
-        is_current = _read_record(self.path).get("model_step") == self.start.step
-        return is_current and (self.path / "model").exists()
+        return self._model_step() == self.start.step
 
     # Going on.
 
@@ -255,8 +283,7 @@ class RunFolder:
             self.checkpoints.load(checkpoint, kept, record["world_size"])
             _check_weights(checkpoint, record.get("weights", {}), hash_weights(_workers_of(parts)))
         if self.is_first:
-            own = self.checkpoints.folder.resolve()
-            is_own = checkpoint is not None and checkpoint.resolve().parent == own
+            is_own = self._is_own(checkpoint)
             self._set_aside(self.start.step if is_own else EVERYTHING)
             self._write_run_files(is_own)
             if checkpoint:
@@ -284,8 +311,8 @@ class RunFolder:
         record = _read_record(self.path) if goes_on else {}
         record |= self._experiment_record()
         record.setdefault("starts", []).append(start)
-        (self.path / "config.yaml").write_text(dump(self.config))
-        _write_json(self.path / "run.json", record)
+        write_text(self.path / "config.yaml", dump(self.config))
+        write_object(self.path / "run.json", record)
 
     def _experiment_record(self) -> dict[str, Any]:
         """What a later launch compares itself with, beside config.yaml, and its first date."""
@@ -299,32 +326,44 @@ class RunFolder:
         after a kill in between, a run goes on from one that is still there.
         """
         later = self._entries_after(step)
-        metrics = self.path / "metrics.jsonl"
-        kept_lines, later_lines = _split_metrics(metrics, step)
+        metrics = MetricsFile(self.path)
+        lines = [] if step == EVERYTHING else metrics.read()
+        later_lines = [line for line in lines if line["step"] > step]
         if later or later_lines:
             branch = self._new_branch()
             for source in later:
                 target = branch / source.relative_to(self.path)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.move(source, target)
-            (branch / "metrics.jsonl").write_text("".join(later_lines))
+            if later_lines:
+                MetricsFile(branch).replace(later_lines)
             entries = "the earlier run" if step == EVERYTHING else f"what came after step {step}"
             print(f"{entries} is now in {branch}")
-        if metrics.exists():
-            _write_text(metrics, "".join(kept_lines))
+        if metrics.path.exists():
+            metrics.replace([line for line in lines if line["step"] <= step])
 
     def _entries_after(self, step: int) -> list[Path]:
         """The checkpoints, the newest first, the model and the transcripts of later steps."""
         steps = self.checkpoints.steps()
         entries = [self.checkpoints.path(later) for later in reversed(steps) if later > step]
-        # A model of which no step is known counts as later.
-        model_step = _read_record(self.path).get("model_step", step + 1)
-        if (self.path / "model").exists() and model_step > step:
+        if self._model_step() > step:
             entries.append(self.path / "model")
         if step == EVERYTHING:  # a new run has a new name in the services that show it
             entries += [*self.path.glob("*_id"), *self.path.glob("tensorboard")]
+            metrics = self.path / "metrics.jsonl"
+            if metrics.exists() and metrics.stat().st_size > 0:
+                entries.append(metrics)
         transcripts = self.path.glob("rollouts/*/step_*")
         return entries + [path for path in transcripts if step_of(path) > step]
+
+    def _model_step(self) -> float:
+        """The step of model/: NO_STEP without one, and infinity if no step is known."""
+        if not (self.path / "model").exists():
+            return NO_STEP
+        try:
+            return _read_record(self.path).get("model_step", math.inf)
+        except RuntimeError:  # run.json is damaged, which does not matter to a new run
+            return math.inf
 
     def _new_branch(self) -> Path:
         """A new folder branches/N, with copies of the files that say what the run was."""
@@ -338,19 +377,25 @@ class RunFolder:
 
     # Writing.
 
-    def save(self, step: int, parts: Parts) -> None:
-        """Writes a checkpoint. All processes must call."""
+    def save(self, step: int, parts: Parts, owes_test: bool = False) -> None:
+        """Writes a checkpoint. All processes must call.
+
+        `owes_test`: the evaluation of this step was left out; the launch that resumes does it.
+        """
         counter: Any = parts["data"]  # the position in the training rows
         record = {
             "step": step,
             "rows": counter.rows_done,
             "num_steps": self.num_steps,
+            "owes_test": owes_test,
             "world_size": dist.get_world_size(),
             "weights": hash_weights(_workers_of(parts)),
             **self._experiment_record(),
         }
         texts = {"config.yaml": dump(self.config), "run.json": json.dumps(record)}
         self.checkpoints.save(step, parts, texts)
+        if owes_test and self.is_first:
+            print(f"the evaluation of step {step} is left out; the same command does it first")
 
     @contextmanager
     def exporting(self, step: int) -> Iterator[str]:
@@ -359,7 +404,7 @@ class RunFolder:
         yield str(partial)
         if self.is_first:
             put_in_place(partial, self.path / "model")
-            _write_json(self.path / "run.json", _read_record(self.path) | {"model_step": step})
+            write_object(self.path / "run.json", _read_record(self.path) | {"model_step": step})
             print(f"model saved to {self.path / 'model'}")
 
     def write_records(
@@ -417,12 +462,28 @@ def _find_checkpoint(named: Path) -> Path:
 
 def _read_record(folder: Path) -> dict[str, Any]:
     """run.json of a run folder, {} if it has none; or of a checkpoint, which must have one."""
+    return _read_object(folder, "run.json")
+
+
+def _read_object(folder: Path, name: str) -> dict[str, Any]:
+    """A small file of a run folder, {} if it has none; or of a checkpoint, which must have it.
+
+    RuntimeError names the file if it is damaged, and says what to do.
+    """
+    path = folder / name
     try:
-        return json.loads((folder / "run.json").read_text())
-    except (OSError, ValueError) as error:
-        if folder.name.startswith("step_"):
-            raise RuntimeError(explain_damage(folder, describe_failure(error))) from error
-        return {}
+        content = read_object(path)
+    except DamagedFile as error:
+        if _is_checkpoint(folder):
+            raise RuntimeError(explain_damage(folder, f"{name}: {error.reason}")) from error
+        raise RuntimeError(f"{error}; {DAMAGED[name]}") from error
+    if not content and _is_checkpoint(folder):
+        raise RuntimeError(explain_damage(folder, f"it has no {name}"))
+    return content
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return folder.name.startswith("step_")
 
 
 def _workers_of(parts: Parts) -> dict[str, Any]:
@@ -436,34 +497,6 @@ def _check_weights(checkpoint: Path, saved: dict[str, str], loaded: dict[str, st
         if saved[name] != loaded[name]:
             reason = f"its {name} has the hash {loaded[name]} and was saved with {saved[name]}"
             raise RuntimeError(explain_damage(checkpoint, reason))
-
-
-def _write_json(path: Path, record: dict[str, Any]) -> None:
-    _write_text(path, json.dumps(record, indent=1) + "\n")
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Replaces the file. A kill leaves the old one or the new one."""
-    partial = path.with_suffix(".partial")
-    with writing(path):
-        partial.write_text(text)
-        partial.replace(path)
-
-
-def _split_metrics(path: Path, step: int) -> tuple[list[str], list[str]]:
-    """The lines of metrics.jsonl until `step`, and the later ones.
-
-    A line that a kill cut short is in neither: its step is repeated.
-    """
-    kept: list[str] = []
-    later: list[str] = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            is_later = json.loads(line)["step"] > step
-        except json.JSONDecodeError:
-            continue
-        (later if is_later else kept).append(line + "\n")
-    return kept, later
 
 
 def _sees(path: Path, text: str) -> bool:

@@ -116,6 +116,7 @@ def check_a_signal_saves_and_does_not_evaluate(runs: ForkedRuns, folder: Path) -
     checkpoint = folder / "stopped/checkpoints/step_1/run.json"
     exported = folder / "stopped/model/config.json"
     assert checkpoint.stat().st_mtime_ns < exported.stat().st_mtime_ns
+    assert "the evaluation of step 1 is left out" not in run.output, "none was due"
 
 
 def check_a_second_ctrl_c_ends_a_lone_process_at_once(runs: ForkedRuns, folder: Path) -> None:

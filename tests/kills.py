@@ -5,9 +5,10 @@ never killed: metrics, transcripts and weights must have equal bits.
 
 The kills are shared among the cases: trainers and layouts, see CASES. A kill comes at a random time
 of the run or while a checkpoint is written, and meets all ranks, as when the power fails, or one of
-them; the others get SIGTERM then, as from torchrun, and must end. FOLDER keeps the runs that were
-not killed, so a further slice with another seed reuses them. Each killed run adds a line of JSON to
---output.
+them; the others get SIGTERM then, as from torchrun, and must end. A quarter are stops: all ranks
+get SIGTERM, as from a cluster that takes its machines back, and the run saves and ends. FOLDER
+keeps the runs that were not killed, so a further slice with another seed reuses them. Each killed
+run adds a line of JSON to --output.
 """
 
 import argparse
@@ -32,22 +33,25 @@ SECONDS_OF_A_SAVE = 0.06  # a kill that aims at a save comes so soon after its b
 SECONDS_FOR_OTHER_RANKS = 60  # to end, after one rank was killed
 COMMON = (
     f"trainer.max_steps={STEPS} trainer.n_epochs=9 trainer.save_freq=1 trainer.disable_wandb=true"
-    " trainer.watchdog=2 data.max_length=64"
+    " trainer.watchdog=2 data.max_length=64 trainer.test_freq=2"
 )
+PROMPTS = "data.path={inputs}/prompts.jsonl data.test_path={inputs}/prompts.jsonl"
+CONVERSATIONS = "data.path={inputs}/conversations.jsonl data.test_path={inputs}/conversations.jsonl"
+PAIRS = "data.path={inputs}/pairs.jsonl data.test_path={inputs}/pairs.jsonl"
 ACTOR = "actor.model_name={inputs}/tiny actor.dtype=float32 actor.lr=0.01"
 PPO = (
-    f"ppo {COMMON} {ACTOR} data.path={{inputs}}/prompts.jsonl data.prompts_per_rollout=2"
+    f"ppo {COMMON} {ACTOR} {PROMPTS} data.prompts_per_rollout=2"
     " data.responses_per_prompt=4 rollout.env_path={inputs}/letters.py rollout.max_running=8"
     " rollout.train_sampling_params.max_new_tokens=6"
 )
 CRITIC = "adv.estimator=gae critic.lr=0.01 critic.dtype=float32"
 # The mean of a group is outside [0.06, 0.14] often enough to replace some groups in every step.
 REFILL = "rollout.filter=[0.06,0.14] rollout.max_refills=4 rollout.drop_solved=0.3"
-SFT = f"sft {COMMON} {ACTOR} data.path={{inputs}}/conversations.jsonl data.batch_size=3"
-DPO = f"dpo {COMMON} {ACTOR} data.path={{inputs}}/pairs.jsonl data.batch_size=3"
+SFT = f"sft {COMMON} {ACTOR} {CONVERSATIONS} data.batch_size=3"
+DPO = f"dpo {COMMON} {ACTOR} {PAIRS} data.batch_size=3"
 RM = (
     f"rm {COMMON} critic.model_name={{inputs}}/tiny critic.dtype=float32 critic.lr=0.01"
-    " data.path={inputs}/pairs.jsonl data.batch_size=3"
+    f" {PAIRS} data.batch_size=3"
 )
 CASES = {  # name: (processes, trainer and arguments)
     "ppo": (1, PPO),
@@ -147,6 +151,10 @@ class Case:
             time.sleep(rng.uniform(0, self.seconds / STEPS))
         if not run.is_running:
             return None
+        if rng.random() < 0.25:
+            run.send(signal.SIGTERM)
+            statuses = run.wait(SECONDS_FOR_OTHER_RANKS)
+            return "stopped" if statuses == [0] * self.world else "stopped before the loop"
         ranks = None if rng.random() < 0.5 else [rng.randrange(self.world)]
         run.send(signal.SIGKILL, ranks)
         is_in_save = bool(partial_folders(folder))

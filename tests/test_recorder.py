@@ -44,7 +44,7 @@ def test_a_run_whose_data_are_exhausted_ends_with_a_test_a_checkpoint_and_no_fur
     calls = []
     data = SimpleNamespace(is_exhausted=False)
     recorder = Recorder(
-        folder=SimpleNamespace(save=lambda step, parts: calls.append(("save", step))),
+        folder=SimpleNamespace(save=lambda step, parts, owes_test: calls.append(("save", step))),
         tokenizer=None,
         workers={},
         parts={"data": data},

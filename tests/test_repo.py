@@ -107,6 +107,7 @@ ALLOWED = {
     "run_lock": set(),
     "weights_hash": {"parallel"},
     "disk_space": set(),
+    "records": {"error_report"},
     "checkpoints": {"parallel.mesh", "error_report"},
     # It compares configs, and the files that they name.
     "run_folder": {
@@ -116,6 +117,7 @@ ALLOWED = {
         "data.rows",
         "parallel.mesh",
         "error_report",
+        "records",
         "weights_hash",
     },
     "memory_plan": {"parallel.mesh"},  # rank 0 tells all ranks
@@ -176,7 +178,7 @@ ALLOWED = {
     "watchdog": set(),
     "signals": {"parallel.mesh", "error_report", "watchdog"},
     # It logs the plan of the memory beside its peak.
-    "report": {"report", "error_report", "checkpoints", "memory_plan", "weights_hash"},
+    "report": {"report", "error_report", "records", "checkpoints", "memory_plan", "weights_hash"},
 }
 MAINS = {"trainer.ppo", "trainer.sft", "trainer.dpo", "trainer.rm"}
 OUTSIDE = {  # packages that only these files import

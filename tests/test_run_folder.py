@@ -28,6 +28,7 @@ from rl2.data.chat import ChatTemplate
 from rl2.disk_space import SpaceNeeds, check_space
 from rl2.run_lock import RunLock
 from rl2.trainer import dpo, ppo, rm, sft
+from rl2.trainer.recorder import Recorder
 
 NUM_ROWS = 12
 
@@ -86,6 +87,24 @@ def train(setup, capsys, monkeypatch):
         return status, printed.out + printed.err
 
     return train_here
+
+
+PPO_KEYS = [
+    "rollout.env_path=env.py",
+    "data.prompts_per_rollout=2",
+    "data.responses_per_prompt=2",
+    "rollout.train_sampling_params.max_new_tokens=4",
+    "rollout.test_sampling_params.max_new_tokens=4",
+]
+
+
+@pytest.fixture
+def become_ppo(setup, tmp_path):
+    """Makes the arguments of `setup` those of a PPO run with an environment."""
+    write_rows(tmp_path / "rows.jsonl", [{"messages": f"say {i}", "answer": "a"} for i in range(8)])
+    env = "def reward_fn(messages, answer): return len(set(messages[-1]['content'])) / 9"
+    (tmp_path / "env.py").write_text(env)
+    setup[:] = [argument for argument in setup if "batch_size" not in argument] + PPO_KEYS
 
 
 def steps(folder):
@@ -473,7 +492,93 @@ def test_a_run_that_cannot_be_saved_ends_before_its_first_step(train, tmp_path, 
         assert (tmp_path / f"runs/n{share}/metrics.jsonl").exists() == (not expected)
 
 
+# A stop leaves the evaluation of its step to the next launch.
+
+
+def stop_after(monkeypatch, step):
+    """Lets a signal arrive in this step."""
+    finish_step = Recorder.finish_step
+
+    def finish(self, number, *rest):
+        if number == step:
+            self.stop_signal.requested_at = 0.0
+        return finish_step(self, number, *rest)
+
+    monkeypatch.setattr(Recorder, "finish_step", finish)
+
+
+def stop_and_start_again(train, tmp_path, monkeypatch, step, main):
+    """A run that is stopped in this step, and one that is not: both end with the same files."""
+    rows = (tmp_path / "rows.jsonl").read_text().splitlines()[:3]
+    (tmp_path / "test.jsonl").write_text("\n".join(rows))
+    keys = ["data.test_path=test.jsonl", "trainer.test_freq=2", "trainer.max_steps=4"]
+    status, output = train(*keys, "trainer.experiment_name=whole", main=main)
+    assert status == 0, output
+    with monkeypatch.context() as patch:
+        stop_after(patch, step)
+        status, output = train(*keys, main=main)
+    run, whole = tmp_path / "runs/default", tmp_path / "runs/whole"
+    assert status == 0 and f"the evaluation of step {step} is left out" in output
+    assert [line["step"] for line in read_metrics(run) if "test/" not in str(line)][-1] == step
+    status, output = train(*keys, main=main)
+    assert status == 0 and f"{step} of 4 steps are done" in output, output
+    assert read_untimed_metrics(run) == read_untimed_metrics(whole)
+    for pattern in ("rollouts/*/*.jsonl", "model/*.safetensors"):
+        for path in whole.glob(pattern):
+            assert (run / path.relative_to(whole)).read_bytes() == path.read_bytes(), path
+    status, output = train(*keys, main=main)
+    assert status == 0 and "all steps are done" in output
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_stopped_run_evaluates_when_it_is_started_again(train, tmp_path, monkeypatch, step):
+    stop_and_start_again(train, tmp_path, monkeypatch, step, sft.main)
+
+
+def test_so_does_ppo_whose_last_step_was_stopped(become_ppo, train, tmp_path, monkeypatch):
+    stop_and_start_again(train, tmp_path, monkeypatch, 4, ppo.main)
+
+
 # What a kill or a disk leaves.
+
+
+@pytest.mark.parametrize(
+    "name, damaged, words",
+    [
+        ("config.yaml", "a: [", "config.yaml is damaged: "),
+        ("run.json", '{"starts": [', "run.json is damaged: "),
+        ("run.json", "[]", "run.json is damaged: expected keys and values"),
+        ("metrics.jsonl", '{"step": 1}\n{"st\n{"step": 2}\n', "metrics.jsonl is damaged: line 2: "),
+        ("metrics.jsonl", '{"step": 1}\n7\n', "metrics.jsonl is damaged: line 2: it has no step"),
+        ("checkpoints/step_2/config.yaml", "a: [", "step_2 is damaged: config.yaml: "),
+        ("checkpoints/step_2/config.yaml", "", "step_2 is damaged: config.yaml: expected keys"),
+        ("checkpoints/step_2/run.json", '"', "step_2 is damaged: run.json: "),
+    ],
+)
+def test_a_small_file_that_is_damaged_is_named(train, tmp_path, name, damaged, words):
+    """Before a model loads. `trainer.resume=off` needs none of these files."""
+    has_checkpoint = name != "config.yaml"
+    save_freq = f"trainer.save_freq={2 if has_checkpoint else 'null'}"
+    keys = ["trainer.max_steps=2", save_freq]
+    train(*keys)
+    run = tmp_path / "runs/default"
+    (run / name).write_text(damaged)
+    status, output = train(*keys)
+    assert status == 1 and words in output, output
+    assert "Traceback" not in output and "loading" not in output
+    assert "restore" in output or "trainer.resume=off" in output
+    status, output = train(*keys, "trainer.resume=off")
+    assert status == 0 and steps(run) == [1, 2]
+    assert (run / "branches/1" / name).read_text() == damaged
+
+
+def test_a_line_of_the_metrics_that_a_kill_cut_is_left_out(train, tmp_path):
+    train("trainer.max_steps=2")
+    run = tmp_path / "runs/default"
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "actor/lo')
+    status, output = train("trainer.max_steps=4")
+    assert status == 0 and steps(run) == [1, 2, 3, 4] and "damaged" not in output
 
 
 def test_leftovers_of_kills_are_swept(train, tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ import atexit
 import ctypes
 import inspect
 import json
-import math
 import os
 import resource
 import secrets
@@ -27,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from rl2 import progress
-from rl2.error_report import writing
 from rl2.memory_plan import GIB, Prediction
+from rl2.records import MetricsFile
 from rl2.report.console import Console, describe_start
 from rl2.report.health import Health, Metrics, Samples
 from rl2.report.page import write_page
@@ -63,24 +62,6 @@ class RunInfo:
         if not file.exists():
             file.write_text(secrets.token_hex(8))
         return file.read_text().strip()
-
-
-class MetricsFile:
-    """metrics.jsonl in the run folder: one object a step."""
-
-    def __init__(self, folder: Path):
-        self.path = folder / "metrics.jsonl"
-
-    def write(self, metrics: Metrics, hashes: dict[str, str]) -> None:
-        """Adds the line of a step, with the hash of each worker's weights."""
-        line: dict[str, Any] = {name: _to_json_number(value) for name, value in metrics.items()}
-        if hashes:
-            line["weights"] = hashes
-        with writing(self.path), open(self.path, "a") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            # A checkpoint of this step may follow, and must not reach the disk before the line.
-            os.fsync(file.fileno())
 
 
 class Report:
@@ -365,6 +346,20 @@ class MetricsLog:
         self._print(self.health.check(line))
         self.health.stop_if_diverged()
 
+    def complete(self, step: int, metrics: Metrics) -> None:
+        """Adds the metrics of an evaluation to the line of its step, which a stop left without.
+
+        The services get the whole line once more.
+        """
+        seconds = self.phase_seconds.pop("test", 0.0)
+        if self.file is not None:
+            line = self.file.complete(step, {**metrics, "time/test": seconds})
+            samples = read_samples(self.folder, step) if self.has_services else {}
+            for logger in self.loggers:
+                logger.log(step, line, samples)
+        self.last_write = time.perf_counter()
+        self.last_cpu_seconds = time.process_time()
+
     def _hash_weights(self) -> dict[str, str]:
         if not self.workers:
             return {}
@@ -401,10 +396,3 @@ def measure_machine(folder: Path) -> dict[str, float]:
         free, total = torch.cuda.mem_get_info()
         used["resources/gpu_gib"] = (total - free) / GIB
     return used
-
-
-def _to_json_number(value: float) -> float | None:
-    """A number that JSON can hold: None for NaN and infinities."""
-    if not isinstance(value, int):
-        value = float(value)
-    return value if math.isfinite(value) else None

@@ -75,15 +75,15 @@ class Recorder:
             print(warning)
 
     def begin(self, evaluate: Evaluate | None) -> None:
-        """Evaluates before the first step, unless the run goes on from a checkpoint.
+        """Evaluates before the first step, or what a stopped run left out at the resumed step.
 
         `evaluate(step)` returns the metrics of the test data; None where there is none.
         """
         self.evaluate = evaluate
-        if self.start_step == 0:
-            metrics = self._evaluate_if_due(0)
-            if metrics:
-                self.metrics_log.write(0, metrics)
+        if self.start_step == 0 and self._is_test_due(0):
+            self.metrics_log.write(0, self._evaluate(0))
+        elif self.folder.start.owes_test and evaluate is not None:
+            self.metrics_log.complete(self.start_step, self._evaluate(self.start_step))
         self.stop_signal = StopSignal(self.device, self._newest_checkpoint)
 
     def _newest_checkpoint(self) -> Path | None:
@@ -99,15 +99,17 @@ class Recorder:
         """Evaluates, logs, saves and exports where that is due.
 
         `rollout` is what `RunFolder.write_records` takes: the transcripts, and the tokens to keep.
-        Returns whether a signal asked any process to stop after this step. Such a step is not
-        evaluated: a machine that takes its processes away gives them seconds.
+        Returns whether a signal asked any process to stop after this step. The evaluation of such
+        a step is left to the next launch: a machine that takes its processes away gives them
+        seconds.
         """
         data: Any = self.parts["data"]
         if data.is_exhausted:
             self.num_steps = step
         is_stopping = self.stop_signal.is_requested_anywhere()
-        if not is_stopping and (test_metrics := self._evaluate_if_due(step)):
-            metrics = metrics | test_metrics
+        owes_test = is_stopping and self._is_test_due(step)
+        if not is_stopping and self._is_test_due(step):
+            metrics = metrics | self._evaluate(step)
             is_stopping = self.stop_signal.is_requested_anywhere()
         # From here on the other ranks generate, unless this step is saved; only the first writes.
         if rollout:
@@ -116,28 +118,35 @@ class Recorder:
         # and its line; in the other order the line would be lost.
         self.metrics_log.write(step, metrics)
         with self.phase("save"):
-            self._save_if_due(step, is_stopping)
+            self._save_if_due(step, is_stopping, owes_test)
         self.last_step = step
         return is_stopping
 
-    def _save_if_due(self, step: int, is_stopping: bool) -> None:
-        """Saves a checkpoint and exports the models where that is due. All processes must call."""
+    def _save_if_due(self, step: int, is_stopping: bool, owes_test: bool) -> None:
+        """Saves a checkpoint and exports the models where that is due. All processes must call.
+
+        `owes_test`: the evaluation of this step is left to the launch that resumes it.
+        """
         save_freq = self.config.trainer.save_freq
         is_last = step == self.num_steps
         # Weights that may have diverged do not push older ones out of the checkpoints.
         is_good = not self.metrics_log.health.is_diverging
         if is_stopping or is_good and (is_due(step, save_freq) or is_last and save_freq):
-            self.folder.save(step, self.parts)
+            self.folder.save(step, self.parts, owes_test)
         for worker in self.workers.values():
             if is_due(step, worker.config.save_freq) or (is_last and worker.config.save_dir):
                 folder = f"{worker.config.save_dir}/step_{step}"
                 worker.export(folder, self.tokenizer, worker.config.save_optimizer)
 
-    def _evaluate_if_due(self, step: int) -> Metrics:
-        """Metrics as test/*: at the start, every trainer.test_freq steps and at the end."""
-        due = step in (0, self.num_steps) or is_due(step, self.config.trainer.test_freq)
-        if self.evaluate is None or not due:
-            return {}
+    def _is_test_due(self, step: int) -> bool:
+        """Whether to evaluate: at the start, every trainer.test_freq steps and at the end."""
+        if self.evaluate is None:
+            return False
+        return step in (0, self.num_steps) or is_due(step, self.config.trainer.test_freq)
+
+    def _evaluate(self, step: int) -> Metrics:
+        """Metrics of the test data as test/*."""
+        assert self.evaluate is not None
         with self.phase("test"):
             metrics = self.evaluate(step)
         return {f"test/{name}": value for name, value in metrics.items()}

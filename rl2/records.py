@@ -1,0 +1,118 @@
+"""The small files of a run: a kill leaves the old or the new one, and damage is named."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl2.error_report import writing
+
+Line = dict[str, Any]  # of metrics.jsonl
+
+
+class DamagedFile(ValueError):
+    """A file that is not what the run wrote. The message names it."""
+
+    def __init__(self, path: Path, reason: str):
+        self.path = path
+        self.reason = " ".join(reason.split())
+        super().__init__(f"{path} is damaged: {self.reason}")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The content of a JSON or YAML file, {} without the file. DamagedFile if it is no mapping."""
+    parse = json.loads if path.suffix == ".json" else yaml.safe_load
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise DamagedFile(path, str(error)) from error
+    if not isinstance(content, dict):
+        got = "it is empty" if content is None else f"got {str(content)[:40]!r}"
+        raise DamagedFile(path, f"expected keys and values, {got}")
+    return content
+
+
+def write_object(path: Path, content: dict[str, Any]) -> None:
+    """Replaces a JSON file."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces the file. A kill leaves the old one or the new one."""
+    partial = path.with_suffix(".partial")
+    with writing(path):
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # or a power failure may leave an empty file with this name
+        partial.replace(path)
+
+
+class MetricsFile:
+    """metrics.jsonl in the run folder: one object a step."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / "metrics.jsonl"
+
+    def write(self, metrics: dict[str, float], hashes: dict[str, str]) -> None:
+        """Adds the line of a step, with the hash of each worker's weights."""
+        line: Line = {name: _to_json_number(value) for name, value in metrics.items()}
+        if hashes:
+            line["weights"] = hashes
+        with writing(self.path), open(self.path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            # A checkpoint of this step may follow, and must not reach the disk before the line.
+            os.fsync(file.fileno())
+
+    def read(self) -> list[Line]:
+        """All lines, [] without the file.
+
+        A last line that a kill cut short is left out: its step is repeated. DamagedFile if there is
+        another line that is no step.
+        """
+        lines: list[Line] = []
+        texts = self.path.read_bytes().split(b"\n") if self.path.exists() else []
+        for number, text in enumerate(texts, 1):
+            if not text.strip():
+                continue
+            problem = "it has no step"
+            try:
+                line = json.loads(text)
+            except ValueError as error:
+                line, problem = None, str(error)
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                lines.append(line)
+            elif number < len(texts):  # what follows the last line feed is the torn line
+                raise DamagedFile(
+                    self.path, f"line {number}: {problem}; restore or delete this line"
+                )
+        return lines
+
+    def replace(self, lines: list[Line]) -> None:
+        """Writes these lines in place of all others."""
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
+
+    def complete(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Adds the metrics to the line of the step, if it has one. Returns all its metrics."""
+        lines = self.read()
+        completed: Line = {"step": step}
+        for line in lines:
+            if line["step"] == step:
+                line |= {name: _to_json_number(value) for name, value in metrics.items()}
+                completed = line
+        self.replace(lines)
+        numbers = {name: value for name, value in completed.items() if name != "weights"}
+        return {name: math.nan if value is None else value for name, value in numbers.items()}
+
+
+def _to_json_number(value: float) -> float | None:
+    """A number that JSON can hold: None for NaN and infinities."""
+    if not isinstance(value, int):
+        value = float(value)
+    return value if math.isfinite(value) else None
