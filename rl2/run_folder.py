@@ -40,11 +40,12 @@ from rl2.config.changes import (
     identify,
 )
 from rl2.config.parse import dump, flatten
+from rl2.config.schema import PPOConfig, RolloutWorkerConfig, worker_names
 from rl2.data.rows import hash_data
 from rl2.error_report import writing
 from rl2.parallel.mesh import all_gather_objects, is_first_rank
 from rl2.records import DamagedFile, MetricsFile, read_object, write_object, write_text
-from rl2.run_lock import RunLock
+from rl2.run_lock import RunLock, process_start
 from rl2.weights_hash import hash_weights
 
 PACKAGE = Path(__file__).parent
@@ -68,6 +69,8 @@ class Start(NamedTuple):
     changes: tuple[str, ...] = ()  # since then, in words
     date: str = ""  # YYYY-MM-DD on which the run first started: chat templates may show it
     owes_test: bool = False  # a stop left the evaluation of `step` out
+    is_exhausted: bool = False  # no row is left to train on
+    updates: dict[str, int] = {}  # of each worker, that the steps so far were laid out for
 
 
 class RunFolder:
@@ -87,6 +90,7 @@ class RunFolder:
         self.identity = identify(config, hash_data(config.data.path))
         self.start = Start()
         self.hosts = [socket.gethostname()]
+        self.launches = [_launch()]  # of all nodes: the first rank may be on another one later
         self.is_first = is_first_rank()
         if self.is_first:
             self.lock = _lock_folder(self.path)
@@ -102,11 +106,18 @@ class RunFolder:
         resume = self.config.trainer.resume
         is_forced = resume.partition(":")[0] == "force"
         named = "" if resume in ("auto", "off", "force") else resume.removeprefix("force:")
-        if self._was_restarted_by_torchrun() and self.checkpoints.newest():
+        newest = self.checkpoints.newest()
+        if newest and self._was_restarted_by_torchrun():
+            named = ""
+        elif newest and named and self._is_repeated():
+            print(
+                f"this command has begun in {self.path} already, so it resumes from {newest} and "
+                f"not from {named}; trainer.resume=force:{named} begins there again"
+            )
             named = ""
         elif resume == "off":
             return Start()
-        checkpoint = _find_checkpoint(Path(named)) if named else self.checkpoints.newest()
+        checkpoint = _find_checkpoint(Path(named)) if named else newest
         if checkpoint is None and not self._has_a_run():
             return Start(date=_read_record(self.path).get("date", ""))
         folder = checkpoint or self.path
@@ -130,7 +141,19 @@ class RunFolder:
             tuple(changes),
             record.get("date", ""),
             record.get("owes_test", False) and self._lacks_test(checkpoint, record["step"]),
+            record.get("is_exhausted", False) and keeps_data and self._drops_solved(),
+            record.get("updates", {}),
         )
+
+    def _drops_solved(self) -> bool:
+        return isinstance(self.config, PPOConfig) and self.config.rollout.drop_solved is not None
+
+    def _is_repeated(self) -> bool:
+        """Whether the last launch in this folder had the same command and files as this one."""
+        identity = _read_record(self.path).get("identity", {})
+        config = dict(flatten(_read_object(self.path, "config.yaml")))
+        same_files = identity.get("contents") == self.identity.contents
+        return same_files and config == self.identity.config
 
     def _is_own(self, checkpoint: Path | None) -> bool:
         """Whether the checkpoint is one of this folder, and not of a branch or another run."""
@@ -149,11 +172,11 @@ class RunFolder:
         return False
 
     def _was_restarted_by_torchrun(self) -> bool:
-        """Whether this launch has begun in the folder already. Then it goes on from there."""
-        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        """Whether this launch of torchrun has begun in the folder already: it resumes there."""
+        if not _launch():
             return False
         starts = _read_record(self.path).get("starts", [])
-        return bool(starts) and starts[-1].get("launch") == _launch()
+        return bool(starts) and _launch() in starts[-1].get("launches", [])
 
     def _has_a_run(self) -> bool:
         metrics = self.path / "metrics.jsonl"
@@ -206,6 +229,7 @@ class RunFolder:
         lock = (self.lock.path, self.lock.path.read_text()) if self.is_first else None
         ranks = all_gather_objects((socket.gethostname(), lock, self.start, mine))
         hosts = [host for host, *_ in ranks]
+        self.launches = list(dict.fromkeys(all_gather_objects(_launch())))
         self.hosts = list(dict.fromkeys(hosts))
         _, lock, self.start, expected = ranks[0]
         place = f"rank {dist.get_rank()} on {hosts[dist.get_rank()]}"
@@ -234,17 +258,22 @@ class RunFolder:
         if self.start.checkpoint is None:
             num_steps = max(1, num_steps)
         num_steps = min(num_steps, trainer.max_steps or num_steps)
-        if self.is_first and self.start.num_steps not in (0, num_steps):
+        if self.start.is_exhausted:
+            num_steps = self.start.step
+        elif self.is_first and self.start.num_steps not in (0, num_steps):
             schedule = "the learning rate's schedule ends there"
             print(f"changed: {self.start.num_steps} -> {num_steps} steps; {schedule}")
         is_done = self.start.checkpoint is not None and num_steps <= self.start.step
         if is_done and self._is_exported() and not self.start.owes_test:
             self._refuse_changes()
             if self.is_first:
+                remedy = "raise trainer.n_epochs or trainer.max_steps"
+                if self.start.is_exhausted:
+                    remedy = "give other rows, or rollout.drop_solved=null, since all are solved"
                 print(
                     f"{self.path}: all steps are done (the newest checkpoint is of step "
-                    f"{self.start.step}), and model/ is there. To go on raise trainer.n_epochs or "
-                    "trainer.max_steps; trainer.resume=off starts anew and sets this run aside.",
+                    f"{self.start.step}), and model/ is there. To go on {remedy}; "
+                    "trainer.resume=off starts anew and sets this run aside.",
                 )
             dist.destroy_process_group()
             sys.exit(0)
@@ -262,6 +291,18 @@ class RunFolder:
                 "trainer.resume=off starts over here and sets this run aside; a larger "
                 "trainer.n_epochs or trainer.max_steps continues this run with them"
             )
+
+    def count_updates(self, name: str, step: int) -> int:
+        """The updates of a worker that the steps until `step` are laid out for, with the settings
+        of the launch that does them. The learning rate's schedule has the number of all steps.
+        """
+        section = getattr(self.config, name)
+        if not isinstance(section, RolloutWorkerConfig):
+            return step
+        done, first = 0, section.freeze_steps
+        if name in self.start.updates:
+            done, first = self.start.updates[name], max(first, self.start.step)
+        return done + section.updates_per_step * max(0, step - first)
 
     def _is_exported(self) -> bool:
         return self._model_step() == self.start.step
@@ -306,7 +347,7 @@ class RunFolder:
             "cpu": _describe_cpu(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "folder": os.getcwd(),
-            "launch": _launch(),
+            "launches": self.launches,
         }
         record = _read_record(self.path) if goes_on else {}
         record |= self._experiment_record()
@@ -388,6 +429,8 @@ class RunFolder:
             "rows": counter.rows_done,
             "num_steps": self.num_steps,
             "owes_test": owes_test,
+            "is_exhausted": counter.is_exhausted,
+            "updates": {name: self.count_updates(name, step) for name in worker_names(self.config)},
             "world_size": dist.get_world_size(),
             "weights": hash_weights(_workers_of(parts)),
             **self._experiment_record(),
@@ -510,8 +553,19 @@ def _sees(path: Path, text: str) -> bool:
 
 
 def _launch() -> str:
-    """What torchrun calls this launch, the same after its restarts; "" without torchrun."""
-    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+    """A name of this launch of torchrun on this node, the same after restarts; "" without torchrun.
+
+    TORCHELASTIC_RUN_ID is "none" in every launch without --standalone and --rdzv_id. But torchrun
+    makes a folder for the logs of a launch, .../torchelastic_x/none_y, with one folder an attempt.
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    logs, attempt, _ = os.environ.get("TORCHELASTIC_ERROR_FILE", "").partition("/attempt_")
+    if attempt:
+        return logs
+    if not run_id:
+        return ""
+    agent = os.getppid()  # torchrun itself, which keeps no logs
+    return f"{run_id}, process {agent} since {process_start(agent)}"
 
 
 # What the run was started with.

@@ -367,14 +367,25 @@ def test_folders_that_a_user_names_are_no_checkpoints(tmp_path):
     assert Checkpoints(tmp_path).steps() == [2]
 
 
+def become_attempt(monkeypatch, launch, attempt):
+    """The variables of torchrun without --standalone: every launch has the same id."""
+    logs = f"/tmp/torchelastic_{launch}/none_{launch}/attempt_{attempt}/0/error.json"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", logs)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+    monkeypatch.setattr("rl2.signals.report_error", lambda text: print(text))
+
+
 def test_torchrun_restarts_go_on_where_their_launch_was(train, tmp_path, monkeypatch):
     """Whatever trainer.resume says: off would begin again with every restart."""
+    become_attempt(monkeypatch, "earlier", 1)
     train("trainer.max_steps=2")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "this launch")
     run = tmp_path / "runs/default"
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    # The first attempt of this launch died before it began.
+    become_attempt(monkeypatch, "this", 1)
     _, output = train("trainer.resume=off", "trainer.max_steps=2")
     assert "runs/default/branches/1" in output, "this launch had not begun yet"
+    become_attempt(monkeypatch, "this", 2)
     _, output = train("trainer.resume=off", "trainer.max_steps=4")
     assert "2 of 4 steps are done" in output and steps(run) == [1, 2, 3, 4]
     starts = json.loads((run / "run.json").read_text())["starts"]
@@ -383,6 +394,9 @@ def test_torchrun_restarts_go_on_where_their_launch_was(train, tmp_path, monkeyp
     assert last["command"][-2:] == ["trainer.resume=off", "trainer.max_steps=4"]
     assert last["hosts"] == [socket.gethostname()] and last["world_size"] == 1
     assert last["versions"]["torch"] == torch.__version__ and last["seed"] == 0
+    become_attempt(monkeypatch, "next", 0)
+    _, output = train("trainer.resume=off", "trainer.max_steps=1")
+    assert "runs/default/branches/2" in output and steps(run) == [1]
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     head = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     assert (last["commit"] or "").startswith(head)
@@ -434,6 +448,57 @@ def test_ppo_is_compared_with_its_env_its_loss_and_its_critic(setup, train, tmp_
     status, output = train(main=ppo.main)
     assert status == 0 and "rollout.env_path: env.py has another content" in output
     assert "1 of 2 steps are done" in output
+
+
+def test_a_command_that_names_a_checkpoint_and_is_repeated_goes_on(train, tmp_path):
+    """It keeps its own newer checkpoints. Another command begins there again."""
+    train("trainer.max_steps=4")
+    run = tmp_path / "runs/default"
+    keys = [f"trainer.resume={run}/checkpoints/step_2", "actor.lr=0.1"]
+    train(*keys, "trainer.max_steps=6")
+    assert steps(run / "branches/1") == [3, 4]
+    whole = read_untimed_metrics(run)
+    shutil.rmtree(run / "checkpoints/step_6")  # as if the run had been killed before
+    status, output = train(*keys, "trainer.max_steps=6")
+    assert status == 0 and "resumes from runs/default/checkpoints/step_4 and not from" in output
+    assert "4 of 6 steps are done" in output and f"trainer.resume=force:{run}" in output
+    assert read_untimed_metrics(run) == whole
+    status, output = train(*keys, "trainer.max_steps=5")
+    assert status == 0 and "2 of 5 steps are done" in output
+
+
+def test_a_run_of_which_all_prompts_are_solved_can_be_started_again(become_ppo, train, tmp_path):
+    (tmp_path / "env.py").write_text("def reward_fn(messages, answer): return 1.0")
+    keys = ["rollout.drop_solved=0.5", "trainer.n_epochs=3", "trainer.save_freq=1"]
+    status, output = train(*keys, main=ppo.main)
+    run = tmp_path / "runs/default"
+    assert status == 0 and steps(run) == [1, 2, 3, 4], output
+    status, output = train(*keys, main=ppo.main)
+    assert status == 0 and "all steps are done" in output and "rollout.drop_solved=null" in output
+    shutil.rmtree(run / "model")  # as if the run had been killed before its export
+    status, output = train(*keys, main=ppo.main)
+    assert status == 0 and (run / "model/config.json").exists() and steps(run) == [1, 2, 3, 4]
+    status, output = train("trainer.n_epochs=3", "trainer.max_steps=5", main=ppo.main)
+    assert status == 0 and steps(run) == [1, 2, 3, 4, 5], output
+
+
+def test_a_falling_rate_ends_with_the_run_after_updates_per_rollout_are_lowered(
+    become_ppo, train, tmp_path
+):
+    keys = ["actor.scheduler=linear", "trainer.n_epochs=4", "trainer.max_steps=8"]
+    more = [*keys, "actor.update_per_rollout=3", "data.responses_per_prompt=3"]
+    status, output = train(*more, "trainer.experiment_name=whole", main=ppo.main)
+    assert status == 0, output
+    run, whole = tmp_path / "runs/default", tmp_path / "runs/whole"
+    keys.append(f"trainer.resume={whole}/checkpoints/step_4")
+    status, output = train(*keys, "data.responses_per_prompt=3", main=ppo.main)
+    assert status == 0, output
+    # 12 of 16 updates are done after step 4, in place of 12 of 24.
+    rates = [line["actor/lr"] for line in read_metrics(run)]
+    assert rates == pytest.approx([0.01 * (1 - done / 16) for done in range(12, 16)])
+    status, output = train(*more, keys[-1], "trainer.save_dir=same", main=ppo.main)
+    assert status == 0
+    assert read_untimed_metrics(tmp_path / "same") == read_untimed_metrics(whole)[4:]
 
 
 def test_a_run_without_checkpoints_says_so_and_that_it_starts_over(train, tmp_path):

@@ -159,7 +159,7 @@ def run_phases(config: Any, memory: MemoryTracker, device: torch.device) -> Plan
 
 def run_ppo(config: PPOConfig, recorder: PlanRecorder, device: torch.device) -> None:
     """PPO's phases."""
-    workers, frozen = make_ppo_workers(config, device, num_steps=1)
+    workers, frozen = make_ppo_workers(config, device, {"actor": 1, "critic": 1})
     actor = workers["actor"]
     recorder.plan.loaded = recorder.memory.bytes
     rows = config.data.prompts_per_rollout * config.data.responses_per_prompt

@@ -396,7 +396,8 @@ class Collector:
         self.prompts.load_state_dict(state["position"])
         self.rows_done = state["rows_done"]
         self.carried_over = pickle.loads(state["carried_over"])
-        self.solved = pickle.loads(state["solved"])
+        if self.rules.drop_solved is not None:
+            self.solved = pickle.loads(state["solved"])
 
 
 @dataclass

@@ -90,7 +90,10 @@ class PPORun:
         saved, num_steps = None, 0
         if prompts is not None:
             saved, num_steps = self._plan_steps(prompts)
-            self.workers, self.frozen = make_ppo_workers(config, device, num_steps)
+            num_updates = {
+                name: self.folder.count_updates(name, num_steps) for name in worker_names(config)
+            }
+            self.workers, self.frozen = make_ppo_workers(config, device, num_updates)
             self.actor = self.workers["actor"]
         self.deterministic = config.trainer.deterministic
         if self.deterministic is None:
@@ -220,17 +223,20 @@ class PPORun:
 
 
 def make_ppo_workers(
-    config: PPOConfig, device: torch.device, num_steps: int
+    config: PPOConfig, device: torch.device, num_updates: dict[str, int]
 ) -> tuple[dict[str, Worker], dict[str, Worker]]:
-    """The actor and the critic, if any. And the frozen workers, by the column that they fill."""
+    """The actor and the critic, if any. And the frozen workers, by the column that they fill.
 
-    def make_worker(section: RolloutWorkerConfig, is_critic: bool = False) -> Worker:
-        # At least 1: a worker that is frozen in all steps of this run may be trained in later ones.
-        num_trained_steps = max(1, num_steps - section.freeze_steps)
-        return Worker(section, device, is_critic, num_trained_steps * section.updates_per_step)
+    `num_updates` of each worker are those of the whole run.
+    """
+
+    def make_worker(name: str, section: RolloutWorkerConfig) -> Worker:
+        # Not 0: a worker that is frozen in all steps of this run may be trained in later ones.
+        total = max(num_updates[name], section.updates_per_step)
+        return Worker(section, device, name == "critic", total)
 
     torch.manual_seed(config.trainer.seed)  # of new weights
-    workers = {"actor": make_worker(config.actor)}
+    workers = {"actor": make_worker("actor", config.actor)}
     frozen = {}
     if config.kl.coef:
         frozen["ref_logps"] = workers["actor"].reference()
@@ -240,7 +246,7 @@ def make_ppo_workers(
     if needs_critic(config.adv.estimator):
         model_name = config.critic.model_name or config.actor.model_name
         section = replace(config.critic, model_name=model_name)
-        workers["critic"] = make_worker(section, is_critic=True)
+        workers["critic"] = make_worker("critic", section)
     return workers, frozen
 
 
