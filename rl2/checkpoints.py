@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from rl2.error_report import describe_failed_write
 from rl2.parallel.mesh import all_gather_objects, is_single_process
 from rl2.progress import expecting
+from rl2.weights_hash import hash_states
 
 SYNC_SECONDS = 600.0  # a disk may rightly take so long to store a file
 # What reading or writing a checkpoint may raise. CheckpointException is no Exception.
@@ -80,10 +81,18 @@ class Checkpoints:
                 sync_to_disk(partial)
                 put_in_place(partial, self.path(step))
                 sync_to_disk(self.folder)
-        if is_first:
-            for old_step in self.steps()[: -self.keep] if self.keep else []:
-                delete(self.path(old_step))
         dist.barrier()
+
+    def prune(self, proven_step: float = math.inf) -> None:
+        """Deletes all but the `keep` newest ones and the newest one of a step below `proven_step`.
+
+        The weights of that one are known to be good: a later update had a finite gradient.
+        """
+        steps = self.steps()
+        proven = [step for step in steps if step < proven_step][-1:]
+        for step in steps[: -self.keep] if self.keep else []:
+            if step not in proven:
+                delete(self.path(step))
 
     @contextmanager
     def _failing_together(self, step: int, partial: Path) -> Iterator[None]:
@@ -105,12 +114,14 @@ class Checkpoints:
             failed = describe_failed_write(self.path(step))
             raise RuntimeError(f"the checkpoint {failed}: {problem}; {remains}")
 
-    def load(self, path: Path, parts: Parts, saved_by: int) -> None:
+    def load(
+        self, path: Path, parts: Parts, saved_by: int, hashes: dict[str, str] | None = None
+    ) -> None:
         """Restores all parts from a step_N folder, and the random states.
 
         `saved_by` processes wrote it. If there are more or fewer now, each process keeps its own
-        random states. ValueError if the checkpoint is of another model; RuntimeError if it is
-        damaged.
+        random states. `hashes` are those that `hash_states` gave of what was saved. ValueError if
+        the checkpoint is of another model; RuntimeError if it is damaged.
         """
         states = {name: part.state_dict() for name, part in parts.items()}
         try:
@@ -119,7 +130,13 @@ class Checkpoints:
             raise RuntimeError(explain_damage(path, describe_failure(error))) from error
         _check_fits(path, saved, flatten_state_dict(states)[0])
         try:
-            dcp.load(parts, checkpoint_id=path, no_dist=is_single_process())
+            dcp.load(states, checkpoint_id=path, no_dist=is_single_process())
+        except Failure as error:
+            raise RuntimeError(explain_damage(path, describe_failure(error))) from error
+        _check_hashes(path, hashes or {}, hash_states(parts, states))
+        try:
+            for name, part in parts.items():
+                part.load_state_dict(states[name])
             if saved_by == dist.get_world_size():
                 random_file = path / f"random_{dist.get_rank()}.pt"
                 _set_random_states(torch.load(random_file, weights_only=False))
@@ -163,6 +180,14 @@ def describe_failure(error: BaseException) -> str:
         error = next(iter(error.failures.values()))[0]
     lines = str(error).splitlines() or ["no reason given"]
     return f"{type(error).__name__}: {lines[0]}"
+
+
+def _check_hashes(path: Path, saved: dict[str, str], loaded: dict[str, str]) -> None:
+    """RuntimeError if what was read is not what was saved."""
+    for name in saved.keys() & loaded.keys():
+        if saved[name] != loaded[name]:
+            reason = f"its {name} has the hash {loaded[name]} and was saved with {saved[name]}"
+            raise RuntimeError(explain_damage(path, reason))
 
 
 def _check_fits(path: Path, saved: dict[str, Any], states: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A hash of a worker's weights, made where they are.
+"""A hash of a worker's weights, or of all that a checkpoint holds, made where they are.
 
 Each weight's bits are a whole number. It is multiplied by odd numbers of its position in the whole
 parameter, one a dimension, and by one of the parameter's name. The hash is the sum, modulo 2^64:
@@ -7,12 +7,16 @@ changed bit always changes the sum.
 """
 
 import hashlib
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rl2.parallel.mesh import Mesh, all_reduce_sum_
@@ -38,8 +42,38 @@ def hash_weights(workers: dict[str, Any]) -> dict[str, str]:
             if not _is_copy(parameter, worker.mesh):
                 total += _number_of(name) * _sum_shard(worker.memory.read(parameter))
         totals.append(total)
+    return _sum_over_processes(workers, totals)
+
+
+@torch.no_grad()
+def hash_states(parts: dict[str, Any], states: dict[str, Any]) -> dict[str, str]:
+    """16 hexadecimal digits for each part of a checkpoint: of all that its state holds.
+
+    Of a worker these are weights, moments of the optimizer and counters. The layout does not change
+    the hash. What is no sharded tensor must be the same on all processes, which all must call.
+    """
+    totals = []
+    for name, part in parts.items():
+        total = torch.zeros((), dtype=torch.int64)
+        for key, value in flatten_state_dict(states[name])[0].items():
+            if not isinstance(value, DTensor):
+                is_first = dist.get_rank() == 0
+                total += is_first * _number_of(f"{key} {_describe(value)}")
+            elif not _is_copy(value, part.mesh):
+                total += _number_of(key) * _sum_shard(value).cpu()
+        totals.append(total.to(part.mesh.device) if hasattr(part, "mesh") else total)
+    device = next((total.device for total in totals if total.device.type != "cpu"), "cpu")
+    return _sum_over_processes(parts, [total.to(device) for total in totals])
+
+
+def _describe(value: Any) -> Any:
+    """What decides whether two values of a state that are no sharded tensors are equal."""
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _sum_over_processes(names: Iterable[str], totals: list[Tensor]) -> dict[str, str]:
     sums = all_reduce_sum_(torch.stack(totals)).tolist() if totals else []
-    return {name: f"{total % 2**64:016x}" for name, total in zip(workers, sums, strict=True)}
+    return {name: f"{total % 2**64:016x}" for name, total in zip(names, sums, strict=True)}
 
 
 def _is_copy(parameter: Any, mesh: Mesh) -> bool:

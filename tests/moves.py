@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from rl2.checkpoints import Checkpoints
 from rl2.parallel.mesh import init_distributed
-from rl2.weights_hash import hash_weights
+from rl2.weights_hash import hash_states, hash_weights
 from rl2.worker import Worker
 
 LAYOUTS = {"hybrid": {"fsdp_size": 1}, "sp": {"sp_size": 2}, "tp": {"tp_size": 2}}
@@ -69,8 +69,11 @@ def move(device, name, folder, mode):
     else:
         checkpoints.load(checkpoints.path(1), workers, saved_by=2)
     hashes = hash_weights(workers)
+    states = {role: worker.state_dict() for role, worker in workers.items()}
+    state_hashes = hash_states(workers, states)
     result = update(workers, batch)
     result["hashes"] = hashes  # of the checkpoint
+    result["state_hashes"] = state_hashes  # the optimizer's moments among them
     result["exported"] = exported
     result["versions"] = [worker.version for worker in workers.values()]
     if dist.get_rank() == 0:

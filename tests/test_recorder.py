@@ -22,7 +22,7 @@ def test_no_rank_waits_while_the_first_writes_transcripts(test_freq, num_questio
         calls.append((split, step, *records))
 
     trainer = SimpleNamespace(save_freq=None, test_freq=test_freq)
-    folder = SimpleNamespace(write_records=write_records)
+    folder = SimpleNamespace(write_records=write_records, prune=lambda proven_step: None)
     device = torch.device("cpu")
     parts = {"data": SimpleNamespace(is_exhausted=False)}
     recorder = Recorder(folder, None, {}, parts, num_steps=9, device=device, prediction=None)
@@ -30,10 +30,8 @@ def test_no_rank_waits_while_the_first_writes_transcripts(test_freq, num_questio
     recorder.evaluate = lambda step: {"reward/mean": 0.5}
     recorder.phase = lambda name: nullcontext()
     recorder.stop_signal = SimpleNamespace(is_requested_anywhere=is_requested_anywhere)
-    recorder.metrics_log = SimpleNamespace(
-        write=lambda step, metrics: calls.append(metrics),
-        health=SimpleNamespace(is_diverging=False),
-    )
+    recorder.metrics_log = SimpleNamespace(write=lambda step, metrics: calls.append(metrics))
+    recorder.health = SimpleNamespace(is_diverging=False, proven_step=2)
     is_last = recorder.finish_step(2, {"loss": 1.0}, iter(["a transcript"]))
     assert not is_last
     metrics = {"loss": 1.0} | ({"test/reward/mean": 0.5} if test_freq else {})
@@ -44,7 +42,10 @@ def test_a_run_whose_data_are_exhausted_ends_with_a_test_a_checkpoint_and_no_fur
     calls = []
     data = SimpleNamespace(is_exhausted=False)
     recorder = Recorder(
-        folder=SimpleNamespace(save=lambda step, parts, owes_test: calls.append(("save", step))),
+        folder=SimpleNamespace(
+            save=lambda step, parts, owes_test: calls.append(("save", step)),
+            prune=lambda proven_step: None,
+        ),
         tokenizer=None,
         workers={},
         parts={"data": data},
@@ -57,8 +58,9 @@ def test_a_run_whose_data_are_exhausted_ends_with_a_test_a_checkpoint_and_no_fur
     recorder.evaluate = lambda step: calls.append(("test", step)) or {}
     recorder.phase = lambda name: nullcontext()
     recorder.stop_signal = SimpleNamespace(is_requested_anywhere=lambda: False)
-    health = SimpleNamespace(is_diverging=False)
-    recorder.metrics_log = SimpleNamespace(write=lambda step, metrics: None, health=health)
+    recorder.health = SimpleNamespace(is_diverging=False, proven_step=2)
+    recorder.metrics_log = SimpleNamespace(write=lambda step, metrics: None)
+    recorder._weights_are_finite = lambda: True
     recorder.start_step = recorder.last_step = 1
     steps = []
     for step in recorder.remaining_steps():

@@ -108,7 +108,7 @@ ALLOWED = {
     "weights_hash": {"parallel"},
     "disk_space": set(),
     "records": {"error_report"},
-    "checkpoints": {"parallel.mesh", "error_report"},
+    "checkpoints": {"parallel.mesh", "error_report", "weights_hash"},
     # It compares configs, and the files that they name.
     "run_folder": {
         "checkpoints",

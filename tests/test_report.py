@@ -349,6 +349,21 @@ def test_skipped_updates_are_told_counted_and_stop_the_run(tmp_path):
     assert message.endswith(f"trainer.resume={tmp_path}/checkpoints/step_6")
 
 
+def test_gradients_of_0_do_not_show_that_the_weights_are_good(tmp_path):
+    """A policy that has diverged says what earns nothing: PPO then computes no gradient."""
+    health = Health(tmp_path, make_config(), start_step=0)
+    assert health.proven_step == math.inf, "nothing is trained"
+    health.check(STEP | {"step": 1})
+    assert health.proven_step == 1
+    health.check(STEP | SAME | {"step": 2, "actor/grad_norm": 0.0})
+    assert health.proven_step == 1 and not health.is_diverging
+    skip_updates(health, 3, 1)
+    health.check(STEP | SAME | {"step": 4, "actor/grad_norm": 0.0})
+    assert health.proven_step == 1 and health.is_diverging
+    health.check(STEP | {"step": 5})
+    assert health.proven_step == 5 and not health.is_diverging
+
+
 def test_what_to_do_about_a_run_that_diverged_from_its_start(tmp_path):
     for start_step, words in ((0, "actor.dtype=float32"), (8, "weights of step 8")):
         health = Health(tmp_path, make_config(max_skipped_updates=3), start_step)

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoTokenizer
 
-from rl2 import run_lock
+from rl2 import run_lock, worker
 from rl2.checkpoints import Checkpoints, delete
 from rl2.data.chat import ChatTemplate
 from rl2.disk_space import SpaceNeeds, check_space
@@ -501,6 +501,53 @@ def test_a_falling_rate_ends_with_the_run_after_updates_per_rollout_are_lowered(
     assert read_untimed_metrics(tmp_path / "same") == read_untimed_metrics(whole)[4:]
 
 
+def ruin_the_third_update(monkeypatch, factor):
+    schedule = worker.schedule
+
+    def ruin(done, *rest):
+        return schedule(done, *rest) * (factor if done == 2 else 1.0)
+
+    monkeypatch.setattr(worker, "schedule", ruin)
+
+
+DIVERGING = ["trainer.max_steps=9", "trainer.n_epochs=9", "trainer.save_freq=1"]
+DIVERGING += ["trainer.keep_checkpoints=1", "trainer.max_skipped_updates=2"]
+
+
+def test_ppo_that_diverges_names_its_last_good_checkpoint(become_ppo, train, tmp_path, monkeypatch):
+    """Its logits are not finite. The same command fails again, and says the same."""
+    with monkeypatch.context() as patch:
+        ruin_the_third_update(patch, 1e20)
+        results = [train(*DIVERGING, main=ppo.main)]
+    results.append(train(*DIVERGING, main=ppo.main))
+    good = "runs/default/checkpoints/step_2"
+    for status, output in results:
+        assert status == 1 and "Traceback" not in output, output
+        assert "lower actor.lr=0.01" in output and f"trainer.resume={good}" in output
+    status, output = train(*DIVERGING, f"trainer.resume={good}", main=ppo.main)
+    assert status == 0 and steps(tmp_path / "runs/default") == list(range(1, 10))
+
+
+def test_ppo_that_earns_nothing_after_an_update_keeps_the_checkpoint_before_it(
+    become_ppo, train, tmp_path, monkeypatch
+):
+    """All answers earn the same, so no gradient shows whether the weights are good."""
+    ruin_the_third_update(monkeypatch, 1e4)
+    status, output = train(*DIVERGING, main=ppo.main)
+    assert status == 0 and "taught nothing" in output, output
+    assert Checkpoints(tmp_path / "runs/default/checkpoints").steps() == [2, 9]
+
+
+def test_weights_that_are_no_numbers_are_not_saved(train, tmp_path, monkeypatch):
+    """Not even for a signal."""
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "schedule", lambda done, *rest: 1e42 if done == 2 else 1.0)
+        stop_after(patch, 3)
+        status, output = train("trainer.save_freq=1")
+    assert status == 0 and "step 3 gets no checkpoint" in output
+    assert Checkpoints(tmp_path / "runs/default/checkpoints").steps() == [1, 2]
+
+
 def test_a_run_without_checkpoints_says_so_and_that_it_starts_over(train, tmp_path):
     arguments = ("trainer.save_freq=null", "trainer.max_steps=1")
     _, output = train(*arguments)
@@ -687,12 +734,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(train, tmp_
     assert status == 0 and steps(run) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_checkpoint_in_which_a_bit_of_a_weight_has_changed_is_refused(train, tmp_path):
+@pytest.mark.parametrize(
+    "entry", [r"actor\.model\..*embed_tokens.*", r"actor\.optimizer\..*embed_tokens.*exp_avg_sq"]
+)
+def test_a_checkpoint_in_which_a_bit_has_changed_is_refused(train, tmp_path, entry):
     train("trainer.max_steps=4")
     newest = tmp_path / "runs/default/checkpoints/step_4"
     places = FileSystemReader(newest).read_metadata().storage_data
-    is_embedding = re.compile(r"actor\.model\..*embed_tokens.*").fullmatch
-    [place] = [place for key, place in places.items() if is_embedding(key.fqn)]
+    [place] = [place for key, place in places.items() if re.fullmatch(entry, key.fqn)]
     path = newest / place.relative_path
     whole = bytearray(path.read_bytes())
     damaged = whole.copy()
@@ -750,7 +799,7 @@ def test_ranks_that_differ_are_named(tmp_path, model):
 HOLD_LOCK = """
 import sys, time
 from pathlib import Path
-from rl2 import run_lock
+from rl2 import run_lock, worker
 
 run_lock.BEAT_SECONDS = 0.05
 run_lock.RunLock(Path(sys.argv[1])).acquire()
@@ -838,7 +887,7 @@ def test_a_lock_of_another_machine_is_watched(tmp_path, monkeypatch, capsys):
 RACE = """
 import json, multiprocessing, sys
 from pathlib import Path
-from rl2 import run_lock
+from rl2 import run_lock, worker
 
 def compete(folder, start, end, winners):
     start.wait()

@@ -23,7 +23,7 @@ def sample(
 
     One pass of exp over the vocabulary serves both the draw and the log-probability, which is that
     of the whole softmax, before top_p and top_k. Temperature 0 takes the most likely token.
-    RuntimeError if the logits are not finite.
+    Diverged if the logits are not finite.
     """
     greedy = temperature == 0
     temperature = torch.where(greedy, 1.0, temperature)

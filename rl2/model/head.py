@@ -67,6 +67,10 @@ def head_scores(
     return _Head.apply(hidden, weight, targets, settings, exact, keeps_logits)
 
 
+class Diverged(RuntimeError):
+    """The weights are so large, or so far from numbers, that nothing can be computed with them."""
+
+
 @dataclass
 class BlockSoftmax:
     """The softmax of logits / temperature, by blocks of the vocabulary.
@@ -80,13 +84,13 @@ class BlockSoftmax:
 
     @classmethod
     def of(cls, logits: Tensor, temperature: Tensor) -> "BlockSoftmax":
-        """logits [n, V], temperature [n]. RuntimeError if the logits are not finite."""
+        """logits [n, V], temperature [n]. Diverged if the logits are not finite."""
         z = F.pad(logits.float(), (0, -logits.shape[1] % BLOCK_SIZE_TOKENS), value=-torch.inf)
         top = z.div_(temperature[:, None]).amax(-1)
         weights = z.sub_(top[:, None]).exp_().unflatten(1, (-1, BLOCK_SIZE_TOKENS))
         softmax = cls(weights, top, weights.sum(-1).double())
         if not softmax.total.isfinite().all():
-            raise RuntimeError("the model's logits are not finite: its weights have diverged")
+            raise Diverged("the model's logits are not finite: its weights have diverged")
         return softmax
 
     @cached_property

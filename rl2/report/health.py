@@ -99,6 +99,15 @@ class Health:
         """Whether the last step had no update with a finite gradient."""
         return any(updates.num_in_a_row for updates in self.skipped.values())
 
+    @property
+    def proven_step(self) -> float:
+        """The last step of which all workers had a finite gradient that was not 0.
+
+        So the weights of the steps before it are good. Infinity if no worker is trained.
+        """
+        steps = [u.last_finite_step or 0 for u in self.skipped.values() if u.is_trained]
+        return min(steps, default=math.inf)
+
     def stop_if_diverged(self) -> None:
         """RuntimeError after trainer.max_skipped_updates skipped updates in a row, or after steps
         in a row in which rollout.filter left nothing to train.
@@ -129,9 +138,9 @@ class Health:
     def _count_skipped(self, step: int, metrics: Metrics) -> None:
         for worker, updates in self.skipped.items():
             if f"{worker}/skipped" in metrics:
-                has_diverged = not math.isfinite(metrics[f"{worker}/grad_norm"])
-                fraction = metrics[f"{worker}/skipped"] * has_diverged
-                updates.count(step, fraction, _updates_per_step(self.config, worker))
+                norm = metrics[f"{worker}/grad_norm"]
+                fraction = metrics[f"{worker}/skipped"] * (not math.isfinite(norm))
+                updates.count(step, fraction, norm, _updates_per_step(self.config, worker))
 
     def _find_constant_reward(self, metrics: Metrics) -> Iterator[Problem]:
         """Steps in a row in which all trajectories earn the same, where a critic learns from it."""
@@ -146,27 +155,32 @@ class Health:
 
     def _divergence(self, worker: str, updates: "SkippedUpdates") -> str:
         """Why the run stops, and how to go on."""
-        section = getattr(self.config, worker)
-        text = (
+        limit = f"trainer.max_skipped_updates={self.config.trainer.max_skipped_updates}"
+        return (
             f"the last {updates.num_in_a_row} updates of the {worker} were skipped, since their "
-            "gradients were not finite (trainer.max_skipped_updates="
-            f"{self.config.trainer.max_skipped_updates}). "
+            f"gradients were not finite ({limit}). {self.advise_after_divergence(worker)}"
         )
+
+    def advise_after_divergence(self, worker: str) -> str:
+        """What to change in a run of which the weights have diverged, and where to resume it."""
+        section = getattr(self.config, worker)
         lower = f"lower {worker}.lr={section.lr:g}"
-        last_step = updates.last_finite_step
+        checkpoints = Checkpoints(self.folder / "checkpoints")
+        last_step = self.skipped[worker].last_finite_step
         if last_step is None and self.start_step:
-            return text + (
-                f"The weights of step {self.start_step}, which it resumed, have diverged: {lower} "
-                "and resume from an earlier checkpoint, or start again"
-            )
+            text = f"The weights of step {self.start_step}, which it resumed, have diverged: "
+            earlier = checkpoints.newest(before=self.start_step)
+            if earlier is None:
+                return text + f"{lower} and resume from an earlier checkpoint, or start again"
+            return text + f"{lower} and resume from before it with trainer.resume={earlier}"
         if last_step is None:
-            return text + (
-                f"No gradient of the run was finite: the loss or the model overflows; try "
+            return (
+                "No gradient of the run was finite: the loss or the model overflows; try "
                 f"{worker}.dtype=float32 in place of {section.dtype}"
             )
-        text += f"The update of step {last_step} was the last finite one: {lower} and "
+        text = f"The update of step {last_step} was the last finite one: {lower} and "
         # Of the checkpoints whose weights still gave a finite gradient, the newest.
-        checkpoint = Checkpoints(self.folder / "checkpoints").newest(before=last_step)
+        checkpoint = checkpoints.newest(before=last_step)
         if checkpoint is None:
             return text + "start again, since there is no checkpoint of a step before it"
         return text + f"resume from before it with trainer.resume={checkpoint}"
@@ -179,9 +193,17 @@ class SkippedUpdates:
     total: int = 0
     num_in_a_row: int = 0  # of the steps that had no other; they may be more by a part of a step
     last_finite_step: int | None = None
+    is_trained: bool = False
 
-    def count(self, step: int, fraction: float, num_updates: int) -> None:
-        """`fraction` of the updates of a step were skipped."""
+    def count(self, step: int, fraction: float, norm: float, num_updates: int) -> None:
+        """`fraction` of the updates of a step were skipped. `norm` is that of their gradient.
+
+        A gradient of exactly 0 says nothing of the weights: where all answers earn the same, PPO
+        computes none. Answers of a policy that has diverged do so often.
+        """
+        self.is_trained = True
+        if norm == 0:
+            return
         num_skipped = round(fraction * num_updates)
         self.total += num_skipped
         if fraction < 1:

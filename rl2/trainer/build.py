@@ -37,6 +37,7 @@ from rl2.model.folder import (
     load_tokenizer,
     max_positions,
 )
+from rl2.model.head import Diverged
 from rl2.parallel.device import compute_dtype
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector, RolloutRules
@@ -57,7 +58,10 @@ def run_trainer(kind: type, make_run: Callable[[Any], Any], train: Callable[[Any
         if config.trainer.eval_only:
             evaluate_only(run.evaluator, run.folder)
         else:
-            train(run)
+            try:
+                train(run)
+            except Diverged as error:
+                raise Diverged(run.recorder.explain_divergence(str(error))) from error
             run.finish()
 
 

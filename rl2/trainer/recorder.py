@@ -16,6 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from rl2 import disk_space
 from rl2.checkpoints import Parts
 from rl2.memory_plan import Prediction
+from rl2.parallel.mesh import any_rank, is_first_rank
+from rl2.parallel.offload import local_shard
 from rl2.report.health import Metrics
 from rl2.report.loggers import MetricsLog
 from rl2.run_folder import RunFolder
@@ -57,6 +59,7 @@ class Recorder:
             self.workers,
         )
         self.phase = self.metrics_log.phase
+        self.health = self.metrics_log.health
 
     def _check_disk(self) -> None:
         """Compares what the run will write with the free space. ValueError if it cannot fit."""
@@ -129,14 +132,31 @@ class Recorder:
         """
         save_freq = self.config.trainer.save_freq
         is_last = step == self.num_steps
-        # Weights that may have diverged do not push older ones out of the checkpoints.
-        is_good = not self.metrics_log.health.is_diverging
-        if is_stopping or is_good and (is_due(step, save_freq) or is_last and save_freq):
-            self.folder.save(step, self.parts, owes_test)
+        self.folder.prune(self.health.proven_step)
+        if is_stopping or is_due(step, save_freq) or (is_last and save_freq):
+            # A run would resume from weights that have diverged, and fail again.
+            if not self.health.is_diverging and self._weights_are_finite():
+                self.folder.save(step, self.parts, owes_test)
+                self.folder.prune(self.health.proven_step)
+            elif is_first_rank():
+                print(f"step {step} gets no checkpoint, since its weights may have diverged")
         for worker in self.workers.values():
             if is_due(step, worker.config.save_freq) or (is_last and worker.config.save_dir):
                 folder = f"{worker.config.save_dir}/step_{step}"
                 worker.export(folder, self.tokenizer, worker.config.save_optimizer)
+
+    def _weights_are_finite(self) -> bool:
+        """Whether all trained weights are numbers. All processes must call."""
+        is_finite = True
+        for worker in self.workers.values():
+            for parameter in worker.trained_parameters.values():
+                shard = local_shard(worker.memory.state(parameter))
+                is_finite = is_finite and bool(shard.isfinite().all())
+        return not any_rank(not is_finite, self.device)
+
+    def explain_divergence(self, problem: str) -> str:
+        """The problem, of which the cause are diverged weights, with what to do about it."""
+        return f"{problem}. {self.health.advise_after_divergence('actor')}"
 
     def _is_test_due(self, step: int) -> bool:
         """Whether to evaluate: at the start, every trainer.test_freq steps and at the end."""
@@ -155,6 +175,7 @@ class Recorder:
         """Exports `worker` as the final model and ends the process group."""
         with self.folder.exporting(self.last_step) as folder:
             worker.export(folder, self.tokenizer)
+        self.folder.prune(self.health.proven_step + 1)  # the last step has no later update
         self.metrics_log.close()
         dist.destroy_process_group()
 
