@@ -297,7 +297,8 @@ class Worker:
         """Clips the gradient, steps and clears it. Returns its norm, the learning rate and `skip`.
 
         A gradient that is not finite is skipped too: no weight moves, and the schedule does not
-        either.
+        either. Where no token is trained the gradient is 0: the schedule moves on, and the weights
+        stay, without the decay and the momentum of AdamW.
         """
         config = self.config
         parameters = self.trained_parameters.values()
@@ -313,7 +314,8 @@ class Worker:
         )
         skip = skip or not math.isfinite(norm)
         if not skip:
-            self.optimizer.step(lr)
+            if norm > 0:
+                self.optimizer.step(lr)
             self.version += 1
         for parameter in parameters:
             parameter.grad = None

@@ -223,6 +223,21 @@ def test_a_restored_worker_has_the_weight_decay_of_its_config(tmp_path, device):
     assert any(not torch.equal(without_decay[key], with_decay[key]) for key in with_decay)
 
 
+def test_an_update_that_trains_no_token_leaves_the_weights(tmp_path, device):
+    """AdamW would decay them, and move them by its momentum."""
+    name = make_model(tmp_path / "model")
+    worker = Worker(worker_config(name, lr=1e-2, weight_decay=0.1), device, False, 8)
+    worker.update(make_batch(), policy_loss, with_entropy=True)
+    before = full_weights(worker)
+    batch = make_batch()
+    batch.mask = torch.zeros_like(batch.mask)
+    batch.token_weights = torch.zeros_like(batch.token_weights)
+    result = worker.update(batch, policy_loss, with_entropy=True)
+    after = full_weights(worker)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert worker.version == 2 and not result.skipped, "the schedule counts this update"
+
+
 @pytest.mark.parametrize("head_dtype", ["float32", "bfloat16"])
 def test_the_head_is_fp32_in_trainer_and_engine(tmp_path, device, head_dtype):
     """In bf16 both give the log-probabilities of the fp32 product, unless the head is bf16 too.
