@@ -655,8 +655,8 @@ def test_texts_of_a_model_cannot_leave_the_data_of_a_report(tmp_path):
 
 def test_broken_lines_and_missing_columns_are_no_obstacle(tmp_path):
     odd = [{}, answer(1, 0, math.nan, "x"), answer(2, 0, None, None)]
-    [run] = report(write_run(tmp_path / "a", 2, {"train/step_1": odd}, end='{"step": 3, "rew'))
-    assert run["metrics"]["step"] == [1, 2] and run["num_broken"] == 1
+    [run] = report(write_run(tmp_path / "a", 2, {"train/step_1": odd}, end='7\n{"step": 3, "rew'))
+    assert run["metrics"]["step"] == [1, 2] and run["num_broken"] == 2
     groups = run["rollouts"]["steps"][0]["groups"]
     assert {
         group["group"]: [answer.get("reward") for answer in group["answers"]] for group in groups

@@ -83,14 +83,17 @@ def read_lines(path: Path) -> tuple[list[Record], int]:
     lines = path.read_bytes().splitlines() if path.is_file() else []
     for line in lines:
         with suppress(ValueError):
-            records.append(json.loads(line))
+            record = json.loads(line)
+            if isinstance(record, dict):
+                records.append(record)
     return records, len(lines) - len(records)
 
 
 def read_yaml(path: Path) -> Any:
     """The content of the file; None if there is none, or if it is broken."""
     with suppress(OSError, ValueError, yaml.YAMLError):
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else None
     return None
 
 
