@@ -135,14 +135,14 @@ def check_a_second_ctrl_c_ends_a_lone_process_at_once(runs: ForkedRuns, folder: 
 
 def check_a_signal_in_an_evaluation_trains_no_further_step(runs: ForkedRuns, folder: Path) -> None:
     def prepare(rank: int) -> None:
-        evaluate = recorder.Recorder._evaluate_if_due
+        evaluate = recorder.Recorder._evaluate
 
-        def evaluate_and_stop(self, step, *rest):
+        def evaluate_and_stop(self, step):
             if step == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return evaluate(self, step, *rest)
+            return evaluate(self, step)
 
-        recorder.Recorder._evaluate_if_due = evaluate_and_stop
+        recorder.Recorder._evaluate = evaluate_and_stop
 
     test = [f"data.test_path={folder / 'rows.jsonl'}", "trainer.test_freq=2", "trainer.n_epochs=9"]
     run = runs.start(1, "sft", arguments(folder, "evaluated", *test), prepare)

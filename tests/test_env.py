@@ -16,7 +16,7 @@ import pytest
 from common import make_tokenizer, pack_rows
 
 from rl2.data.formats import read_ppo_row
-from rl2.env import contract, runners
+from rl2.env import contract, loops
 from rl2.env import load as env_load
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures, find_env_file
@@ -188,7 +188,7 @@ def test_sync_calls_run_together_and_leave_the_event_loop_free():
 
 
 def test_async_function_that_blocks_leaves_the_callers_loop_free(tmp_path, monkeypatch):
-    monkeypatch.setattr(runners, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(loops, "LOOK_SECONDS", 0.02)
     env = load(
         tmp_path,
         "import time\nasync def reward_fn(messages):\n    time.sleep(2)\n    return 1.0",
@@ -869,7 +869,8 @@ def conversation(*replies):
     [
         ("48 / 2 = 24, so 72.\n#### 72", "72", 1, 0.1),
         ("#### $1,234.00 in all", "1234", 1, 0.1),
-        ("#### 3\nno:\n#### -4.5%", "-4.5", 1, 0.1),
+        ("#### 3\nno:\n#### -4.5", "-4.5", 1, 0.1),
+        ("#### 60%", "60", 0, 0.1),
         ("#### **72**", "72", 1, 0.1),
         ("#### 71", "72", 0, 0.1),
         ("#### 72\n\nQuestion 2: what is 3 + 4?", "72", 1, 0.1),
@@ -879,7 +880,7 @@ def conversation(*replies):
         ("the answer is 72", "72", 0, 0),
         ("72 ####", "72", 0, 0),
         ("#### seventy-two", "72", 0, 0),
-        ("#### x = 72", "72", 0, 0),
+        ("#### x = 72", "72", 1, 0.1),
         ("", "72", 0, 0),
     ],
 )
@@ -950,7 +951,7 @@ def test_countdown_is_exact():
         ("x = 5", "5", 1),
         (r"90^\circ", "90", 1),
         (r"\$ 4.50", "4.5", 1),
-        (r"50\%", "50", 1),
+        (r"50\%", "50", 0),
         (r"\text{Monday}", "Monday", 1),
         (r"2\sqrt3", r"2\sqrt{3}", 1),
         (r"x \leq 2", r"x\le2", 1),

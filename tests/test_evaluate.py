@@ -245,7 +245,7 @@ def test_keys_of_an_evaluation(setup, capsys):
         (EVALUATION[1:], "data.path is missing"),
         ([*EVALUATION, "data.test_path.b=./no.jsonl"], "data.test_path.b=./no.jsonl: no such file"),
         ([*EVALUATION, "data.test_ratio=0.1"], "data.test_path has the test rows already"),
-        ([EVALUATION[0], "data.test_path=[a,b]"], "expected a path, or data.test_path.NAME=PATH"),
+        ([EVALUATION[0], "data.test_path=[a,b]"], "give one path"),
         ([EVALUATION[0], "data.test_path="], "data.test_path= is empty"),
         ([EVALUATION[0], "data.test_ratio=1"], "data.test_ratio=1.0: it must be below 1"),
     ):

@@ -154,7 +154,9 @@ def test_sft(tmp_path):
     rows += [{"text": "abcd" * 4}, {"messages": "dcba" * 3}, {"text": "x" * 200}]
     arguments = make_arguments(tmp_path, rows, "actor", "actor.lr=0.01")
     done = launch(2, "-m", "rl2.trainer.sft", *arguments)
-    assert "1 training rows are longer than data.max_length=100 and dropped" in done.stdout
+    assert (
+        "1 of 17 training rows (6%) are longer than data.max_length=100 and dropped" in done.stdout
+    )
     lines = read_metrics(tmp_path / "run")
     # 16 rows, 3 epochs, batches of 4. Step 0 is the first test.
     assert [line["step"] for line in lines] == list(range(13))

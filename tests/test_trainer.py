@@ -523,7 +523,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_checkpoints(setup, tmp_path):
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_1"]
     assert not (tmp_path / "run/model").exists()
     assert "data.prompts_per_rollout=32 is more than the 24 prompts" in done.stdout
-    assert "32 prompts x 8 answers = 256 trajectories, then 1 update of the actor" in done.stdout
+    assert "32 prompts x 8 answers = 256 trajectories" in done.stdout
 
 
 def test_a_model_with_too_few_positions_is_refused(setup):

@@ -246,7 +246,9 @@ def full_batch(
     length = min(longest, budget // in_micro_batch)
     count = min(rows, 2 * in_micro_batch * worker.mesh.dp_size)
     batch = Batch(**dict.fromkeys(Batch.__annotations__, torch.zeros(count, length)))
-    batch.tokens = torch.ones(count, length + 1, dtype=torch.int32)
+    # Rows differ, since two equal answers to a prompt have no gradient in DPO.
+    token_of_row = torch.arange(count, dtype=torch.int32) % 2
+    batch.tokens = token_of_row[:, None].repeat(1, length + 1)
     batch.mask = torch.ones(count, length, dtype=torch.int8)
     batch.token_weights = batch.mask.float()
     batch.trajectory = torch.arange(count)
