@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
@@ -17,6 +18,7 @@ from faulty_env import nest
 from rl2.env import loops, runners
 from rl2.env.call import Env
 from rl2.env.contract import EnvError
+from rl2.env.files import import_env_file
 from rl2.env.load import load_env
 
 MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
@@ -363,3 +365,11 @@ def test_threads_of_the_env_give_the_interpreter_away_sooner_than_by_default(tmp
         runners.SWITCH_SECONDS <= 0.0005
     )
     env.close()
+
+
+def test_threads_may_import_one_env_file_at_once(tmp_path):
+    path = tmp_path / "slow.py"
+    path.write_text("import time\ntime.sleep(0.01)\n")
+    with ThreadPoolExecutor(4) as threads:
+        modules = list(threads.map(import_env_file, [str(path)] * 12))
+    assert all(module.time is time for module in modules)

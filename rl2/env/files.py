@@ -8,6 +8,7 @@ import importlib.abc
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -18,6 +19,9 @@ from rl2.env.contract import find_env_file
 from rl2.env.results import user_traceback
 
 __path__: list[str] = []  # this module is a package: the finder below finds the modules in it
+# Two threads that import one file would remove the module of each other. An env file may import
+# another one by this function, so a thread may take the lock again.
+_importing = threading.RLock()
 
 
 class EnvFileFinder(importlib.abc.MetaPathFinder):
@@ -50,6 +54,11 @@ def import_env_file(path: str) -> ModuleType:
     if file.suffix != ".py":
         raise ValueError(f"rollout.env_path={path}: expected a Python file, ending in .py")
     name = module_name(file)
+    with _importing:
+        return _import_module(path, name)
+
+
+def _import_module(path: str, name: str) -> ModuleType:
     sys.modules.pop(name, None)
     try:
         __import__(name)
