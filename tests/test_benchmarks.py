@@ -7,7 +7,7 @@ import types
 
 from common import ROOT, read_jsonl
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks/lab"))
 import learning
 import run_queue
 import tool_use

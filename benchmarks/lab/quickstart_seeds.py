@@ -1,12 +1,12 @@
 """The quickstart of one or more checkouts, three seeds each: accuracy, wall and CPU seconds.
 
-    python benchmarks/quickstart_seeds.py run DATA CHECKOUT [CHECKOUT ...] [--seeds 3]
-    python benchmarks/quickstart_seeds.py report
+    python benchmarks/lab/quickstart_seeds.py run DATA CHECKOUT [CHECKOUT ...] [--seeds 3]
+    python benchmarks/lab/quickstart_seeds.py report
 
 DATA/model is the model that `python examples/quickstart.py prepare DATA` makes; each checkout makes
 its own task. Checkouts take turns, so that a busy machine slows all of them. Installation is left
 out; loading, evaluation and the final export count. The queue can be stopped and started again;
-each finished run is a line of benchmarks/results/quickstart.jsonl.
+each finished run is a line of benchmarks/lab/results/quickstart.jsonl.
 
 Needs the `quickstart` extra.
 """

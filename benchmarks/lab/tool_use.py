@@ -1,7 +1,7 @@
 """Arithmetic that a small model can solve with a calculator only: SFT, then GRPO.
 
-    python benchmarks/tool_use.py run MODEL [--folder runs/tool_use] [--seeds 3]
-    python benchmarks/tool_use.py report
+    python benchmarks/lab/tool_use.py run MODEL [--folder runs/tool_use] [--seeds 3]
+    python benchmarks/lab/tool_use.py report
 
 MODEL is the folder `model` that `python examples/quickstart.py prepare FOLDER` makes. It is
 SmolLM2-135M-Instruct. The questions are those of envs/calculator.py: products of numbers with three
@@ -11,7 +11,7 @@ questions that occur in no training set.
 
 Whether the tool is needed is counted in the records of the runs: how many of the trajectories
 without a call are right. The queue can be stopped and started again; each finished run is a line of
-benchmarks/results/tool_use.jsonl.
+benchmarks/lab/results/tool_use.jsonl.
 
 Needs the `test` and `quickstart` extras.
 """

@@ -1,6 +1,6 @@
 """What many rows cost a process at the start of a run: CPU seconds and memory.
 
-    python benchmarks/data.py [--rows 30000] [--old CHECKOUT]
+    python benchmarks/lab/data.py [--rows 30000] [--old CHECKOUT]
 
 The rows are one jsonl file of word problems, about 250 characters each, for PPO (prompts) and for
 SFT (with replies of about 400 characters). A process of its own reads, checks and tokenises them
@@ -26,7 +26,7 @@ from pathlib import Path
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 import common  # noqa: E402

@@ -1,6 +1,6 @@
 """What `rollout.exact` costs and changes: rollouts and updates with and without it, in turns.
 
-    python benchmarks/exact.py MODEL [--prompts 8] [--samples 8] [--length 128] [--longest 64]
+    python benchmarks/lab/exact.py MODEL [--prompts 8] [--samples 8] [--length 128] [--longest 64]
         [--dtype bfloat16] [--rounds 3]
 
 Prompts are random tokens, answers have `--longest` of them. It prints the seconds of each round,

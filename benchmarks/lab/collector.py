@@ -1,6 +1,7 @@
 """Rollouts with a slow environment, and partial rollouts: seconds, and how busy the engine is.
 
-    python benchmarks/collector.py MODEL [--slots 32] [--prompts 32] [--samples 4] [--longest 128]
+    python benchmarks/lab/collector.py MODEL [--slots 32] [--prompts 32] [--samples 4]
+        [--longest 128]
 
 - slow env: two turns, and each call of the environment takes so many seconds. The line with 0 s is
   what the engine alone needs.
@@ -35,7 +36,7 @@ from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector, RolloutRules
 from rl2.rollout.trajectory import Player
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from common import pack_rows  # noqa: E402
 

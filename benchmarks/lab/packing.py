@@ -1,6 +1,6 @@
 """Quality and time of the planning of micro-batches, compared with Karmarkar-Karp.
 
-    python benchmarks/packing.py [--sequences 512] [--ranks 8] [--budget 32768]
+    python benchmarks/lab/packing.py [--sequences 512] [--ranks 8] [--budget 32768]
         [--attention-cost 2e-5]
 
 The lengths are those of a long-tailed reasoning run: log-normal, 200 to 16,000 tokens. A sequence

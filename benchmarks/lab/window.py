@@ -1,6 +1,6 @@
 """Seconds and peak memory of attention with a sliding window and without one, on one long document.
 
-    python benchmarks/window.py [--length 8192] [--window 512] [--repeats 3]
+    python benchmarks/lab/window.py [--length 8192] [--window 512] [--repeats 3]
 
 Measures a forward and a backward in bfloat16 with the heads of SmolLM2-135M. The variants take
 turns, each run in its own process, and the medians of the ratios of neighbours are printed.

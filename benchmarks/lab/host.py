@@ -1,6 +1,6 @@
 """Host work and host memory of one PPO step on one rank, without models, engines and the network.
 
-    python benchmarks/host.py [--prompts 512] [--samples 16] [--length 8192] [--ranks 64]
+    python benchmarks/lab/host.py [--prompts 512] [--samples 16] [--length 8192] [--ranks 64]
         [--rank 0] [--critic]
 
 All ranks are simulated in one process. Each plays its groups from random tokens; what it sends goes

@@ -1,6 +1,6 @@
 """Seconds of a decode step while threads of the environment compute in Python.
 
-    python benchmarks/env_threads.py MODEL [--threads 4] [--rows 16] [--steps 16]
+    python benchmarks/lab/env_threads.py MODEL [--threads 4] [--rows 16] [--steps 16]
 
 Each case has another switch interval of the interpreter: the time after which a thread that
 computes gives Python's lock to one that waits. `env` is the work that the threads did a second,

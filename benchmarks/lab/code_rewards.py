@@ -1,6 +1,6 @@
 """Verdicts of rl2.rewards.code on programs that are known to be right or wrong, and their speed.
 
-    python benchmarks/code_rewards.py ROWS.jsonl [--programs 500] [--mutants 2] [--threads 8]
+    python benchmarks/lab/code_rewards.py ROWS.jsonl [--programs 500] [--mutants 2] [--threads 8]
 
 Each row has `test_cases` and `reference`, a program that passes them. Mutants are references with
 one operator, comparison, constant or condition changed. Some of them still pass their tests: a

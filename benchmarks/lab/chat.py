@@ -1,6 +1,6 @@
 """Chat templates: milliseconds to extend a conversation by the environment's messages, by length.
 
-    python benchmarks/chat.py MODEL [--lengths 2048 8192 32768] [--repeats 5]
+    python benchmarks/lab/chat.py MODEL [--lengths 2048 8192 32768] [--repeats 5]
 
 MODEL is a folder or a name of the hub; its tokenizer and chat template are used. A turn has 200
 sampled tokens. "whole" renders, tokenises and decodes the whole conversation again; both must give

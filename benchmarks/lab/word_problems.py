@@ -1,7 +1,7 @@
 """Word problems that the model must first learn to format: SFT, then REINFORCE.
 
-    python benchmarks/word_problems.py run MODEL [--folder runs/word_problems] [--seeds 3]
-    python benchmarks/word_problems.py report
+    python benchmarks/lab/word_problems.py run MODEL [--folder runs/word_problems] [--seeds 3]
+    python benchmarks/lab/word_problems.py report
 
 MODEL is the folder `model` that `python examples/quickstart.py prepare FOLDER` makes. It is
 SmolLM2-135M-Instruct. The problems have two steps, small numbers, and the answer behind ####, as in
@@ -11,7 +11,7 @@ occur in no training set.
 
 It shows in small what is reported of GSM8K and a 1B model: 22% after SFT, 38% after RL. The queue
 can be stopped and started again; each finished run is a line of
-benchmarks/results/word_problems.jsonl.
+benchmarks/lab/results/word_problems.jsonl.
 
 Needs the `test` and `quickstart` extras.
 """

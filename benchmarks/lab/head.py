@@ -1,6 +1,7 @@
 """Seconds and peak memory of the chunked head and of a plain linear layer with log_softmax.
 
-    python benchmarks/head.py [--positions 4096] [--hidden 576] [--vocabulary 49152] [--scored 1.0]
+    python benchmarks/lab/head.py [--positions 4096] [--hidden 576] [--vocabulary 49152]
+        [--scored 1.0]
 
 `plain` and `chunked_bf16` round the logits to bf16, `chunked` has them in fp32. Measures a forward
 and a backward. The variants take turns, each run in its own process, and the

@@ -2,7 +2,7 @@
 
 Makes a run of 1,000 steps with 500 trajectories a step. Needs what tests/browser/run.sh installs:
 
-    PYTHONPATH=.:tests/browser .venv-browser/bin/python benchmarks/report.py [steps] [groups]
+    PYTHONPATH=.:tests/browser .venv-browser/bin/python benchmarks/lab/report.py [steps] [groups]
 """
 
 import os

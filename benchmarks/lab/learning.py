@@ -1,7 +1,7 @@
 """What the algorithms learn on two small tasks when each samples equally many tokens.
 
-    python benchmarks/learning.py run MODEL [--folder runs/learning] [--seeds 3]
-    python benchmarks/learning.py report
+    python benchmarks/lab/learning.py run MODEL [--folder runs/learning] [--seeds 3]
+    python benchmarks/lab/learning.py report
 
 MODEL is the folder `model` that `python examples/quickstart.py prepare FOLDER` makes. It is
 SmolLM2-135M-Instruct. The tasks are sums and differences of one-digit numbers, as in the
@@ -11,7 +11,7 @@ two mini-batches a step in common; an algorithm is only its keys in ALGORITHMS, 
 TRL's GRPOTrainer has the settings of GRPO, and as many CPU seconds as GRPO took with rl2.
 
 `run` is a queue that can be stopped and started again, also in two processes. Each finished run is
-a line of benchmarks/results/learning.jsonl; `report` prints the tables of docs/learning.md. A run
+a line of benchmarks/lab/results/learning.jsonl; `report` prints the tables of learning.md. A run
 has one thread (OMP_NUM_THREADS=1), so that its CPU seconds hardly depend on what else runs.
 
 Needs the `test` and `quickstart` extras.

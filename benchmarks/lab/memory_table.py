@@ -1,6 +1,6 @@
 """The table of docs/memory.md: predicted GiB on each GPU by phase, of GRPO with Qwen's shapes.
 
-    python benchmarks/memory_table.py 0.6b 1.5b 7b 32b --gpus 1 2 8 64 [key=value ...]
+    python benchmarks/lab/memory_table.py 0.6b 1.5b 7b 32b --gpus 1 2 8 64 [key=value ...]
 
 It needs no GPU and no network: a shape becomes a config.json. The keys are those of the actor.
 """
@@ -17,7 +17,7 @@ from rl2.commands.plan import predict
 from rl2.config.schema import PPOConfig
 from rl2.memory_plan import GIB
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import shapes  # noqa: E402
 
 MODELS = {
