@@ -2,12 +2,15 @@
 
     python tests/families.py [FAMILY ...]
 
-Without families it writes docs/families.md; with families it prints their lines. No weights are
-read: a small random copy of each architecture is made from the defaults of its config class, which
-mostly are those of a released model, and from the variants below. What is trained also generates in
-the embedded engine, whose log-probabilities must be those of transformers.
+With families it prints their verdicts. Without, which takes many minutes, it writes families.json
+and docs/families.md, and ends with status 1 if a family that was trained is now refused, or the
+other way round. No weights are read: a small random copy of each architecture is made from the
+defaults of its config class, which mostly are those of a released model, and from the variants
+below. What is trained also generates in the embedded engine, which must give the log-probabilities
+of transformers.
 """
 
+import json
 import signal
 import sys
 import tempfile
@@ -30,6 +33,9 @@ from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.model.admission import SCORE_TOLERANCE, find_problem, make_plain
 from rl2.model.shrink import FIRST_PLAIN_TOKEN, VOCABULARY, shrink
+
+sys.path.insert(0, str(ROOT / "docs"))
+import generate  # noqa: E402
 
 LIMIT_SECONDS = 20
 # Values that a config class has no default for: those of a released model.
@@ -112,52 +118,58 @@ def engine_problem(name):
     return None
 
 
-def line(name):
-    """(group, line) of a family or a variant in docs/families.md."""
-    reason = verdict(name)
-    if reason is not None:
-        return "Refused", f"- {name}: {reason}"
-    has_critic = make_config(name).model_type in CLASSIFIERS
-    critic = verdict(name, critic=True) if has_critic else "transformers has no such class"
-    notes = [] if critic is None else [f"not as a critic ({critic})"]
-    problem = engine_problem(name)
-    if problem is not None:
-        notes.append(f"not in the embedded engine ({problem})")
-    return "Works", f"- {name}" + (f": {'; '.join(notes)}" if notes else "")
+def try_family(name):
+    """A reason for each of refused, critic and engine that fails. A refused family has one only."""
+    refused = verdict(name)
+    if refused is not None:
+        return {"refused": refused}
+    reasons = {"critic": "transformers has no such class", "engine": engine_problem(name)}
+    if make_config(name).model_type in CLASSIFIERS:
+        reasons["critic"] = verdict(name, critic=True)
+    return {part: reason for part, reason in reasons.items() if reason is not None}
 
 
-def write(lines):
-    """Writes docs/families.md from {name: (group, line)}."""
-    groups = {"Works": [], "Refused": []}
-    for group, text in lines.values():
-        groups[group].append(text)
-    parts = [
-        "# Model families",
-        "",
-        f"Written by `python tests/families.py` on {date.today()} with transformers "
-        f"{transformers.__version__} and torch {torch.__version__.partition('+')[0]}. Every "
-        "causal language model of transformers was tried as rl2 tries a model at start: a small "
-        "random copy of its architecture, from the defaults of its config class, runs packed in "
-        "rl2 and plain in transformers; log-probabilities and gradients must agree. Names in "
-        "brackets are settings other than the defaults. A model of your own is tried by its own "
-        "config whenever a run starts, so this list is a preview and decides nothing.",
-    ]
-    for group, texts in groups.items():
-        parts += ["", f"## {group} ({len(texts)})", "", *texts]
-    (ROOT / "docs/families.md").write_text("\n".join(parts) + "\n")
+def read_record():
+    """The verdicts of the last complete run: family or variant -> as `try_family` returns them."""
+    return json.loads(generate.FAMILIES.read_text())["families"]
+
+
+def write_record(verdicts):
+    """Writes families.json, one family a line, and the page that comes from it."""
+    record = {
+        "date": str(date.today()),
+        "transformers": transformers.__version__,
+        "torch": torch.__version__.partition("+")[0],
+    }
+    head = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in record.items()]
+    lines = [f"  {json.dumps(name)}: {json.dumps(verdicts[name])}" for name in sorted(verdicts)]
+    text = "\n".join(["{", *head, ' "families": {', ",\n".join(lines), " }", "}"])
+    generate.FAMILIES.write_text(text + "\n")
+    (ROOT / "docs/families.md").write_text(generate.families_page())
 
 
 def main():
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    lines = {}
+    verdicts = {}
     for name in sorted(sys.argv[1:] or [*CAUSAL_LM, *VARIANTS]):
         start = time.monotonic()
-        lines[name] = line(name)
-        print(f"{time.monotonic() - start:5.1f} s {' '.join(lines[name])}", flush=True)
-    if not sys.argv[1:]:
-        write(lines)
+        verdicts[name] = try_family(name)
+        reasons = [f"{part}: {reason}" for part, reason in verdicts[name].items()]
+        print(
+            f"{time.monotonic() - start:5.1f} s {name}: {'; '.join(reasons) or 'works'}", flush=True
+        )
+    if sys.argv[1:]:
+        return
+    before = read_record()
+    write_record(verdicts)
+    changed = []
+    for name in verdicts.keys() & before.keys():
+        if ("refused" in verdicts[name]) != ("refused" in before[name]):
+            changed.append(name)
+    if changed:
+        sys.exit(f"other verdicts than before: {', '.join(sorted(changed))}")
 
 
 if __name__ == "__main__":

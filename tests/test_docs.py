@@ -5,6 +5,7 @@ import importlib
 import inspect
 import re
 import shlex
+import sys
 from dataclasses import fields, is_dataclass
 from math import prod
 
@@ -16,7 +17,11 @@ from rl2.algorithms import losses
 from rl2.config.by_name import choose_function
 from rl2.config.parse import OPEN_KEYS
 
+sys.path.insert(0, str(ROOT / "docs"))
+import generate  # noqa: E402
+
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+LAB_PAGES = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("benchmarks/lab/*.md")]
 SCRIPTS = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*.sh")]
 README_BUDGET = 10_000  # characters
 TRAINERS = ("ppo", "sft", "dpo", "rm")
@@ -101,7 +106,7 @@ def test_every_key_that_is_named_exists(page):
         assert is_key or is_open or is_file, f"{page} names {key}, which is no key"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, *LAB_PAGES])
 def test_every_link_and_file_that_is_named_exists(page):
     text = read(page)
     folder = (ROOT / page).parent
@@ -120,31 +125,9 @@ def test_the_readme_leads_to_every_page():
     }
 
 
-def show(default) -> str:
-    """A default as docs/keys.md writes it."""
-    if isinstance(default, bool):
-        return str(default).lower()
-    if default is None:
-        return "none"
-    return "required" if default == "???" else str(default)
-
-
-def test_the_list_of_keys_is_whole_and_its_defaults_are_right():
-    """One row a key: | `key` | default | meaning |. A key of several models has one row."""
-    rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| ", read("docs/keys.md"), re.M)
-    listed = dict(rows)
-    assert len(listed) == len(rows), "a key is listed twice"
-    keys = all_keys()
-    for key, default in keys.items():
-        as_actor = re.sub(r"^(critic|teacher)\.", "actor.", key)
-        as_train = key.replace(".test_sampling", ".train_sampling", 1)
-        assert key in listed or as_actor in listed or as_train in listed, f"{key} is not listed"
-        shown = listed.get(key, show(default)).strip("`")
-        same = shown == show(default)
-        if isinstance(default, float) and not same:
-            same = float(shown) == default
-        assert same, f"docs/keys.md: {key} is {show(default)} by default, not {shown}"
-    assert not listed.keys() - keys.keys()
+@pytest.mark.parametrize("page", generate.PAGES)
+def test_generated_pages_are_up_to_date(page):
+    assert read(page) == generate.PAGES[page](), "run python docs/generate.py"
 
 
 def string_constants(node) -> set[str]:
