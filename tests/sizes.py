@@ -1,7 +1,10 @@
 """Prints the tokens of code of each room of the package, for information: nothing has to fit.
 
-python tests/sizes.py            # also what the commits since the main branch of `origin` changed
-python tests/sizes.py REVISION   # the change since REVISION
+python tests/sizes.py            # also the change since the branch left origin/main
+python tests/sizes.py REVISION   # the change since the branch left REVISION
+
+On origin/main itself there is nothing to compare with, so the change is that of the last day: since
+the newest commit of its first-parent history that is at least 24 hours older than HEAD.
 
 Tokens leave out comments, docstrings and layout, so long lines and good comments cost nothing.
 """
@@ -63,14 +66,29 @@ def sizes_at(revision: str) -> Counter[str]:
     return sizes
 
 
+def find_base() -> str:
+    """The commit to compare with where none is named, see the top of the file."""
+    head = git("rev-parse", "HEAD").strip()
+    base = git("merge-base", "origin/main", head).strip()
+    if base != head:
+        return base
+    day_before = int(git("show", "-s", "--format=%ct", head)) - 24 * 3600
+    before = f"--before={day_before}"
+    return git("rev-list", "--first-parent", "-n1", before, head).strip()
+
+
 def main() -> None:
     now = sizes_now()
-    revision = sys.argv[1] if len(sys.argv) > 1 else "origin/main"
+    before = None
+    title = "tokens of code"
     try:
-        before = sizes_at(git("merge-base", revision, "HEAD").strip())
+        base = git("merge-base", sys.argv[1], "HEAD").strip() if sys.argv[1:] else find_base()
+        if base:
+            before = sizes_at(base)
+            title += git("show", "-s", "--format=, and the change since %h of %cs", base).strip()
     except (OSError, subprocess.CalledProcessError):
-        before = None  # no git, or no such revision: there is nothing to compare with
-    print("tokens of code" + (f", and the change since {revision}" if before else ""))
+        pass  # no git, or no such revision: there is nothing to compare with
+    print(title)
     for room in sorted(now | (before or Counter()), key=lambda room: -now[room]):
         change = f"{now[room] - before[room]:+8,}" if before else ""
         print(f"{now[room]:9,} {change}  {room}")
