@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs rl2 with its test dependencies into .venv, checks format, style and types, and runs every test that needs no GPU.
+# Installs rl2 with its test dependencies into .venv, checks format, style and types, and runs the tests that need no GPU. The
+# longest ones are in tests/nightly.sh.
 # bash tests/run.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,6 +16,6 @@ options="-x -q --durations=15"
 python -m pytest $options tests/test_faults.py "$@" || [ $? = 5 ]
 # Most tests use one core, so two files of them run at a time. The longest come first, so that both cores end together: a file that
 # is named twice runs where it is named first.
-others=$(ls tests/test_*.py | grep -v faults.py)
+others=$(ls tests/test_*.py | grep -vE '(faults|env_command|prove|gpu|memory_plan|fused)\.py')
 python -m pytest $options -n 2 --dist loadfile --no-loadscope-reorder \
-    tests/test_{trainer,worker,gpu,examples,diff,replay,checkpoint,templates,engine,windows}.py $others "$@"
+    tests/test_{run_folder,trainer,worker,examples,exact,diff,replay,sandbox,checkpoint,templates,engine,windows}.py $others "$@"
