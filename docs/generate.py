@@ -135,7 +135,7 @@ TOPICS = [
     Topic(
         "Engine",
         r"rollout\.(?!env_|max_turns|max_env_failures)\w+",
-        "Engines: [engines.md](engines.md). `rollout.exact`: [exact.md](exact.md).",
+        "Engines: [engines.md](engines.md). `rollout.exact`: [proofs.md](proofs.md).",
     ),
     Topic(
         "The run",

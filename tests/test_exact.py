@@ -86,7 +86,7 @@ def threads():
 def skip_if_bits_depend_on_the_row_count(dtype):
     """Skips on a CPU whose kernels let a row's bits depend on the number of rows in its call.
 
-    There a run with rollout.exact stops at its first step, see docs/exact.md.
+    There a run with rollout.exact stops at its first step, see docs/proofs.md.
     """
     generator = torch.Generator().manual_seed(0)
     inputs, outputs = SHAPE["hidden_size"], SHAPE["vocab_size"]

@@ -146,7 +146,7 @@ def find_difference(pack: Pack, logps: Tensor) -> str:
         f"{int(pack.trajectory[i])}, token {int(pack.targets[i])} at position "
         f"{int(pack.columns[i]) + 1} has {engine_logps[i].item()!r} in the engine and "
         f"{logps[i].item()!r} in the trainer. Either they compute with different weights, or a "
-        "kernel of this CPU depends on the shape of its call: see docs/exact.md"
+        "kernel of this CPU depends on the shape of its call: see docs/proofs.md"
     )
 
 
