@@ -161,25 +161,6 @@ FAULTS = {
     "engine position shifted": Fault(
         "engine", "rl2.engine.local:_Request.next_input", "+ num_new - 1", "+ num_new"
     ),
-    "loss averaged wrongly": Fault(
-        "losses",
-        "rl2.algorithms.losses:token_weights",
-        "return mask / lengths.sum().clamp(min=1)",
-        "return mask / mask.numel()",
-    ),
-    "clip bound": Fault(
-        "losses",
-        "rl2.algorithms.losses:ppo",
-        "ratio.clamp(1 - clip, 1 + clip_high)",
-        "ratio.clamp(1 - clip, 1 + clip)",
-        words=("actor.clip_high=0.28",),
-    ),
-    "sequence ratio is a sum": Fault(
-        "losses",
-        "rl2.algorithms.losses:gspo",
-        "mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)",
-        "mean = log_ratio.sum(1, keepdim=True)",
-    ),
     "template drops a newline": Fault(
         "template",
         "rl2.data.chat:ChatTemplate.extend",

@@ -1,21 +1,16 @@
-"""The proofs of what meets the trainer: engine, exported folder, TRL's losses, chat template."""
+"""The proofs of what meets the trainer: engine, exported folder, chat template."""
 
 import contextlib
-import importlib
 import os
-from collections import defaultdict
 from collections.abc import Generator, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl2.algorithms.losses import token_weights
 from rl2.batch import Batch, collate
 from rl2.commands.proofs import (
     CPU,
@@ -30,28 +25,15 @@ from rl2.commands.proofs import (
 from rl2.data.chat import SYSTEM_ROLES, ChatTemplate
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import STEP_ROWS_MULTIPLE, LocalEngine
-from rl2.engine.select import is_installed
 from rl2.model.admission import SCORE_TOLERANCE
-from rl2.model.token_model import TokenModel, TokenScores
+from rl2.model.token_model import TokenModel
 from rl2.packing import pack, unpack, zigzag
 from rl2.parallel.pages import MIN_ROWS
 from rl2.parallel.ring import Ring
-from rl2.trainer.ppo import actor_loss
 
 NEW_TOKENS = 12
 OTHER_TEMPERATURE = 0.7
 MOST_SHOWN = 60  # characters
-LOSS_TOLERANCE = 1e-5  # relative
-# (actor.loss, actor.average, settings of TRL's GRPO that mean the same)
-TRL_LOSSES = (
-    ("ppo", "token", {"loss_type": "dapo"}),
-    ("ppo", "sequence", {"loss_type": "grpo"}),
-    ("ppo", "constant", {"loss_type": "dr_grpo"}),
-    ("gspo", "sequence", {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
-    ("cispo", "token", {"loss_type": "cispo"}),
-)
-TRL_SHAPE = (30, 30)  # sequences of 1, 2, ... tokens
-CONSTANT = 11  # the length of average=constant
 
 
 def prove_engine(subject: Subject) -> Iterator[Difference]:
@@ -207,87 +189,6 @@ def prove_export(subject: Subject) -> Iterator[Difference]:
     for what, expected in worker.infer(batch, with_entropy=True).items():
         actual = unpack(packed, getattr(scores, what), batch.mask.shape)
         yield compare_columns(actual, expected, meaning, what)
-
-
-class Stub(SimpleNamespace):
-    """An object whose other attributes are None."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-def prove_losses(subject: Subject) -> Iterator[Difference]:
-    """Policy losses and their gradients against TRL's GRPO, with the clips and the KL asked for."""
-    if not is_installed("trl"):
-        raise Skipped("TRL is not installed: pip install trl")
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(5, *TRL_SHAPE, generator=generator, dtype=torch.float64)
-    num_rows, width = TRL_SHAPE
-    mask = (torch.arange(width) < torch.arange(1, num_rows + 1)[:, None]).double()
-    old_logps = -noise[0].abs()
-    batch: Any = Stub(
-        mask=mask,
-        old_logps=old_logps,
-        engine_logps=old_logps,
-        ref_logps=old_logps + 0.3 * noise[1],
-        advantages=noise[2, :, :1] * mask,
-    )
-    # The ratios of tokens and of sequences are on both sides of the clips.
-    logps = (old_logps + 0.3 * noise[3] + 0.3 * noise[4, :, :1]).requires_grad_()
-    kl = replace(subject.config.kl, type="loss", loss_estimator="k3")
-    plain: Any = {"correction": "none", "entropy": 0.0}
-    for loss, average, settings in TRL_LOSSES:
-        actor = replace(subject.config.actor, loss=loss, average=average, **plain)
-        batch.token_weights = token_weights(mask, torch.arange(num_rows), average, CONSTANT)
-        actual, _ = actor_loss(actor, kl, batch, TokenScores(logps=logps))
-        try:
-            expected = _trl_loss(actor, kl.coef, settings, batch, logps)
-        except Exception as error:  # the insides of a package change
-            raise Skipped(f"this release of TRL has another loss inside: {error}") from error
-        gradients = [torch.autograd.grad(x, logps)[0] for x in (actual, expected)]
-        ours, theirs = (gradient / gradients[1].abs().max() for gradient in gradients)
-        what = f"gradient of actor.loss={loss} actor.average={average}"
-        meaning = "in few tokens: a clip; in all of them: the mean over tokens, or the KL term"
-        difference = compare_columns(ours, theirs, meaning, what)
-        where = f"{difference.where}; loss {actual.item():.6g}, TRL {expected.item():.6g}"
-        yield difference._replace(limit=LOSS_TOLERANCE, where=where)
-
-
-def _trl_loss(actor: Any, beta: float, settings: dict, batch: Any, logps: Any) -> torch.Tensor:
-    """The loss of a GRPOTrainer that has only what its loss reads."""
-    clip_high = actor.clip_high or actor.clip
-    accelerator = Stub(
-        num_processes=1,
-        gather=lambda tensor: tensor,
-        reduce=lambda tensor, reduction: tensor,
-    )
-    trainer = Stub(
-        args=Stub(delta=actor.dual_clip, steps_per_generation=1),
-        model=torch.nn.Linear(1, 1),
-        beta=beta,
-        epsilon_low=actor.clip,
-        epsilon_high=1 + clip_high if actor.loss == "cispo" else clip_high,
-        top_entropy_quantile=1.0,
-        max_completion_length=CONSTANT,
-        current_gradient_accumulation_steps=1,
-        accelerator=accelerator,
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        _get_per_token_logps_and_entropies=lambda *args, **options: (logps, batch.mask, None),
-        **{"importance_sampling_level": "token", **settings},
-    )
-    inputs = {
-        "prompt_ids": batch.mask[:, :1],
-        "prompt_mask": batch.mask[:, :1],
-        "completion_ids": batch.mask,
-        "completion_mask": batch.mask,
-        "advantages": batch.advantages[:, 0],
-        "old_per_token_logps": batch.old_logps,
-        "ref_per_token_logps": batch.ref_logps,
-        "num_items_in_batch": batch.mask.sum(),
-    }
-    trl: Any = importlib.import_module("trl.trainer.grpo_trainer")
-    loss: torch.Tensor = trl.GRPOTrainer._compute_loss(trainer, None, inputs)
-    return loss
 
 
 def prove_template(subject: Subject) -> Iterator[Difference]:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 import transformers
 
-from rl2.commands.outer_proofs import prove_engine, prove_export, prove_losses, prove_template
+from rl2.commands.outer_proofs import prove_engine, prove_export, prove_template
 from rl2.commands.proofs import (
     Difference,
     Skipped,
@@ -75,7 +75,6 @@ ROWS = {
     "packed": Row(prove_packed, "a pack = each sequence alone", TRAINER[:1]),
     "layout": Row(prove_layout, "asked layout = one process", TRAINER),
     "engine": Row(prove_engine, "embedded engine = trainer", TRAINER),
-    "losses": Row(prove_losses, "losses = TRL's"),
     "template": Row(prove_template, "turn by turn = the whole conversation"),
     "export": Row(prove_export, "exported folder = the trained model", TRAINER),
 }
@@ -163,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="rl2 prove",
         usage="%(prog)s [--processes N] key=value ...",
-        description="Compares rl2 with transformers, packs, layouts, engine, losses, template and "
+        description="Compares rl2 with transformers, packs, layouts, engine, template and "
         "export, on your model. The keys are those of ppo. It needs no GPU, no network and no "
         "data; rows of data.path are tried where it is given.",
         allow_abbrev=False,
