@@ -17,7 +17,7 @@ COMMANDS = {
     "rm": ("rl2.trainer.rm", "a reward model from pairs of replies"),
     "env": ("rl2.commands.env", "tries an environment: exploits, determinism, latency, leaks"),
     "report": ("rl2.commands.report", "curves and answers of runs in one HTML file, for a browser"),
-    "diff": ("rl2.commands.diff", "where two runs first part, and what may explain it"),
+    "diff": ("rl2.commands.diff", "where two runs first part, and what else differs"),
     "push": ("rl2.commands.push", "the model of a run to the Hugging Face hub, with a card"),
     "replay": ("rl2.commands.replay", "runs a recorded step again: is it still the same?"),
     "prove": ("rl2.commands.prove", "the proofs of layouts, engine, template on your model"),

@@ -236,7 +236,7 @@ def test_an_edited_environment_is_named(copied, data, replayed):
     status, output = replayed(copied, 2)
     path.write_text(text)
     assert status == 1 and "first difference: step 2, the reward (group 0, answer 0" in output
-    assert "may explain it: contents.rollout.env_path (" in output
+    assert "  contents.rollout.env_path: " in output
 
 
 def test_other_rows_are_refused_and_named(data, runs, replayed):

@@ -69,7 +69,6 @@ class Difference:
     split: str = ""  # of rollouts/; "" if a line of metrics.jsonl differs
     group: int | None = None
     answer: int | None = None  # its number in the group, from 0
-    unseen: tuple[str, ...] = ()  # phases before it that the runs did not record
 
     def __str__(self) -> str:
         place = "metrics.jsonl"
@@ -127,26 +126,12 @@ class Comparison:
         steps = sorted(steps)
         with Bar("comparing", len(steps), "step") as bar:
             for step in steps:
-                before, self.seen = self.seen, set()
+                self.seen = set()
                 found = next(self._differences(step), None)
                 if found is not None:
-                    return replace(found, step=step, unseen=self._unseen(found.phase, step, before))
+                    return replace(found, step=step)
                 bar.add(1)
         return None
-
-    def _unseen(self, phase: str, step: int, before: set[str]) -> tuple[str, ...]:
-        """The phases that act on this phase and that the runs did not record before it.
-
-        `before` is what was seen of the step before.
-        """
-        if phase == "evaluation":
-            return () if step == 0 or "weights" in self.seen else ("update",)
-        if phase not in ("engine", "answer", "scores", "update", "weights"):
-            return ()
-        phases = () if step == 1 or "weights" in before else ("update",)
-        if "answers" not in self.seen:
-            return ("data", "prompt", *phases)
-        return phases if "tokens" in self.seen else ("prompt", "engine", *phases)
 
     def _differences(self, step: int) -> Iterator[Difference]:
         """All that differ in a step, the earliest first."""

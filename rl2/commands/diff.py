@@ -1,4 +1,4 @@
-"""`rl2 diff RUN RUN`: where two runs first part, and what may explain it."""
+"""`rl2 diff RUN RUN`: where two runs first part, and what else differs between them."""
 
 import argparse
 import re
@@ -8,68 +8,18 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from rl2.commands.compare import ABSENT, PHASES, Comparison, Difference, Run, flatten
+from rl2.commands.compare import ABSENT, Comparison, Difference, Run, flatten
 from rl2.config.changes import HARMLESS
 from rl2.report.page import Record
-
-# Patterns of names in config.yaml and run.json, with spaces between them.
-CODE = "commit code versions.rl2"
-NUMERICS = f"""
-    *.model_name *dtype *.?p_size *.fsdp_size *.compile *.share_prompts *length_per_device
-    *.gradient_checkpointing *.offload_* versions.torch versions.transformers versions.sglang
-    hosts cpu gpu threads world_size rollout.exact {CODE}
-"""
-ENGINE = f"rollout.engine* rollout.gpu_mem* rollout.max_running trainer.deterministic {NUMERICS}"
-ENV = "rollout.env_* contents.rollout.env_path rollout.max_turns versions.python"
-REWARD = f"{ENV} rollout.reward_weights* rollout.overlong_* rollout.max_env_failures {CODE}"
-TEMPLATE = "data.chat_template* contents.data.chat_template data.system_prompt"
-UPDATE = f"""
-    actor.* critic.* kl.* teacher.* dpo.* rm.* contents.actor.loss contents.dpo.loss
-    rollout.mask_truncated trainer.n_epochs trainer.max_steps trainer.seed {NUMERICS}
-"""
-# Phase -> what acts on it.
-CAUSES = {
-    "data": f"""
-        identity.trainer data.path contents.data.path data.test_ratio data.columns* data.max_length
-        data.shuffle data.seed data.turns data.truncate data.batch_size data.prompts_per_rollout
-        data.responses_per_prompt rollout.filter rollout.max_refills rollout.drop_solved
-        rollout.partial rollout.env_path contents.rollout.env_path trainer.rollouts_from {CODE}
-    """,
-    "prompt": f"""
-        {TEMPLATE} *.model_name rollout.env_path contents.rollout.env_path
-        versions.transformers {CODE}
-    """,
-    "engine": f"""
-        rollout.train_sampling_params.temperature rollout.train_sampling_params.top_* {ENGINE}
-    """,
-    "answer": f"""
-        rollout.train_sampling_params.* rollout.max_turns rollout.partial rollout.max_staleness
-        trainer.seed trainer.rollouts_from {ENGINE}
-    """,
-    "environment": f"{ENV} {CODE}",
-    "reward": f"rollout.filter {REWARD}",
-    "scores": f"rollout.train_sampling_params.temperature {NUMERICS}",
-    "advantage": f"""
-        adv.* contents.adv.estimator kl.* teacher.* critic.* rollout.mask_truncated trainer.seed
-        {NUMERICS}
-    """,
-    "update": UPDATE,
-    "weights": UPDATE,
-    "evaluation": f"""
-        trainer.eval_only trainer.seed data.test_* data.responses_per_test_prompt dpo.* rm.*
-        rollout.test_sampling_params.* {TEMPLATE} {REWARD} {ENGINE}
-    """,
-}
-FILES = "files under the same name, such as a model or a data set of the hub"
-OUTSIDE = "what the environment reads or asks: files, servers, the clock, random numbers"
-UNRECORDED = {"data": FILES, "prompt": FILES, "environment": OUTSIDE, "reward": OUTSIDE}
-TIME = "what depends on time: rollout.partial, trainer.deterministic=false, kernels of a GPU"
-CHANCE = f"{FILES}, or {TIME}"
 
 # Of a launch in run.json. Older runs lack some.
 FACTS = ("hosts", "cpu", "gpu", "threads", "world_size", "versions", "commit", "code")
 
 SHOWN_STEPS = 4
+UNRECORDED = (
+    "Not recorded are files under the same name, such as a model; what the environment reads or "
+    "asks; and what depends on time: rollout.partial, trainer.deterministic=false, kernels of a GPU"
+)
 
 Changes = dict[str, tuple[Any, Any]]  # name -> the values of the two runs
 
@@ -78,8 +28,8 @@ def main() -> None:
     """Prints the comparison. Exit status 0: the same, 1: not, 2: they cannot be compared."""
     parser = argparse.ArgumentParser(
         prog="rl2 diff",
-        description="Says where two runs first part, and which differences of their configs, "
-        "versions and data may explain it.",
+        description="Says where two runs first part, and what differs in their configs, versions "
+        "and data.",
     )
     parser.add_argument("runs", nargs=2, metavar="RUN", type=Path, help="folder of a run")
     parser.add_argument(
@@ -123,9 +73,11 @@ def report(comparison: Comparison) -> Difference | None:
 def print_result(
     comparison: Comparison, steps: Iterable[int], found: Difference | None, numbers: Changes
 ) -> None:
-    """Prints the first difference and what may explain it, or that the steps are the same."""
+    """Prints the first difference, or that the steps are the same."""
     if found:
-        print(f"first difference: {found}\n{explain(found, numbers)}")
+        print(f"first difference: {found}")
+        if not numbers:
+            print(f"no recorded setting that may change numbers differs. {UNRECORDED}")
         return
     kinds = ", ".join(["metrics", *sorted(comparison.seen)])
     print(f"same: {describe_steps(steps)} (compared: {kinds})")
@@ -146,16 +98,6 @@ def describe_steps(numbers: Iterable[int]) -> str:
     if len(texts) < 2:
         return f"step {texts[0]}" if texts else "no step"
     return f"steps {', '.join(texts)}"
-
-
-def explain(found: Difference, numbers: Changes) -> str:
-    """One sentence: what of the listed differences acts on the phase of the difference."""
-    patterns = " ".join(CAUSES[phase] for phase in (found.phase, *found.unseen))
-    causes = [f"{name} ({a} -> {b})" for name, (a, b) in numbers.items() if matches(name, patterns)]
-    if causes:
-        return f"may explain it: {', '.join(causes)}"
-    missing = UNRECORDED.get(found.phase, CHANCE)
-    return f"nothing listed acts on {PHASES[found.phase]}: it may be {missing}"
 
 
 def matches(name: str, patterns: str) -> bool:
