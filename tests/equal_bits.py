@@ -131,8 +131,8 @@ RUNS = [
     Run(
         "ppo_tp",
         (
-            f"{PPO} {CRITIC} actor.tp_size=2 critic.sp_size=2 kl.coef=0.01 kl.type=loss"
-            " kl.loss_estimator=k3 trainer.save_freq=4",
+            f"{PPO} {CRITIC} actor.tp_size=2 critic.tp_size=1 critic.sp_size=2 kl.coef=0.01"
+            " kl.type=loss kl.loss_estimator=k3 trainer.save_freq=4",
         ),
     ),
     Run(

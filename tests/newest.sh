@@ -9,7 +9,8 @@ run_tests() { # run_tests ENVIRONMENT [pytest arguments]
     shift
     "$python" -c 'import torch, transformers as t; print("torch", torch.__version__, "transformers", t.__version__)'
     OMP_NUM_THREADS=1 "$python" -m pytest -x -q --durations=10 -n 2 --dist loadfile --no-loadscope-reorder \
-        tests/test_{trainer,worker,checkpoint,engine,mesh,model,sglang_engine}.py tests/cuda "$@"
+        tests/test_{trainer,worker,checkpoint,engine,mesh,model,sglang_engine}.py \
+        tests/cuda --ignore tests/cuda/test_peaks.py "$@" # its bytes are those of the tested torch
 }
 
 env=.venv-newest

@@ -99,6 +99,7 @@ class PPORun:
             }
             self.workers, self.frozen = make_ppo_workers(config, device, num_updates)
             self.actor = self.workers["actor"]
+        self.critic = self.workers.get("critic")
         self.deterministic = config.trainer.deterministic
         if self.deterministic is None:
             self.deterministic = device.type == "cpu" and not config.rollout.partial

@@ -35,15 +35,7 @@ def train(run: PPORun) -> None:
     work of forward, backward and generate.
     """
     config, recorder = run.config, run.recorder
-    # Of each worker: its loss, the mean that this is, and the limit of its mean probability ratio.
-    objectives = {
-        "actor": (
-            partial(actor_loss, config.actor, config.kl),
-            (config.actor.average, config.actor.average_constant),
-            config.actor.skip_threshold,
-        ),
-        "critic": (partial(critic_loss, config.critic), ("token", None), None),
-    }
+    actor, critic = config.actor, config.critic
     temperature = config.rollout.train_sampling_params.temperature  # logits are divided by it
     run.begin()
     for step in recorder.remaining_steps():
@@ -58,22 +50,33 @@ def train(run: PPORun) -> None:
         mask_truncated(batch, trajectories, config.rollout.mask_truncated)
 
         with recorder.phase("update"):
-            for name, worker in run.workers.items():
-                loss_fn, average, max_ratio = objectives[name]
+            updates = []
+            for part in mini_batches(batch, actor, step):
+                part.token_weights = losses.token_weights(
+                    part.mask, part.trajectory, actor.average, actor.average_constant, part.group
+                )
+                loss_fn = partial(actor_loss, actor, config.kl)
+                if can_drop_rows(config):
+                    check_no_gradient(loss_fn, part)
+                    drop_zero_advantages(part)
+                result = run.actor.update(
+                    part,
+                    loss_fn,
+                    temperature,
+                    with_entropy=needs_entropy(actor),
+                    max_ratio=actor.skip_threshold,
+                )
+                updates.append(result.to_log(part.token_weights.sum().item()))
+            metrics |= average_updates("actor", updates)
+
+            if run.critic is not None:
                 updates = []
-                for part in mini_batches(batch, getattr(config, name), step):
-                    part.token_weights = losses.token_weights(
-                        part.mask, part.trajectory, *average, part.group
-                    )
-                    if name == "actor" and can_drop_rows(config):
-                        check_no_gradient(loss_fn, part)
-                        drop_zero_advantages(part)
-                    result = worker.update(
-                        part, loss_fn, temperature, needs_entropy(config.actor), max_ratio=max_ratio
-                    )
+                for part in mini_batches(batch, critic, step):
+                    # Every token weighs the same. Values have no temperature, entropy or ratio.
+                    part.token_weights = losses.token_weights(part.mask, part.trajectory, "token")
+                    result = run.critic.update(part, partial(critic_loss, critic))
                     updates.append(result.to_log(part.token_weights.sum().item()))
-                if updates:  # none while the worker is frozen
-                    metrics |= average_updates(name, updates)
+                metrics |= average_updates("critic", updates)
 
             if is_due(step, config.kl.update_freq):
                 run.frozen["ref_logps"].copy_weights(run.actor)
@@ -83,13 +86,15 @@ def train(run: PPORun) -> None:
 
         records = to_records(trajectories, batch, run.tokens)
         is_last = recorder.finish_step(step, metrics, records, run.tokens)
-        part = batch = None  # the next rollout may need the memory
+        # The next rollout may need the memory. Only the first process has read the records; on the
+        # others they still refer to the batch.
+        part = batch = records = None
         if is_last:
             break
 
 
 def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float]:
-    """Fills the columns of what the models say about the rollout, as far as they are needed.
+    """Scores the rollout with every model that the loss or the estimator needs.
 
     Returns metrics. An entropy that is only logged is of a pass over all answers before the update,
     so that it cannot change what the update runs.
@@ -103,8 +108,8 @@ def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float
     elif needs_old_logps(run.config):
         scores = run.actor.infer(batch, temperature, with_entropy=logs_entropy)
         batch.old_logps = scores.logps
-    if "critic" in run.workers:
-        batch.values = run.workers["critic"].infer(batch).values
+    if run.critic is not None:
+        batch.values = run.critic.infer(batch).values
     if not logs_entropy:
         return {}
     if scores is None:
@@ -261,9 +266,13 @@ def critic_loss(config: CriticConfig, batch: Batch, scores: TokenScores):
 def average_updates(worker_name: str, updates: list[dict[str, float]]) -> dict[str, float]:
     """The mean of each metric over the updates of a step, as worker_name/metric.
 
+    There is none while the worker is frozen.
+
     Of the moments of the ratio trainer / engine r it makes the effective sample size
     (mean r)^2 / mean r^2 (Kong, 1992), as a fraction of the tokens.
     """
+    if not updates:
+        return {}
     means = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
     squared = means.pop("mismatch_ratio_squared", 0.0)
     if squared:
