@@ -862,7 +862,9 @@ def test_every_fault_of_an_env_costs_its_trajectory_and_nothing_else(
         rows += [{**make_row(len(rows) + i), "fault": "" if i else fault} for i in range(10)]
     player = collector.player
     monkeypatch.setattr(loops, "LOOK_SECONDS", 0.02)
-    player.env = load_env(env_file.__file__, 0.3, concurrency=4, isolation=isolation)
+    # A process that the machine does not run for a while must not be taken for one that hangs.
+    timeout = 2.0 if isolation == "process" else 0.5
+    player.env = load_env(env_file.__file__, timeout, concurrency=4, isolation=isolation)
     trajectories = collector.play(make_prompts(rows, tokenizer), PARAMS, 1, "train", 31)
     assert len(trajectories) == len(rows) == 10 * len(env_file.FAULTS)
     failed = [t.row["fault"] for t in trajectories if t.finish_reason == "failed"]
