@@ -40,6 +40,21 @@ CHATML = (
     "' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# How a tokenizer of transformers 5.15 says that calls of tools are JSON between marks.
+RESPONSE_TEMPLATE = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "tool_calls": {
+            "open": "<call>",
+            "close": "</call>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {},
+    },
+}
 CONFIGS = {
     "gemma3": Gemma3TextConfig,
     "glm4_moe": Glm4MoeConfig,

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from common import pack_rows
+from common import RESPONSE_TEMPLATE, pack_rows
 from packaging.version import Version
 from test_rollout import PARAMS, make, make_row, make_training, process_group  # noqa: F401
 
@@ -480,20 +480,7 @@ def test_a_response_template_reads_calls_where_the_tokenizer_has_one(tmp_path):
     env = load_env(str(tmp_path / "env.py"))
     template = make(tmp_path, None, TOOLS)[0].player.template
     assert template.parse_calls([], "x", env.tools) is None
-    template.tokenizer.response_template = {
-        "start_anchor": "<|im_start|>assistant\n",
-        "defaults": {"role": "assistant"},
-        "fields": {
-            "tool_calls": {
-                "open": "<call>",
-                "close": "</call>",
-                "content": "json",
-                "repeats": True,
-                "transform": {"type": "function", "function": "{content}"},
-            },
-            "content": {},
-        },
-    }
+    template.tokenizer.response_template = RESPONSE_TEMPLATE
     prompt = template.encode_prompt([{"role": "user", "content": "q"}])
     reply = 'so <call>{"name": "note", "arguments": {"key": "k"}}</call>'
     assert template.parse_calls(prompt, reply, env.tools) == [("note", {"key": "k"})]

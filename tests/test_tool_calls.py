@@ -6,6 +6,7 @@ import re
 
 import pytest
 import transformers
+from common import RESPONSE_TEMPLATE
 from packaging.version import Version
 from test_chat import make_tokenizer
 from test_templates import FAMILIES, make_template, write_calls
@@ -153,20 +154,6 @@ def test_what_cannot_be_read_is_said_once_with_the_name_of_the_model(written, wa
 
 
 WRITTEN = "'<call>' ~ (c.function | tojson) ~ '</call>'"
-RESPONSE_TEMPLATE = {
-    "start_anchor": "<|im_start|>assistant\n",
-    "defaults": {"role": "assistant"},
-    "fields": {
-        "tool_calls": {
-            "open": "<call>",
-            "close": "</call>",
-            "content": "json",
-            "repeats": True,
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {},
-    },
-}
 
 
 @pytest.mark.skipif(
