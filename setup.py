@@ -48,6 +48,7 @@ setup(
         "quickstart": ["gguf>=0.10", "matplotlib", "reasoning-gym>=0.1.25"],
         "test": [
             "hypothesis",
+            "import-linter>=2.5",
             "math-verify>=0.9",
             "mypy>=2.4",
             "openai>=2",

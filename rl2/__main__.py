@@ -15,13 +15,13 @@ COMMANDS = {
     "sft": ("rl2.trainer.sft", "supervised fine-tuning on conversations"),
     "dpo": ("rl2.trainer.dpo", "direct preference optimization on pairs of replies"),
     "rm": ("rl2.trainer.rm", "a reward model from pairs of replies"),
-    "env": ("rl2.commands.env", "tries an environment: exploits, determinism, latency, leaks"),
-    "report": ("rl2.commands.report", "curves and answers of runs in one HTML file, for a browser"),
-    "diff": ("rl2.commands.diff", "where two runs first part, and what else differs"),
-    "push": ("rl2.commands.push", "the model of a run to the Hugging Face hub, with a card"),
-    "replay": ("rl2.commands.replay", "runs a recorded step again: is it still the same?"),
-    "prove": ("rl2.commands.prove", "the proofs of layouts, engine, template on your model"),
-    "plan": ("rl2.commands.plan", "the memory that a job will need, phase by phase; needs no GPU"),
+    "env": ("rl2.tools.env", "tries an environment: exploits, determinism, latency, leaks"),
+    "report": ("rl2.tools.report", "curves and answers of runs in one HTML file, for a browser"),
+    "diff": ("rl2.tools.diff", "where two runs first part, and what else differs"),
+    "push": ("rl2.tools.push", "the model of a run to the Hugging Face hub, with a card"),
+    "replay": ("rl2.tools.replay", "runs a recorded step again: is it still the same?"),
+    "prove": ("rl2.tools.prove", "the proofs of layouts, engine, template on your model"),
+    "plan": ("rl2.tools.plan", "the memory that a job will need, phase by phase; needs no GPU"),
 }
 
 

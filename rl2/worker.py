@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl2.batch import Batch
-from rl2.checkpoints import export_optimizer, import_optimizer
 from rl2.config.schema import WorkerConfig
 from rl2.error_report import writing
 from rl2.model import lora
@@ -38,6 +37,7 @@ from rl2.parallel.mesh import all_reduce_sum_, differentiable_all_reduce, make_m
 from rl2.parallel.offload import WeightMemory
 from rl2.parallel.tensor import all_reduce_partial_gradients
 from rl2.progress import track
+from rl2.run.checkpoints import export_optimizer, import_optimizer
 
 # A loss maps b rows of the batch and their scores [b, T] to (loss, metrics), all of them scalars.
 # Each is a sum over the rows' tokens, weighted by `token_weights`. These are divided by counts of

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rl2 import run_folder
 from rl2.config.schema import SFTActorConfig, SFTConfig, SFTDataConfig
 from rl2.parallel.mesh import init_distributed
-from rl2.run_folder import RunFolder
+from rl2.run import folder as run_folder
+from rl2.run.folder import RunFolder
 
 RANK = int(os.environ["RANK"])
 

@@ -31,8 +31,8 @@ from transformers import (
 )
 
 from rl2.batch import Sample
-from rl2.commands.compare import TIMED
 from rl2.data.rows import ROWS_SCHEMA, Rows, check_rows
+from rl2.tools.compare import TIMED
 
 ROOT = Path(__file__).resolve().parent.parent
 CHATML = (

@@ -22,10 +22,11 @@ import torch.distributed as dist
 from common import read_metrics
 from forked import ForkedRun, ForkedRuns
 
-from rl2 import signals, worker
-from rl2.parallel.ring import PackedAttention
-from rl2.run_folder import Checkpoints
-from rl2.trainer import build, recorder
+from rl2 import worker
+from rl2.attention.ring import PackedAttention
+from rl2.run import signals
+from rl2.run.folder import Checkpoints
+from rl2.trainer import offline_run, recorder
 from rl2.worker import Worker
 
 
@@ -62,8 +63,8 @@ def check_signals_while_loading(runs: ForkedRuns, folder: Path) -> None:
         )
 
     cases = [
-        (1, signal.SIGINT, "Ctrl-C", hang_at(build, "read_examples")),
-        (2, signal.SIGTERM, "SIGTERM", hang_at(build, "Worker")),
+        (1, signal.SIGINT, "Ctrl-C", hang_at(offline_run, "read_examples")),
+        (2, signal.SIGTERM, "SIGTERM", hang_at(offline_run, "Worker")),
     ]
     started = []
 
@@ -72,7 +73,7 @@ def check_signals_while_loading(runs: ForkedRuns, folder: Path) -> None:
             print("reached", flush=True)
             time.sleep(60 * rank)
 
-        before(build, "init_distributed", wait)
+        before(offline_run, "init_distributed", wait)
 
     # Rank 0 waits for rank 1 in a C function, in which no handler of Python runs.
     cases.append((2, signal.SIGINT, "Ctrl-C", come_late))

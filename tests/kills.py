@@ -25,7 +25,7 @@ from pathlib import Path
 from common import make_model, read_untimed_metrics
 from forked import ForkedRun, ForkedRuns
 
-from rl2 import signals
+from rl2.run import signals
 
 STEPS = 6
 MOST_KILLS_OF_A_RUN = 4

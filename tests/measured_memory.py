@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from rl2.commands import plan
-from rl2.commands.plan import predict, run_phases
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
-from rl2.memory_plan import Plan
 from rl2.parallel.mesh import init_distributed
-from rl2.parallel.planned_device import INDEXING, MemoryTracker, PlannedDevice, positions
+from rl2.run.memory_plan import Plan
+from rl2.tools import plan
+from rl2.tools.plan import predict, run_phases
+from rl2.tools.planned_device import INDEXING, MemoryTracker, PlannedDevice, positions
 
 LENGTH = 512  # tokens of a micro-batch
 # World size -> job -> (config, keys of the actor).

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from parity import make_batch, policy_loss, value_loss, worker_config
 from transformers import AutoTokenizer
 
-from rl2.checkpoints import Checkpoints
 from rl2.parallel.mesh import init_distributed
-from rl2.weights_hash import hash_states, hash_weights
+from rl2.run.checkpoints import Checkpoints
+from rl2.run.weights_hash import hash_states, hash_weights
 from rl2.worker import Worker
 
 LAYOUTS = {"hybrid": {"fsdp_size": 1}, "sp": {"sp_size": 2}, "tp": {"tp_size": 2}}

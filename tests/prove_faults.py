@@ -89,7 +89,7 @@ FAULTS = {
     ),
     "documents see each other": Fault(
         "packed",
-        "rl2.parallel.ring:PackedAttention.__init__",
+        "rl2.attention.ring:PackedAttention.__init__",
         "self.layout = Layout(chunks, prefixes,",
         f"self.layout = Layout({ONE_DOCUMENT}, [],",
     ),
@@ -141,7 +141,7 @@ FAULTS = {
     ),
     "wrong window": Fault(
         "transformers",
-        "rl2.parallel.ring:PackedAttention._blocks",
+        "rl2.attention.ring:PackedAttention._blocks",
         "if window is not None and",
         "window = window and window + 1\n    if window is not None and",
         "mistral window",

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from test_attention import as_pack, layout, reference, restrict
 from torch import Tensor
 
+from rl2.attention.ring import PackedAttention, Ring
 from rl2.packing import zigzag
 from rl2.parallel.mesh import init_distributed
-from rl2.parallel.ring import PackedAttention, Ring
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 SHAPES = [(4, 4, 16), (6, 2, 24), (9, 3, 64), (2, 1, 80), (4, 2, 32)]  # heads, key heads, head size

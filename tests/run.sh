@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs rl2 with its test dependencies into .venv, checks format, style and types, and runs the tests that need no GPU. The
+# Installs rl2 with its test dependencies into .venv, checks format, style, types and imports, and runs the tests that need no GPU. The
 # longest ones are in tests/nightly.sh.
 # bash tests/run.sh [pytest arguments]
 set -euo pipefail
@@ -8,6 +8,7 @@ source examples/install.sh test
 ruff check .
 ruff format --check .
 mypy
+lint-imports --no-logo --no-cache
 python tests/sizes.py
 # One thread a process: several processes run at once, and threads that share a core wait for each other.
 export OMP_NUM_THREADS=1

@@ -16,8 +16,8 @@ from fake_sglang import FlattenedTensorBucket, install
 from rl2 import progress
 from rl2.engine import sglang
 from rl2.engine.base import EngineSettings, SamplingParams
-from rl2.memory_plan import Plan
 from rl2.parallel.mesh import COLLECTIVE_TIMEOUT, all_gather_objects, init_distributed
+from rl2.run.memory_plan import Plan
 
 GIB = 2**30
 

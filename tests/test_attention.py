@@ -17,12 +17,12 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 
+from rl2.attention import kernels as attention
+from rl2.attention.blocks import Layout
+from rl2.attention.kernels import Block, backward_block, forward_block
+from rl2.attention.ring import PackedAttention
 from rl2.batch import Pack
 from rl2.packing import zigzag
-from rl2.parallel import attention
-from rl2.parallel.attention import Block, backward_block, forward_block
-from rl2.parallel.blocks import Layout
-from rl2.parallel.ring import PackedAttention
 
 
 def reference(q, k, v, sees, scale):

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rl2.checkpoints import Checkpoints
 from rl2.parallel.mesh import init_distributed
-from rl2.signals import user_errors
+from rl2.run.checkpoints import Checkpoints
+from rl2.run.signals import user_errors
 
 
 def test_a_checkpoint_moves_between_layouts(tmp_path):

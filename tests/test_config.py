@@ -21,7 +21,9 @@ from rl2.config.key import Condition, PositiveInt, Ratio, key, schema_keys, sect
 from rl2.config.key_rules import check_keys, get_value
 from rl2.config.parse import dump, explain, explain_common, parse
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
-from rl2.inputs import find_input_problems, read_ppo_inputs
+from rl2.data.examples import PAIR_ROWS, SFT_ROWS
+from rl2.trainer.inputs import find_row_problems
+from rl2.trainer.ppo_inputs import find_ppo_problems, read_ppo_inputs
 
 
 @pytest.fixture
@@ -693,7 +695,7 @@ def sglang_on_a_gpu(base, monkeypatch):
     """A command for a machine that has a GPU and SGLang 0.5.23; without the toolkit's checks."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("rl2.config.rules.is_installed", lambda package: True)
-    monkeypatch.setattr("rl2.engine.toolkit.version", lambda package: "0.5.23")
+    monkeypatch.setattr("rl2.config.toolkit.version", lambda package: "0.5.23")
     return [*base, "rollout.engine=sglang"]
 
 
@@ -719,12 +721,12 @@ def test_a_machine_on_which_sglang_cannot_run_is_refused(sglang_on_a_gpu, capsys
     monkeypatch.setattr("rl2.config.rules.toolkit_problems", lambda: ["there is no nvcc"])
     assert "rollout.engine=sglang: there is no nvcc" in problems(sglang_on_a_gpu, capsys)
     monkeypatch.setattr("rl2.config.rules.toolkit_problems", lambda: [])
-    monkeypatch.setattr("rl2.engine.toolkit.version", lambda package: "0.5.17")
+    monkeypatch.setattr("rl2.config.toolkit.version", lambda package: "0.5.17")
     text = problems(sglang_on_a_gpu, capsys)
     assert "rollout.engine=sglang: sglang 0.5.17 converts the whole head" in text
     for choice in ("rollout.engine_args.enable_fp32_lm_head=false", "actor.head_dtype=bfloat16"):
         parse(PPOConfig, [*sglang_on_a_gpu, choice])
-    monkeypatch.setattr("rl2.engine.toolkit.version", lambda package: "0.5.2")
+    monkeypatch.setattr("rl2.config.toolkit.version", lambda package: "0.5.2")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "sglang 0.5.2 is too old" in problems(sglang_on_a_gpu, capsys)
 
@@ -940,7 +942,7 @@ def test_problems_of_config_data_and_env_come_in_one_round(base, capsys, tmp_pat
     (tmp_path / "env.py").write_text("def reward_fn(messages, answer): return 0")
     arguments = [*base, "data.test_path=test.jsonl"]
     with pytest.raises(SystemExit):
-        parse(PPOConfig, [*arguments, "actor.lr=x"], find_input_problems)
+        parse(PPOConfig, [*arguments, "actor.lr=x"], find_ppo_problems)
     text = capsys.readouterr().err
     assert "\n3 problems" in "\n" + text and "actor.lr=x: expected a number" in text
     assert "test.jsonl, row 2: column 'messages': expected" in text
@@ -949,7 +951,7 @@ def test_problems_of_config_data_and_env_come_in_one_round(base, capsys, tmp_pat
     with pytest.raises(ValueError, match="(?s)test.jsonl, row 2: .*needs column 'answer'"):
         read_ppo_inputs(config)
     with pytest.raises(SystemExit):
-        parse(PPOConfig, [*base[1:], "data.path=no.jsonl", "actor.lr=x"], find_input_problems)
+        parse(PPOConfig, [*base[1:], "data.path=no.jsonl", "actor.lr=x"], find_ppo_problems)
     assert capsys.readouterr().err.startswith("2 problems")
     (tmp_path / "env.py").write_text("def reward_fn(messages): return 1")
     (tmp_path / "test.jsonl").write_text(row * 2)
@@ -964,9 +966,14 @@ def test_problems_of_config_data_and_env_come_in_one_round(base, capsys, tmp_pat
 def test_rows_of_every_trainer_are_tried_beside_the_config(base, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"prompt": "x"}\n')
     path = "data.path=train.jsonl"
-    for root, word in ((SFTConfig, "completion"), (DPOConfig, "chosen"), (RMConfig, "chosen")):
+    for root, kind, word in (
+        (SFTConfig, SFT_ROWS, "completion"),
+        (DPOConfig, PAIR_ROWS, "chosen"),
+        (RMConfig, PAIR_ROWS, "chosen"),
+    ):
         worker = "critic" if root is RMConfig else "actor"
-        problems = find_input_problems(parse(root, [path, f"{worker}.model_name=model"]))
+        config = parse(root, [path, f"{worker}.model_name=model"])
+        problems = find_row_problems(kind, config)
         assert list(problems) == ["data.path"] and f"'{word}'" in problems["data.path"]
 
 

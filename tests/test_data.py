@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rl2 import inputs
 from rl2.config.schema import PPOConfig
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import (
@@ -31,6 +30,7 @@ from rl2.data.examples import (
 )
 from rl2.data.formats import read_pair_row, read_ppo_row, read_sft_row
 from rl2.data.rows import load_rows
+from rl2.trainer import ppo_inputs
 
 TEMPLATE = (
     "{{ tools }}{% for m in messages %} {{ m.content }}{% endfor %}"
@@ -490,7 +490,8 @@ def test_order_differs_by_epoch_and_seed():
 
 @pytest.fixture
 def ppo_config(monkeypatch):
-    monkeypatch.setattr("rl2.inputs.check_length", lambda *lengths: None)  # there is no model
+    # There is no model.
+    monkeypatch.setattr("rl2.trainer.inputs.check_num_positions", lambda *lengths: None)
     config = PPOConfig()
     config.rollout.test_sampling_params.max_new_tokens = 8  # which parsing would fill in
     return config
@@ -505,7 +506,7 @@ def test_prompts_in_plain_text_do_not_get_a_template_in_silence(
     tokenizer.chat_template = template
     rows = [{"prompt": "w", "answer": "w"}, {"messages": "w w", "answer": "w"}]
     rows = load_rows(str(write(tmp_path / "a.jsonl", rows)), read=read_ppo_row)
-    inputs.make_prompts(ppo_config, {"data.path": rows}, ChatTemplate(tokenizer))
+    ppo_inputs.make_prompts(ppo_config, {"data.path": rows}, ChatTemplate(tokenizer))
     warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
     assert len(warnings) == is_warned
     if is_warned:
@@ -522,7 +523,7 @@ def test_test_rows_that_are_the_training_rows_are_a_warning(tmp_path, capsys, pp
     other, others = load("c.jsonl", [1, 3])
     ppo_config.data.test_path = {"copy": copy, "other": other}
     rows = {"data.path": train, "data.test_path.copy": copied, "data.test_path.other": others}
-    inputs.make_prompts(ppo_config, rows, ChatTemplate(make_tokenizer()))
+    ppo_inputs.make_prompts(ppo_config, rows, ChatTemplate(make_tokenizer()))
     [warning] = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
     assert f"data.test_path.copy={copy}" in warning
 
@@ -531,10 +532,10 @@ def test_stop_tokens_that_the_tokenizer_does_not_have_are_refused(ppo_config):
     rows = {"data.path": pack_rows(make_rows([1, 2]))}
     params = ppo_config.rollout.test_sampling_params
     params.stop_token_ids = [3]  # its last one
-    inputs.make_prompts(ppo_config, rows, ChatTemplate(make_tokenizer()))
+    ppo_inputs.make_prompts(ppo_config, rows, ChatTemplate(make_tokenizer()))
     params.stop_token_ids = [3, 4]
     with pytest.raises(ValueError, match=r"test_sampling_params.stop_token_ids=\[3, 4\].* 4, .* 3"):
-        inputs.make_prompts(ppo_config, rows, ChatTemplate(make_tokenizer()))
+        ppo_inputs.make_prompts(ppo_config, rows, ChatTemplate(make_tokenizer()))
 
 
 # Examples of SFT, DPO and reward models

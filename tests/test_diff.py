@@ -11,10 +11,10 @@ from common import launch_runs, make_model, make_tokenizer, read_jsonl
 from safetensors.numpy import load_file, save_file
 from test_trainer import LETTER_ENV
 
-from rl2.commands import diff
-from rl2.commands.compare import find_difference
 from rl2.config.key import schema_keys
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
+from rl2.tools import diff
+from rl2.tools.compare import find_difference
 
 SAMPLED = ("answer", "engine")  # the first token differs, or only its log-probability
 # Name of a run -> (its keys, the phases in which it may part from the first run, what is listed).

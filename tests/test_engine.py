@@ -15,13 +15,14 @@ from engine_contract import (
 )
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, Qwen2Config
 
-from rl2.engine import cache, local, select, sglang
+from rl2.attention.pages import PAGE_SIZE_TOKENS
+from rl2.config.engines import ENGINES, default_max_running
+from rl2.engine import cache, local, sglang
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.cache import DenseKVCache, PagedKVCache
 from rl2.engine.local import LocalEngine
 from rl2.engine.sampler import sample
-from rl2.engine.select import ENGINES, default_max_running
-from rl2.parallel.pages import PAGE_SIZE_TOKENS
+from rl2.engine.select import make_engine as make_selected_engine
 
 CPU = torch.device("cpu")
 FAMILIES = [("llama", True), ("qwen2", False), ("qwen3", True)]
@@ -125,7 +126,7 @@ def test_a_new_engine_needs_one_file_and_one_line_of_the_table(tmp_path, monkeyp
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(ENGINES, "echo", "echo_engine:EchoEngine")
     settings = EngineSettings(model_name="", dtype=torch.float32, device=CPU)
-    engine = select.make_engine("echo", settings)
+    engine = make_selected_engine("echo", settings)
     assert capsys.readouterr().out == "rollout engine: echo, as rollout.engine says\n"
     check_attributes(engine, settings)
     engine.load_weights([], 5)

@@ -8,7 +8,7 @@ import pytest
 from common import ROOT, make_model, run
 from test_ready_envs import PACKAGES
 
-from rl2.commands import env as command
+from rl2.tools import env as command
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"What is {a} + {b}?"}], "answer": str(a + b)}

@@ -20,11 +20,17 @@ from rl2.data.rows import load_rows
 from rl2.engine.base import SamplingParams
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
-from rl2.evaluate import Evaluator, clustered_mean, majority_is_right, measure_samples, pass_at_k
-from rl2.inputs import make_prompts
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
+from rl2.rollout.evaluate import (
+    Evaluator,
+    clustered_mean,
+    majority_is_right,
+    measure_samples,
+    pass_at_k,
+)
 from rl2.rollout.trajectory import Player, Trajectory
+from rl2.trainer.ppo_inputs import make_prompts
 
 PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,))
 ENV = """
@@ -185,7 +191,8 @@ def test_a_test_set_is_split_off_by_the_content_of_the_rows():
 
 
 def test_the_split_follows_the_keys(monkeypatch):
-    monkeypatch.setattr("rl2.inputs.check_length", lambda *lengths: None)  # there is no model
+    # There is no model.
+    monkeypatch.setattr("rl2.trainer.inputs.check_num_positions", lambda *lengths: None)
     config = PPOConfig()
     data = config.data
     data.test_ratio, data.test_limit = 0.5, 3

@@ -14,14 +14,14 @@ from engine_contract import play
 from parity import policy_loss, worker_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rl2.attention import pages as pages_module
+from rl2.attention.pages import attend_pages, exact_factors, queries_are_independent
 from rl2.batch import Sample, collate
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
-from rl2.parallel import pages as pages_module
 from rl2.parallel.mesh import init_distributed
-from rl2.parallel.pages import attend_pages, exact_factors, queries_are_independent
 from rl2.worker import Worker
 
 CPU = torch.device("cpu")

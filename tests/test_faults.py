@@ -25,7 +25,7 @@ def test_signals_full_disks_and_a_port_in_use(folder):
 def test_a_crash_in_native_code_prints_where_it_was(tmp_path):
     script = """
         import ctypes, resource
-        from rl2.signals import guard
+        from rl2.run.signals import guard
 
         def crash():
             ctypes.string_at(0)

@@ -9,12 +9,12 @@ from common import CONFIGS, launch, make_model, make_samples
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM
 
+from rl2.attention.ring import Ring
 from rl2.batch import collate
 from rl2.model import fused
 from rl2.model import head as head_module
 from rl2.model.token_model import TokenModel
 from rl2.packing import pack, zigzag
-from rl2.parallel.ring import Ring
 
 SIZES = {
     "vocab_size": 98,

@@ -8,10 +8,10 @@ import torch
 from common import CONFIGS, launch, make_model, read_metrics, run
 
 from rl2 import progress
-from rl2.commands.plan import main
 from rl2.config.schema import SFTConfig
-from rl2.memory_plan import GIB, Plan, Prediction, read_plan, start_process
 from rl2.report.loggers import MetricsLog
+from rl2.run.memory_plan import GIB, Plan, Prediction, read_plan, start_process
+from rl2.tools.plan import main
 
 SIZES = {
     "hidden_size": 128,

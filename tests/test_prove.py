@@ -9,7 +9,7 @@ import test_templates
 from prove_faults import FAULTS, MODELS, SIZES, arguments, make, plant, prove_planted, read_table
 from transformers import AutoModelForCausalLM, Gemma2Config
 
-from rl2.commands import outer_proofs, prove
+from rl2.tools import outer_proofs, prove
 
 ONE_PROCESS = [name for name, fault in FAULTS.items() if fault.processes == 1]
 ROWS = list(prove.ROWS)

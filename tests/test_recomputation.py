@@ -6,10 +6,10 @@ import pytest
 import torch
 from common import make_model
 
-from rl2 import memory_plan
-from rl2.commands.plan import predict
 from rl2.config.schema import SFTActorConfig, SFTConfig
-from rl2.memory_plan import USABLE_SHARE, choose_checkpointing, recomputed_layers
+from rl2.run import memory_plan
+from rl2.run.memory_plan import USABLE_SHARE, choose_checkpointing, recomputed_layers
+from rl2.tools.plan import predict
 
 NUM_LAYERS = 3
 

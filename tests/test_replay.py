@@ -11,7 +11,7 @@ from common import launch, launch_runs, make_model, read_jsonl, read_metrics, ru
 from safetensors.numpy import load_file, save_file
 from test_trainer import LETTER_ENV
 
-from rl2.commands import replay
+from rl2.tools import replay
 
 
 def write_rows(path, rows):
@@ -92,7 +92,7 @@ def runs(data):
 def forked(command, start):
     """Runs the program of a replay in processes that are forked after the imports."""
     assert start["threads"] == 1
-    module = command.index("rl2.commands.rerun")
+    module = command.index("rl2.tools.rerun")
     done = launch(start["world_size"], *command[module - 1 :], check=False)
     print(done.stdout)
     if done.returncode:

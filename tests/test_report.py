@@ -18,17 +18,17 @@ from common import run as run_python
 from safetensors.numpy import save_file
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from rl2.commands import report as report_command
 from rl2.config.by_name import argument_names
 from rl2.config.key import schema_keys
 from rl2.config.schema import PPOConfig, SFTConfig
-from rl2.records import MetricsFile
 from rl2.report import loggers, page
 from rl2.report.console import Console, describe_start
 from rl2.report.health import Health, find_problems, learns_from_groups_alone
 from rl2.report.loggers import MetricsLog, Report, RunInfo, start_wandb
 from rl2.report.page import write_page
 from rl2.report.token_texts import SavedTokens, split_text
+from rl2.run.records import MetricsFile
+from rl2.tools import report as report_command
 
 # A healthy step of GRPO.
 STEP = {

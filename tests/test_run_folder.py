@@ -22,11 +22,12 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoTokenizer
 
-from rl2 import run_lock, worker
-from rl2.checkpoints import Checkpoints, delete
+from rl2 import worker
 from rl2.data.chat import ChatTemplate
-from rl2.disk_space import SpaceNeeds, check_space
-from rl2.run_lock import RunLock
+from rl2.run import lock as run_lock
+from rl2.run.checkpoints import Checkpoints, delete
+from rl2.run.disk_space import SpaceNeeds, check_space
+from rl2.run.lock import RunLock
 from rl2.trainer import dpo, ppo, rm, sft
 from rl2.trainer.recorder import Recorder
 
@@ -138,7 +139,7 @@ def set_clock(monkeypatch, day):
             return cls(2026, 3, day)
 
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Time)
-    monkeypatch.setattr("rl2.run_folder.date", Date)
+    monkeypatch.setattr("rl2.run.folder.date", Date)
 
 
 def test_a_template_with_the_date_is_the_same_after_midnight(train, tmp_path, monkeypatch):
@@ -373,7 +374,7 @@ def become_attempt(monkeypatch, launch, attempt):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", logs)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-    monkeypatch.setattr("rl2.signals.report_error", lambda text: print(text))
+    monkeypatch.setattr("rl2.run.signals.report_error", lambda text: print(text))
 
 
 def test_torchrun_restarts_go_on_where_their_launch_was(train, tmp_path, monkeypatch):
@@ -597,7 +598,7 @@ def test_a_run_that_cannot_be_saved_ends_before_its_first_step(train, tmp_path, 
     for share, expected in ((0.98, 1), (1.02, 0)):
         free = SimpleNamespace(free=share * size)
         with monkeypatch.context() as patch:
-            patch.setattr("rl2.disk_space.shutil.disk_usage", lambda folder, free=free: free)
+            patch.setattr("rl2.run.disk_space.shutil.disk_usage", lambda folder, free=free: free)
             status, output = train("trainer.max_steps=2", f"trainer.experiment_name=n{share}")
         assert status == expected, output
         assert ("the disk is too full: this run needs" in output) == bool(expected)
@@ -799,7 +800,8 @@ def test_ranks_that_differ_are_named(tmp_path, model):
 HOLD_LOCK = """
 import sys, time
 from pathlib import Path
-from rl2 import run_lock, worker
+from rl2 import worker
+from rl2.run import lock as run_lock
 
 run_lock.BEAT_SECONDS = 0.05
 run_lock.RunLock(Path(sys.argv[1])).acquire()
@@ -887,7 +889,8 @@ def test_a_lock_of_another_machine_is_watched(tmp_path, monkeypatch, capsys):
 RACE = """
 import json, multiprocessing, sys
 from pathlib import Path
-from rl2 import run_lock, worker
+from rl2 import worker
+from rl2.run import lock as run_lock
 
 def compete(folder, start, end, winners):
     start.wait()

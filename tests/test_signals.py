@@ -1,4 +1,4 @@
-"""Tests of rl2/signals.py: which errors are one message, and which keep their traceback."""
+"""Tests of rl2/run/signals.py: which errors are one message, and which keep their traceback."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 
 from rl2.algorithms.losses import masked
 from rl2.config.by_name import find_function
-from rl2.signals import user_errors
+from rl2.run.signals import user_errors
 
 
 def fail_in_an_operator():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from common import run
 
-from rl2.engine import toolkit
-from rl2.engine.toolkit import cudart_folder, toolkit_problems, version_problems
+from rl2.config import toolkit
+from rl2.config.toolkit import cudart_folder, toolkit_problems, version_problems
 
 NVCC = """#!/bin/sh
 if [ "$1" = --version ]; then echo "Cuda compilation tools, release $CUDA, V$CUDA.88"; exit; fi
@@ -111,6 +111,6 @@ def test_the_folder_of_the_cuda_runtime_is_that_of_torch(tmp_path, monkeypatch):
     shutil.copy(library, loaded)
     code = (
         "import ctypes, sys, torch; ctypes.CDLL(sys.argv[1]); torch.version.cuda = '913.0'\n"
-        "from rl2.engine.toolkit import cudart_folder; print(cudart_folder())"
+        "from rl2.config.toolkit import cudart_folder; print(cudart_folder())"
     )
     assert run("-c", code, loaded).stdout.strip() == str(loaded.parent)

@@ -10,7 +10,7 @@ from parity import worker_config
 
 from rl2.parallel.mesh import init_distributed
 from rl2.parallel.offload import WeightMemory
-from rl2.weights_hash import _sum_rows, hash_weights
+from rl2.run.weights_hash import _sum_rows, hash_weights
 from rl2.worker import Worker
 
 

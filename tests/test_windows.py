@@ -6,14 +6,14 @@ from common import WINDOWED, make_model, make_samples
 from engine_contract import plain_logps, play
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GptOssConfig
 
+from rl2.attention.kernels import _hook
+from rl2.attention.ring import PackedAttention, Ring
 from rl2.batch import collate
 from rl2.engine.base import EngineSettings
 from rl2.engine.cache import DenseKVCache, PagedKVCache
 from rl2.engine.local import LocalEngine
 from rl2.model.token_model import TokenModel
 from rl2.packing import pack, unpack, zigzag
-from rl2.parallel.attention import _hook
-from rl2.parallel.ring import PackedAttention, Ring
 
 CPU = torch.device("cpu")
 SIZES = {

@@ -30,14 +30,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl2 import progress
+from rl2.attention import ring
 from rl2.batch import Sample, collate
-from rl2.checkpoints import export_optimizer
 from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
 from rl2.model.token_model import TokenScores
 from rl2.optimizer import AdamW, schedule
-from rl2.parallel import offload, ring
+from rl2.parallel import offload
 from rl2.parallel.mesh import init_distributed
+from rl2.run.checkpoints import export_optimizer
 from rl2.worker import Worker
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

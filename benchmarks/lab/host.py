@@ -39,7 +39,7 @@ from rl2.report import loggers
 from rl2.rollout import collect
 from rl2.rollout.stats import summarise, summarise_groups, to_records, training_samples
 from rl2.rollout.trajectory import append_tokens, begin_group, place_reward
-from rl2.run_folder import RunFolder
+from rl2.run.folder import RunFolder
 from rl2.trainer.ppo import add_advantages
 
 PROMPT_TOKENS = 256

@@ -175,8 +175,8 @@ class StopAtBudget:
 def run_rl2(task: Task, algorithm: str, seed: int, model: str, folder: Path) -> dict:
     from rl2.config.parse import parse
     from rl2.config.schema import PPOConfig
-    from rl2.trainer.build import PPORun
     from rl2.trainer.ppo import train
+    from rl2.trainer.ppo_run import PPORun
 
     arguments = [
         f"data.path={folder.parent / 'train.jsonl'}",

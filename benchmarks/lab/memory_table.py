@@ -13,9 +13,9 @@ from pathlib import Path
 
 import yaml
 
-from rl2.commands.plan import predict
 from rl2.config.schema import PPOConfig
-from rl2.memory_plan import GIB
+from rl2.run.memory_plan import GIB
+from rl2.tools.plan import predict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import shapes  # noqa: E402

@@ -16,7 +16,7 @@ import time
 
 import torch
 
-from rl2.parallel.ring import PackedAttention
+from rl2.attention.ring import PackedAttention
 
 HEADS, KEY_HEADS, HEAD_SIZE = 9, 3, 64
 

@@ -14,7 +14,8 @@ from rl2.batch import Batch
 from rl2.config.schema import SFTConfig
 from rl2.model.token_model import TokenScores
 from rl2.trainer import sft
-from rl2.trainer.build import OfflineRun, run_trainer
+from rl2.trainer.launch import launch, train_and_finish
+from rl2.trainer.offline_run import OfflineRun
 
 
 def train(run: OfflineRun) -> None:
@@ -35,8 +36,12 @@ def unlikelihood(batch: Batch, scores: TokenScores) -> LossAndMetrics:
     return -(torch.log1p(-probabilities) * batch.token_weights).sum(), {}
 
 
+def start(config: SFTConfig) -> None:
+    train_and_finish(sft.make_run(config), train)
+
+
 def main() -> None:
-    run_trainer(SFTConfig, sft.make_run, train)
+    launch(SFTConfig, start)
 
 
 if __name__ == "__main__":

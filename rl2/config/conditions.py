@@ -11,10 +11,10 @@ import torch
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.algorithms.losses import POLICY_LOSSES, PolicyLoss
+from rl2.attention.pages import MIN_ROWS
 from rl2.config.by_name import argument_names, find_entry, find_function
+from rl2.config.engines import choose_engine
 from rl2.config.key import Condition
-from rl2.engine.select import choose_engine
-from rl2.parallel.pages import MIN_ROWS
 
 
 def function_settings(name: str, table: Mapping[str, Any], key: str) -> tuple[str, ...]:

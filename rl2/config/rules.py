@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rl2.config.conditions import estimator_inputs, exact_obstacles, needs_critic
+from rl2.config.engines import choose_engine, is_installed
 from rl2.config.key_rules import (
     Checked,
     check_choices,
@@ -27,9 +28,8 @@ from rl2.config.schema import (
     WorkerConfig,
     worker_names,
 )
-from rl2.engine.select import choose_engine, is_installed
-from rl2.engine.toolkit import toolkit_problems, version_problems
-from rl2.env.contract import find_env_file
+from rl2.config.toolkit import toolkit_problems, version_problems
+from rl2.user_files import find_env_file
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 INTERVAL_CORRECTIONS = ("token_mask", "geometric_mask")  # they keep ratios in [1 / cap, cap]

@@ -39,6 +39,7 @@ from rl2.config.conditions import (
     estimator_inputs,
     exact_obstacles,
 )
+from rl2.config.engines import ENGINES
 from rl2.config.key import (
     Condition,
     NonNegativeFloat,
@@ -50,7 +51,6 @@ from rl2.config.key import (
     section,
 )
 from rl2.engine.base import SamplingParams
-from rl2.engine.select import ENGINES
 
 # A key that is not set has the value of another one. The critic and the teacher lie in memory, and
 # the critic splits a rollout, as the actor does; its rates stay its own.

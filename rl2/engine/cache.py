@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl2.parallel.pages import PAGE_SIZE_TOKENS, attend_pages
-from rl2.parallel.ring import PackedAttention
+from rl2.attention.pages import PAGE_SIZE_TOKENS, attend_pages
+from rl2.attention.ring import PackedAttention
 
 GROWTH_TOKENS = 256  # by which a dense cache grows, since all of it is copied then
 PromptKV = dict[int, list[Tensor]]  # layer -> keys and values of one prompt, [G, L, D] each

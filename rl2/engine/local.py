@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rl2.attention.pages import MIN_ROWS, exact_factors, queries_are_independent
 from rl2.engine.base import (
     Engine,
     EngineSettings,
@@ -40,7 +41,6 @@ from rl2.engine.cache import DenseKVCache, KVCache, PagedKVCache, PrefillAttenti
 from rl2.engine.sampler import sample, uniform_noise
 from rl2.engine.stop import StopSearch
 from rl2.model.head import logit_divisor
-from rl2.parallel.pages import MIN_ROWS, exact_factors, queries_are_independent
 
 STEP_ROWS_MULTIPLE = 8  # of a step that leaves free slots out
 PREFILL_BATCH_TOKENS = 2048  # most prompt tokens of one forward, without `deterministic`

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from rl2.config.toolkit import cudart_folder
 from rl2.engine.base import (
     Engine,
     EngineSettings,
@@ -40,7 +41,6 @@ from rl2.engine.base import (
 )
 from rl2.engine.share import GIB, choose_share
 from rl2.engine.stop import StopSearch
-from rl2.engine.toolkit import cudart_folder
 from rl2.parallel.mesh import COLLECTIVE_TIMEOUT
 from rl2.progress import expecting, mark
 

@@ -54,15 +54,12 @@ at a time. In place of `reward_fn` a file may have `compute_score` (verl), or an
 whose rewards are the parts.
 """
 
-import difflib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(__file__).resolve().parents[1]
 API_KEY = "OPENAI_API_KEY"  # the environment variable in which clients of OpenAI look for it
 # What functions may ask for without a column of that name.
 TRAJECTORY_INPUTS = {"state", "environment", "environments"}  # rl2/env/session.py has them
@@ -146,29 +143,6 @@ class EnvFailures:
                 f"rollout.max_env_failures={self.max_fraction:g} allows. The last failure of this "
                 f"process: {self.last or 'none, see the log of the other processes'}"
             )
-
-
-def find_env_file(path: str) -> Path:
-    """The env file that `path` names: a file that exists, or a ready-made env by its bare name.
-
-    Raises ValueError, with the names of the ready-made envs, when `path` is neither.
-    """
-    file = Path(path).expanduser()
-    if file.is_file():
-        return file
-    # A wheel carries the ready-made envs inside the package. In a checkout they stand beside it.
-    folder = PACKAGE / "ready_envs"
-    if not folder.is_dir():
-        folder = PACKAGE.parent / "envs"
-    ready_made = {env.stem: env for env in sorted(folder.glob("*.py"))}
-    if path in ready_made:
-        return ready_made[path]
-    near = difflib.get_close_matches(file.stem, ready_made, n=2)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ValueError(
-        f"rollout.env_path={path}: no such file, and no ready-made env of that name; "
-        f"{hint}there are {', '.join(ready_made)}"
-    )
 
 
 def check_signature(function: Callable, name: str) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from urllib.parse import quote, unquote_to_bytes
 
-from rl2.env.contract import find_env_file
 from rl2.env.results import user_traceback
+from rl2.user_files import find_env_file
 
 __path__: list[str] = []  # this module is a package: the finder below finds the modules in it
 # Two threads that import one file would remove the module of each other. An env file may import

@@ -21,13 +21,13 @@ from transformers import (
     PreTrainedModel,
 )
 
+from rl2.attention.ring import Ring
 from rl2.batch import Batch, Sample, collate, scored_spans
 from rl2.model.shrink import FIRST_PLAIN_TOKEN, VOCABULARY, WINDOW_TOKENS, shrink
 from rl2.model.token_model import TokenModel
 from rl2.packing import pack, unpack, zigzag
 from rl2.parallel.fsdp import persistent_buffers
 from rl2.parallel.mesh import all_gather_objects
-from rl2.parallel.ring import Ring
 
 # Rounding in fp32 makes differences of about 1e-5; all that were seen of wrong models are above
 # 1e-2.

@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from rl2.attention.pages import MIN_ROWS, exact_factors
 from rl2.model.fused import compiled
 from rl2.parallel.device import device_kind
-from rl2.parallel.pages import MIN_ROWS, exact_factors
 from rl2.parallel.tensor import sum_softmax
 
 # Logits that are held at a time: 32 and 512 MiB in fp32. Few enough for a CPU's caches, and enough

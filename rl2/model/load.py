@@ -22,6 +22,7 @@ from transformers.utils.logging import (
 )
 
 from rl2 import progress
+from rl2.attention.ring import Ring, keep_attention
 from rl2.model import lora
 from rl2.model.admission import admit
 from rl2.model.lora import LoraSettings
@@ -29,7 +30,6 @@ from rl2.model.token_model import TokenModel
 from rl2.parallel import fsdp, tensor
 from rl2.parallel.device import device_kind
 from rl2.parallel.mesh import Mesh, all_gather_objects
-from rl2.parallel.ring import Ring
 
 
 def load_model(
@@ -82,7 +82,13 @@ def load_model(
         tp_group = mesh.tp.get_group()
     exact = _exactness(exact, trainable, mesh.device)
     model = TokenModel(hf, Ring(mesh.sp), tp_group, export_dtype, head_dtype, compile, exact)
-    fsdp.shard(model, mesh, compute_dtype if trainable else None, gradient_checkpointing)
+    fsdp.shard(
+        model,
+        mesh,
+        compute_dtype if trainable else None,
+        gradient_checkpointing,
+        recompute_context=keep_attention,
+    )
     fsdp.scatter(model, full, mesh)
     return model
 

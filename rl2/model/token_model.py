@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rl2.attention.pages import MIN_ROWS
+from rl2.attention.ring import PackedAttention, Ring
 from rl2.batch import Pack
 from rl2.model.fused import fuse
 from rl2.model.head import head_scores, logit_divisor
-from rl2.parallel.pages import MIN_ROWS
-from rl2.parallel.ring import PackedAttention, Ring
 
 
 @dataclass

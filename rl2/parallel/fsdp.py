@@ -1,5 +1,6 @@
 """FSDP2: how a model is cut over the processes, and how one full copy of its weights gets there."""
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -9,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from rl2.parallel.mesh import Mesh
-from rl2.parallel.ring import keep_attention
 from rl2.progress import mark, track
 
 
@@ -21,6 +21,7 @@ def shard(
     mesh: Mesh,
     compute_dtype: torch.dtype | None = None,
     gradient_checkpointing: bool | int | str = False,
+    recompute_context: Callable[[], Any] | None = None,
 ) -> None:
     """Shards the TokenModel `model`: each of its layers, then the rest.
 
@@ -28,7 +29,7 @@ def shard(
     Without, both happen in the dtype of the parameters. `gradient_checkpointing` recomputes layers
     in the backward pass: all of them, none, or so many (auto is all: the trainers put a number). A
     number means the first ones: when the backward pass reaches them, it has freed what the others
-    kept.
+    kept. `recompute_context` is the `context_fn` of torch's checkpoint.
     """
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
@@ -49,7 +50,7 @@ def shard(
                 layer.forward,
                 use_reentrant=False,
                 preserve_rng_state=False,
-                context_fn=keep_attention,
+                context_fn=recompute_context or noop_context_fn,
             )
         # Even a single shard frees the copy in `compute_dtype` of a layer that runs again. It takes
         # 2 bytes a parameter.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl2.checkpoints import Checkpoints
+from rl2.run.checkpoints import Checkpoints
 
 # With more answers cut, most of the reward says where the limit is and not how good they are.
 MAX_CUT_FRACTION = 0.5
@@ -32,6 +32,15 @@ Metrics = dict[str, float]  # of one step, by name
 # Split ("train", "test", "test_NAME") -> some of the step's transcripts, as rows of a table with
 # the columns conversation, answer, reward and finish_reason. Empty in most steps.
 Samples = dict[str, list[dict[str, Any]]]
+
+
+def with_names(by_set: dict[str, Metrics]) -> Metrics:
+    """The metrics of all test sets as NAME/metric. A set without a name adds none."""
+    return {
+        f"{name}/{metric}".lstrip("/"): value
+        for name, metrics in by_set.items()
+        for metric, value in metrics.items()
+    }
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 
 from rl2 import progress
-from rl2.memory_plan import GIB, Prediction
-from rl2.records import MetricsFile
 from rl2.report.console import Console, describe_start
 from rl2.report.health import Health, Metrics, Samples
 from rl2.report.page import write_page
-from rl2.weights_hash import hash_weights
+from rl2.run.memory_plan import GIB, Prediction
+from rl2.run.records import MetricsFile
+from rl2.run.weights_hash import hash_weights
 
 WANDB_SECONDS = 150.0  # it gives up by itself: after 107 s where there was no network
 SAMPLE_FREQ = 10  # Services get samples every so many steps, and of steps with an evaluation.

@@ -13,7 +13,9 @@ from rl2.config.by_name import choose_function
 from rl2.config.schema import DPOConfig, DPOLossConfig
 from rl2.data.examples import PAIR_ROWS, Example, to_samples
 from rl2.model.token_model import TokenScores
-from rl2.trainer.build import OfflineRun, run_trainer
+from rl2.trainer.inputs import find_row_problems
+from rl2.trainer.launch import launch, train_and_finish
+from rl2.trainer.offline_run import OfflineRun
 
 
 def train(run: OfflineRun) -> None:
@@ -58,8 +60,16 @@ def make_batch(run: OfflineRun, examples: list[Example]) -> Batch:
     return batch
 
 
+def make_run(config: DPOConfig) -> OfflineRun:
+    return OfflineRun(config, PAIR_ROWS, make_batch)
+
+
+def start(config: DPOConfig) -> None:
+    train_and_finish(make_run(config), train)
+
+
 def main() -> None:
-    run_trainer(DPOConfig, lambda config: OfflineRun(config, PAIR_ROWS, make_batch), train)
+    launch(DPOConfig, start, partial(find_row_problems, PAIR_ROWS))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ from rl2.rollout.stats import (
     to_records,
     training_samples,
 )
-from rl2.trainer.build import PPORun, run_trainer
+from rl2.trainer.launch import launch, train_and_finish
+from rl2.trainer.ppo_inputs import find_ppo_problems
+from rl2.trainer.ppo_run import EvaluationRun, PPORun
 from rl2.trainer.recorder import is_due
 from rl2.worker import Loss
 
@@ -280,8 +282,15 @@ def average_updates(worker_name: str, updates: list[dict[str, float]]) -> dict[s
     return {f"{worker_name}/{name}": mean for name, mean in means.items()}
 
 
+def start(config: PPOConfig) -> None:
+    if config.trainer.eval_only:
+        EvaluationRun(config).run()
+    else:
+        train_and_finish(PPORun(config), train)
+
+
 def main() -> None:
-    run_trainer(PPOConfig, PPORun, train)
+    launch(PPOConfig, start, find_ppo_problems)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from rl2 import disk_space
-from rl2.checkpoints import Parts
-from rl2.memory_plan import Prediction
 from rl2.parallel.mesh import any_rank, is_first_rank
 from rl2.parallel.offload import local_shard
 from rl2.report.health import Metrics
 from rl2.report.loggers import MetricsLog
-from rl2.run_folder import RunFolder
-from rl2.signals import StopSignal
+from rl2.run import disk_space
+from rl2.run.checkpoints import Parts
+from rl2.run.folder import RunFolder
+from rl2.run.memory_plan import Prediction
+from rl2.run.signals import StopSignal
 from rl2.worker import Worker
 
 Evaluate = Callable[[int], Metrics]  # step -> metrics of the test data

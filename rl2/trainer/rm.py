@@ -13,7 +13,9 @@ from rl2.config.schema import RMConfig
 from rl2.data.examples import PAIR_ROWS, Example, to_samples
 from rl2.data.formats import pair_margin
 from rl2.model.token_model import TokenScores
-from rl2.trainer.build import OfflineRun, run_trainer
+from rl2.trainer.inputs import find_row_problems
+from rl2.trainer.launch import launch, train_and_finish
+from rl2.trainer.offline_run import OfflineRun
 
 
 def train(run: OfflineRun) -> None:
@@ -69,8 +71,16 @@ def score_last(sample: Sample, pad_token_id: int | None) -> Sample:
     return Sample(tokens, mask, zeros, zeros, sample.group, sample.trajectory)
 
 
+def make_run(config: RMConfig) -> OfflineRun:
+    return OfflineRun(config, PAIR_ROWS, make_batch)
+
+
+def start(config: RMConfig) -> None:
+    train_and_finish(make_run(config), train)
+
+
 def main() -> None:
-    run_trainer(RMConfig, lambda config: OfflineRun(config, PAIR_ROWS, make_batch), train)
+    launch(RMConfig, start, partial(find_row_problems, PAIR_ROWS))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from rl2.batch import Batch, collate
 from rl2.config.schema import SFTConfig
 from rl2.data.examples import SFT_ROWS, Example, render_sft, to_samples
 from rl2.model.token_model import TokenScores
-from rl2.trainer.build import OfflineRun, run_trainer
+from rl2.trainer.inputs import find_row_problems
+from rl2.trainer.launch import launch, train_and_finish
+from rl2.trainer.offline_run import OfflineRun
 
 
 def train(run: OfflineRun) -> None:
@@ -54,8 +56,12 @@ def make_run(config: SFTConfig) -> OfflineRun:
     return OfflineRun(config, SFT_ROWS._replace(render=render), make_batch)
 
 
+def start(config: SFTConfig) -> None:
+    train_and_finish(make_run(config), train)
+
+
 def main() -> None:
-    run_trainer(SFTConfig, make_run, train)
+    launch(SFTConfig, start, partial(find_row_problems, SFT_ROWS))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ from fake_cuda import fake_cuda
 from shapes import make_config
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from rl2.commands import plan
 from rl2.config.schema import DPOConfig, PPOConfig, SFTConfig
-from rl2.parallel.planned_device import MemoryTracker
+from rl2.tools import plan
+from rl2.tools.planned_device import MemoryTracker
 
 JOBS = {
     "critic and reference": (4, PPOConfig, {}),

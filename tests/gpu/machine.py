@@ -12,7 +12,7 @@ import torch
 from figures import record
 from tools import DEVICE, DRY, copy_bandwidth, matrix_peak, need_sglang
 
-from rl2.engine import toolkit
+from rl2.config import toolkit
 
 PACKAGES = (
     "numpy",
@@ -110,7 +110,7 @@ def device():
     """Measures a matrix product and a copy. Calls the flash operator with its documented shapes,
     because its signature is what a new torch version is most likely to change.
     """
-    from rl2.parallel.attention import Block, forward_block
+    from rl2.attention.kernels import Block, forward_block
 
     if not DRY:
         properties = torch.cuda.get_device_properties(0)

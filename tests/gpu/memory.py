@@ -18,12 +18,12 @@ from tools import (
     worker_config,
 )
 
-from rl2.commands.plan import run_phases
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
-from rl2.memory_plan import read_plan, start_process
 from rl2.parallel.mesh import init_distributed
-from rl2.parallel.planned_device import MemoryTracker
+from rl2.run.memory_plan import read_plan, start_process
+from rl2.tools.plan import run_phases
+from rl2.tools.planned_device import MemoryTracker
 from rl2.worker import Worker
 
 OFFLOADS = ("actor.offload_model=true", "actor.offload_optimizer=true")

@@ -10,10 +10,10 @@ from figures import Skip, record
 from test_attention import as_pack, layout, reference, restrict
 from tools import DEVICE, DRY, error, seconds
 
+from rl2.attention.kernels import Block, backward_block, forward_block
+from rl2.attention.ring import PackedAttention
 from rl2.model.head import head_scores
 from rl2.packing import zigzag
-from rl2.parallel.attention import Block, backward_block, forward_block
-from rl2.parallel.ring import PackedAttention
 
 # Errors of log-probabilities and entropies against fp32: of nearly all, and of any.
 TYPICAL_QUANTILE, TYPICAL_ERROR, LARGEST_ERROR = 0.98, 1e-3, 0.05

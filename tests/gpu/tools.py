@@ -13,7 +13,7 @@ import yaml
 from figures import Skip
 
 from rl2.config.schema import WorkerConfig
-from rl2.engine.toolkit import FIRST_WITH_FAST_HEAD, sglang_version
+from rl2.config.toolkit import FIRST_WITH_FAST_HEAD, sglang_version
 
 DRY = os.environ.get("RL2_DEVICE") == "cpu"
 DEVICE = torch.device("cpu" if DRY else "cuda")

@@ -27,8 +27,8 @@ from tools import (
 )
 from transformers import AutoTokenizer
 
-from rl2.checkpoints import Checkpoints
 from rl2.parallel.mesh import init_distributed
+from rl2.run.checkpoints import Checkpoints
 from rl2.worker import Worker
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from rl2.config.key import schema_keys
 from rl2.config.parse import dump, flatten
-from rl2.env.contract import find_env_file
+from rl2.user_files import find_env_file
 
 DATA = "data.path"
 # Where and how a run goes on: these say nothing about the experiment.

@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 
 from rl2.error_report import report_error, report_to_torchrun
 from rl2.parallel.mesh import any_rank, is_first_rank
-from rl2.watchdog import STDERR, Watchdog
+from rl2.run.watchdog import STDERR, Watchdog
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parent.parent
 LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
 RAISE_STATEMENT = opcode.opmap["RAISE_VARARGS"]
 SECONDS_BEFORE_OTHER_RANKS_PRINT = 5.0

@@ -32,9 +32,9 @@ from itertools import accumulate, pairwise, product
 
 import torch
 
-from rl2.parallel.attention import Block
+from rl2.attention.kernels import Block
+from rl2.attention.pages import Pages
 from rl2.parallel.device import copy_to_device
-from rl2.parallel.pages import Pages
 
 Chunks = list[tuple[int, int]]  # [S], the lengths of the two chunks of each segment on one rank
 Prefix = tuple[int, int, int]  # (a, b, c): segments a..b see all of segment c

@@ -1,6 +1,6 @@
 """Runs steps of a recorded run again. `rl2 replay` starts one process or several of it:
 
-    [torchrun ...] -m rl2.commands.rerun --run RUN --out FOLDER --step N ...
+    [torchrun ...] -m rl2.tools.rerun --run RUN --out FOLDER --step N ...
 
 It trains as the run did, and leaves out what changes no weights: evaluations, checkpoints, exports,
 services. It ends after step N. The schedule of the learning rate is that of the whole run.
@@ -15,32 +15,23 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rl2.config.changes import DATA
 from rl2.config.parse import parse
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, worker_names
-from rl2.data.examples import PAIR_ROWS, Examples
+from rl2.data.examples import Examples
 from rl2.data.rows import hash_data
-from rl2.inputs import find_input_problems
 from rl2.rollout.saved import SavedRollouts
 from rl2.rollout.trajectory import Trajectory
-from rl2.signals import guard
+from rl2.run.changes import DATA
+from rl2.run.signals import guard
 from rl2.trainer import dpo, ppo, rm, sft
-from rl2.trainer.build import OfflineRun, PPORun
+from rl2.trainer.ppo_run import PPORun
 
 # The name of the config's class -> (the class, what makes the run, what trains it).
 TRAINERS: dict[str, tuple[type, Callable[..., Any], Callable[[Any], None]]] = {
     "PPOConfig": (PPOConfig, PPORun, ppo.train),
     "SFTConfig": (SFTConfig, sft.make_run, sft.train),
-    "DPOConfig": (
-        DPOConfig,
-        partial(OfflineRun, kind=PAIR_ROWS, make_batch=dpo.make_batch),
-        dpo.train,
-    ),
-    "RMConfig": (
-        RMConfig,
-        partial(OfflineRun, kind=PAIR_ROWS, make_batch=rm.make_batch),
-        rm.train,
-    ),
+    "DPOConfig": (DPOConfig, dpo.make_run, dpo.train),
+    "RMConfig": (RMConfig, rm.make_run, rm.train),
 }
 
 
@@ -92,7 +83,7 @@ def rerun(arguments: argparse.Namespace) -> None:
     """Runs the steps after the checkpoint until `arguments.step`. All processes must call."""
     kind, make_run, train = TRAINERS[arguments.trainer]
     recipe = ["--config-dir", str(arguments.config.parent), "--config-name", "config.yaml"]
-    config = parse(kind, recipe, find_input_problems)
+    config = parse(kind, recipe)
     change_config(config, arguments.out, arguments.checkpoint)
     # A run that took the rollouts of another run takes them again.
     if arguments.rollouts == "saved" and not config.trainer.rollouts_from:
@@ -111,7 +102,7 @@ def rerun(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m rl2.commands.rerun")
+    parser = argparse.ArgumentParser(prog="python -m rl2.tools.rerun")
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--trainer", choices=TRAINERS, required=True)

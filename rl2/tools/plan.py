@@ -28,7 +28,9 @@ from rl2.config.parse import parse
 from rl2.config.rules import check_lengths, loaded_models
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, worker_names
 from rl2.engine.share import engine_bytes
-from rl2.memory_plan import (
+from rl2.model.folder import check_config
+from rl2.parallel import offload
+from rl2.run.memory_plan import (
     GIB,
     Plan,
     automatic_sections,
@@ -36,13 +38,11 @@ from rl2.memory_plan import (
     with_checkpointing,
     write_plan,
 )
-from rl2.model.folder import check_config
-from rl2.parallel import offload
-from rl2.parallel.planned_device import PLANNED_DEVICE, MemoryTracker, PlannedDevice
-from rl2.signals import user_errors
-from rl2.trainer.build import make_ppo_workers
+from rl2.run.signals import user_errors
+from rl2.tools.planned_device import PLANNED_DEVICE, MemoryTracker, PlannedDevice
 from rl2.trainer.dpo import preference_loss
 from rl2.trainer.ppo import actor_loss, critic_loss, needs_entropy, needs_old_logps
+from rl2.trainer.ppo_run import make_ppo_workers
 from rl2.trainer.rm import reward_loss
 from rl2.trainer.sft import sft_loss
 from rl2.worker import Loss, Worker
@@ -95,7 +95,7 @@ def planned_device(num_gpus: int) -> Iterator[PlannedDevice]:
         mock.patch.object(AutoModelForCausalLM, "from_pretrained", loader),
         mock.patch.object(AutoModelForSequenceClassification, "from_pretrained", loader),
         mock.patch("rl2.model.load.admit", lambda *model: None),
-        mock.patch("rl2.parallel.attention._choose_kernels", lambda *heads: None),
+        mock.patch("rl2.attention.kernels._choose_kernels", lambda *heads: None),
         mock.patch.object(offload, "empty_on_host", empty_on_host),
         mock.patch("torch.distributed.all_gather_object", all_gather_object),
         mock.patch(fsdp_device, lambda mesh: PLANNED_DEVICE),

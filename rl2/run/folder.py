@@ -23,7 +23,19 @@ import torch
 import torch.distributed as dist
 from safetensors.numpy import save_file
 
-from rl2.checkpoints import (
+from rl2.config.parse import dump, flatten
+from rl2.config.schema import PPOConfig, RolloutWorkerConfig, worker_names
+from rl2.data.rows import hash_data
+from rl2.error_report import writing
+from rl2.parallel.mesh import all_gather_objects, is_first_rank
+from rl2.run.changes import (
+    DATA,
+    RunIdentity,
+    find_changes,
+    find_ignored_changes,
+    identify,
+)
+from rl2.run.checkpoints import (
     NO_STEP,
     Checkpoints,
     Parts,
@@ -32,23 +44,11 @@ from rl2.checkpoints import (
     step_of,
     sweep,
 )
-from rl2.config.changes import (
-    DATA,
-    RunIdentity,
-    find_changes,
-    find_ignored_changes,
-    identify,
-)
-from rl2.config.parse import dump, flatten
-from rl2.config.schema import PPOConfig, RolloutWorkerConfig, worker_names
-from rl2.data.rows import hash_data
-from rl2.error_report import writing
-from rl2.parallel.mesh import all_gather_objects, is_first_rank
-from rl2.records import DamagedFile, MetricsFile, read_object, write_object, write_text
-from rl2.run_lock import RunLock, process_start
-from rl2.weights_hash import hash_states
+from rl2.run.lock import RunLock, process_start
+from rl2.run.records import DamagedFile, MetricsFile, read_object, write_object, write_text
+from rl2.run.weights_hash import hash_states
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parent.parent
 SECONDS_TO_SEE_A_FILE = 15.0  # that another node has written
 EVERYTHING = -1  # the step after which all of an earlier run is set aside
 # What to do about a damaged file of the run folder.

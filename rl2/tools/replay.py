@@ -1,6 +1,6 @@
 """`rl2 replay RUN --step N`: runs a recorded step again, and compares it with the record.
 
-`rl2.commands.rerun` runs it, in processes of its own and in another folder. RUN is only read.
+`rl2.tools.rerun` runs it, in processes of its own and in another folder. RUN is only read.
 """
 
 import argparse
@@ -13,10 +13,10 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from rl2.checkpoints import Checkpoints, step_of
-from rl2.commands.compare import Comparison, Difference, Run
-from rl2.commands.diff import describe_steps, find_changes, print_changes, print_result
 from rl2.report.page import Record
+from rl2.run.checkpoints import Checkpoints, step_of
+from rl2.tools.compare import Comparison, Difference, Run
+from rl2.tools.diff import describe_steps, find_changes, print_changes, print_result
 
 PACKAGE = Path(__file__).parent.parent
 # On GPUs kernels may add in any order: numbers may differ by so much, or by this fraction, and the
@@ -152,7 +152,7 @@ def make_command(run: Run, plan: Plan, rollouts: str, out: Path) -> list[str]:
         command += ["-m", "torch.distributed.run", f"--nproc_per_node={world_size // num_nodes}"]
         where = ["--rdzv_backend=c10d", "--rdzv_endpoint=HOST:29500", f"--nnodes={num_nodes}"]
         command += where if num_nodes > 1 else ["--standalone"]
-    command += ["-m", "rl2.commands.rerun", f"--run={run.folder}", f"--out={out}"]
+    command += ["-m", "rl2.tools.rerun", f"--run={run.folder}", f"--out={out}"]
     command += [f"--trainer={plan.trainer}", f"--config={plan.config}", f"--rollouts={rollouts}"]
     command += [f"--step={plan.steps[-1]}"]
     return command + ([f"--checkpoint={plan.checkpoint}"] if plan.checkpoint else [])

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from rl2.error_report import describe_failed_write
 from rl2.parallel.mesh import all_gather_objects, is_single_process
 from rl2.progress import expecting
-from rl2.weights_hash import hash_states
+from rl2.run.weights_hash import hash_states
 
 SYNC_SECONDS = 600.0  # a disk may rightly take so long to store a file
 # What reading or writing a checkpoint may raise. CheckpointException is no Exception.

@@ -20,8 +20,13 @@ from typing import NamedTuple
 import torch.distributed as dist
 import transformers
 
-from rl2.commands.outer_proofs import prove_engine, prove_export, prove_template
-from rl2.commands.proofs import (
+from rl2.config.parse import parse, refuse
+from rl2.config.schema import PPOConfig
+from rl2.data.examples import PROMPT_ROWS
+from rl2.data.rows import load_rows
+from rl2.model.folder import load_tokenizer
+from rl2.tools.outer_proofs import prove_engine, prove_export, prove_template
+from rl2.tools.proofs import (
     Difference,
     Skipped,
     Subject,
@@ -30,12 +35,7 @@ from rl2.commands.proofs import (
     prove_real_weights,
     prove_transformers,
 )
-from rl2.config.parse import parse, refuse
-from rl2.config.schema import PPOConfig
-from rl2.data.examples import PROMPT_ROWS
-from rl2.data.rows import load_rows
-from rl2.inputs import make_chat_template
-from rl2.model.folder import load_tokenizer
+from rl2.trainer.inputs import make_chat_template
 
 # The beginnings of problems that are none here.
 ELSEWHERE = (
@@ -177,7 +177,7 @@ def main() -> None:
     config = parse(PPOConfig, words, elsewhere=ELSEWHERE)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["rl2.commands.proofs"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["rl2.tools.proofs"])
     try:
         tokenizer = load_tokenizer("actor.model_name", config.actor.model_name)
         template = make_chat_template(config.data, tokenizer, date.today().isoformat())

@@ -28,7 +28,7 @@ from rl2.data.rows import load_rows
 from rl2.env.call import Env
 from rl2.env.contract import EnvError
 from rl2.env.load import load_env, play_reply
-from rl2.trainer.build import PPORun
+from rl2.trainer.ppo_run import EvaluationRun
 
 Case = tuple[str, int, str]  # the kind of a reply, the number of its row, the reply
 
@@ -289,8 +289,7 @@ def play_model(words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         words += ["trainer.eval_only=true", f"trainer.save_dir={folder}/run"]
         config = parse(PPOConfig, [*words, "rollout.engine=local"], elsewhere=ELSEWHERE)
-        evaluator = PPORun(config).evaluator
-        assert evaluator
+        evaluator = EvaluationRun(config).evaluator
         collector = evaluator.collector
         [prompts] = evaluator.sets.values()
         num_samples = config.data.responses_per_prompt

@@ -8,9 +8,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from rl2.commands.compare import ABSENT, Comparison, Difference, Run, flatten
-from rl2.config.changes import HARMLESS
 from rl2.report.page import Record
+from rl2.run.changes import HARMLESS
+from rl2.tools.compare import ABSENT, Comparison, Difference, Run, flatten
 
 # Of a launch in run.json. Older runs lack some.
 FACTS = ("hosts", "cpu", "gpu", "threads", "world_size", "versions", "commit", "code")

@@ -11,18 +11,14 @@ from dataclasses import dataclass
 from math import comb, nan, sqrt
 from statistics import fmean
 
-import torch.distributed as dist
-
 from rl2.data.examples import Examples
 from rl2.engine.base import SamplingParams
 from rl2.env.contract import EnvError
 from rl2.parallel.mesh import all_gather_objects, is_first_rank
-from rl2.report.health import Metrics
-from rl2.report.loggers import MetricsLog
+from rl2.report.health import Metrics, with_names
 from rl2.rollout.collect import Collector
 from rl2.rollout.stats import summarise, to_records
 from rl2.rollout.trajectory import Trajectory
-from rl2.run_folder import RunFolder
 
 RIGHT_REWARD = 1 - 1e-6  # 1, but for the rounding of a sum of parts
 
@@ -91,38 +87,6 @@ class Evaluator:
             cells = [set_name or "test", len(prompts), *(f"{value:.4g}" for value in values)]
             lines.append("".join(f"{cell:>16}" for cell in cells))
         return "\n".join(lines)
-
-
-def with_names(by_set: dict[str, Metrics]) -> Metrics:
-    """The metrics of all test sets as NAME/metric. A set without a name adds none."""
-    return {
-        f"{name}/{metric}".lstrip("/"): value
-        for name, metrics in by_set.items()
-        for metric, value in metrics.items()
-    }
-
-
-def evaluate_only(evaluator: Evaluator, folder: RunFolder) -> None:
-    """The run of trainer.eval_only=true: evaluates once, and ends the engine and the environment.
-
-    ValueError if the folder has checkpoints: it belongs to a run that trains.
-    """
-    if folder.start.checkpoint is not None:
-        raise ValueError(
-            f"{folder.path} is the folder of a run that trains; give the evaluation one of its own "
-            "with trainer.experiment_name=NAME"
-        )
-    folder.resume({}, num_steps=0)
-    log = MetricsLog(folder.path, folder.config, start_step=0, num_steps=0)
-    with log.phase("test"):
-        metrics = evaluator.evaluate(step=0, version=0)
-    log.write(0, {f"test/{name}": value for name, value in metrics.items()})
-    log.close()
-    if is_first_rank():
-        print(evaluator.describe(metrics))
-    evaluator.collector.player.engine.close()
-    evaluator.collector.player.env.close()
-    dist.destroy_process_group()
 
 
 def measure_samples(

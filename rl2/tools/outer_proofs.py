@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rl2.attention.pages import MIN_ROWS
+from rl2.attention.ring import Ring
 from rl2.batch import Batch, collate
-from rl2.commands.proofs import (
+from rl2.data.chat import SYSTEM_ROLES, ChatTemplate
+from rl2.engine.base import EngineSettings, SamplingParams
+from rl2.engine.local import STEP_ROWS_MULTIPLE, LocalEngine
+from rl2.model.admission import SCORE_TOLERANCE
+from rl2.model.token_model import TokenModel
+from rl2.packing import pack, unpack, zigzag
+from rl2.tools.proofs import (
     CPU,
     Difference,
     Skipped,
@@ -22,14 +30,6 @@ from rl2.commands.proofs import (
     make_sample,
     weighted_sum,
 )
-from rl2.data.chat import SYSTEM_ROLES, ChatTemplate
-from rl2.engine.base import EngineSettings, SamplingParams
-from rl2.engine.local import STEP_ROWS_MULTIPLE, LocalEngine
-from rl2.model.admission import SCORE_TOLERANCE
-from rl2.model.token_model import TokenModel
-from rl2.packing import pack, unpack, zigzag
-from rl2.parallel.pages import MIN_ROWS
-from rl2.parallel.ring import Ring
 
 NEW_TOKENS = 12
 OTHER_TEMPERATURE = 0.7

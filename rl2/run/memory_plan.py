@@ -1,4 +1,4 @@
-"""The memory that a job is predicted to need. commands/plan.py makes the prediction; a job on GPUs
+"""The memory that a job is predicted to need. tools/plan.py makes the prediction; a job on GPUs
 has it made by a process of its own.
 """
 
@@ -72,7 +72,7 @@ class Prediction:
 def start_process(config: Any, num_gpus: int) -> "subprocess.Popen[bytes]":
     """Starts a process that makes the plan, without GPUs and without our process group."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "rl2.commands.plan"],
+        [sys.executable, "-m", "rl2.tools.plan"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

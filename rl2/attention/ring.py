@@ -17,9 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl2.parallel.attention import backward_block, forward_block, merge
-from rl2.parallel.blocks import Blocks, Chunks, Layout, Prefix
-from rl2.parallel.pages import Pages
+from rl2.attention.blocks import Blocks, Chunks, Layout, Prefix
+from rl2.attention.kernels import backward_block, forward_block, merge
+from rl2.attention.pages import Pages
 
 
 @dataclass

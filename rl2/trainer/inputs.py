@@ -1,0 +1,190 @@
+"""Rows as examples, read before a model is loaded: all problems of the data come at once."""
+
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rl2.config.schema import DataConfig, SFTDataConfig, worker_names
+from rl2.data.chat import ChatTemplate
+from rl2.data.examples import Examples, RowKind
+from rl2.data.formats import NO_TEMPLATE
+from rl2.data.rows import Rows, hash_data, load_rows
+from rl2.model.folder import check_length as check_num_positions
+from rl2.model.folder import check_num_layers
+from rl2.parallel.mesh import is_first_rank
+from rl2.run.folder import RunFolder
+
+TRIAL_ROWS = 1000  # rows that are read to show problems of the data beside those of the config
+
+
+def read_rows(
+    config: Any, kind: RowKind, limit: int | None = None
+) -> tuple[dict[str, Rows], dict[str, str]]:
+    """(the rows of data.path and of each test set, by key; the problem of each wrong key).
+
+    With a `limit` only so many rows of each file are read, and paths that are not on this machine
+    are left out.
+    """
+    rows: dict[str, Rows] = {}
+    problems: dict[str, str] = {}
+    data = config.data
+    for key, path in {"data.path": data.path, **data.test_paths}.items():
+        is_unused = key == "data.path" and config.trainer.eval_only and not data.test_ratio
+        is_missing = not path or (limit and not Path(path).expanduser().exists())
+        if is_unused or is_missing:
+            continue
+        split = "train" if key == "data.path" else "test"
+        try:
+            rows[key] = load_rows(path, split, kind.read, data.columns, limit)
+        except ValueError as error:
+            problems[key] = str(error)
+    return rows, problems
+
+
+def find_row_problems(kind: RowKind, config: Any) -> dict[str, str]:
+    """Key -> problem, of the data of a config that has other problems.
+
+    Only the first rows of files that are on this machine are read.
+    """
+    _, problems = read_rows(config, kind, TRIAL_ROWS)
+    return problems
+
+
+def read_examples(
+    config: Any, kind: RowKind, template: ChatTemplate
+) -> tuple[Examples, dict[str, Examples]]:
+    """(the examples to train on; those of each test set by its name).
+
+    ValueError lists all problems, or says that a row has more positions than the model.
+    """
+    rows, problems = read_rows(config, kind)
+    train, tests = make_examples(config, rows, kind, template, problems)
+    assert train is not None
+    check_length(config, train, _shorter_rows(train))
+    for examples in tests.values():
+        check_length(config, examples, _shorter_rows(examples))
+    return train, tests
+
+
+def _shorter_rows(examples: Examples) -> str:
+    return f"a row has {examples.longest} tokens: lower data.max_length"
+
+
+def make_examples(
+    config: Any,
+    rows: dict[str, Rows],
+    kind: RowKind,
+    template: ChatTemplate,
+    problems: dict[str, str],
+) -> tuple[Examples | None, dict[str, Examples]]:
+    """Tokenises the rows, and splits test rows off: (training examples, test sets by name).
+
+    The training examples are None if there are no rows of data.path. The name of a test set is that
+    of data.test_path.NAME, or "". ValueError lists the `problems`, by key, and those found here.
+    """
+    data = config.data
+    by_key: dict[str, Examples] = {}
+    for key, rows_of_key in rows.items():
+        try:
+            by_key[key] = Examples(
+                rows_of_key,
+                template,
+                kind,
+                max_length=data.max_length,
+                truncate=isinstance(data, SFTDataConfig) and data.truncate,
+                shuffle=data.shuffle and key == "data.path",
+                seed=data.seed,
+                batch_size=getattr(data, kind.batch_key.removeprefix("data.")),
+            )
+        except ValueError as error:
+            problems[key] = str(error)
+    if problems:
+        raise ValueError("\n".join(problems.values()))
+    for rows_of_key in rows.values():
+        print_once(_warn_of_text_prompts(rows_of_key, template))
+    print_once(_warn_of_trained_tests(data))
+    train = by_key.pop("data.path", None)
+    tests = {
+        key.removeprefix("data.test_path").removeprefix("."): examples
+        for key, examples in by_key.items()
+    }
+    if train is not None and data.test_ratio:
+        tests[""] = train.split_off(data.test_ratio)
+    for examples in tests.values():
+        examples.kept = examples.kept[: data.test_limit]
+        print_once(examples.describe_dropped("test "))
+    if train is not None:
+        print_once(train.describe_dropped("training "))
+    return train, tests
+
+
+def _warn_of_text_prompts(rows: Rows, template: ChatTemplate) -> list[str]:
+    """A warning if the model has a chat template and prompts in plain text do not get it."""
+    if NO_TEMPLATE not in rows.notes or not template.tokenizer.chat_template:
+        return []
+    count, _ = rows.notes[NO_TEMPLATE]
+    return [
+        f"warning: {rows.path}: the model has a chat template, and {count} of {len(rows)} prompts "
+        "do not get it, since they are text: right for a base model; for a chat model write prompt "
+        'as [{"role": "user", "content": TEXT}]'
+    ]
+
+
+def _warn_of_trained_tests(data: DataConfig) -> list[str]:
+    """A warning for each test set in files that are also the training rows."""
+    trained = hash_data(data.path, "train")
+    warnings = []
+    for key, path in data.test_paths.items():
+        if trained and hash_data(path, "test") == trained:
+            warnings.append(
+                f"warning: {key}={path} has the rows that are trained: it shows what is memorised; "
+                "data.test_ratio=0.1 keeps a tenth of the rows for the test"
+            )
+    return warnings
+
+
+def check_length(config: Any, examples: Examples, remedy: str, added_tokens: int = 0) -> None:
+    """ValueError, with the remedy, if the longest example has more positions than the model.
+
+    `added_tokens` is the most that a rollout adds to an example.
+    """
+    worker = worker_names(config)[0]
+    model_name = getattr(config, worker).model_name
+    check_num_positions(f"{worker}.model_name", model_name, examples.longest + added_tokens, remedy)
+
+
+def count_steps(examples: Examples, folder: RunFolder) -> int:
+    """The steps of a run over `examples`. Prints how it uses them."""
+    steps = folder.count_steps(len(examples), examples.batch_size)
+    print_once(examples.describe_steps(steps))
+    return steps
+
+
+def check_layers(config: Any) -> None:
+    """ValueError for layers of the config that the models do not have."""
+    for worker in worker_names(config):
+        section = getattr(config, worker)
+        name = section.model_name or config.actor.model_name  # a critic's may be the actor's
+        key = f"{worker}.gradient_checkpointing"
+        check_num_layers(key, name, section.gradient_checkpointing)
+
+
+def print_once(sentences: list[str]) -> None:
+    """The first process prints the sentences, one a line."""
+    for sentence in sentences if is_first_rank() else []:
+        print(sentence)
+
+
+def make_chat_template(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, day: str
+) -> ChatTemplate:
+    """The chat template of a run that first started on `day`, YYYY-MM-DD. ValueError in words."""
+    return ChatTemplate(
+        tokenizer,
+        data.chat_template,
+        data.chat_template_kwargs,
+        data.system_prompt,
+        date.fromisoformat(day),
+    )

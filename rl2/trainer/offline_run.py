@@ -1,0 +1,91 @@
+"""From the config to worker and examples: what SFT, DPO and the reward model train with."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl2.batch import Batch, scored_spans
+from rl2.config.schema import worker_names
+from rl2.data.examples import Example, RowKind
+from rl2.model.folder import load_tokenizer
+from rl2.parallel.mesh import init_distributed
+from rl2.report.health import with_names
+from rl2.run.checkpoints import Parts
+from rl2.run.folder import RunFolder
+from rl2.run.memory_plan import Prediction, choose_checkpointing
+from rl2.trainer.inputs import check_layers, count_steps, make_chat_template, read_examples
+from rl2.trainer.recorder import Recorder
+from rl2.worker import Loss, UpdateResult, Worker
+
+
+class OfflineRun:
+    """What `train` of SFT, DPO and the reward model works with: examples, a worker, a recorder.
+
+    `kind` is what the rows are. `make_batch(run, examples)` gives columns with their token weights.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        kind: RowKind,
+        make_batch: Callable[["OfflineRun", list[Example]], Batch],
+    ):
+        self.config = config
+        self.make_batch = make_batch
+        [self.worker_name] = worker_names(config)
+        folder = RunFolder(config)
+        device = init_distributed()
+        folder.agree()
+        is_critic = self.worker_name == "critic"
+        key = f"{self.worker_name}.model_name"
+        model_name = getattr(config, self.worker_name).model_name
+        self.tokenizer = load_tokenizer(key, model_name, is_critic)
+        template = make_chat_template(config.data, self.tokenizer, folder.start.date)
+        self.examples, tests = read_examples(config, kind, template)
+        num_steps = count_steps(self.examples, folder)
+        # By the name of the test set.
+        self.test_batches = {name: make_batch(self, list(rows)) for name, rows in tests.items()}
+        check_layers(config)
+        torch.manual_seed(config.trainer.seed)  # of new weights
+        config = choose_checkpointing(config)
+        prediction = Prediction(config, dist.get_world_size())
+        worker_config = getattr(config, self.worker_name)
+        self.worker = Worker(worker_config, device, is_critic, num_updates=num_steps)
+        workers = {self.worker_name: self.worker}
+        parts: Parts = {"data": self.examples}
+        self.recorder = Recorder(
+            folder, self.tokenizer, workers, parts, num_steps, device, prediction
+        )
+        self.recorder.resume()
+
+    def begin(self, measure: Callable[[Batch], dict[str, float]]) -> None:
+        """Evaluates before the first step. `measure(batch)` gives the metrics of a test set."""
+        tests = self.test_batches
+
+        def evaluate(step: int) -> dict[str, float]:
+            return with_names({name: measure(tests[name]) for name in tests})
+
+        self.recorder.begin(evaluate if tests else None)
+
+    def next_batch(self) -> Batch:
+        """The batch of the next step."""
+        with self.recorder.phase("data"):
+            return self.make_batch(self, self.examples.next_items())
+
+    def finish_step(self, step: int, batch: Batch, result: UpdateResult) -> bool:
+        """Evaluates, logs and saves where that is due. Returns whether to stop here."""
+        metrics = {f"{self.worker_name}/{name}": x for name, x in result.to_log().items()}
+        metrics["tokens/trained"] = int(batch.mask.sum())
+        metrics["tokens/total"] = sum(end for _, end in scored_spans(batch))
+        return self.recorder.finish_step(step, metrics)
+
+    def measure(self, loss_fn: Loss, batch: Batch) -> dict[str, float]:
+        """The loss on test rows, and its metrics."""
+        loss, metrics = loss_fn(batch, self.worker.infer(batch))
+        return {name: value.item() for name, value in {"loss": loss, **metrics}.items()}
+
+    def finish(self) -> None:
+        """Saves the final model."""
+        self.recorder.finish(self.worker)

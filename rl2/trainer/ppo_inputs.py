@@ -1,0 +1,110 @@
+"""Prompts and environment of PPO, read before a model is loaded: all problems come at once."""
+
+from rl2.config.schema import PPOConfig
+from rl2.data.chat import ChatTemplate
+from rl2.data.examples import PROMPT_ROWS, Examples
+from rl2.data.rows import Rows
+from rl2.env.call import Env
+from rl2.env.load import load_env, preflight
+from rl2.model.folder import check_token_ids
+from rl2.trainer.inputs import TRIAL_ROWS, check_length, make_examples, print_once, read_rows
+
+SAMPLING_SECTIONS = {"train": "train_sampling_params", "test": "test_sampling_params"}
+
+
+def read_ppo_inputs(config: PPOConfig) -> tuple[dict[str, Rows], Env]:
+    """(rows by key, environment) of a PPO run. ValueError lists all problems.
+
+    The first process prints the warnings.
+    """
+    rows, problems = read_rows(config, PROMPT_ROWS)
+    env: Env | None = None
+    warnings: list[str] = []
+    try:
+        env, warnings = _read_env(config, rows)
+    except ValueError as error:
+        problems["rollout.env_path"] = str(error)
+    if problems:
+        raise ValueError("\n".join(problems.values()))
+    print_once([f"warning: {warning}" for warning in warnings])
+    assert env is not None
+    return rows, env
+
+
+def find_ppo_problems(config: PPOConfig) -> dict[str, str]:
+    """Key -> problem, of the data and the environment of a config that has other problems.
+
+    Only the first rows of files that are on this machine are read.
+    """
+    rows, problems = read_rows(config, PROMPT_ROWS, TRIAL_ROWS)
+    try:
+        if config.rollout.env_path:
+            _read_env(config, rows)
+    except ValueError as error:
+        problems["rollout.env_path"] = str(error)
+    return problems
+
+
+def _read_env(config: PPOConfig, rows: dict[str, Rows]) -> tuple[Env, list[str]]:
+    """(the environment, warnings about it): loaded, and tried on the rows. ValueError in words."""
+    rollout = config.rollout
+    env = load_env(
+        rollout.env_path,
+        rollout.env_timeout,
+        rollout.env_concurrency,
+        rollout.env_isolation,
+    )
+    return env, preflight(env, rows, rollout.max_turns, rollout.partial)
+
+
+def make_prompts(
+    config: PPOConfig, rows: dict[str, Rows], template: ChatTemplate
+) -> tuple[Examples | None, dict[str, Examples]]:
+    """(the prompts to train on, None in an evaluation; those of each test set by its name).
+
+    ValueError lists all problems, or says that a trajectory may get too long for the model.
+    """
+    problems = _find_unknown_stop_ids(config, template)
+    train, tests = make_examples(config, rows, PROMPT_ROWS, template, problems)
+    if config.trainer.eval_only:
+        train = None
+    for examples in tests.values():
+        _check_trajectory_length(config, "test", examples)
+    if train is not None:
+        _check_trajectory_length(config, "train", train)
+    return train, tests
+
+
+def _check_trajectory_length(config: PPOConfig, split: str, prompts: Examples) -> None:
+    section = SAMPLING_SECTIONS[split]
+    turns = config.rollout.max_turns
+    answer = getattr(config.rollout, section).max_new_tokens
+    remedy = (
+        f"a trajectory may get {prompts.longest} (the longest {split} prompt) + {turns} x {answer} "
+        f"tokens: lower rollout.{section}.max_new_tokens, data.max_length or rollout.max_turns"
+    )
+    check_length(config, prompts, remedy, turns * answer)
+
+
+def _find_unknown_stop_ids(config: PPOConfig, template: ChatTemplate) -> dict[str, str]:
+    """Key -> problem, of tokens that should end a turn and that the tokenizer does not have."""
+    problems = {}
+    last = max(template.tokenizer.get_vocab().values())
+    for section in SAMPLING_SECTIONS.values():
+        key = f"rollout.{section}.stop_token_ids"
+        ids = getattr(config.rollout, section).stop_token_ids
+        unknown = [token_id for token_id in ids if token_id > last]
+        if unknown:
+            problems[key] = (
+                f"{key}={ids}: the tokenizer of {config.actor.model_name} has no token "
+                f"{', '.join(map(str, unknown))}, its last one is {last}"
+            )
+    return problems
+
+
+def check_stop_ids(config: PPOConfig) -> None:
+    """ValueError for tokens that should end a turn and that the model does not have."""
+    for section in SAMPLING_SECTIONS.values():
+        key = f"rollout.{section}.stop_token_ids"
+        ids = getattr(config.rollout, section).stop_token_ids
+        check_token_ids(key, config.actor.model_name, ids)

@@ -1,0 +1,312 @@
+"""From the config to workers, engine, environment and prompts: what PPO trains with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from rl2.config.conditions import needs_critic
+from rl2.config.engines import default_max_running
+from rl2.config.schema import PPOConfig, RolloutWorkerConfig, SamplingConfig, worker_names
+from rl2.data.chat import ChatTemplate
+from rl2.data.examples import Examples
+from rl2.engine.base import Engine, EngineSettings, SamplingParams
+from rl2.engine.select import make_engine
+from rl2.env.call import Env
+from rl2.env.contract import EnvFailures
+from rl2.model.folder import (
+    check_model,
+    check_tokens,
+    load_eos_token_ids,
+    load_tokenizer,
+    max_positions,
+)
+from rl2.parallel.device import compute_dtype
+from rl2.parallel.mesh import init_distributed, is_first_rank
+from rl2.report.loggers import MetricsLog
+from rl2.rollout.collect import Collector, RolloutRules
+from rl2.rollout.endpoint import make_player
+from rl2.rollout.evaluate import Evaluator
+from rl2.rollout.saved import SavedRollouts, checksum, pack_tokens
+from rl2.rollout.trajectory import Player, Trajectory
+from rl2.run.checkpoints import Parts
+from rl2.run.folder import RunFolder
+from rl2.run.memory_plan import Prediction, choose_checkpointing
+from rl2.trainer.inputs import check_layers, count_steps, make_chat_template
+from rl2.trainer.ppo_inputs import check_stop_ids, make_prompts, read_ppo_inputs
+from rl2.trainer.recorder import Recorder
+from rl2.worker import Worker
+
+
+@dataclass
+class Setup:
+    """What is ready before a model is loaded. `config` has numbers in the place of auto."""
+
+    config: PPOConfig
+    folder: RunFolder
+    device: torch.device
+    env: Env
+    tokenizer: PreTrainedTokenizerBase
+    template: ChatTemplate
+    prompts: Examples | None  # None in an evaluation
+    tests: dict[str, Examples]  # by the name of the test set
+    prediction: Prediction
+
+
+def set_up(config: PPOConfig) -> Setup:
+    """Checks folder, data, environment and tokenizers. ValueError in words."""
+    folder = RunFolder(config)
+    rows, env = read_ppo_inputs(config)
+    device = init_distributed()
+    folder.agree()
+    tokenizer = load_tokenizer("actor.model_name", config.actor.model_name)
+    template = make_chat_template(config.data, tokenizer, folder.start.date)
+    if needs_critic(config.adv.estimator) and config.critic.model_name:
+        check_model("critic.model_name", config.critic.model_name, critic=True)
+    if config.teacher.model_name:
+        check_tokens("teacher.model_name", config.teacher.model_name, tokenizer)
+    prompts, tests = make_prompts(config, rows, template)
+    check_layers(config)
+    check_stop_ids(config)
+    config = choose_checkpointing(config)
+    prediction = Prediction(config, dist.get_world_size())
+    return Setup(config, folder, device, env, tokenizer, template, prompts, tests, prediction)
+
+
+class PPORun:
+    """What PPO's `train` works with."""
+
+    def __init__(self, config: PPOConfig):
+        setup = set_up(config)
+        assert setup.prompts is not None
+        config = self.config = setup.config
+        self.folder = setup.folder
+        self.env = setup.env
+        self.meaning = checksum(setup.tokenizer, config.rollout.train_sampling_params.temperature)
+        self.tokens: dict[str, Any] = {}  # of the last rollout, if they are kept
+        saved, num_steps = self._plan_steps(setup.prompts)
+        num_updates = {
+            name: self.folder.count_updates(name, num_steps) for name in worker_names(config)
+        }
+        self.workers, self.frozen = make_ppo_workers(config, setup.device, num_updates)
+        self.actor = self.workers["actor"]
+        self.critic = self.workers.get("critic")
+        self.engine: Engine | None = None
+        self.evaluator: Evaluator | None = None
+        self.collector: Collector | SavedRollouts
+        if saved is not None:
+            self.collector = saved
+        else:
+            workers = [*self.workers.values(), *self.frozen.values()]
+            self.collector = make_collector(setup, workers, setup.prompts, num_steps)
+            self.engine = self.collector.player.engine
+            if setup.tests:
+                self.evaluator = make_evaluator(setup, self.collector)
+        parts: Parts = {"data": self.collector}
+        if config.kl.update_freq:
+            parts["reference"] = self.frozen["ref_logps"]
+        self.recorder = Recorder(
+            self.folder,
+            setup.tokenizer,
+            self.workers,
+            parts,
+            num_steps,
+            setup.device,
+            setup.prediction,
+        )
+        self.recorder.resume()
+
+    def _plan_steps(self, prompts: Examples) -> tuple[SavedRollouts | None, int]:
+        """(the rollouts of another run, None where they are sampled; the number of steps)."""
+        config = self.config
+        if path := config.trainer.rollouts_from:
+            saved = SavedRollouts(path, config.actor.model_name, self.meaning)
+            return saved, self.folder.count_steps(saved.num_steps, batch_size=1)
+        return None, count_steps(prompts, self.folder)
+
+    def begin(self) -> None:
+        """Brings engine and actor to the same weights, and evaluates before the first step."""
+        if self.engine:
+            # At the start both have read the same files, so their weights must agree to the bit.
+            is_start = self.recorder.start_step == 0
+            self._send_weights(self.engine.verify_weights if is_start else self.engine.load_weights)
+        self.recorder.begin(self.evaluate if self.evaluator else None)
+
+    def collect(self, step: int) -> list[Trajectory]:
+        """The trajectories of a step. The engine sleeps afterwards."""
+        trajectories = self.collector.collect(step)
+        if self.engine:
+            assert self.engine.version == self.actor.version, "the engine has other weights"
+            self.engine.sleep()
+        if self.config.trainer.save_tokens and self.folder.is_first:
+            self.tokens = pack_tokens(trajectories, self.meaning)
+        return trajectories
+
+    def sync(self) -> None:
+        """Wakes the engine with the actor's weights, compared there if the config asks for it."""
+        if self.engine:
+            self.engine.wake()
+            self._send_weights(self.engine.load_weights)
+            if self.config.rollout.check_weights:
+                self._send_weights(self.engine.verify_weights)
+
+    def _send_weights(self, receive: Callable[..., None]) -> None:
+        receive(self.actor.iter_full_weights(self.actor.dtype), self.actor.version)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Plays the test sets and writes their transcripts. Returns their metrics."""
+        assert self.evaluator is not None
+        return self.evaluator.evaluate(step, self.actor.version)
+
+    def finish(self) -> None:
+        """Ends the engine and the environment, and saves the final model."""
+        if self.engine:
+            self.engine.close()
+        self.env.close()
+        self.recorder.finish(self.actor)
+
+
+class EvaluationRun:
+    """The run of trainer.eval_only=true: an engine that plays the test sets once."""
+
+    def __init__(self, config: PPOConfig):
+        setup = set_up(config)
+        self.folder = setup.folder
+        self.env = setup.env
+        collector = make_collector(setup, workers=[], prompts=None, num_steps=0)
+        self.engine = collector.player.engine
+        self.evaluator = make_evaluator(setup, collector)
+
+    def run(self) -> None:
+        """Evaluates, prints a table, and ends the engine and the environment.
+
+        ValueError if the folder has checkpoints: it belongs to a run that trains.
+        """
+        folder = self.folder
+        if folder.start.checkpoint is not None:
+            raise ValueError(
+                f"{folder.path} is the folder of a run that trains; give the evaluation one of its "
+                "own with trainer.experiment_name=NAME"
+            )
+        folder.resume({}, num_steps=0)
+        log = MetricsLog(folder.path, folder.config, start_step=0, num_steps=0)
+        with log.phase("test"):
+            metrics = self.evaluator.evaluate(step=0, version=0)
+        log.write(0, {f"test/{name}": value for name, value in metrics.items()})
+        log.close()
+        if is_first_rank():
+            print(self.evaluator.describe(metrics))
+        self.engine.close()
+        self.env.close()
+        dist.destroy_process_group()
+
+
+def make_ppo_workers(
+    config: PPOConfig, device: torch.device, num_updates: dict[str, int]
+) -> tuple[dict[str, Worker], dict[str, Worker]]:
+    """The actor and the critic, if any. And the frozen workers, by the column that they fill.
+
+    `num_updates` of each worker are those of the whole run.
+    """
+
+    def make_worker(name: str, section: RolloutWorkerConfig) -> Worker:
+        # Not 0: a worker that is frozen in all steps of this run may be trained in later ones.
+        total = max(num_updates[name], section.updates_per_step)
+        return Worker(section, device, name == "critic", total)
+
+    torch.manual_seed(config.trainer.seed)  # of new weights
+    workers = {"actor": make_worker("actor", config.actor)}
+    frozen = {}
+    if config.kl.coef:
+        frozen["ref_logps"] = workers["actor"].reference()
+    teacher: Any = config.teacher  # without the keys that a frozen worker does not read
+    if teacher.model_name:
+        frozen["teacher_logps"] = Worker(teacher, device)
+    if needs_critic(config.adv.estimator):
+        model_name = config.critic.model_name or config.actor.model_name
+        section = replace(config.critic, model_name=model_name)
+        workers["critic"] = make_worker("critic", section)
+    return workers, frozen
+
+
+def make_collector(
+    setup: Setup, workers: list[Worker], prompts: Examples | None, num_steps: int
+) -> Collector:
+    """Starts the engine, and makes what plays prompts with it.
+
+    `workers` are the models that must take the whole trajectories.
+    """
+    config = setup.config
+    is_deterministic = config.trainer.deterministic
+    if is_deterministic is None:
+        is_deterministic = setup.device.type == "cpu" and not config.rollout.partial
+    return Collector(
+        _make_player(setup, workers, _make_engine(setup, is_deterministic)),
+        prompts=prompts,
+        params=_sampling_params(setup, config.rollout.train_sampling_params),
+        samples_per_prompt=config.data.responses_per_prompt,
+        num_steps=num_steps,
+        seed=config.trainer.seed,
+        deterministic=is_deterministic,
+        rules=RolloutRules.of(config.rollout),
+        write_records=setup.folder.write_records,
+    )
+
+
+def make_evaluator(setup: Setup, collector: Collector) -> Evaluator:
+    """What plays the test sets."""
+    params = _sampling_params(setup, setup.config.rollout.test_sampling_params)
+    num_samples = setup.config.data.responses_per_test_prompt
+    return Evaluator(collector, setup.tests, params, num_samples)
+
+
+def _make_player(setup: Setup, workers: list[Worker], engine: Engine) -> Player:
+    config = setup.config
+    limits = [max_positions(config.actor.model_name)]
+    for worker in workers:
+        limits.append(worker.config.max_length_per_device * worker.config.sp_size)
+        limits.append(max_positions(worker.config.model_name))
+    return make_player(
+        engine=engine,
+        env=setup.env,
+        template=setup.template,
+        failures=EnvFailures(config.rollout.max_env_failures),
+        max_turns=config.rollout.max_turns,
+        max_length=min(limits),
+        reward_weights=config.rollout.reward_weights,
+    )
+
+
+def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
+    actor, rollout = setup.config.actor, setup.config.rollout
+    device = setup.device
+    settings = EngineSettings(
+        model_name=actor.model_name,
+        dtype=compute_dtype(actor.dtype, device),
+        head_dtype=getattr(torch, actor.head_dtype),
+        device=device,
+        max_running_requests=rollout.max_running or default_max_running(rollout.engine, device),
+        deterministic=is_deterministic,
+        exact=actor.is_exact,
+        tp_size=rollout.tp_size,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        plan_memory=setup.prediction.plan,
+        engine_args=rollout.engine_args,
+        stop=rollout.train_sampling_params.stop + rollout.test_sampling_params.stop,
+        seed=setup.config.trainer.seed,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+    )
+    return make_engine(rollout.engine, settings)
+
+
+def _sampling_params(setup: Setup, section: SamplingConfig) -> SamplingParams:
+    """A section of the config as the engine takes it, with the model's own stop tokens."""
+    model_stop_ids = setup.template.stop_token_ids(
+        load_eos_token_ids(setup.config.actor.model_name)
+    )
+    stop_ids = (*section.stop_token_ids, *model_stop_ids)
+    return SamplingParams(**vars(section) | {"stop_token_ids": stop_ids})
