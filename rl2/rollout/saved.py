@@ -45,13 +45,15 @@ class SavedRollouts:
     """The rollouts of a run that had trainer.save_tokens, in the place of a Collector.
 
     `path` is the folder of the run. Its steps come in their order, and again from the first one
-    after the last. ValueError if a step has no tokens, or if they have another `meaning`.
+    after the last. `is_own`: this run itself sampled them, with the weights that its actor has in
+    each step. ValueError if a step has no tokens, or if they have another `meaning`.
     """
 
     is_exhausted = False  # the first step comes again after the last
 
-    def __init__(self, path: str, model_name: str, meaning: int):
+    def __init__(self, path: str, model_name: str, meaning: int, is_own: bool = False):
         self.folder = Path(path, "rollouts", "train")
+        self.is_own = is_own
         self.meaning = meaning
         self.rows_done = 0  # steps taken, over all epochs
         steps = sorted(int(file.stem[5:]) for file in self.folder.glob("step_*.safetensors"))
@@ -86,7 +88,7 @@ class SavedRollouts:
             sample = Sample(tokens, mask, logps, rewards, trajectory.group, number)
             trajectory.samples.append(sample)
         # The start model sampled the first step.
-        self.has_other_policy = step > 1 or not self.has_same_model
+        self.has_other_policy = not self.is_own and (step > 1 or not self.has_same_model)
         return list(trajectories.values())
 
     def state_dict(self) -> dict[str, Any]:

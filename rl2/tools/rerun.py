@@ -9,7 +9,6 @@ services. It ends after step N. The schedule of the learning rate is that of the
 import argparse
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,12 @@ import torch.distributed as dist
 
 from rl2.config.parse import parse
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, worker_names
-from rl2.data.examples import Examples
 from rl2.data.rows import hash_data
-from rl2.rollout.saved import SavedRollouts
-from rl2.rollout.trajectory import Trajectory
 from rl2.run.changes import DATA
 from rl2.run.signals import guard
 from rl2.trainer import dpo, ppo, rm, sft
 from rl2.trainer.ppo_run import PPORun
+from rl2.trainer.recorder import Replay
 
 # The name of the config's class -> (the class, what makes the run, what trains it).
 TRAINERS: dict[str, tuple[type, Callable[..., Any], Callable[[Any], None]]] = {
@@ -33,28 +30,6 @@ TRAINERS: dict[str, tuple[type, Callable[..., Any], Callable[[Any], None]]] = {
     "DPOConfig": (DPOConfig, dpo.make_run, dpo.train),
     "RMConfig": (RMConfig, rm.make_run, rm.train),
 }
-
-
-class OwnRollouts(SavedRollouts):
-    """The rollouts that this run itself has sampled: its actor's weights are those of then."""
-
-    def collect(self, step: int) -> list[Trajectory]:
-        trajectories = super().collect(step)
-        self.has_other_policy = False
-        return trajectories
-
-
-class SavedRun(PPORun):
-    """A run of PPO that takes the tokens that `recorded` has saved, and samples none."""
-
-    def __init__(self, config: PPOConfig, recorded: Path):
-        self.recorded = recorded
-        super().__init__(config)
-
-    def _plan_steps(self, prompts: Examples) -> tuple[SavedRollouts | None, int]:
-        _, num_steps = super()._plan_steps(prompts)
-        model_name = self.config.actor.model_name
-        return OwnRollouts(str(self.recorded), model_name, self.meaning), num_steps
 
 
 def change_config(config: Any, out: Path, checkpoint: Path | None) -> None:
@@ -85,19 +60,14 @@ def rerun(arguments: argparse.Namespace) -> None:
     recipe = ["--config-dir", str(arguments.config.parent), "--config-name", "config.yaml"]
     config = parse(kind, recipe)
     change_config(config, arguments.out, arguments.checkpoint)
-    # A run that took the rollouts of another run takes them again.
-    if arguments.rollouts == "saved" and not config.trainer.rollouts_from:
-        make_run = partial(SavedRun, recorded=arguments.run)
+    replay = Replay(arguments.step)
+    if arguments.rollouts == "saved":
+        replay = Replay(arguments.step, rollouts=arguments.run)
     with guard(config.trainer.watchdog):
         check_data(config, arguments.run)
-        run = make_run(config)
-        run.recorder.num_steps = arguments.step
-        run.evaluator, run.test_batches = None, {}
+        run = make_run(config, replay)
         train(run)
-        if getattr(run, "engine", None):
-            run.engine.close()
-        if hasattr(run, "env"):
-            run.env.close()
+        run.close()
         dist.destroy_process_group()
 
 

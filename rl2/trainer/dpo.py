@@ -16,6 +16,7 @@ from rl2.model.token_model import TokenScores
 from rl2.trainer.inputs import find_row_problems
 from rl2.trainer.launch import launch, train_and_finish
 from rl2.trainer.offline_run import OfflineRun
+from rl2.trainer.recorder import Replay
 
 
 def train(run: OfflineRun) -> None:
@@ -60,8 +61,8 @@ def make_batch(run: OfflineRun, examples: list[Example]) -> Batch:
     return batch
 
 
-def make_run(config: DPOConfig) -> OfflineRun:
-    return OfflineRun(config, PAIR_ROWS, make_batch)
+def make_run(config: DPOConfig, replay: Replay | None = None) -> OfflineRun:
+    return OfflineRun(config, PAIR_ROWS, make_batch, replay)
 
 
 def start(config: DPOConfig) -> None:

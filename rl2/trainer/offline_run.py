@@ -16,7 +16,7 @@ from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
 from rl2.run.memory_plan import Prediction, choose_checkpointing
 from rl2.trainer.inputs import check_layers, count_steps, make_chat_template, read_examples
-from rl2.trainer.recorder import Recorder
+from rl2.trainer.recorder import Recorder, Replay
 from rl2.worker import Loss, UpdateResult, Worker
 
 
@@ -31,6 +31,7 @@ class OfflineRun:
         config: Any,
         kind: RowKind,
         make_batch: Callable[["OfflineRun", list[Example]], Batch],
+        replay: Replay | None = None,
     ):
         self.config = config
         self.make_batch = make_batch
@@ -45,8 +46,9 @@ class OfflineRun:
         template = make_chat_template(config.data, self.tokenizer, folder.start.date)
         self.examples, tests = read_examples(config, kind, template)
         num_steps = count_steps(self.examples, folder)
-        # By the name of the test set.
-        self.test_batches = {name: make_batch(self, list(rows)) for name, rows in tests.items()}
+        self.test_batches: dict[str, Batch] = {}  # by the name of the test set
+        if replay is None:
+            self.test_batches = {name: make_batch(self, list(rows)) for name, rows in tests.items()}
         check_layers(config)
         torch.manual_seed(config.trainer.seed)  # of new weights
         config = choose_checkpointing(config)
@@ -56,7 +58,7 @@ class OfflineRun:
         workers = {self.worker_name: self.worker}
         parts: Parts = {"data": self.examples}
         self.recorder = Recorder(
-            folder, self.tokenizer, workers, parts, num_steps, device, prediction
+            folder, self.tokenizer, workers, parts, num_steps, device, prediction, replay
         )
         self.recorder.resume()
 
@@ -85,6 +87,9 @@ class OfflineRun:
         """The loss on test rows, and its metrics."""
         loss, metrics = loss_fn(batch, self.worker.infer(batch))
         return {name: value.item() for name, value in {"loss": loss, **metrics}.items()}
+
+    def close(self) -> None:
+        """Ends nothing: an offline run has no engine and no environment."""
 
     def finish(self) -> None:
         """Saves the final model."""

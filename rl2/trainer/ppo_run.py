@@ -37,7 +37,7 @@ from rl2.run.folder import RunFolder
 from rl2.run.memory_plan import Prediction, choose_checkpointing
 from rl2.trainer.inputs import check_layers, count_steps, make_chat_template
 from rl2.trainer.ppo_inputs import check_stop_ids, make_prompts, read_ppo_inputs
-from rl2.trainer.recorder import Recorder
+from rl2.trainer.recorder import Recorder, Replay
 from rl2.worker import Worker
 
 
@@ -79,7 +79,7 @@ def set_up(config: PPOConfig) -> Setup:
 class PPORun:
     """What PPO's `train` works with."""
 
-    def __init__(self, config: PPOConfig):
+    def __init__(self, config: PPOConfig, replay: Replay | None = None):
         setup = set_up(config)
         assert setup.prompts is not None
         config = self.config = setup.config
@@ -87,7 +87,7 @@ class PPORun:
         self.env = setup.env
         self.meaning = checksum(setup.tokenizer, config.rollout.train_sampling_params.temperature)
         self.tokens: dict[str, Any] = {}  # of the last rollout, if they are kept
-        saved, num_steps = self._plan_steps(setup.prompts)
+        saved, num_steps = self._plan_steps(setup.prompts, replay)
         num_updates = {
             name: self.folder.count_updates(name, num_steps) for name in worker_names(config)
         }
@@ -103,7 +103,7 @@ class PPORun:
             workers = [*self.workers.values(), *self.frozen.values()]
             self.collector = make_collector(setup, workers, setup.prompts, num_steps)
             self.engine = self.collector.player.engine
-            if setup.tests:
+            if setup.tests and replay is None:
                 self.evaluator = make_evaluator(setup, self.collector)
         parts: Parts = {"data": self.collector}
         if config.kl.update_freq:
@@ -116,16 +116,23 @@ class PPORun:
             num_steps,
             setup.device,
             setup.prediction,
+            replay,
         )
         self.recorder.resume()
 
-    def _plan_steps(self, prompts: Examples) -> tuple[SavedRollouts | None, int]:
-        """(the rollouts of another run, None where they are sampled; the number of steps)."""
-        config = self.config
-        if path := config.trainer.rollouts_from:
-            saved = SavedRollouts(path, config.actor.model_name, self.meaning)
+    def _plan_steps(
+        self, prompts: Examples, replay: Replay | None
+    ) -> tuple[SavedRollouts | None, int]:
+        """(saved rollouts, None where they are sampled; the number of steps)."""
+        model_name = self.config.actor.model_name
+        if path := self.config.trainer.rollouts_from:  # of another run
+            saved = SavedRollouts(path, model_name, self.meaning)
             return saved, self.folder.count_steps(saved.num_steps, batch_size=1)
-        return None, count_steps(prompts, self.folder)
+        num_steps = count_steps(prompts, self.folder)
+        if replay is not None and replay.rollouts is not None:
+            path = str(replay.rollouts)
+            return SavedRollouts(path, model_name, self.meaning, is_own=True), num_steps
+        return None, num_steps
 
     def begin(self) -> None:
         """Brings engine and actor to the same weights, and evaluates before the first step."""
@@ -161,11 +168,15 @@ class PPORun:
         assert self.evaluator is not None
         return self.evaluator.evaluate(step, self.actor.version)
 
-    def finish(self) -> None:
-        """Ends the engine and the environment, and saves the final model."""
+    def close(self) -> None:
+        """Ends the engine and the environment."""
         if self.engine:
             self.engine.close()
         self.env.close()
+
+    def finish(self) -> None:
+        """Ends the engine and the environment, and saves the final model."""
+        self.close()
         self.recorder.finish(self.actor)
 
 

@@ -27,6 +27,18 @@ from rl2.worker import Worker
 Evaluate = Callable[[int], Metrics]  # step -> metrics of the test data
 
 
+@dataclass(frozen=True)
+class Replay:
+    """Repeats steps of a recorded run: nothing is evaluated, and the run ends after `last_step`.
+
+    Schedules and the order of the data are those of the whole run. With `rollouts`, the folder of
+    the recorded run, PPO takes the tokens that it saved and samples none.
+    """
+
+    last_step: int
+    rollouts: Path | None = None
+
+
 @dataclass
 class Recorder:
     """Logs, evaluates, saves and exports a run when it is due.
@@ -41,6 +53,7 @@ class Recorder:
     num_steps: int
     device: torch.device
     prediction: Prediction
+    replay: Replay | None = None
 
     def resume(self) -> None:
         """Restores workers and data from the checkpoint of the folder, if there is one."""
@@ -58,6 +71,8 @@ class Recorder:
             self.prediction,
             self.workers,
         )
+        if self.replay is not None:
+            self.num_steps = self.replay.last_step
         self.phase = self.metrics_log.phase
         self.health = self.metrics_log.health
 

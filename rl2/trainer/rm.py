@@ -16,6 +16,7 @@ from rl2.model.token_model import TokenScores
 from rl2.trainer.inputs import find_row_problems
 from rl2.trainer.launch import launch, train_and_finish
 from rl2.trainer.offline_run import OfflineRun
+from rl2.trainer.recorder import Replay
 
 
 def train(run: OfflineRun) -> None:
@@ -71,8 +72,8 @@ def score_last(sample: Sample, pad_token_id: int | None) -> Sample:
     return Sample(tokens, mask, zeros, zeros, sample.group, sample.trajectory)
 
 
-def make_run(config: RMConfig) -> OfflineRun:
-    return OfflineRun(config, PAIR_ROWS, make_batch)
+def make_run(config: RMConfig, replay: Replay | None = None) -> OfflineRun:
+    return OfflineRun(config, PAIR_ROWS, make_batch, replay)
 
 
 def start(config: RMConfig) -> None:

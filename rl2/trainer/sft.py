@@ -14,6 +14,7 @@ from rl2.model.token_model import TokenScores
 from rl2.trainer.inputs import find_row_problems
 from rl2.trainer.launch import launch, train_and_finish
 from rl2.trainer.offline_run import OfflineRun
+from rl2.trainer.recorder import Replay
 
 
 def train(run: OfflineRun) -> None:
@@ -51,9 +52,9 @@ def perplexity(run: OfflineRun, test: Batch) -> dict[str, float]:
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}  # e^710 overflows
 
 
-def make_run(config: SFTConfig) -> OfflineRun:
+def make_run(config: SFTConfig, replay: Replay | None = None) -> OfflineRun:
     render = partial(render_sft, turns=config.data.turns)
-    return OfflineRun(config, SFT_ROWS._replace(render=render), make_batch)
+    return OfflineRun(config, SFT_ROWS._replace(render=render), make_batch, replay)
 
 
 def start(config: SFTConfig) -> None:
