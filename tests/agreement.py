@@ -15,7 +15,9 @@ import torch.distributed as dist
 from rl2.config.schema import SFTActorConfig, SFTConfig, SFTDataConfig
 from rl2.parallel.mesh import init_distributed
 from rl2.run import folder as run_folder
+from rl2.run import start
 from rl2.run.folder import RunFolder
+from rl2.run.start import claim_folder
 
 RANK = int(os.environ["RANK"])
 
@@ -25,8 +27,7 @@ def try_to_start(model: str, lr: float) -> None:
     config = SFTConfig(data=data, actor=SFTActorConfig(model_name=model, lr=lr))
     config.trainer.save_dir = "runs/default"
     try:
-        folder = RunFolder(config)
-        folder.agree()
+        RunFolder(config, claim_folder(config))
         problem = "agreed"
     except ValueError as error:
         problem = str(error)
@@ -44,13 +45,13 @@ def main(model: str, folder: Path) -> None:
     os.chdir(folder / str(RANK))
     try_to_start(model, 1.0)
     os.chdir(folder / "0")
-    hash_package = run_folder._hash_package
+    hash_package = run_folder.hash_package
     if RANK == 1:
-        run_folder.hash_data = lambda path: "the hash of other rows"
-        run_folder._hash_package = lambda: "the hash of other code"
+        start.hash_data = lambda path: "the hash of other rows"
+        run_folder.hash_package = lambda: "the hash of other code"
     try_to_start(model, 0.5 if RANK == 1 else 1.0)
-    run_folder.hash_data = lambda path: "the same"
-    run_folder._hash_package = hash_package
+    start.hash_data = lambda path: "the same"
+    run_folder.hash_package = hash_package
     try_to_start(model, 1.0)
     dist.destroy_process_group()
 

@@ -24,10 +24,14 @@ from transformers import AutoTokenizer
 
 from rl2 import worker
 from rl2.data.chat import ChatTemplate
+from rl2.report.loggers import MetricsLog
+from rl2.rollout.evaluate import Evaluator
 from rl2.run import lock as run_lock
 from rl2.run.checkpoints import Checkpoints, delete
 from rl2.run.disk_space import SpaceNeeds, check_space
+from rl2.run.folder import RunFolder
 from rl2.run.lock import RunLock
+from rl2.run.signals import StopSignal
 from rl2.trainer import dpo, ppo, rm, sft
 from rl2.trainer.recorder import Recorder
 
@@ -139,7 +143,7 @@ def set_clock(monkeypatch, day):
             return cls(2026, 3, day)
 
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Time)
-    monkeypatch.setattr("rl2.run.folder.date", Date)
+    monkeypatch.setattr("rl2.run.start.date", Date)
 
 
 def test_a_template_with_the_date_is_the_same_after_midnight(train, tmp_path, monkeypatch):
@@ -470,17 +474,21 @@ def test_a_command_that_names_a_checkpoint_and_is_repeated_goes_on(train, tmp_pa
 
 def test_a_run_of_which_all_prompts_are_solved_can_be_started_again(become_ppo, train, tmp_path):
     (tmp_path / "env.py").write_text("def reward_fn(messages, answer): return 1.0")
-    keys = ["rollout.drop_solved=0.5", "trainer.n_epochs=3", "trainer.save_freq=1"]
+    keys = ["rollout.drop_solved=0.5", "trainer.n_epochs=3", "trainer.save_freq=3"]
+    keys += ["data.test_path=rows.jsonl", "trainer.test_freq=3"]
     status, output = train(*keys, main=ppo.main)
     run = tmp_path / "runs/default"
-    assert status == 0 and steps(run) == [1, 2, 3, 4], output
+    assert status == 0 and steps(run) == [0, 1, 2, 3, 4], output
+    # The last step is tested and saved although neither is due.
+    tested = [line["step"] for line in read_metrics(run) if "test/reward/mean" in line]
+    assert tested == [0, 3, 4] and Checkpoints(run / "checkpoints").steps() == [3, 4]
     status, output = train(*keys, main=ppo.main)
     assert status == 0 and "all steps are done" in output and "rollout.drop_solved=null" in output
     shutil.rmtree(run / "model")  # as if the run had been killed before its export
     status, output = train(*keys, main=ppo.main)
-    assert status == 0 and (run / "model/config.json").exists() and steps(run) == [1, 2, 3, 4]
+    assert status == 0 and (run / "model/config.json").exists() and steps(run) == [0, 1, 2, 3, 4]
     status, output = train("trainer.n_epochs=3", "trainer.max_steps=5", main=ppo.main)
-    assert status == 0 and steps(run) == [1, 2, 3, 4, 5], output
+    assert status == 0 and steps(run) == [0, 1, 2, 3, 4, 5], output
 
 
 def test_a_falling_rate_ends_with_the_run_after_updates_per_rollout_are_lowered(
@@ -603,6 +611,35 @@ def test_a_run_that_cannot_be_saved_ends_before_its_first_step(train, tmp_path, 
         assert status == expected, output
         assert ("the disk is too full: this run needs" in output) == bool(expected)
         assert (tmp_path / f"runs/n{share}/metrics.jsonl").exists() == (not expected)
+
+
+# How a step ends.
+
+
+def test_no_rank_waits_while_the_first_writes_transcripts(become_ppo, train, monkeypatch):
+    """All ranks ask whether to stop before the first one writes, and again after an evaluation."""
+    calls = []
+
+    def record(owner, name):
+        method = getattr(owner, name)
+
+        def call(*arguments, **options):
+            calls.append(name)
+            return method(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    record(StopSignal, "is_requested_anywhere")
+    record(RunFolder, "write_records")
+    record(MetricsLog, "write")
+    record(Evaluator, "evaluate")
+    status, output = train(
+        "data.test_path=rows.jsonl", "trainer.test_freq=2", "trainer.max_steps=2", main=ppo.main
+    )
+    assert status == 0, output
+    evaluation = ["evaluate", "write_records"]
+    step = ["is_requested_anywhere", "write_records", "write"]
+    assert calls == [*evaluation, "write", *step, step[0], *evaluation, *step]
 
 
 # A stop leaves the evaluation of its step to the next launch.

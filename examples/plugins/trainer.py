@@ -20,7 +20,7 @@ from rl2.trainer.offline_run import OfflineRun
 
 def train(run: OfflineRun) -> None:
     """The whole algorithm. Every process holds the same batch; `update` splits the work."""
-    run.begin(lambda test: run.measure(unlikelihood, test))
+    run.recorder.begin()
     for step in run.recorder.remaining_steps():
         batch = run.next_batch()
         with run.recorder.phase("update"):
@@ -36,8 +36,13 @@ def unlikelihood(batch: Batch, scores: TokenScores) -> LossAndMetrics:
     return -(torch.log1p(-probabilities) * batch.token_weights).sum(), {}
 
 
+def measure(run: OfflineRun, test: Batch) -> dict[str, float]:
+    """Returns the loss on test rows."""
+    return run.measure_loss(unlikelihood, test)
+
+
 def start(config: SFTConfig) -> None:
-    train_and_finish(sft.make_run(config), train)
+    train_and_finish(sft.make_run(config, measure=measure), train)
 
 
 def main() -> None:

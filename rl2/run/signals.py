@@ -33,13 +33,19 @@ _is_ending = threading.RLock()
 
 
 class StopSignal:
-    """Turns Ctrl-C and SIGTERM into a request that the loop reads at the end of its step."""
+    """Turns Ctrl-C and SIGTERM into a request that the loop reads at the end of its step.
+
+    It does so once it listens.
+    """
 
     def __init__(self, device: torch.device, newest_checkpoint: Callable[[], Path | None]):
         self.device = device
         self.newest_checkpoint = newest_checkpoint
         self.requested_at: float | None = None  # by the monotonic clock; None: not on this process
         self.process_id = os.getpid()
+
+    def listen(self) -> None:
+        """Handles the signals from here on. Until then they end the process at once."""
         signal.set_wakeup_fd(-1)  # which `end_on_signals` has set
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)

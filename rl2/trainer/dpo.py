@@ -29,7 +29,7 @@ def train(run: OfflineRun) -> None:
     reference = run.worker.reference()
     for test in run.test_batches.values():
         test.ref_logps = reference.infer(test).logps
-    run.begin(partial(run.measure, loss_fn))
+    run.recorder.begin()
     for step in run.recorder.remaining_steps():
         batch = run.next_batch()
         with run.recorder.phase("reference"):
@@ -61,8 +61,13 @@ def make_batch(run: OfflineRun, examples: list[Example]) -> Batch:
     return batch
 
 
+def measure(run: OfflineRun, test: Batch) -> dict[str, float]:
+    """Returns the loss on test rows, and its metrics."""
+    return run.measure_loss(partial(preference_loss, run.config.dpo), test)
+
+
 def make_run(config: DPOConfig, replay: Replay | None = None) -> OfflineRun:
-    return OfflineRun(config, PAIR_ROWS, make_batch, replay)
+    return OfflineRun(config, PAIR_ROWS, make_batch, measure, replay)
 
 
 def start(config: DPOConfig) -> None:

@@ -15,30 +15,37 @@ from rl2.report.health import with_names
 from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
 from rl2.run.memory_plan import Prediction, choose_checkpointing
+from rl2.run.start import claim_folder
 from rl2.trainer.inputs import check_layers, count_steps, make_chat_template, read_examples
 from rl2.trainer.recorder import Recorder, Replay
 from rl2.worker import Loss, UpdateResult, Worker
 
+Measure = Callable[["OfflineRun", Batch], dict[str, float]]  # a test set -> its metrics
+
 
 class OfflineRun:
-    """What `train` of SFT, DPO and the reward model works with: examples, a worker, a recorder.
-
-    `kind` is what the rows are. `make_batch(run, examples)` gives columns with their token weights.
-    """
+    """What `train` of SFT, DPO and the reward model works with: examples, a worker, a recorder."""
 
     def __init__(
         self,
         config: Any,
         kind: RowKind,
         make_batch: Callable[["OfflineRun", list[Example]], Batch],
+        measure: Measure,
         replay: Replay | None = None,
     ):
+        """`kind` is what the rows are.
+
+        `make_batch(run, examples)` gives columns with their token weights, and `measure(run,
+        batch)` the metrics of a test set.
+        """
         self.config = config
         self.make_batch = make_batch
+        self.measure = measure
         [self.worker_name] = worker_names(config)
-        folder = RunFolder(config)
+        claim = claim_folder(config)
         device = init_distributed()
-        folder.agree()
+        folder = RunFolder(config, claim)
         is_critic = self.worker_name == "critic"
         key = f"{self.worker_name}.model_name"
         model_name = getattr(config, self.worker_name).model_name
@@ -58,18 +65,22 @@ class OfflineRun:
         workers = {self.worker_name: self.worker}
         parts: Parts = {"data": self.examples}
         self.recorder = Recorder(
-            folder, self.tokenizer, workers, parts, num_steps, device, prediction, replay
+            folder,
+            self.tokenizer,
+            workers,
+            parts,
+            num_steps=num_steps,
+            device=device,
+            prediction=prediction,
+            evaluate=self.evaluate if self.test_batches else None,
+            replay=replay,
         )
-        self.recorder.resume()
 
-    def begin(self, measure: Callable[[Batch], dict[str, float]]) -> None:
-        """Evaluates before the first step. `measure(batch)` gives the metrics of a test set."""
-        tests = self.test_batches
-
-        def evaluate(step: int) -> dict[str, float]:
-            return with_names({name: measure(tests[name]) for name in tests})
-
-        self.recorder.begin(evaluate if tests else None)
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Returns the metrics of the test sets."""
+        return with_names(
+            {name: self.measure(self, batch) for name, batch in self.test_batches.items()}
+        )
 
     def next_batch(self) -> Batch:
         """The batch of the next step."""
@@ -83,8 +94,8 @@ class OfflineRun:
         metrics["tokens/total"] = sum(end for _, end in scored_spans(batch))
         return self.recorder.finish_step(step, metrics)
 
-    def measure(self, loss_fn: Loss, batch: Batch) -> dict[str, float]:
-        """The loss on test rows, and its metrics."""
+    def measure_loss(self, loss_fn: Loss, batch: Batch) -> dict[str, float]:
+        """Returns the loss on test rows, and its metrics."""
         loss, metrics = loss_fn(batch, self.worker.infer(batch))
         return {name: value.item() for name, value in {"loss": loss, **metrics}.items()}
 

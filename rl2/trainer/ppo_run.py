@@ -35,6 +35,7 @@ from rl2.rollout.trajectory import Player, Trajectory
 from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
 from rl2.run.memory_plan import Prediction, choose_checkpointing
+from rl2.run.start import claim_folder
 from rl2.trainer.inputs import check_layers, count_steps, make_chat_template
 from rl2.trainer.ppo_inputs import check_stop_ids, make_prompts, read_ppo_inputs
 from rl2.trainer.recorder import Recorder, Replay
@@ -58,10 +59,10 @@ class Setup:
 
 def set_up(config: PPOConfig) -> Setup:
     """Checks folder, data, environment and tokenizers. ValueError in words."""
-    folder = RunFolder(config)
+    claim = claim_folder(config)
     rows, env = read_ppo_inputs(config)
     device = init_distributed()
-    folder.agree()
+    folder = RunFolder(config, claim)
     tokenizer = load_tokenizer("actor.model_name", config.actor.model_name)
     template = make_chat_template(config.data, tokenizer, folder.start.date)
     if needs_critic(config.adv.estimator) and config.critic.model_name:
@@ -113,12 +114,12 @@ class PPORun:
             setup.tokenizer,
             self.workers,
             parts,
-            num_steps,
-            setup.device,
-            setup.prediction,
-            replay,
+            num_steps=num_steps,
+            device=setup.device,
+            prediction=setup.prediction,
+            evaluate=self.evaluate if self.evaluator else None,
+            replay=replay,
         )
-        self.recorder.resume()
 
     def _plan_steps(
         self, prompts: Examples, replay: Replay | None
@@ -140,7 +141,7 @@ class PPORun:
             # At the start both have read the same files, so their weights must agree to the bit.
             is_start = self.recorder.start_step == 0
             self._send_weights(self.engine.verify_weights if is_start else self.engine.load_weights)
-        self.recorder.begin(self.evaluate if self.evaluator else None)
+        self.recorder.begin()
 
     def collect(self, step: int) -> list[Trajectory]:
         """The trajectories of a step. The engine sleeps afterwards."""

@@ -39,49 +39,58 @@ class Replay:
     rollouts: Path | None = None
 
 
-@dataclass
 class Recorder:
     """Logs, evaluates, saves and exports a run when it is due.
 
-    Call `resume` first, then `begin`.
+    Before the first step, `begin` evaluates and starts to listen for signals.
     """
 
-    folder: RunFolder
-    tokenizer: PreTrainedTokenizerBase
-    workers: dict[str, Worker]  # exported as their configs say
-    parts: Parts  # of the checkpoint beside the workers, the data among them
-    num_steps: int
-    device: torch.device
-    prediction: Prediction
-    replay: Replay | None = None
+    def __init__(
+        self,
+        folder: RunFolder,
+        tokenizer: PreTrainedTokenizerBase,
+        workers: dict[str, Worker],
+        parts: Parts,
+        *,
+        num_steps: int,
+        device: torch.device,
+        prediction: Prediction,
+        evaluate: Evaluate | None,
+        replay: Replay | None = None,
+    ):
+        """Restores workers and data from the checkpoint of the folder, if there is one.
 
-    def resume(self) -> None:
-        """Restores workers and data from the checkpoint of the folder, if there is one."""
-        self.parts = {**self.workers, **self.parts}
-        self.folder.resume(self.parts, self.num_steps)
-        self.start_step = self.last_step = self.folder.start.step  # the steps that are done
-        self.config = self.folder.config
-        if self.folder.is_first:
+        `workers` are exported as their configs say; `parts` belong to a checkpoint beside them, the
+        data among them. `evaluate(step)` returns the metrics of the test data; None without any.
+        """
+        self.folder = folder
+        self.config = folder.config
+        self.tokenizer = tokenizer
+        self.workers = workers
+        self.parts: Parts = {**workers, **parts}
+        self.device = device
+        self.evaluate = evaluate
+        self.start_step = self.last_step = folder.start.step  # the steps that are done
+        self.planned_steps = num_steps
+        self.num_steps = num_steps  # the step after which this launch ends
+        if replay is not None:
+            self.num_steps = replay.last_step
+        folder.resume(self.parts, num_steps)
+        if folder.is_first:
             self._check_disk()
         self.metrics_log = MetricsLog(
-            self.folder.path,
-            self.config,
-            self.start_step,
-            self.num_steps,
-            self.prediction,
-            self.workers,
+            folder.path, self.config, self.start_step, num_steps, prediction, workers
         )
-        if self.replay is not None:
-            self.num_steps = self.replay.last_step
         self.phase = self.metrics_log.phase
         self.health = self.metrics_log.health
+        self.stop_signal = StopSignal(device, self._newest_checkpoint)
 
     def _check_disk(self) -> None:
         """Compares what the run will write with the free space. ValueError if it cannot fit."""
         trainer, checkpoints = self.config.trainer, self.folder.checkpoints
         num_checkpoints = 0
         if trainer.save_freq:
-            num_checkpoints = math.ceil((self.num_steps - self.start_step) / trainer.save_freq)
+            num_checkpoints = math.ceil((self.planned_steps - self.start_step) / trainer.save_freq)
         needs = disk_space.measure(
             self.parts,
             exported=next(iter(self.workers.values())),
@@ -92,17 +101,16 @@ class Recorder:
         for warning in disk_space.check_space(self.folder.path, needs):
             print(warning)
 
-    def begin(self, evaluate: Evaluate | None) -> None:
+    def begin(self) -> None:
         """Evaluates before the first step, or what a stopped run left out at the resumed step.
 
-        `evaluate(step)` returns the metrics of the test data; None where there is none.
+        From here on a signal lets the current step finish.
         """
-        self.evaluate = evaluate
         if self.start_step == 0 and self._is_test_due(0):
             self.metrics_log.write(0, self._evaluate(0))
-        elif self.folder.start.owes_test and evaluate is not None:
+        elif self.folder.start.owes_test and self.evaluate is not None:
             self.metrics_log.complete(self.start_step, self._evaluate(self.start_step))
-        self.stop_signal = StopSignal(self.device, self._newest_checkpoint)
+        self.stop_signal.listen()
 
     def _newest_checkpoint(self) -> Path | None:
         """What the same command would resume from if it started now."""
@@ -151,7 +159,7 @@ class Recorder:
         if is_stopping or is_due(step, save_freq) or (is_last and save_freq):
             # A run would resume from weights that have diverged, and fail again.
             if not self.health.is_diverging and self._weights_are_finite():
-                self.folder.save(step, self.parts, owes_test)
+                self.folder.save(step, self.parts, self.planned_steps, owes_test)
                 self.folder.prune(self.health.proven_step)
             elif is_first_rank():
                 print(f"step {step} gets no checkpoint, since its weights may have diverged")

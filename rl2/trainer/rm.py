@@ -26,7 +26,7 @@ def train(run: OfflineRun) -> None:
     `update` and `infer`.
     """
     loss_fn = partial(reward_loss, run.config.rm.center)
-    run.begin(partial(run.measure, loss_fn))
+    run.recorder.begin()
     for step in run.recorder.remaining_steps():
         batch = run.next_batch()
         with run.recorder.phase("update"):
@@ -72,8 +72,13 @@ def score_last(sample: Sample, pad_token_id: int | None) -> Sample:
     return Sample(tokens, mask, zeros, zeros, sample.group, sample.trajectory)
 
 
+def measure(run: OfflineRun, test: Batch) -> dict[str, float]:
+    """Returns the loss on test rows, and its metrics."""
+    return run.measure_loss(partial(reward_loss, run.config.rm.center), test)
+
+
 def make_run(config: RMConfig, replay: Replay | None = None) -> OfflineRun:
-    return OfflineRun(config, PAIR_ROWS, make_batch, replay)
+    return OfflineRun(config, PAIR_ROWS, make_batch, measure, replay)
 
 
 def start(config: RMConfig) -> None:

@@ -13,7 +13,7 @@ from rl2.data.examples import SFT_ROWS, Example, render_sft, to_samples
 from rl2.model.token_model import TokenScores
 from rl2.trainer.inputs import find_row_problems
 from rl2.trainer.launch import launch, train_and_finish
-from rl2.trainer.offline_run import OfflineRun
+from rl2.trainer.offline_run import Measure, OfflineRun
 from rl2.trainer.recorder import Replay
 
 
@@ -23,7 +23,7 @@ def train(run: OfflineRun) -> None:
     Every process holds the same `batch` and runs the same lines. The worker splits the work of
     `update` and `infer`.
     """
-    run.begin(partial(perplexity, run))
+    run.recorder.begin()
     for step in run.recorder.remaining_steps():
         batch = run.next_batch()
         with run.recorder.phase("update"):
@@ -48,13 +48,16 @@ def make_batch(run: OfflineRun, examples: list[Example]) -> Batch:
 def perplexity(run: OfflineRun, test: Batch) -> dict[str, float]:
     """Perplexity of the test rows, and its logarithm, as a mean over all their trained tokens."""
     test.token_weights = losses.token_weights(test.mask, test.trajectory, "token")
-    loss = run.measure(sft_loss, test)["loss"]
+    loss = run.measure_loss(sft_loss, test)["loss"]
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}  # e^710 overflows
 
 
-def make_run(config: SFTConfig, replay: Replay | None = None) -> OfflineRun:
+def make_run(
+    config: SFTConfig, replay: Replay | None = None, measure: Measure = perplexity
+) -> OfflineRun:
+    """`measure` gives the metrics of a test set."""
     render = partial(render_sft, turns=config.data.turns)
-    return OfflineRun(config, SFT_ROWS._replace(render=render), make_batch, replay)
+    return OfflineRun(config, SFT_ROWS._replace(render=render), make_batch, measure, replay)
 
 
 def start(config: SFTConfig) -> None:

@@ -1,0 +1,74 @@
+"""What the numbers of a launch depend on: its packages, its code, its machine and torchrun."""
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+
+from rl2.run.lock import process_start
+
+PACKAGE = Path(__file__).parent.parent
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that the numbers depend on."""
+    installed = {"python": platform.python_version()}
+    for name in ("rl2", "torch", "transformers", "sglang"):
+        try:
+            installed[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # SGLang, or rl2 in a plain checkout
+            continue
+    return installed
+
+
+def describe_commit() -> str | None:
+    """Returns the commit of the checkout that rl2 runs from, with "+ changes" if files differ.
+
+    None if rl2 is installed without a checkout, or git is missing.
+    """
+    checkout = PACKAGE.parent
+    if not (checkout / ".git").exists():
+        return None
+    describe = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= + changes"]
+    command = ["git", "-C", str(checkout), *describe]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip()
+
+
+def describe_cpu() -> str:
+    """Returns the processor's name, and the instructions that torch uses on it."""
+    file = Path("/proc/cpuinfo")  # of Linux
+    names = re.findall(r"model name\s*: (.*)", file.read_text() if file.exists() else "")
+    return f"{next(iter(names), platform.machine())}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def hash_package() -> str:
+    """Returns a hash of the code of rl2."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def name_launch() -> str:
+    """Names this launch of torchrun on this node, the same after restarts; "" without torchrun.
+
+    TORCHELASTIC_RUN_ID is "none" in every launch without --standalone and --rdzv_id. But torchrun
+    makes a folder for the logs of a launch, .../torchelastic_x/none_y, with one folder an attempt.
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    logs, attempt, _ = os.environ.get("TORCHELASTIC_ERROR_FILE", "").partition("/attempt_")
+    if attempt:
+        return logs
+    if not run_id:
+        return ""
+    agent = os.getppid()  # torchrun itself, which keeps no logs
+    return f"{run_id}, process {agent} since {process_start(agent)}"
