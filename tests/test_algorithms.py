@@ -930,7 +930,7 @@ def test_a_function_of_a_users_file_gets_the_arguments_that_it_names(tmp_path):
         assert message in str(raised.value)
     file = tmp_path / "broken.py"
     file.write_text("1 / 0")
-    with pytest.raises(ValueError, match="broken.py: the file fails on import: ZeroDivisionError"):
+    with pytest.raises(ValueError, match="broken.py fails on import:\n(?s:.*)ZeroDivisionError"):
         policy_loss(*columns, loss=f"{file}:f")
 
 

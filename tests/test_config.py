@@ -791,7 +791,11 @@ FUNCTION_RULES = [  # (refused, what the message says, accepted)
         "actor.loss=own.py:loss",
     ),
     ("actor.loss=other.py:loss", "actor.loss=other.py: there is no such file", "actor.loss=gspo"),
-    ("adv.estimator=broken.py:f", "the file fails on import: NameError", "adv.estimator=gae"),
+    (
+        "adv.estimator=broken.py:f",
+        "NameError: name 'undefined' is not defined",
+        "adv.estimator=gae",
+    ),
     (
         "adv.estimator=own.py:estimator adv.gamma=0.9",
         "adv.gamma=0.9 has no effect with adv.estimator=own.py:estimator, which uses lamda",

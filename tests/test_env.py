@@ -375,7 +375,7 @@ def test_env_file_that_cannot_work_is_refused(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as error:
         load(tmp_path, text)
     assert "importlib" not in str(error.value)
-    assert "rl2/env/" not in str(error.value)
+    assert "rl2/env/" not in str(error.value) and "user_files.py" not in str(error.value)
 
 
 def test_missing_file_and_other_files_are_refused(tmp_path):

@@ -9,14 +9,13 @@ An entry of a table, or of a file, is the function itself, or a named tuple that
 """
 
 import inspect
-import runpy
-import traceback
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from rl2.config.synonyms import explain_algorithm
+from rl2.user_files import import_file
 
 Function = Callable[..., Any]
 
@@ -107,18 +106,6 @@ def _run_file(file: Path, setting: str) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{setting}: there is no such file")
     try:
-        return runpy.run_path(str(file))
-    except (Exception, SystemExit) as error:
-        reason = describe_failure(error, file)
-        raise ValueError(f"{setting}: the file fails on import: {reason}") from error
-
-
-def describe_failure(error: BaseException, file: Path) -> str:
-    """The error in words, with the last line of the user's file that led to it."""
-    reason = f"{type(error).__name__}: {error}"
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename) == file
-    ]
-    return f"{reason} (line {lines[-1]} of {file.name})" if lines else reason
+        return vars(import_file(file))
+    except ValueError as error:
+        raise ValueError(f"{setting} {error}") from error

@@ -17,7 +17,6 @@ from omegaconf import DictConfig, OmegaConf
 from rl2.config.by_name import (
     argument_names,
     call_by_name,
-    describe_failure,
     find_function,
     own_file,
     required_names,
@@ -25,6 +24,7 @@ from rl2.config.by_name import (
 from rl2.config.conditions import estimator_inputs, function_settings
 from rl2.config.key import Key, schema_keys
 from rl2.config.schema import FOLLOWED_KEYS
+from rl2.user_files import describe_failure
 
 Checked = tuple[list[str], list[str]]  # problems, warnings
 BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {  # attribute of Key -> (test, words)

@@ -5,16 +5,14 @@ A call may run in another process, so nothing here needs more than the standard 
 
 import json
 import numbers
-import os
 import re
 import reprlib
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rl2.env.contract import TOOL, EnvError, is_env_message, unwrap_reward
+from rl2.user_files import user_traceback
 
 LARGEST_REWARD = 3e38  # float32 overflows above it
 # In the messages of one turn. Their text is tokenised while the engine waits: a second a million.
@@ -29,8 +27,6 @@ PARTS = {
 }
 # Half of a character outside of Unicode's basic plane. No encoder and no tokenizer takes it alone.
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-# Frames of these files are left out of tracebacks: those of rl2/env and of the import system.
-OWN_FILES = (str(Path(__file__).parent) + os.sep, "<frozen importlib")
 
 
 @contextmanager
@@ -50,19 +46,6 @@ def raising_env_error(name: str) -> Iterator[None]:
         text, locations = user_traceback(error)
         text = LONE_SURROGATE.sub("\ufffd", f"{name} raised:\n{text}")
         raise EnvError(text, kind=f"{type(error).__name__} {locations}") from None
-
-
-def user_traceback(error: BaseException) -> tuple[str, str]:
-    """The traceback of `error` without the frames of rl2: (its text, "file:line file:line ...").
-
-    A line that occurs again in a recursion is listed once.
-    """
-    frame = error.__traceback__
-    while frame and frame.tb_frame.f_code.co_filename.startswith(OWN_FILES):
-        frame = frame.tb_next
-    summaries = traceback.extract_tb(frame)
-    locations = dict.fromkeys(f"{summary.filename}:{summary.lineno}" for summary in summaries)
-    return "".join(traceback.format_exception(type(error), error, frame)), " ".join(locations)
 
 
 def check_result(name: str, function: Callable, result: Any) -> Any:
