@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pyarrow
 import torch
+import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import Fuse
 from transformers import (
@@ -74,6 +75,12 @@ WINDOWED = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     "gemma3": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
 }
+
+
+@cache
+def read_cases(name: str):
+    """The cases of a test in cases/NAME.yaml."""
+    return yaml.safe_load((ROOT / f"tests/cases/{name}.yaml").read_text(encoding="utf-8"))
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

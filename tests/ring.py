@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from test_attention import as_pack, layout, reference, restrict
+from plain_attention import as_pack, layout, reference, restrict
 from torch import Tensor
 
 from rl2.attention.ring import PackedAttention, Ring

@@ -3,16 +3,11 @@
 from datetime import date
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from chat_families import BYTES, CHATML, make_tokenizer
+from tokenizers import AddedToken
 
 from rl2.data.chat import ChatTemplate
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n"
-    "' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 NO_NEWLINE = CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>'")
 LLAMA = (  # trims contents, begins with <|bos|>, writes a tool's result as JSON under another role
     "{{ bos_token }}{% if tools %}{{ '<|im_start|>system\n"
@@ -50,33 +45,7 @@ DROPS_OTHER_ROLES = (
     "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-HIDDEN = [byte for byte in range(256) if byte not in PRINTABLE]
-BYTES = {byte: chr(byte) for byte in PRINTABLE} | {
-    byte: chr(256 + i) for i, byte in enumerate(HIDDEN)
-}  # as GPT-2's
 QUESTION = [{"role": "user", "content": "What is the sum? é ✓"}]
-
-
-def make_tokenizer(template=CHATML, eos="<|im_end|>", adds_bos=False, prefix_space=False):
-    vocab = {
-        character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    }
-    merges = [("t", "h"), ("th", "e"), ("Ġ", "the")]
-    for left, right in merges:
-        vocab[left + right] = len(vocab)
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    names = ["<|bos|>", "<|im_start|>", "<|im_end|>", "<|eot|>", "<|endoftext|>"]
-    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-    if adds_bos:
-        backend.post_processor = processors.TemplateProcessing(
-            single="<|bos|> $A", special_tokens=[("<|bos|>", backend.token_to_id("<|bos|>"))]
-        )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<|bos|>", eos_token=eos, chat_template=template
-    )
 
 
 def rendered(tokenizer, messages):

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import sys
 from collections import Counter
 from functools import partial
@@ -10,7 +11,7 @@ from functools import partial
 import pyarrow
 import pyarrow.parquet
 import pytest
-from common import pack_rows
+from common import pack_rows, read_cases
 from datasets import Dataset, are_progress_bars_disabled, enable_progress_bars
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,10 +78,8 @@ def write(file, rows):
     if suffix == ".json":
         file.write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8-sig")
     elif suffix == ".jsonl":
-        file.write_text(
-            "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n",
-            encoding="utf-8",
-        )
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        file.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
     elif suffix == ".csv":
         with open(file, "w", newline="", encoding="utf-8") as out:
             writer = csv.DictWriter(out, rows[0])
@@ -122,19 +121,9 @@ def test_folder_gives_its_files_in_order_or_those_of_the_split(tmp_path):
 
 
 def test_nulls_that_columnar_files_add_to_structs_are_dropped(tmp_path):
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": "x"},
-                {"role": "tool", "content": "y", "name": "calc"},
-            ],
-            "tools": [
-                {"name": "a", "parameters": {"p": "int"}},
-                {"name": "b", "parameters": {"q": "int"}},
-            ],
-            "answer": None,
-        }
-    ]
+    user, tool = {"role": "user", "content": "x"}, {"role": "tool", "content": "y", "name": "calc"}
+    tools = [{"name": "a", "parameters": {"p": "int"}}, {"name": "b", "parameters": {"q": "int"}}]
+    rows = [{"messages": [user, tool], "tools": tools, "answer": None}]
     assert list(load_rows(write(tmp_path / "a.parquet", rows))) == rows
 
 
@@ -148,63 +137,11 @@ def test_messages_and_tools_may_be_json_text_and_other_text_is_a_plain_prompt(tm
     ]
 
 
+MALFORMED = read_cases("malformed_rows")
 GOOD = '{"messages": [{"role": "user", "content": "x"}], "answer": 1}'
 
 
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ('{"messages": [', "expected JSON"),
-        ("[1]", r"expected a JSON object, got \[1\]"),
-        ('{"answer": 1}', "column 'messages' is missing; the row has answer"),
-        ('{"messages": [], "answer": 1}', r"column 'messages': expected .* not empty, got \[\]"),
-        ('{"messages": "", "answer": 1}', "column 'messages': expected .* not empty, got ''"),
-        (
-            '{"messages": 5, "answer": 1}',
-            "column 'messages': expected text or a list of messages, .* got 5",
-        ),
-        ('{"messages": ["hi"], "answer": 1}', "column 'messages': expected {'role': .*got 'hi'"),
-        ('{"messages": [{"content": "x"}], "answer": 1}', "column 'messages': expected {'role'"),
-        (
-            '{"messages": [{"role": "user", "content": 3}], "answer": 1}',
-            "column 'messages': expected content",
-        ),
-        ('{"messages": [{"role": "user"}], "answer": 1}', "column 'messages': expected content"),
-        ('{"messages": "[{\\"role\\": 1", "answer": 1}', "column 'messages': expected JSON"),
-        (
-            '{"messages": [{"role": "assistant", "content": "4"}], "answer": 1}',
-            "last message is the assistant's",
-        ),
-        (
-            '{"question": "x", "label": 1}',
-            "column 'messages' is missing; the row has question, label; prompt and conversations "
-            "are read too; data.columns.OLD=messages renames a column",
-        ),
-        (
-            '{"messages": [{"role": "human", "content": "x"}], "answer": 1}',
-            "the role 'human' is unknown; write 'user'",
-        ),
-        (
-            '{"messages": [{"role": "User", "content": "x"}], "answer": 1}',
-            "the role 'User' is unknown; write 'user'",
-        ),
-        ('{"messages": "x", "answer": 1},', "ends with a comma"),
-        (
-            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
-            "content of type 'image' is not supported, only text",
-        ),
-        ('{"messages": "x", "answer": 1, "answer": 2}', "key 'answer' occurs twice in one object"),
-        (
-            '{"messages": [{"role": "user", "role": "user", "content": "x"}]}',
-            "key 'role' occurs twice in one object",
-        ),
-        (
-            '{"conversations": [{"from": "function_call", "value": "x"}]}',
-            "from='function_call' is unknown; it may be system, human, user, gpt",
-        ),
-        ('{"messages": "x", "answer": 1, "tools": "{"}', "column 'tools': expected JSON"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), MALFORMED["ppo"])
 def test_malformed_row_names_file_row_and_column(tmp_path, line, message):
     file = tmp_path / "a.jsonl"
     file.write_text(f"{GOOD}\n\n{line}\n{GOOD}")
@@ -229,21 +166,6 @@ def test_problems_are_listed_once_with_their_number(tmp_path):
     assert "(10)" in lines[0] and len(lines) == 7 and lines[6] == "... and 3 other problems"
 
 
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("a.jsonl", GOOD.encode("utf-16"), "a.jsonl is not a readable jsonl file: .*UTF-16"),
-        ("a.csv", "prompt,answer\nx,1\n".encode("utf-16"), "a.csv is not .*UTF-16"),
-        ("a.csv", b"prompt;answer\nx;1\n", "a.csv is not .* commas.*'prompt;answer'"),
-        ("a.csv", b"prompt\tanswer\nx\t1\n", "a.csv is not .* commas"),
-    ],
-)
-def test_files_of_another_encoding_or_delimiter_are_named_as_such(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        load_rows(str(tmp_path / name))
-
-
 def test_csv_row_is_named_by_its_first_line(tmp_path):
     file = tmp_path / "a.csv"
     file.write_text('messages,answer\n"two\nlines",1\nx\ny,1\nz,1,2\n')
@@ -260,21 +182,10 @@ def test_csv_cell_may_be_long(tmp_path):
     assert len(load_rows(str(file))[0]["messages"]) == 200_000
 
 
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("a.jsonl", b"", "has no rows"),
-        ("a.json", b"[]", "has no rows"),
-        ("a.json", b'[{"a": 1, "a": 2}]', "not a readable json file: key 'a' occurs twice"),
-        ("a.json", b'[\n{"a": 1},\n{"a"}]', "not a readable json file: .* line 3"),
-        ("a.jsonl", b'{"a": "\xff"}', "row 1: .*utf-8"),
-        ("a.parquet", b"PAR?", "not a readable parquet file"),
-        ("a.arrow", b"nonsense", "not a readable arrow file"),
-        ("a.txt", b"x", "expected a file that ends in one of .json, .jsonl"),
-    ],
-)
-def test_unusable_file_is_refused_with_the_reason(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
+@pytest.mark.parametrize("case", read_cases("data_files"), ids=str)
+def test_unusable_file_is_refused_with_the_reason(tmp_path, case):
+    name, content, message, *encoding = case
+    (tmp_path / name).write_bytes(content.encode(*encoding or ["latin-1"]))
     with pytest.raises(ValueError, match=rf"{tmp_path / name}.*{message}"):
         load_rows(str(tmp_path / name))
 
@@ -456,13 +367,12 @@ def test_each_epoch_holds_every_prompt_once_and_batches_need_only_the_position(
 
 def test_the_start_says_how_a_run_uses_the_rows():
     prompts = make_prompts(make_rows([1, 2, 99, 1, 1, 1]), max_length=60, batch_size=2)
-    assert prompts.describe_steps(5) == ["data: 5 prompts, 2 a step; steps: 5; epochs: 2"]
+    [sentence] = prompts.describe_steps(5)
+    assert re.findall(r"\d+", sentence) == ["5", "2", "5", "2"]
     prompts = make_prompts(make_rows([1] * 5), batch_size=8)
-    assert prompts.describe_steps(1) == [
-        "data: 5 prompts, 8 a step; steps: 1; epochs: 1.6",
-        "data.prompts_per_rollout=8 is more than the 5 prompts: a step repeats them, 1.6 times "
-        "each on average",
-    ]
+    sentence, problem = prompts.describe_steps(1)
+    assert re.findall(r"[\d.]+", sentence) == ["5", "8", "1", "1.6"]
+    assert "data.prompts_per_rollout=8" in problem and " 1.6 times" in problem
     counts = Counter(prompt.index for prompt in prompts.next_items())
     assert sum(counts.values()) / len(counts) == 1.6
 
@@ -599,18 +509,9 @@ def test_pairs_are_groups_of_chosen_and_rejected(tmp_path):
         with_eos(),
     )
     samples = to_samples(examples.next_items())
-    assert [list(sample.tokens) for sample in samples] == [
-        [0, 3, 4],
-        [0, 3, 3, 4],
-        [0, 3, 2, 4],
-        [0, 3, 3, 4],
-    ]
-    assert [list(sample.mask) for sample in samples] == [
-        [0, 1, 1],
-        [0, 1, 1, 1],
-        [0, 1, 1, 1],
-        [0, 1, 1, 1],
-    ]
+    tokens = [[0, 3, 4], [0, 3, 3, 4], [0, 3, 2, 4], [0, 3, 3, 4]]
+    assert [list(sample.tokens) for sample in samples] == tokens
+    assert [list(sample.mask) for sample in samples] == [[0, *[1] * (len(x) - 1)] for x in tokens]
     assert [sample.group for sample in samples] == [0, 0, 1, 1]
 
 
@@ -666,99 +567,15 @@ def test_sft_rows_may_be_truncated_at_the_end(tmp_path):
     assert "2 of 4 rows" in sentences and "1 of 4 rows (25%)" in sentences
 
 
-@pytest.mark.parametrize(
-    ("kind", "row", "message"),
-    [
-        (SFT_ROWS, {"prompt": "x"}, "column 'prompt' needs 'completion' beside it"),
-        (
-            SFT_ROWS,
-            {"prompt": "x", "chosen": "y", "rejected": "z"},
-            "train on it with rl2.trainer",
-        ),
-        (SFT_ROWS, {"prompt": "x", "completion": " "}, "column 'completion': expected text, not"),
-        (SFT_ROWS, {"question": "x"}, "column 'messages' is missing; the row has question"),
-        (
-            SFT_ROWS,
-            {"messages": talk("x", " ", "y", "")},
-            "column 'messages': every reply of the assistant is empty",
-        ),
-        (
-            SFT_ROWS,
-            {"prompt": "x", "completion": talk("x", "w")[1:]},
-            "expected a reply that is text, as the prompt is text",
-        ),
-        (
-            PAIR_ROWS,
-            {"messages": "x", "chosen": "w", "rejected": {**talk("x", "v")[1], "tool_calls": [1]}},
-            "expected a reply that is text, as the prompt is text",
-        ),
-        (
-            PAIR_ROWS,
-            {**GOOD_PAIR, "chosen": talk("a", "b", "c", "w"), "rejected": talk("a", "w")},
-            "column 'chosen': expected one message of the assistant after the prompt",
-        ),
-        (
-            PAIR_ROWS,
-            {"chosen": "w w", "rejected": "v"},
-            "column 'messages': expected text or a list of messages, not empty, got ''",
-        ),
-        (SFT_ROWS, {"text": " "}, "column 'text': expected text, not empty, got ' '"),
-        (SFT_ROWS, {"text": 5}, "column 'text': expected text, not empty, got 5"),
-        (SFT_ROWS, {"messages": []}, "column 'messages': expected .* not empty"),
-        (
-            SFT_ROWS,
-            {"messages": talk("x")},
-            "no message of the assistant to train on; add one, or remove the row",
-        ),
-        (
-            SFT_ROWS,
-            {"messages": talk("x", "w", "refuse", "w")},
-            "the chat template refuses .*roles must alternate",
-        ),
-        (
-            PAIR_ROWS,
-            {**GOOD_PAIR, "messages": talk("refuse")},
-            "the chat template refuses .*roles must alternate",
-        ),
-        (
-            PAIR_ROWS,
-            {**GOOD_PAIR, "messages": talk("x", "w")},
-            "expected a prompt, but the last message is the assis",
-        ),
-        (
-            PAIR_ROWS,
-            {"messages": talk("x"), "chosen": "w"},
-            "column 'rejected' is missing; the row has messages, cho",
-        ),
-        (
-            PAIR_ROWS,
-            {**GOOD_PAIR, "chosen": ""},
-            "column 'chosen': expected text, not empty, got ''",
-        ),
-        (
-            PAIR_ROWS,
-            {**GOOD_PAIR, "chosen": talk("x", "w")},
-            "column 'chosen': expected one message of the assistant after the prompt, got",
-        ),
-        (
-            PAIR_ROWS,
-            {**GOOD_PAIR, "rejected": "w"},
-            "'chosen' and 'rejected' are the same text; remove the row: 'w'",
-        ),
-        (
-            PAIR_ROWS,
-            {**GOOD_PAIR, "margin": "much"},
-            "column 'margin': expected a number, got 'much'",
-        ),
-    ],
-)
-def test_malformed_example_names_file_row_and_remedy(tmp_path, kind, row, message):
+@pytest.mark.parametrize(("row", "message"), MALFORMED["sft"] + MALFORMED["pairs"])
+def test_malformed_example_names_file_row_and_remedy(tmp_path, row, message):
     tokenizer = with_eos(
         "{% for m in messages %}{% if m.content == 'refuse' %}"
         "{{ raise_exception('roles must alternate') }}{% endif %}"
         " {{ m.content }}{% endfor %}<e>"
     )
-    good = GOOD_PAIR if kind is PAIR_ROWS else {"messages": talk("x", "w")}
+    is_pair = [row, message] in MALFORMED["pairs"]
+    kind, good = (PAIR_ROWS, GOOD_PAIR) if is_pair else (SFT_ROWS, {"messages": talk("x", "w")})
     file = write(tmp_path / "a.jsonl", [good, row, good])
     with pytest.raises(ValueError, match=rf"(?s)\(1\):.*{file}, row 3: .*{message}"):
         make_examples(file, kind, tokenizer)
@@ -772,53 +589,11 @@ def read(tmp_path, capsys, reader, row, **columns):
     return row, capsys.readouterr().out
 
 
-USER, REPLY, OTHER_REPLY = (*talk("x", "w"), {"role": "assistant", "content": "v"})
-SHAREGPT = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "w"}]
+OTHERS = read_cases("rows_of_other_projects")
+USER = OTHERS["user"]
 
 
-@pytest.mark.parametrize(
-    ("row", "expected", "notes"),
-    [
-        ({"messages": [USER]}, {"messages": [USER]}, []),
-        (
-            {"messages": USER, "answer": 5},
-            {"messages": [USER], "answer": 5},
-            ["messages is read as a list of messages"],
-        ),
-        ({"prompt": [USER]}, {"messages": [USER]}, ["prompt is read as messages"]),
-        (
-            {"prompt": "x"},
-            {"messages": "x"},
-            ["prompt is read as messages", "as it is, without the chat template"],
-        ),
-        (
-            {"conversations": SHAREGPT[:1]},
-            {"messages": [USER]},
-            ["conversations is read as messages"],
-        ),
-        (
-            {"messages": [USER], "gt_answer": "5"},
-            {"messages": [USER], "gt_answer": "5", "answer": "5"},
-            ["gt_answer is read as answer"],
-        ),
-        (
-            {
-                "data_source": "openai/gsm8k",
-                "prompt": [USER],
-                "reward_model": {"style": "rule", "ground_truth": "5"},
-                "extra_info": {"index": 0},
-            },
-            {
-                "data_source": "openai/gsm8k",
-                "messages": [USER],
-                "reward_model": {"style": "rule", "ground_truth": "5"},
-                "extra_info": {"index": 0},
-                "answer": "5",
-            },
-            ["prompt is read as messages", "reward_model.ground_truth is read as answer"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "expected", "notes"), OTHERS["ppo"])
 def test_prompts_of_other_projects_are_read_and_that_is_said(
     tmp_path, capsys, row, expected, notes
 ):
@@ -837,36 +612,14 @@ def test_columns_are_renamed(tmp_path, capsys, monkeypatch):
     assert read(tmp_path, capsys, read_ppo_row, {"prompt": "x"}) == ({"messages": "x"}, "")
 
 
-@pytest.mark.parametrize(
-    ("row", "sequence"),
-    [
-        ({"conversations": SHAREGPT}, ([0, 3, 4], [0, 1, 1])),
-        ({"prompt": [USER], "completion": [REPLY]}, ([0, 3, 4], [0, 1, 1])),
-        ({"prompt": [USER], "response": "w"}, ([0, 3, 4], [0, 1, 1])),
-        ({"prompt": "x ", "completion": "w"}, ([0, 3, 4], [0, 1, 1])),
-        ({"prompt": [USER, REPLY, USER], "completion": [REPLY]}, None),
-        ({"messages": [USER, REPLY], "response": "v"}, ([0, 3, 4], [0, 1, 1])),
-    ],
-)
-def test_conversations_of_other_projects_are_trained(tmp_path, row, sequence):
-    """Where a completion is given, replies in the prompt are not trained."""
+@pytest.mark.parametrize(("row", "tokens", "mask"), OTHERS["sft"])
+def test_conversations_of_other_projects_are_trained(tmp_path, row, tokens, mask):
     path = write(tmp_path / "a.jsonl", [row])
     [example] = make_examples(path, SFT_ROWS, with_eos())
-    expected = sequence or ([0, 3, 4, 0, 3, 4], [0, 0, 0, 0, 1, 1])
-    assert example.sequences == [expected]
+    assert example.sequences == [(tokens, mask)]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": [USER], "chosen": "w", "rejected": "v"},
-        {"prompt": [USER], "chosen": [REPLY], "rejected": [OTHER_REPLY]},
-        {"prompt": [USER], "chosen": REPLY, "rejected": "v"},
-        {"chosen": [USER, REPLY], "rejected": [USER, OTHER_REPLY]},
-        {"prompt": "x", "chosen": [USER, REPLY], "rejected": [USER, OTHER_REPLY]},
-        {"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": OTHER_REPLY},
-    ],
-)
+@pytest.mark.parametrize("row", OTHERS["pairs"])
 def test_pairs_of_other_projects_are_read(tmp_path, capsys, row):
     seen, _ = read(tmp_path, capsys, read_pair_row, row)
     seen.pop("prompt", None)  # of a row whose replies hold the prompt too
@@ -879,7 +632,7 @@ def test_pairs_of_text(tmp_path, capsys):
     pair = {"chosen": "The sky is blue.", "rejected": "The sky is green."}
     seen, text = read(tmp_path, capsys, read_pair_row, pair)
     assert seen == {"messages": "The sky is", "chosen": " blue.", "rejected": " green."}
-    assert "what chosen and rejected begin with is read as the prompt (1 of 1 rows" in text
+    assert "is read as the prompt (1 of 1 rows" in text
 
 
 @pytest.mark.parametrize(
@@ -905,6 +658,5 @@ def test_tools_that_the_template_ignores_warn(capsys):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TURNS
     make_prompts(rows, tokenizer=tokenizer)
-    words = "warning: tools are not shown: the model's chat template ignores them. "
-    words += "Describe them in the prompt\n"
-    assert capsys.readouterr().out == words
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("warning: tools are not shown")

@@ -5,7 +5,7 @@ from datetime import date
 from types import SimpleNamespace
 
 import pytest
-import test_templates
+from chat_families import FAMILIES, make_template
 from prove_faults import FAULTS, MODELS, SIZES, arguments, make, plant, prove_planted, read_table
 from transformers import AutoModelForCausalLM, Gemma2Config
 
@@ -69,9 +69,9 @@ def test_layouts_in_processes_of_their_own(folder, name):
     assert done.returncode == bool(name) and "2 of 2 processes" in done.stdout
 
 
-@pytest.mark.parametrize("family", test_templates.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_is_found_in_templates_without_a_fault(family):
-    template = test_templates.make_template(family)
+    template = make_template(family)
     template.date = date.today()  # as in a command that is run today
     conversations = [(prove.CONVERSATION, None)]
     subject = SimpleNamespace(template=template, conversations=conversations)

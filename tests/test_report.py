@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import make_tokenizer
+from common import make_tokenizer, read_cases
 from common import run as run_python
 from safetensors.numpy import save_file
 
@@ -120,54 +120,19 @@ def console_lines(capsys, steps, config=None, num_steps=100):
     return capsys.readouterr().out.strip().splitlines()
 
 
-def test_the_line_of_grpo_shows_what_tells_and_not_the_loss(capsys):
-    [line] = console_lines(capsys, [STEP])
-    assert line == (
-        "step 3/100  reward 0.512 (right 0.45 short 0.06)  teaching 75%  cut 3%  kl 0.0012  "
-        "length 213  grad 0.46  tok/s 6000  9.0s (update 4.4)  0:14:33 left"
-    )
-    assert len(line) <= 150
-
-
-def test_the_line_of_ppo_shows_what_is_wrong_and_what_there_is(capsys):
-    critic = {
-        "critic/loss": 0.25,
-        "critic/grad_norm": 2.5,
-        "rollout/failed": 0.125,
-        "actor/skipped": 0.5,
-        "actor/approx_kl": 0.0021,
-        "actor/entropy": 0.75,
-        "test/reward/mean": 0.25,
-    }
-    config = make_config()
-    config.adv.estimator = "gae"
-    [line] = console_lines(capsys, [STEP | critic], config)
-    for text in (
-        "value loss 0.2500",
-        "critic grad 2.50",
-        "failed 12%",
-        "skipped 50%",
-        "approx_kl 0.0021",
-        "entropy 0.750",
-        "test reward 0.250",
-    ):
-        assert f"  {text}  " in line
-    # With a critic, groups of equal rewards teach too.
-    assert "teaching" not in line and "  loss" not in line
-
-
-def test_the_line_of_the_offline_trainers_has_loss_accuracy_and_margin(capsys):
-    dpo = {"actor/loss": 0.6931, "actor/accuracy": 0.75, "actor/margin": 0.1, "actor/grad_norm": 2}
-    rm = {"critic/loss": 0.6, "critic/accuracy": 0.5, "critic/margin": 0.0, "critic/grad_norm": 2}
-    rm["test/loss"] = 0.5
+@pytest.mark.parametrize("case", read_cases("console").values(), ids=read_cases("console"))
+def test_the_line_of_a_step(capsys, case):
+    is_ppo = case.get("healthy", False)
+    config = make_config(PPOConfig if is_ppo else SFTConfig)
+    if "estimator" in case:
+        config.adv.estimator = case["estimator"]
     times = {"time/step": 2.0, "time/update": 1.9, "tokens/per_second": 10.0}
-    steps = [{"step": 1, **dpo, **times}, {"step": 2, **rm, **times}]
-    lines = console_lines(capsys, steps, make_config(SFTConfig))
-    end = "tok/s 10  2.0s (update 1.9)"
-    dpo_values = "loss 0.6931  accuracy 0.750  margin 0.100  grad 2.00"
-    rm_values = "loss 0.6000  accuracy 0.500  margin 0.000  test loss 0.5000  grad 2.00"
-    assert lines[0].startswith(f"step 1/100  {dpo_values}  {end}")
-    assert lines[1].startswith(f"step 2/100  {rm_values}  {end}")
+    metrics = (STEP if is_ppo else times) | case.get("metrics", {})
+    [line] = console_lines(capsys, [metrics], config)
+    fields = line.split("  ")
+    assert set(case["shown"]) <= set(fields)
+    names = {re.split(r" [\d(]", field)[0] for field in fields}
+    assert not names & set(case["hidden"]) and len(fields) == len(set(fields))
 
 
 def test_the_time_left_counts_the_evaluations_that_are_due(capsys):
@@ -200,17 +165,15 @@ def test_the_start_says_what_a_step_is_made_of():
     config.rollout.max_turns = 3
     config.rollout.train_sampling_params.max_new_tokens = 512
     config.trainer.save_freq = 20
-    assert describe_start(config) == [
-        "each step: 4 prompts x 8 answers = 32 trajectories of up to 1,536 sampled tokens (up to "
-        "49,152 a step), then 2 updates of the actor"
-    ]
+    [sentence] = describe_start(config)
+    numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", sentence)]
+    assert numbers == [4, 8, 4 * 8, 3 * 512, 4 * 8 * 3 * 512, 2]
     config.trainer.rollouts_from = "runs/x"
-    assert describe_start(config) == [
-        "each step: the saved trajectories, then 2 updates of the actor"
-    ]
+    [sentence] = describe_start(config)
+    assert re.findall(r"\d+", sentence) == ["2"]
     assert describe_start(make_config(SFTConfig, save_freq=20)) == []
     [sentence] = describe_start(make_config(SFTConfig))
-    assert "trainer.save_freq is not set" in sentence
+    assert "trainer.save_freq" in sentence
 
 
 def test_nothing_is_sent_to_a_service_that_is_not_named(monkeypatch, one_process, tmp_path):
@@ -219,68 +182,39 @@ def test_nothing_is_sent_to_a_service_that_is_not_named(monkeypatch, one_process
     assert not MetricsLog(tmp_path, make_config(), 0, num_steps=5).has_services
 
 
-def reasons(config=None, **changes):
-    """{name: reason} of the problems of the healthy step with some metrics changed.
+@pytest.mark.parametrize("case", read_cases("health"), ids=str)
+def test_what_is_said_of_a_step(case):
+    config = make_config()
+    for key, value in case.get("config", {}).items():
+        section, name = key.split(".")
+        setattr(getattr(config, section), name, value)
+    metrics = STEP | (SAME if "same" in case else {}) | case.get("metrics", {})
+    problems = find_problems({k: v for k, v in metrics.items() if v is not None}, config)
+    assert [problem.name for problem in problems] == (
+        [case["problem"]] if "problem" in case else []
+    )
+    if problems:
+        assert re.search(case["reason"], problems[0].reason)
 
-    A metric that is None is absent.
-    """
-    changed = {name.replace("__", "/"): value for name, value in changes.items()}
-    metrics = {name: value for name, value in (STEP | changed).items() if value is not None}
-    return {p.name: p.reason for p in find_problems(metrics, config or make_config())}
 
-
-def test_a_healthy_step_has_no_problems():
-    assert reasons() == {}
-    assert reasons(rollout__zero_variance=0.9, rollout__truncated=0.5, rollout__failed=0.9) == {}
+def test_an_evaluation_and_an_offline_step():
     evaluation = {"step": 0, "test/reward/mean": 0.0, "time/step": 1.0}
     assert find_problems(evaluation, make_config()) == []
     sft = {"step": 1, "actor/grad_norm": 0.5, "actor/skipped": 0.0}
     assert find_problems(sft, make_config(SFTConfig)) == []
-
-
-def test_a_step_that_taught_nothing_says_why():
-    same = {name.replace("/", "__"): value for name, value in SAME.items()}
-    reason = reasons(**same)["taught nothing"]
-    assert reason.startswith("all 8 answers to each of the 32 prompts earned the same reward (0).")
-    assert "too hard" in reason and "rollouts/train/step_3.jsonl" in reason
-    # 0.1 is not exact: the deviation of equal rewards may be 1e-17.
-    reason = reasons(**same | {"reward__mean": 0.1, "reward__std": 1e-17})["taught nothing"]
-    assert "reward (0.1)" in reason and "too easy" in reason
-    reason = reasons(**same | {"reward__mean": 0.4, "reward__std": 0.5})["taught nothing"]
-    assert "prompts differ (mean 0.4)" in reason and "responses_per_prompt" in reason
-    nothing_trained = {"actor__grad_norm": 0.0, "rollout__failed": 1.0, "reward__mean": math.nan}
-    assert "failed on every" in reasons(**nothing_trained, reward__std=math.nan)["taught nothing"]
-    assert "masks every token" in reasons(actor__grad_norm=0.0)["taught nothing"]
-    frozen = reasons(actor__lr=None, actor__grad_norm=None, actor__skipped=None)
-    assert "actor.freeze_steps=0" in frozen["did not train the actor"]
-    [(name, reason)] = reasons(**same | {"actor__grad_norm": 0.1}).items()
-    assert name == "trained only on the KL or entropy term" and "too hard" in reason
-    own = make_config()
-    own.actor.loss = "mine.py:loss"
-    assert list(reasons(own, **same | {"actor__grad_norm": 0.1})) == ["trained without advantages"]
-    for estimator, function in ADVANTAGE_ESTIMATORS.items():
-        other = make_config()
-        other.adv.estimator = estimator
-        # A critic, a mean over the batch and a teacher learn from equal rewards too.
-        names = {"trained only on the KL or entropy term"}
-        expected = names if "group" in argument_names(function) else set()
-        assert reasons(other, **same | {"actor__grad_norm": 0.1}).keys() == expected
-        assert learns_from_groups_alone(other) == bool(expected)
-        other.teacher.model_name = "teacher"
-        assert not learns_from_groups_alone(other)
-    sft = {"step": 1, "actor/grad_norm": 0.0, "actor/skipped": 0.0}
-    [problem] = find_problems(sft, make_config(SFTConfig))
+    [problem] = find_problems(sft | {"actor/grad_norm": 0.0}, make_config(SFTConfig))
     assert problem.name == "taught nothing" and "no token" in problem.reason
 
 
-def test_cut_answers_name_the_limit():
-    reason = reasons(rollout__truncated=0.94)["had most answers cut"]
-    assert "94%" in reason and "rollout.train_sampling_params.max_new_tokens=" in reason
-    assert "max_length_per_device" not in reason
+@pytest.mark.parametrize(("estimator", "function"), ADVANTAGE_ESTIMATORS.items())
+def test_a_critic_a_batch_mean_and_a_teacher_learn_from_equal_rewards_too(estimator, function):
     config = make_config()
-    config.rollout.max_turns = 3
-    reason = reasons(config, rollout__truncated=0.94)["had most answers cut"]
-    assert "actor.max_length_per_device" in reason
+    config.adv.estimator = estimator
+    compares_groups = "group" in argument_names(function)
+    problems = find_problems(STEP | SAME | {"actor/grad_norm": 0.1}, config)
+    assert len(problems) == learns_from_groups_alone(config) == compares_groups
+    config.teacher.model_name = "teacher"
+    assert not learns_from_groups_alone(config)
 
 
 def test_a_problem_is_told_in_full_once_and_then_counted(tmp_path):
@@ -290,9 +224,10 @@ def test_a_problem_is_told_in_full_once_and_then_counted(tmp_path):
         same = SAME if step % 2 else {}
         printed += health.check(STEP | same | {"step": step})
     assert len(printed) == 2
-    assert printed[0].startswith("step 1 taught nothing: all 8 answers")
-    assert printed[1] == "step 19 is the 10th that taught nothing"
-    assert health.summary() == ["60 of 120 steps taught nothing"]
+    assert printed[0].startswith("step 1 taught nothing: ")
+    assert re.match("step 19 .*10th", printed[1]) and len(printed[1]) < 80
+    [summary] = health.summary()
+    assert "60 of 120" in summary
 
 
 def test_constant_rewards_of_a_critic_are_told_after_three_steps(tmp_path):
@@ -303,9 +238,7 @@ def test_constant_rewards_of_a_critic_are_told_after_three_steps(tmp_path):
     steps = [STEP | same, STEP | same, STEP | {"critic/lr": 1e-6}, *[STEP | same] * 3]
     printed = [health.check(metrics | {"step": i}) for i, metrics in enumerate(steps, 1)]
     assert printed[:5] == [[]] * 5
-    assert printed[5][0].startswith(
-        "step 6 earned a constant reward: for 3 steps in a row, all 8 answers"
-    )
+    assert re.match("step 6 earned a constant reward: .*3 steps.*all 8 answers", printed[5][0])
 
 
 def skip_updates(health, first_step, num_steps, fraction=1.0):
@@ -326,27 +259,19 @@ def test_skipped_updates_are_told_counted_and_stop_the_run(tmp_path):
     (tmp_path / "checkpoints/step_4.partial").mkdir()
     health.check(STEP | {"step": 5})
     printed = skip_updates(health, 6, 1)
-    assert printed == [
-        "step 6 skipped updates of the actor: the gradient of 2 of 2 was not finite, so these "
-        "moved no weight. If this continues, lower actor.lr=1e-06"
-    ]
-    config.actor.loss = "mine.py:loss"
-    metrics = STEP | {"actor/skipped": 1.0, "actor/grad_norm": math.nan}
-    [skipped] = [x for x in find_problems(metrics, config) if "skipped" in x.name]
-    assert "actor.loss=mine.py:loss for what may give NaN" in skipped.reason
-    config.actor.loss = "ppo"
+    assert re.match("step 6 skipped updates of the actor: .* 2 of 2 .*actor.lr=1e-06$", printed[0])
     assert health.is_diverging
     skip_updates(health, 7, 5, fraction=0.5)  # half of the updates are good
     assert not health.is_diverging
     health.check(STEP | {"step": 12})
-    assert health.summary() == ["6 of 8 steps skipped updates of the actor, 7 in all"]
+    [summary] = health.summary()
+    assert re.findall(r"\d+", summary) == ["6", "8", "7"]
     with pytest.raises(RuntimeError) as error:
         skip_updates(health, 13, 9)
-    message = str(error.value)
-    assert message.startswith("the last 4 updates of the actor were skipped")
-    assert "trainer.max_skipped_updates=4" in message and "lower actor.lr=1e-06" in message
     # The weights of step 11 still gave a finite gradient, those of step 12 did not.
-    assert message.endswith(f"trainer.resume={tmp_path}/checkpoints/step_6")
+    for words in ("last 4 updates", "trainer.max_skipped_updates=4", "actor.lr=1e-06"):
+        assert words in str(error.value)
+    assert str(error.value).endswith(f"trainer.resume={tmp_path}/checkpoints/step_6")
 
 
 def test_gradients_of_0_do_not_show_that_the_weights_are_good(tmp_path):
@@ -371,7 +296,7 @@ def test_what_to_do_about_a_run_that_diverged_from_its_start(tmp_path):
             skip_updates(health, start_step + 1, 4)
     health = Health(tmp_path, make_config(max_skipped_updates=3), 0)
     health.check(STEP | {"step": 1})
-    with pytest.raises(RuntimeError, match="there is no checkpoint of a step before it"):
+    with pytest.raises(RuntimeError, match="no checkpoint"):
         skip_updates(health, 2, 4)
     skip_updates(Health(tmp_path, make_config(max_skipped_updates=None), 0), 1, 50)
 
@@ -380,10 +305,10 @@ def test_what_to_do_about_a_run_that_diverged_from_its_start(tmp_path):
     ("seconds", "cpu_seconds", "num_threads", "words"),
     [
         (7.0, 12.9, 2, ""),  # alone on two cores
-        (21.0, 17.0, 2, "21.0 s and had only 17.0 s.*on 2 threads.*OMP_NUM_THREADS=1"),
-        (13.8, 12.9, 2, "so threads wait for each other"),
+        (21.0, 17.0, 2, "21.0 s .* 17.0 s .* 2 threads.*OMP_NUM_THREADS=1"),
+        (13.8, 12.9, 2, "13.8 s"),
         (10.0, 9.5, 1, ""),  # another program has the other core
-        (10.0, 4.0, 1, "on 1 threads.*end it, or .* start fewer processes"),
+        (10.0, 4.0, 1, " 1 threads"),
         (0.9, 0.1, 1, ""),  # too short to tell
         (5.0, 7.0, 16, ""),  # small matrices keep few of many threads busy
     ],
@@ -657,18 +582,16 @@ def test_broken_lines_and_missing_columns_are_no_obstacle(tmp_path):
     odd = [{}, answer(1, 0, math.nan, "x"), answer(2, 0, None, None)]
     [run] = report(write_run(tmp_path / "a", 2, {"train/step_1": odd}, end='7\n{"step": 3, "rew'))
     assert run["metrics"]["step"] == [1, 2] and run["num_broken"] == 2
-    groups = run["rollouts"]["steps"][0]["groups"]
-    assert {
-        group["group"]: [answer.get("reward") for answer in group["answers"]] for group in groups
-    } == {None: [None], 0: [None, None]}
+    rewards = {}
+    for group in run["rollouts"]["steps"][0]["groups"]:
+        rewards[group["group"]] = [answer.get("reward") for answer in group["answers"]]
+    assert rewards == {None: [None], 0: [None, None]}
 
 
 def test_a_report_has_a_sample_with_the_best_and_the_worst_answer(tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "ROLLOUT_BYTES", 60_000)
-    monkeypatch.setattr(page, "MAX_STEPS", 3)
-    monkeypatch.setattr(page, "MAX_LINES", 5)
-    monkeypatch.setattr(page, "MAX_ANSWERS", 4)
-    monkeypatch.setattr(page, "MAX_CHARACTERS", 1000)
+    limits = {"ROLLOUT_BYTES": 60_000, "MAX_STEPS": 3, "MAX_LINES": 5, "MAX_ANSWERS": 4}
+    for name, value in (limits | {"MAX_CHARACTERS": 1000}).items():
+        monkeypatch.setattr(page, name, value)
     records = [answer(i, i // 8, 0.5, "x" * 5000) for i in range(80)]
     records[20]["reward"], records[60]["reward"] = 0.0, 1.0
     [run] = report(write_run(tmp_path / "a", 9, {f"train/step_{i}": records for i in range(1, 10)}))
@@ -685,30 +608,18 @@ def test_a_report_has_a_sample_with_the_best_and_the_worst_answer(tmp_path, monk
     assert 30_000 < len(json.dumps(run["rollouts"])) < 62_000
 
 
-def test_conversations_share_only_what_comes_before_the_first_reply(tmp_path):
-    records = [answer(i, 0, 1.0, "same", num_turns=2) for i in range(2)]
-    for record in records:
-        record["messages"] += [{"role": "tool", "content": "1"}, *replies("same again")]
-    [run] = report(write_run(tmp_path / "a", 1, {"train/step_1": records}))
-    [group] = run["rollouts"]["steps"][0]["groups"]
-    assert len(group["prompt"]) == 1
-    assert [len(a["messages"]) for a in group["answers"]] == [3, 3]
-
-
-def test_the_examples_of_a_prompt_are_no_replies(tmp_path):
+@pytest.mark.parametrize("num_examples", [0, 1])
+def test_conversations_share_only_what_comes_before_the_first_reply(tmp_path, num_examples):
     """A prompt may have turns of the assistant, as the quickstart's."""
-    example = [{"role": "user", "content": "example"}, *replies("its answer")]
-    records = [answer(i, 0, 1.0, "same") for i in range(2)]
+    example = [{"role": "user", "content": "example"}, *replies("its answer")] * num_examples
+    records = [answer(i, 0, 1.0, "same", num_turns=2) for i in range(2)]
+    turns = [*replies("same"), {"role": "tool", "content": "1"}, *replies("same again")]
     for record in records:
-        record["messages"] = [*example, *record["messages"]]
+        record["messages"] = [*example, record["messages"][0], *turns]
     [run] = report(write_run(tmp_path / "a", 1, {"train/step_1": records}))
     [group] = run["rollouts"]["steps"][0]["groups"]
-    assert [message["content"] for message in group["prompt"]] == [
-        "example",
-        "its answer",
-        "question 0",
-    ]
-    assert [a["messages"] for a in group["answers"]] == [replies("same")] * 2
+    assert group["prompt"] == [*example, {"role": "user", "content": "question 0"}]
+    assert [a["messages"] for a in group["answers"]] == [turns] * 2
 
 
 def test_what_is_no_run_is_refused_in_words(tmp_path, capsys, monkeypatch):

@@ -5,21 +5,15 @@ tokenizers are small, byte by byte, with the special tokens of the family.
 """
 
 import asyncio
-import json
 import random
 import re
-from dataclasses import dataclass
-from datetime import date
 from os.path import commonprefix
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from chat_families import BYTES, DATE, FAMILIES, TEMPLATES, TOOLS, make_template, write_calls
 from jinja2 import TemplateError
-from test_chat import BYTES
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from rl2.data.chat import ChatTemplate
@@ -29,234 +23,12 @@ from rl2.env.call import Env
 from rl2.env.contract import EnvFailures, Turn
 from rl2.rollout.trajectory import Player, begin_group
 
-TEMPLATES = Path(__file__).parent / "templates"
 NUM_CONVERSATIONS = 25  # of each family, in each test
-DATE = date(2024, 2, 29)
-TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
-CHATML = "<|im_start|> <|im_end|> <|endoftext|>"
-LLAMA3 = "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>"
-GEMMA = "<bos> <eos> <start_of_turn> <end_of_turn>"
-MISTRAL = (
-    "<s> </s> [INST] [/INST] [TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] "
-    "[/TOOL_RESULTS] [SYSTEM_PROMPT] [/SYSTEM_PROMPT]"
-)
-DEEPSEEK = (
-    "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> "
-    "<｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜> "
-    "<｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> "
-    "<｜tool▁sep｜>"
-)
-COMMAND_R = (
-    "<BOS_TOKEN> <|START_OF_TURN_TOKEN|> <|END_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> "
-    "<|SYSTEM_TOKEN|>"
-)
-
-
-@dataclass
-class Family:
-    """What the tests know of a family besides its template. Tokens are separated by spaces."""
-
-    special: str
-    eos: str
-    bos: str | None = None
-    added: str = ""  # tokens of their own that are not special
-    other_ends: str = ""  # tokens that end a turn as `eos` does
-    clean_reply: str = "{}"  # a reply as the template writes it ...
-    clean_end: str | None = None  # ... and its end; None: `eos`
-    has_system: bool = True
-    has_calls: bool = False  # whether the template writes `tool_calls` beside any content
-    syntax: str = ""  # of the calls that the template writes
-    moves_system: bool = False  # the system prompt is shown at a last message of the user only
-    strips_right: bool = False  # special tokens swallow the white space behind them
-    # Training sequences of three turns, without and with a system prompt.
-    num_sequences: tuple[int, int] = (1, 1)
-
-    @property
-    def ends(self) -> list[str]:
-        return [self.eos, *self.other_ends.split()]
-
-
-FAMILIES = {
-    "chatml": Family(CHATML, "<|im_end|>"),
-    "command_a": Family(
-        f"{COMMAND_R} <|START_RESPONSE|> <|END_RESPONSE|> <|START_ACTION|> <|END_ACTION|> "
-        "<|START_THINKING|> <|END_THINKING|>",
-        "<|END_OF_TURN_TOKEN|>",
-        "<BOS_TOKEN>",
-        clean_reply="<|START_RESPONSE|>{}<|END_RESPONSE|>",
-        syntax="cohere",
-        num_sequences=(3, 3),
-    ),
-    "command_r": Family(COMMAND_R, "<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>"),
-    # The next reply begins inside the reasoning, which an earlier one has no more.
-    "deepseek_r1": Family(
-        DEEPSEEK,
-        "<｜end▁of▁sentence｜>",
-        "<｜begin▁of▁sentence｜>",
-        added="<think> </think>",
-        clean_reply="hm</think>{}",
-        syntax="deepseek",
-        num_sequences=(3, 3),
-    ),
-    "deepseek_v3": Family(
-        DEEPSEEK, "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", syntax="deepseek"
-    ),
-    "deepseek_v3_1": Family(
-        DEEPSEEK,
-        "<｜end▁of▁sentence｜>",
-        "<｜begin▁of▁sentence｜>",
-        added="<think> </think>",
-        syntax="deepseek",
-    ),
-    "gemma2": Family(
-        GEMMA,
-        "<eos>",
-        "<bos>",
-        other_ends="<end_of_turn>",
-        clean_end="<end_of_turn>",
-        has_system=False,
-    ),
-    "gemma3": Family(
-        GEMMA, "<eos>", "<bos>", other_ends="<end_of_turn>", clean_end="<end_of_turn>"
-    ),
-    "gemma4": Family(
-        "<bos> <eos> <|turn> <turn|> <|tool> <tool|> <|tool_call> <tool_call|> <|tool_response>",
-        "<turn|>",
-        "<bos>",
-        added='<|"|>',
-        other_ends="<|tool_response>",
-        syntax="gemma4",
-    ),
-    # A reply ends with the token of the next role.
-    "glm4": Family(
-        "[gMASK] <sop> <|endoftext|> <|system|> <|user|> <|assistant|> <|observation|>",
-        "<|endoftext|>",
-        other_ends="<|user|> <|observation|>",
-        clean_end="<|user|>",
-    ),
-    "glm4_5": Family(
-        "[gMASK] <sop> <|endoftext|> <|system|> <|user|> <|assistant|> <|observation|>",
-        "<|endoftext|>",
-        added="<tool_call> </tool_call> <arg_key> </arg_key> <arg_value> </arg_value>",
-        other_ends="<|user|> <|observation|>",
-        clean_end="<|user|>",
-        syntax="glm",
-    ),
-    "granite3": Family("<|start_of_role|> <|end_of_role|> <|end_of_text|>", "<|end_of_text|>"),
-    "kimi_k2": Family(
-        "<|im_system|> <|im_user|> <|im_assistant|> <|im_middle|> <|im_end|> "
-        "<|tool_calls_section_begin|> <|tool_calls_section_end|> <|tool_call_begin|> "
-        "<|tool_call_argument_begin|> <|tool_call_end|>",
-        "<|im_end|>",
-        has_calls=True,
-        syntax="kimi",
-    ),
-    "lfm2": Family(
-        f"<|startoftext|> {CHATML} <|tool_call_start|> <|tool_call_end|>",
-        "<|im_end|>",
-        "<|startoftext|>",
-        has_calls=True,
-        syntax="lfm2",
-    ),
-    "llama2": Family("<s> </s>", "</s>", "<s>", clean_reply=" {} "),
-    "llama3": Family(LLAMA3, "<|eot_id|>", "<|begin_of_text|>"),
-    "llama3_1": Family(
-        f"{LLAMA3} <|eom_id|> <|python_tag|>",
-        "<|eot_id|>",
-        "<|begin_of_text|>",
-        other_ends="<|eom_id|>",
-        has_calls=True,
-        syntax="llama",
-    ),
-    "mistral_nemo": Family(
-        MISTRAL,
-        "</s>",
-        "<s>",
-        has_calls=True,
-        syntax="mistral",
-        moves_system=True,
-        num_sequences=(1, 3),
-    ),
-    "mistral_small": Family(MISTRAL, "</s>", "<s>"),
-    "mistral_small3_2": Family(
-        f"{MISTRAL} [CALL_ID] [ARGS]", "</s>", "<s>", has_calls=True, syntax="mistral"
-    ),
-    "mistral_v3": Family(
-        MISTRAL,
-        "</s>",
-        "<s>",
-        clean_reply=" {}",
-        has_calls=True,
-        syntax="mistral",
-        moves_system=True,
-        num_sequences=(1, 3),
-    ),
-    "olmo2": Family("<|endoftext|> <|pad|>", "<|endoftext|>", "<|endoftext|>"),
-    # The tokenizer does not give the template's text back, so whole texts are compared.
-    "phi3": Family(
-        "<s> <|endoftext|> <|system|> <|user|> <|assistant|> <|end|>",
-        "<|endoftext|>",
-        "<s>",
-        other_ends="<|end|>",
-        clean_end="<|end|>",
-        strips_right=True,
-    ),
-    "phi4": Family(f"{CHATML} <|im_sep|>", "<|im_end|>", "<|endoftext|>"),
-    "qwen2_5": Family(
-        CHATML,
-        "<|im_end|>",
-        added="<tool_call> </tool_call>",
-        other_ends="<|endoftext|>",
-        has_calls=True,
-        syntax="hermes",
-    ),
-    "qwen3": Family(
-        CHATML,
-        "<|im_end|>",
-        added="<think> </think> <tool_call> </tool_call>",
-        other_ends="<|endoftext|>",
-        syntax="hermes",
-    ),
-    "qwen3_coder": Family(
-        CHATML,
-        "<|im_end|>",
-        added="<tool_call> </tool_call>",
-        other_ends="<|endoftext|>",
-        has_calls=True,
-        syntax="qwen3_coder",
-    ),
-    "smollm2": Family(CHATML, "<|im_end|>"),
-    "smollm3": Family(CHATML, "<|im_end|>", added="<think> </think>", syntax="hermes"),
-    "zephyr": Family("<s> </s>", "</s>", "<s>"),
-}
 
 
 def test_every_template_has_a_family():
     assert sorted(FAMILIES) == sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
     assert len(FAMILIES) >= 20
-
-
-def make_template(name: str) -> ChatTemplate:
-    """The family's template with a tokenizer that merges some letters, newlines and spaces."""
-    family = FAMILIES[name]
-    vocab = {character: i for i, character in enumerate(sorted(BYTES.values()))}
-    merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ċ", "Ċ"), ("Ġ", "Ġ"), ("Ġ", "m")]
-    for left, right in merges:
-        vocab[left + right] = len(vocab)
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    for token in family.special.split():
-        token = AddedToken(token, special=True, normalized=False, rstrip=family.strips_right)
-        backend.add_special_tokens([token])
-    backend.add_tokens([AddedToken(token, normalized=False) for token in family.added.split()])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token=family.bos,
-        eos_token=family.eos,
-        chat_template=(TEMPLATES / f"{name}.jinja").read_text(),
-    )
-    return ChatTemplate(tokenizer, date=DATE)
 
 
 def expected_text(template: ChatTemplate, messages: list, tools=None, next_reply=True) -> str:
@@ -479,30 +251,6 @@ class Look:
 
     def reward(self):
         return 1.0
-
-
-def make_call(name: str, arguments: dict, number: int = 0, is_text: bool = False) -> dict:
-    """A call in a message, with an id that templates of Mistral take."""
-    arguments = json.dumps(arguments, ensure_ascii=False) if is_text else arguments
-    function = {"name": name, "arguments": arguments}
-    return {"id": f"{number:09}", "type": "function", "function": function}
-
-
-def write_calls(template: ChatTemplate, family: Family, content: str, *calls: tuple) -> str:
-    """A turn with calls (name, arguments) as the template writes it.
-
-    Families without a syntax of their own use a fence. ValueError if the template refuses it.
-    """
-    if not family.syntax:
-        bare = [{"name": name, "arguments": arguments} for name, arguments in calls]
-        return f"{content}\n```json\n{json.dumps(bare)}\n```"
-    is_text = family.syntax == "deepseek"
-    tool_calls = [make_call(*call, i, is_text) for i, call in enumerate(calls)]
-    if family.syntax == "kimi":  # writes ids in place of names
-        for i, (name, _) in enumerate(calls):
-            tool_calls[i]["id"] = f"functions.{name}:{i}"
-    message = {"role": "assistant", "content": content, "tool_calls": tool_calls}
-    return template.render_turn(message, TOOLS)
 
 
 class Caller(Writer):

@@ -6,10 +6,9 @@ import re
 
 import pytest
 import transformers
+from chat_families import FAMILIES, make_template, make_tokenizer, write_calls
 from common import RESPONSE_TEMPLATE
 from packaging.version import Version
-from test_chat import make_tokenizer
-from test_templates import FAMILIES, make_template, write_calls
 
 from rl2.data.chat import ChatTemplate
 from rl2.env.syntaxes import MAX_CALLS, REASONING, SYNTAXES, ToolCall, find_calls

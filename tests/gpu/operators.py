@@ -7,7 +7,7 @@ from itertools import accumulate, product
 import torch
 import torch.nn.functional as F
 from figures import Skip, record
-from test_attention import as_pack, layout, reference, restrict
+from plain_attention import as_pack, layout, reference, restrict
 from tools import DEVICE, DRY, error, seconds
 
 from rl2.attention.kernels import Block, backward_block, forward_block
