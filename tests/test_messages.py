@@ -1,0 +1,86 @@
+"""The text of every message about the config, in one file: tests/messages.txt.
+
+A line that begins with "$ " is a command, and below it is what the command prints. $BASE stands for
+the required keys. To add a message, add a command; to write what all commands print now:
+
+    python tests/test_messages.py
+
+Read the diff before you commit it. Other tests compare keys and values of problems, no sentences.
+"""
+
+import contextlib
+import io
+import os
+import shlex
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from rl2.config.parse import parse
+from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
+
+MESSAGES = Path(__file__).with_name("messages.txt")
+ROOTS = {"ppo": PPOConfig, "sft": SFTConfig, "dpo": DPOConfig, "rm": RMConfig}
+BASE = {
+    "ppo": "data.path=train.jsonl actor.model_name=model rollout.env_path=env.py",
+    "sft": "data.path=train.jsonl actor.model_name=model",
+    "dpo": "data.path=train.jsonl actor.model_name=model",
+    "rm": "data.path=train.jsonl critic.model_name=model",
+}
+FILES = {
+    "model/config.json": "{}",
+    "train.jsonl": "",
+    "env.py": "",
+    "note.txt": "",
+    "list.yaml": "- a",
+    "section.yaml": "actor: 3",
+    "unknown.yaml": "actor:\n  lrr: 1\ntrainer:\n  resume: off\n",
+    "reference.yaml": "actor:\n  lr: ${oops}",
+}
+ENVIRONMENT = {"WORLD_SIZE": "4", "RANK": "0"}
+
+
+def run(command: str) -> str:
+    """What a command prints, in a folder that has FILES."""
+    trainer, *words = shlex.split(command.replace("$BASE", BASE[command.split()[0]]))
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        with contextlib.suppress(SystemExit):
+            parse(ROOTS[trainer], words)
+    return output.getvalue()
+
+
+def write_messages() -> str:
+    """messages.txt as the commands in it print it now."""
+    here = Path.cwd()
+    parts = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            for name, text in FILES.items():
+                Path(name).parent.mkdir(exist_ok=True)
+                Path(name).write_text(text)
+            for line in MESSAGES.read_text(encoding="utf-8").splitlines():
+                if line.startswith("$ "):
+                    parts.append(f"{line}\n{run(line[2:])}")
+        finally:
+            os.chdir(here)
+    return "\n".join(parts)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_messages(environment):
+    assert write_messages() == MESSAGES.read_text(encoding="utf-8"), (
+        "if the change is meant: python tests/test_messages.py"
+    )
+
+
+if __name__ == "__main__":
+    os.environ.update(ENVIRONMENT)
+    MESSAGES.write_text(write_messages(), encoding="utf-8")
