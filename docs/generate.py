@@ -18,7 +18,7 @@ from omegaconf import MISSING
 from rl2.config import schema
 from rl2.config.conditions import WITH_GPU
 from rl2.config.key import Key, schema_keys
-from rl2.config.key_rules import get_value
+from rl2.config.values import get_value
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS = ("PPO", "SFT", "DPO", "RM")

@@ -15,7 +15,7 @@ from common import ROOT
 
 from rl2.algorithms import losses
 from rl2.config.by_name import choose_function
-from rl2.config.parse import OPEN_KEYS
+from rl2.config.values import OPEN_KEYS
 
 sys.path.insert(0, str(ROOT / "docs"))
 import generate  # noqa: E402

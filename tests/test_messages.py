@@ -16,34 +16,19 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from configs import BASE, ROOTS, write_files
 
 from rl2.config.parse import parse
-from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 
 MESSAGES = Path(__file__).with_name("messages.txt")
-ROOTS = {"ppo": PPOConfig, "sft": SFTConfig, "dpo": DPOConfig, "rm": RMConfig}
-BASE = {
-    "ppo": "data.path=train.jsonl actor.model_name=model rollout.env_path=env.py",
-    "sft": "data.path=train.jsonl actor.model_name=model",
-    "dpo": "data.path=train.jsonl actor.model_name=model",
-    "rm": "data.path=train.jsonl critic.model_name=model",
-}
-FILES = {
-    "model/config.json": "{}",
-    "train.jsonl": "",
-    "env.py": "",
-    "note.txt": "",
-    "list.yaml": "- a",
-    "section.yaml": "actor: 3",
-    "unknown.yaml": "actor:\n  lrr: 1\ntrainer:\n  resume: off\n",
-    "reference.yaml": "actor:\n  lr: ${oops}",
-}
 ENVIRONMENT = {"WORLD_SIZE": "4", "RANK": "0"}
 
 
 def run(command: str) -> str:
-    """What a command prints, in a folder that has FILES."""
-    trainer, *words = shlex.split(command.replace("$BASE", BASE[command.split()[0]]))
+    """What a command prints, in a folder that has FILES of configs.py."""
+    trainer, *words = shlex.split(command)
+    if words and words[0] == "$BASE":
+        words[:1] = BASE[trainer]
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         with contextlib.suppress(SystemExit):
@@ -58,9 +43,7 @@ def write_messages() -> str:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
-            for name, text in FILES.items():
-                Path(name).parent.mkdir(exist_ok=True)
-                Path(name).write_text(text)
+            write_files(Path(folder))
             for line in MESSAGES.read_text(encoding="utf-8").splitlines():
                 if line.startswith("$ "):
                     parts.append(f"{line}\n{run(line[2:])}")

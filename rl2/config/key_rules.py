@@ -1,14 +1,12 @@
 """The checks of single keys, as the schema declares them: choices, ranges, keys without effect.
 
-Every check returns messages, so that the user sees all of them at once.
+Every check returns all problems that it finds, so that the user sees them at once.
 """
 
 import inspect
 import math
 import operator
-import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,10 +21,12 @@ from rl2.config.by_name import (
 )
 from rl2.config.conditions import estimator_inputs, function_settings
 from rl2.config.key import Key, schema_keys
+from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import FOLLOWED_KEYS
+from rl2.config.values import get_value
 from rl2.user_files import describe_failure
 
-Checked = tuple[list[str], list[str]]  # problems, warnings
+Checked = tuple[list[Problem], list[Problem]]  # problems, warnings
 BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {  # attribute of Key -> (test, words)
     "above": (operator.gt, "be above"),
     "at_least": (operator.ge, "not be below"),
@@ -35,43 +35,31 @@ BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {  # attribute of Ke
 }
 
 
-def get_value(config: Any, name: str) -> Any:
-    """The value of a dotted name; "" is the config itself.
-
-    None for an entry that a dict of the config does not have.
-    """
-    for part in name.split(".") if name else []:
-        config = config.get(part) if isinstance(config, dict) else getattr(config, part)
-    return config
-
-
-@contextmanager
-def collecting(problems: list[str]) -> Iterator[None]:
-    """A ValueError becomes one of the problems."""
-    try:
-        yield
-    except ValueError as error:
-        problems.append(str(error))
-
-
-def check_choices(config: Any) -> list[str]:
+def check_choices(config: Any) -> list[Problem]:
     """The keys whose value is none of their choices, or names no function."""
-    problems: list[str] = []
+    problems: list[Problem] = []
     for name, key in schema_keys(type(config)).items():
         value = get_value(config, name)
         if key.functions is not None:
-            with collecting(problems):
+            try:
                 check_function(value, key, name)
+            except ValueError as error:
+                problems.append(Problem(name, value, str(error)))
         elif key.choices:
             words = value if isinstance(value, list) else [value]
             if any(isinstance(word, str) and word not in key.choices for word in words):
-                *others, last = key.choices
-                if bool in key.types:
-                    others = ["true", "false", *others]
-                if {int, float}.intersection(key.types):
-                    others.append("a number")
-                problems.append(f"{name}={value}: choose {', '.join(others)} or {last}")
+                problems.append(wrong_value(name, value, f"choose {describe_choices(key)}"))
     return problems
+
+
+def describe_choices(key: Key) -> str:
+    """The choices of a key in words. A key that has choices may also be a switch or a number."""
+    *others, last = key.choices
+    if bool in key.types:
+        others = ["true", "false", *others]
+    if int in key.types or float in key.types:
+        others.append("a number")
+    return f"{', '.join(others)} or {last}"
 
 
 def check_function(value: str, key: Key, name: str) -> None:
@@ -105,24 +93,28 @@ def try_function(value: str, key: Key, name: str) -> Iterator[str]:
 
 def check_keys(config: Any, set_keys: set[str]) -> Checked:
     """Values outside their range, unusual ones, and keys that the user set without an effect."""
-    problems = []
-    warnings = []
+    problems: list[Problem] = []
+    warnings: list[Problem] = []
     defaults = type(config)()
     for name, key in schema_keys(type(config)).items():
         value, default = get_value(config, name), get_value(defaults, name)
         if isinstance(value, str) or value in (None, default):
             continue
         for bound in broken_bounds(key, value):
-            problems.append(f"{name}={value}: it must {bound}; {_show_default(key, default)}")
+            reason = f"it must {bound}; {_show_default(key, default)}"
+            problems.append(wrong_value(name, value, reason))
         if key.unusual_above is not None and value > key.unusual_above:
-            warnings.append(f"{name}={value} is unusually large: {key.unusual_effect}")
+            message = f"{name}={value} is unusually large: {key.unusual_effect}"
+            warnings.append(Problem(name, value, message))
         if key.unusual_below is not None and value < key.unusual_below:
-            warnings.append(f"{name}={value} is unusually small: {key.unusual_effect}")
+            message = f"{name}={value} is unusually small: {key.unusual_effect}"
+            warnings.append(Problem(name, value, message))
     for name in sorted(non_default_keys(config, set_keys)):
         reason, is_harmless = find_unused(config, name)
         if reason:
-            message = f"{name}={get_value(config, name)} has no effect {reason}"
-            (warnings if is_harmless else problems).append(message)
+            value = get_value(config, name)
+            problem = Problem(name, value, f"{name}={value} has no effect {reason}")
+            (warnings if is_harmless else problems).append(problem)
     return problems, warnings
 
 
@@ -173,13 +165,12 @@ def follow_keys(config: DictConfig, set_keys: set[str]) -> None:
             config.adv.norm_var = config.adv.estimator == "gae"
 
 
-def without_repeats(problems: list[str]) -> list[str]:
-    """The problems, but for those of keys that follow another one with the same wrong value."""
-    causes = [re.split("[ :]", problem)[0] for problem in problems]  # KEY=VALUE
+def without_repeats(problems: list[Problem]) -> list[Problem]:
+    """Drops the problem of a key that has its wrong value from the key that it follows."""
+    causes = [(problem.key, problem.value) for problem in problems]
     kept = []
-    for cause, problem in zip(causes, problems, strict=True):
-        name, _, value = cause.partition("=")
-        if f"{FOLLOWED_KEYS.get(name)}={value}" not in causes:
+    for problem in problems:
+        if (FOLLOWED_KEYS.get(problem.key), problem.value) not in causes:
             kept.append(problem)
     return kept
 

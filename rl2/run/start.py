@@ -6,8 +6,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from rl2.config.parse import flatten
 from rl2.config.schema import PPOConfig
+from rl2.config.values import flatten
 from rl2.data.rows import hash_data
 from rl2.parallel.mesh import is_first_rank
 from rl2.run.changes import DATA, RunIdentity, find_changes, identify

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 
-from rl2.config.parse import parse, refuse
+from rl2.config.parse import parse
+from rl2.config.problem import general_problem, refuse
 from rl2.config.schema import PPOConfig, RolloutConfig
 from rl2.data.examples import PROMPT_ROWS
 from rl2.data.rows import load_rows
@@ -32,8 +33,9 @@ from rl2.trainer.ppo_run import EvaluationRun
 
 Case = tuple[str, int, str]  # the kind of a reply, the number of its row, the reply
 
-# The beginnings of problems that are none here.
-ELSEWHERE = ("actor.model_name is missing", "actor.fsdp", "actor.sp", "actor.tp", "rollout.tp")
+# Keys of layouts, which are those of the run and not of this process.
+ELSEWHERE = ("actor.fsdp_size", "actor.sp_size", "actor.tp_size", "rollout.tp_size")
+OPTIONAL = ("actor.model_name",)
 FORMS = [
     "{}",
     "Answer: {}",
@@ -288,7 +290,9 @@ def play_model(words: list[str]) -> None:
     """Prints what the answers of the model to the test rows earn, by their length."""
     with tempfile.TemporaryDirectory() as folder:
         words += ["trainer.eval_only=true", f"trainer.save_dir={folder}/run"]
-        config = parse(PPOConfig, [*words, "rollout.engine=local"], elsewhere=ELSEWHERE)
+        config = parse(
+            PPOConfig, [*words, "rollout.engine=local"], elsewhere=ELSEWHERE, optional=OPTIONAL
+        )
         evaluator = EvaluationRun(config).evaluator
         collector = evaluator.collector
         [prompts] = evaluator.sets.values()
@@ -312,7 +316,7 @@ def main() -> None:
     options, words = parser.parse_known_args()
     if words and "=" not in words[0]:
         words[0] = f"rollout.env_path={words[0]}"
-    config = parse(PPOConfig, words, elsewhere=ELSEWHERE)
+    config = parse(PPOConfig, words, elsewhere=ELSEWHERE, optional=OPTIONAL)
     data = config.data
     try:
         rows = [*load_rows(data.path, "train", PROMPT_ROWS.read, data.columns, options.rows)]
@@ -322,6 +326,6 @@ def main() -> None:
         if config.actor.model_name:
             play_model([*words, f"data.test_path={data.path}", f"data.test_limit={options.rows}"])
     except (ValueError, RuntimeError, OSError) as error:
-        refuse([str(error)])
+        refuse([general_problem(str(error))])
     is_fault = (fault.startswith("PROBLEM") for fault in faults)
     sys.exit(1 if any(is_fault) else 2 * (STOPPED in faults))

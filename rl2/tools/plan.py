@@ -24,8 +24,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl2.batch import Batch
+from rl2.config.model_rules import check_lengths
 from rl2.config.parse import parse
-from rl2.config.rules import check_lengths, loaded_models
+from rl2.config.problem import Problem
+from rl2.config.rules import loaded_models
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, worker_names
 from rl2.engine.share import engine_bytes
 from rl2.model.folder import check_config
@@ -49,7 +51,13 @@ from rl2.worker import Loss, Worker
 
 TRAINERS: dict[str, type] = {"ppo": PPOConfig, "sft": SFTConfig, "dpo": DPOConfig, "rm": RMConfig}
 # Keys of what need not be on this machine.
-ELSEWHERE = ("data.", "rollout.env_path", "rollout.engine", "trainer.resume")
+ELSEWHERE = (
+    "data",
+    "rollout.env_path",
+    "rollout.engine",
+    "rollout.engine_args",
+    "trainer.resume",
+)
 # What a GPU holds besides tensors: contexts of CUDA and NCCL, SGLang's graphs, gaps between
 # tensors. An estimate that has not been measured.
 OUTSIDE_BYTES = 3 * GIB
@@ -300,7 +308,7 @@ def near_settings(config: Any, num_gpus: int) -> Iterator[tuple[str, Any, int]]:
         ("offload_model", True),
     ):
         changed = deepcopy(smaller)
-        problems: list[str] = []
+        problems: list[Problem] = []
         for name in names:
             section = getattr(changed, name)
             setattr(section, key, value)

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 import transformers
 
-from rl2.config.parse import parse, refuse
+from rl2.config.parse import parse
+from rl2.config.problem import general_problem, refuse
 from rl2.config.schema import PPOConfig
 from rl2.data.examples import PROMPT_ROWS
 from rl2.data.rows import load_rows
@@ -37,12 +38,14 @@ from rl2.tools.proofs import (
 )
 from rl2.trainer.inputs import make_chat_template
 
-# The beginnings of problems that are none here.
+# Keys of what need not be on this machine.
 ELSEWHERE = (
-    "data.path is missing",
-    "data.test",
+    "data.test_path",
+    "data.test_ratio",
+    "data.test_limit",
     "rollout.env_path",
     "rollout.engine",
+    "rollout.engine_args",
     "rollout.tp_size",
     "trainer.resume",
 )
@@ -174,7 +177,7 @@ def main() -> None:
     if arguments.processes < 1:
         parser.error(f"--processes {arguments.processes}: expected at least 1")
     os.environ["WORLD_SIZE"] = str(arguments.processes)
-    config = parse(PPOConfig, words, elsewhere=ELSEWHERE)
+    config = parse(PPOConfig, words, elsewhere=ELSEWHERE, optional=("data.path",))
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     multiprocessing.get_context("forkserver").set_forkserver_preload(["rl2.tools.proofs"])
@@ -183,7 +186,7 @@ def main() -> None:
         template = make_chat_template(config.data, tokenizer, date.today().isoformat())
         conversations = read_conversations(config)
     except ValueError as error:
-        refuse([str(error)])
+        refuse([general_problem(str(error))])
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory(prefix="rl2_prove_") as folder:
         subject = Subject(config, arguments.processes, template, conversations, folder)

@@ -11,7 +11,6 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,9 @@ from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from rl2.config import schema
-from rl2.config.parse import dump, flatten, quote_for_shell, read_override
+from rl2.config.arguments import Assignment, quote_for_shell, read_override
+from rl2.config.parse import dump
+from rl2.config.values import flatten
 from rl2.report.page import Record, read_lines, spread
 
 CURVE = r"reward/mean|rollout/(length|truncated)|(actor|critic)/(loss|kl|accuracy|grad_norm)"
@@ -265,9 +266,9 @@ def make_command(record: Record, values: Record) -> str:
 def write_override(key: str, value: Any) -> str:
     """The argument that sets the key, quoted for a shell; `read_override` reads it."""
     text = value if isinstance(value, str) else json.dumps(value)
-    with suppress(ValueError):
-        if read_override(f"{key}={text}").value == value:
-            return shlex.quote(f"{key}={text}")
+    override = read_override(f"{key}={text}")
+    if isinstance(override, Assignment) and override.value == value:
+        return shlex.quote(f"{key}={text}")
     return quote_for_shell(key, text)
 
 

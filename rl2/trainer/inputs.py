@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rl2.config.problem import Problem
 from rl2.config.schema import DataConfig, SFTDataConfig, worker_names
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import Examples, RowKind
@@ -21,14 +22,14 @@ TRIAL_ROWS = 1000  # rows that are read to show problems of the data beside thos
 
 def read_rows(
     config: Any, kind: RowKind, limit: int | None = None
-) -> tuple[dict[str, Rows], dict[str, str]]:
-    """(the rows of data.path and of each test set, by key; the problem of each wrong key).
+) -> tuple[dict[str, Rows], list[Problem]]:
+    """(the rows of data.path and of each test set, by key; the problems of the others).
 
     With a `limit` only so many rows of each file are read, and paths that are not on this machine
     are left out.
     """
     rows: dict[str, Rows] = {}
-    problems: dict[str, str] = {}
+    problems: list[Problem] = []
     data = config.data
     for key, path in {"data.path": data.path, **data.test_paths}.items():
         is_unused = key == "data.path" and config.trainer.eval_only and not data.test_ratio
@@ -39,12 +40,12 @@ def read_rows(
         try:
             rows[key] = load_rows(path, split, kind.read, data.columns, limit)
         except ValueError as error:
-            problems[key] = str(error)
+            problems.append(Problem(key, path, str(error)))
     return rows, problems
 
 
-def find_row_problems(kind: RowKind, config: Any) -> dict[str, str]:
-    """Key -> problem, of the data of a config that has other problems.
+def find_row_problems(kind: RowKind, config: Any) -> list[Problem]:
+    """The problems of the data, for a config that has other problems.
 
     Only the first rows of files that are on this machine are read.
     """
@@ -77,12 +78,12 @@ def make_examples(
     rows: dict[str, Rows],
     kind: RowKind,
     template: ChatTemplate,
-    problems: dict[str, str],
+    problems: list[Problem],
 ) -> tuple[Examples | None, dict[str, Examples]]:
     """Tokenises the rows, and splits test rows off: (training examples, test sets by name).
 
     The training examples are None if there are no rows of data.path. The name of a test set is that
-    of data.test_path.NAME, or "". ValueError lists the `problems`, by key, and those found here.
+    of data.test_path.NAME, or "". ValueError lists the `problems` and those found here.
     """
     data = config.data
     by_key: dict[str, Examples] = {}
@@ -99,9 +100,9 @@ def make_examples(
                 batch_size=getattr(data, kind.batch_key.removeprefix("data.")),
             )
         except ValueError as error:
-            problems[key] = str(error)
+            problems.append(Problem(key, rows_of_key.path, str(error)))
     if problems:
-        raise ValueError("\n".join(problems.values()))
+        raise ValueError("\n".join(map(str, problems)))
     for rows_of_key in rows.values():
         print_once(_warn_of_text_prompts(rows_of_key, template))
     print_once(_warn_of_trained_tests(data))

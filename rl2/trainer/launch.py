@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from rl2.config.parse import parse
+from rl2.config.parse import FindProblems, parse
 from rl2.model.head import Diverged
 from rl2.run.signals import guard
 from rl2.trainer.recorder import Recorder
@@ -22,7 +22,7 @@ class Run(Protocol):
 def launch(
     kind: type,
     start: Callable[[Any], None],
-    find_problems: Callable[[Any], dict[str, str]] | None = None,
+    find_problems: FindProblems | None = None,
 ) -> None:
     """Parses the arguments of the process as a config of the class `kind`, and calls `start` on it.
 

@@ -1,5 +1,6 @@
 """Prompts and environment of PPO, read before a model is loaded: all problems come at once."""
 
+from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import PPOConfig
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, Examples
@@ -23,16 +24,16 @@ def read_ppo_inputs(config: PPOConfig) -> tuple[dict[str, Rows], Env]:
     try:
         env, warnings = _read_env(config, rows)
     except ValueError as error:
-        problems["rollout.env_path"] = str(error)
+        problems.append(Problem("rollout.env_path", config.rollout.env_path, str(error)))
     if problems:
-        raise ValueError("\n".join(problems.values()))
+        raise ValueError("\n".join(map(str, problems)))
     print_once([f"warning: {warning}" for warning in warnings])
     assert env is not None
     return rows, env
 
 
-def find_ppo_problems(config: PPOConfig) -> dict[str, str]:
-    """Key -> problem, of the data and the environment of a config that has other problems.
+def find_ppo_problems(config: PPOConfig) -> list[Problem]:
+    """The problems of the data and the environment, for a config that has other problems.
 
     Only the first rows of files that are on this machine are read.
     """
@@ -41,7 +42,7 @@ def find_ppo_problems(config: PPOConfig) -> dict[str, str]:
         if config.rollout.env_path:
             _read_env(config, rows)
     except ValueError as error:
-        problems["rollout.env_path"] = str(error)
+        problems.append(Problem("rollout.env_path", config.rollout.env_path, str(error)))
     return problems
 
 
@@ -86,19 +87,20 @@ def _check_trajectory_length(config: PPOConfig, split: str, prompts: Examples) -
     check_length(config, prompts, remedy, turns * answer)
 
 
-def _find_unknown_stop_ids(config: PPOConfig, template: ChatTemplate) -> dict[str, str]:
-    """Key -> problem, of tokens that should end a turn and that the tokenizer does not have."""
-    problems = {}
+def _find_unknown_stop_ids(config: PPOConfig, template: ChatTemplate) -> list[Problem]:
+    """The problems of tokens that should end a turn and that the tokenizer does not have."""
+    problems = []
     last = max(template.tokenizer.get_vocab().values())
     for section in SAMPLING_SECTIONS.values():
         key = f"rollout.{section}.stop_token_ids"
         ids = getattr(config.rollout, section).stop_token_ids
         unknown = [token_id for token_id in ids if token_id > last]
         if unknown:
-            problems[key] = (
-                f"{key}={ids}: the tokenizer of {config.actor.model_name} has no token "
+            reason = (
+                f"the tokenizer of {config.actor.model_name} has no token "
                 f"{', '.join(map(str, unknown))}, its last one is {last}"
             )
+            problems.append(wrong_value(key, ids, reason))
     return problems
 
 

@@ -1,0 +1,135 @@
+"""Sets the keys of a config, and explains unknown keys and values of a wrong type."""
+
+import difflib
+import os
+from dataclasses import replace
+from types import NoneType
+from typing import Any, get_origin
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rl2.config.arguments import Assignment
+from rl2.config.key import Key
+from rl2.config.problem import Problem, wrong_value
+from rl2.config.synonyms import ALGORITHM_KEYS, explain_algorithm, find_synonym
+from rl2.config.values import OPEN_KEYS, show_value
+
+KIND_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    list: "a list, as '{name}=[a,b]'",
+    dict: "a map, as {name}.NAME=VALUE",
+    NoneType: "null",
+}
+
+
+def assign(
+    config: DictConfig,
+    known: dict[str, Key],
+    assignments: list[Assignment],
+    problems: list[Problem],
+) -> set[str]:
+    """Sets keys of the config, which are `known`. Returns those that were set.
+
+    A misspelled key sets the one key that it must mean, so that no other problem follows from it.
+    """
+    set_keys = set()
+    for name, value, source in assignments:
+        target, problem = find_target(name, value, known)
+        if target:
+            set_keys.add(target)
+            types = known[target].types if target in known else ()
+            value_problem = set_value(config, target, value, types)
+            problem = problem or value_problem
+        if problem:
+            problems.append(replace(problem, source=source))
+    return set_keys
+
+
+def find_target(name: str, value: Any, known: dict[str, Key]) -> tuple[str, Problem | None]:
+    """(the key that `name` means, or "" if that is not clear; the problem with the name)."""
+    if name.startswith(tuple(f"{key}." for key in OPEN_KEYS)):
+        return name, None
+    if name not in known:
+        return explain_unknown(name, value, known)
+    if not known[name].is_section:
+        return name, None
+    if value is None:  # a recipe may have a section without keys
+        return "", None
+    remedy = f"set its keys, as {name}.NAME=VALUE; --help {name} lists them"
+    return "", wrong_value(name, value, f"{name} is a section; {remedy}")
+
+
+def explain_unknown(name: str, value: Any, known: dict[str, Key]) -> tuple[str, Problem]:
+    """(the key that an unknown one must mean, or ""; the problem, with what to write instead)."""
+    target = ""
+    if name in ALGORITHM_KEYS and "adv.estimator" in known:
+        text = explain_algorithm(str(value)) or "set adv.estimator, actor.loss, actor.average"
+    else:
+        keys = [other for other in known if not known[other].is_section]
+        text, candidates = find_synonym(name, keys)
+        if not text:
+            candidates = near_keys(name, keys)
+            near = " or ".join(candidates)
+            text = f"did you mean {near}?" if near else "--help all lists all"
+        if len(candidates) == 1:
+            target = candidates[0]
+    return target, Problem(name, value, f"unknown key {name}={value}: {text}")
+
+
+def near_keys(key: str, keys: list[str]) -> list[str]:
+    """Up to three keys that a misspelled one may mean: near names, or near names' last parts."""
+    key = key.lower()
+    near = difflib.get_close_matches(key, keys, 3, 0.8)
+    if not near:
+        last_part = difflib.SequenceMatcher(b=key.rpartition(".")[2])
+        for name in keys:
+            last_part.set_seq1(name.rpartition(".")[2])
+            if last_part.ratio() >= 0.7:
+                near.append(name)
+    return near[:3]
+
+
+def set_value(config: DictConfig, name: str, value: Any, types: tuple[Any, ...]) -> Problem | None:
+    """Sets the key to a value of one of the `types`, () for any. Returns the problem."""
+    if types and set(types) <= {str, dict, NoneType}:
+        problem = check_text(name, value)
+        if problem is not None:
+            return problem
+    try:
+        OmegaConf.update(config, name, convert(value, types), force_add=not types)
+    except OmegaConfBaseException:
+        words = [KIND_WORDS[get_origin(kind) or kind] for kind in types or (dict,)]
+        expected = " or ".join(words).format(name=name)
+        return Problem(name, value, f"{name}={show_value(value)}: expected {expected}")
+    return None
+
+
+def check_text(name: str, value: Any) -> Problem | None:
+    """The problem of a value for a key that takes a text, which OmegaConf would convert."""
+    if value == "":
+        remedy = "write a value, or leave the key out; is a shell variable unset?"
+        return Problem(name, value, f"{name}= is empty: {remedy}")
+    given = f"{name}={show_value(value)}"
+    if isinstance(value, bool):
+        remedy = f"this key is a text, so quote it, as '{name}=\"{show_value(value)}\"'"
+        return Problem(name, value, f"{given}: {remedy}")
+    if isinstance(value, list):
+        remedy = "it takes one text"
+        if name.endswith("path"):
+            remedy = "give one path; of several files give the folder that they are in"
+        return Problem(name, value, f"{given}: {remedy}")
+    return None
+
+
+def convert(value: Any, types: tuple[Any, ...]) -> Any:
+    """1e3 as 1000 for a whole number. A text that begins with ~/ is a path in the home folder."""
+    if int in types and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if float in types and type(value) is int:  # a key that may also be a text would take "1"
+        return float(value)
+    is_path = isinstance(value, str) and value.startswith("~/")
+    return os.path.expanduser(value) if is_path else value

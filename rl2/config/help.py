@@ -1,0 +1,89 @@
+"""What --help prints: the usual keys on a screen, or every key of a section in full."""
+
+import shutil
+import textwrap
+from typing import Any
+
+from omegaconf import MISSING
+
+from rl2.config.assign import near_keys
+from rl2.config.key import Key, schema_keys
+from rl2.config.problem import Problem, refuse
+from rl2.config.values import get_value, show_value
+
+HELP_COLUMN = 40  # where the explanations of the short help begin
+
+
+def describe(root: type, argv: list[str]) -> str:
+    """The help of the sections or keys that the arguments name, or the short one."""
+    topics = [word for word in argv if not word.startswith("-") and "=" not in word]
+    if not topics:
+        return explain_common(root)
+    return "\n\n".join(explain(root, topic) for topic in topics)
+
+
+def explain(root: type, topic: str = "all") -> str:
+    """The full help of every key of `topic`: a section, a key or `all`."""
+    known = schema_keys(root)
+    lines = []
+    for name, key in known.items():
+        is_in_topic = topic == "all" or f"{name}.".startswith(f"{topic}.")
+        if is_in_topic and not key.is_section:
+            lines.append(f"  {name}={_default(root, name)}")
+            text = textwrap.fill(_with_choices(key.help, key), _width() - 6)
+            lines.append(textwrap.indent(text, " " * 6))
+        elif is_in_topic and "." not in name:
+            lines += ["", f"{name}: {key.help}"]
+    if not lines:
+        near = ", ".join(near_keys(topic, list(known)) or ["all"])
+        message = f"--help {topic}: there is no such section or key; try {near}"
+        refuse([Problem("--help", topic, message)])
+    return "\n".join(lines).strip("\n")
+
+
+def explain_common(root: type) -> str:
+    """The short help: the most used keys, one line each, and how to see more."""
+    known = schema_keys(root)
+    sections = [name for name in known if "." not in name]
+    hidden = tuple(name for name, key in known.items() if key.is_section and not key.common)
+    trainer = f"rl2.trainer.{root.__name__.removesuffix('Config').lower()}"
+    lines = [
+        f"torchrun --nproc_per_node=N -m {trainer} key=value ...",
+        f"python -m {trainer} key=value ...    (one process)",
+    ]
+    for name, key in known.items():
+        if name in sections:
+            lines.append(f"{name}: {key.help}")
+        elif key.common and not key.is_section and not name.startswith(hidden):
+            start = f"  {name}={_default(root, name)}".ljust(HELP_COLUMN) + "  "
+            short_help = _with_choices(key.help.split(";")[0], key)
+            space = _width() - len(start)
+            lines.append(start + textwrap.shorten(short_help, space, placeholder=" ..."))
+    lines += [
+        f"All keys: --help all, or --help SECTION of {', '.join(sections)}",
+        "--cfg job prints the resolved config; --plan predicts the memory of each phase",
+        "--config-dir DIR --config-name NAME starts from a YAML file",
+        "A value with spaces, commas, = or parentheses needs quotes in quotes: 'key=\"a value\"'",
+    ]
+    return "\n".join(lines)
+
+
+def _with_choices(text: str, key: Key) -> str:
+    """The text, and the choices of the key if it has some."""
+    choices = [*(key.functions or key.choices)]
+    if key.functions:
+        choices.append("file.py:function")
+    return f"{text} [{' | '.join(choices)}]" if choices else text
+
+
+def _default(root: type, name: str) -> str:
+    """The default of a key as the user would write it."""
+    value: Any = get_value(root(), name)
+    if value == MISSING:
+        return "(required)"
+    return "(none)" if value is None else show_value(value)
+
+
+def _width() -> int:
+    """Columns of the help: those of the terminal, from 80 to 100."""
+    return max(80, min(100, shutil.get_terminal_size(fallback=(100, 24)).columns))

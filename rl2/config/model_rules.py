@@ -1,0 +1,111 @@
+"""The checks of a model's section: its folder, its layout on the processes, its longest rows."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rl2.config.engines import is_installed
+from rl2.config.problem import Problem, wrong_value
+from rl2.config.schema import DPOConfig, ModelConfig, PPOConfig, RMConfig, WorkerConfig
+
+
+def check_model(config: Any, name: str, model: ModelConfig) -> Iterator[Problem]:
+    """The problems of the section `name`, which is `model`."""
+    yield from check_model_name(f"{name}.model_name", model.model_name or "")
+    yield from check_layout(name, model)
+    yield from check_lengths(config, name, model)
+    if isinstance(model, WorkerConfig):
+        yield from check_worker(name, model)
+
+
+def check_model_name(key: str, name: str) -> Iterator[Problem]:
+    """Whether the folder holds a model. A missing name is reported elsewhere."""
+    is_local = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if name and Path(name).is_dir():
+        if not Path(name, "config.json").exists():
+            yield wrong_value(key, name, "this folder holds no model (no config.json)")
+    elif is_local:
+        yield wrong_value(key, name, "no such folder; a model of the hub is owner/name")
+
+
+def check_layout(name: str, model: ModelConfig) -> Iterator[Problem]:
+    """Whether the parallel sizes of a model divide the processes.
+
+    Sequences and models are split over the processes that tensor parallelism leaves.
+    """
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    tp_size = model.tp_size
+    yield from check_divides(f"{name}.tp_size", tp_size, num_processes)
+    remark = ""
+    if tp_size > 1 and num_processes % tp_size == 0:
+        num_processes //= tp_size
+        remark = f" that {name}.tp_size={tp_size} leaves"
+    yield from check_divides(f"{name}.sp_size", model.sp_size, num_processes, remark)
+    yield from check_divides(f"{name}.fsdp_size", model.fsdp_size, num_processes, remark, " or 0")
+
+
+def check_divides(
+    key: str, size: int, num_processes: int, remark: str = "", also: str = ""
+) -> Iterator[Problem]:
+    """The problem of a size that does not divide the processes; the range is checked elsewhere."""
+    if size > 0 and num_processes % size:
+        divisors = [str(n) for n in range(1, num_processes + 1) if num_processes % n == 0]
+        processes = f"{num_processes} process{'es' if num_processes > 1 else ''}{remark}"
+        choices = f"{', '.join(divisors)}{also}"
+        message = f"{key}={size} does not divide the {processes}: choose {choices}"
+        yield Problem(key, size, message)
+
+
+def check_lengths(config: Any, name: str, model: ModelConfig) -> Iterator[Problem]:
+    """Whether the longest sequences fit one micro-batch of a model.
+
+    In training the two rows of a pair are together, in inference they are not.
+    """
+    length = config.data.max_length
+    num_rows = 2 if isinstance(config, DPOConfig | RMConfig) else 1
+    for limit, tokens, rows_together in (
+        ("max_length_per_device", model.max_length_per_device, num_rows),
+        ("max_inference_length_per_device", model.max_inference_length_per_device, 1),
+    ):
+        total = length * rows_together
+        longest = f"a row may get: data.max_length {length} x {rows_together}"
+        if isinstance(config, PPOConfig):
+            turns = config.rollout.max_turns
+            answer = config.rollout.train_sampling_params.max_new_tokens
+            total = length + turns * answer
+            longest = (
+                f"a trajectory may get: data.max_length {length} + {turns} x max_new_tokens "
+                f"{answer}"
+            )
+        if tokens and 0 < tokens * model.sp_size < total:
+            key = f"{name}.{limit}"
+            message = f"{key}={tokens} is shorter than {longest} = {total}"
+            yield Problem(key, tokens, f"{message}; raise it, or lower the others")
+
+
+def check_worker(name: str, worker: WorkerConfig) -> Iterator[Problem]:
+    """The problems of what only a trained model has."""
+    if worker.optimizer_dir and not Path(worker.optimizer_dir).is_dir():
+        yield wrong_value(f"{name}.optimizer_dir", worker.optimizer_dir, "no such folder")
+    if worker.save_freq is not None and worker.save_dir is None:
+        key = f"{name}.save_freq"
+        message = f"{key}={worker.save_freq} needs {name}.save_dir"
+        yield Problem(key, worker.save_freq, message)
+    if worker.lora_rank > 0:
+        yield from check_lora(name, worker)
+
+
+def check_lora(name: str, worker: WorkerConfig) -> Iterator[Problem]:
+    """Whether there can be adapters."""
+    key = f"{name}.lora_rank"
+    given = f"{key}={worker.lora_rank}"
+    if worker.tp_size > 1:
+        message = (
+            f"{given} with {name}.tp_size={worker.tp_size}: adapters are not cut into parts; "
+            f"set {name}.tp_size=1, fsdp_size and sp_size divide the work as well"
+        )
+        yield Problem(key, worker.lora_rank, message)
+    if not is_installed("peft"):
+        message = f"{given} needs peft, which is not installed; pip install peft"
+        yield Problem(key, worker.lora_rank, message)

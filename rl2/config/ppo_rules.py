@@ -1,0 +1,274 @@
+"""The checks of PPO alone: keys that need or exclude each other, the engine, equal bits."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from rl2.config.conditions import estimator_inputs, exact_obstacles
+from rl2.config.engines import choose_engine, is_installed
+from rl2.config.key_rules import non_default_keys
+from rl2.config.model_rules import check_divides
+from rl2.config.problem import Problem, wrong_value
+from rl2.config.schema import PPOConfig, worker_names
+from rl2.config.toolkit import toolkit_problems, version_problems
+from rl2.config.values import get_value
+from rl2.user_files import find_env_file
+
+INTERVAL_CORRECTIONS = ("token_mask", "geometric_mask")  # they keep ratios in [1 / cap, cap]
+
+
+def check_ppo(config: PPOConfig) -> Iterator[Problem]:
+    """The problems of a config of PPO beside those of its keys, data and models."""
+    yield from check_run(config)
+    yield from check_step_sizes(config)
+    yield from check_estimator(config)
+    yield from check_deterministic(config)
+    yield from check_kl(config)
+    yield from check_actor(config)
+    yield from check_rollout(config)
+    yield from check_engine(config)
+    yield from check_exact(config)
+
+
+def find_ppo_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
+    """Settings that are allowed but easily misunderstood. `set_keys`: those that the user set."""
+    yield from find_run_warnings(config)
+    yield from find_loss_warnings(config, set_keys)
+
+
+def check_run(config: PPOConfig) -> Iterator[Problem]:
+    """Whether there is an env file, and what an evaluation or a run on saved rollouts works on."""
+    path = config.rollout.env_path  # a missing one is reported elsewhere
+    try:
+        if path and find_env_file(path).suffix != ".py":
+            yield wrong_value("rollout.env_path", path, "this is no Python file (.py)")
+    except ValueError as error:
+        yield Problem("rollout.env_path", path, str(error))
+    saved = config.trainer.rollouts_from
+    if config.trainer.eval_only and not config.data.has_test_rows:
+        message = "trainer.eval_only=true needs data.test_path or data.test_ratio"
+        yield Problem("trainer.eval_only", True, message)
+    if config.trainer.eval_only and saved:
+        message = "trainer.eval_only=true trains on no rollouts: leave trainer.rollouts_from out"
+        yield Problem("trainer.eval_only", True, message)
+    elif saved and not Path(saved).is_dir():
+        yield wrong_value("trainer.rollouts_from", saved, "no such folder")
+
+
+def check_step_sizes(config: PPOConfig) -> Iterator[Problem]:
+    """Whether a step has enough trajectories for its mini-batches."""
+    num_trajectories = config.data.prompts_per_rollout * config.data.responses_per_prompt
+    for name in worker_names(config):
+        key = f"{name}.update_per_rollout"
+        updates = getattr(config, name).update_per_rollout
+        if 0 < num_trajectories < updates:
+            message = f"{key}={updates} is more than the {num_trajectories} trajectories of a step"
+            yield Problem(key, updates, message)
+
+
+def check_estimator(config: PPOConfig) -> Iterator[Problem]:
+    """Whether there is what the advantage estimator compares, and whether it takes rewards."""
+    estimator = config.adv.estimator
+    inputs = estimator_inputs(estimator)
+    if "group" in inputs and config.data.responses_per_prompt == 1:
+        message = (
+            f"data.responses_per_prompt=1 leaves adv.estimator={estimator} no group to compare "
+            "with: every advantage would be 0; sample 2 or more, or use "
+            "adv.estimator=reinforce_plus_plus or gae"
+        )
+        yield Problem("data.responses_per_prompt", 1, message)
+    if config.kl.type == "reward" and inputs and "rewards" not in inputs:
+        message = (
+            f"kl.type=reward has no effect with adv.estimator={estimator}, which takes no rewards: "
+            "choose kl.type=loss"
+        )
+        yield Problem("kl.type", "reward", message)
+    if "teacher_logps" in inputs and not config.teacher.model_name:
+        message = f"adv.estimator={estimator} needs the key teacher.model_name"
+        yield Problem("adv.estimator", estimator, message)
+
+
+def check_deterministic(config: PPOConfig) -> Iterator[Problem]:
+    """Whether the same run would have the same rollouts."""
+    if config.rollout.partial and config.trainer.deterministic:
+        message = (
+            "trainer.deterministic=true: partial rollouts depend on time; leave it or "
+            "rollout.partial out"
+        )
+        yield Problem("trainer.deterministic", True, message)
+
+
+def check_kl(config: PPOConfig) -> Iterator[Problem]:
+    """Whether the KL term has a kind and a weight, and a reference that can be updated."""
+    kl = config.kl
+    if kl.coef > 0 and kl.type is None:
+        message = (
+            f"kl.coef={kl.coef} needs kl.type: loss adds the KL to the loss, reward subtracts it "
+            "from the reward"
+        )
+        yield Problem("kl.coef", kl.coef, message)
+    if kl.coef == 0 and kl.type is not None:
+        message = f"kl.type={kl.type} needs kl.coef, the weight of the KL, e.g. kl.coef=0.001"
+        yield Problem("kl.type", kl.type, message)
+    if kl.update_freq and config.actor.lora_rank > 0:
+        reason = (
+            f"with actor.lora_rank={config.actor.lora_rank} the reference is the actor without its "
+            "adapters, which stays the start model; leave one of them out"
+        )
+        yield wrong_value("kl.update_freq", kl.update_freq, reason)
+
+
+def check_actor(config: PPOConfig) -> Iterator[Problem]:
+    """Whether the loss has what its correction and its average divide by."""
+    actor = config.actor
+    if actor.correction in INTERVAL_CORRECTIONS and actor.correction_cap == 1:
+        message = (
+            f"actor.correction_cap=1: actor.correction={actor.correction} masks all ratios outside "
+            "[1 / cap, cap], which leaves nothing to train; the default is 2"
+        )
+        yield Problem("actor.correction_cap", actor.correction_cap, message)
+    if actor.average == "constant" and actor.average_constant is None:
+        message = (
+            "actor.average=constant needs actor.average_constant, the length that it divides by: "
+            "Dr. GRPO takes that of the longest answer, here actor.average_constant="
+            f"{config.rollout.train_sampling_params.max_new_tokens}"
+        )
+        yield Problem("actor.average", actor.average, message)
+    if actor.average != "constant" and actor.average_constant is not None:
+        message = (
+            f"actor.average_constant={actor.average_constant} needs actor.average=constant; "
+            f"actor.average={actor.average} divides by what it counts"
+        )
+        yield Problem("actor.average_constant", actor.average_constant, message)
+
+
+def check_rollout(config: PPOConfig) -> Iterator[Problem]:
+    """Whether the ranges of rewards and lengths are ranges."""
+    rollout = config.rollout
+    bounds = rollout.filter
+    if bounds and (len(bounds) != 2 or not bounds[0] < bounds[1]):
+        reason = "give a low and a high bound of the mean reward, as [0,1]"
+        yield wrong_value("rollout.filter", bounds, reason)
+    buffer = rollout.overlong_buffer
+    answer = rollout.train_sampling_params.max_new_tokens
+    if buffer and buffer > answer:
+        message = (
+            f"rollout.overlong_buffer={buffer} is more than "
+            f"rollout.train_sampling_params.max_new_tokens={answer}: lower it, e.g. to a fifth"
+        )
+        yield Problem("rollout.overlong_buffer", buffer, message)
+
+
+def check_engine(config: PPOConfig) -> Iterator[Problem]:
+    """Whether SGLang is installed and can run here, its size divides the processes of a node, and
+    torch's memory is of a kind that it can take over and give back.
+    """
+    rollout = config.rollout
+    if choose_engine(rollout.engine)[0] != "sglang":
+        return
+    if not is_installed("sglang"):
+        reason = "it is not installed; pip install sglang, or set rollout.engine=local"
+        yield wrong_value("rollout.engine", "sglang", reason)
+        return
+    processes_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    yield from check_divides("rollout.tp_size", rollout.tp_size, processes_per_node, " of a node")
+    has_gpu = torch.cuda.is_available()
+    # A user who set it has chosen between speed and the precision of the logits.
+    has_float32_head = (
+        has_gpu
+        and config.actor.head_dtype == "float32"
+        and "enable_fp32_lm_head" not in rollout.engine_args
+    )
+    reasons = [*version_problems(has_float32_head)]
+    if has_gpu and torch.version.cuda:
+        reasons += toolkit_problems()
+    for reason in reasons:
+        yield wrong_value("rollout.engine", rollout.engine, reason)
+    if has_gpu:
+        yield from check_allocator()
+
+
+def check_allocator() -> Iterator[Problem]:
+    """Whether torch's allocator can give memory back, as the environment configures it."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        value = os.environ.get(name, "")
+        if re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE):
+            reason = (
+                "SGLang cannot give its memory to the trainer with expandable_segments; take it "
+                "out of the variable, or set rollout.engine=local"
+            )
+            yield wrong_value(name, value, reason)
+
+
+def check_exact(config: PPOConfig) -> Iterator[Problem]:
+    """Whether the demand for equal bits can be met; if not, what to choose instead."""
+    if not config.rollout.exact:
+        return
+    for obstacle in exact_obstacles(config):
+        message = f"rollout.exact=true does not hold with {obstacle}"
+        yield Problem("rollout.exact", True, message)
+    if config.trainer.rollouts_from:
+        message = (
+            "rollout.exact=true does not hold with trainer.rollouts_from, since other weights may "
+            "have sampled: leave it out, and the same weights repeat a step to the bit"
+        )
+        yield Problem("rollout.exact", True, message)
+
+
+def find_run_warnings(config: PPOConfig) -> Iterator[Problem]:
+    """Settings of the run and its rollouts that are allowed but easily misunderstood."""
+    rollout, trainer = config.rollout, config.trainer
+    params = rollout.train_sampling_params
+    if rollout.partial and config.actor.correction == "none":
+        message = (
+            "rollout.partial=true: tokens that older weights sampled are trained as if the current "
+            "ones had; actor.correction=token_tis weighs them by their recorded log-probabilities"
+        )
+        yield Problem("rollout.partial", True, message)
+    if params.top_p < 1 or params.top_k != -1:
+        message = (
+            "rollout.train_sampling_params: the policy's log-probabilities are from before top_p "
+            "and top_k: the trainer does not see what these cut off"
+        )
+        yield Problem("rollout.train_sampling_params", params, message)
+    if trainer.rollouts_from and config.data.test_path:
+        message = "data.test_path: nothing is sampled with trainer.rollouts_from, not even a test"
+        yield Problem("data.test_path", config.data.test_path, message)
+    num_answers = config.data.responses_per_test_prompt
+    if num_answers > 1 and rollout.test_sampling_params.temperature == 0:
+        reason = (
+            "with rollout.test_sampling_params.temperature=0 the answers to a prompt are all the "
+            "same; set a temperature, e.g. 1 as in training"
+        )
+        yield wrong_value("data.responses_per_test_prompt", num_answers, reason)
+    for name, worker in (("actor", config.actor), ("critic", config.critic)):
+        if trainer.max_steps and worker.freeze_steps >= trainer.max_steps:
+            reason = f"{name} is not updated in any of the {trainer.max_steps} steps"
+            yield wrong_value(f"{name}.freeze_steps", worker.freeze_steps, reason)
+
+
+def find_loss_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
+    """Settings of the loss that are allowed but easily misunderstood."""
+    actor = config.actor
+    clips = sorted(
+        {"actor.clip", "actor.clip_high", "actor.dual_clip"} & non_default_keys(config, set_keys)
+    )
+    is_on_policy = actor.updates_per_step == 1 and not config.trainer.rollouts_from
+    if clips and is_on_policy and actor.loss == "ppo":
+        message = (
+            f"{', '.join(clips)}: with actor.update_per_rollout=1 and actor.epochs_per_rollout=1 "
+            "the ratio is exactly 1 and never clipped"
+        )
+        yield Problem(clips[0], get_value(config, clips[0]), message)
+    if actor.updates_per_step > 1 and actor.loss == "reinforce":
+        reason = (
+            f"after the first of the {actor.updates_per_step} updates of a rollout the answers are "
+            "those of an older policy, and this loss has no ratio that corrects for it"
+        )
+        yield wrong_value("actor.loss", actor.loss, reason)
+    if config.kl.type == "loss" and config.kl.loss_estimator == "k1":
+        reason = "the gradient of k1 in a loss is 0 on average; k2 has that of the KL"
+        yield wrong_value("kl.loss_estimator", "k1", reason)

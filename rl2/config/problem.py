@@ -1,0 +1,72 @@
+"""What is wrong with a config, as data, and how it is printed."""
+
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from omegaconf import MISSING
+
+from rl2.error_report import report_error
+from rl2.parallel.mesh import is_first_rank
+
+SECONDS_FOR_FIRST_RANK = 1.0  # to print the problems, which all find at about the same time
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with the value of a key, or something to warn of.
+
+    If several keys do not fit together, the message begins with one of them, and that is `key`. An
+    unknown key, an option such as --config-name and an environment variable have their own names;
+    what belongs to none has "".
+    """
+
+    key: str
+    value: Any  # MISSING if there is none
+    text: str  # the whole message: the key and its value, what is wrong, and what to do
+    source: str = ""  # the recipe file that sets the key; "" for an argument
+
+    def __str__(self) -> str:
+        return f"{self.text} (in {self.source})" if self.source else self.text
+
+
+def wrong_value(key: str, value: Any, reason: str) -> Problem:
+    """The usual problem, "KEY=VALUE: reason"."""
+    return Problem(key, value, f"{key}={value}: {reason}")
+
+
+def general_problem(text: str) -> Problem:
+    """A problem that belongs to no key."""
+    return Problem("", MISSING, text)
+
+
+def add_new_problems(problems: list[Problem], others: Iterable[Problem]) -> None:
+    """Adds the other problems, except those of keys that already have one."""
+    known_keys = {problem.key for problem in problems}
+    problems += [problem for problem in others if problem.key not in known_keys]
+
+
+def is_about(problem: Problem, keys: Iterable[str]) -> bool:
+    """Whether the problem is about one of the keys, or about a key below one of them."""
+    return any(f"{problem.key}.".startswith(f"{key}.") for key in keys)
+
+
+def refuse(problems: list[Problem]) -> NoReturn:
+    """Prints the problems on rank 0, and exits with status 2."""
+    plural = "s" if len(problems) > 1 else ""
+    lines = [f"{len(problems)} problem{plural} in the configuration:"]
+    lines += [f"  - {problem}" for problem in problems]
+    if is_first_rank():
+        report_error("\n".join(lines))
+    else:  # torchrun ends the first rank as soon as another one ends
+        time.sleep(SECONDS_FOR_FIRST_RANK)
+    sys.exit(2)
+
+
+def warn(warnings: Iterable[Problem]) -> None:
+    """Prints the warnings on rank 0."""
+    if is_first_rank():
+        for warning in warnings:
+            print(f"warning: {warning}", file=sys.stderr)

@@ -1,0 +1,39 @@
+"""Values of a config by dotted key, and how they are written on the command line."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+# Dicts, whose keys the schema does not list.
+OPEN_KEYS = (
+    "rollout.engine_args",
+    "rollout.reward_weights",
+    "data.columns",
+    "data.chat_template_kwargs",
+    "data.test_path",
+)
+
+
+def get_value(config: Any, name: str) -> Any:
+    """The value of a dotted name; "" is the config itself.
+
+    None for an entry that a dict of the config does not have.
+    """
+    for part in name.split(".") if name else []:
+        config = config.get(part) if isinstance(config, dict) else getattr(config, part)
+    return config
+
+
+def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every key in nested dicts."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value and key not in OPEN_KEYS:
+            yield from flatten(value, key + ".")
+        else:
+            yield key, value
+
+
+def show_value(value: Any) -> str:
+    """A value as one writes it on the command line."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

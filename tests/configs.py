@@ -1,0 +1,53 @@
+"""Helpers of the tests of the config: commands that pass, and the problems of a command."""
+
+from pathlib import Path
+
+from rl2.config.arguments import read_arguments
+from rl2.config.parse import check, compose
+from rl2.config.problem import Problem
+from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
+
+ROOTS = {"ppo": PPOConfig, "sft": SFTConfig, "dpo": DPOConfig, "rm": RMConfig}
+# The required keys of each trainer, with paths in a folder that has FILES.
+BASE = {
+    "ppo": ["data.path=train.jsonl", "actor.model_name=model", "rollout.env_path=env.py"],
+    "sft": ["data.path=train.jsonl", "actor.model_name=model"],
+    "dpo": ["data.path=train.jsonl", "actor.model_name=model"],
+    "rm": ["data.path=train.jsonl", "critic.model_name=model"],
+}
+FILES = {
+    "model/config.json": "{}",
+    "train.jsonl": "",
+    "env.py": "",
+    "note.txt": "",
+    "list.yaml": "- a",
+    "section.yaml": "actor: 3",
+    "unknown.yaml": "actor:\n  lrr: 1\ntrainer:\n  resume: off\n",
+    "reference.yaml": "actor:\n  lr: ${oops}",
+    "twice.yaml": "actor:\n  lr: 1\n  lr: 2",
+    "cut.yaml": "actor: [",
+    "binary.yaml": "\0",
+    "right.yaml": "actor:\ntrainer:\n  max_steps: 1e2\n",
+}
+
+
+def write_files(folder: Path) -> None:
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def find_problems(trainer: str, words: list[str]) -> tuple[list[Problem], list[Problem]]:
+    """(problems, warnings) of a command that also has the required keys."""
+    return check(compose(ROOTS[trainer], read_arguments([*BASE[trainer], *words])))
+
+
+def problem_keys(trainer: str, *words: str) -> list[str]:
+    return [problem.key for problem in find_problems(trainer, [*words])[0]]
+
+
+def warning_keys(trainer: str, *words: str) -> list[str]:
+    """The keys that a command without problems warns of."""
+    problems, warnings = find_problems(trainer, [*words])
+    assert problems == []
+    return [warning.key for warning in warnings]
