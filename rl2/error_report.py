@@ -12,6 +12,10 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 
+class Diverged(RuntimeError):
+    """The weights are so large, or so far from numbers, that nothing can be computed with them."""
+
+
 def report_error(text: str) -> None:
     """Prints the message, and lets the report of torchrun, which follows, end with it."""
     print(text, file=sys.stderr)

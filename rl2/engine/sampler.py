@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl2.model.head import BLOCK_SIZE_TOKENS, BlockSoftmax
+from rl2.model.exact_head import BLOCK_SIZE_TOKENS, BlockSoftmax
 
 
 def uniform_noise(seed: tuple[int, ...], count: int) -> np.ndarray:

@@ -5,15 +5,14 @@ Shapes: P scored pairs, E hidden size, V vocabulary (or this process's part of i
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from rl2.attention.pages import MIN_ROWS, exact_factors
+from rl2.attention.pages import exact_factors
+from rl2.model.exact_head import exact_scores
 from rl2.model.fused import compiled
 from rl2.parallel.device import device_kind
 from rl2.parallel.tensor import sum_softmax
@@ -24,7 +23,20 @@ LOGITS_PER_CHUNK = {"cpu": 2**23, "cuda": 2**27}
 # So many logits are held from the forward to the backward pass on a CPU, 512 MiB in fp32. Their
 # product is the slowest one of an update.
 MOST_KEPT_LOGITS = 2**27
-BLOCK_SIZE_TOKENS = 64  # tokens of the vocabulary whose weights are summed first, in the engine
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """How the scores of a call are computed, see `head_scores`."""
+
+    temperature: float
+    with_entropy: bool
+    group: dist.ProcessGroup | None
+    dtype: torch.dtype
+    compile: bool
+    exact: bool
+    keeps_logits: bool
+    """the backward pass reads the logits of the forward pass instead of computing them again"""
 
 
 def logit_divisor(config: Any) -> float:
@@ -43,14 +55,14 @@ def head_scores(
     dtype: torch.dtype = torch.float32,
     compile: bool = False,
     exact: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """hidden [P, E], weight [V, E], targets [P] -> (log-probabilities, entropies), [P] in fp32.
 
     They are those of softmax(hidden @ weight.T / temperature): of each target, and of the whole.
     The logits are rounded to `dtype`, or to the type of `hidden` if that is finer. In bf16 those
     between 16 and 32 are multiples of 1/8.
 
-    The entropy means nothing without `with_entropy`. With `group`, weight is this process's part of
+    The entropies are None without `with_entropy`. With `group`, weight is this process's part of
     the vocabulary; the parts are in order of rank. With `compile`, what is done with the logits is
     one compiled kernel a chunk, forward and backward. With `exact` the log-probabilities have the
     bits of the embedded engine's.
@@ -63,82 +75,16 @@ def head_scores(
         and not compile  # columns of kept logits have other strides at each length
         and len(hidden) * len(weight) <= MOST_KEPT_LOGITS
     )
-    settings = (temperature, with_entropy, group, dtype, compile)
-    return _Head.apply(hidden, weight, targets, settings, exact, keeps_logits)
-
-
-class Diverged(RuntimeError):
-    """The weights are so large, or so far from numbers, that nothing can be computed with them."""
-
-
-@dataclass
-class BlockSoftmax:
-    """The softmax of logits / temperature, by blocks of the vocabulary.
-
-    Every row has the same bits in any number of rows.
-    """
-
-    weights: Tensor  # [n, blocks, BLOCK_SIZE_TOKENS] exp(z - top), 0 behind the vocabulary
-    top: Tensor  # [n] the largest z
-    block_sums: Tensor  # [n, blocks] float64, of the weights
-
-    @classmethod
-    def of(cls, logits: Tensor, temperature: Tensor) -> "BlockSoftmax":
-        """logits [n, V], temperature [n]. Diverged if the logits are not finite."""
-        z = F.pad(logits.float(), (0, -logits.shape[1] % BLOCK_SIZE_TOKENS), value=-torch.inf)
-        top = z.div_(temperature[:, None]).amax(-1)
-        weights = z.sub_(top[:, None]).exp_().unflatten(1, (-1, BLOCK_SIZE_TOKENS))
-        softmax = cls(weights, top, weights.sum(-1).double())
-        if not softmax.total.isfinite().all():
-            raise Diverged("the model's logits are not finite: its weights have diverged")
-        return softmax
-
-    @cached_property
-    def total(self) -> Tensor:
-        """[n] float64, the sum of all weights."""
-        return self.block_sums.sum(-1)
-
-    def logps(self, logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
-        """The log-probability [n] float32 of one token of each row."""
-        token_logits = logits.gather(1, tokens[:, None])[:, 0].float()
-        return (token_logits / temperature - self.top - self.total.log()).float()
-
-
-def _exact_scores(hidden, weight, targets, settings, keeps_logits):
-    """(log-probabilities, log-sum-exps, entropies) [P] and, to keep, the logits [P, V] or None.
-
-    The rows go a slice at a time. The head is converted to `dtype` as a whole, as in the engine.
-    """
-    temperature, with_entropy, _, dtype, _ = settings
-    missing = max(0, MIN_ROWS - len(hidden))
-    factors = hidden.dtype
-    hidden = F.pad(hidden.to(dtype), (0, 0, 0, missing))
-    weight = weight.to(dtype)
-    # Slices are of nearly the same size, so none has fewer than MIN_ROWS.
-    most_rows = max(2 * MIN_ROWS, LOGITS_PER_CHUNK["cpu"] // len(weight))
-    num_slices = -(-len(hidden) // most_rows)
-    kept = hidden.new_empty(len(hidden), len(weight)) if keeps_logits else None
-    rows = zip(
-        hidden.tensor_split(num_slices),
-        F.pad(targets, (0, missing)).tensor_split(num_slices),
-        [None] * num_slices if kept is None else kept.tensor_split(num_slices),
-        strict=True,
+    settings = HeadSettings(
+        temperature=temperature,
+        with_entropy=with_entropy,
+        group=group,
+        dtype=dtype,
+        compile=compile,
+        exact=exact,
+        keeps_logits=keeps_logits,
     )
-    scores = []
-    for some_hidden, some_targets, some_kept in rows:
-        with exact_factors(factors):
-            logits = torch.mm(some_hidden, weight.T, out=some_kept)
-        divisor = torch.full((len(logits),), temperature)
-        softmax = BlockSoftmax.of(logits, divisor)
-        lse = (softmax.top + softmax.total.log()).float()
-        entropy = lse
-        if with_entropy:  # log total - E[z - top], where z - top is the logarithm of a weight
-            mean = torch.xlogy(softmax.weights, softmax.weights).sum((1, 2)) / softmax.total
-            entropy = (softmax.total.log() - mean).float()
-        scores.append((softmax.logps(logits, some_targets, divisor), lse, entropy))
-    # FSDP wants no views.
-    columns = [torch.cat(column)[: len(targets)].clone() for column in zip(*scores, strict=True)]
-    return *columns, kept
+    return _Head.apply(hidden, weight, targets, settings)
 
 
 class _Head(torch.autograd.Function):
@@ -152,53 +98,41 @@ class _Head(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, settings, exact, keeps_logits):
+    def forward(ctx, hidden, weight, targets, settings: HeadSettings):
         ctx.settings = settings
-        if exact:
-            logps, lse, entropy, kept = _exact_scores(
-                hidden, weight, targets, settings, keeps_logits
+        if settings.group:  # targets become columns of our part; they may lie outside it
+            targets = targets - len(weight) * dist.get_rank(settings.group)
+        if settings.exact:
+            logps, lse, entropy, kept = exact_scores(
+                hidden,
+                weight,
+                targets,
+                temperature=settings.temperature,
+                with_entropy=settings.with_entropy,
+                dtype=settings.dtype,
+                logits_per_slice=LOGITS_PER_CHUNK["cpu"],
+                keeps_logits=settings.keeps_logits,
             )
-            ctx.save_for_backward(hidden, weight, targets, lse, entropy, kept)
-            return logps, entropy
-        temperature, with_entropy, group, dtype, compile = settings
-        kept = None
-        if keeps_logits:
-            kept = torch.empty(len(hidden), len(weight))
-        target_logit = total = torch.zeros(len(hidden), device=hidden.device)
-        weighted = torch.zeros_like(total)
-        top = total - torch.inf  # of the columns so far, like the sums over exp(z - top) beside it
-        add_chunk = compiled(_add_chunk, 0) if compile else _add_chunk
-        if group:  # targets become columns of our part; they may lie outside it
-            targets = targets - len(weight) * dist.get_rank(group)
-        for columns in _chunks(hidden, weight):
-            logits = _logits(hidden, weight[columns], dtype)
-            if kept is not None:
-                kept[:, columns] = logits
-            logits = _divided(logits, temperature)
-            index, is_here = _targets_within(targets, columns)
-            target_logit = target_logit + logits.gather(1, index).squeeze(1) * is_here
-            top, total, weighted = add_chunk(logits, top, total, weighted, with_entropy, compile)
-        lse = total.log() + top
-        mean = weighted / total  # sum p z, the mean logit
-        if group:
-            lse, target_logit, mean = sum_softmax(lse, target_logit, mean, group)
-        entropy = lse - mean
+        else:
+            logps, lse, entropy, kept = _scores_by_chunks(hidden, weight, targets, settings)
         ctx.save_for_backward(hidden, weight, targets, lse, entropy, kept)
-        return target_logit - lse, entropy
+        return logps, entropy
 
     @staticmethod
     def backward(ctx, d_logps, d_entropy):
         hidden, weight, targets, lse, entropy, kept = ctx.saved_tensors
-        temperature, with_entropy, group, dtype, compile = ctx.settings
-        gradient_of_chunk = compiled(_gradient_of_chunk, 0) if compile else _gradient_of_chunk
+        settings = ctx.settings
+        gradient_of_chunk = _gradient_of_chunk
+        if settings.compile:
+            gradient_of_chunk = compiled(_gradient_of_chunk, 0)
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # None: frozen
         for columns in _chunks(hidden, weight):
             if kept is None:
-                logits = _logits(hidden, weight[columns], dtype)
+                logits = _logits(hidden, weight[columns], settings.dtype)
             else:
                 logits = kept[: len(hidden), columns].float()
-            logits = _divided(logits, temperature)
+            logits = _divided(logits, settings.temperature)
             index, is_here = _targets_within(targets, columns)
             d_logits = gradient_of_chunk(
                 logits,
@@ -208,17 +142,48 @@ class _Head(torch.autograd.Function):
                 d_entropy,
                 index,
                 d_logps * is_here,
-                with_entropy,
-                temperature,
+                settings.temperature,
                 hidden.dtype,
-                compile,
+                settings.compile,
             )
             d_hidden += d_logits @ weight[columns]
             if d_weight is not None:
                 d_weight[columns] = d_logits.T @ hidden
-        if group:
-            dist.all_reduce(d_hidden, group=group)
-        return d_hidden.to(hidden.dtype), d_weight, *[None] * 4
+        if settings.group:
+            dist.all_reduce(d_hidden, group=settings.group)
+        return d_hidden.to(hidden.dtype), d_weight, None, None
+
+
+def _scores_by_chunks(
+    hidden: Tensor, weight: Tensor, targets: Tensor, settings: HeadSettings
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """(log-probabilities, log-sum-exps, entropies or None) [P] and the logits [P, V] or None.
+
+    `targets` are columns of `weight`, which may lie outside it.
+    """
+    kept = None
+    if settings.keeps_logits:
+        kept = torch.empty(len(hidden), len(weight))
+    target_logit = total = torch.zeros(len(hidden), device=hidden.device)
+    weighted = torch.zeros_like(total)
+    top = total - torch.inf  # of the columns so far, like the sums over exp(z - top) beside it
+    add_chunk = compiled(_add_chunk, 0) if settings.compile else _add_chunk
+    for columns in _chunks(hidden, weight):
+        logits = _logits(hidden, weight[columns], settings.dtype)
+        if kept is not None:
+            kept[:, columns] = logits
+        logits = _divided(logits, settings.temperature)
+        index, is_here = _targets_within(targets, columns)
+        target_logit = target_logit + logits.gather(1, index).squeeze(1) * is_here
+        top, total, weighted = add_chunk(
+            logits, top, total, weighted, settings.with_entropy, settings.compile
+        )
+    lse = total.log() + top
+    mean = weighted / total  # sum p z, the mean logit; 0 without the entropy
+    if settings.group:
+        lse, target_logit, mean = sum_softmax(lse, target_logit, mean, settings.group)
+    entropy = lse - mean if settings.with_entropy else None
+    return target_logit - lse, lse, entropy, kept
 
 
 def _add_chunk(logits, top, total, weighted, with_entropy, compile) -> tuple[Tensor, ...]:
@@ -247,7 +212,6 @@ def _gradient_of_chunk(
     d_entropy,
     index,
     d_target,
-    with_entropy,
     temperature,
     dtype,
     compile,
@@ -255,12 +219,16 @@ def _gradient_of_chunk(
     """The gradient of the products [P, columns] of a chunk, from statistics and gradients [P].
 
     `index` [P, 1] is the target's column and `d_target` [P] its gradient, 0 where the target is in
-    another chunk. Unless the function is compiled the logits are overwritten.
+    another chunk. `entropy` is None where no loss reads it. Unless the function is compiled the
+    logits are overwritten.
     """
     log_p = logits - lse[:, None] if compile else logits.sub_(lse[:, None])
-    d_logits = _gradient_of_all_logits(
-        log_p, d_logps[:, None], d_entropy[:, None], entropy[:, None], with_entropy
-    )
+    if entropy is None:
+        d_logits = log_p.exp_().mul_(-d_logps[:, None])
+    else:  # -p (d_logps + d_entropy (log p + H))
+        p = log_p.exp()
+        scale = log_p.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_logps[:, None])
+        d_logits = p.mul_(scale).neg_()
     if compile:  # what a compiled function scatters needs two kernels more
         is_target = torch.arange(logits.shape[1], device=logits.device) == index
         d_logits = d_logits + is_target * d_target[:, None]
@@ -268,18 +236,6 @@ def _gradient_of_chunk(
         d_logits.scatter_add_(1, index, d_target[:, None])
     # The gradients end in the type of the weights, so their products need no more.
     return (d_logits if temperature == 1.0 else d_logits.div_(temperature)).to(dtype)
-
-
-def _gradient_of_all_logits(log_p, d_logps, d_entropy, entropy, with_entropy) -> Tensor:
-    """-p (d_logps + d_entropy (log p + H)): log_p is [P, columns], the others are [P, 1].
-
-    log_p is overwritten.
-    """
-    if not with_entropy:
-        return log_p.exp_().mul_(-d_logps)
-    p = log_p.exp()
-    scale = log_p.add_(entropy).mul_(d_entropy).add_(d_logps)
-    return p.mul_(scale).neg_()
 
 
 def _logits(hidden, weight, dtype) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rl2.config.parse import FindProblems, parse
-from rl2.model.head import Diverged
+from rl2.error_report import Diverged
 from rl2.run.signals import guard
 from rl2.trainer.recorder import Recorder
 
