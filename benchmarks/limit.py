@@ -27,6 +27,7 @@ from rl2.batch import Sample, collate
 from rl2.config.schema import WorkerConfig
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
+from rl2.model.exact import Exactness
 from rl2.parallel.device import compute_dtype
 from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
@@ -80,8 +81,8 @@ class Steps:
             max_length_per_device=4096,
             lr=1e-6,
         )
-        config.exact = "demanded" if arguments.exact else ""
-        self.worker = Worker(config, device, num_updates=100)
+        exactness = Exactness.DEMANDED if arguments.exact else Exactness.OFF
+        self.worker = Worker(config, device, num_updates=100, exactness=exactness)
         rng = random.Random(0)
         vocabulary = self.engine.model.config.vocab_size
 

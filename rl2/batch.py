@@ -109,10 +109,6 @@ class Pack:
     targets: Tensor  # [P] int64, the token that it should predict
     rows: Tensor  # [P] int64, which of the packed rows the pair belongs to
     columns: Tensor  # [P] int64
-    trajectory: Tensor  # [P] int64
-    # [P] int32: the bits, since FSDP would round float32. None once other weights than the engine's
-    # score the pairs.
-    engine_logps: Tensor | None = None
     chunks: list[list[tuple[int, int]]] | None = None  # lengths [process][segment], see `zigzag`
 
 

@@ -270,8 +270,6 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
         targets=targets,
         rows=rows,
         columns=columns,
-        trajectory=batch.trajectory[rows],
-        engine_logps=_engine_logps(batch, rows, columns),
     )
 
 
@@ -279,16 +277,6 @@ def _places(columns: Tensor, prompt: int, prompt_start: int, answer_start: int) 
     """Where the columns of a row are in the pack, whose first `prompt` ones are its prompt."""
     in_prompt = prompt_start + columns
     return torch.where(columns < prompt, in_prompt, answer_start + columns - prompt)
-
-
-def _engine_logps(batch: Batch, rows: Tensor, columns: Tensor) -> Tensor | None:
-    """The bits of the engine's log-probabilities of the pairs, if its weights score them.
-
-    Once there are old log-probabilities, those of newer weights are asked for.
-    """
-    if batch.old_logps is not None:
-        return None
-    return batch.engine_logps[rows, columns].view(torch.int32)
 
 
 def zigzag(pack: Pack, size: int, rank: int) -> Pack:
@@ -330,8 +318,6 @@ def zigzag(pack: Pack, size: int, rank: int) -> Pack:
         targets=pack.targets[is_ours],
         rows=pack.rows[is_ours],
         columns=pack.columns[is_ours],
-        trajectory=pack.trajectory[is_ours],
-        engine_logps=None if pack.engine_logps is None else pack.engine_logps[is_ours],
         chunks=chunks,
     )
 

@@ -7,7 +7,6 @@ same Batch; only the forward and backward passes are split.
 
 import math
 from collections.abc import Callable, Iterator
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from rl2.batch import Batch
 from rl2.config.schema import WorkerConfig
 from rl2.error_report import writing
 from rl2.model import lora
+from rl2.model.exact import EngineCheck, Exactness
 from rl2.model.load import load_model
 from rl2.model.lora import LoraSettings
 from rl2.model.save import save_model
@@ -72,7 +72,7 @@ class Worker:
 
     `config` is the worker's section of the config. `num_updates` is how many updates the learning
     rate's schedule is laid out for; 0 makes a frozen model without an optimizer, such as the
-    reference.
+    reference. `exactness` says whether it computes with the bits of the embedded engine.
     """
 
     def __init__(
@@ -81,8 +81,10 @@ class Worker:
         device: torch.device,
         critic: bool = False,
         num_updates: int = 0,
+        exactness: Exactness = Exactness.OFF,
     ):
         self.config = config
+        self.exactness = exactness
         self.num_updates = num_updates
         self.version = 0  # updates that the weights have seen
         self.mesh = make_mesh(device, config.fsdp_size, config.sp_size, config.tp_size)
@@ -102,9 +104,10 @@ class Worker:
             trainable=is_trained,
             gradient_checkpointing=is_trained and config.gradient_checkpointing,
             compile=config.compile,
-            exact=config.exact,
+            exactness=exactness,
             lora_settings=self.lora_settings,
         )
+        self.engine_check = EngineCheck(self.model.exactness)
         parameters = dict(self.model.named_parameters())
         self.trained_parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         offload_model = config.offload_model and device_kind(device) != "cpu"
@@ -138,18 +141,11 @@ class Worker:
             reshard(self.model)
         return TokenScores(**columns).map(self._sum_over_processes)
 
-    def reference(self) -> "Worker":
-        """A worker that infers with the model that this worker started from.
-
-        With adapters it is this worker's own model with the adapters off, which takes no memory.
-        Otherwise it is another, frozen worker.
-        """
-        if self.lora_settings is None:
-            return Worker(self.config, self.mesh.device)
-        base: Any = copy(self)
-        # A context manager is a decorator too: every call runs inside the context.
-        base.infer = lora.disabled(self.model.hf)(self.infer)
-        return base
+    def reference(self) -> "Worker | Reference":
+        """Returns what infers with the model that this worker started from."""
+        if self.lora_settings is not None:
+            return Reference(self)
+        return Worker(self.config, self.mesh.device, exactness=self.exactness)
 
     def copy_weights(self, source: "Worker") -> None:
         """Takes the weights of `source`, a worker of the same layout, from shard to shard.
@@ -275,6 +271,8 @@ class Worker:
         packed = zigzag(pack(rows, self.config.share_prompts), ring.size, ring.rank)
         packed = columns_to_device(packed, self.mesh.device)
         scores = self.model(packed, temperature, with_entropy)  # [P]
+        if scores.logps is not None:
+            self.engine_check.compare(rows, packed, scores.logps)
         return scores.map(lambda pairs: unpack(packed, pairs, rows.mask.shape))
 
     def _sum_over_processes(self, column: Tensor) -> Tensor:
@@ -320,3 +318,20 @@ class Worker:
         for parameter in parameters:
             parameter.grad = None
         return norm, lr, skip
+
+
+class Reference:
+    """The model that a worker with adapters started from: its own weights with the adapters off.
+
+    It takes no memory of its own.
+    """
+
+    def __init__(self, worker: Worker):
+        self.worker = worker
+        self.config = worker.config
+        self.mesh = worker.mesh
+
+    def infer(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
+        """As `Worker.infer`."""
+        with lora.disabled(self.worker.model.hf):
+            return self.worker.infer(batch, temperature)

@@ -56,4 +56,4 @@ def restrict(sees, cu, prefixes, window):
 def as_pack(cu, prefixes):
     """Returns a pack in which each token id is the position of the token."""
     each = torch.arange(cu[-1])
-    return Pack(each[None], each[None], cu, prefixes, each, each, each, each, each)
+    return Pack(each[None], each[None], cu, prefixes, each, each, each, each)

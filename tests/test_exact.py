@@ -17,10 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl2.attention import pages as pages_module
 from rl2.attention.pages import attend_pages, exact_factors, queries_are_independent
 from rl2.batch import Sample, collate
+from rl2.config.conditions import choose_exactness
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
+from rl2.model.exact import Exactness
 from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
@@ -107,8 +109,8 @@ def make_pair(name, dtype, exact, **changes):
     options = {"max_running_requests": 24, "exact": exact}
     engine = LocalEngine(EngineSettings(name, getattr(torch, dtype), CPU, **options))
     config = worker_config(name, dtype=dtype, lr=1e-3, **changes)
-    config.exact = "demanded" if exact else ""
-    return engine, Worker(config, CPU, num_updates=4)
+    exactness = Exactness.DEMANDED if exact else Exactness.OFF
+    return engine, Worker(config, CPU, num_updates=4, exactness=exactness)
 
 
 def roll_out(engine, temperature=1.0, seed=0):
@@ -321,9 +323,8 @@ def test_a_wrong_token_stops_the_run_and_is_named_or_is_warned_of_once(models, c
     with pytest.raises(RuntimeError, match=where):
         worker.update(batch, policy_loss, with_entropy=True)
     capsys.readouterr()
-    worker.config.exact = "tried"
+    worker = Worker(worker.config, CPU, num_updates=4, exactness=Exactness.TRIED)
     frozen = worker.reference()
-    worker.model.exact = "tried"
     frozen_logps = frozen.infer(batch).logps  # compares nothing
     assert torch.equal(frozen_logps, worker.infer(batch).logps)
     worker.update(batch, policy_loss, with_entropy=True)
@@ -400,15 +401,18 @@ def test_where_it_cannot_hold_it_is_refused_and_not_tried(
     (tmp_path / "rows.jsonl").write_text('{"messages": "hi", "answer": "1"}\n' * 32)
     base = [f"actor.model_name={models('llama')}", "data.path=rows.jsonl"]
     base += ["rollout.env_path=gsm8k", "trainer.disable_wandb=true"]
-    assert parse(PPOConfig, [*base, "rollout.exact=true"]).actor.exact == "demanded"
-    assert not parse(PPOConfig, [*base, "rollout.exact=false"]).actor.is_exact
-    default = parse(PPOConfig, base)
-    assert default.actor.exact == default.teacher.exact == "tried"
-    assert not default.critic.is_exact
+    for given, expected in (
+        (["rollout.exact=true"], Exactness.DEMANDED),
+        (["rollout.exact=false"], Exactness.OFF),
+        ([], Exactness.TRIED),
+    ):
+        default = parse(PPOConfig, [*base, *given])
+        assert choose_exactness(default) is expected
     with pytest.raises(SystemExit):
         parse(PPOConfig, [*base, "rollout.exact=true", *arguments])
     assert f"rollout.exact=true does not hold with {words}" in capsys.readouterr().err
     section, name, value = re.split("[.=]", arguments[0], maxsplit=2)
     value = {"true": True, "false": False}.get(value, value)
     setattr(getattr(default, section), name, int(value) if str(value).isdigit() else value)
-    assert replace(default).actor.exact == ("assumed" if name == "rollouts_from" else "")
+    expected = Exactness.ASSUMED if name == "rollouts_from" else Exactness.OFF
+    assert choose_exactness(default) is expected

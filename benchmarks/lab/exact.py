@@ -20,6 +20,7 @@ from rl2.batch import Sample, collate
 from rl2.config.schema import WorkerConfig
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
+from rl2.model.exact import Exactness
 from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
@@ -63,8 +64,8 @@ def run(arguments, device, exact: bool) -> tuple[float, ...]:
         gradient_checkpointing=False,
         max_length_per_device=4096,
     )
-    config.exact = "demanded" if exact else ""
-    worker = Worker(config, device, num_updates=2)
+    exactness = Exactness.DEMANDED if exact else Exactness.OFF
+    worker = Worker(config, device, num_updates=2, exactness=exactness)
     vocabulary = AutoConfig.from_pretrained(arguments.model).vocab_size
 
     def measure(work):

@@ -15,6 +15,7 @@ from rl2.attention.pages import MIN_ROWS
 from rl2.config.by_name import argument_names, find_entry, find_function
 from rl2.config.engines import choose_engine
 from rl2.config.key import Condition
+from rl2.model.exact import Exactness
 
 
 def function_settings(name: str, table: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -81,6 +82,15 @@ def exact_obstacles(config: Any) -> list[str]:
         (actor.compile, "actor.compile=true", "compiled kernels round in other places"),
     )
     return [f"{setting}: {advice}" for is_there, setting, advice in obstacles if is_there]
+
+
+def choose_exactness(config: Any) -> Exactness:
+    """Returns what PPO's rollout.exact means for its actor, teacher and engine."""
+    if config.rollout.exact:
+        return Exactness.DEMANDED
+    if config.rollout.exact is not None or exact_obstacles(config):
+        return Exactness.OFF
+    return Exactness.ASSUMED if config.trainer.rollouts_from else Exactness.TRIED
 
 
 WITH_TEST_DATA = Condition(

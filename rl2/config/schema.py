@@ -37,7 +37,6 @@ from rl2.config.conditions import (
     WITH_TEST_DATA,
     WITH_TRAINING_ROWS,
     estimator_inputs,
-    exact_obstacles,
 )
 from rl2.config.engines import ENGINES
 from rl2.config.key import (
@@ -188,9 +187,6 @@ class SFTDataConfig(ExampleConfig):
 class ModelConfig:
     """A model and how it lies on the processes."""
 
-    # PPO's rollout.exact in words, see TokenModel. Other trainers have nothing.
-    exact = ""
-
     model_name: str = key(
         MISSING,
         "a Hugging Face causal LM; a folder or a name on the hub",
@@ -243,10 +239,6 @@ class ModelConfig:
     offload_model: bool = key(
         False, "keep the weights in host memory while they are not used", only_if=WITH_GPU
     )
-
-    @property
-    def is_exact(self) -> bool:
-        return bool(self.exact)
 
 
 @dataclass
@@ -867,12 +859,6 @@ class PPOConfig:
         ),
     )
     trainer: PPOTrainerConfig = section(PPOTrainerConfig, "the run: length, folder, checkpoints")
-
-    def __post_init__(self) -> None:
-        exact = "demanded" if self.rollout.exact else ""
-        if self.rollout.exact is None and not exact_obstacles(self):
-            exact = "assumed" if self.trainer.rollouts_from else "tried"
-        self.actor.exact = self.teacher.exact = exact  # a worker gets its own section alone
 
 
 @dataclass

@@ -25,6 +25,7 @@ from rl2 import progress
 from rl2.attention.ring import Ring, keep_attention
 from rl2.model import lora
 from rl2.model.admission import admit
+from rl2.model.exact import Exactness
 from rl2.model.lora import LoraSettings
 from rl2.model.token_model import TokenModel
 from rl2.parallel import fsdp, tensor
@@ -42,14 +43,14 @@ def load_model(
     trainable: bool = False,
     gradient_checkpointing: bool | int | str = False,
     compile: bool = False,
-    exact: str = "",
+    exactness: Exactness = Exactness.OFF,
     lora_settings: LoraSettings | None = None,
 ) -> TokenModel:
     """A Hugging Face causal LM, or a critic (its body with a scalar head), sharded over `mesh`.
 
     A trainable model keeps its parameters in fp32 and casts them to `compute_dtype` for compute; a
     frozen one keeps them in `compute_dtype`. The logits are in `head_dtype`, see `head_scores`;
-    `compile` compiles the elementwise parts, see `fuse`; `exact` gives the model the
+    `compile` compiles the elementwise parts, see `fuse`; `exactness` says whether the model has the
     log-probabilities of the embedded engine to the bit, see `TokenModel`. With `lora_settings` only
     the adapters and a critic's head are trained and in fp32. All processes must call. ValueError
     for a model that rl2 computes wrongly or cannot cut, and for weights that are incomplete.
@@ -80,8 +81,11 @@ def load_model(
     if mesh.tp is not None:
         tensor.parallelize(hf, mesh.tp)
         tp_group = mesh.tp.get_group()
-    exact = _exactness(exact, trainable, mesh.device)
-    model = TokenModel(hf, Ring(mesh.sp), tp_group, export_dtype, head_dtype, compile, exact)
+    if device_kind(mesh.device) != "cpu":  # of a memory plan
+        exactness = Exactness.OFF
+    elif exactness.is_on and not trainable:  # a frozen model has other weights than the engine
+        exactness = Exactness.ASSUMED
+    model = TokenModel(hf, Ring(mesh.sp), tp_group, export_dtype, head_dtype, compile, exactness)
     fsdp.shard(
         model,
         mesh,
@@ -91,13 +95,6 @@ def load_model(
     )
     fsdp.scatter(model, full, mesh)
     return model
-
-
-def _exactness(asked: str, trainable: bool, device: torch.device) -> str:
-    """What TokenModel is told. A frozen model has other weights than the engine."""
-    if device_kind(device) != "cpu":  # of a memory plan
-        return ""
-    return asked if trainable or not asked else "assumed"
 
 
 def _announce(name: str, config: PreTrainedConfig, trainable: bool) -> None:

@@ -3,7 +3,6 @@
 Shapes: L packed tokens, P scored pairs, E hidden size, V vocabulary, B sequences, T columns.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 from rl2.attention.pages import MIN_ROWS
 from rl2.attention.ring import PackedAttention, Ring
 from rl2.batch import Pack
+from rl2.model.exact import Exactness
 from rl2.model.fused import fuse
 from rl2.model.head import head_scores, logit_divisor
 
@@ -45,9 +45,8 @@ class TokenModel(nn.Module):
     is what an export is written in. The model is always in eval mode: with dropout, the ratio of
     two probabilities of a token would be noise.
 
-    With `exact`, log-probabilities have the bits of the embedded engine's on a CPU. Each forward
-    pass compares them, unless `exact` is "assumed". If it is "demanded", RuntimeError for the first
-    difference and ValueError for a model that divides its logits; if it is "tried", one warning.
+    Where `exactness` is on, log-probabilities have the bits of the embedded engine's on a CPU. It
+    is off for a model that cannot have them; ValueError if they are demanded of it.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class TokenModel(nn.Module):
         export_dtype: torch.dtype = torch.float32,
         head_dtype: torch.dtype = torch.float32,
         compile: bool = False,
-        exact: str = "",
+        exactness: Exactness = Exactness.OFF,
     ):
         super().__init__()
         self.hf: Any = hf
@@ -73,9 +72,8 @@ class TokenModel(nn.Module):
         self.is_critic = hf.get_output_embeddings() is None
         self.logit_divisor = logit_divisor(hf.config)
         is_simple = self.logit_divisor == 1.0 and ring.size == 1 and tp is None and not compile
-        self.exact = exact if is_simple else ""
-        self.has_warned = False
-        if exact == "demanded" and not self.exact:
+        self.exactness = exactness if is_simple else Exactness.OFF
+        if exactness is Exactness.DEMANDED and not self.exactness.is_on:
             raise ValueError(
                 f"rollout.exact=true: {type(hf).__name__} divides its logits, which the engine and "
                 "the trainer do at different places; leave rollout.exact out"
@@ -88,9 +86,9 @@ class TokenModel(nn.Module):
         """The scores of the pairs [P]: a critic's values, else log-probabilities and entropies."""
         assert pack.chunks is not None, "zigzag has not cut the pack"
         attend = PackedAttention(
-            pack.chunks, pack.prefixes, pack.tokens.device, self.ring, bool(self.exact)
+            pack.chunks, pack.prefixes, pack.tokens.device, self.ring, self.exactness.is_on
         )
-        missing = max(0, MIN_ROWS - pack.tokens.shape[1]) if self.exact else 0
+        missing = max(0, MIN_ROWS - pack.tokens.shape[1]) if self.exactness.is_on else 0
         tokens, positions = (F.pad(x, (0, missing)) for x in (pack.tokens, pack.positions))
         body = self.hf.base_model(tokens, position_ids=positions, use_cache=False, attend=attend)
         hidden = body.last_hidden_state[0, pack.hidden_index]  # [P, E]
@@ -109,45 +107,9 @@ class TokenModel(nn.Module):
             self.tp,
             self.head_dtype,
             self.compile_head,
-            bool(self.exact),
+            self.exactness.is_on,
         )
-        if self.exact in ("demanded", "tried"):
-            self._compare(pack, logps)
-        return TokenScores(logps=logps, entropy=entropy if with_entropy else None)
-
-    def _compare(self, pack: Pack, logps: Tensor) -> None:
-        """RuntimeError or a warning, see the class, if the engine's log-probabilities differ."""
-        difference = find_difference(pack, logps)
-        if difference and self.exact == "demanded":
-            raise RuntimeError(f"rollout.exact=true: {difference}")
-        if difference and not self.has_warned:
-            self.has_warned = True
-            print(
-                f"warning: {difference}. The run goes on, and actor/mismatch_* says how far the "
-                "two are apart; rollout.exact=false spares the attempt",
-                file=sys.stderr,
-            )
-
-
-def find_difference(pack: Pack, logps: Tensor) -> str:
-    """The first pair of the pack whose log-probability is not the engine's, in words.
-
-    It is empty if there is none, and for a pack without the engine's log-probabilities.
-    """
-    if pack.engine_logps is None:
-        return ""
-    engine_logps = pack.engine_logps.view(torch.float32)
-    wrong = (logps != engine_logps).nonzero()[:, 0].tolist()
-    if not wrong:
-        return ""
-    i = wrong[0]
-    return (
-        f"{len(wrong)} of {len(logps)} log-probabilities are not equal. In trajectory "
-        f"{int(pack.trajectory[i])}, token {int(pack.targets[i])} at position "
-        f"{int(pack.columns[i]) + 1} has {engine_logps[i].item()!r} in the engine and "
-        f"{logps[i].item()!r} in the trainer. Either they compute with different weights, or a "
-        "kernel of this CPU depends on the shape of its call: see docs/proofs.md"
-    )
+        return TokenScores(logps=logps, entropy=entropy)
 
 
 def attention_cost(hf: PreTrainedModel) -> float:

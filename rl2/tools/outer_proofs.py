@@ -18,6 +18,7 @@ from rl2.data.chat import SYSTEM_ROLES, ChatTemplate
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import STEP_ROWS_MULTIPLE, LocalEngine
 from rl2.model.admission import SCORE_TOLERANCE
+from rl2.model.exact import Exactness
 from rl2.model.token_model import TokenModel
 from rl2.packing import pack, unpack, zigzag
 from rl2.tools.proofs import (
@@ -51,7 +52,7 @@ def _prove_engine(subject: Subject, dtype: torch.dtype) -> Generator[Difference,
     config = subject.config
     is_deterministic = config.trainer.deterministic is not False
     dtype_name = str(dtype).removeprefix("torch.")
-    worker = subject.worker(exact="assumed", dtype=dtype_name)
+    worker = subject.worker(exactness=Exactness.ASSUMED, dtype=dtype_name)
     worker.update(subject.batch(), weighted_sum)
     settings = EngineSettings(
         subject.small,
@@ -93,7 +94,7 @@ def _obstacle_to_equal_bits(engine: LocalEngine, worker: Any) -> str:
     """Why the two cannot have equal bits; nothing if they can."""
     if not engine.exact:
         return "with trainer.deterministic=false"
-    if not worker.model.exact:
+    if not worker.model.exactness.is_on:
         return "the model divides its logits"
     if worker.lora_settings is not None:
         return "the engine merges adapters"

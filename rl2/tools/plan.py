@@ -47,7 +47,7 @@ from rl2.trainer.ppo import actor_loss, critic_loss, needs_entropy, needs_old_lo
 from rl2.trainer.ppo_run import make_ppo_workers
 from rl2.trainer.rm import reward_loss
 from rl2.trainer.sft import sft_loss
-from rl2.worker import Loss, Worker
+from rl2.worker import Loss, Reference, Worker
 
 TRAINERS: dict[str, type] = {"ppo": PPOConfig, "sft": SFTConfig, "dpo": DPOConfig, "rm": RMConfig}
 # Keys of what need not be on this machine.
@@ -232,7 +232,7 @@ def longest_row(config: Any) -> int:
 
 
 def full_batch(
-    worker: Worker,
+    worker: Worker | Reference,
     longest: int,
     rows: int,
     row_multiple: int = 1,

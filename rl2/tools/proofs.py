@@ -33,6 +33,7 @@ from rl2.batch import Batch, Sample, collate
 from rl2.config.schema import PPOConfig
 from rl2.data.chat import ChatTemplate
 from rl2.model.admission import GRADIENT_TOLERANCE, SCORE_TOLERANCE, make_plain
+from rl2.model.exact import Exactness
 from rl2.model.shrink import WINDOW_TOKENS, shrink
 from rl2.model.token_model import TokenScores
 from rl2.trainer.ppo import actor_loss, needs_entropy
@@ -115,14 +116,15 @@ class Subject:
             raise Skipped("transformers does not read the config of a small copy") from error
         return path
 
-    def worker(self, num_updates: int = 1, exact: str = "", **changes: Any) -> Worker:
+    def worker(
+        self, num_updates: int = 1, exactness: Exactness = Exactness.OFF, **changes: Any
+    ) -> Worker:
         """A worker with the small copy, plain but for the `changes`."""
         section = replace(self.config.actor, **{**PLAIN, "model_name": self.small, **changes})
-        section.exact = exact
         torch.manual_seed(0)  # of adapters
         # The proofs say more than the refusal of a model.
         with mock.patch("rl2.model.load.admit", lambda *model: None):
-            worker = Worker(section, CPU, num_updates=num_updates)
+            worker = Worker(section, CPU, num_updates=num_updates, exactness=exactness)
         if num_updates:
             worker.optimizer = Descent(worker)
         return worker

@@ -81,7 +81,7 @@ def train(run: PPORun) -> None:
                 metrics |= average_updates("critic", updates)
 
             if is_due(step, config.kl.update_freq):
-                run.frozen["ref_logps"].copy_weights(run.actor)
+                run.moving_reference().copy_weights(run.actor)
 
         with recorder.phase("sync"):
             run.sync()

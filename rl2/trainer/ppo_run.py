@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from rl2.config.conditions import needs_critic
+from rl2.config.conditions import choose_exactness, needs_critic
 from rl2.config.engines import default_max_running
 from rl2.config.schema import PPOConfig, RolloutWorkerConfig, SamplingConfig, worker_names
 from rl2.data.chat import ChatTemplate
@@ -39,7 +39,7 @@ from rl2.run.start import claim_folder
 from rl2.trainer.inputs import check_layers, count_steps, make_chat_template
 from rl2.trainer.ppo_inputs import check_stop_ids, make_prompts, read_ppo_inputs
 from rl2.trainer.recorder import Recorder, Replay
-from rl2.worker import Worker
+from rl2.worker import Reference, Worker
 
 
 @dataclass
@@ -108,7 +108,7 @@ class PPORun:
                 self.evaluator = make_evaluator(setup, self.collector)
         parts: Parts = {"data": self.collector}
         if config.kl.update_freq:
-            parts["reference"] = self.frozen["ref_logps"]
+            parts["reference"] = self.moving_reference()
         self.recorder = Recorder(
             self.folder,
             setup.tokenizer,
@@ -152,6 +152,12 @@ class PPORun:
         if self.config.trainer.save_tokens and self.folder.is_first:
             self.tokens = pack_tokens(trajectories, self.meaning)
         return trajectories
+
+    def moving_reference(self) -> Worker:
+        """Returns the reference of kl.update_freq, which has weights of its own."""
+        reference = self.frozen["ref_logps"]
+        assert isinstance(reference, Worker), "kl.update_freq is refused with adapters"
+        return reference
 
     def sync(self) -> None:
         """Wakes the engine with the actor's weights, compared there if the config asks for it."""
@@ -218,34 +224,42 @@ class EvaluationRun:
 
 def make_ppo_workers(
     config: PPOConfig, device: torch.device, num_updates: dict[str, int]
-) -> tuple[dict[str, Worker], dict[str, Worker]]:
-    """The actor and the critic, if any. And the frozen workers, by the column that they fill.
+) -> tuple[dict[str, Worker], dict[str, Worker | Reference]]:
+    """The actor and the critic, if any. And the frozen models, by the column that they fill.
 
     `num_updates` of each worker are those of the whole run.
     """
 
-    def make_worker(name: str, section: RolloutWorkerConfig) -> Worker:
+    def count_updates(name: str, section: RolloutWorkerConfig) -> int:
         # Not 0: a worker that is frozen in all steps of this run may be trained in later ones.
-        total = max(num_updates[name], section.updates_per_step)
-        return Worker(section, device, name == "critic", total)
+        return max(num_updates[name], section.updates_per_step)
 
+    exactness = choose_exactness(config)
     torch.manual_seed(config.trainer.seed)  # of new weights
-    workers = {"actor": make_worker("actor", config.actor)}
-    frozen = {}
+    actor = Worker(
+        config.actor,
+        device,
+        num_updates=count_updates("actor", config.actor),
+        exactness=exactness,
+    )
+    workers = {"actor": actor}
+    frozen: dict[str, Worker | Reference] = {}
     if config.kl.coef:
-        frozen["ref_logps"] = workers["actor"].reference()
+        frozen["ref_logps"] = actor.reference()
     teacher: Any = config.teacher  # without the keys that a frozen worker does not read
     if teacher.model_name:
-        frozen["teacher_logps"] = Worker(teacher, device)
+        frozen["teacher_logps"] = Worker(teacher, device, exactness=exactness)
     if needs_critic(config.adv.estimator):
         model_name = config.critic.model_name or config.actor.model_name
         section = replace(config.critic, model_name=model_name)
-        workers["critic"] = make_worker("critic", section)
+        workers["critic"] = Worker(
+            section, device, critic=True, num_updates=count_updates("critic", section)
+        )
     return workers, frozen
 
 
 def make_collector(
-    setup: Setup, workers: list[Worker], prompts: Examples | None, num_steps: int
+    setup: Setup, workers: list[Worker | Reference], prompts: Examples | None, num_steps: int
 ) -> Collector:
     """Starts the engine, and makes what plays prompts with it.
 
@@ -275,7 +289,7 @@ def make_evaluator(setup: Setup, collector: Collector) -> Evaluator:
     return Evaluator(collector, setup.tests, params, num_samples)
 
 
-def _make_player(setup: Setup, workers: list[Worker], engine: Engine) -> Player:
+def _make_player(setup: Setup, workers: list[Worker | Reference], engine: Engine) -> Player:
     config = setup.config
     limits = [max_positions(config.actor.model_name)]
     for worker in workers:
@@ -302,7 +316,7 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
         device=device,
         max_running_requests=rollout.max_running or default_max_running(rollout.engine, device),
         deterministic=is_deterministic,
-        exact=actor.is_exact,
+        exact=choose_exactness(setup.config).is_on,
         tp_size=rollout.tp_size,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         plan_memory=setup.prediction.plan,
