@@ -15,7 +15,7 @@ from rl2.config.values import flatten
 from rl2.user_files import find_env_file
 
 DATA = "data.path"
-# Where and how a run goes on: these say nothing about the experiment.
+# Where and how a run resumes: these say nothing about the experiment.
 UNLISTED = ("trainer.resume", "trainer.save_dir", "trainer.experiment_name")
 # Patterns of keys that name, place or watch a run, or keep more of it. They change no number.
 HARMLESS = """
@@ -25,6 +25,17 @@ HARMLESS = """
     *.save_dir *.save_freq *.save_optimizer
 """
 LENGTH = "trainer.n_epochs trainer.max_steps"  # how far a run goes
+
+
+@dataclass(frozen=True)
+class Change:
+    """What differs between an earlier run and this one."""
+
+    key: str
+    text: str  # old and new value, with the key
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass
@@ -37,7 +48,7 @@ class RunIdentity:
 
 
 def identify(config: Any, data_hash: str) -> RunIdentity:
-    """The identity of a run. `data_hash` is that of the training rows, or "" if it is not known."""
+    """Returns the identity of a run. `data_hash` is of the training rows, "" if it is unknown."""
     values = dict(flatten(yaml.safe_load(dump(config))))
     contents = {DATA: data_hash} if data_hash else {}
     for key, file in _code_files(config, values):
@@ -46,7 +57,7 @@ def identify(config: Any, data_hash: str) -> RunIdentity:
 
 
 def _code_files(config: Any, values: dict[str, Any]) -> Iterator[tuple[str, Path]]:
-    """(key, file) of the user's code: the environment, a loss, an estimator, a chat template."""
+    """Yields (key, file) of the user's code: environment, loss, estimator and chat template."""
     for name, key in schema_keys(type(config)).items():
         if key.functions is not None and values[name] not in key.functions:
             yield name, Path(values[name].rpartition(":")[0]).expanduser()
@@ -57,50 +68,51 @@ def _code_files(config: Any, values: dict[str, Any]) -> Iterator[tuple[str, Path
         yield "rollout.env_path", find_env_file(values["rollout.env_path"])
 
 
-def find_changes(kind: type, before: RunIdentity, now: RunIdentity) -> tuple[list[str], list[str]]:
-    """(changes that make another experiment, other changes), each in words.
+def find_changes(
+    kind: type, before: RunIdentity, now: RunIdentity
+) -> tuple[list[Change], list[Change]]:
+    """Returns (changes that make another experiment, other changes).
 
     `kind` is the class of today's config. Keys that only one of the two has are not compared: they
     are of another version of rl2.
     """
     if before.trainer != now.trainer:
-        return [f"the trainer: {before.trainer} -> {now.trainer}"], []
+        return [Change("", f"the trainer: {before.trainer} -> {now.trainer}")], []
     identity_keys = {name for name, key in schema_keys(kind).items() if key.identity}
-    experiment: list[str] = []
-    others: list[str] = []
+    experiment: list[Change] = []
+    others: list[Change] = []
     for name, value in now.config.items():
         old = before.config.get(name, value)
         has_same_content = _has_same_content(name, before, now)
         if old != value and name not in UNLISTED:
             is_same = has_same_content or _is_same_path(old, value)
             changes = experiment if name in identity_keys and not is_same else others
-            changes.append(f"{name}: {old} -> {value}")
+            changes.append(Change(name, f"{name}: {old} -> {value}"))
         elif has_same_content is False:
             changes = experiment if name == DATA else others  # code may be edited
-            changes.append(f"{name}: {value} has another content")
+            changes.append(Change(name, f"{name}: {value} has another content"))
     return experiment, others
 
 
-def find_ignored_changes(changes: Iterable[str]) -> list[str]:
-    """Those of the changes, as `find_changes` words them, that a finished run would ignore."""
+def find_ignored_changes(changes: Iterable[Change]) -> list[Change]:
+    """Returns the changes that would have no effect on a finished run, but are meant to."""
     patterns = (HARMLESS + LENGTH).split()
     ignored = []
     for change in changes:
-        name = change.partition(":")[0]
-        if not any(fnmatch(name, pattern) for pattern in patterns):
+        if not any(fnmatch(change.key, pattern) for pattern in patterns):
             ignored.append(change)
     return ignored
 
 
 def _has_same_content(name: str, before: RunIdentity, now: RunIdentity) -> bool | None:
-    """Whether the key names files of the same content. None if one of them is not known."""
+    """Returns whether the key names files of the same content. None if one of them is not known."""
     if name not in before.contents or name not in now.contents:
         return None
     return before.contents[name] == now.contents[name]
 
 
 def _is_same_path(old: Any, new: Any) -> bool:
-    """Whether both are names of one file or folder."""
+    """Returns whether both are names of one file or folder."""
     if not isinstance(old, str) or not isinstance(new, str):
         return False
     return Path(old).exists() and Path(new).exists() and Path(old).samefile(new)

@@ -73,7 +73,7 @@ class RunFolder:
         )
         ranks: list[Rank] = all_gather_objects(rank)
         self.hosts = list(dict.fromkeys(other.host for other in ranks))
-        # Of all nodes: the first rank may be on another one later.
+        # All nodes count, since another one may have the first rank after a restart.
         self.launches = list(dict.fromkeys(other.launch for other in ranks))
         gathered = all_gather_objects(_find_differences(rank, ranks[0], self.path))
         problems = [problem for of_rank in gathered for problem in of_rank]
@@ -85,11 +85,7 @@ class RunFolder:
     # The length of the run.
 
     def count_steps(self, num_rows: int, batch_size: int) -> int:
-        """The number of the last step. Rows that are done already are not counted again.
-
-        If all steps are done, says how to continue and ends the program. ValueError if the config
-        has changed, since the changes would have no effect.
-        """
+        """Returns the number of the last step. Rows that are done are not counted again."""
         trainer = self.config.trainer
         left = trainer.n_epochs * num_rows - self.start.rows
         num_steps = self.start.step + max(left // batch_size, 0)
@@ -101,21 +97,30 @@ class RunFolder:
         elif self.is_first and self.start.num_steps not in (0, num_steps):
             schedule = "the learning rate's schedule ends there"
             print(f"changed: {self.start.num_steps} -> {num_steps} steps; {schedule}")
-        is_done = self.start.checkpoint is not None and num_steps <= self.start.step
-        if is_done and self.start.is_exported and not self.start.owes_test:
-            self._refuse_changes()
-            if self.is_first:
-                remedy = "raise trainer.n_epochs or trainer.max_steps"
-                if self.start.is_exhausted:
-                    remedy = "give other rows, or rollout.drop_solved=null, since all are solved"
-                print(
-                    f"{self.path}: all steps are done (the newest checkpoint is of step "
-                    f"{self.start.step}), and model/ is there. To go on {remedy}; "
-                    "trainer.resume=off starts anew and sets this run aside.",
-                )
-            dist.destroy_process_group()
-            sys.exit(0)
         return num_steps
+
+    def end_if_done(self, num_steps: int) -> None:
+        """Ends the program, and says how to continue, if all steps of the run are done.
+
+        ValueError if the config has changed, since the changes would have no effect.
+        """
+        start = self.start
+        if start.checkpoint is None or start.step < num_steps:
+            return
+        if not start.is_exported or start.owes_test:
+            return
+        self._refuse_changes()
+        if self.is_first:
+            remedy = "raise trainer.n_epochs or trainer.max_steps"
+            if start.is_exhausted:
+                remedy = "give other rows, or rollout.drop_solved=null, since all are solved"
+            print(
+                f"{self.path}: all steps are done (the newest checkpoint is of step "
+                f"{start.step}), and model/ is there. To continue, {remedy}; "
+                "trainer.resume=off starts over and sets this run aside.",
+            )
+        dist.destroy_process_group()
+        sys.exit(0)
 
     def _refuse_changes(self) -> None:
         """ValueError if a finished run was started again with other settings, as in a sweep."""
@@ -131,8 +136,10 @@ class RunFolder:
             )
 
     def count_updates(self, name: str, step: int) -> int:
-        """The updates of a worker that the steps until `step` are laid out for, with the settings
-        of the launch that does them. The learning rate's schedule has the number of all steps.
+        """Returns how many updates of a worker the steps until `step` are laid out for.
+
+        Each step counts with the settings of the launch that does it. The learning rate's schedule
+        has the number of all steps.
         """
         section = getattr(self.config, name)
         if not isinstance(section, RolloutWorkerConfig):
@@ -189,7 +196,7 @@ class RunFolder:
         write_object(self.path / "run.json", record)
 
     def _experiment_record(self) -> dict[str, Any]:
-        """What a later launch compares itself with, beside config.yaml, and its first date."""
+        """Returns what a later launch compares itself with, beside config.yaml."""
         identity = {"trainer": self.identity.trainer, "contents": self.identity.contents}
         return {"identity": identity, "date": self.start.date}
 
@@ -197,7 +204,7 @@ class RunFolder:
         """Moves what an earlier run made after `step` to branches/N. Nothing is deleted.
 
         Each entry is renamed for itself, so the folder may be a mount point. Checkpoints go first:
-        after a kill in between, a run goes on from one that is still there.
+        after a kill in between, a run resumes from one that is still there.
         """
         later = self._entries_after(step)
         metrics = MetricsFile(self.path)
@@ -217,7 +224,7 @@ class RunFolder:
             metrics.replace([line for line in lines if line["step"] <= step])
 
     def _entries_after(self, step: int) -> list[Path]:
-        """The checkpoints, the newest first, the model and the transcripts of later steps."""
+        """Returns checkpoints, the newest first, the model and transcripts of later steps."""
         steps = self.checkpoints.steps()
         entries = [self.checkpoints.path(later) for later in reversed(steps) if later > step]
         if model_step(self.path) > step:
@@ -231,7 +238,7 @@ class RunFolder:
         return entries + [path for path in transcripts if step_of(path) > step]
 
     def _new_branch(self) -> Path:
-        """A new folder branches/N, with copies of the files that say what the run was."""
+        """Makes a folder branches/N, with copies of the files that say what the run was."""
         numbers = [int(path.name) for path in self.path.glob("branches/*") if path.name.isdigit()]
         branch = self.path / "branches" / str(max(numbers, default=0) + 1)
         branch.mkdir(parents=True)
@@ -271,7 +278,7 @@ class RunFolder:
 
     @contextmanager
     def exporting(self, step: int) -> Iterator[str]:
-        """Gives the folder into which the final model is written. It becomes model/ after that."""
+        """Yields the folder to write the final model to. It becomes model/ after that."""
         partial = self.path / "model.partial"
         yield str(partial)
         if self.is_first:
@@ -325,7 +332,7 @@ def _find_differences(rank: Rank, first: Rank, path: Path) -> list[str]:
 
 
 def _sees(path: Path, text: str) -> bool:
-    """Whether this process sees the file with this text, which rank 0 has written, in time."""
+    """Returns whether this process sees in time the file with this text, which rank 0 wrote."""
     deadline = time.monotonic() + SECONDS_TO_SEE_A_FILE
     while time.monotonic() < deadline:
         if path.exists() and path.read_text() == text:

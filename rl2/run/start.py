@@ -10,7 +10,7 @@ from rl2.config.schema import PPOConfig
 from rl2.config.values import flatten
 from rl2.data.rows import hash_data
 from rl2.parallel.mesh import is_first_rank
-from rl2.run.changes import DATA, RunIdentity, find_changes, identify
+from rl2.run.changes import DATA, Change, RunIdentity, find_changes, identify
 from rl2.run.checkpoints import NO_STEP, Checkpoints, explain_damage, sweep
 from rl2.run.lock import RunLock
 from rl2.run.provenance import name_launch
@@ -33,7 +33,7 @@ class Start:
     rows: int = 0  # the training rows that are done, over all epochs
     num_steps: int = 0  # that the run of the checkpoint was laid out for
     keeps_data: bool = True  # the rows are those of the checkpoint
-    changes: tuple[str, ...] = ()  # since the checkpoint, in words
+    changes: tuple[Change, ...] = ()  # since the checkpoint
     date: str = ""  # YYYY-MM-DD on which the run first started: chat templates may show it
     owes_test: bool = False  # a stop left the evaluation of `step` out
     is_exhausted: bool = False  # no row is left to train on
@@ -183,7 +183,7 @@ def _lacks_test(config: Any, step: int) -> bool:
 
 def _compare(
     config: Any, identity: RunIdentity, folder: Path, record: dict[str, Any]
-) -> tuple[bool, list[str]]:
+) -> tuple[bool, list[Change]]:
     """Prints what has changed since the run in `folder`, of which `record` is the run.json.
 
     Returns (whether it had the same rows, the changes).
@@ -207,7 +207,7 @@ def _compare(
         )
     if experiment + others:
         print(f"changed since {folder}:", *experiment, *others, sep="\n  ")
-    has_same_rows = not any(change.startswith(f"{DATA}:") for change in experiment)
+    has_same_rows = not any(change.key == DATA for change in experiment)
     return has_same_rows, experiment + others
 
 

@@ -157,8 +157,12 @@ def check_length(config: Any, examples: Examples, remedy: str, added_tokens: int
 
 
 def count_steps(examples: Examples, folder: RunFolder) -> int:
-    """The steps of a run over `examples`. Prints how it uses them."""
+    """Returns the steps of a run over `examples`, and prints how it uses them.
+
+    Ends the program if all of them are done.
+    """
     steps = folder.count_steps(len(examples), examples.batch_size)
+    folder.end_if_done(steps)
     print_once(examples.describe_steps(steps))
     return steps
 

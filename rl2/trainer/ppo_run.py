@@ -128,7 +128,9 @@ class PPORun:
         model_name = self.config.actor.model_name
         if path := self.config.trainer.rollouts_from:  # of another run
             saved = SavedRollouts(path, model_name, self.meaning)
-            return saved, self.folder.count_steps(saved.num_steps, batch_size=1)
+            num_steps = self.folder.count_steps(saved.num_steps, batch_size=1)
+            self.folder.end_if_done(num_steps)
+            return saved, num_steps
         num_steps = count_steps(prompts, self.folder)
         if replay is not None and replay.rollouts is not None:
             path = str(replay.rollouts)
