@@ -22,7 +22,11 @@ setup(
     # the package.
     packages=[*find_packages(include=["rl2", "rl2.*"]), "rl2.ready_envs"],
     package_dir={"rl2.ready_envs": "envs"},
-    package_data={"rl2": ["py.typed"], "rl2.report": ["page.html", "page.css", "page.js"]},
+    package_data={
+        "rl2": ["py.typed"],
+        "rl2.config": ["synonyms.yaml"],
+        "rl2.report": ["page.html", "page.css", "page.js"],
+    },
     entry_points={"console_scripts": ["rl2 = rl2.__main__:main"]},
     # Ranges, since SGLang pins exact versions of torch and transformers. The whole suite runs with
     # constraints.txt; tests/oldest.sh and tests/newest.sh run both ends of the ranges.

@@ -143,3 +143,4 @@ def test_the_wheel_carries_the_ready_made_envs(tmp_path):
     assert "neither config.yaml" in done.stderr
     for part in PAGE:
         assert (target / "rl2/report" / part).exists()
+    assert (target / "rl2/config/synonyms.yaml").exists()

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rl2.config.arguments import Assignment
 from rl2.config.key import Key
 from rl2.config.problem import Problem, wrong_value
-from rl2.config.synonyms import ALGORITHM_KEYS, explain_algorithm, find_synonym
+from rl2.config.synonyms import ALGORITHM_KEYS, explain_algorithm, find_answer
 from rl2.config.values import OPEN_KEYS, show_value
 
 KIND_WORDS: dict[Any, str] = {
@@ -65,18 +65,18 @@ def find_target(name: str, value: Any, known: dict[str, Key]) -> tuple[str, Prob
 
 def explain_unknown(name: str, value: Any, known: dict[str, Key]) -> tuple[str, Problem]:
     """(the key that an unknown one must mean, or ""; the problem, with what to write instead)."""
+    keys = [other for other in known if not known[other].is_section]
+    answer = find_answer(name, keys)
     target = ""
     if name in ALGORITHM_KEYS and "adv.estimator" in known:
         text = explain_algorithm(str(value)) or "set adv.estimator, actor.loss, actor.average"
+    elif answer is not None:
+        text = answer.explain(keys)
+        target = answer.same_key(keys)
     else:
-        keys = [other for other in known if not known[other].is_section]
-        text, candidates = find_synonym(name, keys)
-        if not text:
-            candidates = near_keys(name, keys)
-            near = " or ".join(candidates)
-            text = f"did you mean {near}?" if near else "--help all lists all"
-        if len(candidates) == 1:
-            target = candidates[0]
+        near = near_keys(name, keys)
+        text = f"did you mean {' or '.join(near)}?" if near else "--help all lists all"
+        target = near[0] if len(near) == 1 else ""
     return target, Problem(name, value, f"unknown key {name}={value}: {text}")
 
 
