@@ -551,7 +551,7 @@ def test_problems_of_config_data_and_env_come_in_one_round(base, capsys, tmp_pat
         "data.path": 1,
         "data.test_path": 2,
     }
-    assert env.reward_fns["reward_fn"]([]) == 1
+    assert env.spec.reward_fns["reward_fn"]([]) == 1
 
 
 def test_rows_of_every_trainer_are_tried_beside_the_config(base, tmp_path):

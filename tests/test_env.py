@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from common import make_tokenizer, pack_rows
+from env_helpers import env_of
 
 from rl2.data.formats import read_ppo_row
 from rl2.env import contract, loops
@@ -52,7 +53,11 @@ def score(env, row=ROW):
 
 
 def failure(env_or_function, row=ROW):
-    env = env_or_function if isinstance(env_or_function, Env) else Env(env_or_function, timeout=5.0)
+    env = (
+        env_or_function
+        if isinstance(env_or_function, Env)
+        else env_of(env_or_function, timeout=5.0)
+    )
     with pytest.raises(EnvError) as error:
         score(env, row)
     return error.value
@@ -72,11 +77,11 @@ def test_keyword_arguments_get_all_other_columns_but_not_the_rows_own_messages()
     def reward_fn(messages, answer, **columns):
         return columns == {"level": "easy", "tags": ["a"]} and messages == REPLY
 
-    assert score(Env(reward_fn)) == {"reward": 1.0}
+    assert score(env_of(reward_fn)) == {"reward": 1.0}
 
 
 def test_conversation_does_not_come_from_the_row():
-    assert score(Env(lambda messages: len(messages)), {"answer": 2}) == {"reward": 2.0}
+    assert score(env_of(lambda messages: len(messages)), {"answer": 2}) == {"reward": 2.0}
 
 
 def test_callable_object_may_be_async():
@@ -84,7 +89,7 @@ def test_callable_object_may_be_async():
         async def __call__(self, messages, answer):
             return 0.5
 
-    assert score(Env(Judge())) == {"reward": 0.5}
+    assert score(env_of(Judge())) == {"reward": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -92,7 +97,7 @@ def test_callable_object_may_be_async():
     [(1, {"reward": 1.0}), (True, {"reward": 1.0}), ({"a": 1, "b": 0.5}, {"a": 1.0, "b": 0.5})],
 )
 def test_reward_types(value, parts):
-    result = score(Env(lambda messages: value))
+    result = score(env_of(lambda messages: value))
     assert result == parts and all(type(part) is float for part in result.values())
 
 
@@ -113,7 +118,7 @@ def test_reward_types(value, parts):
 )
 def test_bad_reward_is_an_env_error(value, message):
     with pytest.raises(EnvError, match=message):
-        score(Env(lambda messages: value))
+        score(env_of(lambda messages: value))
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
@@ -156,7 +161,7 @@ def test_stop_iteration_and_self_cancellation_are_failures_too():
 
 def test_row_without_a_needed_column_costs_its_trajectory_only():
     assert "reward_fn needs level" in str(
-        failure(Env(lambda messages, level: 1.0), {"messages": "x", "answer": 1})
+        failure(env_of(lambda messages, level: 1.0), {"messages": "x", "answer": 1})
     )
 
 
@@ -176,7 +181,7 @@ def test_sync_calls_run_together_and_leave_the_event_loop_free():
 
     async def main():
         ticks = 0
-        env = Env(slow)
+        env = env_of(slow)
         calls = asyncio.gather(*(env.score(REPLY, ROW) for _ in range(4)))
         while not calls.done():
             await asyncio.sleep(0.01)
@@ -219,7 +224,7 @@ def test_calls_that_hang_time_out_and_free_their_slots(monkeypatch):
             release.wait(20)
         return 1.0
 
-    env = Env(hangs, timeout=0.4)
+    env = env_of(hangs, timeout=0.4)
 
     async def main():
         rows = [{**ROW, "answer": "hang"}] * (2 * CONCURRENCY) + [ROW]
@@ -248,7 +253,7 @@ def test_waiting_for_a_slot_does_not_count_towards_the_timeout():
         running.discard(threading.get_ident())
         return 1.0
 
-    env = Env(slow, timeout=1.0)
+    env = env_of(slow, timeout=1.0)
 
     async def main():
         return await asyncio.gather(*(env.score(REPLY, ROW) for _ in range(16 * CONCURRENCY)))
@@ -278,7 +283,7 @@ def test_hung_calls_do_not_keep_the_process_from_exiting(tmp_path):
 
 def test_interact_returns_messages_of_its_own():
     kept = [{"role": "tool", "content": "5"}]
-    env = Env(lambda messages: 0, lambda messages, level: kept)
+    env = env_of(lambda messages: 0, lambda messages, level: kept)
     result = asyncio.run(env.answer(REPLY, ROW)).messages
     kept[0]["content"] = "changed"
     assert result == [{"role": "tool", "content": "5"}]
@@ -298,7 +303,7 @@ def test_interact_returns_messages_of_its_own():
     + [[{"role": "tool", "content": "5", "extra": object()}]],
 )
 def test_bad_messages_are_an_env_error(value):
-    env = Env(lambda messages: 0, lambda messages: value)
+    env = env_of(lambda messages: 0, lambda messages: value)
     with pytest.raises(EnvError, match="interact: "):
         asyncio.run(env.answer(REPLY, ROW))
 
@@ -315,7 +320,7 @@ def extract(messages, answer): return {"a": " 4 ", "b": 4.5, "c": None}[answer]
 
 @pytest.mark.parametrize("value", [["4"], {"answer": 4}, object()])
 def test_an_extract_that_gives_no_text_is_an_env_error(value):
-    env = Env(lambda messages: 0, extract=lambda messages: value)
+    env = env_of(lambda messages: 0, extract=lambda messages: value)
     with pytest.raises(EnvError, match="extract: expected the answer as a text or a number"):
         asyncio.run(env.extract(REPLY, ROW))
 
@@ -323,11 +328,11 @@ def test_an_extract_that_gives_no_text_is_an_env_error(value):
 def test_an_extract_without_messages_is_the_files_own(tmp_path):
     text = "def extract(text): return text\ndef reward_fn(messages): return len(extract('ab'))"
     env = load(tmp_path, text)
-    assert "extract" not in env.functions and score(env) == {"reward": 2.0}
+    assert env.spec.extract is None and score(env) == {"reward": 2.0}
 
 
 def test_preflight_tries_extract(tmp_path):
-    env = Env(lambda messages: 0, extract=lambda messages, year: messages[9])
+    env = env_of(lambda messages: 0, extract=lambda messages, year: messages[9])
     with pytest.raises(ValueError, match="extract needs column 'year'"):
         preflight(env, {"data.path": [ROW]}, 1)
     with pytest.raises(ValueError, match="extract raised:(?s:.*)IndexError"):
@@ -462,17 +467,17 @@ def test_failures_are_logged_once_a_kind_and_stop_the_run_above_the_fraction(tmp
 
 
 def test_preflight_accepts_a_working_env_and_warns_of_an_unused_function():
-    env = Env(lambda messages, answer: 0, lambda messages: [])
+    env = env_of(lambda messages, answer: 0, lambda messages: [])
     assert preflight(env, {"data.path": [ROW, ROW]}, 2) == []
     [warning] = preflight(env, {"data.path": [ROW], "data.test_path": [ROW]}, 1)
     assert "interact()" in warning
-    counts = Env(lambda messages: len(messages[0]["content"]))
+    counts = env_of(lambda messages: len(messages[0]["content"]))
     assert preflight(counts, {"data.path": [{"messages": "1+1=", "answer": 2}]}, 1) == []
 
 
 def test_preflight_tries_rows_of_the_whole_data_and_of_the_test_data():
     """A column of other types in the middle, or in the test data, is seen before training."""
-    env = Env(lambda messages, answer: float(answer))
+    env = env_of(lambda messages, answer: float(answer))
     rows = [{**ROW, "answer": i} for i in range(8)]
     assert preflight(env, {"data.path": rows, "data.test_path": rows}, 1) == []
     rows[4] = {**ROW, "answer": "four"}
@@ -481,13 +486,13 @@ def test_preflight_tries_rows_of_the_whole_data_and_of_the_test_data():
             preflight(env, row_sets, 1)
     many = [{**ROW, "answer": i} for i in range(1000)]
     seen = set()
-    counts = Env(lambda messages, answer: seen.add(answer) or 0)
+    counts = env_of(lambda messages, answer: seen.add(answer) or 0)
     preflight(counts, {"data.path": many}, 1)
     assert len(seen) == 8 and {0, 999} <= seen
 
 
 def test_preflight_names_the_data_that_lacks_a_column():
-    env = Env(lambda messages, answer: 0.0)
+    env = env_of(lambda messages, answer: 0.0)
     rows = {"data.path": [ROW], "data.test_path": [{"messages": "x", "label": 1}]}
     words = "needs column 'answer', which 1 of 1 rows of data.test_path lack.*it has messages, "
     with pytest.raises(ValueError, match=words + "label.*data.columns.OLD=answer"):
@@ -500,7 +505,7 @@ def test_preflight_waits_for_hanging_calls_once():
 
     start = time.monotonic()
     with pytest.raises(ValueError, match="did not return within"):
-        preflight(Env(hangs, timeout=0.5), {"data.path": [ROW] * 8}, 1)
+        preflight(env_of(hangs, timeout=0.5), {"data.path": [ROW] * 8}, 1)
     assert time.monotonic() - start < 3
 
 
@@ -721,11 +726,11 @@ def test_a_trl_function_that_returns_other_rewards_than_one_fails_in_words(tmp_p
 )
 def test_preflight_refuses_an_env_that_cannot_work(reward_fn, interact, rows, max_turns, message):
     with pytest.raises(ValueError, match=message):
-        preflight(Env(reward_fn, interact), {"data.path": rows}, max_turns)
+        preflight(env_of(reward_fn, interact), {"data.path": rows}, max_turns)
 
 
 def test_preflight_does_not_call_interact_for_single_turns():
-    assert preflight(Env(lambda messages: 0, lambda messages: 1 / 0), {"data.path": [ROW]}, 1)
+    assert preflight(env_of(lambda messages: 0, lambda messages: 1 / 0), {"data.path": [ROW]}, 1)
 
 
 @pytest.fixture(scope="module")
@@ -761,7 +766,7 @@ def calculator():
 )
 def test_arithmetic_reward(arithmetic, reply, answer, reward):
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}]
-    assert arithmetic.reward_fns["reward_fn"](messages, answer) == reward
+    assert arithmetic.spec.reward_fns["reward_fn"](messages, answer) == reward
 
 
 @pytest.mark.parametrize(
@@ -831,7 +836,7 @@ def test_calculator_answers_a_call_of_another_type(calculator):
 def test_calculator_reward(calculator, replies, answer, reward):
     result = {"role": "tool", "content": f"<answer>{answer}</answer>"}
     messages = [*conversation(*replies), result]  # of a call in the last turn
-    assert calculator.reward_fns["reward_fn"](messages, answer) == reward
+    assert calculator.spec.reward_fns["reward_fn"](messages, answer) == reward
 
 
 def test_a_reward_model_server_gets_the_text_of_the_chat_template(monkeypatch):
@@ -886,7 +891,7 @@ def conversation(*replies):
     ],
 )
 def test_gsm8k_reward(reply, answer, right, format):
-    assert load_env(str(ENVS / "gsm8k.py")).reward_fns["reward_fn"](
+    assert load_env(str(ENVS / "gsm8k.py")).spec.reward_fns["reward_fn"](
         conversation(reply), answer
     ) == {
         "right": right,
@@ -917,7 +922,7 @@ def test_gsm8k_reward(reply, answer, right, format):
 )
 def test_countdown_reward(reply, right, format):
     env = load_env(str(ENVS / "countdown.py"))
-    assert env.reward_fns["reward_fn"](conversation(reply), 24, [3, 9, 1]) == {
+    assert env.spec.reward_fns["reward_fn"](conversation(reply), 24, [3, 9, 1]) == {
         "right": right,
         "format": format,
     }
@@ -926,7 +931,7 @@ def test_countdown_reward(reply, right, format):
 def test_countdown_is_exact():
     env = load_env(str(ENVS / "countdown.py"))
     assert (
-        env.reward_fns["reward_fn"](
+        env.spec.reward_fns["reward_fn"](
             conversation("<answer>8 / (3 - 8 / 3)</answer>"), 24, [3, 3, 8, 8]
         )["right"]
         == 1
@@ -973,7 +978,7 @@ def test_boxed_reward(content, answer, right):
     pytest.importorskip("math_verify", reason="comes with rl2[rewards]")
     env = load_env(str(ENVS / "boxed.py"))
     assert (
-        env.reward_fns["reward_fn"](
+        env.spec.reward_fns["reward_fn"](
             conversation(rf"First \boxed{{0}}, no: \boxed{{{content}}}."), answer
         )
         == right
@@ -983,7 +988,10 @@ def test_boxed_reward(content, answer, right):
 @pytest.mark.parametrize("reply", ["", "4", r"\boxed{4", r"\boxed 4", r"\boxed{3}4", "boxed{4}"])
 def test_boxed_needs_its_box(reply):
     pytest.importorskip("math_verify", reason="comes with rl2[rewards]")
-    assert load_env(str(ENVS / "boxed.py")).reward_fns["reward_fn"](conversation(reply), "4") == 0.0
+    assert (
+        load_env(str(ENVS / "boxed.py")).spec.reward_fns["reward_fn"](conversation(reply), "4")
+        == 0.0
+    )
 
 
 @pytest.fixture
@@ -1057,10 +1065,10 @@ def test_search_looks_up_the_first_query_of_the_last_turn(search):
 )
 def test_search_reward(search, replies, right):
     assert (
-        search[0].reward_fns["reward_fn"](conversation(*replies), ["Paris", "City of Paris"])
+        search[0].spec.reward_fns["reward_fn"](conversation(*replies), ["Paris", "City of Paris"])
         == right
     )
-    assert search[0].reward_fns["reward_fn"](conversation(*replies), "paris") == (
+    assert search[0].spec.reward_fns["reward_fn"](conversation(*replies), "paris") == (
         right if "city" not in replies[-1] else 0
     )
 
@@ -1093,11 +1101,11 @@ def test_ready_envs_read_a_reply_of_one_repeated_token_in_linear_time(name, func
     if name == "boxed":
         pytest.importorskip("math_verify", reason="comes with rl2[rewards]")
     env = load_env(str(ENVS / f"{name}.py"))
-    call = env.reward_fns["reward_fn"] if function == "reward_fn" else env.functions["interact"]
+    call = env.spec.functions()[function]
     messages = [*ROW["messages"], {"role": "assistant", "content": content}]
     row = {"answer": 7, "numbers": [1, 2]}
     start = time.process_time()
     result = call(**contract.select_arguments(call, messages, row, {}))
-    if call is env.reward_fns["reward_fn"]:
+    if function == "reward_fn":
         assert result in (0.0, {"right": 0.0, "format": 0.0})
     assert time.process_time() - start < 0.5

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy
 import pytest
 import torch
+from env_helpers import env_of
 from faulty_env import nest
 
 from rl2.env import loops, runners
-from rl2.env.call import Env
 from rl2.env.contract import EnvError
 from rl2.env.files import import_env_file
 from rl2.env.load import load_env
@@ -139,7 +139,7 @@ def test_a_loop_that_is_blocked_in_c_code_is_replaced(tmp_path, monkeypatch, ask
     assert isinstance(late, EnvError) and "time.sleep(3.2)" in str(late)
     assert new == {"reward": 2.0}  # on the second loop
     assert waits["reward"] in (1.0, 2.0)
-    begun = sys.modules[env.reward_fns["reward_fn"].__module__].begun
+    begun = sys.modules[env.spec.reward_fns["reward_fn"].__module__].begun
     assert begun.count("waits") == (1 if asks else 2) and begun.count("C") == 1
     assert call(env, kind="waits") == {"reward": 2.0}
     env.close()
@@ -201,7 +201,7 @@ def test_late_threads_end_and_those_that_cannot_are_told_once(tmp_path, monkeypa
         """,
         timeout=0.5,
     )
-    release = sys.modules[env.reward_fns["reward_fn"].__module__].release
+    release = sys.modules[env.spec.reward_fns["reward_fn"].__module__].release
     kinds = ["python", "stubborn", "C", "C"]
     assert all("did not return" in str(r) for r in call_together(env, [{"kind": k} for k in kinds]))
 
@@ -258,7 +258,7 @@ def test_a_thread_that_does_not_start_costs_a_trajectory(tmp_path, monkeypatch, 
 def test_lone_surrogates_are_replaced():
     content = [{"type": "text", "text": "caf\udce9"}]
     answer = [{"role": "tool", "content": content, "na\ud800me": "\U0001f600"}]
-    env = Env(lambda messages: {"caf\udce9": 1}, lambda messages: answer)
+    env = env_of(lambda messages: {"caf\udce9": 1}, lambda messages: answer)
     assert call(env) == {"caf\ufffd": 1.0}
     [message] = asyncio.run(env.answer(MESSAGES, {})).messages
     assert message["content"] == [{"type": "text", "text": "caf\ufffd"}]
@@ -268,7 +268,7 @@ def test_lone_surrogates_are_replaced():
         raise ValueError("caf\udce9")
 
     with pytest.raises(EnvError, match="caf\ufffd"):
-        call(Env(fails))
+        call(env_of(fails))
 
 
 @pytest.mark.parametrize(
@@ -283,10 +283,10 @@ def test_lone_surrogates_are_replaced():
     ],
 )
 def test_scalars_of_numpy_and_pytorch_are_numbers(value):
-    parts = call(Env(lambda messages: value))
+    parts = call(env_of(lambda messages: value))
     assert sum(parts.values()) == 0.5 and all(type(part) is float for part in parts.values())
     answer = [{"role": "tool", "content": "x", "value": value}]
-    env = Env(lambda messages: 0, lambda messages: answer)
+    env = env_of(lambda messages: 0, lambda messages: answer)
     [message] = asyncio.run(env.answer(MESSAGES, {})).messages
     json.dumps(message)
 
@@ -294,13 +294,13 @@ def test_scalars_of_numpy_and_pytorch_are_numbers(value):
 @pytest.mark.parametrize("value", [numpy.array([0.5]), torch.zeros(2), numpy.float32("nan"), "1"])
 def test_arrays_are_no_rewards(value):
     with pytest.raises(EnvError, match="expected reward to be"):
-        call(Env(lambda messages: value))
+        call(env_of(lambda messages: value))
 
 
 @pytest.mark.parametrize("depth, is_accepted", [(45, True), (60, False), (100_000, False)])
 def test_deep_nesting_is_refused_before_it_overflows_the_stack(depth, is_accepted):
     answer = [{"role": "tool", "content": "x", "value": nest(depth)}]
-    env = Env(lambda messages: 0, lambda messages: answer)
+    env = env_of(lambda messages: 0, lambda messages: answer)
     if is_accepted:
         assert asyncio.run(env.answer(MESSAGES, {})).messages == answer
     else:
@@ -309,7 +309,7 @@ def test_deep_nesting_is_refused_before_it_overflows_the_stack(depth, is_accepte
 
 
 def test_a_flood_of_text_is_refused():
-    env = Env(lambda messages: 0, lambda messages: [{"role": "tool", "content": "x" * 2**21}])
+    env = env_of(lambda messages: 0, lambda messages: [{"role": "tool", "content": "x" * 2**21}])
     with pytest.raises(EnvError, match="interact: 20971.. characters, a turn may have 1048576, in"):
         asyncio.run(env.answer(MESSAGES, {}))
 
@@ -321,7 +321,7 @@ def test_recursions_of_other_depths_are_of_the_same_kind():
     kinds = set()
     for depth in (3, 30):
         with pytest.raises(EnvError) as error:
-            call(Env(lambda messages, depth: recurse(depth)), depth=depth)
+            call(env_of(lambda messages, depth: recurse(depth)), depth=depth)
         kinds.add(error.value.kind)
     assert len(kinds) == 1
 
@@ -349,7 +349,7 @@ def test_concurrency_limits_calls_of_both_kinds_and_the_queue_is_not_counted(is_
         num_running -= 1
         return 1
 
-    env = Env(slow_async if is_async else slow, timeout=0.6, concurrency=3)
+    env = env_of(slow_async if is_async else slow, timeout=0.6, concurrency=3)
     assert call_together(env, [{}] * 24) == [{"reward": 1.0}] * 24  # 8 rounds: 0.8 s
     assert most == 3
     env.close()

@@ -233,7 +233,7 @@ def test_an_object_with_reset_and_step_as_of_gymnasium(tmp_path, isolation):
         "\n7<|im_end|>": 4.0,
     }
     if isolation == "thread":
-        assert sys.modules[player.env.functions["make_env"].__module__].closed == [7]
+        assert sys.modules[player.env.spec.object.make_env.__module__].closed == [7]
 
 
 def test_the_last_turn_is_stepped_too(tmp_path):
@@ -553,7 +553,7 @@ def test_a_group_is_reported_when_its_last_trajectory_has_its_reward(tmp_path):
         ("def make_env(): return 1 / 0", "make_env raised:(.|\n)*ZeroDivisionError"),
         (
             "class make_env:\n def look(self, x):\n  'Looks.'",
-            "the method look has a docstring, so it is a tool, but .*let its name begin with _",
+            "the method look has a docstring, so it is a tool, but .*begin its name with _",
         ),
     ],
 )

@@ -410,7 +410,7 @@ def test_the_rows_of_the_pipeline_are_correct_and_in_one_set_only(tmp_path):
     assert questions["sft_test"] == questions["pairs_test"]
     all_questions = questions["sft_train"] + questions["pairs_train"] + questions["pairs_test"]
     assert len(set(all_questions)) == len(all_questions) == 820
-    score = load_env(str(ROOT / "envs/arithmetic.py")).reward_fns["reward_fn"]
+    score = load_env(str(ROOT / "envs/arithmetic.py")).spec.reward_fns["reward_fn"]
     for sft, pair in zip(rows["sft_test"], rows["pairs_test"], strict=True):
         assert sft["messages"][-1]["content"] == pair["chosen"]
         answer = pair["chosen"].rpartition("#### ")[2]
@@ -422,7 +422,7 @@ def test_the_rows_of_the_pipeline_are_correct_and_in_one_set_only(tmp_path):
 
 
 def test_the_quickstart_rewards_the_right_number_and_a_little_its_sign():
-    score = load_env(str(ROOT / "examples/quickstart_env.py")).reward_fns["reward_fn"]
+    score = load_env(str(ROOT / "examples/quickstart_env.py")).spec.reward_fns["reward_fn"]
 
     def parts(reply, answer):
         return score([{"content": reply}], answer)

@@ -8,10 +8,10 @@ import asyncio
 import json
 
 import pytest
+from env_helpers import env_of
 
 from rl2.data.formats import read_pair_row, read_ppo_row, read_sft_row
 from rl2.data.rows import load_rows
-from rl2.env.call import Env
 from rl2.env.load import load_env, preflight
 
 QUESTION = {"role": "user", "content": "How many clips did she sell in April and May?"}
@@ -232,11 +232,11 @@ def test_answer_is_needed_only_where_the_environment_asks_for_it(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": [QUESTION], "solution": "72"}) + "\n")
     rows = {"data.path": load_rows(str(file), read=read_ppo_row)}
-    preflight(Env(lambda messages: 0.0), rows, 1)
-    preflight(Env(lambda messages, solution: 0.0), rows, 1)
-    preflight(Env(lambda messages, answer=None: 0.0), rows, 1)
+    preflight(env_of(lambda messages: 0.0), rows, 1)
+    preflight(env_of(lambda messages, solution: 0.0), rows, 1)
+    preflight(env_of(lambda messages, answer=None: 0.0), rows, 1)
     with pytest.raises(ValueError, match="needs column 'answer'.*data.columns.OLD=answer"):
-        preflight(Env(lambda messages, answer: 0.0), rows, 1)
+        preflight(env_of(lambda messages, answer: 0.0), rows, 1)
 
 
 def test_the_solutions_of_gsm8k_are_answers_of_its_environment(tmp_path):

@@ -311,7 +311,7 @@ def test_the_environment_knows_a_trajectory_by_its_key(tmp_path):
     calls, ended = [], []
 
     class RecordingEnv:
-        has_object, asked, tools, functions = False, env.asked, [], env.functions
+        has_object, asked, tools, spec = False, env.asked, [], env.spec
 
         async def answer(self, messages, row, key, inputs):
             calls.append(("interact", key, row["answer"]))
@@ -468,7 +468,7 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
 
 def module_of(env):
     """The module of the env file."""
-    return sys.modules[env.reward_fns["reward_fn"].__module__]
+    return sys.modules[env.spec.reward_fns["reward_fn"].__module__]
 
 
 WAITING_ENV = """

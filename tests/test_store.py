@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from common import make_tokenizer
+from env_helpers import env_of
 
 from rl2.config.schema import SFTConfig
 from rl2.data import store
@@ -20,7 +21,6 @@ from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PAIR_ROWS, PROMPT_ROWS, SFT_ROWS, Examples
 from rl2.data.formats import read_ppo_row, read_sft_row
 from rl2.data.rows import Rows, hash_data, load_rows
-from rl2.env.call import Env
 from rl2.env.load import preflight
 from rl2.trainer.inputs import read_examples
 
@@ -190,8 +190,8 @@ def test_preflight_looks_at_one_row_of_each_kind(cache, tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match="answer.*2 of 3000 rows of data.path lack, first row 1500"
     ):
-        preflight(Env(lambda messages, answer: 0.0), row_sets, 1)
-    preflight(Env(lambda messages, answer=0: 0.0), row_sets, 1)
+        preflight(env_of(lambda messages, answer: 0.0), row_sets, 1)
+    preflight(env_of(lambda messages, answer=0: 0.0), row_sets, 1)
     Examples(rows, ChatTemplate(make_tokenizer()), PROMPT_ROWS, max_length=99)
     assert len(unpacked) < 3000 + 30
 

@@ -21,6 +21,7 @@ from rl2.data.examples import Example, render_sft
 from rl2.engine.base import Generation, SamplingParams
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures, Turn
+from rl2.env.spec import EnvSpec, make_object_spec
 from rl2.rollout.trajectory import Player, begin_group
 
 NUM_CONVERSATIONS = 25  # of each family, in each test
@@ -276,7 +277,7 @@ class Caller(Writer):
 def test_tools_are_shown_called_and_answered_token_by_token(name):
     template = make_template(name)
     engine = ScriptedEngine(Caller(name, template))
-    env = Env({}, make_env=Look)
+    env = Env(EnvSpec(object=make_object_spec(Look)))
     with mock.patch("rl2.rollout.trajectory.ChatTemplate.warn_of_ignored"):
         trajectory = play(template, engine, env, [{"role": "user", "content": "Where?"}])
     results = [m for m in trajectory.messages if m["role"] == "tool"]

@@ -31,6 +31,7 @@ from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
+from rl2.env.spec import EnvSpec
 from rl2.model.folder import load_tokenizer
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector, RolloutRules
@@ -95,7 +96,7 @@ def make_env(seconds: float) -> Env:
         await asyncio.sleep(seconds)
         return 1.0
 
-    return Env(reward_fn, interact, timeout=60.0, concurrency=10_000)
+    return Env(EnvSpec({"reward_fn": reward_fn}, interact), timeout=60.0, concurrency=10_000)
 
 
 def measure(engine, rollout) -> tuple[list, str]:

@@ -9,7 +9,6 @@ import asyncio
 import atexit
 import inspect
 from collections.abc import Callable, Hashable, Mapping
-from copy import copy
 from types import MappingProxyType
 from typing import Any
 
@@ -27,8 +26,8 @@ from rl2.env.processes import ProcessPool
 from rl2.env.results import to_messages
 from rl2.env.runners import ThreadRunner
 from rl2.env.session import CLOSE, Sessions
+from rl2.env.spec import EnvSpec
 from rl2.env.syntaxes import ToolCall
-from rl2.env.tools import list_tools, object_functions
 
 Key = Hashable
 Inputs = Mapping[str, Any]
@@ -36,12 +35,12 @@ NO_INPUTS: Inputs = MappingProxyType({})
 
 
 class Env:
-    """The functions of an env file. The methods that call them raise no other error than EnvError.
+    """Calls the functions of an env file. The methods raise no other error than EnvError.
 
-    There may be several reward functions, by name. The other `functions` have the names that
-    rl2/env/contract.py tells, or are None. `timeout` is the limit of a call in seconds, from its
-    start. `concurrency` calls run at a time, the others wait. With a `pool`, sync functions run
-    there, and async ones too if they share what is kept for a trajectory.
+    `timeout` is the limit of a call in seconds, from its start. `concurrency` calls run at a time,
+    the others wait. With a `pool`, sync functions run there, and async ones too if they share what
+    is kept for a trajectory. `keeps_state` says whether something is kept; by default the spec
+    tells. `path` is the env file, if there is one.
 
     A `key` names the trajectory that a call belongs to. `inputs` are what functions may ask for
     beside the columns of the `row`.
@@ -49,53 +48,46 @@ class Env:
 
     def __init__(
         self,
-        reward_fn: Callable | dict[str, Callable],
-        interact: Callable | None = None,
+        spec: EnvSpec,
         timeout: float = 60.0,
         concurrency: int = 32,
         pool: ProcessPool | None = None,
-        **functions: Callable | None,
+        path: str = "",
+        keeps_state: bool | None = None,
     ):
-        self.reward_fns = reward_fn if isinstance(reward_fn, dict) else {"reward_fn": reward_fn}
-        functions = {**self.reward_fns, "interact": interact, **functions}
-        self.functions = {name: f for name, f in functions.items() if f is not None}
-        self.has_object = "make_env" in self.functions
-        if self.has_object:
-            self.functions |= object_functions(self.functions["make_env"])
-            atexit.register(self._close_objects)
-        self.tools = list_tools(self.functions)
-        self.tool_names = [tool["function"]["name"] for tool in self.tools]
-        rewards = [*self.reward_fns, METHOD + "reward", METHOD + "get_reward"]
-        self._reward_names = [name for name in rewards if name in self.functions]
-        self.judges = bool(self._reward_names) or "group_reward_fn" in self.functions
-        signatures = map(inspect.signature, self.functions.values())
-        self.asked = {name for signature in signatures for name in signature.parameters}
-        # Whether something is kept between the calls of a trajectory.
-        self.keeps_state = self.has_object or bool({"state", "base_url"} & self.asked)
-        self.concurrency = concurrency
+        self.spec = spec
         self.timeout = timeout
-        self.path = ""  # of the env file, if there is one
+        self.concurrency = concurrency
+        self.path = path
+        self.has_object = spec.object is not None
+        self.tools = spec.tool_schemas
+        self.judges = spec.judges
+        self.asked = spec.parameters()
+        self.keeps_state = spec.keeps_state if keeps_state is None else keeps_state
         # A semaphore works in one event loop only: `_slots` belongs to `_caller_loop`.
         self._caller_loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(concurrency)
         self._async_runner = LoopRunner(timeout, may_repeat=not self.keeps_state)
         self._thread_runner = ThreadRunner(timeout)
         self._pool = pool
-        self._sessions = Sessions(self.functions)
+        self._sessions = Sessions(spec.functions())
         self._open_keys: set[Key] = set()  # of trajectories whose object is not closed
+        if self.has_object:
+            atexit.register(self._close_objects)
 
     async def begin(self, row: dict, key: Key) -> list[dict]:
         """The prompt of a trajectory. Makes its object, whose `reset` may add to the prompt."""
         messages = row["messages"]
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        if not self.has_object:
+        if self.spec.object is None:
             return messages
-        await self._run("make_env", {}, key)
-        name = METHOD + "reset"
-        if name not in self.functions:
+        await self._run("make_env", self.spec.object.make_env, {}, key)
+        reset = self.spec.methods.get("reset")
+        if reset is None:
             return messages
-        text = await self._call(name, messages, row, key, {"prompt": messages})
+        inputs = {"prompt": messages}
+        text = await self._call(METHOD + "reset", reset, messages, row, key, inputs)
         *before, last = messages
         content = last["content"]
         added = text if isinstance(content, str) else [{"type": "text", "text": text}]
@@ -105,12 +97,14 @@ class Env:
         self, messages: list[dict], row: dict, key: Key = None, inputs: Inputs = NO_INPUTS
     ) -> Turn:
         """The answer of `step` or `interact` to the last turn; without them, an empty one."""
-        for name in (METHOD + "step", "interact"):
-            if name in self.functions:
-                last = messages[-1] if messages else {}
-                inputs = {**inputs, "message": last, "action": last.get("content")}
-                return Turn(**await self._call(name, messages, row, key, inputs))
-        return Turn()
+        name, function = "interact", self.spec.interact
+        if "step" in self.spec.methods:
+            name, function = METHOD + "step", self.spec.methods["step"]
+        if function is None:
+            return Turn()
+        last = messages[-1] if messages else {}
+        inputs = {**inputs, "message": last, "action": last.get("content")}
+        return Turn(**await self._call(name, function, messages, row, key, inputs))
 
     async def call_tools(self, calls: list[ToolCall], turn: int, key: Key) -> Turn:
         """The results of the calls, in their order. What is wrong with a call is its result.
@@ -129,7 +123,8 @@ class Env:
     async def run_agent(self, row: dict, key: Key, address: dict[str, str]) -> dict[str, float]:
         """The reward parts that `run` returns, or none. `address` is where it finds the model."""
         available = {**row, **address, "row": row}
-        return await self._call("run", row["messages"], available, key, NO_INPUTS)
+        assert self.spec.run is not None, "the env file has no run"
+        return await self._call("run", self.spec.run, row["messages"], available, key, NO_INPUTS)
 
     async def score(
         self, messages: list[dict], row: dict, key: Key = None, inputs: Inputs = NO_INPUTS
@@ -139,13 +134,16 @@ class Env:
         A plain number becomes {"reward": number}, one of TRL has the name of its function.
         """
         parts: dict[str, float] = {}
-        for name in self._reward_names:
-            add_parts(parts, await self._call(name, messages, row, key, inputs))
+        for name, function in self.spec.reward_functions().items():
+            add_parts(parts, await self._call(name, function, messages, row, key, inputs))
         return parts
 
     async def score_group(self, trajectories: list[dict]) -> list[dict[str, float]]:
         """The reward parts that `group_reward_fn` gives to each of the recorded trajectories."""
-        parts = await self._run("group_reward_fn", {"trajectories": trajectories}, key=None)
+        function = self.spec.group_reward_fn
+        assert function is not None, "the env file has no group_reward_fn"
+        arguments = {"trajectories": trajectories}
+        parts = await self._run("group_reward_fn", function, arguments, key=None)
         if len(parts) != len(trajectories):
             raise EnvError(f"group_reward_fn: {len(parts)} rewards of {len(trajectories)} answers")
         return parts
@@ -154,23 +152,21 @@ class Env:
         self, messages: list[dict], row: dict, key: Key = None, inputs: Inputs = NO_INPUTS
     ) -> str | None:
         """The answer in a conversation, which a majority vote compares; None if it has none."""
-        return await self._call("extract", messages, row, key, inputs)
+        assert self.spec.extract is not None, "the env file has no extract"
+        return await self._call("extract", self.spec.extract, messages, row, key, inputs)
 
     async def end(self, key: Key) -> None:
         """Closes what is kept for the trajectory `key`, which makes no further call."""
         if key in self._open_keys:
             self._open_keys.discard(key)
-            await self._run(CLOSE, {}, key)
+            await self._run(CLOSE, self.spec.methods.get("close"), {}, key)
         elif self._pool:
             self._pool.end(key)
 
     def in_processes(self, count: int) -> "Env":
-        """The same environment, with all functions in processes of its own."""
-        env = copy(self)
-        env._pool = ProcessPool(self.path, self.timeout, count)
-        env.keeps_state = True  # so that async functions run there too
-        env._open_keys = set()
-        return env
+        """Returns the same environment with all functions, also async ones, in new processes."""
+        pool = ProcessPool(self.path, self.timeout, count)
+        return Env(self.spec, self.timeout, count, pool, self.path, keeps_state=True)
 
     def close(self) -> None:
         """Ends the event loop of the async functions, and the processes. No call may be running."""
@@ -190,14 +186,14 @@ class Env:
         atexit.unregister(self._close_objects)
 
     async def _call_tool(self, call: ToolCall, key: Key) -> str:
-        name = TOOL + call.name
         if call.error:
             return f"error: {call.error}"
-        if name not in self.functions:
-            return f"error: no tool {call.name!r}; there are {', '.join(self.tool_names)}"
+        if call.name not in self.spec.tools:
+            return f"error: no tool {call.name!r}; there are {', '.join(self.spec.tools)}"
+        tool = self.spec.tools[call.name]
         try:
-            inspect.signature(self.functions[name]).bind(**call.arguments)
-            return await self._run(name, call.arguments, key)
+            inspect.signature(tool).bind(**call.arguments)
+            return await self._run(TOOL + call.name, tool, call.arguments, key)
         except TypeError as error:  # of bind: _run raises EnvError only
             return f"error: {call.name}: {error}"
         except EnvError as error:
@@ -206,17 +202,26 @@ class Env:
             return str(error)
 
     async def _call(
-        self, name: str, messages: list[dict], row: dict, key: Key, inputs: Inputs
+        self,
+        name: str,
+        function: Callable,
+        messages: list[dict],
+        row: dict,
+        key: Key,
+        inputs: Inputs,
     ) -> Any:
         """The checked result of a function, with the arguments that it asks for."""
-        function = self.functions[name]
         missing = [column for column in required_columns(function) if column not in row]
         if missing:
             raise EnvError(f"{name} needs {', '.join(missing)}, which the row does not have")
-        return await self._run(name, select_arguments(function, messages, row, inputs), key)
+        arguments = select_arguments(function, messages, row, inputs)
+        return await self._run(name, function, arguments, key)
 
-    async def _run(self, name: str, arguments: dict, key: Key) -> Any:
-        function = self.functions.get(name)
+    async def _run(self, name: str, function: Callable | None, arguments: dict, key: Key) -> Any:
+        """The checked result of a call. `name` is that of the function in messages and processes.
+
+        CLOSE may have no function: it also ends an object without the method `close`.
+        """
         is_async = function is not None and _is_async(function)
         if self.keeps_state and key is not None and name != CLOSE:
             self._open_keys.add(key)

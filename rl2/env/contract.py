@@ -41,7 +41,7 @@ async and ask for arguments as above. They are optional but for `step` or one to
 `step` may ask for `action`, the text of the turn. It may also return a text, which becomes a
 message of the user, or Gymnasium's tuple (observation, reward, terminated, truncated, info).
 
-All other public methods that have a docstring are tools (rl2/env/tools.py). A class for
+All other public methods that have a docstring are tools (rl2/env/spec.py). A class for
 TRL's `environment_factory` works: make_env = NAME.
 
 `run` plays the whole trajectory: `base_url` is an OpenAI-compatible address of the policy, for this

@@ -2,29 +2,24 @@
 
 import asyncio
 import contextlib
-import inspect
 import itertools
 import os
 import secrets
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any
 
 from rl2.data.rows import Rows
 from rl2.env.call import Env
 from rl2.env.contract import (
     API_KEY,
-    TOOL,
     EnvError,
     LateError,
     add_parts,
-    check_signature,
-    project_of,
     required_columns,
 )
 from rl2.env.files import import_env_file
 from rl2.env.processes import ProcessPool
+from rl2.env.spec import read_spec
 
 TRIAL_REPLIES = ("", "The answer is 42.")
 TRIAL_PROCESSES = 2  # few: each imports the env file, and may load a model
@@ -32,11 +27,12 @@ MAX_TRIAL_PLAYS = 4  # of a conversation that fails
 MAX_TRIAL_ROWS = 8  # of each data set, spread over it
 
 MAX_TRIAL_TOKENS = 100
-TRIAL_INPUTS = {"turn": 1, "finish_reason": "stop", "max_new_tokens": MAX_TRIAL_TOKENS}
-TRIAL_INPUTS |= {"completion_ids": []}
-OTHER_FUNCTIONS = ("interact", "extract", "group_reward_fn", "make_env", "run")
-# Without this parameter, a function of that name has another purpose.
-OWN_PARAMETERS = {"extract": "messages", "run": "base_url"}
+TRIAL_INPUTS = {
+    "turn": 1,
+    "finish_reason": "stop",
+    "max_new_tokens": MAX_TRIAL_TOKENS,
+    "completion_ids": [],
+}
 
 RowSets = dict[str, Rows]  # by the key that names the data: data.path, data.test_path
 
@@ -53,29 +49,15 @@ def load_env(
     reward_fn, or a function cannot be called by the names of its parameters.
     """
     module = import_env_file(path)
-    reward_fns = _find_reward_functions(module)
-    others = _find_other_functions(path, module)
-    make_env = others.pop("make_env")
-    if not any((reward_fns, make_env, others["group_reward_fn"], others["run"])):
-        raise ValueError(
-            f"rollout.env_path={path}: expected a function reward_fn(messages, answer), found none;"
-            " a reward function of TRL or verl works too: reward_fn = NAME"
-        )
-    for name, function in {**reward_fns, **others}.items():
-        if function is not None:
-            check_signature(function, f"rollout.env_path={path}: {name}")
-    if others["run"]:  # before there are processes
-        os.environ[API_KEY] = os.environ.get(API_KEY) or secrets.token_urlsafe()
-    pool = None
-    if isolation == "process":
-        pool = ProcessPool(str(module.__file__), timeout, concurrency)
-    interact = others.pop("interact")
     try:
-        env = Env(reward_fns, interact, timeout, concurrency, pool, make_env=make_env, **others)
-        env.path = str(module.__file__)
-        return env
+        spec = read_spec(module)
     except (ValueError, EnvError) as error:
         raise ValueError(f"rollout.env_path={path}: {error}") from error
+    if spec.run is not None:  # before there are processes
+        os.environ[API_KEY] = os.environ.get(API_KEY) or secrets.token_urlsafe()
+    file = str(module.__file__)
+    pool = ProcessPool(file, timeout, concurrency) if isolation == "process" else None
+    return Env(spec, timeout, concurrency, pool, file)
 
 
 def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = False) -> list[str]:
@@ -89,17 +71,16 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = Fa
     conversation that fails is tried again, as a run tolerates some failures.
     """
     warnings = []
-    # The arguments of tools come from the model.
-    functions = {name: f for name, f in env.functions.items() if not name.startswith(TOOL)}
-    if max_turns == 1 and "interact" in functions:
+    functions = env.spec.row_functions()
+    if max_turns == 1 and env.spec.interact is not None:
         del functions["interact"]
         warnings.append("the env file has interact(), which rollout.max_turns=1 never calls")
-    if max_turns == 1 and "run" in functions:
+    if max_turns == 1 and env.spec.run is not None:
         warnings.append(
             "with rollout.max_turns=1 the agent, run(), may make one request in a trajectory; more "
             "of them fail it"
         )
-    if max_turns == 1 and env.tools:
+    if max_turns == 1 and env.spec.tools:
         warnings.append("with rollout.max_turns=1 the model never sees what its tools return")
     problems = [
         *_find_turn_problems(env, row_sets, max_turns, is_partial),
@@ -125,38 +106,6 @@ def _spread(rows: Rows) -> list[dict]:
     return [rows[i * (len(rows) - 1) // max(1, count - 1)] for i in range(count)]
 
 
-def _find_other_functions(path: str, module: ModuleType) -> dict[str, Callable | None]:
-    """The functions of OTHER_FUNCTIONS by name, None where the file has none."""
-    functions = {name: getattr(module, name, None) for name in OTHER_FUNCTIONS}
-    for name, parameter in OWN_PARAMETERS.items():
-        if not _has_parameter(functions[name], parameter):
-            functions[name] = None
-    if functions["run"] and (functions["interact"] or functions["make_env"]):
-        raise ValueError(
-            f"rollout.env_path={path}: `run` plays the whole trajectory: remove it, or interact "
-            "and make_env"
-        )
-    return functions
-
-
-def _has_parameter(function: Any, name: str) -> bool:
-    return inspect.isfunction(function) and name in inspect.signature(function).parameters
-
-
-def _find_reward_functions(module: ModuleType) -> dict[str, Callable]:
-    """`reward_fn` of an env file, or else verl's `compute_score`, or all that TRL would call."""
-    if hasattr(module, "reward_fn"):
-        return {"reward_fn": module.reward_fn}
-    functions = {}
-    for name, value in vars(module).items():
-        project = project_of(value) if inspect.isfunction(value) else ""
-        if name == "compute_score" and project == "verl":
-            return {name: value}
-        if project == "TRL" and name[0] != "_":
-            functions[name] = value
-    return functions
-
-
 def _find_turn_problems(
     env: Env, row_sets: RowSets, max_turns: int, is_partial: bool
 ) -> Iterator[str]:
@@ -166,10 +115,10 @@ def _find_turn_problems(
             "rollout.partial=true moves trajectories between processes, where `run`, the objects "
             "of make_env and `state` cannot follow: take the key out, or keep all in the messages"
         )
-    if "run" in env.functions or (max_turns <= 1 and not env.has_object):
+    if env.spec.run is not None or (max_turns <= 1 and not env.has_object):
         return
     several_turns = "make_env" if env.has_object else f"rollout.max_turns={max_turns}"
-    if not env.has_object and "interact" not in env.functions:
+    if not env.has_object and env.spec.interact is None:
         yield f"{several_turns}, but the env file has no interact(messages)"
     for key, rows in row_sets.items():
         if any(isinstance(rows[first]["messages"], str) for first, _ in rows.kinds):
@@ -255,11 +204,11 @@ async def play_reply(
     try:
         prompt = await env.begin(row, key)
         conversation = ([*prompt, {"role": "assistant", "content": reply}], row, key, inputs)
-        if env.has_object or (max_turns > 1 and "interact" in env.functions):
+        if env.has_object or (max_turns > 1 and env.spec.interact is not None):
             turn = await env.answer(*conversation)
             parts["turns"] = turn.reward
         add_parts(parts, await env.score(*conversation))
-        if "extract" in env.functions:
+        if env.spec.extract is not None:
             await env.extract(*conversation)
     except EnvError:
         with contextlib.suppress(EnvError):  # which would hide the first one

@@ -469,7 +469,7 @@ class _Rollout:
         if not group.is_done:
             return
         player = self.collector.player
-        if "group_reward_fn" in player.env.functions:
+        if player.env.spec.group_reward_fn is not None:
             await player.score_group(group)
             if not group.is_scored:
                 return

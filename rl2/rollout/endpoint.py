@@ -298,7 +298,7 @@ class AgentPlayer(Player):
 
 def make_player(**fields: Any) -> Player:
     """The player for an environment, from the fields of Player."""
-    return (AgentPlayer if "run" in fields["env"].functions else Player)(**fields)
+    return (AgentPlayer if fields["env"].spec.run is not None else Player)(**fields)
 
 
 def _read_request(body: bytes, params: SamplingParams) -> dict[str, Any]:

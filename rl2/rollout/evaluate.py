@@ -59,7 +59,7 @@ class Evaluator:
         The first process has the conversations, so it makes all calls.
         """
         player = self.collector.player
-        if "extract" not in player.env.functions or self.num_samples == 1:
+        if player.env.spec.extract is None or self.num_samples == 1:
             return None
 
         async def extract(trajectory: Trajectory) -> str | None:

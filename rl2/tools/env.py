@@ -241,12 +241,11 @@ def find_faults(config: PPOConfig, rows: list[dict], cases: list[Case]) -> Itera
     """A line for each fault of the environment, and for what could not be tried."""
     rollout = config.rollout
     file = (rollout.env_path, rollout.env_timeout)
-    env = load_env(*file, 1, "process")
-    env.keeps_state = True  # so that async functions run in the process too
+    env = load_env(*file).in_processes(1)
     few = [case for case in cases if case[1] == 0]
     alone = try_cases(env, rollout, rows, few, rollout.env_timeout + PASS_SECONDS)
     env.close()
-    for name in env.functions.keys() & ONLY_WITH_MODEL:
+    for name in env.spec.row_functions().keys() & ONLY_WITH_MODEL:
         yield f"not tried: {name}, as far as it needs the turns of a model"
     if not alone.rewards or re.search(UNUSABLE, str(alone.failures)):
         yield from find_failures(alone)
