@@ -4,7 +4,7 @@
     verdict.is_right, verdict.reason
 
 A program never gets the expected outputs. Those of programs that read and print are compared here;
-tests that call functions run in another sandbox than the program (rl2/rewards/remote.py).
+tests that call functions run in another sandbox than the program (rl2/rewards/remote/).
 """
 
 import ast
@@ -13,10 +13,10 @@ import importlib.util
 import json
 import secrets
 import textwrap
-from pathlib import Path
 from socket import socketpair
 from typing import Any, NamedTuple
 
+from rl2.rewards.remote import server_program, tests_program
 from rl2.rewards.sandbox import Limits, Program, Result, run
 
 LANGUAGES = ("python", "py", "python3", "")  # of code blocks, the best first
@@ -25,7 +25,6 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Statements that may test something without a call.
 STATEMENTS = (ast.Assert, ast.If, ast.For, ast.While, ast.Try, ast.With, ast.Match)
 PROGRAM_ENDED = "the program has ended"  # what the tests write then
-REMOTE = Path(__file__).with_name("remote.py").read_text()
 CALLS = """
 import json
 import solution
@@ -128,8 +127,8 @@ def _run_tests(program: str, tests: str, limits: Limits | None) -> Verdict:
     _check_tests(ast.parse(tests))  # an error of the tests is none of the program
     token = secrets.token_hex()
     server_end, client_end = socketpair()
-    server = Program(f"{REMOTE}\nserve({program!r})", server_end)
-    client = Program(f"{REMOTE}\ncheck({tests!r}, {token!r})", client_end)
+    server = Program(server_program(program), server_end)
+    client = Program(tests_program(tests, token), client_end)
     served, checked = run(server, client, limits=limits)
     if checked.status == "succeeded" and checked.stdout.endswith(token):
         return Verdict(True)
