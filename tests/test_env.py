@@ -22,7 +22,7 @@ from rl2.env import load as env_load
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures
 from rl2.env.load import load_env
-from rl2.env.syntaxes import ToolCall
+from rl2.env.tool_calls.call import ToolCall
 from rl2.user_files import find_env_file
 
 CONCURRENCY = 32  # the default

@@ -18,7 +18,9 @@ from test_rollout import PARAMS, make, make_row, make_training, process_group  #
 from rl2.algorithms.advantages import gae, group_advantages
 from rl2.batch import collate
 from rl2.env.load import load_env, play_reply, preflight
-from rl2.env.syntaxes import SYNTAXES, ToolCall, find_calls
+from rl2.env.tool_calls.call import ToolCall
+from rl2.env.tool_calls.find import find_calls
+from rl2.env.tool_calls.syntaxes import SYNTAXES
 from rl2.rollout.collect import Queue
 from rl2.rollout.stats import training_samples
 

@@ -11,7 +11,9 @@ from common import RESPONSE_TEMPLATE
 from packaging.version import Version
 
 from rl2.data.chat import ChatTemplate
-from rl2.env.syntaxes import MAX_CALLS, REASONING, SYNTAXES, ToolCall, find_calls
+from rl2.env.tool_calls.call import ToolCall
+from rl2.env.tool_calls.find import MAX_CALLS, REASONING, find_calls
+from rl2.env.tool_calls.syntaxes import SYNTAXES
 from rl2.rollout.calls import CallReader
 
 WRITERS = [name for name, family in FAMILIES.items() if family.syntax]

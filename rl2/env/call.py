@@ -27,7 +27,7 @@ from rl2.env.results import to_messages
 from rl2.env.runners import ThreadRunner
 from rl2.env.session import CLOSE, Sessions
 from rl2.env.spec import EnvSpec
-from rl2.env.syntaxes import ToolCall
+from rl2.env.tool_calls.call import ToolCall
 
 Key = Hashable
 Inputs = Mapping[str, Any]

@@ -7,18 +7,15 @@ from itertools import product
 from typing import Any
 
 from rl2.data.chat import ChatTemplate
-from rl2.env.syntaxes import (
-    LLAMA,
+from rl2.env.tool_calls.call import ToolCall, to_call
+from rl2.env.tool_calls.find import (
     REASONING,
-    SYNTAXES,
     Found,
-    Syntax,
-    ToolCall,
     find_bare_calls,
     find_calls,
     find_marked_calls,
-    to_call,
 )
+from rl2.env.tool_calls.syntaxes import LLAMA, SYNTAXES, Syntax
 from rl2.parallel.mesh import is_first_rank
 
 PROMPT_END = 32  # tokens of a prompt that say whether it has begun a reasoning

@@ -19,7 +19,7 @@ from rl2.data.messages import check_ends_before_reply, check_messages, check_tex
 from rl2.engine.base import SamplingParams, Seed
 from rl2.env.contract import API_KEY, EnvError, add_parts
 from rl2.env.results import MAX_NESTING, check_nesting
-from rl2.env.syntaxes import Found
+from rl2.env.tool_calls.find import Found
 from rl2.rollout.http import MAX_BODY_BYTES, Connection, Request
 from rl2.rollout.trajectory import Player, Trajectory, begin_sample
 

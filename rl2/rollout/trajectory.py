@@ -16,7 +16,7 @@ from rl2.data.examples import Example
 from rl2.engine.base import Engine, Generation, SamplingParams, Seed
 from rl2.env.call import Env
 from rl2.env.contract import EnvError, EnvFailures, Turn, add_parts
-from rl2.env.syntaxes import Found
+from rl2.env.tool_calls.find import Found
 from rl2.rollout.calls import CallReader
 
 T = TypeVar("T")

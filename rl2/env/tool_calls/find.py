@@ -1,0 +1,168 @@
+"""Finds the calls in a turn of the model.
+
+A text of a model never raises here: what is wrong with a call is a call with an error.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rl2.env.tool_calls.call import ToolCall
+from rl2.env.tool_calls.json_calls import JSON_START, read_json_calls, skip_space
+from rl2.env.tool_calls.python_calls import read_python_calls
+from rl2.env.tool_calls.schemas import Schemas, argument_schemas
+from rl2.env.tool_calls.syntaxes import Syntax
+
+MAX_CALLS = 100  # in a turn
+# What begins and ends a reasoning, by family: Qwen and most others, Mistral, Gemma, Kimi, Cohere,
+# gpt-oss. Calls inside are no calls.
+REASONING = {
+    "<think>": "</think>",
+    "[THINK]": "[/THINK]",
+    "<|channel>thought": "<channel|>",
+    "◁think▷": "◁/think▷",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|channel|>analysis<|message|>": "<|end|>",
+}
+REASONING_ENDS = frozenset(REASONING.values()) - {"<|end|>"}  # which ends other messages too
+FENCED = re.compile(r"```\w*\n(.*?)(?:```|\Z)", re.DOTALL)
+PYTHON_START = re.compile(r"\[?[\w.]+\(")
+
+
+@dataclass
+class Found:
+    """What a turn says: its calls, and where the text of the calls begins and ends."""
+
+    calls: list[ToolCall]
+    start: int = 0
+    end: int = 0
+
+
+def find_calls(
+    text: str, tools: Sequence[dict], syntaxes: Sequence[Syntax], in_reasoning: bool = False
+) -> Found:
+    """The calls in a turn of the model, in their order.
+
+    They follow the marks of the syntaxes. What is wrong there is a call with an error.
+    Without a mark, the whole text or what is in code fences may be calls of the tools, or anything
+    else. `in_reasoning` says that the prompt has begun a reasoning.
+    """
+    found = find_marked_calls(text, tools, syntaxes, in_reasoning)
+    return found if found.calls else Found(find_bare_calls(text, tools, in_reasoning))
+
+
+def find_marked_calls(
+    text: str, tools: Sequence[dict], syntaxes: Sequence[Syntax], in_reasoning: bool = False
+) -> Found:
+    """The calls after the marks of the syntaxes."""
+    schemas = argument_schemas(tools)
+    found = Found([])
+    position = _end_of_reasoning(text) if in_reasoning else 0
+    marks = [*map(re.escape, [*REASONING, *REASONING_ENDS]), *(s.opening for s in syntaxes)]
+    any_mark = re.compile("|".join(marks))
+    while mark := any_mark.search(text, position):
+        if mark[0] in REASONING_ENDS:  # it had no beginning, so all before it is reasoning
+            found, position = Found([]), mark.end()
+            continue
+        if mark[0] in REASONING:
+            end = text.find(REASONING[mark[0]], mark.end())
+            position = len(text) if end < 0 else end + len(REASONING[mark[0]])
+            continue
+        if len(found.calls) == MAX_CALLS:
+            error = f"a turn may have {MAX_CALLS} calls, those after them are not made"
+            found.calls.append(ToolCall("", error=error))
+            break
+        calls, position = _read_at(text, mark.start(), schemas, syntaxes)
+        if not found.calls:
+            found.start = mark.start()
+        found.calls += calls[: MAX_CALLS - len(found.calls)]
+        found.end = position
+    return found
+
+
+def _read_at(
+    text: str, start: int, schemas: Schemas, syntaxes: Sequence[Syntax]
+) -> tuple[list[ToolCall], int]:
+    """The calls after the mark at `start`, by the first of the syntaxes that can read them."""
+    errors = []
+    for syntax in syntaxes:
+        mark = re.compile(syntax.opening).match(text, start)
+        if mark is None:
+            continue
+        try:
+            return syntax.read(text, mark.end(), schemas)
+        except Exception as error:  # the text is the model's: no text may end the run
+            errors.append((syntax, mark, _describe(error)))
+    # The first syntax that has this mark explains itself.
+    syntax, mark, reason = errors[0]
+    call = ToolCall("", error=f"the call cannot be read: {reason}. Write {syntax.form}")
+    return [call], _end_of_unreadable(text, syntax, mark.end())
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError | SyntaxError):
+        return error.msg  # without the place in the text
+    if isinstance(error, RecursionError | MemoryError):
+        return "it is nested too deep"
+    return str(error)
+
+
+def _end_of_unreadable(text: str, syntax: Syntax, start: int) -> int:
+    """Where a call ends that cannot be read: after its mark, or before the next call."""
+    closing = text.find(syntax.closing, start) if syntax.closing else -1
+    if closing >= 0:
+        return closing + len(syntax.closing)
+    if syntax.closing:
+        return len(text)
+    following = re.compile(syntax.opening).search(text, start)
+    return following.start() if following else len(text)
+
+
+def find_bare_calls(text: str, tools: Sequence[dict], in_reasoning: bool = False) -> list[ToolCall]:
+    """The calls of tools that are the whole text, or are in code fences."""
+    names = {tool["function"]["name"] for tool in tools}
+    # A call of the whole text may have the marks of a reasoning in its arguments.
+    calls = [] if in_reasoning else _read_bare_calls_of(names, text)
+    if not calls:
+        said = _without_reasoning(text, in_reasoning)
+        for part in [said, *FENCED.findall(said)]:
+            calls += _read_bare_calls_of(names, part)
+    return calls[:MAX_CALLS]
+
+
+def _read_bare_calls_of(names: set[str], text: str) -> list[ToolCall]:
+    """The calls of the tools if a text has nothing but calls, and none otherwise."""
+    try:
+        found = _read_bare(text.strip())
+    except Exception:  # any other text
+        return []
+    return [call for call in found if call.name in names]
+
+
+def _read_bare(text: str) -> list[ToolCall]:
+    """The calls of a text that has nothing else. Raises if it is another text."""
+    if JSON_START.match(text):
+        calls, end = read_json_calls(text, 0)
+        if skip_space(text, end) == len(text):
+            return calls
+    if PYTHON_START.match(text):
+        return read_python_calls(text)
+    raise ValueError("this is no call")
+
+
+def _end_of_reasoning(text: str) -> int:
+    """Where the reasoning ends with which a text begins."""
+    ends = [(text.find(mark), mark) for mark in REASONING.values() if mark in text]
+    return min(place + len(mark) for place, mark in ends) if ends else len(text)
+
+
+def _without_reasoning(text: str, in_reasoning: bool) -> str:
+    if in_reasoning:
+        text = text[_end_of_reasoning(text) :]
+    for opening, closing in REASONING.items():
+        pieces = text.split(opening)
+        text = pieces[0] + "".join(piece.partition(closing)[2] for piece in pieces[1:])
+        if closing in REASONING_ENDS:
+            text = text.rpartition(closing)[2]
+    return text
