@@ -124,9 +124,10 @@ class Worker:
     def infer(
         self, batch: Batch, temperature: float = 1.0, with_entropy: bool = False
     ) -> TokenScores:
-        """The scores of every trained token: columns [B, T] in host memory, on every process.
+        """Returns the scores of every trained token: columns [B, T] in host memory.
 
-        A critic gives `values`; other models give `logps`, and `entropy` if asked.
+        Every process gets all of them. A critic gives `values`; other models give `logps`, and
+        `entropy` if asked.
         """
         columns: dict[str, Tensor] = {}
         budget = self.config.max_inference_length_per_device or self.config.max_length_per_device
@@ -165,10 +166,12 @@ class Worker:
         keep_groups_together: bool = False,
         max_ratio: float | None = None,
     ) -> UpdateResult:
-        """One optimizer step on `batch`, none if the mean of the metric ratio is above `max_ratio`.
+        """Takes one optimizer step on `batch`.
+
+        No weight moves if the mean of the metric ratio is above `max_ratio`.
 
         Neither the number of processes nor the micro-batches change the gradient, see `Loss`. With
-        `keep_groups_together` the loss sees all rows of a group at once, one behind the other.
+        `keep_groups_together` the loss sees all rows of a group at once, one after the other.
         """
         totals: dict[str, Tensor] = {}
         micro_batches = self._micro_batches(
@@ -181,7 +184,7 @@ class Worker:
                 # Copies of the model sum their gradients once, after the last micro-batch.
                 fsdp_model.set_requires_all_reduce(i == len(micro_batches))
                 scores = self._score(micro_batch, temperature, with_entropy)
-                # The processes of a ring computed different columns; each goes on with whole
+                # The processes of a ring computed different columns; each continues with whole
                 # sequences.
                 scores = scores.map(partial(differentiable_all_reduce, group=self.mesh.sp))
                 loss, metrics = loss_fn(columns_to_device(micro_batch, self.mesh.device), scores)
@@ -197,10 +200,10 @@ class Worker:
         return UpdateResult(sums.pop("loss"), norm, lr, skipped, sums)
 
     def iter_full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by its Hugging Face name, whole and in `dtype`, one at a time.
+        """Yields every parameter by its Hugging Face name, whole and in `dtype`, one at a time.
 
         Adapters are merged in. The buffers that belong to the weights follow, in their own dtype.
-        Of a model in host memory only one weight at a time is on the device.
+        Only one weight at a time of a model in host memory is on the device.
         All processes must iterate to the end.
         """
         for name, weight in lora.merged(self.model.hf, self.memory.read):
@@ -228,9 +231,9 @@ class Worker:
         dist.barrier()
 
     def state_dict(self) -> dict[str, Any]:
-        """The sharded state that a resumed run needs: trained weights, optimizer and version.
+        """Returns the sharded state that a resumed run needs: weights, optimizer and version.
 
-        Of a frozen worker these are all weights.
+        The weights are the trained ones, or all of a frozen worker.
         """
         parameters = self.trained_parameters or dict(self.model.named_parameters())
         state: dict[str, Any] = {"version": self.version}
@@ -248,7 +251,7 @@ class Worker:
         self.version = state["version"]
 
     def _micro_batches(self, batch, budget, keep_groups_together=False) -> list[list[int]]:
-        """The rows of each micro-batch on this process.
+        """Returns the rows of each micro-batch on this process.
 
         `budget` is in tokens of one process; the processes of a ring share a sequence.
         """
@@ -263,7 +266,7 @@ class Worker:
         return [ranks[self.mesh.dp_rank] for ranks in plan]
 
     def _score(self, rows: Batch, temperature, with_entropy) -> TokenScores:
-        """The scores of the rows as columns [b, T], differentiable.
+        """Returns the scores of the rows as columns [b, T], differentiable.
 
         A ring splits the columns over its processes: a cell is 0 where another one computes it.
         """
@@ -276,7 +279,7 @@ class Worker:
         return scores.map(lambda pairs: unpack(packed, pairs, rows.mask.shape))
 
     def _sum_over_processes(self, column: Tensor) -> Tensor:
-        """The cells of all processes in one column [B, T], in host memory.
+        """Returns the cells of all processes in one column [B, T], in host memory.
 
         A cell is 0 on all processes but the one that computed it, so the sum is exact. The
         processes of a tp group compute the same cells; the first of them counts.
@@ -286,7 +289,7 @@ class Worker:
         return all_reduce_sum_(column * (not is_copy)).cpu()
 
     def _sum_metrics(self, totals: dict[str, Tensor]) -> dict[str, float]:
-        """Scalars of this process -> their sums over all processes, in one collective."""
+        """Sums scalars over all processes, in one collective."""
         names = sorted(totals)
         sums = torch.stack([totals[name].to(self.mesh.device) for name in names])
         return dict(zip(names, all_reduce_sum_(sums).tolist(), strict=True))

@@ -24,6 +24,7 @@ def test_chunked_head_equals_log_softmax(monkeypatch, temperature, chunk_rows, m
         logps, entropy = head_scores(hidden, weight, targets, temperature, with_entropy)
         doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
         log_p = (doubles[0] @ doubles[1].T / temperature).log_softmax(-1)
+        assert (entropy is not None) == with_entropy
         plain = log_p.gather(1, targets[:, None])[:, 0]
         plain_entropy = -(log_p.exp() * log_p).sum(-1)
         torch.testing.assert_close(logps.double(), plain, rtol=0, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Tests of the run folder: its lock, what a run goes on from, branches, and what is written."""
+"""Tests of the run folder: its lock, what a run resumes from, branches, and what is written."""
 
 import datetime
 import json
@@ -77,7 +77,7 @@ def write_rows(path, rows):
 def train(setup, capsys, monkeypatch):
     """Runs a trainer in this process. Returns (status, what it printed)."""
 
-    def train_here(*arguments, main=sft.main, stop_after=None):
+    def train_here(*arguments, main=sft.main):
         monkeypatch.setattr(sys, "argv", ["trainer", *setup, *map(str, arguments)])
         capsys.readouterr()
         status = 0
@@ -94,22 +94,20 @@ def train(setup, capsys, monkeypatch):
     return train_here
 
 
-PPO_KEYS = [
-    "rollout.env_path=env.py",
-    "data.prompts_per_rollout=2",
-    "data.responses_per_prompt=2",
-    "rollout.train_sampling_params.max_new_tokens=4",
-    "rollout.test_sampling_params.max_new_tokens=4",
-]
-
-
 @pytest.fixture
 def become_ppo(setup, tmp_path):
     """Makes the arguments of `setup` those of a PPO run with an environment."""
     write_rows(tmp_path / "rows.jsonl", [{"messages": f"say {i}", "answer": "a"} for i in range(8)])
     env = "def reward_fn(messages, answer): return len(set(messages[-1]['content'])) / 9"
     (tmp_path / "env.py").write_text(env)
-    setup[:] = [argument for argument in setup if "batch_size" not in argument] + PPO_KEYS
+    setup[:] = [argument for argument in setup if "batch_size" not in argument]
+    setup += [
+        "rollout.env_path=env.py",
+        "data.prompts_per_rollout=2",
+        "data.responses_per_prompt=2",
+        "rollout.train_sampling_params.max_new_tokens=4",
+        "rollout.test_sampling_params.max_new_tokens=4",
+    ]
 
 
 def steps(folder):
@@ -239,7 +237,7 @@ def test_a_finished_run_started_again_says_how_to_go_on(train, tmp_path):
     weights = load_file(run / "model/model.safetensors")
     assert all((weights[key] == expected[key]).all() for key in expected)
 
-    # More epochs go on from the last checkpoint. Off starts anew and keeps the old run.
+    # More epochs resume from the last checkpoint. Off starts over and keeps the old run.
     status, output = train("trainer.n_epochs=2", "trainer.max_steps=7")
     assert status == 0 and "6 of 7 steps are done" in output and "changed: 6 -> 7 steps" in output
     assert "trainer.n_epochs: 1 -> 2" in output
@@ -361,7 +359,7 @@ def test_an_older_checkpoint_begins_a_branch(train, tmp_path, monkeypatch, is_mo
     named = f"{run}/checkpoints/step_6"
     other = [f"trainer.save_dir={tmp_path}/other", "data.turns=last", "trainer.n_epochs=2"]
     status, output = train(*other, f"trainer.resume={named}", "trainer.max_steps=7")
-    assert status == 1 and f"trainer.resume=force:{named} goes on" in output
+    assert status == 1 and f"trainer.resume=force:{named} resumes" in output
     status, output = train(*other, f"trainer.resume=force:{named}", "trainer.max_steps=7")
     assert status == 0 and steps(tmp_path / "other") == [7] and steps(run)[-1] == 6
 
@@ -407,49 +405,29 @@ def test_torchrun_restarts_go_on_where_their_launch_was(train, tmp_path, monkeyp
     assert (last["commit"] or "").startswith(head)
 
 
-def test_ppo_is_compared_with_its_env_its_loss_and_its_critic(setup, train, tmp_path, monkeypatch):
+def test_ppo_is_compared_with_its_env_its_loss_and_its_critic(
+    setup, become_ppo, train, tmp_path, monkeypatch
+):
     """The actor is frozen in all steps, and its checkpoints are whole."""
-    rows = [{"messages": f"say {i}", "answer": "a"} for i in range(8)]
-    write_rows(tmp_path / "rows.jsonl", rows)
-    for name in ("env", "other"):
-        (tmp_path / f"{name}.py").write_text(
-            f"def reward_fn(messages, answer): return len('{name}')"
-        )
-    arguments = [argument for argument in setup if "batch_size" not in argument]
-    setup[:] = [
-        *arguments,
-        "rollout.env_path=env.py",
-        "data.prompts_per_rollout=2",
-        "data.responses_per_prompt=2",
-        "rollout.train_sampling_params.max_new_tokens=2",
-        "actor.freeze_steps=9",
-        "trainer.save_freq=1",
-    ]
+    (tmp_path / "other.py").write_text("def reward_fn(messages, answer): return 1.0")
+    setup += ["actor.freeze_steps=9", "trainer.save_freq=1"]
     status, _ = train("trainer.max_steps=1", main=ppo.main)
     assert status == 0
-    recipe = ["--config-dir", "runs/default", "--config-name", "config"]
     before = contents(tmp_path / "runs/default")
-    status, output = train(
-        "rollout.env_path=other.py",
-        "adv.estimator=gae",
-        "critic.dtype=float32",
-        "actor.loss=gspo",
-        "kl.type=loss",
-        "kl.coef=0.1",
-        main=ppo.main,
-    )
+    changes = {
+        "rollout.env_path": ("env.py", "other.py"),
+        "adv.estimator": ("reinforce", "gae"),
+        "actor.loss": ("ppo", "gspo"),
+        "kl.type": (None, "loss"),
+    }
+    arguments = [f"{key}={new}" for key, (_, new) in changes.items()]
+    status, output = train(*arguments, "critic.dtype=float32", "kl.coef=0.1", main=ppo.main)
     assert status == 1 and contents(tmp_path / "runs/default") == before
-    for change in (
-        "rollout.env_path: env.py -> other.py",
-        "adv.estimator: reinforce -> gae",
-        "actor.loss: ppo -> gspo",
-        "kl.type: None -> loss",
-    ):
-        assert change in output
+    for key, (old, new) in changes.items():
+        assert f"{key}: {old} -> {new}" in output
     with open(tmp_path / "env.py", "a") as file:
         file.write("  # edited")
-    monkeypatch.setattr(sys, "argv", ["ppo", *recipe, "trainer.max_steps=2"])
-    setup[:] = [*recipe, "trainer.max_steps=2"]
+    setup[:] = ["--config-dir", "runs/default", "--config-name", "config", "trainer.max_steps=2"]
     status, output = train(main=ppo.main)
     assert status == 0 and "rollout.env_path: env.py has another content" in output
     assert "1 of 2 steps are done" in output
@@ -766,7 +744,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(train, tmp_
             status, output = train()
             assert status == 1 and "Traceback" not in output, (name, damaged)
             assert "the checkpoint runs/default/checkpoints/step_4 is damaged" in output, name
-            assert "trainer.resume=runs/default/checkpoints/step_2 goes on" in output
+            assert "trainer.resume=runs/default/checkpoints/step_2 resumes" in output
             (newest / name).write_bytes(whole)
     status, output = train()
     assert status == 0 and steps(run) == [1, 2, 3, 4, 5, 6]
@@ -788,7 +766,7 @@ def test_a_checkpoint_in_which_a_bit_has_changed_is_refused(train, tmp_path, ent
     status, output = train()
     assert status == 1 and "Traceback" not in output
     assert "runs/default/checkpoints/step_4 is damaged: its actor has the hash " in output
-    assert "trainer.resume=runs/default/checkpoints/step_2 goes on" in output
+    assert "trainer.resume=runs/default/checkpoints/step_2 resumes" in output
     path.write_bytes(whole)
     assert train()[0] == 0
 
@@ -916,7 +894,7 @@ def test_a_lock_of_another_machine_is_watched(tmp_path, monkeypatch, capsys):
     lock.acquire()
     lock.release()
 
-    # A run that was only silent must not go on beside the one that took its folder.
+    # A run that was only silent must not continue beside the one that took its folder.
     silent = start_holder(tmp_path)
     write_lock(tmp_path, 4, machine="another", host="node8", pid=4712)
     assert "process 4712 on node8 took" in silent.communicate(timeout=10)[1]

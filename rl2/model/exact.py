@@ -51,7 +51,7 @@ class EngineCheck:
         if difference and not self.has_warned:
             self.has_warned = True
             print(
-                f"warning: {difference}. The run goes on, and actor/mismatch_* says how far the "
+                f"warning: {difference}. The run continues, and actor/mismatch_* says how far the "
                 "two are apart; rollout.exact=false spares the attempt",
                 file=sys.stderr,
             )

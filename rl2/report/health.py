@@ -23,7 +23,7 @@ BUSY_FRACTION = 0.6
 MIN_UPDATE_SECONDS = 1.0  # shorter ones may wait for a disk or another process
 # Estimators that compare the answers to a prompt: where all earn the same, it teaches nothing.
 GROUP_ESTIMATORS = ("reinforce", "rloo", "reinforce_plus_plus_baseline")
-# A step without a group in rollout.filter has played all its refills. Three in a row are no chance.
+# A step without a group in rollout.filter has played all its refills. Three in a row are a problem.
 EMPTY_STEPS = 3
 # Rewards are sums of floats: closer than this, relative to their mean, they are equal.
 EQUAL_REWARDS = 1e-6
@@ -163,7 +163,7 @@ class Health:
             yield Problem("earned a constant reward", in_a_row + reason)
 
     def _divergence(self, worker: str, updates: "SkippedUpdates") -> str:
-        """Why the run stops, and how to go on."""
+        """Says why the run stops, and how to continue."""
         limit = f"trainer.max_skipped_updates={self.config.trainer.max_skipped_updates}"
         return (
             f"the last {updates.num_in_a_row} updates of the {worker} were skipped, since their "

@@ -26,7 +26,7 @@ from rl2.progress import expecting
 from rl2.run.weights_hash import hash_states
 
 SYNC_SECONDS = 600.0  # a disk may rightly take so long to store a file
-# What reading or writing a checkpoint may raise. CheckpointException is no Exception.
+# What reading or writing a checkpoint may raise. CheckpointException is not an Exception.
 Failure = (Exception, CheckpointException)
 NO_STEP = -1  # below all steps
 
@@ -36,7 +36,7 @@ Parts = dict[str, Stateful]  # of the run, by name, such as a worker: their stat
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """`folder`/step_N holds everything that the run needs to go on after step N.
+    """`folder`/step_N holds everything that the run needs to continue after step N.
 
     A checkpoint is written under another name. It is renamed when every process has finished and
     the disk has it, and it is renamed again before it is deleted: a folder called step_N is whole,
@@ -44,7 +44,7 @@ class Checkpoints:
     """
 
     folder: Path
-    keep: int | None = None  # so many of the newest ones stay; None: all
+    keep: int | None = None  # how many of the newest ones stay; None: all
 
     def steps(self) -> list[int]:
         """The steps that can be resumed, oldest first."""
@@ -62,7 +62,7 @@ class Checkpoints:
     def save(self, step: int, parts: Parts, texts: dict[str, str]) -> None:
         """Writes the state of all parts after `step` steps, and `texts` as files by their names.
 
-        All processes must call. What is no sharded tensor must be the same on each of them.
+        All processes must call. What is not a sharded tensor must be the same on each of them.
         RuntimeError if one of them could not write; the checkpoints before it stay.
         """
         partial = self.folder / f"step_{step}.partial"
@@ -171,11 +171,11 @@ def step_of(path: Path) -> int:
 
 
 def explain_damage(path: Path, reason: str) -> str:
-    """What is wrong with the checkpoint, and which one stands before it."""
+    """Says what is wrong with the checkpoint, and which one comes before it."""
     earlier = Checkpoints(path.parent).newest(before=step_of(path))
-    remedy = "trainer.resume=off starts anew"
+    remedy = "trainer.resume=off starts over"
     if earlier:
-        remedy = f"trainer.resume={earlier} goes on from the one before"
+        remedy = f"trainer.resume={earlier} resumes from the one before"
     return f"the checkpoint {path} is damaged: {reason}; {remedy}"
 
 
@@ -213,7 +213,7 @@ def _check_fits(path: Path, saved: dict[str, Any], states: dict[str, Any]) -> No
     if problem:
         raise ValueError(
             f"the checkpoint {path} is of another model, or another version of rl2: {problem}; "
-            "trainer.resume=off starts anew"
+            "trainer.resume=off starts over"
         )
 
 
@@ -230,14 +230,14 @@ def put_in_place(written: Path, target: Path) -> None:
 
 
 def delete(folder: Path) -> None:
-    """Deletes a folder. It loses its name first, so that no half of it is taken for the whole."""
+    """Deletes a folder. It loses its name first, so half of it is never taken for the whole."""
     nameless = folder.with_name(f"{folder.name}.deleting")
     folder.rename(nameless)
     shutil.rmtree(nameless)
 
 
 def sweep(folder: Path, name: str) -> None:
-    """Puts right what a kill left of the entries of `folder` whose names begin with `name`."""
+    """Repairs what a kill left of the entries of `folder` whose names begin with `name`."""
     for path in folder.glob(f"{name}*.older"):
         whole = path.with_suffix("")
         if whole.exists():

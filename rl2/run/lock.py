@@ -1,4 +1,7 @@
-"""The lock of a run folder: one run at a time writes there. A lock whose run is gone is taken."""
+"""The lock of a run folder: one run at a time writes there.
+
+The lock of a run that is gone is taken.
+"""
 
 import atexit
 import json

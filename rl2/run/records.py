@@ -23,7 +23,10 @@ class DamagedFile(ValueError):
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The content of a JSON or YAML file, {} without the file. DamagedFile if it is no mapping."""
+    """Returns the content of a JSON or YAML file, {} without the file.
+
+    DamagedFile if it is not a mapping.
+    """
     parse = json.loads if path.suffix == ".json" else yaml.safe_load
     try:
         content = parse(path.read_text(encoding="utf-8"))
@@ -74,7 +77,7 @@ class MetricsFile:
         """All lines, [] without the file.
 
         A last line that a kill cut short is left out: its step is repeated. DamagedFile if there is
-        another line that is no step.
+        another line that is not a step.
         """
         lines: list[Line] = []
         texts = self.path.read_bytes().split(b"\n") if self.path.exists() else []

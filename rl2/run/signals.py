@@ -158,7 +158,7 @@ def _user_message(error: Exception, watchdog: Watchdog | None) -> str | None:
         lost = watchdog.lost_ranks() if watchdog else []
         return (
             f"{', '.join(lost) or 'another process'} ended; if it printed nothing above, it was "
-            "killed, perhaps for its memory. The same command goes on from the last checkpoint."
+            "killed, perhaps for its memory. The same command resumes from the last checkpoint."
         )
     if isinstance(error, ValueError | RuntimeError | OSError) and _is_raised_by_rl2(error):
         return str(error)

@@ -202,8 +202,8 @@ def _compare(
         raise ValueError(
             f"{folder} is of another experiment:{listed}\n"
             "trainer.experiment_name=NAME gives this run a folder of its own; "
-            "trainer.resume=off starts anew here and sets the old run aside; "
-            f"trainer.resume={forced} goes on regardless"
+            "trainer.resume=off starts over here and sets the old run aside; "
+            f"trainer.resume={forced} resumes regardless"
         )
     if experiment + others:
         print(f"changed since {folder}:", *experiment, *others, sep="\n  ")

@@ -1,4 +1,4 @@
-"""Says when no rank makes progress, which rank is silent, and where each one stands.
+"""Says when no rank makes progress, which rank is silent, and where each one is.
 
 A thread on each rank compares the marks of rl2/progress.py, and tells the other ranks through the
 process group's store. It uses no collective, so it works while the main thread is blocked in one.
@@ -27,13 +27,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 from rl2 import progress
 
 LONGEST_INTERVAL_SECONDS = 2.0  # between two signs of a rank
-INTERVALS_WITHOUT_LIFE = 3  # after so many without a new sign, a rank gives no sign of life
+INTERVALS_WITHOUT_LIFE = 3  # after this many without a new sign, a rank gives no sign of life
 STDERR = 2  # its file descriptor
 STORE_TIMEOUT = timedelta(seconds=10)
 # Who reads or writes that many bytes makes progress: models are read, and checkpoints written, by
 # libraries that do not mark.
 IO_BYTES = 8 * 2**20
-# One line says where a rank stands: at its innermost frame outside of these folders.
+# One line says where a rank is: at its innermost frame outside of these folders.
 LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent), "<frozen")
 
 
@@ -137,7 +137,7 @@ class Watchdog:
             self.alarm_after *= 2
             stack = "".join(traceback.format_stack(frame))
             name = f"rank {self.rank} {self.process}"
-            where = f"{name} stands in phase {progress.phase}; its main thread:"
+            where = f"{name} is in phase {progress.phase}; its main thread:"
             print(f"{self._summary(now)}\n{where}\n{stack}", file=sys.stderr)
 
     def _notice_progress(self, now: float) -> None:
@@ -207,7 +207,7 @@ def _read_signs(store: Any, world_size: int) -> dict[int, Sign]:
 
 
 def _place(frame: FrameType) -> str:
-    """file:line in function of the innermost frame that is no library's."""
+    """file:line in function of the innermost frame outside of libraries."""
     stack = traceback.extract_stack(frame)
     own = [entry for entry in stack if not entry.filename.startswith(LIBRARIES)]
     entry = (own or stack)[-1]

@@ -50,7 +50,7 @@ def hash_states(parts: dict[str, Any], states: dict[str, Any]) -> dict[str, str]
     """16 hexadecimal digits for each part of a checkpoint: of all that its state holds.
 
     Of a worker these are weights, moments of the optimizer and counters. The layout does not change
-    the hash. What is no sharded tensor must be the same on all processes, which all must call.
+    the hash. What is not a sharded tensor must be the same on all processes, which all must call.
     """
     totals = []
     for name, part in parts.items():
@@ -67,7 +67,7 @@ def hash_states(parts: dict[str, Any], states: dict[str, Any]) -> dict[str, str]
 
 
 def _describe(value: Any) -> Any:
-    """What decides whether two values of a state that are no sharded tensors are equal."""
+    """What decides whether two values of a state that are not sharded tensors are equal."""
     return value.tolist() if isinstance(value, Tensor) else value
 
 

@@ -113,11 +113,11 @@ class Recorder:
         self.stop_signal.listen()
 
     def _newest_checkpoint(self) -> Path | None:
-        """What the same command would resume from if it started now."""
+        """Returns what the same command would resume from if it started now."""
         return self.folder.checkpoints.newest() or self.folder.start.checkpoint
 
     def remaining_steps(self) -> Iterator[int]:
-        """The numbers of the steps that are not done yet; the first step is 1."""
+        """Yields the numbers of the steps that are not done yet; the first step is 1."""
         while self.last_step < self.num_steps:
             yield self.last_step + 1
 
@@ -169,7 +169,7 @@ class Recorder:
                 worker.export(folder, self.tokenizer, worker.config.save_optimizer)
 
     def _weights_are_finite(self) -> bool:
-        """Whether all trained weights are numbers. All processes must call."""
+        """Returns whether all trained weights are finite. All processes must call."""
         is_finite = True
         for worker in self.workers.values():
             for parameter in worker.trained_parameters.values():
@@ -178,17 +178,17 @@ class Recorder:
         return not any_rank(not is_finite, self.device)
 
     def explain_divergence(self, problem: str) -> str:
-        """The problem, of which the cause are diverged weights, with what to do about it."""
+        """Adds to a problem that diverged weights cause what to do about it."""
         return f"{problem}. {self.health.advise_after_divergence('actor')}"
 
     def _is_test_due(self, step: int) -> bool:
-        """Whether to evaluate: at the start, every trainer.test_freq steps and at the end."""
+        """Returns whether to evaluate: at the start, every trainer.test_freq steps, at the end."""
         if self.evaluate is None:
             return False
         return step in (0, self.num_steps) or is_due(step, self.config.trainer.test_freq)
 
     def _evaluate(self, step: int) -> Metrics:
-        """Metrics of the test data as test/*."""
+        """Returns metrics of the test data as test/*."""
         assert self.evaluate is not None
         with self.phase("test"):
             metrics = self.evaluate(step)
@@ -204,5 +204,5 @@ class Recorder:
 
 
 def is_due(step: int, every: int | None) -> bool:
-    """Whether something that happens every so many steps (None = never) happens at this step."""
+    """Returns whether what happens every `every` steps (None = never) happens at this step."""
     return bool(every) and step % every == 0
