@@ -86,9 +86,11 @@ def _lock_folder(folder: Path) -> RunLock:
 
 def _find_start(config: Any, identity: RunIdentity) -> Start:
     path = Path(config.trainer.save_dir)
-    is_off, checkpoint = _choose_checkpoint(config, identity)
-    if is_off:
+    newest = Checkpoints(path / "checkpoints").newest()
+    is_restarted = newest is not None and _was_restarted_by_torchrun(path)
+    if config.trainer.resume == "off" and not is_restarted:
         return Start()
+    checkpoint = newest if is_restarted else _choose_checkpoint(config, identity, newest)
     if checkpoint is None and not _has_a_run(path):
         return Start(date=read_record(path).get("date", ""))
     folder = checkpoint or path
@@ -120,22 +122,19 @@ def _find_start(config: Any, identity: RunIdentity) -> Start:
     )
 
 
-def _choose_checkpoint(config: Any, identity: RunIdentity) -> tuple[bool, Path | None]:
-    """Returns (whether earlier runs do not matter, the checkpoint to resume from, if any)."""
+def _choose_checkpoint(config: Any, identity: RunIdentity, newest: Path | None) -> Path | None:
+    """Returns the checkpoint that trainer.resume means; `newest` is the newest of this folder."""
     path, resume = Path(config.trainer.save_dir), config.trainer.resume
-    named = "" if resume in ("auto", "off", "force") else resume.removeprefix("force:")
-    newest = Checkpoints(path / "checkpoints").newest()
-    if newest and _was_restarted_by_torchrun(path):
-        return False, newest
-    if newest and named and _is_repeated(path, identity):
+    if resume in ("auto", "force"):
+        return newest
+    named = resume.removeprefix("force:")
+    if newest and _is_repeated(path, identity):
         print(
             f"this command has begun in {path} already, so it resumes from {newest} and "
             f"not from {named}; trainer.resume=force:{named} begins there again"
         )
-        return False, newest
-    if resume == "off":
-        return True, None
-    return False, _find_checkpoint(Path(named)) if named else newest
+        return newest
+    return _find_checkpoint(Path(named))
 
 
 def _find_checkpoint(named: Path) -> Path:

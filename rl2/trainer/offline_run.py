@@ -58,9 +58,9 @@ class OfflineRun:
             self.test_batches = {name: make_batch(self, list(rows)) for name, rows in tests.items()}
         check_layers(config)
         torch.manual_seed(config.trainer.seed)  # of new weights
-        config = choose_checkpointing(config)
-        prediction = Prediction(config, dist.get_world_size())
-        worker_config = getattr(config, self.worker_name)
+        planned = choose_checkpointing(config)
+        prediction = Prediction(planned, dist.get_world_size())
+        worker_config = getattr(planned, self.worker_name)
         self.worker = Worker(worker_config, device, is_critic, num_updates=num_steps)
         workers = {self.worker_name: self.worker}
         parts: Parts = {"data": self.examples}
