@@ -193,7 +193,9 @@ def show(default: Any) -> str:
 def explain(key: Key) -> str:
     """The help of a key, its choices if the help does not name them, and its range."""
     text = key.help
-    choices = [str(choice) for choice in key.functions or key.choices]
+    choices = [str(choice) for choice in key.choices]
+    if key.functions:
+        choices = list(key.functions.built_in)
     if not all(re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices):
         text += f"; one of {', '.join(choices)}"
     if key.functions:

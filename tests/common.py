@@ -31,6 +31,7 @@ from transformers import (
     Starcoder2Config,
 )
 
+from rl2.algorithms.advantages import AdvantageInputs
 from rl2.batch import Sample
 from rl2.data.rows import ROWS_SCHEMA, Rows, check_rows
 from rl2.tools.compare import TIMED
@@ -171,6 +172,18 @@ def make_samples(seed=0, num_groups=4, group_size=3, longest=20) -> list[Sample]
             rewards = [0.0] * len(mask)
             samples.append(Sample(prompt + answer, mask, logps, rewards, group, len(samples)))
     return samples
+
+
+def advantage_inputs(mask, rewards=None, group=None, trajectory=None, **others) -> AdvantageInputs:
+    """The inputs of an estimator. By default all rows are trajectories of one group."""
+    rows = torch.arange(len(mask))
+    return AdvantageInputs(
+        rewards=torch.zeros_like(mask) if rewards is None else rewards,
+        mask=mask,
+        group=torch.zeros_like(rows) if group is None else group,
+        trajectory=rows if trajectory is None else trajectory,
+        **{"gamma": 1.0, "lamda": 1.0, "norm_var": False, **others},
+    )
 
 
 def make_environment(changes: dict | None = None) -> dict:

@@ -8,15 +8,17 @@ import math
 import random
 import statistics
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from common import make_samples
+from common import advantage_inputs, make_samples
 
 from rl2.algorithms import advantages, losses
 from rl2.algorithms.advantages import (
+    ADVANTAGE_ESTIMATORS,
     distillation,
     gae,
     group_advantages,
@@ -26,6 +28,7 @@ from rl2.algorithms.advantages import (
     sum_by_trajectory,
     whiten,
 )
+from rl2.algorithms.find import find_estimator, find_policy_loss, find_preference_loss
 from rl2.algorithms.losses import (
     POLICY_LOSSES,
     PolicyInputs,
@@ -38,7 +41,6 @@ from rl2.algorithms.losses import (
     value_loss,
 )
 from rl2.batch import collate
-from rl2.config.by_name import argument_names, choose_function, find_function
 from rl2.config.schema import PPOConfig
 from rl2.trainer.ppo import actor_loss, average_updates, can_drop_rows, check_no_gradient
 
@@ -73,13 +75,12 @@ def policy_loss(
     if clip_high is None:
         clip_high = clip
     inputs = PolicyInputs(logps, old_logps, advantages, mask, clip, clip_high, dual_clip)
-    token_loss = choose_function(loss, losses.POLICY_LOSSES, "actor.loss")
-    return losses.policy_loss(token_loss, inputs, weights, correction)
+    return losses.policy_loss(find_policy_loss(loss).compute, inputs, weights, correction)
 
 
 def dpo_loss(*columns, loss, beta, label_smoothing):
     """Call `losses.dpo_loss` with the name of a loss."""
-    pair_loss = choose_function(loss, losses.PREFERENCE_LOSSES, "dpo.loss")
+    pair_loss = find_preference_loss(loss).compute
     return losses.dpo_loss(pair_loss, *columns, beta, label_smoothing)
 
 
@@ -215,10 +216,14 @@ def test_sum_by_trajectory(seed):
     assert sum_by_trajectory(case.rewards, case.trajectory).tolist() == in_order
 
 
-@pytest.mark.parametrize("norm_var", [False, True])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_group_advantages(seed, norm_var):
-    case = make_case(seed)
+def inputs_of(case, **settings):
+    columns = {"values": case.values, "old_logps": case.old_logps, "teacher_logps": case.logps}
+    others = {**columns, **settings}
+    return advantage_inputs(case.mask, case.rewards, case.group, case.trajectory, **others)
+
+
+def loop_group_mean(case, norm_var=False):
+    """{cell: reward - mean of the group}, divided by its standard deviation with `norm_var`."""
     cells_of = sampled_cells(case.mask, case.trajectory)
     expected = {}
     for rewards in rewards_by_group(case).values():
@@ -227,10 +232,99 @@ def test_group_advantages(seed, norm_var):
         if norm_var and len(rewards) > 1:
             std = statistics.stdev(rewards.values())
         for trajectory, reward in rewards.items():
-            for cell in cells_of[trajectory]:
-                expected[cell] = (reward - mean) / (std + 1e-4)
-    columns = (case.rewards, case.mask, case.group, case.trajectory)
-    assert_cells(group_advantages(*columns, norm_var), expected)
+            expected |= dict.fromkeys(cells_of[trajectory], (reward - mean) / (std + 1e-4))
+    return expected
+
+
+def loop_leave_one_out(case):
+    cells_of = sampled_cells(case.mask, case.trajectory)
+    expected = {}
+    for rewards in rewards_by_group(case).values():
+        for trajectory, reward in rewards.items():
+            others = [other for member, other in rewards.items() if member != trajectory]
+            baseline = statistics.mean(others) if others else reward
+            expected |= dict.fromkeys(cells_of[trajectory], reward - baseline)
+    return expected
+
+
+def whitened(cells):
+    """{cell: (value - mean) / standard deviation} over all cells."""
+    if len(cells) < 2:
+        return dict.fromkeys(cells, 0.0)
+    mean = statistics.mean(cells.values())
+    std = math.sqrt(statistics.variance(cells.values()) + 1e-8)
+    return {cell: (value - mean) / std for cell, value in cells.items()}
+
+
+def loop_reinforce_plus_plus(case, gamma):
+    sums = {}
+    for cells in sampled_cells(case.mask, case.trajectory).values():
+        later = 0.0
+        for cell in reversed(cells):
+            later = case.rewards[cell].item() + gamma * later
+            sums[cell] = later
+    return whitened(sums)
+
+
+def loop_distillation(case):
+    cells = sampled_cells(case.mask, case.trajectory).values()
+    return {c: (case.logps - case.old_logps)[c].item() for row in cells for c in row}
+
+
+ESTIMATES = [
+    ("reinforce", dict(norm_var=False), loop_group_mean),
+    ("reinforce", dict(norm_var=True), partial(loop_group_mean, norm_var=True)),
+    ("rloo", {}, loop_leave_one_out),
+    ("reinforce_plus_plus", dict(gamma=1.0), partial(loop_reinforce_plus_plus, gamma=1.0)),
+    ("reinforce_plus_plus", dict(gamma=0.9), partial(loop_reinforce_plus_plus, gamma=0.9)),
+    ("reinforce_plus_plus_baseline", {}, lambda case: whitened(loop_group_mean(case))),
+    ("distillation", {}, loop_distillation),
+]
+
+
+@pytest.mark.parametrize(("estimator", "settings", "loop"), ESTIMATES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_estimator_is_its_loop(seed, estimator, settings, loop):
+    case = make_case(seed)
+    advantages = ADVANTAGE_ESTIMATORS[estimator].compute(inputs_of(case, **settings))
+    assert_cells(advantages, loop(case))
+
+
+HAND_WORKED = [  # (estimator, mask, rewards, group, advantages)
+    # The rewards 1, 3, 5 and a failed trajectory; a group of one.
+    (
+        leave_one_out,
+        [[1, 1], [1, 0], [0, 1], [0, 0], [1, 0]],
+        [[0, 1], [3, 0], [0, 5], [9, 9], [7, 0]],
+        [4, 4, 4, 4, 2],
+        [[1.0 - 4, 1 - 4], [3 - 3, 0], [0, 5 - 2], [0, 0], [0, 0]],
+    ),
+    # KL penalties of 1 and 2 and the reward 4; the reward -1. The sums from each token on are 1, 2
+    # and -1, with the mean 2/3 and the variance 7/3.
+    (
+        reinforce_plus_plus,
+        [[1, 1], [1, 0]],
+        [[-1, 4 - 2], [-1, 0]],
+        [0, 0],
+        [[1 / 3 / (7 / 3) ** 0.5, 4 / 3 / (7 / 3) ** 0.5], [-5 / 3 / (7 / 3) ** 0.5, 0]],
+    ),
+    # The tokens' differences from their groups are 1/2, 1/2, -1/2, 0 and 0: mean 0.1, variance
+    # 0.175.
+    (
+        reinforce_plus_plus_baseline,
+        [[1, 1], [1, 0], [1, 0], [1, 0]],
+        [[0, 1], [0, 0], [2, 0], [2, 0]],
+        [0, 0, 1, 1],
+        [[0.4 / 0.175**0.5] * 2, [-0.6 / 0.175**0.5, 0], *[[-0.1 / 0.175**0.5, 0]] * 2],
+    ),
+]
+
+
+@pytest.mark.parametrize(("estimator", "mask", "rewards", "group", "expected"), HAND_WORKED)
+def test_an_estimator_by_hand(estimator, mask, rewards, group, expected):
+    mask, rewards, expected = map(torch.tensor, (mask, rewards, expected))
+    inputs = advantage_inputs(mask.float(), rewards.float(), torch.tensor(group))
+    torch.testing.assert_close(estimator(inputs), expected)
 
 
 def test_group_advantages_by_hand():
@@ -246,121 +340,38 @@ def test_group_advantages_by_hand():
     )
     group = torch.tensor([3, 3, 3, 3, 0, 0, 1, 1, 1])
     trajectory = torch.tensor([7, 7, 5, 6, 4, 3, 0, 1, 2])
-    expected = torch.tensor(
-        [[0, 1.5], [1.5, 0], [-1.5, -1.5], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0]]
-    )
-    assert group_advantages(rewards, mask, group, trajectory, False).equal(expected)
+    expected = torch.tensor([[0, 1.5], [1.5, 0], [-1.5, -1.5], *[[0, 0]] * 6])
+    inputs = advantage_inputs(mask, rewards, group, trajectory)
+    assert group_advantages(inputs).equal(expected)
     scale = 3 / math.sqrt(2) + 1e-4  # the unbiased standard deviation of 3 and 0
-    torch.testing.assert_close(
-        group_advantages(rewards, mask, group, trajectory, True), expected / scale
-    )
-    assert group_advantages(rewards, mask, group, trajectory, True)[6:].eq(0).all()
+    normed = group_advantages(replace(inputs, norm_var=True))
+    torch.testing.assert_close(normed, expected / scale)
+    assert normed[6:].eq(0).all()
 
 
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e6 + 0.1])
 def test_equal_rewards_give_exactly_zero(reward):
-    rewards = torch.full((7, 1), reward)
-    mask = torch.ones(7, 1)
-    columns = (rewards, mask, torch.zeros(7, dtype=torch.int64), torch.arange(7))
-    for norm_var in (False, True):
-        assert group_advantages(*columns, norm_var).eq(0).all()
-    assert leave_one_out(*columns).eq(0).all()
-    assert reinforce_plus_plus(rewards, mask, torch.arange(7), 1.0).eq(0).all()
-    assert reinforce_plus_plus_baseline(*columns).eq(0).all()
-    assert whiten(rewards, mask).eq(0).all()
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_leave_one_out(seed):
-    case = make_case(seed)
-    cells_of = sampled_cells(case.mask, case.trajectory)
-    expected = {}
-    for rewards in rewards_by_group(case).values():
-        for trajectory, reward in rewards.items():
-            others = [other for member, other in rewards.items() if member != trajectory]
-            baseline = statistics.mean(others) if others else reward
-            expected |= dict.fromkeys(cells_of[trajectory], reward - baseline)
-    advantages = leave_one_out(case.rewards, case.mask, case.group, case.trajectory)
-    assert_cells(advantages, expected)
-
-
-def test_leave_one_out_by_hand():
-    """Group 4 has the rewards 1, 3 and 5 and a failed trajectory. Group 2 has one trajectory."""
-    rewards = torch.tensor([[0.0, 1], [3, 0], [0, 5], [9, 9], [7, 0]])
-    mask = torch.tensor([[1.0, 1], [1, 0], [0, 1], [0, 0], [1, 0]])
-    group = torch.tensor([4, 4, 4, 4, 2])
-    expected = torch.tensor([[1.0 - 4, 1 - 4], [3 - 3, 0], [0, 5 - 2], [0, 0], [0, 0]])
-    assert leave_one_out(rewards, mask, group, torch.arange(5)).equal(expected)
-
-
-def whitened(cells):
-    """{cell: (value - mean) / standard deviation} over all cells."""
-    if len(cells) < 2:
-        return dict.fromkeys(cells, 0.0)
-    mean = statistics.mean(cells.values())
-    std = math.sqrt(statistics.variance(cells.values()) + 1e-8)
-    return {cell: (value - mean) / std for cell, value in cells.items()}
-
-
-@pytest.mark.parametrize("gamma", [1.0, 0.9])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_reinforce_plus_plus(seed, gamma):
-    case = make_case(seed)
-    returns = {}
-    for cells in sampled_cells(case.mask, case.trajectory).values():
-        later = 0.0
-        for cell in reversed(cells):
-            later = case.rewards[cell].item() + gamma * later
-            returns[cell] = later
-    advantages = reinforce_plus_plus(case.rewards, case.mask, case.trajectory, gamma)
-    assert_cells(advantages, whitened(returns))
-
-
-def test_reinforce_plus_plus_by_hand():
-    """The first answer has KL penalties of 1 and 2 and the reward 4, the second the reward -1.
-
-    The sums from each token on are 1, 2 and -1, with the mean 2/3 and the variance 7/3.
-    """
-    rewards = torch.tensor([[-1.0, 4 - 2], [-1, 0]])
-    mask = torch.tensor([[1.0, 1], [1, 0]])
-    std = math.sqrt(7 / 3)
-    expected = torch.tensor([[1 - 2 / 3, 2 - 2 / 3], [-1 - 2 / 3, 0]]) / std
-    advantages = reinforce_plus_plus(rewards, mask, torch.arange(2), 1.0)
-    torch.testing.assert_close(advantages, expected)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_reinforce_plus_plus_baseline(seed):
-    case = make_case(seed)
-    cells_of = sampled_cells(case.mask, case.trajectory)
-    centred = {}
-    for rewards in rewards_by_group(case).values():
-        for trajectory, reward in rewards.items():
-            difference = reward - statistics.mean(rewards.values())
-            centred |= dict.fromkeys(cells_of[trajectory], difference)
-    columns = (case.rewards, case.mask, case.group, case.trajectory)
-    assert_cells(reinforce_plus_plus_baseline(*columns), whitened(centred))
-
-
-def test_reinforce_plus_plus_baseline_by_hand():
-    """One group has the rewards 1 and 0, the other 2 and 2; the first answer has two tokens.
-
-    The tokens' differences from their groups are 1/2, 1/2, -1/2, 0 and 0: mean 0.1, variance 0.175.
-    """
-    rewards = torch.tensor([[0.0, 1], [0, 0], [2, 0], [2, 0]])
-    mask = torch.tensor([[1.0, 1], [1, 0], [1, 0], [1, 0]])
-    group = torch.tensor([0, 0, 1, 1])
-    centred = torch.tensor([[0.4, 0.4], [-0.6, 0], [-0.1, 0], [-0.1, 0]])
-    advantages = reinforce_plus_plus_baseline(rewards, mask, group, torch.arange(4))
-    torch.testing.assert_close(advantages, centred / math.sqrt(0.175))
+    inputs = advantage_inputs(torch.ones(7, 1), torch.full((7, 1), reward))
+    assert group_advantages(replace(inputs, norm_var=True)).eq(0).all()
+    functions = (
+        group_advantages,
+        leave_one_out,
+        reinforce_plus_plus,
+        reinforce_plus_plus_baseline,
+    )
+    for function in functions:
+        assert function(inputs).eq(0).all()
+    assert whiten(inputs.rewards, inputs.mask).eq(0).all()
 
 
 def test_distillation_by_hand():
     """The teacher finds the first token likelier than the policy does, the second less likely."""
-    old_logps = torch.tensor([[-2.0, -1.0, 5e30]])
-    teacher_logps = torch.tensor([[-0.5, -4.0, -5e30]])
-    advantages = distillation(old_logps, teacher_logps, torch.tensor([[1.0, 1, 0]]))
-    assert advantages.tolist() == [[1.5, -3, 0]]
+    inputs = advantage_inputs(
+        torch.tensor([[1.0, 1, 0]]),
+        old_logps=torch.tensor([[-2.0, -1.0, 5e30]]),
+        teacher_logps=torch.tensor([[-0.5, -4.0, -5e30]]),
+    )
+    assert distillation(inputs).tolist() == [[1.5, -3, 0]]
 
 
 @pytest.mark.parametrize("gamma, lamda", [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.97, 1.0)])
@@ -377,19 +388,17 @@ def test_gae(seed, gamma, lamda):
             expected_advantages[cell] = advantage
             expected_returns[cell] = advantage + value
             next_value = value
-    columns = (case.rewards, case.values, case.mask, case.trajectory)
-    advantages, returns = gae(*columns, gamma, lamda)
+    advantages, returns = gae(inputs_of(case, gamma=gamma, lamda=lamda))
     assert_cells(advantages, expected_advantages)
     assert_cells(returns, expected_returns)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gae_takes_some_trajectories_at_a_time(seed, monkeypatch):
-    case = make_case(seed)
-    columns = (case.rewards, case.values, case.mask, case.trajectory)
-    at_once = gae(*columns, 0.9, 0.95, norm_var=True)
+    inputs = inputs_of(make_case(seed), gamma=0.9, lamda=0.95, norm_var=True)
+    at_once = gae(inputs)
     monkeypatch.setattr(advantages, "TRAJECTORIES_AT_A_TIME", 2)
-    for column, expected in zip(gae(*columns, 0.9, 0.95, norm_var=True), at_once, strict=True):
+    for column, expected in zip(gae(inputs), at_once, strict=True):
         assert column.equal(expected)
 
 
@@ -401,7 +410,8 @@ def test_gae_by_hand():
     mask = torch.tensor([[1.0, 0, 1], [0, 1, 0], [0, 1, 0]])
     values = torch.tensor([[0.5, 9, 0.25], [9, 2, 9], [9, 0.75, 9]])
     rewards = torch.tensor([[0.0, 0, 0], [0, -1, 0], [0, 1, 0]])
-    advantages, returns = gae(rewards, values, mask, torch.tensor([4, 2, 4]), 0.5, 0.5)
+    columns = dict(trajectory=torch.tensor([4, 2, 4]), values=values)
+    advantages, returns = gae(advantage_inputs(mask, rewards, **columns, gamma=0.5, lamda=0.5))
     # The deltas are 0.5 * 0.25 - 0.5, 0.5 * 0.75 - 0.25 and 1 - 0.75.
     # Each advantage adds a quarter of the next one.
     assert advantages.tolist() == [[-0.328125, 0, 0.1875], [0, -3, 0], [0, 0.25, 0]]
@@ -899,39 +909,113 @@ def test_pairs_may_be_split_and_padding_does_not_matter(garbage):
     assert whole.equal(losses_and_metrics(case, torch.arange(8), 0.0))
 
 
-# Functions by name
+# Functions of a user's file
+
+USERS_FILE = """
+from rl2.algorithms.advantages import AdvantageInputs, Estimator
+from rl2.algorithms.losses import PolicyInputs, PolicyLoss
+
+def typed(x: PolicyInputs):
+    return -x.advantages * x.logps, {'logp': x.logps}
+
+def by_name(logps, advantages):
+    return -advantages * logps, {'logp': logps}
+
+def with_default(logps, advantages, power=1, **others):
+    return -(advantages**power) * logps, {'logp': logps}
+
+def one_name(logps):
+    return -logps, {}
+
+def annotated(logps: PolicyInputs):
+    return typed(logps)
+
+declared = PolicyLoss(typed, settings=("clip",), vanishes_without_advantage=True)
+declared_by_name = PolicyLoss(by_name, vanishes_without_advantage=True)
+
+def critic(x: AdvantageInputs):
+    return x.rewards - x.values, x.rewards
+
+def critic_by_name(rewards, values, mask, lamda):
+    return (rewards - values) * mask, rewards
+
+estimator = Estimator(critic, needs=("rewards", "values"), settings=())
+text = 'no function'
+"""
+ALL_CLIPS = ("clip", "clip_high", "dual_clip")
 
 
-def test_a_function_of_a_users_file_gets_the_arguments_that_it_names(tmp_path):
+@pytest.fixture
+def users_file(tmp_path):
     file = tmp_path / "custom.py"
-    file.write_text(
-        "def reinforce(logps, advantages):\n"
-        "    return -advantages * logps, {'logp': logps}\n"
-        "def greedy(logps, secret):\n    return logps, {}\n"
-        "text = 'no function'\n"
-    )
+    file.write_text(USERS_FILE)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "vanishes"),
+    [
+        ("typed", ALL_CLIPS, False),
+        ("by_name", (), False),
+        ("with_default", (), False),
+        ("annotated", ALL_CLIPS, False),
+        ("declared", ("clip",), True),
+        ("declared_by_name", (), True),
+    ],
+)
+def test_a_policy_loss_of_a_users_file(users_file, function, settings, vanishes):
+    loss = find_policy_loss(f"{users_file}:{function}")
+    assert (loss.settings, loss.vanishes_without_advantage) == (settings, vanishes)
     case = make_case(0)
     columns = (case.logps, case.old_logps, case.advantages, case.mask, case.weights, 0.2)
-    loss, metrics = policy_loss(*columns, loss=f"{file}:reinforce")
-    expected = -(case.logps * case.advantages * case.weights).sum()
-    torch.testing.assert_close(loss, expected)
+    value, metrics = policy_loss(*columns, loss=f"{users_file}:{function}")
+    torch.testing.assert_close(value, -(case.logps * case.advantages * case.weights).sum())
     assert metrics.keys() == {"logp", "approx_kl", "ratio"}
-    assert argument_names(find_function(f"{file}:reinforce", {}, "key")) == ("logps", "advantages")
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'secret'"):
-        policy_loss(*columns, loss=f"{file}:greedy")
-    for name, message in (
-        (f"{file}:nothing", f"actor.loss={file}:nothing: {file} has no function nothing"),
-        (f"{file}:text", "has no function text"),
-        (f"{tmp_path}/none.py:f", "none.py: there is no such file"),
+
+
+@pytest.mark.parametrize(
+    ("function", "needs", "settings"),
+    [
+        ("critic", ("rewards",), ("gamma", "lamda", "norm_var")),
+        ("critic_by_name", ("rewards", "values"), ("lamda",)),
+        ("estimator", ("rewards", "values"), ()),
+    ],
+)
+def test_an_estimator_of_a_users_file(users_file, function, needs, settings):
+    estimator = find_estimator(f"{users_file}:{function}")
+    assert (estimator.needs, estimator.settings) == (needs, settings)
+    case = make_case(0)
+    advantages, _ = estimator.compute(inputs_of(case))
+    cells = case.mask > 0
+    torch.testing.assert_close(advantages[cells], (case.rewards - case.values)[cells])
+
+
+def test_one_argument_that_is_an_input_is_that_input(users_file):
+    losses, _ = find_policy_loss(f"{users_file}:one_name").compute(
+        PolicyInputs(torch.ones(1, 2), *[torch.zeros(1, 2)] * 3, clip=0.2, clip_high=0.2)
+    )
+    assert losses.tolist() == [[-1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("custom.py:nothing", "custom.py has no function nothing; it has typed, by_name"),
+        ("custom.py:text", "has no function text"),
+        ("custom.py:estimator", "declared as Estimator; this key takes PolicyLoss"),
+        ("none.py:f", "no such file none.py"),
+        ("custom.py", "name the function in it, as actor.loss=custom.py:FUNCTION"),
         ("ppo2", "choose ppo, gspo, cispo, reinforce, or your own as path/to/file.py:function"),
-    ):
-        with pytest.raises(ValueError) as raised:
-            policy_loss(*columns, loss=name)
-        assert message in str(raised.value)
-    file = tmp_path / "broken.py"
-    file.write_text("1 / 0")
-    with pytest.raises(ValueError, match="broken.py fails on import:\n(?s:.*)ZeroDivisionError"):
-        policy_loss(*columns, loss=f"{file}:f")
+        ("broken.py:f", "fails on import:\nTraceback"),
+    ],
+)
+def test_a_name_without_a_function_is_refused(users_file, monkeypatch, name, message):
+    monkeypatch.chdir(users_file.parent)
+    (users_file.parent / "broken.py").write_text("1 / 0")
+    with pytest.raises(ValueError) as raised:
+        find_policy_loss(name)
+    assert str(raised.value).startswith(f"actor.loss={name}: ")
+    assert message in str(raised.value)
 
 
 # Properties of all functions
@@ -969,19 +1053,14 @@ def losses_of(case):
 
 def columns_of(case):
     """{name: column} of the advantages and of all else that is computed before the loss."""
-    ids = (case.mask, case.group, case.trajectory)
-    advantages, returns = gae(case.rewards, case.values, case.mask, case.trajectory, 0.9, 0.95)
-    return {
-        "plain": group_advantages(case.rewards, *ids, False),
-        "norm_var": group_advantages(case.rewards, *ids, True),
-        "leave_one_out": leave_one_out(case.rewards, *ids),
-        "reinforce_plus_plus": reinforce_plus_plus(case.rewards, case.mask, case.trajectory, 0.9),
-        "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline(case.rewards, *ids),
-        "distillation": distillation(case.old_logps, case.ref_logps, case.mask),
-        "advantages": advantages,
-        "returns": returns,
-        "whiten": whiten(case.advantages, case.mask),
-    }
+    inputs = inputs_of(case, gamma=0.9, lamda=0.95)
+    columns = {"whiten": whiten(case.advantages, case.mask)}
+    for name, estimator in ADVANTAGE_ESTIMATORS.items():
+        if name != "gae":
+            columns[name] = estimator.compute(inputs)
+    columns["norm_var"] = group_advantages(replace(inputs, norm_var=True))
+    columns["gae"], columns["returns"] = gae(inputs)
+    return columns
 
 
 def make_full_case(seed, dtype=torch.float64):
@@ -1307,7 +1386,7 @@ def test_advantages_and_corrections_against_trl(seed, mode, correction):
     mask[failed] = 0
     rewards = torch.zeros_like(case.mask)
     rewards[:, 0] = case.rewards
-    advantages = group_advantages(rewards, mask, case.group, torch.arange(6), True)
+    advantages = group_advantages(advantage_inputs(mask, rewards, case.group, norm_var=True))
     trl_advantages = expected["advantages"][:, None] * mask
     torch.testing.assert_close(advantages, trl_advantages, check_dtype=False)
     assert trainer._metrics["train"]["frac_reward_zero_std"] == [0]

@@ -17,7 +17,6 @@ from rl2.__main__ import main
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.algorithms.losses import POLICY_LOSSES, TOKEN_AVERAGES
 from rl2.config.arguments import read_arguments
-from rl2.config.by_name import argument_names, function_of
 from rl2.config.conditions import needs_critic
 from rl2.config.help import explain, explain_common
 from rl2.config.key import Condition, PositiveInt, Ratio, key, schema_keys, section
@@ -223,7 +222,7 @@ def test_every_key_is_explained(root):
     for name, entry in schema_keys(root).items():
         assert len(entry.help) > 5, name
         assert entry.is_section or f"  {name}=" in text
-        for value in [*entry.choices, *(entry.functions or ())]:
+        for value in [*entry.choices, *(entry.functions.built_in if entry.functions else ())]:
             assert value in text
     assert max(len(line) for line in text.splitlines()) <= 100
 
@@ -350,17 +349,21 @@ def test_every_setting_of_a_function_is_used_by_one(root):
     for name, entry in known.items():
         if entry.setting_of:
             section, _, setting = name.rpartition(".")
-            table = known[f"{section}.{entry.setting_of}"].functions.values()
-            assert any(setting in argument_names(function_of(entry)) for entry in table), name
+            declarations = known[f"{section}.{entry.setting_of}"].functions.built_in.values()
+            assert any(setting in declared.settings for declared in declarations), name
 
 
 OWN_FUNCTIONS = """
+from rl2.algorithms.advantages import Estimator
 def loss(log_ratio, advantages, clip_high):
     return -log_ratio * advantages, {}
 def estimator(rewards, values, mask, lamda):
     return rewards - values, rewards
 def group_estimator(rewards, mask, group):
     return rewards * mask
+def typed(x):
+    return x.rewards, x.rewards
+needs_all = Estimator(typed, needs=("values", "group"), settings=("gamma",))
 """
 FUNCTION_RULES = [  # (refused, what the message says, accepted)
     (
@@ -374,7 +377,7 @@ FUNCTION_RULES = [  # (refused, what the message says, accepted)
         "own.py:los: own.py has no function los; it has loss, estimator, group_estimator",
         "actor.loss=own.py:loss",
     ),
-    ("actor.loss=other.py:loss", "actor.loss=other.py: there is no such file", "actor.loss=gspo"),
+    ("actor.loss=other.py:loss", "other.py:loss: no such file other.py", "actor.loss=gspo"),
     (
         "adv.estimator=broken.py:f",
         "NameError: name 'undefined' is not defined",
@@ -394,6 +397,21 @@ FUNCTION_RULES = [  # (refused, what the message says, accepted)
         "adv.estimator=own.py:group_estimator data.responses_per_prompt=1",
         "leaves adv.estimator=own.py:group_estimator no group to compare with",
         "adv.estimator=own.py:estimator data.responses_per_prompt=1",
+    ),
+    (
+        "adv.estimator=own.py:needs_all adv.lamda=0.9",
+        "adv.lamda=0.9 has no effect with adv.estimator=own.py:needs_all, which uses gamma",
+        "adv.estimator=own.py:needs_all adv.gamma=0.99 critic.lr=1e-5",
+    ),
+    (
+        "adv.estimator=own.py:needs_all kl.type=reward kl.coef=0.1",
+        "with adv.estimator=own.py:needs_all, which takes no rewards",
+        "adv.estimator=own.py:needs_all kl.type=loss kl.coef=0.1",
+    ),
+    (
+        "adv.estimator=own.py:needs_all data.responses_per_prompt=1",
+        "leaves adv.estimator=own.py:needs_all no group to compare with",
+        "adv.estimator=own.py:needs_all data.responses_per_prompt=2",
     ),
     (
         "adv.estimator=own.py:estimator critic.sp_size=3",
@@ -512,10 +530,10 @@ def test_commands(capsys, monkeypatch):
 def test_a_function_that_asks_for_what_is_not_there_is_refused_with_what_there_is(base, capsys):
     Path("mine.py").write_text("def f(logps, secret, clip=1):\n    return logps, {}\n")
     text = refused([*base, "actor.loss=mine.py:f"], capsys)
-    assert "actor.loss=mine.py:f asks for secret; it may ask for advantages, clip, " in text
+    assert "actor.loss=mine.py:f: it asks for secret; it may ask for advantages, clip, " in text
     assert "log_ratio, logps, mask, old_logps" in text
     text = refused([*base, "adv.estimator=mine.py:f"], capsys)
-    assert "adv.estimator=mine.py:f asks for logps, secret; it may ask for gamma" in text
+    assert "adv.estimator=mine.py:f: it asks for logps, secret; it may ask for gamma" in text
 
 
 def test_a_function_may_take_what_it_does_not_name(base):

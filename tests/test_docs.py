@@ -14,7 +14,7 @@ import torch
 from common import ROOT
 
 from rl2.algorithms import losses
-from rl2.config.by_name import choose_function
+from rl2.algorithms.find import find_policy_loss, find_preference_loss
 from rl2.config.values import OPEN_KEYS
 
 sys.path.insert(0, str(ROOT / "docs"))
@@ -140,8 +140,8 @@ def metrics_of_losses() -> set[str]:
     column = torch.zeros(2, 3)
     inputs = losses.PolicyInputs(column, column, column, column, clip=0.2, clip_high=0.2)
     arguments = {
-        "token_loss": choose_function("ppo", losses.POLICY_LOSSES, "actor.loss"),
-        "pair_loss": choose_function("sigmoid", losses.PREFERENCE_LOSSES, "dpo.loss"),
+        "token_loss": find_policy_loss("ppo").compute,
+        "pair_loss": find_preference_loss("sigmoid").compute,
         "inputs": inputs,
         "correction": None,
         "clip_high": None,

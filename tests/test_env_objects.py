@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from common import RESPONSE_TEMPLATE, pack_rows
+from common import RESPONSE_TEMPLATE, advantage_inputs, pack_rows
 from packaging.version import Version
 from test_rollout import PARAMS, make, make_row, make_training, process_group  # noqa: F401
 
@@ -171,13 +171,14 @@ def test_rewards_of_turns_reach_the_advantages(tmp_path):
     assert [t.reward for t in trajectories] == [11.0, 12.0]
     batch = collate(training_samples(trajectories))
     mask = batch.mask.float()
-    deviations = group_advantages(batch.rewards, mask, batch.group, batch.trajectory, False)
+    columns = (mask, batch.rewards, batch.group, batch.trajectory)
+    deviations = group_advantages(advantage_inputs(*columns))
     assert [row[mask[i] > 0].unique().tolist() for i, row in enumerate(deviations)] == [
         [-0.5],
         [0.5],
     ]
     values = torch.zeros_like(batch.rewards)
-    advantages, _ = gae(batch.rewards, values, mask, batch.trajectory, gamma=0.5, lamda=1.0)
+    advantages, _ = gae(advantage_inputs(*columns, values=values, gamma=0.5))
     assert advantages[0][mask[0] > 0].tolist() == [0.5 + 0.25 / 2 * 10, 1 + 2.5, 5.0, 10.0]
 
 

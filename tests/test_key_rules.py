@@ -175,8 +175,8 @@ def test_test_answers_are_as_long_as_those_of_training_unless_set(capsys):
 
 
 OWN_FUNCTIONS = """
-import numpy
-import torch
+import numpy, torch
+from rl2.algorithms.advantages import Estimator
 
 def scalar(logps, advantages):
     return -(logps * advantages).mean(), {}
@@ -223,6 +223,11 @@ def good_estimator(rewards, mask, group, trajectory):
     return rewards.sum(1, keepdim=True) * mask
 def good_critic(rewards, values, mask):
     return rewards - values, rewards
+def typed_critic(x):
+    return x.rewards - x.values, x.rewards
+declared_critic = Estimator(typed_critic, needs=("rewards", "values"))
+wrong_need = Estimator(typed_critic, needs=("rewards", "value"))
+wrong_setting = Estimator(typed_critic, needs=("rewards", "values"), settings=("clip",))
 
 def summed(margin):
     return margin.sum()
@@ -256,6 +261,15 @@ def good_pairs(mean_margin, beta):
         ("ppo", "adv.estimator", "no_returns", "return (advantages, returns)"),
         ("ppo", "adv.estimator", "good_estimator", ""),
         ("ppo", "adv.estimator", "good_critic", ""),
+        (
+            "ppo",
+            "adv.estimator",
+            "typed_critic",
+            "values, old_logps and teacher_logps are None unle",
+        ),
+        ("ppo", "adv.estimator", "declared_critic", ""),
+        ("ppo", "adv.estimator", "wrong_need", "declares needs=value; there are group, old_logps"),
+        ("ppo", "adv.estimator", "wrong_setting", "declares settings=clip; there are gamma, lam"),
         ("dpo", "dpo.loss", "summed", "one number (a tensor) for 3 pairs"),
         ("dpo", "dpo.loss", "good_pairs", ""),
     ],

@@ -10,11 +10,10 @@ import runpy
 
 import pytest
 import torch
-from common import ROOT, launch, make_model, read_jsonl, read_metrics
+from common import ROOT, advantage_inputs, launch, make_model, read_jsonl, read_metrics
 
 from rl2.algorithms import losses
-from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from rl2.config.by_name import choose_function, find_entry, find_function
+from rl2.algorithms.find import find_estimator, find_policy_loss, find_preference_loss
 
 PLUGINS = ROOT / "examples/plugins"
 
@@ -79,8 +78,8 @@ def test_the_environment_answers_a_quiet_reply():
 
 def test_a_policy_loss_declares_where_it_vanishes(monkeypatch):
     monkeypatch.chdir(ROOT)
-    key, value = read_setting("policy_loss")
-    assert find_entry(value, losses.POLICY_LOSSES, key).vanishes_without_advantage
+    _, value = read_setting("policy_loss")
+    assert find_policy_loss(value).vanishes_without_advantage
 
 
 def test_dpo_with_a_preference_loss(tmp_path, monkeypatch):
@@ -94,7 +93,7 @@ def test_dpo_with_a_preference_loss(tmp_path, monkeypatch):
     settings = (f"{key}={value}", "data.batch_size=2", "dpo.beta=0.5")
     line = train(["-m", "rl2.trainer.dpo"], tmp_path, [pair, pair], *settings)
     assert line["actor/loss"] == pytest.approx(1)  # the policy is the reference: the margin is 0
-    exponential = choose_function(value, losses.PREFERENCE_LOSSES, key)
+    exponential = find_preference_loss(value).compute
     inputs = losses.PreferenceInputs(torch.tensor([2.0]), torch.zeros(1), 0.5, 0.0)
     assert exponential(inputs).item() == pytest.approx(math.exp(-1))
 
@@ -117,9 +116,9 @@ def test_functions_of_a_users_file(tmp_path, monkeypatch):
     rewards = torch.tensor([[0.0, 1], [0, 3], [0, 5], [0, 100], [0, 7], [0, 8]])
     mask = torch.tensor([[1.0, 1], [1, 1], [1, 1], [0, 0], [0, 1], [1, 1]])
     group = torch.tensor([0, 0, 0, 0, 1, 1])
-    name = "my_algorithms.py:length_weighted"
-    estimator = find_function(name, ADVANTAGE_ESTIMATORS, "adv.estimator")
-    advantages = estimator(rewards, mask, group, torch.arange(6))
+    estimator = find_estimator("my_algorithms.py:opo")
+    assert estimator.needs == ("rewards", "group")
+    advantages = estimator.compute(advantage_inputs(mask, rewards, group))
     # Three answers of two tokens, then one of a token and one of two: (7 + 2 * 8) / 3.
     expected = [1 - 3, 3 - 3, 5 - 3, 0, 7 - 23 / 3, 8 - 23 / 3]
     assert advantages[:, 1].tolist() == pytest.approx(expected)
@@ -135,8 +134,8 @@ def test_functions_of_a_users_file(tmp_path, monkeypatch):
         clip_high=0.2,
     )
     weights = torch.full((1, 2), 0.5)
-    token_loss = choose_function("my_algorithms.py:unclipped", {}, "actor.loss")
-    loss, metrics = losses.policy_loss(token_loss, inputs, weights)
+    token_losses = find_policy_loss("my_algorithms.py:unclipped").compute
+    loss, metrics = losses.policy_loss(token_losses, inputs, weights)
     loss.backward()
     e = torch.tensor(1.0).exp().item()
     assert loss.item() == pytest.approx((1 - e) / 2)

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from rl2.algorithms.find import find_policy_loss
 from rl2.algorithms.losses import masked
-from rl2.config.by_name import find_function
 from rl2.run.signals import user_errors
 
 
@@ -16,7 +16,7 @@ def fail_in_an_operator():
 
 
 def fail_in_a_builtin():
-    find_function(None, {}, "actor.loss")  # None has no rpartition
+    find_policy_loss(None)  # None has no rpartition
 
 
 def fail_in_own_code():
@@ -37,7 +37,7 @@ def test_an_error_that_rl2_does_not_raise_keeps_its_traceback(fail, tmp_path, mo
 
 def test_an_error_that_rl2_raises_is_one_message(capsys):
     with pytest.raises(SystemExit), user_errors():
-        find_function("nope", {"ppo": masked}, "actor.loss")
+        find_policy_loss("nope")
     error = capsys.readouterr().err
     assert error.startswith("error: actor.loss=nope: choose ppo") and error.count("\n") == 1
 

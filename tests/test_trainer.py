@@ -150,13 +150,20 @@ def test_a_loss_and_an_estimator_of_the_users_file_train_as_the_builtin_ones(set
     (tmp_path / "mine.py").write_text(
         textwrap.dedent(
             """
-            from rl2.algorithms import advantages, losses
+            import torch
+            from rl2.algorithms.advantages import AdvantageInputs, Estimator, gae
 
-            def loss(log_ratio, advantages, clip, clip_high, dual_clip):
-                return losses.ppo(log_ratio, advantages, clip, clip_high, dual_clip)
+            def loss(log_ratio, advantages, clip, clip_high):
+                ratio = log_ratio.exp()
+                plain = advantages * ratio
+                bounded = advantages * ratio.clamp(1 - clip, 1 + clip_high)
+                metrics = {"clip_ratio": plain > bounded, "ratio": ratio.detach()}
+                return -torch.minimum(plain, bounded), metrics
 
-            def estimator(rewards, values, mask, trajectory, gamma, lamda, norm_var):
-                return advantages.gae(rewards, values, mask, trajectory, gamma, lamda, norm_var)
+            def compute(x: AdvantageInputs):
+                return gae(x)
+
+            estimator = Estimator(compute, needs=("rewards", "values"))
             """
         )
     )

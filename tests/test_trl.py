@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from common import make_critic, make_model, make_tokenizer
+from common import advantage_inputs, make_critic, make_model, make_tokenizer
 from parity import worker_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -25,7 +25,6 @@ from rl2.algorithms.losses import (
     reinforce,
     token_weights,
 )
-from rl2.config.by_name import choose_function
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PAIR_ROWS, SFT_ROWS, Examples
 from rl2.data.rows import load_rows
@@ -294,7 +293,7 @@ def test_leave_one_out(seed, kl_coef):
     rewards = -kl_coef * kl_estimate(old_logps, ref_logps, "k1")
     rewards[:, 0] += scores
     group = torch.arange(9) // 3
-    advantages = leave_one_out(rewards, mask, group, torch.arange(9))
+    advantages = leave_one_out(advantage_inputs(mask, rewards, group))
     torch.testing.assert_close(advantages, expected[:, None] * mask)
     assert advantages.abs().sum() > 0
 
@@ -327,18 +326,20 @@ def test_distillation_of_sampled_tokens(seed):
     inputs = PolicyInputs(
         logps=logps_of(student_logits),
         old_logps=rollout_logps,
-        advantages=distillation(rollout_logps, logps_of(teacher_logits), mask),
+        advantages=distill(mask, rollout_logps, logps_of(teacher_logits)),
         mask=mask,
         clip=0.2,
         clip_high=0.2,
     )
     weights = token_weights(mask, torch.arange(3), "token")
-    loss, _ = policy_loss(
-        lambda inputs: reinforce(inputs.logps, inputs.advantages), inputs, weights
-    )
+    loss, _ = policy_loss(reinforce, inputs, weights)
     torch.testing.assert_close(loss, expected)
     gradients = [torch.autograd.grad(value, student_logits)[0] for value in (loss, expected)]
     torch.testing.assert_close(*gradients)
+
+
+def distill(mask, old_logps, teacher_logps):
+    return distillation(advantage_inputs(mask, old_logps=old_logps, teacher_logps=teacher_logps))
 
 
 @pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo"])
@@ -354,15 +355,13 @@ def test_distillation_has_the_gradient_of_the_reverse_kl(loss):
     inputs = PolicyInputs(
         logps=logps[None],
         old_logps=logps[None].detach(),
-        advantages=distillation(logps[None].detach(), teacher_logps[None], mask),
+        advantages=distill(mask, logps[None].detach(), teacher_logps[None]),
         mask=mask,
         clip=0.2,
         clip_high=0.2,
     )
     # Each token with its probability as the weight: the expectation over samples.
-    surrogate, _ = policy_loss(
-        choose_function(loss, POLICY_LOSSES, "actor.loss"), inputs, logps[None].exp().detach()
-    )
+    surrogate, _ = policy_loss(POLICY_LOSSES[loss].compute, inputs, logps[None].exp().detach())
     gradients = [
         torch.autograd.grad(value, logits, retain_graph=True)[0]
         for value in (surrogate, divergence)

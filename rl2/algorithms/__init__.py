@@ -1,5 +1,6 @@
 """The mathematics: advantage estimators and losses, as pure functions of tensors and plain values.
 
-Each family of functions is a plain dict from name to function. A function asks by parameter name
-for what it needs; `config/by_name.py` says how, and finds a function of the user's own file.
+Each family of functions is a plain dict from a name to a declaration: the function, which maps one
+object of inputs to its result, the settings that it reads, and what it needs. `find.py` finds a
+function of the user's own file.
 """

@@ -7,8 +7,8 @@ trajectories answer the same prompt. Finite values where the mask is 0 have no i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,98 +20,108 @@ TRAJECTORIES_AT_A_TIME = 512  # in `gae`, which needs memory for them
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an estimator may ask for, by the name of a parameter.
-
-    It returns the advantages [B, T], or (advantages, returns) where it asks for values: the critic
-    learns the returns. What it returns where the mask is 0 has no influence, if it is finite.
-    """
+    """The input of an estimator: all rows of the step."""
 
     rewards: Tensor  # [B, T] the reward of each token, minus the KL penalty with kl.type=reward
-    values: Tensor | None  # [B, T] an estimator that asks for them gets a critic
     mask: Tensor  # [B, T] float32, as all columns
     group: Tensor  # [B]
     trajectory: Tensor  # [B]
     gamma: float  # this and the following are the settings adv.* of the config
     lamda: float
     norm_var: bool
-    # [B, T] log-probabilities of the policy that starts the update, and of the teacher.
-    old_logps: Tensor | None = None
-    teacher_logps: Tensor | None = None
+    # The columns below are there if the estimator declares that it needs them.
+    values: Tensor | None = None  # [B, T] of the critic
+    old_logps: Tensor | None = None  # [B, T] of the policy that starts the update
+    teacher_logps: Tensor | None = None  # [B, T]
 
 
-def group_advantages(
-    rewards: Tensor, mask: Tensor, group: Tensor, trajectory: Tensor, norm_var: bool
-) -> Tensor:
+Need = Literal["rewards", "group", "values", "old_logps", "teacher_logps"]
+AdvantageSetting = Literal["gamma", "lamda", "norm_var"]
+# The advantages [B, T], or (advantages, returns): the critic learns the returns. Where the mask is
+# 0, finite results have no influence.
+Advantages = Tensor | tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """An advantage estimator, and what it declares to the config and the trainer.
+
+    `needs` has consequences. "values" loads a critic, which learns the returns; "old_logps" scores
+    the rollout before the update; "teacher_logps" requires a teacher. Without "rewards",
+    kl.type=reward is refused; with "group", so is one answer to a prompt.
+    """
+
+    compute: Callable[[AdvantageInputs], Advantages]
+    needs: tuple[Need, ...] = ("rewards",)
+    # The settings that it reads. The user may set no other.
+    settings: tuple[AdvantageSetting, ...] = get_args(AdvantageSetting)
+
+
+def group_advantages(x: AdvantageInputs) -> Tensor:
     """[B, T]: the trajectory's reward minus the mean of its group (Dr. GRPO, arXiv:2503.20783).
 
     `norm_var` divides by the group's standard deviation + 1e-4 (GRPO, arXiv:2402.03300; unbiased
     and with this epsilon, as TRL does). Trajectories without a trained token do not count. A group
     of one, or of equal rewards, gets exactly 0.
     """
-    row_index, member_of, deviations, sizes = _deviations(rewards, mask, group, trajectory)
-    if norm_var:
+    row_index, member_of, deviations, sizes = _deviations(x)
+    if x.norm_var:
         squares = sum_by_index(member_of, deviations.square(), len(sizes))
         standard = (squares / (sizes - 1).clamp(min=1)).sqrt()
         deviations = deviations / (standard + 1e-4)[member_of]
-    return deviations[row_index, None] * mask
+    return deviations[row_index, None] * x.mask
 
 
-def leave_one_out(rewards: Tensor, mask: Tensor, group: Tensor, trajectory: Tensor) -> Tensor:
+def leave_one_out(x: AdvantageInputs) -> Tensor:
     """[B, T]: the trajectory's reward minus the mean of the others of its group.
 
     RLOO (arXiv:2402.14740). In a group of n it is n / (n - 1) times `group_advantages`.
     """
-    row_index, member_of, deviations, sizes = _deviations(rewards, mask, group, trajectory)
+    row_index, member_of, deviations, sizes = _deviations(x)
     deviations = deviations * (sizes / (sizes - 1).clamp(min=1))[member_of]
-    return deviations[row_index, None] * mask
+    return deviations[row_index, None] * x.mask
 
 
-def reinforce_plus_plus(rewards: Tensor, mask: Tensor, trajectory: Tensor, gamma: float) -> Tensor:
+def reinforce_plus_plus(x: AdvantageInputs) -> Tensor:
     """[B, T]: the discounted sum of the token's own and all later rewards, whitened over the batch.
 
     REINFORCE++ (arXiv:2501.03262, version 9). It needs no groups. Its KL penalty is in the rewards:
     kl.type=reward.
     """
-    values = torch.zeros_like(rewards)
-    return gae(rewards, values, mask, trajectory, gamma, lamda=1.0, norm_var=True)[0]
+    # Without a critic and with lambda 1, GAE is that sum.
+    without_critic = replace(x, values=torch.zeros_like(x.rewards), lamda=1.0, norm_var=True)
+    return gae(without_critic)[0]
 
 
-def reinforce_plus_plus_baseline(
-    rewards: Tensor, mask: Tensor, group: Tensor, trajectory: Tensor
-) -> Tensor:
+def reinforce_plus_plus_baseline(x: AdvantageInputs) -> Tensor:
     """[B, T]: the reward minus the mean of its group, whitened over all tokens of the batch.
 
     REINFORCE++ with baseline (arXiv:2501.03262, version 9). Its KL term is in the loss: k2.
     """
-    return whiten(group_advantages(rewards, mask, group, trajectory, norm_var=False), mask)
+    return whiten(group_advantages(replace(x, norm_var=False)), x.mask)
 
 
-def distillation(old_logps: Tensor, teacher_logps: Tensor, mask: Tensor) -> Tensor:
+def distillation(x: AdvantageInputs) -> Tensor:
     """[B, T]: the log-probability of each token under the teacher minus that under the policy.
 
     It is minus the k1 estimate of KL(policy || teacher): on-policy distillation (Lu, "On-policy
     distillation", 2025), MiniLLM's policy gradient (arXiv:2306.08543) without the tokens that
     follow. The rewards have no influence.
     """
-    return masked(mask, teacher_logps - old_logps)
+    assert x.teacher_logps is not None and x.old_logps is not None
+    return masked(x.mask, x.teacher_logps - x.old_logps)
 
 
-def gae(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    trajectory: Tensor,
-    gamma: float,
-    lamda: float,
-    norm_var: bool = False,
-) -> tuple[Tensor, Tensor]:
+def gae(x: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Advantages and returns [B, T] of generalised advantage estimation (arXiv:1506.02438).
 
     Only sampled tokens count: delta_t = r_t + gamma V_{t+1} - V_t,
     A_t = delta_t + gamma lamda A_{t+1}, return = A + V. Here t + 1 is the next sampled token of the
-    trajectory, which may stand in its next sequence, and V behind the last one is 0. `norm_var`
+    trajectory, which may be in its next sequence, and V after the last one is 0. `norm_var`
     whitens the advantages over the batch; the returns stay as they are.
     """
+    rewards, values, mask, trajectory = x.rewards, x.values, x.mask, x.trajectory
+    assert values is not None
     row_index = trajectory.unique(return_inverse=True)[1]
     # The rows of a trajectory follow each other in order of time.
     order = row_index.argsort(stable=True)
@@ -127,10 +137,12 @@ def gae(
         lines = values.new_zeros(on_line.shape)
         line_rewards = lines.masked_scatter(on_line, rewards[rows].masked_select(sampled))
         line_values = lines.masked_scatter(on_line, values[rows].masked_select(sampled))
-        cells = _discounted_sums(line_rewards, line_values, gamma, lamda).masked_select(on_line)
+        cells = _discounted_sums(line_rewards, line_values, x.gamma, x.lamda).masked_select(on_line)
         advantages[rows] = lines.new_zeros(sampled.shape).masked_scatter_(sampled, cells)
     returns = advantages + masked(mask, values)
-    return (whiten(advantages, mask) if norm_var else advantages), returns
+    if x.norm_var:
+        advantages = whiten(advantages, mask)
+    return advantages, returns
 
 
 def _discounted_sums(rewards: Tensor, values: Tensor, gamma: float, lamda: float) -> Tensor:
@@ -159,13 +171,15 @@ def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros_like(advantages).masked_scatter_(mask > 0, scaled)
 
 
-ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Any]] = {
-    "reinforce": group_advantages,
-    "rloo": leave_one_out,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "distillation": distillation,
-    "gae": gae,
+ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
+    "reinforce": Estimator(group_advantages, needs=("rewards", "group"), settings=("norm_var",)),
+    "rloo": Estimator(leave_one_out, needs=("rewards", "group"), settings=()),
+    "reinforce_plus_plus": Estimator(reinforce_plus_plus, needs=("rewards",), settings=("gamma",)),
+    "reinforce_plus_plus_baseline": Estimator(
+        reinforce_plus_plus_baseline, needs=("rewards", "group"), settings=()
+    ),
+    "distillation": Estimator(distillation, needs=("old_logps", "teacher_logps"), settings=()),
+    "gae": Estimator(gae, needs=("rewards", "values"), settings=("gamma", "lamda", "norm_var")),
 }
 
 
@@ -175,20 +189,18 @@ def sum_by_trajectory(columns: Tensor, trajectory: Tensor) -> Tensor:
     return sum_by_index(row_index, columns.sum(1), len(ids))
 
 
-def _deviations(
-    rewards: Tensor, mask: Tensor, group: Tensor, trajectory: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _deviations(x: AdvantageInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(trajectory of each row [B], group of each trajectory [N], deviations [N], sizes [G]).
 
     A deviation is the trajectory's reward minus the mean of its group, exactly 0 in a group of
     equal rewards. The environment of a trajectory without a trained token failed, and its reward
     means nothing: it has the deviation 0 and does not count in its group's mean and size.
     """
-    ids, row_index = trajectory.unique(return_inverse=True)
-    groups, group_index = group.unique(return_inverse=True)
+    ids, row_index = x.trajectory.unique(return_inverse=True)
+    groups, group_index = x.group.unique(return_inverse=True)
     member_of = torch.zeros_like(ids).scatter(0, row_index, group_index)
-    counts = (sum_by_index(row_index, mask.sum(1), len(ids)) > 0).to(rewards.dtype)
-    totals = sum_by_trajectory(masked(mask, rewards), trajectory)
+    counts = (sum_by_index(row_index, x.mask.sum(1), len(ids)) > 0).to(x.rewards.dtype)
+    totals = sum_by_trajectory(masked(x.mask, x.rewards), x.trajectory)
     sizes = sum_by_index(member_of, counts, len(groups))
     means = sum_by_index(member_of, totals, len(groups)) / sizes.clamp(min=1)
     # Equal rewards are found by their range, not by their mean: 0.1 + 0.1 + 0.1 is not 3 * 0.1.

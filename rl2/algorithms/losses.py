@@ -9,7 +9,7 @@ value of the whole. Finite values where mask or weights are 0 have no influence,
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -92,10 +92,10 @@ def token_weights(
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """What a policy loss may ask for, by the name of a parameter.
+    """The input of a policy loss: a micro-batch of whole sequences.
 
-    It returns the loss of each token [b, T], and metrics of each token {name: [b, T]}, which are
-    logged as means. What it returns where the mask is 0 has no influence, if it is finite.
+    The loss returns the loss of each token [b, T], and metrics of each token {name: [b, T]}, which
+    are logged as means. Finite results have no influence where the mask is 0.
     """
 
     logps: Tensor  # [b, T] the policy's log-probabilities, the only input with a gradient
@@ -112,78 +112,78 @@ class PolicyInputs:
         return masked(self.mask, self.logps - self.old_logps.detach())
 
 
-TokenLosses = tuple[Tensor, Metrics]
+PolicySetting = Literal["clip", "clip_high", "dual_clip"]
+TokenLosses = tuple[Tensor, Metrics]  # [b, T] each
 
 
-class PolicyLoss(NamedTuple):
-    """A policy loss, and what it declares to the trainer."""
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss, and what it declares to the config and the trainer."""
 
-    compute: Callable[..., TokenLosses]  # asks for inputs by the names of its parameters
+    compute: Callable[[PolicyInputs], TokenLosses]
+    # The settings that it reads. The user may set no other.
+    settings: tuple[PolicySetting, ...] = get_args(PolicySetting)
     # A token of advantage 0 has no gradient, whatever its log-probability is. Then rows without an
     # advantage are not run, which saves their passes. A wrong declaration loses their gradient.
     vanishes_without_advantage: bool = False
 
 
-def ppo(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    clip: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> TokenLosses:
+def ppo(x: PolicyInputs) -> TokenLosses:
     """-min(A rho, A clip(rho, 1 - clip, 1 + clip_high)), rho = exp(log_ratio) (arXiv:1707.06347).
 
     Where A < 0 it is at most dual_clip * |A| (arXiv:1912.09729; dual_clip > 1).
     """
+    return clipped_losses(x.log_ratio, x)
+
+
+def gspo(x: PolicyInputs) -> TokenLosses:
+    """`ppo` with the geometric mean of the sequence's ratios (GSPO-token, arXiv:2507.18071).
+
+    The gradient flows through each token's own log-probability.
+    """
+    mean = x.log_ratio.sum(1, keepdim=True) / x.mask.sum(1, keepdim=True).clamp(min=1)
+    sequence_log_ratio = mean.detach() + (x.log_ratio - x.log_ratio.detach())
+    return clipped_losses(sequence_log_ratio, x)
+
+
+def clipped_losses(log_ratio: Tensor, x: PolicyInputs) -> TokenLosses:
+    """The loss of `ppo` for a log-ratio [b, T]."""
     ratio = finite_exp(log_ratio)
-    bounded = ratio.clamp(1 - clip, 1 + clip_high)
-    losses = -torch.minimum(advantages * ratio, advantages * bounded)
-    clipped = advantages * ratio > advantages * bounded
-    if dual_clip is not None:
-        limit = dual_clip * advantages.abs()  # where A >= 0 the loss is below 0 anyway
+    bounded = ratio.clamp(1 - x.clip, 1 + x.clip_high)
+    losses = -torch.minimum(x.advantages * ratio, x.advantages * bounded)
+    clipped = x.advantages * ratio > x.advantages * bounded
+    if x.dual_clip is not None:
+        limit = x.dual_clip * x.advantages.abs()  # where A >= 0 the loss is below 0 anyway
         clipped = clipped | (losses > limit)
         losses = torch.minimum(losses, limit)
     return losses, {"clip_ratio": clipped, "ratio": ratio.detach()}
 
 
-def gspo(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    clip: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> TokenLosses:
-    """`ppo` with the geometric mean of the sequence's ratios (GSPO-token, arXiv:2507.18071).
-
-    The gradient flows through each token's own log-probability.
-    """
-    mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    sequence_log_ratio = mean.detach() + (log_ratio - log_ratio.detach())
-    return ppo(sequence_log_ratio, advantages, clip, clip_high, dual_clip)
-
-
-def cispo(logps: Tensor, log_ratio: Tensor, advantages: Tensor, clip_high: float) -> TokenLosses:
+def cispo(x: PolicyInputs) -> TokenLosses:
     """-sg(min(rho, 1 + clip_high)) A logp (CISPO, arXiv:2506.13585)."""
-    ratio = finite_exp(log_ratio)
-    high = 1 + clip_high
-    losses = -ratio.detach().clamp(max=high) * advantages * logps
+    ratio = finite_exp(x.log_ratio)
+    high = 1 + x.clip_high
+    losses = -ratio.detach().clamp(max=high) * x.advantages * x.logps
     return losses, {"clip_ratio": ratio > high}
 
 
-def reinforce(logps: Tensor, advantages: Tensor) -> TokenLosses:
-    """-A logp: the plain policy gradient (Williams, 1992). It knows no ratio.
+def reinforce(x: PolicyInputs) -> TokenLosses:
+    """-A logp: the plain policy gradient (Williams, 1992), without a ratio.
 
     It is exact while the policy that sampled is the current one, so in one update a rollout.
     """
-    return -advantages * logps, {}
+    return -x.advantages * x.logps, {}
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "ppo": PolicyLoss(ppo, vanishes_without_advantage=True),
-    "gspo": PolicyLoss(gspo, vanishes_without_advantage=True),
-    "cispo": PolicyLoss(cispo, vanishes_without_advantage=True),
-    "reinforce": PolicyLoss(reinforce, vanishes_without_advantage=True),
+    "ppo": PolicyLoss(
+        ppo, settings=("clip", "clip_high", "dual_clip"), vanishes_without_advantage=True
+    ),
+    "gspo": PolicyLoss(
+        gspo, settings=("clip", "clip_high", "dual_clip"), vanishes_without_advantage=True
+    ),
+    "cispo": PolicyLoss(cispo, settings=("clip_high",), vanishes_without_advantage=True),
+    "reinforce": PolicyLoss(reinforce, settings=(), vanishes_without_advantage=True),
 }
 
 
@@ -317,10 +317,7 @@ def cross_entropy(logps: Tensor, weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PreferenceInputs:
-    """What a preference loss may ask for, by the name of a parameter. It returns losses [P].
-
-    P pairs: row 2i is the chosen and row 2i + 1 the rejected reply of pair i.
-    """
+    """The input of a preference loss: P pairs of a chosen and a rejected reply."""
 
     margin: Tensor  # [P] m = d_chosen - d_rejected, d the sum over a reply of logp - ref_logp
     mean_margin: Tensor  # [P] the same with d the mean over the reply's tokens
@@ -328,31 +325,43 @@ class PreferenceInputs:
     label_smoothing: float
 
 
-def sigmoid(margin: Tensor, beta: float, label_smoothing: float) -> Tensor:
+PreferenceSetting = Literal["beta", "label_smoothing"]
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """A preference loss, and what it declares to the config."""
+
+    compute: Callable[[PreferenceInputs], Tensor]  # the loss of each pair [P]
+    # The settings that it reads. The user may set no other, except beta, which metrics use too.
+    settings: tuple[PreferenceSetting, ...] = get_args(PreferenceSetting)
+
+
+def sigmoid(x: PreferenceInputs) -> Tensor:
     """-log sigmoid(beta m): DPO (arXiv:2305.18290).
 
     `label_smoothing` is the fraction of pairs taken to be the wrong way round, whose loss has -m
     (conservative DPO, Mitchell, 2023).
     """
     log_sigmoid = torch.nn.functional.logsigmoid
-    right = -(1 - label_smoothing) * log_sigmoid(beta * margin)
-    return right - label_smoothing * log_sigmoid(-beta * margin)
+    right = -(1 - x.label_smoothing) * log_sigmoid(x.beta * x.margin)
+    return right - x.label_smoothing * log_sigmoid(-x.beta * x.margin)
 
 
-def ipo(mean_margin: Tensor, beta: float) -> Tensor:
+def ipo(x: PreferenceInputs) -> Tensor:
     """(m - 1 / (2 beta))^2 (arXiv:2310.12036), with the mean over tokens as its authors and TRL."""
-    return (mean_margin - 1 / (2 * beta)).square()
+    return (x.mean_margin - 1 / (2 * x.beta)).square()
 
 
-def hinge(margin: Tensor, beta: float) -> Tensor:
+def hinge(x: PreferenceInputs) -> Tensor:
     """max(0, 1 - beta m) (SLiC, arXiv:2305.10425)."""
-    return (1 - beta * margin).clamp(min=0)
+    return (1 - x.beta * x.margin).clamp(min=0)
 
 
-PREFERENCE_LOSSES: dict[str, Callable[..., Tensor]] = {
-    "sigmoid": sigmoid,
-    "ipo": ipo,
-    "hinge": hinge,
+PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
+    "sigmoid": PreferenceLoss(sigmoid, settings=("beta", "label_smoothing")),
+    "ipo": PreferenceLoss(ipo, settings=("beta",)),
+    "hinge": PreferenceLoss(hinge, settings=("beta",)),
 }
 
 

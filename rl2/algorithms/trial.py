@@ -1,18 +1,18 @@
 """One call of a user's own function on made-up rows, before any model loads.
 
 A wrong shape would otherwise end a run inside rl2, or be broadcast and train something else: a loss
-of one number ignores `actor.average`. Each function here yields what is wrong in words that follow
-the name of the function; `asked` are the names of its parameters.
+of one number ignores `actor.average`. Each function here yields what is wrong, in words that follow
+"it".
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl2.algorithms.advantages import AdvantageInputs
-from rl2.algorithms.losses import PolicyInputs, PreferenceInputs
+from rl2.algorithms.advantages import AdvantageInputs, Estimator
+from rl2.algorithms.losses import PolicyInputs, PolicyLoss, PreferenceInputs, PreferenceLoss
 
 NUM_ROWS, NUM_TOKENS = 4, 6  # which differ, so that a transposed result is found
 # Two prompts with two answers each, of which the second ones earn the same.
@@ -23,11 +23,11 @@ ANSWERS = ((1, 5), (2, 6), (1, 3), (3, 4))  # the first column of each answer an
 TAKEN_METRICS = ("loss", "grad_norm", "lr", "skipped", "approx_kl", "kl", "entropy")
 
 
-def try_policy_loss(loss: Callable[[PolicyInputs], Any], asked: tuple[str, ...]) -> Iterator[str]:
+def try_policy_loss(loss: PolicyLoss) -> Iterator[str]:
     """What is wrong with the (losses, metrics) that a policy loss returns."""
     mask = _made_up_mask()
     logps = _made_up_logps(mask).requires_grad_()
-    returned = loss(
+    returned: Any = loss.compute(
         PolicyInputs(
             logps=logps,
             old_logps=logps.detach() - 0.1 * mask,
@@ -48,7 +48,7 @@ def try_policy_loss(loss: Callable[[PolicyInputs], Any], asked: tuple[str, ...])
     if not _is_column(losses, mask):
         yield f"returned as losses {_describe(losses)} for rows of {_size(mask)}: {expected}"
     else:
-        yield from _check_differentiable(losses, logps, "logps or log_ratio", asked)
+        yield from _check_differentiable(losses, logps, "logps or log_ratio")
     if not isinstance(metrics, dict):
         yield f"returned as metrics {_describe(metrics)}: {expected}"
         return
@@ -62,34 +62,33 @@ def try_policy_loss(loss: Callable[[PolicyInputs], Any], asked: tuple[str, ...])
             )
 
 
-def try_estimator(
-    estimate: Callable[[AdvantageInputs], Any], asked: tuple[str, ...]
-) -> Iterator[str]:
+def try_estimator(estimator: Estimator) -> Iterator[str]:
     """What is wrong with the advantages, and returns, that an estimator returns."""
     mask = _made_up_mask()
     last = torch.tensor([end - 1 for _, end in ANSWERS])
     rewards = torch.zeros_like(mask).scatter(1, last[:, None], REWARDS[:, None])
     logps = _made_up_logps(mask)
-    returned = estimate(
+    needs = estimator.needs
+    returned: Any = estimator.compute(
         AdvantageInputs(
             rewards=rewards,
-            values=0.3 * mask,
             mask=mask,
             group=GROUP,
             trajectory=torch.arange(NUM_ROWS),
             gamma=1.0,
             lamda=1.0,
             norm_var=True,
-            old_logps=logps,
-            teacher_logps=logps - 0.1 * mask,
+            values=0.3 * mask if "values" in needs else None,
+            old_logps=logps if "old_logps" in needs else None,
+            teacher_logps=logps - 0.1 * mask if "teacher_logps" in needs else None,
         )
     )
     columns = {"advantages": returned}
     expected = "return the advantages [B, T]"
-    if "values" in asked:
+    if "values" in needs:
         expected = (
-            "return (advantages, returns), both [B, T]; it asks for values, so a critic learns "
-            "the returns"
+            "return (advantages, returns), both [B, T]; it needs values, so a critic learns the "
+            "returns"
         )
         if not (isinstance(returned, tuple) and len(returned) == 2):
             yield f"returned {_describe(returned)}: {expected}"
@@ -105,16 +104,14 @@ def try_estimator(
             )
 
 
-def try_preference_loss(
-    loss: Callable[[PreferenceInputs], Any], asked: tuple[str, ...]
-) -> Iterator[str]:
+def try_preference_loss(loss: PreferenceLoss) -> Iterator[str]:
     """What is wrong with the losses that a preference loss returns."""
     margin = torch.tensor([0.5, -0.25, 0.1], requires_grad=True)
-    losses = loss(PreferenceInputs(margin, margin / 4, beta=0.1, label_smoothing=0.0))
+    losses = loss.compute(PreferenceInputs(margin, margin / 4, beta=0.1, label_smoothing=0.0))
     if not _is_column(losses, margin):
         yield f"returned {_describe(losses)} for 3 pairs: return the loss of each pair [P]"
     else:
-        yield from _check_differentiable(losses, margin, "margin or mean_margin", asked)
+        yield from _check_differentiable(losses, margin, "margin or mean_margin")
 
 
 def _made_up_mask() -> Tensor:
@@ -129,16 +126,11 @@ def _made_up_logps(mask: Tensor) -> Tensor:
     return -0.1 * (1 + torch.arange(mask.numel()) % 7).view_as(mask) * mask
 
 
-def _check_differentiable(
-    losses: Tensor, inputs: Tensor, name: str, asked: tuple[str, ...]
-) -> Iterator[str]:
+def _check_differentiable(losses: Tensor, inputs: Tensor, name: str) -> Iterator[str]:
     if not losses.isfinite().all():
         yield "returned losses that are not finite, where log-probabilities and advantages are"
     elif not losses.requires_grad:
-        yield (
-            f"returned losses without a gradient: they have to depend on {name}, and it asks for "
-            f"{', '.join(asked)}"
-        )
+        yield f"returned losses without a gradient: they have to depend on {name}"
     else:
         [gradient] = torch.autograd.grad(
             losses.sum(), inputs, allow_unused=True, materialize_grads=True

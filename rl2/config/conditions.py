@@ -4,45 +4,29 @@ A condition reads a config, whose sections say which trainer it is: `rollout` is
 `rm` are those of DPO and of reward models. The schema names the conditions beside its keys.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from rl2.algorithms.losses import POLICY_LOSSES, PolicyLoss
+from rl2.algorithms.advantages import Need
+from rl2.algorithms.find import find_estimator
 from rl2.attention.pages import MIN_ROWS
-from rl2.config.by_name import argument_names, find_entry, find_function
 from rl2.config.engines import choose_engine
 from rl2.config.key import Condition
 from rl2.model.exact import Exactness
 
 
-def function_settings(name: str, table: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """The parameter names of the function that `key` names; () if there is no such function.
-
-    A wrong name is reported once, by the check of choices.
-    """
+def estimator_needs(estimator: str) -> tuple[Need, ...]:
+    """What the estimator needs; () if there is no such one, which the check of choices reports."""
     try:
-        return argument_names(find_function(name, table, key))
+        return find_estimator(estimator).needs
     except ValueError:
         return ()
 
 
-def estimator_inputs(estimator: str) -> tuple[str, ...]:
-    """What the advantage estimator asks for: columns of the batch and settings."""
-    return function_settings(estimator, ADVANTAGE_ESTIMATORS, "adv.estimator")
-
-
 def needs_critic(estimator: str) -> bool:
-    """Whether the advantage estimator asks for the values that a critic gives."""
-    return "values" in estimator_inputs(estimator)
-
-
-def find_policy_loss(name: str) -> PolicyLoss:
-    """The policy loss that `actor.loss` names. A bare function of the user's declares nothing."""
-    entry = find_entry(name, POLICY_LOSSES, "actor.loss")
-    return entry if isinstance(entry, PolicyLoss) else PolicyLoss(entry)
+    """Whether the advantage estimator needs the values that a critic gives."""
+    return "values" in estimator_needs(estimator)
 
 
 def has_section(config: Any, *names: str) -> bool:

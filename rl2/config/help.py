@@ -70,9 +70,9 @@ def explain_common(root: type) -> str:
 
 def _with_choices(text: str, key: Key) -> str:
     """The text, and the choices of the key if it has some."""
-    choices = [*(key.functions or key.choices)]
+    choices = [*key.choices]
     if key.functions:
-        choices.append("file.py:function")
+        choices = [*key.functions.built_in, "file.py:function"]
     return f"{text} [{' | '.join(choices)}]" if choices else text
 
 

@@ -1,9 +1,11 @@
 """How the schema declares a key: its default, help, range, choices and condition in one place."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from rl2.algorithms.find import Choices
 
 # Types with a range, which is that of the key: attributes of Key.
 PositiveInt = Annotated[int, ("above", 0)]
@@ -44,15 +46,10 @@ class Key:
     unusual_below: float | None = None
     unusual_effect: str = ""
     choices: Collection[str] = ()  # of a text; a key that may also be a number takes any number
-    # The choices, or path/to/file.py:function. Entries as in by_name.py.
-    functions: Mapping[str, Any] | None = None
-    inputs: Any = None  # the dataclass whose fields and properties such a function may ask for
-    # Calls a function of the user's own file on made-up inputs: (it as a function of one object,
-    # the names of its parameters) -> what is wrong with it. See algorithms/trial.py.
-    trial: Callable[[Callable[[Any], Any], tuple[str, ...]], Iterator[str]] | None = None
+    functions: Choices[Any] | None = None  # the choices are its built-in ones and the user's own
     only_if: Condition | None = None
     # A key of the same section that names a function. This key is a setting of that function and
-    # has an effect only if the function has a parameter of this key's name.
+    # has an effect only if the function declares that it reads it.
     setting_of: str | None = None
     default_of: str | None = None  # another setting that has the value of this key unless it is set
     identity: bool = False  # a run with another value is another experiment: it does not resume

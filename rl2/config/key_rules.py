@@ -3,28 +3,19 @@
 Every check returns all problems that it finds, so that the user sees them at once.
 """
 
-import inspect
 import math
 import operator
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl2.config.by_name import (
-    argument_names,
-    call_by_name,
-    find_function,
-    own_file,
-    required_names,
-)
-from rl2.config.conditions import estimator_inputs, function_settings
+from rl2.algorithms.find import ESTIMATOR_CHOICES, Choices
 from rl2.config.key import Key, schema_keys
 from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import FOLLOWED_KEYS
+from rl2.config.synonyms import explain_algorithm
 from rl2.config.values import get_value
-from rl2.user_files import describe_failure
 
 Checked = tuple[list[Problem], list[Problem]]  # problems, warnings
 BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {  # attribute of Key -> (test, words)
@@ -41,10 +32,7 @@ def check_choices(config: Any) -> list[Problem]:
     for name, key in schema_keys(type(config)).items():
         value = get_value(config, name)
         if key.functions is not None:
-            try:
-                check_function(value, key, name)
-            except ValueError as error:
-                problems.append(Problem(name, value, str(error)))
+            problems += function_problems(name, value, key.functions)
         elif key.choices:
             words = value if isinstance(value, list) else [value]
             if any(isinstance(word, str) and word not in key.choices for word in words):
@@ -62,33 +50,12 @@ def describe_choices(key: Key) -> str:
     return f"{', '.join(others)} or {last}"
 
 
-def check_function(value: str, key: Key, name: str) -> None:
-    """ValueError if the value names no function, or one that asks for what there is not."""
-    assert key.functions is not None
-    function = find_function(value, key.functions, name)
-    properties = {part for part in dir(key.inputs) if not part.startswith("_")}
-    available = properties.union(argument_names(key.inputs))
-    unknown = required_names(function) - available
-    if unknown:
-        asked, choices = ", ".join(sorted(unknown)), ", ".join(sorted(available))
-        raise ValueError(f"{name}={value} asks for {asked}; it may ask for {choices}")
-    if value not in key.functions:
-        for problem in try_function(value, key, name):
-            raise ValueError(f"{name}={value} {problem}")
-
-
-def try_function(value: str, key: Key, name: str) -> Iterator[str]:
-    """What is wrong with a function of the user's own file that a call on made-up rows shows."""
-    assert key.functions is not None and key.trial is not None
-    function = find_function(value, key.functions, name)
-    if inspect.iscoroutinefunction(function):
-        yield "is async: write it as a plain function"
-        return
-    try:
-        yield from key.trial(partial(call_by_name, function), argument_names(function))
-    except (Exception, SystemExit) as error:
-        reason = describe_failure(error, own_file(value)[0])
-        yield f"fails on made-up rows: {reason}"
+def function_problems(name: str, value: str, functions: Choices[Any]) -> Iterator[Problem]:
+    """What is wrong with the function that a key names; for a published algorithm, its keys."""
+    algorithm = explain_algorithm(value)
+    hint = f"{algorithm}; or " if algorithm else ""
+    for problem in functions.problems(value):
+        yield wrong_value(name, value, hint + problem)
 
 
 def check_keys(config: Any, set_keys: set[str]) -> Checked:
@@ -161,7 +128,7 @@ def follow_keys(config: DictConfig, set_keys: set[str]) -> None:
                 set_keys.discard(name)
     if "adv.norm_var" in known and config.adv.norm_var is None:
         # Every common PPO whitens the advantages of GAE; with groups it is a choice (GRPO or not).
-        if "norm_var" in estimator_inputs(config.adv.estimator):
+        if "norm_var" in ESTIMATOR_CHOICES.settings_of(config.adv.estimator):
             config.adv.norm_var = config.adv.estimator == "gae"
 
 
@@ -206,17 +173,17 @@ def find_unused(config: Any, name: str) -> tuple[str, bool]:
 def explain_setting(config: Any, name: str, key: Key) -> str:
     """Why a setting of a function has no effect, or ""."""
     path, _, setting = name.rpartition(".")
-    known = schema_keys(type(config))
     function_key = f"{path}.{key.setting_of}"
-    table = known[function_key].functions
-    assert table is not None
     function = get_value(config, function_key)
-    parameters = function_settings(function, table, function_key)
-    if setting in parameters:
+    functions = schema_keys(type(config))[function_key].functions
+    assert functions is not None
+    settings = functions.settings_of(function)
+    if setting in settings:
         return ""
-    if key.default_of in parameters and get_value(config, f"{path}.{key.default_of}") is None:
+    if key.default_of in settings and get_value(config, f"{path}.{key.default_of}") is None:
         return ""
-    settings = [other for other in parameters if f"{path}.{other}" in known]
-    users = [other for other in table if setting in function_settings(other, table, function_key)]
     used = f"which uses {', '.join(settings) or 'no setting'}"
+    users = [
+        other for other, declared in functions.built_in.items() if setting in declared.settings
+    ]
     return f"with {function_key}={function}, {used}; {setting} is used by {', '.join(users)}"

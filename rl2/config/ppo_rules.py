@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rl2.config.conditions import estimator_inputs, exact_obstacles
+from rl2.config.conditions import estimator_needs, exact_obstacles
 from rl2.config.engines import choose_engine, is_installed
 from rl2.config.key_rules import non_default_keys
 from rl2.config.model_rules import check_divides
@@ -72,21 +72,21 @@ def check_step_sizes(config: PPOConfig) -> Iterator[Problem]:
 def check_estimator(config: PPOConfig) -> Iterator[Problem]:
     """Whether there is what the advantage estimator compares, and whether it takes rewards."""
     estimator = config.adv.estimator
-    inputs = estimator_inputs(estimator)
-    if "group" in inputs and config.data.responses_per_prompt == 1:
+    needs = estimator_needs(estimator)
+    if "group" in needs and config.data.responses_per_prompt == 1:
         message = (
             f"data.responses_per_prompt=1 leaves adv.estimator={estimator} no group to compare "
             "with: every advantage would be 0; sample 2 or more, or use "
             "adv.estimator=reinforce_plus_plus or gae"
         )
         yield Problem("data.responses_per_prompt", 1, message)
-    if config.kl.type == "reward" and inputs and "rewards" not in inputs:
+    if config.kl.type == "reward" and needs and "rewards" not in needs:
         message = (
             f"kl.type=reward has no effect with adv.estimator={estimator}, which takes no rewards: "
             "choose kl.type=loss"
         )
         yield Problem("kl.type", "reward", message)
-    if "teacher_logps" in inputs and not config.teacher.model_name:
+    if "teacher_logps" in needs and not config.teacher.model_name:
         message = f"adv.estimator={estimator} needs the key teacher.model_name"
         yield Problem("adv.estimator", estimator, message)
 

@@ -12,17 +12,16 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from rl2.algorithms.find import (
+    ESTIMATOR_CHOICES,
+    POLICY_LOSS_CHOICES,
+    PREFERENCE_LOSS_CHOICES,
+)
 from rl2.algorithms.losses import (
     IMPORTANCE_CORRECTIONS,
     KL_ESTIMATORS,
-    POLICY_LOSSES,
-    PREFERENCE_LOSSES,
     TOKEN_AVERAGES,
-    PolicyInputs,
-    PreferenceInputs,
 )
-from rl2.algorithms.trial import try_estimator, try_policy_loss, try_preference_loss
 from rl2.config.conditions import (
     WITH_CRITIC,
     WITH_FILTER,
@@ -36,7 +35,7 @@ from rl2.config.conditions import (
     WITH_SGLANG,
     WITH_TEST_DATA,
     WITH_TRAINING_ROWS,
-    estimator_inputs,
+    estimator_needs,
 )
 from rl2.config.engines import ENGINES
 from rl2.config.key import (
@@ -366,9 +365,7 @@ class ActorConfig(RolloutWorkerConfig):
         "policy loss; ppo: clipped token ratios; gspo: clipped sequence ratios; cispo: clipped "
         "importance weights; reinforce: no ratio",
         common=True,
-        functions=POLICY_LOSSES,
-        inputs=PolicyInputs,
-        trial=try_policy_loss,
+        functions=POLICY_LOSS_CHOICES,
         identity=True,
     )
     clip: PositiveFloat = key(
@@ -466,7 +463,7 @@ class TeacherConfig(ModelConfig):
         "weight of the teacher's log-probability minus the policy's, which is added to the "
         "advantage of each token",
         only_if=Condition(
-            lambda config, section: "teacher_logps" not in estimator_inputs(config.adv.estimator),
+            lambda config, section: "teacher_logps" not in estimator_needs(config.adv.estimator),
             "with adv.estimator={config.adv.estimator}, whose advantage is that difference",
         ),
     )
@@ -691,9 +688,7 @@ class AdvConfig:
         "batch; reinforce_plus_plus_baseline: reinforce, whitened; distillation: log-probability "
         "of the teacher minus the policy's; gae: with a critic (PPO)",
         common=True,
-        functions=ADVANTAGE_ESTIMATORS,
-        inputs=AdvantageInputs,
-        trial=try_estimator,
+        functions=ESTIMATOR_CHOICES,
         identity=True,
     )
     gamma: Ratio = key(
@@ -727,9 +722,7 @@ class DPOLossConfig:
         "sigmoid",
         "preference loss; sigmoid: DPO's own; ipo: IPO's squared error; hinge: SLiC's hinge",
         common=True,
-        functions=PREFERENCE_LOSSES,
-        inputs=PreferenceInputs,
-        trial=try_preference_loss,
+        functions=PREFERENCE_LOSS_CHOICES,
         identity=True,
     )
     label_smoothing: NonNegativeFloat = key(

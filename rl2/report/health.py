@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.run.checkpoints import Checkpoints
 
 # With more answers cut, most of the reward says where the limit is and not how good they are.
@@ -22,7 +23,7 @@ CONSTANT_STEPS = 3
 BUSY_FRACTION = 0.6
 MIN_UPDATE_SECONDS = 1.0  # shorter ones may wait for a disk or another process
 # Estimators that compare the answers to a prompt: where all earn the same, it teaches nothing.
-GROUP_ESTIMATORS = ("reinforce", "rloo", "reinforce_plus_plus_baseline")
+GROUP_ESTIMATORS = [name for name, it in ADVANTAGE_ESTIMATORS.items() if "group" in it.needs]
 # A step without a group in rollout.filter has played all its refills. Three in a row are a problem.
 EMPTY_STEPS = 3
 # Rewards are sums of floats: closer than this, relative to their mean, they are equal.

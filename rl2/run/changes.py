@@ -59,7 +59,7 @@ def identify(config: Any, data_hash: str) -> RunIdentity:
 def _code_files(config: Any, values: dict[str, Any]) -> Iterator[tuple[str, Path]]:
     """Yields (key, file) of the user's code: environment, loss, estimator and chat template."""
     for name, key in schema_keys(type(config)).items():
-        if key.functions is not None and values[name] not in key.functions:
+        if key.functions is not None and values[name] not in key.functions.built_in:
             yield name, Path(values[name].rpartition(":")[0]).expanduser()
     template = values["data.chat_template"]
     if template not in (None, "plain"):

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from rl2.algorithms import losses
+from rl2.algorithms.find import find_preference_loss
 from rl2.batch import Batch, collate
-from rl2.config.by_name import choose_function
 from rl2.config.schema import DPOConfig, DPOLossConfig
 from rl2.data.examples import PAIR_ROWS, Example, to_samples
 from rl2.model.token_model import TokenScores
@@ -40,10 +40,12 @@ def train(run: OfflineRun) -> None:
             break
 
 
-def preference_loss(config: DPOLossConfig, batch: Batch, scores: TokenScores):
+def preference_loss(
+    config: DPOLossConfig, batch: Batch, scores: TokenScores
+) -> losses.LossAndMetrics:
     """DPO's loss on whole sequences [b, T], where the rejected reply follows the chosen one."""
     return losses.dpo_loss(
-        choose_function(config.loss, losses.PREFERENCE_LOSSES, "dpo.loss"),
+        find_preference_loss(config.loss).compute,
         scores.logps,
         batch.ref_logps,
         batch.mask,

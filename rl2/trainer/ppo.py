@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from rl2.algorithms import losses
-from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, distillation
+from rl2.algorithms.advantages import AdvantageInputs, distillation
+from rl2.algorithms.find import find_estimator, find_policy_loss
 from rl2.batch import Batch, collate, drop_zero_advantages, split_minibatches
-from rl2.config.by_name import argument_names, call_by_name, choose_function, find_function
-from rl2.config.conditions import estimator_inputs, find_policy_loss
 from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig, RolloutWorkerConfig
 from rl2.model.token_model import TokenScores
 from rl2.rollout.stats import (
@@ -36,99 +35,116 @@ def train(run: PPORun) -> None:
     Every process holds the same `batch` and runs the same lines. The workers and engines split the
     work of forward, backward and generate.
     """
+    run.begin()
+    for step in run.recorder.remaining_steps():
+        if train_step(run, step):
+            break
+
+
+def train_step(run: PPORun, step: int) -> bool:
+    """Samples a rollout and trains on it. Returns whether the run ends here.
+
+    The batch is local to the step, so its memory is free for the next rollout.
+    """
     config, recorder = run.config, run.recorder
     actor, critic = config.actor, config.critic
-    temperature = config.rollout.train_sampling_params.temperature  # logits are divided by it
-    run.begin()
-    for step in recorder.remaining_steps():
-        with recorder.phase("rollout"):
-            trajectories = run.collect(step)
-            batch = collate(training_samples(trajectories))
-        metrics = summarise(trajectories, run.actor.version) | summarise_groups(trajectories)
+    # Log-probabilities are those that the engine samples by: of logits divided by this.
+    temperature = config.rollout.train_sampling_params.temperature
 
-        with recorder.phase("infer"):
-            metrics |= add_scores(batch, run, temperature)
-        metrics |= add_advantages(batch, config)
-        mask_truncated(batch, trajectories, config.rollout.mask_truncated)
+    # The engine answers every prompt several times, and the environment rewards the answers.
+    with recorder.phase("rollout"):
+        trajectories = run.collect(step)
+        batch = collate(training_samples(trajectories))
+    metrics = summarise(trajectories, run.actor.version) | summarise_groups(trajectories)
 
-        with recorder.phase("update"):
+    # Before any update: what the frozen models, the policy and the critic say of each token.
+    with recorder.phase("infer"):
+        metrics |= add_scores(batch, run, temperature)
+    # How much better each token was than expected.
+    metrics |= add_advantages(batch, config)
+    # An answer that was cut is not trained, but has counted in the baseline of its group.
+    mask_truncated(batch, trajectories, config.rollout.mask_truncated)
+
+    with recorder.phase("update"):
+        updates = []
+        for part in mini_batches(batch, actor, step):
+            # Fixed before the part is cut into micro-batches: no layout changes the gradient.
+            part.token_weights = losses.token_weights(
+                part.mask, part.trajectory, actor.average, actor.average_constant, part.group
+            )
+            loss_fn = partial(actor_loss, actor, config.kl)
+            if can_drop_rows(config):  # their passes would add nothing to the gradient
+                check_no_gradient(loss_fn, part)
+                drop_zero_advantages(part)
+            result = run.actor.update(
+                part,
+                loss_fn,
+                temperature,
+                with_entropy=needs_entropy(actor),
+                max_ratio=actor.skip_threshold,
+            )
+            updates.append(result.to_log(part.token_weights.sum().item()))
+        metrics |= average_updates("actor", updates)
+
+        if run.critic is not None:
             updates = []
-            for part in mini_batches(batch, actor, step):
-                part.token_weights = losses.token_weights(
-                    part.mask, part.trajectory, actor.average, actor.average_constant, part.group
-                )
-                loss_fn = partial(actor_loss, actor, config.kl)
-                if can_drop_rows(config):
-                    check_no_gradient(loss_fn, part)
-                    drop_zero_advantages(part)
-                result = run.actor.update(
-                    part,
-                    loss_fn,
-                    temperature,
-                    with_entropy=needs_entropy(actor),
-                    max_ratio=actor.skip_threshold,
-                )
+            for part in mini_batches(batch, critic, step):
+                # Every token weighs the same. Values have no temperature, entropy or ratio.
+                part.token_weights = losses.token_weights(part.mask, part.trajectory, "token")
+                result = run.critic.update(part, partial(critic_loss, critic))
                 updates.append(result.to_log(part.token_weights.sum().item()))
-            metrics |= average_updates("actor", updates)
+            metrics |= average_updates("critic", updates)
 
-            if run.critic is not None:
-                updates = []
-                for part in mini_batches(batch, critic, step):
-                    # Every token weighs the same. Values have no temperature, entropy or ratio.
-                    part.token_weights = losses.token_weights(part.mask, part.trajectory, "token")
-                    result = run.critic.update(part, partial(critic_loss, critic))
-                    updates.append(result.to_log(part.token_weights.sum().item()))
-                metrics |= average_updates("critic", updates)
+        if is_due(step, config.kl.update_freq):
+            run.moving_reference().copy_weights(run.actor)
 
-            if is_due(step, config.kl.update_freq):
-                run.moving_reference().copy_weights(run.actor)
-
-        with recorder.phase("sync"):
-            run.sync()
-
-        records = to_records(trajectories, batch, run.tokens)
-        is_last = recorder.finish_step(step, metrics, records, run.tokens)
-        # The next rollout may need the memory. Only the first process has read the records; on the
-        # others they still refer to the batch.
-        part = batch = records = None
-        if is_last:
-            break
+    # The next rollout is sampled with the weights of this update.
+    with recorder.phase("sync"):
+        run.sync()
+    return recorder.finish_step(
+        step, metrics, to_records(trajectories, batch, run.tokens), run.tokens
+    )
 
 
 def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float]:
     """Scores the rollout with every model that the loss or the estimator needs.
 
-    Returns metrics. An entropy that is only logged is of a pass over all answers before the update,
-    so that it cannot change what the update runs.
+    Returns metrics.
     """
-    actor, scores = run.config.actor, None
-    logs_entropy = actor.log_entropy and not needs_entropy(actor)
-    for column, worker in run.frozen.items():
+    actor = run.config.actor
+    for column, worker in run.frozen.items():  # the reference and the teacher
         setattr(batch, column, worker.infer(batch, temperature).logps)
-    if run.collector.has_other_policy:
-        batch.old_logps = batch.engine_logps
-    elif needs_old_logps(run.config):
+
+    # An entropy that is only logged comes from a pass before the update, so that logging it cannot
+    # change what the update runs. Where old_logps are needed, the same pass gives both.
+    logs_entropy = actor.log_entropy and not needs_entropy(actor)
+    has_other_policy = run.collector.has_other_policy  # another run sampled the rollout
+    needs_pass = needs_old_logps(run.config) and not has_other_policy
+    scores = TokenScores()
+    if needs_pass or logs_entropy:
         scores = run.actor.infer(batch, temperature, with_entropy=logs_entropy)
+    if has_other_policy:
+        batch.old_logps = batch.engine_logps
+    elif needs_pass:
         batch.old_logps = scores.logps
+
     if run.critic is not None:
         batch.values = run.critic.infer(batch).values
-    if not logs_entropy:
+    if scores.entropy is None:
         return {}
-    if scores is None:
-        scores = run.actor.infer(batch, temperature, with_entropy=True)
-    assert scores.entropy is not None
     return {"actor/entropy": mean_over_tokens(scores.entropy, batch)}
 
 
 def mini_batches(batch: Batch, config: RolloutWorkerConfig, step: int) -> Iterator[Batch]:
-    """What the worker is trained on in this step; nothing while it is frozen.
+    """Yields what the worker is trained on in this step; nothing while it is frozen.
 
-    Every pass over the rollout cuts it anew.
+    Each pass over the rollout shuffles it differently.
     """
-    if step > config.freeze_steps:
-        for epoch in range(config.epochs_per_rollout):
-            seed = step * config.epochs_per_rollout + epoch
-            yield from split_minibatches(batch, config.update_per_rollout, seed)
+    if step <= config.freeze_steps:
+        return
+    for epoch in range(config.epochs_per_rollout):
+        seed = step * config.epochs_per_rollout + epoch
+        yield from split_minibatches(batch, config.update_per_rollout, seed)
 
 
 def needs_old_logps(config: PPOConfig) -> bool:
@@ -136,10 +152,12 @@ def needs_old_logps(config: PPOConfig) -> bool:
 
     With one update a rollout the policy that sampled is the current one, so the update scores it.
     """
-    asked = estimator_inputs(config.adv.estimator)
-    if config.kl.type == "reward" or config.teacher.model_name or "old_logps" in asked:
-        return True
-    return config.actor.updates_per_step > 1
+    return bool(
+        config.actor.updates_per_step > 1
+        or config.kl.type == "reward"
+        or config.teacher.model_name
+        or "old_logps" in find_estimator(config.adv.estimator).needs
+    )
 
 
 def needs_entropy(config: ActorConfig) -> bool:
@@ -183,33 +201,33 @@ def add_advantages(batch: Batch, config: PPOConfig) -> dict[str, float]:
     """Fills batch.advantages, and batch.returns for a critic. Returns metrics."""
     rewards, metrics = batch.rewards, {}
     if config.kl.type == "reward":
-        assert batch.old_logps is not None and batch.ref_logps is not None
+        # Each token pays for how far it moves the policy from the reference.
         kl = losses.kl_estimate(batch.old_logps, batch.ref_logps, config.kl.reward_estimator)
         kl = kl * batch.mask
         rewards = rewards - config.kl.coef * kl
         metrics["actor/kl"] = mean_over_tokens(kl, batch)
     inputs = AdvantageInputs(
         rewards=rewards,
-        values=batch.values,
         mask=batch.mask.float(),
         group=batch.group,
         trajectory=batch.trajectory,
         gamma=config.adv.gamma,
         lamda=config.adv.lamda,
         norm_var=bool(config.adv.norm_var),
+        values=batch.values,
         old_logps=batch.old_logps,
         teacher_logps=batch.teacher_logps,
     )
-    estimator = find_function(config.adv.estimator, ADVANTAGE_ESTIMATORS, "adv.estimator")
-    estimated = call_by_name(estimator, inputs)
-    if isinstance(estimated, tuple):
+    estimator = find_estimator(config.adv.estimator)
+    estimated = estimator.compute(inputs)
+    if isinstance(estimated, tuple):  # with a critic, which learns the returns
         batch.advantages, batch.returns = estimated
     else:
         batch.advantages = estimated
     if config.teacher.model_name:
-        gains = call_by_name(distillation, inputs)
+        gains = distillation(inputs)
         metrics["actor/teacher_kl"] = -mean_over_tokens(gains, batch)
-        if "teacher_logps" not in argument_names(estimator):
+        if "teacher_logps" not in estimator.needs:  # else the advantages are made of them already
             batch.advantages = batch.advantages + config.teacher.coef * gains
     return metrics
 
@@ -219,19 +237,18 @@ def mean_over_tokens(values: Tensor, batch: Batch) -> float:
     return (values.sum() / batch.mask.sum().clamp(min=1)).item()
 
 
-def actor_loss(config: ActorConfig, kl: KLConfig, batch: Batch, scores: TokenScores):
+def actor_loss(
+    config: ActorConfig, kl: KLConfig, batch: Batch, scores: TokenScores
+) -> losses.LossAndMetrics:
     """The actor's loss on whole sequences [b, T]: policy gradient, KL term and entropy bonus."""
     logps, weights = scores.logps, batch.token_weights
     # With one update a rollout the policy that sampled is the current one.
     old_logps = logps.detach() if batch.old_logps is None else batch.old_logps
+    # The engine computes other probabilities than the trainer, so it samples a little off-policy.
     correction = None
     if config.correction != "none":
         correction = losses.importance_weights(
-            old_logps,
-            batch.engine_logps,
-            batch.mask,
-            config.correction,
-            config.correction_cap,
+            old_logps, batch.engine_logps, batch.mask, config.correction, config.correction_cap
         )
     inputs = losses.PolicyInputs(
         logps=logps,
@@ -242,8 +259,8 @@ def actor_loss(config: ActorConfig, kl: KLConfig, batch: Batch, scores: TokenSco
         clip_high=config.clip_high or config.clip,
         dual_clip=config.dual_clip,
     )
-    token_loss = choose_function(config.loss, losses.POLICY_LOSSES, "actor.loss")
-    loss, metrics = losses.policy_loss(token_loss, inputs, weights, correction)
+    token_losses = find_policy_loss(config.loss).compute
+    loss, metrics = losses.policy_loss(token_losses, inputs, weights, correction)
     mismatch = losses.rollout_mismatch(old_logps, batch.engine_logps, weights)
     metrics |= {f"mismatch_{name}": value for name, value in mismatch.items()}
     if kl.type == "loss":
@@ -251,14 +268,14 @@ def actor_loss(config: ActorConfig, kl: KLConfig, batch: Batch, scores: TokenSco
         kl_term = (estimate * weights).sum()
         loss = loss + kl.coef * kl_term
         metrics["kl"] = kl_term.detach()
-    if scores.entropy is not None:  # the loss has an entropy bonus
+    if scores.entropy is not None:  # a bonus: policies that explore have a smaller loss
         entropy = (scores.entropy * weights).sum()
         loss = loss - config.entropy * entropy
         metrics["entropy"] = entropy.detach()
     return loss, metrics
 
 
-def critic_loss(config: CriticConfig, batch: Batch, scores: TokenScores):
+def critic_loss(config: CriticConfig, batch: Batch, scores: TokenScores) -> losses.LossAndMetrics:
     """The critic's clipped squared error on whole sequences [b, T]."""
     return losses.value_loss(
         scores.values, batch.values, batch.returns, batch.token_weights, config.clip
@@ -266,12 +283,10 @@ def critic_loss(config: CriticConfig, batch: Batch, scores: TokenScores):
 
 
 def average_updates(worker_name: str, updates: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the updates of a step, as worker_name/metric.
+    """Returns the mean of each metric over the updates of a step, as worker_name/metric.
 
-    There is none while the worker is frozen.
-
-    Of the moments of the ratio trainer / engine r it makes the effective sample size
-    (mean r)^2 / mean r^2 (Kong, 1992), as a fraction of the tokens.
+    A frozen worker has none. The moments of the ratio trainer / engine r become the effective
+    sample size (mean r)^2 / mean r^2 (Kong, 1992), a fraction of the tokens.
     """
     if not updates:
         return {}

@@ -35,7 +35,7 @@ def train(run: OfflineRun) -> None:
             break
 
 
-def reward_loss(center: float, batch: Batch, scores: TokenScores):
+def reward_loss(center: float, batch: Batch, scores: TokenScores) -> losses.LossAndMetrics:
     """Bradley-Terry on whole sequences [b, T], where the rejected reply follows the chosen one."""
     return losses.reward_loss(scores.values, batch.token_weights, batch.pair_margin, center)
 

@@ -32,7 +32,7 @@ def train(run: OfflineRun) -> None:
             break
 
 
-def sft_loss(batch: Batch, scores: TokenScores):
+def sft_loss(batch: Batch, scores: TokenScores) -> losses.LossAndMetrics:
     """Cross-entropy of the trained tokens, on whole sequences [b, T]."""
     return losses.cross_entropy(scores.logps, batch.token_weights), {}
 

@@ -1,0 +1,221 @@
+"""Finds the loss or the estimator that a config key such as `actor.loss` names.
+
+It is a name of a table, or `path/to/file.py:function` of the user's. The latter may be
+
+- a declaration: `Estimator(function, needs=("rewards", "values"))`;
+- a function of one argument, the inputs: `def loss(x: PolicyInputs)`. It is taken with the defaults
+  of the declaration;
+- a function of several arguments: `def loss(log_ratio, advantages, clip)`. It gets the inputs that
+  its parameters name, and these names are its declaration.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Generic, TypeVar, get_args
+
+from rl2.algorithms.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    AdvantageInputs,
+    AdvantageSetting,
+    Estimator,
+    Need,
+)
+from rl2.algorithms.losses import (
+    POLICY_LOSSES,
+    PREFERENCE_LOSSES,
+    PolicyInputs,
+    PolicyLoss,
+    PolicySetting,
+    PreferenceInputs,
+    PreferenceLoss,
+    PreferenceSetting,
+)
+from rl2.algorithms.named_arguments import (
+    NamedArguments,
+    input_names,
+    parameter_names,
+    takes_whole_inputs,
+)
+from rl2.algorithms.trial import try_estimator, try_policy_loss, try_preference_loss
+from rl2.user_files import describe_failure, import_file
+
+Declared = TypeVar("Declared", PolicyLoss, Estimator, PreferenceLoss)
+DECLARATIONS = (PolicyLoss, Estimator, PreferenceLoss)
+
+
+@dataclass(frozen=True)
+class Choices(Generic[Declared]):
+    """What a config key may name."""
+
+    key: str
+    built_in: Mapping[str, Declared]
+    declaration: type[Declared]
+    inputs: type[Any]  # of the function
+    settings: tuple[str, ...]  # that a declaration may list
+    trial: Callable[[Declared], Iterator[str]]
+
+    def find(self, name: str) -> Declared:
+        """Returns the declaration that `name` names. ValueError if there is none."""
+        try:
+            return self._find(name)
+        except ValueError as error:
+            raise ValueError(f"{self.key}={name}: {error}") from error
+
+    def settings_of(self, name: str) -> tuple[str, ...]:
+        """Returns the settings that a function reads; () if there is no such function."""
+        try:
+            return self._find(name).settings
+        except ValueError:
+            return ()
+
+    def problems(self, name: str) -> Iterator[str]:
+        """Yields what is wrong with `name` and, if it is the user's, with the function."""
+        try:
+            declared = self._find(name)
+        except ValueError as error:
+            yield str(error)
+            return
+        if name not in self.built_in:
+            wrong = list(self._wrong_names(declared))
+            yield from wrong or self._failures(declared, absolute_path(name.rpartition(":")[0]))
+
+    def _find(self, name: str) -> Declared:
+        if name in self.built_in:
+            return self.built_in[name]
+        path, _, attribute = name.rpartition(":")
+        if Path(name).suffix == ".py":
+            raise ValueError(f"name the function in it, as {self.key}={name}:FUNCTION")
+        if Path(path).suffix != ".py":
+            choices = ", ".join(self.built_in)
+            raise ValueError(f"choose {choices}, or your own as path/to/file.py:function")
+        file = absolute_path(path)
+        if not file.is_file():
+            raise ValueError(f"no such file {path}")
+        module = _import_once(file)
+        entry: Any = getattr(module, attribute, None)
+        if isinstance(entry, DECLARATIONS) and not isinstance(entry, self.declaration):
+            found, expected = type(entry).__name__, self.declaration.__name__
+            raise ValueError(f"{attribute} is declared as {found}; this key takes {expected}")
+        declared = entry if isinstance(entry, self.declaration) else self.declaration(entry)
+        if not callable(declared.compute):
+            own = ", ".join(_functions(module)) or "none"
+            raise ValueError(f"{path} has no function {attribute}; it has {own}")
+        return declare_by_names(declared, self.inputs, self.settings)
+
+    def _wrong_names(self, declared: Declared) -> Iterator[str]:
+        """Yields the names of inputs, settings and needs that do not exist."""
+        if isinstance(declared.compute, NamedArguments):
+            wrong = declared.compute.required - input_names(self.inputs)
+            if wrong:
+                asked, choices = _in_words(wrong), _in_words(input_names(self.inputs))
+                yield f"it asks for {asked}; it may ask for {choices}"
+        settings = [name for name in declared.settings if name not in self.settings]
+        if settings:
+            known = _in_words(self.settings)
+            yield f"it declares settings={_in_words(settings)}; there are {known}"
+        if isinstance(declared, Estimator):
+            needs = [need for need in declared.needs if need not in get_args(Need)]
+            if needs:
+                known = _in_words(get_args(Need))
+                yield f"it declares needs={_in_words(needs)}; there are {known}"
+
+    def _failures(self, declared: Declared, file: Path) -> Iterator[str]:
+        """Yields what a call of the user's function on made-up rows shows."""
+        if inspect.iscoroutinefunction(inspect.unwrap(declared.compute)):
+            yield "it is async: write it as a plain function"
+            return
+        try:
+            for problem in self.trial(declared):
+                yield f"it {problem}"
+        except (Exception, SystemExit) as error:
+            reason = describe_failure(error, file)
+            if isinstance(declared, Estimator) and "NoneType" in reason:
+                reason += (
+                    "; values, old_logps and teacher_logps are None unless the file has an "
+                    "Estimator(function, needs=...) that names them"
+                )
+            yield f"it fails on made-up rows: {reason}"
+
+
+POLICY_LOSS_CHOICES = Choices(
+    "actor.loss",
+    POLICY_LOSSES,
+    PolicyLoss,
+    PolicyInputs,
+    get_args(PolicySetting),
+    try_policy_loss,
+)
+ESTIMATOR_CHOICES = Choices(
+    "adv.estimator",
+    ADVANTAGE_ESTIMATORS,
+    Estimator,
+    AdvantageInputs,
+    get_args(AdvantageSetting),
+    try_estimator,
+)
+PREFERENCE_LOSS_CHOICES = Choices(
+    "dpo.loss",
+    PREFERENCE_LOSSES,
+    PreferenceLoss,
+    PreferenceInputs,
+    get_args(PreferenceSetting),
+    try_preference_loss,
+)
+
+
+def find_policy_loss(name: str) -> PolicyLoss:
+    """Returns what `actor.loss` names. ValueError if there is none, or its file fails."""
+    return POLICY_LOSS_CHOICES.find(name)
+
+
+def find_estimator(name: str) -> Estimator:
+    """Returns what `adv.estimator` names. ValueError if there is none, or its file fails."""
+    return ESTIMATOR_CHOICES.find(name)
+
+
+def find_preference_loss(name: str) -> PreferenceLoss:
+    """Returns what `dpo.loss` names. ValueError if there is none, or its file fails."""
+    return PREFERENCE_LOSS_CHOICES.find(name)
+
+
+def declare_by_names(declared: Declared, inputs: type[Any], settings: tuple[str, ...]) -> Declared:
+    """Lets the parameters of a function declare its settings and needs, if it has several.
+
+    Functions of one argument are returned as they are declared.
+    """
+    function = declared.compute
+    if takes_whole_inputs(function, inputs):
+        return declared
+    names = parameter_names(function)
+    by_name: dict[str, Any] = {
+        "compute": NamedArguments(function, inputs),
+        "settings": tuple(name for name in names if name in settings),
+    }
+    if isinstance(declared, Estimator):
+        by_name["needs"] = tuple(name for name in names if name in get_args(Need))
+    return replace(declared, **by_name)
+
+
+def absolute_path(path: str) -> Path:
+    return Path(path).expanduser().resolve()
+
+
+@cache
+def _import_once(file: Path) -> ModuleType:
+    return import_file(file)
+
+
+def _functions(module: ModuleType) -> Iterator[str]:
+    """Yields the names of the functions and declarations that a file itself defines."""
+    for name, entry in vars(module).items():
+        function = entry.compute if isinstance(entry, DECLARATIONS) else entry
+        if callable(function) and getattr(function, "__module__", "") == module.__name__:
+            yield name
+
+
+def _in_words(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
