@@ -22,14 +22,17 @@ KEPT_PLANS = 16
 
 
 @dataclass
-class Load:
-    """Rows, and what they cost: a unit of rows that run together, or a bin of such units."""
+class Bin:
+    """Rows that run together, and what they cost.
+
+    A bin is filled with units, bins themselves, which are not cut: the rows of a prompt or a group.
+    """
 
     cost: float = 0.0  # tokens + attention_cost * pairs of tokens that attend
     tokens: int = 0
     rows: list[int] = field(default_factory=list)
 
-    def add(self, unit: "Load") -> None:
+    def add(self, unit: "Bin") -> None:
         """Adds the rows of `unit`."""
         self.cost += unit.cost
         self.tokens += unit.tokens
@@ -121,7 +124,7 @@ def _rows_by_prompt(
 
 def _cut_groups(
     groups: Iterable[Rows], spans: Sequence[Span], limit: int, attention_cost: float
-) -> list[Load]:
+) -> list[Bin]:
     """The rows of each prompt in units of at most `limit` tokens, or of one row."""
     parts: list[list[int]] = []
     for rows in groups:
@@ -137,24 +140,24 @@ def _cut_groups(
     return [_make_unit(part, spans, attention_cost) for part in parts]
 
 
-def _make_unit(rows: list[int], spans: Sequence[Span], attention_cost: float) -> Load:
+def _make_unit(rows: list[int], spans: Sequence[Span], attention_cost: float) -> Bin:
     """Rows of one prompt, which runs once; each answer attends to the prompt and to itself."""
     prompt = spans[rows[0]][0]
     ends = [spans[row][1] for row in rows]
     tokens = sum(ends) - (len(rows) - 1) * prompt
     pairs = sum(end**2 for end in ends) - (len(rows) - 1) * prompt**2
-    return Load(tokens + attention_cost * pairs, tokens, rows)
+    return Bin(tokens + attention_cost * pairs, tokens, rows)
 
 
-def _merge_groups(units: list[Load], numbers: Rows) -> list[Load]:
+def _merge_groups(units: list[Bin], numbers: Rows) -> list[Bin]:
     """One unit a group. It had several where its rows have different prompts."""
-    merged: dict[int, Load] = defaultdict(Load)
+    merged: dict[int, Bin] = defaultdict(Bin)
     for unit in units:
         merged[numbers[unit.rows[0]]].add(unit)
     return list(merged.values())
 
 
-def _fill_bins(units: list[Load], num_ranks: int, budget: int, kind: str) -> list[Load]:
+def _fill_bins(units: list[Bin], num_ranks: int, budget: int, kind: str) -> list[Bin]:
     """Bins for the fewest micro-batches that hold all units, the costliest bin first.
 
     ValueError if one unit alone, a sequence or a group as `kind` says, is over the budget.
@@ -187,12 +190,12 @@ def _fill_bins(units: list[Load], num_ranks: int, budget: int, kind: str) -> lis
     return bins
 
 
-def _place_units(units: list[Load], num_bins: int, budget: int) -> list[Load] | None:
+def _place_units(units: list[Bin], num_bins: int, budget: int) -> list[Bin] | None:
     """Each unit in order goes to the bin of least cost that has room for its tokens.
 
     Returns the bins, the costliest first. None if there is no room for some unit.
     """
-    bins = [Load() for _ in range(num_bins)]
+    bins = [Bin() for _ in range(num_bins)]
     by_cost = [(0.0, i) for i in range(num_bins)]
     # Bins that had no room for a unit wait here until one comes for which they have.
     by_tokens: list[tuple[int, int]] = []

@@ -205,7 +205,7 @@ def test_plan_runs_every_row_once_within_the_budget(seed, num_ranks, share):
 
 def place_by_definition(units, num_bins, budget):
     """What `_place_units` promises, without its heaps: all bins are looked at for each unit."""
-    bins = [packing.Load() for _ in range(num_bins)]
+    bins = [packing.Bin() for _ in range(num_bins)]
     for unit in units:
         with_room = [bin_ for bin_ in bins if bin_.tokens + unit.tokens <= budget]
         if not with_room:

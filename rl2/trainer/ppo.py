@@ -1,6 +1,6 @@
 """PPO and GRPO: `torchrun --nproc_per_node=N -m rl2.trainer.ppo key=value`.
 
-`train` is the whole algorithm; read it first.
+`train_step` is the whole algorithm; read it first.
 """
 
 from collections.abc import Iterator
@@ -30,11 +30,6 @@ from rl2.worker import Loss
 
 
 def train(run: PPORun) -> None:
-    """The whole algorithm.
-
-    Every process holds the same `batch` and runs the same lines. The workers and engines split the
-    work of forward, backward and generate.
-    """
     run.begin()
     for step in run.recorder.remaining_steps():
         if train_step(run, step):
@@ -42,13 +37,14 @@ def train(run: PPORun) -> None:
 
 
 def train_step(run: PPORun, step: int) -> bool:
-    """Samples a rollout and trains on it. Returns whether the run ends here.
+    """Samples a rollout and trains on it: the whole algorithm. Returns whether the run ends here.
 
-    The batch is local to the step, so its memory is free for the next rollout.
+    Every process holds the same `batch` and runs the same lines. The workers and engines split the
+    work of forward, backward and generate. The batch is local, so the next rollout has its memory.
     """
     config, recorder = run.config, run.recorder
     actor, critic = config.actor, config.critic
-    # Log-probabilities are those that the engine samples by: of logits divided by this.
+    # The engine divides logits by it. The trainer scores the distribution that was sampled from.
     temperature = config.rollout.train_sampling_params.temperature
 
     # The engine answers every prompt several times, and the environment rewards the answers.
@@ -57,10 +53,10 @@ def train_step(run: PPORun, step: int) -> bool:
         batch = collate(training_samples(trajectories))
     metrics = summarise(trajectories, run.actor.version) | summarise_groups(trajectories)
 
-    # Before any update: what the frozen models, the policy and the critic say of each token.
+    # Before any update, the frozen models, the policy and the critic score the sampled tokens.
     with recorder.phase("infer"):
         metrics |= add_scores(batch, run, temperature)
-    # How much better each token was than expected.
+    # How much better each token was than expected: its gradient is weighted by that.
     metrics |= add_advantages(batch, config)
     # An answer that was cut is not trained, but has counted in the baseline of its group.
     mask_truncated(batch, trajectories, config.rollout.mask_truncated)
