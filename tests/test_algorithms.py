@@ -28,9 +28,9 @@ from rl2.algorithms.advantages import (
     sum_by_trajectory,
     whiten,
 )
-from rl2.algorithms.find import find_estimator, find_policy_loss, find_preference_loss
 from rl2.algorithms.losses import (
     POLICY_LOSSES,
+    PREFERENCE_LOSSES,
     PolicyInputs,
     cross_entropy,
     importance_weights,
@@ -60,27 +60,20 @@ AVERAGES = ("token", "sequence", "prompt", "constant")
 
 
 def policy_loss(
-    logps,
-    old_logps,
-    advantages,
-    mask,
-    weights,
-    clip,
-    clip_high=None,
-    dual_clip=None,
-    loss="ppo",
-    correction=None,
+    case, loss="ppo", clip=0.2, clip_high=None, dual_clip=None, correction=None, **columns
 ):
-    """Call `losses.policy_loss` with separate arguments. `clip_high` defaults to `clip`."""
+    """Call `losses.policy_loss` on the columns of the case, or on others."""
+    case = SimpleNamespace(**{**vars(case), **columns})
     if clip_high is None:
         clip_high = clip
-    inputs = PolicyInputs(logps, old_logps, advantages, mask, clip, clip_high, dual_clip)
-    return losses.policy_loss(find_policy_loss(loss).compute, inputs, weights, correction)
+    columns = (case.logps, case.old_logps, case.advantages, case.mask)
+    inputs = PolicyInputs(*columns, clip, clip_high, dual_clip)
+    return losses.policy_loss(POLICY_LOSSES[loss].compute, inputs, case.weights, correction)
 
 
 def dpo_loss(*columns, loss, beta, label_smoothing):
     """Call `losses.dpo_loss` with the name of a loss."""
-    pair_loss = find_preference_loss(loss).compute
+    pair_loss = PREFERENCE_LOSSES[loss].compute
     return losses.dpo_loss(pair_loss, *columns, beta, label_smoothing)
 
 
@@ -136,6 +129,10 @@ def sampled_cells(mask, trajectory):
             if sampled:
                 cells[trajectory[b].item()].append((b, t))
     return cells
+
+
+def trained_cells(case):
+    return [tuple(cell) for cell in case.mask.nonzero().tolist()]
 
 
 def assert_cells(tensor, values):
@@ -267,8 +264,7 @@ def loop_reinforce_plus_plus(case, gamma):
 
 
 def loop_distillation(case):
-    cells = sampled_cells(case.mask, case.trajectory).values()
-    return {c: (case.logps - case.old_logps)[c].item() for row in cells for c in row}
+    return {cell: (case.logps - case.old_logps)[cell].item() for cell in trained_cells(case)}
 
 
 ESTIMATES = [
@@ -421,9 +417,7 @@ def test_gae_by_hand():
 @pytest.mark.parametrize("seed", SEEDS)
 def test_whiten(seed):
     case = make_case(seed)
-    advantages = {}
-    for cells in sampled_cells(case.mask, case.trajectory).values():
-        advantages |= {cell: case.advantages[cell].item() for cell in cells}
+    advantages = {cell: case.advantages[cell].item() for cell in trained_cells(case)}
     assert_cells(whiten(case.advantages, case.mask), whitened(advantages))
 
 
@@ -536,15 +530,7 @@ def test_policy_loss_and_its_gradient(seed, options, corrected):
     case = make_case(seed)
     correction = case.correction if corrected else None
     logps = case.logps.requires_grad_()
-    loss, metrics = policy_loss(
-        logps,
-        case.old_logps,
-        case.advantages,
-        case.mask,
-        case.weights,
-        correction=correction,
-        **options,
-    )
+    loss, metrics = policy_loss(case, correction=correction, **options)
     total, expected_metrics, gradient = loop_policy_loss(case, correction=correction, **options)
     assert loss.item() == pytest.approx(total, rel=1e-9, abs=1e-9)
     assert_metrics(metrics, expected_metrics)
@@ -569,20 +555,20 @@ def test_the_random_cases_reach_every_branch():
 def test_policy_loss_by_hand():
     """The ratios 2 and 1/2, each with the advantages 1 and -1; clip=0.2 and clip_high=0.5."""
     logps = torch.tensor([[2.0, 2.0, 0.5, 0.5]]).log().requires_grad_()
-    old = torch.zeros(1, 4)
-    advantages = torch.tensor([[1.0, -1, 1, -1]])
-    mask = torch.ones(1, 4)
-    weights = torch.full((1, 4), 0.25)
-    columns = (logps, old, advantages, mask, weights)
-    loss, metrics = policy_loss(*columns, 0.2, clip_high=0.5)
+    case = SimpleNamespace(
+        logps=logps,
+        old_logps=torch.zeros(1, 4),
+        advantages=torch.tensor([[1.0, -1, 1, -1]]),
+        mask=torch.ones(1, 4),
+        weights=torch.full((1, 4), 0.25),
+    )
+    loss, metrics = policy_loss(case, clip_high=0.5)
     assert loss.item() == pytest.approx((-1.5 + 2 - 0.5 + 0.8) / 4)
     assert metrics["clip_ratio"].item() == 0.5 and metrics["ratio"].item() == pytest.approx(1.25)
     assert torch.autograd.grad(loss, logps)[0].tolist() == [pytest.approx([0, 0.5, -0.125, 0])]
-    loss, metrics = policy_loss(*columns, 0.2, clip_high=0.5, dual_clip=1.75)
+    loss, metrics = policy_loss(case, clip_high=0.5, dual_clip=1.75)
     assert loss.item() == pytest.approx((-1.5 + 1.75 - 0.5 + 0.8) / 4)
     assert metrics["clip_ratio"].item() == 0.75
-    with pytest.raises(ValueError, match="actor.loss=ppg: choose ppo, gspo, cispo, reinforce"):
-        policy_loss(*columns, 0.2, loss="ppg")
 
 
 @pytest.mark.parametrize("options", LOSSES)
@@ -592,8 +578,7 @@ def test_at_ratio_one_the_gradient_is_exactly_the_policy_gradient(seed, options)
     logps = case.logps.requires_grad_()
     # The old logps and the correction depend on `logps`. No gradient may flow through them.
     correction = 1 + (logps - logps.detach())
-    columns = (logps, logps, case.advantages, case.mask, case.weights)
-    loss, metrics = policy_loss(*columns, correction=correction, **options)
+    loss, metrics = policy_loss(case, old_logps=logps, correction=correction, **options)
     assert torch.autograd.grad(loss, logps)[0].equal(-case.advantages * case.weights)
     assert metrics["approx_kl"].item() == 0
     torch.testing.assert_close(metrics["ratio"], case.weights.sum())
@@ -618,7 +603,7 @@ def test_gspo_has_the_gradient_of_the_sequence_objective(seed):
     a = advantages[alive, 0]
     objective = -torch.min(s * a, s.clamp(0.95, 1.1) * a).mean()
     weights = token_weights(mask, rows, "sequence")
-    loss, _ = policy_loss(logps, case.old_logps, advantages, mask, weights, 0.05, 0.1, loss="gspo")
+    loss, _ = policy_loss(case, "gspo", 0.05, 0.1, advantages=advantages, weights=weights)
     assert loss.item() == pytest.approx(objective.item())
     gradient = torch.autograd.grad(loss, logps)[0]
     expected_gradient = torch.autograd.grad(objective, logps)[0]
@@ -630,9 +615,9 @@ def test_gspo_has_the_gradient_of_the_sequence_objective(seed):
 def test_an_extreme_ratio_gives_finite_numbers(loss, shift):
     logps = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True)
     old = torch.full((1, 3), -1.0 - shift)
-    advantages = torch.tensor([[1.0, -1.0, 0.0]])
     ones = torch.ones(1, 3)
-    value, metrics = policy_loss(logps, old, advantages, ones, ones, 0.2, loss=loss)
+    case = SimpleNamespace(logps=logps, old_logps=old, mask=ones, weights=ones)
+    value, metrics = policy_loss(case, loss, advantages=torch.tensor([[1.0, -1.0, 0.0]]))
     value.backward()
     mismatch = rollout_mismatch(logps, old, ones)
     for tensor in (value, logps.grad, *metrics.values(), *mismatch.values()):
@@ -667,17 +652,19 @@ def test_importance_weights(seed, cap):
         assert_cells(weights * case.mask, expected[correction])
 
 
-def test_importance_weights_by_hand():
+@pytest.mark.parametrize(
+    ("correction", "cap", "expected"),
+    [
+        ("token_tis", 2.0, [[2.0, 0.5], [1.1, 1.2]]),
+        ("token_mask", 2.0, [[0.0, 0.5], [1.1, 1.2]]),
+        ("geometric_mask", 2.0, [[1.0, 1.0], [1.0, 1.0]]),
+        ("sequence_mask", 1.9, [[0.0, 0.0], [1.32, 1.32]]),
+    ],
+)
+def test_importance_weights_by_hand(correction, cap, expected):
     old = torch.tensor([[4.0, 0.5], [1.1, 1.2]]).log()
-    columns = (old, torch.zeros(2, 2), torch.ones(2, 2))
-    weights = importance_weights(*columns, "token_tis", 2.0)
-    torch.testing.assert_close(weights, torch.tensor([[2.0, 0.5], [1.1, 1.2]]))
-    weights = importance_weights(*columns, "token_mask", 2.0)
-    torch.testing.assert_close(weights, torch.tensor([[0.0, 0.5], [1.1, 1.2]]))
-    weights = importance_weights(*columns, "geometric_mask", 2.0)
-    torch.testing.assert_close(weights, torch.ones(2, 2))
-    weights = importance_weights(*columns, "sequence_mask", 1.9)
-    torch.testing.assert_close(weights, torch.tensor([[0.0, 0.0], [1.32, 1.32]]))
+    weights = importance_weights(old, torch.zeros(2, 2), torch.ones(2, 2), correction, cap)
+    torch.testing.assert_close(weights, torch.tensor(expected))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -685,16 +672,15 @@ def test_rollout_mismatch(seed):
     case = make_case(seed)
     names = ("logp_difference", "kl_k1", "kl_k3", "outside", "ratio", "ratio_squared")
     expected = dict.fromkeys(names, 0.0)
-    for cells in sampled_cells(case.mask, case.trajectory).values():
-        for cell in cells:
-            weight = case.weights[cell].item()
-            d = (case.engine_logps[cell] - case.old_logps[cell]).item()
-            expected["logp_difference"] += weight * abs(d)
-            expected["kl_k1"] += weight * d
-            expected["kl_k3"] += weight * (math.exp(-d) - 1 + d)
-            expected["outside"] += weight * (not 0.9 <= math.exp(-d) <= 1.1)
-            expected["ratio"] += weight * math.exp(-d)
-            expected["ratio_squared"] += weight * math.exp(-2 * d)
+    for cell in trained_cells(case):
+        weight = case.weights[cell].item()
+        d = (case.engine_logps[cell] - case.old_logps[cell]).item()
+        expected["logp_difference"] += weight * abs(d)
+        expected["kl_k1"] += weight * d
+        expected["kl_k3"] += weight * (math.exp(-d) - 1 + d)
+        expected["outside"] += weight * (not 0.9 <= math.exp(-d) <= 1.1)
+        expected["ratio"] += weight * math.exp(-d)
+        expected["ratio_squared"] += weight * math.exp(-2 * d)
     old_logps = case.old_logps.requires_grad_()
     assert_metrics(rollout_mismatch(old_logps, case.engine_logps, case.weights), expected)
 
@@ -743,19 +729,18 @@ def test_value_loss_and_its_gradient(seed):
     clip = 0.2
     total, gradient = 0.0, {}
     expected_metrics = {"clip_ratio": 0.0, "value": 0.0}
-    for cells in sampled_cells(case.mask, case.trajectory).values():
-        for cell in cells:
-            value = case.values[cell].item()
-            old_value = case.old_values[cell].item()
-            target = case.returns[cell].item()
-            weight = case.weights[cell].item()
-            clipped_value = min(max(value, old_value - clip), old_value + clip)
-            error = (value - target) ** 2
-            clipped_error = (clipped_value - target) ** 2
-            total += weight * max(error, clipped_error)
-            gradient[cell] = 2 * weight * (value - target) if error >= clipped_error else 0.0
-            expected_metrics["clip_ratio"] += weight * (clipped_error > error)
-            expected_metrics["value"] += weight * value
+    for cell in trained_cells(case):
+        value = case.values[cell].item()
+        old_value = case.old_values[cell].item()
+        target = case.returns[cell].item()
+        weight = case.weights[cell].item()
+        clipped_value = min(max(value, old_value - clip), old_value + clip)
+        error = (value - target) ** 2
+        clipped_error = (clipped_value - target) ** 2
+        total += weight * max(error, clipped_error)
+        gradient[cell] = 2 * weight * (value - target) if error >= clipped_error else 0.0
+        expected_metrics["clip_ratio"] += weight * (clipped_error > error)
+        expected_metrics["value"] += weight * value
     values = case.values.requires_grad_()
     loss, metrics = value_loss(values, case.old_values, case.returns, case.weights, clip)
     assert loss.item() == pytest.approx(total, rel=1e-9, abs=1e-9)
@@ -852,8 +837,6 @@ def test_dpo_loss(seed, loss, smoothing):
     assert value.item() == pytest.approx(total, rel=1e-9)
     assert_metrics(metrics, expected_metrics)
     assert_cells(torch.autograd.grad(value, logps)[0], gradient)
-    with pytest.raises(ValueError, match="dpo.loss=none: choose sigmoid, ipo, hinge"):
-        dpo_loss(*columns, loss="none", beta=beta, label_smoothing=0.0)
 
 
 @pytest.mark.parametrize("center", [0.0, 0.1])
@@ -909,115 +892,6 @@ def test_pairs_may_be_split_and_padding_does_not_matter(garbage):
     assert whole.equal(losses_and_metrics(case, torch.arange(8), 0.0))
 
 
-# Functions of a user's file
-
-USERS_FILE = """
-from rl2.algorithms.advantages import AdvantageInputs, Estimator
-from rl2.algorithms.losses import PolicyInputs, PolicyLoss
-
-def typed(x: PolicyInputs):
-    return -x.advantages * x.logps, {'logp': x.logps}
-
-def by_name(logps, advantages):
-    return -advantages * logps, {'logp': logps}
-
-def with_default(logps, advantages, power=1, **others):
-    return -(advantages**power) * logps, {'logp': logps}
-
-def one_name(logps):
-    return -logps, {}
-
-def annotated(logps: PolicyInputs):
-    return typed(logps)
-
-declared = PolicyLoss(typed, settings=("clip",), vanishes_without_advantage=True)
-declared_by_name = PolicyLoss(by_name, vanishes_without_advantage=True)
-
-def critic(x: AdvantageInputs):
-    return x.rewards - x.values, x.rewards
-
-def critic_by_name(rewards, values, mask, lamda):
-    return (rewards - values) * mask, rewards
-
-estimator = Estimator(critic, needs=("rewards", "values"), settings=())
-text = 'no function'
-"""
-ALL_CLIPS = ("clip", "clip_high", "dual_clip")
-
-
-@pytest.fixture
-def users_file(tmp_path):
-    file = tmp_path / "custom.py"
-    file.write_text(USERS_FILE)
-    return file
-
-
-@pytest.mark.parametrize(
-    ("function", "settings", "vanishes"),
-    [
-        ("typed", ALL_CLIPS, False),
-        ("by_name", (), False),
-        ("with_default", (), False),
-        ("annotated", ALL_CLIPS, False),
-        ("declared", ("clip",), True),
-        ("declared_by_name", (), True),
-    ],
-)
-def test_a_policy_loss_of_a_users_file(users_file, function, settings, vanishes):
-    loss = find_policy_loss(f"{users_file}:{function}")
-    assert (loss.settings, loss.vanishes_without_advantage) == (settings, vanishes)
-    case = make_case(0)
-    columns = (case.logps, case.old_logps, case.advantages, case.mask, case.weights, 0.2)
-    value, metrics = policy_loss(*columns, loss=f"{users_file}:{function}")
-    torch.testing.assert_close(value, -(case.logps * case.advantages * case.weights).sum())
-    assert metrics.keys() == {"logp", "approx_kl", "ratio"}
-
-
-@pytest.mark.parametrize(
-    ("function", "needs", "settings"),
-    [
-        ("critic", ("rewards",), ("gamma", "lamda", "norm_var")),
-        ("critic_by_name", ("rewards", "values"), ("lamda",)),
-        ("estimator", ("rewards", "values"), ()),
-    ],
-)
-def test_an_estimator_of_a_users_file(users_file, function, needs, settings):
-    estimator = find_estimator(f"{users_file}:{function}")
-    assert (estimator.needs, estimator.settings) == (needs, settings)
-    case = make_case(0)
-    advantages, _ = estimator.compute(inputs_of(case))
-    cells = case.mask > 0
-    torch.testing.assert_close(advantages[cells], (case.rewards - case.values)[cells])
-
-
-def test_one_argument_that_is_an_input_is_that_input(users_file):
-    losses, _ = find_policy_loss(f"{users_file}:one_name").compute(
-        PolicyInputs(torch.ones(1, 2), *[torch.zeros(1, 2)] * 3, clip=0.2, clip_high=0.2)
-    )
-    assert losses.tolist() == [[-1, -1]]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("custom.py:nothing", "custom.py has no function nothing; it has typed, by_name"),
-        ("custom.py:text", "has no function text"),
-        ("custom.py:estimator", "declared as Estimator; this key takes PolicyLoss"),
-        ("none.py:f", "no such file none.py"),
-        ("custom.py", "name the function in it, as actor.loss=custom.py:FUNCTION"),
-        ("ppo2", "choose ppo, gspo, cispo, reinforce, or your own as path/to/file.py:function"),
-        ("broken.py:f", "fails on import:\nTraceback"),
-    ],
-)
-def test_a_name_without_a_function_is_refused(users_file, monkeypatch, name, message):
-    monkeypatch.chdir(users_file.parent)
-    (users_file.parent / "broken.py").write_text("1 / 0")
-    with pytest.raises(ValueError) as raised:
-        find_policy_loss(name)
-    assert str(raised.value).startswith(f"actor.loss={name}: ")
-    assert message in str(raised.value)
-
-
 # Properties of all functions
 
 
@@ -1025,15 +899,7 @@ def losses_of(case):
     """{name: value} of every loss and weighted metric. The losses of the policy have gradients."""
     results = {}
     for options in LOSSES:
-        loss, metrics = policy_loss(
-            case.logps,
-            case.old_logps,
-            case.advantages,
-            case.mask,
-            case.weights,
-            correction=case.correction,
-            **options,
-        )
+        loss, metrics = policy_loss(case, correction=case.correction, **options)
         results[f"{options}"] = loss
         results |= {f"{options} {name}": value for name, value in metrics.items()}
     for name in ("k1", "k2", "k3"):
@@ -1282,14 +1148,11 @@ def test_policy_loss_against_trl(seed, settings, average, options):
     expected = trainer._compute_loss(None, inputs)
     weights = token_weights(case.mask, torch.arange(6), average, 11)
     loss, metrics = policy_loss(
-        logps,
-        case.old_logps,
-        case.advantages[:, None].expand(6, 7),
-        case.mask,
-        weights,
-        0.2,
-        0.28,
+        case,
+        clip_high=0.28,
         correction=correction if trainer.use_vllm else None,
+        advantages=case.advantages[:, None].expand(6, 7),
+        weights=weights,
         **options,
     )
     if trainer.beta:

@@ -1,0 +1,120 @@
+"""Losses and estimators that a config key names: what they declare, and names that are refused.
+
+tests/test_key_rules.py has the trial of the user's functions, tests/test_plugins.py runs with them.
+"""
+
+import pytest
+import torch
+from common import advantage_inputs
+
+from rl2.algorithms.find import find_estimator, find_policy_loss
+from rl2.algorithms.losses import PolicyInputs
+
+USERS_FILE = """
+from rl2.algorithms.advantages import AdvantageInputs, Estimator
+from rl2.algorithms.losses import PolicyInputs, PolicyLoss
+
+def typed(x: PolicyInputs):
+    return -x.advantages * x.logps, {'logp': x.logps}
+
+def by_name(logps, advantages):
+    return -advantages * logps, {'logp': logps}
+
+def with_default(logps, advantages, power=1, **others):
+    return -(advantages**power) * logps, {'logp': logps}
+
+def one_name(logps):
+    return -logps, {}
+
+def annotated(logps: PolicyInputs):
+    return typed(logps)
+
+declared = PolicyLoss(typed, settings=("clip",), vanishes_without_advantage=True)
+declared_by_name = PolicyLoss(by_name, vanishes_without_advantage=True)
+
+def critic(x: AdvantageInputs):
+    return x.rewards - x.values, x.rewards
+
+def critic_by_name(rewards, values, mask, lamda):
+    return (rewards - values) * mask, rewards
+
+estimator = Estimator(critic, needs=("rewards", "values"), settings=())
+text = 'no function'
+"""
+ALL_CLIPS = ("clip", "clip_high", "dual_clip")
+INPUTS = PolicyInputs(
+    logps=torch.tensor([[-1.0, -2]]),
+    old_logps=torch.tensor([[-1.5, -1]]),
+    advantages=torch.tensor([[2.0, -3]]),
+    mask=torch.ones(1, 2),
+    clip=0.2,
+    clip_high=0.2,
+)
+
+
+@pytest.fixture
+def users_file(tmp_path):
+    file = tmp_path / "custom.py"
+    file.write_text(USERS_FILE)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "vanishes"),
+    [
+        ("typed", ALL_CLIPS, False),
+        ("by_name", (), False),
+        ("with_default", (), False),
+        ("annotated", ALL_CLIPS, False),
+        ("declared", ("clip",), True),
+        ("declared_by_name", (), True),
+    ],
+)
+def test_a_policy_loss_of_a_users_file(users_file, function, settings, vanishes):
+    loss = find_policy_loss(f"{users_file}:{function}")
+    assert (loss.settings, loss.vanishes_without_advantage) == (settings, vanishes)
+    losses, metrics = loss.compute(INPUTS)
+    assert losses.equal(-INPUTS.logps * INPUTS.advantages)
+    assert metrics["logp"].equal(INPUTS.logps)
+
+
+@pytest.mark.parametrize(
+    ("function", "needs", "settings"),
+    [
+        ("critic", ("rewards",), ("gamma", "lamda", "norm_var")),
+        ("critic_by_name", ("rewards", "values"), ("lamda",)),
+        ("estimator", ("rewards", "values"), ()),
+    ],
+)
+def test_an_estimator_of_a_users_file(users_file, function, needs, settings):
+    estimator = find_estimator(f"{users_file}:{function}")
+    assert (estimator.needs, estimator.settings) == (needs, settings)
+    rewards, values = torch.tensor([[1.0, 2]]), torch.tensor([[0.5, 0.25]])
+    advantages, _ = estimator.compute(advantage_inputs(torch.ones(1, 2), rewards, values=values))
+    assert advantages.equal(rewards - values)
+
+
+def test_one_argument_that_is_an_input_is_that_input(users_file):
+    losses, _ = find_policy_loss(f"{users_file}:one_name").compute(INPUTS)
+    assert losses.equal(-INPUTS.logps)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("custom.py:nothing", "custom.py has no function nothing; it has typed, by_name"),
+        ("custom.py:text", "has no function text"),
+        ("custom.py:estimator", "declared as Estimator; this key takes PolicyLoss"),
+        ("none.py:f", "no such file none.py"),
+        ("custom.py", "name the function in it, as actor.loss=custom.py:FUNCTION"),
+        ("ppo2", "choose ppo, gspo, cispo, reinforce, or your own as path/to/file.py:function"),
+        ("broken.py:f", "fails on import:\nTraceback"),
+    ],
+)
+def test_a_name_without_a_function_is_refused(users_file, monkeypatch, name, message):
+    monkeypatch.chdir(users_file.parent)
+    (users_file.parent / "broken.py").write_text("1 / 0")
+    with pytest.raises(ValueError) as raised:
+        find_policy_loss(name)
+    assert str(raised.value).startswith(f"actor.loss={name}: ")
+    assert message in str(raised.value)
