@@ -32,6 +32,7 @@ from rl2.algorithms.losses import (
     POLICY_LOSSES,
     PREFERENCE_LOSSES,
     PolicyInputs,
+    PreferenceInputs,
     cross_entropy,
     importance_weights,
     kl_estimate,
@@ -1030,6 +1031,60 @@ def test_no_input_is_edited():
         token_weights(case.mask, case.trajectory, average, 8, case.group)
     for name, column in vars(case).items():
         assert column.equal(before[name]), name
+
+
+def full_inputs():
+    """Inputs of each kind, and other values for what a function may declare."""
+    case = make_case(0)
+    estimator = (
+        inputs_of(case),
+        {
+            "rewards": case.rewards + case.values,
+            "group": torch.arange(len(case.group)),
+            "values": case.values + 1,
+            "old_logps": case.old_logps - 1,
+            "teacher_logps": case.logps - 1,
+            "gamma": 0.5,
+            "lamda": 0.5,
+            "norm_var": True,
+        },
+    )
+    policy = (
+        PolicyInputs(case.logps, case.old_logps, case.advantages, case.mask, 0.1, 0.1),
+        {
+            "clip": 0.01,
+            "clip_high": 0.01,
+            "dual_clip": 1.01,
+        },
+    )
+    margin = torch.tensor([0.5, -0.25])
+    pairs = (
+        PreferenceInputs(margin, margin / 2, beta=0.1, label_smoothing=0.0),
+        {
+            "beta": 0.2,
+            "label_smoothing": 0.1,
+        },
+    )
+    return {"estimator": estimator, "policy": policy, "pairs": pairs}
+
+
+@pytest.mark.parametrize(
+    ("kind", "declared"),
+    [("estimator", entry) for entry in ADVANTAGE_ESTIMATORS.values()]
+    + [("policy", entry) for entry in POLICY_LOSSES.values()]
+    + [("pairs", entry) for entry in PREFERENCE_LOSSES.values()],
+)
+def test_a_built_in_function_depends_on_what_it_declares_alone(kind, declared):
+    inputs, changes = full_inputs()[kind]
+    needs = declared.needs if kind == "estimator" else ()
+
+    def result(inputs):
+        returned = declared.compute(inputs)
+        return returned[0] if isinstance(returned, tuple) else returned
+
+    for name, value in changes.items():
+        depends = not result(replace(inputs, **{name: value})).equal(result(inputs))
+        assert depends == (name in (*needs, *declared.settings)), name
 
 
 def test_only_torch_is_imported():

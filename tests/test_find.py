@@ -3,6 +3,8 @@
 tests/test_key_rules.py has the trial of the user's functions, tests/test_plugins.py runs with them.
 """
 
+import pickle
+
 import pytest
 import torch
 from common import advantage_inputs
@@ -118,3 +120,13 @@ def test_a_name_without_a_function_is_refused(users_file, monkeypatch, name, mes
         find_policy_loss(name)
     assert str(raised.value).startswith(f"actor.loss={name}: ")
     assert message in str(raised.value)
+
+
+def test_a_users_file_may_import_its_neighbours_and_its_functions_can_be_pickled(tmp_path):
+    (tmp_path / "losses_of_ours.py").write_text("SCALE = 2\n")
+    (tmp_path / "math.py").write_text(  # named like a standard module
+        "from losses_of_ours import SCALE\ndef loss(x):\n    return -SCALE * x.logps, {}\n"
+    )
+    compute = find_policy_loss(f"{tmp_path}/math.py:loss").compute
+    assert pickle.loads(pickle.dumps(compute)) is compute
+    assert compute(INPUTS)[0].equal(-2 * INPUTS.logps)
