@@ -44,9 +44,9 @@ UNTIED = "hf.lm_head.weight = torch.nn.Parameter(hf.lm_head.weight.clone()); hf.
 
 ENGINE_START = "rl2.engine.local:LocalEngine.__init__"
 LENGTH = "self.max_length = max_request_tokens(self.model.config)"
-PACKING = "rl2.engine.local:LocalEngine._pack_linear_layers"
+PACKING = "rl2.engine.linear:pack_linear_layers"
 PACKED = 'module.__dict__["forward"] = linear'
-LAST_DOWN = "module is self.model.base_model.layers[-1].mlp.down_proj"
+LAST_DOWN = "module is model.base_model.layers[-1].mlp.down_proj"
 
 
 class Fault(NamedTuple):
@@ -232,9 +232,9 @@ FAULTS = {
     ),
     "window of the cache off by one": Fault(
         "engine",
-        "rl2.engine.cache:PagedKVCache._hidden",
-        "self.distances >= window",
-        "self.distances > window",
+        "rl2.engine.cache:KVCache.__call__",
+        "self.distances >= sliding_window",
+        "self.distances > sliding_window",
         "mistral window",
         named="v_proj output and model.layers.0.self_attn.o_proj input",
     ),

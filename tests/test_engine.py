@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, 
 
 from rl2.attention.pages import PAGE_SIZE_TOKENS
 from rl2.config.engines import ENGINES, default_max_running
-from rl2.engine import cache, local, sglang
+from rl2.engine import cache, linear, sglang
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.cache import DenseKVCache, PagedKVCache
 from rl2.engine.local import LocalEngine
@@ -152,15 +152,17 @@ def test_logps_equal_those_of_transformers(name, deterministic, temperature):
 def test_the_logits_are_fp32_whatever_the_dtype(llama, monkeypatch, packed):
     """Every logit equals the fp32 product of the bf16 hidden states and weights."""
     if not packed:
-        monkeypatch.setattr(local, "_can_pack", lambda dtype: False)
+        monkeypatch.setattr(linear, "can_pack", lambda dtype: False)
     engine = make_engine(llama, torch.bfloat16, max_running_requests=4)
     hidden = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).bfloat16() * 20
-    weight = engine.model.get_output_embeddings().weight
-    expected = hidden.double() @ weight.double().T
-    torch.testing.assert_close(engine._logits(hidden).double(), expected, rtol=0, atol=2e-5)
+    head = engine.model.get_output_embeddings()
+    expected = hidden.double() @ head.weight.double().T
+    logits = linear.head_logits(head, hidden, torch.float32)
+    torch.testing.assert_close(logits.double(), expected, rtol=0, atol=2e-5)
     engine.close()
     engine = make_engine(llama, torch.bfloat16, head_dtype=torch.bfloat16)
-    assert engine._logits(hidden).dtype == torch.bfloat16
+    head = engine.model.get_output_embeddings()
+    assert linear.head_logits(head, hidden, torch.bfloat16).dtype == torch.bfloat16
     engine.close()
 
 

@@ -9,8 +9,9 @@ from common import CONFIGS, launch, make_model, read_metrics, run
 
 from rl2 import progress
 from rl2.config.schema import SFTConfig
+from rl2.parallel.device import GIB
 from rl2.report.loggers import MetricsLog
-from rl2.run.memory_plan import GIB, Plan, Prediction, read_plan, start_process
+from rl2.run.memory_plan import Plan, Prediction, read_plan, start_process
 from rl2.tools.plan import main
 
 SIZES = {

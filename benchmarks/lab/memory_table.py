@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from rl2.config.schema import PPOConfig
-from rl2.run.memory_plan import GIB
+from rl2.parallel.device import GIB
 from rl2.tools.plan import predict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))

@@ -24,7 +24,7 @@ class PrefillAttention(PackedAttention):
 
     def __init__(self, lengths: list[int], device: torch.device, exact: bool = False):
         super().__init__([[(length, 0) for length in lengths]], [], device, exact=exact)
-        self.kv: PromptKV = {}  # of all prompts, one behind the other
+        self.kv: PromptKV = {}  # of all prompts, one after the other
 
     def __call__(
         self,
@@ -67,16 +67,8 @@ class KVCache(ABC):
         self.num_pages = last_position // PAGE_SIZE_TOKENS + 1
         keys = torch.arange(self.num_pages * PAGE_SIZE_TOKENS, device=device)
         self.distances = positions[:, None] - keys
-        self.masks: dict[int | None, Tensor] = {}  # by the window of the layer
+        self.masks: dict[int | None, Tensor] = {}  # of this step, by the window of the layer
 
-    def _hidden(self, window: int | None) -> Tensor:
-        """Which keys a slot does not see, [n, N * P]."""
-        hidden = self.distances < 0
-        if window is not None:
-            hidden |= self.distances >= window
-        return hidden
-
-    @abstractmethod
     def __call__(
         self,
         module: Any,
@@ -89,8 +81,36 @@ class KVCache(ABC):
         """Stores the new keys and values and attends.
 
         query [n, H, 1, D], key and value [n, G, 1, D] -> [n, 1, H, D].
-        With `sliding_window` a token sees so many tokens at most, the last one of which is itself.
+        With `sliding_window` a token sees at most that many tokens, the last of which is itself.
         """
+        n, num_heads, _, _ = query.shape
+        if sliding_window not in self.masks:
+            hidden = self.distances < 0
+            if sliding_window is not None:
+                hidden |= self.distances >= sliding_window
+            self.masks[sliding_window] = self._mask(hidden, query.dtype)
+        out = self._attend(
+            module.layer_idx,
+            query[:, :, 0].unflatten(1, (key.shape[1], -1)),
+            key[:, :, 0],
+            value[:, :, 0],
+            self.masks[sliding_window],
+            scaling,
+        )
+        return out.reshape(n, 1, num_heads, -1)
+
+    @abstractmethod
+    def _attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
+    ) -> Tensor:
+        """query [n, G, H / G, D], key and value [n, G, D], a mask of `_mask` -> n * H * D numbers.
+
+        The query heads of one key head are rows of one matrix, so no key is repeated.
+        """
+
+    @abstractmethod
+    def _mask(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+        """The mask of the kernel. `hidden` [n, N * P]: which keys a slot does not see."""
 
     @abstractmethod
     def write_prompt(self, kv: PromptKV, slots: list[int]) -> None:
@@ -114,31 +134,20 @@ class PagedKVCache(KVCache):
         self.page = positions // PAGE_SIZE_TOKENS
         self.offset = positions % PAGE_SIZE_TOKENS
 
-    def __call__(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        sliding_window: int | None = None,
+    def _attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
     ) -> Tensor:
         """Attends page by page, see KVCache."""
-        n, num_heads, _, _ = query.shape
-        layer: int = module.layer_idx
-        keys, values = self._reserve(layer, [key, value], self.num_pages)
-        keys[self.page, self.slots, :, :, self.offset] = key[:, :, 0]
-        values[self.page, self.slots, :, self.offset] = value[:, :, 0]
-        if sliding_window not in self.masks:
-            self.masks[sliding_window] = self._hidden(sliding_window)[:, None]
-        out, _ = attend_pages(
-            query.unflatten(1, (key.shape[1], -1)).transpose(2, 3),  # [n, G, 1, H / G, D]
-            keys[: self.num_pages, :n],
-            values[: self.num_pages, :n],
-            self.masks[sliding_window],
-            scaling,
-        )
-        return out.to(value.dtype).reshape(n, 1, num_heads, -1)
+        keys, values = self._reserve(layer, [key[:, :, None], value[:, :, None]], self.num_pages)
+        keys[self.page, self.slots, :, :, self.offset] = key
+        values[self.page, self.slots, :, self.offset] = value
+        pages = slice(self.num_pages), slice(len(query))
+        out, _ = attend_pages(query[:, :, None], keys[pages], values[pages], mask, scaling)
+        return out.to(value.dtype)
+
+    def _mask(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+        """hidden [n, 1, N * P], for one query a slot."""
+        return hidden[:, None]
 
     def write_prompt(self, kv: PromptKV, slots: list[int]) -> None:
         """See KVCache."""
@@ -189,39 +198,23 @@ class DenseKVCache(KVCache):
     slot may depend on the other slots.
     """
 
-    def __call__(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        sliding_window: int | None = None,
+    def _attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
     ) -> Tensor:
-        """Attends with one kernel, see KVCache."""
-        n, num_heads, _, _ = query.shape
+        """Attends with one kernel, see KVCache. Kernels without grouped heads serve too."""
+        n = len(query)
         num_keys = self.num_pages * PAGE_SIZE_TOKENS
-        keys, values = self._reserve(module.layer_idx, [key, value], num_keys)
-        keys[self.slots, :, self.positions] = key[:, :, 0]
-        values[self.slots, :, self.positions] = value[:, :, 0]
-        # The query heads of one key head are queries of one head, so kernels without grouped heads
-        # serve too, and no key is repeated.
-        out = F.scaled_dot_product_attention(
-            query[:, :, 0].unflatten(1, (key.shape[1], -1)),  # [n, G, H / G, D]
-            keys[:n, :, :num_keys],
-            values[:n, :, :num_keys],
-            attn_mask=self._mask(sliding_window, query.dtype),
-            scale=scaling,
+        keys, values = self._reserve(layer, [key[:, :, None], value[:, :, None]], num_keys)
+        keys[self.slots, :, self.positions] = key
+        values[self.slots, :, self.positions] = value
+        return F.scaled_dot_product_attention(
+            query, keys[:n, :, :num_keys], values[:n, :, :num_keys], attn_mask=mask, scale=scaling
         )
-        return out.reshape(n, 1, num_heads, -1)
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _mask(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
         """What is added to the scores, [n, 1, 1, K]: -inf where a slot does not see a key."""
-        if window not in self.masks:
-            mask = torch.zeros_like(self.distances, dtype=dtype)
-            mask.masked_fill_(self._hidden(window), -math.inf)
-            self.masks[window] = mask[:, None, None]
-        return self.masks[window]
+        mask = torch.zeros_like(hidden, dtype=dtype)
+        return mask.masked_fill_(hidden, -math.inf)[:, None, None]
 
     def write_prompt(self, kv: PromptKV, slots: list[int]) -> None:
         """See KVCache."""

@@ -16,17 +16,15 @@ import asyncio
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl2.attention.pages import MIN_ROWS, exact_factors, queries_are_independent
+from rl2.attention.pages import MIN_ROWS
 from rl2.engine.base import (
     Engine,
     EngineSettings,
@@ -38,16 +36,32 @@ from rl2.engine.base import (
     max_request_tokens,
 )
 from rl2.engine.cache import DenseKVCache, KVCache, PagedKVCache, PrefillAttention, PromptKV
+from rl2.engine.linear import (
+    STEP_ROWS_MULTIPLE,
+    head_logits,
+    pack_linear_layers,
+    rows_are_independent,
+    unpack_linear_layers,
+)
 from rl2.engine.sampler import sample, uniform_noise
 from rl2.engine.stop import StopSearch
 from rl2.model.head import logit_divisor
 
-STEP_ROWS_MULTIPLE = 8  # of a step that leaves free slots out
 PREFILL_BATCH_TOKENS = 2048  # most prompt tokens of one forward, without `deterministic`
-# What a step needs of a slot: the token to feed, its position, the noise that draws the token after
-# it, temperature, top_p and top_k.
-StepInput = tuple[int, int, float, float, float, int]
-IDLE: StepInput = (0, 0, 0.0, 1.0, 1.0, -1)
+
+
+class StepInput(NamedTuple):
+    """What a step needs of a slot."""
+
+    token: int  # to feed
+    position: int  # of this token
+    noise: float  # draws the token after it
+    temperature: float
+    top_p: float
+    top_k: int
+
+
+FREE_SLOT = StepInput(token=0, position=0, noise=0.0, temperature=1.0, top_p=1.0, top_k=-1)
 
 
 @dataclass(eq=False)
@@ -71,10 +85,14 @@ class _Request:
 
     def next_input(self) -> StepInput:
         num_new = len(self.tokens)
-        token = self.tokens[-1] if self.tokens else self.prompt.tokens[-1]
-        position = len(self.prompt.tokens) + num_new - 1
-        params = self.params
-        return token, position, self.noise[num_new], params.temperature, params.top_p, params.top_k
+        return StepInput(
+            token=self.tokens[-1] if self.tokens else self.prompt.tokens[-1],
+            position=len(self.prompt.tokens) + num_new - 1,
+            noise=self.noise[num_new],
+            temperature=self.params.temperature,
+            top_p=self.params.top_p,
+            top_k=self.params.top_k,
+        )
 
     def append(self, token: int, logp: float) -> str | None:
         """Adds a new token. Returns the finish reason if it is the last one, else None."""
@@ -129,7 +147,9 @@ class LocalEngine(Engine):
         self._pack_linear_layers()
         self.decodes_free_slots = self.deterministic
         if self.exact:
-            self.decodes_free_slots = not self._rows_are_independent()
+            self.decodes_free_slots = not rows_are_independent(
+                self.model, self.head_dtype, self.max_running_requests
+            )
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, seed: Seed
@@ -169,8 +189,7 @@ class LocalEngine(Engine):
         assert not self.in_flight, f"sleep with {self.in_flight} requests in flight"
         self.asleep = True
         self.cache = self._new_cache()
-        for module in self.model.modules():
-            module.__dict__.pop("forward", None)  # it has a packed copy of the weights
+        unpack_linear_layers(self.model)
         if self.device.type != "cpu":
             for weight in self.model.parameters():
                 storage = weight.untyped_storage()
@@ -245,6 +264,9 @@ class LocalEngine(Engine):
         self.cache.layers.clear()
         if not self.loop.is_running():
             self.loop.close()
+
+    def _pack_linear_layers(self) -> None:
+        pack_linear_layers(self.model, self.head_dtype, self.max_running_requests, self.exact)
 
     @property
     def in_flight(self) -> int:
@@ -349,14 +371,15 @@ class LocalEngine(Engine):
     def _step(self) -> None:
         """Samples one token for every busy slot and ends the requests that are complete."""
         requests = self.slots[: self._num_step_rows()]
-        inputs = [request.next_input() if request else IDLE for request in requests]
-        tokens, positions, noise, temperature, top_p, top_k = zip(*inputs, strict=True)
+        inputs = [request.next_input() if request else FREE_SLOT for request in requests]
+        logits = self._decode([x.token for x in inputs], [x.position for x in inputs])
+        device = self.device
         new_tokens, new_logps = sample(
-            self._decode(tokens, positions),
-            noise=torch.tensor(noise, dtype=torch.float64, device=self.device),
-            temperature=torch.tensor(temperature, device=self.device),
-            top_p=torch.tensor(top_p, device=self.device),
-            top_k=torch.tensor(top_k, device=self.device),
+            logits,
+            noise=torch.tensor([x.noise for x in inputs], dtype=torch.float64, device=device),
+            temperature=torch.tensor([x.temperature for x in inputs], device=device),
+            top_p=torch.tensor([x.top_p for x in inputs], device=device),
+            top_k=torch.tensor([x.top_k for x in inputs], device=device),
         )
         sampled = zip(requests, new_tokens.tolist(), new_logps.tolist(), strict=True)
         for slot, (request, token, logp) in enumerate(sampled):
@@ -367,7 +390,7 @@ class LocalEngine(Engine):
                 self.slots[slot] = None
                 request.finish(reason, self.version)
 
-    def _decode(self, tokens: tuple[int, ...], positions: tuple[int, ...]) -> Tensor:
+    def _decode(self, tokens: list[int], positions: list[int]) -> Tensor:
         """The logits [n, V] after one token of each of the first n slots."""
         inputs = torch.tensor([tokens, positions], device=self.device)
         self.cache.begin_step(inputs[1], max(positions))
@@ -375,19 +398,10 @@ class LocalEngine(Engine):
         body = self.model.base_model(
             token_ids, position_ids=position_ids, use_cache=False, attend=self.cache
         )
-        logits = self._logits(body.last_hidden_state[:, -1])
+        logits = head_logits(
+            self.model.get_output_embeddings(), body.last_hidden_state[:, -1], self.head_dtype
+        )
         return logits if self.logit_divisor == 1.0 else logits / self.logit_divisor
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, E] -> logits [n, V] in `head_dtype`."""
-        head = self.model.get_output_embeddings()
-        if hidden.is_cuda and hidden.dtype != self.head_dtype:
-            return torch.mm(hidden, head.weight.T, out_dtype=self.head_dtype)
-        with exact_factors(hidden.dtype):
-            hidden = hidden.to(self.head_dtype)
-            if "forward" in head.__dict__:  # packed, in head_dtype
-                return head(hidden)
-            return hidden @ head.weight.to(self.head_dtype).T
 
     def _num_step_rows(self) -> int:
         """How many slots to decode, from the first one on.
@@ -408,73 +422,3 @@ class LocalEngine(Engine):
             self.slots[target] = self.slots[source]
             self.slots[source] = None
         return num_rows
-
-    @torch.inference_mode()
-    def _rows_are_independent(self) -> bool:
-        """Whether a step of any number of rows gives a row the same bits.
-
-        Attention and linear layers are tried, one of each shape. What else has weights in matrices,
-        such as experts, is not.
-        """
-        known = [m for m in self.model.modules() if type(m) in (nn.Linear, nn.Embedding)]
-        tried = {id(module.weight) for module in known}
-        if any(weight.ndim > 1 and id(weight) not in tried for weight in self.model.parameters()):
-            return False
-        layers = {module.weight.shape: module for module in known if type(module) is nn.Linear}
-        attends_alike = queries_are_independent(known[0].weight.dtype)
-        return attends_alike and all(map(self._is_independent, layers.values()))
-
-    def _is_independent(self, layer: nn.Linear) -> bool:
-        """Whether steps of all sizes give the same bits. The rows of the weight are the input."""
-        compute = self._logits if layer is self.model.get_output_embeddings() else layer
-        most = self.max_running_requests
-        rows = layer.weight.repeat(-(-most // len(layer.weight)), 1)[:most]
-        expected = compute(rows)
-        counts = range(MIN_ROWS, most, STEP_ROWS_MULTIPLE)
-        return all(torch.equal(compute(rows[:n]), expected[:n]) for n in counts)
-
-    def _pack_linear_layers(self) -> None:
-        """Gives linear layers copies of their weights in the layout of oneDNN's kernels.
-
-        The kernels convert plain weights in every call, which takes 1.25 times as long with 64
-        rows, twice as long with 8.
-        """
-        ops = torch.ops.mkldnn
-        if self.device.type != "cpu" or not hasattr(ops, "_linear_pointwise"):
-            return
-        head = self.model.get_output_embeddings()
-        for module in self.model.modules():
-            if type(module) is not nn.Linear:
-                continue
-            weight = module.weight.to(self.head_dtype) if module is head else module.weight
-            if not _can_pack(weight.dtype):
-                continue
-            with exact_factors(module.weight.dtype):
-                packed = ops._reorder_linear_weight(weight, self.max_running_requests)
-                linear = partial(_packed_linear, packed, module.bias)
-                if self.exact and not _is_plain(linear, weight, module.bias):
-                    linear = partial(F.linear, weight=weight, bias=module.bias)
-            module.__dict__["forward"] = linear
-
-
-def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether this CPU computes with packed weights of `dtype`."""
-    ops = torch.ops.mkldnn
-    if dtype == torch.bfloat16:
-        return ops._is_mkldnn_bf16_supported()
-    if dtype == torch.float16:
-        return ops._is_mkldnn_fp16_supported()
-    return dtype == torch.float32
-
-
-def _is_plain(linear: Any, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `linear` gives the bits of the plain layer that the trainer has.
-
-    The rows of the weight are as good an input as any.
-    """
-    rows = weight[:MIN_ROWS]
-    return torch.equal(linear(rows), F.linear(rows, weight, bias))
-
-
-def _packed_linear(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")

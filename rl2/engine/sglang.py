@@ -39,8 +39,9 @@ from rl2.engine.base import (
     check_request,
     max_request_tokens,
 )
-from rl2.engine.share import GIB, choose_share
+from rl2.engine.share import choose_share
 from rl2.engine.stop import StopSearch
+from rl2.parallel.device import GIB
 from rl2.parallel.mesh import COLLECTIVE_TIMEOUT
 from rl2.progress import expecting, mark
 

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 
 from rl2.engine.base import EngineSettings
+from rl2.parallel.device import GIB
 from rl2.parallel.mesh import all_gather_objects
 
-GIB = 2**30
 # Parts of a GPU that SGLang needs besides: for activations, graphs and CUDA while it generates, and
 # what remains of that while it loads weights. It reserves about as much itself (13 of 80 GB).
 GENERATING_SHARE = 0.15

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+GIB = 2**30
+
 planned_kind: str | None = None  # set while a memory plan is made
 
 

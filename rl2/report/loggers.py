@@ -26,10 +26,11 @@ import torch
 import torch.distributed as dist
 
 from rl2 import progress
+from rl2.parallel.device import GIB
 from rl2.report.console import Console, describe_start
 from rl2.report.health import Health, Metrics, Samples
 from rl2.report.page import write_page
-from rl2.run.memory_plan import GIB, Prediction
+from rl2.run.memory_plan import Prediction
 from rl2.run.records import MetricsFile
 from rl2.run.weights_hash import hash_weights
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-GIB = 2**30
+from rl2.parallel.device import GIB
 
 
 @dataclass(frozen=True)

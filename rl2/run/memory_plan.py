@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
+from rl2.parallel.device import GIB
 from rl2.parallel.mesh import all_gather_objects, is_first_rank
 from rl2.progress import expecting
 
-GIB = 2**30
 # The rest of a GPU is for CUDA's contexts, NCCL, an engine that sleeps, and fragmentation.
 USABLE_SHARE = 0.85
 SECONDS_TO_PLAN = 600.0  # half a minute for a 7B model on an idle machine

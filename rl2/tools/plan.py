@@ -32,8 +32,8 @@ from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, worker_
 from rl2.engine.share import engine_bytes
 from rl2.model.folder import check_config
 from rl2.parallel import offload
+from rl2.parallel.device import GIB
 from rl2.run.memory_plan import (
-    GIB,
     Plan,
     automatic_sections,
     recomputed_layers,

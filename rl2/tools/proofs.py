@@ -36,11 +36,12 @@ from rl2.model.admission import GRADIENT_TOLERANCE, SCORE_TOLERANCE, make_plain
 from rl2.model.exact import Exactness
 from rl2.model.shrink import WINDOW_TOKENS, shrink
 from rl2.model.token_model import TokenScores
+from rl2.parallel.device import GIB
 from rl2.trainer.ppo import actor_loss, needs_entropy
 from rl2.worker import Worker
 
 CPU = torch.device("cpu")
-GIB = 2**30
+
 # Tokens of the prompt and of the answer of each sequence. The second and the third share a prompt.
 LENGTHS = ((1, 29), (11, 5), (11, 21), (3, 4), (20, 30))
 # A worker of one process that computes as plainly as rl2 can. A step moves the weights by `lr`.
