@@ -1,8 +1,8 @@
 """Attention that gives the same bits in a decoding step, in a prefill and in a packed pass.
 
 Every query meets the keys of its document page by page, counted from the document's first token, in
-matrix products whose rows do not depend on how many rows share them. So it is of no influence which
-queries and documents share a call.
+matrix products whose rows do not depend on how many rows share them. So the bits do not depend on
+which queries and documents share a call.
 
 Shapes: n documents of a call, G key heads, g query heads of each, W queries, N pages,
 P = PAGE_SIZE_TOKENS, K = N * P keys, D head size, L packed tokens.
@@ -11,6 +11,7 @@ P = PAGE_SIZE_TOKENS, K = N * P keys, D head size, L packed tokens.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -96,87 +97,113 @@ def queries_are_independent(dtype: torch.dtype) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Some queries of a document, on at most one page of it."""
+
+    document: Tensor  # the rows of the document in the pack, [length]
+    first: int  # the position of the first query in the document
+    end: int  # after the last one
+
+
+@dataclass(frozen=True)
+class Call:
+    """Pieces of about the same size, whose attention is computed together."""
+
+    q_rows: Tensor  # the rows of the queries in the pack, [n, W]
+    k_rows: Tensor  # the rows of the keys, [n, K]
+    hidden: Tensor  # whether a query does not see a key, [n, W, K]
+    is_real: Tensor  # whether a query is one of the piece; others fill the matrix up, [n, W]
+
+
 class Pages:
     """The attention of a pack on one process, by pages.
 
-    `layout` is a blocks.Layout. With `window` a token sees so many tokens at most, the last one of
+    `layout` is a blocks.Layout. With `window` a token sees at most that many tokens, the last of
     which is itself.
     """
 
     def __init__(self, layout: Any, window: int | None):
         """Lays out the calls of all layers with the same window.
 
-        A call is (rows of the queries [n, W], rows of the keys [n, K], which keys are hidden
-        [n, W, K], which queries are real [n, W]). A document is cut into pieces of at most a page
-        of queries, and pieces of about the same size share a call.
+        A document is cut into pieces. Pieces with the same number of pages and the same width share
+        a call.
         """
-        pieces: dict[tuple[int, int], list[tuple[Tensor, int, int]]] = {}
-        for rows, first, last in _documents(layout):
-            while first < last:
+        pieces: dict[tuple[int, int], list[Piece]] = {}
+        for document, first, end_of_document in _documents(layout):
+            while first < end_of_document:
                 page = first // PAGE_SIZE_TOKENS
-                end = min(last, (page + 1) * PAGE_SIZE_TOKENS)
+                end = min(end_of_document, (page + 1) * PAGE_SIZE_TOKENS)
                 width = -(-(end - first) // WIDTH_MULTIPLE_TOKENS) * WIDTH_MULTIPLE_TOKENS
-                pieces.setdefault((page + 1, width), []).append((rows, first, end))
+                pieces.setdefault((page + 1, width), []).append(Piece(document, first, end))
                 first = end
-        self.calls = []
+        self.calls: list[Call] = []
         for (num_pages, width), same in pieces.items():
             num_keys = num_pages * PAGE_SIZE_TOKENS
             size = max(1, CELLS_PER_CALL // (width * num_keys))
             for i in range(0, len(same), size):
-                self.calls.append(_call(same[i : i + size], width, num_keys, window))
+                self.calls.append(_make_call(same[i : i + size], width, num_keys, window))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """q [L, H, D], k and v [L, G, D] -> out [L, H, D], lse [L, H] float32."""
         out = torch.zeros_like(q)  # tokens of no segment only fill the matrices up
         lse = q.new_zeros(q.shape[:2], dtype=torch.float32)
-        for q_rows, k_rows, hidden, is_real in self.calls:
-            query = q[q_rows].unflatten(2, (k.shape[1], -1)).transpose(1, 2)
+        for call in self.calls:
+            query = q[call.q_rows].unflatten(2, (k.shape[1], -1)).transpose(1, 2)
             call_out, scores = attend_pages(
                 query,
-                _pages(k, k_rows).transpose(3, 4).contiguous(),
-                _pages(v, k_rows).contiguous(),
-                hidden,
+                _pages(k, call.k_rows).transpose(3, 4).contiguous(),
+                _pages(v, call.k_rows).contiguous(),
+                call.hidden,
                 scale,
             )
             call_lse = scores.logsumexp(-1)
-            out[q_rows[is_real]] = call_out.transpose(1, 2).flatten(2, 3)[is_real].to(q.dtype)
-            lse[q_rows[is_real]] = call_lse.transpose(1, 2).flatten(2, 3)[is_real]
+            rows = call.q_rows[call.is_real]
+            out[rows] = call_out.transpose(1, 2).flatten(2, 3)[call.is_real].to(q.dtype)
+            lse[rows] = call_lse.transpose(1, 2).flatten(2, 3)[call.is_real]
         return out, lse
 
 
 def _documents(layout: Any) -> Iterator[tuple[Tensor, int, int]]:
-    """Of each segment: the rows of its document, its prefix included, and its first and last
-    position in it."""
-    [starts] = layout.starts
-    prefix_of = {s: c for a, b, c in layout.prefixes for s in range(a, b)}
-    for s in range(len(starts) - 1):
-        rows = torch.arange(starts[s], starts[s + 1])
-        if s in prefix_of:
-            c = prefix_of[s]
-            rows = torch.cat([torch.arange(starts[c], starts[c + 1]), rows])
-        yield rows, layout.first_positions[s], len(rows)
+    """Yields, for each segment, the rows of its document and where the segment is in it.
 
-
-def _call(
-    pieces: list[tuple[Tensor, int, int]], width: int, num_keys: int, window: int | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One call of `Pages`. A piece is (rows of the document, first and last position).
-
-    Padded queries and keys repeat a token of the document.
+    The document of an answer begins with its prompt. The segment has the positions from the first
+    number up to, and without, the second one.
     """
-    first = torch.tensor([first for _, first, _ in pieces])[:, None]
-    end = torch.tensor([end for _, _, end in pieces])[:, None]
+    [starts] = layout.starts
+    prompt_of = {}  # by the number of the segment
+    for first_answer, end, prompt in layout.prefixes:
+        for answer in range(first_answer, end):
+            prompt_of[answer] = prompt
+    for segment in range(len(starts) - 1):
+        rows = torch.arange(starts[segment], starts[segment + 1])
+        if segment in prompt_of:
+            prompt = prompt_of[segment]
+            rows = torch.cat([torch.arange(starts[prompt], starts[prompt + 1]), rows])
+        yield rows, layout.first_positions[segment], len(rows)
+
+
+def _make_call(pieces: list[Piece], width: int, num_keys: int, window: int | None) -> Call:
+    """Pads the pieces to `width` queries and `num_keys` keys with tokens of their documents."""
+    first = torch.tensor([piece.first for piece in pieces])[:, None]
+    end = torch.tensor([piece.end for piece in pieces])[:, None]
     positions = first + torch.arange(width)
     keys = torch.arange(num_keys)
     distances = positions[..., None] - keys
     hidden = distances < 0
     if window is not None:
         hidden |= distances >= window
-    is_real = positions < end
     q_places = positions.minimum(end - 1)
-    q_rows = [rows[places] for (rows, _, _), places in zip(pieces, q_places, strict=True)]
-    k_rows = [rows[keys.clamp(max=len(rows) - 1)] for rows, _, _ in pieces]
-    return torch.stack(q_rows), torch.stack(k_rows), hidden, is_real
+    q_rows, k_rows = [], []
+    for piece, places in zip(pieces, q_places, strict=True):
+        q_rows.append(piece.document[places])
+        k_rows.append(piece.document[keys.clamp(max=len(piece.document) - 1)])
+    return Call(
+        q_rows=torch.stack(q_rows),
+        k_rows=torch.stack(k_rows),
+        hidden=hidden,
+        is_real=positions < end,
+    )
 
 
 def _pages(tensor: Tensor, rows: Tensor) -> Tensor:
