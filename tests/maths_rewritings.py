@@ -1,130 +1,14 @@
 r"""Rewritings of answers in mathematics by rule: those that mean the same, and those that do not.
 
-ANSWERS are of MATH-500 (hendrycks/math, MIT), at least one of each form that it has.
+ANSWERS are of MATH-500.
 """
 
 import re
 from fractions import Fraction
 
-ANSWERS = r"""
-9
-42
--50
-0
-2220
-13535
-28800
-10,\!080
-11,\! 111,\! 111,\! 100
-58,500
-1.25
-0.15
-3.21
-326.5
-4.5
-.35625
-.0000672
-\frac{14}{3}
-\frac{3}{56}
-\frac43
-\frac 59
-\frac9{19}
-\dfrac{17}{50}
--\frac{35}{9}
-\frac{448}{15625}
-\frac{1}{2}
-\frac{1}{4}
-1\frac{4}{5}
-137 \frac{1}{2}
-90^\circ
-145^\circ
-\$32,\!348
-\$18.90
-\$36
-5.4 \text{ cents}
-15\mbox{ cm}^2
-864 \mbox{ inches}^2
-\frac{270}7\text{ degrees}
-\pi
-7\pi
-288 \pi
-18+2\pi
--\frac{\pi}{6}
-\frac{20000}{\pi}
-\sqrt{51}
-3\sqrt{13}
-11\sqrt2
-70 \sqrt{2}
--\sqrt{3}
-\frac{\sqrt{3}}{3}
-\frac{3\sqrt{3}}{4}
-\frac{\sqrt{21}}{5}
-1+2\sqrt{3}
-11 \sqrt{5} + 11
-1 \pm \sqrt{19}
-3 \pm 2 \sqrt{2}
-6 - 5i
-6+9i
--2 + 7i
-1+274i
-p - q
-2k+2
-15x - 80
--13x+3
-x^3+3x-6
-6r^2-4r-24
-8n^2 + 4n + 1
-x^5 - x^4 + x^3 - x^2 + x - 1
-5r^5
-3R^2
-2k
-\cot x
-\frac{11+9a}{20}
-(a+5)(b+2)
-x=5
-y = 2x + 3
-y = -2x
-5x - 7y + 11z + 4 = 0
-1,-2
-3, 5, 7
--2,1
-\{1\pm\sqrt{5},-2\}
-(-2,1)
-(8,-2)
-(6,31,-1)
-(1,-16,-4,43)
-\left( 3, \frac{\pi}{2} \right)
-\left( \frac{3}{2}, -13 \right)
-(3,4]
-(2,\infty)
-(-\infty, 0]
-(-\sqrt{3}, \sqrt{3})
-\left(\frac{3}{5},\frac{8}{3}\right]
-\left[ \frac{\pi^2}{8}, \frac{5 \pi^2}{4} \right]
-x \in [-2,7]
-(0,9) \cup (9,36)
-(-\infty, 2) \cup (3, \infty)
-52_8
-4210_{5}
-\begin{pmatrix} -2 \\ -14 \\ -7 \end{pmatrix}
-\begin{pmatrix} -1/3 \\ 2/3 \\ 5/3 \end{pmatrix}
-\begin{pmatrix} -1 & 0 \\ 0 & -1 \end{pmatrix}
-\text{Evelyn}
-\text{east}
-\text{ellipse}
-\text{even}
-\text{(C)}
-17
--128
-333
-\frac{13}{15}
--\frac{24}{25}
-\frac{639}{40}
-2\sqrt{113}
-(15,-29)
-\text{Navin}
-""".strip().splitlines()
+from common import read_cases
 
+ANSWERS = read_cases("math500_answers")
 OTHER_SPELLINGS = [  # (LaTeX, what may stand in its place)
     (r"\frac", r"\dfrac"),
     (r"\frac", r"\tfrac"),

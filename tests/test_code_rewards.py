@@ -9,13 +9,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from code_forms import FORMS, PROGRAM
-from code_forms import TESTS as FORM_TESTS
+from common import read_cases
 
 from rl2.rewards import code
 from rl2.rewards.code import extract, judge
 from rl2.rewards.sandbox import Limits, Result
 
+CASE_TEXTS = read_cases("code_rewards")
 SUM = "a, b = map(int, input().split())\nprint(a + b)"
 CASES = {"inputs": ["1 2\n", "3 4"], "outputs": ["3\n", "7"]}
 
@@ -31,20 +31,7 @@ def judge_text(program, tests):
     return judge(textwrap.dedent(program), textwrap.dedent(tests)).is_right
 
 
-@pytest.mark.parametrize(
-    "reply, program",
-    [
-        ("```python\nprint(1)\n```", "print(1)"),
-        ("```\nprint(1)\n```", "print(1)"),
-        ("A draft:\n```py\n1\n```\nBetter:\n```py\n2\n```\nIt prints:\n```text\n3\n```", "2"),
-        ("```python\n1\n```\nIt prints:\n```\n3\n```", "1"),
-        ("1. So:\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y"),
-        ("```python\n1\n```\n```python\ncut", "1"),
-        ("```python\ncut", None),
-        ("print(1)", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize("reply, program", CASE_TEXTS["the_program_of_a_reply"])
 def test_the_program_of_a_reply(reply, program):
     assert extract(reply) == program
 
@@ -153,59 +140,7 @@ def test_a_function_of_the_program_is_no_test():
     assert judge("def test_equal(x, y): return x == y", "assert test_equal(1, 1)").is_right
 
 
-STYLES = {
-    "a class": """
-        class TestNext:
-            def setup_method(self): self.expected = 2
-            def test_next(self): assert f(1) == self.expected
-        """,
-    "functions": """
-        def test_one(): assert f(1) == 2
-        def testTwo(): assert f(2) == 3
-        """,
-    "async": """
-        import asyncio
-        async def test_next():
-            await asyncio.sleep(0)
-            assert f(1) == 2
-        """,
-    "an async method": """
-        class TestNext:
-            async def test_next(self): assert f(1) == 2
-        """,
-    "parametrize": """
-        import pytest
-        @pytest.mark.parametrize("x, y", [(1, 2), pytest.param(2, 3)])
-        def test_next(x, y): assert f(x) == y
-        @pytest.mark.parametrize("x", [{"x": 1}])
-        def test_raises(x):
-            with pytest.raises(TypeError): f(x)
-        """,
-    "unittest": """
-        import unittest
-        class Next(unittest.TestCase):
-            def setUp(self): self.expected = 2
-            def test_next(self): self.assertEqual(f(1), self.expected)
-        if __name__ == "__main__":
-            unittest.main()
-        """,
-    "unittest that is async": """
-        from unittest import IsolatedAsyncioTestCase, main
-        class Next(IsolatedAsyncioTestCase):
-            async def test_next(self): self.assertEqual(f(1), 2)
-        main()
-        """,
-    "a main guard": """
-        def check():
-            assert f(1) == 2
-        if __name__ == "__main__":
-            check()
-        """,
-    "a function of the tests": """
-        def test_case(x, y): assert f(x) == y
-        test_case(1, 2)
-        """,
-}
+STYLES = CASE_TEXTS["styles"]
 
 
 @pytest.mark.parametrize("name", STYLES)
@@ -214,16 +149,7 @@ def test_all_tests_run_that_pytest_or_unittest_would_run(name):
     assert not judge_text("def f(x): return x + 2", STYLES[name])
 
 
-@pytest.mark.parametrize(
-    "tests, message",
-    [
-        ("def check(candidate):\n    assert candidate() is None", "only define check"),
-        ("import math\nx = 3", "only define nothing"),
-        ("class Helper:\n    def test_it(self): assert f(1)", "only define Helper"),
-        ("def test_it(f): assert f(1)", r"test_it\(f\)"),
-        ("import no_such_package\nassert f(1)", "no_such_package, which is not installed"),
-    ],
-)
+@pytest.mark.parametrize("tests, message", CASE_TEXTS["tests_that_cannot_judge_are_an_error"])
 def test_tests_that_cannot_judge_are_an_error(tests, message):
     with pytest.raises(ValueError, match=message):
         judge("def f(x): pass", tests)
@@ -234,13 +160,7 @@ def test_tests_that_call_nothing_prove_nothing():
     assert not verdict.is_right and "the tests call nothing" in verdict.reason
 
 
-EXITS = [
-    "import sys; sys.exit(0)",
-    "import sys; sys.exit()",
-    "raise SystemExit",
-    "import os; os._exit(0)",
-    "import atexit, os; atexit.register(os._exit, 0); 1 / 0",
-]
+EXITS = CASE_TEXTS["exits"]
 
 
 @pytest.mark.parametrize("text", EXITS)
@@ -258,12 +178,15 @@ def fill(template, i):
 
 
 def test_results_that_plain_python_accepts_and_denies(monkeypatch):
-    right = PROGRAM + "".join(f"def f{i}(): return {form[0]}\n" for i, form in enumerate(FORMS))
-    wrong = PROGRAM + "".join(f"def f{i}(): return {form[2]}\n" for i, form in enumerate(FORMS))
-    tests = FORM_TESTS + "passed = []\n"
-    for i, (_, test, _) in enumerate(FORMS):
+    cases = read_cases("code_forms")
+    right = wrong = cases["program"]
+    tests = cases["tests"] + "passed = []\n"
+    for i, (result, test, wrong_result) in enumerate(cases["forms"]):
+        right += f"def f{i}(): return {result}\n"
+        wrong += f"def f{i}(): return {wrong_result}\n"
         tests += f"try:\n    if {fill(test, i)}: passed.append({i})\nexcept Exception: pass\n"
-    all_pass = tests + f"failed = {{*range({len(FORMS)})}} - {{*passed}}\nassert not failed, failed"
+    everything = f"{{*range({len(cases['forms'])})}}"
+    all_pass = tests + f"failed = {everything} - {{*passed}}\nassert not failed, failed"
     none_pass = tests + "assert not passed, passed"
     for program, text in ((right, all_pass), (wrong, none_pass)):
         solution = ModuleType("solution")
@@ -366,62 +289,7 @@ def test_a_busy_machine_fails_programs_that_read_and_print(monkeypatch):
 
 
 TESTS = 'assert f(1) == "expected"\nassert f(2) == "other"'
-FORGERIES = {
-    "it ends": """
-        import os
-        print("2 passed")
-        os._exit(0)
-        """,
-    "it ends in a call": """
-        import os
-        def f(x): os._exit(0)
-        """,
-    "it raises SystemExit by name": """
-        class SystemExit(Exception): pass
-        def f(x): raise SystemExit(0)
-        """,
-    "an object that equals everything": """
-        class Equal:
-            def __eq__(self, other): return True
-        def f(x): return Equal()
-        """,
-    "a text that equals everything": """
-        class Equal(str):
-            def __eq__(self, other): return True
-            __hash__ = str.__hash__
-        def f(x): return Equal("x")
-        """,
-    "changed builtins and modules": """
-        import ast, builtins, pickle, sys, unittest
-        builtins.AssertionError = builtins.Exception
-        ast.parse = lambda *_: None
-        sys.exit = lambda *_: None
-        builtins.exec = builtins.compile = lambda *_: None
-        def f(x): return True
-        """,
-    "a message that calls functions": """
-        import os, pickle, socket
-        class Call:
-            def __reduce__(self): return os._exit, (0,)
-        def f(x):
-            for descriptor in range(3, 20):
-                try:
-                    os.write(descriptor, pickle.dumps((Call(), None)))
-                except OSError:
-                    pass
-        """,
-    "it looks for what is expected": """
-        import gc, os, sys
-        def f(x):
-            texts = [text for text in gc.get_objects() if isinstance(text, str)]
-            for file in [sys.argv[0], __import__("__main__").__file__]:
-                texts += open(file).read().split('"')
-            for folder, _, files in os.walk("/tmp"):
-                texts += files
-            answer = ["expect" + "ed", "oth" + "er"][x - 1]
-            return answer if answer in texts else "nothing"
-        """,
-}
+FORGERIES = CASE_TEXTS["forgeries"]
 
 
 @pytest.mark.parametrize("name", FORGERIES)

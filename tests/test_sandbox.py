@@ -11,12 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+from common import read_cases
 
 from rl2.rewards import sandbox
 from rl2.rewards.sandbox import Limits, Program, run
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="sandboxes need Linux")
 # As root, a program of strength "process" may do all that root may, so no attack is tried in it.
+CASES = read_cases("sandbox")
 TESTED = ["namespaces", "user"] if os.geteuid() == 0 else ["namespaces"]
 PYTHON = sys.executable
 QUICK = Limits(cpu_seconds=1, wall_seconds=4, memory_bytes=2**28, file_bytes=2**16)
@@ -76,41 +78,7 @@ def check_nothing_is_left(folder, strength):
 
 
 # Attacks that must fail or run into a limit.
-BAD_ENDS = {
-    "endless loop": "while True: pass",
-    "fork bomb": """
-        import os
-        while True:
-            try:
-                os.fork()
-            except OSError:
-                pass
-        """,
-    "memory bomb": """
-        blocks = []
-        while True:
-            blocks.append(bytearray(10**7))
-        """,
-    "endless output": "while True: print('x' * 1000)",
-    "stdin for ever": """
-        import sys
-        while True:
-            sys.stdin.read()
-        """,
-    "signals are ignored": """
-        import signal
-        for name in ("TERM", "INT", "XCPU", "ALRM", "HUP"):
-            signal.signal(getattr(signal, "SIG" + name), signal.SIG_IGN)
-        while True: pass
-        """,
-    "too many threads": """
-        import threading, time
-        for _ in range(100):
-            threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
-        """,
-    "it stops itself": "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
-    "it crashes": "import ctypes; ctypes.string_at(0)",
-}
+BAD_ENDS = CASES["bad_ends"]
 
 
 @pytest.mark.parametrize("name", BAD_ENDS)
@@ -122,48 +90,7 @@ def test_attacks_that_end_badly(name, strength, folder):
 
 
 # Programs that may end as they like: nothing of theirs may be left, and nobody else is harmed.
-GOOD_ENDS = {
-    "a child of another session": """
-        import os, signal, time
-        if os.fork() == 0:
-            os.setsid()
-            if os.fork() == 0:
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                time.sleep(1000)
-            os._exit(0)
-        os.wait()
-        """,
-    "zombies": """
-        import os
-        for _ in range(10):
-            if os.fork() == 0:
-                os._exit(0)
-        """,
-    "it kills its parent": """
-        import os
-        for target in (os.getppid(), -1):
-            try:
-                os.kill(target, 9)
-            except OSError:
-                pass
-        """,
-    "threads": """
-        import threading
-        threads = [threading.Thread(target=sum, args=(range(1000),)) for _ in range(8)]
-        for thread in threads: thread.start()
-        for thread in threads: thread.join()
-        """,
-    "os._exit": "import os; os._exit(0)",
-    "folders in folders": """
-        import os
-        for number in range(1200):
-            if number % 400 == 0:
-                open("file", "w").close()
-                os.mkdir("closed", mode=0)
-            os.mkdir("folder")
-            os.chdir("folder")
-        """,
-}
+GOOD_ENDS = CASES["good_ends"]
 
 
 @pytest.mark.parametrize("name", GOOD_ENDS)
