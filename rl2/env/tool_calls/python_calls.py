@@ -45,7 +45,12 @@ class _JsonConstants(ast.NodeTransformer):
 
 def _python_value(node: ast.expr) -> Any:
     """The value of a literal, in which constants may be written as in JSON."""
-    return ast.literal_eval(_JsonConstants().visit(node))
+    try:
+        return ast.literal_eval(_JsonConstants().visit(node))
+    except ValueError:
+        # Python's own text has the address of an object. The model reads this one, and a run that
+        # is repeated must have the same bits.
+        raise ValueError(f"expected a literal instead of {ast.unparse(node)[:20]!r}") from None
 
 
 def _parse_python(text: str) -> list[ast.expr]:
