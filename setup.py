@@ -26,6 +26,7 @@ setup(
         "rl2": ["py.typed"],
         "rl2.config": ["synonyms.yaml"],
         "rl2.report": ["page.html", "page.css", "page.js"],
+        "rl2.rewards": ["words.json"],
     },
     entry_points={"console_scripts": ["rl2 = rl2.__main__:main"]},
     # Ranges, since SGLang pins exact versions of torch and transformers. The whole suite runs with

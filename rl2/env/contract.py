@@ -65,9 +65,27 @@ API_KEY = "OPENAI_API_KEY"  # the environment variable in which clients of OpenA
 TRAJECTORY_INPUTS = {"state", "environment", "environments"}  # rl2/env/session.py has them
 GIVEN_INPUTS = {
     *TRAJECTORY_INPUTS,
-    *"messages message action turn finish_reason num_tokens max_new_tokens trajectories".split(),
-    *"prompts completions completion_ids solution_str extra_info".split(),
-    *"row base_url model api_key".split(),
+    # of every conversation, and of its last turn
+    "messages",
+    "message",
+    "action",
+    "turn",
+    "finish_reason",
+    "num_tokens",
+    "max_new_tokens",
+    # of a group
+    "trajectories",
+    # of TRL and verl
+    "prompts",
+    "completions",
+    "completion_ids",
+    "solution_str",
+    "extra_info",
+    # of `run`
+    "row",
+    "base_url",
+    "model",
+    "api_key",
 }
 # Methods of an environment's object that are no tools. The names of their calls begin so.
 METHODS = ("reset", "step", "reward", "get_reward", "close")

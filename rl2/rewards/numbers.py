@@ -4,10 +4,12 @@ In doubt there is none. What may be beside a number is listed here, so that a si
 nobody has thought of makes the field wrong, not right.
 """
 
+import json
 import re
 from fractions import Fraction
+from pathlib import Path
 
-from rl2.rewards.spelling import one_spelling, plain
+from rl2.rewards.spelling import in_prose, one_spelling, plain
 
 MAX_CHARACTERS = 1000  # by which a field may be longer than the answer
 MAX_UNIT_WORDS = 8
@@ -37,31 +39,6 @@ NUMBER = re.compile(
 )
 REPEATING = re.compile(r"([+-]?)(\d*)\.(\d*)\\(?:overline|bar|dot)(?:\{(\d+)\}|(\d))(%?)", re.ASCII)
 
-# (pattern, replacement), applied in this order: Markdown and LaTeX become prose.
-MARKUP = [
-    (r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r" \1 "),
-    # Fractions, with a space in mixed numbers: 7\frac{1}{2}
-    (r"\\[dtc]?frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
-    (r"(\d)\s*\\[dtc]?frac\{(\d+)\}\{(\d+)\}", r"\1 \2/\3"),
-    (r"\\[dtc]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2"),
-    (r"\\(?:boxed|fbox)\s*\{([^{}]*)\}", r" \1 "),
-    (r"\^\{?\\circ\}?", " degrees "),
-    (r"\{,\}", ","),
-    (r"\\!", ""),
-    (r"\\([$%])", r"\1"),
-    (r"\\[()\[\],;: ]|\*\*|__|`", " "),
-    (r"^\s*\*([^*]*)\*\s*$", r"\1"),
-    # Dollars around a formula, not those before an amount
-    (r"\$\$([^$]*)\$\$", r" \1 "),
-    (r"\$\s*(\$?[^$]*)\$(?!\s*\d)", r" \1 "),
-    (r"(\d) ?per ?cent(?![a-z])", r"\1%"),
-    (r"\s+", " "),
-    (r"(\w) (?=\^)", r"\1"),
-    # All of it in parentheses or quotation marks
-    (r"^ ?\(([^()]*)\) ?$", r"\1"),
-    (r"^ ?[\"'“]([^\"'”]*)[\"'”] ?$", r"\1"),
-    (r"^ ?_([^_]*)_ ?$", r"\1"),
-]
 # A field in prose: words, a number, words.
 PROSE = re.compile(
     rf"(?P<before>[^\d\\]*?)"
@@ -72,39 +49,16 @@ PROSE = re.compile(
 )
 WORD = re.compile(r"[^\W\d_]+(?:['-][^\W\d_]+)*'?(?:\^?[23²³](?!\w))?|\S")
 VARIABLE = re.compile(r"(?:^|\s)[a-z]\s*=\s*$", re.IGNORECASE)
+WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("words.json").read_text("utf-8"))
 # Words, and nothing else, that may introduce a number: not "at least", "half of" or "minus".
-BEFORE = set(
-    "the answer ans final correct result solution total number amount sum value cost price profit "
-    "so thus therefore hence then is are was were it it's that this there he she they we i you has "
-    "have had need needs get gets got take takes make makes made earn earns earned "
-    "spend spends spent pay pays paid sold will be would equals usd : = ,".split()
-)
-NUMBER_WORDS = set(
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-    "sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety "
-    "hundred hundreds thousand thousands million millions billion billions trillion trillions "
-    "dozen dozens gross score lakh crore grand googol mil mill mln mn "
-    "bil bn tn mio".split()
-)
-PARTS = set(
-    "percent percentage percents pct mille promille half halves third thirds fourth fourths "
-    "quarter quarters fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths "
-    "tenth tenths hundredth hundredths thousandth thousandths millionth millionths "
-    "st nd rd th".split()
-)
-OPERATIONS = set(
-    "plus minus negative divided over squared cubed factorial power root sqrt log ln sin cos tan e "
-    "pi double doubled twice triple tripled halved itself inverse reciprocal mod remainder base "
-    "raised factorials binary octal hex basis kilo mega giga infinity infinite nan".split()
-)
-DOUBTS = set(
-    "or and but either vs nor not no never isn't aren't wasn't wrong incorrect false invalid error "
-    "mistake wait hmm actually instead except if unless than least most max maximum minimum up "
-    "under above below short ish est approx approximately about around nearly almost roughly maybe "
-    "perhaps possibly probably sure unsure guess unknown ers es o'clock".split()
-)
+BEFORE = set(WORDS["before"])
 # Words after a number that make it another number, or put it in doubt.
-DOUBTFUL = NUMBER_WORDS | PARTS | OPERATIONS | DOUBTS
+DOUBTFUL = {
+    *WORDS["numbers"],
+    *WORDS["parts"],
+    *WORDS["operations"],
+    *WORDS["doubts"],
+}
 # Letters that are units: after a space, and after the digits, where m may be millions.
 LETTER_UNITS, GLUED_UNITS = set("ghlmsCFLW"), set("ghlsL")
 
@@ -155,7 +109,7 @@ def quantity(field: str | None, asked: str = "") -> Fraction | None:
     """
     if field is None or len(field) > MAX_CHARACTERS:
         return None
-    text = _without_markup(without_scale(field, asked))
+    text = in_prose(without_scale(field, asked))
     match = PROSE.fullmatch(text)
     if match is None or ".." in text or (match["sign"] and match["minus"]):
         return None
@@ -163,14 +117,6 @@ def quantity(field: str | None, asked: str = "") -> Fraction | None:
         return None
     sign = match["sign"] or match["minus"]
     return number(f"{sign}{match['number']}{match['scale'] or ''}")
-
-
-def _without_markup(field: str) -> str:
-    """The prose of a field in Markdown or LaTeX."""
-    text = plain(field)
-    for pattern, replacement in MARKUP:
-        text = re.sub(pattern, replacement, text)
-    return text.strip()
 
 
 def _introduces(text: str) -> bool:

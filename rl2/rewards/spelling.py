@@ -76,6 +76,33 @@ SPELLINGS = [
     (r"\.$", ""),
 ]
 
+# (pattern, replacement), applied in this order: Markdown and LaTeX become prose.
+# They differ from those above: a space stays, and a field in parentheses is its content.
+PROSE_SPELLINGS = [
+    (r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r" \1 "),
+    # Fractions, with a space in mixed numbers: 7\frac{1}{2}
+    (r"\\[dtc]?frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+    (r"(\d)\s*\\[dtc]?frac\{(\d+)\}\{(\d+)\}", r"\1 \2/\3"),
+    (r"\\[dtc]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2"),
+    (r"\\(?:boxed|fbox)\s*\{([^{}]*)\}", r" \1 "),
+    (r"\^\{?\\circ\}?", " degrees "),
+    (r"\{,\}", ","),
+    (r"\\!", ""),
+    (r"\\([$%])", r"\1"),
+    (r"\\[()\[\],;: ]|\*\*|__|`", " "),
+    (r"^\s*\*([^*]*)\*\s*$", r"\1"),
+    # Dollars around a formula, not those before an amount
+    (r"\$\$([^$]*)\$\$", r" \1 "),
+    (r"\$\s*(\$?[^$]*)\$(?!\s*\d)", r" \1 "),
+    (r"(\d) ?per ?cent(?![a-z])", r"\1%"),
+    (r"\s+", " "),
+    (r"(\w) (?=\^)", r"\1"),
+    # All of it in parentheses or quotation marks
+    (r"^ ?\(([^()]*)\) ?$", r"\1"),
+    (r"^ ?[\"'“]([^\"'”]*)[\"'”] ?$", r"\1"),
+    (r"^ ?_([^_]*)_ ?$", r"\1"),
+]
+
 
 def plain(text: str) -> str:
     r"""A text without invisible characters, with one minus sign, ASCII digits and common spaces.
@@ -100,3 +127,11 @@ def one_spelling(field: str) -> str:
     for pattern, replacement in SPELLINGS:
         field = re.sub(pattern, replacement, field)
     return field
+
+
+def in_prose(field: str) -> str:
+    """The prose of a field in Markdown or LaTeX."""
+    text = plain(field)
+    for pattern, replacement in PROSE_SPELLINGS:
+        text = re.sub(pattern, replacement, text)
+    return text.strip()
