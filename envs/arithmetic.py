@@ -28,7 +28,7 @@ def reward_fn(messages, answer):
 
 
 def extract(messages):
-    """The exact value of the last number after the thinking as a text, or None."""
+    """Returns the exact value of the last number after the thinking as a text, or None."""
     numbers = NUMBER.findall(plain(conclusion(messages[-1]["content"])))
     if not numbers or len(numbers[-1]) > MAX_CHARACTERS:
         return None
@@ -36,5 +36,5 @@ def extract(messages):
 
 
 def exact_value(number):
-    """The exact value of a number or of its text: exact_value("1,234.5") == 1234.5."""
+    """Returns the exact value of a number or of its text: exact_value("1,234.5") == 1234.5."""
     return Fraction(str(number).replace(",", ""))

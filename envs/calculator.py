@@ -71,13 +71,13 @@ def reward_fn(messages, answer):
 
 
 def extract(messages):
-    """The text of the last <answer></answer> of the model's last turn, or None."""
+    """Returns the text of the last <answer></answer> of the model's last turn, or None."""
     replies = [message["content"] for message in messages if message["role"] == "assistant"]
     return last_tagged(replies[-1])
 
 
 def evaluate_text(expression):
-    """The text of the expression's value, or of what is wrong with the expression."""
+    """Returns the text of the expression's value, or of what is wrong with the expression."""
     if len(expression) > MAX_CHARACTERS:
         return f"error: the expression is longer than {MAX_CHARACTERS} characters"
     try:
@@ -92,7 +92,10 @@ def evaluate_text(expression):
 
 
 def evaluate(node):
-    """The value of a syntax tree that has only numbers and operators. ValueError for any other."""
+    """Returns the value of a syntax tree that has only numbers and operators.
+
+    ValueError for any other.
+    """
     match node:
         case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
             return node.value
@@ -115,7 +118,7 @@ def power(base, exponent):
 
 
 def make_row(generator):
-    """A question, as a row of the trainer."""
+    """Returns a question, as a row of the trainer."""
     form = generator.choice(FORMS)
     numbers = [generator.randint(100, 9999) for _ in range(form.count("{}"))]
     expression = form.format(*numbers)
@@ -127,7 +130,7 @@ def make_row(generator):
 
 
 def make_conversation(generator):
-    """A question that is solved with the tool."""
+    """Returns a question that is solved with the tool."""
     row = make_row(generator)
     replies = [
         {"role": "assistant", "content": CALL.format(row["expression"])},

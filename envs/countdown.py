@@ -48,13 +48,13 @@ def reward_fn(messages, answer, numbers):
 
 
 def extract(messages):
-    """The text of the last <answer></answer> of the reply, or None."""
+    """Returns the text of the last <answer></answer> of the reply, or None."""
     field = last_tagged(messages[-1]["content"])
     return None if field is None or len(field) > MAX_CHARACTERS else field
 
 
 def evaluate(node, used_numbers):
-    """The exact value of a syntax tree. Its numbers are appended to `used_numbers`.
+    """Returns the exact value of a syntax tree. Its numbers are appended to `used_numbers`.
 
     ValueError if it has anything but whole numbers and the four operators.
     """

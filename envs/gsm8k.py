@@ -29,7 +29,7 @@ def reward_fn(messages, answer):
 
 
 def extract(messages):
-    """The exact number after the last #### of the reply as a text, or None.
+    """Returns the exact number after the last #### of the reply as a text, or None.
 
     60% is 60 if the question asks for a percentage, else 0.6.
     """

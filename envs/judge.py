@@ -19,7 +19,7 @@ If there is no verdict before DEADLINE_SECONDS, which should be below rollout.en
 that can be read, the trajectory is masked. NUM_TOGETHER, MIN_INTERVAL and the cache are those of
 one process of the trainer.
 
-The judge gets the reply as a JSON string behind a warning, so that the reply cannot end the
+The judge gets the reply as a JSON string after a warning, so that the reply cannot end the
 quotation. A verdict is the last line of the judge, and counts only if no other line looks like one:
 a judge that repeats a verdict of the reply gives none. A model can still persuade a judge. Look at
 the transcripts of the best replies.
@@ -72,7 +72,7 @@ class Unavailable(Exception):
 
 
 def reward_fn(messages, criteria):
-    """The judge's score of the last reply: 0.0, 0.1, ..., 1.0."""
+    """Returns the judge's score of the last reply: 0.0, 0.1, ..., 1.0."""
     *conversation, reply = messages
     if not reply["content"].strip() or len(reply["content"]) > MAX_CHARACTERS:
         return 0.0
@@ -83,7 +83,7 @@ def reward_fn(messages, criteria):
 
 @functools.lru_cache(maxsize=20_000)
 def judge(prompt):
-    """The score of a prompt. An error if there is none in time; errors are not cached."""
+    """Returns the score of a prompt. An error if there is none in time; errors are not cached."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     pause = FIRST_PAUSE
     while True:
@@ -99,7 +99,7 @@ def judge(prompt):
 
 
 def ask(prompt, deadline):
-    """The reply of the judge. Unavailable if the server is busy, breaks off or is late."""
+    """Returns the reply of the judge. Unavailable if the server is busy, breaks off or is late."""
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": prompt}],
@@ -127,7 +127,7 @@ def ask(prompt, deadline):
 
 
 def wait_for_start(deadline):
-    """Waits for the turn of the next request. Unavailable if that is behind the deadline."""
+    """Waits for the turn of the next request. Unavailable if that is after the deadline."""
     global next_start
     with START_LOCK:
         start = max(time.monotonic(), next_start)
@@ -138,7 +138,10 @@ def wait_for_start(deadline):
 
 
 def fetch(request, deadline):
-    """The body of the response. OSError if it is not complete at the deadline, or too long."""
+    """Returns the body of the response.
+
+    OSError if it is not complete at the deadline, or too long.
+    """
     parts, size = [], 0
     with urllib.request.urlopen(request, timeout=deadline - time.monotonic()) as response:
         while part := response.read1(65536):
@@ -150,7 +153,10 @@ def fetch(request, deadline):
 
 
 def read_verdict(reply):
-    """The score in the last line of the judge's reply. ValueError unless it is the only one."""
+    """Returns the score in the last line of the judge's reply.
+
+    ValueError unless it is the only one.
+    """
     last = reply.strip().rpartition("\n")[2].strip()
     verdict = VERDICT.fullmatch(last)
     if verdict is None or len(SCORE_LINE.findall(reply)) != 1:
@@ -159,5 +165,5 @@ def read_verdict(reply):
 
 
 def read_seconds(text):
-    """The seconds of a Retry-After header, 0.0 for a date or nothing."""
+    """Returns the seconds of a Retry-After header, 0.0 for a date or nothing."""
     return float(text) if text.isdecimal() else 0.0

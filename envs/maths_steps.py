@@ -59,13 +59,16 @@ def reward_fn(messages, expression, turn):
 
 
 def read_replies(messages, turn):
-    """The last lines of the model's turns. Earlier messages of the assistant are examples."""
+    """Returns the last lines of the model's turns.
+
+    Earlier messages of the assistant are examples.
+    """
     replies = [message["content"] for message in messages if message["role"] == "assistant"]
     return [reply.strip().rpartition("\n")[2].strip() for reply in replies[-turn:]]
 
 
 def follow(expression, steps):
-    """The expression behind the right ones of these steps."""
+    """Returns the expression after the right ones of these steps."""
     for step in steps:
         if not find_fault(expression, step):
             expression = step
@@ -73,7 +76,7 @@ def follow(expression, steps):
 
 
 def find_fault(expression, step):
-    """What is wrong with a step from the expression, or an empty text."""
+    """Returns what is wrong with a step from the expression, or an empty text."""
     if len(step) > MAX_CHARACTERS:
         return f"the step is longer than {MAX_CHARACTERS} characters."
     try:
@@ -111,7 +114,7 @@ def evaluate(node):
 
 
 def make_row(generator):
-    """An expression of 2 to 4 operations behind the worked examples."""
+    """Returns an expression of 2 to 4 operations, after the worked examples."""
     expression = str(generator.randint(2, 20))
     num_operations = generator.randint(2, 4)
     for number in range(num_operations):
@@ -129,7 +132,7 @@ def make_row(generator):
                 {"role": "assistant", "content": step},
                 {"role": "user", "content": GO_ON},
             ]
-        messages.pop()  # behind the number there is no next step
+        messages.pop()  # there is no step after the number
     messages.append({"role": "user", "content": expression})
     return {"messages": messages, "expression": expression}
 

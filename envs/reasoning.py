@@ -51,13 +51,16 @@ def reward_fn(messages, task, settings, seed, index, answer):
 
 
 def extract(messages):
-    """The text of the last <answer></answer> of the reply, or None."""
+    """Returns the text of the last <answer></answer> of the reply, or None."""
     return last_tagged(messages[-1]["content"])
 
 
 @functools.lru_cache(maxsize=10_000)
 def make_entry(task, settings, seed, index):
-    """The task, and its question with this number. An error if it cannot score its own answer."""
+    """Returns the task, and its question with this number.
+
+    An error if it cannot score its own answer.
+    """
     dataset = make_dataset(task, settings, seed, index + 1)
     entry = dataset[index]
     dataset.score_answer(entry["answer"], entry)

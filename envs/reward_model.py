@@ -35,7 +35,7 @@ LOCK = threading.Lock()
 
 
 def reward_fn(messages, answer=None):
-    """The score of the whole conversation.
+    """Returns the score of the whole conversation.
 
     If the server fails or is too slow, this trajectory is masked, as for every error of an env.
     """

@@ -53,7 +53,7 @@ ARTICLES = ("a", "an", "the")
 
 
 def interact(messages):
-    """The documents for the first search of the last turn.
+    """Returns the documents for the first search of the last turn.
 
     A turn that has an answer, or no search, ends the conversation.
     """
@@ -97,7 +97,7 @@ def look_up(query):
 
 
 def normalise(text):
-    """The words in lower case, without punctuation and articles."""
+    """Returns the words in lower case, without punctuation and articles."""
     lower = text.lower()
     text = "".join(character for character in lower if character not in string.punctuation)
     return " ".join(word for word in text.split() if word not in ARTICLES)
@@ -131,7 +131,10 @@ class Index:
                 weights.append(frequency * (SATURATION + 1) / (frequency + saturation))
 
     def search(self, query, limit):
-        """The best (text, score), best first. Of equal ones the earlier text comes first."""
+        """Returns the best (text, score), best first.
+
+        Of equal ones the earlier text comes first.
+        """
         scores = Counter()
         for word in dict.fromkeys(words_of(query)):
             numbers, weights = self.places.get(word, ((), ()))
@@ -148,7 +151,7 @@ def words_of(text):
 
 
 def read_corpus(path):
-    """The texts of a corpus. ValueError names the line that has none."""
+    """Returns the texts of a corpus. ValueError names the line that has none."""
     texts = []
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
@@ -162,7 +165,7 @@ def read_corpus(path):
 
 
 def make_server(index, host, port):
-    """A server of the index. Port 0 takes a free one."""
+    """Returns a server of the index. Port 0 takes a free one."""
 
     class Handler(BaseHTTPRequestHandler):
         timeout = TIMEOUT_SECONDS  # of reading a request
@@ -190,7 +193,7 @@ def make_server(index, host, port):
 
 
 def answer_request(index, request):
-    """The documents of each query of a request."""
+    """Returns the documents of each query of a request."""
     limit = min(int(request.get("topk", NUM_DOCUMENTS)), MAX_DOCUMENTS)
     return [
         [

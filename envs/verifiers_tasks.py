@@ -37,7 +37,7 @@ class make_env:
 
     async def reset(self, taskset, settings, index, key):
         self.player = None
-        # The import takes seconds, in which other calls of the event loop go on.
+        # The import takes seconds, in which other calls of the event loop continue.
         loaded = await asyncio.to_thread(load, taskset, json.dumps(settings, sort_keys=True))
         task = loaded.task(index)
         if task.key != key:
@@ -118,7 +118,7 @@ class Player:
         await task.score(self.trace)
 
     async def turn(self, message=None):
-        """The policy's answer to a message, as a segment of verifiers."""
+        """Returns the policy's answer to a message, as a segment of verifiers."""
         from verifiers.v1.agent import Segment
         from verifiers.v1.types import AssistantMessage
 
@@ -162,7 +162,7 @@ class Loaded:
 
 
 def load(taskset, settings):
-    """The taskset with these settings, which is loaded once."""
+    """Returns the taskset with these settings, which is loaded once."""
     with LOCK:
         return load_once(taskset, settings)
 
@@ -173,7 +173,7 @@ def load_once(taskset, settings):
 
 
 def prompt_of(task):
-    """The messages of a task; none if the user opens the conversation."""
+    """Returns the messages of a task; none if the user opens the conversation."""
     messages, data = [], task.data
     if data.system_prompt is not None:
         messages.append({"role": "system", "content": data.system_prompt})

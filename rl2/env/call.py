@@ -71,12 +71,15 @@ class Env:
         self._thread_runner = ThreadRunner(timeout)
         self._pool = pool
         self._sessions = Sessions(spec.functions())
-        self._open_keys: set[Key] = set()  # of trajectories whose object is not closed
+        self._open_keys: set[Key] = set()  # of trajectories with an open object
         if self.has_object:
             atexit.register(self._close_objects)
 
     async def begin(self, row: dict, key: Key) -> list[dict]:
-        """The prompt of a trajectory. Makes its object, whose `reset` may add to the prompt."""
+        """Returns the prompt of a trajectory.
+
+        Makes its object; `reset` may add to the prompt.
+        """
         messages = row["messages"]
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
@@ -129,7 +132,7 @@ class Env:
     async def score(
         self, messages: list[dict], row: dict, key: Key = None, inputs: Inputs = NO_INPUTS
     ) -> dict[str, float]:
-        """The reward parts of a conversation, by name. The reward is their sum.
+        """Returns the reward parts of a conversation, by name. The reward is their sum.
 
         A plain number becomes {"reward": number}, one of TRL has the name of its function.
         """
@@ -210,7 +213,7 @@ class Env:
         key: Key,
         inputs: Inputs,
     ) -> Any:
-        """The checked result of a function, with the arguments that it asks for."""
+        """Returns the checked result of a function, with the arguments that it asks for."""
         missing = [column for column in required_columns(function) if column not in row]
         if missing:
             raise EnvError(f"{name} needs {', '.join(missing)}, which the row does not have")

@@ -5,11 +5,11 @@
     def extract(messages): ...            # the answer alone, for the majority vote of an evaluation
     def group_reward_fn(trajectories): ...  # rewards that compare the answers to one prompt
     class make_env: ...                   # an object for each trajectory, with tools
-    async def run(row, base_url, model): ...  # an agent of its own, with the model behind HTTP
+    async def run(row, base_url, model): ...  # an agent that calls the model over HTTP
 
 Each may be async. Arguments are passed by name: `messages` is the conversation so far, every other
 name is a column of the row, and `**columns` receives all columns. `reward_fn` returns a number, or
-a dict of reward parts whose sum is the reward. `interact` returns a list of new messages, none of
+a dict of reward parts, which are summed. `interact` returns a list of new messages, none of
 them from the assistant. An empty list ends the conversation. `extract` returns the answer as a text
 or a number, or None if the conversation has none. Equal answers are one vote. A function of that
 name without the parameter `messages` is another one, which rl2 does not call.
@@ -51,7 +51,7 @@ that name without the parameter `base_url` is another one.
 
 Reward functions of TRL and verl are called as their own trainers call them, with one conversation
 at a time. In place of `reward_fn` a file may have `compute_score` (verl), or any number of TRL's,
-whose rewards are the parts.
+each of which is a reward part.
 """
 
 import inspect
@@ -87,7 +87,7 @@ GIVEN_INPUTS = {
     "model",
     "api_key",
 }
-# Methods of an environment's object that are no tools. The names of their calls begin so.
+# Methods of an environment's object that are not tools. The names of their calls begin so.
 METHODS = ("reset", "step", "reward", "get_reward", "close")
 METHOD = "environment."
 TOOL = "tool."
@@ -117,7 +117,7 @@ class Turn:
 
     messages: list[dict] = field(default_factory=list)
     reward: float = 0.0  # of the turn
-    done: bool = False  # ends the trajectory, behind the messages
+    done: bool = False  # ends the trajectory after the messages
 
 
 def add_parts(parts: dict[str, float], others: dict[str, float]) -> None:
@@ -177,7 +177,7 @@ def check_signature(function: Callable, name: str) -> None:
 
 
 def project_of(function: Callable) -> str:
-    """The project whose signature a reward function has: TRL, verl, or "" for rl2's own."""
+    """Returns the project that a reward function is written for: TRL, verl, or "" for rl2's own."""
     parameters = inspect.signature(function).parameters
     if "messages" in parameters:
         return ""
@@ -201,7 +201,7 @@ def required_columns(function: Callable) -> list[str]:
 def select_arguments(
     function: Callable, messages: list[dict], row: dict, inputs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments that `function` asks for, by name.
+    """Returns the arguments that `function` asks for, by name.
 
     `messages` is always the conversation, even if the row has a column with that name. Other
     `inputs` are for those functions only that name them, and give way to columns.
@@ -219,7 +219,7 @@ def select_arguments(
 
 
 def _foreign_inputs(project: str, messages: list[dict], row: dict) -> dict[str, Any]:
-    """What the trainer of a project passes to its reward functions."""
+    """Returns what the trainer of a project passes to its reward functions."""
     prompt = row["messages"]
     reply: Any = messages[1 if isinstance(prompt, str) else len(prompt) :]
     text = "\n".join(str(message["content"]) for message in reply)
@@ -232,7 +232,7 @@ def _foreign_inputs(project: str, messages: list[dict], row: dict) -> dict[str, 
 
 
 def unwrap_reward(name: str, function: Callable, result: Any) -> Any:
-    """The reward of one conversation, or its parts, from what the function `name` returned.
+    """Returns the reward of one conversation, or its parts, from what the function `name` returned.
 
     TRL's None, for a function that does not apply, is 0. Beside `score`, verl only logs.
     """
@@ -245,7 +245,7 @@ def unwrap_reward(name: str, function: Callable, result: Any) -> Any:
 
 
 def is_env_message(message: Any) -> bool:
-    """Whether `message` is one that `interact` may return."""
+    """Returns whether `message` is one that `interact` may return."""
     return (
         isinstance(message, dict)
         and isinstance(message.get("role"), str)

@@ -40,7 +40,7 @@ RowSets = dict[str, Rows]  # by the key that names the data: data.path, data.tes
 def load_env(
     path: str, timeout: float = 60.0, concurrency: int = 32, isolation: str = "thread"
 ) -> Env:
-    """The environment of an env file.
+    """Returns the environment of an env file.
 
     `timeout` is the limit of each call in seconds; `concurrency` calls run at a time. `isolation`
     is what a sync function runs in: thread | process.
@@ -65,8 +65,8 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = Fa
 
     `is_partial` is rollout.partial.
 
-    The functions' parameters are compared with the columns of all rows; one row of each kind stands
-    for all of them. If they fit, the functions are called with a few rows of each data set, each
+    The functions' parameters are compared with the columns of all rows; one row of each kind is
+    enough. If they fit, the functions are called with a few rows of each data set, each
     with an empty and a short reply. The calls run in processes, so that none can block this one. A
     conversation that fails is tried again, as a run tolerates some failures.
     """
@@ -109,7 +109,7 @@ def _spread(rows: Rows) -> list[dict]:
 def _find_turn_problems(
     env: Env, row_sets: RowSets, max_turns: int, is_partial: bool
 ) -> Iterator[str]:
-    """What keeps a conversation from having several turns, or an object."""
+    """Yields what keeps a conversation from having several turns, or an object."""
     if is_partial and env.keeps_state:
         yield (
             "rollout.partial=true moves trajectories between processes, where `run`, the objects "
@@ -153,7 +153,7 @@ class _Trial:
     is_late: bool = False  # a call is late whenever it is tried, so no further one is
 
     async def run(self, rows: list[dict]) -> list[str]:
-        """The failures on each row with each trial reply, tried side by side."""
+        """Returns the failures on each row with each trial reply, tried side by side."""
         trials = list(itertools.product(rows, TRIAL_REPLIES))
         slots = asyncio.Semaphore(TRIAL_PROCESSES if self.env.path else len(trials))
         failures = await asyncio.gather(
@@ -166,7 +166,7 @@ class _Trial:
         return [_describe_failure(failure, replies) for failure, replies in replies_of.items()]
 
     async def _try(self, slots: asyncio.Semaphore, row: dict, reply: str, number: int) -> str:
-        """The failure that a conversation of one reply has whenever it is tried, or ""."""
+        """Returns the failure that a conversation of one reply has whenever it is tried, or ""."""
         failure: EnvError | None = None
         async with slots:
             for play in range(MAX_TRIAL_PLAYS):
@@ -198,7 +198,10 @@ class _Trial:
 async def play_reply(
     env: Env, max_turns: int, row: dict, reply: str, key: Hashable
 ) -> dict[str, float]:
-    """The reward parts of a conversation of one reply. EnvError if one of its calls fails."""
+    """Returns the reward parts of a conversation of one reply.
+
+    EnvError if one of its calls fails.
+    """
     inputs = {**TRIAL_INPUTS, "num_tokens": min(MAX_TRIAL_TOKENS, len(reply) // 4 + 1)}
     parts = {}
     try:
@@ -219,7 +222,7 @@ async def play_reply(
 
 
 def _describe_failure(failure: str, replies: set[str]) -> str:
-    """The failure, with the reply of the assistant if other replies have another result."""
+    """Returns the failure, with the reply of the assistant if other replies have another result."""
     if len(replies) == len(TRIAL_REPLIES):
         return failure
     return f"with the reply {replies.pop()!r}, {failure}"

@@ -106,7 +106,7 @@ class EnvLoop:
         return self._blocked_before + self.blocked_for
 
     async def responds(self) -> bool:
-        """Whether the loop responds soon."""
+        """Returns whether the loop responds soon."""
         response = threading.Event()
         self.loop.call_soon_threadsafe(response.set)
         # Not one long wait: something may stop both threads for as long.
@@ -180,7 +180,10 @@ class LoopRunner:
         self._loop: EnvLoop | None = None  # the first call starts it
 
     async def run(self, name: str, function: Callable, arguments: dict) -> Any:
-        """The checked result of a call. EnvError if it fails, takes too long or blocks the loop."""
+        """Returns the checked result of a call.
+
+        EnvError if it fails, takes too long or blocks the loop.
+        """
         num_plays = 1
         while True:
             if self._loop is None:
@@ -204,7 +207,7 @@ class LoopRunner:
             loop.close()
 
     async def _wait(self, call: Call, loop: EnvLoop) -> Any:
-        """The result of a call that begins now."""
+        """Returns the result of a call that begins now."""
         begin, blocked_before = time.monotonic(), loop.blocked_seconds
         result = asyncio.wrap_future(call.result)
         with expecting(self._timeout):

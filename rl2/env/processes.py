@@ -27,7 +27,7 @@ from rl2.env.session import CLOSE
 from rl2.progress import expecting
 
 IMPORT_SECONDS = 300.0  # that the import of the env file may take in a process
-# A process that was killed is waited for so long. It may wait itself, for a disk that is lost.
+# How often to look whether a killed process has ended. It may hang, as on a lost disk.
 ENDING_LOOKS = 1000
 LOOK_SECONDS = 0.01
 
@@ -51,7 +51,7 @@ class Child:
     async def ask(self, request: bytes) -> dict[str, Any]:
         """Sends `request` and returns the answer.
 
-        OSError or ValueError if the process ends or its answer is no JSON.
+        OSError or ValueError if the process ends or its answer is not JSON.
         """
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self.socket, request)
@@ -88,7 +88,10 @@ class EnvProcess:
         self._num_ended = 0  # children that have ended
 
     async def run(self, name: str, arguments: dict, key: Hashable, home: "Home") -> Any:
-        """The checked result of a call, after those that wait here. EnvError if it fails."""
+        """Returns the checked result of a call, after those that wait here.
+
+        EnvError if it fails.
+        """
         async with self.lock:
             if self._child is not None and self._child.process.poll() is not None:
                 await self.end_child()  # it has ended between two calls
@@ -111,7 +114,7 @@ class EnvProcess:
                 return await self._call(name, request, home)
 
     def has_state(self, home: "Home") -> bool:
-        """Whether the state of a trajectory is in the child that runs now."""
+        """Returns whether the state of a trajectory is in the child that runs now."""
         return home.process is self and home.keeps_state and home.num_ended == self._num_ended
 
     async def _call(self, name: str, request: bytes, home: "Home") -> Any:
@@ -219,7 +222,7 @@ class ProcessPool:
     async def run(
         self, name: str, arguments: dict, key: Hashable = None, keeps_state: bool = False
     ) -> Any:
-        """The checked result of the file's function `name`. EnvError if the call fails.
+        """Returns the checked result of the file's function `name`. EnvError if the call fails.
 
         `keeps_state` says whether the trajectory `key` needs what its earlier calls have left.
         """
@@ -227,7 +230,7 @@ class ProcessPool:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def keep_state(self, process: EnvProcess, other_than: "Home | None") -> bool:
-        """Whether trajectories, other than that of a home, keep state in a process."""
+        """Returns whether trajectories, other than that of a home, keep state in a process."""
         homes = [*self._homes.values(), *self._closing]
         return any(home is not other_than and process.has_state(home) for home in homes)
 
@@ -264,7 +267,7 @@ class ProcessPool:
             self._offer(home.process)
 
     async def _free_process(self, keeps_state: bool) -> EnvProcess:
-        """A process that runs no call: for a trajectory with state one with few others.
+        """Returns a process that runs no call: for a trajectory with state one with few others.
 
         Other calls take the first one, so that no more processes than necessary start.
         """

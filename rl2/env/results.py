@@ -84,14 +84,14 @@ def _to_reward(name: str, part: str, value: Any) -> float:
 
 
 def _to_group(name: str, result: Any) -> list[dict[str, float]]:
-    """The reward parts of each trajectory of a group."""
+    """Returns the reward parts of each trajectory of a group."""
     if not isinstance(result, list | tuple):
         raise _unexpected(f"{name}: expected a list with the reward of each trajectory", result)
     return [_to_reward_parts(name, reward) for reward in result]
 
 
 def _to_turn(name: str, result: Any) -> dict[str, Any]:
-    """What `interact` or `step` returned, as the fields of a Turn."""
+    """Returns what `interact` or `step` returned, as the fields of a Turn."""
     if isinstance(result, tuple):  # of Gymnasium, or its elder with one flag
         observation, reward, *flags = result
         done = any(flag for flag in flags if not isinstance(flag, dict))
@@ -110,7 +110,7 @@ def _to_turn(name: str, result: Any) -> dict[str, Any]:
 
 
 def _to_observation(name: str, result: Any) -> str:
-    """What `reset` returned: a text or nothing. Gymnasium's tuple begins with it."""
+    """Returns what `reset` returned: a text or nothing. Gymnasium's tuple begins with it."""
     observation = result[0] if isinstance(result, tuple) else result
     if not isinstance(observation, str | None):
         raise _unexpected(f"{name}: expected a text for the end of the prompt, or None", result)
@@ -118,12 +118,12 @@ def _to_observation(name: str, result: Any) -> str:
 
 
 def _to_text(text: str) -> str:
-    """A text that the policy sees."""
+    """Returns a text that the policy sees."""
     return LONE_SURROGATE.sub("\ufffd", text[:MAX_CHARACTERS])
 
 
 def _to_tool_result(result: Any) -> str:
-    """What a tool returned, as the text that the model sees: JSON if it is no text."""
+    """Returns what a tool returned, as the text that the model sees: JSON unless it is a text."""
     if isinstance(result, str):
         return _to_text(result)
     return _to_text(json.dumps(result, ensure_ascii=False, default=str))
@@ -151,12 +151,12 @@ def to_messages(name: str, result: Any) -> list[dict]:
 
 
 def _to_run(name: str, result: Any) -> dict[str, float]:
-    """The reward parts that an agent returned; none if it leaves them to reward_fn."""
+    """Returns the reward parts that an agent returned; none if it leaves them to reward_fn."""
     return {} if result is None else _to_reward_parts(name, result)
 
 
 def _to_extract(name: str, result: Any) -> str | None:
-    """What `extract` returned, as a text; None where the conversation has no answer."""
+    """Returns what `extract` returned, as a text; None where the conversation has no answer."""
     value = _to_python(result)
     if value is None:
         return None
@@ -170,7 +170,10 @@ def _to_nothing(name: str, result: Any) -> None:
 
 
 def _to_python(value: Any) -> Any:
-    """A scalar of NumPy or PyTorch as a number of Python. Other values are returned as they are."""
+    """Returns a scalar of NumPy or PyTorch as a number of Python.
+
+    Other values are returned as they are.
+    """
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
@@ -183,7 +186,7 @@ def check_nesting(value: Any, levels: int) -> None:
 
 
 def _unexpected(expected: str, value: Any) -> EnvError:
-    """The env returned something else than what it says in words."""
+    """Returns the error of a result that is not the expected one."""
     return EnvError(f"{expected}, got {reprlib.repr(value)} ({type(value).__name__})", expected)
 
 

@@ -39,7 +39,7 @@ class CallThread(threading.Thread):
     def __init__(self, name: str, function: Callable[[], Any]):
         super().__init__(name=name, daemon=True)
         self.result: concurrent.futures.Future = concurrent.futures.Future()
-        # The future cannot be cancelled from here on, so a result that comes too late is no error.
+        # The future cannot be cancelled from here on, so a late result is not an error.
         self.result.set_running_or_notify_cancel()
         self._function = function
         self._lock = threading.Lock()
@@ -86,7 +86,7 @@ class ThreadRunner:
                 self._overdue[thread] = time.monotonic()
 
     def _end_overdue_calls(self) -> None:
-        """Tries again to end them: an env may catch an exception and go on."""
+        """Tries again to end them: an env may catch an exception and continue."""
         num_stuck = 0
         for thread, last_time in list(self._overdue.items()):
             if not thread.is_alive():
@@ -112,7 +112,10 @@ def _call(name: str, function: Callable, arguments: dict) -> Any:
 
 
 async def wait_for_result(name: str, result: concurrent.futures.Future, timeout: float) -> Any:
-    """The result of a call that begins now. EnvError if it takes longer than `timeout` seconds."""
+    """Returns the result of a call that begins now.
+
+    EnvError if it takes longer than `timeout` seconds.
+    """
     task = asyncio.wrap_future(result)
     with expecting(timeout):
         done, _ = await asyncio.wait([task], timeout=timeout)

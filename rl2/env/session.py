@@ -12,7 +12,7 @@ from typing import Any
 
 from rl2.env.contract import METHOD
 
-CLOSE = METHOD + "close"  # also the last call of a trajectory whose object has no such method
+CLOSE = METHOD + "close"  # the last call of a trajectory, also without this method
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Session:
         self.environment = make_env()
 
     def bind(self, functions: Mapping[str, Any], name: str) -> Callable:
-        """The function of the call `name`, with what it asks for of the session."""
+        """Returns the function of the call `name`, with what it asks for of the session."""
         if name == "make_env":
             return partial(self.make, functions[name])
         if name == CLOSE:

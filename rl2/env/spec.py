@@ -59,7 +59,7 @@ class EnvSpec:
         return self.object is not None or bool({"state", "base_url"} & self.parameters())
 
     def reward_functions(self) -> dict[str, Callable]:
-        """What rewards one trajectory: the functions of the file, then the methods."""
+        """Returns what rewards one trajectory: the functions of the file, then the methods."""
         functions = dict(self.reward_fns)
         for name in ("reward", "get_reward"):
             if name in self.methods:
@@ -67,7 +67,7 @@ class EnvSpec:
         return functions
 
     def functions(self) -> dict[str, Callable]:
-        """The functions of the file, by name."""
+        """Returns the functions of the file, by name."""
         functions = dict(self.reward_fns)
         others = {
             "interact": self.interact,
@@ -82,14 +82,17 @@ class EnvSpec:
         return functions
 
     def row_functions(self) -> dict[str, Callable]:
-        """The functions and methods, which may ask for columns. The model calls the tools."""
+        """Returns the functions and methods, which may ask for columns.
+
+        The model calls the tools.
+        """
         functions = self.functions()
         for name, method in self.methods.items():
             functions[METHOD + name] = method
         return functions
 
     def parameters(self) -> set[str]:
-        """The names of all that the functions, methods and tools ask for."""
+        """Returns the names of all that the functions, methods and tools ask for."""
         names: set[str] = set()
         for function in (*self.row_functions().values(), *self.tools.values()):
             names.update(inspect.signature(function).parameters)

@@ -63,7 +63,7 @@ def extract(text: str) -> str | None:
 
 
 def judge(program: str, test_cases: Any, limits: Limits | None = None) -> Verdict:
-    """Whether the program passes the tests, which are one of these:
+    """Returns whether the program passes the tests, which are one of these:
 
     {"inputs": [...], "outputs": [...]}: what the program reads, and what it must print. Spaces at
         the ends of lines, and empty lines at the end, do not count.
@@ -172,7 +172,10 @@ def _check_tests(tree: ast.Module) -> None:
 
 
 def _is_test(function: ast.FunctionDef | ast.AsyncFunctionDef, names: set[str]) -> bool:
-    """Whether a function named test* runs without a call. ValueError if it needs a fixture."""
+    """Returns whether a function named test* runs without a call.
+
+    ValueError if it needs a fixture.
+    """
     parameters = [*function.args.posonlyargs, *function.args.args]
     needed = [p.arg for p in parameters]
     needed = needed[: len(parameters) - len(function.args.defaults)]

@@ -39,7 +39,7 @@ SECCOMP_ALLOW, SECCOMP_ERRNO = 0x7FFF0000, 0x50000
 LOAD, JUMP_EQUAL, JUMP_GREATER_EQUAL, RETURN = 0x20, 0x15, 0x35, 0x06
 SYSCALL, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
 X32 = 0x40000000  # from here on the calls of another, rare architecture
-# Of each machine: its number, socket(), and calls that make memory which counts for no process
+# For each machine: its number, socket(), and calls that make memory which counts for no process
 # (memfd_create, memfd_secret, shmget) or sockets that no filter sees (io_uring_setup).
 SYSCALLS = {
     "x86_64": (0xC000003E, 41, (319, 447, 29, 425)),
@@ -108,7 +108,7 @@ def supervise(job: dict[str, Any], user: int, proc: int) -> int:
 
 
 def waited(proc: int) -> float:
-    """The seconds for which the program was ready to run and got no core.
+    """Returns the seconds for which the program was ready to run and got no core.
 
     0 if the kernel does not tell, and for a program that has started others, which may be what it
     waits for.
@@ -168,7 +168,7 @@ def forbid_calls() -> None:
 
 
 def kill_children() -> None:
-    """Kills the processes below this one, which inherits those whose parent has ended."""
+    """Kills the processes below this one, which inherits orphans."""
     with suppress(ChildProcessError):  # none is left
         while True:
             with open(f"/proc/self/task/{os.getpid()}/children") as children:

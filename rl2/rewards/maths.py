@@ -54,7 +54,10 @@ CHOICE = re.compile(r"(?:[^\w-]*\\(?:text|math)\w*)?[^\w-]*([A-Za-z])[^\w-]*", r
 
 
 def same_number(field: str | None, answer: str | float) -> bool:
-    """Whether a field is the number of the answer. ValueError if the answer is no number."""
+    """Returns whether a field is the number of the answer.
+
+    ValueError if the answer is no number.
+    """
     expected = number(answer) if isinstance(answer, str) else Fraction(answer)
     if expected is None:
         raise ValueError(f"the answer {answer!r} is no number; same_maths compares other answers")
@@ -72,7 +75,7 @@ def same_choice(field: str | None, answer: str) -> bool:
 
 
 def same_maths(field: str | None, answer: str, cpu_seconds: float = 1.0, asked: str = "") -> bool:
-    r"""Whether a field of LaTeX means the same as the answer: 2(x + 1) is 2x+2.
+    r"""Returns whether a field of LaTeX means the same as the answer: 2(x + 1) is 2x+2.
 
     Equal spellings and numbers are compared here, all others by the package math-verify, which runs
     in processes of its own. A field whose comparison takes more than `cpu_seconds` or MAX_BYTES is
@@ -107,7 +110,7 @@ def same_maths(field: str | None, answer: str, cpu_seconds: float = 1.0, asked: 
 
 
 def _is_other(spelling: str, expected: str) -> bool:
-    """Whether a field has what math-verify ignores, and the answer has not."""
+    """Returns whether a field has what math-verify ignores, and the answer has not."""
     if any(base not in BASE.findall(expected) for base in BASE.findall(spelling)):
         return True
     return any(
@@ -126,13 +129,16 @@ def _has_doubtful_text(field: str, answer: str) -> bool:
 
 
 def _sides(spelling: str) -> list[str]:
-    """The sides of x=2+3=5 that must be the answer: 2+3, and 5. Several equations are one side."""
+    """Returns the sides of x=2+3=5 that must be the answer: 2+3, and 5.
+
+    Several equations are one side.
+    """
     *before, last = [spelling] if "," in spelling else spelling.split("=")
     return [*filter(CONSTANT.fullmatch, before), last]
 
 
 def _as_interval(spelling: str) -> str | None:
-    r"""The interval of x\ge2, 3<x\le4 or ]3,4], as math-verify reads it."""
+    r"""Returns the interval of x\ge2, 3<x\le4 or ]3,4], as math-verify reads it."""
     if match := INTERVAL.fullmatch(spelling):
         opening, inside, closing = match.groups()
         return f"{'(' if opening == ']' else opening}{inside}{')' if closing == '[' else closing}"
@@ -150,7 +156,7 @@ def _as_interval(spelling: str) -> str | None:
 
 
 def _is_close(value: Fraction, expected: Fraction) -> bool:
-    """Whether two numbers agree: a decimal with six digits may stand for a fraction."""
+    """Returns whether two numbers agree: a decimal with six digits may stand for a fraction."""
     return abs(value - expected) <= TOLERANCE * min(Fraction(1), abs(expected))
 
 
@@ -163,7 +169,7 @@ def _check_math_verify() -> None:
 
 @lru_cache(CACHE_SIZE)
 def _ask_math_verify(request: str) -> bool:
-    """The verdict on a request: the field, the answer and cpu_seconds as a line of JSON.
+    """Returns the verdict on a request: the field, the answer and cpu_seconds as a line of JSON.
 
     Equal requests are asked once.
     """
@@ -197,7 +203,10 @@ def _ask_process(request: str) -> bool:
 
 
 def _start_process() -> subprocess.Popen[str]:
-    """A process that runs serve(). It ends when this process does, since its stdin ends then."""
+    """Returns a process that runs serve().
+
+    It ends when this process does, since its stdin ends then.
+    """
     path = f"import sys; sys.path[:] = {list(map(str, sys.path))}"
     process = subprocess.Popen(
         [sys.executable, "-c", f"{path}; from rl2.rewards import maths; maths.serve()"],

@@ -93,7 +93,7 @@ def _plain_fraction(match: re.Match) -> str:
 def _repeating_decimal(
     sign: str, whole: str, digits: str, period: str | None, one_digit: str | None, percent: str
 ) -> Fraction:
-    """The value of whole.digits, after which the period repeats without end."""
+    """Returns the value of whole.digits, after which the period repeats without end."""
     period = period or one_digit or ""
     value = Fraction(f"{whole or 0}.{digits or 0}")
     value += Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(digits))
@@ -102,7 +102,7 @@ def _repeating_decimal(
 
 
 def quantity(field: str | None, asked: str = "") -> Fraction | None:
-    """The number of a field in prose: $72.50, 72 apples, x = 72, The answer is 72.
+    """Returns the number of a field in prose: $72.50, 72 apples, x = 72, The answer is 72.
 
     None if it has several, or if words or signs around it may make it another one. `asked` is the
     scale that the question asks for (`asked_scale`): 7 dozen is 7 if it asks for dozens, else 84.
@@ -126,7 +126,7 @@ def _introduces(text: str) -> bool:
 
 
 def _is_unit(text: str, is_money: bool) -> bool:
-    """Whether words after a number say what it counts: apples, cm^2, dollars per hour."""
+    """Returns whether words after a number say what it counts: apples, cm^2, dollars per hour."""
     words = WORD.findall(text)
     if not words or words == ["."]:
         return True
@@ -139,7 +139,7 @@ def _is_unit(text: str, is_money: bool) -> bool:
 
 
 def _is_unit_word(word: str, letters: set[str]) -> bool:
-    """Whether a word may be of a unit. A single letter must be one of `letters`."""
+    """Returns whether a word may be of a unit. A single letter must be one of `letters`."""
     if word in set("./()!€£¥a"):  # $18 a day
         return True
     base = word.rstrip("^23²³'")
@@ -150,7 +150,7 @@ def _is_unit_word(word: str, letters: set[str]) -> bool:
 
 
 def asked_scale(messages: list[dict]) -> str:
-    """What the last question asks for: % for a percentage, dozen, thousand, ..., or ""."""
+    """Returns what the last question asks for: % for a percentage, dozen, thousand, ..., or ""."""
     questions = [message["content"] for message in messages if message["role"] == "user"]
     found = ASKED.search(questions[-1]) if questions and isinstance(questions[-1], str) else None
     scale = next(filter(None, found.groups())).lower() if found else ""
@@ -158,7 +158,7 @@ def asked_scale(messages: list[dict]) -> str:
 
 
 def without_scale(field: str, scale: str) -> str:
-    """A field without the scale that the question asks for."""
+    """Returns a field without the scale that the question asks for."""
     if not scale:
         return field
     pattern = r"\\?%|per ?cent" if scale == "%" else rf"{scale}s?"

@@ -142,7 +142,7 @@ def _lock(path: str) -> int | None:
 
 
 def _lock_folder() -> str:
-    """A folder of this user for locks, which all its processes on this machine find."""
+    """Returns a folder of this user for locks, which all its processes on this machine find."""
     for parent in LOCK_FOLDERS:
         folder = f"{parent}/rl2-cores-{os.geteuid()}"
         with suppress(OSError):
@@ -172,7 +172,7 @@ def _inherited_strength() -> str | None:
 
 
 def works(strength: str) -> bool:
-    """Whether a program works in such a sandbox on this machine, for this user."""
+    """Returns whether a program works in such a sandbox on this machine, for this user."""
     if strength == "user" and os.geteuid() != 0:
         return False
     try:
@@ -185,7 +185,7 @@ def works(strength: str) -> bool:
 def require(strength: str) -> None:
     """Prints the strength that is in force. RuntimeError if it is weaker than `strength`.
 
-    Of the processes of a run, the first one prints it.
+    The first process of a run prints it.
     """
     is_first = os.environ.get("RANK", "0") == "0" and _inherited_strength() is None
     actual = best_strength()

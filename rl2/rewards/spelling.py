@@ -114,7 +114,7 @@ def plain(text: str) -> str:
 
 
 def in_latex(field: str) -> str:
-    """A plain field, with commands for symbols of Unicode such as the root and infinity."""
+    """Returns a plain field, with commands for symbols of Unicode such as the root and infinity."""
     field = POWER.sub(lambda match: f"^{{{match[0].translate(SUPERSCRIPTS)}}}", plain(field))
     for pattern, replacement in ROOTS:
         field = re.sub(pattern, replacement, field)
@@ -130,7 +130,7 @@ def one_spelling(field: str) -> str:
 
 
 def in_prose(field: str) -> str:
-    """The prose of a field in Markdown or LaTeX."""
+    """Returns the prose of a field in Markdown or LaTeX."""
     text = plain(field)
     for pattern, replacement in PROSE_SPELLINGS:
         text = re.sub(pattern, replacement, text)

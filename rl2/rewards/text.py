@@ -27,7 +27,7 @@ THINK_ANSWER_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def conclusion(text: str) -> str:
-    """The text without the thinking: what <think>...</think> holds, and what </think> ends.
+    """Returns the text without the thinking: what <think>...</think> holds, and what </think> ends.
 
     A thought that never ends goes to the end. Where the prompt ends with <think>, as some chat
     templates write it, a reply has its </think> alone.
@@ -36,7 +36,7 @@ def conclusion(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...} in the conclusion. None if it never closes.
+    r"""Returns the content of the last \boxed{...} in the conclusion. None if it never closes.
 
     Braces that are part of the content are balanced: \boxed{\frac{1}{2}} has \frac{1}{2}.
     """
@@ -58,7 +58,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_tagged(text: str, tag: str = "answer") -> str | None:
-    """The content of the last <tag>...</tag> in the conclusion."""
+    """Returns the content of the last <tag>...</tag> in the conclusion."""
     before, end, _ = conclusion(text).rpartition(f"</{tag}>")
     _, start, content = before.rpartition(f"<{tag}>")
     return content.strip() if start and end else None
@@ -78,7 +78,10 @@ def is_think_answer(text: str, is_open: bool = False) -> bool:
 
 
 def same_text(field: str | None, answer: str) -> bool:
-    """Whether two texts are equal apart from capitals and spacing. An empty text is no answer."""
+    """Returns whether two texts are equal apart from capitals and spacing.
+
+    An empty text is not an answer.
+    """
     words = (field or "").casefold().split()
     return words != [] and words == answer.casefold().split()
 
@@ -95,7 +98,7 @@ def overlong_score(num_tokens: int, max_tokens: int, buffer: int) -> float:
 
 
 def weighted(weights: dict[str, float], **scores: float) -> dict[str, float]:
-    """The reward parts of a reply: each score times its weight.
+    """Returns the reward parts of a reply: each score times its weight.
 
     ValueError if the scores do not have the names of the weights.
     """

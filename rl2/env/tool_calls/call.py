@@ -23,7 +23,10 @@ class ToolCall:
 
 
 def to_call(name: Any, arguments: Any) -> ToolCall:
-    """The call, with its arguments as plain JSON by name. ValueError if they are something else."""
+    """Returns the call, with its arguments as plain JSON by name.
+
+    ValueError if they are something else.
+    """
     name = str(name or "")
     if not 0 < len(name) <= MAX_NAME:
         raise ValueError(f"the name of the tool has {len(name)} characters")
@@ -35,7 +38,7 @@ def to_call(name: Any, arguments: Any) -> ToolCall:
 
 
 def _to_plain(value: Any, levels: int = MAX_NESTING) -> Any:
-    """A copy of a value. ValueError if JSON has no such value, or no tool could use it."""
+    """Returns a copy of a value. ValueError if JSON has no such value, or no tool could use it."""
     if isinstance(value, str):
         # Escapes may write halves of characters. Whole ones are joined, others replaced.
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

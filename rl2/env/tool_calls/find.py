@@ -16,7 +16,7 @@ from rl2.env.tool_calls.syntaxes import Syntax
 
 MAX_CALLS = 100  # in a turn
 # What begins and ends a reasoning, by family: Qwen and most others, Mistral, Gemma, Kimi, Cohere,
-# gpt-oss. Calls inside are no calls.
+# gpt-oss. Calls inside do not count.
 REASONING = {
     "<think>": "</think>",
     "[THINK]": "[/THINK]",
@@ -42,7 +42,7 @@ class Found:
 def find_calls(
     text: str, tools: Sequence[dict], syntaxes: Sequence[Syntax], in_reasoning: bool = False
 ) -> Found:
-    """The calls in a turn of the model, in their order.
+    """Returns the calls in a turn of the model, in their order.
 
     They follow the marks of the syntaxes. What is wrong there is a call with an error.
     Without a mark, the whole text or what is in code fences may be calls of the tools, or anything
@@ -55,7 +55,7 @@ def find_calls(
 def find_marked_calls(
     text: str, tools: Sequence[dict], syntaxes: Sequence[Syntax], in_reasoning: bool = False
 ) -> Found:
-    """The calls after the marks of the syntaxes."""
+    """Returns the calls after the marks of the syntaxes."""
     schemas = argument_schemas(tools)
     found = Found([])
     position = _end_of_reasoning(text) if in_reasoning else 0
@@ -109,7 +109,7 @@ def _describe(error: Exception) -> str:
 
 
 def _end_of_unreadable(text: str, syntax: Syntax, start: int) -> int:
-    """Where a call ends that cannot be read: after its mark, or before the next call."""
+    """Returns where a call ends that cannot be read: after its mark, or before the next call."""
     closing = text.find(syntax.closing, start) if syntax.closing else -1
     if closing >= 0:
         return closing + len(syntax.closing)
@@ -120,7 +120,7 @@ def _end_of_unreadable(text: str, syntax: Syntax, start: int) -> int:
 
 
 def find_bare_calls(text: str, tools: Sequence[dict], in_reasoning: bool = False) -> list[ToolCall]:
-    """The calls of tools that are the whole text, or are in code fences."""
+    """Returns the calls of tools that are the whole text, or are in code fences."""
     names = {tool["function"]["name"] for tool in tools}
     # A call of the whole text may have the marks of a reasoning in its arguments.
     calls = [] if in_reasoning else _read_bare_calls_of(names, text)
@@ -132,7 +132,7 @@ def find_bare_calls(text: str, tools: Sequence[dict], in_reasoning: bool = False
 
 
 def _read_bare_calls_of(names: set[str], text: str) -> list[ToolCall]:
-    """The calls of the tools if a text has nothing but calls, and none otherwise."""
+    """Returns the calls of the tools if a text has nothing but calls, and none otherwise."""
     try:
         found = _read_bare(text.strip())
     except Exception:  # any other text
@@ -141,7 +141,7 @@ def _read_bare_calls_of(names: set[str], text: str) -> list[ToolCall]:
 
 
 def _read_bare(text: str) -> list[ToolCall]:
-    """The calls of a text that has nothing else. Raises if it is another text."""
+    """Returns the calls of a text that has nothing else. Raises if it is another text."""
     if JSON_START.match(text):
         calls, end = read_json_calls(text, 0)
         if skip_space(text, end) == len(text):
@@ -152,7 +152,7 @@ def _read_bare(text: str) -> list[ToolCall]:
 
 
 def _end_of_reasoning(text: str) -> int:
-    """Where the reasoning ends with which a text begins."""
+    """Returns where the reasoning ends with which a text begins."""
     ends = [(text.find(mark), mark) for mark in REASONING.values() if mark in text]
     return min(place + len(mark) for place, mark in ends) if ends else len(text)
 

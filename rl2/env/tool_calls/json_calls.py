@@ -10,7 +10,7 @@ NO_SPACE = re.compile(r"\S")
 
 
 def read_json_calls(text: str, start: int) -> tuple[list[ToolCall], int]:
-    """The calls in JSON values, one after another, each a call or a list of calls."""
+    """Returns the calls in JSON values, one after another, each a call or a list of calls."""
     calls: list[ToolCall] = []
     place = JSON_START.match(text, start)
     position = place.end() if place else skip_space(text, start)
@@ -25,7 +25,7 @@ def read_json_calls(text: str, start: int) -> tuple[list[ToolCall], int]:
 
 
 def _from_json(value: Any) -> ToolCall:
-    """The call in an object: OpenAI's, with its field `function`, or what is in there."""
+    """Returns the call in an object: OpenAI's, with its field `function`, or what is in there."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict):
@@ -39,6 +39,6 @@ def read_json_object(text: str, start: int) -> tuple[Any, int]:
 
 
 def skip_space(text: str, start: int) -> int:
-    """The place of the next character that is no space, or the end."""
+    """Returns the place of the next character other than a space, or the end."""
     place = NO_SPACE.search(text, start)
     return place.start() if place else len(text)

@@ -29,7 +29,7 @@ def read_python_calls(text: str) -> list[ToolCall]:
 
 
 def _from_python(node: ast.expr) -> ToolCall:
-    """The call f(x=1), or f.call(x=1) as Llama writes it."""
+    """Returns the call f(x=1), or f.call(x=1) as Llama writes it."""
     if not isinstance(node, ast.Call) or node.args or not all(k.arg for k in node.keywords):
         raise ValueError("expected calls with arguments by name")
     name = ast.unparse(node.func).removesuffix(".call")
@@ -44,7 +44,7 @@ class _JsonConstants(ast.NodeTransformer):
 
 
 def _python_value(node: ast.expr) -> Any:
-    """The value of a literal, in which constants may be written as in JSON."""
+    """Returns the value of a literal, in which constants may be written as in JSON."""
     try:
         return ast.literal_eval(_JsonConstants().visit(node))
     except ValueError:
@@ -54,7 +54,7 @@ def _python_value(node: ast.expr) -> Any:
 
 
 def _parse_python(text: str) -> list[ast.expr]:
-    """The expressions in a text. ValueError if it has other statements."""
+    """Returns the expressions in a text. ValueError if it has other statements."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes that Python does not know
         statements = ast.parse(text.strip()).body

@@ -9,7 +9,10 @@ Schemas = dict[str, dict[str, Any]]  # of the arguments by their names, by the n
 
 
 def argument_schemas(tools: Sequence[dict]) -> Schemas:
-    """The schemas of arguments by the names of tools and arguments. Malformed ones are left out."""
+    """Returns the schemas of arguments by the names of tools and arguments.
+
+    Malformed ones are left out.
+    """
     schemas: Schemas = {}
     for tool in tools:
         function = tool["function"]
@@ -20,7 +23,7 @@ def argument_schemas(tools: Sequence[dict]) -> Schemas:
 
 
 def to_typed(text: str, types: set[str]) -> Any:
-    """The value of an argument that is written without quotes: a text, or JSON.
+    """Returns the value of an argument that is written without quotes: a text, or JSON.
 
     "5" is a number where the schema says so, a text where it says that, and a number where the
     schema says nothing. Python's True, False and None are read too.
@@ -39,7 +42,7 @@ def to_typed(text: str, types: set[str]) -> Any:
 
 
 def declared_types(schema: Any) -> set[str]:
-    """The types that a schema of JSON allows; none if it does not say."""
+    """Returns the types that a schema of JSON allows; none if it does not say."""
     if not isinstance(schema, dict):
         return set()
     declared = schema.get("type")

@@ -25,7 +25,10 @@ class Syntax:
     form: str  # a call as the model should write it, for messages
 
     def read(self, text: str, start: int, schemas: Schemas) -> Calls:
-        """The calls after a mark that ends at `start`. Raises if there is something else."""
+        """Returns the calls after a mark that ends at `start`.
+
+        Raises if there is something else.
+        """
         raise NotImplementedError
 
 
@@ -133,7 +136,7 @@ class GemmaSyntax(Syntax):
 
 
 def _read_named_json(text: str, start: int, pattern: re.Pattern) -> tuple[ToolCall, int]:
-    """A call of a name and its arguments as JSON, and where the arguments end."""
+    """Returns a call of a name and its arguments as JSON, and where the arguments end."""
     head = _match(pattern, text, start)
     arguments, end = read_json_object(text, head.end())
     name = next(filter(None, head.groups()))
@@ -141,7 +144,7 @@ def _read_named_json(text: str, start: int, pattern: re.Pattern) -> tuple[ToolCa
 
 
 def _match(pattern: re.Pattern, text: str, start: int) -> re.Match:
-    """The match of what every call begins with."""
+    """Returns the match of what every call begins with."""
     match = pattern.match(text, start)
     if match is None:
         raise ValueError(f"expected the name of a tool instead of {text[start : start + 20]!r}")
@@ -149,7 +152,7 @@ def _match(pattern: re.Pattern, text: str, start: int) -> re.Match:
 
 
 def _expect(text: str, start: int, closing: str) -> int:
-    """Where the mark ends that has to follow. It may be missing at the end of the turn."""
+    """Returns where the mark ends that has to follow. It may be missing at the end of the turn."""
     start = skip_space(text, start)
     if text.startswith(closing, start):
         return start + len(closing)
@@ -159,7 +162,7 @@ def _expect(text: str, start: int, closing: str) -> int:
 
 
 def _skip(text: str, start: int, closing: str) -> int:
-    """Where the mark ends if it follows."""
+    """Returns where the mark ends if it follows."""
     after = skip_space(text, start)
     return after + len(closing) if text.startswith(closing, after) else start
 

@@ -22,7 +22,7 @@ MODULES = ("values", "connection", "server", "references", "runner")
 
 
 def _read_texts() -> dict[str, str]:
-    """The texts of the modules, by the names that they have in a sandbox.
+    """Returns the texts of the modules, by the names that they have in a sandbox.
 
     The names have no dots: pickle imports what it names, and with it all parents of a name.
     """
@@ -47,10 +47,13 @@ from rl2_remote_values import as_json
 
 
 def server_program(program: str) -> str:
-    """The text of the process that runs `program` and makes the calls."""
+    """Returns the text of the process that runs `program` and makes the calls."""
     return f"{IMPORTS}serve({program!r})"
 
 
 def tests_program(tests: str, token: str) -> str:
-    """The text of the process that runs the tests. It writes `token` when all have passed."""
+    """Returns the text of the process that runs the tests.
+
+    It writes `token` when all have passed.
+    """
     return f"{IMPORTS}check({tests!r}, {token!r})"

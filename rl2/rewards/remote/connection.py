@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 
 def connect() -> tuple[BinaryIO, BinaryIO]:
-    """The connection to the other side. The standard input is empty from then on."""
+    """Returns the connection to the other side. The standard input is empty from then on."""
     connection = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     return open(connection, "rb"), open(connection, "wb", closefd=False)

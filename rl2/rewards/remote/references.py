@@ -112,7 +112,7 @@ def form_of(reference: Any) -> tuple[bool, Any]:
 
 
 def ask(function: Callable, *arguments: Any, **keywords: Any) -> Any:
-    """What a function returns or raises that is called in the server."""
+    """Returns what a function returns or raises that is called in the server."""
     request: tuple = ("call", function, arguments, keywords)
     while True:
         try:
@@ -229,7 +229,10 @@ COPIES = _define_methods()
 
 
 def decode(message: Any) -> Any:
-    """The value that `encode` has sent. Whatever the program sends, no code of it runs here."""
+    """Returns the value that `encode` has sent.
+
+    Whatever the program sends, no code of it runs here.
+    """
     if type(message) is not tuple:
         return message
     kind, *parts = message
@@ -276,7 +279,7 @@ def decode_object(number: int, shown_as: str) -> Any:
 
 
 def decode_type(module: str, name: str) -> Any:
-    """A type of Python. Exceptions that skip tests would deceive them."""
+    """Returns a type of Python. Exceptions that skip tests would deceive them."""
     is_own = module.partition(".")[0] in sys.stdlib_module_names - {"unittest"}
     kind = getattr(sys.modules.get(module), name, None) if is_own else None
     is_known = isinstance(kind, type) and (module == "builtins" or issubclass(kind, BaseException))
@@ -284,7 +287,7 @@ def decode_type(module: str, name: str) -> Any:
 
 
 def decode_exception(number: int, name: str, base: tuple) -> Any:
-    """A class that can be raised and caught, for an exception of the program."""
+    """Returns a class that can be raised and caught, for an exception of the program."""
     if number not in Remote.known:
         kind = decode(base)
         kind = kind if issubclass(kind, BaseException) else Exception

@@ -53,7 +53,7 @@ def check(tests: str, token: str) -> NoReturn:
 
 
 def divide_names(tree: ast.Module) -> tuple[set[str], set[str]]:
-    """The names in the tests, and all names that the program must not provide.
+    """Returns the names in the tests, and all names that the program must not provide.
 
     Else it could provide what judges it, such as `math` in math.isclose(f(1), 0.5).
     """
@@ -73,7 +73,7 @@ def divide_names(tree: ast.Module) -> tuple[set[str], set[str]]:
 
 
 def is_main_guard(node: ast.If) -> bool:
-    """Whether it is `if __name__ == "__main__":`."""
+    """Returns whether it is `if __name__ == "__main__":`."""
     return ast.unparse(node.test) in ("__name__ == '__main__'", "'__main__' == __name__")
 
 
@@ -96,7 +96,7 @@ def collect(scope: dict[str, Any]) -> Iterator[Callable]:
 
 
 def with_arguments(run: Callable, function: Callable) -> Iterator[Callable]:
-    """The test once, or once for each set of arguments that pytest's parametrize gives it.
+    """Yields the test once, or once for each set of arguments that pytest's parametrize gives it.
 
     A function that needs other arguments is none of the tests: they call it.
     """

@@ -88,7 +88,7 @@ class Objects:
 
 
 def encode(value: Any) -> Any:
-    """The value as scalars, lists and tuples, for `decode`."""
+    """Returns the value as scalars, lists and tuples, for `decode`."""
     kind = type(value)
     if kind in SCALARS:
         return value
@@ -141,7 +141,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def finish(awaitable: Any) -> Any:
-    """What an awaitable of the program returns."""
+    """Returns what an awaitable of the program returns."""
 
     async def wait() -> Any:
         return await awaitable
@@ -150,7 +150,7 @@ def finish(awaitable: Any) -> Any:
 
 
 def public_names(module: Any) -> list[str]:
-    """What `from module import *` imports."""
+    """Returns what `from module import *` imports."""
     names = [name for name in vars(module) if not name.startswith("_")]
     return list(getattr(module, "__all__", names))
 

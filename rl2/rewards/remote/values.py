@@ -93,7 +93,7 @@ def type_name(kind: type) -> str:
 
 
 def is_numpy(value: Any) -> bool:
-    """Whether it is an array or a scalar that can be sent as bytes or as a list."""
+    """Returns whether it is an array or a scalar that can be sent as bytes or as a list."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.generic | numpy.ndarray):
         return False
@@ -102,7 +102,7 @@ def is_numpy(value: Any) -> bool:
 
 
 def as_json(value: Any) -> Any:
-    """The value as JSON has it, where that makes a difference: lists, and texts as keys."""
+    """Returns the value as JSON has it, where that makes a difference: lists, and texts as keys."""
     if isinstance(value, dict):
         return {_json_key(key): as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
