@@ -48,7 +48,7 @@ class Sample:
 class Batch:
     """Columns [B, T], right-padded. Column t reads inputs[:, :t+1] and predicts targets[:, t].
 
-    Tokens are shifted here, once. Every other column stands beside the token that is predicted:
+    Tokens are shifted here, once. Every other column is beside the token that is predicted:
     tokens [5, 6, 7, 2] with mask [0, 0, 1, 1] have inputs [5, 6, 7], targets [6, 7, 2] and
     mask [0, 1, 1].
     """
@@ -65,10 +65,8 @@ class Batch:
     values: Tensor | None = None  # [B, T] of the critic that starts the update
     advantages: Tensor | None = None  # [B, T]
     returns: Tensor | None = None  # [B, T] what the critic learns
-    token_weights: Tensor | None = None  # [B, T] of each token in the mean that the loss is
-    pair_margin: Tensor | None = (
-        None  # [B] by how much the chosen reply of the row's pair is better
-    )
+    token_weights: Tensor | None = None  # [B, T] of each token in the mean loss
+    pair_margin: Tensor | None = None  # [B] by how much the pair's chosen reply is better
 
     @property
     def inputs(self) -> Tensor:
@@ -138,7 +136,7 @@ def scored_spans(batch: Batch) -> list[tuple[int, int]]:
     """(prompt, end) of each row, in columns. A row without a trained token is (0, 0).
 
     `prompt` counts the columns up to the first trained one, that one included; `end` those up to
-    the last trained one. The columns behind `end` are never run.
+    the last trained one. The columns after `end` are never run.
     """
     first = batch.mask.argmax(1)
     end = batch.mask.shape[1] - batch.mask.flip(1).argmax(1)

@@ -193,7 +193,7 @@ def _deviations(x: AdvantageInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(trajectory of each row [B], group of each trajectory [N], deviations [N], sizes [G]).
 
     A deviation is the trajectory's reward minus the mean of its group, exactly 0 in a group of
-    equal rewards. The environment of a trajectory without a trained token failed, and its reward
+    equal rewards. A trajectory without a trained token failed in the environment, and its reward
     means nothing: it has the deviation 0 and does not count in its group's mean and size.
     """
     ids, row_index = x.trajectory.unique(return_inverse=True)

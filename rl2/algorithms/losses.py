@@ -49,7 +49,7 @@ def kl_estimate(logps: Tensor, ref_logps: Tensor, estimator: str) -> Tensor:
     Source: Schulman, "Approximating KL divergence", 2020. In a reward, k1 is unbiased. In a loss,
     k2's on-policy gradient is that of the KL, k3's is not, and k1's is 0 in expectation.
     """
-    # No real difference is near the bound. It keeps finite what stands at padding.
+    # No real difference is near the bound. It keeps values at padding finite.
     return KL_ESTIMATORS[estimator]((logps - ref_logps).clamp(-1e4, 1e4))
 
 
@@ -63,16 +63,16 @@ def token_weights(
     constant: int | None = None,
     group: Tensor | None = None,
 ) -> Tensor:
-    """The weight [B, T] of each token of one optimizer step in the mean that its loss is.
+    """Returns the weight [B, T] of each token in the mean loss of one optimizer step.
 
     `token`: every trained token weighs the same (DAPO, arXiv:2503.14476). `sequence`: the mean over
     trajectories of each one's token mean (GRPO, arXiv:2402.03300). `prompt`: the mean over the
     prompts that `group` [B] tells apart, of the token mean of all answers to each (ScaleRL,
     arXiv:2510.13786, section 3.2; equation 8 of DAPO). `constant`: the sum over tokens
     divided by trajectories * `constant`, a length (Dr. GRPO, arXiv:2503.20783). The weights of
-    `constant` do not sum to 1, and metrics weighted by them are no means.
+    `constant` do not sum to 1, and metrics weighted by them are not means.
 
-    Trajectories without a trained token do not count. Where there is no other, all weights are 0.
+    Trajectories without a trained token do not count. If no token is trained, all weights are 0.
     """
     assert average in TOKEN_AVERAGES, average
     units = trajectory
@@ -310,7 +310,7 @@ def value_loss(
 def cross_entropy(logps: Tensor, weights: Tensor) -> Tensor:
     """The weighted sum of -logp: the loss of supervised fine-tuning.
 
-    With the weights of `token_mean` it is the logarithm of the perplexity.
+    With the weights of average `token` it is the logarithm of the perplexity.
     """
     return -(masked(weights, logps) * weights).sum()
 
