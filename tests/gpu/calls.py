@@ -17,21 +17,29 @@ import shlex
 from parts import PARTS
 
 # What a short loan should tell first comes first.
-CALLS = {
-    "the trainer": (
-        "facts device attention worker offload resume head flash_attn utilisation_8k"
-    ).split(),
-    "SGLang": "sglang_facts sglang_contract sglang".split(),
-    "7B, and whole runs": "sglang_7b sglang_grpo".split(),
-    "evaluations, pauses, resuming": (
-        "sglang_eval sglang_partial sglang_resume sglang_cycles"
-    ).split(),
-    "speed": "variants_8k published_16k published_65k published_lora plan".split(),
-    "the rest": ("memory_7b utilisation_32k local_contract local_throughput local_grpo").split(),
-    "a real model": ["quickstart"],
-    "two GPUs": "ring fsdp hybrid tensor sglang_two".split(),
+CALLS = {  # title -> the first part of the call; it has all parts up to the next call
+    "the trainer": "facts",
+    "SGLang": "sglang_facts",
+    "7B, and whole runs": "sglang_7b",
+    "evaluations, pauses, resuming": "sglang_eval",
+    "speed": "variants_8k",
+    "the rest": "memory_7b",
+    "a real model": "quickstart",
+    "two GPUs": "ring",
 }
 FOLDER = "/tmp/rl2-gpu"
+
+
+def parts_of_calls() -> dict[str, list[str]]:
+    """Title -> the names of its parts."""
+    titles = {first: title for title, first in CALLS.items()}
+    calls: dict[str, list[str]] = {}
+    for name in PARTS:
+        if name in titles:
+            title = titles[name]
+            calls[title] = []
+        calls[title].append(name)
+    return calls
 
 
 def command(parts: list[str], budget: int, setup: str, sglang_args: str) -> str:
@@ -51,7 +59,7 @@ def main() -> None:
     parser.add_argument("--setup", default="", help="installs what the machine lacks")
     parser.add_argument("--sglang-args", default="", help="key=value arguments of its engine")
     arguments = parser.parse_args()
-    for number, (title, parts) in enumerate(CALLS.items(), 1):
+    for number, (title, parts) in enumerate(parts_of_calls().items(), 1):
         limit = sum(PARTS[part].limit for part in parts)
         print(f"# {number}. {title}: at most {min(limit, arguments.budget)} s")
         print(command(parts, arguments.budget, arguments.setup, arguments.sglang_args) + "\n")

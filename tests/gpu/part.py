@@ -1,4 +1,4 @@
-"""Runs one part in this process: part.py FILE PART FIGURES LIMIT.
+"""Runs one part in this process: part.py FILE FUNCTION ARGUMENTS FIGURES LIMIT.
 
 The runner kills it after LIMIT seconds; shortly before, it prints where all its threads stand. The
 exit status is 0 if the part passed, 77 if it was skipped, anything else if it failed.
@@ -6,6 +6,7 @@ exit status is 0 if the part passed, 77 if it was skipped, anything else if it f
 
 import faulthandler
 import importlib.util
+import json
 import os
 import sys
 import traceback
@@ -14,7 +15,7 @@ from pathlib import Path
 SECONDS_TO_PRINT = 3.0  # the threads
 
 
-def main(path: str, name: str, figures: str, limit: str) -> int:
+def main(path: str, function: str, arguments: str, figures: str, limit: str) -> int:
     os.environ["RL2_GPU_FIGURES"] = figures
     faulthandler.dump_traceback_later(max(float(limit) - SECONDS_TO_PRINT, 1.0), file=2)
     from figures import Skip, record
@@ -24,7 +25,7 @@ def main(path: str, name: str, figures: str, limit: str) -> int:
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
-        getattr(module, name)()
+        getattr(module, function)(*json.loads(arguments))
     except Skip as reason:
         record(reason=str(reason))
         return 77

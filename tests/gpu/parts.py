@@ -1,6 +1,10 @@
-"""The parts of tests/gpu: where each one is, how long it may take, and which ones it needs."""
+"""The parts of tests/gpu: where each one is, how long it may take, and which ones it needs.
+
+They run in this order. calls.py distributes them over the calls to a lent machine.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass
@@ -8,9 +12,10 @@ class Part:
     file: str  # in the folder of this file
     limit: int  # seconds
     needs: tuple[str, ...] = ()  # parts without which this one tells nothing
+    function: str = ""  # in the file; "": of the name of the part
+    arguments: tuple[Any, ...] = ()  # of the function, as JSON has them
 
 
-# In the order in which they run. calls.py distributes them over the calls to a lent machine.
 PARTS = {
     "facts": Part("machine.py", 60),
     "device": Part("machine.py", 40, ("facts",)),
@@ -20,7 +25,7 @@ PARTS = {
     "resume": Part("training.py", 80, ("device",)),
     "head": Part("operators.py", 40, ("device",)),
     "flash_attn": Part("operators.py", 30, ("device",)),
-    "utilisation_8k": Part("training.py", 80, ("device",)),
+    "utilisation_8k": Part("training.py", 80, ("device",), "utilisation", (8192, 4)),
     "sglang_facts": Part("machine.py", 30, ("facts",)),
     "sglang_contract": Part("engines.py", 250, ("device", "sglang_facts")),
     "sglang": Part("engines.py", 250, ("sglang_contract",)),
@@ -31,19 +36,19 @@ PARTS = {
     "sglang_resume": Part("runs.py", 180, ("sglang_contract",)),
     "sglang_cycles": Part("engines.py", 110, ("sglang_contract",)),
     "variants_8k": Part("training.py", 140, ("utilisation_8k",)),
-    "published_16k": Part("training.py", 80, ("utilisation_8k",)),
-    "published_65k": Part("training.py", 120, ("published_16k",)),
-    "published_lora": Part("training.py", 100, ("published_16k",)),
+    "published_16k": Part("training.py", 80, ("utilisation_8k",), "published", ("16k",)),
+    "published_65k": Part("training.py", 120, ("published_16k",), "published", ("65k",)),
+    "published_lora": Part("training.py", 100, ("published_16k",), "published", ("lora",)),
     "plan": Part("memory.py", 90, ("utilisation_8k",)),
     "memory_7b": Part("memory.py", 240, ("offload",)),
-    "utilisation_32k": Part("training.py", 60, ("utilisation_8k",)),
+    "utilisation_32k": Part("training.py", 60, ("utilisation_8k",), "utilisation", (32768, 2)),
     "local_contract": Part("engines.py", 60, ("device",)),
     "local_throughput": Part("engines.py", 60, ("local_contract",)),
     "local_grpo": Part("runs.py", 90, ("local_contract",)),
     "quickstart": Part("runs.py", 200, ("device",)),
-    "ring": Part("runs.py", 90, ("worker",)),
-    "fsdp": Part("runs.py", 90, ("worker",)),
-    "hybrid": Part("runs.py", 90, ("worker",)),
-    "tensor": Part("runs.py", 90, ("worker",)),
+    "ring": Part("runs.py", 90, ("worker",), "two_gpus", ("ring",)),
+    "fsdp": Part("runs.py", 90, ("worker",), "two_gpus", ("fsdp",)),
+    "hybrid": Part("runs.py", 90, ("worker",), "two_gpus", ("hybrid",)),
+    "tensor": Part("runs.py", 90, ("worker",), "two_gpus", ("tensor",)),
     "sglang_two": Part("runs.py", 160, ("sglang_contract", "fsdp")),
 }

@@ -73,7 +73,7 @@ def code_hash() -> str:
     return digest.hexdigest()[:10]
 
 
-def run_part(name: str, path: Path, limit: float, log, forks: bool = False) -> Outcome:
+def run_part(name: str, part: Part, limit: float, log, forks: bool = False) -> Outcome:
     """Runs one part in its own process and returns its outcome. `limit` is in seconds.
 
     With `forks` the process has the modules that this one has imported. On return, no process of
@@ -82,7 +82,8 @@ def run_part(name: str, path: Path, limit: float, log, forks: bool = False) -> O
     start, mark = time.monotonic(), uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder:
         figures_file = Path(folder, "figures.jsonl")
-        arguments = [str(path), name, str(figures_file), str(limit)]
+        function = [str(HERE / part.file), part.function or name, json.dumps(part.arguments)]
+        arguments = [*function, str(figures_file), str(limit)]
         process = psutil.Process(_start(arguments, {"RL2_GPU_MARK": mark}, log, forks))
         try:
             status = int(process.wait(limit))
@@ -193,7 +194,7 @@ def run_parts(
             else:
                 print(f"{name} ...", flush=True)
                 limit = min(part.limit * patience, left)
-                outcome = run_part(name, HERE / part.file, limit, log, forks)
+                outcome = run_part(name, part, limit, log, forks)
             if outcome.result in ("failed", "timed out"):
                 print(_log_end(Path(log.name), name), flush=True)
             outcomes.append(outcome)

@@ -14,13 +14,11 @@ from common import launch
 from figures import Skip, record
 from tools import (
     DRY,
-    error,
     make_batch,
     make_model,
     need_sglang,
     sglang_args,
     used_gib,
-    worker_config,
 )
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -302,53 +300,22 @@ def need_two_gpus():
         raise Skip("nccl needs one GPU a process, and there is one")
 
 
-def ring():
-    two_gpus("ring")
-
-
-def fsdp():
-    two_gpus("fsdp")
-
-
-def hybrid():
-    two_gpus("hybrid")
-
-
-def tensor():
-    two_gpus("tensor")
-
-
 def two_gpus(layout):
     """Checks that two updates on two GPUs equal those of one process on a CPU."""
     need_two_gpus()
     start = launch if DRY else torchrun
-    start(2, __file__, make_model("small"), layout)
+    make_model("small")  # before both processes read it
+    start(2, __file__, layout)
 
 
-def _compare_layout(name, layout):
-    from training import norm_error, two_steps
+def _compare_layout(layout):
+    from training import compare_with_cpu
 
     from rl2.parallel.mesh import init_distributed
-    from rl2.worker import Worker
 
-    device = init_distributed()
     batch = make_batch(1024, groups=3, samples=3, prompt=40, answer=90)
-    settings = {"lr": 0.1, "max_length_per_device": 400}
-    config = worker_config(name, **LAYOUTS[layout], **settings)
-    scores, updates, moved = two_steps(Worker(config, device, num_updates=10), batch)
-    config = worker_config(name, dtype="float32", **settings)
-    cpu_worker = Worker(config, torch.device("cpu"), num_updates=10)
-    cpu_scores, cpu_updates, cpu_moved = two_steps(cpu_worker, batch)
-    figures = {
-        "logps": (scores.logps - cpu_scores.logps).abs().max().item(),
-        "grad_norm": norm_error(updates, cpu_updates),
-        "worst_weight": max(error(moved[key], cpu_moved[key]) for key in moved),
-    }
-    if os.environ["RANK"] == "0":
-        record(**figures)
-    assert figures["logps"] < 0.2
-    assert figures["grad_norm"] < 0.03
-    assert figures["worst_weight"] < 0.15
+    settings = {"max_length_per_device": 400, **LAYOUTS[layout]}
+    compare_with_cpu(init_distributed(), batch, **settings)
 
 
 if __name__ == "__main__":
