@@ -1,10 +1,10 @@
 """Which queries meet which keys: the blocks of a pack, for full attention and for sliding windows.
 
 A segment is cut into 2 * size chunks. Rank r of `size` holds chunks r and 2 * size - 1 - r of each
-segment, one behind the other, so all ranks have the same causal work. What rank r computes with the
+segment, one after the other, so all ranks have the same causal work. What rank r computes with the
 keys of rank `source`:
 
-    source == r   causal attention over its two chunks, whose positions ascend
+    source == r   causal attention over its two chunks, in ascending positions
     source <  r   all its queries see the first chunk of `source`, none sees the second one
     source >  r   the queries of its second chunk see both chunks, those of its first one see none
 
@@ -12,8 +12,9 @@ Chunks need not be equally long, so nothing is padded, and a short segment may l
 any of its tokens. The answers to a shared prompt, its prefix, see all of it.
 
 With a sliding window a query sees the key d tokens before it if 0 <= d < window. The tokens are cut
-into pieces of `window` tokens, and each piece is causal within itself. What is left of a query are
-the keys of the piece before whose place in it is later than the query's. For a window of 4:
+into pieces of `window` tokens, and each piece is causal within itself. What remains for a
+query are the keys of the piece before that are later in their piece than the query is in its own.
+For a window of 4:
 
     keys   piece before   own piece
            . x x x        x . . .

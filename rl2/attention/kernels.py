@@ -25,7 +25,7 @@ from rl2.progress import expecting, mark
 
 aten = torch.ops.aten
 NO_DROPOUT = 0.0
-# Documents of at most so many tokens share a call of the CPU's kernel, padded to a multiple of
+# Documents of at most this many tokens share a call of the CPU's kernel, padded to a multiple of
 # WIDTH_MULTIPLE_TOKENS.
 SHORT_DOCUMENT_TOKENS = 256
 WIDTH_MULTIPLE_TOKENS = 16
@@ -68,7 +68,7 @@ class Block:
         A call is (rows of the queries [n, width], rows of the keys [n, keys], which query rows are
         real [n, width]).
 
-        Padding repeats a document's last token. In a causal block it stands behind all real
+        Padding repeats a document's last token. In a causal block it comes after all real
         queries, which do not see it. In other blocks documents share a call only if they have
         equally many keys, which are not padded.
         """

@@ -20,7 +20,7 @@ from torch import Tensor
 
 PAGE_SIZE_TOKENS = 64
 # With fewer rows MKL takes kernels for vectors in fp32, which sum in another order: in the products
-# of one head, and in those of all tokens, whose rows the threads share.
+# of one head, and in those of all tokens: threads share their rows.
 MIN_HEAD_ROWS = 4
 MIN_ROWS = 16
 WIDTH_MULTIPLE_TOKENS = 16  # queries of documents that share a call are padded to a multiple of it
@@ -108,7 +108,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Call:
-    """Pieces of about the same size, whose attention is computed together."""
+    """Pieces of about the same size. Their attention is computed together."""
 
     q_rows: Tensor  # the rows of the queries in the pack, [n, W]
     k_rows: Tensor  # the rows of the keys, [n, K]

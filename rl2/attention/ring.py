@@ -99,7 +99,7 @@ class PackedAttention:
     ) -> Tensor:
         """query [1, H, L, D], key [1, G, L, D] and value [1, G, L, V] -> [1, L, H, V].
 
-        With `sliding_window` a token sees so many tokens at most, the last one of which is itself.
+        With `sliding_window` a token sees at most that many tokens, the last of which is itself.
         """
         width = value.shape[-1]
         if width != query.shape[-1]:
@@ -224,7 +224,7 @@ class _Attention(torch.autograd.Function):
                 )
                 dq.index_add_(0, rows, block_dq.float())
                 dkv.index_add_(1, block.keys, torch.stack(block_dkv).float())
-            # The gradient travels behind its keys, and after the last step it goes home.
+            # The gradient follows its keys around the ring and ends at their rank.
             if pending_dkv is not None:
                 dkv += pending_dkv.wait()
             if attention.ring.size > 1:

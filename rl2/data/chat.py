@@ -124,7 +124,7 @@ class ChatTemplate:
     ) -> tuple[str, str]:
         """The text of a conversation (up to where `reply` begins, with `reply`).
 
-        `reply` is the assistant's message or its content. ValueError if it is a message behind a
+        `reply` is the assistant's message or its content. ValueError if it is a message after a
         plain string.
         """
         before = self.render(messages, tools)
@@ -143,7 +143,7 @@ class ChatTemplate:
         # shows the system prompt at a last message of the user only. The reply follows its prompt.
         probe = {"role": "assistant", "content": PROBE}
         header = self.render([*messages, probe], tools, False).partition(PROBE)[0]
-        if not before[-1].isspace():  # a space behind the header belongs to the reply
+        if not before[-1].isspace():  # a space after the header belongs to the reply
             header = header.rstrip()
         if whole.startswith(header) and not before.startswith(header):
             whole = before + whole[len(header) :]
@@ -337,7 +337,7 @@ class ChatTemplate:
     def _text_behind(self, context: Sequence[int], tokens: Sequence[int]) -> str | None:
         """The text that `tokens` add to that of `context`. None if they change that of `context`.
 
-        A tokenizer may decode tokens in another way where nothing stands before them.
+        A tokenizer may decode tokens in another way if nothing precedes them.
         """
         before = self.decode(context)
         text = self.decode([*context, *tokens])
@@ -392,8 +392,8 @@ class ChatTemplate:
     def _end_reply(self, tokens: list[int], start: int) -> tuple[list[int], int]:
         """(tokens, end): the reply is tokens[start:end], the last of which ends its turn.
 
-        White space behind the end of turn stays outside the reply. If there is no end of turn, the
-        end-of-sequence token is added behind all tokens.
+        White space after the end of turn stays outside the reply. If there is no end of turn, the
+        end-of-sequence token is added after all tokens.
         """
         end = len(tokens)
         while end > start and self.decode([tokens[end - 1]]).isspace():

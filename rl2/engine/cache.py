@@ -122,7 +122,7 @@ class KVCache(ABC):
 
 
 class PagedKVCache(KVCache):
-    """A cache whose attention gives a slot the same bits, however long the other slots are.
+    """A cache that gives a slot the same bits, however long the other slots are.
 
     A layer has two tensors of pages: keys [N, S, G, D, P], in the layout of the fastest products,
     and values [N, S, G, P, D]. N grows with the longest request.

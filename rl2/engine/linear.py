@@ -17,7 +17,7 @@ def pack_linear_layers(model: Any, head_dtype: torch.dtype, max_rows: int, exact
 
     The kernels convert plain weights in every call, which takes 1.25 times as long with 64 rows,
     twice as long with 8. The head is packed in `head_dtype`. `max_rows` is the number of rows that
-    the layout is for. With `exact`, a layer whose packed bits differ stays plain.
+    the layout is for. With `exact`, a layer stays plain if its packed bits differ.
     """
     ops = torch.ops.mkldnn
     head = model.get_output_embeddings()

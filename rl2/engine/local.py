@@ -2,7 +2,7 @@
 
 A request waits for a slot. Then its prompt is prefilled, all but the last token, once for all
 requests with the same prompt. Then every step feeds one token of every slot and samples the next
-one. A slot whose request has ended is filled again before the next step.
+one. A slot is filled again before the next step once its request has ended.
 
 Equal bits: a kernel chooses its order of summation by shape. So the rounding of a row can depend on
 how many rows and keys share its call, but not on their values. With `deterministic` every call has
@@ -270,7 +270,7 @@ class LocalEngine(Engine):
 
     @property
     def in_flight(self) -> int:
-        """Requests whose `generate` has not returned."""
+        """The number of requests that `generate` has not answered yet."""
         return len(self._unfinished())
 
     def _unfinished(self) -> list[_Request]:

@@ -192,7 +192,7 @@ class SGLangEngine(Engine):
             reason = _finish_reason(tokens, params)
         if params.stop:
             # SGLang searches the newest tokens only, as many as its tokenizer makes of the string,
-            # and none of an earlier request: it may go on where the answer has ended.
+            # and none of an earlier request: it may continue where the answer has ended.
             end = StopSearch(self.tokenizer, prompt, params).feed(tokens)
             if end is not None:
                 tokens, logps, reason = tokens[:end], logps[:end], "stop"
@@ -480,7 +480,7 @@ def _names_without_source(answers: list[dict[str, Any]], config: Any) -> list[st
     """The tensors of SGLang's model that the trainer does not send, by schedulers' checksums.
 
     SGLang's models have buffers of their own, which no checkpoint holds. It joins weights and gives
-    them other names, but what is behind the last dot stays, or is the end of a longer word
+    them other names, but what follows the last dot stays, or is the end of a longer word
     (w13_weight): weight and bias, and in some models A_log, sinks and others.
     """
     with torch.device("meta"):

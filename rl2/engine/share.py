@@ -16,7 +16,7 @@ from rl2.parallel.mesh import all_gather_objects
 # what remains of that while it loads weights. It reserves about as much itself (13 of 80 GB).
 GENERATING_SHARE = 0.15
 LOADING_SHARE = 0.05
-BUCKETS_BYTES = 2**30  # two, see sglang.py: one is gathered behind the other
+BUCKETS_BYTES = 2**30  # two, see sglang.py: one is gathered after the other
 SHARE_WITHOUT_PLAN = 0.5
 
 

@@ -17,7 +17,7 @@ planned_kind: str | None = None  # set while a memory plan is made
 
 
 def device_kind(device: torch.device) -> str:
-    """The kind of device, "cpu" or "cuda", whose choices hold for what is on `device`."""
+    """The kind of device, "cpu" or "cuda", that the code chooses for where data is on `device`."""
     return planned_kind or device.type
 
 

@@ -27,9 +27,9 @@ def shard(
 
     With `compute_dtype`, weights are cast to it for compute and gradients are summed in fp32.
     Without, both happen in the dtype of the parameters. `gradient_checkpointing` recomputes layers
-    in the backward pass: all of them, none, or so many (auto is all: the trainers put a number). A
-    number means the first ones: when the backward pass reaches them, it has freed what the others
-    kept. `recompute_context` is the `context_fn` of torch's checkpoint.
+    in the backward pass: all of them, none, or this many of the first (auto is all: the trainers
+    put a number). The first, since the backward pass has freed what the others kept when it reaches
+    them. `recompute_context` is the `context_fn` of torch's checkpoint.
     """
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
@@ -82,7 +82,7 @@ def persistent_buffers(hf: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def scatter(model: Any, full: dict[str, Tensor] | None, mesh: Mesh) -> None:
-    """Gives `model`, whose parameters are on the meta device, its memory and its values.
+    """Gives memory and values to `model`, which has its parameters on the meta device.
 
     `full` holds the whole weights by name on rank 0 and is None elsewhere. It is emptied on the
     way, so that no weight is there twice for longer than needed. All processes must call.

@@ -26,11 +26,11 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")
 # The fake groups of a memory plan have no time-outs, as torch says for each of them.
 warnings.filterwarnings("ignore", "Set timeout is now only supported")
 
-# A rank waits this long for another one whose environment is slow, in every group. If the other
+# A rank waits this long for another one with a slow environment, in every group. If the other
 # rank dies, it fails at once.
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 # Seconds before the interpreter ends. A gloo thread that still has to free the tensors of a
-# collective takes Python's lock for that, which aborts a process whose interpreter is ending
+# collective takes Python's lock for that, which aborts a process when its interpreter is ending
 # (pytorch issue 190489).
 EXIT_PAUSE_SECONDS = 0.1
 GPU_FILE = "/dev/nvidia0"  # where the driver has found one

@@ -38,7 +38,7 @@ def empty_on_host(likes: Sequence[Tensor]) -> list[Tensor]:
 def _pin(block: Tensor) -> None:
     """Page-locks the memory of `block` until it is freed.
 
-    Not by `pin_memory`, whose allocator takes the next power of two of bytes.
+    Not by `pin_memory`: its allocator rounds the bytes up to a power of two.
     """
     runtime = torch.cuda.cudart()
     address = block.data_ptr()
@@ -56,7 +56,7 @@ def local_shard(parameter: Any) -> Tensor:
 
 
 def as_sharded(shard: Tensor, parameter: Any) -> DTensor:
-    """The DTensor whose part on this process is `shard`, cut as `parameter` is.
+    """The DTensor with `shard` as its part on this process, cut as `parameter` is.
 
     `shard` may be in host memory: DTensor.from_local would move it to the device.
     """
