@@ -90,7 +90,7 @@ class Examples:
         self.rows = rows
         self.template = template
         self.kind = kind
-        template.warn_of_ignored([rows[first] for first, _ in rows.kinds])
+        template.warn_of_ignored([rows[kind.first] for kind in rows.kinds])
         key = None
         if rows.key:
             key = table_key(rows.key, pickle.dumps(kind), template.dependencies())

@@ -10,6 +10,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -92,24 +93,33 @@ def load_rows(
     if not rows:
         raise ValueError(f"{path} has no rows (split {split})")
     if is_first_rank():
-        for note, (number, location) in rows.notes.items():
-            print(f"{note} ({number} of {len(rows)} rows, first {location})")
+        for note, about in rows.notes.items():
+            print(f"{note} ({about.count} of {len(rows)} rows, first {about.location})")
     return rows
+
+
+@dataclass
+class Alike:
+    """Rows that have something in common."""
+
+    first: int  # the index of the first one
+    location: str  # of the first one, for messages
+    count: int = 0
 
 
 class Rows(Sequence[dict]):
     """Rows that were read and checked. They are packed, and unpacked when asked for.
 
     Rows of one kind have the same columns, and text or messages, with or without tools. `kinds` has
-    (the first row, the number of rows) of each kind, `notes` (the number of rows, where the first
-    one is) of each note. `key` is the name of the table on disk; None if it is in memory.
+    the rows of each kind, `notes` those that a note is about. `key` is the name of the table on
+    disk; None if it is in memory.
     """
 
     def __init__(self, table: pyarrow.Table, path: str, key: str | None):
         self.path = path
         self.key = key
-        self.kinds: list[list[int]]
-        self.notes: dict[str, list]
+        self.kinds: list[Alike]
+        self.notes: dict[str, Alike]
         summary = table["row"][-1]  # after the rows
         self.kinds, self.notes = pickle.loads(summary.as_buffer())
         self.table = table.slice(0, len(table) - 1)
@@ -164,8 +174,8 @@ def check_rows(
 ) -> Iterator[pyarrow.RecordBatch]:
     """The rows and their summary in batches. In the end ValueError lists the malformed rows."""
     problems: dict[str, list[str]] = defaultdict(list)
-    kinds: dict[tuple, list[int]] = {}
-    all_notes: dict[str, list] = {}
+    kinds: dict[tuple, Alike] = {}
+    all_notes: dict[str, Alike] = {}
     index = 0
     while chunk := list(itertools.islice(located_rows, ROWS_PER_BATCH)):
         packed = []
@@ -177,9 +187,9 @@ def check_rows(
                 problems[str(error)].append(location)
                 continue
             kind = (*row, isinstance(row.get("messages"), str), bool(row.get("tools")))
-            kinds.setdefault(kind, [index, 0])[1] += 1
+            kinds.setdefault(kind, Alike(index, location)).count += 1
             for note in notes:
-                all_notes.setdefault(note, [0, location])[0] += 1
+                all_notes.setdefault(note, Alike(index, location)).count += 1
             packed.append({"row": pickle.dumps(row), "location": location})
             index += 1
         yield pyarrow.RecordBatch.from_pylist(packed, ROWS_SCHEMA)

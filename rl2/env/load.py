@@ -121,7 +121,7 @@ def _find_turn_problems(
     if not env.has_object and env.spec.interact is None:
         yield f"{several_turns}, but the env file has no interact(messages)"
     for key, rows in row_sets.items():
-        if any(isinstance(rows[first]["messages"], str) for first, _ in rows.kinds):
+        if any(isinstance(rows[kind.first]["messages"], str) for kind in rows.kinds):
             yield f"{several_turns}, but some rows of {key} are plain strings, which have no turns"
 
 
@@ -129,10 +129,10 @@ def _find_missing_columns(functions: dict[str, Callable], row_sets: RowSets) -> 
     for name, function in functions.items():
         columns = required_columns(function)
         for (key, rows), column in itertools.product(row_sets.items(), columns):
-            lacking = [kind for kind in rows.kinds if column not in rows[kind[0]]]
+            lacking = [kind for kind in rows.kinds if column not in rows[kind.first]]
             if lacking:
-                first = min(lacking)[0]
-                number = sum(count for _, count in lacking)
+                first = min(kind.first for kind in lacking)
+                number = sum(kind.count for kind in lacking)
                 seen = ", ".join(rows[first])
                 yield (
                     f"{name} needs column {column!r}, which {number} of {len(rows)} rows of "

@@ -125,7 +125,7 @@ def _warn_of_text_prompts(rows: Rows, template: ChatTemplate) -> list[str]:
     """A warning if the model has a chat template and prompts in plain text do not get it."""
     if NO_TEMPLATE not in rows.notes or not template.tokenizer.chat_template:
         return []
-    count, _ = rows.notes[NO_TEMPLATE]
+    count = rows.notes[NO_TEMPLATE].count
     return [
         f"warning: {rows.path}: the model has a chat template, and {count} of {len(rows)} prompts "
         "do not get it, since they are text: right for a base model; for a chat model write prompt "
