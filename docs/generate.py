@@ -202,13 +202,14 @@ def explain(key: Key) -> str:
         text += "; or `file.py:function`"
     if key.only_if is WITH_GPU:
         text += "; GPU only"
+    limit = key.range
     limits = []
-    if key.above or key.at_least:  # that most numbers are not negative goes without saying
-        limits.append(f"above {key.above}" if key.above else f"at least {key.at_least}")
-    if key.below is not None:
-        limits.append(f"below {key.below}")
-    if key.at_most is not None and key.at_most != schema.LARGEST_SEED:
-        limits.append(f"at most {key.at_most}")
+    if limit.above or limit.at_least:  # that most numbers are not negative goes without saying
+        limits.append(f"above {limit.above}" if limit.above else f"at least {limit.at_least}")
+    if limit.below is not None:
+        limits.append(f"below {limit.below}")
+    if limit.at_most is not None and limit.at_most != schema.LARGEST_SEED:
+        limits.append(f"at most {limit.at_most}")
     return "; ".join([text, *limits]).replace("<", "&lt;")
 
 

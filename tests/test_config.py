@@ -229,7 +229,7 @@ def test_every_key_is_explained(root):
 
 def test_a_field_that_only_changes_a_default_keeps_all_else():
     known = schema_keys(PPOConfig)
-    assert known["critic.lr"] == known["actor.lr"] and known["critic.lr"].above == 0
+    assert known["critic.lr"] == known["actor.lr"] and known["critic.lr"].range.above == 0
     assert PPOConfig().critic.lr == 5e-6 and PPOConfig().actor.lr == 1e-6
     assert known["critic.max_grad_norm"].help == known["actor.max_grad_norm"].help
 

@@ -42,7 +42,7 @@ def test_every_number_has_a_lower_bound(root, name):
     if name in OF_REWARDS:
         assert list(broken_bounds(key, -math.inf)) == ["be finite"]
         return
-    bounds = [x for x in (key.above, key.at_least) if x is not None]
+    bounds = [x for x in (key.range.above, key.range.at_least) if x is not None]
     assert bounds, f"{name} may be any number"
     assert list(broken_bounds(key, bounds[0] - 1)), name
 
@@ -67,6 +67,8 @@ WARNED = [  # (trainer, arguments, keys)
     ("ppo", "rollout.engine=local rollout.engine_args.dtype=x", ["rollout.engine_args.dtype"]),
     ("ppo", "rollout.gpu_memory_utilization=0.5", ["rollout.gpu_memory_utilization"]),
     ("ppo", "rollout.engine_args.x=1", ["rollout.engine_args.x"]),
+    ("ppo", "rollout.engine_args.x=null", ["rollout.engine_args.x"]),
+    ("ppo", "data.chat_template_kwargs.x=null", []),
     ("ppo", "actor.offload_model=true actor.clip=0.1", ["actor.offload_model", "actor.clip"]),
     ("ppo", "trainer.test_freq=5", ["trainer.test_freq"]),
     ("ppo", "rollout.test_sampling_params.top_p=0.9", ["rollout.test_sampling_params.top_p"]),

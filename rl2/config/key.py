@@ -1,5 +1,6 @@
 """How the schema declares a key: its default, help, range, choices and condition in one place."""
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from types import UnionType
@@ -7,12 +8,67 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from rl2.algorithms.find import Choices
 
-# Types with a range, which is that of the key: attributes of Key.
-PositiveInt = Annotated[int, ("above", 0)]
-PositiveFloat = Annotated[float, ("above", 0)]
-NonNegativeInt = Annotated[int, ("at_least", 0)]
-NonNegativeFloat = Annotated[float, ("at_least", 0)]
-Ratio = Annotated[float, ("at_least", 0), ("at_most", 1)]
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a key may have. NaN is never among them."""
+
+    above: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    may_be_infinite: bool = False  # inf switches a bound off
+
+    def broken_bounds(self, value: float) -> Iterator[str]:
+        """The bounds that the value breaks, in words that follow "it must"."""
+        if math.isnan(value):
+            yield "be a number"
+            return
+        if math.isinf(value) and not self.may_be_infinite:
+            yield "be finite"
+        if self.above is not None and value <= self.above:
+            yield f"be above {self.above}"
+        if self.at_least is not None and value < self.at_least:
+            yield f"not be below {self.at_least}"
+        if self.at_most is not None and value > self.at_most:
+            yield f"not be above {self.at_most}"
+        if self.below is not None and value >= self.below:
+            yield f"be below {self.below}"
+
+    def narrowed(self, other: "Range") -> "Range":
+        """This range, with the bounds that only the other one has."""
+        return Range(
+            above=other.above if self.above is None else self.above,
+            at_least=other.at_least if self.at_least is None else self.at_least,
+            at_most=other.at_most if self.at_most is None else self.at_most,
+            below=other.below if self.below is None else self.below,
+            may_be_infinite=self.may_be_infinite or other.may_be_infinite,
+        )
+
+
+# Types that say the range of their key.
+PositiveInt = Annotated[int, Range(above=0)]
+PositiveFloat = Annotated[float, Range(above=0)]
+NonNegativeInt = Annotated[int, Range(at_least=0)]
+NonNegativeFloat = Annotated[float, Range(at_least=0)]
+Ratio = Annotated[float, Range(at_least=0, at_most=1)]
+
+
+@dataclass(frozen=True)
+class Unusual:
+    """Values that are allowed and warn, with what they do."""
+
+    effect: str
+    above: float | None = None
+    below: float | None = None
+
+    def explain(self, value: float) -> str:
+        """What is unusual about the value, in words that follow it; "" if nothing is."""
+        if self.above is not None and value > self.above:
+            return f"is unusually large: {self.effect}"
+        if self.below is not None and value < self.below:
+            return f"is unusually small: {self.effect}"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -36,15 +92,8 @@ class Key:
 
     help: str  # its first clause is the short help
     common: bool = False  # whether the short help lists it
-    above: float | None = None  # the value is greater than this
-    at_least: float | None = None
-    at_most: float | None = None
-    below: float | None = None  # the value is less than this
-    may_be_infinite: bool = False  # inf switches a bound off; NaN is never allowed
-    # Values beyond these warn, with what they do.
-    unusual_above: float | None = None
-    unusual_below: float | None = None
-    unusual_effect: str = ""
+    range: Range = Range()  # also of every item of a list or map
+    unusual: Unusual | None = None
     choices: Collection[str] = ()  # of a text; a key that may also be a number takes any number
     functions: Choices[Any] | None = None  # the choices are its built-in ones and the user's own
     only_if: Condition | None = None
@@ -57,12 +106,37 @@ class Key:
     types: tuple[Any, ...] = ()  # by default those of the field's annotation
 
 
-def key(default: Any, help: str, **properties: Any) -> Any:
-    """A field that is a key. `properties` are the other attributes of Key."""
-    metadata = {"key": Key(help, **properties)}
+def key(
+    default: Any,
+    help: str,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    may_be_infinite: bool = False,
+    unusual_above: float | None = None,
+    unusual_below: float | None = None,
+    unusual_effect: str = "",
+    **properties: Any,
+) -> Any:
+    """A field that is a key.
+
+    The bounds are those of `Range`, in addition to the range of the field's type, and those of
+    `Unusual`. `properties` are the other attributes of Key.
+    """
+    unusual = None
+    if unusual_effect:
+        unusual = Unusual(unusual_effect, unusual_above, unusual_below)
+    info = Key(
+        help,
+        range=Range(above, at_least, at_most, below, may_be_infinite),
+        unusual=unusual,
+        **properties,
+    )
     if isinstance(default, list | dict):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return field(default_factory=default.copy, metadata={"key": info})
+    return field(default=default, metadata={"key": info})
 
 
 def section(kind: type, help: str, common: bool = True, **properties: Any) -> Any:
@@ -82,25 +156,46 @@ def schema_keys(root: type) -> dict[str, Key]:
 
 
 def _walk(kind: Any, prefix: str) -> Iterator[tuple[str, Key]]:
-    hints = get_type_hints(kind)  # without ranges
+    """The sections and keys of a config class, and of the sections in it."""
+    types = get_type_hints(kind)  # without ranges
     for entry in fields(kind):
-        name = prefix + entry.name
-        declared = _declaration(kind, entry.name)
-        range_of_type: dict[str, Any] = {}
-        for part in (declared.type, *get_args(declared.type)):
-            range_of_type |= getattr(part, "__metadata__", ())
+        name = f"{prefix}{entry.name}"
+        declared = _find_declaration(kind, entry.name)
         info: Key = declared.metadata["key"]
-        hint = hints[entry.name]
-        types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        yield name, replace(info, types=info.types or types, **range_of_type)
+        yield (
+            name,
+            replace(
+                info,
+                range=info.range.narrowed(_range_of_type(declared.type)),
+                types=info.types or _members(types[entry.name]),
+            ),
+        )
         if is_dataclass(entry.default_factory):
-            yield from _walk(entry.default_factory, name + ".")
+            yield from _walk(entry.default_factory, f"{name}.")
 
 
-def _declaration(kind: Any, name: str) -> "Field[Any]":
-    """The field in the nearest class that declares it with `key` or `section`."""
+def _find_declaration(kind: Any, name: str) -> "Field[Any]":
+    """The field in the nearest class that declares it with `key` or `section`.
+
+    A subclass that only changes the default declares it without.
+    """
     for parent in kind.__mro__[:-1]:
         declared: Field[Any] = parent.__dataclass_fields__[name]
         if "key" in declared.metadata:
             return declared
     raise TypeError(f"{kind.__name__}.{name} is declared without key(default, help)")
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The types of a union; the type itself if it is none."""
+    is_union = get_origin(annotation) in (Union, UnionType)
+    return get_args(annotation) if is_union else (annotation,)
+
+
+def _range_of_type(annotation: Any) -> Range:
+    """The range in an annotation such as PositiveInt, PositiveInt | None or list[PositiveInt]."""
+    for part in (annotation, *get_args(annotation)):
+        if get_origin(part) is Annotated:
+            found: Range = part.__metadata__[0]
+            return found
+    return Range()

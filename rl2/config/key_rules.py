@@ -3,9 +3,7 @@
 Every check returns all problems that it finds, so that the user sees them at once.
 """
 
-import math
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -18,12 +16,6 @@ from rl2.config.synonyms import explain_algorithm
 from rl2.config.values import get_value
 
 Checked = tuple[list[Problem], list[Problem]]  # problems, warnings
-BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {  # attribute of Key -> (test, words)
-    "above": (operator.gt, "be above"),
-    "at_least": (operator.ge, "not be below"),
-    "at_most": (operator.le, "not be above"),
-    "below": (operator.lt, "be below"),
-}
 
 
 def check_choices(config: Any) -> list[Problem]:
@@ -65,17 +57,14 @@ def check_keys(config: Any, set_keys: set[str]) -> Checked:
     defaults = type(config)()
     for name, key in schema_keys(type(config)).items():
         value, default = get_value(config, name), get_value(defaults, name)
-        if isinstance(value, str) or value in (None, default):
+        if key.is_section or isinstance(value, str) or value in (None, default):
             continue
         for bound in broken_bounds(key, value):
             reason = f"it must {bound}; {_show_default(key, default)}"
             problems.append(wrong_value(name, value, reason))
-        if key.unusual_above is not None and value > key.unusual_above:
-            message = f"{name}={value} is unusually large: {key.unusual_effect}"
-            warnings.append(Problem(name, value, message))
-        if key.unusual_below is not None and value < key.unusual_below:
-            message = f"{name}={value} is unusually small: {key.unusual_effect}"
-            warnings.append(Problem(name, value, message))
+        effect = key.unusual.explain(value) if key.unusual is not None else ""
+        if effect:
+            warnings.append(Problem(name, value, f"{name}={value} {effect}"))
     for name in sorted(non_default_keys(config, set_keys)):
         reason, is_harmless = find_unused(config, name)
         if reason:
@@ -96,15 +85,8 @@ def broken_bounds(key: Key, value: Any) -> Iterator[str]:
     elif isinstance(value, str):
         if not value:
             yield "have no empty text"
-    elif value != value:  # NaN
-        yield "be a number"
-    else:
-        if value in (math.inf, -math.inf) and not key.may_be_infinite:
-            yield "be finite"
-        for name, (keeps, words) in BOUNDS.items():
-            bound = getattr(key, name)
-            if bound is not None and not keeps(value, bound):
-                yield f"{words} {bound}"
+    elif value is not None:  # an engine's argument may be null
+        yield from key.range.broken_bounds(value)
 
 
 def _show_default(key: Key, default: Any) -> str:
