@@ -9,7 +9,9 @@ import yaml
 from common import ROOT
 from configs import ROOTS
 
+from rl2.config.arguments import read_arguments
 from rl2.config.key import schema_keys
+from rl2.config.parse import compose
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rl2.config.synonyms import FILE, explain_algorithm, find_answer, load_synonyms
 
@@ -96,6 +98,13 @@ def test_an_answer_for_another_trainer_says_so():
     assert answer.usable(KNOWN[SFTConfig]) == [] and answer.same_key(KNOWN[SFTConfig]) == ""
     answer = find_answer("beta", KNOWN[DPOConfig])
     assert answer.same_key(KNOWN[DPOConfig]) == "dpo.beta"
+
+
+def test_the_tables_are_read_only_for_an_unknown_key():
+    load_synonyms.cache_clear()
+    for word, is_read in (("actor.lr=1", 0), ("actor.learning_rate=1", 1)):
+        compose(PPOConfig, read_arguments([word]))
+        assert load_synonyms.cache_info().currsize == is_read
 
 
 def test_own_names_are_no_synonyms():

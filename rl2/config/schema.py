@@ -2,7 +2,7 @@
 
 `key` (in key.py) declares a key with its default, its help, its range, its choices and the
 condition under which it has an effect. A type such as PositiveInt has the range that it says.
-`parse.py` prints the help, and `rules.py` checks the rest.
+`help.py` prints the help, and `rules.py` checks the rest.
 A subclass that only changes a default writes a plain `name: type = default`; the rest stays.
 """
 
@@ -699,7 +699,7 @@ class AdvConfig:
         setting_of="estimator",
     )
     lamda: Ratio = key(1.0, "lambda of gae", setting_of="estimator")
-    norm_var: bool | None = key(  # parse.py fills it in
+    norm_var: bool | None = key(  # follow_keys fills it in
         None,
         "divide advantages by their standard deviation; reinforce: of the group (on: GRPO; off: "
         "Dr. GRPO); gae: of the batch; by default on with gae and off elsewhere",
