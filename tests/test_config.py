@@ -66,7 +66,7 @@ def test_rule(base, monkeypatch, trainer, wrong, key, right):
     assert problem_keys(trainer, *shlex.split(right)) == []
 
 
-def test_all_problems_come_at_once_and_once(base, capsys, monkeypatch):
+def test_all_problems_come_at_once_and_once(base):
     draft = compose(PPOConfig, read_arguments(["actor.lrr=1", "foo", "data.seed=x"]))
     keys = [problem.key for problem in check(draft)[0]]
     required = ["actor.model_name", "data.path", "rollout.env_path"]
@@ -139,7 +139,7 @@ def test_a_key_that_is_set_twice_warns(base, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_the_home_folder_may_be_written_as_a_tilde(base, capsys, monkeypatch, tmp_path):
+def test_the_home_folder_may_be_written_as_a_tilde(base, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "home (1)"))
     config = parse(PPOConfig, [*base, "trainer.save_dir=~/runs", 'trainer.project="~/x"'])
     assert config.trainer.save_dir == f"{tmp_path}/home (1)/runs"

@@ -43,8 +43,9 @@ def assign(
             set_keys.add(target)
             types = known[target].types if target in known else ()
             value_problem = set_value(config, target, value, types)
-            problem = problem or value_problem
-        if problem:
+            if problem is None:
+                problem = value_problem
+        if problem is not None:
             problems.append(replace(problem, source=source))
     return set_keys
 
