@@ -1,4 +1,4 @@
-"""Env files that work, that cannot work and that misbehave, and the ready-made ones."""
+"""Env files that work, that cannot work and that misbehave."""
 
 import asyncio
 import copy
@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from common import pack_rows
-from env_helpers import env_of
+from env_helpers import ENVS, env_of
+from env_helpers import load_text as load
 
 from rl2.data.formats import read_ppo_row
 from rl2.env import load as env_load
@@ -23,7 +24,6 @@ from rl2.env.load import load_env
 from rl2.user_files import find_env_file
 
 CONCURRENCY = 32  # the default
-ENVS = Path(__file__).resolve().parent.parent / "envs"
 ROW = {
     "messages": [{"role": "user", "content": "1+1="}],
     "answer": 2,
@@ -39,22 +39,14 @@ def preflight(env, row_sets, max_turns):
     return env_load.preflight(env, row_sets, max_turns)
 
 
-def load(tmp_path, text, timeout=5.0):
-    file = tmp_path / "env.py"
-    file.write_text(text)
-    return load_env(str(file), timeout)
-
-
 def score(env, row=ROW):
     return asyncio.run(env.score(REPLY, row))
 
 
 def failure(env_or_function, row=ROW):
-    env = (
-        env_or_function
-        if isinstance(env_or_function, Env)
-        else env_of(env_or_function, timeout=5.0)
-    )
+    env = env_or_function
+    if not isinstance(env, Env):
+        env = env_of(env, timeout=5.0)
     with pytest.raises(EnvError) as error:
         score(env, row)
     return error.value

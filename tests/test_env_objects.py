@@ -18,9 +18,6 @@ from test_rollout import PARAMS, make, make_row, make_training, process_group  #
 from rl2.algorithms.advantages import gae, group_advantages
 from rl2.batch import collate
 from rl2.env.load import load_env, play_reply, preflight
-from rl2.env.tool_calls.call import ToolCall
-from rl2.env.tool_calls.find import find_calls
-from rl2.env.tool_calls.syntaxes import SYNTAXES
 from rl2.rollout.collect import Queue
 from rl2.rollout.stats import training_samples
 
@@ -83,7 +80,7 @@ def test_functions_ask_for_the_state_and_the_last_turn(tmp_path, isolation, pref
     trajectories, player = play(tmp_path, env, script, 3, num_samples=2, isolation=isolation)
     for trajectory in trajectories:  # the end of turn is a token
         assert trajectory.rewards == {"tokens": 4.0, "turn": 3.0, "seen": 5.0}
-    assert not player.env._sessions._by_key and not player.env._open_keys
+    assert not player.env._sessions._by_key and not player.env.open_keys
 
 
 def test_a_column_comes_before_an_input_of_the_same_name(tmp_path):
@@ -428,53 +425,6 @@ def test_a_tool_that_exits_costs_the_trajectory(tmp_path):
     assert trajectory.finish_reason == "failed" and "SystemExit" in str(player.failures.last)
 
 
-@pytest.mark.parametrize(
-    "text, calls",
-    [
-        (call_text("add", x=1), [ToolCall("add", {"x": 1})]),
-        ("a <tool_call>\n{'x': 1}\n</tool_call>", ["cannot be read"]),
-        ('{"name": "add", "parameters": {"x": "1"}}', [ToolCall("add", {"x": "1"})]),
-        ('{"name": "Bob", "age": 3}', []),
-        (
-            '<|python_tag|>{"name": "add", "parameters": {}}; {"name": "mul", "parameters": {}}',
-            [ToolCall("add"), ToolCall("mul")],
-        ),
-        ('<|python_tag|>add.call(x=1, y="b")', [ToolCall("add", {"x": 1, "y": "b"})]),
-        ("[add(x=1), mul(y=[2])]", [ToolCall("add", {"x": 1}), ToolCall("mul", {"y": [2]})]),
-        (
-            '[TOOL_CALLS] [{"name": "add", "arguments": {"x": 1}, "id": "abcdefghi"}]',
-            [ToolCall("add", {"x": 1})],
-        ),
-        (
-            '[TOOL_CALLS]add[ARGS]{"x": 1}[TOOL_CALLS]mul[ARGS]{}',
-            [ToolCall("add", {"x": 1}), ToolCall("mul")],
-        ),
-        (
-            'So:\n```json\n{"name": "add", "arguments": "{\\"x\\": 1}"}\n```\n',
-            [ToolCall("add", {"x": 1})],
-        ),
-        ('```json\n{"x": 1}\n```', []),
-        ("```python\nprint('hi')\n```", []),
-        ("The answer is (1).", []),
-        ("add", []),
-        ("<tool_call>" + "[" * 100_000, ["cannot be read"]),
-        ("[TOOL_CALLS]add(1)", ["expected the name of a tool"]),
-        ("[" * 100_000, []),
-        ("add(" * 10_000, []),
-        ("```\n" * 30_000, []),
-    ],
-)
-def test_calls_are_read_from_the_syntax_of_each_family(text, calls):
-    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "mul")]
-    found = find_calls(text, tools, SYNTAXES).calls
-    assert len(found) == len(calls)
-    for call, expected in zip(found, calls, strict=True):
-        if isinstance(expected, str):
-            assert expected in call.error
-        else:
-            assert call == expected
-
-
 @pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.15"), reason="needs transformers 5.15"
 )
@@ -579,7 +529,7 @@ def test_preflight_plays_objects_and_names_what_they_lack(tmp_path, isolation):
         preflight(env, {"data.path": pack_rows([{"messages": "x", "answer": "1"}])}, 1)
     with pytest.raises(ValueError, match="rollout.partial=true moves trajectories"):
         preflight(env, {"data.path": pack_rows([make_row(0)])}, 3, is_partial=True)
-    assert not env._open_keys
+    assert not env.open_keys
     env.close()
 
 

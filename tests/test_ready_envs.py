@@ -838,7 +838,7 @@ def test_verifiers_plays_a_taskset_of_its_own(tmp_path, monkeypatch):
         reward_of_object(env, row, "fail")
     with pytest.raises(EnvError, match="task 3 has changed: write the rows again"):
         reward_of_object(env, {**row, "key": "?"}, "8")
-    assert not env._open_keys
+    assert not env.open_keys
     env.close()
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import transformers
 from chat_families import FAMILIES, make_template, make_tokenizer, write_calls
-from common import RESPONSE_TEMPLATE
+from common import RESPONSE_TEMPLATE, read_cases
 from packaging.version import Version
 
 from rl2.data.chat import ChatTemplate
@@ -17,6 +17,7 @@ from rl2.env.tool_calls.syntaxes import SYNTAXES
 from rl2.rollout.calls import CallReader
 
 WRITERS = [name for name, family in FAMILIES.items() if family.syntax]
+CASES = read_cases("tool_calls")
 TYPES = {"text": "string", "n": "integer", "x": "number", "yes": "boolean", "maybe": ["string"]}
 TYPES |= {"names": "array", "inner": "object"}
 TOOLS = [
@@ -219,28 +220,7 @@ HOSTILE = [
     "find(x=" + " " * 100_000 + "'" + "', " * 10_000,
     "\x00\ufffd\u2028",
 ]
-MARKS = [
-    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<｜tool▁call▁begin｜>"),
-    *("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<|tool_call_begin|>"),
-    *("<|tool_call_argument_begin|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|tool_call>"),
-    *("<tool_call|>", '<|"|>', "<|tool_call_start|>", "<|tool_call_end|>", "<function_calls>"),
-    *("<|tool_call|>", "to=functions.find<|message|>", "<function=find>", "<parameter=n>", "```\n"),
-    *("</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    *("<think>", "</think>", "[CALL_ID]", "[ARGS]", "find", "(", ")", "{", "}", "[", "]", '"', "'"),
-    *(
-        ":",
-        ",",
-        "=",
-        "1",
-        "n",
-        "\\",
-        "\n",
-        " ",
-        "NaN",
-        "1e999",
-        '{"name": "find", "arguments": {}}',
-    ),
-]
+MARKS = CASES["marks"]
 
 
 def check_plain(calls):
@@ -277,25 +257,28 @@ def test_random_texts_are_answered(seed):
         check_plain(find_calls(text, TOOLS, SYNTAXES, rng.random() < 0.2).calls)
 
 
-@pytest.mark.parametrize(
-    "declared, text, value",
-    [
-        ("string", "5", "5"),
-        ("string", '"5"', '"5"'),
-        ("integer", "5", 5),
-        ("integer", "five", "five"),
-        ("integer", "5.5", "5.5"),
-        ("number", "5.5", 5.5),
-        ("boolean", "True", True),
-        ("boolean", "false", False),
-        (["string", "null"], "null", None),
-        (["string", "null"], "5", "5"),
-        ("array", '["a"]', ["a"]),
-        ("object", "[1]", "[1]"),
-        (None, "5", 5),
-        (None, "five", "five"),
-    ],
-)
+# A text that is not meant as calls, or a call that no text ends: (text, calls or what is wrong).
+LONG = [
+    ("<tool_call>" + "[" * 100_000, ["cannot be read"]),
+    ("[" * 100_000, []),
+    ("add(" * 10_000, []),
+    ("```\n" * 30_000, []),
+]
+
+
+@pytest.mark.parametrize("text, calls", [*CASES["read"], *LONG])
+def test_calls_are_read_from_the_syntax_of_each_family(text, calls):
+    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "mul")]
+    found = find_calls(text, tools, SYNTAXES).calls
+    assert len(found) == len(calls)
+    for call, expected in zip(found, calls, strict=True):
+        if isinstance(expected, str):
+            assert expected in call.error
+        else:
+            assert call == ToolCall(*expected)
+
+
+@pytest.mark.parametrize("declared, text, value", CASES["typed"])
 def test_arguments_without_quotes_have_the_type_of_the_schema(declared, text, value):
     schema = {} if declared is None else {"type": declared}
     parameters = {"properties": {"k": schema}}

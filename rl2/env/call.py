@@ -71,7 +71,7 @@ class Env:
         self._thread_runner = ThreadRunner(timeout)
         self._pool = pool
         self._sessions = Sessions(spec.functions())
-        self._open_keys: set[Key] = set()  # of trajectories with an open object
+        self.open_keys: set[Key] = set()  # of trajectories with an open object
         if self.has_object:
             atexit.register(self._close_objects)
 
@@ -160,8 +160,8 @@ class Env:
 
     async def end(self, key: Key) -> None:
         """Closes what is kept for the trajectory `key`, which makes no further call."""
-        if key in self._open_keys:
-            self._open_keys.discard(key)
+        if key in self.open_keys:
+            self.open_keys.discard(key)
             await self._run(CLOSE, self.spec.methods.get("close"), {}, key)
         elif self._pool:
             self._pool.end(key)
@@ -182,7 +182,7 @@ class Env:
         """Closes the objects that are left, as a run that fails leaves them."""
 
         async def end_all() -> None:
-            ends = map(self.end, list(self._open_keys))
+            ends = map(self.end, list(self.open_keys))
             await asyncio.gather(*ends, return_exceptions=True)
 
         asyncio.run(end_all())
@@ -227,7 +227,7 @@ class Env:
         """
         is_async = function is not None and _is_async(function)
         if self.keeps_state and key is not None and name != CLOSE:
-            self._open_keys.add(key)
+            self.open_keys.add(key)
         if self._pool and (self.keeps_state or not is_async):  # its processes are the slots
             return await self._pool.run(name, arguments, key, self.keeps_state)
         runner = self._async_runner if is_async else self._thread_runner
