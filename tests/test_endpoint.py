@@ -492,7 +492,7 @@ def test_an_agent_that_fails_costs_its_trajectory(tmp_path, fault, reason):
     assert not any(1 in sample.mask for sample in bad.samples)
     assert bad.messages[-1]["content"] == "bad"  # for the records
     assert reason in str(player.failures.last)
-    assert not player.env._sessions._by_key and not player.env._open_keys
+    assert not player.env._sessions._by_key and not player.env.open_keys
 
 
 def test_an_agent_without_a_request_fails(tmp_path):
