@@ -76,6 +76,7 @@ TURNS = (
     "data.path={data}/chats.jsonl rollout.env_path={data}/tool.py rollout.max_turns=3"
     " actor.max_length_per_device=500"
 )
+FILTER = "rollout.filter=[0.05,0.3] rollout.max_refills=2"
 EXAMPLES = f"{COMMON} data.batch_size=6 trainer.test_freq=2"
 SFT = (
     f"sft {EXAMPLES} {ACTOR} actor.lr=0.01 actor.scheduler=linear actor.warmup_ratio=0.3"
@@ -189,6 +190,14 @@ RUNS = [
     ),
     Run("ppo_failures", (f"{PPO} rollout.env_path={{data}}/fails.py rollout.max_env_failures=1",)),
     Run("ppo_free", (f"{PPO} trainer.deterministic=false rollout.max_running=64",), 1),
+    Run(
+        "ppo_filter",
+        and_resume(
+            f"{PPO} {TURNS} {FILTER} rollout.drop_solved=0.35 rollout.overlong_buffer=6"
+            " rollout.mask_truncated=true trainer.save_tokens=true"
+        ),
+    ),
+    Run("ppo_filter_one_process", (f"{PPO} {FILTER} {TEST}",), 1),
     Run("sft", and_resume(SFT)),
     Run("sft_one_process", (f"{SFT} actor.lora_rank=4",), 1),
     Run("sft_last_turn", (f"{SFT} data.turns=last actor.average=sequence",)),

@@ -7,19 +7,20 @@ import asyncio
 import json
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 from common import make_tokenizer, pack_rows
 
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import PROMPT_ROWS, Examples
+from rl2.data.examples import PROMPT_ROWS, DataCursor, Examples
 from rl2.engine.base import Generation, SamplingParams
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
 from rl2.parallel.mesh import all_gather_objects, init_distributed
-from rl2.rollout.collect import Collector, RolloutRules
-from rl2.rollout.trajectory import Player
+from rl2.rollout.collect import NO_RULES, Collector
+from rl2.rollout.player import Player
 
 PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,))
 ENV = """
@@ -105,14 +106,15 @@ def make_collector(folder, num_right, seconds, batch_size, **options) -> Collect
     env.end = end_and_note
     own = ("params", "num_steps", "deterministic")
     arguments = {name: options.pop(name) for name in own if name in options}
+    prompts = Examples(
+        pack_rows(rows), template, PROMPT_ROWS, max_length=100, batch_size=batch_size
+    )
     return Collector(
         Player(engine, env, template, EnvFailures(0.0), 1, 400),
-        prompts=Examples(
-            pack_rows(rows), template, PROMPT_ROWS, max_length=100, batch_size=batch_size
-        ),
+        cursor=DataCursor(prompts),
         write_records=lambda split, step, records: None,
         samples_per_prompt=2,
-        rules=RolloutRules(**options),
+        rules=replace(NO_RULES, **options),
         **{"params": PARAMS, **arguments},
     )
 
@@ -126,14 +128,14 @@ def main() -> None:
         for step in (1, 2, 3):
             trajectories = collector.collect(step)
             trajectories.sort(key=lambda trajectory: trajectory.id)
-            trained = [t.row_index for t in trajectories if not t.is_filtered]
-            filtered = [t.row_index for t in trajectories if t.is_filtered]
+            trained = [t.row_index for t in trajectories if not t.is_rejected]
+            filtered = [t.row_index for t in trajectories if t.is_rejected]
             rows.append((list(dict.fromkeys(trained)), list(dict.fromkeys(filtered))))
             numbers.append([(t.id, t.group, t.reward, len(t.samples)) for t in trajectories])
         own = {
             "rows": rows,
             "numbers": numbers,
-            "position": collector.prompts.rows_done,
+            "position": collector.cursor.position,
             "carried_over": [group.id for group in collector.carried_over],
         }
         ranks = all_gather_objects(own)

@@ -24,6 +24,7 @@ from rl2.data.examples import (
     PAIR_ROWS,
     PROMPT_ROWS,
     SFT_ROWS,
+    DataCursor,
     Examples,
     RowKind,
     render_sft,
@@ -320,10 +321,7 @@ def test_long_prompts_are_dropped_and_counted():
     rows = make_rows([3, 9, 4, 10])  # two tokens more with None and ?
     prompts = make_prompts(rows, max_length=6, batch_size=2)
     assert (len(prompts), prompts.num_dropped) == (2, 2)
-    assert [(prompt.index, prompt.row["answer"]) for prompt in prompts.next_items()] == [
-        (0, 3),
-        (2, 4),
-    ]
+    assert [(prompt.index, prompt.row["answer"]) for prompt in prompts] == [(0, 3), (2, 4)]
     with pytest.raises(
         ValueError, match="data.max_length=4 leaves none of the 4 .*shortest has 5 .*longest 12"
     ):
@@ -333,7 +331,7 @@ def test_long_prompts_are_dropped_and_counted():
 def test_more_rows_than_one_chunk(monkeypatch):
     monkeypatch.setattr("rl2.data.examples.ROWS_PER_BATCH", 3)
     prompts = make_prompts(make_rows(range(1, 9)), batch_size=8)
-    assert [len(prompt.tokens) for prompt in prompts.next_items()] == [n + 2 for n in range(1, 9)]
+    assert [len(prompt.tokens) for prompt in prompts] == [n + 2 for n in range(1, 9)]
 
 
 def test_row_that_the_template_refuses_is_named():
@@ -349,17 +347,18 @@ def test_each_epoch_holds_every_prompt_once_and_batches_need_only_the_position(
     n, batch_size, n_epochs, shuffle
 ):
     def make():
-        return make_prompts(make_rows([1] * n), shuffle=shuffle, seed=5, batch_size=batch_size)
+        rows = make_rows([1] * n)
+        return DataCursor(make_prompts(rows, shuffle=shuffle, seed=5, batch_size=batch_size))
 
-    prompts = make()
+    cursor = make()
     num_steps = max(1, n * n_epochs // batch_size)
-    order = [prompt.index for _ in range(num_steps + n) for prompt in prompts.next_items()]
+    order = [prompt.index for _ in range(num_steps + n) for prompt in cursor.next_batch()]
     for start in range(0, len(order) - n + 1, n):
         assert Counter(order[start : start + n]) == Counter(range(n))
     start = num_steps * batch_size
     resumed = make()
     resumed.load_state_dict({"rows_done": start})
-    batch = [prompt.index for prompt in resumed.next_items()]
+    batch = [prompt.index for prompt in resumed.next_batch()]
     assert batch == order[start : start + batch_size]
     if not shuffle:
         assert order[:n] == list(range(n))
@@ -373,26 +372,24 @@ def test_the_start_says_how_a_run_uses_the_rows():
     sentence, problem = prompts.describe_steps(1)
     assert re.findall(r"[\d.]+", sentence) == ["5", "8", "1", "1.6"]
     assert "data.prompts_per_rollout=8" in problem and " 1.6 times" in problem
-    counts = Counter(prompt.index for prompt in prompts.next_items())
+    counts = Counter(prompt.index for prompt in DataCursor(prompts).next_batch())
     assert sum(counts.values()) / len(counts) == 1.6
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_any_stretch_of_the_order_of_training_can_be_next(shuffle):
     prompts = make_prompts(make_rows([1] * 5), shuffle=shuffle, seed=3, batch_size=2)
-    order = [prompt.index for _ in range(10) for prompt in prompts.next_items()]
+    cursor = DataCursor(prompts)
+    order = [prompt.index for _ in range(10) for prompt in cursor.next_batch()]
     for start in range(8):
-        for count in (0, 1, 3, 12):
-            prompts.load_state_dict({"rows_done": start})
-            taken = [prompt.index for prompt in prompts.next_items(count)]
-            assert taken == order[start : start + count]
+        cursor.position = start
+        assert [cursor.take().index for _ in range(12)] == order[start : start + 12]
 
 
 def test_order_differs_by_epoch_and_seed():
     def order(seed, epoch):
         prompts = make_prompts(make_rows([1] * 50), shuffle=True, seed=seed, batch_size=50)
-        prompts.load_state_dict({"rows_done": 50 * epoch})
-        return [prompt.index for prompt in prompts.next_items()]
+        return [prompt.index for prompt in DataCursor(prompts, 50 * epoch).next_batch()]
 
     assert len({tuple(order(seed, epoch)) for seed in range(2) for epoch in range(2)}) == 4
     assert order(0, 1) == order(0, 1)
@@ -508,7 +505,7 @@ def test_pairs_are_groups_of_chosen_and_rejected(tmp_path):
         PAIR_ROWS,
         with_eos(),
     )
-    samples = to_samples(examples.next_items())
+    samples = to_samples(list(examples))
     tokens = [[0, 3, 4], [0, 3, 3, 4], [0, 3, 2, 4], [0, 3, 3, 4]]
     assert [list(sample.tokens) for sample in samples] == tokens
     assert [list(sample.mask) for sample in samples] == [[0, *[1] * (len(x) - 1)] for x in tokens]
@@ -520,7 +517,7 @@ def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
     path = write(tmp_path / "a.jsonl", rows)
     examples = make_examples(path, PAIR_ROWS, with_eos(), max_length=6)
     assert (len(examples), examples.num_dropped, examples.longest) == (2, 1, 6)
-    assert [example.index for example in examples.next_items(4)] == [0, 1, 0, 1]
+    assert [examples.at(i).index for i in range(4)] == [0, 1, 0, 1]
     with pytest.raises(
         ValueError, match="data.max_length=3 leaves none of the 3 rows: the shortest has 4"
     ):

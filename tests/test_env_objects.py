@@ -18,7 +18,7 @@ from test_rollout import PARAMS, make, make_row, make_training, process_group  #
 from rl2.algorithms.advantages import gae, group_advantages
 from rl2.batch import collate
 from rl2.env.load import load_env, play_reply, preflight
-from rl2.rollout.collect import Queue
+from rl2.rollout.schedule import GroupBoard
 from rl2.rollout.stats import training_samples
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -488,15 +488,15 @@ def test_a_group_is_reported_when_its_last_trajectory_has_its_reward(tmp_path):
     )
     collector.player.engine.abort = lambda: None
     rewards = []
-    report = Queue.report
+    post = GroupBoard.post
 
-    def note(queue, number, group):
-        rewards.append([trajectory.reward for trajectory in group.trajectories])
-        report(queue, number, group)
+    def note(board, number, mean_reward):
+        rewards.append(mean_reward)
+        post(board, number, mean_reward)
 
-    with mock.patch.object(Queue, "report", note):
+    with mock.patch.object(GroupBoard, "post", note):
         collector.collect(1)
-    assert rewards == [[1.0, 1.0]]
+    assert rewards == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -542,7 +542,7 @@ def test_preflight_accepts_a_class_of_trl(tmp_path):
 def test_sampled_tokens_are_listed_where_a_function_asks_for_them(tmp_path):
     """The list of a long answer costs as much as the answer itself."""
     env = "def reward_fn(messages): return 1.0"
-    with mock.patch("rl2.rollout.trajectory.compress", side_effect=AssertionError):
+    with mock.patch("rl2.rollout.player.compress", side_effect=AssertionError):
         (trajectory,), _ = play(tmp_path, env, ["abc"], 1)
     assert trajectory.rewards == {"reward": 1.0}
     env = "def reward_fn(completions, completion_ids): return [len(completion_ids[0])]"

@@ -29,7 +29,8 @@ from rl2.rollout.evaluate import (
     measure_samples,
     pass_at_k,
 )
-from rl2.rollout.trajectory import Player, Trajectory
+from rl2.rollout.player import Player
+from rl2.rollout.trajectory import FinishReason, Trajectory
 from rl2.trainer.ppo_inputs import make_prompts
 
 PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,))
@@ -82,8 +83,12 @@ def test_answers_to_one_prompt_are_one_cluster():
 
 def played(group, *rewards, failed=0):
     """Trajectories of one prompt: one for each reward, and `failed` whose environment failed."""
-    made = [Trajectory(0, group, [], rewards={"right": r}, finish_reason="stop") for r in rewards]
-    return made + [Trajectory(0, group, [], finish_reason="failed") for _ in range(failed)]
+    made = [end({"right": reward}, group) for reward in rewards]
+    return made + [end({}, group, FinishReason.FAILED) for _ in range(failed)]
+
+
+def end(rewards, group=0, finish_reason=FinishReason.STOP):
+    return Trajectory(0, group, [], rewards=rewards, finish_reason=finish_reason)
 
 
 def test_metrics_of_several_answers():
@@ -105,7 +110,7 @@ def test_metrics_of_several_answers():
         name for name in measure_samples(played(0, *[1.0] * 5), 5) if name.startswith("pass")
     }
     assert measure_samples(played(0, 0.7, 0.2), 2)["avg@2"] == 0
-    parts = Trajectory(0, 0, [], rewards={"a": 0.7, "b": 0.2, "c": 0.1}, finish_reason="stop")
+    parts = end({"a": 0.7, "b": 0.2, "c": 0.1})
     assert measure_samples([parts], 1)["avg@1"] == 1  # their sum is 0.9999999999999999
 
 

@@ -33,7 +33,7 @@ from rl2.env.contract import EnvError, EnvFailures, select_arguments
 from rl2.env.load import load_env, preflight
 from rl2.env.tool_calls.call import ToolCall
 from rl2.rollout.collect import Collector
-from rl2.rollout.trajectory import Player
+from rl2.rollout.player import Player
 
 CASES = read_cases("ready_envs")
 QUESTION = {"messages": [{"role": "user", "content": "1+1="}], "answer": 2}

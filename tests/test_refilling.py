@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import ROOT, launch
-from refilling import ScriptedGroups, make_collector
+from refilling import PARAMS, ScriptedGroups, make_collector
 
 from rl2.batch import collate
 from rl2.config.schema import PPOConfig
@@ -19,9 +19,10 @@ from rl2.engine.base import SamplingParams
 from rl2.parallel.mesh import init_distributed
 from rl2.report.health import Health
 from rl2.rewards.text import overlong_score
-from rl2.rollout.collect import Queue, _Rollout
+from rl2.rollout.play import Rollout
+from rl2.rollout.schedule import GroupBoard, GroupSchedule
 from rl2.rollout.stats import mask_truncated, summarise, summarise_groups, training_samples
-from rl2.rollout.trajectory import Trajectory
+from rl2.rollout.trajectory import FinishReason, Trajectory
 
 SOME = [0.0, 1.0]  # rollout.filter: some answers are right and some are wrong
 
@@ -35,8 +36,8 @@ def process_group():
 
 def rows_of(trajectories):
     """The numbers of the rows of the groups that are trained, and of those that are not."""
-    trained = [t.row_index for t in trajectories if not t.is_filtered]
-    filtered = [t.row_index for t in trajectories if t.is_filtered]
+    trained = [t.row_index for t in trajectories if not t.is_rejected]
+    filtered = [t.row_index for t in trajectories if t.is_rejected]
     return list(dict.fromkeys(trained)), list(dict.fromkeys(filtered))
 
 
@@ -54,7 +55,7 @@ def test_groups_outside_the_filter_are_replaced_in_the_order_of_the_prompts(
     collector = make_collector(tmp_path, num_right, seconds, batch_size=3, **options)
     trajectories = collector.collect(1)
     assert rows_of(trajectories) == ([1, 3, 5], [0, 2, 4])
-    assert collector.prompts.rows_done == 6, "the next step begins behind the last group it took"
+    assert collector.cursor.position == 6, "the next step begins behind the last group it took"
     samples = training_samples(trajectories)
     assert {sample.group for sample in samples} == {1, 3, 5} and len(samples) == 6
     metrics = summarise(trajectories, 0) | summarise_groups(trajectories)
@@ -62,7 +63,7 @@ def test_groups_outside_the_filter_are_replaced_in_the_order_of_the_prompts(
     assert metrics["reward/mean"] == 7 / 12, "of all groups that were played"
     trajectories = collector.collect(2)
     assert rows_of(trajectories) == ([6, 7, 10], [8, 9])
-    assert collector.prompts.rows_done == 11 and collector.rows_done == 6
+    assert collector.cursor.position == 11 and collector.rows_done == 6
     trajectories = collector.collect(3)  # rows 11, and 0 to 5 of the next epoch
     assert rows_of(trajectories) == ([1, 3, 5], [11, 0, 2, 4])
     # The prompts of each step are its own: what it began and dropped is played anew.
@@ -79,28 +80,80 @@ def test_more_groups_are_in_play_than_are_missing_and_the_rest_is_dropped(tmp_pa
     assert rows_of(trajectories) == ([4, 5, 6, 7], [0, 1, 2, 3])
     # 4 are missing after 4 of 4 were filtered, so 8 more began; 4 of them were aborted.
     assert engine.begun_rows == set(range(12)) and engine.num_aborted == 8
-    assert collector.prompts.rows_done == 8 and not collector.carried_over
+    assert collector.cursor.position == 8 and not collector.carried_over
     dropped = [("train", trajectory) for trajectory in range(16, 24)]
     assert [key for key in engine.ended_keys if key in dropped] == dropped, "the env was not told"
 
 
-def test_groups_begin_as_the_numbers_of_the_queue_say():
-    """16 groups are needed; 4 of the first 8 are taken."""
-    queue = Queue(lambda number: None, num_needed=16, most=48, bounds=SOME)
-    assert queue.limit == 16 and queue.end is None
-    queue.mean_rewards = {number: (number % 2) / 2 for number in range(8)}
-    # 12 are missing and 4 were filtered, so 16 are in play beside the 8 that are done.
-    assert queue.limit == 8 + 12 + 4
-    queue.mean_rewards = dict.fromkeys(range(10), 0.0)
-    assert queue.limit == 10 + 16 + 10
-    queue.mean_rewards = dict.fromkeys(range(40), 0.0)
-    assert queue.limit == 48, "the refills are limited"
-    queue.mean_rewards = dict.fromkeys([*range(10), *range(11, 20)], 0.5)
-    assert queue.end is None, "group 10 is not done"
-    queue.mean_rewards[10] = math.nan  # its environment failed
-    assert queue.end == 17
-    queue.mean_rewards = dict.fromkeys(range(48), 1.0)
-    assert queue.end == 48, "the bounds are not within the range"
+def rewards_of(numbers, mean_reward):
+    return dict.fromkeys(numbers, mean_reward)
+
+
+@pytest.mark.parametrize(
+    "mean_rewards, limit",
+    [
+        ({}, 16),
+        # 12 are missing and 4 were rejected, so 16 are in play beside the 8 that are done.
+        ({number: (number % 2) / 2 for number in range(8)}, 8 + 12 + 4),
+        (rewards_of(range(10), 0.0), 10 + 16 + 10),
+        (rewards_of(range(40), 0.0), 48),  # the refills are limited
+    ],
+)
+def test_as_many_groups_may_start_as_are_missing_and_more_after_rejected_ones(mean_rewards, limit):
+    schedule = GroupSchedule(num_needed=16, most=48, filter=SOME, mean_rewards=mean_rewards)
+    assert schedule.limit == limit and schedule.may_end_early
+    ahead = GroupSchedule(16, 48, num_ahead=2, filter=SOME, mean_rewards=mean_rewards)
+    assert ahead.limit == limit + 2
+
+
+@pytest.mark.parametrize(
+    "mean_rewards, length",
+    [
+        ({}, None),
+        (rewards_of([*range(10), *range(11, 20)], 0.5), None),  # group 10 is not done
+        (rewards_of(range(20), 0.5) | {10: math.nan}, 17),  # its environment failed
+        (rewards_of(range(20), 0.5), 16),
+        (rewards_of(range(48), 1.0), 48),  # none passes: the bounds are not in the range
+    ],
+)
+def test_a_step_ends_with_the_last_group_that_it_needs(mean_rewards, length):
+    schedule = GroupSchedule(num_needed=16, most=48, filter=SOME, mean_rewards=mean_rewards)
+    assert schedule.length == length and schedule.is_complete == (length is not None)
+
+
+def test_without_a_filter_the_length_is_known_before_the_groups_are_done():
+    schedule = GroupSchedule(num_needed=2, most=2)
+    assert (schedule.length, schedule.limit, schedule.may_end_early) == (2, 2, False)
+    schedule = GroupSchedule(num_needed=2, most=2, num_ahead=2, mean_rewards={0: 0.0, 3: 1.0})
+    assert (schedule.length, schedule.limit, schedule.may_end_early) == (2, 4, True)
+    assert not schedule.is_complete
+    schedule.mean_rewards[1] = math.nan
+    assert schedule.is_complete
+
+
+def test_a_process_without_an_engine_learns_where_the_step_ends(tmp_path):
+    """It plays nothing. The other process has finished three groups when it looks."""
+    collector = make_collector(tmp_path, [1] * 4, {}, 2, filter=SOME, max_refills=1)
+    collector.player.engine.index = None
+    schedule = GroupSchedule(num_needed=2, most=4, filter=SOME)
+    board = GroupBoard()
+    for number, mean_reward in enumerate([0.5, 0.0, 0.5]):
+        board.post(number, mean_reward)
+    rollout = Rollout(
+        collector.player,
+        schedule,
+        board,
+        get_group=None,
+        params=PARAMS,
+        split="train",
+        seed=(0,),
+        deterministic=True,
+        bar=None,
+    )
+    collector.player.engine.loop.run_until_complete(rollout.play())
+    assert schedule.length == 3 and not rollout.played
+    board.clear()
+    assert not board.read()
 
 
 def make_config(max_refills):
@@ -116,7 +169,7 @@ def test_when_the_refills_are_used_up_the_step_trains_what_it_has_and_says_so(tm
     collector = make_collector(tmp_path, [0, 2, 1, 0, 2, 0], {}, 2, filter=SOME, max_refills=1)
     trajectories = collector.collect(1)
     assert rows_of(trajectories) == ([2], [0, 1, 3])
-    assert collector.prompts.rows_done == 4
+    assert collector.cursor.position == 4
     metrics = summarise(trajectories, 0) | summarise_groups(trajectories)
     update = {"step": 1, "actor/lr": 0.1, "actor/grad_norm": 1.0, "rollout/zero_variance": 0.0}
     health = Health(tmp_path, make_config(max_refills=1), 0)
@@ -156,15 +209,15 @@ def test_the_filter_sees_a_group_when_all_its_rewards_are_there(tmp_path, monkey
             await asyncio.sleep(0.3)
         return await score(messages, row, key, inputs)
 
-    def note(queue, number, group):
-        seen.append([len(trajectory.rewards) for trajectory in group.trajectories])
-        report(queue, number, group)
+    def note(board, number, mean_reward):
+        seen.append(mean_reward)
+        post(board, number, mean_reward)
 
-    report = Queue.report
+    post = GroupBoard.post
     monkeypatch.setattr(collector.player.env, "score", score_first_one_late)
-    monkeypatch.setattr(Queue, "report", note)
+    monkeypatch.setattr(GroupBoard, "post", note)
     assert rows_of(collector.collect(1)) == ([1], [0])
-    assert seen == [[1, 1], [1, 1]]
+    assert sorted(seen) == [0.5, 1.0]
 
 
 def test_a_group_whose_environment_failed_is_replaced(tmp_path):
@@ -201,7 +254,7 @@ def test_with_partial_rollouts_what_is_behind_the_last_group_goes_on_in_the_next
     assert rows_of(collector.collect(1)) == ([1, 2], [0])
     carried = [group.prompt.index for group in collector.carried_over]
     assert carried[0] == 3 and not collector.carried_over[0].is_done
-    assert collector.prompts.rows_done == 3 + len(carried)
+    assert collector.cursor.position == 3 + len(carried)
     engine.version = 1
     trajectories = collector.collect(2)
     assert rows_of(trajectories) == ([3, 4], [])
@@ -225,13 +278,38 @@ def test_answers_that_are_too_old_are_sampled_anew(tmp_path):
         assert all(sum(t.samples[0].mask) == t.length for t in trajectories)
 
 
+def test_a_group_that_starts_again_is_scored_again_by_group_reward_fn(tmp_path):
+    """Group 1 was done and scored while group 0 was played, and is too old in the next step."""
+    options = {"partial": True, "deterministic": False, "num_steps": 9, "max_staleness": 0}
+    collector = make_collector(tmp_path, [1] * 4, {0: 0.3, 2: 0.3}, 1, **options)
+    scored = []
+
+    async def score_group(records):
+        scored.append(records[0]["row"]["answer"])
+        return [{"group": 0.25}] * len(records)
+
+    env = collector.player.env
+    env.spec = replace(env.spec, group_reward_fn=score_group)
+    env.score_group = score_group
+    assert {t.rewards["group"] for t in collector.collect(1)} == {0.25}
+    assert collector.carried_over[0].is_scored
+    collector.player.engine.version = 1
+    second = collector.collect(2)
+    assert rows_of(second) == ([1], [])
+    assert [t.rewards for t in second] == [
+        {"right": 1.0, "group": 0.25},
+        {"right": 0.0, "group": 0.25},
+    ]
+    assert scored.count("1") == 2 and scored.count("0") == 1
+
+
 def test_solved_prompts_are_left_out_of_later_epochs_until_none_is_left(tmp_path, capsys):
     """Row 1 is solved at once, rows 0 and 2 when the weights are those of version 1."""
     collector = make_collector(tmp_path, [1, 2, 1], {}, 3, drop_solved=0.9)
     assert rows_of(collector.collect(1)) == ([0, 1, 2], [])
     assert collector.solved == {1} and not collector.is_exhausted
     assert {t.row_index for t in collector.collect(2)} == {0, 2}
-    assert collector.prompts.rows_done == 3 + 3 + 1, "rows 0, 2 and 0, and row 1 is passed over"
+    assert collector.cursor.position == 3 + 3 + 1, "rows 0, 2 and 0, and row 1 is passed over"
     collector.player.engine.num_right = [2, 2, 2]
     collector.collect(3)
     assert collector.is_exhausted and "drop_solved" in capsys.readouterr().out
@@ -252,7 +330,7 @@ def test_the_overlong_part_is_the_formula_of_dapo(tmp_path):
     right, wrong, *filtered = trajectories[:4]
     assert right.rewards == {"right": 1.0, "overlong": -0.2} and right.reward == 0.8
     assert wrong.reward == -0.2 and list(wrong.samples[0].rewards)[-1] == pytest.approx(-0.2)
-    assert [t.is_filtered for t in filtered] == [True, True], "by the reward without the penalty"
+    assert [t.is_rejected for t in filtered] == [True, True], "by the reward without the penalty"
     assert all(t.rewards["overlong"] == -0.2 for t in filtered), "the metric is of all groups"
 
 
@@ -273,7 +351,7 @@ def test_reward_weights_scale_the_parts_and_a_wrong_name_is_refused(tmp_path):
 def test_truncated_answers_are_masked_after_the_advantages(tmp_path):
     collector = make_collector(tmp_path, [1, 1], {}, 2)
     trajectories = collector.collect(1)
-    trajectories[2] = replace(trajectories[2], finish_reason="length")
+    trajectories[2] = replace(trajectories[2], finish_reason=FinishReason.LENGTH)
     batch = collate(training_samples(trajectories))
     before = batch.mask.clone()
     mask_truncated(batch, trajectories, is_on=False)
@@ -295,17 +373,16 @@ def test_two_processes_take_the_same_groups_as_one(tmp_path):
         expected = [rows_of(collector.collect(step)) for step in (1, 2, 3)]
         [result] = [result for result in results if result["options"] == options]
         assert result["ranks"][0]["rows"] == json.loads(json.dumps(expected))
-        assert result["ranks"][0]["position"] == collector.prompts.rows_done
+        assert result["ranks"][0]["position"] == collector.cursor.position
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_a_pinned_group_is_played_by_the_engine_that_has_its_calls(tmp_path, deterministic):
+def test_a_pinned_group_is_played_by_the_engine_that_has_its_calls(deterministic):
     """Group 0 and 3 of four are pinned to engine 1, group 1 to engine 0."""
-    collector = make_collector(tmp_path, [1] * 8, {}, 4, deterministic=deterministic)
+    schedule = GroupSchedule(num_needed=4, most=4, pins={0: 1, 1: 0, 3: 1})
+    board = GroupBoard()
     own = {}
-    queue = Queue(lambda number: None, num_needed=4, most=4, pins={0: 1, 1: 0, 3: 1})
-    for index in (0, 1):
-        collector.player.engine.index, collector.player.engine.count = index, 2
-        rollout = _Rollout(collector, queue, collector.params, "train", 1, bar=None)
-        own[index] = [*itertools.islice(rollout._dealt_numbers(), 3)]
+    for engine in (0, 1):
+        numbers = itertools.count(engine, 2) if deterministic else board.claims()
+        own[engine] = [*itertools.islice(schedule.select(numbers, engine), 3)]
     assert own == {0: [1, 2, 4], 1: [0, 3, 5]}

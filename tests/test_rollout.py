@@ -24,7 +24,7 @@ from common import make_model, make_tokenizer, pack_rows
 from rl2 import progress
 from rl2.batch import Batch
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import PROMPT_ROWS, Example, Examples
+from rl2.data.examples import PROMPT_ROWS, DataCursor, Example, Examples
 from rl2.engine.base import EngineSettings, Generation, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.env import loops
@@ -32,10 +32,12 @@ from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout import collect
-from rl2.rollout.collect import Collector, RolloutRules
+from rl2.rollout.collect import NO_RULES, Collector
 from rl2.rollout.endpoint import make_player
+from rl2.rollout.player import Player
+from rl2.rollout.schedule import GroupSchedule
 from rl2.rollout.stats import summarise, summarise_groups, to_records, training_samples
-from rl2.rollout.trajectory import Group, Player, Trajectory, begin_group
+from rl2.rollout.trajectory import FilterStatus, FinishReason, Group, Trajectory, begin_group
 
 PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,))
 
@@ -102,19 +104,20 @@ def make_prompts(rows, tokenizer):
 
 
 def make_training(collector, tokenizer, num_rows, batch_size, num_samples=2, **options):
-    """A collector for training, with the player of `collector`; `options` are of RolloutRules."""
+    """A collector for training, with the player of `collector`; `options` are of its rules."""
     rows = pack_rows([make_row(i) for i in range(num_rows)])
+    prompts = Examples(
+        rows, ChatTemplate(tokenizer), PROMPT_ROWS, max_length=100, batch_size=batch_size
+    )
     return Collector(
         collector.player,
-        prompts=Examples(
-            rows, ChatTemplate(tokenizer), PROMPT_ROWS, max_length=100, batch_size=batch_size
-        ),
+        cursor=DataCursor(prompts),
         params=options.pop("params", PARAMS),
         write_records=write_nothing,
         samples_per_prompt=num_samples,
         num_steps=options.pop("num_steps", 99),
         deterministic=options.pop("deterministic", collector.deterministic),
-        rules=RolloutRules(**options),
+        rules=replace(NO_RULES, **options),
     )
 
 
@@ -571,7 +574,7 @@ def test_calls_of_groups_that_a_step_drops_are_cancelled(tmp_path, prefix, monke
     collector = make_training(collector, tokenizer, 3, 2, 1, **options)
 
     with monkeypatch.context() as patch:  # as after a group outside the filter
-        patch.setattr(collect.Queue, "limit", property(lambda _: 3))
+        patch.setattr(GroupSchedule, "limit", property(lambda _: 3))
         done = collector.collect(1)
     assert [t.group for t in done] == [0, 1] and not player.calls
     deadline = time.monotonic() + 10
@@ -580,7 +583,7 @@ def test_calls_of_groups_that_a_step_drops_are_cancelled(tmp_path, prefix, monke
         time.sleep(0.005)
     assert module.held, "the call was ended, it did not return"
     module.held.clear()
-    assert collector.prompts.rows_done == 2
+    assert collector.cursor.position == 2
     assert [t.row["answer"] for t in collector.collect(2)][0] == "2"
 
 
@@ -627,7 +630,7 @@ def test_agents_of_groups_that_a_step_drops_are_cancelled(tmp_path, isolation, m
 
     collector.player.engine.generate = generate_late
     with monkeypatch.context() as patch:
-        patch.setattr(collect.Queue, "limit", property(lambda _: 3))
+        patch.setattr(GroupSchedule, "limit", property(lambda _: 3))
         done = collector.collect(1)
     assert [t.reward for t in done] == [1.0, 1.0] and not collector.player.sessions
     assert not old.failures.count, "the step waited until the agent was late"
@@ -726,7 +729,7 @@ def test_trajectories_of_a_run_with_other_samples_have_ids_of_their_own(tmp_path
     collector.collect(1)
     assert len(collector.carried_over) == 2
     collector.samples_per_prompt = 4
-    collector.prompts.batch_size = 3
+    collector.cursor.examples.batch_size = 3
     done = collector.collect(2)
     ids = [trajectory.id for trajectory in done]
     assert len(ids) == len(set(ids)) == 8 + 8 + 4
@@ -745,7 +748,7 @@ def test_a_resumed_collector_continues_at_its_position(tmp_path):
     rewards = []
     for step in (1, 2, 3):
         trajectories = expected.collect(step)
-        assert all(trajectory.row in expected.prompts.rows for trajectory in trajectories)
+        assert all(trajectory.row in expected.cursor.examples.rows for trajectory in trajectories)
         expected_rewards = [trajectory.reward for trajectory in trajectories]
         assert [trajectory.reward for trajectory in resumed.collect(step)] == expected_rewards
         rewards += expected_rewards[::3]
@@ -775,7 +778,7 @@ def test_a_record_has_the_mean_advantage_of_all_its_sequences(tmp_path):
 def test_reward_parts_do_not_overwrite_the_metrics_of_the_reward():
     parts = [{"mean": 3.0, "std": 5.0, "right": 1.0}, {"mean": 5.0, "std": 7.0, "reward": 2.0}]
     trajectories = [
-        Trajectory(i, 0, [], rewards=rewards, finish_reason="stop")
+        Trajectory(i, 0, [], rewards=rewards, finish_reason=FinishReason.STOP)
         for i, rewards in enumerate(parts)
     ]
     metrics = {k: v for k, v in summarise(trajectories, 0).items() if k.startswith("reward/")}
@@ -805,14 +808,15 @@ def test_the_fraction_of_groups_of_equal_rewards():
     trajectories = []
     for group, answers in rewards.items():
         for parts in answers:
-            reason = "stop" if parts else "failed"
+            reason = FinishReason.STOP if parts else FinishReason.FAILED
             number = len(trajectories)
             trajectories.append(
                 Trajectory(number, group, [], rewards=parts or {}, finish_reason=reason)
             )
     assert summarise_groups(trajectories)["rollout/zero_variance"] == pytest.approx(3 / 4)
     for trajectory in trajectories:
-        trajectory.is_filtered = trajectory.group != 1
+        if trajectory.group != 1:
+            trajectory.filter_status = FilterStatus.REJECTED
     assert summarise_groups(trajectories)["rollout/zero_variance"] == 0
     assert summarise_groups(trajectories[-2:])["rollout/zero_variance"] == 1  # no group is left
 

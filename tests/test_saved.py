@@ -17,7 +17,7 @@ from rl2.config.parse import dump
 from rl2.config.schema import PPOConfig
 from rl2.rollout.saved import COLUMNS, SavedRollouts, checksum, pack_tokens
 from rl2.rollout.stats import add_token_columns, training_samples
-from rl2.rollout.trajectory import Trajectory
+from rl2.rollout.trajectory import FinishReason, Trajectory
 
 
 def make_sample(tokens, trajectory):
@@ -90,7 +90,7 @@ def test_trajectories_come_back_as_they_were(tmp_path):
             messages=[{"role": "user", "content": LINE_SEPARATORS}],
             row={"answer": LINE_SEPARATORS},
             rewards={"right": 1.0, "short": 0.5},
-            finish_reason="stop",
+            finish_reason=FinishReason.STOP,
             num_turns=1,
             versions=[(0, 2)],
         )

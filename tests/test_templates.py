@@ -22,7 +22,8 @@ from rl2.engine.base import Generation, SamplingParams
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures, Turn
 from rl2.env.spec import EnvSpec, make_object_spec
-from rl2.rollout.trajectory import Player, begin_group
+from rl2.rollout.player import Player
+from rl2.rollout.trajectory import begin_group, place_reward
 
 NUM_CONVERSATIONS = 25  # of each family, in each test
 
@@ -178,6 +179,7 @@ def play(template: ChatTemplate, engine: ScriptedEngine, env, messages: list, to
     engine.trajectory = group.trajectories[0]
     asyncio.run(player.play(engine.trajectory, params, (0,), key=0))
     assert engine.trajectory.finish_reason in ("stop", "length"), player.failures.last
+    place_reward(engine.trajectory)
     return engine.trajectory
 
 
@@ -278,7 +280,7 @@ def test_tools_are_shown_called_and_answered_token_by_token(name):
     template = make_template(name)
     engine = ScriptedEngine(Caller(name, template))
     env = Env(EnvSpec(object=make_object_spec(Look)))
-    with mock.patch("rl2.rollout.trajectory.ChatTemplate.warn_of_ignored"):
+    with mock.patch("rl2.rollout.player.ChatTemplate.warn_of_ignored"):
         trajectory = play(template, engine, env, [{"role": "user", "content": "Where?"}])
     results = [m for m in trajectory.messages if m["role"] == "tool"]
     assert [m["name"] for m in results] == ["look"] * 3 and trajectory.num_turns == 3

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import PROMPT_ROWS, Examples
+from rl2.data.examples import PROMPT_ROWS, DataCursor, Examples
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.env.call import Env
@@ -34,8 +34,8 @@ from rl2.env.contract import EnvFailures
 from rl2.env.spec import EnvSpec
 from rl2.model.folder import load_tokenizer
 from rl2.parallel.mesh import init_distributed
-from rl2.rollout.collect import Collector, RolloutRules
-from rl2.rollout.trajectory import Player
+from rl2.rollout.collect import NO_RULES, Collector
+from rl2.rollout.player import Player
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
@@ -149,17 +149,18 @@ def main() -> None:
             {"messages": [{"role": "user", "content": f"question {i}"}]}
             for i in range(batch_size * steps)
         ]
+        prompts = Examples(
+            pack_rows(rows), template, PROMPT_ROWS, max_length=1000, batch_size=batch_size
+        )
         return Collector(
             player,
-            prompts=Examples(
-                pack_rows(rows), template, PROMPT_ROWS, max_length=1000, batch_size=batch_size
-            ),
+            cursor=DataCursor(prompts),
             params=params,
             write_records=lambda split, step, records: None,
             samples_per_prompt=arguments.samples,
             num_steps=steps,
             deterministic=False,
-            rules=RolloutRules(partial=partial),
+            rules=replace(NO_RULES, partial=partial),
         )
 
     make_collector(0.0, 1, partial=False).collect(1)  # a warm-up

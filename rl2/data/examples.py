@@ -65,15 +65,13 @@ class Example:
 class Examples:
     """The tokenised rows of a trainer, in a fixed order of epochs.
 
-    `self[i]` is the i-th example in the order of the rows. `next_items` follows the order of
-    training, an endless sequence of epochs, each of which holds every example once. An example is
-    as long as its longest sequence. Examples longer than `max_length` tokens are dropped, and
-    `num_dropped` counts them. With `truncate` their sequences are cut at the end instead, and
-    `num_truncated` counts those; only examples without a trained token in what is left are dropped.
-    ValueError when none is kept, or names rows that cannot be rendered.
+    `self[i]` is the i-th example in the order of the rows. `at` follows the order of training, an
+    endless sequence of epochs, each of which holds every example once; a `DataCursor` knows how far
+    a run is in it. An example is as long as its longest sequence. Examples longer than `max_length`
+    tokens are dropped, and `num_dropped` counts them. With `truncate` their sequences are cut at
+    the end instead, and `num_truncated` counts those; only examples without a trained token in what
+    is left are dropped. ValueError when none is kept, or names rows that cannot be rendered.
     """
-
-    is_exhausted = False  # there is always another epoch
 
     def __init__(
         self,
@@ -116,7 +114,6 @@ class Examples:
                 f"{kind.name}: the shortest has {token_counts.min()} tokens, the longest "
                 f"{token_counts.max()}; raise data.max_length"
             )
-        self.rows_done = 0  # the position in training: rows taken so far, over all epochs
 
     @property
     def longest(self) -> int:
@@ -240,30 +237,49 @@ class Examples:
                 dropped += ", or set data.truncate=true to cut them at the end"
         return [*sentences, dropped]
 
-    def next_items(self, count: int | None = None) -> list[Example]:
-        """The next `count` items of training, by default a batch, and moves the position.
-
-        Batches cross the ends of epochs: 5 items in batches of 2, not shuffled, are 01 23 40 12 34.
-        If `count` exceeds the number of items, an item occurs several times.
-        """
-        count = self.batch_size if count is None else count
-        first = self.rows_done
-        self.rows_done += count
-        return [self._item_at(position) for position in range(first, self.rows_done)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
-        return {"rows_done": self.rows_done}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rows_done = state["rows_done"]
-
-    def _item_at(self, position: int) -> Example:
-        """The item at this position of the endless sequence of epochs, by the seed alone."""
+    def at(self, position: int) -> Example:
+        """Returns the item at this position of the endless sequence of epochs."""
         epoch, i = divmod(position, len(self))
         if self.shuffle:
             i = int(_permutation(len(self), self.seed, epoch)[i])
         return self[i]
+
+
+@dataclass
+class DataCursor:
+    """How far a run is in its training examples. The only owner of the position."""
+
+    examples: Examples
+    position: int = 0
+    """examples taken so far, over all epochs"""
+    rows_done: int = 0
+    """examples of the finished steps: what the length of a run is counted in. Prompts that were
+    replaced or taken ahead count in `position` only"""
+
+    is_exhausted = False  # there is always another epoch
+
+    def take(self) -> Example:
+        """Returns the next example, and moves the position past it."""
+        example = self.examples.at(self.position)
+        self.position += 1
+        return example
+
+    def next_batch(self) -> list[Example]:
+        """Returns the examples of a step that uses each one that it takes.
+
+        Batches cross the ends of epochs: 5 items in batches of 2, not shuffled, are 01 23 40 12 34.
+        If a batch is larger than the number of items, an item occurs several times.
+        """
+        batch = [self.take() for _ in range(self.examples.batch_size)]
+        self.rows_done = self.position
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs."""
+        return {"rows_done": self.rows_done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = self.rows_done = state["rows_done"]
 
 
 def to_samples(examples: list[Example]) -> list[Sample]:

@@ -21,7 +21,8 @@ from rl2.env.contract import API_KEY, EnvError, add_parts
 from rl2.env.results import MAX_NESTING, check_nesting
 from rl2.env.tool_calls.find import Found
 from rl2.rollout.http import MAX_BODY_BYTES, Connection, Request
-from rl2.rollout.trajectory import Player, Trajectory, begin_sample
+from rl2.rollout.player import Player
+from rl2.rollout.trajectory import Trajectory, begin_sample
 
 HOST = "127.0.0.1"
 MODEL = "rl2"  # the name of the policy

@@ -102,7 +102,7 @@ def measure_samples(
     votes: dict[int, list[str | None]] = defaultdict(list)
     extracted = answers or [None] * len(trajectories)
     for trajectory, answer in zip(trajectories, extracted, strict=True):
-        if trajectory.finish_reason != "failed":
+        if not trajectory.is_failed:
             outcomes[trajectory.group].append(float(is_right(trajectory)))
             votes[trajectory.group].append(answer)
     mean, error = clustered_mean(list(outcomes.values()))

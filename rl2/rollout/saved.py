@@ -1,4 +1,4 @@
-"""Rollouts that a run saved with their tokens, and training on them without an engine."""
+"""Rollouts that a run saved with their tokens, to train on them without an engine."""
 
 import json
 import zlib
@@ -19,9 +19,10 @@ COLUMNS = {"tokens": np.int32, "mask": np.int8, "logps": np.float32, "rewards": 
 
 
 def pack_tokens(trajectories: list[Trajectory], meaning: int) -> dict[str, np.ndarray]:
-    """The samples of a step: COLUMNS [n] of all n tokens, `length` and `trajectory` [samples].
+    """Packs the samples of a step.
 
-    `meaning` is of `checksum`.
+    Returns COLUMNS [n] of all n tokens, `length` and `trajectory` [samples], and `meaning`, which
+    `checksum` returns.
     """
     ordered = sorted(trajectories, key=lambda trajectory: trajectory.id)
     samples = [sample for trajectory in ordered for sample in trajectory.samples]
@@ -37,16 +38,19 @@ def pack_tokens(trajectories: list[Trajectory], meaning: int) -> dict[str, np.nd
 
 
 def checksum(tokenizer: PreTrainedTokenizerBase, temperature: float) -> int:
-    """What token ids and their log-probabilities mean: equal for one vocabulary and temperature."""
+    """Returns a number that is equal for equal vocabularies and temperatures.
+
+    These say what token ids and their log-probabilities mean.
+    """
     return zlib.crc32(repr((sorted(tokenizer.get_vocab().items()), temperature)).encode())
 
 
 class SavedRollouts:
-    """The rollouts of a run that had trainer.save_tokens, in the place of a Collector.
+    """Takes the place of a Collector, with the rollouts of a run that had trainer.save_tokens.
 
-    `path` is the folder of the run. Its steps come in their order, and again from the first one
-    after the last. `is_own`: this run itself sampled them, with the weights that its actor has in
-    each step. ValueError if a step has no tokens, or if they have another `meaning`.
+    `path` is the folder of the run. Its steps come in order, and after the last one from the first
+    one again. `is_own`: this run itself sampled them, with the weights that its actor has in each
+    step. ValueError if a step has no tokens, or if they have another `meaning`.
     """
 
     is_exhausted = False  # the first step comes again after the last
@@ -55,7 +59,7 @@ class SavedRollouts:
         self.folder = Path(path, "rollouts", "train")
         self.is_own = is_own
         self.meaning = meaning
-        self.rows_done = 0  # steps taken, over all epochs
+        self.steps_done = 0  # over all epochs
         steps = sorted(int(file.stem[5:]) for file in self.folder.glob("step_*.safetensors"))
         self.num_steps = len(steps)
         if not steps or steps[-1] > len(steps):
@@ -68,9 +72,9 @@ class SavedRollouts:
         self.has_other_policy = True  # than the actor's weights sampled the last step
 
     def collect(self, step: int) -> list[Trajectory]:
-        """The trajectories of training step 1, 2, ..., on every process."""
+        """Returns the trajectories of training step 1, 2, ..., on every process."""
         path = self.folder / f"step_{(step - 1) % self.num_steps + 1}.jsonl"
-        self.rows_done = step
+        self.steps_done = step
         trajectories = _read_trajectories(path)
         saved = _read_tokens(path.with_suffix(".safetensors"))
         if saved["meaning"] != self.meaning:
@@ -91,24 +95,29 @@ class SavedRollouts:
         self.has_other_policy = not self.is_own and (step > 1 or not self.has_same_model)
         return list(trajectories.values())
 
+    @property
+    def rows_done(self) -> int:
+        """What the length of the run is counted in: a step is a row here."""
+        return self.steps_done
+
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
-        return {"rows_done": self.rows_done}
+        """Returns what a resumed run needs."""
+        return {"rows_done": self.steps_done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rows_done = state["rows_done"]
+        self.steps_done = state["rows_done"]
 
 
 def _read_trajectories(path: Path) -> dict[int, Trajectory]:
-    """The trajectories of a transcript, without samples, by their id."""
+    """Reads the trajectories of a transcript, without samples, by id."""
     trajectories = {}
     # Only a line feed ends a line: texts may have other characters at which str.splitlines cuts.
     with open(path, encoding="utf-8", newline="\n") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                record = json.loads(line)
-                known = record.keys() & Trajectory.__dataclass_fields__
-                trajectory = Trajectory(**{name: record[name] for name in known})
+                trajectory = Trajectory.from_record(json.loads(line))
+            except KeyError as error:
+                raise ValueError(_describe_damage(path, f"line {number}: no {error}")) from error
             except (ValueError, TypeError, AttributeError) as error:
                 raise ValueError(_describe_damage(path, f"line {number}: {error}")) from error
             trajectories[trajectory.id] = trajectory
@@ -116,7 +125,7 @@ def _read_trajectories(path: Path) -> dict[int, Trajectory]:
 
 
 def _read_tokens(path: Path) -> dict[str, np.ndarray]:
-    """The columns that `pack_tokens` made."""
+    """Reads the columns that `pack_tokens` made."""
     try:
         saved = load_file(path)
     except (SafetensorError, ValueError) as error:
@@ -128,7 +137,7 @@ def _read_tokens(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read_model_name(path: Path) -> str:
-    """actor.model_name in the config.yaml of a run."""
+    """Reads actor.model_name in the config.yaml of a run."""
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))["actor"]["model_name"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:

@@ -1,5 +1,7 @@
-"""What a step's trajectories become: training samples, metrics and records. Nothing here
-communicates: every process has all trajectories."""
+"""Turns the trajectories of a step into training samples, metrics and records.
+
+Nothing here communicates: every process has all trajectories.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -11,14 +13,14 @@ from torch.nn.functional import pad
 
 from rl2.algorithms.advantages import sum_by_trajectory
 from rl2.batch import Batch, Sample
-from rl2.rollout.trajectory import Trajectory
+from rl2.rollout.trajectory import FilterStatus, Trajectory
 
 
 def training_samples(trajectories: list[Trajectory]) -> list[Sample]:
-    """The samples of all trajectories, in the order of the data.
+    """Takes the samples out of all trajectories, in the order of the data.
 
-    The trajectories keep none: the memory is free again when the samples have become a batch.
-    Where rollout.filter left none, there is one without a trained token.
+    Their memory is free again when they have become a batch. If rollout.filter left none, returns
+    one sample without a trained token.
     """
     samples = []
     for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.id):
@@ -28,20 +30,20 @@ def training_samples(trajectories: list[Trajectory]) -> list[Sample]:
 
 
 def summarise(trajectories: list[Trajectory], version: int) -> dict[str, float]:
-    """Means over trajectories of rewards and lengths, by the name of the metric.
+    """Returns means over trajectories of rewards and lengths, by the name of the metric.
 
-    Groups outside rollout.filter count: the means say how good the policy is at all prompts, not at
-    those that are trained. Failed trajectories count in rollout/* only. rollout/staleness is by how
-    many updates the weights that sampled a token lag behind `version`, as a mean over tokens.
+    Groups that rollout.filter rejected count: the means say how good the policy is at all prompts,
+    not at those that are trained. Failed trajectories count in rollout/* only. rollout/staleness is
+    how many updates the weights that sampled a token lag behind `version`, as a mean over tokens.
     """
     lengths = [t.length for t in trajectories]
     num_sampled = sum(lengths)
     return {
-        **_reward_metrics([t for t in trajectories if t.finish_reason != "failed"]),
+        **_reward_metrics([t for t in trajectories if not t.is_failed]),
         "rollout/length": _mean(lengths),
         "rollout/longest": max(lengths),
-        "rollout/truncated": _mean(t.finish_reason == "length" for t in trajectories),
-        "rollout/failed": _mean(t.finish_reason == "failed" for t in trajectories),
+        "rollout/truncated": _mean(t.is_truncated for t in trajectories),
+        "rollout/failed": _mean(t.is_failed for t in trajectories),
         "rollout/turns": _mean(t.num_turns for t in trajectories),
         "rollout/staleness": _total_lag(trajectories, version) / max(1, num_sampled),
         "tokens/sampled": num_sampled,
@@ -49,27 +51,29 @@ def summarise(trajectories: list[Trajectory], version: int) -> dict[str, float]:
 
 
 def summarise_groups(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Metrics of the groups of a training step: the fraction that teaches nothing, and with
-    rollout.filter how many it left.
+    """Returns metrics of the groups of a training step.
+
+    These are the fraction that teaches nothing and, with rollout.filter, how many it let pass.
     """
     metrics = {"rollout/zero_variance": _equal_group_fraction(trajectories)}
-    is_filtered = {t.group: t.is_filtered for t in trajectories if t.is_filtered is not None}
-    if is_filtered:
-        num_filtered = sum(is_filtered.values())
-        metrics["rollout/filtered"] = num_filtered / len(is_filtered)
-        metrics["rollout/groups"] = len(is_filtered) - num_filtered
+    filtered = [t for t in trajectories if t.filter_status != FilterStatus.OFF]
+    if filtered:
+        groups = {t.group for t in filtered}
+        rejected = {t.group for t in filtered if t.is_rejected}
+        metrics["rollout/filtered"] = len(rejected) / len(groups)
+        metrics["rollout/groups"] = len(groups) - len(rejected)
     return metrics
 
 
 def _equal_group_fraction(trajectories: list[Trajectory]) -> float:
-    """The fraction of the trained groups whose trajectories all have the same reward.
+    """Returns the fraction of the trained groups in which all trajectories have the same reward.
 
-    An estimator that compares them learns nothing from such a group, nor from a group of one. It
-    is 1 where no group is trained.
+    An estimator that compares them learns nothing from such a group, nor from a group of one. The
+    fraction is 1 if no group is trained.
     """
     rewards = defaultdict(set)
     for trajectory in trajectories:
-        if trajectory.finish_reason != "failed" and not trajectory.is_filtered:
+        if not trajectory.is_failed and not trajectory.is_rejected:
             # In the batch, 0.1 + 0.2 is 0.3.
             rewards[trajectory.group].add(np.float32(trajectory.reward))
     return _mean(len(values) == 1 for values in rewards.values()) if rewards else 1.0
@@ -83,7 +87,7 @@ def _reward_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     if part_names == {"reward"}:  # a plain number, which has no parts
         return metrics
     for name in sorted(part_names):
-        # A part that is called mean or std stands apart from those of the whole reward.
+        # A part called mean or std must not overwrite that of the whole reward.
         metric = f"reward/parts/{name}" if f"reward/{name}" in metrics else f"reward/{name}"
         metrics[metric] = _mean(t.rewards.get(name, 0.0) for t in trajectories)
     return metrics
@@ -103,13 +107,13 @@ def _total_lag(trajectories: list[Trajectory], version: int) -> int:
 
 
 def mask_truncated(batch: Batch, trajectories: list[Trajectory], is_on: bool) -> None:
-    """With `is_on`, clears the mask of answers that a length limit cut: DAPO's overlong filtering
-    (arXiv:2503.14476).
+    """Clears the mask of truncated answers if `is_on`.
 
-    As with TRL's mask_truncated_completions, it comes after the advantages: such an answer counts
-    in the baseline of its group, but in no sum or mean of the losses.
+    This is DAPO's overlong filtering (arXiv:2503.14476). As with TRL's mask_truncated_completions,
+    it comes after the advantages: such an answer counts in the baseline of its group, but in no sum
+    or mean of the losses.
     """
-    truncated = [t.id for t in trajectories if is_on and t.finish_reason == "length"]
+    truncated = [t.id for t in trajectories if is_on and t.is_truncated]
     batch.mask[torch.isin(batch.trajectory, torch.tensor(truncated, dtype=torch.long))] = 0
 
 
@@ -118,11 +122,11 @@ def to_records(
     batch: Batch | None = None,
     saved: dict[str, np.ndarray] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """What the run folder keeps, in the order of the data.
+    """Yields what the run folder keeps, in the order of the data.
 
-    With the `batch` that was made of them, the record of a trajectory in it has its advantage: the
-    mean over its trained tokens. The tokens to keep, `saved`, get what the batch says of each. A
-    record is made when it is read, which the first process does alone.
+    With the `batch` made of them, the record of a trajectory in it has its advantage: the mean over
+    its trained tokens. The tokens to keep, `saved`, get columns of the batch. Only the first
+    process reads the records, and a record is made when it is read.
     """
     advantages = {} if batch is None else _mean_advantages(batch)
     if batch is not None and saved:
@@ -147,12 +151,12 @@ def add_token_columns(saved: dict[str, np.ndarray], batch: Batch) -> None:
     is_token = torch.arange(batch.tokens.shape[1]) < lengths
     for name, column in columns.items():
         if column is not None:
-            # Columns stand beside the token before the one that they are about.
+            # Columns are shifted: they are beside the token before.
             saved[name] = pad(column * batch.mask, (1, 0))[is_token].numpy()
 
 
 def _mean_advantages(batch: Batch) -> dict[int, float]:
-    """The mean advantage over the trained tokens of each trajectory, by its id."""
+    """Returns the mean advantage over the trained tokens of each trajectory, by its id."""
     assert batch.advantages is not None
     sums = sum_by_trajectory(batch.advantages * batch.mask, batch.trajectory)
     means = sums / sum_by_trajectory(batch.mask, batch.trajectory).clamp(min=1)

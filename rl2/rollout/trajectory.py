@@ -1,26 +1,41 @@
-"""A trajectory: its types, and how it is played turn by turn between engine and environment."""
+"""The data of a rollout: trajectories, and the groups of them that share a prompt."""
 
-import asyncio
 import json
 import math
 from array import array
-from collections.abc import Callable, Coroutine, Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import chain, compress
-from typing import Any, TypeVar
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
 
 from rl2.batch import Sample
-from rl2.data.chat import ChatTemplate
 from rl2.data.examples import Example
-from rl2.engine.base import Engine, Generation, SamplingParams, Seed
-from rl2.env.call import Env
-from rl2.env.contract import EnvError, EnvFailures, Turn, add_parts
-from rl2.env.tool_calls.find import Found
-from rl2.rollout.calls import CallReader
 
-T = TypeVar("T")
 MAX_RECORDED_CHARACTERS = 2000  # of a column of a row, in the records
+
+
+class FinishReason(StrEnum):
+    """How a trajectory ended. The values are those of the records."""
+
+    PLAYING = ""
+    """it has not ended, or its rewards are missing; never recorded"""
+    STOP = "stop"
+    """its last turn ended by itself"""
+    LENGTH = "length"
+    """a length limit cut it"""
+    FAILED = "failed"
+    """the environment failed: it is not trained"""
+
+
+class FilterStatus(StrEnum):
+    """What rollout.filter decided about the group of a trajectory."""
+
+    OFF = "off"
+    """there is no filter: it is trained"""
+    PASSED = "passed"
+    """it is trained"""
+    REJECTED = "rejected"
+    """it is recorded and counts in the metrics, but is not trained"""
 
 
 @dataclass
@@ -34,8 +49,7 @@ class Trajectory:
     samples: list[Sample] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)  # by name of the part
     weights: dict[str, float] = field(default_factory=dict)  # of parts in the reward; 1 elsewhere
-    # stop or length, of the last turn; failed, if the environment did; "" while it is being played.
-    finish_reason: str = ""
+    finish_reason: FinishReason = FinishReason.PLAYING
     num_turns: int = 0  # finished turns of the assistant
     longest_turn: int = 0  # tokens of the longest of these turns
     # (version of the weights, number of tokens that they sampled), in order of time.
@@ -46,8 +60,27 @@ class Trajectory:
     unanswered: dict[str, Any] | None = None
     unscored: dict[str, Any] | None = None
     row_index: int = -1  # of its row in the data
-    # Whether its group is outside rollout.filter, so that it is not trained; None without a filter.
-    is_filtered: bool | None = None
+    filter_status: FilterStatus = FilterStatus.OFF
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended and has its rewards."""
+        return self.finish_reason != FinishReason.PLAYING
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether the environment failed, so that there is no reward."""
+        return self.finish_reason == FinishReason.FAILED
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a length limit cut the answer."""
+        return self.finish_reason == FinishReason.LENGTH
+
+    @property
+    def is_rejected(self) -> bool:
+        """Whether rollout.filter left its group out of the training."""
+        return self.filter_status == FilterStatus.REJECTED
 
     @property
     def reward(self) -> float:
@@ -57,12 +90,13 @@ class Trajectory:
     @property
     def length(self) -> int:
         """The number of tokens that the policy sampled; 0 if the environment failed."""
-        if self.finish_reason == "failed":
+        if self.is_failed:
             return 0
         return sum(num_tokens for _, num_tokens in self.versions)
 
     def record(self) -> dict[str, Any]:
-        """What the run folder keeps of it: everything but the tokens."""
+        """Returns what the run folder keeps of it: everything but the tokens."""
+        is_filtered = None if self.filter_status == FilterStatus.OFF else self.is_rejected
         return {
             "id": self.id,
             "group": self.group,
@@ -75,8 +109,28 @@ class Trajectory:
             "num_turns": self.num_turns,
             "finish_reason": self.finish_reason,
             "versions": self.versions,
-            "is_filtered": self.is_filtered,
+            "is_filtered": is_filtered,
         }
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> "Trajectory":
+        """Returns the trajectory of a record, without samples.
+
+        LookupError, TypeError or ValueError if the record is damaged.
+        """
+        statuses = {None: FilterStatus.OFF, False: FilterStatus.PASSED, True: FilterStatus.REJECTED}
+        return cls(
+            id=record["id"],
+            group=record["group"],
+            messages=record["messages"],
+            row=record.get("row", {}),
+            rewards=record.get("rewards", {}),
+            weights=record.get("weights", {}),
+            finish_reason=FinishReason(record["finish_reason"]),
+            num_turns=record["num_turns"],
+            versions=record["versions"],
+            filter_status=statuses[record.get("is_filtered")],
+        )
 
 
 @dataclass
@@ -86,29 +140,29 @@ class Group:
     id: int
     prompt: Example
     trajectories: list[Trajectory]
-    rows_done: int = 0  # the position in the data behind its prompt
-    is_scored: bool = False  # it has what group_reward_fn gives
+    rows_done: int = 0  # the position in the data after its prompt
+    is_scored: bool = False  # it has the rewards of group_reward_fn
 
     @property
     def is_done(self) -> bool:
-        return all(trajectory.finish_reason for trajectory in self.trajectories)
+        return all(trajectory.is_done for trajectory in self.trajectories)
 
 
 def group_key(group: Group) -> Hashable:
-    """The key of the group's own call of the environment."""
+    """Returns the key of the group's own call of the environment."""
     return ("group", group.id)
 
 
 def mean_reward(trajectories: list[Trajectory]) -> float:
-    """The mean over the trajectories whose environment did not fail; NaN where all failed."""
-    rewards = [t.reward for t in trajectories if t.finish_reason != "failed"]
+    """Returns the mean over the trajectories that did not fail; NaN if all failed."""
+    rewards = [t.reward for t in trajectories if not t.is_failed]
     return sum(rewards) / len(rewards) if rewards else math.nan
 
 
 def begin_group(
     group_id: int, prompt: Example, num_samples: int, first_trajectory: int = 0
 ) -> Group:
-    """`num_samples` new trajectories for one prompt.
+    """Makes `num_samples` new trajectories for one prompt.
 
     `first_trajectory` is the id of the first of them.
     """
@@ -126,11 +180,11 @@ def begin_group(
 
 
 def _recorded(value: Any) -> Any:
-    """A column's value as the records have it: what is no JSON as text, and not too long."""
+    """Returns a column's value for the records: non-JSON values as text, and not too long."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
         recorded = json.loads(text)
-    except (TypeError, ValueError):  # keys that are no text, or an endless structure
+    except (TypeError, ValueError):  # keys that are not text, or an endless structure
         recorded = repr(value)
     if isinstance(recorded, str):
         text = recorded
@@ -159,9 +213,10 @@ def append_tokens(
 
 
 def place_reward(trajectory: Trajectory) -> None:
-    """Puts the reward on the last sampled token, less what the tokens before have.
+    """Turns the reward parts into numbers on tokens: the second form that a reward has.
 
-    The sum over all tokens is the trajectory's reward. Sequences without a sampled token go.
+    The rewards of turns are on their tokens already. The last sampled token gets the rest, so that
+    the sum over all tokens is the trajectory's reward. Drops sequences without a sampled token.
     """
     trajectory.samples = [sample for sample in trajectory.samples if 1 in sample.mask]
     last_sample = trajectory.samples[-1]
@@ -171,369 +226,3 @@ def place_reward(trajectory: Trajectory) -> None:
     if "turns" in trajectory.rewards:  # of interact or step; other parts lie on the last token
         before = sum(sum(sample.rewards) for sample in trajectory.samples)
     last_sample.rewards[last_token] = trajectory.reward - before
-
-
-class PausedError(Exception):
-    """The player paused before a call of the environment had ended. The call continues."""
-
-
-@dataclass
-class Player:
-    """Plays trajectories on one process. Any number of them may be played at a time.
-
-    A rollout may end while some are played, if `may_pause`. Calls of the environment that run then
-    continue, and the trajectory gets the result when it is played again on this process.
-    """
-
-    engine: Engine
-    env: Env
-    template: ChatTemplate
-    failures: EnvFailures
-    max_turns: int
-    max_length: int  # most tokens of one training sequence
-    reward_weights: dict[str, float] = field(default_factory=dict)  # by name of the part
-    may_pause: bool = False
-    is_pausing: bool = False  # then no turn begins, and aborted turns stay as they are
-    # Calls that run or whose result nobody has taken yet, by the key of the trajectory or group.
-    calls: dict[Hashable, asyncio.Task] = field(default_factory=dict)
-    waiting: set[asyncio.Future] = field(default_factory=set)  # each for the end of a call
-    num_requests: int = 0  # of ours that the engine has
-    request_ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        if self.env.tools:
-            question = [{"role": "user", "content": "?"}]
-            self.template.warn_of_ignored([{"messages": question, "tools": self.env.tools}])
-            _ = self.call_reader  # warns now
-
-    async def wait_for_room(self, max_requests: float) -> None:
-        """Waits until the engine has fewer than `max_requests`."""
-        await asyncio.sleep(0)  # the trajectories that have just begun send theirs
-        while self.num_requests >= max_requests:
-            self.request_ended.clear()
-            await self.request_ended.wait()
-
-    async def play(
-        self,
-        trajectory: Trajectory,
-        params: SamplingParams,
-        seed: Seed,
-        key: Hashable,
-    ) -> None:
-        """Plays on from where the trajectory stands, to its end or until the player pauses.
-
-        The environment knows the trajectory by `key`. If it fails, the trajectory ends and is not
-        trained.
-        """
-        if trajectory.finish_reason:
-            return
-        try:
-            if self.env.has_object and not trajectory.versions:
-                await self._begin(trajectory, params, key)
-            while trajectory.unscored is None and not self.is_pausing:
-                trajectory.unscored = await self._play_turn(
-                    trajectory, params, (*seed, trajectory.num_turns), key
-                )
-            last_turn = trajectory.unscored
-            if last_turn is None:
-                return
-            await self._score(trajectory, last_turn, key)
-            # The trajectory is done when it has its rewards.
-            trajectory.finish_reason = last_turn["finish_reason"]
-            trajectory.unscored = None
-        except PausedError:
-            return
-        except EnvError as error:
-            self.fail(trajectory, error)
-        await self.end(trajectory, key)
-
-    def begin_rollout(self, may_pause: bool) -> None:
-        """Lets turns begin. Calls that an earlier rollout has left continue all the same."""
-        self.may_pause = may_pause
-        self.is_pausing = False
-
-    def pause(self) -> None:
-        """Lets no further turn begin, and ends the wait for calls of the environment."""
-        self.is_pausing = True
-        for future in self.waiting:
-            if not future.done():
-                future.set_result(None)
-
-    async def ended_or_paused(self, call: asyncio.Future) -> bool:
-        """Waits until a call has ended or the player pauses. Returns whether it has ended."""
-        if call.done() or self.is_pausing:
-            return call.done()
-        future = self.engine.loop.create_future()
-
-        def end_wait(_: asyncio.Future) -> None:
-            if not future.done():
-                future.set_result(None)
-
-        self.waiting.add(future)
-        call.add_done_callback(end_wait)
-        try:
-            await future
-        except asyncio.CancelledError:  # the rollout has failed
-            call.cancel()
-            raise
-        finally:
-            self.waiting.discard(future)
-            call.remove_done_callback(end_wait)
-        return call.done()
-
-    async def _call(self, key: Hashable, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of a call of the environment, or of the one with this key that runs.
-
-        PausedError if the player pauses before it ends.
-        """
-        if key not in self.calls:
-            if not self.may_pause:
-                return await call()
-            self.calls[key] = asyncio.ensure_future(call())
-        task = self.calls[key]
-        if not await self.ended_or_paused(task):
-            raise PausedError
-        del self.calls[key]
-        return task.result()
-
-    def has_calls(self, group: Group, split: str) -> bool:
-        """Whether calls for the group run here, or have a result that it has not got."""
-        keys = [group_key(group), *((split, trajectory.id) for trajectory in group.trajectories)]
-        return any(key in self.calls for key in keys)
-
-    async def cancel_call(self, key: Hashable) -> None:
-        """Ends a call that a pause has left, if there is one."""
-        call = self.calls.pop(key, None)
-        if call is not None:
-            call.cancel()
-            await asyncio.gather(call, return_exceptions=True)
-
-    async def drop(self, trajectory: Trajectory, key: Hashable) -> None:
-        """Ends what runs for a trajectory that is not played any more."""
-        await self.cancel_call(key)
-        await self.end(trajectory, key)
-
-    def fail(self, trajectory: Trajectory, error: EnvError) -> None:
-        """Ends a trajectory whose environment failed. It is not trained."""
-        self.failures.record(error)
-        trajectory.finish_reason = "failed"
-        trajectory.unanswered = trajectory.unscored = None
-        for sample in trajectory.samples:
-            sample.mask = array("b", [0]) * len(sample.mask)
-
-    async def end(self, trajectory: Trajectory, key: Hashable) -> None:
-        """Tells the environment that the trajectory is not played on."""
-        try:
-            await self.env.end(key)
-        except EnvError as error:
-            if trajectory.finish_reason != "failed":
-                self.failures.record(error)
-
-    async def score_group(self, group: Group) -> None:
-        """Adds what `group_reward_fn` gives, once all trajectories of the group are done.
-
-        After a pause the group may still not be scored.
-        """
-        members = [t for t in group.trajectories if t.finish_reason != "failed"]
-        if group.is_scored or not members:
-            group.is_scored = True
-            return
-        records = [{**t.record(), "row": t.row} for t in members]
-        try:
-            all_parts = await self._call(group_key(group), lambda: self.env.score_group(records))
-        except PausedError:
-            return
-        except EnvError as error:
-            for trajectory in members:
-                self.fail(trajectory, error)
-        else:
-            for trajectory, parts in zip(members, all_parts, strict=True):
-                add_parts(trajectory.rewards, parts)
-                place_reward(trajectory)
-        group.is_scored = True
-
-    async def _begin(self, trajectory: Trajectory, params: SamplingParams, key: Hashable) -> None:
-        """Makes the environment's object. Its tools and what it says first belong to the prompt."""
-        prompt_messages = await self._call(key, lambda: self.env.begin(trajectory.row, key))
-        trajectory.messages = list(prompt_messages)
-        try:
-            prompt = self.template.encode_prompt(trajectory.messages, self._tools(trajectory))
-        except ValueError as error:
-            raise _template_error(error) from error
-        if len(prompt) + params.max_new_tokens > self.max_length:
-            raise EnvError(
-                f"the prompt with the tools and the text of reset has {len(prompt)} tokens, and "
-                f"the turn may have {params.max_new_tokens}, more than fit into {self.max_length}",
-                kind="the prompt with the tools and the text of reset is too long",
-            )
-        trajectory.samples = []
-        begin_sample(trajectory, prompt)
-
-    def _tools(self, trajectory: Trajectory) -> list | None:
-        """The schemas that the template shows: those of the row and of the environment."""
-        tools = trajectory.row.get("tools")
-        return [*(tools or []), *self.env.tools] if self.env.tools else tools
-
-    async def _score(
-        self, trajectory: Trajectory, last_turn: dict[str, Any], key: Hashable
-    ) -> None:
-        inputs: dict[str, Any] = dict(last_turn)
-        if "completion_ids" in self.env.asked:
-            sampled = [compress(sample.tokens, sample.mask) for sample in trajectory.samples]
-            inputs["completion_ids"] = list(chain.from_iterable(sampled))
-        messages, row = trajectory.messages, trajectory.row
-        parts = await self._call(key, lambda: self.env.score(messages, row, key, inputs))
-        add_parts(trajectory.rewards, parts)
-        trajectory.weights = self.reward_weights
-        place_reward(trajectory)
-
-    async def _play_turn(
-        self,
-        trajectory: Trajectory,
-        params: SamplingParams,
-        seed: Seed,
-        key: Hashable,
-    ) -> dict[str, Any] | None:
-        """One turn of the assistant, unless it is aborted, and the environment's answer to it.
-
-        Returns what the environment may ask about the turn if it is the last one.
-        """
-        inputs = trajectory.unanswered
-        if inputs is None:
-            inputs = await self.sample_turn(trajectory, params, seed)
-        if inputs is None:
-            return None
-        num_sampled = inputs["num_tokens"]
-        is_last = trajectory.num_turns >= self.max_turns
-        if inputs["finish_reason"] != "stop" or (is_last and not self.env.has_object):
-            return inputs
-        trajectory.unanswered = inputs
-        turn = await self._answer(trajectory, inputs, key)
-        trajectory.unanswered = None
-        self._add_turn_reward(trajectory, turn.reward)
-        if is_last or turn.done or not turn.messages:
-            trajectory.messages += turn.messages
-            return inputs
-        if self.append_messages(trajectory, num_sampled, turn.messages, params.max_new_tokens):
-            return None
-        return {**inputs, "finish_reason": "length"}
-
-    async def sample_turn(
-        self, trajectory: Trajectory, params: SamplingParams, seed: Seed
-    ) -> dict[str, Any] | None:
-        """Samples one turn of the assistant and appends it; None if it is aborted.
-
-        Returns what the environment may ask about it.
-        """
-        generation = await self._generate(trajectory, params, seed)
-        if generation.finish_reason == "abort":
-            return None
-        sample = trajectory.samples[-1]
-        num_sampled = trajectory.partial_tokens
-        sampled = sample.tokens[-num_sampled:]
-        reply = self.template.decode_reply(sampled, params.stop_token_ids)
-        trajectory.messages.append({"role": "assistant", "content": reply})
-        trajectory.partial_tokens = 0
-        trajectory.num_turns += 1
-        trajectory.longest_turn = max(trajectory.longest_turn, num_sampled)
-        return {
-            "finish_reason": generation.finish_reason,
-            "num_tokens": num_sampled,
-            "max_new_tokens": params.max_new_tokens,
-            "turn": trajectory.num_turns,
-        }
-
-    async def _answer(self, trajectory: Trajectory, inputs: dict[str, Any], key: Hashable) -> Turn:
-        """The results of the tools that the last turn calls, or else the environment's answer."""
-        if self.env.tools:
-            calls = self.read_calls(trajectory, inputs["num_tokens"], self.env.tools).calls
-            if calls:
-                num_turns = trajectory.num_turns
-                return await self._call(key, lambda: self.env.call_tools(calls, num_turns, key))
-        messages, row = trajectory.messages, trajectory.row
-        return await self._call(key, lambda: self.env.answer(messages, row, key, inputs))
-
-    def read_calls(self, trajectory: Trajectory, num_sampled: int, tools: list[dict]) -> Found:
-        """The calls of tools in the last turn, which has `num_sampled` tokens."""
-        prompt = trajectory.samples[-1].tokens[:-num_sampled]
-        return self.call_reader.read(prompt, trajectory.messages[-1]["content"], tools)
-
-    @cached_property
-    def call_reader(self) -> CallReader:
-        """Made when it is needed, since it warns if it cannot read the model's calls."""
-        return CallReader(self.template)
-
-    def _add_turn_reward(self, trajectory: Trajectory, reward: float) -> None:
-        """Puts the reward of a turn on its last token, which is the last of its sequence."""
-        if not reward:
-            return
-        trajectory.rewards["turns"] = trajectory.rewards.get("turns", 0.0) + reward
-        weight = self.reward_weights.get("turns", 1.0)
-        trajectory.samples[-1].rewards[-1] += weight * reward
-
-    async def _generate(
-        self, trajectory: Trajectory, params: SamplingParams, seed: Seed
-    ) -> Generation:
-        """Samples the rest of a turn and appends it. A paused turn keeps its earlier tokens."""
-        sample = trajectory.samples[-1]
-        num_sampled = trajectory.partial_tokens
-        rest = replace(
-            params,
-            max_new_tokens=params.max_new_tokens - num_sampled,
-            continued_tokens=num_sampled,
-        )
-        self.num_requests += 1
-        try:
-            generation = await self.engine.generate(sample.tokens, rest, seed)
-        finally:
-            self.num_requests -= 1
-            self.request_ended.set()
-        assert generation.version is not None and generation.version == self.engine.version, (
-            "sampled with other weights than the engine has"
-        )
-        append_tokens(sample, generation.tokens, generation.logps)
-        trajectory.versions.append((generation.version, len(generation.tokens)))
-        trajectory.partial_tokens += len(generation.tokens)
-        return generation
-
-    def append_messages(
-        self,
-        trajectory: Trajectory,
-        num_sampled: int,
-        env_messages: list[dict],
-        max_new_tokens: int,
-    ) -> bool:
-        """Appends the environment's messages as tokens, for another turn of `max_new_tokens`.
-
-        `num_sampled` is the number of tokens of the turn that they answer.
-        Where the chat template rewrites what came before, a new training sequence begins. Where the
-        next turn could exceed `max_length`, nothing is appended, and the result is False.
-        """
-        sample = trajectory.samples[-1]
-        messages = trajectory.messages
-        tools = self._tools(trajectory)
-        new_prompt: list[int] = []
-        try:
-            extension = self.template.extend(
-                sample.tokens, num_sampled, messages, env_messages, tools
-            )
-            if extension is None:
-                new_prompt = self.template.encode_prompt(messages + env_messages, tools)
-        except ValueError as error:  # the template refuses the environment's messages
-            raise _template_error(error) from error
-        if extension is None:
-            length = len(new_prompt)
-        else:
-            length = len(sample.tokens) + len(extension)
-        if length + max_new_tokens > self.max_length:
-            return False
-        messages.extend(env_messages)
-        if extension is None:
-            begin_sample(trajectory, new_prompt)
-        else:
-            append_tokens(sample, extension)
-        return True
-
-
-def _template_error(error: ValueError) -> EnvError:
-    return EnvError(str(error), kind=f"template: {error.__cause__ or error}")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from rl2.batch import Batch, scored_spans
 from rl2.config.schema import worker_names
-from rl2.data.examples import Example, RowKind
+from rl2.data.examples import DataCursor, Example, RowKind
 from rl2.model.folder import load_tokenizer
 from rl2.parallel.mesh import init_distributed
 from rl2.report.health import with_names
@@ -51,8 +51,9 @@ class OfflineRun:
         model_name = getattr(config, self.worker_name).model_name
         self.tokenizer = load_tokenizer(key, model_name, is_critic)
         template = make_chat_template(config.data, self.tokenizer, folder.start.date)
-        self.examples, tests = read_examples(config, kind, template)
-        num_steps = count_steps(self.examples, folder)
+        examples, tests = read_examples(config, kind, template)
+        num_steps = count_steps(examples, folder)
+        self.cursor = DataCursor(examples)
         self.test_batches: dict[str, Batch] = {}  # by the name of the test set
         if replay is None:
             self.test_batches = {name: make_batch(self, list(rows)) for name, rows in tests.items()}
@@ -63,7 +64,7 @@ class OfflineRun:
         worker_config = getattr(planned, self.worker_name)
         self.worker = Worker(worker_config, device, is_critic, num_updates=num_steps)
         workers = {self.worker_name: self.worker}
-        parts: Parts = {"data": self.examples}
+        parts: Parts = {"data": self.cursor}
         self.recorder = Recorder(
             folder,
             self.tokenizer,
@@ -85,7 +86,7 @@ class OfflineRun:
     def next_batch(self) -> Batch:
         """The batch of the next step."""
         with self.recorder.phase("data"):
-            return self.make_batch(self, self.examples.next_items())
+            return self.make_batch(self, self.cursor.next_batch())
 
     def finish_step(self, step: int, batch: Batch, result: UpdateResult) -> bool:
         """Evaluates, logs and saves where that is due. Returns whether to stop here."""

@@ -12,7 +12,7 @@ from rl2.config.conditions import choose_exactness, needs_critic
 from rl2.config.engines import default_max_running
 from rl2.config.schema import PPOConfig, RolloutWorkerConfig, SamplingConfig, worker_names
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import Examples
+from rl2.data.examples import DataCursor, Examples
 from rl2.engine.base import Engine, EngineSettings, SamplingParams
 from rl2.engine.select import make_engine
 from rl2.env.call import Env
@@ -30,8 +30,9 @@ from rl2.report.loggers import MetricsLog
 from rl2.rollout.collect import Collector, RolloutRules
 from rl2.rollout.endpoint import make_player
 from rl2.rollout.evaluate import Evaluator
+from rl2.rollout.player import Player
 from rl2.rollout.saved import SavedRollouts, checksum, pack_tokens
-from rl2.rollout.trajectory import Player, Trajectory
+from rl2.rollout.trajectory import Trajectory
 from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
 from rl2.run.memory_plan import Prediction, choose_checkpointing
@@ -267,19 +268,27 @@ def make_collector(
 
     `workers` are the models that must take the whole trajectories.
     """
-    config = setup.config
+    config, rollout = setup.config, setup.config.rollout
     is_deterministic = config.trainer.deterministic
     if is_deterministic is None:
-        is_deterministic = setup.device.type == "cpu" and not config.rollout.partial
+        is_deterministic = setup.device.type == "cpu" and not rollout.partial
     return Collector(
         _make_player(setup, workers, _make_engine(setup, is_deterministic)),
-        prompts=prompts,
-        params=_sampling_params(setup, config.rollout.train_sampling_params),
+        cursor=None if prompts is None else DataCursor(prompts),
+        params=_sampling_params(setup, rollout.train_sampling_params),
         samples_per_prompt=config.data.responses_per_prompt,
         num_steps=num_steps,
         seed=config.trainer.seed,
         deterministic=is_deterministic,
-        rules=RolloutRules.of(config.rollout),
+        rules=RolloutRules(
+            partial=rollout.partial,
+            filter=rollout.filter,
+            max_refills=rollout.max_refills,
+            drop_solved=rollout.drop_solved,
+            max_staleness=rollout.max_staleness,
+            overlong_buffer=rollout.overlong_buffer,
+            overlong_penalty=rollout.overlong_penalty,
+        ),
         write_records=setup.folder.write_records,
     )
 

@@ -38,7 +38,7 @@ from rl2.env.load import load_env
 from rl2.parallel.device import compute_dtype
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout.collect import Collector
-from rl2.rollout.trajectory import Player
+from rl2.rollout.player import Player
 from rl2.worker import Worker
 
 

@@ -1,0 +1,116 @@
+"""Plays the groups of a schedule on the engine of this process."""
+
+import asyncio
+import itertools
+import math
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+
+from rl2 import progress
+from rl2.engine.base import SamplingParams, Seed
+from rl2.rollout.player import Player
+from rl2.rollout.schedule import GroupBoard, GroupSchedule
+from rl2.rollout.trajectory import Group, mean_reward
+
+# Requests that an engine gets for each of its slots. Those that wait fill free slots without delay.
+# More of them could have started earlier in another engine.
+REQUESTS_PER_SLOT = 1.25
+POLL_SECONDS = 0.05  # between two looks at which groups the other engines have finished
+
+
+@dataclass
+class Rollout:
+    """This process's part of one rollout. `await play()` plays it; `played` has its groups."""
+
+    player: Player
+    schedule: GroupSchedule
+    board: GroupBoard
+    get_group: Callable[[int], Group]  # by number
+    params: SamplingParams
+    split: str
+    seed: Seed  # the same for all groups
+    deterministic: bool  # groups are dealt to the engines in advance
+    bar: progress.Bar
+    played: dict[int, Group] = field(default_factory=dict)  # by number
+
+    async def play(self) -> None:
+        """Plays until all groups are done, or until the step has what it needs.
+
+        Then the player pauses: turns are aborted, and nobody waits for the environment.
+        """
+        may_end_early = self.schedule.may_end_early
+        self.player.begin_rollout(may_end_early)
+        playing = asyncio.ensure_future(self._play_groups())
+        while may_end_early and not playing.done():
+            await self._catch_up()
+            if self.schedule.is_complete:
+                self.player.pause()
+                self.player.engine.abort()  # repeated: a request may have been on its way
+        try:
+            await playing
+        except BaseExceptionGroup as errors:  # the first one has ended all tasks
+            raise errors.exceptions[0] from None
+
+    async def _catch_up(self) -> None:
+        """Waits a moment, then reads which groups all engines have finished."""
+        await asyncio.sleep(POLL_SECONDS)
+        self.schedule.mean_rewards |= self.board.read()
+
+    async def _play_groups(self) -> None:
+        max_requests = math.inf
+        if not self.deterministic:
+            max_requests = REQUESTS_PER_SLOT * self.player.engine.max_running_requests
+        num_begun = 0  # trajectories that have not run yet
+        async with asyncio.TaskGroup() as tasks:
+            async for number in self._own_numbers():
+                group = self.played[number] = self.get_group(number)
+                plays = [
+                    tasks.create_task(self._play_trajectory(group, i))
+                    for i in range(len(group.trajectories))
+                ]
+                tasks.create_task(self._finish_group(number, group, plays))
+                num_begun += len(plays)
+                if self.player.num_requests + num_begun >= max_requests:
+                    await self.player.wait_for_room(max_requests)
+                    num_begun = 0
+
+    async def _own_numbers(self) -> AsyncIterator[int]:
+        """Yields the numbers of the groups that this engine plays, as it gets to them."""
+        engine, schedule = self.player.engine, self.schedule
+        if engine.index is None:  # it serves another rank's engine, but must learn the length
+            while schedule.length is None:
+                await self._catch_up()
+            return
+        numbers: Iterator[int]
+        if self.deterministic:  # dealt out in advance
+            numbers = itertools.count(engine.index, engine.count)
+        else:  # first come, first served
+            numbers = self.board.claims()
+        for number in schedule.select(numbers, engine.index):
+            while number >= schedule.limit:
+                if schedule.length is not None:
+                    return
+                await self._catch_up()
+            if self.player.is_pausing:
+                return
+            yield number
+
+    async def _play_trajectory(self, group: Group, i: int) -> None:
+        trajectory = group.trajectories[i]
+        tokens_before = trajectory.length
+        seed = (*self.seed, group.id, i)
+        await self.player.play(trajectory, self.params, seed, (self.split, trajectory.id))
+        self.bar.add(0, trajectory.length - tokens_before)
+
+    async def _finish_group(self, number: int, group: Group, plays: list[asyncio.Task]) -> None:
+        """Scores a group once all its trajectories are done, and posts that it is done."""
+        await asyncio.wait(plays)
+        if not group.is_done:
+            return
+        if self.player.env.spec.group_reward_fn is not None:
+            await self.player.score_group(group)
+            if not group.is_scored:
+                return
+        self.bar.add(1)
+        if self.schedule.may_end_early:
+            self.board.post(number, mean_reward(group.trajectories))

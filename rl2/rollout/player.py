@@ -1,0 +1,391 @@
+"""Plays trajectories turn by turn, between the engine and the environment."""
+
+import asyncio
+from array import array
+from collections.abc import Callable, Coroutine, Hashable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain, compress
+from typing import Any, TypeVar
+
+from rl2.data.chat import ChatTemplate
+from rl2.engine.base import Engine, Generation, SamplingParams, Seed
+from rl2.env.call import Env
+from rl2.env.contract import EnvError, EnvFailures, Turn, add_parts
+from rl2.env.tool_calls.find import Found
+from rl2.rollout.calls import CallReader
+from rl2.rollout.trajectory import (
+    FinishReason,
+    Group,
+    Trajectory,
+    append_tokens,
+    begin_sample,
+    group_key,
+)
+
+T = TypeVar("T")
+
+
+class PausedError(Exception):
+    """The player paused before a call of the environment had ended. The call continues."""
+
+
+@dataclass
+class Player:
+    """Plays trajectories on one process. Any number of them may be played at a time.
+
+    With `may_pause`, a rollout may end while some are still being played. Running calls of the
+    environment then continue, and the trajectory gets the result when this process plays it again.
+    """
+
+    engine: Engine
+    env: Env
+    template: ChatTemplate
+    failures: EnvFailures
+    max_turns: int
+    max_length: int  # most tokens of one training sequence
+    reward_weights: dict[str, float] = field(default_factory=dict)  # by name of the part
+    may_pause: bool = False
+    is_pausing: bool = False  # then no turn begins, and aborted turns stay as they are
+    # Calls that run, or have a result that nobody has taken yet, by the key of trajectory or group.
+    calls: dict[Hashable, asyncio.Task] = field(default_factory=dict)
+    waiting: set[asyncio.Future] = field(default_factory=set)  # each for the end of a call
+    num_requests: int = 0  # of ours that the engine has
+    request_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        if self.env.tools:
+            question = [{"role": "user", "content": "?"}]
+            self.template.warn_of_ignored([{"messages": question, "tools": self.env.tools}])
+            _ = self.call_reader  # warns now
+
+    async def wait_for_room(self, max_requests: float) -> None:
+        """Waits until the engine has fewer than `max_requests`."""
+        await asyncio.sleep(0)  # the trajectories that have just begun send theirs
+        while self.num_requests >= max_requests:
+            self.request_ended.clear()
+            await self.request_ended.wait()
+
+    async def play(
+        self,
+        trajectory: Trajectory,
+        params: SamplingParams,
+        seed: Seed,
+        key: Hashable,
+    ) -> None:
+        """Continues the trajectory to its end, or until the player pauses.
+
+        The environment knows the trajectory by `key`. If it fails, the trajectory ends and is not
+        trained.
+        """
+        if trajectory.is_done:
+            return
+        try:
+            if self.env.has_object and not trajectory.versions:
+                await self._begin(trajectory, params, key)
+            while trajectory.unscored is None and not self.is_pausing:
+                trajectory.unscored = await self._play_turn(
+                    trajectory, params, (*seed, trajectory.num_turns), key
+                )
+            last_turn = trajectory.unscored
+            if last_turn is None:
+                return
+            await self._score(trajectory, last_turn, key)
+            # The trajectory is done when it has its rewards.
+            trajectory.finish_reason = FinishReason(last_turn["finish_reason"])
+            trajectory.unscored = None
+        except PausedError:
+            return
+        except EnvError as error:
+            self.fail(trajectory, error)
+        await self.end(trajectory, key)
+
+    def begin_rollout(self, may_pause: bool) -> None:
+        """Lets turns begin. Calls left by an earlier rollout simply continue."""
+        self.may_pause = may_pause
+        self.is_pausing = False
+
+    def pause(self) -> None:
+        """Lets no further turn begin, and ends the wait for calls of the environment."""
+        self.is_pausing = True
+        for future in self.waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def ended_or_paused(self, call: asyncio.Future) -> bool:
+        """Waits until a call has ended or the player pauses. Returns whether it has ended."""
+        if call.done() or self.is_pausing:
+            return call.done()
+        future = self.engine.loop.create_future()
+
+        def end_wait(_: asyncio.Future) -> None:
+            if not future.done():
+                future.set_result(None)
+
+        self.waiting.add(future)
+        call.add_done_callback(end_wait)
+        try:
+            await future
+        except asyncio.CancelledError:  # the rollout has failed
+            call.cancel()
+            raise
+        finally:
+            self.waiting.discard(future)
+            call.remove_done_callback(end_wait)
+        return call.done()
+
+    async def _call(self, key: Hashable, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Returns the result of a call of the environment, or of the running one with this key.
+
+        PausedError if the player pauses before it ends.
+        """
+        if key not in self.calls:
+            if not self.may_pause:
+                return await call()
+            self.calls[key] = asyncio.ensure_future(call())
+        task = self.calls[key]
+        if not await self.ended_or_paused(task):
+            raise PausedError
+        del self.calls[key]
+        return task.result()
+
+    def has_calls(self, group: Group, split: str) -> bool:
+        """Returns whether calls for the group run here, or have a result that it lacks."""
+        keys = [group_key(group), *((split, trajectory.id) for trajectory in group.trajectories)]
+        return any(key in self.calls for key in keys)
+
+    async def cancel_call(self, key: Hashable) -> None:
+        """Ends a call that a pause has left, if there is one."""
+        call = self.calls.pop(key, None)
+        if call is not None:
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+
+    async def drop(self, trajectory: Trajectory, key: Hashable) -> None:
+        """Ends what runs for a trajectory that is no longer needed."""
+        await self.cancel_call(key)
+        await self.end(trajectory, key)
+
+    def fail(self, trajectory: Trajectory, error: EnvError) -> None:
+        """Ends a trajectory whose environment failed. It is not trained."""
+        self.failures.record(error)
+        trajectory.finish_reason = FinishReason.FAILED
+        trajectory.unanswered = trajectory.unscored = None
+        for sample in trajectory.samples:
+            sample.mask = array("b", [0]) * len(sample.mask)
+
+    async def end(self, trajectory: Trajectory, key: Hashable) -> None:
+        """Tells the environment that the trajectory has ended."""
+        try:
+            await self.env.end(key)
+        except EnvError as error:
+            if not trajectory.is_failed:
+                self.failures.record(error)
+
+    async def score_group(self, group: Group) -> None:
+        """Adds the rewards of `group_reward_fn`, once all trajectories of the group are done.
+
+        If the player pauses, the group may stay without them.
+        """
+        members = [t for t in group.trajectories if not t.is_failed]
+        if group.is_scored or not members:
+            group.is_scored = True
+            return
+        records = [{**t.record(), "row": t.row} for t in members]
+        try:
+            all_parts = await self._call(group_key(group), lambda: self.env.score_group(records))
+        except PausedError:
+            return
+        except EnvError as error:
+            for trajectory in members:
+                self.fail(trajectory, error)
+        else:
+            for trajectory, parts in zip(members, all_parts, strict=True):
+                add_parts(trajectory.rewards, parts)
+        group.is_scored = True
+
+    async def _begin(self, trajectory: Trajectory, params: SamplingParams, key: Hashable) -> None:
+        """Makes the environment's object, and the prompt with its tools and its first messages."""
+        prompt_messages = await self._call(key, lambda: self.env.begin(trajectory.row, key))
+        trajectory.messages = list(prompt_messages)
+        try:
+            prompt = self.template.encode_prompt(trajectory.messages, self._tools(trajectory))
+        except ValueError as error:
+            raise _template_error(error) from error
+        if len(prompt) + params.max_new_tokens > self.max_length:
+            raise EnvError(
+                f"the prompt with the tools and the text of reset has {len(prompt)} tokens, and "
+                f"the turn may have {params.max_new_tokens}, more than fit into {self.max_length}",
+                kind="the prompt with the tools and the text of reset is too long",
+            )
+        trajectory.samples = []
+        begin_sample(trajectory, prompt)
+
+    def _tools(self, trajectory: Trajectory) -> list | None:
+        """Returns the schemas that the template shows: those of the row and the environment."""
+        tools = trajectory.row.get("tools")
+        return [*(tools or []), *self.env.tools] if self.env.tools else tools
+
+    async def _score(
+        self, trajectory: Trajectory, last_turn: dict[str, Any], key: Hashable
+    ) -> None:
+        inputs: dict[str, Any] = dict(last_turn)
+        if "completion_ids" in self.env.asked:
+            sampled = [compress(sample.tokens, sample.mask) for sample in trajectory.samples]
+            inputs["completion_ids"] = list(chain.from_iterable(sampled))
+        messages, row = trajectory.messages, trajectory.row
+        parts = await self._call(key, lambda: self.env.score(messages, row, key, inputs))
+        add_parts(trajectory.rewards, parts)
+        trajectory.weights = self.reward_weights
+
+    async def _play_turn(
+        self,
+        trajectory: Trajectory,
+        params: SamplingParams,
+        seed: Seed,
+        key: Hashable,
+    ) -> dict[str, Any] | None:
+        """Plays one turn of the assistant and the environment's answer to it.
+
+        Returns what the environment may ask about the turn if it is the last one. Returns None
+        after other turns, and if the turn is aborted.
+        """
+        inputs = trajectory.unanswered
+        if inputs is None:
+            inputs = await self.sample_turn(trajectory, params, seed)
+        if inputs is None:
+            return None
+        num_sampled = inputs["num_tokens"]
+        is_last = trajectory.num_turns >= self.max_turns
+        if inputs["finish_reason"] != "stop" or (is_last and not self.env.has_object):
+            return inputs
+        trajectory.unanswered = inputs
+        turn = await self._answer(trajectory, inputs, key)
+        trajectory.unanswered = None
+        self._add_turn_reward(trajectory, turn.reward)
+        if is_last or turn.done or not turn.messages:
+            trajectory.messages += turn.messages
+            return inputs
+        if self.append_messages(trajectory, num_sampled, turn.messages, params.max_new_tokens):
+            return None
+        return {**inputs, "finish_reason": "length"}
+
+    async def sample_turn(
+        self, trajectory: Trajectory, params: SamplingParams, seed: Seed
+    ) -> dict[str, Any] | None:
+        """Samples one turn of the assistant and appends it; None if it is aborted.
+
+        Returns what the environment may ask about it.
+        """
+        generation = await self._generate(trajectory, params, seed)
+        if generation.finish_reason == "abort":
+            return None
+        sample = trajectory.samples[-1]
+        num_sampled = trajectory.partial_tokens
+        sampled = sample.tokens[-num_sampled:]
+        reply = self.template.decode_reply(sampled, params.stop_token_ids)
+        trajectory.messages.append({"role": "assistant", "content": reply})
+        trajectory.partial_tokens = 0
+        trajectory.num_turns += 1
+        trajectory.longest_turn = max(trajectory.longest_turn, num_sampled)
+        return {
+            "finish_reason": generation.finish_reason,
+            "num_tokens": num_sampled,
+            "max_new_tokens": params.max_new_tokens,
+            "turn": trajectory.num_turns,
+        }
+
+    async def _answer(self, trajectory: Trajectory, inputs: dict[str, Any], key: Hashable) -> Turn:
+        """Returns the results of the tools that the last turn calls, or the env's answer to it."""
+        if self.env.tools:
+            calls = self.read_calls(trajectory, inputs["num_tokens"], self.env.tools).calls
+            if calls:
+                num_turns = trajectory.num_turns
+                return await self._call(key, lambda: self.env.call_tools(calls, num_turns, key))
+        messages, row = trajectory.messages, trajectory.row
+        return await self._call(key, lambda: self.env.answer(messages, row, key, inputs))
+
+    def read_calls(self, trajectory: Trajectory, num_sampled: int, tools: list[dict]) -> Found:
+        """Returns the calls of tools in the last turn, which has `num_sampled` tokens."""
+        prompt = trajectory.samples[-1].tokens[:-num_sampled]
+        return self.call_reader.read(prompt, trajectory.messages[-1]["content"], tools)
+
+    @cached_property
+    def call_reader(self) -> CallReader:
+        """Reads calls of tools. Made when needed, since it warns if it cannot read the model's."""
+        return CallReader(self.template)
+
+    def _add_turn_reward(self, trajectory: Trajectory, reward: float) -> None:
+        """Puts the reward of a turn on its last token, which is the last of its sequence."""
+        if not reward:
+            return
+        trajectory.rewards["turns"] = trajectory.rewards.get("turns", 0.0) + reward
+        weight = self.reward_weights.get("turns", 1.0)
+        trajectory.samples[-1].rewards[-1] += weight * reward
+
+    async def _generate(
+        self, trajectory: Trajectory, params: SamplingParams, seed: Seed
+    ) -> Generation:
+        """Samples the rest of a turn and appends it. A paused turn keeps its earlier tokens."""
+        sample = trajectory.samples[-1]
+        num_sampled = trajectory.partial_tokens
+        rest = replace(
+            params,
+            max_new_tokens=params.max_new_tokens - num_sampled,
+            continued_tokens=num_sampled,
+        )
+        self.num_requests += 1
+        try:
+            generation = await self.engine.generate(sample.tokens, rest, seed)
+        finally:
+            self.num_requests -= 1
+            self.request_ended.set()
+        assert generation.version is not None and generation.version == self.engine.version, (
+            "sampled with other weights than the engine has"
+        )
+        append_tokens(sample, generation.tokens, generation.logps)
+        trajectory.versions.append((generation.version, len(generation.tokens)))
+        trajectory.partial_tokens += len(generation.tokens)
+        return generation
+
+    def append_messages(
+        self,
+        trajectory: Trajectory,
+        num_sampled: int,
+        env_messages: list[dict],
+        max_new_tokens: int,
+    ) -> bool:
+        """Appends the environment's messages as tokens, for another turn of `max_new_tokens`.
+
+        `num_sampled` is the number of tokens of the turn that they answer.
+        Where the chat template rewrites what came before, a new training sequence begins. Where the
+        next turn could exceed `max_length`, nothing is appended, and the result is False.
+        """
+        sample = trajectory.samples[-1]
+        messages = trajectory.messages
+        tools = self._tools(trajectory)
+        new_prompt: list[int] = []
+        try:
+            extension = self.template.extend(
+                sample.tokens, num_sampled, messages, env_messages, tools
+            )
+            if extension is None:
+                new_prompt = self.template.encode_prompt(messages + env_messages, tools)
+        except ValueError as error:  # the template refuses the environment's messages
+            raise _template_error(error) from error
+        if extension is None:
+            length = len(new_prompt)
+        else:
+            length = len(sample.tokens) + len(extension)
+        if length + max_new_tokens > self.max_length:
+            return False
+        messages.extend(env_messages)
+        if extension is None:
+            begin_sample(trajectory, new_prompt)
+        else:
+            append_tokens(sample, extension)
+        return True
+
+
+def _template_error(error: ValueError) -> EnvError:
+    return EnvError(str(error), kind=f"template: {error.__cause__ or error}")
