@@ -26,7 +26,7 @@ from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env, preflight
 from rl2.rollout import http
 from rl2.rollout.collect import Collector
-from rl2.rollout.endpoint import make_player
+from rl2.rollout.endpoint import player_class
 from rl2.rollout.http import MAX_BODY_BYTES, Connection
 
 STOPS = ("Observation:", "Calling tools:")  # of smolagents
@@ -71,9 +71,10 @@ def make_agent(
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHATML_WITH_TOOLS
     replies = script if callable(script) else lambda turn, _: (script[turn], "stop")
-    player = make_player(
+    env = load_env(str(tmp_path / "env.py"), timeout, isolation=isolation)
+    player = player_class(env)(
         engine=ScriptedEngine(tokenizer, replies),
-        env=load_env(str(tmp_path / "env.py"), timeout, isolation=isolation),
+        env=env,
         template=ChatTemplate(tokenizer),
         failures=EnvFailures(1.0),
         max_turns=max_turns,

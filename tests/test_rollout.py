@@ -33,7 +33,7 @@ from rl2.env.load import load_env
 from rl2.parallel.mesh import init_distributed
 from rl2.rollout import collect
 from rl2.rollout.collect import NO_RULES, Collector
-from rl2.rollout.endpoint import make_player
+from rl2.rollout.endpoint import player_class
 from rl2.rollout.player import Player
 from rl2.rollout.schedule import GroupSchedule
 from rl2.rollout.stats import summarise, summarise_groups, to_records, training_samples
@@ -610,9 +610,10 @@ def test_agents_of_groups_that_a_step_drops_are_cancelled(tmp_path, isolation, m
     (tmp_path / "agent.py").write_text(textwrap.dedent(AGENT_ENV))
     old = collector.player
     old.engine.abort = lambda: None
-    collector.player = make_player(
+    env = load_env(str(tmp_path / "agent.py"), 20, 4, isolation)
+    collector.player = player_class(env)(
         engine=old.engine,
-        env=load_env(str(tmp_path / "agent.py"), 20, 4, isolation),
+        env=env,
         template=old.template,
         failures=old.failures,
         max_turns=4,

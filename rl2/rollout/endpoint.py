@@ -17,6 +17,7 @@ from typing import Any
 
 from rl2.data.messages import check_ends_before_reply, check_messages, check_text
 from rl2.engine.base import SamplingParams, Seed
+from rl2.env.call import Env
 from rl2.env.contract import API_KEY, EnvError, add_parts
 from rl2.env.results import MAX_NESTING, check_nesting
 from rl2.env.tool_calls.find import Found
@@ -36,13 +37,19 @@ MALFORMED = (EnvError, ValueError, TypeError, LookupError, AttributeError, Recur
 
 
 class RequestError(Exception):
-    """A request that is refused. The arguments are the status of HTTP and the reason in words."""
+    """Refuses a request, with a status of HTTP and the reason in words."""
+
+    def __init__(self, status: int, reason: str):
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
 
 
 @dataclass
 class Conversation(Trajectory):
     """Requests of an agent that extend each other, as the player plays them."""
 
+    tools: list[dict] | None = None  # of the request
     known: list[dict] = field(default_factory=list)  # the messages as the agent has them
     last_turn: dict[str, Any] = field(default_factory=dict)  # what reward_fn may ask about it
     answer_number: int = 0  # of its last answer among those of the trajectory
@@ -123,7 +130,7 @@ class AgentSession:
             if len(messages) > player.max_length:
                 raise self._limit_error()
             self._check_length(player.template.render(messages, tools))
-            conversation = Conversation(own.id, own.group, messages, {"tools": tools})
+            conversation = Conversation(own.id, own.group, messages, tools=tools)
             begin_sample(conversation, player.template.encode_prompt(messages, tools))
         conversation.known = known
         room = player.max_length - len(conversation.samples[-1].tokens)
@@ -161,7 +168,7 @@ class AgentSession:
 
     def _find_base(self, known: list[dict], tools: list | None) -> Conversation | None:
         """The longest conversation that the messages extend."""
-        alike = [c for c in self.conversations if c.row["tools"] == tools]
+        alike = [c for c in self.conversations if c.tools == tools]
         bases = [c for c in alike if c.known == known[: len(c.known)]]
         return max(bases, key=lambda c: len(c.known), default=None)
 
@@ -173,7 +180,7 @@ class AgentSession:
         for stop in stops:
             content = content.partition(stop)[0]
         message = {"role": "assistant", "content": content}
-        tools = conversation.row["tools"]
+        tools = conversation.tools
         found = self.player.read_calls(conversation, num_sampled, tools) if tools else Found([])
         tool_calls = []
         for call in found.calls:
@@ -274,8 +281,9 @@ class AgentPlayer(Player):
         try:
             answer = await self._route(request, body)
         except RequestError as error:
-            status, reason = error.args
-            answer = {"error": {"message": reason, "type": "invalid_request_error", "code": None}}
+            status = error.status
+            details = {"message": error.reason, "type": "invalid_request_error", "code": None}
+            answer = {"error": details}
         return status, json.dumps(answer).encode()
 
     async def _route(self, request: Request, body: bytes) -> dict[str, Any]:
@@ -297,9 +305,9 @@ class AgentPlayer(Player):
             session.answers.discard(task)
 
 
-def make_player(**fields: Any) -> Player:
-    """The player for an environment, from the fields of Player."""
-    return (AgentPlayer if fields["env"].spec.run is not None else Player)(**fields)
+def player_class(env: Env) -> type[Player]:
+    """Returns the class of players for an environment, by whether its turns are an agent's."""
+    return Player if env.spec.run is None else AgentPlayer
 
 
 def _read_request(body: bytes, params: SamplingParams) -> dict[str, Any]:

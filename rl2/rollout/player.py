@@ -223,7 +223,7 @@ class Player:
 
     def _tools(self, trajectory: Trajectory) -> list | None:
         """Returns the schemas that the template shows: those of the row and the environment."""
-        tools = trajectory.row.get("tools")
+        tools = trajectory.tools
         return [*(tools or []), *self.env.tools] if self.env.tools else tools
 
     async def _score(

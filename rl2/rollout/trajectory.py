@@ -63,6 +63,11 @@ class Trajectory:
     filter_status: FilterStatus = FilterStatus.OFF
 
     @property
+    def tools(self) -> list[dict] | None:
+        """The schemas of tools that the chat template shows."""
+        return self.row.get("tools")
+
+    @property
     def is_done(self) -> bool:
         """Whether it has ended and has its rewards."""
         return self.finish_reason != FinishReason.PLAYING
@@ -107,7 +112,7 @@ class Trajectory:
             "reward": self.reward,
             "length": self.length,
             "num_turns": self.num_turns,
-            "finish_reason": self.finish_reason,
+            "finish_reason": str(self.finish_reason),
             "versions": self.versions,
             "is_filtered": is_filtered,
         }

@@ -28,7 +28,7 @@ from rl2.parallel.device import compute_dtype
 from rl2.parallel.mesh import init_distributed, is_first_rank
 from rl2.report.loggers import MetricsLog
 from rl2.rollout.collect import Collector, RolloutRules
-from rl2.rollout.endpoint import make_player
+from rl2.rollout.endpoint import player_class
 from rl2.rollout.evaluate import Evaluator
 from rl2.rollout.player import Player
 from rl2.rollout.saved import SavedRollouts, checksum, pack_tokens
@@ -306,7 +306,7 @@ def _make_player(setup: Setup, workers: list[Worker | Reference], engine: Engine
     for worker in workers:
         limits.append(worker.config.max_length_per_device * worker.config.sp_size)
         limits.append(max_positions(worker.config.model_name))
-    return make_player(
+    return player_class(setup.env)(
         engine=engine,
         env=setup.env,
         template=setup.template,
