@@ -455,15 +455,14 @@ def test_services_get_samples_of_evaluations_and_of_every_tenth_step(
         "reward": 0.5,
         "finish_reason": "stop",
     }
-    for split, steps in (("train", (3, 4, 10)), ("test_hard", (4,))):
-        (tmp_path / "rollouts" / split).mkdir(parents=True)
-        for step in steps:
-            path = tmp_path / "rollouts" / split / f"step_{step}.jsonl"
-            path.write_text(f"{json.dumps(record)}\n" * (loggers.MAX_SAMPLES + 1))
+    records = [record] * 8
     log = MetricsLog(tmp_path, make_config(loggers=["wandb"]), 0, num_steps=20)
-    for step, metrics in ((3, {}), (4, {"test/hard/reward/mean": 0.5}), (10, {})):
-        log.write(step, {"actor/grad_norm": 1.0, "reward/mean": 0.5, **metrics})
-    rows = [ROW] * loggers.MAX_SAMPLES
+    metrics = {"actor/grad_norm": 1.0, "reward/mean": 0.5}
+    log.write(3, metrics, {"train": records})
+    evaluated = {"train": records, "test_hard": records, "test": []}
+    log.write(4, metrics | {"test/hard/reward/mean": 0.5}, evaluated)
+    log.write(10, metrics, {"train": records})
+    rows = [ROW] * 8
     assert seen == {3: {}, 4: {"test_hard": rows, "train": rows}, 10: {"train": rows}}
 
 

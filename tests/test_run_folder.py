@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from common import ROOT, launch, make_model, read_metrics, read_untimed_metrics
+from common import ROOT, launch, make_model, read_jsonl, read_metrics, read_untimed_metrics
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoTokenizer
@@ -27,7 +27,7 @@ from rl2.rollout.evaluate import Evaluator
 from rl2.run import lock as run_lock
 from rl2.run.checkpoints import Checkpoints, delete
 from rl2.run.disk_space import SpaceNeeds, check_space
-from rl2.run.folder import RunFolder
+from rl2.run.folder import MAX_FIRST_RECORDS, RunFolder
 from rl2.run.signals import StopSignal
 from rl2.trainer import dpo, ppo, rm, sft
 from rl2.trainer.recorder import Recorder
@@ -805,3 +805,14 @@ def test_ranks_that_differ_are_named(tmp_path, model):
         start + "the code of rl2",
     ]
     assert lines[4:] == ["agreed"]
+
+
+def test_the_first_transcripts_are_kept_until_they_are_taken(tmp_path):
+    folder = SimpleNamespace(path=tmp_path, is_first=True, first_records={})
+    records = [{"id": number} for number in range(MAX_FIRST_RECORDS + 1)]
+    RunFolder.write_records(folder, "test", 3, iter(records[:2]))
+    RunFolder.write_records(folder, "train", 3, iter(records))
+    assert read_jsonl(tmp_path / "rollouts/train/step_3.jsonl") == records
+    first = {"test": records[:2], "train": records[:-1]}
+    assert RunFolder.take_first_records(folder) == first
+    assert RunFolder.take_first_records(folder) == {}

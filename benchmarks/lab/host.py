@@ -38,7 +38,7 @@ from rl2.packing import pack, plan_micro_batches
 from rl2.report import loggers
 from rl2.rollout import collect
 from rl2.rollout.stats import summarise, summarise_groups, to_records, training_samples
-from rl2.rollout.trajectory import append_tokens, begin_group, place_reward
+from rl2.rollout.trajectory import FinishReason, append_tokens, begin_group, place_reward
 from rl2.run.folder import RunFolder
 from rl2.trainer.ppo import add_advantages
 
@@ -170,7 +170,7 @@ def play_groups(arguments, rank, text):
             trajectory.messages.append({"role": "assistant", "content": reply})
             trajectory.versions.append((0, length))
             trajectory.num_turns = 1
-            trajectory.finish_reason = "stop"
+            trajectory.finish_reason = FinishReason.STOP
             trajectory.rewards = {"reward": float(rng.integers(0, 2))}
             place_reward(trajectory)
         groups.append(group)
@@ -234,7 +234,7 @@ def run_step(meter, arguments, config, played, folder):
         plan_and_pack(meter, arguments, part, worker)
     release_freed_memory()
     with meter.phase("records"):
-        target = SimpleNamespace(is_first=arguments.rank == 0, path=Path(folder))
+        target = SimpleNamespace(is_first=arguments.rank == 0, path=Path(folder), first_records={})
         RunFolder.write_records(target, "train", 1, to_records(trajectories, batch))
     return num_tokens
 

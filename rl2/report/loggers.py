@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -31,12 +30,11 @@ from rl2.report.console import Console, describe_start
 from rl2.report.health import Health, Metrics, Samples
 from rl2.report.page import write_page
 from rl2.run.memory_plan import Prediction
-from rl2.run.records import MetricsFile
+from rl2.run.records import MetricsFile, Records
 from rl2.run.weights_hash import hash_weights
 
 WANDB_SECONDS = 150.0  # it gives up by itself: after 107 s where there was no network
 SAMPLE_FREQ = 10  # Services get samples every so many steps, and of steps with an evaluation.
-MAX_SAMPLES = 8  # of a step and a split
 
 
 class Logger(Protocol):
@@ -218,14 +216,13 @@ def make_tables(samples: Samples, table: Callable[..., Any]) -> dict[str, Any]:
     return tables
 
 
-def read_samples(folder: Path, step: int) -> Samples:
-    """The first transcripts of each split that the step has written."""
+def make_samples(records: Records) -> Samples:
+    """Returns the samples of the transcripts of a step, by split."""
     samples: Samples = {}
-    for path in sorted(folder.glob(f"rollouts/*/step_{step}.jsonl")):
-        with open(path, encoding="utf-8") as file:
-            records = [json.loads(line) for line in islice(file, MAX_SAMPLES)]
-        samples[path.parent.name] = [_to_row(record) for record in records]
-    return {split: rows for split, rows in samples.items() if rows}
+    for split in sorted(records):
+        if records[split]:
+            samples[split] = [_to_row(record) for record in records[split]]
+    return samples
 
 
 def _to_row(record: dict[str, Any]) -> dict[str, Any]:
@@ -309,10 +306,11 @@ class MetricsLog:
             cpu_seconds = time.process_time() - cpu_start
             self._print(self.health.check_cores(seconds, cpu_seconds, torch.get_num_threads()))
 
-    def write(self, step: int, metrics: Metrics) -> None:
+    def write(self, step: int, metrics: Metrics, records: Records | None = None) -> None:
         """Writes the metrics of a finished step, with its times and the peak of memory.
 
-        The file gets the hashes of the weights too.
+        Services may get samples of `records`, the first transcripts that the step has written. The
+        file gets the hashes of the weights too.
         Prints what is wrong with the step, and raises RuntimeError if the run has diverged.
         A step lasts from the line before its own, or from when this log was made, to its own line.
         """
@@ -339,7 +337,7 @@ class MetricsLog:
         is_evaluated = any(name.startswith("test/") for name in metrics)
         samples: Samples = {}
         if self.has_services and (is_evaluated or step % SAMPLE_FREQ == 0):
-            samples = read_samples(self.folder, step)
+            samples = make_samples(records or {})
         if self.file is not None:
             self.file.write(line, hashes)
         for logger in self.loggers:
@@ -347,15 +345,15 @@ class MetricsLog:
         self._print(self.health.check(line))
         self.health.stop_if_diverged()
 
-    def complete(self, step: int, metrics: Metrics) -> None:
+    def complete(self, step: int, metrics: Metrics, records: Records) -> None:
         """Adds the metrics of an evaluation to the line of its step, which a stop left without.
 
-        The services get the whole line once more.
+        The services get the whole line once more, with samples of the evaluation's `records`.
         """
         seconds = self.phase_seconds.pop("test", 0.0)
         if self.file is not None:
             line = self.file.complete(step, {**metrics, "time/test": seconds})
-            samples = read_samples(self.folder, step) if self.has_services else {}
+            samples = make_samples(records) if self.has_services else {}
             for logger in self.loggers:
                 logger.log(step, line, samples)
         self.last_write = time.perf_counter()

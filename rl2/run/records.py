@@ -11,6 +11,7 @@ import yaml
 from rl2.error_report import writing
 
 Line = dict[str, Any]  # of metrics.jsonl
+Records = dict[str, list[dict[str, Any]]]  # of transcripts, by split
 
 
 class DamagedFile(ValueError):

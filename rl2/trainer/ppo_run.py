@@ -216,7 +216,8 @@ class EvaluationRun:
         log = MetricsLog(folder.path, folder.config, start_step=0, num_steps=0)
         with log.phase("test"):
             metrics = self.evaluator.evaluate(step=0, version=0)
-        log.write(0, {f"test/{name}": value for name, value in metrics.items()})
+        line = {f"test/{name}": value for name, value in metrics.items()}
+        log.write(0, line, folder.take_first_records())
         log.close()
         if is_first_rank():
             print(self.evaluator.describe(metrics))

@@ -107,9 +107,12 @@ class Recorder:
         From here on a signal lets the current step finish.
         """
         if self.start_step == 0 and self._is_test_due(0):
-            self.metrics_log.write(0, self._evaluate(0))
+            metrics = self._evaluate(0)
+            self.metrics_log.write(0, metrics, self.folder.take_first_records())
         elif self.folder.start.owes_test and self.evaluate is not None:
-            self.metrics_log.complete(self.start_step, self._evaluate(self.start_step))
+            metrics = self._evaluate(self.start_step)
+            records = self.folder.take_first_records()
+            self.metrics_log.complete(self.start_step, metrics, records)
         self.stop_signal.listen()
 
     def _newest_checkpoint(self) -> Path | None:
@@ -142,7 +145,7 @@ class Recorder:
             self.folder.write_records("train", step, *rollout)
         # The line of a step is written before its checkpoint. So a kill in between repeats the step
         # and its line; in the other order the line would be lost.
-        self.metrics_log.write(step, metrics)
+        self.metrics_log.write(step, metrics, self.folder.take_first_records())
         with self.phase("save"):
             self._save_if_due(step, is_stopping, owes_test)
         self.last_step = step
