@@ -10,8 +10,7 @@ from unittest import mock
 
 import pytest
 from common import make_tokenizer, pack_rows, read_metrics
-from test_env_objects import CHATML_WITH_TOOLS, call_text, trained_text
-from test_rollout import (  # noqa: F401
+from scripted import (  # noqa: F401
     PARAMS,
     ScriptedEngine,
     make_prompts,
@@ -19,6 +18,7 @@ from test_rollout import (  # noqa: F401
     process_group,
     write_nothing,
 )
+from test_env_objects import CHATML_WITH_TOOLS, call_text, trained_text
 from test_trainer import setup, train  # noqa: F401
 
 from rl2.data.chat import ChatTemplate
@@ -350,22 +350,12 @@ def test_other_sampling_parameters_are_ignored_with_a_warning(tmp_path):
             assert choice["message"]["content"] == "one ", choice
             return 1.0
     """
-    used = []
-
-    class Engine(ScriptedEngine):
-        async def generate(self, prompt, params, seed):
-            used.append(params)
-            return await super().generate(prompt, params, seed)
-
     params = replace(PARAMS, stop=("x",))
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        mock.patch(f"{__name__}.ScriptedEngine", Engine),
-    ):
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         (trajectory,), player = play(tmp_path, ["one x"], env, params=params)
     assert trajectory.rewards == {"run": 1.0}
-    assert used == [replace(params, max_new_tokens=5)]
+    assert player.engine.params == [replace(params, max_new_tokens=5)]
     texts = {str(w.message) for w in caught if "of agents is ignored" in str(w.message)}
     assert {text.split()[0] for text in texts} == {"temperature", "tool_choice"}
     # The text that stops is hidden from the agent; it was sampled, so it is trained.

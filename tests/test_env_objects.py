@@ -13,7 +13,7 @@ import torch
 import transformers
 from common import RESPONSE_TEMPLATE, advantage_inputs, pack_rows
 from packaging.version import Version
-from test_rollout import PARAMS, make, make_row, make_training, process_group  # noqa: F401
+from scripted import PARAMS, make, make_row, make_training, process_group  # noqa: F401
 
 from rl2.algorithms.advantages import gae, group_advantages
 from rl2.batch import collate
@@ -483,9 +483,7 @@ def test_a_group_is_reported_when_its_last_trajectory_has_its_reward(tmp_path):
             return 1.0
     """
     collector, _, tokenizer = make(tmp_path, lambda _, seed: ("ab"[seed[-2]], "stop"), env)
-    collector = make_training(
-        collector, tokenizer, 4, 1, filter=[-1.0, 2.0], max_refills=0, num_steps=1
-    )
+    collector = make_training(collector, 4, 1, filter=[-1.0, 2.0], max_refills=0, num_steps=1)
     collector.player.engine.abort = lambda: None
     rewards = []
     post = GroupBoard.post

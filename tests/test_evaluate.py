@@ -10,7 +10,7 @@ import datasets
 import pytest
 import torch.distributed as dist
 from common import launch_runs, make_model, make_tokenizer, pack_rows, read_jsonl, read_metrics
-from test_rollout import ScriptedEngine
+from scripted import ScriptedEngine
 
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig, SFTConfig

@@ -21,7 +21,7 @@ from unittest import mock
 
 import pytest
 from common import ROOT, make_environment, make_tokenizer, pack_rows, read_cases, run
-from test_rollout import ScriptedEngine, process_group, write_nothing  # noqa: F401
+from scripted import ScriptedEngine, process_group, write_nothing  # noqa: F401
 
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig

@@ -9,14 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from common import ROOT, launch
-from refilling import PARAMS, ScriptedGroups, make_collector
+from refilling import ScriptedGroups, make_collector
+from scripted import PARAMS, process_group  # noqa: F401
 
 from rl2.batch import collate
 from rl2.config.schema import PPOConfig
 from rl2.engine.base import SamplingParams
-from rl2.parallel.mesh import init_distributed
 from rl2.report.health import Health
 from rl2.rewards.text import overlong_score
 from rl2.rollout.play import Rollout
@@ -25,13 +24,6 @@ from rl2.rollout.stats import mask_truncated, summarise, summarise_groups, train
 from rl2.rollout.trajectory import FinishReason, Trajectory
 
 SOME = [0.0, 1.0]  # rollout.filter: some answers are right and some are wrong
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    init_distributed()
-    yield
-    dist.destroy_process_group()
 
 
 def rows_of(trajectories):

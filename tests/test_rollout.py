@@ -18,112 +18,31 @@ import faulty_env
 import faulty_process_env
 import pytest
 import torch
-import torch.distributed as dist
-from common import make_model, make_tokenizer, pack_rows
+from common import make_model
+from scripted import (  # noqa: F401
+    PARAMS,
+    ScriptedEngine,
+    make,
+    make_prompts,
+    make_row,
+    make_training,
+    process_group,
+    say_x,
+    write_nothing,
+)
 
 from rl2 import progress
 from rl2.batch import Batch
-from rl2.data.chat import ChatTemplate
-from rl2.data.examples import PROMPT_ROWS, DataCursor, Example, Examples
-from rl2.engine.base import EngineSettings, Generation, SamplingParams
+from rl2.data.examples import Example
+from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.env import loops
-from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
-from rl2.parallel.mesh import init_distributed
 from rl2.rollout import collect
-from rl2.rollout.collect import NO_RULES, Collector
 from rl2.rollout.endpoint import player_class
-from rl2.rollout.player import Player
 from rl2.rollout.schedule import GroupSchedule
 from rl2.rollout.stats import summarise, summarise_groups, to_records, training_samples
 from rl2.rollout.trajectory import FilterStatus, FinishReason, Group, Trajectory, begin_group
-
-PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    init_distributed()
-    yield
-    dist.destroy_process_group()
-
-
-class ScriptedEngine:
-    """Generates `script(turn, seed)`, which returns (text, finish reason)."""
-
-    max_running_requests = 4
-    index = 0
-    count = 1
-    version = 0
-
-    def __init__(self, tokenizer, script):
-        self.tokenizer = tokenizer
-        self.template = ChatTemplate(tokenizer)
-        self.script = script
-        self.loop = asyncio.new_event_loop()
-        self.requests = []  # (seed, prompt) of each
-        self.num_running = 0
-        self.max_num_running = 0
-
-    async def generate(self, prompt, params, seed):
-        self.requests.append((seed, list(prompt)))
-        self.num_running += 1
-        self.max_num_running = max(self.max_num_running, self.num_running)
-        await asyncio.sleep(0.001)
-        self.num_running -= 1
-        text, finish_reason = self.script(seed[-1], seed)
-        tokens = self.template.tokenize(text)
-        if finish_reason == "stop":
-            tokens = [*tokens, self.tokenizer.eos_token_id]
-        logps = [-0.1 * (i + 1) for i in range(len(tokens))]
-        return Generation(tokens, logps, finish_reason, version=0)
-
-
-def make_row(i):
-    return {"messages": [{"role": "user", "content": f"q{i}"}], "answer": str(i)}
-
-
-def make(tmp_path, script, env, max_turns=1, num_prompts=1, deterministic=True, max_length=400):
-    """(collector, prompts, tokenizer) with a scripted engine."""
-    (tmp_path / "env.py").write_text(textwrap.dedent(env))
-    tokenizer = make_tokenizer()
-    rows = [make_row(i) for i in range(num_prompts)]
-    engine = ScriptedEngine(tokenizer, script)
-    failures = EnvFailures(0.5)
-    env = load_env(tmp_path / "env.py", 5)
-    player = Player(engine, env, ChatTemplate(tokenizer), failures, max_turns, max_length)
-    collector = Collector(
-        player, params=PARAMS, write_records=write_nothing, seed=0, deterministic=deterministic
-    )
-    return collector, make_prompts(rows, tokenizer), tokenizer
-
-
-def make_prompts(rows, tokenizer):
-    return list(Examples(pack_rows(rows), ChatTemplate(tokenizer), PROMPT_ROWS, max_length=100))
-
-
-def make_training(collector, tokenizer, num_rows, batch_size, num_samples=2, **options):
-    """A collector for training, with the player of `collector`; `options` are of its rules."""
-    rows = pack_rows([make_row(i) for i in range(num_rows)])
-    prompts = Examples(
-        rows, ChatTemplate(tokenizer), PROMPT_ROWS, max_length=100, batch_size=batch_size
-    )
-    return Collector(
-        collector.player,
-        cursor=DataCursor(prompts),
-        params=options.pop("params", PARAMS),
-        write_records=write_nothing,
-        samples_per_prompt=num_samples,
-        num_steps=options.pop("num_steps", 99),
-        deterministic=options.pop("deterministic", collector.deterministic),
-        rules=replace(NO_RULES, **options),
-    )
-
-
-def write_nothing(split, step, records):
-    pass
-
 
 ANSWER_ENV = "def reward_fn(messages, answer): return float(answer)"
 TOOL_ENV = """
@@ -133,10 +52,6 @@ TOOL_ENV = """
     def reward_fn(messages, answer):
         return {"right": 1.0, "turns": 0.25 * sum(m["role"] == "assistant" for m in messages)}
 """
-
-
-def say_x(*_):
-    return "x", "stop"
 
 
 def call_always(*_):
@@ -387,30 +302,6 @@ def test_messages_that_the_template_refuses_are_a_failure_of_the_environment(tmp
     assert "no tools here" in logged and any(f"'q{i}'" in logged for i in range(3))
 
 
-class SlowEngine(ScriptedEngine):
-    """Generates `script(prompt)` token by token until `abort` is called."""
-
-    aborted = False
-
-    async def generate(self, prompt, params, seed):
-        self.requests.append((seed, params.max_new_tokens))
-        text = self.script(prompt)
-        tokens = []
-        for token in self.template.tokenize(text)[: params.max_new_tokens]:
-            await asyncio.sleep(0.002)
-            if self.aborted:
-                return self.make_generation(tokens, "abort")
-            tokens.append(token)
-        return self.make_generation([*tokens, self.tokenizer.eos_token_id], "stop")
-
-    def make_generation(self, tokens, finish_reason):
-        logps = [-0.5 - self.version] * len(tokens)
-        return Generation(tokens, logps, finish_reason, self.version)
-
-    def abort(self):
-        self.aborted = True
-
-
 def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_path):
     """A step takes two groups. Groups 2 and 3 are of the next step, and group 2 has 200 letters.
 
@@ -421,20 +312,16 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
         def reward_fn(messages, answer):
             return float(len(messages[-1]["content"]))
     """
-    collector, prompts, tokenizer = make(tmp_path, None, env, num_prompts=4, deterministic=False)
-    assert len({len(prompt.tokens) for prompt in prompts}) == 1
-    length = len(prompts[0].tokens)
 
-    def script(prompt):
-        if list(prompt[:length]) == prompts[2].tokens:
-            return text[len(prompt) - length :]
-        return "y" * (20 if list(prompt) == prompts[0].tokens else 1)
+    def script(turn, seed):
+        return {0: "y" * 20, 2: text}.get(seed[3], "y"), "stop"
 
-    engine = SlowEngine(tokenizer, script)
-    collector.player.engine = engine
+    collector, prompts, _ = make(tmp_path, script, env, num_prompts=4, deterministic=False)
+    engine = collector.player.engine
+    engine.seconds = lambda seed: {0: 0.05, 2: 5.0 if engine.version == 0 else 0.05}.get(seed[3], 0)
     params = replace(PARAMS, max_new_tokens=300)
     options = {"params": params, "num_steps": 2, "partial": True}
-    collector = make_training(collector, tokenizer, 4, 2, **options)
+    collector = make_training(collector, 4, 2, **options)
     done = collector.collect(1)
     # In the order of the prompts, although the group of group 0's length ends last.
     assert [trajectory.group for trajectory in done] == [0, 0, 1, 1]
@@ -446,11 +333,9 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
     counts = [trajectory.partial_tokens for trajectory in paused.trajectories]
     assert all(0 < count < 200 for count in counts)
     state = collector.state_dict()
-    collector = make_training(collector, tokenizer, 4, 2, **options)
+    collector = make_training(collector, 4, 2, **options)
     collector.load_state_dict(state)  # as a resumed run does
-    num_requests = len(engine.requests)
     engine.version = 1
-    engine.aborted = False
     done = collector.collect(2)
     assert not collector.carried_over and len(done) == 4
     for trajectory, tokens, count in zip(done[:2], partial_tokens, counts, strict=True):
@@ -458,10 +343,14 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
         assert list(sample.tokens[: len(tokens)]) == tokens and trajectory.reward == 200
         assert trajectory.messages[-1]["content"] == text and trajectory.num_turns == 1
         assert trajectory.versions == [(0, count), (1, 201 - count)] and sum(sample.mask) == 201
-        assert [logp for logp in sample.logps if logp] == [-0.5] * count + [-1.5] * (201 - count)
-    continued = [request for request in engine.requests[num_requests:] if request[0][3] == 2]
-    max_new_tokens = [max_new_tokens for _, max_new_tokens in sorted(continued)]
-    assert max_new_tokens == [300 - count for count in counts]
+        versions = [int(-logp // 100) for logp in sample.logps if logp]
+        assert versions == [0] * count + [1] * (201 - count)
+    continued = [
+        (seed, params.max_new_tokens)
+        for (seed, _), params in zip(engine.requests, engine.params, strict=True)
+        if seed[2:4] == (2, 2)
+    ]
+    assert [number for _, number in sorted(continued)] == [300 - count for count in counts]
     seeds = {seed for seed, _ in engine.requests}
     assert len(seeds) == len(engine.requests), "two requests had the same seed"
     metrics = summarise(done, 1)
@@ -506,9 +395,8 @@ def test_a_step_does_not_wait_for_calls_of_the_next_step(tmp_path, name, is_resu
 
     def make_collector():
         options = {"num_prompts": 3, "deterministic": False}
-        collector, _, tokenizer = make(tmp_path, None, WAITING_ENV, 3, **options)
-        collector.player.engine = SlowEngine(tokenizer, lambda prompt: "ok")
-        return make_training(collector, tokenizer, 3, 2, 1, partial=True, num_steps=12)
+        collector, _, _ = make(tmp_path, say_x, WAITING_ENV, 3, **options)
+        return make_training(collector, 3, 2, 1, partial=True, num_steps=12)
 
     collector = make_collector()
     player = collector.player
@@ -520,7 +408,7 @@ def test_a_step_does_not_wait_for_calls_of_the_next_step(tmp_path, name, is_resu
         if seed[3] == 0:
             while call not in module.begun:
                 await asyncio.sleep(0.005)
-        return await SlowEngine.generate(player.engine, prompt, params, seed)
+        return await ScriptedEngine.generate(player.engine, prompt, params, seed)
 
     player.engine.generate = generate_when_the_call_runs
     done = collector.collect(11)
@@ -535,7 +423,6 @@ def test_a_step_does_not_wait_for_calls_of_the_next_step(tmp_path, name, is_resu
         module = module_of(collector.player.env)
         collector.load_state_dict(state)
     module.held.clear()
-    collector.player.engine.aborted = False
     trajectory, _ = collector.collect(12)
     assert trajectory.finish_reason == "stop" and trajectory.num_turns == 2
     assert trajectory.rewards == {"reward": 4.0, "group": 0.5}
@@ -571,7 +458,7 @@ def test_calls_of_groups_that_a_step_drops_are_cancelled(tmp_path, prefix, monke
     module.held.add(("interact", "q2"))
     player.engine.abort = lambda: None
     options = {"filter": [0.0, 9.0], "max_refills": 1}
-    collector = make_training(collector, tokenizer, 3, 2, 1, **options)
+    collector = make_training(collector, 3, 2, 1, **options)
 
     with monkeypatch.context() as patch:  # as after a group outside the filter
         patch.setattr(GroupSchedule, "limit", property(lambda _: 3))
@@ -620,7 +507,7 @@ def test_agents_of_groups_that_a_step_drops_are_cancelled(tmp_path, isolation, m
         max_length=400,
     )
     options = {"filter": [0.0, 9.0], "max_refills": 1}
-    collector = make_training(collector, tokenizer, 3, 2, 1, **options)
+    collector = make_training(collector, 3, 2, 1, **options)
     # The third group begins as after a group outside the filter, and the others wait for it.
     generate = collector.player.engine.generate
 
@@ -655,7 +542,7 @@ def test_a_group_is_scored_once(tmp_path, monkeypatch):
         await end(key)
 
     collector.player.engine.abort = lambda: None
-    collector = make_training(collector, tokenizer, 4, 2, 4, partial=True, num_steps=2)
+    collector = make_training(collector, 4, 2, 4, partial=True, num_steps=2)
     with monkeypatch.context() as patch:
         patch.setattr(env, "end", end_together)
         trajectories = collector.collect(1) + collector.collect(2)
@@ -667,7 +554,7 @@ def test_a_group_is_scored_once(tmp_path, monkeypatch):
 def test_groups_that_a_step_does_not_need_wait_for_the_next_step(tmp_path, monkeypatch):
     options = {"num_prompts": 6, "deterministic": False}
     collector, _, tokenizer = make(tmp_path, say_x, ANSWER_ENV, **options)
-    collector = make_training(collector, tokenizer, 6, 3, partial=True, num_steps=22)
+    collector = make_training(collector, 6, 3, partial=True, num_steps=22)
     sent = []  # to all processes
 
     def all_gather_objects(items):
@@ -694,17 +581,14 @@ def test_groups_that_a_step_does_not_need_wait_for_the_next_step(tmp_path, monke
 
 def test_a_step_takes_its_own_prompts_although_later_ones_end_earlier(tmp_path):
     options = {"num_prompts": 5, "deterministic": False}
-    collector, prompts, tokenizer = make(tmp_path, None, ANSWER_ENV, **options)
-    first_prompt = prompts[0].tokens
-    engine = SlowEngine(tokenizer, lambda prompt: "y" * (90 if list(prompt) == first_prompt else 1))
-    collector.player.engine = engine
-    params = SamplingParams(max_new_tokens=100)
-    options = {"params": params, "partial": True, "num_steps": 2}
-    collector = make_training(collector, tokenizer, 5, 2, 1, **options)
+    collector, _, _ = make(tmp_path, say_x, ANSWER_ENV, **options)
+    engine = collector.player.engine
+    engine.seconds = lambda seed: 0.2 if seed[3] == 0 else 0.001
+    options = {"partial": True, "num_steps": 2}
+    collector = make_training(collector, 5, 2, 1, **options)
     done = collector.collect(1)
     assert [trajectory.group for trajectory in done] == [0, 1]
     assert all(group.is_done for group in collector.carried_over)
-    engine.aborted = False
     num_requests = len(engine.requests)
     done = collector.collect(2)
     assert [trajectory.group for trajectory in done] == [2, 3]
@@ -726,7 +610,7 @@ def test_trajectories_of_a_run_with_other_samples_have_ids_of_their_own(tmp_path
         return generation
 
     engine.generate = generate_when_all_have_begun
-    collector = make_training(collector, tokenizer, 9, 2, 8, partial=True)
+    collector = make_training(collector, 9, 2, 8, partial=True)
     collector.collect(1)
     assert len(collector.carried_over) == 2
     collector.samples_per_prompt = 4
@@ -742,7 +626,7 @@ def test_a_resumed_collector_continues_at_its_position(tmp_path):
     collector, _, tokenizer = make(tmp_path, say_x, ANSWER_ENV)
 
     def make_collector():
-        return make_training(collector, tokenizer, 5, 2, 3)
+        return make_training(collector, 5, 2, 3)
 
     expected = make_collector()
     resumed = make_collector()

@@ -1,0 +1,137 @@
+"""A scripted engine, and prompts and collectors for the tests of rollouts."""
+
+import asyncio
+import textwrap
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+from common import make_tokenizer, pack_rows
+
+from rl2.data.chat import ChatTemplate
+from rl2.data.examples import PROMPT_ROWS, DataCursor, Examples
+from rl2.engine.base import Generation, SamplingParams
+from rl2.env.contract import EnvFailures
+from rl2.env.load import load_env
+from rl2.parallel.mesh import init_distributed
+from rl2.rollout.collect import NO_RULES, Collector
+from rl2.rollout.player import Player
+
+PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    init_distributed()
+    yield
+    dist.destroy_process_group()
+
+
+class ScriptedEngine:
+    """Generates `script(turn, seed)`, which returns (text, finish reason).
+
+    An answer takes `seconds(seed)`; seed[3] is the number of its group. `abort` ends it early, with
+    a part of its tokens.
+    """
+
+    max_running_requests = 4
+    index = 0
+    count = 1
+    version = 0
+
+    def __init__(self, tokenizer, script, seconds=lambda seed: 0.001):
+        self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer)
+        self.script = script
+        self.seconds = seconds
+        self.loop = asyncio.new_event_loop()
+        self.requests = []  # (seed, prompt) of each
+        self.params = []  # of each request
+        self.num_running = 0
+        self.max_num_running = 0
+        self.num_aborted = 0
+        self.aborts = asyncio.Event()
+
+    async def generate(self, prompt, params, seed):
+        self.requests.append((seed, list(prompt)))
+        self.params.append(params)
+        self.num_running += 1
+        self.max_num_running = max(self.max_num_running, self.num_running)
+        text, finish_reason = self.script(seed[-1], seed)
+        tokens = self.template.tokenize(text)
+        if finish_reason == "stop":
+            tokens = [*tokens, self.tokenizer.eos_token_id]
+        tokens = tokens[params.continued_tokens :]
+        seconds, start = self.seconds(seed), self.loop.time()
+        try:
+            await asyncio.wait_for(self.aborts.wait(), seconds)
+            share = (self.loop.time() - start) / seconds
+            tokens = tokens[: max(1, int(share * len(tokens)))]
+            finish_reason = "abort"
+            self.num_aborted += 1
+        except TimeoutError:
+            pass
+        finally:
+            self.num_running -= 1
+        logps = [-0.1 * (i + 1) - 100 * self.version for i in range(len(tokens))]
+        return Generation(tokens, logps, finish_reason, self.version)
+
+    def abort(self):
+        self.aborts.set()
+        self.aborts = asyncio.Event()
+
+
+def say_x(*_):
+    return "x", "stop"
+
+
+def make_row(i):
+    return {"messages": [{"role": "user", "content": f"q{i}"}], "answer": str(i)}
+
+
+def make_prompts(rows, tokenizer):
+    return list(Examples(pack_rows(rows), ChatTemplate(tokenizer), PROMPT_ROWS, max_length=100))
+
+
+def make(tmp_path, script, env, max_turns=1, num_prompts=1, deterministic=True, max_length=400):
+    """(collector, prompts, tokenizer) with a scripted engine."""
+    (tmp_path / "env.py").write_text(textwrap.dedent(env))
+    tokenizer = make_tokenizer()
+    rows = [make_row(i) for i in range(num_prompts)]
+    engine = ScriptedEngine(tokenizer, script)
+    env = load_env(tmp_path / "env.py", 5)
+    template = ChatTemplate(tokenizer)
+    player = Player(engine, env, template, EnvFailures(0.5), max_turns, max_length)
+    collector = Collector(
+        player, params=PARAMS, write_records=write_nothing, deterministic=deterministic
+    )
+    return collector, make_prompts(rows, tokenizer), tokenizer
+
+
+def make_training(collector, num_rows, batch_size, num_samples=2, **options):
+    """A collector for training, with the player and the order of `collector`."""
+    rows = [make_row(i) for i in range(num_rows)]
+    options = {"deterministic": collector.deterministic, **options}
+    return train_rows(collector.player, rows, batch_size, num_samples, **options)
+
+
+def train_rows(player, rows, batch_size, num_samples=2, **options):
+    """A collector for training; `options` are its own and those of its rules."""
+    own = {"params": PARAMS, "num_steps": 99, "deterministic": True}
+    for name in own.keys() & options.keys():
+        own[name] = options.pop(name)
+    prompts = Examples(
+        pack_rows(rows), player.template, PROMPT_ROWS, max_length=100, batch_size=batch_size
+    )
+    return Collector(
+        player,
+        cursor=DataCursor(prompts),
+        write_records=write_nothing,
+        samples_per_prompt=num_samples,
+        rules=replace(NO_RULES, **options),
+        **own,
+    )
+
+
+def write_nothing(split, step, records):
+    pass
