@@ -11,6 +11,7 @@ import time
 
 import psutil
 import pytest
+import torch
 from common import ROOT
 
 GPU = ROOT / "tests/gpu"
@@ -125,6 +126,14 @@ def test_a_part_that_fails_hangs_or_dies_costs_itself_only(tmp_path, fakes, monk
     assert not any("time.sleep(600)" in " ".join(w) for w in words), "a part's process goes on"
 
 
+def test_what_no_time_is_left_for_is_told(tmp_path, fakes, monkeypatch):
+    monkeypatch.setattr(runner, "LEAST", 2)
+    parts = {"long": Part(fakes, 60), "hangs": Part(fakes, 6), "good": Part(fakes, 60)}
+    outcomes = results_of(parts, tmp_path, budget=5)
+    # The first one could not end in the time that is left; the next one uses it.
+    assert [o.result for o in outcomes.values()] == ["not run", "timed out", "not run"]
+
+
 def test_a_part_is_skipped_at_once_if_one_that_it_needs_has_failed(tmp_path, fakes, monkeypatch):
     parts = {
         "wrong": Part(fakes, 60),
@@ -192,6 +201,31 @@ def test_without_a_gpu_it_says_so(tmp_path):
         and len(done.stdout.splitlines()) == 1
     )
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("count", "size", "passes"), [(1, 0.012, 1), (64, 0.012, 0), (1, 0.2, 0)])
+def test_the_head_may_round_a_few_values_to_bf16(tmp_path, monkeypatch, paths, count, size, passes):
+    """A kernel that rounds one logit to bf16 moves a value by 0.008 to 0.016. That is no defect;
+    the same in all values, or a larger error in one, is.
+    """
+    monkeypatch.setenv("RL2_DEVICE", "cpu")
+    monkeypatch.setenv("RL2_GPU_FIGURES", str(tmp_path / "figures"))
+    import operators
+
+    exact = operators.head_scores
+
+    def rounding_head(*arguments, **options):
+        logps, entropy = exact(*arguments, **options)
+        moved = torch.zeros_like(logps)
+        moved[:count] = size
+        return logps + moved, entropy
+
+    monkeypatch.setattr(operators, "head_scores", rounding_head)
+    if passes:
+        operators.head()
+    else:
+        with pytest.raises(AssertionError, match="of the errors"):
+            operators.head()
 
 
 BY_HAND = {
