@@ -29,21 +29,21 @@ KEYS_HEADER = """\
 
 <!-- Written by `python docs/generate.py` from rl2/config/schema.py. -->
 
-Keys are set as `key=value` on the command line, or in a YAML file (`--config-dir DIR --config-name
-NAME`). `--help` explains the usual ones, `--help SECTION` and `--help all` the others; `--cfg job`
-prints the resolved configuration. Below, a key is shown with its default, if it has one. Before a
-model is loaded, a value outside its range is refused, and so is a key without an effect if it would
-mislead about the algorithm (a clip that the loss ignores). Harmless ones (a seed where nothing is
-random) and unusual values warn. NaN is never accepted, `inf` only where it switches a bound off.
+Set keys as `key=value` on the command line, or in a YAML file (`--config-dir DIR --config-name
+NAME`). This page lists them with their defaults; `--help KEY`, `--help SECTION` and `--help all`
+explain them in full, and `--cfg job` prints the resolved config.
 
-In the topics "Model" to "Optimizer" and in "Export", `actor.KEY` stands for `critic.KEY` too: the
-critic of PPO and the reward model. The teacher has the keys that a frozen model reads. In PPO the
-`dtype` of the critic and of the teacher and their keys of "Layout and memory" follow the actor's
-unless they are set, except for `share_prompts` of the critic. So do `head_dtype` of the teacher,
-and `update_per_rollout` and `epochs_per_rollout` of the critic. The critic's rates are its own.
+Values out of range are refused before a model loads. So are keys that have no effect, if they would
+mislead about the algorithm (a clip that the loss ignores); the other ones, and unusual values, only
+warn. NaN is never accepted, `inf` only where it turns a bound off.
 
-A line starts with the trainers that have the key, where they are not those of most keys of its
-topic.
+In the topics from "Model" to "Optimizer" and in "Export", `actor.KEY` also describes `critic.KEY`,
+for the critic of PPO and for reward models. The teacher has the keys of a frozen model. Critic and
+teacher inherit `dtype` and the keys of "Layout and memory" from the actor unless they are set
+(except `critic.share_prompts`). The teacher also inherits `head_dtype`, and the critic
+`update_per_rollout` and `epochs_per_rollout`.
+
+A line begins with the trainers that have the key if they differ from the rest of its topic.
 """
 
 FAMILIES_HEADER = """\
@@ -51,41 +51,26 @@ FAMILIES_HEADER = """\
 
 <!-- Written by `python docs/generate.py` from tests/families.json. -->
 
-Every causal language model of transformers {transformers}, tried on {date} with torch {torch} as
-rl2 tries a model at start: a small random copy of its architecture runs packed in rl2 and plain in
-transformers, and log-probabilities and gradients must agree. {num_trained} of {num_families} are
-trained, the others are refused. Copies have the defaults of their config class; settings other than
-these are in brackets. Your own model is tried with its own config whenever a run starts, so this
-page is a preview and decides nothing. [`tests/families.json`](../tests/families.json) has every
-reason in full; `python tests/families.py FAMILY` tries one again.
-
-"No class" means that transformers has no critic of the family. The engine is the embedded one. Why
-a family is refused:
+Every causal language model of transformers {transformers}, tried on {date} with torch {torch} in
+the way that [rl2 tries a model at start](models.md#how-a-model-is-admitted), with the defaults of
+its config class; other settings are in parentheses. rl2 trains {num_trained} of the {num_families}.
+Your model is tried with its own config when a run starts, so this page is only a preview.
+[`tests/families.json`](../tests/families.json) has every reason in full, and
+`python tests/families.py FAMILY` tries one again.
 
 """
 
-# A part of a full reason -> the word for it. The first one counts.
+# A part of a reason in families.json -> its heading on the page. The first one counts.
 REASONS = {
-    "see each other": "packs",
-    "changes its logits": "scores",
-    "attention interface": "attention",
-    "not given the keywords": "attention",
-    "takes no part": "weights",
-    "a small copy of it": "copy",
-    "default config": "config",
-    "rl2 cannot run it": "error",
-}
-MEANINGS = {
-    "packs": "log-probabilities are wrong: sequences of one pack see each other",
-    "scores": "log-probabilities are wrong: it changes its logits or its attention in a way that "
-    "rl2 does not compute",
-    "asks for X": "its attention has an argument X that rl2 does not compute",
-    "attention": "its attention does not go through transformers' attention interface, or not with "
-    "all arguments",
-    "weights": "some of its weights take no part in the scores of a text",
-    "copy": "a small copy of it, which rl2 tries at start, does not run",
-    "config": "its default config does not work",
-    "error": "rl2 cannot run it",
+    "asks for": "Its attention takes an argument that rl2 does not compute",
+    "see each other": "Sequences in one pack see each other",
+    "changes its logits": "Changes its logits or its attention in a way that rl2 does not compute",
+    "attention interface": "Does not use transformers' attention interface, or not in full",
+    "not given the keywords": "Does not use transformers' attention interface, or not in full",
+    "takes no part": "Has weights that play no part in the scores of a text",
+    "a small copy of it": "A small copy does not run",
+    "default config": "Its default config does not work",
+    "rl2 cannot run it": "Fails with another error",
 }
 
 
@@ -121,16 +106,14 @@ TOPICS = [
     Topic(
         "Teacher",
         r"teacher\..*",
-        "The teacher's log-probability minus the policy's estimates minus KL(policy, teacher). It "
-        "is the advantage of each token\n(`adv.estimator=distillation`) or is added to that of "
-        "another estimator.",
+        "The difference of log-probabilities, teacher minus policy, is the advantage of each token "
+        "with `adv.estimator=distillation`;\nother estimators add it to theirs.",
     ),
     Topic("Environment", r"rollout\.(env_.*|max_turns|max_env_failures)"),
     Topic(
         "Sampling",
         r"rollout\.\w+_sampling_params\..*",
-        "The answers on `data.test_path` have the same keys, as "
-        "`rollout.test_sampling_params.KEY`.",
+        "Test answers have the same keys: `rollout.test_sampling_params.KEY`.",
     ),
     Topic(
         "Engine",
@@ -140,8 +123,8 @@ TOPICS = [
     Topic(
         "The run",
         r"trainer\..*",
-        "[run_folder.md](run_folder.md) explains checkpoints and saved rollouts, "
-        "[metrics.md](metrics.md#evaluation-of-ppo) evaluation.",
+        "Checkpoints and saved rollouts: [run_folder.md](run_folder.md). Evaluation: "
+        "[metrics.md](metrics.md#evaluation-of-ppo).",
     ),
     Topic("DPO and reward models", r"(dpo|rm)\..*"),
     Topic("Export", r"actor\.save_.*"),
@@ -164,7 +147,7 @@ class Row:
 
 
 def read_rows() -> dict[str, Row]:
-    """Every key of the schema. The same key of several models is one row, the actor's."""
+    """Returns every key of the schema. The same key of several models is one row, the actor's."""
     rows: dict[str, Row] = {}
     for trainer in TRAINERS:
         root = getattr(schema, f"{trainer}Config")
@@ -184,15 +167,16 @@ def read_rows() -> dict[str, Row]:
 
 
 def show(default: Any) -> str:
-    """A default as one writes it on the command line, "" for none."""
+    """Returns a default as it is written on the command line, "" for none."""
     if default is None:
         return ""
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def explain(key: Key) -> str:
-    """The help of a key, its choices if the help does not name them, and its range."""
-    text = key.help
+    """Returns the short help of a key, its default in words, its choices and its range."""
+    first, *details = key.help.split(";")
+    text = ";".join([first, *(part for part in details if part.startswith(" by default"))])
     choices = [str(choice) for choice in key.choices]
     if key.functions:
         choices = list(key.functions.built_in)
@@ -204,7 +188,7 @@ def explain(key: Key) -> str:
         text += "; GPU only"
     limit = key.range
     limits = []
-    if limit.above or limit.at_least:  # that most numbers are not negative goes without saying
+    if limit.above or limit.at_least:  # most numbers are not negative
         limits.append(f"above {limit.above}" if limit.above else f"at least {limit.at_least}")
     if limit.below is not None:
         limits.append(f"below {limit.below}")
@@ -249,42 +233,60 @@ def keys_page() -> str:
     return "\n".join(parts)
 
 
-def refusal_word(reason: str) -> str:
-    """The reason for which a family is refused, in one or two words."""
-    argument = re.search(r"asks for (.+?), which rl2 does not compute", reason)
-    if argument:
-        return f"asks for {argument[1]}"
-    for part, word in REASONS.items():
+def refusal(reason: str) -> str:
+    """Returns the heading of a refused family."""
+    for part, heading in REASONS.items():
         if part in reason:
-            return word
-    raise ValueError(f"no word in REASONS describes the refusal: {reason}")
+            return heading
+    raise ValueError(f"no heading in REASONS describes the refusal: {reason}")
 
 
-def family_line(name: str, verdict: dict[str, str]) -> str:
-    """A row of the table. `verdict` has a reason for each of refused, critic and engine that fails.
-
-    A refused family is not tried as a critic or in the engine.
-    """
-    if "refused" in verdict:
-        return f"| {name} | no: {refusal_word(verdict['refused'])} |"
-    critic = engine = "yes"
-    if "critic" in verdict:
-        has_class = "no such class" not in verdict["critic"]
-        critic = f"no: {refusal_word(verdict['critic'])}" if has_class else "no class"
-    if "engine" in verdict:
-        engine = "not tried" if verdict["engine"].startswith("not tried") else "no"
-    return f"| {name} | yes | {critic} | {engine} |"
+def support(verdict: dict[str, str]) -> str:
+    """Returns the heading of a trained family: which roles it can take."""
+    has_engine = "engine" not in verdict
+    if "critic" not in verdict:
+        return (
+            "Actor and critic" if has_engine else "Actor and critic; fails in the embedded engine"
+        )
+    if "no such class" not in verdict["critic"]:
+        raise ValueError(f"the page has no heading for a refused critic: {verdict['critic']}")
+    reason = "transformers has no critic class"
+    return (
+        f"Actor; {reason}"
+        if has_engine
+        else f"Actor; fails or was not tried in the embedded engine; {reason}"
+    )
 
 
 def families_page() -> str:
+    """Returns the page. Each family has a verdict: a reason for everything that does not work.
+
+    A refused family is not tried as a critic or in the engine.
+    """
     record = json.loads(FAMILIES.read_text())
     families = record.pop("families")
-    num_trained = sum("refused" not in verdict for verdict in families.values())
-    header = FAMILIES_HEADER.format(**record, num_trained=num_trained, num_families=len(families))
-    words = [f"- {word}: {meaning}" for word, meaning in MEANINGS.items()]
-    table = ["| family | trained | critic | engine |", "|---|---|---|---|"]
-    table += [family_line(name, verdict) for name, verdict in sorted(families.items())]
-    return header + "\n".join(words) + "\n\n" + "\n".join(table) + "\n"
+    trained: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
+    for name, verdict in sorted(families.items()):
+        if "refused" in verdict:
+            refused.setdefault(refusal(verdict["refused"]), []).append(name)
+        else:
+            trained.setdefault(support(verdict), []).append(name)
+    num_trained = sum(len(names) for names in trained.values())
+    parts = [
+        FAMILIES_HEADER.format(**record, num_trained=num_trained, num_families=len(families)),
+        "## Trained\n\n",
+        *family_lists(trained),
+        "\n## Refused\n\n",
+        *family_lists(refused),
+    ]
+    return "".join(parts)
+
+
+def family_lists(groups: dict[str, list[str]]) -> list[str]:
+    """Returns a line for each heading, the longest list first."""
+    by_length = sorted(groups.items(), key=lambda group: -len(group[1]))
+    return [f"- **{heading}**: {', '.join(names)}\n" for heading, names in by_length]
 
 
 PAGES = {"docs/keys.md": keys_page, "docs/families.md": families_page}

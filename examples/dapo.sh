@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# DAPO (arXiv:2503.14476) on the mathematics of orz_reinforce.sh, all of it: asymmetric clip, token
-# mean, dynamic sampling, overlong filtering and the soft overlong punishment. An update whose mean
-# ratio is above 10 is skipped.
-# Needs one node of eight GPUs of 80 GB, sglang and math-verify installed, and a network for the model
-# and the data.
+# The complete DAPO (arXiv:2503.14476) on the data of orz_reinforce.sh: asymmetric clip, token mean,
+# dynamic sampling, overlong filtering and the soft overlong punishment. An update with a mean ratio
+# above 10 is skipped.
+# Needs a node of eight GPUs of 80 GB, sglang, math-verify, and a network for the model and the data.
 # Not run yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -89,7 +89,7 @@ def limo(row: dict) -> dict:
 
 
 def pair(row: dict) -> dict | None:
-    """Two conversations that differ in their last message. None if they teach nothing.
+    """Makes two conversations that differ in their last message; None if they teach nothing.
 
     Skywork/Skywork-Reward-Preference-80K-v0.2: chosen, rejected, source.
     HuggingFaceH4/ultrafeedback_binarized: prompt, prompt_id, chosen, rejected, messages,
@@ -104,7 +104,7 @@ def pair(row: dict) -> dict | None:
 
 
 def make_pairs(rows: Iterable[dict]) -> list[dict]:
-    """The pairs that teach something. Says how many do not."""
+    """Returns the pairs that teach something, and prints how many do not."""
     pairs = [pair(row) for row in rows]
     kept = [row for row in pairs if row is not None]
     print(f"{len(pairs) - len(kept)} of {len(pairs)} pairs have equal or empty replies, left out")
@@ -112,20 +112,20 @@ def make_pairs(rows: Iterable[dict]) -> list[dict]:
 
 
 def load_split(name: str, split: str, configuration: str | None = None):
-    """One split of a data set of the Hugging Face hub."""
+    """Loads a split of a dataset of the Hugging Face hub."""
     from datasets import load_dataset
 
     return load_dataset(name, configuration, split=split)
 
 
 def download(url: str):
-    """The content of a JSON file."""
+    """Downloads and reads a JSON file."""
     with urllib.request.urlopen(url, timeout=300) as response:
         return json.load(response)
 
 
 def hold_out(rows: list[dict], count: int) -> Splits:
-    """`count` test rows, spread evenly. The other rows with their questions are left out too."""
+    """Takes `count` test rows, spread evenly. Training rows with the same questions are dropped."""
     test = rows[:: len(rows) // count][:count]
     questions = {row["messages"][0]["content"] for row in test}
     return [row for row in rows if row["messages"][0]["content"] not in questions], test

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with Qwen2.5-1.5B-Instruct.
-# Needs one GPU of 80 GB, sglang installed, and a network for the model and the data. NUM_GPUS=8
-# uses eight GPUs. By `rl2 plan` the trainer needs at least 32 GiB in the update, and 20 GiB stay
-# while SGLang generates. Not run yet, so neither its time nor its result is known.
+# Needs one GPU of 80 GB, sglang, and a network for the model and the data. NUM_GPUS=8 uses eight
+# GPUs. `rl2 plan` predicts at least 32 GiB for the trainer in the update, and 20 GiB while SGLang
+# generates. Not run yet, so neither its time nor its result is known.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python examples/data.py gsm8k runs/data/gsm8k

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# The task of orz_ppo.sh without a critic: REINFORCE with the mean reward of the group as baseline.
-# Needs one node of eight GPUs of 80 GB, sglang and math-verify installed, and a network for the model
-# and the data.
-# By `rl2 plan` the trainer needs at least 17 GiB of each in the update, and nothing stays while
-# SGLang generates. Not run yet.
+# orz_ppo.sh without a critic: REINFORCE with the mean reward of the group as the baseline.
+# Needs a node of eight GPUs of 80 GB, sglang, math-verify, and a network for the model and the data.
+# `rl2 plan` predicts at least 17 GiB per GPU for the trainer in the update, and nothing while SGLang
+# generates. Not run yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python examples/data.py orz runs/data/orz

@@ -56,7 +56,7 @@ def prepare(folder: Path) -> None:
 
 
 def make_problems() -> list[dict]:
-    """Word problems in the manner of GSM8K with worked answers, in a fixed random order."""
+    """Returns word problems like those of GSM8K with worked answers, in a fixed random order."""
     import reasoning_gym
 
     problems = {}
@@ -88,7 +88,7 @@ def is_simple(worked_answer: str) -> bool:
 
 
 def divide(problems: list[dict]) -> dict[str, list[dict]]:
-    """The sets of NUM_PROBLEMS, one after the other."""
+    """Returns the sets of NUM_PROBLEMS, one after the other."""
     sets = {}
     start = 0
     for name, size in NUM_PROBLEMS.items():
@@ -110,7 +110,7 @@ def sft_row(problem: dict) -> dict:
 
 
 def pair_rows(problems: list[dict], problems_by_kind: dict, rng: random.Random) -> list[dict]:
-    """Rows whose chosen reply is the worked answer.
+    """Makes rows with the worked answer as the chosen reply.
 
     The rejected reply is, in turns, the worked answer with a slip in its last step, or the right
     answer to another problem of the same kind, with other numbers and names.
@@ -128,7 +128,7 @@ def pair_rows(problems: list[dict], problems_by_kind: dict, rng: random.Random) 
 
 
 def with_slip(problem: dict, rng: random.Random) -> str:
-    """The worked answer with a wrong result: as many digits, at most 9 from the right one."""
+    """Returns the answer with a wrong result: as many digits, at most 9 from the right one."""
     answer = int(problem["answer"])
     wrong_answers = []
     for wrong in range(answer - 9, answer + 10):
@@ -139,7 +139,7 @@ def with_slip(problem: dict, rng: random.Random) -> str:
 
 
 def share_of_shorter_chosen(rows: list[dict]) -> float:
-    """The share of pairs whose chosen reply is the shorter one. Equal lengths count as half."""
+    """Returns the fraction of pairs with the shorter reply chosen. Equal lengths count as half."""
     total = 0.0
     for row in rows:
         chosen, rejected = len(row["chosen"]), len(row["rejected"])

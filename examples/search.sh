@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Multi-turn search as in Search-R1 (arXiv:2503.09516): Qwen2.5-3B-Instruct on Natural Questions.
-# Needs four GPUs of 80 GB, sglang installed, a network for the model and the data, and a retrieval
-# server at RL2_SEARCH_URL: that of github.com/PeterGriffinJin/Search-R1, or any other with the
-# interface that envs/search.py describes. The memory is that of countdown.sh. Not run yet.
+# Needs four GPUs of 80 GB, sglang, a network for the model and the data, and a retrieval server at
+# RL2_SEARCH_URL: that of github.com/PeterGriffinJin/Search-R1, or any other with the interface that
+# envs/search.py describes. Takes the memory of countdown.sh. Not run yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 url="${RL2_SEARCH_URL:-http://127.0.0.1:8000/retrieve}"

@@ -1,4 +1,4 @@
-"""`python -m rl2 COMMAND ...` and the console script `rl2`: every command under one name."""
+"""Runs `python -m rl2 COMMAND ...` and the console script `rl2`."""
 
 import difflib
 import importlib
@@ -11,22 +11,25 @@ import rl2
 
 # name -> (module with a function `main`, which reads sys.argv; one line of help)
 COMMANDS = {
-    "ppo": ("rl2.trainer.ppo", "PPO and GRPO: answers are sampled and an environment rewards them"),
+    "ppo": (
+        "rl2.trainer.ppo",
+        "PPO, GRPO and relatives: samples answers that an environment rewards",
+    ),
     "sft": ("rl2.trainer.sft", "supervised fine-tuning on conversations"),
     "dpo": ("rl2.trainer.dpo", "direct preference optimization on pairs of replies"),
-    "rm": ("rl2.trainer.rm", "a reward model from pairs of replies"),
+    "rm": ("rl2.trainer.rm", "reward models from pairs of replies"),
     "env": ("rl2.tools.env", "tries an environment: exploits, determinism, latency, leaks"),
-    "report": ("rl2.tools.report", "curves and answers of runs in one HTML file, for a browser"),
-    "diff": ("rl2.tools.diff", "where two runs first part, and what else differs"),
-    "push": ("rl2.tools.push", "the model of a run to the Hugging Face hub, with a card"),
-    "replay": ("rl2.tools.replay", "runs a recorded step again: is it still the same?"),
-    "prove": ("rl2.tools.prove", "the proofs of layouts, engine, template on your model"),
-    "plan": ("rl2.tools.plan", "the memory that a job will need, phase by phase; needs no GPU"),
+    "report": ("rl2.tools.report", "writes curves and answers of runs into one HTML file"),
+    "diff": ("rl2.tools.diff", "finds where two runs first differ, and lists what else differs"),
+    "push": ("rl2.tools.push", "uploads the model of a run to the Hugging Face hub, with a card"),
+    "replay": ("rl2.tools.replay", "runs a recorded step again and compares"),
+    "prove": ("rl2.tools.prove", "proves layouts, engine and chat template on your model"),
+    "plan": ("rl2.tools.plan", "predicts the memory of a job, phase by phase; needs no GPU"),
 }
 
 
 def describe_commands() -> str:
-    """The commands, one line each, and how to start them."""
+    """Returns the commands, one line each, and how to start them."""
     lines = ["rl2 COMMAND ...    or: python -m rl2 COMMAND ...", ""]
     lines += [f"  {name:8}{help}" for name, (_, help) in COMMANDS.items()]
     lines += [
@@ -38,7 +41,7 @@ def describe_commands() -> str:
 
 
 def describe_version() -> str:
-    """The versions of rl2, Python and the packages that the numbers depend on, in a line."""
+    """Returns a line with the versions of rl2, Python and the packages that numbers depend on."""
     versions = [f"rl2 {rl2.__version__}", f"Python {platform.python_version()}"]
     for package in ("torch", "transformers"):
         versions.append(f"{package} {importlib.metadata.version(package)}")

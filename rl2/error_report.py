@@ -1,4 +1,4 @@
-"""Errors that a user can fix, where people look for them."""
+"""Prints errors that a user can fix where people look for them."""
 
 import json
 import os
@@ -17,13 +17,13 @@ class Diverged(RuntimeError):
 
 
 def report_error(text: str) -> None:
-    """Prints the message, and lets the report of torchrun, which follows, end with it."""
+    """Prints the message, and makes torchrun repeat it at the end of its own report."""
     print(text, file=sys.stderr)
     report_to_torchrun(text)
 
 
 def report_to_torchrun(text: str) -> None:
-    """Lets the report of torchrun, if it started this process, end with the message.
+    """Makes the report of torchrun, if it started this process, end with the message.
 
     That report has some 40 lines of its own, so what is printed above it is easily overlooked.
     """
@@ -35,9 +35,9 @@ def report_to_torchrun(text: str) -> None:
 
 @contextmanager
 def writing(path: str | os.PathLike) -> Iterator[None]:
-    """Names the path in errors of writing there, and the space that the disk has left.
+    """Adds the path and the free space of its disk to errors while writing there.
 
-    An error of a full disk knows neither: it comes when an open file is written.
+    The error of a full disk has neither, since it is raised when an open file is written.
     """
     try:
         yield
@@ -49,7 +49,7 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
 
 
 def describe_failed_write(path: str | os.PathLike) -> str:
-    """That the path could not be written, and the space that its disk has left."""
+    """Returns a message that the path could not be written, with the free space of its disk."""
     folder = Path(path).absolute().parent
     while not folder.exists():
         folder = folder.parent

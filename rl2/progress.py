@@ -1,6 +1,6 @@
-"""How far this process has come. Every room may mark its work here; the watchdog reads it.
+"""Records the progress of this process. All modules mark work here, and the watchdog reads it.
 
-The values belong to the process. Marks only count: nothing is computed from them.
+Marks are only counted; no result depends on them.
 """
 
 import os
@@ -16,11 +16,11 @@ BAR_DELAY = 2.0  # seconds before a bar appears
 
 num_marks = 0  # units of work done: a layer, a step of the engine, a tensor, some rows
 phase = "loading"  # what the process is doing
-deadlines: dict[object, float] = {}  # of the calls that are expected, by the monotonic clock
+deadlines: dict[object, float] = {}  # of running calls with a limit, by the monotonic clock
 
 
 def mark() -> None:
-    """Counts a unit of work. It costs about a tenth of a microsecond."""
+    """Counts a unit of work. Takes about a tenth of a microsecond."""
     global num_marks
     num_marks += 1
 
@@ -34,7 +34,7 @@ def enter(name: str) -> None:
 
 @contextmanager
 def expecting(seconds: float) -> Iterator[None]:
-    """A call that has a limit of its own, or may rightly be silent, for so many seconds."""
+    """Tells the watchdog that a call may be silent for this many seconds."""
     call = object()
     deadlines[call] = time.monotonic() + seconds
     try:
@@ -45,15 +45,15 @@ def expecting(seconds: float) -> Iterator[None]:
 
 
 def is_expecting() -> bool:
-    """Whether such a call is running that is within its time."""
+    """Whether a call is running that may still be silent."""
     return any(deadline > time.monotonic() for deadline in list(deadlines.values()))
 
 
 class Bar:
-    """A bar on the terminal, with the tokens per second if there are any.
+    """A progress bar on the terminal, with tokens per second if tokens are counted.
 
-    It appears after two seconds and leaves nothing behind. Where stderr is a file or a pipe there
-    is none.
+    It appears after two seconds and disappears at the end. If stderr is a file or a pipe, nothing
+    is shown.
     """
 
     def __init__(self, title: str, total: int | None, unit: str, is_shown: bool = True):
@@ -75,7 +75,7 @@ class Bar:
         self.bar.close()
 
     def add(self, count: int, num_tokens: int = 0) -> None:
-        """Counts units that are done, and tokens."""
+        """Counts finished units, and tokens."""
         mark()
         self.num_tokens += num_tokens
         if self.num_tokens and not self.bar.disable:
@@ -85,9 +85,9 @@ class Bar:
 
 
 def track(items: Sequence[Item], unit: str = "micro-batches") -> Iterator[Item]:
-    """The items, with a bar of those that are done. Each counts as progress.
+    """Yields the items and shows a bar of the finished ones. Each counts as progress.
 
-    The title is the phase. Only the first process has a bar.
+    The title is the phase. Only the first process shows a bar.
     """
     with Bar(phase, len(items), unit, os.environ.get("RANK", "0") == "0") as bar:
         for item in items:

@@ -1,4 +1,4 @@
-"""Plugins: the files of examples/plugins/, and the example of docs/algorithms.md.
+"""Plugins: the files of examples/plugins/.
 
 Runs of a tiny model name the plugins as the commands in their docstrings do.
 """
@@ -107,12 +107,9 @@ def test_the_trainer(tmp_path):
     assert (tmp_path / "run/model/config.json").exists()
 
 
-def test_functions_of_a_users_file(tmp_path, monkeypatch):
-    """The example of docs/algorithms.md, by its definition."""
-    text = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
-    [code] = re.findall(r"```python\n(.*?)```", text, re.S)
-    (tmp_path / "my_algorithms.py").write_text(code)
-    monkeypatch.chdir(tmp_path)
+def test_functions_of_a_users_file(monkeypatch):
+    """tests/cases/my_algorithms.py, by its definition."""
+    monkeypatch.chdir(ROOT / "tests/cases")
     rewards = torch.tensor([[0.0, 1], [0, 3], [0, 5], [0, 100], [0, 7], [0, 8]])
     mask = torch.tensor([[1.0, 1], [1, 1], [1, 1], [0, 0], [0, 1], [1, 1]])
     group = torch.tensor([0, 0, 0, 0, 1, 1])

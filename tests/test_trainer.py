@@ -522,7 +522,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_checkpoints(setup, tmp_path):
     done = train(1, *setup, *keys, check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "error: the last 2 updates of the actor were skipped" in done.stderr
-    assert "lower actor.lr=1e+30 and start again" in done.stderr
+    assert "lower actor.lr=1e+30" in done.stderr
     lines = read_metrics(tmp_path / "run")
     assert [line["actor/skipped"] for line in lines] == [0, 1, 1]
     assert all(line["reward/parts/mean"] == line["reward/mean"] >= 1 for line in lines)

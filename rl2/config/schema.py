@@ -1,4 +1,4 @@
-"""The sections of the config, one dataclass each. Everything about a key stands beside its field.
+"""The sections of the config, one dataclass each. Everything about a key is beside its field.
 
 `key` (in key.py) declares a key with its default, its help, its range, its choices and the
 condition under which it has an effect. A type such as PositiveInt has the range that it says.
@@ -50,8 +50,8 @@ from rl2.config.key import (
 )
 from rl2.engine.base import SamplingParams
 
-# A key that is not set has the value of another one. The critic and the teacher lie in memory, and
-# the critic splits a rollout, as the actor does; its rates stay its own.
+# A key that is not set has the value of another one. Critic and teacher are placed in
+# memory like the actor, and the critic splits a rollout as the actor does; its rates are its own.
 PLACEMENT = (
     "dtype",
     "compile",
@@ -84,38 +84,38 @@ LARGEST_SEED = 2**31 - 1  # for every library that takes one
 class DataConfig:
     path: str = key(
         MISSING,
-        "training rows, a file, folder or dataset name; json, jsonl, csv, parquet or arrow files, "
-        "a folder of them, or a dataset of the Hugging Face hub, as NAME or NAME@SPLIT",
+        "training rows (a file, a folder or a dataset name); json, jsonl, csv, parquet or arrow; a "
+        "dataset of the Hugging Face hub is NAME or NAME@SPLIT",
         common=True,
         identity=True,
         only_if=WITH_TRAINING_ROWS,
     )
     test_path: Any = key(
         None,
-        "rows to evaluate on; at the start, every trainer.test_freq steps and at the end; several "
-        "sets have names, as data.test_path.NAME=PATH",
+        "rows to evaluate on; at the start, every trainer.test_freq steps and at the end; name "
+        "several sets with data.test_path.NAME=PATH",
         common=True,
         types=(str, dict, NoneType),  # OmegaConf has no union of them
     )
     test_ratio: NonNegativeFloat = key(
         0.0,
-        "fraction of the training rows that become test rows in place of data.test_path; a hash of "
-        "the prompts chooses them, so that no prompt is in both",
+        "fraction of the training rows to hold out as test rows, instead of data.test_path; "
+        "chosen by a hash of the prompt, so no prompt is in both sets",
         below=1,
         identity=True,
     )
     test_limit: PositiveInt | None = key(
-        None, "test rows that are used of each set, the first ones", only_if=WITH_TEST_DATA
+        None, "number of rows to use from each test set; the first ones", only_if=WITH_TEST_DATA
     )
     columns: dict[str, str] = key(
         {},
-        "columns of the rows to rename, as data.columns.OLD=NEW, e.g. data.columns.question=prompt",
+        "columns to rename: data.columns.OLD=NEW, e.g. data.columns.question=prompt",
         identity=True,
     )
     chat_template: str | None = key(
         None,
         "plain for a simple template, or the path of a Jinja file; by default the model's own; "
-        "exports of the model carry it",
+        "exports of the model include it",
         identity=True,
     )
     chat_template_kwargs: dict[str, Any] = key(
@@ -124,7 +124,7 @@ class DataConfig:
         identity=True,
     )
     system_prompt: str | None = key(
-        None, "shown before conversations that begin with no system message", identity=True
+        None, "added to conversations that do not begin with a system message", identity=True
     )
     max_length: PositiveInt = key(
         1024,
@@ -133,10 +133,10 @@ class DataConfig:
         identity=True,
     )
     shuffle: bool = key(
-        True, "a new order in every epoch; it is a function of data.seed", identity=True
+        True, "shuffle the rows in every epoch; the order depends only on data.seed", identity=True
     )
     seed: NonNegativeInt = key(
-        0, "seed of the order of the data", at_most=LARGEST_SEED, identity=True
+        0, "seed of the order of the rows", at_most=LARGEST_SEED, identity=True
     )
 
     @property
@@ -153,38 +153,36 @@ class DataConfig:
 
 @dataclass
 class PromptConfig(DataConfig):
-    prompts_per_rollout: PositiveInt = key(32, "prompts in a step", common=True)
+    prompts_per_rollout: PositiveInt = key(32, "prompts per step", common=True)
     responses_per_prompt: PositiveInt = key(
-        8, "answers sampled for each prompt; together they are a group", common=True
+        8, "answers sampled per prompt, which form a group", common=True
     )
     responses_per_test_prompt: PositiveInt = key(
         1,
-        "answers sampled for each test prompt; several give pass@k and a majority vote",
+        "answers sampled per test prompt; more than one gives pass@k and majority votes",
         only_if=WITH_TEST_DATA,
     )
 
 
 @dataclass
 class ExampleConfig(DataConfig):
-    batch_size: PositiveInt = key(32, "rows in a step", common=True)
+    batch_size: PositiveInt = key(32, "rows per step", common=True)
 
 
 @dataclass
 class SFTDataConfig(ExampleConfig):
-    turns: str = key(
-        "all", "which assistant turns are trained", choices=("all", "last"), identity=True
-    )
+    turns: str = key("all", "assistant turns to train on", choices=("all", "last"), identity=True)
     truncate: bool = key(
         False,
         "cut rows longer than data.max_length at the end instead of dropping them; a cut reply "
-        "does not teach where to end",
+        "does not teach where to stop",
         identity=True,
     )
 
 
 @dataclass
 class ModelConfig:
-    """A model and how it lies on the processes."""
+    """A model and how it is spread over the processes."""
 
     model_name: str = key(
         MISSING,
@@ -194,21 +192,21 @@ class ModelConfig:
     )
     dtype: str = key(
         "auto",
-        "type of the computation; auto is bfloat16 where the machine is fast at it, else float32; "
+        "dtype of the computation; auto: bfloat16 where the machine is fast at it, else float32; "
         "the trained weights are always float32",
         choices=("auto", "float32", "bfloat16"),
     )
     head_dtype: str = key(
         "float32",
-        "type of the logits, in training and in the engine; bfloat16 rounds them, which is faster "
-        "on a CPU",
+        "dtype of the logits, in training and in the engine; bfloat16 rounds them, which is "
+        "faster on a CPU",
         choices=("float32", "bfloat16"),
         only_if=WITH_LOGITS,
     )
     compile: bool = key(
         False,
-        "compile the elementwise parts of the layers and of the head (torch.compile); the same up "
-        "to rounding, and the first step waits for the compiler",
+        "compile the elementwise parts of layers and head with torch.compile; the same results up "
+        "to rounding; the first step waits for the compiler",
     )
     fsdp_size: NonNegativeInt = key(
         0,
@@ -222,12 +220,12 @@ class ModelConfig:
     tp_size: PositiveInt = key(1, "processes that share each matrix (tensor parallelism)")
     max_length_per_device: PositiveInt = key(
         8192,
-        "tokens of one micro-batch on one process; also the longest sequence",
+        "tokens of a micro-batch per process; also limits the longest sequence",
         common=True,
     )
     max_inference_length_per_device: PositiveInt | None = key(
         None,
-        "the same for passes without a gradient; by default max_length_per_device",
+        "the same for passes without gradients; by default max_length_per_device",
         only_if=WITH_INFERENCE,
     )
     share_prompts: bool = key(
@@ -236,7 +234,7 @@ class ModelConfig:
         only_if=WITH_GROUPS,
     )
     offload_model: bool = key(
-        False, "keep the weights in host memory while they are not used", only_if=WITH_GPU
+        False, "keep the weights in host memory while they are not in use", only_if=WITH_GPU
     )
 
 
@@ -245,20 +243,20 @@ class WorkerConfig(ModelConfig):
     """A model that is trained."""
 
     optimizer_dir: str | None = key(
-        None, "a folder, written by save_optimizer, from which the optimizer starts"
+        None, "start with the optimizer state in this folder, which save_optimizer wrote"
     )
     gradient_checkpointing: bool | NonNegativeInt | str = key(
         True,
-        "recompute each layer in the backward pass; less memory, about a third more time; a number "
-        "recomputes so many layers; auto: as many as the memory of a GPU asks, which is predicted "
-        "at the start",
+        "recompute layers in the backward pass: all, a number of them, or auto; saves memory, "
+        "takes about a third more time; auto: as many as GPU memory requires, predicted at the "
+        "start",
         common=True,
         choices=("auto",),
     )
     lora_rank: NonNegativeInt = key(
         0,
-        "rank of LoRA adapters, 0 = train all weights; with adapters the weights are frozen, and a "
-        "higher lr is needed",
+        "rank of LoRA adapters, 0 = train all weights; adapters freeze the other weights and need "
+        "a higher lr",
         common=True,
         identity=True,
     )
@@ -270,8 +268,8 @@ class WorkerConfig(ModelConfig):
     )
     lora_targets: list[str] = key(
         [],
-        "names of the linear layers that get adapters, e.g. [q_proj,v_proj]; by default all but "
-        "the head",
+        "names of the linear layers with adapters, e.g. [q_proj,v_proj]; by default all but the "
+        "head",
         only_if=WITH_LORA,
         identity=True,
     )
@@ -280,7 +278,7 @@ class WorkerConfig(ModelConfig):
         "learning rate of AdamW",
         common=True,
         unusual_above=0.01,
-        unusual_effect="an update of AdamW moves every weight by about this much",
+        unusual_effect="an AdamW update moves every weight by about this much",
     )
     weight_decay: NonNegativeFloat = key(
         0.0,
@@ -290,38 +288,36 @@ class WorkerConfig(ModelConfig):
     )
     max_grad_norm: PositiveFloat = key(
         1.0,
-        "larger gradients are scaled down to this norm; inf = never",
+        "clip the gradient to this norm; inf = never",
         may_be_infinite=True,
     )
     warmup_ratio: Ratio = key(
         0.0,
-        "fraction of the updates in which the learning rate rises linearly",
+        "fraction of the updates over which the learning rate rises linearly",
         unusual_above=0.5,
-        unusual_effect="the learning rate is reached in the last part of the run only",
+        unusual_effect="the full learning rate is reached only in the last part of the run",
     )
     scheduler: str = key(
         "constant",
-        "the learning rate after the warm-up; linear and cosine fall to min_lr_ratio x lr",
+        "learning rate after the warmup; linear and cosine fall to min_lr_ratio x lr",
         choices=("constant", "linear", "cosine"),
     )
     min_lr_ratio: Ratio = key(
         0.0,
-        "the learning rate at the end, as a fraction of lr",
+        "final learning rate, as a fraction of lr",
         only_if=Condition(
             lambda config, section: section.scheduler != "constant",
             "with {path}.scheduler=constant",
         ),
     )
     offload_optimizer: bool = key(
-        False, "keep the optimizer in host memory while it is not used", only_if=WITH_GPU
+        False, "keep the optimizer state in host memory while it is not in use", only_if=WITH_GPU
     )
-    save_dir: str | None = key(
-        None, "export this worker here as Hugging Face folders step_N, for use elsewhere"
-    )
+    save_dir: str | None = key(None, "also export this worker here, as Hugging Face folders step_N")
     save_freq: PositiveInt | None = key(None, "steps between these exports")
     save_optimizer: bool = key(
         False,
-        "export the optimizer too",
+        "export the optimizer state too",
         only_if=Condition(lambda config, section: section.save_dir, "without {path}.save_dir"),
     )
 
@@ -331,8 +327,8 @@ class SFTActorConfig(WorkerConfig):
     lr: float = 1e-5
     average: str = key(
         "token",
-        "the mean that the loss is; token: over all trained tokens of the step; sequence: over the "
-        "rows' token means",
+        "how the loss is averaged; token: over all trained tokens of the step; sequence: over the "
+        "mean of each row",
         choices=("token", "sequence"),
     )
 
@@ -345,12 +341,12 @@ class RewardModelConfig(WorkerConfig):
 @dataclass
 class RolloutWorkerConfig(WorkerConfig):
     update_per_rollout: PositiveInt = key(
-        1, "mini-batches of a rollout; each is an optimizer step", common=True
+        1, "mini-batches per rollout, each an optimizer step", common=True
     )
-    epochs_per_rollout: PositiveInt = key(
-        1, "passes over a rollout; each is cut into mini-batches anew"
+    epochs_per_rollout: PositiveInt = key(1, "passes over a rollout; each has its own mini-batches")
+    freeze_steps: NonNegativeInt = key(
+        0, "number of first steps in which this worker is not updated"
     )
-    freeze_steps: NonNegativeInt = key(0, "first steps in which this worker is not updated")
 
     @property
     def updates_per_step(self) -> int:
@@ -370,7 +366,7 @@ class ActorConfig(RolloutWorkerConfig):
     )
     clip: PositiveFloat = key(
         0.2,
-        "how far the probability ratio may move in one step; inf = any way",
+        "how far the probability ratio may move in a step; inf = any distance",
         common=True,
         may_be_infinite=True,
         setting_of="loss",
@@ -378,21 +374,21 @@ class ActorConfig(RolloutWorkerConfig):
     )
     clip_high: PositiveFloat | None = key(
         None,
-        "the upper clip, if it differs from clip (DAPO: 0.28)",
+        "upper clip, if it differs from clip (DAPO: 0.28)",
         may_be_infinite=True,
         setting_of="loss",
     )
     dual_clip: float | None = key(
         None,
-        "bounds the loss of a bad answer by this times its advantage, e.g. 3",
+        "bounds the loss of a bad answer by this many times its advantage, e.g. 3",
         above=1,  # the ratio is 1 on the policy, so a lower bound would drop every bad answer
         setting_of="loss",
     )
     average: str = key(
         "token",
-        "the mean that the loss is; token: over tokens (DAPO); sequence: over the trajectories' "
-        "token means (GRPO); prompt: over the prompts' token means (ScaleRL); constant: over a "
-        "constant length (Dr. GRPO)",
+        "how the loss is averaged; token: over tokens (DAPO); sequence: over the token mean of "
+        "each trajectory (GRPO); prompt: over the token mean of each prompt (ScaleRL); constant: "
+        "over a constant length (Dr. GRPO)",
         common=True,
         choices=TOKEN_AVERAGES,
     )
@@ -408,7 +404,7 @@ class ActorConfig(RolloutWorkerConfig):
     )
     correction_cap: float = key(
         2.0,
-        "the cap of the correction's ratio",
+        "limit of the ratio in the correction",
         at_least=1,  # the ratio is 1 where engine and trainer agree
         may_be_infinite=True,
         only_if=Condition(
@@ -421,8 +417,8 @@ class ActorConfig(RolloutWorkerConfig):
         above=1,  # the ratio is 1 on the policy
         only_if=Condition(
             lambda config, section: config.trainer.rollouts_from or section.updates_per_step > 1,
-            "with one optimizer step a rollout, whose ratio is 1: raise {path}.update_per_rollout "
-            "or {path}.epochs_per_rollout",
+            "with one optimizer step per rollout, where the ratio is 1: raise "
+            "{path}.update_per_rollout or {path}.epochs_per_rollout",
         ),
     )
     entropy: NonNegativeFloat = key(
@@ -433,19 +429,19 @@ class ActorConfig(RolloutWorkerConfig):
     )
     log_entropy: bool = key(
         False,
-        "log the policy's entropy; it costs a pass over the answers where no other is needed "
-        "before the update",
+        "log the policy's entropy; needs an extra pass over the answers unless one is made before "
+        "the update anyway",
     )
 
 
 @dataclass
 class CriticConfig(RolloutWorkerConfig):
     model_name: str | None = key(  # type: ignore[assignment]  # build.py fills it in
-        None, "the model the critic starts from; by default the actor's", identity=True
+        None, "model that the critic starts from; by default the actor's", identity=True
     )
     lr: float = 5e-6
     clip: PositiveFloat = key(
-        0.2, "how far the value may move in one step; inf = any way", may_be_infinite=True
+        0.2, "how far the value may move in a step; inf = any distance", may_be_infinite=True
     )
 
 
@@ -453,18 +449,16 @@ class CriticConfig(RolloutWorkerConfig):
 class TeacherConfig(ModelConfig):
     model_name: str | None = key(  # type: ignore[assignment]
         None,
-        "a model to learn from (on-policy distillation); its log-probabilities of the answers are "
-        "learned; it has the tokenizer of the actor",
+        "model to distill from, on-policy; must have the actor's tokenizer",
         common=True,
         identity=True,
     )
     coef: PositiveFloat = key(
         1.0,
-        "weight of the teacher's log-probability minus the policy's, which is added to the "
-        "advantage of each token",
+        "weight of the teacher's minus the policy's log-probability in the advantage of each token",
         only_if=Condition(
             lambda config, section: "teacher_logps" not in estimator_needs(config.adv.estimator),
-            "with adv.estimator={config.adv.estimator}, whose advantage is that difference",
+            "with adv.estimator={config.adv.estimator}, where it is the whole advantage",
         ),
     )
 
@@ -480,7 +474,7 @@ class SamplingConfig:
     )
     top_p: PositiveFloat = key(
         SamplingParams.top_p,
-        "sample from the most likely tokens that hold this much probability",
+        "sample from the most likely tokens that together have this probability",
         at_most=1,
     )
     top_k: int = key(
@@ -493,12 +487,12 @@ class SamplingConfig:
     )
     stop_token_ids: list[int] = key(
         list(SamplingParams.stop_token_ids),
-        "tokens that end a turn, besides the model's own",
+        "tokens that end a turn, in addition to the model's own",
         at_least=0,
     )
     stop: list[str] = key(
         list(SamplingParams.stop),
-        'texts that end a turn and stay in it, in quotes: ["</search>"]; test answers have those '
+        'texts that end a turn and stay in it, in quotes: ["</search>"]; test answers use those '
         "of training unless set",
     )
 
@@ -507,7 +501,7 @@ class SamplingConfig:
 class TestSamplingConfig(SamplingConfig):
     temperature: NonNegativeFloat = key(0.0, "divides the logits; 0 is greedy")
     max_new_tokens: PositiveInt | None = key(  # type: ignore[assignment]  # follow_keys fills it in
-        None, "longest answer of one turn, in tokens; by default that of training"
+        None, "longest answer of one turn, in tokens; by default as in training"
     )
 
 
@@ -515,21 +509,21 @@ class TestSamplingConfig(SamplingConfig):
 class RolloutConfig:
     engine: str = key(
         "auto",
-        "the engine that generates; local: the embedded one on plain torch; auto: sglang where it "
-        "and a GPU are there, else local",
+        "engine that generates; local: embedded, in plain torch; auto: sglang if it is installed "
+        "and there is a GPU, else local",
         common=True,
         choices=("auto", *ENGINES),
     )
     engine_args: dict[str, Any] = key(
         {},
-        "further arguments of SGLang's engine, as rollout.engine_args.NAME=VALUE",
+        "other arguments of SGLang's engine: rollout.engine_args.NAME=VALUE",
         only_if=WITH_SGLANG,
     )
-    tp_size: PositiveInt = key(1, "GPUs of one SGLang engine", only_if=WITH_SGLANG)
+    tp_size: PositiveInt = key(1, "GPUs per SGLang engine", only_if=WITH_SGLANG)
     gpu_memory_utilization: PositiveFloat | str = key(
         "auto",
-        "fraction of a GPU's free memory that SGLang may take; auto: what the trainer will not "
-        "need, which is predicted at the start",
+        "fraction of the free GPU memory that SGLang may take, or auto: what the trainer is "
+        "predicted to leave",
         choices=("auto",),
         at_most=1,
         unusual_above=0.9,
@@ -538,17 +532,16 @@ class RolloutConfig:
     )
     max_running: PositiveInt | None = key(
         None,
-        "sequences that one engine decodes at a time; by default 256 with SGLang on a GPU, else 64",
+        "sequences that an engine decodes at a time; by default 256 with SGLang on a GPU, else 64",
     )
     exact: bool | None = key(
         None,
-        "engine and trainer give every sampled token the same log-probability, to the bit, which "
-        "each step checks; true stops at a difference; by default on a CPU, where it can hold",
+        "equal log-probabilities in engine and trainer, to the bit, checked in each step; true "
+        "stops at a difference; by default on where a CPU can do it",
     )
     check_weights: bool = key(
         False,
-        "compare the engine's weights with the trainer's after every step, tensor by tensor; the "
-        "start always does",
+        "compare the engine's weights with the trainer's after every step, not only at the start",
     )
     train_sampling_params: SamplingConfig = section(SamplingConfig, "sampling of training answers")
     test_sampling_params: TestSamplingConfig = section(
@@ -559,82 +552,82 @@ class RolloutConfig:
     )
     max_turns: PositiveInt = key(
         1,
-        "most assistant turns of a trajectory, or requests of an agent; more than 1 calls the "
-        "env's interact, or its tools",
+        "most assistant turns per trajectory, or requests per agent; more than 1 calls the env's "
+        "interact or tools",
         common=True,
     )
     partial: bool = key(
         False,
         "start the next step's prompts early; when this step's are done, unfinished answers pause "
-        "and continue after the update, so that long answers delay nobody; use it with "
+        "and continue after the update, so long answers do not stall a step; use it with "
         "actor.correction=token_tis",
     )
     max_staleness: PositiveInt | None = key(
         None,
-        "with partial rollouts: how many updates older than the weights a token may be when its "
-        "answer goes on or is trained; older answers are sampled anew",
+        "with partial rollouts: limit of a token's age in updates when its answer continues or is "
+        "trained; older answers are sampled again",
         only_if=Condition(lambda config, section: section.partial, "with rollout.partial=false"),
     )
     filter: list[float] = key(
         [],
-        "[LOW,HIGH]: train only prompts whose answers have a mean reward between the two, and "
-        "replace the others by further prompts, [0,1] is DAPO's dynamic sampling; the mean is of "
-        "the env's rewards, without the overlong penalty",
+        "[LOW,HIGH]: train only prompts with a mean reward between the two, and replace the "
+        "others; [0,1] is DAPO's dynamic sampling; the mean is of the env's rewards, without the "
+        "overlong penalty",
         common=True,
     )
     max_refills: PositiveInt = key(
         10,
-        "prompts that a step may play to replace those outside rollout.filter, as a multiple of "
+        "most prompts that a step plays to replace filtered ones, in multiples of "
         "data.prompts_per_rollout; then it trains what it has",
         only_if=WITH_FILTER,
     )
     drop_solved: float | None = key(
         None,
-        "leave out prompts whose answers once had at least this mean reward, e.g. 0.9 (ScaleRL)",
+        "leave out prompts after their answers reach this mean reward, e.g. 0.9 (ScaleRL)",
     )
     mask_truncated: bool = key(
         False,
-        "do not train answers that a length limit cut (DAPO's overlong filtering); they count in "
-        "the mean of their group",
+        "do not train answers cut by a length limit (DAPO's overlong filtering); they still count "
+        "in their group's mean",
     )
     overlong_buffer: PositiveInt | None = key(
         None,
         "tokens before max_new_tokens over which the reward falls (DAPO's soft overlong "
-        "punishment), as the reward part overlong; in several turns for the longest one",
+        "punishment); logged as the reward part overlong; the longest turn counts",
     )
     overlong_penalty: PositiveFloat = key(
         1.0,
-        "by how much the reward has fallen at max_new_tokens",
+        "how much the reward has fallen at max_new_tokens",
         only_if=Condition(
             lambda config, section: section.overlong_buffer, "without rollout.overlong_buffer"
         ),
     )
     reward_weights: dict[str, float] = key(
         {},
-        "weights of reward parts, as rollout.reward_weights.NAME=WEIGHT; 0 only logs the part, and "
-        "parts without a weight have 1",
+        "weights of reward parts: rollout.reward_weights.NAME=WEIGHT; default 1; 0 only logs the "
+        "part",
     )
     env_path: str = key(
         MISSING,
-        "a Python file or the name of a ready-made env; the file has reward_fn(messages, answer) "
-        "and for several turns interact(messages), or a class make_env with tools; or an agent, "
-        "run(row, base_url, model)",
+        "a Python file or the name of a ready-made env; the file defines reward_fn(messages, "
+        "answer), for several turns also interact(messages) or a class make_env with tools, or an "
+        "agent run(row, base_url, model)",
         common=True,
         identity=True,
     )
-    env_timeout: PositiveFloat = key(30.0, "seconds that one call of the env may take")
+    env_timeout: PositiveFloat = key(30.0, "time limit of one env call, in seconds")
     env_concurrency: PositiveInt = key(
-        32, "calls of the env that one process makes at a time; the others wait"
+        32, "env calls that a process runs at a time; the others wait"
     )
     env_isolation: str = key(
         "thread",
-        "where functions of the env run that are not async; process: in env_concurrency processes, "
-        "which are killed on timeout",
+        "where sync env functions run; process: in up to env_concurrency processes, killed on "
+        "timeout",
         choices=("thread", "process"),
     )
     max_env_failures: Ratio = key(
         0.1,
-        "fraction of a step's trajectories whose env may fail; more stops the run",
+        "stop the run if a larger fraction of a step's trajectories fails in the env",
     )
 
 
@@ -649,15 +642,14 @@ class KLConfig:
     )
     type: str | None = key(
         None,
-        "where the KL goes; reward: subtracted from the reward; loss: added to the loss",
+        "where the KL term goes; reward: subtracted from the reward; loss: added to the loss",
         common=True,
         choices=("reward", "loss"),
         identity=True,
     )
     update_freq: PositiveInt | None = key(
         None,
-        "steps after which the reference becomes the current actor, again and again; by default it "
-        "stays the start model",
+        "steps between copies of the actor into the reference; by default it stays the start model",
         only_if=Condition(lambda config, section: section.coef, "with kl.coef=0"),
         identity=True,
     )
@@ -683,17 +675,17 @@ class KLConfig:
 class AdvConfig:
     estimator: str = key(
         "reinforce",
-        "advantage estimator; reinforce: the reward minus its group's mean (GRPO with norm_var); "
-        "rloo: minus the mean of the others; reinforce_plus_plus: the reward, whitened over the "
-        "batch; reinforce_plus_plus_baseline: reinforce, whitened; distillation: log-probability "
-        "of the teacher minus the policy's; gae: with a critic (PPO)",
+        "advantage estimator; reinforce: reward minus the group's mean (GRPO with norm_var); "
+        "rloo: minus the mean of the others; reinforce_plus_plus: reward, whitened over the "
+        "batch; reinforce_plus_plus_baseline: reinforce, whitened; distillation: the teacher's "
+        "minus the policy's log-probability; gae: with a critic (PPO)",
         common=True,
         functions=ESTIMATOR_CHOICES,
         identity=True,
     )
     gamma: Ratio = key(
         1.0,
-        "discount of later rewards, a token",
+        "discount of later rewards, per token",
         unusual_below=0.9,
         unusual_effect="a reward that comes 50 tokens later counts less than 1%",
         setting_of="estimator",
@@ -702,7 +694,7 @@ class AdvConfig:
     norm_var: bool | None = key(  # follow_keys fills it in
         None,
         "divide advantages by their standard deviation; reinforce: of the group (on: GRPO; off: "
-        "Dr. GRPO); gae: of the batch; by default on with gae and off elsewhere",
+        "Dr. GRPO); gae: of the batch; by default on with gae, else off",
         common=True,
         setting_of="estimator",
     )
@@ -712,11 +704,10 @@ class AdvConfig:
 class DPOLossConfig:
     beta: PositiveFloat = key(
         0.1,
-        "how strongly the policy is held to the model it starts from; with dpo.loss=ipo the "
-        "regularisation tau",
+        "how strongly the policy is held to the start model; tau of dpo.loss=ipo",
         common=True,
         unusual_above=5,
-        unusual_effect="the policy hardly leaves the model it starts from",
+        unusual_effect="the policy hardly moves away from the start model",
     )
     loss: str = key(
         "sigmoid",
@@ -727,7 +718,7 @@ class DPOLossConfig:
     )
     label_smoothing: NonNegativeFloat = key(
         0.0,
-        "fraction of the pairs taken to be the wrong way round (conservative DPO)",
+        "fraction of pairs assumed to be swapped (conservative DPO)",
         below=0.5,
         setting_of="loss",
     )
@@ -737,11 +728,10 @@ class DPOLossConfig:
 class RewardLossConfig:
     center: NonNegativeFloat = key(
         0.0,
-        "weight of a squared error that holds the mean of chosen and rejected rewards near 0, e.g. "
-        "0.01",
+        "weight of a squared error that keeps the mean reward of pairs near 0, e.g. 0.01",
         common=True,
         unusual_above=1,
-        unusual_effect="holding the mean near 0 outweighs the order of the pairs",
+        unusual_effect="keeping the mean near 0 outweighs the order of the pairs",
     )
 
 
@@ -753,54 +743,54 @@ class TrainerConfig:
     experiment_name: str = key("default", "name of the run", common=True)
     n_epochs: PositiveInt = key(1, "passes over the training rows", common=True)
     max_steps: PositiveInt | None = key(
-        None, "stop after this many steps, if that is sooner", common=True
+        None, "stop after this many steps at the latest", common=True
     )
     loggers: list[str] = key(
         [],
-        "services that get the config, the metrics and some transcripts, beside metrics.jsonl; by "
-        "default none does; wandb is skipped where it is not installed or not logged in",
+        "services that receive config, metrics and some transcripts, besides metrics.jsonl; wandb "
+        "is skipped if it is not installed or not logged in",
         choices=("wandb", "tensorboard", "trackio"),
     )
-    disable_wandb: bool = key(False, "take wandb out of trainer.loggers")
+    disable_wandb: bool = key(False, "remove wandb from trainer.loggers")
     deterministic: bool | None = key(
         None,
-        "rollouts that repeat bit for bit on the same layout; by default on a CPU only",
+        "rollouts repeat bit for bit on the same layout; by default on a CPU only",
         only_if=WITH_SAMPLING,
     )
     save_dir: str = key(
-        "runs/${trainer.experiment_name}", "folder of everything the run writes", common=True
+        "runs/${trainer.experiment_name}", "folder for everything the run writes", common=True
     )
     save_freq: PositiveInt | None = key(
         None,
-        "steps between checkpoints; a run resumes from them; Ctrl-C writes one too",
+        "steps between checkpoints, from which runs resume; Ctrl-C saves one too",
         common=True,
     )
     keep_checkpoints: PositiveInt | None = key(
-        2, "how many of the newest checkpoints are kept; null = all"
+        2, "number of newest checkpoints to keep; null = all"
     )
     max_skipped_updates: PositiveInt | None = key(
         10,
-        "stop with an error after this many updates in a row whose gradient was not finite; null = "
-        "never",
+        "stop with an error after this many updates in a row with a gradient that is not finite; "
+        "null = never",
     )
     resume: str = key(
         "auto",
-        "auto, off, force or a checkpoint's folder; auto: from the newest one in save_dir, if any; "
-        "off: anew; force: like auto, or force:FOLDER, even if it was another experiment",
+        "auto, off, force or a checkpoint folder; auto: from the newest checkpoint in save_dir, "
+        "if any; off: start over; force or force:FOLDER: resume even if the experiment differs",
         common=True,
     )
     test_freq: PositiveInt | None = key(
         None,
-        "steps between evaluations on data.test_path; by default only before and after",
+        "steps between evaluations; by default only before and after training",
         common=True,
         only_if=WITH_TEST_DATA,
     )
     report_freq: PositiveInt | None = key(
-        None, "steps between refreshes of report.html in save_dir; by default only at the end"
+        None, "steps between updates of report.html; by default only at the end"
     )
     watchdog: NonNegativeFloat = key(
         60.0,
-        "seconds without progress after which the ranks print where they stand; 0 = never",
+        "seconds without progress until the ranks print their stacks; 0 = never",
     )
     seed: NonNegativeInt = key(
         0,
@@ -816,19 +806,19 @@ class PPOTrainerConfig(TrainerConfig):
 
     save_tokens: bool = key(
         False,
-        "keep the tokens of the training answers, with log-probabilities, masks and rewards, in "
+        "keep tokens, log-probabilities, masks and rewards of training answers, in "
         "rollouts/train/step_N.safetensors",
     )
     rollouts_from: str | None = key(
         None,
-        "train on the answers that a run kept with save_tokens, step by step, and sample none; its "
-        "folder; to compare losses on the same data",
+        "run folder with saved tokens to train on, step by step, instead of sampling; compares "
+        "losses on the same data",
         identity=True,
     )
     eval_only: bool = key(
         False,
-        "evaluate actor.model_name on the test data and end; no row is trained, and no optimizer, "
-        "reference or critic is loaded",
+        "evaluate actor.model_name on the test data and end; loads no optimizer, reference or "
+        "critic",
         identity=True,
     )
 

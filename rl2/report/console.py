@@ -1,4 +1,4 @@
-"""What a person sees of a run: one line a step, and the time that is left."""
+"""Shows a run on the console: one line per step, and the time left."""
 
 import re
 from collections import deque
@@ -10,10 +10,10 @@ from tqdm import tqdm
 
 from rl2.report.health import Metrics, Samples, learns_from_groups_alone
 
-# The pace of the time left is the mean of so many steps: a usual trainer.save_freq, so that the
-# mean has its share of the saves.
+# The time left is estimated from the mean of this many steps: a usual trainer.save_freq, so that
+# the mean includes its share of the saves.
 RECENT_STEPS = 20
-MAX_REWARD_PARTS = 4  # on a line
+MAX_REWARD_PARTS = 4  # per line
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ COLUMNS = [
 
 
 class Console:
-    """A progress bar, and one line a step above it. `start` steps are done already.
+    """A progress bar with one line per step above it. `start` steps are already done.
 
     `config` is that of the trainer.
     """
@@ -82,7 +82,7 @@ class Console:
         self.print(line)
 
     def _seconds_left(self, step: int) -> float:
-        """Each step takes as long as the recent ones, each evaluation as long as the last one."""
+        """Assumes that steps take as long as recent ones, and evaluations as the last one."""
         if step == self.num_steps:
             return 0.0
         num_tests = self.num_steps // self.test_freq - step // self.test_freq
@@ -98,7 +98,7 @@ class Console:
 
 
 def describe_start(config: Any) -> list[str]:
-    """What a step of PPO is made of, and whether the run saves checkpoints, in sentences.
+    """Describes the steps of PPO, and warns if the run saves no checkpoints.
 
     `config` is that of the trainer.
     """
@@ -109,14 +109,14 @@ def describe_start(config: Any) -> list[str]:
         sentences.append(_describe_step(config))
     if config.trainer.save_freq is None:
         sentences.append(
-            "no checkpoints: trainer.save_freq is not set, so only Ctrl-C or SIGTERM save one; a "
-            "run that is killed starts over at step 0"
+            "no checkpoints: trainer.save_freq is not set, so only Ctrl-C or SIGTERM save one, and "
+            "a killed run starts over at step 0"
         )
     return sentences
 
 
 def _describe_step(config: Any) -> str:
-    """The trajectories, sampled tokens and updates of a step of PPO."""
+    """Describes the trajectories, sampled tokens and updates of a step of PPO."""
     num_prompts = config.data.prompts_per_rollout
     num_answers = config.data.responses_per_prompt
     num_trajectories = num_prompts * num_answers
@@ -128,12 +128,12 @@ def _describe_step(config: Any) -> str:
     return (
         f"each step: {num_prompts} prompts x {num_answers} answers = {num_trajectories} "
         f"trajectories of up to {most_tokens:,} sampled tokens (up to "
-        f"{num_trajectories * most_tokens:,} a step), {updates}"
+        f"{num_trajectories * most_tokens:,} per step), {updates}"
     )
 
 
 def format_line(metrics: Metrics, num_steps: int, compares_groups: bool) -> str:
-    """The line of a step, with the metrics that it has and its longest phase."""
+    """Formats the line of a step, with the metrics that it has and its longest phase."""
     values = [f"step {metrics['step']}/{num_steps}"]
     if "reward/mean" in metrics:
         values += _reward_values(metrics)
@@ -155,7 +155,7 @@ def format_line(metrics: Metrics, num_steps: int, compares_groups: bool) -> str:
 
 
 def _reward_values(metrics: Metrics) -> list[str]:
-    """The reward with its parts."""
+    """Formats the reward with its parts."""
     parts = []
     for metric, value in metrics.items():
         if metric.startswith("reward/") and metric not in ("reward/mean", "reward/std"):
@@ -173,7 +173,7 @@ def _format_columns(metrics: dict[str, Any]) -> list[str]:
             values.append(f"test {named[1]} {value:.3f}")
     for column in COLUMNS:
         value = metrics.get(column.metric)
-        # Without a token that was run, a mean is NaN: it is left out too where 0 is.
+        # A mean over no tokens is NaN, and is left out where 0 is.
         if value is not None and (value > 0 or column.is_shown_at_zero):
             values.append(f"{column.name} {value:{column.format}}")
     return values

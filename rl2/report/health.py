@@ -1,4 +1,4 @@
-"""What a person should know of a step that goes wrong, in words.
+"""Explains in words what goes wrong in a step.
 
 `find_problems` reads the metrics of a step. `Health` prints a problem in full the first time and
 then less and less often, and stops a run that has diverged.
@@ -13,13 +13,13 @@ from typing import Any
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.run.checkpoints import Checkpoints
 
-# With more answers cut, most of the reward says where the limit is and not how good they are.
+# With more answers cut, the reward mostly measures the limit, not how good the answers are.
 MAX_CUT_FRACTION = 0.5
-# A critic learns from equal rewards too, and by chance one step may earn the same. Three in a row
-# of hundreds of answers do not.
+# A critic also learns from equal rewards, and one step may earn the same by chance. Three steps in
+# a row with hundreds of answers do not.
 CONSTANT_STEPS = 3
-# An update on one thread computes all the time, and one on more threads keeps two of them busy:
-# OpenMP's threads spin while they wait. Less than this part of it says that cores are missing.
+# An update on one thread computes all the time, and one on more threads keeps at least two of them
+# busy: OpenMP's threads spin while they wait. Less than this fraction means that cores are missing.
 BUSY_FRACTION = 0.6
 MIN_UPDATE_SECONDS = 1.0  # shorter ones may wait for a disk or another process
 # Estimators that compare the answers to a prompt: where all earn the same, it teaches nothing.
@@ -36,7 +36,7 @@ Samples = dict[str, list[dict[str, Any]]]
 
 
 def with_names(by_set: dict[str, Metrics]) -> Metrics:
-    """The metrics of all test sets as NAME/metric. A set without a name adds none."""
+    """Returns the metrics of all test sets as NAME/metric. A set without a name adds no prefix."""
     return {
         f"{name}/{metric}".lstrip("/"): value
         for name, metrics in by_set.items()
@@ -46,7 +46,7 @@ def with_names(by_set: dict[str, Metrics]) -> Metrics:
 
 @dataclass(frozen=True)
 class Problem:
-    """A step that did not go as it should."""
+    """Something that went wrong in a step."""
 
     name: str  # completes "step 3 ..." and "4 steps ..."
     reason: str  # and what to do; one or two sentences
@@ -72,9 +72,9 @@ class Health:
         self.has_told_of_cores = False
 
     def check_cores(self, seconds: float, cpu_seconds: float, num_threads: int) -> list[str]:
-        """What to print, once, about an update on CPUs that waited for cores.
+        """Returns what to print, once, about an update on CPUs that waited for cores.
 
-        It took `seconds`, in which the threads of this process computed for `cpu_seconds`.
+        The update took `seconds`, in which the threads of this process computed for `cpu_seconds`.
         """
         usual_seconds = seconds * min(num_threads, 2)
         is_busy = cpu_seconds > BUSY_FRACTION * usual_seconds
@@ -82,13 +82,13 @@ class Health:
             return []
         self.has_told_of_cores = True
         return [
-            f"an update took {seconds:.1f} s and had only {cpu_seconds:.1f} s of processor time on "
+            f"an update took {seconds:.1f} s but had only {cpu_seconds:.1f} s of processor time on "
             f"{num_threads} threads: another program keeps cores busy, so threads wait for each "
-            "other. To be faster, end it, or set OMP_NUM_THREADS=1, or start fewer processes"
+            "other. End that program, set OMP_NUM_THREADS=1 or start fewer processes to be faster"
         ]
 
     def check(self, metrics: Metrics) -> list[str]:
-        """The sentences to print about a step: problems that are new, or have come again often."""
+        """Returns what to print about a step: new problems, and counts of frequent ones."""
         sentences = []
         step = int(metrics["step"])
         self.num_steps += step > 0
@@ -101,7 +101,7 @@ class Health:
             if count == 1:
                 sentences.append(f"step {step} {problem.name}: {problem.reason}")
             elif math.log10(count).is_integer():
-                sentences.append(f"step {step} is the {count}th that {problem.name}")
+                sentences.append(f"step {step} is the {count}th step that {problem.name}")
         return sentences
 
     @property
@@ -111,25 +111,26 @@ class Health:
 
     @property
     def proven_step(self) -> float:
-        """The last step of which all workers had a finite gradient that was not 0.
+        """The last step in which all workers had a finite gradient other than 0.
 
-        So the weights of the steps before it are good. Infinity if no worker is trained.
+        It proves that the weights before it are good. Infinity if no worker is trained.
         """
         steps = [u.last_finite_step or 0 for u in self.skipped.values() if u.is_trained]
         return min(steps, default=math.inf)
 
     def stop_if_diverged(self) -> None:
-        """RuntimeError after trainer.max_skipped_updates skipped updates in a row, or after steps
-        in a row in which rollout.filter left nothing to train.
+        """Stops a run that has diverged or in which rollout.filter leaves nothing to train.
 
-        All processes must call it: they have the same metrics and stop at the same step.
+        Raises RuntimeError after trainer.max_skipped_updates skipped updates in a row, or after
+        EMPTY_STEPS steps in a row without a group. All processes must call it: they have the same
+        metrics and stop at the same step.
         """
         if self.num_empty_steps >= EMPTY_STEPS:
             raise RuntimeError(
                 f"in the last {EMPTY_STEPS} steps no group was within rollout.filter, although "
                 f"each step played {1 + self.config.rollout.max_refills} x "
                 "data.prompts_per_rollout prompts. If all answers to a prompt earn the same, the "
-                "task is too easy or too hard, or reward_fn is wrong: read the rollouts"
+                "task is too easy or too hard, or reward_fn is wrong: read the transcripts"
             )
         limit = self.config.trainer.max_skipped_updates
         for worker, updates in self.skipped.items():
@@ -137,7 +138,7 @@ class Health:
                 raise RuntimeError(self._divergence(worker, updates))
 
     def summary(self) -> list[str]:
-        """What to print at the end of the run."""
+        """Returns what to print at the end of the run."""
         totals = {_skip_name(worker): updates.total for worker, updates in self.skipped.items()}
         sentences = []
         for name, count in self.step_counts.items():
@@ -153,7 +154,7 @@ class Health:
                 updates.count(step, fraction, norm, _updates_per_step(self.config, worker))
 
     def _find_constant_reward(self, metrics: Metrics) -> Iterator[Problem]:
-        """Steps in a row in which all trajectories earn the same, where a critic learns from it."""
+        """Finds steps in a row with the same reward for all trajectories, with a critic."""
         reward = metrics.get("reward/mean", math.nan)
         is_same = _rewards_are_equal(metrics) and reward == self.last_reward
         self.last_reward = reward
@@ -172,44 +173,44 @@ class Health:
         )
 
     def advise_after_divergence(self, worker: str) -> str:
-        """What to change in a run of which the weights have diverged, and where to resume it."""
+        """Returns what to change after the weights diverged, and where to resume."""
         section = getattr(self.config, worker)
         lower = f"lower {worker}.lr={section.lr:g}"
         checkpoints = Checkpoints(self.folder / "checkpoints")
         last_step = self.skipped[worker].last_finite_step
         if last_step is None and self.start_step:
-            text = f"The weights of step {self.start_step}, which it resumed, have diverged: "
+            text = f"The weights of step {self.start_step}, where it resumed, have diverged: "
             earlier = checkpoints.newest(before=self.start_step)
             if earlier is None:
-                return text + f"{lower} and resume from an earlier checkpoint, or start again"
-            return text + f"{lower} and resume from before it with trainer.resume={earlier}"
+                return text + f"{lower} and resume from an earlier checkpoint, or start over"
+            return text + f"{lower} and resume from an earlier step: trainer.resume={earlier}"
         if last_step is None:
             return (
-                "No gradient of the run was finite: the loss or the model overflows; try "
-                f"{worker}.dtype=float32 in place of {section.dtype}"
+                "No gradient of the run was finite: the loss or the model overflows. Try "
+                f"{worker}.dtype=float32 instead of {section.dtype}"
             )
-        text = f"The update of step {last_step} was the last finite one: {lower} and "
-        # Of the checkpoints whose weights still gave a finite gradient, the newest.
+        text = f"The last finite update was that of step {last_step}: {lower} and "
+        # The newest checkpoint with weights that still gave a finite gradient.
         checkpoint = checkpoints.newest(before=last_step)
         if checkpoint is None:
-            return text + "start again, since there is no checkpoint of a step before it"
-        return text + f"resume from before it with trainer.resume={checkpoint}"
+            return text + "start over, since there is no checkpoint before it"
+        return text + f"resume from an earlier step: trainer.resume={checkpoint}"
 
 
 @dataclass
 class SkippedUpdates:
-    """The updates of a worker whose gradient was not finite, so that no weight moved."""
+    """Counts the updates of a worker that moved no weight, since the gradient was not finite."""
 
     total: int = 0
-    num_in_a_row: int = 0  # of the steps that had no other; they may be more by a part of a step
+    num_in_a_row: int = 0  # of steps with only skipped updates; a partly skipped step adds none
     last_finite_step: int | None = None
     is_trained: bool = False
 
     def count(self, step: int, fraction: float, norm: float, num_updates: int) -> None:
-        """`fraction` of the updates of a step were skipped. `norm` is that of their gradient.
+        """Counts a step that skipped `fraction` of its updates; `norm` is their gradient's.
 
-        A gradient of exactly 0 says nothing of the weights: where all answers earn the same, PPO
-        computes none. Answers of a policy that has diverged do so often.
+        A gradient of exactly 0 says nothing about the weights: PPO computes none if all answers
+        earn the same, which is common once a policy has diverged.
         """
         self.is_trained = True
         if norm == 0:
@@ -224,12 +225,12 @@ class SkippedUpdates:
 
 
 def find_problems(metrics: Metrics, config: Any) -> list[Problem]:
-    """The problems of one step of any trainer. An evaluation alone, step 0, has none."""
+    """Finds the problems of a step of any trainer. Step 0, an evaluation alone, has none."""
     problems: list[Problem] = []
     if "rollout/length" in metrics:
         problems += _find_rollout_problems(metrics, config)
     elif metrics.get("actor/grad_norm", metrics.get("critic/grad_norm")) == 0:
-        reason = "the loss cannot fall further, or no token of its rows is trained"
+        reason = "the loss cannot fall further, or its rows have no token to train"
         problems.append(Problem("taught nothing", f"the gradient was exactly 0: {reason}"))
     for worker in ("actor", "critic"):
         fraction = metrics.get(f"{worker}/skipped", 0.0)
@@ -245,13 +246,13 @@ def find_problems(metrics: Metrics, config: Any) -> list[Problem]:
             own = getattr(section, "loss", "")
             if ".py:" in own:
                 remedy += f", or look in {worker}.loss={own} for what may give NaN or inf"
-            reason = f"{cause}, so these moved no weight. {remedy}"
+            reason = f"{cause}, so they moved no weight. {remedy}"
             problems.append(Problem(_skip_name(worker), reason))
     return problems
 
 
 def _updates_per_step(config: Any, worker: str) -> int:
-    """The optimizer steps of the worker in a step; 1 where there are no rollouts."""
+    """Returns the optimizer steps of the worker in a step; 1 without rollouts."""
     return getattr(getattr(config, worker), "updates_per_step", 1)
 
 
@@ -267,9 +268,8 @@ def _find_rollout_problems(metrics: Metrics, config: Any) -> Iterator[Problem]:
     if has_filter and 0 < num_groups < num_wanted:
         reason = (
             f"after rollout.max_refills={rollout.max_refills} refills, {num_groups} of "
-            f"{num_wanted} groups were within rollout.filter={rollout.filter}, and it trained "
-            "these. Use other prompts, or raise "
-            "rollout.max_refills or data.responses_per_prompt"
+            f"{num_wanted} groups were within rollout.filter={rollout.filter} and were trained. "
+            "Use other prompts, or raise rollout.max_refills or data.responses_per_prompt"
         )
         yield Problem("had too few groups", reason)
     if metrics["rollout/failed"] == 1:
@@ -282,7 +282,7 @@ def _find_rollout_problems(metrics: Metrics, config: Any) -> Iterator[Problem]:
         yield Problem("taught nothing", reason)
     elif "actor/lr" not in metrics:
         freeze_steps = config.actor.freeze_steps
-        reason = f"actor.freeze_steps={freeze_steps} keeps it as it is in these steps"
+        reason = f"actor.freeze_steps={freeze_steps} does not update it in the first steps"
         yield Problem("did not train the actor", reason)
     elif metrics["actor/grad_norm"] == 0 and metrics["rollout/zero_variance"] == 1:
         yield Problem("taught nothing", _equal_rewards(metrics, config))
@@ -301,8 +301,8 @@ def _find_rollout_problems(metrics: Metrics, config: Any) -> Iterator[Problem]:
     if metrics["rollout/truncated"] > MAX_CUT_FRACTION:
         max_new_tokens = rollout.train_sampling_params.max_new_tokens
         reason = (
-            f"{metrics['rollout/truncated']:.0%} of them reached a length limit, and what is cut "
-            "rarely earns its reward: raise rollout.train_sampling_params.max_new_tokens="
+            f"{metrics['rollout/truncated']:.0%} of them reached a length limit, and cut answers "
+            "rarely earn a reward: raise rollout.train_sampling_params.max_new_tokens="
             f"{max_new_tokens}"
         )
         if rollout.max_turns > 1:
@@ -311,13 +311,13 @@ def _find_rollout_problems(metrics: Metrics, config: Any) -> Iterator[Problem]:
 
 
 def _has_no_advantages(metrics: Metrics, config: Any) -> bool:
-    """Whether rewards gave no advantages, though the step was trained."""
+    """Whether rewards gave no advantages although the step was trained."""
     is_equal = metrics["rollout/zero_variance"] == 1
     return is_equal and learns_from_groups_alone(config) and metrics["actor/skipped"] < 1
 
 
 def learns_from_groups_alone(config: Any) -> bool:
-    """Whether only prompts whose answers earn different rewards teach the policy of PPO."""
+    """Whether PPO learns only from prompts with different rewards among their answers."""
     return config.adv.estimator in GROUP_ESTIMATORS and config.teacher.model_name is None
 
 
@@ -328,19 +328,19 @@ def _rewards_are_equal(metrics: Metrics) -> bool:
 
 
 def _equal_rewards(metrics: Metrics, config: Any) -> str:
-    """Which rewards are equal, and why that may be."""
+    """Returns which rewards are equal, and the likely reason."""
     num_prompts = config.data.prompts_per_rollout
     num_answers = config.data.responses_per_prompt
     reward = metrics["reward/mean"]
     if not _rewards_are_equal(metrics):
         return (
-            f"of each of the {num_prompts} prompts, all {num_answers} answers earned the same, "
-            f"though prompts differ (mean {reward:.3g}). Each prompt is too easy or too hard: use "
-            "others, or raise data.responses_per_prompt or the temperature"
+            f"for each of the {num_prompts} prompts, all {num_answers} answers earned the same, "
+            f"although prompts differ (mean {reward:.3g}). Each prompt is too easy or too hard: "
+            "use others, or raise data.responses_per_prompt or the temperature"
         )
-    hint = "The task is too hard, or reward_fn never pays"
+    hint = "The task is too hard, or reward_fn never gives a reward"
     if reward > 0:
-        hint = "The task is too easy, or reward_fn pays every answer alike"
+        hint = "The task is too easy, or reward_fn rewards every answer alike"
     return (
         f"all {num_answers} answers to each of the {num_prompts} prompts earned the same reward "
         f"({reward:.3g}). {hint}: read rollouts/train/step_{metrics['step']}.jsonl"

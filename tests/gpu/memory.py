@@ -98,7 +98,7 @@ def measure_phases(config):
 def memory_7b():
     """Measures the memory and time of an update of a 7B model with model and optimizer offloaded.
 
-    The weights are then read as for a sync. docs/memory.md has these figures.
+    The weights are then read as for a sync. docs/gpus.md has these figures.
     """
     length = 64 if DRY else 8192
     name = make_model("qwen2.5-7b")
