@@ -20,7 +20,7 @@ from rl2.config.schema import WorkerConfig
 from rl2.error_report import writing
 from rl2.model import lora
 from rl2.model.exact import EngineCheck, Exactness
-from rl2.model.load import load_model
+from rl2.model.load import FILES, HuggingFaceFiles, load_model
 from rl2.model.lora import LoraSettings
 from rl2.model.save import save_model
 from rl2.model.token_model import TokenScores
@@ -72,7 +72,8 @@ class Worker:
 
     `config` is the worker's section of the config. `num_updates` is how many updates the learning
     rate's schedule is laid out for; 0 makes a frozen model without an optimizer, such as the
-    reference. `exactness` says whether it computes with the bits of the embedded engine.
+    reference. `exactness` says whether it computes with the bits of the embedded engine. `source`
+    gives the model; `make_optimizer` takes what AdamW takes.
     """
 
     def __init__(
@@ -82,9 +83,12 @@ class Worker:
         critic: bool = False,
         num_updates: int = 0,
         exactness: Exactness = Exactness.OFF,
+        source: HuggingFaceFiles = FILES,
+        make_optimizer: Callable[..., Any] = AdamW,
     ):
         self.config = config
         self.exactness = exactness
+        self.source = source
         self.num_updates = num_updates
         self.version = 0  # updates that the weights have seen
         self.mesh = make_mesh(device, config.fsdp_size, config.sp_size, config.tp_size)
@@ -106,6 +110,7 @@ class Worker:
             compile=config.compile,
             exactness=exactness,
             lora_settings=self.lora_settings,
+            source=source,
         )
         self.engine_check = EngineCheck(self.model.exactness)
         parameters = dict(self.model.named_parameters())
@@ -114,7 +119,7 @@ class Worker:
         self.memory = WeightMemory(self.model, in_host_memory=offload_model)
         self.optimizer: Any = None  # an AdamW unless the model is frozen
         if is_trained:
-            self.optimizer = AdamW(
+            self.optimizer = make_optimizer(
                 self.trained_parameters, config.weight_decay, config.offload_optimizer
             )
             if config.optimizer_dir:
@@ -146,7 +151,7 @@ class Worker:
         """Returns what infers with the model that this worker started from."""
         if self.lora_settings is not None:
             return Reference(self)
-        return Worker(self.config, self.mesh.device, exactness=self.exactness)
+        return Worker(self.config, self.mesh.device, exactness=self.exactness, source=self.source)
 
     def copy_weights(self, source: "Worker") -> None:
         """Takes the weights of `source`, a worker of the same layout, from shard to shard.

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rl2.parallel.mesh import init_distributed
 from rl2.run.memory_plan import Plan
-from rl2.tools import plan
+from rl2.tools import planned_device
 from rl2.tools.plan import predict, run_phases
 from rl2.tools.planned_device import INDEXING, MemoryTracker, PlannedDevice, positions
 
@@ -40,8 +40,6 @@ JOBS = {
 
 class PlannedCPU(PlannedDevice):
     """A device without memory, with the choices of a CPU: it may use host memory directly."""
-
-    kind = "cpu"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in INDEXING:
@@ -94,7 +92,10 @@ def main(model: str, output: str) -> None:
         return
     results = {}
     for job, config in configs.items():
-        with mock.patch.object(plan, "PlannedDevice", PlannedCPU):
+        with (
+            mock.patch.object(planned_device, "PlannedDevice", PlannedCPU),
+            mock.patch("rl2.parallel.device.PLANNED_DEVICE", None),
+        ):
             predicted = bytes_of(predict(config, world))
         results[job] = {"predicted": predicted, "measured": measured[job]}
     Path(output).write_text(json.dumps(results))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 from transformers import AttentionInterface
 
-from rl2.parallel.device import copy_to_device, device_kind
+from rl2.parallel.device import PLANNED_DEVICE, copy_to_device, device_kind
 from rl2.parallel.mesh import is_first_rank
 from rl2.progress import expecting, mark
 
@@ -191,7 +191,7 @@ def _choose_kernels(
     Each kind of heads is tried once. Packages may lack the backward pass, the head size or this
     GPU, which show only when they compute.
     """
-    if not torch.cuda.is_available():  # a memory plan has no GPU at all
+    if device == PLANNED_DEVICE or not torch.cuda.is_available():
         return
     restore_flash_attention_impl(_raise_warn=False)
     chosen = "FA2"

@@ -27,7 +27,7 @@ from rl2.model.shrink import FIRST_PLAIN_TOKEN, VOCABULARY, WINDOW_TOKENS, shrin
 from rl2.model.token_model import TokenModel
 from rl2.packing import pack, unpack, zigzag
 from rl2.parallel.fsdp import persistent_buffers
-from rl2.parallel.mesh import all_gather_objects
+from rl2.parallel.mesh import broadcast_object
 
 # Rounding in fp32 makes differences of about 1e-5; all that were seen of wrong models are above
 # 1e-2.
@@ -55,7 +55,7 @@ def admit(name: str, config: PreTrainedConfig, critic: bool = False) -> None:
         if key not in _verdicts:
             _verdicts[key] = find_problem(config, critic)
         verdict = _verdicts[key]
-    verdict = all_gather_objects(verdict)[0]
+    verdict = broadcast_object(verdict)
     if verdict is not None:
         section = "critic" if critic else "actor"
         raise ValueError(

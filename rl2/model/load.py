@@ -30,7 +30,32 @@ from rl2.model.lora import LoraSettings
 from rl2.model.token_model import TokenModel
 from rl2.parallel import fsdp, tensor
 from rl2.parallel.device import device_kind
-from rl2.parallel.mesh import Mesh, all_gather_objects
+from rl2.parallel.mesh import Mesh, broadcast_object
+
+
+class HuggingFaceFiles:
+    """Where models come from: files in the format of Hugging Face, if rl2 can train the model."""
+
+    def admit(self, name: str, config: PreTrainedConfig, critic: bool) -> None:
+        """ValueError for a model that rl2 computes wrongly, see admission.py. All must call."""
+        admit(name, config, critic)
+
+    def read(
+        self, model_class: Any, name: str, config: PreTrainedConfig, dtype: torch.dtype
+    ) -> tuple[Any, set[str]]:
+        """Returns the model in host memory, and the names of the weights that the files lack."""
+        verbosity = get_verbosity()
+        set_verbosity_error()  # transformers reports a critic's new head in colours
+        try:
+            hf, report = model_class.from_pretrained(
+                name, config=config, dtype=dtype, output_loading_info=True
+            )
+        finally:
+            set_verbosity(verbosity)
+        return hf, set(report["missing_keys"])
+
+
+FILES = HuggingFaceFiles()
 
 
 def load_model(
@@ -45,6 +70,7 @@ def load_model(
     compile: bool = False,
     exactness: Exactness = Exactness.OFF,
     lora_settings: LoraSettings | None = None,
+    source: HuggingFaceFiles = FILES,
 ) -> TokenModel:
     """A Hugging Face causal LM, or a critic (its body with a scalar head), sharded over `mesh`.
 
@@ -62,7 +88,7 @@ def load_model(
     export_dtype = config.dtype or compute_dtype  # read here: loading the weights overwrites it
     if mesh.tp is not None:
         tensor.check_tp_size(name, config, mesh.tp.size())
-    admit(name, config, critic)
+    source.admit(name, config, critic)
     all_in_fp32 = trainable and lora_settings is None
     parameter_dtype = torch.float32 if all_in_fp32 else compute_dtype
     with init_empty_weights(include_buffers=False):
@@ -73,8 +99,10 @@ def load_model(
     full = None
     problem = None
     if dist.get_rank() == 0:
-        full, problem = _read_weights(model_class, name, config, parameter_dtype, lora_settings)
-    problem = all_gather_objects(problem)[0]
+        full_hf, missing = source.read(model_class, name, config, parameter_dtype)
+        lora.inject(full_hf, lora_settings)
+        full, problem = _complete(full_hf.state_dict(), missing)
+    problem = broadcast_object(problem)
     if problem is not None:
         raise ValueError(f"the weights of {name} cannot be used: {problem}")
     tp_group = None
@@ -117,32 +145,17 @@ def _announce(name: str, config: PreTrainedConfig, trainable: bool) -> None:
         )
 
 
-def _read_weights(
-    model_class: Any,
-    name: str,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    lora_settings: LoraSettings | None,
+def _complete(
+    weights: dict[str, Tensor], missing: set[str]
 ) -> tuple[dict[str, Tensor], str | None]:
-    """(the whole weights of the model `name` by their names in it, what is wrong with them).
+    """(the whole weights of a model by their names in it, what is wrong with them).
 
-    The weights hold new adapters.
+    `missing` are those that its files lack.
     """
-    verbosity = get_verbosity()
-    set_verbosity_error()  # transformers reports a critic's new head in colours
-    try:
-        hf, report = model_class.from_pretrained(
-            name, config=config, dtype=dtype, output_loading_info=True
-        )
-    finally:
-        set_verbosity(verbosity)
-    missing = set(report["missing_keys"])
-    lora.inject(hf, lora_settings)
-    weights = hf.state_dict()
     if "score.weight" in missing:
         # A critic made from a language model starts from V = 0, not from noise.
         weights["score.weight"].zero_()
-        missing.remove("score.weight")
+        missing = missing - {"score.weight"}
     problem = None
     if missing:
         problem = f"the files lack {len(missing)} of them, such as {min(missing)}"

@@ -1,8 +1,8 @@
 """Which kind of device the code chooses for: kernels, dtypes, chunk sizes, offloading. And copies
 to it.
 
-It is the kind of the device itself. Only a memory plan asks otherwise: it runs the code on fake CPU
-tensors with the choices of a GPU.
+It is the kind of the device itself, except for the device of a memory plan: that one has no memory
+and gets the choices of a GPU.
 """
 
 from dataclasses import replace
@@ -13,12 +13,13 @@ from torch import Tensor
 
 GIB = 2**30
 
-planned_kind: str | None = None  # set while a memory plan is made
+# The device of a memory plan. Real tensors are never on it: torch puts those on plain `cpu`.
+PLANNED_DEVICE = torch.device("cpu", 0)
 
 
 def device_kind(device: torch.device) -> str:
     """The kind of device, "cpu" or "cuda", that the code chooses for where data is on `device`."""
-    return planned_kind or device.type
+    return "cuda" if device == PLANNED_DEVICE else device.type
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -269,6 +269,15 @@ def all_gather_objects(value: Any) -> list:
     return values
 
 
+def broadcast_object(value: Any) -> Any:
+    """The picklable value of rank 0, on all processes, which must call."""
+    if is_single_process():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 def gather_objects(value: Any) -> list:
     """The picklable values of all processes in order of rank on rank 0; an empty list elsewhere.
 

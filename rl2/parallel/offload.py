@@ -23,10 +23,10 @@ ALIGNMENT = 64  # bytes; the tensors of a block begin at multiples of it
 def empty_on_host(likes: Sequence[Tensor]) -> list[Tensor]:
     """Uninitialised tensors in host memory with the shapes and dtypes of `likes`, in one block.
 
-    The block is page-locked if `likes` are on a GPU.
+    The block is page-locked if `likes` are on a GPU, and fake if they are.
     """
     sizes = [-(-like.nbytes // ALIGNMENT) * ALIGNMENT for like in likes]
-    block = torch.empty(sum(sizes) // 4, dtype=torch.float32, device="cpu")
+    block = likes[0].new_empty(sum(sizes) // 4, dtype=torch.float32, device="cpu")
     if likes[0].device.type == "cuda":
         _pin(block)
     tensors = []

@@ -1,6 +1,6 @@
 """`rl2 plan [ppo | sft | dpo | rm] key=value ...`: the memory that a job will need.
 
-The trainer's own workers run on a device without memory (parallel/planned_device.py) with the
+The trainer's own workers run on a device without memory (planned_device.py) with the
 choices of a GPU. Every micro-batch is full. There are no formulas: what the code allocates is
 counted.
 """
@@ -10,29 +10,32 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
-from accelerate import init_empty_weights
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl2.batch import Batch
 from rl2.config.model_rules import check_lengths
 from rl2.config.parse import parse
 from rl2.config.problem import Problem
 from rl2.config.rules import loaded_models
-from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, worker_names
+from rl2.config.schema import (
+    DPOConfig,
+    PPOConfig,
+    RMConfig,
+    SFTConfig,
+    WorkerConfig,
+    worker_names,
+)
 from rl2.engine.share import engine_bytes
+from rl2.model.exact import Exactness
 from rl2.model.folder import check_config
-from rl2.parallel import offload
-from rl2.parallel.device import GIB
+from rl2.model.load import FILES, HuggingFaceFiles
+from rl2.optimizer import AdamW
+from rl2.parallel.device import GIB, PLANNED_DEVICE
 from rl2.run.memory_plan import (
     Plan,
     automatic_sections,
@@ -41,7 +44,7 @@ from rl2.run.memory_plan import (
     write_plan,
 )
 from rl2.run.signals import user_errors
-from rl2.tools.planned_device import PLANNED_DEVICE, MemoryTracker, PlannedDevice
+from rl2.tools.planned_device import MemoryTracker, ModelsWithoutValues, planned_device
 from rl2.trainer.dpo import preference_loss
 from rl2.trainer.ppo import actor_loss, critic_loss, needs_entropy, needs_old_logps
 from rl2.trainer.ppo_run import make_ppo_workers
@@ -64,63 +67,27 @@ OUTSIDE_BYTES = 3 * GIB
 USUAL_GPU_GIB = 79.2  # of an H100 or A100 that is sold with 80 GB
 
 
-@contextmanager
-def planned_device(num_gpus: int) -> Iterator[PlannedDevice]:
-    """A context in which this process is rank 0 of `num_gpus` on a device without memory.
+class PhasedAdamW(AdamW):
+    """An AdamW that calls `on_step()` before each step."""
 
-    Models get weights without values.
-    """
-    with torch.device("cpu"):  # torch lists its functions that make tensors at the first such call
-        make_tensor = torch.tensor
-        make_tensor(0)
+    def __init__(self, on_step: Callable[[], None], *arguments: Any):
+        super().__init__(*arguments)
+        self.on_step = on_step
 
-    def tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
-        # torch.tensor does not pass through dispatch modes; `to` does.
-        made = make_tensor(data, **options)
-        return made if device is None else made.to(device)
-
-    def from_pretrained(cls: Any, name: str, *, config: Any, dtype: torch.dtype, **_: Any) -> Any:
-        with init_empty_weights(include_buffers=False):
-            hf = cls.from_config(config, dtype=dtype)
-        with memory.fake:
-            return hf.to_empty(device="cpu"), {"missing_keys": []}
-
-    make_empty = offload.empty_on_host
-
-    def empty_on_host(likes: Any) -> list[torch.Tensor]:
-        with memory.fake:
-            return make_empty(likes)
-
-    def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
-        values[:] = [value] * len(values)
-
-    dist.init_process_group("fake", rank=0, world_size=num_gpus, store=FakeStore())
-    memory = PlannedDevice()
-    loader = classmethod(from_pretrained)
-    fsdp_device = "torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh"
-    with (
-        mock.patch("torch.tensor", tensor),
-        mock.patch.object(AutoModelForCausalLM, "from_pretrained", loader),
-        mock.patch.object(AutoModelForSequenceClassification, "from_pretrained", loader),
-        mock.patch("rl2.model.load.admit", lambda *model: None),
-        mock.patch("rl2.attention.kernels._choose_kernels", lambda *heads: None),
-        mock.patch.object(offload, "empty_on_host", empty_on_host),
-        mock.patch("torch.distributed.all_gather_object", all_gather_object),
-        mock.patch(fsdp_device, lambda mesh: PLANNED_DEVICE),
-        mock.patch("rl2.parallel.device.planned_kind", memory.kind),
-        memory,
-    ):
-        try:
-            yield memory
-        finally:
-            dist.destroy_process_group()
+    def step(self, lr: float) -> None:
+        self.on_step()
+        super().step(lr)
 
 
 class PlanRecorder:
-    """Fills `plan` while the phases of a job run. A phase may be entered several times."""
+    """Fills `plan` while the phases of a job run. A phase may be entered several times.
 
-    def __init__(self, memory: MemoryTracker):
+    `memory` counts, and `source` gives the models.
+    """
+
+    def __init__(self, memory: MemoryTracker, source: HuggingFaceFiles):
         self.memory = memory
+        self.source = source
         self.plan = Plan()
         self.phase = "load"
 
@@ -131,17 +98,22 @@ class PlanRecorder:
         self.memory.reset_peak()
         self.phase = phase
 
+    def new_worker(
+        self,
+        section: WorkerConfig,
+        device: torch.device,
+        critic: bool = False,
+        num_updates: int = 0,
+        exactness: Exactness = Exactness.OFF,
+    ) -> Worker:
+        """Makes a worker; the step of its optimizer begins the phase step."""
+        make_optimizer = partial(PhasedAdamW, partial(self.enter, "step"))
+        return Worker(section, device, critic, num_updates, exactness, self.source, make_optimizer)
+
     def update(self, worker: Worker, *arguments: Any, **options: Any) -> None:
         """An update of the worker, in the phases update and step."""
         self.enter("update")
-        step = worker.optimizer.step
-
-        def enter_and_step(lr: float) -> None:
-            self.enter("step")
-            step(lr)
-
-        with mock.patch.object(worker.optimizer, "step", enter_and_step):
-            worker.update(*arguments, **options)
+        worker.update(*arguments, **options)
 
 
 def predict(config: Any, num_gpus: int) -> Plan:
@@ -153,12 +125,17 @@ def predict(config: Any, num_gpus: int) -> Plan:
     for name in worker_names(config):
         getattr(config, name).compile = False
     with planned_device(num_gpus) as memory:
-        return run_phases(config, memory, PLANNED_DEVICE)
+        return run_phases(config, memory, PLANNED_DEVICE, ModelsWithoutValues(memory))
 
 
-def run_phases(config: Any, memory: MemoryTracker, device: torch.device) -> Plan:
+def run_phases(
+    config: Any,
+    memory: MemoryTracker,
+    device: torch.device,
+    source: HuggingFaceFiles = FILES,
+) -> Plan:
     """Loads the workers of the trainer and runs each of its phases, while `memory` counts."""
-    recorder = PlanRecorder(memory)
+    recorder = PlanRecorder(memory, source)
     run = run_ppo if isinstance(config, PPOConfig) else run_offline
     run(config, recorder, device)
     recorder.enter("end")
@@ -167,7 +144,8 @@ def run_phases(config: Any, memory: MemoryTracker, device: torch.device) -> Plan
 
 def run_ppo(config: PPOConfig, recorder: PlanRecorder, device: torch.device) -> None:
     """PPO's phases."""
-    workers, frozen = make_ppo_workers(config, device, {"actor": 1, "critic": 1})
+    num_updates = {"actor": 1, "critic": 1}
+    workers, frozen = make_ppo_workers(config, device, num_updates, recorder.new_worker)
     actor = workers["actor"]
     recorder.plan.loaded = recorder.memory.bytes
     rows = config.data.prompts_per_rollout * config.data.responses_per_prompt
@@ -198,7 +176,9 @@ def run_offline(config: Any, recorder: PlanRecorder, device: torch.device) -> No
     """The phases of SFT, DPO and the reward model."""
     loss: Loss
     [name] = worker_names(config)
-    worker = Worker(getattr(config, name), device, critic=name == "critic", num_updates=1)
+    worker = recorder.new_worker(
+        getattr(config, name), device, critic=name == "critic", num_updates=1
+    )
     reference = worker.reference() if isinstance(config, DPOConfig) else None
     if isinstance(config, SFTConfig):
         loss, row_multiple = sft_loss, 1

@@ -4,23 +4,46 @@ bytes.
 The device is `cpu:0`. torch's fake tensors have shapes and types and no values, and they keep the
 devices `cpu` (host memory, where tensors are real) and `cpu:0` apart. An operator that mixes the
 two fails as it would on a GPU.
+
+Two functions of torch are replaced while a plan is made, since torch has no other way to reach
+them: storages are resized without an operator, and FSDP takes the device of a mesh from its name.
 """
 
 import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
-from unittest import mock
 
 import torch
+import torch.distributed as dist
+from accelerate import init_empty_weights
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedConfig
 
-PLANNED_DEVICE = torch.device("cpu", 0)
+from rl2.model.load import HuggingFaceFiles
+from rl2.parallel.device import PLANNED_DEVICE
+
 aten = torch.ops.aten
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 BLOCK_BYTES = 512  # torch's allocator rounds up to a multiple
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """A context in which an attribute of a class or module of torch has this value."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -47,14 +70,14 @@ class MemoryTracker(TorchDispatchMode):
             return resized
 
         # FSDP frees and takes the memory of gathered weights in this way.
-        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resize_and_count)
-        self._patch.start()
+        self._contexts = ExitStack()
+        self._contexts.enter_context(replaced(torch.UntypedStorage, "resize_", resize_and_count))
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._patch.stop()
+        self._contexts.close()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -102,8 +125,6 @@ class PlannedDevice(MemoryTracker):
     Any number that is read from it is 1.
     """
 
-    kind = "cuda"  # the device whose choices the code makes
-
     def __init__(self) -> None:
         super().__init__(PLANNED_DEVICE)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -128,3 +149,52 @@ class PlannedDevice(MemoryTracker):
         """A tensor on this device with the shape and dtype of `tensor`."""
         with self.fake:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+
+
+class TensorsByCopy(TorchFunctionMode):
+    """Makes torch.tensor(..., device=...) a copy from the host.
+
+    torch.tensor does not pass through dispatch modes; `to` does.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and "device" in kwargs:
+            device = kwargs["device"]
+            made = func(*args, **{**kwargs, "device": None})
+            return made if device is None else made.to(device)
+        return func(*args, **kwargs)
+
+
+class ModelsWithoutValues(HuggingFaceFiles):
+    """Models whose weights have shapes and no values. None is refused."""
+
+    def __init__(self, device: PlannedDevice):
+        self.device = device
+
+    def admit(self, name: str, config: PreTrainedConfig, critic: bool) -> None:
+        """Admits every model."""
+
+    def read(
+        self, model_class: Any, name: str, config: PreTrainedConfig, dtype: torch.dtype
+    ) -> tuple[Any, set[str]]:
+        """Makes the model from its config, in fake host memory."""
+        with init_empty_weights(include_buffers=False):
+            hf = model_class.from_config(config, dtype=dtype)
+        with self.device.fake:
+            return hf.to_empty(device="cpu"), set()
+
+
+@contextmanager
+def planned_device(num_gpus: int) -> Iterator[PlannedDevice]:
+    """A context in which this process is rank 0 of `num_gpus` on a device without memory."""
+    dist.init_process_group("fake", rank=0, world_size=num_gpus, store=FakeStore())
+    try:
+        device = PlannedDevice()
+        on_planned_device = replaced(fsdp, "_get_device_from_mesh", lambda mesh: PLANNED_DEVICE)
+        with on_planned_device, TensorsByCopy(), device:
+            yield device
+    finally:
+        dist.destroy_process_group()

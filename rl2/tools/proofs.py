@@ -17,7 +17,6 @@ from datetime import timedelta
 from functools import cached_property, partial
 from itertools import product
 from typing import Any, NamedTuple
-from unittest import mock
 
 import psutil
 import torch
@@ -26,7 +25,7 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from torch.multiprocessing import start_processes
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from rl2.algorithms.losses import token_weights
 from rl2.batch import Batch, Sample, collate
@@ -34,6 +33,7 @@ from rl2.config.schema import PPOConfig
 from rl2.data.chat import ChatTemplate
 from rl2.model.admission import GRADIENT_TOLERANCE, SCORE_TOLERANCE, make_plain
 from rl2.model.exact import Exactness
+from rl2.model.load import HuggingFaceFiles
 from rl2.model.shrink import WINDOW_TOKENS, shrink
 from rl2.model.token_model import TokenScores
 from rl2.parallel.device import GIB
@@ -123,12 +123,14 @@ class Subject:
         """A worker with the small copy, plain but for the `changes`."""
         section = replace(self.config.actor, **{**PLAIN, "model_name": self.small, **changes})
         torch.manual_seed(0)  # of adapters
-        # The proofs say more than the refusal of a model.
-        with mock.patch("rl2.model.load.admit", lambda *model: None):
-            worker = Worker(section, CPU, num_updates=num_updates, exactness=exactness)
-        if num_updates:
-            worker.optimizer = Descent(worker)
-        return worker
+        return Worker(
+            section,
+            CPU,
+            num_updates=num_updates,
+            exactness=exactness,
+            source=AnyModel(),
+            make_optimizer=Descent,
+        )
 
     def samples(self) -> list[Sample]:
         """Random sequences. All of the first one is trained; answers have tokens of tools."""
@@ -176,11 +178,18 @@ def make_sample(
     return Sample(tokens, mask, logps or zeros, zeros, row, row)
 
 
+class AnyModel(HuggingFaceFiles):
+    """Refuses no model: the proofs say more than a refusal."""
+
+    def admit(self, name: str, config: PreTrainedConfig, critic: bool) -> None:
+        """Admits every model."""
+
+
 class Descent:
     """Plain gradient descent, since AdamW hides wrong scales. It adds the gradients up."""
 
-    def __init__(self, worker: Worker):
-        self.parameters: dict[str, Any] = worker.trained_parameters
+    def __init__(self, parameters: dict[str, Any], weight_decay: float, in_host_memory: bool):
+        self.parameters = parameters
         self.gradients: dict[str, Any] = {}
 
     @torch.no_grad()

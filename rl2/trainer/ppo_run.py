@@ -227,7 +227,10 @@ class EvaluationRun:
 
 
 def make_ppo_workers(
-    config: PPOConfig, device: torch.device, num_updates: dict[str, int]
+    config: PPOConfig,
+    device: torch.device,
+    num_updates: dict[str, int],
+    new_worker: Callable[..., Worker] = Worker,
 ) -> tuple[dict[str, Worker], dict[str, Worker | Reference]]:
     """The actor and the critic, if any. And the frozen models, by the column that they fill.
 
@@ -240,7 +243,7 @@ def make_ppo_workers(
 
     exactness = choose_exactness(config)
     torch.manual_seed(config.trainer.seed)  # of new weights
-    actor = Worker(
+    actor = new_worker(
         config.actor,
         device,
         num_updates=count_updates("actor", config.actor),
@@ -252,11 +255,11 @@ def make_ppo_workers(
         frozen["ref_logps"] = actor.reference()
     teacher: Any = config.teacher  # without the keys that a frozen worker does not read
     if teacher.model_name:
-        frozen["teacher_logps"] = Worker(teacher, device, exactness=exactness)
+        frozen["teacher_logps"] = new_worker(teacher, device, exactness=exactness)
     if needs_critic(config.adv.estimator):
         model_name = config.critic.model_name or config.actor.model_name
         section = replace(config.critic, model_name=model_name)
-        workers["critic"] = Worker(
+        workers["critic"] = new_worker(
             section, device, critic=True, num_updates=count_updates("critic", section)
         )
     return workers, frozen

@@ -173,6 +173,7 @@ def machine(
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         stack.callback(dist.destroy_process_group)
         replace(dist, all_gather_object=_fill_with_own, gather_object=_gather_own)
+        replace(dist, broadcast_object_list=lambda values, *_, **__: None)
         environment = {"RANK": rank, "LOCAL_RANK": rank % gpus_per_node, "WORLD_SIZE": world}
         text = {name: str(value) for name, value in environment.items()}
         stack.enter_context(mock.patch.dict("os.environ", text))
