@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 from rl2.attention.ring import Ring
-from rl2.batch import Batch, Sample, collate, scored_spans
+from rl2.batch import Batch, Sample, collate
 from rl2.model.shrink import FIRST_PLAIN_TOKEN, VOCABULARY, WINDOW_TOKENS, shrink
 from rl2.model.token_model import TokenModel
 from rl2.packing import pack, unpack, zigzag
@@ -73,15 +74,16 @@ def find_problem(config: PreTrainedConfig, critic: bool = False) -> str | None:
         try:
             small = shrink(model_class, config)
             plain = make_plain(model_class, small)
-            batch = _make_batch()
-            expected = _backward(_plain_columns(plain, batch))
+            samples = _make_samples()
+            expected = _backward(plain_columns(plain, samples))
         except Exception as error:  # whatever a strange architecture does
             return f"a small copy of it, which rl2 tries at start, does not run ({_text(error)})"
         try:
             hf = model_class.from_config(small, attn_implementation="rl2", dtype=torch.float32)
             hf.load_state_dict(plain.state_dict())
             model = TokenModel(hf, Ring())
-            actual = _backward(_packed_columns(model, batch))
+            batch = collate(samples)
+            actual = _backward(packed_columns(model, batch))
             return _compare(model, plain, batch, actual, expected)
         except Exception as error:
             return f"rl2 cannot run it ({_text(error)})"
@@ -120,8 +122,8 @@ def _randomise(hf: PreTrainedModel) -> None:
             tensor.data.add_(0.3 * noise)
 
 
-def _make_batch() -> Batch:
-    """Sequences of the LENGTHS above."""
+def _make_samples() -> list[Sample]:
+    """Makes sequences of the LENGTHS above."""
     samples: list[Sample] = []
     for row, (prompt, answer) in enumerate(LENGTHS):
         tokens = torch.randint(FIRST_PLAIN_TOKEN, VOCABULARY, (prompt + answer,)).tolist()
@@ -130,10 +132,10 @@ def _make_batch() -> Batch:
         zeros = [0.0] * len(tokens)
         mask = [0] * prompt + [1] * answer
         samples.append(Sample(tokens, mask, zeros, zeros, group=max(row, 1), trajectory=row))
-    return collate(samples)
+    return samples
 
 
-def _packed_columns(model: TokenModel, batch: Batch) -> Tensor:
+def packed_columns(model: TokenModel, batch: Batch) -> Tensor:
     """[B, T] log-probabilities or values as rl2 computes them, all rows in one pack."""
     packed = zigzag(pack(batch), size=1, rank=0)
     scores = model(packed)
@@ -142,22 +144,39 @@ def _packed_columns(model: TokenModel, batch: Batch) -> Tensor:
     return unpack(packed, pairs, batch.mask.shape)
 
 
-def _plain_columns(hf: Any, batch: Batch) -> Tensor:
-    """[B, T] log-probabilities or values as transformers computes them, each row alone."""
-    columns = torch.zeros(batch.mask.shape)
+def plain_columns(hf: Any, samples: list[Sample]) -> Tensor:
+    """[B, T] log-probabilities or values as transformers computes them, each sequence alone.
+
+    They come from the samples themselves, so that a wrong batch shows.
+    """
+    columns: list[Tensor] = []
     critic_values: list[Tensor] = []
     if hf.get_output_embeddings() is None:
         # The model returns the value of the last token only.
         hf.score.register_forward_hook(lambda _, inputs, values: critic_values.append(values))
-    for row, (_, end) in enumerate(scored_spans(batch)):
-        logits = hf(batch.inputs[row : row + 1, :end], use_cache=False).logits
+    for sample in samples:
+        tokens = torch.tensor(sample.tokens)[None]
+        logits = hf(tokens[:, :-1], use_cache=False).logits
         if critic_values:
             scores = critic_values.pop()[0, :, 0]
         else:
             log_p = logits[0].float().log_softmax(-1)
-            scores = log_p.gather(1, batch.targets[row, :end, None].long())[:, 0]
-        columns[row, :end] = scores
-    return columns * batch.mask
+            scores = log_p.gather(1, tokens[0, 1:, None])[:, 0]
+        columns.append(scores * torch.tensor(sample.mask)[1:])
+    return pad_sequence(columns, batch_first=True)
+
+
+def relative_distances(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """How far each tensor of `expected` is from the one in `actual`, relative to its norm.
+
+    A tensor that is almost 0 is measured by the norm of all of them.
+    """
+    total = torch.stack([tensor.norm() for tensor in expected.values()]).norm()
+    distances = {}
+    for name, tensor in expected.items():
+        distance = (actual[name] - tensor).norm() / (tensor.norm() + 1e-3 * total)
+        distances[name] = distance.item()
+    return distances
 
 
 def _backward(columns: Tensor) -> Tensor:
@@ -179,26 +198,29 @@ def _compare(
             f"its {kind} are not those of transformers, by up to {differences.max():.2g}: {cause}"
         )
     with torch.no_grad():  # as `Worker.infer` runs it
-        inferred = _packed_columns(model, batch)
+        inferred = packed_columns(model, batch)
     if not (inferred - actual).abs().max() <= SCORE_TOLERANCE:
         return f"its {kind} without a gradient are not those with one"
     return _compare_gradients(model.hf, plain)
 
 
 def _compare_gradients(hf: nn.Module, plain: nn.Module) -> str | None:
-    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    norms = [gradient.norm() for gradient in expected.values() if gradient is not None]
-    total = torch.stack(norms).norm()
+    ours, theirs = gradients_of(hf), gradients_of(plain)
     for name, parameter in hf.named_parameters():
-        ours, theirs = parameter.grad, expected[name]
-        if ours is None and theirs is None:
-            if parameter.requires_grad:
-                return f"its weight {name} takes no part in the scores of a text"
-        elif ours is None or theirs is None:
+        if (name in ours) != (name in theirs):
             return f"rl2 does not use its weight {name} as transformers does"
-        elif not (ours - theirs).norm() <= GRADIENT_TOLERANCE * (theirs.norm() + 1e-3 * total):
+        if name not in ours and parameter.requires_grad:
+            return f"its weight {name} takes no part in the scores of a text"
+    for name, distance in relative_distances(ours, theirs).items():
+        if not distance <= GRADIENT_TOLERANCE:  # also if it is NaN
             return f"the gradient of its weight {name} is not that of transformers"
     return None
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of the weights that have one, by the names of the weights."""
+    parameters = model.named_parameters()
+    return {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
 
 
 def _find_cause(model: TokenModel, batch: Batch, expected: Tensor) -> str:
@@ -206,7 +228,7 @@ def _find_cause(model: TokenModel, batch: Batch, expected: Tensor) -> str:
     wrong_rows = []
     with torch.no_grad():
         for row in range(len(batch.mask)):
-            alone = _packed_columns(model, batch.select([row]))[0]
+            alone = packed_columns(model, batch.select([row]))[0]
             if not (alone - expected[row]).abs().max() <= SCORE_TOLERANCE:
                 wrong_rows.append(row)
     if not wrong_rows:

@@ -1,4 +1,4 @@
-"""The proofs of what meets the trainer: engine, exported folder, chat template."""
+"""The proofs of what surrounds the trainer: engine, exported folder, chat template."""
 
 import contextlib
 import os
@@ -17,10 +17,9 @@ from rl2.batch import Batch, collate
 from rl2.data.chat import SYSTEM_ROLES, ChatTemplate
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import STEP_ROWS_MULTIPLE, LocalEngine
-from rl2.model.admission import SCORE_TOLERANCE
+from rl2.model.admission import SCORE_TOLERANCE, packed_columns
 from rl2.model.exact import Exactness
 from rl2.model.token_model import TokenModel
-from rl2.packing import pack, unpack, zigzag
 from rl2.tools.proofs import (
     CPU,
     Difference,
@@ -183,13 +182,10 @@ def prove_export(subject: Subject) -> Iterator[Difference]:
         "merged into it"
     )
     yield compare_named("weights", held, weights, SCORE_TOLERANCE, meaning)
-    packed = zigzag(pack(batch), size=1, rank=0)
     with torch.no_grad():
-        scores = TokenModel(hf, Ring())(packed, with_entropy=True)
+        actual = packed_columns(TokenModel(hf, Ring()), batch)
     meaning += "; if the weights agree: config.json of the folder is another one"
-    for what, expected in worker.infer(batch, with_entropy=True).items():
-        actual = unpack(packed, getattr(scores, what), batch.mask.shape)
-        yield compare_columns(actual, expected, meaning, what)
+    yield compare_columns(actual, worker.infer(batch).logps, meaning)
 
 
 def prove_template(subject: Subject) -> Iterator[Difference]:
@@ -245,16 +241,13 @@ def _prove_turn(
 def _compare_texts(
     template: ChatTemplate, what: str, tokens: list[int], expected: str, meaning: str
 ) -> Difference:
-    """How many characters are behind the first one that differs.
-
-    Texts are compared as the tokenizer gives them back.
-    """
+    """Counts the characters from the first one that differs. Texts are those that ids decode to."""
     actual = template.decode(tokens)
     expected = template.decode(template.tokenize(expected))
     same = len(os.path.commonprefix([actual, expected]))
     where = ""
     if actual != expected:
         ours, theirs = actual[same:][:MOST_SHOWN], expected[same:][:MOST_SHOWN]
-        where = f"goes on with {ours!r}, in transformers {theirs!r}"
+        where = f"continues with {ours!r}, in transformers {theirs!r}"
     num_others = max(len(actual), len(expected)) - same
     return Difference(f"other characters in the {what}", num_others, 0, where, meaning)

@@ -24,14 +24,20 @@ import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch import Tensor
 from torch.multiprocessing import start_processes
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from rl2.algorithms.losses import token_weights
 from rl2.batch import Batch, Sample, collate
 from rl2.config.schema import PPOConfig
 from rl2.data.chat import ChatTemplate
-from rl2.model.admission import GRADIENT_TOLERANCE, SCORE_TOLERANCE, make_plain
+from rl2.model.admission import (
+    GRADIENT_TOLERANCE,
+    SCORE_TOLERANCE,
+    gradients_of,
+    make_plain,
+    plain_columns,
+    relative_distances,
+)
 from rl2.model.exact import Exactness
 from rl2.model.load import HuggingFaceFiles
 from rl2.model.shrink import WINDOW_TOKENS, shrink
@@ -228,27 +234,14 @@ def compare_named(
     for name in sorted(actual.keys() ^ expected.keys()):
         where = f"{name}, which only one of the two has"
         return Difference(what, math.inf, limit, where, meaning)
-    total = torch.stack([tensor.norm() for tensor in expected.values()]).norm()
-    found = {}
-    for name, tensor in expected.items():
-        ratio = (actual[name] - tensor).norm() / (tensor.norm() + 1e-3 * total)
-        found[name] = ratio.nan_to_num(nan=math.inf).item()
-    name = max(found, key=found.__getitem__)
-    return Difference(what, found[name], limit, name, meaning)
+    distances = relative_distances(actual, expected)
+    worst = max(distances, key=lambda name: nan_is_largest(distances[name]))
+    return Difference(what, distances[worst], limit, worst, meaning)
 
 
-def plain_columns(model: Any, samples: list[Sample]) -> Tensor:
-    """[B, T] log-probabilities as transformers computes them, each sequence alone.
-
-    They come from the samples themselves, not from their batch.
-    """
-    columns = []
-    for sample in samples:
-        tokens = torch.tensor(sample.tokens)[None]
-        log_p = model(tokens[:, :-1], use_cache=False).logits[0].float().log_softmax(-1)
-        logps = log_p.gather(1, tokens[0, 1:, None])[:, 0]
-        columns.append(logps * torch.tensor(sample.mask)[1:])
-    return pad_sequence(columns, batch_first=True)
+def nan_is_largest(number: float) -> float:
+    """The number, or infinity for NaN: what is not a number is the worst difference."""
+    return math.inf if math.isnan(number) else number
 
 
 def cause_of_position(actual: Tensor, expected: Tensor) -> str:
@@ -273,16 +266,15 @@ def prove_transformers(subject: Subject) -> Iterator[Difference]:
     expected = plain_columns(plain, subject.samples())
     weighted_sum(subject.batch(), TokenScores(logps=expected))[0].backward()
     expected = expected.detach()
-    gradients = {}
-    for name, parameter in plain.named_parameters():
-        gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    gradients = {name: torch.zeros_like(weight) for name, weight in plain.named_parameters()}
+    gradients |= gradients_of(plain)  # experts that no token chose have none
     actual, actual_gradients = subject.alone
     others = (actual != 0) != (expected != 0)
     meaning = "other tokens are trained than the samples say: is the mask shifted?"
     yield Difference("other trained tokens", others.sum().item(), 0, "all sequences", meaning)
     actual, expected = actual.masked_fill(others, 0), expected.masked_fill(others, 0)
     yield compare_columns(actual, expected, cause_of_position(actual, expected))
-    meaning = "if only one has a weight, a tie is lost or an adapter left; else see above"
+    meaning = "if only one has a weight, a tie is lost or an adapter left; otherwise see above"
     yield compare_named("gradient", actual_gradients, gradients, GRADIENT_TOLERANCE, meaning)
 
 
@@ -322,7 +314,7 @@ def prove_packed(subject: Subject) -> Iterator[Difference]:
     actual, gradients = subject.run([list(range(len(LENGTHS)))])
     expected, expected_gradients = subject.alone
     meaning = (
-        "sequences of one pack see each other, or positions do not begin anew; with "
+        "sequences of one pack see each other, or positions do not restart; with "
         "actor.share_prompts=false each answer carries its own prompt"
     )
     yield compare_columns(actual, expected, meaning)
@@ -345,7 +337,10 @@ def train_once(subject: Subject, batch: Batch, **changes: Any) -> dict[str, Any]
 
 
 def fit_layout(subject: Subject) -> tuple[int, dict[str, Any]]:
-    """(processes, sizes): the layout nearest to the asked one that machine and small copy bear."""
+    """Returns (processes, sizes) of the layout nearest to the requested one that can run here.
+
+    The machine and the heads of the small copy limit it.
+    """
     actor = subject.config.actor
     text: Any = AutoConfig.from_pretrained(subject.small).get_text_config()
     tp = math.gcd(actor.tp_size, getattr(text, "num_key_value_heads", None) or 1)
@@ -381,7 +376,7 @@ def prove_layout(subject: Subject) -> Iterator[Difference]:
     ranks = torch.load(f"{path}.results", weights_only=False)
     settings = " ".join(f"{key}={size}" for key, size in sizes.items())
     layout = f"({count} of {subject.num_processes} processes, {settings})"
-    meaning = "the processes do not put their parts of a sequence or of a matrix together rightly"
+    meaning = "the processes combine their parts of a sequence or of a matrix wrongly"
     found = [compare_columns(ranks["logps"], expected["logps"], meaning)]
     meaning = "a constant factor means that gradients are summed or averaged over wrong processes"
     for key, what, limit in (

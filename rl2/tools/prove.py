@@ -7,7 +7,6 @@ prints the largest difference. The proofs are in proofs.py and outer_proofs.py.
 import argparse
 import contextlib
 import io
-import math
 import multiprocessing
 import os
 import sys
@@ -31,6 +30,7 @@ from rl2.tools.proofs import (
     Difference,
     Skipped,
     Subject,
+    nan_is_largest,
     prove_layout,
     prove_packed,
     prove_real_weights,
@@ -109,16 +109,15 @@ def run_row(
         return Result("ok", worst), []
     for name in row.needs:
         if results[name].verdict == "DIFFERENT":
-            reason = f"it differs too, but so does {name}, on which it builds: mend that first"
+            reason = f"it differs too, but so does {name}, on which it builds: fix that first"
             return Result("skipped", worst, reason), []
     return Result("DIFFERENT", worst, failure), wrong
 
 
 def _excess(difference: Difference) -> float:
     """The difference in units of its limit."""
-    if math.isnan(difference.largest):
-        return math.inf
-    return difference.largest / difference.limit if difference.limit else difference.largest
+    largest = nan_is_largest(difference.largest)
+    return largest / difference.limit if difference.limit else largest
 
 
 def _describe(difference: Difference) -> str:
@@ -128,7 +127,7 @@ def _describe(difference: Difference) -> str:
 
 
 def prove(subject: Subject) -> bool:
-    """Runs all rows and prints them and their table. Returns whether none is different."""
+    """Runs all rows and prints them with a table. Returns whether none differs."""
     results: dict[str, Result] = {}
     for name, row in ROWS.items():
         start = time.monotonic()
@@ -146,7 +145,7 @@ def prove(subject: Subject) -> bool:
 
 
 def read_conversations(config: PPOConfig) -> list[tuple[list[dict], list | None]]:
-    """A built-in conversation, and the first rows of the data with more turns behind them."""
+    """A built-in conversation, and the first rows of the data, followed by more turns."""
     conversations: list[tuple[list[dict], list | None]] = [(CONVERSATION, None)]
     if config.data.path:
         columns = config.data.columns
@@ -154,7 +153,7 @@ def read_conversations(config: PPOConfig) -> list[tuple[list[dict], list | None]
         for i in range(min(len(rows), MOST_ROWS)):
             row = rows[i]
             prompt = row["messages"]
-            # Templates differ in what they do with other roles, and rl2 mends it.
+            # Templates treat other roles differently, and rl2 evens that out.
             if not isinstance(prompt, str) and {message["role"] for message in prompt} <= ROLES:
                 conversations.append(([*prompt, *CONVERSATION[1:]], row.get("tools")))
     return conversations
@@ -171,7 +170,7 @@ def main() -> None:
         allow_abbrev=False,
     )
     world_size = int(os.environ.get("WORLD_SIZE", "2"))
-    text = "processes of the run, whose layout the keys say (default: %(default)s)"
+    text = "processes of the run; the keys say its layout (default: %(default)s)"
     parser.add_argument("--processes", type=int, default=world_size, help=text)
     arguments, words = parser.parse_known_args()
     if arguments.processes < 1:
