@@ -1,8 +1,6 @@
 """The model of a run on the hub: what its card says and does not say, and a push to a fake hub."""
 
-import hashlib
 import json
-import shlex
 import sys
 import threading
 from contextlib import contextmanager
@@ -13,9 +11,8 @@ import yaml
 from common import make_model
 from huggingface_hub import ModelCard, constants
 
-from rl2.config.parse import dump, parse
+from rl2.config.parse import dump
 from rl2.config.schema import PPOConfig, RMConfig, SFTConfig
-from rl2.config.values import flatten
 from rl2.tools import push
 
 TOKEN = "hf_0123456789abcdefghijkl"
@@ -25,7 +22,7 @@ LINES = [
     *({"step": step, "reward/mean": step / 100, "actor/grad_norm": 2.0} for step in range(1, 40)),
     {"step": 40, "reward/mean": 0.4, "actor/grad_norm": 1.5, "test/reward/mean": 0.75}
     | {"test/avg@4": 0.625, "test/avg@4_stderr": 0.025, "test/hard/avg@4": None},
-    {"step": 41, "reward/mean": 0.9},  # after the export
+    {"step": 41, "test/reward/mean": 0.9},  # after the export
 ]
 START = {
     "time": "2026-11-22 10:00:00+0000",
@@ -80,30 +77,23 @@ def test_the_card_says_what_the_model_is(tmp_path):
     }
     for line in (
         "# sums",
-        "| algorithm | `adv.estimator=reinforce`, `actor.loss=ppo` |",
-        "| versions | python 3.11.2, torch 2.13.0 |",
+        "| base model | Qwen/Qwen3-0.6B |",
+        "| data | openai/gsm8k@main |",
+        "| trainer | ppo, 40 steps |",
+        "| torch | 2.13.0 |",
+        "| commit of rl2 | 0123abc |",
         "| test/reward/mean | 0.5 | 0.75 |",
         "| test/avg@4 | 0.25 ± 0.098 | 0.625 ± 0.049 |",
         "| test/hard/avg@4 | 0.125 |  |",
-        "| step | reward/mean | actor/grad_norm |",
-        "| 1 | 0.01 | 2 |",
-        "| 40 | 0.4 | 1.5 |",
-        "| data.path | ab12 |",
-        "    actor.lr=4e-05 \\",
-        "    trainer.experiment_name=sums",
     ):
         assert line in text.splitlines(), line
     assert "test/rollout" not in text and "0.9" not in text
-    launch = "torchrun --nproc_per_node=8 --nnodes=2 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
-    assert f"{launch} -m rl2.trainer.ppo" in text
-    digest = hashlib.sha256((run / "model/model.safetensors").read_bytes()).hexdigest()
-    assert f"| model.safetensors | {digest} |" in text
 
 
-def test_the_hash_of_the_weights_is_that_of_the_run_where_it_recorded_one(tmp_path):
+def test_the_hash_of_the_weights_is_that_of_the_run(tmp_path):
     run = write_run(tmp_path, KEYS, lines=[LINES[-2] | {"weights": {"actor": "cd34"}}])
     text = push.make_card(run, None, None)
-    assert "| the weights of the actor | cd34 |" in text and "model.safetensors" not in text
+    assert "| hash of the weights of the actor | cd34 |" in text
 
 
 def test_the_card_of_a_reward_model_and_of_a_local_base_model(tmp_path):
@@ -116,69 +106,27 @@ def test_the_card_of_a_reward_model_and_of_a_local_base_model(tmp_path):
         "text-classification",
         None,
     )
-    assert "# judge" in text and "Trained from `model` by the trainer `rm`" in text
+    assert "# judge" in text and "| base model | model |" in text
     text = push.make_card(run, None, "Qwen/Qwen3-0.6B")
     assert ModelCard(text).data.base_model == "Qwen/Qwen3-0.6B"
-    assert "critic.model_name=Qwen/Qwen3-0.6B" in text
+    assert "| base model | Qwen/Qwen3-0.6B |" in text
 
 
-def test_the_card_names_no_path_user_host_or_token(tmp_path, monkeypatch):
+def test_the_card_names_no_path_user_or_host(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "alice/model").mkdir(parents=True)
     keys = {
         "data.path": "/home/alice/my data/rows.jsonl",
-        "data.test_path": {"easy": "~/alice/easy.jsonl", "hard": "alice/hard.jsonl"},
-        "data.system_prompt": "Look into /home/alice/notes and/or ask.",
-        "data.chat_template": "../alice/template.jinja",
         "actor.model_name": "alice/model",
-        "actor.loss": "/home/alice/loss.py:fn",
-        "actor.save_dir": "/scratch/alice/",
-        "rollout.env_path": "alice/env.py",
-        "rollout.engine_args": {"api_key": TOKEN, "files": ["/home/alice/x.json"]},
+        "rollout.engine_args": {"api_key": TOKEN},
+        "trainer.experiment_name": "/home/alice/sums",
         "trainer.save_dir": "/scratch/alice/runs/x",
-        "trainer.resume": "/scratch/alice/runs/y",
     }
     text = push.make_card(write_run(tmp_path / "run", keys), None, None)
     for secret in ("alice", "/home", "scratch", "node17", TOKEN, str(tmp_path)):
         assert secret not in text, secret
-    assert "Look into notes and/or ask." in text
-    for word in (
-        "data.path=rows.jsonl",
-        "data.test_path.easy=easy.jsonl",
-        "actor.loss=loss.py:fn",
-        "rollout.env_path=env.py",
-        "actor.model_name=model",
-        """'rollout.engine_args.files=["x.json"]'""",
-    ):
-        assert f"\n    {word}" in text, word
-
-
-def test_the_command_of_the_card_gives_the_config_again(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    make_model(tmp_path / "base")
-    (tmp_path / "rows.jsonl").write_text('{"messages": "1 + 1", "answer": "2"}\n')
-    (tmp_path / "env.py").write_text("def reward_fn(messages, answer): return 1.0\n")
-    words = [
-        "data.path=rows.jsonl",
-        "data.columns.answer=solution",
-        'data.system_prompt="It\'s $5: say \\"so\\"."',
-        "actor.model_name=base",
-        "actor.lr=4e-5",
-        "actor.max_length_per_device=4096",
-        "rollout.env_path=env.py",
-        'rollout.train_sampling_params.stop=["a b","true"]',
-        "rollout.filter=[0,1]",
-        "rollout.reward_weights.right=2",
-        "adv.estimator=gae",
-        "trainer.experiment_name='7'",
-    ]
-    config = parse(PPOConfig, words)
-    record = {"identity": {"trainer": "PPOConfig"}, "starts": [START]}
-    values = dict(push.leaf_values(yaml.safe_load(dump(config))))
-    launch, *again = shlex.split(push.make_command(record, values).replace("\\\n", ""))
-    assert (launch, again[:2]) == ("python", ["-m", "rl2.trainer.ppo"])
-    assert parse(PPOConfig, again[2:]) == config
-    assert not [word for word in again if word.startswith(("critic.", "teacher."))]
+    for row in ("| base model | model |", "| data | rows.jsonl |", "# sums"):
+        assert row in text.splitlines(), row
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -328,10 +276,8 @@ def test_a_hub_that_refuses_or_is_out_of_reach_is_named(tmp_path, monkeypatch, c
         start(monkeypatch, run, "me/sums")
 
 
-def test_the_command_line_of_the_other_trainers(tmp_path):
-    """An offline run has other sections."""
-    keys = {"data.path": "rows.jsonl", "actor.model_name": "Qwen/Qwen3-0.6B", "actor.lr": 1e-5}
+def test_the_card_of_an_offline_run(tmp_path):
+    keys = {"data.path": "rows.jsonl", "actor.model_name": "Qwen/Qwen3-0.6B"}
     lines = [{"step": 1, "actor/loss": 2.0, "test/loss": 2.5}, {"step": 2, "actor/loss": 1.0}]
     text = push.make_card(write_run(tmp_path, keys, SFTConfig, lines), None, None)
-    assert "-m rl2.trainer.sft" in text and "| test/loss | 2.5 | 2.5 |" in text
-    assert dict(flatten({"a": {"b": 1}})) == {"a.b": 1}
+    assert "| trainer | sft, 40 steps |" in text and "| test/loss | 2.5 | 2.5 |" in text

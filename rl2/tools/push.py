@@ -1,41 +1,25 @@
-"""`rl2 push RUN [OWNER/NAME]`: the final model of a run on the Hugging Face hub.
+"""`rl2 push RUN [OWNER/NAME]`: the final model of a run to the Hugging Face hub.
 
-Its card, RUN/model/README.md, is made from the run folder. The card may be public: a path of this
-machine is shown by its last name, and hosts are not shown.
+Its card, RUN/model/README.md, is made from the run folder. The card may be public: local files and
+folders are shown by their last name, and hosts are not shown.
 """
 
 import argparse
-import hashlib
-import json
 import re
-import shlex
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
-from rl2.config import schema
-from rl2.config.arguments import Assignment, quote_for_shell, read_override
-from rl2.config.parse import dump
-from rl2.config.values import flatten
-from rl2.report.page import Record, read_lines, spread
+from rl2.report.page import Record, read_lines, read_yaml
 
-CURVE = r"reward/mean|rollout/(length|truncated)|(actor|critic)/(loss|kl|accuracy|grad_norm)"
-CURVE_STEPS = 8
-# Of the test rows, without lengths, counts and errors.
-HELD_OUT = r"test/(?!(.+/)?(rollout|tokens)/)(?!.*(_stderr|/std)$).*"
-HUB_KEYS = r"\w+\.model_name|data\.(path|test_path\b.*)"
 HUB_NAME = r"[\w.-]+/[\w.-]+(@[\w.-]+)?"
 FILES_OF_ROWS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
-FOLDERS_IN_TEXT = r"(?<![\w:/])[~/][^\s/]*/(?:[^\s/]+/)*"
-ALGORITHM = ("adv.estimator", "actor.loss", "dpo.loss", "kl.type", "actor.lora_rank")
-WHERE_TO_WRITE = r"(actor|critic)\.save_\w+|trainer\.(save_dir|resume)"
+# Metrics of the test rows that are not lengths, counts or errors.
+HELD_OUT = r"test/(?!(.+/)?(rollout|tokens)/)(?!.*(_stderr|/std)$).*"
 CONFIDENCE = 1.96  # standard errors: 95%
-SECRET = r"\b(hf_|sk-)[\w-]{16,}"
 
 
 def main() -> None:
@@ -75,7 +59,8 @@ def push(folder: Path, name: str, is_private: bool) -> str:
     hub = HfApi(library_name="rl2")
     adapter = folder / "adapter/adapter_config.json"
     ignored = None
-    if adapter.exists() and not is_hub_name(_read(adapter)["base_model_name_or_path"]):
+    settings: Any = read_yaml(adapter)  # None without adapters
+    if settings and not is_hub_name(settings["base_model_name_or_path"]):
         ignored = ["adapter/*"]
         print("adapter/ is left out: it names a local folder as its base; the model is merged")
     try:
@@ -99,7 +84,7 @@ def push(folder: Path, name: str, is_private: bool) -> str:
 def write_card(run: Path, name: str | None, base_model: str | None) -> Path:
     """Writes the card of a run's final model unless it has one. Returns the path of the card.
 
-    ValueError if `run` is the folder of no run, or has no final model.
+    ValueError if `run` is not the folder of a run, or has no final model.
     """
     if not (run / "config.yaml").exists() or not (run / "run.json").exists():
         raise ValueError(
@@ -119,18 +104,17 @@ def write_card(run: Path, name: str | None, base_model: str | None) -> Path:
 
 
 def make_card(run: Path, name: str | None, base_model: str | None) -> str:
-    """The text of the card. `base_model` stands for the model that the config names."""
-    config, record = _read(run / "config.yaml"), _read(run / "run.json")
-    values = {key: without_folders(key, value) for key, value in leaf_values(config)}
-    section = "actor" if "actor" in config else "critic"
-    base_key = f"{section}.model_name"
-    values[base_key] = base_model or values[base_key]
+    """Returns the text of the card. `base_model` replaces the model that the config names."""
+    config: Record = read_yaml(run / "config.yaml") or {}
+    record: Record = read_yaml(run / "run.json") or {}  # JSON is YAML
     step = record["model_step"]
     lines = [line for line in read_lines(run / "metrics.jsonl")[0] if line["step"] <= step]
     if not lines:
         raise ValueError(f"{run}/metrics.jsonl has no line of the steps that made model/")
+    section = "actor" if "actor" in config else "critic"
     trainer = record["identity"]["trainer"].removesuffix("Config").lower()
-    base, data = values[base_key], values["data.path"]
+    base = base_model or config[section]["model_name"]
+    data = config["data"]["path"]
     front_matter = ModelCardData(
         base_model=base if is_hub_name(base) else None,
         datasets=data.split("@")[0] if is_hub_name(data) else None,
@@ -138,166 +122,65 @@ def make_card(run: Path, name: str | None, base_model: str | None) -> str:
         pipeline_tag="text-generation" if section == "actor" else "text-classification",
         tags=["rl2", trainer],
     )
-    title = (name or values["trainer.experiment_name"]).split("/")[-1]
-    hashes = find_hashes(run, lines[-1]) | record["identity"]["contents"]
-    card = f"""---
+    start = record["starts"][-1]
+    facts = {
+        "base model": public_name(base),
+        "data": public_name(data),
+        "trainer": f"{trainer}, {step} steps",
+        "first start": record["date"],
+        "commit of rl2": start["commit"],
+        **start["versions"],
+    }
+    for worker, digest in lines[-1].get("weights", {}).items():
+        facts[f"hash of the weights of the {worker}"] = digest
+    title = name or config["trainer"]["experiment_name"]
+    return f"""---
 {front_matter.to_yaml()}
 ---
 
-# {title}
+# {public_name(title).split("/")[-1]}
 
-Trained from `{base}` by the trainer `{trainer}` of rl2, until step {step}.
+| | |
+|---|---|
+{make_rows([[key, str(fact)] for key, fact in facts.items()])}
 
-{make_table(["", ""], describe_run(record, values))}
+Test rows, with errors of 95%:
 
-## Held-out rows
-
-{make_table(["metric", "before", "after"], compare_tests(lines))}
-
-Errors are those of 95%.
-
-## Curve
-
-{make_curve(lines)}
-
-## Hashes
-
-{make_table(["hash of", ""], hashes.items())}
-
-## The command
-
-These are all non-default keys. Files and folders of the machine are shown by their
-last name; the hashes above are those of their content.
-
-```bash
-{make_command(record, values)}
-```
-
-`rl2 replay RUN --step {step}` runs this step again, in the folder RUN of the run, and
-compares it with what was recorded.
+| metric | before | after |
+|---|---|---|
+{make_rows(compare_tests(lines))}
 """
-    return re.sub(SECRET, "(removed)", card)
-
-
-def describe_run(record: Record, values: Record) -> list[tuple[str, Any]]:
-    """What the model was made of, as rows of a table."""
-    start = record["starts"][-1]
-    algorithm = [f"`{key}={values[key]}`" for key in ALGORITHM if values.get(key)]
-    return [
-        ("data", values["data.path"]),
-        ("algorithm", ", ".join(algorithm)),
-        ("processes", start["world_size"]),
-        ("versions", ", ".join(f"{name} {version}" for name, version in start["versions"].items())),
-        ("commit of rl2", start["commit"]),
-        ("first start", record["date"]),
-    ]
-
-
-def find_hashes(run: Path, line: Record) -> dict[str, str]:
-    """Those that the run's last line has of its weights; else the SHA-256 of the model's files."""
-    recorded = line.get("weights", {})
-    hashes = {f"the weights of the {name}": digest for name, digest in recorded.items()}
-    if hashes:
-        return hashes
-    for path in sorted(run.glob("model/*.safetensors")):
-        with open(path, "rb") as file:
-            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return hashes
 
 
 def compare_tests(lines: list[Record]) -> list[list[str]]:
     """The metrics of the first and the last evaluation, as rows of a table."""
     tests = [line for line in lines if any(re.fullmatch(HELD_OUT, name) for name in line)]
-    names = [name for name in tests[0] if re.fullmatch(HELD_OUT, name)] if tests else []
-    return [[name, *(with_error(line, name) for line in (tests[0], tests[-1]))] for name in names]
+    rows = []
+    for name in tests[0] if tests else ():
+        if re.fullmatch(HELD_OUT, name):
+            rows.append([name, with_error(tests[0], name), with_error(tests[-1], name)])
+    return rows
 
 
 def with_error(line: Record, name: str) -> str:
     """The metric of a line, with its error where that was measured."""
-    error = line.get(f"{name}_stderr")
-    text = show(line.get(name))
-    return f"{text} ± {show(CONFIDENCE * error)}" if error else text
+    value, error = line.get(name), line.get(f"{name}_stderr")
+    if value is None:
+        return ""
+    return f"{value:.4g} ± {CONFIDENCE * error:.4g}" if error else f"{value:.4g}"
 
 
-def make_curve(lines: list[Record]) -> str:
-    """A table of a few steps, from the first to the last one."""
-    steps = [line for line in lines if line["step"] > 0]
-    names = ["step", *(name for name in steps[-1] if re.fullmatch(CURVE, name))]
-    return make_table(
-        names, [[show(line.get(name)) for name in names] for line in spread(steps, CURVE_STEPS)]
-    )
+def make_rows(rows: list[list[str]]) -> str:
+    """The rows of a Markdown table."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
-def show(number: float | None) -> str:
-    return "" if number is None else f"{number:.4g}"
-
-
-def make_table(heads: list[str], rows: Iterable[Iterable[Any]]) -> str:
-    """A table of Markdown; "none" without rows."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    text = "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
-    return text if rows else "None."
-
-
-def make_command(record: Record, values: Record) -> str:
-    """The command that starts the run, with all non-default keys."""
-    kind = getattr(schema, record["identity"]["trainer"])
-    defaults = dict(leaf_values(yaml.safe_load(dump(kind()))))
-    start = record["starts"][-1]
-    num_nodes = len(start["hosts"])
-    launch = ["python"]
-    if start["world_size"] > 1:
-        launch = ["torchrun", f"--nproc_per_node={start['world_size'] // num_nodes}"]
-    if num_nodes > 1:
-        launch += [f"--nnodes={num_nodes}", "--rdzv_backend=c10d --rdzv_endpoint=HOST:29500"]
-    words = []
-    for key, value in values.items():
-        follows = key in schema.FOLLOWED_KEYS and value == values.get(schema.FOLLOWED_KEYS[key])
-        if (
-            value != defaults.get(key, ...)
-            and not follows
-            and not re.fullmatch(WHERE_TO_WRITE, key)
-        ):
-            words.append(write_override(key, value))
-    module = f"-m rl2.trainer.{kind.__name__.removesuffix('Config').lower()}"
-    return " \\\n    ".join([" ".join([*launch, module]), *words])
-
-
-def write_override(key: str, value: Any) -> str:
-    """The argument that sets the key, quoted for a shell; `read_override` reads it."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    override = read_override(f"{key}={text}")
-    if isinstance(override, Assignment) and override.value == value:
-        return shlex.quote(f"{key}={text}")
-    return quote_for_shell(key, text)
-
-
-def leaf_values(config: Record) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of a config, also below the keys that take any names."""
-    for key, value in flatten(config):
-        if isinstance(value, dict) and value:
-            yield from flatten(value, f"{key}.")
-        else:
-            yield key, value
-
-
-def without_folders(key: str, value: Any) -> Any:
-    """The value with local paths cut to their last name; names on the hub stay."""
-    if isinstance(value, list):
-        return [without_folders(key, item) for item in value]
-    if not isinstance(value, str) or re.fullmatch(HUB_KEYS, key) and is_hub_name(value):
-        return value
-    if re.search(r"\s", value) and not value.startswith(("/", "~")):
-        return re.sub(FOLDERS_IN_TEXT, "", value)
-    return value.rstrip("/").rpartition("/")[2]
+def public_name(name: str) -> str:
+    """A name of the hub as it is, a local path by its last name."""
+    return name if is_hub_name(name) else Path(name).name
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it is OWNER/NAME of the hub, and no file or folder of this machine."""
+    """Whether it is OWNER/NAME of the hub, not a file or folder of this machine."""
     is_local = Path(name).exists() or name.endswith(FILES_OF_ROWS)
     return not is_local and re.fullmatch(HUB_NAME, name) is not None
-
-
-def _read(path: Path) -> Record:
-    """A file of YAML or JSON."""
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
