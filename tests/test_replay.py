@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 import textwrap
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -163,15 +164,15 @@ def steps_again(runs, tmp_path_factory):
     """What a replay of the steps 1 to 3 of `runs`/ppo writes; in the place of its processes."""
     again = tmp_path_factory.mktemp("again") / "ppo"
     run = replay.Run(runs / "ppo")
-    plan = replay.make_plan(run, 1)._replace(steps=range(1, 4))
+    rerun = replace(replay.make_rerun(run, 1, "again", again), last_step=3)
+    start = replay.find_launch(run, 1)
     replay.prepare(again, run)
-    forked(replay.make_command(run, plan, "again", again), plan.start)
+    forked(replay.make_command(rerun, start), start)
     date = json.loads((again / "run.json").read_text())["date"]
     assert date == "2001-02-03", "a chat template would show another day"
 
     def run_processes(command, start):
-        [out] = [word.partition("=")[2] for word in command if word.startswith("--out=")]
-        shutil.copytree(again, out, dirs_exist_ok=True)
+        shutil.copytree(again, json.loads(command[-1])["out"], dirs_exist_ok=True)
 
     return run_processes
 
@@ -261,7 +262,7 @@ def test_what_cannot_be_replayed_is_said_at_once(copied, runs, replayed, tmp_pat
     (copied / "checkpoints/step_1").rename(tmp_path / "step_1")
     write_rows(copied / "metrics.jsonl", read_metrics(copied)[2:])
     status, output = replayed(copied, 2)
-    assert status == 2 and "went on from a checkpoint of another run" in output
+    assert status == 2 and "from a checkpoint of another run" in output
     hosts = {"hosts": ["a", "b"], "world_size": 8}
     edit_json(copied / "run.json", lambda record: record["starts"][0].update(hosts))
     status, output = replayed(copied, 3)

@@ -10,28 +10,19 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 from rl2.report.page import Record
-from rl2.run.checkpoints import Checkpoints, step_of
+from rl2.run.checkpoints import Checkpoints
 from rl2.tools.compare import Comparison, Difference, Run
 from rl2.tools.diff import describe_steps, find_changes, print_changes, print_result
+from rl2.tools.rerun import Rerun
 
 PACKAGE = Path(__file__).parent.parent
-# On GPUs kernels may add in any order: numbers may differ by so much, or by this fraction, and the
-# hash of the weights is not compared. It has not been tried on a GPU.
+# Kernels of GPUs may add in any order: numbers may differ by this much, or by this fraction, and
+# the hash of the weights is not compared. No replay has been tried on a GPU.
 GPU_TOLERANCE = 1e-2
-
-
-class Plan(NamedTuple):
-    """How a step is run again."""
-
-    trainer: str  # the name of the config's class
-    config: Path  # the config.yaml of the launch that did the step
-    checkpoint: Path | None  # where it begins; None: at the beginning
-    steps: range  # that are run
-    start: Record  # the launch that did the step, of run.json
 
 
 def main() -> None:
@@ -48,10 +39,12 @@ def main() -> None:
         choices=("again", "saved"),
         default="again",
         help="again: the answers are sampled again; saved: those that trainer.save_tokens kept "
-        "are taken; PPO alone has some",
+        "are taken (PPO only)",
     )
     parser.add_argument(
-        "--out", type=Path, help="a new folder that keeps the records of the replay; else none does"
+        "--out",
+        type=Path,
+        help="a new folder for the records of the replay; by default they are deleted",
     )
     arguments = parser.parse_args()
     try:
@@ -71,56 +64,58 @@ def replay(folder: Path, step: int, rollouts: str, out: Path) -> Difference | No
     ValueError or RuntimeError if the step cannot be run again.
     """
     run = Run(folder.resolve())
-    plan = make_plan(run, step)
-    if rollouts == "saved":
-        check_tokens(run, plan.steps)
+    start = find_launch(run, step)
+    rerun = make_rerun(run, step, rollouts, out)
+    if rerun.takes_saved:
+        check_tokens(run, rerun.steps)
     prepare(out, run)
-    command = make_command(run, plan, rollouts, out)
-    if len(plan.start["hosts"]) > 1:
+    command = make_command(rerun, start)
+    if len(start["hosts"]) > 1:
         raise ValueError(
-            f"{folder} ran on {len(plan.start['hosts'])} machines, and this command starts "
+            f"{folder} ran on {len(start['hosts'])} machines, and this command starts "
             "processes on one. With --out, a folder that all of them see, start this on each, with "
             f"HOST the name of the first:\n  {shlex.join(command)}\n"
             f"and then compare:\n  rl2 diff {folder} {out}"
         )
-    place = f"from {plan.checkpoint}" if plan.checkpoint else "from the beginning of the run"
-    print(f"{describe_steps(plan.steps)} of {folder} again, {place}", flush=True)
-    run_processes(command, plan.start)
-    return report(run, Run(out), plan)
+    place = f"from {rerun.checkpoint}" if rerun.checkpoint else "from the beginning of the run"
+    print(f"{describe_steps(rerun.steps)} of {folder} again, {place}", flush=True)
+    run_processes(command, start)
+    return report(run, Run(out), rerun.steps, has_gpu=bool(start.get("gpu")))
 
 
-def make_plan(run: Run, step: int) -> Plan:
-    """How the step is run again. ValueError if it cannot be."""
+def find_launch(run: Run, step: int) -> Record:
+    """The launch of the run that did the step, as run.json has it. ValueError if there is none."""
     if not {"starts", "identity", "date"} <= run.record.keys():
         raise ValueError(f"{run.folder}/run.json is missing or broken: it says how to run a step")
     recorded = [number for number in run.metrics if number > 0]
     if step not in recorded:
         raise ValueError(f"--step {step}: {run.folder} has recorded {describe_steps(recorded)}")
+    return [start for start in run.record["starts"] if start["step"] < step][-1]
+
+
+def make_rerun(run: Run, step: int, rollouts: str, out: Path) -> Rerun:
+    """Which steps to run, from the newest checkpoint before. ValueError if there is no start."""
     checkpoints = Checkpoints(run.folder / "checkpoints")
     checkpoint = checkpoints.newest(before=step)
-    if checkpoint is None and min(recorded) > 1:
+    if checkpoint is None and min(number for number in run.metrics if number > 0) > 1:
         raise ValueError(
-            f"{run.folder} went on from a checkpoint of another run, and has none of its own "
+            f"{run.folder} was resumed from a checkpoint of another run, and has none of its own "
             f"before step {step}: replay the other run, or a later step"
         )
-    done = step_of(checkpoint) if checkpoint else 0
-    launches = [start for start in run.record["starts"] if start["step"] < step]
-    has_later = launches[-1] != run.record["starts"][-1]
-    return Plan(
-        run.record["identity"]["trainer"],
-        find_config(run, step) if has_later else run.folder / "config.yaml",
-        checkpoint,
-        range(done + 1, step + 1),
-        launches[-1],
+    config = run.folder
+    if find_launch(run, step) != run.record["starts"][-1]:
+        # A later launch has replaced the run's config.yaml; the next checkpoint has the old one.
+        later = [checkpoints.path(saved) for saved in checkpoints.steps() if saved >= step]
+        config = [*later, run.folder][0]
+    return Rerun(
+        run=str(run.folder),
+        out=str(out),
+        trainer=run.record["identity"]["trainer"],
+        config=str(config),
+        checkpoint=str(checkpoint) if checkpoint else None,
+        last_step=step,
+        takes_saved=rollouts == "saved",
     )
-
-
-def find_config(run: Run, step: int) -> Path:
-    """The config.yaml of the first checkpoint from the step on: a later launch has replaced that of
-    the run. If there is no such checkpoint it is that of the run."""
-    checkpoints = Checkpoints(run.folder / "checkpoints")
-    later = [checkpoints.path(saved) for saved in checkpoints.steps() if saved >= step]
-    return [*later, run.folder][0] / "config.yaml"
 
 
 def check_tokens(run: Run, steps: range) -> None:
@@ -134,7 +129,7 @@ def check_tokens(run: Run, steps: range) -> None:
 
 
 def prepare(out: Path, run: Run) -> None:
-    """Makes the folder of the replay, whose run starts on the date of the recorded one.
+    """Makes the folder of the replay. Its run.json has the date of the recorded run.
 
     ValueError if there is something in it.
     """
@@ -144,18 +139,15 @@ def prepare(out: Path, run: Run) -> None:
     (out / "run.json").write_text(json.dumps({"date": run.record["date"]}))
 
 
-def make_command(run: Run, plan: Plan, rollouts: str, out: Path) -> list[str]:
-    """The program that runs the steps, with as many processes as the recorded launch had."""
-    num_nodes, world_size = len(plan.start["hosts"]), plan.start["world_size"]
+def make_command(rerun: Rerun, start: Record) -> list[str]:
+    """The program that runs the steps, with as many processes as the launch `start` had."""
+    num_nodes, world_size = len(start["hosts"]), start["world_size"]
     command = [sys.executable]
     if world_size > 1:
         command += ["-m", "torch.distributed.run", f"--nproc_per_node={world_size // num_nodes}"]
         where = ["--rdzv_backend=c10d", "--rdzv_endpoint=HOST:29500", f"--nnodes={num_nodes}"]
         command += where if num_nodes > 1 else ["--standalone"]
-    command += ["-m", "rl2.tools.rerun", f"--run={run.folder}", f"--out={out}"]
-    command += [f"--trainer={plan.trainer}", f"--config={plan.config}", f"--rollouts={rollouts}"]
-    command += [f"--step={plan.steps[-1]}"]
-    return command + ([f"--checkpoint={plan.checkpoint}"] if plan.checkpoint else [])
+    return [*command, "-m", "rl2.tools.rerun", json.dumps(asdict(rerun))]
 
 
 def run_processes(command: list[str], start: Record) -> None:
@@ -176,18 +168,18 @@ def run_processes(command: list[str], start: Record) -> None:
         raise RuntimeError(f"the step could not be run again (status {done.returncode}{where})")
 
 
-def report(run: Run, again: Run, plan: Plan) -> Difference | None:
+def report(run: Run, again: Run, steps: range, has_gpu: bool) -> Difference | None:
     """Prints what has changed since the run, and the first difference. Returns this one."""
     tolerance = 0.0
-    if plan.start.get("gpu"):
+    if has_gpu:
         tolerance = GPU_TOLERANCE
         for line in run.metrics.values():
             for name in [name for name in line if name.startswith("weights")]:
                 del line[name]
         print(f"on a GPU: compared with a tolerance of {tolerance}, without the weights' hash")
     comparison = Comparison(run, again, tolerance)
-    found = comparison.find(plan.steps)
-    changes, _ = find_changes(run, again, found.step if found else plan.steps[-1])
+    found = comparison.find(steps)
+    changes, _ = find_changes(run, again, found.step if found else steps[-1])
     print_changes("changed since the run", changes)
-    print_result(comparison, plan.steps, found, changes)
+    print_result(comparison, steps, found, changes)
     return found

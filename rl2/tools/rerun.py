@@ -1,14 +1,15 @@
 """Runs steps of a recorded run again. `rl2 replay` starts one process or several of it:
 
-    [torchrun ...] -m rl2.tools.rerun --run RUN --out FOLDER --step N ...
+    [torchrun ...] -m rl2.tools.rerun JSON
 
-It trains as the run did, and leaves out what changes no weights: evaluations, checkpoints, exports,
-services. It ends after step N. The schedule of the learning rate is that of the whole run.
+JSON has the fields of `Rerun`. The trainer runs as it did and leaves out what changes no weights:
+evaluations, checkpoints, exports, services.
 """
 
-import argparse
 import json
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rl2.config.parse import parse
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, worker_names
 from rl2.data.rows import hash_data
 from rl2.run.changes import DATA
+from rl2.run.checkpoints import step_of
 from rl2.run.signals import guard
 from rl2.trainer import dpo, ppo, rm, sft
 from rl2.trainer.ppo_run import PPORun
@@ -32,15 +34,35 @@ TRAINERS: dict[str, tuple[type, Callable[..., Any], Callable[[Any], None]]] = {
 }
 
 
-def change_config(config: Any, out: Path, checkpoint: Path | None) -> None:
-    """Sets the places of the run, and turns off what it writes besides its records."""
-    config.trainer.save_dir = str(out)
-    config.trainer.resume = str(checkpoint or "auto")
+@dataclass(frozen=True)
+class Rerun:
+    """Which steps to run again, and from what. Paths are texts, so that JSON can hold them."""
+
+    run: str  # folder of the recorded run
+    out: str  # folder of the replay
+    trainer: str  # of TRAINERS
+    config: str  # folder with the config.yaml of the launch that did the steps
+    checkpoint: str | None  # before the first step; None at the beginning of the run
+    last_step: int
+    takes_saved: bool  # the tokens that the run saved; otherwise answers are sampled again
+
+    @property
+    def steps(self) -> range:
+        done = step_of(Path(self.checkpoint)) if self.checkpoint else 0
+        return range(done + 1, self.last_step + 1)
+
+
+def read_config(rerun: Rerun, kind: type) -> Any:
+    """The config of the run, with other places and without what is written besides the records."""
+    config: Any = parse(kind, ["--config-dir", rerun.config, "--config-name", "config.yaml"])
+    config.trainer.save_dir = rerun.out
+    config.trainer.resume = rerun.checkpoint or "auto"
     config.trainer.save_freq = config.trainer.report_freq = None
     config.trainer.loggers = []
     for name in worker_names(config):
         section = getattr(config, name)
         section.save_dir = section.save_freq = None
+    return config
 
 
 def check_data(config: Any, recorded: Path) -> None:
@@ -50,37 +72,24 @@ def check_data(config: Any, recorded: Path) -> None:
     if before and now and before != now:
         raise ValueError(
             f"{DATA}={config.data.path} has another content than when {recorded} was recorded "
-            f"(SHA-256 {before[:16]} then, {now[:16]} now): give back the rows of then"
+            f"(SHA-256 {before[:16]} then, {now[:16]} now): restore the original rows"
         )
 
 
-def rerun(arguments: argparse.Namespace) -> None:
-    """Runs the steps after the checkpoint until `arguments.step`. All processes must call."""
-    kind, make_run, train = TRAINERS[arguments.trainer]
-    recipe = ["--config-dir", str(arguments.config.parent), "--config-name", "config.yaml"]
-    config = parse(kind, recipe)
-    change_config(config, arguments.out, arguments.checkpoint)
-    replay = Replay(arguments.step)
-    if arguments.rollouts == "saved":
-        replay = Replay(arguments.step, rollouts=arguments.run)
+def main() -> None:
+    """Runs the steps. All processes of the job must call."""
+    rerun = Rerun(**json.loads(sys.argv[1]))
+    kind, make_run, train = TRAINERS[rerun.trainer]
+    config = read_config(rerun, kind)
+    replay = Replay(rerun.last_step)
+    if rerun.takes_saved:
+        replay = Replay(rerun.last_step, rollouts=Path(rerun.run))
     with guard(config.trainer.watchdog):
-        check_data(config, arguments.run)
+        check_data(config, Path(rerun.run))
         run = make_run(config, replay)
         train(run)
         run.close()
         dist.destroy_process_group()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m rl2.tools.rerun")
-    parser.add_argument("--run", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--trainer", choices=TRAINERS, required=True)
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--checkpoint", type=Path)
-    parser.add_argument("--step", type=int, required=True)
-    parser.add_argument("--rollouts", required=True)
-    rerun(parser.parse_args())
 
 
 if __name__ == "__main__":
