@@ -18,13 +18,24 @@ DATA = "data.path"
 # Where and how a run resumes: these say nothing about the experiment.
 UNLISTED = ("trainer.resume", "trainer.save_dir", "trainer.experiment_name")
 # Patterns of keys that name, place or watch a run, or keep more of it. They change no number.
-HARMLESS = """
-    trainer.project trainer.experiment_name trainer.loggers trainer.disable_wandb trainer.resume
-    trainer.keep_checkpoints trainer.report_freq trainer.test_freq trainer.watchdog
-    trainer.save_tokens trainer.max_skipped_updates rollout.check_weights
-    *.save_dir *.save_freq *.save_optimizer
-"""
-LENGTH = "trainer.n_epochs trainer.max_steps"  # how far a run goes
+HARMLESS = (
+    "trainer.project",
+    "trainer.experiment_name",
+    "trainer.loggers",
+    "trainer.disable_wandb",
+    "trainer.resume",
+    "trainer.keep_checkpoints",
+    "trainer.report_freq",
+    "trainer.test_freq",
+    "trainer.watchdog",
+    "trainer.save_tokens",
+    "trainer.max_skipped_updates",
+    "rollout.check_weights",
+    "*.save_dir",
+    "*.save_freq",
+    "*.save_optimizer",
+)
+LENGTH = ("trainer.n_epochs", "trainer.max_steps")  # how far a run goes
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,11 @@ class Change:
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether it changes no number."""
+        return any(fnmatch(self.key, pattern) for pattern in HARMLESS)
 
 
 @dataclass
@@ -96,12 +112,7 @@ def find_changes(
 
 def find_ignored_changes(changes: Iterable[Change]) -> list[Change]:
     """Returns the changes that would have no effect on a finished run, but are meant to."""
-    patterns = (HARMLESS + LENGTH).split()
-    ignored = []
-    for change in changes:
-        if not any(fnmatch(change.key, pattern) for pattern in patterns):
-            ignored.append(change)
-    return ignored
+    return [change for change in changes if not change.is_harmless and change.key not in LENGTH]
 
 
 def _has_same_content(name: str, before: RunIdentity, now: RunIdentity) -> bool | None:

@@ -1,15 +1,13 @@
 """`rl2 diff RUN RUN`: where two runs first part, and what else differs between them."""
 
 import argparse
-import re
 import sys
 from collections.abc import Iterable
-from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
+from rl2.config.schema import FOLLOWED_KEYS
 from rl2.report.page import Record
-from rl2.run.changes import HARMLESS
+from rl2.run.changes import Change
 from rl2.tools.compare import ABSENT, Comparison, Difference, Run, flatten
 
 # Of a launch in run.json. Older runs lack some.
@@ -20,8 +18,6 @@ UNRECORDED = (
     "Not recorded are files under the same name, such as a model; what the environment reads or "
     "asks; and what depends on time: rollout.partial, trainer.deterministic=false, kernels of a GPU"
 )
-
-Changes = dict[str, tuple[Any, Any]]  # name -> the values of the two runs
 
 
 def main() -> None:
@@ -36,7 +32,7 @@ def main() -> None:
         "--tolerance",
         type=float,
         default=0.0,
-        help="numbers are equal if they differ by so much at most, or by this fraction of the "
+        help="numbers are equal if they differ by this much at most, or by this fraction of the "
         "larger one, e.g. 1e-3 for runs on GPUs; 0 by default",
     )
     arguments = parser.parse_args()
@@ -71,7 +67,7 @@ def report(comparison: Comparison) -> Difference | None:
 
 
 def print_result(
-    comparison: Comparison, steps: Iterable[int], found: Difference | None, numbers: Changes
+    comparison: Comparison, steps: Iterable[int], found: Difference | None, numbers: list[Change]
 ) -> None:
     """Prints the first difference, or that the steps are the same."""
     if found:
@@ -83,11 +79,9 @@ def print_result(
     print(f"same: {describe_steps(steps)} (compared: {kinds})")
 
 
-def print_changes(title: str, changes: Changes) -> None:
+def print_changes(title: str, changes: list[Change]) -> None:
     if changes:
-        print(f"{title}:")
-        for name, (a, b) in changes.items():
-            print(f"  {name}: {a} -> {b}")
+        print(f"{title}:", *changes, sep="\n  ")
 
 
 def describe_steps(numbers: Iterable[int]) -> str:
@@ -100,28 +94,34 @@ def describe_steps(numbers: Iterable[int]) -> str:
     return f"steps {', '.join(texts)}"
 
 
-def matches(name: str, patterns: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns.split())
-
-
-def find_changes(first: Run, second: Run, step: int) -> tuple[Changes, Changes]:
+def find_changes(first: Run, second: Run, step: int) -> tuple[list[Change], list[Change]]:
     """What differs in the configs and in what the runs were started with for the step.
 
     First what may change numbers, then the rest.
     """
-    a, b = (describe_run(run, step) for run in (first, second))
-    changes = {name: (a.get(name, ABSENT), b.get(name, ABSENT)) for name in {**a, **b}}
-    numbers: Changes = {}
-    names: Changes = {}
-    for name, values in changes.items():
-        leader = re.sub(r"^(critic|teacher)\.", "actor.", name).replace(".test_s", ".train_s")
-        follows = leader != name and changes.get(leader) == values  # it does unless it is set
-        is_known = name not in FACTS or ABSENT not in values
-        if values[0] != values[1] and is_known and not follows:
-            before, after = changes.get(f"contents.{name}", values)
-            is_harmless = before == after or matches(name, HARMLESS)
-            (names if is_harmless else numbers)[name] = values
+    before, now = describe_run(first, step), describe_run(second, step)
+    numbers: list[Change] = []
+    names: list[Change] = []
+    for name in {**before, **now}:
+        old, new = before.get(name, ABSENT), now.get(name, ABSENT)
+        is_unrecorded = name in FACTS and ABSENT in (old, new)
+        if old == new or is_unrecorded or follows_leader(name, before, now):
+            continue
+        change = Change(name, f"{name}: {old} -> {new}")
+        content = f"contents.{name}"
+        has_same_content = content in before and before[content] == now.get(content)
+        is_harmless = change.is_harmless or has_same_content
+        (names if is_harmless else numbers).append(change)
     return numbers, names
+
+
+def follows_leader(name: str, before: Record, now: Record) -> bool:
+    """Returns whether the key changed like the key that gives it its value unless it is set."""
+    leader = FOLLOWED_KEYS.get(name)
+    if leader is None:
+        return False
+    has_followed = before.get(name) == before.get(leader)
+    return has_followed and now.get(name) == now.get(leader)
 
 
 def describe_run(run: Run, step: int) -> Record:
