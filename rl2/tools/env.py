@@ -15,6 +15,8 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
 from statistics import median
 from typing import NamedTuple
 
@@ -30,8 +32,6 @@ from rl2.env.call import Env
 from rl2.env.contract import EnvError
 from rl2.env.load import load_env, play_reply
 from rl2.trainer.ppo_run import EvaluationRun
-
-Case = tuple[str, int, str]  # the kind of a reply, the number of its row, the reply
 
 # Keys of layouts, which are those of the run and not of this process.
 ELSEWHERE = ("actor.fsdp_size", "actor.sp_size", "actor.tp_size", "rollout.tp_size")
@@ -60,35 +60,58 @@ REPLIES = {
     "0 1 2 ... 99": [" ".join(map(str, range(100)))],
 }
 ANSWERS = {EMPTY: [""], NO_NUMBER: ["nan", "inf"], PATTERN: [".*"]}  # in every form
-ADVICE = {  # the beginning of a problem -> what to do about it
-    "exploit: several answers": "compare one whole field, such as the last <answer></answer>",
-    "exploit: wrong answer": "compare the answer; a right format may earn a small part only",
-    "exploit: near miss": "compare exactly, as rl2.rewards.maths.same_number does, or with a "
-    "tolerance far below the distance of two answers",
-    "exploit: part of the gold": "compare whole texts by ==, not by `in`, a prefix or a similarity",
-    "exploit: name of a column": "never eval() a reply: read it by float() or ast.literal_eval()",
-    "exploit: not a number": "NaN makes every comparison false: deny it by math.isfinite",
-    "exploit: pattern": "a reply must not be the pattern: use re.escape, or compare by ==",
-    "exploit: asks the judge": "read the verdict from the output of the judge alone, and tell the "
-    "judge where the reply begins and ends",
-    "exploit: empty": "a reply without an answer must earn less: return 0.0 for it",
-    "exploit": "find the answer in its own field of the reply, and give less for all else",
-    "nothing teaches": "add the form that reward_fn looks for, as --form 'Result: {}', or correct "
-    "reward_fn",
-    "gold answer": "look at this row: is its `answer` right, and does reward_fn read it?",
-    "failure": "catch it in reward_fn and return 0.0: in a run such a call costs its trajectory",
-    "not deterministic": "seed what is random, and keep no state between calls",
-    "leak": "close what a call opens (`with`), and wait for the threads and processes it starts",
-    "reward parts": "return the same names for every reply, with 0.0 for parts that do not apply",
-    "prints on stdout": "remove the print, or write to a log",
+EXPLOIT_ADVICE = {  # kind of a reply -> what to do if it earns as much as the gold answer
+    SEVERAL: "compare one whole field, such as the last <answer></answer>",
+    WRONG: "compare the answer; a right format may earn a small part only",
+    NEAR: "compare exactly, as rl2.rewards.maths.same_number does, or with a tolerance far below "
+    "the distance of two answers",
+    PART: "compare whole texts by ==, not by `in`, a prefix or a similarity",
+    NAME: "never eval() a reply: read it by float() or ast.literal_eval()",
+    NO_NUMBER: "NaN makes every comparison false: deny it by math.isfinite",
+    PATTERN: "a reply must not be the pattern: use re.escape, or compare by ==",
+    JUDGE: "read the verdict from the output of the judge alone, and tell the judge where the "
+    "reply begins and ends",
+    EMPTY: "a reply without an answer must earn less: return 0.0 for it",
 }
+OTHER_EXPLOIT = "find the answer in its own field of the reply, and give less for all else"
 NOT_HERE = r"(?i)connection refused|name resolution|name or service not known|no module named"
 ONLY_WITH_MODEL = {"run", "group_reward_fn", "interact", "environment.step"}
-UNUSABLE = f"{NOT_HERE}|did not return"  # failures behind which nothing more is tried
-STOPPED = "not tried: many replies at once, since those above could not be rewarded"
+UNUSABLE = f"{NOT_HERE}|did not return"  # failures after which nothing more is tried
 PASS_SECONDS = 10.0  # of all calls, many at once; those that do not fit in are left out
 NUM_BINS = 4  # of lengths
 MAX_OTHERS = 4  # answers of other rows that are tried as answers to a row
+
+
+class Case(NamedTuple):
+    """A reply that is rewarded."""
+
+    kind: str
+    row: int
+    reply: str
+
+
+class Verdict(StrEnum):
+    PROBLEM = "PROBLEM"
+    NOTE = "note"
+    NOT_TRIED = "not tried"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the command says about the environment, and what to do about a problem."""
+
+    verdict: Verdict
+    text: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        advice = f"\n    to do: {self.advice}" if self.advice else ""
+        return f"{self.verdict}: {self.text}{advice}"
+
+
+STOPPED = Finding(
+    Verdict.NOT_TRIED, "many replies at once, since those above could not be rewarded"
+)
 
 
 class Trial(NamedTuple):
@@ -101,36 +124,42 @@ class Trial(NamedTuple):
 def make_cases(rows: list[dict], forms: list[str]) -> Iterator[Case]:
     """The replies to each row. Those with the gold answer need a column `answer`."""
     golds = [gold_answers(row) for row in rows]
+    others = [answers[0] for answers in golds if answers]
     for i, row in enumerate(rows):
         prompt = row["messages"]
         text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
         for kind, replies in {**REPLIES, "the prompt": [text]}.items():
             for reply in replies:
-                yield kind, i, reply
-        if not golds[i]:
-            continue
-        gold = golds[i][0]
-        answers = [FIRST_WRONG, gold, LAST_WRONG]
-        others = [answer for other in golds for answer in other[:1]]
-        wrong = {**ANSWERS, **near_misses(gold, others), NAME: [x for x in row if x != "messages"]}
-        for form in forms:
-            *each, together = (form.replace("{}", x) for x in (*answers, " or ".join(answers)))
-            yield GOLD, i, each[1]
-            yield WRONG, i, each[2]
-            yield SEVERAL, i, together
-            yield SEVERAL, i, "\n".join(each)
-            for kind, texts in wrong.items():
-                for answer in texts:
-                    if answer.casefold() not in map(str.casefold, golds[i]):
-                        yield kind, i, form.replace("{}", answer)
+                yield Case(kind, i, reply)
+        if golds[i]:
+            columns = [column for column in row if column != "messages"]
+            wrong = {**ANSWERS, **near_misses(golds[i][0], others), NAME: columns}
+            for form in forms:
+                yield from make_answers(i, form, golds[i], wrong)
+
+
+def make_answers(
+    row: int, form: str, golds: list[str], wrong: dict[str, list[str]]
+) -> Iterator[Case]:
+    """The replies to a row in one form: the gold answer, wrong ones by kind, and several."""
+    answers = [FIRST_WRONG, golds[0], LAST_WRONG]
+    first, gold, last = (form.replace("{}", answer) for answer in answers)
+    yield Case(GOLD, row, gold)
+    yield Case(WRONG, row, last)
+    yield Case(SEVERAL, row, form.replace("{}", " or ".join(answers)))
+    yield Case(SEVERAL, row, f"{first}\n{gold}\n{last}")
+    right = [answer.casefold() for answer in golds]
+    for kind, texts in wrong.items():
+        for answer in texts:
+            if answer.casefold() not in right:
+                yield Case(kind, row, form.replace("{}", answer))
 
 
 def gold_answers(row: dict) -> list[str]:
     """The right answers of a row, as texts; none without the column `answer`."""
     gold = row.get("answer", "")
-    texts = [
-        str(x).rpartition("####")[2].strip() for x in (gold if isinstance(gold, list) else [gold])
-    ]
+    golds = gold if isinstance(gold, list) else [gold]
+    texts = [str(each).rpartition("####")[2].strip() for each in golds]
     return [text for text in texts if text]
 
 
@@ -161,18 +190,18 @@ def try_cases(
         slots = asyncio.Semaphore(env.concurrency)
 
         async def try_one(case: Case) -> None:
-            _, row, reply = case
             async with slots:
                 start = time.monotonic()
                 try:
-                    parts = await play_reply(env, rollout.max_turns, rows[row], reply, case)
+                    row = rows[case.row]
+                    parts = await play_reply(env, rollout.max_turns, row, case.reply, case)
                     trial.parts.add(tuple(sorted(parts)))
                     if parts:
-                        trial.rewards[case] = sum(weights.get(x, 1.0) * parts[x] for x in parts)
+                        weighted = [weights.get(name, 1.0) * parts[name] for name in parts]
+                        trial.rewards[case] = sum(weighted)
                 except EnvError as error:
-                    first, *others = str(error).strip().splitlines()
-                    place = f" {others[-1]} ({error.kind.rpartition('/')[2]})" if others else ""
-                    trial.failures[error.kind] = f"{first}{place}, with the reply {reply!r:.60}"
+                    text = describe_failure(error)
+                    trial.failures[error.kind] = f"{text}, with the reply {case.reply!r:.60}"
                 trial.seconds.append(time.monotonic() - start)
 
         await asyncio.wait_for(asyncio.gather(*map(try_one, cases)), limit)
@@ -180,6 +209,12 @@ def try_cases(
     with contextlib.suppress(TimeoutError):
         asyncio.run(try_all())
     return trial
+
+
+def describe_failure(error: EnvError) -> str:
+    """The first line of the error; of one with a traceback also its last line and its place."""
+    first, *others = str(error).strip().splitlines()
+    return f"{first} {others[-1]} ({error.kind.rpartition('/')[2]})" if others else first
 
 
 def held() -> dict[str, float]:
@@ -194,73 +229,113 @@ def held() -> dict[str, float]:
     }
 
 
-def find_failures(trial: Trial) -> Iterator[str]:
-    """A line for each kind of failure."""
+def find_failures(trial: Trial) -> Iterator[Finding]:
+    """A finding for each kind of failure."""
     for failure in trial.failures.values():
-        verdict = "not tried" if re.search(NOT_HERE, failure) else "PROBLEM: failure"
-        yield f"{verdict}: {failure}"
+        if re.search(NOT_HERE, failure):
+            yield Finding(Verdict.NOT_TRIED, failure)
+        else:
+            advice = (
+                "catch it in reward_fn and return 0.0: in a run such a call costs its trajectory"
+            )
+            yield Finding(Verdict.PROBLEM, f"failure: {failure}", advice)
 
 
-def find_differences(first: Trial, second: Trial, where: str) -> Iterator[str]:
+def find_differences(first: Trial, second: Trial, where: str) -> Iterator[Finding]:
     """The first reply that earns something else the second time."""
     for case, reward in first.rewards.items():
         again = second.rewards.get(case, reward)
         if again != reward:
-            earned = f"{reward:g}, then {again:g}"
-            yield f"PROBLEM: not deterministic {where}: {case[2]!r:.60} earns {earned}"
+            text = f"{where}: {case.reply!r:.60} earns {reward:g}, then {again:g}"
+            advice = "seed what is random, and keep no state between calls"
+            yield Finding(Verdict.PROBLEM, f"not deterministic {text}", advice)
             return
 
 
-def find_exploits(rewards: dict[Case, float], num_rows: int) -> Iterator[str]:
-    """Replies that earn as much as the gold answer in most rows. Prints what each kind earns."""
-    best: dict[str, np.ndarray] = {}  # kind -> [row], the highest reward
-    for (kind, row, _), reward in rewards.items():
-        of_kind = best.setdefault(kind, np.full(num_rows, np.nan))
-        of_kind[row] = np.fmax(of_kind[row], reward)
+def best_rewards(rewards: dict[Case, float], num_rows: int) -> dict[str, np.ndarray]:
+    """Kind of a reply -> [row], the highest reward; NaN in rows without such a reply."""
+    best: dict[str, np.ndarray] = {}
+    for case, reward in rewards.items():
+        of_kind = best.setdefault(case.kind, np.full(num_rows, np.nan))
+        of_kind[case.row] = np.fmax(of_kind[case.row], reward)
+    return best
+
+
+def print_rewards(best: dict[str, np.ndarray]) -> None:
     print("reply             lowest    mean highest")
     for kind, earned in best.items():
         mean = f"{np.nanmean(earned):8.3f}"
         print(f"{kind:16}{np.nanmin(earned):8.3f}{mean}{np.nanmax(earned):8.3f}")
-    if len({*rewards.values()}) == 1 < len(best) and (GOLD in best or max(rewards.values())):
-        yield f"PROBLEM: nothing teaches: all {len(rewards)} replies earn the same"
-    gold = best.pop(GOLD, np.ones(num_rows))
+
+
+def find_exploits(
+    rewards: dict[Case, float], best: dict[str, np.ndarray], num_rows: int
+) -> Iterator[Finding]:
+    """Replies that earn as much as the gold answer in most rows. `best` is of `best_rewards`."""
+    if len(set(rewards.values())) == 1 < len(best) and (GOLD in best or max(rewards.values())):
+        text = f"nothing teaches: all {len(rewards)} replies earn the same"
+        advice = (
+            "add the form that reward_fn looks for, as --form 'Result: {}', or correct reward_fn"
+        )
+        yield Finding(Verdict.PROBLEM, text, advice)
+    gold = best.get(GOLD, np.ones(num_rows))
     is_unread = gold <= best.get(WRONG, gold - 1)
     if is_unread.any():
-        verdict = "note" if is_unread.all() else "PROBLEM"
         where = f"in {is_unread.sum()} of {num_rows} rows, first row {is_unread.argmax()}"
-        yield f"{verdict}: gold answer: earns no more than a wrong one {where}"
+        text = f"gold answer: earns no more than a wrong one {where}"
+        if is_unread.all():
+            yield Finding(Verdict.NOTE, text)
+        else:
+            advice = "look at this row: is its `answer` right, and does reward_fn read it?"
+            yield Finding(Verdict.PROBLEM, text, advice)
     for kind, earned in best.items():
+        if kind == GOLD:
+            continue
         is_high = earned >= np.where(is_unread, np.fmax(gold, 1), gold)
         if is_high.sum() > 0.5 * np.isfinite(earned).sum():
-            reward, reply = max((rewards[case], case[2]) for case in rewards if case[0] == kind)
-            where = f"in {is_high.sum()} of {num_rows} rows: {reply!r:.60}"
-            yield f"PROBLEM: exploit: {kind}: earns {reward:g}, as the gold answer, {where}"
+            reward, reply = max(
+                (rewards[case], case.reply) for case in rewards if case.kind == kind
+            )
+            text = (
+                f"{kind}: earns {reward:g}, as the gold answer, in {is_high.sum()} of {num_rows} "
+            )
+            advice = EXPLOIT_ADVICE.get(kind, OTHER_EXPLOIT)
+            yield Finding(Verdict.PROBLEM, f"exploit: {text}rows: {reply!r:.60}", advice)
 
 
-def find_faults(config: PPOConfig, rows: list[dict], cases: list[Case]) -> Iterator[str]:
-    """A line for each fault of the environment, and for what could not be tried."""
+def try_alone(config: PPOConfig, rows: list[dict], cases: list[Case]) -> tuple[Trial, set[str]]:
+    """Rewards the replies one by one in a process. Returns also what only a model can try."""
     rollout = config.rollout
-    file = (rollout.env_path, rollout.env_timeout)
-    env = load_env(*file).in_processes(1)
-    few = [case for case in cases if case[1] == 0]
-    alone = try_cases(env, rollout, rows, few, rollout.env_timeout + PASS_SECONDS)
+    env = load_env(rollout.env_path, rollout.env_timeout).in_processes(1)
+    trial = try_cases(env, rollout, rows, cases, rollout.env_timeout + PASS_SECONDS)
     env.close()
-    for name in env.spec.row_functions().keys() & ONLY_WITH_MODEL:
-        yield f"not tried: {name}, as far as it needs the turns of a model"
+    return trial, env.spec.row_functions().keys() & ONLY_WITH_MODEL
+
+
+def find_faults(config: PPOConfig, rows: list[dict], cases: list[Case]) -> Iterator[Finding]:
+    """What is wrong with the environment, and what could not be tried."""
+    rollout = config.rollout
+    alone, untried = try_alone(config, rows, [case for case in cases if case.row == 0])
+    for name in sorted(untried):
+        yield Finding(Verdict.NOT_TRIED, f"{name}, as far as it needs the turns of a model")
     if not alone.rewards or re.search(UNUSABLE, str(alone.failures)):
         yield from find_failures(alone)
         yield STOPPED
         return
-    env = load_env(*file, rollout.env_concurrency, rollout.env_isolation)
+    env = load_env(
+        rollout.env_path, rollout.env_timeout, rollout.env_concurrency, rollout.env_isolation
+    )
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         first = try_cases(env, rollout, rows, cases, PASS_SECONDS)
         tracemalloc.start()
         before = held()
         second = try_cases(env, rollout, rows, cases, PASS_SECONDS)
-        kept = {name: amount - before[name] for name, amount in held().items()}
+        after = held()
         tracemalloc.stop()
     env.close()
-    yield from find_exploits(first.rewards, len(rows))
+    best = best_rewards(first.rewards, len(rows))
+    print_rewards(best)
+    yield from find_exploits(first.rewards, best, len(rows))
     print(
         f"{median(alone.seconds):.4f} s a call alone, {median([*first.seconds, 0]):.4f} s beside "
         f"others; {len(first.seconds)} of {len(cases)} replies tried"
@@ -268,21 +343,28 @@ def find_faults(config: PPOConfig, rows: list[dict], cases: list[Case]) -> Itera
     yield from find_failures(first)
     yield from find_differences(first, second, "when rewarded again")
     yield from find_differences(alone, first, "in another process")
-    for name, amount in kept.items():
-        if amount > max(2, len(cases) / 100):
-            yield f"PROBLEM: leak: {amount:.0f} more {name} after {len(cases)} calls"
+    yield from find_leaks(before, after, len(cases))
     if len(first.parts) > 1:
-        yield f"PROBLEM: reward parts are not the same for all replies: {sorted(first.parts)}"
+        text = f"reward parts are not the same for all replies: {sorted(first.parts)}"
+        advice = "return the same names for every reply, with 0.0 for parts that do not apply"
+        yield Finding(Verdict.PROBLEM, text, advice)
     if printed.getvalue():
-        yield f"PROBLEM: prints on stdout: {printed.getvalue()!r:.60}"
+        text = f"prints on stdout: {printed.getvalue()!r:.60}"
+        yield Finding(Verdict.PROBLEM, text, "remove the print, or write to a log")
 
 
-def find_advice(fault: str) -> Iterator[str]:
-    """A line with what to do about a problem."""
-    for beginning, advice in ADVICE.items():
-        if fault.startswith(f"PROBLEM: {beginning}"):
-            yield f"    to do: {advice}"
-            return
+def find_leaks(
+    before: dict[str, float], after: dict[str, float], num_calls: int
+) -> Iterator[Finding]:
+    """What the process holds after the calls and did not hold before."""
+    for name in after:
+        more = after[name] - before[name]
+        if more > max(2, num_calls / 100):
+            text = f"leak: {more:.0f} more {name} after {num_calls} calls"
+            advice = (
+                "close what a call opens (`with`), and wait for the threads and processes it starts"
+            )
+            yield Finding(Verdict.PROBLEM, text, advice)
 
 
 def play_model(words: list[str]) -> None:
@@ -309,22 +391,26 @@ def main() -> None:
     usage = "rl2 env FILE data.path=ROWS [--rows N] [--form TEXT] key=value ..."
     about = "Tries a file or a ready-made env; the keys are those of PPO. See docs/environments.md."
     parser = argparse.ArgumentParser(usage=usage, description=about)
-    parser.add_argument("--rows", type=int, default=8, help="use the first so many rows (8)")
+    parser.add_argument("--rows", type=int, default=8, help="how many rows to use, the first (8)")
     form = "one more form of an answer, such as 'Result: {}'"
-    parser.add_argument("--form", action="append", default=FORMS, help=form)
+    parser.add_argument("--form", action="append", default=[], help=form)
     options, words = parser.parse_known_args()
     if words and "=" not in words[0]:
         words[0] = f"rollout.env_path={words[0]}"
     config = parse(PPOConfig, words, elsewhere=ELSEWHERE, optional=OPTIONAL)
     data = config.data
     try:
-        rows = [*load_rows(data.path, "train", PROMPT_ROWS.read, data.columns, options.rows)]
-        faults = [*find_faults(config, rows, [*make_cases(rows, options.form)])]
-        for fault in faults or ["no fault found"]:
-            print(fault, *find_advice(fault), sep="\n")
+        rows = list(load_rows(data.path, "train", PROMPT_ROWS.read, data.columns, options.rows))
+        cases = list(make_cases(rows, FORMS + options.form))
+        findings = list(find_faults(config, rows, cases))
+        if not findings:
+            print("no fault found")
+        for finding in findings:
+            print(finding)
         if config.actor.model_name:
             play_model([*words, f"data.test_path={data.path}", f"data.test_limit={options.rows}"])
     except (ValueError, RuntimeError, OSError) as error:
         refuse([general_problem(str(error))])
-    is_fault = (fault.startswith("PROBLEM") for fault in faults)
-    sys.exit(1 if any(is_fault) else 2 * (STOPPED in faults))
+    if any(finding.verdict is Verdict.PROBLEM for finding in findings):
+        sys.exit(1)
+    sys.exit(2 if STOPPED in findings else 0)
