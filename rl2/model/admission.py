@@ -98,7 +98,7 @@ def _text(error: Exception) -> str:
 
 
 def make_plain(model_class: Any, config: PreTrainedConfig) -> Any:
-    """The model with the attention of transformers and random weights, in fp32."""
+    """Returns the model with the attention of transformers and random weights, in fp32."""
     try:
         plain = model_class.from_config(
             deepcopy(config), attn_implementation="eager", dtype=torch.float32
@@ -136,7 +136,7 @@ def _make_samples() -> list[Sample]:
 
 
 def packed_columns(model: TokenModel, batch: Batch) -> Tensor:
-    """[B, T] log-probabilities or values as rl2 computes them, all rows in one pack."""
+    """Computes [B, T] log-probabilities or values as rl2 does, all rows in one pack."""
     packed = zigzag(pack(batch), size=1, rank=0)
     scores = model(packed)
     pairs = scores.values if model.is_critic else scores.logps
@@ -145,7 +145,7 @@ def packed_columns(model: TokenModel, batch: Batch) -> Tensor:
 
 
 def plain_columns(hf: Any, samples: list[Sample]) -> Tensor:
-    """[B, T] log-probabilities or values as transformers computes them, each sequence alone.
+    """Computes [B, T] log-probabilities or values as transformers does, each sequence alone.
 
     They come from the samples themselves, so that a wrong batch shows.
     """
@@ -167,7 +167,7 @@ def plain_columns(hf: Any, samples: list[Sample]) -> Tensor:
 
 
 def relative_distances(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """How far each tensor of `expected` is from the one in `actual`, relative to its norm.
+    """Returns how far each tensor of `expected` is from the one in `actual`, relative to its norm.
 
     A tensor that is almost 0 is measured by the norm of all of them.
     """
@@ -180,7 +180,7 @@ def relative_distances(actual: dict[str, Tensor], expected: dict[str, Tensor]) -
 
 
 def _backward(columns: Tensor) -> Tensor:
-    """The columns without their graph. The model's weights get gradients of a weighted sum."""
+    """Gives the weights the gradients of a weighted sum. Returns the columns without a graph."""
     weights = torch.linspace(-1.0, 2.0, columns.numel()).view_as(columns)
     (columns * weights).sum().backward()
     return columns.detach()
@@ -189,7 +189,7 @@ def _backward(columns: Tensor) -> Tensor:
 def _compare(
     model: TokenModel, plain: nn.Module, batch: Batch, actual: Tensor, expected: Tensor
 ) -> str | None:
-    """What differs between the models or their columns, in words; None if nothing does."""
+    """Returns what differs between the models or their columns, in words; None if nothing does."""
     kind = "values" if model.is_critic else "log-probabilities"
     differences = (actual - expected).abs()
     if not differences.max() <= SCORE_TOLERANCE:  # also if it is NaN
@@ -218,7 +218,7 @@ def _compare_gradients(hf: nn.Module, plain: nn.Module) -> str | None:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients of the weights that have one, by the names of the weights."""
+    """Returns the gradients of the weights that have one, by the names of the weights."""
     parameters = model.named_parameters()
     return {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
 

@@ -35,7 +35,7 @@ LAYER_NUMBER = re.compile(r"layer_?(idx|index|id|number|num|i)$|^(idx|index)$")
 
 
 def shrink(model_class: Any, config: PreTrainedConfig) -> PreTrainedConfig:
-    """A small copy of the config of a text model.
+    """Returns a small copy of the config of a text model.
 
     It has the first layers, up to the last one that is of a new kind. `model_class` is the auto
     class that makes the model.
@@ -90,7 +90,7 @@ def _special_token(value: Any) -> Any:
 
 
 def _count_layers_of_all_kinds(model_class: Any, config: PreTrainedConfig) -> int:
-    """How many layers from the first one on have every kind of layer of the model."""
+    """Returns how many layers from the first one on have every kind of layer of the model."""
     with init_empty_weights():
         hf = model_class.from_config(config)
     total = config.get_text_config().num_hidden_layers
@@ -103,7 +103,7 @@ def _count_layers_of_all_kinds(model_class: Any, config: PreTrainedConfig) -> in
 
 
 def _kind(layer: nn.Module) -> str:
-    """The classes and plain attributes of a layer and of all its modules, without its number."""
+    """Returns the classes and plain attributes of a layer and its modules, without its number."""
     parts: list[Any] = []
     for name, module in layer.named_modules():
         parts += [name, type(module).__name__]

@@ -48,7 +48,7 @@ def write_page(folders: list[Path], path: Path) -> None:
 
 
 def _read_run(folder: Path, num_bytes: int) -> Record:
-    """What the page has of a run, with at most `num_bytes` of answers."""
+    """Returns what the page has of a run, with at most `num_bytes` of answers."""
     lines, num_broken = read_lines(folder / "metrics.jsonl")
     config = read_yaml(folder / "config.yaml")
     if not lines and config is None:
@@ -71,14 +71,14 @@ def _read_run(folder: Path, num_bytes: int) -> Record:
 
 
 def spread(items: list, most: int) -> list:
-    """At most so many of the items, evenly spaced, with the first and the last one."""
+    """Returns at most `most` of the items, evenly spaced, with the first and the last one."""
     if len(items) <= most:
         return items
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
 def read_lines(path: Path) -> tuple[list[Record], int]:
-    """The objects of a JSONL file, and how many lines are none: a kill may cut the last one."""
+    """Returns the objects of a JSONL file, and how many lines are broken, as after a kill."""
     records = []
     lines = path.read_bytes().splitlines() if path.is_file() else []
     for line in lines:
@@ -90,7 +90,7 @@ def read_lines(path: Path) -> tuple[list[Record], int]:
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of the file; None if there is none, or if it is broken."""
+    """Returns the content of the file; None if there is none, or if it is broken."""
     with suppress(OSError, ValueError, yaml.YAMLError):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         return content if isinstance(content, dict) else None
@@ -98,7 +98,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def _read_rollouts(folder: Path, config: Any, num_bytes: int) -> Record:
-    """The steps that are shown, and how many each split has."""
+    """Returns the steps that are shown, and how many each split has."""
     files: list[Path] = []
     num_steps = {}
     for split in sorted(folder.glob("rollouts/*/")):
@@ -131,7 +131,7 @@ def _step_of(path: Path) -> int:
 
 
 def _read_step(path: Path, num_bytes: int, tokens: SavedTokens | None) -> Record:
-    """The groups of a step that fit into `num_bytes`.
+    """Returns the groups of a step that fit into `num_bytes`.
 
     Those with the best and the worst answer come first, and then the others in their order.
     """
@@ -161,7 +161,7 @@ def _reward(record: Record) -> float:
 
 
 def _describe_group(records: list[Record], tokens: SavedTokens | None) -> Record:
-    """The messages with which all answers begin, and a sample of the answers."""
+    """Returns the messages with which all answers begin, and a sample of the answers."""
     prompts = zip(*map(prompt_of, records), strict=False)
     prompt = [first for first, *others in takewhile(_are_equal, prompts)]
     answers = []
@@ -180,7 +180,7 @@ def _describe_group(records: list[Record], tokens: SavedTokens | None) -> Record
 
 
 def prompt_of(record: Record) -> list[Record]:
-    """The messages before the first turn that was sampled; examples in a prompt have turns too."""
+    """Returns the messages before the first sampled turn; examples in a prompt have turns too."""
     messages = record.get("messages", [])
     turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     num_sampled = record.get("num_turns", len(turns))
@@ -196,7 +196,7 @@ def _cut_messages(messages: list[Record]) -> list[Record]:
 
 
 def _cut(value: Any, limit: int) -> Any:
-    """A copy for JSON: texts of at most about `limit` characters, and null for NaN."""
+    """Returns a copy for JSON: texts of at most about `limit` characters, and null for NaN."""
     if isinstance(value, dict):
         return {str(name): _cut(part, limit) for name, part in value.items()}
     if isinstance(value, list):

@@ -29,7 +29,7 @@ def find_tokenizer(folder: Path, config: Any) -> Any:
 
 
 def split_text(decode: Callable[[tuple[int, ...]], str], ids: list[int]) -> list[str]:
-    """The text of each token. Of the tokens of one character the last has it, the others ""."""
+    """Returns the text of each token. Of the tokens of one character only the last has it."""
     texts = []
     pending: tuple[int, ...] = ()
     for token in ids:
@@ -56,7 +56,7 @@ class SavedTokens:
             raise ValueError(f"{path} cannot be read ({error!r})") from error
         if "trainer_logps" in columns:
             columns["gap"] = abs(columns["logps"] - columns["trainer_logps"])
-        # Some decoders strip the space before the first token, so this one stands before all.
+        # Some decoders strip the space before the first token, so this one comes first.
         first = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self.decode = cache(lambda ids: tokenizer.decode([*first, *ids])[1:])
 

@@ -62,7 +62,7 @@ class Prediction:
             self.process = start_process(config, world_size)
 
     def plan(self, wait: bool = False) -> Plan | None:
-        """The plan; None while it is being made, and where it could not be made."""
+        """Returns the plan; None while it is being made, and where it could not be made."""
         if self.process is not None and (wait or self.process.poll() is not None):
             self.made = read_plan(self.process)
             self.process = None
@@ -103,7 +103,7 @@ def write_plan(plan: Plan) -> None:
 
 
 def choose_checkpointing(config: Any) -> Any:
-    """The trainer's config with a number of layers for each gradient_checkpointing=auto.
+    """Returns the trainer's config with a number of layers for each gradient_checkpointing=auto.
 
     Rank 0 predicts, and all processes must call. Without a GPU the config stays as it is.
     """
@@ -117,7 +117,7 @@ def choose_checkpointing(config: Any) -> Any:
 
 
 def recomputed_layers(config: Any, num_gpus: int, gpu_bytes: int) -> int | bool:
-    """How many layers must be recomputed so that an update fits; True if there is no plan.
+    """Returns how many layers must be recomputed so that an update fits; True if there is no plan.
 
     Two plans are made, in which all layers and none are recomputed. The peak is convex in the
     number of layers, so the line between the two is not below it.
@@ -141,7 +141,7 @@ def recomputed_layers(config: Any, num_gpus: int, gpu_bytes: int) -> int | bool:
 
 
 def automatic_sections(config: Any) -> list[Any]:
-    """The sections of workers whose gradient_checkpointing is auto."""
+    """Returns the sections of workers whose gradient_checkpointing is auto."""
     return [
         section
         for section in vars(config).values()
@@ -150,7 +150,7 @@ def automatic_sections(config: Any) -> list[Any]:
 
 
 def with_checkpointing(config: Any, value: bool | int) -> Any:
-    """A copy of the config with this value instead of auto."""
+    """Returns a copy of the config with this value instead of auto."""
     config = deepcopy(config)
     for section in automatic_sections(config):
         section.gradient_checkpointing = value

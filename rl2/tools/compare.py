@@ -98,7 +98,7 @@ class Run:
             )
 
     def rollout_files(self, split: str, step: int) -> list[Path]:
-        """The transcripts of a step and their tokens, as far as the run has them."""
+        """Returns the transcripts of a step and their tokens, as far as the run has them."""
         path = self.folder / "rollouts" / split / f"step_{step}.jsonl"
         return [file for file in (path, path.with_suffix(".safetensors")) if file.exists()]
 
@@ -122,7 +122,7 @@ class Comparison:
         self.seen: set[str] = set()  # of the step: answers, tokens, weights
 
     def find(self, steps: Iterable[int]) -> Difference | None:
-        """The first difference in these steps, which both runs must have; None if there is none."""
+        """Returns the first difference in these steps, if any. Both runs must have them."""
         steps = sorted(steps)
         with Bar("comparing", len(steps), "step") as bar:
             for step in steps:
@@ -134,7 +134,7 @@ class Comparison:
         return None
 
     def _differences(self, step: int) -> Iterator[Difference]:
-        """All that differ in a step, the earliest first."""
+        """Yields the differences in a step, the earliest first."""
         yield from self._rollout_differences("train", step)
         metrics = sorted(
             self._metric_differences(step), key=lambda found: list(PHASES).index(found.phase)
@@ -186,7 +186,7 @@ class Comparison:
     def _unequal(
         self, a: Record, b: Record, names: Iterable[str]
     ) -> Iterator[tuple[str, tuple[Any, Any]]]:
-        """The entries that differ, among those of `names` that both have."""
+        """Yields the entries that differ, among those of `names` that both have."""
         names = [name for name in names if name in a and name in b and a[name] != b[name]]
         first, second = (dict(flatten({name: each[name] for name in names})) for each in (a, b))
         for name in {**first, **second}:
@@ -197,7 +197,7 @@ class Comparison:
     def _describe(
         self, phase: str, name: str, values: tuple[Any, Any], a: Record, b: Record
     ) -> Difference:
-        """The phase of a difference of two answers, and its name and values for a person."""
+        """Words a difference of two answers for a person: its phase, name and values."""
         column, _, rest = name.partition(".")
         index = rest.partition(".")[0]
         position = int(index) if index.isdigit() else 0  # in a list
@@ -227,7 +227,7 @@ class Comparison:
 def find_difference(
     first: Path, second: Path, steps: Iterable[int], tolerance: float = 0.0
 ) -> Difference | None:
-    """The first difference of two runs in these steps, which both must have recorded.
+    """Returns the first difference of two runs in these steps, which both must have recorded.
 
     `tolerance` is that of `Comparison`. ValueError if a folder holds no run.
     """
@@ -235,7 +235,7 @@ def find_difference(
 
 
 def flatten(tree: Any, prefix: str = "", is_deep: bool = True) -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every value in nested objects, and in lists if `is_deep`."""
+    """Yields (dotted name, value) of every value in nested objects, and in lists if `is_deep`."""
     kinds = (dict, list) if is_deep else (dict,)
     items = enumerate(tree) if isinstance(tree, list) else tree.items()
     for name, value in items:
@@ -246,7 +246,7 @@ def flatten(tree: Any, prefix: str = "", is_deep: bool = True) -> Iterator[tuple
 
 
 def read_answers(files: list[Path]) -> Answers:
-    """The records of a step by their id, with the prompt, and with the tokens if they are kept."""
+    """Returns the records of a step by their id, with prompts, and with tokens if they are kept."""
     records = {record["id"]: record for record in read_lines(files[0])[0]}
     for record in records.values():
         record["prompt"] = prompt_of(record)
@@ -267,12 +267,12 @@ def read_answers(files: list[Path]) -> Answers:
 
 
 def _is_reply(record: Record, index: int) -> bool:
-    """Whether a message was sampled."""
+    """Returns whether a message was sampled."""
     return any(message["role"] == "assistant" for message in record["messages"][index : index + 1])
 
 
 def _find_phase(a: Record, b: Record, position: int) -> str:
-    """What the token at the position belongs to: the first one in which two answers differ."""
+    """Returns the phase of the token at the position, the first in which two answers differ."""
     masks = [[token["mask"] for token in each["tokens"][: position + 1]] for each in (a, b)]
     if not all(map(any, masks)):
         return "prompt"
@@ -285,7 +285,7 @@ def _show_token(run: Run, tokens: list[Record]) -> str:
 
 
 def _shorten(*values: Any) -> list[str]:
-    """The values as texts, of long ones a part from shortly before their first difference."""
+    """Returns the values as texts; long ones are cut around their first difference."""
     texts = [str(value) for value in values]
     start = max(0, len(commonprefix(texts)) - SHOWN // 2)
     if max(map(len, texts)) <= SHOWN:

@@ -95,7 +95,7 @@ def describe_steps(numbers: Iterable[int]) -> str:
 
 
 def find_changes(first: Run, second: Run, step: int) -> tuple[list[Change], list[Change]]:
-    """What differs in the configs and in what the runs were started with for the step.
+    """Returns what differs in the configs and in the launches that did the step.
 
     First what may change numbers, then the rest.
     """

@@ -122,7 +122,7 @@ class Trial(NamedTuple):
 
 
 def make_cases(rows: list[dict], forms: list[str]) -> Iterator[Case]:
-    """The replies to each row. Those with the gold answer need a column `answer`."""
+    """Yields the replies to each row. Those with the gold answer need a column `answer`."""
     golds = [gold_answers(row) for row in rows]
     others = [answers[0] for answers in golds if answers]
     for i, row in enumerate(rows):
@@ -141,7 +141,7 @@ def make_cases(rows: list[dict], forms: list[str]) -> Iterator[Case]:
 def make_answers(
     row: int, form: str, golds: list[str], wrong: dict[str, list[str]]
 ) -> Iterator[Case]:
-    """The replies to a row in one form: the gold answer, wrong ones by kind, and several."""
+    """Yields the replies to a row in one form: the gold answer, wrong ones by kind, and several."""
     answers = [FIRST_WRONG, golds[0], LAST_WRONG]
     first, gold, last = (form.replace("{}", answer) for answer in answers)
     yield Case(GOLD, row, gold)
@@ -156,7 +156,7 @@ def make_answers(
 
 
 def gold_answers(row: dict) -> list[str]:
-    """The right answers of a row, as texts; none without the column `answer`."""
+    """Returns the right answers of a row, as texts; none without the column `answer`."""
     gold = row.get("answer", "")
     golds = gold if isinstance(gold, list) else [gold]
     texts = [str(each).rpartition("####")[2].strip() for each in golds]
@@ -212,13 +212,13 @@ def try_cases(
 
 
 def describe_failure(error: EnvError) -> str:
-    """The first line of the error; of one with a traceback also its last line and its place."""
+    """Returns the first line of the error, and the last line and place of a traceback."""
     first, *others = str(error).strip().splitlines()
     return f"{first} {others[-1]} ({error.kind.rpartition('/')[2]})" if others else first
 
 
 def held() -> dict[str, float]:
-    """What this process holds."""
+    """Returns what this process holds."""
     time.sleep(0.5)  # threads that have done their call end
     process = psutil.Process()
     return {
@@ -230,7 +230,7 @@ def held() -> dict[str, float]:
 
 
 def find_failures(trial: Trial) -> Iterator[Finding]:
-    """A finding for each kind of failure."""
+    """Yields a finding for each kind of failure."""
     for failure in trial.failures.values():
         if re.search(NOT_HERE, failure):
             yield Finding(Verdict.NOT_TRIED, failure)
@@ -242,7 +242,7 @@ def find_failures(trial: Trial) -> Iterator[Finding]:
 
 
 def find_differences(first: Trial, second: Trial, where: str) -> Iterator[Finding]:
-    """The first reply that earns something else the second time."""
+    """Yields the first reply that earns something else the second time."""
     for case, reward in first.rewards.items():
         again = second.rewards.get(case, reward)
         if again != reward:
@@ -313,7 +313,7 @@ def try_alone(config: PPOConfig, rows: list[dict], cases: list[Case]) -> tuple[T
 
 
 def find_faults(config: PPOConfig, rows: list[dict], cases: list[Case]) -> Iterator[Finding]:
-    """What is wrong with the environment, and what could not be tried."""
+    """Yields what is wrong with the environment, and what could not be tried."""
     rollout = config.rollout
     alone, untried = try_alone(config, rows, [case for case in cases if case.row == 0])
     for name in sorted(untried):
@@ -356,7 +356,7 @@ def find_faults(config: PPOConfig, rows: list[dict], cases: list[Case]) -> Itera
 def find_leaks(
     before: dict[str, float], after: dict[str, float], num_calls: int
 ) -> Iterator[Finding]:
-    """What the process holds after the calls and did not hold before."""
+    """Yields what the process holds after the calls and did not hold before."""
     for name in after:
         more = after[name] - before[name]
         if more > max(2, num_calls / 100):

@@ -37,7 +37,7 @@ MOST_SHOWN = 60  # characters
 
 
 def prove_engine(subject: Subject) -> Iterator[Difference]:
-    """Answers of the embedded engine, which got the weights of a step, against the trainer.
+    """Compares answers of the embedded engine, which has the weights of a step, with the trainer.
 
     In float32, and in bfloat16 where the two can have equal bits, so that nothing is rounding.
     """
@@ -103,7 +103,7 @@ def _obstacle_to_equal_bits(engine: LocalEngine, worker: Any) -> str:
 
 
 def _answer(engine: LocalEngine, prompts: list[list[int]], temperature: float) -> Batch:
-    """The answers to all prompts, of which NEW_TOKENS each are trained."""
+    """Returns the answers to all prompts, NEW_TOKENS tokens each."""
     params = SamplingParams(temperature=temperature, max_new_tokens=NEW_TOKENS)
     calls = []
     for row, prompt in enumerate(prompts):
@@ -149,7 +149,7 @@ def _recording(model: Any) -> Iterator[Records]:
 
 
 def _find_part(engine: LocalEngine, worker: Any, prompt: list[list[int]]) -> str:
-    """The first module that differs while the engine answers and the trainer scores its answer."""
+    """Returns where the engine, as it answers, and the trainer, as it scores the answer, part."""
     with _recording(engine.model) as ours:
         batch = _answer(engine, prompt, 0.0)
     with _recording(worker.model.hf) as expected:
@@ -167,7 +167,7 @@ def _find_part(engine: LocalEngine, worker: Any, prompt: list[list[int]]) -> str
 
 
 def prove_export(subject: Subject) -> Iterator[Difference]:
-    """The exported folder, which transformers loads, against the worker after a step."""
+    """Compares the exported folder, which transformers loads, with the worker after a step."""
     worker, batch = subject.worker(), subject.batch()
     worker.update(batch, weighted_sum)
     folder = f"{subject.folder}/export"
@@ -189,7 +189,7 @@ def prove_export(subject: Subject) -> Iterator[Difference]:
 
 
 def prove_template(subject: Subject) -> Iterator[Difference]:
-    """Conversations that grow turn by turn as in a rollout, and the mask of their replies."""
+    """Checks conversations that grow turn by turn, as in a rollout, and the mask of replies."""
     if not subject.template.tokenizer.chat_template:
         raise Skipped("the tokenizer has no chat template: set data.chat_template")
     for number, (messages, tools) in enumerate(subject.conversations):
@@ -203,11 +203,11 @@ def prove_template(subject: Subject) -> Iterator[Difference]:
 def _prove_turn(
     template: ChatTemplate, messages: list[dict], tools: list | None, i: int, following: int
 ) -> Iterator[Difference]:
-    """Prompt and mask of the reply `messages[i]`, and the tokens up to the `following` reply."""
+    """Checks prompt and mask of the reply `messages[i]`, and the tokens up to the next reply."""
     tokenizer = template.tokenizer
 
     def reference(end: int, is_prompt: bool) -> str:
-        """The first messages as transformers renders them."""
+        """Returns the first messages as transformers renders them."""
         shown = messages[:end]
         if template.system_prompt and messages[0]["role"] not in SYSTEM_ROLES:
             shown = [{"role": "system", "content": template.system_prompt}, *shown]

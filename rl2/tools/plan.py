@@ -111,13 +111,13 @@ class PlanRecorder:
         return Worker(section, device, critic, num_updates, exactness, self.source, make_optimizer)
 
     def update(self, worker: Worker, *arguments: Any, **options: Any) -> None:
-        """An update of the worker, in the phases update and step."""
+        """Updates the worker, in the phases update and step."""
         self.enter("update")
         worker.update(*arguments, **options)
 
 
 def predict(config: Any, num_gpus: int) -> Plan:
-    """The plan of the trainer whose config this is, in a process without a process group.
+    """Plans a trainer with this config. The process must not have a process group.
 
     Compiled parts are planned as they are written, which needs no compiler and no less memory.
     """
@@ -143,7 +143,7 @@ def run_phases(
 
 
 def run_ppo(config: PPOConfig, recorder: PlanRecorder, device: torch.device) -> None:
-    """PPO's phases."""
+    """Runs the phases of PPO."""
     num_updates = {"actor": 1, "critic": 1}
     workers, frozen = make_ppo_workers(config, device, num_updates, recorder.new_worker)
     actor = workers["actor"]
@@ -173,7 +173,7 @@ def run_ppo(config: PPOConfig, recorder: PlanRecorder, device: torch.device) -> 
 
 
 def run_offline(config: Any, recorder: PlanRecorder, device: torch.device) -> None:
-    """The phases of SFT, DPO and the reward model."""
+    """Runs the phases of SFT, DPO and the reward model."""
     loss: Loss
     [name] = worker_names(config)
     worker = recorder.new_worker(
@@ -263,7 +263,7 @@ def totals(config: Any, plan: Plan, gpu_bytes: int) -> dict[str, tuple[int, int]
 
 
 def judge(phases: dict[str, tuple[int, int]], gpu_bytes: int) -> tuple[bool, str]:
-    """(whether the job fits, its highest phase and what that leaves of a GPU in words)."""
+    """Returns (whether the job fits, its highest phase and what that leaves of a GPU in words)."""
     phase = max(phases, key=lambda name: sum(phases[name]))
     peak = sum(phases[phase])
     free = gpu_bytes - OUTSIDE_BYTES - peak
@@ -274,7 +274,7 @@ def judge(phases: dict[str, tuple[int, int]], gpu_bytes: int) -> tuple[bool, str
 
 
 def near_settings(config: Any, num_gpus: int) -> Iterator[tuple[str, Any, int]]:
-    """(in words, config, GPUs) of settings that need less memory, the nearest ones first.
+    """Yields (in words, config, GPUs) of settings that need less memory, the nearest ones first.
 
     Each has the keys of the one before it too, until more GPUs take their place.
     """
@@ -353,7 +353,7 @@ def print_plan(config: Any, arguments: argparse.Namespace) -> bool:
 
 
 def positive(text: str) -> float:
-    """A number of an option. ValueError unless it is above 0."""
+    """Reads a number. ValueError unless it is above 0."""
     number = float(text)
     if not number > 0:
         raise ValueError
@@ -361,12 +361,12 @@ def positive(text: str) -> float:
 
 
 def positive_int(text: str) -> int:
-    """A whole number of an option. ValueError unless it is above 0."""
+    """Reads a whole number. ValueError unless it is above 0."""
     return int(positive(str(int(text))))
 
 
 def read_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of this command, and all other arguments, which are those of a trainer."""
+    """Returns the options of this command, and the other arguments, those of a trainer."""
     parser = argparse.ArgumentParser(
         prog="rl2 plan",
         usage="%(prog)s [ppo | sft | dpo | rm] [--gpus N] [--gpu-memory GIB] key=value ...",

@@ -37,7 +37,7 @@ BLOCK_BYTES = 512  # torch's allocator rounds up to a multiple
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """A context in which an attribute of a class or module of torch has this value."""
+    """Gives an attribute of a class or module of torch this value, in a context."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -106,7 +106,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def positions(indices: list[Tensor | None]) -> list[Tensor | None]:
-    """The indices with the positions of a mask in host memory in its place.
+    """Returns the indices; a mask in host memory becomes positions.
 
     How many elements a mask on the planned device selects is not known.
     """
@@ -120,7 +120,7 @@ def positions(indices: list[Tensor | None]) -> list[Tensor | None]:
 
 
 class PlannedDevice(MemoryTracker):
-    """A context in which PLANNED_DEVICE is a device without memory, and counts its bytes.
+    """Makes PLANNED_DEVICE a device without memory in a context, and counts its bytes.
 
     Any number that is read from it is 1.
     """
@@ -146,7 +146,7 @@ class PlannedDevice(MemoryTracker):
         return result if result.device == self.device else self.empty_like(result)
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """A tensor on this device with the shape and dtype of `tensor`."""
+        """Returns a tensor on this device with the shape and dtype of `tensor`."""
         with self.fake:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
 
@@ -169,7 +169,7 @@ class TensorsByCopy(TorchFunctionMode):
 
 
 class ModelsWithoutValues(HuggingFaceFiles):
-    """Models whose weights have shapes and no values. None is refused."""
+    """Makes models with weights that have shapes and no values. It admits every model."""
 
     def __init__(self, device: PlannedDevice):
         self.device = device
@@ -189,7 +189,7 @@ class ModelsWithoutValues(HuggingFaceFiles):
 
 @contextmanager
 def planned_device(num_gpus: int) -> Iterator[PlannedDevice]:
-    """A context in which this process is rank 0 of `num_gpus` on a device without memory."""
+    """Makes this process rank 0 of `num_gpus` on a device without memory, in a context."""
     dist.init_process_group("fake", rank=0, world_size=num_gpus, store=FakeStore())
     try:
         device = PlannedDevice()

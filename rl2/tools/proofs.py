@@ -126,7 +126,7 @@ class Subject:
     def worker(
         self, num_updates: int = 1, exactness: Exactness = Exactness.OFF, **changes: Any
     ) -> Worker:
-        """A worker with the small copy, plain but for the `changes`."""
+        """Returns a worker with the small copy, plain but for the `changes`."""
         section = replace(self.config.actor, **{**PLAIN, "model_name": self.small, **changes})
         torch.manual_seed(0)  # of adapters
         return Worker(
@@ -154,14 +154,14 @@ class Subject:
         return samples
 
     def batch(self) -> Batch:
-        """The samples with the weights of the sum that `weighted_sum` is."""
+        """Returns the samples with the weights of the sum that `weighted_sum` is."""
         batch = collate(self.samples())
         weights = torch.linspace(-1.0, 2.0, batch.mask.numel())
         batch.token_weights = weights.view_as(batch.mask)
         return batch
 
     def run(self, parts: list[list[int]]) -> tuple[Tensor, dict[str, Tensor]]:
-        """(log-probabilities [B, T], gradients of `weighted_sum`), the rows of a part in a pack."""
+        """Returns (log-probabilities [B, T], gradients of `weighted_sum`); each part is a pack."""
         worker, batch = self.worker(**STILL), self.batch()
         columns = torch.zeros(batch.mask.shape)
         for rows in parts:
@@ -179,7 +179,7 @@ class Subject:
 def make_sample(
     tokens: list[int], mask: list[int], row: int, logps: list[float] | None = None
 ) -> Sample:
-    """A sequence that is a group and a trajectory of its own."""
+    """Returns a sequence that is a group and a trajectory of its own."""
     zeros = [0.0] * len(tokens)
     return Sample(tokens, mask, logps or zeros, zeros, row, row)
 
@@ -208,7 +208,7 @@ class Descent:
 
 
 def weighted_sum(batch: Batch, scores: TokenScores) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss whose gradients are compared: it is linear in the log-probabilities."""
+    """Computes the loss of the gradients that are compared, linear in the log-probabilities."""
     assert scores.logps is not None and batch.token_weights is not None
     return (scores.logps * batch.token_weights).sum(), {}
 
@@ -220,7 +220,7 @@ def compare_columns(
     what: str = "log-probability",
     limit: float = SCORE_TOLERANCE,
 ) -> Difference:
-    """The largest difference of columns [B, T]."""
+    """Returns the largest difference of columns [B, T]."""
     differences = (actual - expected).abs().nan_to_num(nan=math.inf)
     row, column = divmod(int(differences.argmax()), differences.shape[1])
     where = f"token {column + 1} of sequence {row}"
@@ -230,7 +230,7 @@ def compare_columns(
 def compare_named(
     what: str, actual: dict[str, Tensor], expected: dict[str, Tensor], limit: float, meaning: str
 ) -> Difference:
-    """The largest difference of tensors by name, relative to their norms."""
+    """Returns the largest difference of tensors by name, relative to their norms."""
     for name in sorted(actual.keys() ^ expected.keys()):
         where = f"{name}, which only one of the two has"
         return Difference(what, math.inf, limit, where, meaning)
@@ -240,12 +240,12 @@ def compare_named(
 
 
 def nan_is_largest(number: float) -> float:
-    """The number, or infinity for NaN: what is not a number is the worst difference."""
+    """Returns the number, or infinity for NaN: what is not a number is the worst difference."""
     return math.inf if math.isnan(number) else number
 
 
 def cause_of_position(actual: Tensor, expected: Tensor) -> str:
-    """What is usually wrong, from the first position whose log-probability differs."""
+    """Returns what is usually wrong, from the first position whose log-probability differs."""
     wrong = ~((actual - expected).abs() <= SCORE_TOLERANCE)
     first = int(wrong.any(0).int().argmax())
     if first == 0:
@@ -261,7 +261,7 @@ def cause_of_position(actual: Tensor, expected: Tensor) -> str:
 
 
 def prove_transformers(subject: Subject) -> Iterator[Difference]:
-    """rl2, one sequence a pack, against plain transformers."""
+    """Compares rl2, one sequence in a pack, with plain transformers."""
     plain = AutoModelForCausalLM.from_pretrained(subject.small, dtype=torch.float32)
     expected = plain_columns(plain, subject.samples())
     weighted_sum(subject.batch(), TokenScores(logps=expected))[0].backward()
@@ -279,7 +279,7 @@ def prove_transformers(subject: Subject) -> Iterator[Difference]:
 
 
 def prove_real_weights(subject: Subject) -> Iterator[Difference]:
-    """The same in bf16 with the model's own weights; fp32 in transformers is the measure."""
+    """Compares both in bf16, with the model's own weights, with transformers in fp32."""
     name = subject.config.actor.model_name
     with init_empty_weights():
         empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
@@ -310,7 +310,7 @@ def prove_real_weights(subject: Subject) -> Iterator[Difference]:
 
 
 def prove_packed(subject: Subject) -> Iterator[Difference]:
-    """All sequences in one pack against each of them alone."""
+    """Compares all sequences in one pack with each of them alone."""
     actual, gradients = subject.run([list(range(len(LENGTHS)))])
     expected, expected_gradients = subject.alone
     meaning = (
@@ -322,7 +322,7 @@ def prove_packed(subject: Subject) -> Iterator[Difference]:
 
 
 def train_once(subject: Subject, batch: Batch, **changes: Any) -> dict[str, Any]:
-    """What one step of the actor's own loss gives: columns, numbers and changes of weights."""
+    """Makes a step with the actor's own loss. Returns columns, numbers and changes of weights."""
     config = subject.config
     worker = subject.worker(**changes)
     before = {name: weight.clone() for name, weight in worker.iter_full_weights(torch.float32)}
@@ -355,7 +355,7 @@ def fit_layout(subject: Subject) -> tuple[int, dict[str, Any]]:
 
 
 def prove_layout(subject: Subject) -> Iterator[Difference]:
-    """The asked layout in gloo processes against one process."""
+    """Compares the requested layout, in gloo processes, with one process."""
     if subject.num_processes == 1:
         raise Skipped("one process is asked for: --processes N says how many there will be")
     count, sizes = fit_layout(subject)

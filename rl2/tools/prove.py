@@ -92,7 +92,7 @@ class Result(NamedTuple):
 def run_row(
     row: Row, subject: Subject, results: dict[str, Result]
 ) -> tuple[Result, list[Difference]]:
-    """(result, all that differs)."""
+    """Runs a proof. Returns (result, all that differs)."""
     differences: list[Difference] = []
     failure = ""
     try:
@@ -115,13 +115,13 @@ def run_row(
 
 
 def _excess(difference: Difference) -> float:
-    """The difference in units of its limit."""
+    """Returns the difference in units of its limit."""
     largest = nan_is_largest(difference.largest)
     return largest / difference.limit if difference.limit else largest
 
 
 def _describe(difference: Difference) -> str:
-    """The difference, its limit and its place, in words."""
+    """Returns the difference, its limit and its place, in words."""
     text = f"{difference.what}: {difference.largest:.2g}, limit {difference.limit:g}"
     return f"{text}, {difference.where}" if difference.where else text
 
@@ -145,7 +145,7 @@ def prove(subject: Subject) -> bool:
 
 
 def read_conversations(config: PPOConfig) -> list[tuple[list[dict], list | None]]:
-    """A built-in conversation, and the first rows of the data, followed by more turns."""
+    """Returns a built-in conversation, and the first rows of the data, followed by more turns."""
     conversations: list[tuple[list[dict], list | None]] = [(CONVERSATION, None)]
     if config.data.path:
         columns = config.data.columns

@@ -153,7 +153,7 @@ Test rows, with errors of 95%:
 
 
 def compare_tests(lines: list[Record]) -> list[list[str]]:
-    """The metrics of the first and the last evaluation, as rows of a table."""
+    """Returns the metrics of the first and the last evaluation, as rows of a table."""
     tests = [line for line in lines if any(re.fullmatch(HELD_OUT, name) for name in line)]
     rows = []
     for name in tests[0] if tests else ():
@@ -163,7 +163,7 @@ def compare_tests(lines: list[Record]) -> list[list[str]]:
 
 
 def with_error(line: Record, name: str) -> str:
-    """The metric of a line, with its error where that was measured."""
+    """Returns the metric of a line, with its error where that was measured."""
     value, error = line.get(name), line.get(f"{name}_stderr")
     if value is None:
         return ""
@@ -171,16 +171,16 @@ def with_error(line: Record, name: str) -> str:
 
 
 def make_rows(rows: list[list[str]]) -> str:
-    """The rows of a Markdown table."""
+    """Returns the rows of a Markdown table."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
 def public_name(name: str) -> str:
-    """A name of the hub as it is, a local path by its last name."""
+    """Returns a name of the hub as it is, a local path by its last name."""
     return name if is_hub_name(name) else Path(name).name
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it is OWNER/NAME of the hub, not a file or folder of this machine."""
+    """Returns whether it is OWNER/NAME of the hub, not a file or folder of this machine."""
     is_local = Path(name).exists() or name.endswith(FILES_OF_ROWS)
     return not is_local and re.fullmatch(HUB_NAME, name) is not None

@@ -84,7 +84,7 @@ def replay(folder: Path, step: int, rollouts: str, out: Path) -> Difference | No
 
 
 def find_launch(run: Run, step: int) -> Record:
-    """The launch of the run that did the step, as run.json has it. ValueError if there is none."""
+    """Returns the launch that did the step, from run.json. ValueError if there is none."""
     if not {"starts", "identity", "date"} <= run.record.keys():
         raise ValueError(f"{run.folder}/run.json is missing or broken: it says how to run a step")
     recorded = [number for number in run.metrics if number > 0]
@@ -94,7 +94,7 @@ def find_launch(run: Run, step: int) -> Record:
 
 
 def make_rerun(run: Run, step: int, rollouts: str, out: Path) -> Rerun:
-    """Which steps to run, from the newest checkpoint before. ValueError if there is no start."""
+    """Plans the steps from the newest checkpoint on. ValueError if there is none to start from."""
     checkpoints = Checkpoints(run.folder / "checkpoints")
     checkpoint = checkpoints.newest(before=step)
     if checkpoint is None and min(number for number in run.metrics if number > 0) > 1:
@@ -140,7 +140,7 @@ def prepare(out: Path, run: Run) -> None:
 
 
 def make_command(rerun: Rerun, start: Record) -> list[str]:
-    """The program that runs the steps, with as many processes as the launch `start` had."""
+    """Returns the command that runs the steps, with as many processes as the launch `start` had."""
     num_nodes, world_size = len(start["hosts"]), start["world_size"]
     command = [sys.executable]
     if world_size > 1:

@@ -53,7 +53,7 @@ class Rerun:
 
 
 def read_config(rerun: Rerun, kind: type) -> Any:
-    """The config of the run, with other places and without what is written besides the records."""
+    """Returns the run's config with other places; only records are written."""
     config: Any = parse(kind, ["--config-dir", rerun.config, "--config-name", "config.yaml"])
     config.trainer.save_dir = rerun.out
     config.trainer.resume = rerun.checkpoint or "auto"
