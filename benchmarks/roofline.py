@@ -243,7 +243,7 @@ class Timeline(TorchDispatchMode):
         region.bytes += size
 
     def _add_collective(self, func, args, tensors) -> None:
-        """NCCL runs its kernels one behind the other, and the stream that asked waits for them."""
+        """NCCL runs its kernels one after the other, and the stream that asked waits for them."""
         largest = max((tensor.nbytes for tensor in tensors), default=0)
         ranks = range(self.world)
         for argument in args:

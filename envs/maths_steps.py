@@ -82,7 +82,7 @@ def find_fault(expression, step):
     try:
         value, num_operations = evaluate(parse(step))
     except (SyntaxError, ValueError):
-        return "this is no expression of whole numbers with + - * ( )."
+        return "this is not an expression of whole numbers with + - * ( )."
     expected, num_before = evaluate(parse(expression))
     if value != expected:
         return "the value has changed."

@@ -123,7 +123,7 @@ class Player:
         from verifiers.v1.types import AssistantMessage
 
         if self.is_over:
-            raise RuntimeError("the environment asks for a turn behind the last one")
+            raise RuntimeError("the environment asks for a turn after the last one")
         if message is not None:
             self.add({"role": "user", "content": message})
         self.questions.put_nowait(message or "")

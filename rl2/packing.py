@@ -286,7 +286,7 @@ def zigzag(pack: Pack, size: int, rank: int) -> Pack:
     """The part of `pack` that process `rank` of a ring of `size` processes holds.
 
     Each segment is cut into 2 * size chunks. Process `rank` holds the chunks rank and
-    2 * size - 1 - rank of it, one behind the other, so that all have the same causal work.
+    2 * size - 1 - rank of it, one after the other, so that all have the same causal work.
 
     Chunks differ by at most one token, and nothing is padded. Segment s of n tokens ends chunk
     i - 1 at (i * n + s % (2 * size)) // (2 * size): the last term deals the odd tokens of short

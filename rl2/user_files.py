@@ -103,7 +103,7 @@ def find_env_file(path: str) -> Path:
     file = Path(path).expanduser()
     if file.is_file():
         return file
-    # A wheel carries the ready-made envs inside the package. In a checkout they stand beside it.
+    # A wheel carries the ready-made envs inside the package. In a checkout they are beside it.
     folder = PACKAGE / "ready_envs"
     if not folder.is_dir():
         folder = PACKAGE.parent / "envs"

@@ -44,7 +44,7 @@ def check_run(config: PPOConfig) -> Iterator[Problem]:
     path = config.rollout.env_path  # a missing one is reported elsewhere
     try:
         if path and find_env_file(path).suffix != ".py":
-            yield wrong_value("rollout.env_path", path, "this is no Python file (.py)")
+            yield wrong_value("rollout.env_path", path, "this is not a Python file (.py)")
     except ValueError as error:
         yield Problem("rollout.env_path", path, str(error))
     saved = config.trainer.rollouts_from

@@ -153,7 +153,7 @@ def _check_hub(label: str, name: str) -> None:
 
 def _check_files(label: str, folder: Path) -> None:
     if not (folder / "config.json").exists():
-        raise ValueError(f"{label}: this is no model folder: it has no config.json")
+        raise ValueError(f"{label}: this is not a model folder: it has no config.json")
     files = set(folder.glob("*.safetensors"))
     if (folder / INDEX).exists():
         index = json.loads((folder / INDEX).read_text())
@@ -197,7 +197,7 @@ def _check_kind(label: str, config: PreTrainedConfig, critic: bool) -> None:
             "head; give a causal language model here, and this one as critic.model_name"
         )
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{label}: {config.model_type} is no causal language model")
+        raise ValueError(f"{label}: {config.model_type} is not a causal language model")
     elif architecture.endswith("Model") and not config.tie_word_embeddings:
         if "LMHead" not in architecture:
             raise ValueError(

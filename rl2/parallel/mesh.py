@@ -126,7 +126,7 @@ def check_gpu() -> None:
         f"there is a GPU ({GPU_FILE}), but torch {torch.__version__} cannot use it: {reason} CUDA "
         f"{torch.version.cuda} needs a driver that is new enough (13: 580; nvidia-smi shows it): "
         "update the driver, or install a torch for an older CUDA. To run on the CPU, set "
-        "CUDA_VISIBLE_DEVICES= (nothing behind it)."
+        "CUDA_VISIBLE_DEVICES= (nothing after it)."
     )
 
 

@@ -56,11 +56,11 @@ CHOICE = re.compile(r"(?:[^\w-]*\\(?:text|math)\w*)?[^\w-]*([A-Za-z])[^\w-]*", r
 def same_number(field: str | None, answer: str | float) -> bool:
     """Returns whether a field is the number of the answer.
 
-    ValueError if the answer is no number.
+    ValueError if the answer is not a number.
     """
     expected = number(answer) if isinstance(answer, str) else Fraction(answer)
     if expected is None:
-        raise ValueError(f"the answer {answer!r} is no number; same_maths compares other answers")
+        raise ValueError(f"the answer {answer!r} is not a number; same_maths compares other answers")
     value = number(field)
     return value is not None and _is_close(value, expected)
 
@@ -70,7 +70,7 @@ def same_choice(field: str | None, answer: str) -> bool:
     choice = CHOICE.fullmatch(field or "")
     expected = CHOICE.fullmatch(answer)
     if expected is None:
-        raise ValueError(f"the answer {answer!r} is no letter of a choice, such as B")
+        raise ValueError(f"the answer {answer!r} is not the letter of a choice, such as B")
     return choice is not None and choice[1].upper() == expected[1].upper()
 
 

@@ -7,7 +7,7 @@ import h11
 from h11 import Request
 
 MAX_BODY_BYTES = 2**22  # of a request; no more than one byte beyond is kept
-# That a client sends while it waits for an answer. Reading goes on, to see whether it leaves.
+# That a client sends while it waits for an answer. Reading continues, to see whether it leaves.
 MAX_EARLY_BYTES = 2**16
 REQUEST_SECONDS = 120.0  # in which a request that has begun must be whole
 IDLE_SECONDS = 600.0  # between requests; the connections of agents that have ended are closed

@@ -62,7 +62,7 @@ def _to_plain(value: Any, levels: int = MAX_NESTING) -> Any:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

@@ -148,7 +148,7 @@ def _read_bare(text: str) -> list[ToolCall]:
             return calls
     if PYTHON_START.match(text):
         return read_python_calls(text)
-    raise ValueError("this is no call")
+    raise ValueError("this is not a call")
 
 
 def _end_of_reasoning(text: str) -> int:
