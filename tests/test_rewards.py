@@ -109,7 +109,7 @@ def test_same_number(field, answer, is_same):
 
 
 def test_an_answer_of_the_wrong_kind_is_an_error():
-    with pytest.raises(ValueError, match=r"the answer 'x\+1' is not a number; same_maths"):
+    with pytest.raises(ValueError, match=r"the answer 'x\+1' is not a number: use same_maths"):
         same_number("3", "x+1")
     with pytest.raises(ValueError, match="the answer '12' is not the letter"):
         same_choice("B", "12")

@@ -26,7 +26,7 @@ class NamedArguments:
 
 
 def takes_whole_inputs(function: Callable[..., Any], inputs: type[Any]) -> bool:
-    """Whether the function has one argument, which is not an input by its name or its annotation."""
+    """Whether the function has one argument, which is not an input by name or annotation."""
     required = required_names(function)
     if len(required) != 1:
         return False

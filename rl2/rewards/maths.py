@@ -60,7 +60,7 @@ def same_number(field: str | None, answer: str | float) -> bool:
     """
     expected = number(answer) if isinstance(answer, str) else Fraction(answer)
     if expected is None:
-        raise ValueError(f"the answer {answer!r} is not a number; same_maths compares other answers")
+        raise ValueError(f"the answer {answer!r} is not a number: use same_maths for it")
     value = number(field)
     return value is not None and _is_close(value, expected)
 
