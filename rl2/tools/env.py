@@ -194,7 +194,9 @@ def try_cases(
                 start = time.monotonic()
                 try:
                     row = rows[case.row]
-                    parts = await play_reply(env, rollout.max_turns, row, case.reply, case)
+                    # Not the case itself: a process would import this module to read it.
+                    key = (case.kind, case.row, case.reply)
+                    parts = await play_reply(env, rollout.max_turns, row, case.reply, key)
                     trial.parts.add(tuple(sorted(parts)))
                     if parts:
                         weighted = [weights.get(name, 1.0) * parts[name] for name in parts]
