@@ -79,7 +79,7 @@ def test_every_process_gets_the_number_of_the_first(config, monkeypatch):
     """In a copy: the user's config stays as it is."""
     monkeypatch.setattr(memory_plan.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(memory_plan, "recomputed_layers", pytest.fail)
-    monkeypatch.setattr(memory_plan, "all_gather_objects", lambda value: [2, value])
+    monkeypatch.setattr(memory_plan, "broadcast_object", lambda value: 2)
     monkeypatch.setenv("RANK", "1")
     chosen = choose_checkpointing(config)
     assert chosen.actor.gradient_checkpointing == 2

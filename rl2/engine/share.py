@@ -10,7 +10,7 @@ import torch
 
 from rl2.engine.base import EngineSettings
 from rl2.parallel.device import GIB
-from rl2.parallel.mesh import all_gather_objects
+from rl2.parallel.mesh import all_gather_objects, broadcast_object
 
 # Parts of a GPU that SGLang needs besides: for activations, graphs and CUDA while it generates, and
 # what remains of that while it loads weights. It reserves about as much itself (13 of 80 GB).
@@ -50,7 +50,7 @@ def choose_share(settings: EngineSettings) -> float:
     if not isinstance(settings.gpu_memory_utilization, str):
         return settings.gpu_memory_utilization
     # Only the first rank makes a plan.
-    plan: TrainerMemory | None = all_gather_objects(settings.plan_memory(wait=True))[0]
+    plan: TrainerMemory | None = broadcast_object(settings.plan_memory(wait=True))
     if plan is None or settings.device.type == "cpu":
         share, reason = SHARE_WITHOUT_PLAN, "of the free memory, without a memory plan"
     else:

@@ -14,7 +14,7 @@ from statistics import fmean
 from rl2.data.examples import Examples
 from rl2.engine.base import SamplingParams
 from rl2.env.contract import EnvError
-from rl2.parallel.mesh import all_gather_objects, is_first_rank
+from rl2.parallel.mesh import broadcast_object, is_first_rank
 from rl2.report.health import Metrics, with_names
 from rl2.rollout.collect import Collector
 from rl2.rollout.stats import summarise, to_records
@@ -75,7 +75,7 @@ class Evaluator:
         answers: list[str | None] = []
         if is_first_rank():
             answers = player.engine.loop.run_until_complete(extract_all())
-        return all_gather_objects(answers)[0]
+        return broadcast_object(answers)
 
     def describe(self, metrics: Metrics) -> str:
         """A table of the sets, with the metrics that one looks at first."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from rl2.parallel.device import GIB
-from rl2.parallel.mesh import all_gather_objects, is_first_rank
+from rl2.parallel.mesh import broadcast_object, is_first_rank
 from rl2.progress import expecting
 
 # The rest of a GPU is for CUDA's contexts, NCCL, an engine that sleeps, and fragmentation.
@@ -113,7 +113,7 @@ def choose_checkpointing(config: Any) -> Any:
     if is_first_rank():
         gpu_bytes = torch.cuda.mem_get_info()[1]
         number = recomputed_layers(config, dist.get_world_size(), gpu_bytes)
-    return with_checkpointing(config, all_gather_objects(number)[0])
+    return with_checkpointing(config, broadcast_object(number))
 
 
 def recomputed_layers(config: Any, num_gpus: int, gpu_bytes: int) -> int | bool:

@@ -27,11 +27,9 @@ from rl2.config.schema import (
     PPOConfig,
     RMConfig,
     SFTConfig,
-    WorkerConfig,
     worker_names,
 )
 from rl2.engine.share import engine_bytes
-from rl2.model.exact import Exactness
 from rl2.model.folder import check_config
 from rl2.model.load import FILES, HuggingFaceFiles
 from rl2.optimizer import AdamW
@@ -87,9 +85,11 @@ class PlanRecorder:
 
     def __init__(self, memory: MemoryTracker, source: HuggingFaceFiles):
         self.memory = memory
-        self.source = source
         self.plan = Plan()
         self.phase = "load"
+        # The step of a worker's optimizer begins the phase step.
+        make_optimizer = partial(PhasedAdamW, partial(self.enter, "step"))
+        self.new_worker = partial(Worker, source=source, make_optimizer=make_optimizer)
 
     def enter(self, phase: str) -> None:
         """Ends the current phase and begins this one."""
@@ -97,18 +97,6 @@ class PlanRecorder:
         peaks[self.phase] = max(self.memory.peak, peaks.get(self.phase, 0))
         self.memory.reset_peak()
         self.phase = phase
-
-    def new_worker(
-        self,
-        section: WorkerConfig,
-        device: torch.device,
-        critic: bool = False,
-        num_updates: int = 0,
-        exactness: Exactness = Exactness.OFF,
-    ) -> Worker:
-        """Makes a worker; the step of its optimizer begins the phase step."""
-        make_optimizer = partial(PhasedAdamW, partial(self.enter, "step"))
-        return Worker(section, device, critic, num_updates, exactness, self.source, make_optimizer)
 
     def update(self, worker: Worker, *arguments: Any, **options: Any) -> None:
         """Updates the worker, in the phases update and step."""

@@ -1,5 +1,7 @@
 """Prompts and environment of PPO, read before a model is loaded: all problems come at once."""
 
+from collections.abc import Iterator
+
 from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import PPOConfig
 from rl2.data.chat import ChatTemplate
@@ -19,12 +21,7 @@ def read_ppo_inputs(config: PPOConfig) -> tuple[dict[str, Rows], Env]:
     The first process prints the warnings.
     """
     rows, problems = read_rows(config, PROMPT_ROWS)
-    env: Env | None = None
-    warnings: list[str] = []
-    try:
-        env, warnings = _read_env(config, rows)
-    except ValueError as error:
-        problems.append(Problem("rollout.env_path", config.rollout.env_path, str(error)))
+    env, warnings = _read_env(config, rows, problems)
     if problems:
         raise ValueError("\n".join(map(str, problems)))
     print_once([f"warning: {warning}" for warning in warnings])
@@ -38,24 +35,31 @@ def find_ppo_problems(config: PPOConfig) -> list[Problem]:
     Only the first rows of files that are on this machine are read.
     """
     rows, problems = read_rows(config, PROMPT_ROWS, TRIAL_ROWS)
-    try:
-        if config.rollout.env_path:
-            _read_env(config, rows)
-    except ValueError as error:
-        problems.append(Problem("rollout.env_path", config.rollout.env_path, str(error)))
+    if config.rollout.env_path:
+        _read_env(config, rows, problems)
     return problems
 
 
-def _read_env(config: PPOConfig, rows: dict[str, Rows]) -> tuple[Env, list[str]]:
-    """(the environment, warnings about it): loaded, and tried on the rows. ValueError in words."""
+def _read_env(
+    config: PPOConfig, rows: dict[str, Rows], problems: list[Problem]
+) -> tuple[Env | None, list[str]]:
+    """Loads the environment and tries it on the rows: (it, warnings about it).
+
+    What is wrong with it is added to the problems; then there may be no environment.
+    """
     rollout = config.rollout
-    env = load_env(
-        rollout.env_path,
-        rollout.env_timeout,
-        rollout.env_concurrency,
-        rollout.env_isolation,
-    )
-    return env, preflight(env, rows, rollout.max_turns, rollout.partial)
+    env: Env | None = None
+    try:
+        env = load_env(
+            rollout.env_path,
+            rollout.env_timeout,
+            rollout.env_concurrency,
+            rollout.env_isolation,
+        )
+        return env, preflight(env, rows, rollout.max_turns, rollout.partial)
+    except ValueError as error:
+        problems.append(Problem("rollout.env_path", rollout.env_path, str(error)))
+        return env, []
 
 
 def make_prompts(
@@ -91,9 +95,7 @@ def _find_unknown_stop_ids(config: PPOConfig, template: ChatTemplate) -> list[Pr
     """The problems of tokens that should end a turn and that the tokenizer does not have."""
     problems = []
     last = max(template.tokenizer.get_vocab().values())
-    for section in SAMPLING_SECTIONS.values():
-        key = f"rollout.{section}.stop_token_ids"
-        ids = getattr(config.rollout, section).stop_token_ids
+    for key, ids in _stop_ids(config):
         unknown = [token_id for token_id in ids if token_id > last]
         if unknown:
             reason = (
@@ -106,7 +108,12 @@ def _find_unknown_stop_ids(config: PPOConfig, template: ChatTemplate) -> list[Pr
 
 def check_stop_ids(config: PPOConfig) -> None:
     """ValueError for tokens that should end a turn and that the model does not have."""
-    for section in SAMPLING_SECTIONS.values():
-        key = f"rollout.{section}.stop_token_ids"
-        ids = getattr(config.rollout, section).stop_token_ids
+    for key, ids in _stop_ids(config):
         check_token_ids(key, config.actor.model_name, ids)
+
+
+def _stop_ids(config: PPOConfig) -> Iterator[tuple[str, list[int]]]:
+    """Yields the keys of the tokens that should end a turn, and these tokens."""
+    for section in SAMPLING_SECTIONS.values():
+        ids = getattr(config.rollout, section).stop_token_ids
+        yield f"rollout.{section}.stop_token_ids", ids

@@ -53,6 +53,7 @@ class Setup:
     env: Env
     tokenizer: PreTrainedTokenizerBase
     template: ChatTemplate
+    model_stop_ids: list[int]  # the model's own tokens that end a turn
     prompts: Examples | None  # None in an evaluation
     tests: dict[str, Examples]  # by the name of the test set
     prediction: Prediction
@@ -75,7 +76,18 @@ def set_up(config: PPOConfig) -> Setup:
     check_stop_ids(config)
     config = choose_checkpointing(config)
     prediction = Prediction(config, dist.get_world_size())
-    return Setup(config, folder, device, env, tokenizer, template, prompts, tests, prediction)
+    return Setup(
+        config=config,
+        folder=folder,
+        device=device,
+        env=env,
+        tokenizer=tokenizer,
+        template=template,
+        model_stop_ids=template.stop_token_ids(load_eos_token_ids(config.actor.model_name)),
+        prompts=prompts,
+        tests=tests,
+        prediction=prediction,
+    )
 
 
 class PPORun:
@@ -194,24 +206,22 @@ class EvaluationRun:
     """The run of trainer.eval_only=true: an engine that plays the test sets once."""
 
     def __init__(self, config: PPOConfig):
+        """ValueError if the folder has checkpoints: it belongs to a run that trains."""
         setup = set_up(config)
         self.folder = setup.folder
         self.env = setup.env
+        if self.folder.start.checkpoint is not None:
+            raise ValueError(
+                f"{self.folder.path} is the folder of a run that trains; give the evaluation one "
+                "of its own with trainer.experiment_name=NAME"
+            )
         collector = make_collector(setup, workers=[], prompts=None, num_steps=0)
         self.engine = collector.player.engine
         self.evaluator = make_evaluator(setup, collector)
 
     def run(self) -> None:
-        """Evaluates, prints a table, and ends the engine and the environment.
-
-        ValueError if the folder has checkpoints: it belongs to a run that trains.
-        """
+        """Evaluates, prints a table, and ends the engine and the environment."""
         folder = self.folder
-        if folder.start.checkpoint is not None:
-            raise ValueError(
-                f"{folder.path} is the folder of a run that trains; give the evaluation one of its "
-                "own with trainer.experiment_name=NAME"
-            )
         folder.resume({}, num_steps=0)
         log = MetricsLog(folder.path, folder.config, start_step=0, num_steps=0)
         with log.phase("test"):
@@ -346,8 +356,5 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
 
 def _sampling_params(setup: Setup, section: SamplingConfig) -> SamplingParams:
     """A section of the config as the engine takes it, with the model's own stop tokens."""
-    model_stop_ids = setup.template.stop_token_ids(
-        load_eos_token_ids(setup.config.actor.model_name)
-    )
-    stop_ids = (*section.stop_token_ids, *model_stop_ids)
+    stop_ids = (*section.stop_token_ids, *setup.model_stop_ids)
     return SamplingParams(**vars(section) | {"stop_token_ids": stop_ids})
