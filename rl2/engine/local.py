@@ -125,7 +125,7 @@ class LocalEngine(Engine):
         self.exact = settings.exact
         self.device = settings.device
         self.head_dtype = torch.promote_types(settings.head_dtype, settings.dtype)
-        # The attention "rl2" calls what a forward is given as `attend`, see parallel/attention.py.
+        # The attention "rl2" calls what a forward is given as `attend`, see attention/kernels.py.
         model: Any = AutoModelForCausalLM.from_pretrained(
             settings.model_name, dtype=settings.dtype, attn_implementation="rl2"
         )
