@@ -145,7 +145,7 @@ def test_stop_iteration_and_self_cancellation_are_failures_too():
     start = time.monotonic()
     assert "StopIteration" in str(failure(lambda messages: next(iter([]))))
     assert "CancelledError" in str(failure(cancels))
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20
 
 
 def test_row_without_a_needed_column_costs_its_trajectory_only():
@@ -164,8 +164,11 @@ def test_env_may_change_its_arguments(tmp_path, prefix):
 
 
 def test_sync_calls_run_together_and_leave_the_event_loop_free():
+    together = threading.Barrier(4)  # one after the other, the first would wait for the rest
+
     def slow(messages):
         time.sleep(0.5)
+        together.wait(timeout=20)
         return 1.0
 
     async def main():
@@ -177,21 +180,19 @@ def test_sync_calls_run_together_and_leave_the_event_loop_free():
             ticks += 1
         return ticks
 
-    start = time.monotonic()
     assert asyncio.run(main()) > 5
-    assert time.monotonic() - start < 1.5  # one after the other: 2
 
 
 def test_async_function_that_blocks_leaves_the_callers_loop_free(tmp_path, monkeypatch):
     monkeypatch.setattr(loops, "LOOK_SECONDS", 0.02)
     env = load(
         tmp_path,
-        "import time\nasync def reward_fn(messages):\n    time.sleep(2)\n    return 1.0",
+        "import time\nasync def reward_fn(messages):\n    time.sleep(30)\n    return 1.0",
         timeout=0.1,
     )
     start = time.monotonic()
     assert "did not return within" in str(failure(env))
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < 20
 
 
 def test_async_state_outlives_the_callers_loop(tmp_path):
@@ -477,7 +478,7 @@ def test_preflight_waits_for_hanging_calls_once():
     start = time.monotonic()
     with pytest.raises(ValueError, match="did not return within"):
         preflight(env_of(hangs, timeout=0.5), {"data.path": [ROW] * 8}, 1)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 20
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])

@@ -60,13 +60,13 @@ def test_no_exception_stops_the_run_or_is_silent(tmp_path, prefix, error):
                 raise {error}
             return 1
         """,
-        timeout=2,
+        timeout=20,
     )
     start = time.monotonic()
     with pytest.raises(EnvError, match=f"(?s)line 6, in reward_fn.*{error}"):
         call(env, fail=True)
     assert call(env, fail=False) == {"reward": 1.0}
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < 19
     env.close()
 
 

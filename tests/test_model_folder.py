@@ -119,7 +119,7 @@ def test_an_unknown_name_takes_one_request(monkeypatch, listens):
         monkeypatch.setattr(folder, "HUB_TIMEOUT_SECONDS", 1.0)
         start = time.monotonic()
         assert f"the hub at {endpoint} does not give it" in problem("nobody/no-model")
-        assert time.monotonic() - start < 4
+        assert time.monotonic() - start < 12
     assert "there is no such folder" in problem("runs/no/model")
 
 
