@@ -93,7 +93,7 @@ TOPICS = [
     Topic(
         "Optimizer",
         r"(actor|critic)\.(lr|weight_decay|max_grad_norm|warmup_ratio|scheduler|min_lr_ratio"
-        r"|\w+_per_rollout|freeze_steps|optimizer_dir)",
+        r"|\w+_per_rollout|freeze_steps|optimizer_dir|dither_weights)",
     ),
     Topic(
         "Policy loss",

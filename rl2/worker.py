@@ -24,7 +24,7 @@ from rl2.model.load import FILES, HuggingFaceFiles, load_model
 from rl2.model.lora import LoraSettings
 from rl2.model.save import save_model
 from rl2.model.token_model import TokenScores
-from rl2.optimizer import AdamW, clip_gradient_, schedule
+from rl2.optimizer import AdamW, WeightSample, clip_gradient_, schedule
 from rl2.packing import pack, plan_micro_batches, unpack, zigzag
 from rl2.parallel.device import (
     columns_to_device,
@@ -33,7 +33,7 @@ from rl2.parallel.device import (
     device_kind,
 )
 from rl2.parallel.fsdp import persistent_buffers, reshard
-from rl2.parallel.mesh import all_reduce_sum_, differentiable_all_reduce, make_mesh
+from rl2.parallel.mesh import all_reduce_sum_, differentiable_all_reduce, is_first_rank, make_mesh
 from rl2.parallel.offload import WeightMemory
 from rl2.parallel.tensor import all_reduce_partial_gradients
 from rl2.progress import track
@@ -54,6 +54,9 @@ class UpdateResult:
     grad_norm: float  # before clipping
     lr: float
     skipped: bool  # no weight moved: the gradient was not finite, or the ratio above its limit
+    # The share of the update that the compute weights show; None if no weight moved, or if the
+    # compute weights are the trained ones.
+    visible_update: float | None
     metrics: dict[str, float]  # the loss function's, summed over all micro-batches and processes
 
     def to_log(self, total_weight: float = 1.0) -> dict[str, float]:
@@ -62,7 +65,10 @@ class UpdateResult:
         `total_weight` is the sum of the token weights that were run: metrics divided by it are
         means. They are NaN where no token was run.
         """
-        numbers = {name: float(x) for name, x in vars(self).items() if name != "metrics"}
+        numbers = {}
+        for name, value in vars(self).items():
+            if name != "metrics" and value is not None:
+                numbers[name] = float(value)
         weight = total_weight or math.nan
         return numbers | {name: total / weight for name, total in self.metrics.items()}
 
@@ -73,7 +79,8 @@ class Worker:
     `config` is the worker's section of the config. `num_updates` is how many updates the learning
     rate's schedule is laid out for; 0 makes a frozen model without an optimizer, such as the
     reference. `exactness` says whether it computes with the bits of the embedded engine. `source`
-    gives the model; `make_optimizer` takes what AdamW takes.
+    gives the model; `make_optimizer` takes what AdamW takes. `seed` is that of the
+    places that config.dither_weights chooses.
     """
 
     def __init__(
@@ -85,6 +92,7 @@ class Worker:
         exactness: Exactness = Exactness.OFF,
         source: HuggingFaceFiles = FILES,
         make_optimizer: Callable[..., Any] = AdamW,
+        seed: int = 0,
     ):
         self.config = config
         self.exactness = exactness
@@ -110,6 +118,7 @@ class Worker:
             compile=config.compile,
             exactness=exactness,
             lora_settings=self.lora_settings,
+            dither_seed=seed if is_trained and config.dither_weights else None,
             source=source,
         )
         self.engine_check = EngineCheck(self.model.exactness)
@@ -201,8 +210,8 @@ class Worker:
             sums = self._sum_metrics(totals)
             weights: Any = batch.token_weights
             skip = max_ratio is not None and sums["ratio"] > max_ratio * weights.sum().item()
-            norm, lr, skipped = self._step(skip)
-        return UpdateResult(sums.pop("loss"), norm, lr, skipped, sums)
+            norm, lr, skipped, visible_update = self._step(skip)
+        return UpdateResult(sums.pop("loss"), norm, lr, skipped, visible_update, sums)
 
     def iter_full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yields every parameter by its Hugging Face name, whole and in `dtype`, one at a time.
@@ -221,12 +230,15 @@ class Worker:
     def export(self, folder: str, tokenizer: Any, with_optimizer: bool = False) -> None:
         """Writes the model as a Hugging Face folder. All processes must call.
 
+        It is in the dtype of the forward pass, so it is the model that was trained: float32 weights
+        of a model that computes in bfloat16 would be another one.
+
         LoRA's adapters also go to `folder`/adapter, as peft writes them. The optimizer's state goes
         to `folder`/optimizer, which the key `optimizer_dir` reads.
         """
         with writing(folder):
-            weights = self.iter_full_weights(self.model.export_dtype)
-            save_model(folder, self.model, weights, tokenizer)
+            weights = self.iter_full_weights(self.dtype)
+            save_model(folder, self.model, weights, tokenizer, self.dtype)
             if self.lora_settings is not None:
                 lora.save(
                     self.model.hf, f"{folder}/adapter", self.config.model_name, self.memory.read
@@ -236,19 +248,26 @@ class Worker:
         dist.barrier()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the sharded state that a resumed run needs: weights, optimizer and version.
+        """Returns the sharded state that a resumed run needs.
 
-        The weights are the trained ones, or all of a frozen worker.
+        The weights are the trained ones, or all of a frozen worker. `dtype` is what the forward
+        pass rounded them to.
         """
         parameters = self.trained_parameters or dict(self.model.named_parameters())
-        state: dict[str, Any] = {"version": self.version}
+        state: dict[str, Any] = {"version": self.version, "dtype": str(self.dtype)}
         state["model"] = {name: self.memory.state(value) for name, value in parameters.items()}
         if self.optimizer is not None:
             state["optimizer"] = self.optimizer.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores what `state_dict` returned. Warns of another dtype: it is another policy."""
+        if state["dtype"] != str(self.dtype) and self.optimizer is not None and is_first_rank():
+            print(
+                f"the checkpoint was trained in {state['dtype']} and goes on in {self.dtype}: its "
+                "weights round to another model than the one that was trained, so metrics may "
+                "jump; only the dtype of the first start continues with the same model"
+            )
         for name, weight in self.state_dict()["model"].items():
             weight.copy_(state["model"][name])
         if self.optimizer is not None:
@@ -299,8 +318,10 @@ class Worker:
         sums = torch.stack([totals[name].to(self.mesh.device) for name in names])
         return dict(zip(names, all_reduce_sum_(sums).tolist(), strict=True))
 
-    def _step(self, skip: bool) -> tuple[float, float, bool]:
-        """Clips the gradient, steps and clears it. Returns its norm, the learning rate and `skip`.
+    def _step(self, skip: bool) -> tuple[float, float, bool, float | None]:
+        """Clips the gradient, steps and clears it.
+
+        Returns the fields of UpdateResult from `grad_norm` to `visible_update`.
 
         A gradient that is not finite is skipped too: no weight moves, and the schedule does not
         either. Where no token is trained the gradient is 0: the schedule moves on, and the weights
@@ -319,13 +340,16 @@ class Worker:
             config.min_lr_ratio,
         )
         skip = skip or not math.isfinite(norm)
+        visible_update = None
         if not skip:
             if norm > 0:
+                sample = WeightSample(parameters, self.dtype)
                 self.optimizer.step(lr)
+                visible_update = sample.visible_update()
             self.version += 1
         for parameter in parameters:
             parameter.grad = None
-        return norm, lr, skip
+        return norm, lr, skip, visible_update
 
 
 class Reference:

@@ -51,8 +51,9 @@ def export_all(workers, name, folder):
     tokenizer = AutoTokenizer.from_pretrained(name)
     actor.export(f"{folder}/export", tokenizer)
     workers["lora"].export(f"{folder}/lora", tokenizer)
-    actor.model.export_dtype = torch.bfloat16  # as if the model had been loaded from bf16
+    actor.dtype = torch.bfloat16  # as if it had computed in it
     actor.export(f"{folder}/export_bf16", tokenizer)
+    actor.dtype = torch.float32
     return dict(actor.iter_full_weights(torch.float32))
 
 

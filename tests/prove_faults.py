@@ -119,8 +119,8 @@ FAULTS = {
     "dropped bias": Fault(
         "transformers",
         "rl2.model.load:load_model",
-        "fsdp.scatter(model, full, mesh)",
-        f"fsdp.scatter(model, full and {NO_BIAS}, mesh)",
+        "fsdp.scatter(model, full, mesh, change)",
+        f"fsdp.scatter(model, full and {NO_BIAS}, mesh, change)",
         "qwen2",
     ),
     "norm epsilon": Fault(
@@ -261,7 +261,7 @@ FAULTS = {
     "adapters not merged": Fault(
         "export",
         "rl2.worker:Worker.export",
-        "weights = self.iter_full_weights(self.model.export_dtype)",
+        "weights = self.iter_full_weights(self.dtype)",
         f"weights = {BASE_WEIGHTS}",
         words=("actor.lora_rank=2",),
     ),

@@ -52,7 +52,7 @@ def test_a_checkpoint_moves_between_layouts(tmp_path):
     exported = AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32)
     bf16 = AutoModelForCausalLM.from_pretrained(folder / "export_bf16", dtype="auto")
     dtypes = {weight.dtype for weight in bf16.parameters()}
-    assert dtypes == {torch.bfloat16}, "the dtype of the source is lost"
+    assert dtypes == {torch.bfloat16}, "the dtype of the policy is lost"
     for weight, fp32_weight in zip(bf16.parameters(), exported.parameters(), strict=True):
         assert torch.equal(weight, fp32_weight.bfloat16())
     assert exported.lm_head.weight is exported.model.embed_tokens.weight

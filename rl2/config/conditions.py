@@ -111,6 +111,11 @@ WITH_RANDOMNESS = Condition(
     "where nothing is sampled and lora_rank=0",
     is_harmless=True,
 )
+WITH_ROUNDED_WEIGHTS = Condition(
+    lambda config, section: section.dtype != "float32" and not section.lora_rank,
+    "with {path}.dtype=float32 or {path}.lora_rank, where no trained weight is rounded",
+    is_harmless=True,
+)
 WITH_INFERENCE = Condition(  # DPO infers with its reference, PPO before its updates
     lambda config, section: has_section(config, "rollout", "dpo") or config.data.has_test_rows,
     "without data.test_path or data.test_ratio",

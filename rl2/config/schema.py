@@ -31,6 +31,7 @@ from rl2.config.conditions import (
     WITH_LOGITS,
     WITH_LORA,
     WITH_RANDOMNESS,
+    WITH_ROUNDED_WEIGHTS,
     WITH_SAMPLING,
     WITH_SGLANG,
     WITH_TEST_DATA,
@@ -272,6 +273,12 @@ class WorkerConfig(ModelConfig):
         "head",
         only_if=WITH_LORA,
         identity=True,
+    )
+    dither_weights: bool = key(
+        False,
+        "start each weight at a random place among the numbers that round to its stored value, so "
+        "that updates below the precision of bfloat16 have an effect at once; lower lr with it",
+        only_if=WITH_ROUNDED_WEIGHTS,
     )
     lr: PositiveFloat = key(
         1e-6,

@@ -25,6 +25,7 @@ from rl2 import progress
 from rl2.attention.ring import Ring, keep_attention
 from rl2.model import lora
 from rl2.model.admission import admit
+from rl2.model.dither import dither_
 from rl2.model.exact import Exactness
 from rl2.model.lora import LoraSettings
 from rl2.model.token_model import TokenModel
@@ -70,6 +71,7 @@ def load_model(
     compile: bool = False,
     exactness: Exactness = Exactness.OFF,
     lora_settings: LoraSettings | None = None,
+    dither_seed: int | None = None,
     source: HuggingFaceFiles = FILES,
 ) -> TokenModel:
     """A Hugging Face causal LM, or a critic (its body with a scalar head), sharded over `mesh`.
@@ -78,14 +80,15 @@ def load_model(
     frozen one keeps them in `compute_dtype`. The logits are in `head_dtype`, see `head_scores`;
     `compile` compiles the elementwise parts, see `fuse`; `exactness` says whether the model has the
     log-probabilities of the embedded engine to the bit, see `TokenModel`. With `lora_settings` only
-    the adapters and a critic's head are trained and in fp32. All processes must call. ValueError
-    for a model that rl2 computes wrongly or cannot cut, and for weights that are incomplete.
+    the adapters and a critic's head are trained and in fp32. With `dither_seed`, weights that are
+    kept in fp32 and computed in bf16 are moved within their rounding cells, see dither.py. All
+    processes must call. ValueError for a model that rl2 computes wrongly or cannot cut, and for
+    weights that are incomplete.
     """
     model_class = AutoModelForSequenceClassification if critic else AutoModelForCausalLM
     labels = {"num_labels": 1} if critic else {}
     config = AutoConfig.from_pretrained(name, **labels)
     _announce(name, config, trainable)
-    export_dtype = config.dtype or compute_dtype  # read here: loading the weights overwrites it
     if mesh.tp is not None:
         tensor.check_tp_size(name, config, mesh.tp.size())
     source.admit(name, config, critic)
@@ -113,7 +116,7 @@ def load_model(
         exactness = Exactness.OFF
     elif exactness.is_on and not trainable:  # a frozen model has other weights than the engine
         exactness = Exactness.ASSUMED
-    model = TokenModel(hf, Ring(mesh.sp), tp_group, export_dtype, head_dtype, compile, exactness)
+    model = TokenModel(hf, Ring(mesh.sp), tp_group, head_dtype, compile, exactness)
     fsdp.shard(
         model,
         mesh,
@@ -121,7 +124,13 @@ def load_model(
         gradient_checkpointing,
         recompute_context=keep_attention,
     )
-    fsdp.scatter(model, full, mesh)
+    change = None
+    if dither_seed is not None and all_in_fp32 and compute_dtype == torch.bfloat16:
+
+        def change(name: str, weight: Tensor) -> None:
+            dither_(weight, dither_seed, name)
+
+    fsdp.scatter(model, full, mesh, change)
     return model
 
 

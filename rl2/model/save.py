@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -14,8 +15,11 @@ def save_model(
     model: TokenModel,
     weights: Iterable[tuple[str, Tensor]],
     tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
 ) -> None:
     """Writes the folder of `model` with these whole weights by their Hugging Face names.
+
+    `dtype` is that of the weights, for the config; the model's parameters may have another one.
 
     All processes must call, since making the weights may communicate. Rank 0 writes.
     """
@@ -30,6 +34,6 @@ def save_model(
         # transformers reads the value at the last token that is not this one.
         hf.config.pad_token_id = tokenizer.pad_token_id
     hf.save_pretrained(folder, state_dict=full)
-    hf.config.dtype = model.export_dtype  # save_pretrained wrote that of our parameters
+    hf.config.dtype = dtype  # save_pretrained wrote that of our parameters
     hf.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -41,9 +41,8 @@ class TokenScores:
 class TokenModel(nn.Module):
     """`hf` with its head replaced by scores of (hidden state, target) pairs.
 
-    Logits [L, V] never exist; `head_dtype` is what those of a chunk are rounded to. `export_dtype`
-    is what an export is written in. The model is always in eval mode: with dropout, the ratio of
-    two probabilities of a token would be noise.
+    Logits [L, V] never exist; `head_dtype` is what those of a chunk are rounded to. The model
+    is always in eval mode: with dropout, the ratio of two probabilities of a token would be noise.
 
     Where `exactness` is on, log-probabilities have the bits of the embedded engine's on a CPU. It
     is off for a model that cannot have them; ValueError if they are demanded of it.
@@ -54,7 +53,6 @@ class TokenModel(nn.Module):
         hf: PreTrainedModel,
         ring: Ring,
         tp: dist.ProcessGroup | None = None,
-        export_dtype: torch.dtype = torch.float32,
         head_dtype: torch.dtype = torch.float32,
         compile: bool = False,
         exactness: Exactness = Exactness.OFF,
@@ -63,7 +61,6 @@ class TokenModel(nn.Module):
         self.hf: Any = hf
         self.ring = ring
         self.tp = tp
-        self.export_dtype = export_dtype
         self.head_dtype = head_dtype
         self.compile_head = compile
         if compile:

@@ -81,11 +81,17 @@ def persistent_buffers(hf: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in hf.named_buffers() if name in names]
 
 
-def scatter(model: Any, full: dict[str, Tensor] | None, mesh: Mesh) -> None:
+def scatter(
+    model: Any,
+    full: dict[str, Tensor] | None,
+    mesh: Mesh,
+    change: Callable[[str, Tensor], None] | None = None,
+) -> None:
     """Gives memory and values to `model`, which has its parameters on the meta device.
 
     `full` holds the whole weights by name on rank 0 and is None elsewhere. It is emptied on the
-    way, so that no weight is there twice for longer than needed. All processes must call.
+    way, so that no weight is there twice for longer than needed. `change(name, weight)` changes
+    each whole weight in place before it is cut. All processes must call.
     """
     buffers = dict(model.named_buffers())
     model.to_empty(device=mesh.device)
@@ -102,6 +108,8 @@ def scatter(model: Any, full: dict[str, Tensor] | None, mesh: Mesh) -> None:
             value = torch.empty(parameter.shape, dtype=parameter.dtype, device=mesh.device)
         else:
             value = full.pop(name).to(mesh.device, parameter.dtype)
+            if change is not None:
+                change(name, value)
         if mesh.tp is not None:
             tp_placements = parameter.placements[mesh.fsdp.ndim :] or [Replicate()]
             value = distribute_tensor(value, mesh.tp, tp_placements).to_local()

@@ -51,7 +51,7 @@ def measure(parts: dict[str, Any], exported: Any, **numbers: Any) -> SpaceNeeds:
         parameters = part.trained_parameters or dict(part.model.named_parameters())
         checkpoint += copies * sum(p.numel() * p.element_size() for p in parameters.values())
     num_weights = sum(p.numel() for p in exported.model.parameters())
-    return SpaceNeeds(checkpoint, num_weights * exported.model.export_dtype.itemsize, **numbers)
+    return SpaceNeeds(checkpoint, num_weights * exported.dtype.itemsize, **numbers)
 
 
 def check_space(folder: Path, needs: SpaceNeeds) -> list[str]:

@@ -186,7 +186,7 @@ def run_offline(config: Any, recorder: PlanRecorder, device: torch.device) -> No
         reference.infer(make_batch(inference=True))
     recorder.update(worker, make_batch(), loss, keep_groups_together=row_multiple > 1)
     recorder.enter("save")
-    for _, weight in worker.iter_full_weights(worker.model.export_dtype):
+    for _, weight in worker.iter_full_weights(worker.dtype):
         del weight
     recorder.plan.steady = recorder.memory.bytes
 

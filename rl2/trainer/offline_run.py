@@ -62,7 +62,9 @@ class OfflineRun:
         planned = choose_checkpointing(config)
         prediction = Prediction(planned, dist.get_world_size())
         worker_config = getattr(planned, self.worker_name)
-        self.worker = Worker(worker_config, device, is_critic, num_updates=num_steps)
+        self.worker = Worker(
+            worker_config, device, is_critic, num_updates=num_steps, seed=config.trainer.seed
+        )
         workers = {self.worker_name: self.worker}
         parts: Parts = {"data": self.cursor}
         self.recorder = Recorder(

@@ -286,7 +286,10 @@ def average_updates(worker_name: str, updates: list[dict[str, float]]) -> dict[s
     """
     if not updates:
         return {}
-    means = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+    means = {}
+    for name in dict.fromkeys(name for update in updates for name in update):
+        values = [update[name] for update in updates if name in update]
+        means[name] = sum(values) / len(values)
     squared = means.pop("mismatch_ratio_squared", 0.0)
     if squared:
         means["effective_sample_size"] = means["mismatch_ratio"] ** 2 / squared

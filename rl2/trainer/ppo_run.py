@@ -258,6 +258,7 @@ def make_ppo_workers(
         device,
         num_updates=count_updates("actor", config.actor),
         exactness=exactness,
+        seed=config.trainer.seed,
     )
     workers = {"actor": actor}
     frozen: dict[str, Worker | Reference] = {}
@@ -270,7 +271,11 @@ def make_ppo_workers(
         model_name = config.critic.model_name or config.actor.model_name
         section = replace(config.critic, model_name=model_name)
         workers["critic"] = new_worker(
-            section, device, critic=True, num_updates=count_updates("critic", section)
+            section,
+            device,
+            critic=True,
+            num_updates=count_updates("critic", section),
+            seed=config.trainer.seed,
         )
     return workers, frozen
 

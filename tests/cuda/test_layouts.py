@@ -60,8 +60,8 @@ OFFLOADED = {
 TOKENS = 512
 # Passes without a gradient and weights leave nothing behind but what the allocator rounds up.
 SLACK_BYTES = 2**14
-# The host reads the sums of the metrics, and the norm of the gradient.
-WAITS_OF_AN_UPDATE = 2
+# The host reads the sums of the metrics, the norm of the gradient and the visible update.
+WAITS_OF_AN_UPDATE = 3
 
 
 def whole_weights(role: Role) -> dict[str, tuple[int, ...]]:

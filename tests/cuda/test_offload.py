@@ -8,8 +8,8 @@ from rl2.parallel.offload import VISITING_BYTES
 TOKENS = 512
 OFFLOADED = {"offload_model": True, "offload_optimizer": True}
 SLACK_BYTES = 2**14  # what the allocator rounds up
-# The host reads the sums of the metrics and the norm of the gradient.
-WAITS_OF_AN_UPDATE = 2
+# The host reads the sums of the metrics, the norm of the gradient and the visible update.
+WAITS_OF_AN_UPDATE = 3
 
 
 def fp32_bytes(worker):

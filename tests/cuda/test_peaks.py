@@ -19,8 +19,8 @@ from tracker import Phase
 from rl2.worker import Worker
 
 TOLERANCE = 0.02
-# The host reads the sums of the metrics, and the norm of the gradient.
-WAITS_OF_AN_UPDATE = 2
+# The host reads the sums of the metrics, the norm of the gradient and the visible update.
+WAITS_OF_AN_UPDATE = 3
 
 
 @dataclass

@@ -1,0 +1,68 @@
+"""Places fp32 weights at random in the rounding cells of bf16, so that small updates show.
+
+A weight that is stored in bf16 and trained in fp32 starts in the middle of its rounding cell: the
+fp32 numbers that round to one bf16 number. The forward pass uses its bf16 copy, which stays the
+same until the updates add up to half a cell. At a random place of the cell, the probability that an
+update crosses the border is its size in cells. So the copies move by the update on average.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+# In bits of fp32, of which bf16 has the upper half
+HALF_CELL = 1 << 15
+LOWER_HALF = (1 << 16) - 1
+MANTISSA = (1 << 23) - 1
+SMALLEST, INFINITE = 2 << 23, 0xFF << 23  # magnitudes from 2^-125 on, below infinity and NaN
+MAGNITUDE = 0x7FFFFFFF
+CHUNK_SIZE = 2**18  # elements; what is computed of them stays in the cache of a core
+
+
+def dither_(weight: Tensor, seed: int, name: str) -> None:
+    """Moves each bf16 number of an fp32 tensor to a random place of its rounding cell, in place.
+
+    All places are equally likely, and each rounds to the number itself. They depend on the seed,
+    the name and the position alone: not on the device, nor on what else was drawn. Zeros,
+    magnitudes below 2^-125, infinities, NaN and numbers that bf16 does not have stay as they are.
+    """
+    assert weight.dtype == torch.float32, weight.dtype
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    keys = [int.from_bytes(part, "little", signed=True) for part in (digest[:4], digest[4:8])]
+    bits = weight.view(torch.int32).view(-1)
+    for start in range(0, len(bits), CHUNK_SIZE):
+        chunk = bits[start : start + CHUNK_SIZE]
+        positions = torch.arange(len(chunk), dtype=torch.int32, device=bits.device)
+        positions += (start + 2**31) % 2**32 - 2**31  # modulo 2^32, as int32
+        chunk += _offsets(chunk, _hash_(positions, *keys))
+
+
+def _offsets(bits: Tensor, random: Tensor) -> Tensor:
+    """Returns how far each number moves, as a difference of its bits, from 32 random bits each."""
+    # Neither end is reached: half a cell is a tie, which may round to the neighbor.
+    offset = ((random & LOWER_HALF) - HALF_CELL).clamp_(min=1 - HALF_CELL)
+    # Below a power of two, numbers are half as far apart: the lower part of its cell has half the
+    # width of the upper part, and as many fp32 numbers. A third of the draws fall there.
+    scaled = ((offset + HALF_CELL) * 3 >> 2) - HALF_CELL // 2
+    of_power = torch.where(scaled < 0, (2 * scaled).clamp_(min=1 - HALF_CELL), scaled)
+    offset = torch.where(bits & MANTISSA == 0, of_power, offset)
+    magnitude = bits & MAGNITUDE
+    is_moved = (bits & LOWER_HALF == 0) & (magnitude >= SMALLEST) & (magnitude < INFINITE)
+    return offset * is_moved
+
+
+def _hash_(x: Tensor, first_key: int, second_key: int) -> Tensor:
+    """Hashes each int32 to 32 bits that look random, in place.
+
+    The multipliers and shifts are those of lowbias32 (Wellons, "Prospecting for hash functions",
+    2018). A second key between its rounds keeps tensors from having shifted copies of one sequence.
+    """
+    x ^= first_key
+    x ^= (x >> 16) & 0xFFFF  # int32 shifts copies of the sign in
+    x *= 0x7FEB352D
+    x ^= second_key
+    x ^= (x >> 15) & 0x1FFFF
+    x *= 0x846CA68B - (1 << 32)
+    x ^= (x >> 16) & 0xFFFF
+    return x

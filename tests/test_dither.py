@@ -1,0 +1,195 @@
+"""Weights at random places of their rounding cells, and how much of an update the policy sees."""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import launch, make_model, make_tokenizer
+from parity import make_batch, policy_loss, worker_config
+from transformers import AutoModelForCausalLM
+
+from rl2.model.dither import dither_
+from rl2.parallel.mesh import init_distributed
+from rl2.worker import Worker
+
+ALL_BF16 = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+COPIES = 256
+
+
+def dithered(weight: torch.Tensor, seed: int = 0, name: str = "w") -> torch.Tensor:
+    weight = weight.clone()
+    dither_(weight, seed, name)
+    return weight
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_every_bf16_number_rounds_to_itself_from_all_over_its_cell():
+    stored = ALL_BF16.float().repeat(COPIES, 1)
+    moved = dithered(stored)
+    assert same_bits(moved.bfloat16(), stored.bfloat16())
+    may_move = ALL_BF16.isfinite() & (ALL_BF16.abs().float() >= 2.0**-125)
+    assert same_bits(moved[:, ~may_move], stored[:, ~may_move])
+    exponents = torch.frexp(stored[0]).exponent
+    places = (moved - stored).double() / 2.0 ** (exponents - 8).double()  # in steps of bf16
+    places = places[:, may_move] * stored[0, may_move].sign()
+    is_power = torch.frexp(stored[0, may_move]).mantissa.abs() == 0.5
+    inner, of_powers = places[:, ~is_power], places[:, is_power]
+    # Uniform: in [-1/2, 1/2], and in [-1/4, 1/2] around a power of two.
+    for sample, low, high in ((inner, -0.5, 0.5), (of_powers, -0.25, 0.5)):
+        assert low <= sample.min() < low + 1e-3 and high - 1e-3 < sample.max() <= high
+        edges = torch.linspace(low, high, 9, dtype=torch.float64)
+        counts = torch.histc(sample, 8, low, high) / sample.numel()
+        assert counts == pytest.approx([1 / 8] * 8, abs=0.005), (edges, counts)
+    assert (inner.mean(0).abs() < 5 / (12 * COPIES) ** 0.5).all()  # each number by itself
+
+
+def test_places_depend_on_seed_name_and_position_alone():
+    weight = torch.randn(3, 2**18 // 2 + 1).bfloat16().float()  # more than one chunk
+    moved = dithered(weight)
+    assert same_bits(moved, dithered(weight))
+    assert same_bits(moved.view(-1)[:1000], dithered(weight.view(-1)[:1000]))
+    for other in (dithered(weight, seed=1), dithered(weight, name="v")):
+        assert (other == moved).float().mean() < 0.01
+    exact = torch.randn(1000)
+    exact[exact == exact.bfloat16().float()] = 0.1  # what bf16 does not have
+    assert same_bits(dithered(exact), exact)
+
+
+@pytest.fixture(scope="module")
+def stored_in_bf16(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dither")
+    make_model(folder / "plain")
+    model = AutoModelForCausalLM.from_pretrained(folder / "plain", dtype=torch.bfloat16)
+    model.save_pretrained(folder / "model")
+    init_distributed()
+    yield str(folder / "model")
+    dist.destroy_process_group()
+
+
+def make_worker(name, **changes):
+    return Worker(worker_config(name, **changes), torch.device("cpu"), num_updates=8, seed=3)
+
+
+def weights_of(worker, dtype):
+    return {name: weight.clone() for name, weight in worker.iter_full_weights(dtype)}
+
+
+def test_a_dithered_worker_starts_with_the_stored_model(stored_in_bf16):
+    plain = make_worker(stored_in_bf16, dtype="bfloat16")
+    moved = make_worker(stored_in_bf16, dtype="bfloat16", dither_weights=True)
+    batch = make_batch()
+    assert torch.equal(plain.infer(batch).logps, moved.infer(batch).logps)
+    rounded = weights_of(moved, torch.bfloat16)
+    for name, weight in weights_of(plain, torch.bfloat16).items():
+        assert same_bits(weight, rounded[name])
+    in_fp32 = weights_of(moved, torch.float32)
+    assert any((w != rounded[name].float()).any() for name, w in in_fp32.items())
+    computed_in_fp32 = make_worker(stored_in_bf16, dtype="float32", dither_weights=True)
+    for name, weight in weights_of(computed_in_fp32, torch.float32).items():
+        assert same_bits(weight, rounded[name].float())
+
+
+LAYOUTS = {
+    "fsdp": {},
+    "copies": {"fsdp_size": 1},
+    "tp": {"tp_size": 2},
+    "sp": {"sp_size": 2},
+    "offload": {"offload_model": True, "offload_optimizer": True},
+}
+
+
+def start_and_update(name, layouts):
+    """The float32 weights at the start, and the share of the first update that shows."""
+    results = {}
+    for layout, changes in layouts.items():
+        worker = make_worker(name, dtype="bfloat16", lr=1e-5, dither_weights=True, **changes)
+        weights = weights_of(worker, torch.float32)
+        result = worker.update(make_batch(), policy_loss, with_entropy=True)
+        results[layout] = (weights, result.visible_update)
+    return results
+
+
+if __name__ == "__main__":  # a process of the test below
+    init_distributed()
+    results = start_and_update(sys.argv[1], LAYOUTS)
+    if dist.get_rank() == 0:
+        torch.save(results, sys.argv[2])
+    dist.barrier()
+
+
+def test_every_layout_starts_at_the_same_places(stored_in_bf16, tmp_path):
+    launch(2, __file__, stored_in_bf16, tmp_path / "results")
+    results = torch.load(tmp_path / "results")
+    assert results.keys() == LAYOUTS.keys()
+    expected, share = start_and_update(stored_in_bf16, {"one process": {}})["one process"]
+    for layout, (weights, layout_share) in results.items():
+        assert weights.keys() == expected.keys()
+        assert all(same_bits(weights[key], expected[key]) for key in weights), layout
+        assert layout_share == pytest.approx(share, abs=0.1), layout
+
+
+@pytest.mark.parametrize(
+    ("rate", "dithers", "low", "high"),
+    [(1e-6, False, 0.0, 0.1), (1e-6, True, 0.5, 1.5), (3e-2, False, 0.8, 1.2)],
+)
+def test_the_share_of_an_update_that_the_policy_sees(stored_in_bf16, rate, dithers, low, high):
+    """By the worker's sample, and by all weights of a plain computation."""
+    worker = make_worker(stored_in_bf16, dtype="bfloat16", lr=rate, dither_weights=dithers)
+    before = {n: p.detach().to_local().clone() for n, p in worker.trained_parameters.items()}
+    gradients = {}
+    step = worker.optimizer.step
+
+    def keep_gradients(lr):
+        for name, parameter in worker.trained_parameters.items():
+            gradients[name] = parameter.grad.to_local().clone()
+        step(lr)
+
+    worker.optimizer.step = keep_gradients
+    result = worker.update(make_batch(), policy_loss, with_entropy=True)
+    shown = whole = 0.0
+    for name, parameter in worker.trained_parameters.items():
+        after = parameter.detach().to_local()
+        rounded = after.bfloat16().float() - before[name].bfloat16().float()
+        shown += (gradients[name] * rounded).double().sum().item()
+        whole += (gradients[name] * (after - before[name])).double().sum().item()
+    assert low <= result.visible_update <= high
+    assert result.visible_update == pytest.approx(shown / whole, rel=0.2, abs=0.01)
+
+
+def test_no_share_where_no_weight_is_rounded(stored_in_bf16):
+    worker = make_worker(stored_in_bf16, dtype="float32")
+    result = worker.update(make_batch(), policy_loss, with_entropy=True)
+    assert result.visible_update is None and "visible_update" not in result.to_log()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_export_is_the_policy_that_was_trained(stored_in_bf16, tmp_path, dtype):
+    """Not the float32 weights that are trained, of which the policy is the rounded copy."""
+    worker = make_worker(stored_in_bf16, dtype=dtype, dither_weights=True)
+    worker.update(make_batch(), policy_loss, with_entropy=True)
+    worker.export(str(tmp_path), make_tokenizer())
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert exported.dtype == getattr(torch, dtype)
+    again = Worker(worker_config(str(tmp_path), dtype=dtype), torch.device("cpu"))
+    batch = make_batch()
+    assert torch.equal(again.infer(batch).logps, worker.infer(batch).logps)
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": "float32"}, {"dither_weights": True}])
+def test_a_resume_warns_if_the_weights_round_to_another_policy(stored_in_bf16, capsys, changes):
+    """With or without dither, the policy is the rounded copy of the saved weights."""
+    worker = make_worker(stored_in_bf16, dtype="bfloat16", lr=1e-4)
+    worker.update(make_batch(), policy_loss, with_entropy=True)
+    batch = make_batch()
+    logps = worker.infer(batch).logps
+    resumed = make_worker(stored_in_bf16, **{"dtype": "bfloat16"} | changes)
+    capsys.readouterr()
+    resumed.load_state_dict(worker.state_dict())
+    output = capsys.readouterr().out
+    is_another = "dtype" in changes
+    assert ("torch.bfloat16 and goes on in torch.float32" in output) == is_another
+    assert torch.equal(resumed.infer(batch).logps, logps) != is_another
