@@ -79,8 +79,8 @@ class Worker:
     `config` is the worker's section of the config. `num_updates` is how many updates the learning
     rate's schedule is laid out for; 0 makes a frozen model without an optimizer, such as the
     reference. `exactness` says whether it computes with the bits of the embedded engine. `source`
-    gives the model; `make_optimizer` takes what AdamW takes. `seed` is that of the
-    places that config.dither_weights chooses.
+    gives the model; `make_optimizer` takes what AdamW takes. `seed` is for
+    config.dither_weights.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ COPIES = 256
 
 def dithered(weight: torch.Tensor, seed: int = 0, name: str = "w") -> torch.Tensor:
     weight = weight.clone()
-    dither_(weight, seed, name)
+    dither_(seed, name, weight)
     return weight
 
 

@@ -4,9 +4,9 @@
     python benchmarks/lab/dither.py report
 
 MODEL is the folder `model` that `python examples/quickstart.py prepare FOLDER` makes. The tasks are
-those of learning.py, with more held-out questions: at the end each is answered SAMPLES times at
-temperature 1, and once greedily. All runs of a seed see the same prompts in the same order, and
-their first rollouts are equal. Kinds of runs:
+those of learning.py, with more held-out questions: at the end each is answered NUM_TEST_SAMPLES
+times at temperature 1, and once greedily. All runs of a seed see the same prompts in the same
+order, and the first rollouts of stored and dithered weights are equal. Kinds of runs:
 
     stored      weights start as stored, in the middle of their rounding cells
     dithered    actor.dither_weights
@@ -15,25 +15,27 @@ their first rollouts are equal. Kinds of runs:
     trl         TRL's GRPOTrainer, which rounds the stored weights as the first kind does
 
 `run` is a queue that can be stopped and started again, also in two processes. Each finished run is
-a line of benchmarks/lab/results/dither.jsonl; `report` prints the tables of docs and measured.md.
+a line of benchmarks/lab/results/dither.jsonl; `report` prints the tables. docs/precision.md has a
+part of them.
 
 Needs the `test` and `quickstart` extras.
 """
 
-import json
-import os
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from learning import (
+    ALGORITHMS,
     TASKS,
+    UPDATES,
     make_data,
     make_trl_trainer,
     read_prompts,
     read_rows,
+    run_keys,
     trl_accuracy,
+    without_paths,
 )
 from run_queue import (
     RESULTS,
@@ -42,8 +44,8 @@ from run_queue import (
     make_parser,
     mean_and_error,
     read_results,
+    run_command,
     run_itself,
-    run_missing,
 )
 
 RESULTS_FILE = RESULTS / "dither.jsonl"
@@ -53,12 +55,11 @@ RATES = ("1e-05", "4e-05", "3e-06", "1e-06")  # the most telling first
 KINDS = {
     "stored": [],
     "dithered": ["actor.dither_weights=true"],
-    "fp32": ["actor.dtype=float32", "rollout.dtype=float32"],
+    "fp32": ["actor.dtype=float32"],
     "stochastic": [],
     "trl": [],
 }
-SAMPLES = 3  # of each held-out question
-PROMPTS, ANSWERS, UPDATES, LONGEST = 16, 8, 2, 12  # of a step
+NUM_TEST_SAMPLES = 3  # of each held-out question
 
 
 class StochasticRounding:
@@ -104,7 +105,7 @@ def run_trl(arguments, task, folder: Path) -> dict:
     test_rows = read_prompts(folder.parent / "test.jsonl")
     log = [entry for entry in trainer.state.log_history if "reward" in entry]
     return {
-        "sampled": trl_accuracy(trainer, test_rows, task, SAMPLES),
+        "sampled": trl_accuracy(trainer, test_rows, task, NUM_TEST_SAMPLES),
         "greedy": trl_accuracy(trainer, test_rows, task),
         "right": [round(entry["rewards/right/mean"], 4) for entry in log],
         "kl": [],
@@ -129,41 +130,20 @@ def run_rl2(arguments, task, folder: Path) -> dict:
     from rl2.trainer.ppo import train
     from rl2.trainer.ppo_run import PPORun
 
-    seed, data = arguments.seed, folder.parent
     keys = [
-        f"data.prompts_per_rollout={PROMPTS}",
-        f"data.responses_per_prompt={ANSWERS}",
-        f"data.responses_per_test_prompt={SAMPLES}",
-        f"data.seed={seed}",
+        *run_keys(task, arguments.model, arguments.seed, folder),
+        f"data.responses_per_test_prompt={NUM_TEST_SAMPLES}",
         f"actor.lr={arguments.rate}",
-        f"actor.update_per_rollout={UPDATES}",
-        "actor.max_length_per_device=4096",
-        "actor.gradient_checkpointing=false",
-        "actor.average=sequence",
-        "adv.norm_var=true",
-        f"rollout.max_running={PROMPTS * ANSWERS}",
-        f"rollout.train_sampling_params.max_new_tokens={LONGEST}",
+        *ALGORITHMS["GRPO"],
         "rollout.test_sampling_params.temperature=1",
-        "trainer.n_epochs=1000",
         f"trainer.max_steps={arguments.steps}",
-        f"trainer.seed={seed}",
-        "trainer.resume=off",
         "trainer.save_freq=null",
-        "trainer.disable_wandb=true",
         *KINDS[arguments.kind],
     ]
-    paths = [
-        f"data.path={data / 'train.jsonl'}",
-        f"data.test_path={data / 'test.jsonl'}",
-        f"actor.model_name={arguments.model}",
-        f"rollout.env_path={ROOT / task.env}",
-        f"trainer.save_dir={folder}",
-        f"trainer.experiment_name={folder.name}",
-    ]
-    run = PPORun(parse(PPOConfig, [*keys, *paths]))
+    run = PPORun(parse(PPOConfig, keys))
     run.recorder.evaluate = None  # below; all runs of a task begin with the same model
     if arguments.kind == "stochastic":
-        run.actor.optimizer.step = rounding = StochasticRounding(run.actor, seed)
+        run.actor.optimizer.step = rounding = StochasticRounding(run.actor, arguments.seed)
     train(run)
     evaluator = run.evaluator
     sampled = evaluator.evaluate(arguments.steps, arguments.steps)
@@ -180,7 +160,7 @@ def run_rl2(arguments, task, folder: Path) -> dict:
         "kl": [line["actor/approx_kl"] for line in lines],
         "visible_update": [line.get("actor/visible_update") for line in lines],
         "seconds": [round(line["time/step"], 2) for line in lines],
-        "keys": keys,
+        "keys": without_paths(keys),
     }
     if arguments.kind == "stochastic":
         result["rounding_cpu_seconds_an_update"] = rounding.seconds / len(lines) / UPDATES
@@ -255,17 +235,7 @@ def main() -> None:
         one.add_argument(name)
     for name in ("seed", "steps"):
         one.add_argument(name, type=int)
-    arguments = parser.parse_args()
-    if arguments.command == "report":
-        report()
-        return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.path.insert(0, str(ROOT))
-    if arguments.command == "one":
-        print(json.dumps(run_one(arguments)))
-    else:
-        run_missing(make_jobs(arguments), RESULTS_FILE, arguments.folder)
+    run_command(parser.parse_args(), RESULTS_FILE, make_jobs, run_one, report)
 
 
 if __name__ == "__main__":

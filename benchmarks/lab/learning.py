@@ -32,8 +32,8 @@ from run_queue import (
     make_parser,
     mean_and_error,
     read_results,
+    run_command,
     run_itself,
-    run_missing,
 )
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -172,20 +172,15 @@ class StopAtBudget:
         return self.finish_step(step, metrics, *records) or is_last
 
 
-def run_rl2(task: Task, algorithm: str, seed: int, model: str, folder: Path) -> dict:
-    from rl2.config.parse import parse
-    from rl2.config.schema import PPOConfig
-    from rl2.trainer.ppo import train
-    from rl2.trainer.ppo_run import PPORun
-
-    arguments = [
+def run_keys(task: Task, model: str, seed: int, folder: Path) -> list[str]:
+    """The keys of every run of rl2 in `folder`. The data is beside it."""
+    return [
         f"data.path={folder.parent / 'train.jsonl'}",
         f"data.test_path={folder.parent / 'test.jsonl'}",
         f"data.prompts_per_rollout={PROMPTS}",
         f"data.responses_per_prompt={SAMPLES}",
         f"data.seed={seed}",
         f"actor.model_name={model}",
-        f"actor.lr={LEARNING_RATE}",
         f"actor.update_per_rollout={UPDATES}",
         "actor.max_length_per_device=4096",
         "actor.gradient_checkpointing=false",
@@ -198,6 +193,23 @@ def run_rl2(task: Task, algorithm: str, seed: int, model: str, folder: Path) -> 
         f"trainer.experiment_name={folder.name}",
         "trainer.resume=off",
         "trainer.disable_wandb=true",
+    ]
+
+
+def without_paths(keys: list[str]) -> list[str]:
+    """The keys as a result keeps them."""
+    return [key for key in keys if os.sep not in key]
+
+
+def run_rl2(task: Task, algorithm: str, seed: int, model: str, folder: Path) -> dict:
+    from rl2.config.parse import parse
+    from rl2.config.schema import PPOConfig
+    from rl2.trainer.ppo import train
+    from rl2.trainer.ppo_run import PPORun
+
+    arguments = [
+        *run_keys(task, model, seed, folder),
+        f"actor.lr={LEARNING_RATE}",
         *ALGORITHMS[algorithm],
     ]
     run = PPORun(parse(PPOConfig, arguments))
@@ -216,7 +228,7 @@ def run_rl2(task: Task, algorithm: str, seed: int, model: str, folder: Path) -> 
         "sampled_tokens": meter.num_sampled,
         "cpu_seconds": cpu_seconds[-1],
         **curve_to_mark(right, cpu_seconds),
-        "keys": [argument for argument in arguments if os.sep not in argument],  # without paths
+        "keys": without_paths(arguments),
     }
 
 
@@ -403,7 +415,7 @@ def run_one(arguments) -> dict:
     return chosen | result
 
 
-def report(arguments) -> None:
+def report() -> None:
     """Prints the table of each task in Markdown."""
     results = list(read_results(RESULTS_FILE).values())
     for task in TASKS:
@@ -451,17 +463,7 @@ def main() -> None:
     for name in ("model", "task", "algorithm"):
         one.add_argument(name)
     one.add_argument("seed", type=int)
-    arguments = parser.parse_args()
-    if arguments.command == "report":
-        report(arguments)
-        return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.path.insert(0, str(ROOT))
-    if arguments.command == "one":
-        print(json.dumps(run_one(arguments)))
-    else:
-        run_missing(make_jobs(arguments), RESULTS_FILE, arguments.folder)
+    run_command(parser.parse_args(), RESULTS_FILE, make_jobs, run_one, report)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ import argparse
 import contextlib
 import fcntl
 import json
+import os
 import platform
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,6 +131,31 @@ def make_parser(
         command.add_argument("--folder", type=Path, default=folder)
     commands.add_parser("report", help="prints the tables")
     return parser, run, one
+
+
+def run_command(
+    arguments: argparse.Namespace,
+    results_file: Path,
+    make_jobs: Callable[[argparse.Namespace], list[Job]],
+    run_one: Callable[[argparse.Namespace], dict],
+    report: Callable[[], None],
+) -> None:
+    """Does what a command of `make_parser` asks for, with `model` and `folder` as absolute paths.
+
+    A run has one thread unless OMP_NUM_THREADS is set.
+    """
+    if arguments.command == "report":
+        report()
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.path.insert(0, str(ROOT))
+    arguments.folder = arguments.folder.absolute()
+    arguments.model = str(Path(arguments.model).absolute())
+    if arguments.command == "one":
+        print(json.dumps(run_one(arguments)))
+    else:
+        run_missing(make_jobs(arguments), results_file, arguments.folder)
 
 
 def run_itself(*arguments: str) -> list[str]:

@@ -17,7 +17,6 @@ Needs the `test` and `quickstart` extras.
 """
 
 import json
-import os
 import random
 import shutil
 import sys
@@ -29,8 +28,8 @@ from run_queue import (
     Job,
     make_parser,
     read_results,
+    run_command,
     run_itself,
-    run_missing,
     train_in,
 )
 
@@ -76,8 +75,10 @@ def make_data(folder: Path, sft_steps: int) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def run_one(model: str, sft_steps: int, seed: int, folder: Path) -> dict:
+def run_one(arguments) -> dict:
     """SFT and GRPO of one seed. GRPO's evaluation at its start is the one after SFT."""
+    model, folder = arguments.model, arguments.folder
+    sft_steps, seed = arguments.sft_steps, arguments.seed
     make_data(folder, sft_steps)
     sft, rl = folder / f"sft-{sft_steps}-{seed}", folder / f"rl-{sft_steps}-{seed}"
     sft_seconds = train_in(
@@ -178,6 +179,15 @@ def report() -> None:
         print(f"  {run['sft_steps']} steps of SFT, seed {run['seed']}: {', '.join(shares)}")
 
 
+def make_jobs(arguments) -> list[Job]:
+    jobs = []
+    for seed in range(arguments.seeds):
+        numbers = [str(arguments.sft_steps), str(seed)]
+        command = run_itself("one", arguments.model, *numbers, "--folder", str(arguments.folder))
+        jobs.append(Job(f"sft-{arguments.sft_steps}-seed-{seed}", command))
+    return jobs
+
+
 def main() -> None:
     parser, run, one = make_parser(__doc__, ROOT / "runs" / "tool_use")
     run.add_argument("model", help="folder of the model")
@@ -185,23 +195,7 @@ def main() -> None:
     one.add_argument("model")
     one.add_argument("sft_steps", type=int)
     one.add_argument("seed", type=int)
-    arguments = parser.parse_args()
-    if arguments.command == "report":
-        report()
-        return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    folder = arguments.folder.absolute()
-    model = str(Path(arguments.model).absolute())
-    if arguments.command == "one":
-        print(json.dumps(run_one(model, arguments.sft_steps, arguments.seed, folder)))
-        return
-    jobs = []
-    for seed in range(arguments.seeds):
-        numbers = [str(arguments.sft_steps), str(seed)]
-        command = run_itself("one", model, *numbers, "--folder", str(folder))
-        jobs.append(Job(f"sft-{arguments.sft_steps}-seed-{seed}", command))
-    run_missing(jobs, RESULTS_FILE, folder)
+    run_command(parser.parse_args(), RESULTS_FILE, make_jobs, run_one, report)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ Needs the `test` and `quickstart` extras.
 """
 
 import json
-import os
 import random
 import shutil
 from pathlib import Path
@@ -29,8 +28,8 @@ from run_queue import (
     make_parser,
     mean_and_error,
     read_results,
+    run_command,
     run_itself,
-    run_missing,
     train_in,
 )
 
@@ -128,8 +127,9 @@ def make_data(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def run_one(model: str, seed: int, folder: Path) -> dict:
+def run_one(arguments) -> dict:
     """SFT and RL of one seed. The accuracy between them is that of RL's evaluation at its start."""
+    model, seed, folder = arguments.model, arguments.seed, arguments.folder
     make_data(folder)
     sft, rl = folder / f"sft-{seed}", folder / f"rl-{seed}"
     sft_seconds = train_in(
@@ -200,27 +200,21 @@ def report() -> None:
     print(f"| mean | {means[0]} | {means[1]} | {gain} | | |")
 
 
+def make_jobs(arguments) -> list[Job]:
+    jobs = []
+    for seed in range(arguments.seeds):
+        options = ["--folder", str(arguments.folder)]
+        command = run_itself("one", arguments.model, str(seed), *options)
+        jobs.append(Job(f"seed-{seed}", command))
+    return jobs
+
+
 def main() -> None:
     parser, run, one = make_parser(__doc__, ROOT / "runs" / "word_problems")
     run.add_argument("model", help="folder of the model")
     one.add_argument("model")
     one.add_argument("seed", type=int)
-    arguments = parser.parse_args()
-    if arguments.command == "report":
-        report()
-        return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    folder = arguments.folder.absolute()
-    model = str(Path(arguments.model).absolute())
-    if arguments.command == "one":
-        print(json.dumps(run_one(model, arguments.seed, folder)))
-        return
-    jobs = []
-    for seed in range(arguments.seeds):
-        command = run_itself("one", model, str(seed), "--folder", str(folder))
-        jobs.append(Job(f"seed-{seed}", command))
-    run_missing(jobs, RESULTS_FILE, folder)
+    run_command(parser.parse_args(), RESULTS_FILE, make_jobs, run_one, report)
 
 
 if __name__ == "__main__":

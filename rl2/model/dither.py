@@ -20,7 +20,7 @@ MAGNITUDE = 0x7FFFFFFF
 CHUNK_SIZE = 2**18  # elements; what is computed of them stays in the cache of a core
 
 
-def dither_(weight: Tensor, seed: int, name: str) -> None:
+def dither_(seed: int, name: str, weight: Tensor) -> None:
     """Moves each bf16 number of an fp32 tensor to a random place of its rounding cell, in place.
 
     All places are equally likely, and each rounds to the number itself. They depend on the seed,

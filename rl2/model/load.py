@@ -1,6 +1,7 @@
 """How a model is loaded: admitted, built without memory, read by one process, sharded over all."""
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,10 +127,7 @@ def load_model(
     )
     change = None
     if dither_seed is not None and all_in_fp32 and compute_dtype == torch.bfloat16:
-
-        def change(name: str, weight: Tensor) -> None:
-            dither_(weight, dither_seed, name)
-
+        change = partial(dither_, dither_seed)
     fsdp.scatter(model, full, mesh, change)
     return model
 
