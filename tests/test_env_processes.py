@@ -237,6 +237,25 @@ def test_what_the_env_prints_reaches_the_console_also_before_a_kill(load, capfd)
     assert "warned flood\n" in errors and "warned hang\n" in errors
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_printed_line_is_written_as_one(load, monkeypatch, unbuffered):
+    """Else the lines of several processes mix. PYTHONUNBUFFERED writes each argument of print."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    env = load(
+        """
+        import os, socket
+        def reward_fn(messages):
+            reader, writer = socket.socketpair(type=socket.SOCK_DGRAM)  # keeps writes apart
+            stdout = os.dup(1)
+            os.dup2(writer.fileno(), 1)
+            print("one", "line")
+            os.dup2(stdout, 1)
+            return reader.recv(100) == b"one line\\n"
+        """
+    )
+    assert call(env) == {"reward": 1.0}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_calls_that_hang_leave_no_thread_process_or_descriptor_behind(load):
     """In C code that keeps Python's lock, with a process of their own that ignores signals.

@@ -31,7 +31,9 @@ def serve(descriptor: int, parent: int, path: str) -> None:
     """
     _end_with_parent(parent)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # what was printed outlives a kill
+        # Whole lines, also with PYTHONUNBUFFERED: those of several processes do not mix, and what
+        # was printed outlives a kill.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     # Processes that the env starts must not hold the socket: its end tells that this one ended.
     os.set_inheritable(descriptor, False)
     os.register_at_fork(after_in_child=lambda: os.close(descriptor))
