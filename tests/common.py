@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from rl2.algorithms.advantages import AdvantageInputs
+from rl2.algorithms.losses import PolicyInputs, PreferenceInputs
 from rl2.batch import Sample
 from rl2.data.rows import ROWS_SCHEMA, Rows, check_rows
 from rl2.tools.compare import TIMED
@@ -182,8 +183,31 @@ def advantage_inputs(mask, rewards=None, group=None, trajectory=None, **others) 
         mask=mask,
         group=torch.zeros_like(rows) if group is None else group,
         trajectory=rows if trajectory is None else trajectory,
-        **{"gamma": 1.0, "lamda": 1.0, "norm_var": False, **others},
+        **{"gamma": 1.0, "lamda": 1.0, "norm_var": False, "reward_parts": {}, **others},
     )
+
+
+def policy_inputs(logps, old_logps, advantages, mask, **others) -> PolicyInputs:
+    """The inputs of a policy loss. By default the engine computes what the trainer does."""
+    rows = torch.arange(len(mask))
+    defaults = {"engine_logps": old_logps, "clip": 0.2, "clip_high": 0.2}
+    defaults |= {"group": torch.zeros_like(rows), "trajectory": rows}
+    return PolicyInputs(
+        logps=logps, old_logps=old_logps, advantages=advantages, mask=mask, **defaults | others
+    )
+
+
+def preference_inputs(margin, **others) -> PreferenceInputs:
+    """The inputs of a preference loss, of replies of one token and log-probabilities of -3."""
+    logps = torch.full_like(margin, -3)
+    defaults = {"chosen_logps": logps, "rejected_logps": logps}
+    defaults |= {
+        "chosen_length": torch.ones_like(margin),
+        "rejected_length": torch.ones_like(margin),
+    }
+    defaults |= {"chosen_gain": margin, "rejected_gain": torch.zeros_like(margin)}
+    defaults |= {"beta": 0.5, "label_smoothing": 0.0, "target_margin": 0.0}
+    return PreferenceInputs(**defaults | others)
 
 
 def make_environment(changes: dict | None = None) -> dict:

@@ -14,15 +14,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import advantage_inputs, make_samples
+from common import advantage_inputs, make_samples, policy_inputs, preference_inputs
 
 from rl2.algorithms import advantages, losses
 from rl2.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
+    RewardPart,
     distillation,
     gae,
+    gdpo,
     group_advantages,
     leave_one_out,
+    maxrl,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     sum_by_trajectory,
@@ -31,8 +34,6 @@ from rl2.algorithms.advantages import (
 from rl2.algorithms.losses import (
     POLICY_LOSSES,
     PREFERENCE_LOSSES,
-    PolicyInputs,
-    PreferenceInputs,
     cross_entropy,
     importance_weights,
     kl_estimate,
@@ -54,6 +55,7 @@ LOSSES = [
     dict(loss="gspo", clip=0.05, clip_high=0.1),
     dict(loss="gspo", clip=0.05, dual_clip=1.1),
     dict(loss="cispo", clip=0.2, clip_high=0.1),
+    dict(loss="dppo", clip=0.02, clip_high=0.04),
     dict(loss="reinforce", clip=math.inf),
 ]
 CLIPPED_LOSSES = [options for options in LOSSES if options["loss"] != "reinforce"]
@@ -67,15 +69,27 @@ def policy_loss(
     case = SimpleNamespace(**{**vars(case), **columns})
     if clip_high is None:
         clip_high = clip
-    columns = (case.logps, case.old_logps, case.advantages, case.mask)
-    inputs = PolicyInputs(*columns, clip, clip_high, dual_clip)
+    inputs = policy_inputs(
+        case.logps,
+        case.old_logps,
+        case.advantages,
+        case.mask,
+        engine_logps=getattr(case, "engine_logps", case.old_logps),
+        clip=clip,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
     return losses.policy_loss(POLICY_LOSSES[loss].compute, inputs, case.weights, correction)
 
 
-def dpo_loss(*columns, loss, beta, label_smoothing):
-    """Call `losses.dpo_loss` with the name of a loss."""
-    pair_loss = PREFERENCE_LOSSES[loss].compute
-    return losses.dpo_loss(pair_loss, *columns, beta, label_smoothing)
+def dpo_loss(logps, ref_logps, *columns, loss, beta, label_smoothing=0.0, **settings):
+    """Call `losses.dpo_loss` with the name of a loss, and a reference if that needs one."""
+    declared = PREFERENCE_LOSSES[loss]
+    if "ref_logps" not in declared.needs:
+        ref_logps = None
+    return losses.dpo_loss(
+        declared.compute, logps, ref_logps, *columns, beta, label_smoothing, **settings
+    )
 
 
 def make_case(seed, dtype=torch.float64):
@@ -214,8 +228,17 @@ def test_sum_by_trajectory(seed):
     assert sum_by_trajectory(case.rewards, case.trajectory).tolist() == in_order
 
 
+def parts_of(case):
+    """Two reward parts, the second of weight 2: values [B] that are those of the trajectory."""
+    return {
+        "a": RewardPart((case.trajectory % 3).to(case.mask.dtype), 1.0),
+        "b": RewardPart((case.trajectory % 7 / 7).to(case.mask.dtype), 2.0),
+    }
+
+
 def inputs_of(case, **settings):
-    columns = {"values": case.values, "old_logps": case.old_logps, "teacher_logps": case.logps}
+    columns = {"reward_parts": parts_of(case)}
+    columns |= {"values": case.values, "old_logps": case.old_logps, "teacher_logps": case.logps}
     others = {**columns, **settings}
     return advantage_inputs(case.mask, case.rewards, case.group, case.trajectory, **others)
 
@@ -242,6 +265,35 @@ def loop_leave_one_out(case):
             others = [other for member, other in rewards.items() if member != trajectory]
             baseline = statistics.mean(others) if others else reward
             expected |= dict.fromkeys(cells_of[trajectory], reward - baseline)
+    return expected
+
+
+def loop_maxrl(case):
+    cells_of = sampled_cells(case.mask, case.trajectory)
+    expected = {}
+    for rewards in rewards_by_group(case).values():
+        mean = sum(rewards.values()) / len(rewards)
+        for trajectory, reward in rewards.items():
+            value = (reward - mean) / mean if mean else 0.0
+            expected |= dict.fromkeys(cells_of[trajectory], value)
+    return expected
+
+
+def loop_gdpo(case):
+    """The standardised parts of each trajectory, added, over their deviation in the batch."""
+    cells_of = sampled_cells(case.mask, case.trajectory)
+    totals = dict.fromkeys(cells_of, 0.0)
+    for part in parts_of(case).values():
+        values = dict(zip(case.trajectory.tolist(), part.values.tolist(), strict=True))
+        for members in rewards_by_group(case).values():
+            mean = statistics.mean(values[t] for t in members)
+            std = statistics.stdev(values[t] for t in members) if len(members) > 1 else 0.0
+            for t in members:
+                totals[t] += part.weight * (values[t] - mean) / (std + 1e-4)
+    std = statistics.stdev(totals.values()) + 1e-4 if len(totals) > 1 else 1.0
+    expected = {}
+    for trajectory, total in totals.items():
+        expected |= dict.fromkeys(cells_of[trajectory], total / std)
     return expected
 
 
@@ -272,6 +324,8 @@ ESTIMATES = [
     ("reinforce", dict(norm_var=False), loop_group_mean),
     ("reinforce", dict(norm_var=True), partial(loop_group_mean, norm_var=True)),
     ("rloo", {}, loop_leave_one_out),
+    ("maxrl", {}, loop_maxrl),
+    ("gdpo", {}, loop_gdpo),
     ("reinforce_plus_plus", dict(gamma=1.0), partial(loop_reinforce_plus_plus, gamma=1.0)),
     ("reinforce_plus_plus", dict(gamma=0.9), partial(loop_reinforce_plus_plus, gamma=0.9)),
     ("reinforce_plus_plus_baseline", {}, lambda case: whitened(loop_group_mean(case))),
@@ -315,6 +369,42 @@ HAND_WORKED = [  # (estimator, mask, rewards, group, advantages)
         [[0.4 / 0.175**0.5] * 2, [-0.6 / 0.175**0.5, 0], *[[-0.1 / 0.175**0.5, 0]] * 2],
     ),
 ]
+
+
+def test_maxrl_by_hand():
+    """One success of four counts three times as much as a failure counts against."""
+    rewards = torch.tensor([[1.0], [0], [0], [0], [1], [1], [0], [0], [0.3]])
+    group = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 3])
+    advantages = maxrl(advantage_inputs(torch.ones(9, 1), rewards, group))
+    assert advantages[:, 0].tolist() == pytest.approx([3, -1, -1, -1, 0, 0, 0, 0, 0])
+    rewards[1] = -4
+    with pytest.raises(ValueError, match="-0.75"):
+        maxrl(advantage_inputs(torch.ones(9, 1), rewards, group))
+
+
+def test_gdpo_tells_rewards_of_equal_sums_apart():
+    """The sums 2, 1, 1, 0 of two parts, which GRPO cannot tell from (1, 1), (0, 1), (0, 1), (0, 0).
+
+    The example of section 2 of the paper in small: the part that three of four have says less.
+    """
+    right, short = torch.tensor([1.0, 1, 0, 0]), torch.tensor([1.0, 0, 1, 0])
+    alone = torch.tensor([1.0, 0, 0, 0])
+    mask = torch.ones(4, 1)
+
+    def advantages(**parts):
+        parts = {name: RewardPart(values, 1.0) for name, values in parts.items()}
+        return gdpo(advantage_inputs(mask, reward_parts=parts))[:, 0].tolist()
+
+    balanced = advantages(right=right, short=short)
+    assert balanced == pytest.approx([1.5**0.5, 0, 0, -(1.5**0.5)], abs=1e-3)
+    most = torch.tensor([1.0, 1, 1, 0])
+    # (1 - 1/4) / (1/2) + (1 - 3/4) / (1/2) = 2, then 0, 0 and -2, over a deviation of (8/3)^0.5.
+    assert advantages(right=alone, short=most) == pytest.approx(
+        [1.5**0.5, 0, 0, -(1.5**0.5)], abs=1e-3
+    )
+    weighted = {"right": RewardPart(right, 3.0), "short": RewardPart(short, 1.0)}
+    found = gdpo(advantage_inputs(mask, reward_parts=weighted))[:, 0]
+    assert found[1] > 0 > found[2] and found[1] == pytest.approx(-found[2].item())
 
 
 @pytest.mark.parametrize(("estimator", "mask", "rewards", "group", "expected"), HAND_WORKED)
@@ -496,6 +586,8 @@ def loop_policy_loss(case, loss, clip, clip_high=None, dual_clip=None, correctio
         for cell, log_ratio in zip(cells, log_ratios, strict=True):
             if loss == "gspo":
                 rho = math.exp(sum(log_ratios) / len(log_ratios))
+            elif loss == "dppo":
+                rho = math.exp((case.logps[cell] - case.engine_logps[cell]).item())
             else:
                 rho = math.exp(log_ratio)
             advantage = case.advantages[cell].item()
@@ -508,6 +600,11 @@ def loop_policy_loss(case, loss, clip, clip_high=None, dual_clip=None, correctio
                 clipped = rho > high
                 slope = -min(rho, high) * advantage
                 total += factor * slope * case.logps[cell].item()
+            elif loss == "dppo":
+                moved = (case.logps[cell].exp() - case.engine_logps[cell].exp()).item()
+                clipped = moved > high - 1 if advantage > 0 else -moved > 1 - low
+                slope = 0.0 if clipped else -min(rho, 20) * advantage
+                total += factor * slope
             else:
                 clipped = rho > high if advantage > 0 else rho < low
                 token_loss = -min(rho * advantage, min(max(rho, low), high) * advantage)
@@ -572,6 +669,30 @@ def test_policy_loss_by_hand():
     assert metrics["clip_ratio"].item() == 0.75
 
 
+def test_dppo_by_hand():
+    """The region is one of probabilities, 0.2 down and 0.3 up.
+
+    A rare token may become 1,000 times as likely, with a factor of 20 at most; a frequent one may
+    not leave by a ratio of 0.7. Steps back towards the engine's policy are never held up.
+    """
+    engine = torch.tensor([[1e-5, 0.9, 0.9, 0.4, 0.4, 0.8]])
+    policy = torch.tensor([[1e-2, 0.63, 0.63, 0.8, 0.8, 0.7]])
+    logps = policy.log().requires_grad_()
+    case = SimpleNamespace(
+        logps=logps,
+        old_logps=logps.detach(),
+        engine_logps=engine.log(),
+        advantages=torch.tensor([[1.0, 1.0, -1.0, 1.0, -1.0, -2.0]]),
+        mask=torch.ones(1, 6),
+        weights=torch.ones(1, 6),
+    )
+    loss, metrics = policy_loss(case, "dppo", clip=0.2, clip_high=0.3)
+    expected = [-20, -0.7, 0, 0, 2, 2 * 0.7 / 0.8]
+    assert torch.autograd.grad(loss, logps)[0][0].tolist() == pytest.approx(expected)
+    assert loss.item() == pytest.approx(sum(expected))
+    assert metrics["clip_ratio"].item() == 2
+
+
 @pytest.mark.parametrize("options", LOSSES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_at_ratio_one_the_gradient_is_exactly_the_policy_gradient(seed, options):
@@ -579,7 +700,8 @@ def test_at_ratio_one_the_gradient_is_exactly_the_policy_gradient(seed, options)
     logps = case.logps.requires_grad_()
     # The old logps and the correction depend on `logps`. No gradient may flow through them.
     correction = 1 + (logps - logps.detach())
-    loss, metrics = policy_loss(case, old_logps=logps, correction=correction, **options)
+    columns = {"old_logps": logps, "engine_logps": logps}
+    loss, metrics = policy_loss(case, correction=correction, **columns, **options)
     assert torch.autograd.grad(loss, logps)[0].equal(-case.advantages * case.weights)
     assert metrics["approx_kl"].item() == 0
     torch.testing.assert_close(metrics["ratio"], case.weights.sum())
@@ -611,7 +733,7 @@ def test_gspo_has_the_gradient_of_the_sequence_objective(seed):
     torch.testing.assert_close(gradient, expected_gradient)
 
 
-@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
 @pytest.mark.parametrize("shift", [1e3, -1e3])
 def test_an_extreme_ratio_gives_finite_numbers(loss, shift):
     logps = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True)
@@ -783,6 +905,7 @@ def make_pairs(seed):
     case = SimpleNamespace()
     for name in ("logps", "ref_logps", "values"):
         setattr(case, name, 2 * torch.randn(8, 5, generator=generator, dtype=torch.float64))
+    case.logps, case.ref_logps = -case.logps.abs(), -case.ref_logps.abs()
     case.mask = (torch.rand(8, 5, generator=generator) < 0.6).double()
     case.mask[:, 2] = 1
     case.weights = token_weights(case.mask, torch.arange(8), "sequence")
@@ -803,6 +926,54 @@ def softplus(x):
 
 
 DPO = [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("ipo", 0.0)]
+WITHOUT_REFERENCE = ("simpo", "orpo")
+
+
+@pytest.mark.parametrize("sft_coef", [0.0, 0.3])
+@pytest.mark.parametrize("loss", WITHOUT_REFERENCE)
+@pytest.mark.parametrize("seed", range(6))
+def test_preference_losses_without_a_reference(seed, loss, sft_coef):
+    case = make_pairs(seed)
+    beta, target = 0.7, 0.4
+    total, gradient = 0.0, {}
+    expected_metrics = defaultdict(float)
+    for pair in range(4):
+        rows = (2 * pair, 2 * pair + 1)
+        logps = [case.logps[row][case.mask[row] > 0].tolist() for row in rows]
+        chosen, rejected = (sum(row) / len(row) for row in logps)
+        if loss == "simpo":
+            x = beta * (chosen - rejected) - target
+            total += softplus(-x) / 4
+            slope = -1 / (1 + math.exp(x))
+            slopes = [beta * slope, -beta * slope]
+        else:
+            odds = [math.log(math.exp(p) / (1 - math.exp(p))) for p in (chosen, rejected)]
+            x = odds[0] - odds[1]
+            total += (-chosen + beta * softplus(-x)) / 4
+            slope = -beta / (1 + math.exp(x))
+            slopes = [slope / (1 - math.exp(chosen)) - 1, -slope / (1 - math.exp(rejected))]
+        total += sft_coef * -chosen / 4
+        slopes[0] -= sft_coef
+        for slope, row, length in zip(slopes, rows, map(len, logps), strict=True):
+            gradient |= {(row, t): slope / length / 4 for t in range(5) if case.mask[row, t]}
+        add_pair_metrics(expected_metrics, beta * chosen, beta * rejected)
+        if sft_coef:
+            expected_metrics["chosen_loss"] -= chosen / 4
+    logps = case.logps.requires_grad_()
+    settings = dict(loss=loss, beta=beta, target_margin=target, sft_coef=sft_coef)
+    value, metrics = dpo_loss(logps, None, case.mask, case.weights, **settings)
+    assert value.item() == pytest.approx(total, rel=1e-9)
+    assert_metrics(metrics, expected_metrics)
+    assert_cells(torch.autograd.grad(value, logps)[0], gradient)
+
+
+@pytest.mark.parametrize("logp", [0.0, -1e-30, -1e3])
+def test_orpo_is_finite_where_a_reply_is_certain_or_impossible(logp):
+    logps = torch.tensor([[logp], [-1.0]], requires_grad=True)
+    ones = torch.ones(2, 1)
+    loss, _ = dpo_loss(logps, None, ones, ones / 2, loss="orpo", beta=0.1)
+    loss.backward()
+    assert loss.isfinite() and logps.grad.isfinite().all()
 
 
 @pytest.mark.parametrize(("loss", "smoothing"), DPO)
@@ -877,7 +1048,7 @@ def test_pairs_may_be_split_and_padding_does_not_matter(garbage):
         columns = (part["logps"], part["ref_logps"], part["mask"], part["weights"])
         results = [
             dpo_loss(*columns, loss=loss, beta=0.2, label_smoothing=smoothing)
-            for loss, smoothing in DPO
+            for loss, smoothing in [*DPO, ("simpo", 0.0), ("orpo", 0.0)]
         ]
         results.append(reward_loss(part["values"], part["weights"], part["margin"], 0.1))
         numbers = [cross_entropy(part["logps"], part["weights"])]
@@ -1041,6 +1212,7 @@ def full_inputs():
         {
             "rewards": case.rewards + case.values,
             "group": torch.arange(len(case.group)),
+            "reward_parts": {"a": RewardPart(case.trajectory % 5 + case.values[:, 0], 1.0)},
             "values": case.values + 1,
             "old_logps": case.old_logps - 1,
             "teacher_logps": case.logps - 1,
@@ -1050,8 +1222,17 @@ def full_inputs():
         },
     )
     policy = (
-        PolicyInputs(case.logps, case.old_logps, case.advantages, case.mask, 0.1, 0.1),
+        policy_inputs(
+            case.logps,
+            case.old_logps,
+            case.advantages,
+            case.mask,
+            clip=0.1,
+            clip_high=0.1,
+            ref_logps=case.old_logps,
+        ),
         {
+            "ref_logps": case.logps,
             "clip": 0.01,
             "clip_high": 0.01,
             "dual_clip": 1.01,
@@ -1059,10 +1240,12 @@ def full_inputs():
     )
     margin = torch.tensor([0.5, -0.25])
     pairs = (
-        PreferenceInputs(margin, margin / 2, beta=0.1, label_smoothing=0.0),
+        preference_inputs(margin, beta=0.1, chosen_logps=torch.tensor([-2.0, -4.0])),
         {
+            "chosen_gain": margin + 1,
             "beta": 0.2,
             "label_smoothing": 0.1,
+            "target_margin": 0.3,
         },
     )
     return {"estimator": estimator, "policy": policy, "pairs": pairs}
@@ -1076,7 +1259,8 @@ def full_inputs():
 )
 def test_a_built_in_function_depends_on_what_it_declares_alone(kind, declared):
     inputs, changes = full_inputs()[kind]
-    needs = declared.needs if kind == "estimator" else ()
+    names = {"ref_logps": "chosen_gain"} if kind == "pairs" else {}
+    needs = [names.get(need, need) for need in declared.needs]
 
     def result(inputs):
         returned = declared.compute(inputs)
@@ -1229,15 +1413,18 @@ def test_policy_loss_against_trl(seed, settings, average, options):
         ("sequence_mask", "sequence_mask"),
     ],
 )
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
 @pytest.mark.parametrize("seed", range(4))
-def test_advantages_and_corrections_against_trl(seed, mode, correction):
+def test_advantages_and_corrections_against_trl(seed, aggregation, mode, correction):
     """One call of TRL's scoring gives its advantages, its correction and its logp difference.
 
     One answer has the reward NaN in TRL, and is a failed trajectory in rl2.
     """
     case = make_trl_case(seed)
     failed = 4
-    rewards_with_nan = case.rewards.clone()
+    parts = torch.stack([case.rewards, case.rewards.square()], dim=1)
+    part_weights = torch.tensor([1.0, 0.5])
+    rewards_with_nan = parts.clone()
     rewards_with_nan[failed] = math.nan
     low = 1 / 1.3 if mode == "token_mask" else None
     trainer = make_trl(
@@ -1254,10 +1441,10 @@ def test_advantages_and_corrections_against_trl(seed, mode, correction):
         mask_truncated_completions=False,
         num_iterations=1,
         num_generations=3,
-        reward_weights=torch.ones(1),
-        reward_funcs=[None],
-        reward_func_names=["score"],
-        multi_objective_aggregation="sum_then_normalize",
+        reward_weights=part_weights,
+        reward_funcs=[None, None],
+        reward_func_names=["score", "square"],
+        multi_objective_aggregation=aggregation,
         scale_rewards="group",
         _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
         _pending_extra_logs={},
@@ -1284,7 +1471,7 @@ def test_advantages_and_corrections_against_trl(seed, mode, correction):
         None,
         None,
     )
-    trainer._calculate_rewards = lambda *args: rewards_with_nan[:, None]
+    trainer._calculate_rewards = lambda *args: rewards_with_nan
     trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: scores
     trainer._generate = lambda prompts: generations
     expected = trainer._generate_and_score_completions([{"prompt": "question"}] * 6)
@@ -1303,8 +1490,19 @@ def test_advantages_and_corrections_against_trl(seed, mode, correction):
     mask = case.mask.clone()
     mask[failed] = 0
     rewards = torch.zeros_like(case.mask)
-    rewards[:, 0] = case.rewards
-    advantages = group_advantages(advantage_inputs(mask, rewards, case.group, norm_var=True))
+    rewards[:, 0] = parts @ part_weights.double()
+    inputs = advantage_inputs(
+        mask,
+        rewards,
+        case.group,
+        norm_var=True,
+        reward_parts={
+            name: RewardPart(values, weight.item())
+            for name, values, weight in zip("ab", parts.T, part_weights, strict=True)
+        },
+    )
+    estimator = group_advantages if aggregation == "sum_then_normalize" else gdpo
+    advantages = estimator(inputs)
     trl_advantages = expected["advantages"][:, None] * mask
     torch.testing.assert_close(advantages, trl_advantages, check_dtype=False)
     assert trainer._metrics["train"]["frac_reward_zero_std"] == [0]

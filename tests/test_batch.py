@@ -318,7 +318,7 @@ def test_functions_of_the_user_get_columns_of_float32(tmp_path):
     config.adv.estimator = f"{tmp_path}/mine.py:estimator"
     config.actor.loss = f"{tmp_path}/mine.py:loss"
     batch = collate([make_sample(1, 3)])
-    add_advantages(batch, config)
+    add_advantages(batch, config, {})
     assert batch.advantages.tolist() == [[-1000.0] * 3]
     batch.token_weights = torch.ones(1, 3)
     scores = TokenScores(logps=torch.ones(1, 3))
@@ -385,7 +385,7 @@ def test_a_teacher_adds_its_log_probability_minus_that_of_the_policy(estimator, 
     batch.rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     batch.old_logps = torch.tensor([[-1.0, -2.0], [-3.0, -1.5]])
     batch.teacher_logps = torch.tensor([[-0.9, -2.3], [-3.0, -1.0]])
-    metrics = add_advantages(batch, config)
+    metrics = add_advantages(batch, config, {})
     assert batch.advantages.flatten().tolist() == pytest.approx(
         [x for row in expected for x in row]
     )

@@ -11,7 +11,7 @@ from math import prod
 
 import pytest
 import torch
-from common import ROOT
+from common import ROOT, policy_inputs
 
 from rl2.algorithms import losses
 from rl2.algorithms.find import find_policy_loss, find_preference_loss
@@ -138,7 +138,7 @@ def string_constants(node) -> set[str]:
 def metrics_of_losses() -> set[str]:
     """The names of the metrics that the losses return, without the worker's name before them."""
     column = torch.zeros(2, 3)
-    inputs = losses.PolicyInputs(column, column, column, column, clip=0.2, clip_high=0.2)
+    inputs = policy_inputs(column, column, column, column)
     arguments = {
         "token_loss": find_policy_loss("ppo").compute,
         "pair_loss": find_preference_loss("sigmoid").compute,
@@ -149,6 +149,8 @@ def metrics_of_losses() -> set[str]:
         "clip": 0.2,
         "beta": 0.1,
         "label_smoothing": 0.0,
+        "target_margin": 0.0,
+        "sft_coef": 0.1,
         "pair_margin": torch.zeros(2),
         "center": 0.0,
     }

@@ -7,10 +7,9 @@ import pickle
 
 import pytest
 import torch
-from common import advantage_inputs
+from common import advantage_inputs, policy_inputs
 
 from rl2.algorithms.find import find_estimator, find_policy_loss
-from rl2.algorithms.losses import PolicyInputs
 
 USERS_FILE = """
 from rl2.algorithms.advantages import AdvantageInputs, Estimator
@@ -44,13 +43,11 @@ estimator = Estimator(critic, needs=("rewards", "values"), settings=())
 text = 'no function'
 """
 ALL_CLIPS = ("clip", "clip_high", "dual_clip")
-INPUTS = PolicyInputs(
+INPUTS = policy_inputs(
     logps=torch.tensor([[-1.0, -2]]),
     old_logps=torch.tensor([[-1.5, -1]]),
     advantages=torch.tensor([[2.0, -3]]),
     mask=torch.ones(1, 2),
-    clip=0.2,
-    clip_high=0.2,
 )
 
 
@@ -109,7 +106,10 @@ def test_one_argument_that_is_an_input_is_that_input(users_file):
         ("custom.py:estimator", "declared as Estimator; this key takes PolicyLoss"),
         ("none.py:f", "no such file none.py"),
         ("custom.py", "name the function in it, as actor.loss=custom.py:FUNCTION"),
-        ("ppo2", "choose ppo, gspo, cispo, reinforce, or your own as path/to/file.py:function"),
+        (
+            "ppo2",
+            "choose ppo, gspo, cispo, dppo, reinforce, or your own as path/to/file.py:fun",
+        ),
         ("broken.py:f", "fails on import:\nTraceback"),
     ],
 )

@@ -267,7 +267,7 @@ def good_pairs(mean_margin, beta):
             "ppo",
             "adv.estimator",
             "typed_critic",
-            "values, old_logps and teacher_logps are None unle",
+            "old_logps, teacher_logps, values are None unle",
         ),
         ("ppo", "adv.estimator", "declared_critic", ""),
         ("ppo", "adv.estimator", "wrong_need", "declares needs=value; there are group, old_logps"),

@@ -10,7 +10,16 @@ import runpy
 
 import pytest
 import torch
-from common import ROOT, advantage_inputs, launch, make_model, read_jsonl, read_metrics
+from common import (
+    ROOT,
+    advantage_inputs,
+    launch,
+    make_model,
+    policy_inputs,
+    preference_inputs,
+    read_jsonl,
+    read_metrics,
+)
 
 from rl2.algorithms import losses
 from rl2.algorithms.find import find_estimator, find_policy_loss, find_preference_loss
@@ -70,6 +79,85 @@ def test_grpo_with_a_loss_an_estimator_and_an_environment(tmp_path, monkeypatch)
         assert record["advantage"] == pytest.approx(reward - mean, abs=1e-6)
 
 
+def find_recent(finder, name):
+    return finder(f"{PLUGINS}/recent_losses.py:{name}").compute
+
+
+def test_recent_losses_by_hand():
+    """Rows whose mean log(p_engine / p) is 0.75 and -0.5, with both signs of the advantage."""
+    logps = torch.tensor([[-1.0, -1.5], [-1.0, -1.0]]).repeat(2, 1).requires_grad_()
+    engine_logps = torch.tensor([[-0.5, -0.5], [-2.0, -1.0]]).repeat(2, 1)
+    signs = torch.tensor([1.0, 1, -1, -1])[:, None].expand(4, 2)
+    inputs = policy_inputs(
+        logps, logps.detach(), signs, torch.ones(4, 2), engine_logps=engine_logps
+    )
+    values, metrics = find_recent(find_policy_loss, "off_policy_masked")(inputs)
+    assert values[:, 0].tolist() == pytest.approx([-1, -1, 0, 1])
+    assert metrics["dropped"].sum(1).tolist() == [0, 0, 2, 0]
+
+    sapo = find_recent(find_policy_loss, "sapo")
+    values, _ = sapo(inputs)
+    assert torch.autograd.grad(values.sum(), logps)[0].equal(-signs)  # as -A rho, at rho = 1
+    moved = policy_inputs(logps, logps.detach() - 3, signs, torch.ones(4, 2))
+    [gradient] = torch.autograd.grad(sapo(moved)[0].sum(), logps)
+    assert gradient.abs().max() < 1e-5  # where -A rho has a gradient of 20
+
+    positive = find_recent(find_preference_loss, "positive")
+    gains = {"chosen_gain": torch.tensor([1.0, -1.0]), "rejected_gain": torch.tensor([0.0, -2.0])}
+    values = positive(preference_inputs(torch.ones(2), beta=0.5, **gains))
+    expected = [math.log1p(math.exp(-0.5 * 1)), math.log1p(math.exp(-0.5 * (1 - 5)))]
+    assert values.tolist() == pytest.approx(expected)
+
+
+PARTS_ENV = """
+def reward_fn(messages):
+    text = messages[-1]["content"]
+    return {"letters": float(sum(map(str.isalpha, text))), "even": float(len(text) % 2 == 0)}
+"""
+
+
+def test_a_loss_that_needs_the_reference_and_an_estimator_of_reward_parts(tmp_path):
+    """Without kl.coef, a reference is loaded because the loss declares that it needs one."""
+    (tmp_path / "env.py").write_text(PARTS_ENV)
+    line = train(
+        ["-m", "rl2.trainer.ppo"],
+        tmp_path,
+        [{"messages": [message("user", text)]} for text in ("ab", "cd", "ef")],
+        f"rollout.env_path={tmp_path}/env.py",
+        f"actor.loss={ROOT}/tests/cases/my_algorithms.py:anchored_to_reference",
+        "actor.update_per_rollout=2",
+        "actor.lr=0.01",
+        "adv.estimator=gdpo",
+        "rollout.reward_weights.even=0",
+        "data.prompts_per_rollout=3",
+        "data.responses_per_prompt=4",
+        "rollout.train_sampling_params.max_new_tokens=8",
+    )
+    assert line["actor/distance"] > 0  # after the first of the two updates
+    records = read_jsonl(tmp_path / "run/rollouts/train/step_1.jsonl")
+    advantages = torch.tensor([record["advantage"] for record in records]).view(3, 4)
+    letters = torch.tensor([record["rewards"]["letters"] for record in records]).view(3, 4)
+    expected = (letters - letters.mean(1, keepdim=True)) / (letters.std(1, keepdim=True) + 1e-4)
+    assert letters.std(1).min() > 0
+    torch.testing.assert_close(advantages, expected / (expected.std() + 1e-4))
+
+
+@pytest.mark.parametrize("loss", ["simpo", "orpo"])
+def test_a_preference_loss_without_a_reference(tmp_path, loss):
+    replies = {"chosen": "yes", "rejected": "no"}
+    pairs = [
+        {
+            name: [message("user", question), message("assistant", reply)]
+            for name, reply in replies.items()
+        }
+        for question in "abcd"
+    ]
+    settings = (f"dpo.loss={loss}", "dpo.sft_coef=0.5", "data.batch_size=2")
+    line = train(["-m", "rl2.trainer.dpo"], tmp_path, pairs, *settings)
+    assert "time/reference" not in line and "actor/kl" not in line
+    assert line["actor/chosen_loss"] > 0
+
+
 def test_the_environment_answers_a_quiet_reply():
     interact = runpy.run_path(str(PLUGINS / "environment.py"))["interact"]
     assert interact([message("assistant", "AB, 1")]) == []
@@ -93,8 +181,9 @@ def test_dpo_with_a_preference_loss(tmp_path, monkeypatch):
     settings = (f"{key}={value}", "data.batch_size=2", "dpo.beta=0.5")
     line = train(["-m", "rl2.trainer.dpo"], tmp_path, [pair, pair], *settings)
     assert line["actor/loss"] == pytest.approx(1)  # the policy is the reference: the margin is 0
+    assert "time/reference" in line
     exponential = find_preference_loss(value).compute
-    inputs = losses.PreferenceInputs(torch.tensor([2.0]), torch.zeros(1), 0.5, 0.0)
+    inputs = preference_inputs(torch.tensor([2.0]), beta=0.5)
     assert exponential(inputs).item() == pytest.approx(math.exp(-1))
 
 
@@ -122,13 +211,11 @@ def test_functions_of_a_users_file(monkeypatch):
     assert advantages[4, 0] == 0
 
     logps = torch.tensor([[-1.0, -2]], requires_grad=True)
-    inputs = losses.PolicyInputs(
+    inputs = policy_inputs(
         logps=logps,
         old_logps=torch.tensor([[-2.0, -2]]),
         advantages=torch.tensor([[1.0, -1]]),
         mask=torch.ones(1, 2),
-        clip=0.2,
-        clip_high=0.2,
     )
     weights = torch.full((1, 2), 0.5)
     token_losses = find_policy_loss("my_algorithms.py:unclipped").compute

@@ -12,19 +12,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from common import advantage_inputs, make_critic, make_model, make_tokenizer
+from common import (
+    advantage_inputs,
+    make_critic,
+    make_model,
+    make_tokenizer,
+    policy_inputs,
+    preference_inputs,
+)
 from parity import worker_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl2.algorithms.advantages import distillation, leave_one_out
 from rl2.algorithms.losses import (
     POLICY_LOSSES,
-    PolicyInputs,
+    PREFERENCE_LOSSES,
     kl_estimate,
     policy_loss,
     reinforce,
     token_weights,
 )
+from rl2.config.schema import DPOLossConfig
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PAIR_ROWS, SFT_ROWS, Examples
 from rl2.data.rows import load_rows
@@ -154,7 +162,7 @@ def test_dpo_loss(tmp_path, device, loss, beta):
     run, examples, ids, mask, attention_mask = read_examples(tmp_path, PAIRS, PAIR_ROWS)
     batch = dpo.make_batch(run, examples)
     batch.ref_logps = Worker(worker_config(reference), device).infer(batch).logps
-    settings = SimpleNamespace(beta=beta, loss=loss, label_smoothing=0.0)
+    settings = DPOLossConfig(beta=beta, loss=loss)
     loss_fn = partial(dpo.preference_loss, settings)
     result = update(name, device, batch, loss_fn, keep_groups_together=True)
     model = load_trl_model(name, "entropy", "mean_logits", "is_top1")
@@ -187,6 +195,34 @@ def test_dpo_loss(tmp_path, device, loss, beta):
     for trl_name, rl2_name in names.items():
         expected = pytest.approx(result.metrics[rl2_name], rel=1e-5)
         assert trainer._metrics["train"][f"rewards/{trl_name}"] == [expected]
+
+
+@pytest.mark.parametrize("loss", ["simpo", "orpo"])
+def test_preference_losses_without_a_reference(loss):
+    """On the mean log-probabilities of 50 pairs. TRL's SFT term of ORPO is in its batches."""
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    means = -random_columns(7, 50, 2).abs()
+    chosen, rejected = means.unbind(1)
+    inputs = preference_inputs(
+        chosen,
+        chosen_logps=4 * chosen,
+        rejected_logps=2 * rejected,
+        chosen_length=torch.tensor(4.0),
+        rejected_length=torch.tensor(2.0),
+        beta=1.5,
+        target_margin=0.6,
+    )
+    losses = PREFERENCE_LOSSES[loss].compute(inputs)
+    settings = {"beta": 1.5, "label_smoothing": 0.0, "alpha": 0.0}
+    if loss == "simpo":
+        trainer = make_trl(CPOTrainer, loss_type="simpo", simpo_gamma=0.6, **settings)
+        expected = trainer.cpo_loss(chosen, rejected)[0]
+    else:
+        trainer = make_trl(ORPOTrainer, **settings)
+        expected = -chosen - trainer.odds_ratio_loss(chosen, rejected)[0]
+    torch.testing.assert_close(losses, expected, check_dtype=False)
 
 
 @pytest.mark.parametrize("margin", [True, False])
@@ -323,13 +359,11 @@ def test_distillation_of_sampled_tokens(seed):
     expected = trainer._compute_iw_opd_loss(
         student_logits, tokens, labels, logps_of(teacher_logits), rollout_logps
     )
-    inputs = PolicyInputs(
+    inputs = policy_inputs(
         logps=logps_of(student_logits),
         old_logps=rollout_logps,
         advantages=distill(mask, rollout_logps, logps_of(teacher_logits)),
         mask=mask,
-        clip=0.2,
-        clip_high=0.2,
     )
     weights = token_weights(mask, torch.arange(3), "token")
     loss, _ = policy_loss(reinforce, inputs, weights)
@@ -352,13 +386,11 @@ def test_distillation_has_the_gradient_of_the_reverse_kl(loss):
     teacher_logps = random_columns(1, 7).log_softmax(-1)
     divergence = opd._jsd_divergence(logps, teacher_logps, beta=1).sum()
     mask = torch.ones(1, 7)
-    inputs = PolicyInputs(
+    inputs = policy_inputs(
         logps=logps[None],
         old_logps=logps[None].detach(),
         advantages=distill(mask, logps[None].detach(), teacher_logps[None]),
         mask=mask,
-        clip=0.2,
-        clip_high=0.2,
     )
     # Each token with its probability as the weight: the expectation over samples.
     surrogate, _ = policy_loss(POLICY_LOSSES[loss].compute, inputs, logps[None].exp().detach())

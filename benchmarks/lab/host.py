@@ -224,7 +224,7 @@ def run_step(meter, arguments, config, played, folder):
         batch.values = infer(meter, arguments, batch, "critic")
     release_freed_memory()
     with meter.phase("advantages"):
-        add_advantages(batch, config)
+        add_advantages(batch, config, {})
     for worker in ("critic", "actor") if arguments.critic else ("actor",):
         with meter.phase("weights"):
             (part,) = split_minibatches(batch, 1, 0)

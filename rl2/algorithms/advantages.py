@@ -6,7 +6,7 @@ S sampled tokens of the longest trajectory. `mask` [B, T] is 1 where the policy 
 trajectories answer the same prompt. Finite values where the mask is 0 have no influence.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -16,6 +16,14 @@ from torch import Tensor
 from rl2.algorithms.losses import masked, sum_by_index
 
 TRAJECTORIES_AT_A_TIME = 512  # in `gae`, which needs memory for them
+
+
+@dataclass(frozen=True)
+class RewardPart:
+    """A part of the reward: what the environment gave under one name."""
+
+    values: Tensor  # [B] of the row's trajectory, over all its turns; 0 if it has no such part
+    weight: float  # rollout.reward_weights
 
 
 @dataclass(frozen=True)
@@ -29,13 +37,14 @@ class AdvantageInputs:
     gamma: float  # this and the following are the settings adv.* of the config
     lamda: float
     norm_var: bool
+    reward_parts: Mapping[str, "RewardPart"]  # by name; the weighted sum is a trajectory's reward
     # The columns below are there if the estimator declares that it needs them.
     values: Tensor | None = None  # [B, T] of the critic
     old_logps: Tensor | None = None  # [B, T] of the policy that starts the update
     teacher_logps: Tensor | None = None  # [B, T]
 
 
-Need = Literal["rewards", "group", "values", "old_logps", "teacher_logps"]
+Need = Literal["rewards", "reward_parts", "group", "values", "old_logps", "teacher_logps"]
 AdvantageSetting = Literal["gamma", "lamda", "norm_var"]
 # The advantages [B, T], or (advantages, returns): the critic learns the returns. Where the mask is
 # 0, finite results have no influence.
@@ -64,12 +73,11 @@ def group_advantages(x: AdvantageInputs) -> Tensor:
     and with this epsilon, as TRL does). Trajectories without a trained token do not count. A group
     of one, or of equal rewards, gets exactly 0.
     """
-    row_index, member_of, deviations, sizes = _deviations(x)
+    groups = _groups(x)
+    deviations = groups.deviations(groups.rewards)
     if x.norm_var:
-        squares = sum_by_index(member_of, deviations.square(), len(sizes))
-        standard = (squares / (sizes - 1).clamp(min=1)).sqrt()
-        deviations = deviations / (standard + 1e-4)[member_of]
-    return deviations[row_index, None] * x.mask
+        deviations = groups.standardised(deviations)
+    return groups.on_tokens(deviations)
 
 
 def leave_one_out(x: AdvantageInputs) -> Tensor:
@@ -77,9 +85,49 @@ def leave_one_out(x: AdvantageInputs) -> Tensor:
 
     RLOO (arXiv:2402.14740). In a group of n it is n / (n - 1) times `group_advantages`.
     """
-    row_index, member_of, deviations, sizes = _deviations(x)
-    deviations = deviations * (sizes / (sizes - 1).clamp(min=1))[member_of]
-    return deviations[row_index, None] * x.mask
+    groups = _groups(x)
+    others = (groups.sizes / (groups.sizes - 1).clamp(min=1))[groups.member_of]
+    return groups.on_tokens(groups.deviations(groups.rewards) * others)
+
+
+def maxrl(x: AdvantageInputs) -> Tensor:
+    """[B, T]: the trajectory's reward minus the mean of its group, divided by that mean.
+
+    MaxRL (arXiv:2602.02710). With a reward of 1 for success and 0 for failure, the mean is the
+    success rate, and the gradient that of an approximation of the log-likelihood of success: rare
+    successes weigh more. A group of rewards 0 gets 0. ValueError if the mean of a group is below 0,
+    where the division would turn the gradient round.
+    """
+    groups = _groups(x)
+    means = groups.means(groups.rewards)
+    if (means < 0).any():
+        raise ValueError(
+            f"adv.estimator=maxrl divides by the mean reward of a group, here {means.min():.3g}: "
+            "it needs rewards of 0 and more, such as 1 for success; a penalty or kl.type=reward "
+            "makes them negative"
+        )
+    scale = torch.where(means > 0, 1 / means, 0.0)[groups.member_of]
+    return groups.on_tokens(groups.deviations(groups.rewards) * scale)
+
+
+def gdpo(x: AdvantageInputs) -> Tensor:
+    """[B, T]: the weighted sum of the parts' advantages, over its standard deviation in the batch.
+
+    The advantage of a part is that of GRPO, with its own mean and standard deviation in the group,
+    so that no part drowns the others and different rewards with equal sums stay apart (GDPO,
+    arXiv:2601.05242; epsilon 1e-4 as in TRL). A `rollout.reward_weights` of 2 counts a part twice.
+    Turn rewards count as one part.
+    """
+    groups = _groups(x)
+    total = torch.zeros_like(groups.rewards)
+    for part in x.reward_parts.values():
+        values = groups.of_trajectories(part.values)
+        total += part.weight * groups.standardised(groups.deviations(values))
+    # The mean over the batch is 0 already, since it is 0 in each group.
+    counted = total[groups.counts > 0]
+    if len(counted) > 1:
+        total = total / (counted.std() + 1e-4)
+    return groups.on_tokens(total)
 
 
 def reinforce_plus_plus(x: AdvantageInputs) -> Tensor:
@@ -174,6 +222,8 @@ def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
 ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
     "reinforce": Estimator(group_advantages, needs=("rewards", "group"), settings=("norm_var",)),
     "rloo": Estimator(leave_one_out, needs=("rewards", "group"), settings=()),
+    "maxrl": Estimator(maxrl, needs=("rewards", "group"), settings=()),
+    "gdpo": Estimator(gdpo, needs=("reward_parts", "group"), settings=()),
     "reinforce_plus_plus": Estimator(reinforce_plus_plus, needs=("rewards",), settings=("gamma",)),
     "reinforce_plus_plus_baseline": Estimator(
         reinforce_plus_plus_baseline, needs=("rewards", "group"), settings=()
@@ -189,24 +239,61 @@ def sum_by_trajectory(columns: Tensor, trajectory: Tensor) -> Tensor:
     return sum_by_index(row_index, columns.sum(1), len(ids))
 
 
-def _deviations(x: AdvantageInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(trajectory of each row [B], group of each trajectory [N], deviations [N], sizes [G]).
+@dataclass(frozen=True)
+class _Groups:
+    """Which trajectories are compared: N of them, ascending by id, in G groups.
 
-    A deviation is the trajectory's reward minus the mean of its group, exactly 0 in a group of
-    equal rewards. A trajectory without a trained token failed in the environment, and its reward
-    means nothing: it has the deviation 0 and does not count in its group's mean and size.
+    A trajectory without a trained token failed in the environment, and its reward means nothing: it
+    has the deviation 0 and does not count in its group's mean and size.
     """
+
+    mask: Tensor  # [B, T]
+    row_index: Tensor  # [B] the trajectory of each row, from 0 on
+    member_of: Tensor  # [N] the group of each trajectory, from 0 on
+    counts: Tensor  # [N] 1, or 0 if it failed
+    sizes: Tensor  # [G] the sum of counts
+    rewards: Tensor  # [N]
+
+    def means(self, values: Tensor) -> Tensor:
+        """[G] of values [N]; 0 for a group in which all failed."""
+        totals = sum_by_index(self.member_of, values * self.counts, len(self.sizes))
+        return totals / self.sizes.clamp(min=1)
+
+    def deviations(self, values: Tensor) -> Tensor:
+        """[N]: values [N] minus the mean of their group, exactly 0 in a group of equal values."""
+        means = self.means(values)
+        # Equal values are found by their range, not by their mean: 0.1 + 0.1 + 0.1 is not 3 * 0.1.
+        members, counted = self.member_of[self.counts > 0], values[self.counts > 0]
+        largest = means.scatter_reduce(0, members, counted, "amax", include_self=False)
+        smallest = means.scatter_reduce(0, members, counted, "amin", include_self=False)
+        differs = (largest > smallest)[self.member_of]
+        return torch.where(differs, (values - means[self.member_of]) * self.counts, 0.0)
+
+    def standardised(self, deviations: Tensor) -> Tensor:
+        """[N]: deviations [N] over the group's (unbiased) standard deviation + 1e-4."""
+        squares = sum_by_index(self.member_of, deviations.square(), len(self.sizes))
+        standard = (squares / (self.sizes - 1).clamp(min=1)).sqrt()
+        return deviations / (standard + 1e-4)[self.member_of]
+
+    def of_trajectories(self, values: Tensor) -> Tensor:
+        """[N] of values [B] that are the same for all rows of a trajectory."""
+        return torch.zeros_like(self.rewards).scatter(0, self.row_index, values)
+
+    def on_tokens(self, values: Tensor) -> Tensor:
+        """[B, T] of values [N]: that of the trajectory at each trained token, 0 elsewhere."""
+        return values[self.row_index, None] * self.mask
+
+
+def _groups(x: AdvantageInputs) -> _Groups:
     ids, row_index = x.trajectory.unique(return_inverse=True)
-    groups, group_index = x.group.unique(return_inverse=True)
+    group_ids, group_index = x.group.unique(return_inverse=True)
     member_of = torch.zeros_like(ids).scatter(0, row_index, group_index)
     counts = (sum_by_index(row_index, x.mask.sum(1), len(ids)) > 0).to(x.rewards.dtype)
-    totals = sum_by_trajectory(masked(x.mask, x.rewards), x.trajectory)
-    sizes = sum_by_index(member_of, counts, len(groups))
-    means = sum_by_index(member_of, totals, len(groups)) / sizes.clamp(min=1)
-    # Equal rewards are found by their range, not by their mean: 0.1 + 0.1 + 0.1 is not 3 * 0.1.
-    members, rewards = member_of[counts > 0], totals[counts > 0]
-    largest = means.scatter_reduce(0, members, rewards, "amax", include_self=False)
-    smallest = means.scatter_reduce(0, members, rewards, "amin", include_self=False)
-    differs = (largest > smallest)[member_of]
-    deviations = torch.where(differs, (totals - means[member_of]) * counts, 0.0)
-    return row_index, member_of, deviations, sizes
+    return _Groups(
+        mask=x.mask,
+        row_index=row_index,
+        member_of=member_of,
+        counts=counts,
+        sizes=sum_by_index(member_of, counts, len(group_ids)),
+        rewards=sum_by_trajectory(masked(x.mask, x.rewards), x.trajectory),
+    )

@@ -11,7 +11,7 @@ It is a name of a table, or `path/to/file.py:function` of the user's. The latter
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -29,9 +29,11 @@ from rl2.algorithms.losses import (
     PREFERENCE_LOSSES,
     PolicyInputs,
     PolicyLoss,
+    PolicyNeed,
     PolicySetting,
     PreferenceInputs,
     PreferenceLoss,
+    PreferenceNeed,
     PreferenceSetting,
 )
 from rl2.algorithms.named_arguments import (
@@ -45,6 +47,13 @@ from rl2.user_files import describe_failure, import_file
 
 Declared = TypeVar("Declared", PolicyLoss, Estimator, PreferenceLoss)
 DECLARATIONS = (PolicyLoss, Estimator, PreferenceLoss)
+# What a parameter of this name needs, where it is not an input of the same name.
+IMPLIED_NEEDS = {
+    "margin": "ref_logps",
+    "mean_margin": "ref_logps",
+    "chosen_gain": "ref_logps",
+    "rejected_gain": "ref_logps",
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,7 @@ class Choices(Generic[Declared]):
     declaration: type[Declared]
     inputs: type[Any]  # of the function
     settings: tuple[str, ...]  # that a declaration may list
+    needs: tuple[str, ...]  # that a declaration may list
     trial: Callable[[Declared], Iterator[str]]
 
     def find(self, name: str) -> Declared:
@@ -104,7 +114,7 @@ class Choices(Generic[Declared]):
         if not callable(declared.compute):
             own = ", ".join(_functions(module)) or "none"
             raise ValueError(f"{path} has no function {attribute}; it has {own}")
-        return declare_by_names(declared, self.inputs, self.settings)
+        return declare_by_names(declared, self.inputs, self.settings, self.needs)
 
     def _wrong_names(self, declared: Declared) -> Iterator[str]:
         """Yields the names of inputs, settings and needs that do not exist."""
@@ -113,15 +123,14 @@ class Choices(Generic[Declared]):
             if wrong:
                 asked, choices = _in_words(wrong), _in_words(input_names(self.inputs))
                 yield f"it asks for {asked}; it may ask for {choices}"
-        settings = [name for name in declared.settings if name not in self.settings]
-        if settings:
-            known = _in_words(self.settings)
-            yield f"it declares settings={_in_words(settings)}; there are {known}"
-        if isinstance(declared, Estimator):
-            needs = [need for need in declared.needs if need not in get_args(Need)]
-            if needs:
-                known = _in_words(get_args(Need))
-                yield f"it declares needs={_in_words(needs)}; there are {known}"
+        lists: dict[str, tuple[Iterable[str], tuple[str, ...]]] = {
+            "settings": (declared.settings, self.settings),
+            "needs": (declared.needs, self.needs),
+        }
+        for field, (names, known) in lists.items():
+            unknown = set(names) - set(known)
+            if unknown:
+                yield f"it declares {field}={_in_words(unknown)}; there are {_in_words(known)}"
 
     def _failures(self, declared: Declared, file: Path) -> Iterator[str]:
         """Yields what a call of the user's function on made-up rows shows."""
@@ -133,10 +142,12 @@ class Choices(Generic[Declared]):
                 yield f"it {problem}"
         except (Exception, SystemExit) as error:
             reason = describe_failure(error, file)
-            if isinstance(declared, Estimator) and "NoneType" in reason:
+            if "NoneType" in reason:
+                inputs = [x.name for x in fields(self.inputs) if x.default is None]
+                optional = _in_words(set(inputs) - set(self.settings))
                 reason += (
-                    "; values, old_logps and teacher_logps are None unless the file has an "
-                    "Estimator(function, needs=...) that names them"
+                    f"; {optional} are None unless the file has a declaration "
+                    f"{self.declaration.__name__}(function, needs=...) that asks for them"
                 )
             yield f"it fails on made-up rows: {reason}"
 
@@ -147,6 +158,7 @@ POLICY_LOSS_CHOICES = Choices(
     PolicyLoss,
     PolicyInputs,
     get_args(PolicySetting),
+    get_args(PolicyNeed),
     try_policy_loss,
 )
 ESTIMATOR_CHOICES = Choices(
@@ -155,6 +167,7 @@ ESTIMATOR_CHOICES = Choices(
     Estimator,
     AdvantageInputs,
     get_args(AdvantageSetting),
+    get_args(Need),
     try_estimator,
 )
 PREFERENCE_LOSS_CHOICES = Choices(
@@ -163,6 +176,7 @@ PREFERENCE_LOSS_CHOICES = Choices(
     PreferenceLoss,
     PreferenceInputs,
     get_args(PreferenceSetting),
+    get_args(PreferenceNeed),
     try_preference_loss,
 )
 
@@ -182,7 +196,9 @@ def find_preference_loss(name: str) -> PreferenceLoss:
     return PREFERENCE_LOSS_CHOICES.find(name)
 
 
-def declare_by_names(declared: Declared, inputs: type[Any], settings: tuple[str, ...]) -> Declared:
+def declare_by_names(
+    declared: Declared, inputs: type[Any], settings: tuple[str, ...], needs: tuple[str, ...]
+) -> Declared:
     """Lets the parameters of a function declare its settings and needs, if it has several.
 
     Functions of one argument are returned as they are declared.
@@ -191,12 +207,12 @@ def declare_by_names(declared: Declared, inputs: type[Any], settings: tuple[str,
     if takes_whole_inputs(function, inputs):
         return declared
     names = parameter_names(function)
+    needed = {IMPLIED_NEEDS.get(name, name) for name in names}
     by_name: dict[str, Any] = {
         "compute": NamedArguments(function, inputs),
         "settings": tuple(name for name in names if name in settings),
+        "needs": tuple(need for need in needs if need in needed),
     }
-    if isinstance(declared, Estimator):
-        by_name["needs"] = tuple(name for name in names if name in get_args(Need))
     return replace(declared, **by_name)
 
 

@@ -13,10 +13,12 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 Metrics = dict[str, Tensor]
 LossAndMetrics = tuple[Tensor, Metrics]
 LARGEST_EXPONENT = 80  # e^80 is finite in fp32 and bf16, and no useful ratio is near it
+LARGEST_ENGINE_RATIO = 20.0  # of `dppo`, as in verl
 
 
 def masked(mask: Tensor, values: Tensor) -> Tensor:
@@ -99,12 +101,16 @@ class PolicyInputs:
     """
 
     logps: Tensor  # [b, T] the policy's log-probabilities, the only input with a gradient
-    old_logps: Tensor  # [b, T] those of the policy that sampled
+    old_logps: Tensor  # [b, T] the trainer's, before the first update on this rollout
+    engine_logps: Tensor  # [b, T] the engine's, of the tokens that it sampled
     advantages: Tensor  # [b, T] 0 where the mask is 0
     mask: Tensor  # [b, T] float32, as all columns; 1 = trained
+    group: Tensor  # [b] rows of one prompt; some of them may be in other micro-batches
+    trajectory: Tensor  # [b] rows of one conversation, all of which are here
     clip: float  # this and the following are the settings actor.* of the config
     clip_high: float
     dual_clip: float | None = None
+    ref_logps: Tensor | None = None  # [b, T] the reference's, if the loss declares that it needs it
 
     @cached_property
     def log_ratio(self) -> Tensor:
@@ -112,6 +118,7 @@ class PolicyInputs:
         return masked(self.mask, self.logps - self.old_logps.detach())
 
 
+PolicyNeed = Literal["ref_logps"]
 PolicySetting = Literal["clip", "clip_high", "dual_clip"]
 TokenLosses = tuple[Tensor, Metrics]  # [b, T] each
 
@@ -123,6 +130,9 @@ class PolicyLoss:
     compute: Callable[[PolicyInputs], TokenLosses]
     # The settings that it reads. The user may set no other.
     settings: tuple[PolicySetting, ...] = get_args(PolicySetting)
+    needs: tuple[PolicyNeed, ...] = ()  # "ref_logps" loads a reference model
+    # Its ratio is that to the engine's probabilities. actor.correction would count it twice.
+    corrects_mismatch: bool = False
     # A token of advantage 0 has no gradient, whatever its log-probability is. Then rows without an
     # advantage are not run, which saves their passes. A wrong declaration loses their gradient.
     vanishes_without_advantage: bool = False
@@ -167,6 +177,25 @@ def cispo(x: PolicyInputs) -> TokenLosses:
     return losses, {"clip_ratio": ratio > high}
 
 
+def dppo(x: PolicyInputs) -> TokenLosses:
+    """-A min(rho, 20), rho = p / p_engine; 0 where p has left the trust region.
+
+    It has left where A > 0 and p - p_engine > clip_high, or A < 0 and p_engine - p > clip. A
+    difference of probabilities bounds the total variation, where a ratio holds rare tokens too
+    tightly and frequent ones too loosely (DPPO-Binary-TV, arXiv:2602.04879). The trust region is
+    around the policy of the engine, so no second correction is needed.
+    """
+    log_ratio = masked(x.mask, x.logps - x.engine_logps)
+    moved = masked(x.mask, x.logps.exp() - x.engine_logps.exp())
+    outside = torch.where(x.advantages > 0, moved > x.clip_high, -moved > x.clip)
+    ratio = finite_exp(log_ratio)
+    # Beyond the cap it is a constant factor of logp, as in CISPO: the token still has a gradient.
+    capped = ratio.detach().clamp(max=LARGEST_ENGINE_RATIO)
+    losses = -x.advantages * capped * (1 + log_ratio - log_ratio.detach())
+    metrics = {"clip_ratio": outside & (x.advantages != 0), "ratio": ratio}
+    return torch.where(outside, 0.0, losses), metrics
+
+
 def reinforce(x: PolicyInputs) -> TokenLosses:
     """-A logp: the plain policy gradient (Williams, 1992), without a ratio.
 
@@ -183,6 +212,12 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         gspo, settings=("clip", "clip_high", "dual_clip"), vanishes_without_advantage=True
     ),
     "cispo": PolicyLoss(cispo, settings=("clip_high",), vanishes_without_advantage=True),
+    "dppo": PolicyLoss(
+        dppo,
+        settings=("clip", "clip_high"),
+        corrects_mismatch=True,
+        vanishes_without_advantage=True,
+    ),
     "reinforce": PolicyLoss(reinforce, settings=(), vanishes_without_advantage=True),
 }
 
@@ -199,11 +234,16 @@ def policy_loss(
     `inputs.logps` gets a gradient.
 
     Metrics: approx_kl, k3 of KL(old || new); ratio, the mean rho (gspo: of the sequence); and those
-    of the loss. ppo, gspo and cispo give clip_ratio, the fraction of tokens whose gradient (cispo:
+    of the loss. All but reinforce give clip_ratio, the fraction of tokens whose gradient (cispo:
     whose rho) was clipped, the dual clip included.
     """
     advantages = masked(inputs.mask, inputs.advantages).detach()
-    inputs = replace(inputs, old_logps=inputs.old_logps.detach(), advantages=advantages)
+    inputs = replace(
+        inputs,
+        old_logps=inputs.old_logps.detach(),
+        engine_logps=inputs.engine_logps.detach(),
+        advantages=advantages,
+    )
     losses, metrics = token_loss(inputs)
     if correction is not None:
         losses = losses * correction.detach()
@@ -317,24 +357,57 @@ def cross_entropy(logps: Tensor, weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PreferenceInputs:
-    """The input of a preference loss: P pairs of a chosen and a rejected reply."""
+    """The input of a preference loss: P pairs of a chosen and a rejected reply.
 
-    margin: Tensor  # [P] m = d_chosen - d_rejected, d the sum over a reply of logp - ref_logp
-    mean_margin: Tensor  # [P] the same with d the mean over the reply's tokens
+    Log-probabilities are sums over the tokens of a reply.
+    """
+
+    chosen_logps: Tensor  # [P] the policy's, with a gradient
+    rejected_logps: Tensor  # [P]
+    chosen_length: Tensor  # [P] float32, the tokens of the reply
+    rejected_length: Tensor  # [P]
     beta: float  # this and the following are the settings dpo.* of the config
     label_smoothing: float
+    target_margin: float
+    # [P] logp - ref_logp, with a gradient; None if the loss declares that it needs no reference.
+    chosen_gain: Tensor | None = None
+    rejected_gain: Tensor | None = None
+
+    @cached_property
+    def margin(self) -> Tensor:
+        """[P] chosen_gain - rejected_gain."""
+        assert self.chosen_gain is not None and self.rejected_gain is not None
+        return self.chosen_gain - self.rejected_gain
+
+    @cached_property
+    def mean_margin(self) -> Tensor:
+        """[P] the same of the means over the tokens of a reply."""
+        assert self.chosen_gain is not None and self.rejected_gain is not None
+        return self.chosen_gain / self.chosen_length - self.rejected_gain / self.rejected_length
+
+    @cached_property
+    def chosen_mean_logp(self) -> Tensor:
+        """[P] the mean over the tokens of the chosen reply."""
+        return self.chosen_logps / self.chosen_length
+
+    @cached_property
+    def rejected_mean_logp(self) -> Tensor:
+        """[P] the mean over the tokens of the rejected reply."""
+        return self.rejected_logps / self.rejected_length
 
 
-PreferenceSetting = Literal["beta", "label_smoothing"]
+PreferenceNeed = Literal["ref_logps"]
+PreferenceSetting = Literal["beta", "label_smoothing", "target_margin"]
 
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """A preference loss, and what it declares to the config."""
+    """A preference loss, and what it declares to the config and the trainer."""
 
     compute: Callable[[PreferenceInputs], Tensor]  # the loss of each pair [P]
     # The settings that it reads. The user may set no other, except beta, which metrics use too.
     settings: tuple[PreferenceSetting, ...] = get_args(PreferenceSetting)
+    needs: tuple[PreferenceNeed, ...] = ("ref_logps",)  # without it, no reference model is loaded
 
 
 def sigmoid(x: PreferenceInputs) -> Tensor:
@@ -343,9 +416,8 @@ def sigmoid(x: PreferenceInputs) -> Tensor:
     `label_smoothing` is the fraction of pairs taken to be the wrong way round, whose loss has -m
     (conservative DPO, Mitchell, 2023).
     """
-    log_sigmoid = torch.nn.functional.logsigmoid
-    right = -(1 - x.label_smoothing) * log_sigmoid(x.beta * x.margin)
-    return right - x.label_smoothing * log_sigmoid(-x.beta * x.margin)
+    right = -(1 - x.label_smoothing) * logsigmoid(x.beta * x.margin)
+    return right - x.label_smoothing * logsigmoid(-x.beta * x.margin)
 
 
 def ipo(x: PreferenceInputs) -> Tensor:
@@ -358,39 +430,86 @@ def hinge(x: PreferenceInputs) -> Tensor:
     return (1 - x.beta * x.margin).clamp(min=0)
 
 
+def simpo(x: PreferenceInputs) -> Tensor:
+    """-log sigmoid(beta (mean logp_chosen - mean logp_rejected) - target_margin).
+
+    SimPO (arXiv:2405.14734), whose gamma is `target_margin`. It has no reference.
+    """
+    difference = x.chosen_mean_logp - x.rejected_mean_logp
+    return -logsigmoid(x.beta * difference - x.target_margin)
+
+
+def orpo(x: PreferenceInputs) -> Tensor:
+    """-mean logp_chosen - beta log sigmoid(log odds_chosen - log odds_rejected).
+
+    ORPO (arXiv:2403.07691), whose lambda is `beta`: fine-tuning on the chosen reply plus the odds
+    ratio, odds = p / (1 - p) with p = exp(mean logp). It has no reference.
+    """
+    chosen, rejected = log_odds(x.chosen_mean_logp), log_odds(x.rejected_mean_logp)
+    return -x.chosen_mean_logp - x.beta * logsigmoid(chosen - rejected)
+
+
+def log_odds(logp: Tensor) -> Tensor:
+    """log(p / (1 - p)) of log p <= 0. A p of 1 counts as 1 - 1e-6, which keeps it finite."""
+    return logp - torch.log(-torch.expm1(logp.clamp(max=-1e-6)))
+
+
 PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
     "sigmoid": PreferenceLoss(sigmoid, settings=("beta", "label_smoothing")),
     "ipo": PreferenceLoss(ipo, settings=("beta",)),
     "hinge": PreferenceLoss(hinge, settings=("beta",)),
+    "simpo": PreferenceLoss(simpo, settings=("beta", "target_margin"), needs=()),
+    "orpo": PreferenceLoss(orpo, settings=("beta",), needs=()),
 }
 
 
 def dpo_loss(
     pair_loss: Callable[[PreferenceInputs], Tensor],
     logps: Tensor,
-    ref_logps: Tensor,
+    ref_logps: Tensor | None,
     mask: Tensor,
     weights: Tensor,
     beta: float,
     label_smoothing: float,
+    target_margin: float = 0.0,
+    sft_coef: float = 0.0,
 ) -> LossAndMetrics:
     """The weighted sum over pairs of the preference loss `pair_loss`, and its metrics.
 
+    `sft_coef` adds that many times the mean of -logp over the tokens of the chosen reply, which
+    keeps its probability from falling (RPO, arXiv:2404.19733; Llama 3, arXiv:2407.21783).
+
     Metrics: those of `pair_metrics` for the rewards beta * sum(logp - ref_logp), and kl, the k3
     estimate of KL(reference || policy) on the tokens of both replies, as though the reference had
-    written them.
+    written them. Without `ref_logps` the rewards are beta * mean(logp), and there is no kl. With
+    sft_coef, chosen_loss is the mean that it weighs.
     """
-    totals = masked(mask, logps - ref_logps.detach()).sum(1)
-    weights_of_pairs, metrics = pair_metrics(beta * totals, weights)
-    metrics["kl"] = (kl_estimate(ref_logps, logps.detach(), "k3") * weights).sum()
-    means = totals / mask.sum(1).clamp(min=1)
+    lengths = mask.sum(1).clamp(min=1)
+    totals = masked(mask, logps).sum(1)
+    if ref_logps is None:
+        gains = None
+        weights_of_pairs, metrics = pair_metrics(beta * totals / lengths, weights)
+    else:
+        # A sum of differences: a difference of the sums of long replies would be less precise.
+        gains = masked(mask, logps - ref_logps.detach()).sum(1)
+        weights_of_pairs, metrics = pair_metrics(beta * gains, weights)
+        metrics["kl"] = (kl_estimate(ref_logps, logps.detach(), "k3") * weights).sum()
     inputs = PreferenceInputs(
-        margin=totals[::2] - totals[1::2],
-        mean_margin=means[::2] - means[1::2],
+        chosen_logps=totals[::2],
+        rejected_logps=totals[1::2],
+        chosen_length=lengths[::2],
+        rejected_length=lengths[1::2],
         beta=beta,
         label_smoothing=label_smoothing,
+        target_margin=target_margin,
+        chosen_gain=None if gains is None else gains[::2],
+        rejected_gain=None if gains is None else gains[1::2],
     )
-    return (pair_loss(inputs) * weights_of_pairs).sum(), metrics
+    losses = pair_loss(inputs)
+    if sft_coef:
+        metrics["chosen_loss"] = (-inputs.chosen_mean_logp * weights_of_pairs).sum().detach()
+        losses = losses - sft_coef * inputs.chosen_mean_logp
+    return (losses * weights_of_pairs).sum(), metrics
 
 
 def reward_loss(
@@ -407,7 +526,7 @@ def reward_loss(
     rewards = masked(weights, values).sum(1)
     weights_of_pairs, metrics = pair_metrics(rewards, weights)
     chosen, rejected = rewards[::2], rewards[1::2]
-    losses = -torch.nn.functional.logsigmoid(chosen - rejected - pair_margin[::2])
+    losses = -logsigmoid(chosen - rejected - pair_margin[::2])
     losses = losses + center * (chosen + rejected).square()
     return (losses * weights_of_pairs).sum(), metrics
 

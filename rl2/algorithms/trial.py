@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl2.algorithms.advantages import AdvantageInputs, Estimator
+from rl2.algorithms.advantages import AdvantageInputs, Estimator, RewardPart
 from rl2.algorithms.losses import PolicyInputs, PolicyLoss, PreferenceInputs, PreferenceLoss
 
 NUM_ROWS, NUM_TOKENS = 4, 6  # which differ, so that a transposed result is found
@@ -31,10 +31,14 @@ def try_policy_loss(loss: PolicyLoss) -> Iterator[str]:
         PolicyInputs(
             logps=logps,
             old_logps=logps.detach() - 0.1 * mask,
+            engine_logps=logps.detach() - 0.1 * mask,
             advantages=(REWARDS - 0.5)[:, None] * mask,
             mask=mask,
+            group=GROUP,
+            trajectory=torch.arange(NUM_ROWS),
             clip=0.2,
             clip_high=0.2,
+            ref_logps=logps.detach() - 0.2 * mask if "ref_logps" in loss.needs else None,
         )
     )
     expected = (
@@ -78,6 +82,7 @@ def try_estimator(estimator: Estimator) -> Iterator[str]:
             gamma=1.0,
             lamda=1.0,
             norm_var=True,
+            reward_parts={"reward": RewardPart(REWARDS, 1.0)},
             values=0.3 * mask if "values" in needs else None,
             old_logps=logps if "old_logps" in needs else None,
             teacher_logps=logps - 0.1 * mask if "teacher_logps" in needs else None,
@@ -106,12 +111,27 @@ def try_estimator(estimator: Estimator) -> Iterator[str]:
 
 def try_preference_loss(loss: PreferenceLoss) -> Iterator[str]:
     """What is wrong with the losses that a preference loss returns."""
-    margin = torch.tensor([0.5, -0.25, 0.1], requires_grad=True)
-    losses = loss.compute(PreferenceInputs(margin, margin / 4, beta=0.1, label_smoothing=0.0))
-    if not _is_column(losses, margin):
+    logps = torch.tensor([[-1.5, -2.25, -0.9], [-2.0, -2.0, -1.0]], requires_grad=True)
+    chosen, rejected = logps
+    has_reference = "ref_logps" in loss.needs
+    losses = loss.compute(
+        PreferenceInputs(
+            chosen_logps=chosen,
+            rejected_logps=rejected,
+            chosen_length=torch.tensor([4.0, 5.0, 3.0]),
+            rejected_length=torch.tensor([5.0, 4.0, 3.0]),
+            beta=0.1,
+            label_smoothing=0.0,
+            target_margin=0.5,
+            chosen_gain=chosen + 1.6 if has_reference else None,
+            rejected_gain=rejected + 1.6 if has_reference else None,
+        )
+    )
+    if not _is_column(losses, chosen):
         yield f"returned {_describe(losses)} for 3 pairs: return the loss of each pair [P]"
     else:
-        yield from _check_differentiable(losses, margin, "margin or mean_margin")
+        names = "margin, mean_margin or the logps" if has_reference else "the logps"
+        yield from _check_differentiable(losses, logps, names)
 
 
 def _made_up_mask() -> Tensor:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from rl2.algorithms.advantages import Need
-from rl2.algorithms.find import find_estimator
+from rl2.algorithms.find import find_estimator, find_policy_loss
+from rl2.algorithms.losses import PolicyLoss
 from rl2.attention.pages import MIN_ROWS
 from rl2.config.engines import choose_engine
 from rl2.config.key import Condition
@@ -27,6 +28,26 @@ def estimator_needs(estimator: str) -> tuple[Need, ...]:
 def needs_critic(estimator: str) -> bool:
     """Whether the advantage estimator needs the values that a critic gives."""
     return "values" in estimator_needs(estimator)
+
+
+def policy_loss(name: str) -> PolicyLoss | None:
+    """The loss of this name, or None, which the check of choices reports."""
+    try:
+        return find_policy_loss(name)
+    except ValueError:
+        return None
+
+
+def corrects_mismatch(loss: str) -> bool:
+    """Whether the policy loss takes its ratio to the engine's probabilities."""
+    declared = policy_loss(loss)
+    return declared is not None and declared.corrects_mismatch
+
+
+def needs_reference(config: Any) -> bool:
+    """Whether PPO's loss or its KL term needs the log-probabilities of a reference model."""
+    declared = policy_loss(config.actor.loss)
+    return bool(config.kl.coef) or (declared is not None and "ref_logps" in declared.needs)
 
 
 def has_section(config: Any, *names: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rl2.config.conditions import estimator_needs, exact_obstacles
+from rl2.config.conditions import corrects_mismatch, estimator_needs, exact_obstacles
 from rl2.config.engines import choose_engine, is_installed
 from rl2.config.key_rules import non_default_keys
 from rl2.config.model_rules import check_divides
@@ -122,8 +122,14 @@ def check_kl(config: PPOConfig) -> Iterator[Problem]:
 
 
 def check_actor(config: PPOConfig) -> Iterator[Problem]:
-    """Whether the loss has what its correction and its average divide by."""
+    """Whether the loss has what its correction and its average divide by, and corrects once."""
     actor = config.actor
+    if actor.correction != "none" and corrects_mismatch(actor.loss):
+        message = (
+            f"actor.correction={actor.correction} has no place with actor.loss={actor.loss}, whose "
+            "ratio is that to the engine's probabilities already: leave it out"
+        )
+        yield Problem("actor.correction", actor.correction, message)
     if actor.correction in INTERVAL_CORRECTIONS and actor.correction_cap == 1:
         message = (
             f"actor.correction_cap=1: actor.correction={actor.correction} masks all ratios outside "
@@ -222,7 +228,8 @@ def find_run_warnings(config: PPOConfig) -> Iterator[Problem]:
     """Settings of the run and its rollouts that are allowed but easily misunderstood."""
     rollout, trainer = config.rollout, config.trainer
     params = rollout.train_sampling_params
-    if rollout.partial and config.actor.correction == "none":
+    actor = config.actor
+    if rollout.partial and actor.correction == "none" and not corrects_mismatch(actor.loss):
         message = (
             "rollout.partial=true: tokens that older weights sampled are trained as if the current "
             "ones had; actor.correction=token_tis weighs them by their recorded log-probabilities"

@@ -37,6 +37,7 @@ from rl2.config.conditions import (
     WITH_TEST_DATA,
     WITH_TRAINING_ROWS,
     estimator_needs,
+    needs_reference,
 )
 from rl2.config.engines import ENGINES
 from rl2.config.key import (
@@ -657,7 +658,10 @@ class KLConfig:
     update_freq: PositiveInt | None = key(
         None,
         "steps between copies of the actor into the reference; by default it stays the start model",
-        only_if=Condition(lambda config, section: section.coef, "with kl.coef=0"),
+        only_if=Condition(
+            lambda config, section: needs_reference(config),
+            "with kl.coef=0",
+        ),
         identity=True,
     )
     reward_estimator: str = key(
@@ -711,14 +715,16 @@ class AdvConfig:
 class DPOLossConfig:
     beta: PositiveFloat = key(
         0.1,
-        "how strongly the policy is held to the start model; tau of dpo.loss=ipo",
+        "how strongly the policy is held to the start model; tau of ipo; in simpo the scale of the "
+        "margin, e.g. 2; in orpo lambda",
         common=True,
         unusual_above=5,
         unusual_effect="the policy hardly moves away from the start model",
     )
     loss: str = key(
         "sigmoid",
-        "preference loss; sigmoid: DPO's own; ipo: IPO's squared error; hinge: SLiC's hinge",
+        "preference loss; sigmoid: DPO's own; ipo: IPO's squared error; hinge: SLiC's hinge; "
+        "simpo, orpo: without a reference model",
         common=True,
         functions=PREFERENCE_LOSS_CHOICES,
         identity=True,
@@ -728,6 +734,19 @@ class DPOLossConfig:
         "fraction of pairs assumed to be swapped (conservative DPO)",
         below=0.5,
         setting_of="loss",
+    )
+    target_margin: NonNegativeFloat = key(
+        0.5,
+        "by how much beta times the chosen reply's mean log-probability should be larger (SimPO's "
+        "gamma)",
+        setting_of="loss",
+    )
+    sft_coef: NonNegativeFloat = key(
+        0.0,
+        "weight of an SFT loss on the chosen replies, which keeps them likely, e.g. 0.2 (Llama 3) "
+        "or 1 (RPO)",
+        unusual_above=5,
+        unusual_effect="the SFT loss outweighs the preferences",
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from rl2.algorithms.advantages import sum_by_trajectory
+from rl2.algorithms.advantages import RewardPart, sum_by_trajectory
 from rl2.batch import Batch, Sample
 from rl2.rollout.trajectory import FilterStatus, Trajectory
 
@@ -27,6 +27,23 @@ def training_samples(trajectories: list[Trajectory]) -> list[Sample]:
         samples += trajectory.samples
         trajectory.samples = []
     return samples or [Sample([0, 0], [0, 0], [0.0, 0.0], [0.0, 0.0], group=0, trajectory=0)]
+
+
+def reward_parts(trajectories: list[Trajectory], batch: Batch) -> dict[str, RewardPart]:
+    """Returns the parts of the rewards beside the rows of the batch, by name."""
+    scored = {t.id: t for t in trajectories if not t.is_failed}
+    names = sorted({name for t in scored.values() for name in t.rewards})
+    weights: dict[str, float] = {}
+    for trajectory in scored.values():
+        weights |= trajectory.weights  # which all have in common
+    parts = {}
+    for name in names:
+        values = torch.zeros(len(batch.trajectory))
+        for row, id in enumerate(batch.trajectory.tolist()):
+            if id in scored:
+                values[row] = scored[id].rewards.get(name, 0.0)
+        parts[name] = RewardPart(values, weights.get(name, 1.0))
+    return parts
 
 
 def summarise(trajectories: list[Trajectory], version: int) -> dict[str, float]:

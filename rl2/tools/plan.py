@@ -43,7 +43,7 @@ from rl2.run.memory_plan import (
 )
 from rl2.run.signals import user_errors
 from rl2.tools.planned_device import MemoryTracker, ModelsWithoutValues, planned_device
-from rl2.trainer.dpo import preference_loss
+from rl2.trainer.dpo import needs_reference, preference_loss
 from rl2.trainer.ppo import actor_loss, critic_loss, needs_entropy, needs_old_logps
 from rl2.trainer.ppo_run import make_ppo_workers
 from rl2.trainer.rm import reward_loss
@@ -167,7 +167,9 @@ def run_offline(config: Any, recorder: PlanRecorder, device: torch.device) -> No
     worker = recorder.new_worker(
         getattr(config, name), device, critic=name == "critic", num_updates=1
     )
-    reference = worker.reference() if isinstance(config, DPOConfig) else None
+    reference = None
+    if isinstance(config, DPOConfig) and needs_reference(config.dpo):
+        reference = worker.reference()
     if isinstance(config, SFTConfig):
         loss, row_multiple = sft_loss, 1
     elif isinstance(config, DPOConfig):

@@ -26,14 +26,16 @@ def train(run: OfflineRun) -> None:
     `update` and `infer`.
     """
     loss_fn = partial(preference_loss, run.config.dpo)
-    reference = run.worker.reference()
-    for test in run.test_batches.values():
-        test.ref_logps = reference.infer(test).logps
+    reference = run.worker.reference() if needs_reference(run.config.dpo) else None
+    if reference is not None:
+        for test in run.test_batches.values():
+            test.ref_logps = reference.infer(test).logps
     run.recorder.begin()
     for step in run.recorder.remaining_steps():
         batch = run.next_batch()
-        with run.recorder.phase("reference"):
-            batch.ref_logps = reference.infer(batch).logps
+        if reference is not None:
+            with run.recorder.phase("reference"):
+                batch.ref_logps = reference.infer(batch).logps
         with run.recorder.phase("update"):
             result = run.worker.update(batch, loss_fn, keep_groups_together=True)
         if run.finish_step(step, batch, result):
@@ -52,7 +54,14 @@ def preference_loss(
         batch.token_weights,
         beta=config.beta,
         label_smoothing=config.label_smoothing,
+        target_margin=config.target_margin,
+        sft_coef=config.sft_coef,
     )
+
+
+def needs_reference(config: DPOLossConfig) -> bool:
+    """Whether the loss compares with the start model. If not, none is loaded."""
+    return "ref_logps" in find_preference_loss(config.loss).needs
 
 
 def make_batch(run: OfflineRun, examples: list[Example]) -> Batch:

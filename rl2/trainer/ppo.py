@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from rl2.algorithms import losses
-from rl2.algorithms.advantages import AdvantageInputs, distillation
+from rl2.algorithms.advantages import AdvantageInputs, RewardPart, distillation
 from rl2.algorithms.find import find_estimator, find_policy_loss
 from rl2.batch import Batch, collate, drop_zero_advantages, split_minibatches
 from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig, RolloutWorkerConfig
 from rl2.model.token_model import TokenScores
 from rl2.rollout.stats import (
     mask_truncated,
+    reward_parts,
     summarise,
     summarise_groups,
     to_records,
@@ -57,7 +58,7 @@ def train_step(run: PPORun, step: int) -> bool:
     with recorder.phase("infer"):
         metrics |= add_scores(batch, run, temperature)
     # How much better each token was than expected: its gradient is weighted by that.
-    metrics |= add_advantages(batch, config)
+    metrics |= add_advantages(batch, config, reward_parts(trajectories, batch))
     # An answer that was cut is not trained, but has counted in the baseline of its group.
     mask_truncated(batch, trajectories, config.rollout.mask_truncated)
 
@@ -193,7 +194,9 @@ def check_no_gradient(loss_fn: Loss, part: Batch, most_rows: int = 8) -> None:
         )
 
 
-def add_advantages(batch: Batch, config: PPOConfig) -> dict[str, float]:
+def add_advantages(
+    batch: Batch, config: PPOConfig, parts: dict[str, RewardPart]
+) -> dict[str, float]:
     """Fills batch.advantages, and batch.returns for a critic. Returns metrics."""
     rewards, metrics = batch.rewards, {}
     if config.kl.type == "reward":
@@ -210,6 +213,7 @@ def add_advantages(batch: Batch, config: PPOConfig) -> dict[str, float]:
         gamma=config.adv.gamma,
         lamda=config.adv.lamda,
         norm_var=bool(config.adv.norm_var),
+        reward_parts=parts,
         values=batch.values,
         old_logps=batch.old_logps,
         teacher_logps=batch.teacher_logps,
@@ -249,11 +253,15 @@ def actor_loss(
     inputs = losses.PolicyInputs(
         logps=logps,
         old_logps=old_logps,
+        engine_logps=batch.engine_logps,
         advantages=batch.advantages,
         mask=batch.mask.float(),
+        group=batch.group,
+        trajectory=batch.trajectory,
         clip=config.clip,
         clip_high=config.clip_high or config.clip,
         dual_clip=config.dual_clip,
+        ref_logps=batch.ref_logps,
     )
     token_losses = find_policy_loss(config.loss).compute
     loss, metrics = losses.policy_loss(token_losses, inputs, weights, correction)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from rl2.config.conditions import choose_exactness, needs_critic
+from rl2.config.conditions import choose_exactness, needs_critic, needs_reference
 from rl2.config.engines import default_max_running
 from rl2.config.schema import PPOConfig, RolloutWorkerConfig, SamplingConfig, worker_names
 from rl2.data.chat import ChatTemplate
@@ -262,7 +262,7 @@ def make_ppo_workers(
     )
     workers = {"actor": actor}
     frozen: dict[str, Worker | Reference] = {}
-    if config.kl.coef:
+    if needs_reference(config):
         frozen["ref_logps"] = actor.reference()
     teacher: Any = config.teacher  # without the keys that a frozen worker does not read
     if teacher.model_name:

@@ -3,13 +3,30 @@
 from torch import Tensor
 
 from rl2.algorithms.advantages import AdvantageInputs, Estimator
-from rl2.algorithms.losses import PolicyInputs, TokenLosses, finite_exp, masked, sum_by_index
+from rl2.algorithms.losses import (
+    PolicyInputs,
+    PolicyLoss,
+    TokenLosses,
+    finite_exp,
+    masked,
+    sum_by_index,
+)
 
 
 def unclipped(x: PolicyInputs) -> TokenLosses:
     """-A rho: no clip. Logs the fraction of tokens with a ratio above 2."""
     ratio = finite_exp(x.log_ratio)
     return -x.advantages * ratio, {"large_ratio": ratio > 2}
+
+
+def anchored(x: PolicyInputs) -> TokenLosses:
+    """-A logp, held to the reference by the squared distance of its log-probabilities."""
+    assert x.ref_logps is not None
+    distance = masked(x.mask, x.logps - x.ref_logps).square()
+    return -x.advantages * x.logps + 0.1 * distance, {"distance": distance}
+
+
+anchored_to_reference = PolicyLoss(anchored, settings=(), needs=("ref_logps",))
 
 
 def length_weighted(x: AdvantageInputs) -> Tensor:

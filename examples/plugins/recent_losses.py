@@ -1,0 +1,61 @@
+r"""Three losses of 2025 and 2026 as you would write them yourself.
+
+    python -m rl2.trainer.ppo rollout.env_path=arithmetic actor.model_name=MODEL \
+        data.path=examples/rows/arithmetic.jsonl data.prompts_per_rollout=3 \
+        actor.loss=examples/plugins/recent_losses.py:off_policy_masked
+
+docs/algorithms.md lists the inputs.
+"""
+
+import torch
+from torch import Tensor
+
+from rl2.algorithms.losses import (
+    PolicyInputs,
+    PolicyLoss,
+    PreferenceInputs,
+    TokenLosses,
+    finite_exp,
+    logsigmoid,
+    masked,
+    ppo,
+)
+
+
+def drop_far_failures(x: PolicyInputs, limit: float = 0.5) -> TokenLosses:
+    """`ppo` without the bad answers whose mean log(p_engine / p) is above the limit.
+
+    The off-policy sequence mask of DeepSeek-V3.2 (arXiv:2512.02556): what the policy would hardly
+    say any more teaches it little, and unstably. Logs the fraction of tokens that it drops.
+    """
+    losses, metrics = ppo(x)
+    gaps = masked(x.mask, x.engine_logps - x.logps.detach())
+    distance = gaps.sum(1, keepdim=True) / x.mask.sum(1, keepdim=True).clamp(min=1)
+    dropped = (x.advantages < 0) & (distance > limit)
+    return torch.where(dropped, 0.0, losses), metrics | {"dropped": dropped}
+
+
+def sigmoid_gate(x: PolicyInputs, temperature: float = 1.0) -> TokenLosses:
+    """-A (4 / t) sigmoid(t (rho - 1)): SAPO (arXiv:2511.20347), a soft gate in place of the clip.
+
+    Its gradient is that of -A rho at rho = 1 and fades on both sides. The paper has a larger t for
+    A < 0.
+    """
+    ratio = finite_exp(x.log_ratio)
+    gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
+    return -x.advantages * gate, {}
+
+
+def positive(x: PreferenceInputs, strength: float = 5.0) -> Tensor:
+    """-log sigmoid(beta (m - strength max(0, -chosen_gain))): DPO-Positive (arXiv:2402.13228).
+
+    DPO may make both replies less likely, the rejected one more so. This holds the chosen one.
+    """
+    assert x.chosen_gain is not None
+    lost = (-x.chosen_gain).clamp(min=0)
+    return -logsigmoid(x.beta * (x.margin - strength * lost))
+
+
+# The declarations say which settings are read, and that rows without an advantage need no pass.
+off_policy_masked = PolicyLoss(drop_far_failures, vanishes_without_advantage=True)
+sapo = PolicyLoss(sigmoid_gate, settings=(), vanishes_without_advantage=True)
