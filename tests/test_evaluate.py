@@ -110,6 +110,12 @@ def test_metrics_of_several_answers():
         name for name in measure_samples(played(0, *[1.0] * 5), 5) if name.startswith("pass")
     }
     assert measure_samples(played(0, 0.7, 0.2), 2)["avg@2"] == 0
+    style = [
+        end({"right": 0.0, "style": 1.0}),
+        end({"right": 1.0, "style": -0.5}),
+        end({"style": 9.0}),
+    ]
+    assert measure_samples(style, 3, score="right")["avg@3"] == pytest.approx(1 / 3)
     parts = end({"a": 0.7, "b": 0.2, "c": 0.1})
     assert measure_samples([parts], 1)["avg@1"] == 1  # their sum is 0.9999999999999999
 

@@ -77,12 +77,12 @@ def test_more_groups_are_in_play_than_are_missing_and_the_rest_is_dropped(tmp_pa
     assert [key for key in engine.ended_keys if key in dropped] == dropped, "the env was not told"
 
 
-def rewards_of(numbers, mean_reward):
-    return dict.fromkeys(numbers, mean_reward)
+def rewards_of(numbers, mean_score):
+    return dict.fromkeys(numbers, mean_score)
 
 
 @pytest.mark.parametrize(
-    "mean_rewards, limit",
+    "mean_scores, limit",
     [
         ({}, 16),
         # 12 are missing and 4 were rejected, so 16 are in play beside the 8 that are done.
@@ -91,15 +91,15 @@ def rewards_of(numbers, mean_reward):
         (rewards_of(range(40), 0.0), 48),  # the refills are limited
     ],
 )
-def test_as_many_groups_may_start_as_are_missing_and_more_after_rejected_ones(mean_rewards, limit):
-    schedule = GroupSchedule(num_needed=16, most=48, filter=SOME, mean_rewards=mean_rewards)
+def test_as_many_groups_may_start_as_are_missing_and_more_after_rejected_ones(mean_scores, limit):
+    schedule = GroupSchedule(num_needed=16, most=48, filter=SOME, mean_scores=mean_scores)
     assert schedule.limit == limit and schedule.may_end_early
-    ahead = GroupSchedule(16, 48, num_ahead=2, filter=SOME, mean_rewards=mean_rewards)
+    ahead = GroupSchedule(16, 48, num_ahead=2, filter=SOME, mean_scores=mean_scores)
     assert ahead.limit == limit + 2
 
 
 @pytest.mark.parametrize(
-    "mean_rewards, length",
+    "mean_scores, length",
     [
         ({}, None),
         (rewards_of([*range(10), *range(11, 20)], 0.5), None),  # group 10 is not done
@@ -108,18 +108,18 @@ def test_as_many_groups_may_start_as_are_missing_and_more_after_rejected_ones(me
         (rewards_of(range(48), 1.0), 48),  # none passes: the bounds are not in the range
     ],
 )
-def test_a_step_ends_with_the_last_group_that_it_needs(mean_rewards, length):
-    schedule = GroupSchedule(num_needed=16, most=48, filter=SOME, mean_rewards=mean_rewards)
+def test_a_step_ends_with_the_last_group_that_it_needs(mean_scores, length):
+    schedule = GroupSchedule(num_needed=16, most=48, filter=SOME, mean_scores=mean_scores)
     assert schedule.length == length and schedule.is_complete == (length is not None)
 
 
 def test_without_a_filter_the_length_is_known_before_the_groups_are_done():
     schedule = GroupSchedule(num_needed=2, most=2)
     assert (schedule.length, schedule.limit, schedule.may_end_early) == (2, 2, False)
-    schedule = GroupSchedule(num_needed=2, most=2, num_ahead=2, mean_rewards={0: 0.0, 3: 1.0})
+    schedule = GroupSchedule(num_needed=2, most=2, num_ahead=2, mean_scores={0: 0.0, 3: 1.0})
     assert (schedule.length, schedule.limit, schedule.may_end_early) == (2, 4, True)
     assert not schedule.is_complete
-    schedule.mean_rewards[1] = math.nan
+    schedule.mean_scores[1] = math.nan
     assert schedule.is_complete
 
 
@@ -129,8 +129,8 @@ def test_a_process_without_an_engine_learns_where_the_step_ends(tmp_path):
     collector.player.engine.index = None
     schedule = GroupSchedule(num_needed=2, most=4, filter=SOME)
     board = GroupBoard()
-    for number, mean_reward in enumerate([0.5, 0.0, 0.5]):
-        board.post(number, mean_reward)
+    for number, mean_score in enumerate([0.5, 0.0, 0.5]):
+        board.post(number, mean_score)
     rollout = Rollout(
         collector.player,
         schedule,
@@ -201,9 +201,9 @@ def test_the_filter_sees_a_group_when_all_its_rewards_are_there(tmp_path, monkey
             await asyncio.sleep(0.3)
         return await score(messages, row, key, inputs)
 
-    def note(board, number, mean_reward):
-        seen.append(mean_reward)
-        post(board, number, mean_reward)
+    def note(board, number, mean_score):
+        seen.append(mean_score)
+        post(board, number, mean_score)
 
     post = GroupBoard.post
     monkeypatch.setattr(collector.player.env, "score", score_first_one_late)
@@ -307,6 +307,28 @@ def test_solved_prompts_are_left_out_of_later_epochs_until_none_is_left(tmp_path
     assert collector.is_exhausted and "drop_solved" in capsys.readouterr().out
     with pytest.raises(RuntimeError, match=r"every training prompt .* rollout.drop_solved"):
         collector.collect(4)
+
+
+def test_the_score_is_what_filter_and_drop_solved_read(tmp_path):
+    """The rewards of all answers are 1, whatever is right: 2, 1 and 0 answers of the rows are."""
+    options = {"filter": SOME, "max_refills": 2, "drop_solved": 1.0}
+
+    def collect(score):
+        collector = make_collector(tmp_path, [2, 1, 0], {}, 1, **options)
+        score_answer = collector.player.env.score
+
+        async def add_style(messages, row, key, inputs):
+            right = (await score_answer(messages, row, key, inputs))["right"]
+            return {"right": right, "style": 1.0 - right}
+
+        collector.player.env.score = add_style
+        collector.player.score = score
+        return rows_of(collector.collect(1)), collector.solved
+
+    assert collect(None) == (([], [0, 1, 2]), {0, 1, 2})
+    assert collect("right") == (([1], [0]), {0})
+    with pytest.raises(ValueError, match=r"rollout.score=wrong: .* right, style"):
+        collect("wrong")
 
 
 def test_the_overlong_part_is_the_formula_of_dapo(tmp_path):

@@ -580,7 +580,7 @@ class RolloutConfig:
         [],
         "[LOW,HIGH]: train only prompts with a mean reward between the two, and replace the "
         "others; [0,1] is DAPO's dynamic sampling; the mean is of the env's rewards, without the "
-        "overlong penalty",
+        "overlong penalty, or of rollout.score",
         common=True,
     )
     max_refills: PositiveInt = key(
@@ -591,7 +591,13 @@ class RolloutConfig:
     )
     drop_solved: float | None = key(
         None,
-        "leave out prompts after their answers reach this mean reward, e.g. 0.9 (ScaleRL)",
+        "leave out prompts after their answers reach this mean reward, or rollout.score, e.g. 0.9 "
+        "(ScaleRL)",
+    )
+    score: str | None = key(
+        None,
+        "the reward part that is success, 1 or 0, for filter, drop_solved, avg@N, pass@k and "
+        "maj@N; by default the whole reward",
     )
     mask_truncated: bool = key(
         False,

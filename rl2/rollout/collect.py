@@ -25,7 +25,7 @@ from rl2.rollout.trajectory import (
     Trajectory,
     begin_group,
     group_key,
-    mean_reward,
+    mean_score,
     place_reward,
 )
 
@@ -262,19 +262,16 @@ class Collector:
             return
         for _, group in itertools.groupby(trajectories, lambda trajectory: trajectory.group):
             members = list(group)
-            if mean_reward(members) >= self.rules.drop_solved:
+            if mean_score(members, self.player.score) >= self.rules.drop_solved:
                 self.solved.add(members[0].row_index)
         if self.is_exhausted and dist.get_rank() == 0:
             print(ALL_SOLVED)
 
     def _check_part_names(self, trajectories: list[Trajectory]) -> None:
         self.part_names = {name for t in trajectories for name in t.rewards}
-        unknown = self.player.reward_weights.keys() - self.part_names
-        if unknown and self.part_names:
-            raise ValueError(
-                f"rollout.reward_weights.{min(unknown)}: no reward of the first step has a part of "
-                f"this name; the parts are {', '.join(sorted(self.part_names))}"
-            )
+        for name in sorted(self.player.reward_weights):
+            check_part_name(f"rollout.reward_weights.{name}", name, self.part_names)
+        check_part_name(f"rollout.score={self.player.score}", self.player.score, self.part_names)
         if self.rules.overlong_buffer and "overlong" in self.part_names:
             raise ValueError(
                 "reward_fn returns a part named overlong, and rollout.overlong_buffer adds a part "
@@ -381,6 +378,15 @@ class Collector:
         self.carried_over = pickle.loads(state["carried_over"])
         if self.rules.drop_solved is not None:
             self.solved = pickle.loads(state["solved"])
+
+
+def check_part_name(setting: str, name: str | None, part_names: set[str]) -> None:
+    """ValueError if a setting names a part that is not among those of the first rewards."""
+    if name is not None and part_names and name not in part_names:
+        raise ValueError(
+            f"{setting}: no reward of the first step has a part of this name; the parts are "
+            f"{', '.join(sorted(part_names))}"
+        )
 
 
 def _apply_filter(groups: dict[int, Group], schedule: GroupSchedule) -> None:

@@ -1,7 +1,8 @@
 """Evaluation on test sets: what the policy's answers earn, and how often they are right.
 
-An answer is right if the reward parts that the environment gives it sum to 1 or more. A failure of
-the environment says nothing of the policy: such an answer counts in the metrics rollout/* only.
+An answer is right if its score is 1 or more: the reward part rollout.score or, without that key,
+the sum of the parts that the environment gives it. A failure of the environment says nothing of the
+policy: such an answer counts in the metrics rollout/* only.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from rl2.engine.base import SamplingParams
 from rl2.env.contract import EnvError
 from rl2.parallel.mesh import broadcast_object, is_first_rank
 from rl2.report.health import Metrics, with_names
-from rl2.rollout.collect import Collector
+from rl2.rollout.collect import Collector, check_part_name
 from rl2.rollout.stats import summarise, to_records
 from rl2.rollout.trajectory import Trajectory
 
@@ -49,8 +50,11 @@ class Evaluator:
             )
             answers = self._extract_answers(trajectories)
             self.collector.write_records(split, step, to_records(trajectories))
+            score = self.collector.player.score
+            part_names = {part for t in trajectories for part in t.rewards}
+            check_part_name(f"rollout.score={score}", score, part_names)
             metrics[name] = summarise(trajectories, version)
-            metrics[name] |= measure_samples(trajectories, self.num_samples, answers)
+            metrics[name] |= measure_samples(trajectories, self.num_samples, answers, score)
         return with_names(metrics)
 
     def _extract_answers(self, trajectories: list[Trajectory]) -> list[str | None] | None:
@@ -90,20 +94,24 @@ class Evaluator:
 
 
 def measure_samples(
-    trajectories: list[Trajectory], num_samples: int, answers: list[str | None] | None = None
+    trajectories: list[Trajectory],
+    num_samples: int,
+    answers: list[str | None] | None = None,
+    score: str | None = None,
 ) -> Metrics:
     """How many of `num_samples` answers to a prompt are right, as metrics of their set.
 
     avg@N: the fraction that is right, with its standard error; pass@k: the probability that one of
     k is right, for k = 1, 2, 4 ... N; maj@N: how often the most frequent of the `answers` is right.
-    The last two come with several answers, maj@N if there are `answers`, one a trajectory.
+    The last two come with several answers, maj@N if there are `answers`, one a trajectory. `score`
+    is the reward part that is 1 for a right answer; None is the sum of all parts.
     """
     outcomes: dict[int, list[float]] = defaultdict(list)  # by prompt: 1 for each right answer
     votes: dict[int, list[str | None]] = defaultdict(list)
     extracted = answers or [None] * len(trajectories)
     for trajectory, answer in zip(trajectories, extracted, strict=True):
         if not trajectory.is_failed:
-            outcomes[trajectory.group].append(float(is_right(trajectory)))
+            outcomes[trajectory.group].append(float(is_right(trajectory, score)))
             votes[trajectory.group].append(answer)
     mean, error = clustered_mean(list(outcomes.values()))
     metrics = {f"avg@{num_samples}": mean, f"avg@{num_samples}_stderr": error}
@@ -116,9 +124,11 @@ def measure_samples(
     return metrics
 
 
-def is_right(trajectory: Trajectory) -> bool:
-    """Whether the parts that the environment gave sum to 1, whatever they weigh in the reward."""
-    return sum(trajectory.rewards.values()) >= RIGHT_REWARD
+def is_right(trajectory: Trajectory, score: str | None) -> bool:
+    """Whether the part `score` is 1. If None, whether the parts sum to 1, whatever they weigh."""
+    rewards = trajectory.rewards
+    value = sum(rewards.values()) if score is None else rewards.get(score, 0.0)
+    return value >= RIGHT_REWARD
 
 
 def pass_at_k(num_answers: int, num_right: int, k: int) -> float:

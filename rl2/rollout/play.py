@@ -10,7 +10,7 @@ from rl2 import progress
 from rl2.engine.base import SamplingParams, Seed
 from rl2.rollout.player import Player
 from rl2.rollout.schedule import GroupBoard, GroupSchedule
-from rl2.rollout.trajectory import Group, mean_reward
+from rl2.rollout.trajectory import Group, mean_score
 
 # Requests that an engine gets for each of its slots. Those that wait fill free slots without delay.
 # More of them could have started earlier in another engine.
@@ -54,7 +54,7 @@ class Rollout:
     async def _catch_up(self) -> None:
         """Waits a moment, then reads which groups all engines have finished."""
         await asyncio.sleep(POLL_SECONDS)
-        self.schedule.mean_rewards |= self.board.read()
+        self.schedule.mean_scores |= self.board.read()
 
     async def _play_groups(self) -> None:
         max_requests = math.inf
@@ -113,4 +113,4 @@ class Rollout:
                 return
         self.bar.add(1)
         if self.schedule.may_end_early:
-            self.board.post(number, mean_reward(group.trajectories))
+            self.board.post(number, mean_score(group.trajectories, self.player.score))

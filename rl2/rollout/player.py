@@ -45,6 +45,7 @@ class Player:
     max_turns: int
     max_length: int  # most tokens of one training sequence
     reward_weights: dict[str, float] = field(default_factory=dict)  # by name of the part
+    score: str | None = None  # the part that says success; None is the reward
     may_pause: bool = False
     is_pausing: bool = False  # then no turn begins, and aborted turns stay as they are
     # Calls that run, or have a result that nobody has taken yet, by the key of trajectory or group.

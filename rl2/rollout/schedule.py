@@ -18,7 +18,7 @@ class GroupSchedule:
     uses all groups up to the last of these, but never more than the first `most`. `num_ahead` more
     groups may start for the next step.
 
-    For example, num_needed=2, most=6 and filter=(0, 1) with the mean rewards 0.0, 0.5, 1.0, 0.5:
+    For example, num_needed=2, most=6 and filter=(0, 1) with the mean scores 0.0, 0.5, 1.0, 0.5:
     the step uses four groups and trains the second and the fourth.
     """
 
@@ -28,7 +28,7 @@ class GroupSchedule:
     filter: Sequence[float] = ()  # rollout.filter: (low, high), or empty
     # The only engine that may play a group, by number: calls for the group run in its process.
     pins: dict[int, int] = field(default_factory=dict)
-    mean_rewards: dict[int, float] = field(default_factory=dict)  # of the groups that are done
+    mean_scores: dict[int, float] = field(default_factory=dict)  # of the groups that are done
 
     @property
     def may_end_early(self) -> bool:
@@ -40,7 +40,7 @@ class GroupSchedule:
         if not self.filter:
             return True
         low, high = self.filter
-        return low < self.mean_rewards[number] < high
+        return low < self.mean_scores[number] < high
 
     @property
     def limit(self) -> int:
@@ -49,8 +49,8 @@ class GroupSchedule:
         As many are in play as are missing, and as many more as failed the filter so far, up to
         twice the missing ones.
         """
-        num_done = len(self.mean_rewards)
-        num_passed = sum(self.passes_filter(number) for number in self.mean_rewards)
+        num_done = len(self.mean_scores)
+        num_passed = sum(self.passes_filter(number) for number in self.mean_scores)
         num_missing = max(self.num_needed + self.num_ahead - num_passed, 0)
         num_more = min(num_done - num_passed, num_missing)
         return min(num_done + num_missing + num_more, self.most + self.num_ahead)
@@ -62,7 +62,7 @@ class GroupSchedule:
             return self.num_needed
         num_passed = 0
         for number in range(self.most):
-            if number not in self.mean_rewards:
+            if number not in self.mean_scores:
                 return None
             num_passed += self.passes_filter(number)
             if num_passed == self.num_needed:
@@ -73,7 +73,7 @@ class GroupSchedule:
     def is_complete(self) -> bool:
         """Whether all groups that the step uses are done."""
         length = self.length
-        return length is not None and all(number in self.mean_rewards for number in range(length))
+        return length is not None and all(number in self.mean_scores for number in range(length))
 
     def select(self, numbers: Iterable[int], engine: int) -> Iterator[int]:
         """Yields those of the endless ascending `numbers` that an engine may play.
@@ -100,20 +100,20 @@ class GroupBoard:
         while True:
             yield self.store.add(f"{self.key}/begun", 1) - 1
 
-    def post(self, number: int, mean_reward: float) -> None:
+    def post(self, number: int, mean_score: float) -> None:
         """Tells all processes that a group is done."""
-        line = f"{number} {mean_reward!r}\n"
+        line = f"{number} {mean_score!r}\n"
         self.store.append(self.key, line)  # type: ignore[attr-defined]  # torch's stubs lack it
 
     def read(self) -> dict[int, float]:
-        """Returns the mean rewards of all groups that any process has posted, by number."""
+        """Returns the mean scores of all groups that any process has posted, by number."""
         if not self.store.check([self.key]):
             return {}
-        mean_rewards = {}
+        mean_scores = {}
         for line in self.store.get(self.key).decode().splitlines():
-            number, mean_reward = line.split()
-            mean_rewards[int(number)] = float(mean_reward)
-        return mean_rewards
+            number, mean_score = line.split()
+            mean_scores[int(number)] = float(mean_score)
+        return mean_scores
 
     def clear(self) -> None:
         """Removes the posts, when every process has read what it needs."""

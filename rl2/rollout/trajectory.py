@@ -158,10 +158,17 @@ def group_key(group: Group) -> Hashable:
     return ("group", group.id)
 
 
-def mean_reward(trajectories: list[Trajectory]) -> float:
-    """Returns the mean over the trajectories that did not fail; NaN if all failed."""
-    rewards = [t.reward for t in trajectories if not t.is_failed]
-    return sum(rewards) / len(rewards) if rewards else math.nan
+def mean_score(trajectories: list[Trajectory], part: str | None) -> float:
+    """Returns the mean over the trajectories that did not fail; NaN if all failed.
+
+    The score is the reward part of this name, 0 where there is none; None is the whole reward.
+    """
+    scores = [
+        t.reward if part is None else t.rewards.get(part, 0.0)
+        for t in trajectories
+        if not t.is_failed
+    ]
+    return sum(scores) / len(scores) if scores else math.nan
 
 
 def begin_group(

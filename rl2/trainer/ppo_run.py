@@ -333,6 +333,7 @@ def _make_player(setup: Setup, workers: list[Worker | Reference], engine: Engine
         max_turns=config.rollout.max_turns,
         max_length=min(limits),
         reward_weights=config.rollout.reward_weights,
+        score=config.rollout.score,
     )
 
 
