@@ -179,7 +179,7 @@ def explain(key: Key) -> str:
     text = ";".join([first, *(part for part in details if part.startswith(" by default"))])
     choices = [str(choice) for choice in key.choices]
     if key.functions:
-        choices = list(key.functions.built_in)
+        choices = list(key.functions)
     if not all(re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices):
         text += f"; one of {', '.join(choices)}"
     if key.functions:

@@ -4,34 +4,59 @@ import difflib
 import importlib
 import importlib.metadata
 import os
+import pkgutil
 import platform
 import sys
+from typing import NamedTuple
 
 import rl2
 
-# name -> (module with a function `main`, which reads sys.argv; one line of help)
+
+class Command(NamedTuple):
+    module: str  # with a function `main`, which reads sys.argv
+    summary: str
+    # "module:function" that is called with the command's name before `module` is imported, where
+    # that imports torch, which takes seconds. It answers --help and imports nothing heavy.
+    answer: str = ""
+
+
+TRAINER = "rl2.config.early:answer_trainer"
+TOOL = "rl2.tools.options:answer_tool"
 COMMANDS = {
-    "ppo": (
+    "ppo": Command(
         "rl2.trainer.ppo",
         "PPO, GRPO and relatives: samples answers that an environment rewards",
+        TRAINER,
     ),
-    "sft": ("rl2.trainer.sft", "supervised fine-tuning on conversations"),
-    "dpo": ("rl2.trainer.dpo", "direct preference optimization on pairs of replies"),
-    "rm": ("rl2.trainer.rm", "reward models from pairs of replies"),
-    "env": ("rl2.tools.env", "tries an environment: exploits, determinism, latency, leaks"),
-    "report": ("rl2.tools.report", "writes curves and answers of runs into one HTML file"),
-    "diff": ("rl2.tools.diff", "finds where two runs first differ, and lists what else differs"),
-    "push": ("rl2.tools.push", "uploads the model of a run to the Hugging Face hub, with a card"),
-    "replay": ("rl2.tools.replay", "runs a recorded step again and compares"),
-    "prove": ("rl2.tools.prove", "proves layouts, engine and chat template on your model"),
-    "plan": ("rl2.tools.plan", "predicts the memory of a job, phase by phase; needs no GPU"),
+    "sft": Command("rl2.trainer.sft", "supervised fine-tuning on conversations", TRAINER),
+    "dpo": Command(
+        "rl2.trainer.dpo", "direct preference optimization on pairs of replies", TRAINER
+    ),
+    "rm": Command("rl2.trainer.rm", "reward models from pairs of replies", TRAINER),
+    "env": Command(
+        "rl2.tools.env", "tries an environment: exploits, determinism, latency, leaks", TOOL
+    ),
+    "report": Command("rl2.tools.report", "writes curves and answers of runs into one HTML file"),
+    "diff": Command(
+        "rl2.tools.diff", "finds where two runs first differ, and lists what else differs"
+    ),
+    "push": Command(
+        "rl2.tools.push", "uploads the model of a run to the Hugging Face hub, with a card"
+    ),
+    "replay": Command("rl2.tools.replay", "runs a recorded step again and compares", TOOL),
+    "prove": Command(
+        "rl2.tools.prove", "proves layouts, engine and chat template on your model", TOOL
+    ),
+    "plan": Command(
+        "rl2.tools.plan", "predicts the memory of a job, phase by phase; needs no GPU", TOOL
+    ),
 }
 
 
 def describe_commands() -> str:
     """Returns the commands, one line each, and how to start them."""
     lines = ["rl2 COMMAND ...    or: python -m rl2 COMMAND ...", ""]
-    lines += [f"  {name:8}{help}" for name, (_, help) in COMMANDS.items()]
+    lines += [f"  {name:8}{command.summary}" for name, command in COMMANDS.items()]
     lines += [
         "",
         "rl2 COMMAND --help explains the arguments of a command; rl2 --version prints versions.",
@@ -67,9 +92,11 @@ def main() -> None:
             f"rl2 {name}: no such command; {hint}there are {', '.join(COMMANDS)}", file=sys.stderr
         )
         sys.exit(2)
-    module = importlib.import_module(COMMANDS[name][0])
+    command = COMMANDS[name]
     sys.argv = [f"rl2 {name}", *arguments]
-    module.main()
+    if command.answer:
+        pkgutil.resolve_name(command.answer)(name)
+    importlib.import_module(command.module).main()
 
 
 if __name__ == "__main__":

@@ -33,8 +33,9 @@ from rl2.parallel.device import (
     device_kind,
 )
 from rl2.parallel.fsdp import persistent_buffers, reshard
-from rl2.parallel.mesh import all_reduce_sum_, differentiable_all_reduce, is_first_rank, make_mesh
+from rl2.parallel.mesh import all_reduce_sum_, differentiable_all_reduce, make_mesh
 from rl2.parallel.offload import WeightMemory
+from rl2.parallel.rank import is_first_rank
 from rl2.parallel.tensor import all_reduce_partial_gradients
 from rl2.progress import track
 from rl2.run.checkpoints import export_optimizer, import_optimizer

@@ -16,7 +16,7 @@ import pytest
 import torch
 from common import advantage_inputs, make_samples, policy_inputs, preference_inputs
 
-from rl2.algorithms import advantages, losses
+from rl2.algorithms import advantages, losses, names
 from rl2.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
     RewardPart,
@@ -32,6 +32,8 @@ from rl2.algorithms.advantages import (
     whiten,
 )
 from rl2.algorithms.losses import (
+    IMPORTANCE_CORRECTIONS,
+    KL_ESTIMATORS,
     POLICY_LOSSES,
     PREFERENCE_LOSSES,
     cross_entropy,
@@ -1533,3 +1535,12 @@ def test_built_in_losses_have_no_gradient_without_an_advantage(loss):
     check_no_gradient(with_term, batch)  # no row would be dropped
     config.actor.entropy = 0.01
     assert not can_drop_rows(config)
+
+
+def test_the_listed_names_are_those_of_the_tables():
+    """--help lists the names without the tables, which need torch."""
+    assert names.ADVANTAGE_ESTIMATOR_NAMES == tuple(ADVANTAGE_ESTIMATORS)
+    assert names.POLICY_LOSS_NAMES == tuple(POLICY_LOSSES)
+    assert names.PREFERENCE_LOSS_NAMES == tuple(PREFERENCE_LOSSES)
+    assert names.KL_ESTIMATOR_NAMES == tuple(KL_ESTIMATORS)
+    assert names.IMPORTANCE_CORRECTION_NAMES == tuple(IMPORTANCE_CORRECTIONS)

@@ -15,16 +15,18 @@ from configs import BASE, ROOTS, find_problems, problem_keys, warning_keys, writ
 from rl2 import __version__
 from rl2.__main__ import main
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from rl2.algorithms.losses import POLICY_LOSSES, TOKEN_AVERAGES
+from rl2.algorithms.find import CHOICES
+from rl2.algorithms.losses import POLICY_LOSSES
+from rl2.algorithms.names import TOKEN_AVERAGES
 from rl2.config.arguments import read_arguments
 from rl2.config.conditions import needs_critic
 from rl2.config.help import explain, explain_common
 from rl2.config.key import Condition, PositiveInt, Ratio, key, schema_keys, section
 from rl2.config.key_rules import check_keys
-from rl2.config.parse import check, compose, dump, parse
+from rl2.config.parse import check, compose, parse
 from rl2.config.problem import Problem
 from rl2.config.schema import PPOConfig
-from rl2.config.values import get_value
+from rl2.config.values import dump, get_value
 from rl2.data.examples import PAIR_ROWS, SFT_ROWS
 from rl2.trainer.inputs import find_row_problems
 from rl2.trainer.ppo_inputs import find_ppo_problems, read_ppo_inputs
@@ -222,7 +224,7 @@ def test_every_key_is_explained(root):
     for name, entry in schema_keys(root).items():
         assert len(entry.help) > 5, name
         assert entry.is_section or f"  {name}=" in text
-        for value in [*entry.choices, *(entry.functions.built_in if entry.functions else ())]:
+        for value in [*entry.choices, *entry.functions]:
             assert value in text
     assert max(len(line) for line in text.splitlines()) <= 100
 
@@ -349,7 +351,7 @@ def test_every_setting_of_a_function_is_used_by_one(root):
     for name, entry in known.items():
         if entry.setting_of:
             section, _, setting = name.rpartition(".")
-            declarations = known[f"{section}.{entry.setting_of}"].functions.built_in.values()
+            declarations = CHOICES[f"{section}.{entry.setting_of}"].built_in.values()
             assert any(setting in declared.settings for declared in declarations), name
 
 

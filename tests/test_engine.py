@@ -16,12 +16,13 @@ from engine_contract import (
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, Qwen2Config
 
 from rl2.attention.pages import PAGE_SIZE_TOKENS
-from rl2.config.engines import ENGINES, default_max_running
+from rl2.config.engines import ENGINES
 from rl2.engine import cache, linear, sglang
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.cache import DenseKVCache, PagedKVCache
 from rl2.engine.local import LocalEngine
 from rl2.engine.sampler import sample
+from rl2.engine.select import default_max_running
 from rl2.engine.select import make_engine as make_selected_engine
 
 CPU = torch.device("cpu")

@@ -33,11 +33,11 @@ def modules_behind(name: str) -> set[str]:
 
 
 def test_sft_loads_no_environment_rollout_or_engine():
-    """But for the protocol of engines, which has the sampling parameters of the config."""
+    """But for the sampling parameters, whose defaults are those of the config."""
     loaded = modules_behind("rl2.trainer.sft")
     rooms = ("rl2.env", "rl2.rollout", "rl2.engine")
     found = {module for module in loaded if any(is_within(module, room) for room in rooms)}
-    assert found == {"rl2.engine", "rl2.engine.base"}
+    assert found == {"rl2.engine", "rl2.engine.sampling_params"}
 
 
 @pytest.mark.parametrize("trainer", ["ppo", "sft", "dpo", "rm"])

@@ -179,6 +179,10 @@ PREFERENCE_LOSS_CHOICES = Choices(
     get_args(PreferenceNeed),
     try_preference_loss,
 )
+CHOICES: dict[str, Choices[Any]] = {  # by the config key
+    choices.key: choices
+    for choices in (POLICY_LOSS_CHOICES, ESTIMATOR_CHOICES, PREFERENCE_LOSS_CHOICES)
+}
 
 
 def find_policy_loss(name: str) -> PolicyLoss:

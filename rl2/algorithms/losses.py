@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from rl2.algorithms.names import TOKEN_AVERAGES
+
 Metrics = dict[str, Tensor]
 LossAndMetrics = tuple[Tensor, Metrics]
 LARGEST_EXPONENT = 80  # e^80 is finite in fp32 and bf16, and no useful ratio is near it
@@ -53,9 +55,6 @@ def kl_estimate(logps: Tensor, ref_logps: Tensor, estimator: str) -> Tensor:
     """
     # No real difference is near the bound. It keeps values at padding finite.
     return KL_ESTIMATORS[estimator]((logps - ref_logps).clamp(-1e4, 1e4))
-
-
-TOKEN_AVERAGES = ("token", "sequence", "prompt", "constant")
 
 
 def token_weights(

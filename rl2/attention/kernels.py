@@ -20,7 +20,7 @@ from torch.nn.attention import activate_flash_attention_impl, restore_flash_atte
 from transformers import AttentionInterface
 
 from rl2.parallel.device import PLANNED_DEVICE, copy_to_device, device_kind
-from rl2.parallel.mesh import is_first_rank
+from rl2.parallel.rank import is_first_rank
 from rl2.progress import expecting, mark
 
 aten = torch.ops.aten

@@ -6,19 +6,14 @@ A condition reads a config, whose sections say which trainer it is: `rollout` is
 
 from typing import Any
 
-import torch
-
-from rl2.algorithms.advantages import Need
-from rl2.algorithms.find import find_estimator, find_policy_loss
-from rl2.algorithms.losses import PolicyLoss
-from rl2.attention.pages import MIN_ROWS
-from rl2.config.engines import choose_engine
+from rl2.config.engines import choose_engine, has_gpu
 from rl2.config.key import Condition
-from rl2.model.exact import Exactness
 
 
-def estimator_needs(estimator: str) -> tuple[Need, ...]:
+def estimator_needs(estimator: str) -> tuple[str, ...]:
     """What the estimator needs; () if there is no such one, which the check of choices reports."""
+    from rl2.algorithms.find import find_estimator  # imports torch, and --help does not come here
+
     try:
         return find_estimator(estimator).needs
     except ValueError:
@@ -30,8 +25,10 @@ def needs_critic(estimator: str) -> bool:
     return "values" in estimator_needs(estimator)
 
 
-def policy_loss(name: str) -> PolicyLoss | None:
-    """The loss of this name, or None, which the check of choices reports."""
+def policy_loss(name: str) -> Any:
+    """The PolicyLoss of this name, or None, which the check of choices reports."""
+    from rl2.algorithms.find import find_policy_loss  # imports torch, as above
+
     try:
         return find_policy_loss(name)
     except ValueError:
@@ -60,44 +57,6 @@ def has_new_adapters(config: Any) -> bool:
     return any(getattr(section, "lora_rank", 0) for section in vars(config).values())
 
 
-def exact_obstacles(config: Any) -> list[str]:
-    """With what engine and trainer cannot have equal bits, and what to choose instead."""
-    actor, rollout, trainer = config.actor, config.rollout, config.trainer
-    obstacles = (
-        (torch.cuda.is_available(), "a GPU", "CUDA_VISIBLE_DEVICES= hides it"),
-        (
-            choose_engine(rollout.engine)[0] != "local",
-            f"rollout.engine={rollout.engine}",
-            "set rollout.engine=local",
-        ),
-        (
-            rollout.max_running is not None and rollout.max_running < MIN_ROWS,
-            f"rollout.max_running={rollout.max_running}",
-            f"set at least {MIN_ROWS}: kernels sum fewer rows in another order",
-        ),
-        (rollout.partial, "rollout.partial=true", "older weights sample a part of its tokens"),
-        (
-            trainer.deterministic is False,
-            "trainer.deterministic=false",
-            "leave it out: the engine's calls have a constant shape then",
-        ),
-        (actor.tp_size > 1, f"actor.tp_size={actor.tp_size}", "set 1"),
-        (actor.sp_size > 1, f"actor.sp_size={actor.sp_size}", "set 1"),
-        (actor.lora_rank, f"actor.lora_rank={actor.lora_rank}", "the engine merges adapters"),
-        (actor.compile, "actor.compile=true", "compiled kernels round in other places"),
-    )
-    return [f"{setting}: {advice}" for is_there, setting, advice in obstacles if is_there]
-
-
-def choose_exactness(config: Any) -> Exactness:
-    """Returns what PPO's rollout.exact means for its actor, teacher and engine."""
-    if config.rollout.exact:
-        return Exactness.DEMANDED
-    if config.rollout.exact is not None or exact_obstacles(config):
-        return Exactness.OFF
-    return Exactness.ASSUMED if config.trainer.rollouts_from else Exactness.TRIED
-
-
 WITH_TEST_DATA = Condition(
     lambda config, section: config.data.has_test_rows,
     "without data.test_path or data.test_ratio",
@@ -117,9 +76,7 @@ WITH_SGLANG = Condition(
     "with rollout.engine={section.engine}, which is the local engine here",
     is_harmless=True,
 )
-WITH_GPU = Condition(
-    lambda config, section: torch.cuda.is_available(), "without a GPU", is_harmless=True
-)
+WITH_GPU = Condition(lambda config, section: has_gpu(), "without a GPU", is_harmless=True)
 WITH_FILTER = Condition(lambda config, section: section.filter, "without rollout.filter")
 WITH_LORA = Condition(lambda config, section: section.lora_rank, "with {path}.lora_rank=0")
 WITH_SAMPLING = Condition(

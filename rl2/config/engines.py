@@ -2,8 +2,6 @@
 
 import importlib.metadata
 
-import torch
-
 ENGINES = {
     "local": "rl2.engine.local:LocalEngine",
     "sglang": "rl2.engine.sglang:SGLangEngine",
@@ -19,25 +17,18 @@ def is_installed(package: str) -> bool:
     return True
 
 
-# Sequences that an engine decodes at a time. A step of SGLang on a GPU hardly takes longer with
-# four times as many, and those that have no room for their keys and values wait. The embedded
-# engine has that room for all of them from the start.
-MAX_RUNNING = 64
-MAX_RUNNING_SGLANG_ON_GPU = 256
+def has_gpu() -> bool:
+    """Whether torch can use a GPU."""
+    import torch  # takes seconds, and --help does not come here
 
-
-def default_max_running(name: str, device: torch.device) -> int:
-    """`rollout.max_running` where it is not set; `name` is the config's `rollout.engine`."""
-    if choose_engine(name)[0] == "sglang" and device.type != "cpu":
-        return MAX_RUNNING_SGLANG_ON_GPU
-    return MAX_RUNNING
+    return torch.cuda.is_available()
 
 
 def choose_engine(name: str) -> tuple[str, str]:
     """(key of ENGINES, reason) for the config's `rollout.engine`, which is a key or auto."""
     if name != "auto":
         return name, "as rollout.engine says"
-    if not torch.cuda.is_available():
+    if not has_gpu():
         return "local", "there is no GPU"
     if not is_installed("sglang"):
         return "local", "sglang is not installed; it generates much faster on GPUs"

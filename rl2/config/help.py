@@ -72,7 +72,7 @@ def _with_choices(text: str, key: Key) -> str:
     """The text, and the choices of the key if it has some."""
     choices = [*key.choices]
     if key.functions:
-        choices = [*key.functions.built_in, "file.py:function"]
+        choices = [*key.functions, "file.py:function"]
     return f"{text} [{' | '.join(choices)}]" if choices else text
 
 

@@ -6,8 +6,6 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from rl2.algorithms.find import Choices
-
 
 @dataclass(frozen=True)
 class Range:
@@ -95,7 +93,7 @@ class Key:
     range: Range = Range()  # also of every item of a list or map
     unusual: Unusual | None = None
     choices: Collection[str] = ()  # of a text; a key that may also be a number takes any number
-    functions: Choices[Any] | None = None  # the choices are its built-in ones and the user's own
+    functions: tuple[str, ...] = ()  # the built-in ones; the user may also name FILE.py:FUNCTION
     only_if: Condition | None = None
     # A key of the same section that names a function. This key is a setting of that function and
     # has an effect only if the function declares that it reads it.

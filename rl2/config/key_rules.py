@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl2.algorithms.find import ESTIMATOR_CHOICES, Choices
+from rl2.algorithms.find import CHOICES, ESTIMATOR_CHOICES, Choices
 from rl2.config.key import Key, schema_keys
 from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import FOLLOWED_KEYS
@@ -23,8 +23,8 @@ def check_choices(config: Any) -> list[Problem]:
     problems: list[Problem] = []
     for name, key in schema_keys(type(config)).items():
         value = get_value(config, name)
-        if key.functions is not None:
-            problems += function_problems(name, value, key.functions)
+        if key.functions:
+            problems += function_problems(name, value, CHOICES[name])
         elif key.choices:
             words = value if isinstance(value, list) else [value]
             if any(isinstance(word, str) and word not in key.choices for word in words):
@@ -157,8 +157,7 @@ def explain_setting(config: Any, name: str, key: Key) -> str:
     path, _, setting = name.rpartition(".")
     function_key = f"{path}.{key.setting_of}"
     function = get_value(config, function_key)
-    functions = schema_keys(type(config))[function_key].functions
-    assert functions is not None
+    functions = CHOICES[function_key]
     settings = functions.settings_of(function)
     if setting in settings:
         return ""

@@ -1,27 +1,24 @@
 """From the command line to a checked config.
 
 `parse(PPOConfig, argv)` is the entry that all trainers share. Its stages are in files of their own:
-arguments.py reads the words, assign.py sets the keys, rules.py checks the values, and help.py is
-only for --help.
+early.py answers --help, arguments.py reads the words, assign.py sets the keys and rules.py checks
+the values.
 """
 
-import os
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl2.config.arguments import Arguments, find_duplicates, read_arguments
 from rl2.config.assign import assign
-from rl2.config.help import describe
+from rl2.config.early import answer_early, print_and_exit
 from rl2.config.key import schema_keys
 from rl2.config.key_rules import check_choices, find_unused, follow_keys
 from rl2.config.problem import Problem, add_new_problems, is_about, refuse, warn
 from rl2.config.rules import validate
-from rl2.parallel.mesh import is_first_rank
 
 FindProblems = Callable[[Any], list[Problem]]
 
@@ -45,10 +42,7 @@ def parse(
     another one. They may be missing and are not checked, and there are no warnings. `optional` are
     keys that may be missing.
     """
-    if "--plan" in argv:
-        start_plan(root, argv)
-    if "-h" in argv or "--help" in argv:
-        print_and_exit(describe(root, argv))
+    answer_early(root, argv)
     arguments = read_arguments(argv)
     draft = compose(root, arguments)
     if "--cfg" in arguments.options:
@@ -121,27 +115,3 @@ def check(
     add_new_problems(problems, [p for p in missing if not is_about(p, elsewhere)])
     problems += [problem for problem in found if not is_about(problem, elsewhere)]
     return problems, warnings
-
-
-def start_plan(root: type, argv: list[str]) -> NoReturn:
-    """Continues as `python -m rl2 plan` of this trainer on rank 0; the other ranks end."""
-    if not is_first_rank():
-        sys.exit(0)
-    argv.remove("--plan")
-    trainer = root.__name__.removesuffix("Config").lower()
-    os.execv(sys.executable, [sys.executable, "-m", "rl2", "plan", trainer, *argv])
-
-
-def print_and_exit(text: str) -> NoReturn:
-    """Prints the answer to an option such as --help, on rank 0, and ends the program."""
-    try:
-        if is_first_rank():
-            print(text.rstrip("\n"), flush=True)
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(0)
-
-
-def dump(config: Any) -> str:
-    """The config as YAML that --config-name reads back."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from rl2.config.conditions import corrects_mismatch, estimator_needs, exact_obstacles
+from rl2.config.conditions import corrects_mismatch, estimator_needs
 from rl2.config.engines import choose_engine, is_installed
+from rl2.config.exactness import exact_obstacles
 from rl2.config.key_rules import non_default_keys
 from rl2.config.model_rules import check_divides
 from rl2.config.problem import Problem, wrong_value

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from omegaconf import MISSING
 
 from rl2.error_report import report_error
-from rl2.parallel.mesh import is_first_rank
+from rl2.parallel.rank import is_first_rank
 
 SECONDS_FOR_FIRST_RANK = 1.0  # to print the problems, which all find at about the same time
 

@@ -12,14 +12,12 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from rl2.algorithms.find import (
-    ESTIMATOR_CHOICES,
-    POLICY_LOSS_CHOICES,
-    PREFERENCE_LOSS_CHOICES,
-)
-from rl2.algorithms.losses import (
-    IMPORTANCE_CORRECTIONS,
-    KL_ESTIMATORS,
+from rl2.algorithms.names import (
+    ADVANTAGE_ESTIMATOR_NAMES,
+    IMPORTANCE_CORRECTION_NAMES,
+    KL_ESTIMATOR_NAMES,
+    POLICY_LOSS_NAMES,
+    PREFERENCE_LOSS_NAMES,
     TOKEN_AVERAGES,
 )
 from rl2.config.conditions import (
@@ -50,7 +48,7 @@ from rl2.config.key import (
     key,
     section,
 )
-from rl2.engine.base import SamplingParams
+from rl2.engine.sampling_params import SamplingParams
 
 # A key that is not set has the value of another one. Critic and teacher are placed in
 # memory like the actor, and the critic splits a rollout as the actor does; its rates are its own.
@@ -369,7 +367,7 @@ class ActorConfig(RolloutWorkerConfig):
         "policy loss; ppo: clipped token ratios; gspo: clipped sequence ratios; cispo: clipped "
         "importance weights; reinforce: no ratio",
         common=True,
-        functions=POLICY_LOSS_CHOICES,
+        functions=POLICY_LOSS_NAMES,
         identity=True,
     )
     clip: PositiveFloat = key(
@@ -408,7 +406,7 @@ class ActorConfig(RolloutWorkerConfig):
         "none",
         "corrects for engine probabilities that differ from the trainer's; token_tis: truncated "
         "importance weights; the others mask what differs too much",
-        choices=("none", *IMPORTANCE_CORRECTIONS),
+        choices=("none", *IMPORTANCE_CORRECTION_NAMES),
     )
     correction_cap: float = key(
         2.0,
@@ -673,7 +671,7 @@ class KLConfig:
     reward_estimator: str = key(
         "k1",
         "estimator with kl.type=reward",
-        choices=KL_ESTIMATORS,
+        choices=KL_ESTIMATOR_NAMES,
         only_if=Condition(
             lambda config, section: section.type == "reward", "with kl.type={section.type}"
         ),
@@ -681,7 +679,7 @@ class KLConfig:
     loss_estimator: str = key(
         "k2",
         "estimator with kl.type=loss; k2 has the gradient of the KL divergence",
-        choices=KL_ESTIMATORS,
+        choices=KL_ESTIMATOR_NAMES,
         only_if=Condition(
             lambda config, section: section.type == "loss", "with kl.type={section.type}"
         ),
@@ -697,7 +695,7 @@ class AdvConfig:
         "batch; reinforce_plus_plus_baseline: reinforce, whitened; distillation: the teacher's "
         "minus the policy's log-probability; gae: with a critic (PPO)",
         common=True,
-        functions=ESTIMATOR_CHOICES,
+        functions=ADVANTAGE_ESTIMATOR_NAMES,
         identity=True,
     )
     gamma: Ratio = key(
@@ -732,7 +730,7 @@ class DPOLossConfig:
         "preference loss; sigmoid: DPO's own; ipo: IPO's squared error; hinge: SLiC's hinge; "
         "simpo, orpo: without a reference model",
         common=True,
-        functions=PREFERENCE_LOSS_CHOICES,
+        functions=PREFERENCE_LOSS_NAMES,
         identity=True,
     )
     label_smoothing: NonNegativeFloat = key(
@@ -897,6 +895,15 @@ class RMConfig:
     critic: RewardModelConfig = section(RewardModelConfig, "the reward model that is trained")
     rm: RewardLossConfig = section(RewardLossConfig, "the loss")
     trainer: TrainerConfig = section(TrainerConfig, "the run: length, folder, checkpoints")
+
+
+# The config class of each trainer, by its name on the command line.
+TRAINER_CONFIGS: dict[str, type] = {
+    "ppo": PPOConfig,
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "rm": RMConfig,
+}
 
 
 def worker_names(config: Any) -> list[str]:

@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rl2.data.messages import Messages, abbreviate, common_prefix_length
-from rl2.parallel.mesh import is_first_rank
+from rl2.parallel.rank import is_first_rank
 
 PROBE = "rl2probe"  # a content that no template changes
 CONTEXT_TOKENS = 16  # in front of tokens to decode: more than one character or word

@@ -22,7 +22,7 @@ from huggingface_hub import HfApi
 from rl2.data.formats import ReadRow, rename_columns
 from rl2.data.messages import abbreviate
 from rl2.data.store import ROWS_PER_BATCH, open_table, table_key
-from rl2.parallel.mesh import is_first_rank
+from rl2.parallel.rank import is_first_rank
 
 MAX_LISTED_PROBLEMS = 5
 # Columns that may be JSON text: conversations and tools.

@@ -18,7 +18,7 @@ import tokenizers
 import transformers
 
 from rl2 import progress
-from rl2.parallel.mesh import is_first_rank
+from rl2.parallel.rank import is_first_rank
 
 ROWS_PER_BATCH = 1000
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rl2.parallel.rank import is_first_rank
+
 try:
     from torch.distributed import set_timeout  # type: ignore[attr-defined]
 except ImportError:  # torch before 2.14
@@ -59,11 +61,6 @@ class Mesh:
     sp: dist.ProcessGroup | None  # the processes that share our sequences; None = none do
     tp: DeviceMesh | None  # [tp], the processes that share our matrices; None = none do
     reports_metrics: bool  # true on one process of each sp x tp group: they compute the same sums
-
-
-def is_first_rank() -> bool:
-    """Whether this is rank 0, as torchrun says; also before `init_distributed`."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def init_distributed() -> torch.device:

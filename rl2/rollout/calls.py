@@ -16,7 +16,7 @@ from rl2.env.tool_calls.find import (
     find_marked_calls,
 )
 from rl2.env.tool_calls.syntaxes import LLAMA, SYNTAXES, Syntax
-from rl2.parallel.mesh import is_first_rank
+from rl2.parallel.rank import is_first_rank
 
 PROMPT_END = 32  # tokens of a prompt that say whether it has begun a reasoning
 PROBE_TOOL = "rl2_probe"

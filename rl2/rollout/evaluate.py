@@ -15,7 +15,8 @@ from statistics import fmean
 from rl2.data.examples import Examples
 from rl2.engine.base import SamplingParams
 from rl2.env.contract import EnvError
-from rl2.parallel.mesh import broadcast_object, is_first_rank
+from rl2.parallel.mesh import broadcast_object
+from rl2.parallel.rank import is_first_rank
 from rl2.report.health import Metrics, with_names
 from rl2.rollout.collect import Collector, check_part_name
 from rl2.rollout.stats import summarise, to_records

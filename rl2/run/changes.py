@@ -10,8 +10,7 @@ from typing import Any
 import yaml
 
 from rl2.config.key import schema_keys
-from rl2.config.parse import dump
-from rl2.config.values import flatten
+from rl2.config.values import dump, flatten
 from rl2.user_files import find_env_file
 
 DATA = "data.path"
@@ -75,7 +74,7 @@ def identify(config: Any, data_hash: str) -> RunIdentity:
 def _code_files(config: Any, values: dict[str, Any]) -> Iterator[tuple[str, Path]]:
     """Yields (key, file) of the user's code: environment, loss, estimator and chat template."""
     for name, key in schema_keys(type(config)).items():
-        if key.functions is not None and values[name] not in key.functions.built_in:
+        if key.functions and values[name] not in key.functions:
             yield name, Path(values[name].rpartition(":")[0]).expanduser()
     template = values["data.chat_template"]
     if template not in (None, "plain"):

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from safetensors.numpy import save_file
 
-from rl2.config.parse import dump
 from rl2.config.schema import RolloutWorkerConfig, worker_names
+from rl2.config.values import dump
 from rl2.error_report import writing
-from rl2.parallel.mesh import all_gather_objects, is_first_rank
+from rl2.parallel.mesh import all_gather_objects
+from rl2.parallel.rank import is_first_rank
 from rl2.run.changes import RunIdentity, find_ignored_changes
 from rl2.run.checkpoints import Checkpoints, Parts, put_in_place, step_of
 from rl2.run.provenance import (

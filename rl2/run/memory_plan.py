@@ -16,7 +16,8 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from rl2.parallel.device import GIB
-from rl2.parallel.mesh import broadcast_object, is_first_rank
+from rl2.parallel.mesh import broadcast_object
+from rl2.parallel.rank import is_first_rank
 from rl2.progress import expecting
 
 # The rest of a GPU is for CUDA's contexts, NCCL, an engine that sleeps, and fragmentation.

@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError
 
 from rl2.error_report import report_error, report_to_torchrun
-from rl2.parallel.mesh import any_rank, is_first_rank
+from rl2.parallel.mesh import any_rank
+from rl2.parallel.rank import is_first_rank
 from rl2.run.watchdog import STDERR, Watchdog
 
 PACKAGE = Path(__file__).parent.parent

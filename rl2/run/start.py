@@ -9,7 +9,7 @@ from typing import Any
 from rl2.config.schema import PPOConfig
 from rl2.config.values import flatten
 from rl2.data.rows import hash_data
-from rl2.parallel.mesh import is_first_rank
+from rl2.parallel.rank import is_first_rank
 from rl2.run.changes import DATA, Change, RunIdentity, find_changes, identify
 from rl2.run.checkpoints import NO_STEP, Checkpoints, explain_damage, sweep
 from rl2.run.lock import RunLock

@@ -5,7 +5,6 @@ Those to the first row are rewarded one by one in a process of their own, then a
 many at once. With actor.model_name a model answers too. The keys are those of the PPO trainer.
 """
 
-import argparse
 import asyncio
 import contextlib
 import io
@@ -31,6 +30,7 @@ from rl2.data.rows import load_rows
 from rl2.env.call import Env
 from rl2.env.contract import EnvError
 from rl2.env.load import load_env, play_reply
+from rl2.tools.options import env_parser
 from rl2.trainer.ppo_run import EvaluationRun
 
 # Keys of layouts, which are those of the run and not of this process.
@@ -390,13 +390,7 @@ def play_model(words: list[str]) -> None:
 
 def main() -> None:
     """Prints the faults. Exits with status 1 if there are some, 2 if too little could be tried."""
-    usage = "rl2 env FILE data.path=ROWS [--rows N] [--form TEXT] key=value ..."
-    about = "Tries a file or a ready-made env; the keys are those of PPO. See docs/environments.md."
-    parser = argparse.ArgumentParser(usage=usage, description=about)
-    parser.add_argument("--rows", type=int, default=8, help="how many rows to use, the first (8)")
-    form = "one more form of an answer, such as 'Result: {}'"
-    parser.add_argument("--form", action="append", default=[], help=form)
-    options, words = parser.parse_known_args()
+    options, words = env_parser().parse_known_args()
     if words and "=" not in words[0]:
         words[0] = f"rollout.env_path={words[0]}"
     config = parse(PPOConfig, words, elsewhere=ELSEWHERE, optional=OPTIONAL)

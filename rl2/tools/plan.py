@@ -22,13 +22,7 @@ from rl2.config.model_rules import check_lengths
 from rl2.config.parse import parse
 from rl2.config.problem import Problem
 from rl2.config.rules import loaded_models
-from rl2.config.schema import (
-    DPOConfig,
-    PPOConfig,
-    RMConfig,
-    SFTConfig,
-    worker_names,
-)
+from rl2.config.schema import TRAINER_CONFIGS, DPOConfig, PPOConfig, SFTConfig, worker_names
 from rl2.engine.share import engine_bytes
 from rl2.model.folder import check_config
 from rl2.model.load import FILES, HuggingFaceFiles
@@ -42,6 +36,7 @@ from rl2.run.memory_plan import (
     write_plan,
 )
 from rl2.run.signals import user_errors
+from rl2.tools.options import plan_parser
 from rl2.tools.planned_device import MemoryTracker, ModelsWithoutValues, planned_device
 from rl2.trainer.dpo import needs_reference, preference_loss
 from rl2.trainer.ppo import actor_loss, critic_loss, needs_entropy, needs_old_logps
@@ -50,7 +45,6 @@ from rl2.trainer.rm import reward_loss
 from rl2.trainer.sft import sft_loss
 from rl2.worker import Loss, Reference, Worker
 
-TRAINERS: dict[str, type] = {"ppo": PPOConfig, "sft": SFTConfig, "dpo": DPOConfig, "rm": RMConfig}
 # Keys of what need not be on this machine.
 ELSEWHERE = (
     "data",
@@ -306,15 +300,15 @@ def show(phases: dict[str, tuple[int, int]], num_gpus: int, gpu_bytes: int) -> b
 
 def main() -> None:
     """Prints the plan. Exits with status 1 if the job does not fit."""
-    arguments, words = read_options(sys.argv[1:])
+    arguments, words = plan_parser().parse_known_args()
     trainer = "ppo"
     if words and re.fullmatch(r"\w+", words[0]):
         trainer = words.pop(0)
-    if trainer not in TRAINERS:
-        print(f"rl2 plan {trainer}: choose {', '.join(TRAINERS)}", file=sys.stderr)
+    if trainer not in TRAINER_CONFIGS:
+        print(f"rl2 plan {trainer}: choose {', '.join(TRAINER_CONFIGS)}", file=sys.stderr)
         sys.exit(2)
     os.environ["WORLD_SIZE"] = str(arguments.gpus)
-    config = parse(TRAINERS[trainer], words, elsewhere=ELSEWHERE)
+    config = parse(TRAINER_CONFIGS[trainer], words, elsewhere=ELSEWHERE)
     with user_errors():
         for name, model in loaded_models(config).items():
             if model.model_name:  # a critic's may be the actor's
@@ -323,9 +317,16 @@ def main() -> None:
     sys.exit(0 if fits else 1)
 
 
+def default_gpu_memory() -> float:
+    """Returns the GiB of the GPU here or, without one, of a usual GPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory / GIB
+    return USUAL_GPU_GIB
+
+
 def print_plan(config: Any, arguments: argparse.Namespace) -> bool:
     """Prints the plan and, if the job does not fit, settings that may. Returns whether it fits."""
-    gpu_bytes = int(arguments.gpu_memory * GIB)
+    gpu_bytes = int((arguments.gpu_memory or default_gpu_memory()) * GIB)
     if automatic_sections(config):
         num_layers = recomputed_layers(config, arguments.gpus, gpu_bytes)
         config = with_checkpointing(config, num_layers)
@@ -340,39 +341,6 @@ def print_plan(config: Any, arguments: argparse.Namespace) -> bool:
         if fits:
             break
     return False
-
-
-def positive(text: str) -> float:
-    """Reads a number. ValueError unless it is above 0."""
-    number = float(text)
-    if not number > 0:
-        raise ValueError
-    return number
-
-
-def positive_int(text: str) -> int:
-    """Reads a whole number. ValueError unless it is above 0."""
-    return int(positive(str(int(text))))
-
-
-def read_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the options of this command, and the other arguments, those of a trainer."""
-    parser = argparse.ArgumentParser(
-        prog="rl2 plan",
-        usage="%(prog)s [ppo | sft | dpo | rm] [--gpus N] [--gpu-memory GIB] key=value ...",
-        description="Predicts the memory of each phase of a job. It needs no GPU, no weights and "
-        "no data; the model is its config.json.",
-        allow_abbrev=False,
-    )
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    gib = USUAL_GPU_GIB
-    if torch.cuda.is_available():
-        gib = torch.cuda.get_device_properties(0).total_memory / GIB
-    parser.add_argument(
-        "--gpus", type=positive_int, default=world_size, help="processes of the job"
-    )
-    parser.add_argument("--gpu-memory", type=positive, default=gib, help="GiB of one GPU")
-    return parser.parse_known_args(words)
 
 
 if __name__ == "__main__":  # of Prediction

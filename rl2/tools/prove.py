@@ -4,7 +4,6 @@ The keys are those of the PPO trainer. Each row compares two computations that s
 prints the largest difference. The proofs are in proofs.py and outer_proofs.py.
 """
 
-import argparse
 import contextlib
 import io
 import multiprocessing
@@ -25,6 +24,7 @@ from rl2.config.schema import PPOConfig
 from rl2.data.examples import PROMPT_ROWS
 from rl2.data.rows import load_rows
 from rl2.model.folder import load_tokenizer
+from rl2.tools.options import prove_parser
 from rl2.tools.outer_proofs import prove_engine, prove_export, prove_template
 from rl2.tools.proofs import (
     Difference,
@@ -161,17 +161,7 @@ def read_conversations(config: PPOConfig) -> list[tuple[list[dict], list | None]
 
 def main() -> None:
     """Exits with status 1 if a row is different, 2 for a wrong command."""
-    parser = argparse.ArgumentParser(
-        prog="rl2 prove",
-        usage="%(prog)s [--processes N] key=value ...",
-        description="Compares rl2 with transformers, packs, layouts, engine, template and "
-        "export, on your model. The keys are those of ppo. It needs no GPU, no network and no "
-        "data; rows of data.path are tried where it is given.",
-        allow_abbrev=False,
-    )
-    world_size = int(os.environ.get("WORLD_SIZE", "2"))
-    text = "processes of the run; the keys say its layout (default: %(default)s)"
-    parser.add_argument("--processes", type=int, default=world_size, help=text)
+    parser = prove_parser()
     arguments, words = parser.parse_known_args()
     if arguments.processes < 1:
         parser.error(f"--processes {arguments.processes}: expected at least 1")

@@ -3,7 +3,6 @@
 `rl2.tools.rerun` runs it, in processes of its own and in another folder. RUN is only read.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -17,6 +16,7 @@ from rl2.report.page import Record
 from rl2.run.checkpoints import Checkpoints
 from rl2.tools.compare import Comparison, Difference, Run
 from rl2.tools.diff import describe_steps, find_changes, print_changes, print_result
+from rl2.tools.options import replay_parser
 from rl2.tools.rerun import Rerun
 
 PACKAGE = Path(__file__).parent.parent
@@ -27,25 +27,7 @@ GPU_TOLERANCE = 1e-2
 
 def main() -> None:
     """Prints the comparison. Exit status 0: the same, 1: not, 2: the step cannot be run again."""
-    parser = argparse.ArgumentParser(
-        prog="rl2 replay",
-        description="Runs a recorded step again, from the checkpoint before it, and says whether "
-        "rollouts, rewards, advantages, metrics and weights are those that were recorded.",
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run; it is only read")
-    parser.add_argument("--step", type=int, required=True, help="the step, 1 or more")
-    parser.add_argument(
-        "--rollouts",
-        choices=("again", "saved"),
-        default="again",
-        help="again: the answers are sampled again; saved: those that trainer.save_tokens kept "
-        "are taken (PPO only)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="a new folder for the records of the replay; by default they are deleted",
-    )
+    parser = replay_parser()
     arguments = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory(prefix="rl2-replay-") as folder:

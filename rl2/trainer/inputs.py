@@ -14,7 +14,7 @@ from rl2.data.formats import NO_TEMPLATE
 from rl2.data.rows import Rows, hash_data, load_rows
 from rl2.model.folder import check_length as check_num_positions
 from rl2.model.folder import check_num_layers
-from rl2.parallel.mesh import is_first_rank
+from rl2.parallel.rank import is_first_rank
 from rl2.run.folder import RunFolder
 
 TRIAL_ROWS = 1000  # rows that are read to show problems of the data beside those of the config

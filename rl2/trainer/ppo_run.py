@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from rl2.config.conditions import choose_exactness, needs_critic, needs_reference
-from rl2.config.engines import default_max_running
+from rl2.config.conditions import needs_critic, needs_reference
+from rl2.config.exactness import choose_exactness
 from rl2.config.schema import PPOConfig, RolloutWorkerConfig, SamplingConfig, worker_names
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import DataCursor, Examples
 from rl2.engine.base import Engine, EngineSettings, SamplingParams
-from rl2.engine.select import make_engine
+from rl2.engine.select import default_max_running, make_engine
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
 from rl2.model.folder import (
@@ -25,7 +25,8 @@ from rl2.model.folder import (
     max_positions,
 )
 from rl2.parallel.device import compute_dtype
-from rl2.parallel.mesh import init_distributed, is_first_rank
+from rl2.parallel.mesh import init_distributed
+from rl2.parallel.rank import is_first_rank
 from rl2.report.loggers import MetricsLog
 from rl2.rollout.collect import Collector, RolloutRules
 from rl2.rollout.endpoint import player_class

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from rl2.parallel.mesh import any_rank, is_first_rank
+from rl2.parallel.mesh import any_rank
 from rl2.parallel.offload import local_shard
+from rl2.parallel.rank import is_first_rank
 from rl2.report.health import Metrics
 from rl2.report.loggers import MetricsLog
 from rl2.run import disk_space

@@ -1,0 +1,47 @@
+"""Options of a trainer that are answered before it is imported: --help and --plan.
+
+A trainer imports torch and transformers, which takes seconds. Nothing here does.
+"""
+
+import os
+import sys
+from typing import NoReturn
+
+from rl2.config.help import describe
+from rl2.config.schema import TRAINER_CONFIGS
+from rl2.parallel.rank import is_first_rank
+
+
+def answer_early(root: type, argv: list[str]) -> None:
+    """Answers --help and --plan, if they are among the arguments, and ends the program then.
+
+    `root` is the config class of a trainer or a subclass of one.
+    """
+    if "--plan" in argv:
+        start_plan(root, argv)
+    if "-h" in argv or "--help" in argv:
+        print_and_exit(describe(root, argv))
+
+
+def answer_trainer(name: str) -> None:
+    """Does so for the trainer `name`, such as ppo, and the arguments of the process."""
+    answer_early(TRAINER_CONFIGS[name], sys.argv[1:])
+
+
+def start_plan(root: type, argv: list[str]) -> NoReturn:
+    """Continues as `python -m rl2 plan` of this trainer on rank 0; the other ranks end."""
+    if not is_first_rank():
+        sys.exit(0)
+    argv.remove("--plan")
+    trainer = root.__name__.removesuffix("Config").lower()
+    os.execv(sys.executable, [sys.executable, "-m", "rl2", "plan", trainer, *argv])
+
+
+def print_and_exit(text: str) -> NoReturn:
+    """Prints the answer to an option such as --help, on rank 0, and ends the program."""
+    try:
+        if is_first_rank():
+            print(text.rstrip("\n"), flush=True)
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)

@@ -1,0 +1,26 @@
+"""How an answer is sampled. Imports no torch, since the config has these defaults too."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one answer is sampled. The defaults here are the only declaration of them."""
+
+    temperature: float = 1.0
+    """divides the logits; 0 is greedy"""
+    top_p: float = 1.0
+    """sample from the most likely tokens that hold this share of the probability"""
+    top_k: int = -1
+    """sample from this many most likely tokens; -1 is all"""
+    max_new_tokens: int = 512
+    """longest answer, in tokens"""
+    stop_token_ids: tuple[int, ...] = ()
+    """tokens that end the answer"""
+    stop: Sequence[str] = ()
+    """texts that end the answer with the token that completes one. Special tokens are part of the
+    text. Without stop tokens and texts, the answer has max_new_tokens tokens"""
+    continued_tokens: int = 0
+    """last tokens of the prompt that an aborted request sampled for this answer; a text of `stop`
+    may begin in them"""

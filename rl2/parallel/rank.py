@@ -1,0 +1,8 @@
+"""This process among those of the job, as torchrun says. Imports no torch."""
+
+import os
+
+
+def is_first_rank() -> bool:
+    """Whether this is rank 0; also before `init_distributed`."""
+    return os.environ.get("RANK", "0") == "0"

@@ -1,0 +1,55 @@
+"""The command line around the commands: `rl2 COMMAND` and --help."""
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+
+from rl2.__main__ import COMMANDS
+from rl2.config.schema import TRAINER_CONFIGS
+
+HEAVY = {"torch", "transformers"}  # they take seconds to import
+
+
+def imports_of(*arguments: str) -> tuple[set[str], subprocess.CompletedProcess]:
+    """(the top packages that `python ARGUMENTS` imports, the process after its end)."""
+    command = [sys.executable, "-X", "importtime", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return set(re.findall(r"^import time:.*\| +(\w+)", done.stderr, re.MULTILINE)), done
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["-m", "rl2", name, "--help"] for name in COMMANDS]
+    + [["-m", f"rl2.trainer.{name}", "--help"] for name in TRAINER_CONFIGS]
+    + [["-m", "rl2.trainer.ppo", "--help", "rollout"], ["-m", "rl2"], ["-m", "rl2", "--version"]],
+    ids=" ".join,
+)
+def test_help_comes_before_heavy_imports(arguments):
+    imported, done = imports_of(*arguments)
+    assert done.returncode == 0 and done.stdout
+    assert "rl2" in imported and not imported & HEAVY
+
+
+def test_the_schema_needs_no_heavy_import():
+    imported, done = imports_of("-c", "import rl2.config.schema")
+    assert done.returncode == 0 and "rl2" in imported and not imported & HEAVY
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if COMMANDS[name].answer])
+def test_the_early_answer_is_that_of_the_command(name, monkeypatch, capsys):
+    """`main` answers --help too, for those who call it in another way."""
+    command = COMMANDS[name]
+    main = importlib.import_module(command.module).main
+    texts = []
+    for function in (partial(pkgutil.resolve_name(command.answer), name), main):
+        monkeypatch.setattr(sys, "argv", [f"rl2 {name}", "--help"])
+        with pytest.raises(SystemExit) as exit_:
+            function()
+        assert exit_.value.code == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != ""
