@@ -36,6 +36,7 @@ COMMANDS = {
     "env": Command(
         "rl2.tools.env", "tries an environment: exploits, determinism, latency, leaks", TOOL
     ),
+    "ls": Command("rl2.tools.ls", "lists runs: steps, rewards, results, state, size on disk"),
     "report": Command("rl2.tools.report", "writes curves and answers of runs into one HTML file"),
     "diff": Command(
         "rl2.tools.diff", "finds where two runs first differ, and lists what else differs"

@@ -29,6 +29,7 @@ from rl2.run.checkpoints import Checkpoints, delete
 from rl2.run.disk_space import SpaceNeeds, check_space
 from rl2.run.folder import MAX_FIRST_RECORDS, RunFolder
 from rl2.run.signals import StopSignal
+from rl2.tools.ls import summarise
 from rl2.trainer import dpo, ppo, rm, sft
 from rl2.trainer.recorder import Recorder
 
@@ -205,11 +206,20 @@ def test_every_trainer_takes_a_template_variables_and_a_system_prompt(
 # A run and the next one in its folder.
 
 
+def listed(run):
+    """What `rl2 ls` says of a run: its state, the steps that are done, and all of them."""
+    for lock in run.glob("lock/*.json"):
+        lock.write_text("{}")  # as at the end of its process, which is that of the test here
+    summary = summarise(run)
+    return summary.state, summary.step, summary.num_steps
+
+
 def test_a_finished_run_started_again_says_how_to_go_on(train, tmp_path):
     status, _ = train(f"actor.save_dir={tmp_path}/exports")
     run = tmp_path / "runs/default"
     assert status == 0 and steps(run) == [1, 2, 3, 4, 5, 6]
     assert [path.name for path in (tmp_path / "exports").iterdir()] == ["step_6"]
+    assert listed(run) == ("finished", 6, 6)
     before = contents(run)
     status, output = train()
     assert status == 0 and "all steps are done" in output and "loading" not in output
@@ -457,6 +467,7 @@ def test_a_run_of_which_all_prompts_are_solved_can_be_started_again(become_ppo, 
     # The last step is tested and saved although neither is due.
     tested = [line["step"] for line in read_metrics(run) if "test/reward/mean" in line]
     assert tested == [0, 3, 4] and Checkpoints(run / "checkpoints").steps() == [3, 4]
+    assert listed(run)[0] == "finished"  # before the number of steps that its rows are enough for
     status, output = train(*keys, main=ppo.main)
     assert status == 0 and "all steps are done" in output and "rollout.drop_solved=null" in output
     shutil.rmtree(run / "model")  # as if the run had been killed before its export
@@ -645,6 +656,7 @@ def stop_and_start_again(train, tmp_path, monkeypatch, step, main):
     run, whole = tmp_path / "runs/default", tmp_path / "runs/whole"
     assert status == 0 and f"the evaluation of step {step} is left out" in output
     assert [line["step"] for line in read_metrics(run) if "test/" not in str(line)][-1] == step
+    assert listed(run) == ("finished" if step == 4 else "stopped", step, 4)
     status, output = train(*keys, main=main)
     assert status == 0 and f"{step} of 4 steps are done" in output, output
     assert read_untimed_metrics(run) == read_untimed_metrics(whole)

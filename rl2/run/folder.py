@@ -169,16 +169,17 @@ class RunFolder:
             self.checkpoints.load(checkpoint, kept, record["world_size"], hashes)
         if self.is_first:
             self._set_aside(self.start.step if self.start.is_own else EVERYTHING)
-            self._write_run_files()
+            self._write_run_files(num_steps)
             if checkpoint:
                 done = f"{self.start.step} of {num_steps} steps are done"
                 print(f"resumed from {checkpoint}: {done}")
         dist.barrier()
 
-    def _write_run_files(self) -> None:
+    def _write_run_files(self, num_steps: int) -> None:
         start = {
             "time": time.strftime("%Y-%m-%d %H:%M:%S%z"),
             "step": self.start.step,
+            "num_steps": num_steps,
             "command": sys.argv,
             "hosts": self.hosts,
             "world_size": dist.get_world_size(),
@@ -280,13 +281,17 @@ class RunFolder:
             self.checkpoints.prune(proven_step)
 
     @contextmanager
-    def exporting(self, step: int) -> Iterator[str]:
-        """Yields the folder to write the final model to. It becomes model/ after that."""
+    def exporting(self, step: int, is_complete: bool) -> Iterator[str]:
+        """Yields the folder to write the final model to. It becomes model/ after that.
+
+        `is_complete`: `step` is the last step of the run, and no signal has cut it short.
+        """
         partial = self.path / "model.partial"
         yield str(partial)
         if self.is_first:
             put_in_place(partial, self.path / "model")
-            write_object(self.path / "run.json", read_record(self.path) | {"model_step": step})
+            ending = {"model_step": step, "is_complete": is_complete}
+            write_object(self.path / "run.json", read_record(self.path) | ending)
             print(f"model saved to {self.path / 'model'}")
 
     def write_records(

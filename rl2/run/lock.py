@@ -11,11 +11,13 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 
 BEAT_SECONDS = 2.0  # between two touches of the lock by the run that has it
 WATCH_SECONDS = 20.0  # a lock of another machine that nobody touches for so long is stale
 READ_ATTEMPTS = 10  # 0.1 s apart
+CLOCK_SECONDS = 3600.0  # the clocks of two machines differ by less
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,44 @@ class RunLock:
                 os.utime(self.path)
             except OSError:  # the file system is away for a while, or someone deleted the folder
                 continue
+
+
+class Holding(Enum):
+    """Whether a run has a folder, as far as one look at its lock can say."""
+
+    NEVER = auto()
+    """there is no lock, as in a copy of a run"""
+    HELD = auto()
+    """a run has it now"""
+    RELEASED = auto()
+    """the last run let it go at its end"""
+    ABANDONED = auto()
+    """the process of the last run is gone, and did not let it go: it was killed"""
+    UNKNOWN = auto()
+    """the lock is of another machine and has not been touched for a while, or it is unreadable"""
+
+
+def look_at_lock(run_folder: Path) -> Holding:
+    """Returns who has the folder. It waits for nothing, unlike `RunLock.acquire`."""
+    lock = RunLock(run_folder)
+    try:
+        newest = lock._newest()
+        if not newest:
+            return Holding.NEVER
+        path = lock._path_of(newest)
+        content = json.loads(path.read_text())
+        if not content:
+            return Holding.RELEASED
+        owner = Process(**content)
+        silence = time.time() - path.stat().st_mtime
+    except (OSError, ValueError, TypeError):
+        return Holding.UNKNOWN
+    if owner.machine == lock.process.machine:
+        is_alive = process_start(owner.pid) == owner.start
+        return Holding.HELD if is_alive else Holding.ABANDONED
+    if abs(silence) < WATCH_SECONDS:  # it is touched every BEAT_SECONDS
+        return Holding.HELD
+    return Holding.ABANDONED if silence > CLOCK_SECONDS else Holding.UNKNOWN
 
 
 def this_process() -> Process:

@@ -28,7 +28,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
     DamagedFile if it is not a mapping.
     """
-    parse = json.loads if path.suffix == ".json" else yaml.safe_load
+    parse = json.loads if path.suffix == ".json" else _parse_yaml
     try:
         content = parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -39,6 +39,11 @@ def read_object(path: Path) -> dict[str, Any]:
         got = "it is empty" if content is None else f"got {str(content)[:40]!r}"
         raise DamagedFile(path, f"expected keys and values, {got}")
     return content
+
+
+def _parse_yaml(text: str) -> Any:
+    """Reads YAML, ten times as fast where PyYAML has libyaml."""
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def write_object(path: Path, content: dict[str, Any]) -> None:

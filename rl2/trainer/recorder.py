@@ -200,7 +200,8 @@ class Recorder:
 
     def finish(self, worker: Worker) -> None:
         """Exports `worker` as the final model and ends the process group."""
-        with self.folder.exporting(self.last_step) as folder:
+        is_complete = self.last_step == self.num_steps
+        with self.folder.exporting(self.last_step, is_complete) as folder:
             worker.export(folder, self.tokenizer)
         self.folder.prune(self.health.proven_step + 1)  # the last step has no later update
         self.metrics_log.close()

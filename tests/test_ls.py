@@ -1,0 +1,201 @@
+"""`rl2 ls`: a table of runs from their small files."""
+
+import json
+import os
+import socket
+import sys
+import time
+
+import pytest
+
+from rl2.run.lock import Process, RunLock, this_process
+from rl2.tools import ls
+
+PPO = {"actor": {"model_name": "Qwen/Qwen3-0.6B"}, "trainer": {"eval_only": False}}
+LINES = [
+    {"step": 0, "test/reward/mean": 0.25, "test/reward/loss": 9.0},
+    {"step": 1, "reward/mean": 0.5, "actor/loss": 0.0},
+    {"step": 2, "reward/mean": 0.75, "actor/loss": 0.0, "test/reward/mean": 0.625},
+    {"step": 3, "reward/mean": None, "actor/loss": 0.0},
+]
+RELEASED: dict = {}
+
+
+def write_run(folder, *, config=PPO, lines=LINES, lock=RELEASED, trainer="PPOConfig", **record):
+    """Writes the small files of a run that is laid out for 3 steps."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
+    record = {"identity": {"trainer": trainer}, "starts": [{"step": 0, "num_steps": 3}], **record}
+    (folder / "run.json").write_text(json.dumps(record))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if lock is not None:
+        (folder / "lock").mkdir()
+        (folder / "lock/1.json").write_text(json.dumps(lock))
+    if "model_step" in record:
+        (folder / "model").mkdir()
+    return folder
+
+
+def list_runs(capsys, monkeypatch, *arguments):
+    """(the objects that `rl2 ls --json ARGUMENTS` prints by their run, stderr)."""
+    monkeypatch.setattr(sys, "argv", ["rl2 ls", "--json", *map(str, arguments)])
+    ls.main()
+    output = capsys.readouterr()
+    runs = [json.loads(line) for line in output.out.splitlines()]
+    return {run["run"]: run for run in runs}, output.err
+
+
+def other_machine():
+    """The content of a lock that a process of another machine has made."""
+    return {"pid": 1, "host": "node7", "machine": "another boot", "start": "5", "since": ""}
+
+
+def test_a_finished_run(tmp_path, capsys, monkeypatch):
+    folder = write_run(tmp_path / "sweep/lr_1", model_step=3, is_complete=True)
+    checkpoint = folder / "checkpoints/step_3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "shard").write_bytes(bytes(70_000))
+    (folder / "branches/1").mkdir(parents=True)
+    (folder / "branches/1/metrics.jsonl").write_text('{"step": 9}\n')
+    [run] = list_runs(capsys, monkeypatch, tmp_path)[0].values()
+    assert run.pop("written").startswith("20")
+    assert run == {
+        "run": str(folder),
+        "state": "finished",
+        "trainer": "ppo",
+        "model": "Qwen/Qwen3-0.6B",
+        "step": 3,
+        "num_steps": 3,
+        "metric": "reward/mean",
+        "value": None,
+        "held_out": {"": 0.625},
+        "held_out_step": 2,
+        "checkpoint_bytes": 70_000,
+        "problems": [],
+    }
+
+
+def test_the_states(tmp_path, capsys, monkeypatch):
+    mine = this_process()
+    gone = {**vars(mine), "start": mine.start + "0"}
+    evaluation = {**PPO, "trainer": {"eval_only": True}}
+    write_run(tmp_path / "stopped", model_step=3, is_complete=False)
+    write_run(tmp_path / "failed")
+    write_run(tmp_path / "failed_later", model_step=2, is_complete=False)
+    write_run(tmp_path / "running", lock=vars(mine), model_step=3, is_complete=True)
+    write_run(tmp_path / "killed", lock=gone)
+    write_run(tmp_path / "evaluated", config=evaluation, lines=LINES[:1])
+    write_run(tmp_path / "copied", lock=None)
+    write_run(tmp_path / "copied_whole", lock=None, model_step=3, is_complete=True)
+    for name, age in (("elsewhere", 1), ("silent", 100), ("lost", 9999)):
+        folder = write_run(tmp_path / name, lock=other_machine())
+        os.utime(folder / "lock/1.json", (time.time() - age,) * 2)
+    runs, _ = list_runs(capsys, monkeypatch, tmp_path)
+    assert {os.path.basename(name): run["state"] for name, run in runs.items()} == {
+        "stopped": "stopped",
+        "failed": "failed",
+        "failed_later": "failed",
+        "running": "running",
+        "killed": "killed",
+        "evaluated": "finished",
+        "copied": "unknown",
+        "copied_whole": "finished",
+        "elsewhere": "running",
+        "silent": "unknown",
+        "lost": "killed",
+    }
+
+
+def test_a_run_that_holds_its_folder_is_running_until_it_lets_go(tmp_path, capsys, monkeypatch):
+    """The lock of the run itself, before it has written anything."""
+    lock = RunLock(tmp_path / "new")
+    lock.acquire()
+    assert Process(**json.loads(lock.path.read_text())).host == socket.gethostname()
+    states = []
+    for end in (lambda: None, lock.release):
+        end()
+        [run] = list_runs(capsys, monkeypatch, tmp_path)[0].values()
+        states.append(run["state"])
+        assert run["step"] is None and run["problems"] == []
+    assert states == ["running", "failed"]
+
+
+def test_other_trainers_and_named_test_sets(tmp_path, capsys, monkeypatch):
+    lines = [{"step": 1, "actor/loss": 2.5, "test/news/loss": 2.0, "test/code/loss": 1.0}]
+    write_run(tmp_path / "sft", trainer="SFTConfig", lines=lines)
+    config = {"critic": {"model_name": "/models/base"}, "trainer": {}}
+    write_run(
+        tmp_path / "rm", trainer="RMConfig", config=config, lines=[{"step": 1, "critic/loss": 0.5}]
+    )
+    runs, _ = list_runs(capsys, monkeypatch, tmp_path)
+    sft, rm = runs[str(tmp_path / "sft")], runs[str(tmp_path / "rm")]
+    assert (sft["trainer"], sft["metric"], sft["value"]) == ("sft", "actor/loss", 2.5)
+    assert sft["held_out"] == {"news": 2.0, "code": 1.0}
+    assert (rm["trainer"], rm["model"], rm["value"]) == ("rm", "/models/base", 0.5)
+
+
+def test_broken_and_foreign_folders_are_named_and_the_rest_is_listed(tmp_path, capsys, monkeypatch):
+    write_run(tmp_path / "whole", model_step=3, is_complete=True)
+    torn = write_run(tmp_path / "torn")
+    with open(torn / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "rew')
+    damaged = write_run(tmp_path / "damaged")
+    (damaged / "config.yaml").write_text("actor: {")
+    (damaged / "run.json").write_bytes(b"\xff\x00")
+    (damaged / "metrics.jsonl").write_text("[1]\nnonsense\n")
+    odd = write_run(tmp_path / "odd", config={"actor": 3}, identity=[], starts=["x"], lock=[])
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "metrics.jsonl").write_text('{"loss": 1}\n')
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden/run.json").write_text("{}")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/config.yaml").write_text("a: 1")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    runs, _ = list_runs(capsys, monkeypatch, tmp_path)
+    names = ("whole", "torn", "damaged", "odd", "foreign")
+    assert set(runs) == {str(tmp_path / name) for name in names}
+    assert runs[str(tmp_path / "whole")]["problems"] == []
+    assert runs[str(torn)]["step"] == 3
+    assert "metrics.jsonl is cut" in " ".join(runs[str(torn)]["problems"])
+    problems = " ".join(runs[str(damaged)]["problems"])
+    assert all(name in problems for name in ("config.yaml", "run.json", "metrics.jsonl"))
+    assert runs[str(odd)]["trainer"] is None and runs[str(odd)]["num_steps"] is None
+    assert "no run of rl2" in " ".join(runs[str(foreign)]["problems"])
+
+
+def test_the_table_has_a_line_for_each_run_and_names_problems(tmp_path, capsys, monkeypatch):
+    write_run(tmp_path / "second", model_step=3, is_complete=True, lines=LINES[:3])
+    first = write_run(tmp_path / "first")
+    (first / "config.yaml").write_text("actor: {")
+    for path in first.rglob("*"):
+        os.utime(path, (1, 1))
+    monkeypatch.setattr(sys, "argv", ["rl2 ls", str(tmp_path)])
+    ls.main()
+    titles, *rows, problem = capsys.readouterr().out.splitlines()
+    assert titles.split()[:3] == ["RUN", "TRAINER", "MODEL"]
+    assert [row.split()[0] for row in rows] == [str(first), str(tmp_path / "second")]
+    for text in ("ppo", "Qwen/Qwen3-0.6B", "2/3", "reward 0.75", "0.625 (step 2)"):
+        assert text in rows[1]
+    assert problem.startswith(f"{first}: config.yaml is damaged")
+
+
+def test_folders_without_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["rl2 ls", str(tmp_path)])
+    ls.main()
+    assert "trainer.save_dir" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["rl2 ls", str(tmp_path / "missing")])
+    with pytest.raises(SystemExit) as exit_:
+        ls.main()
+    assert exit_.value.code == 2 and "missing" in capsys.readouterr().err
+
+
+def test_only_the_lines_that_are_needed_are_parsed(tmp_path, capsys, monkeypatch):
+    """A list of long runs stays fast."""
+    lines = [{"step": step, "reward/mean": 0.5, "test/loss": 1.0} for step in range(1, 501)]
+    write_run(tmp_path / "long", lines=lines)
+    parsed = []
+    parse_line = ls.parse_line
+    monkeypatch.setattr(ls, "parse_line", lambda text: parsed.append(text) or parse_line(text))
+    [run] = list_runs(capsys, monkeypatch, tmp_path)[0].values()
+    assert run["step"] == 500 and len(parsed) < 10
