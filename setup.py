@@ -27,6 +27,7 @@ setup(
         "rl2.config": ["synonyms.yaml"],
         "rl2.report": ["page.html", "page.css", "page.js"],
         "rl2.rewards": ["words.json"],
+        "rl2.tools": ["task/*.py", "task/*.jsonl", "task/*.sh"],
     },
     entry_points={"console_scripts": ["rl2 = rl2.__main__:main"]},
     # Ranges, since SGLang pins exact versions of torch and transformers. The whole suite runs with

@@ -33,6 +33,7 @@ COMMANDS = {
         "rl2.trainer.dpo", "direct preference optimization on pairs of replies", TRAINER
     ),
     "rm": Command("rl2.trainer.rm", "reward models from pairs of replies", TRAINER),
+    "new": Command("rl2.tools.new", "makes a folder with an environment, rows and a script"),
     "env": Command(
         "rl2.tools.env", "tries an environment: exploits, determinism, latency, leaks", TOOL
     ),

@@ -1,0 +1,102 @@
+"""`rl2 new`: the folder that it makes works as it is."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from common import make_environment, make_model
+
+from rl2.tools import new
+from rl2.tools.ls import summarise
+
+
+def make(monkeypatch, capsys, name):
+    """What `rl2 new NAME` prints."""
+    monkeypatch.setattr(sys, "argv", ["rl2 new", name])
+    new.main()
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Runs a line of a shell in which `rl2` and `python` are those of the tests."""
+    environment = make_environment({"MODEL": make_model(tmp_path / "model")})
+    path = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+
+    def run(line):
+        return subprocess.run(
+            ["bash", "-c", line],
+            cwd=tmp_path,
+            env=environment | {"PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    return run
+
+
+def test_what_it_prints_can_be_typed(tmp_path, monkeypatch, capsys, shell):
+    """In a folder whose name needs quotes. Only the training is made shorter."""
+    monkeypatch.chdir(tmp_path)
+    _, _, *lines = make(monkeypatch, capsys, "sums of two/first try").splitlines()
+    folder = tmp_path / "sums of two/first try"
+    enter, try_env, train = (line.partition("   #")[0].strip() for line in lines)
+    done = shell(f"{enter} && {try_env}")
+    assert done.returncode == 0 and "no fault found" in done.stdout, done.stdout + done.stderr
+
+    short = "trainer.max_steps=1 data.responses_per_prompt=2"
+    short += " rollout.train_sampling_params.max_new_tokens=4"
+    done = shell(f"{enter} && {train} {short}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = summarise(folder / "runs/first")
+    assert (run.state, run.step, run.num_steps) == ("finished", 1, 1)
+    assert run.metric == "reward/mean" and run.held_out_step == 1
+    [answers] = (folder / "runs/first/rollouts/train").glob("*.jsonl")
+    assert len(answers.read_text().splitlines()) == 6
+
+
+@pytest.mark.parametrize(
+    "reply, parts",
+    [
+        ("7 + 5 is 12.", {"right": 1.0, "short": 0.1}),
+        ("It is 12." + " " * 100, {"right": 1.0, "short": 0.0}),
+        ("12 or 13", {"right": 0.0, "short": 0.0}),
+        ("", {"right": 0.0, "short": 0.0}),
+    ],
+)
+def test_the_reward(reply, parts):
+    scope: dict = {}
+    exec((new.TASK / "env.py").read_text(), scope)
+    messages = [{"role": "user", "content": ""}, {"role": "assistant", "content": reply}]
+    assert scope["reward_fn"](messages, "12") == parts
+
+
+def test_the_rows_are_right_and_no_test_row_is_trained():
+    rows = {}
+    for name in ("train", "test"):
+        lines = (new.TASK / f"{name}.jsonl").read_text().splitlines()
+        rows[name] = [json.loads(line) for line in lines]
+        for row in rows[name]:
+            [message] = row["messages"]
+            question = message["content"].removeprefix("What is ").partition("?")[0]
+            first, sign, second = question.split()
+            result = int(first) + int(second) if sign == "+" else int(first) - int(second)
+            assert row["answer"] == str(result)
+    assert len(rows["train"]) == 3 and not [row for row in rows["test"] if row in rows["train"]]
+
+
+@pytest.mark.parametrize("name", ["there", "there/", ".", "", "file", "file/below", "link"])
+def test_what_is_there_is_left_alone(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to("nowhere")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SystemExit) as exit_:
+        make(monkeypatch, capsys, name)
+    assert exit_.value.code == 2 and capsys.readouterr().err.startswith("rl2 new: ")
+    assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "file").read_text() == "mine"
