@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.config.key import schema_keys
-from rl2.config.schema import PPOConfig, SFTConfig
+from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rl2.report import loggers, page
 from rl2.report.console import Console, describe_start
 from rl2.report.health import Health, find_problems, learns_from_groups_alone
@@ -170,8 +170,18 @@ def test_the_start_says_what_a_step_is_made_of():
     config.trainer.rollouts_from = "runs/x"
     [sentence] = describe_start(config)
     assert re.findall(r"\d+", sentence) == ["2"]
-    assert describe_start(make_config(SFTConfig, save_freq=20)) == []
-    [sentence] = describe_start(make_config(SFTConfig))
+    for config_class, rows in (
+        (SFTConfig, [16]),
+        (DPOConfig, [32, 2, 16]),
+        (RMConfig, [32, 2, 16]),
+    ):
+        config = make_config(config_class, save_freq=20)
+        config.data.batch_size = 16
+        config.data.max_length = 2048
+        [sentence] = describe_start(config)
+        numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\b", sentence)]
+        assert numbers == [*rows, 2048, rows[0] * 2048, 1]
+    _, sentence = describe_start(make_config(SFTConfig))
     assert "trainer.save_freq" in sentence
 
 

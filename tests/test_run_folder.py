@@ -26,7 +26,7 @@ from rl2.report.loggers import MetricsLog
 from rl2.rollout.evaluate import Evaluator
 from rl2.run import lock as run_lock
 from rl2.run.checkpoints import Checkpoints, delete
-from rl2.run.disk_space import SpaceNeeds, check_space
+from rl2.run.disk_space import SpaceNeeds, check_space, show
 from rl2.run.folder import MAX_FIRST_RECORDS, RunFolder
 from rl2.run.signals import StopSignal
 from rl2.tools.ls import summarise
@@ -582,13 +582,16 @@ def test_the_disk_space_of_a_run_is_predicted(monkeypatch, free, kept, there, ex
 
 def test_a_run_that_cannot_be_saved_ends_before_its_first_step(train, tmp_path, monkeypatch):
     """The prediction is the size of the tensors that such a run writes."""
-    train("trainer.max_steps=2")
+    _, output = train("trainer.max_steps=2")
     run = tmp_path / "runs/default"
-    size = sum(weight.nbytes for weight in load_file(run / "model/model.safetensors").values())
+    model = sum(weight.nbytes for weight in load_file(run / "model/model.safetensors").values())
+    checkpoint = 0
     saved = FileSystemReader(run / "checkpoints/step_2").read_metadata().state_dict_metadata
     for entry in saved.values():
         if hasattr(entry, "size"):
-            size += entry.size.numel() * entry.properties.dtype.itemsize
+            checkpoint += entry.size.numel() * entry.properties.dtype.itemsize
+    assert f"each checkpoint takes {show(checkpoint)}, model/ {show(model)}\n" in output
+    size = checkpoint + model
     for share, expected in ((0.98, 1), (1.02, 0)):
         free = SimpleNamespace(free=share * size)
         with monkeypatch.context() as patch:

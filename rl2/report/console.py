@@ -8,6 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from rl2.config.schema import SFTConfig
 from rl2.report.health import Metrics, Samples, learns_from_groups_alone
 
 # The time left is estimated from the mean of this many steps: a usual trainer.save_freq, so that
@@ -98,7 +99,7 @@ class Console:
 
 
 def describe_start(config: Any) -> list[str]:
-    """Describes the steps of PPO, and warns if the run saves no checkpoints.
+    """Describes what a step is made of, and warns if the run saves no checkpoints.
 
     `config` is that of the trainer.
     """
@@ -107,6 +108,8 @@ def describe_start(config: Any) -> list[str]:
     sentences = []
     if hasattr(config, "rollout"):
         sentences.append(_describe_step(config))
+    else:
+        sentences.append(_describe_rows(config))
     if config.trainer.save_freq is None:
         sentences.append(
             "no checkpoints: trainer.save_freq is not set, so only Ctrl-C or SIGTERM save one, and "
@@ -129,6 +132,18 @@ def _describe_step(config: Any) -> str:
         f"each step: {num_prompts} prompts x {num_answers} answers = {num_trajectories} "
         f"trajectories of up to {most_tokens:,} sampled tokens (up to "
         f"{num_trajectories * most_tokens:,} per step), {updates}"
+    )
+
+
+def _describe_rows(config: Any) -> str:
+    """Describes the rows and tokens of a step of SFT, DPO or the reward model."""
+    num_rows, what = config.data.batch_size, "rows"
+    if not isinstance(config, SFTConfig):  # a chosen and a rejected reply, each with its prompt
+        num_rows, what = 2 * num_rows, f"rows, 2 for each of {num_rows} pairs,"
+    most_tokens = config.data.max_length
+    return (
+        f"each step: {num_rows} {what} of up to {most_tokens:,} tokens (up to "
+        f"{num_rows * most_tokens:,} per step), then 1 update"
     )
 
 

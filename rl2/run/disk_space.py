@@ -80,6 +80,11 @@ def check_space(folder: Path, needs: SpaceNeeds) -> list[str]:
     return []
 
 
+def describe(needs: SpaceNeeds) -> str:
+    """Says how large what the run saves will be."""
+    return f"each checkpoint takes {show(needs.checkpoint)}, model/ {show(needs.model)}"
+
+
 def show(num_bytes: int) -> str:
     """A size as people read it."""
     if num_bytes < GIB / 10:

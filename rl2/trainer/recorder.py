@@ -99,7 +99,10 @@ class Recorder:
             num_kept=trainer.keep_checkpoints,
             num_there=len(checkpoints.steps()),
         )
-        for warning in disk_space.check_space(self.folder.path, needs):
+        warnings = disk_space.check_space(self.folder.path, needs)
+        if num_checkpoints:
+            print(disk_space.describe(needs))
+        for warning in warnings:
             print(warning)
 
     def begin(self) -> None:
