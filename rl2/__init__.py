@@ -1,3 +1,6 @@
 """rl2: a minimal, torchrun-native trainer for reinforcement learning of language models."""
 
+from rl2.api import Run, train
+
 __version__ = "0.1.0"
+__all__ = ["Run", "train"]

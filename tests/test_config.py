@@ -25,8 +25,8 @@ from rl2.config.key import Condition, PositiveInt, Ratio, key, schema_keys, sect
 from rl2.config.key_rules import check_keys
 from rl2.config.parse import check, compose, parse
 from rl2.config.problem import Problem
-from rl2.config.schema import PPOConfig
-from rl2.config.values import dump, get_value
+from rl2.config.schema import PPOConfig, dump
+from rl2.config.values import get_value
 from rl2.data.examples import PAIR_ROWS, SFT_ROWS
 from rl2.trainer.inputs import find_row_problems
 from rl2.trainer.ppo_inputs import find_ppo_problems, read_ppo_inputs

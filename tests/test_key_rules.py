@@ -9,8 +9,8 @@ from configs import BASE, ROOTS, problem_keys, warning_keys, write_files
 from rl2.config.key import schema_keys
 from rl2.config.key_rules import broken_bounds
 from rl2.config.parse import parse
-from rl2.config.schema import PPOConfig
-from rl2.config.values import dump, get_value
+from rl2.config.schema import PPOConfig, dump
+from rl2.config.values import get_value
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,7 @@ import yaml
 from common import make_model
 from huggingface_hub import ModelCard, constants
 
-from rl2.config.schema import PPOConfig, RMConfig, SFTConfig
-from rl2.config.values import dump
+from rl2.config.schema import PPOConfig, RMConfig, SFTConfig, dump
 from rl2.tools import push
 
 TOKEN = "hf_0123456789abcdefghijkl"

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from test_trainer import LETTER_ENV
 
 from rl2.batch import Sample, collate
-from rl2.config.schema import PPOConfig
-from rl2.config.values import dump
+from rl2.config.schema import PPOConfig, dump
 from rl2.rollout.saved import COLUMNS, SavedRollouts, checksum, pack_tokens
 from rl2.rollout.stats import add_token_columns, training_samples
 from rl2.rollout.trajectory import FinishReason, Trajectory

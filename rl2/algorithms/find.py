@@ -224,6 +224,11 @@ def absolute_path(path: str) -> Path:
     return Path(path).expanduser().resolve()
 
 
+def forget_files() -> None:
+    """Imports the user's files again where they are used next: they may have changed since."""
+    _import_once.cache_clear()
+
+
 @cache
 def _import_once(file: Path) -> ModuleType:
     return import_file(file)

@@ -17,7 +17,14 @@ from rl2.config.assign import assign
 from rl2.config.early import answer_early, print_and_exit
 from rl2.config.key import schema_keys
 from rl2.config.key_rules import check_choices, find_unused, follow_keys
-from rl2.config.problem import Problem, add_new_problems, is_about, refuse, warn
+from rl2.config.problem import (
+    ConfigError,
+    Problem,
+    add_new_problems,
+    is_about,
+    refuse,
+    warn,
+)
 from rl2.config.rules import validate
 
 FindProblems = Callable[[Any], list[Problem]]
@@ -68,6 +75,18 @@ class Draft:
     set_keys: set[str]  # those that the arguments set
     problems: list[Problem]  # of the arguments
     missing: list[Problem]  # of the keys without a value; in `config` they are empty texts
+
+
+def make_config(root: type, arguments: Arguments, find_problems: FindProblems | None = None) -> Any:
+    """What `parse` does, for arguments that Python code gives. ConfigError has the problems."""
+    draft = compose(root, arguments)
+    problems, warnings = check(draft)
+    if problems and find_problems is not None and draft.config is not None:
+        add_new_problems(problems, find_problems(draft.config))
+    if problems:
+        raise ConfigError(problems)
+    warn(warnings)
+    return draft.config
 
 
 def compose(root: type, arguments: Arguments) -> Draft:

@@ -53,13 +53,26 @@ def is_about(problem: Problem, keys: Iterable[str]) -> bool:
     return any(f"{problem.key}.".startswith(f"{key}.") for key in keys)
 
 
-def refuse(problems: list[Problem]) -> NoReturn:
-    """Prints the problems on rank 0, and exits with status 2."""
+class ConfigError(ValueError):
+    """The problems of a config, for who calls rl2 from Python."""
+
+    def __init__(self, problems: list[Problem]):
+        super().__init__(describe(problems))
+        self.problems = problems
+
+
+def describe(problems: list[Problem]) -> str:
+    """The problems as one message."""
     plural = "s" if len(problems) > 1 else ""
     lines = [f"{len(problems)} problem{plural} in the configuration:"]
     lines += [f"  - {problem}" for problem in problems]
+    return "\n".join(lines)
+
+
+def refuse(problems: list[Problem]) -> NoReturn:
+    """Prints the problems on rank 0, and exits with status 2."""
     if is_first_rank():
-        report_error("\n".join(lines))
+        report_error(describe(problems))
     else:  # torchrun ends the first rank as soon as another one ends
         time.sleep(SECONDS_FOR_FIRST_RANK)
     sys.exit(2)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from rl2.algorithms.names import (
     ADVANTAGE_ESTIMATOR_NAMES,
@@ -909,3 +909,8 @@ TRAINER_CONFIGS: dict[str, type] = {
 def worker_names(config: Any) -> list[str]:
     """The sections of workers: actor, critic or both."""
     return [name for name in vars(config) if isinstance(getattr(config, name), WorkerConfig)]
+
+
+def dump(config: Any) -> str:
+    """The config as YAML that --config-name reads back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))

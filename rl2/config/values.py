@@ -4,8 +4,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from omegaconf import OmegaConf
-
 # Dicts, whose keys the schema does not list.
 OPEN_KEYS = (
     "rollout.engine_args",
@@ -39,8 +37,3 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def show_value(value: Any) -> str:
     """A value as one writes it on the command line."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
-
-
-def dump(config: Any) -> str:
-    """The config as YAML that --config-name reads back."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))

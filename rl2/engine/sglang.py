@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from rl2 import cleanup
 from rl2.config.toolkit import cudart_folder
 from rl2.engine.base import (
     Engine,
@@ -124,7 +125,7 @@ class SGLangEngine(Engine):
         this_process = psutil.Process()
         others = set(this_process.children(recursive=True))
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-        atexit.register(self.close)
+        cleanup.register(self.close)
         try:
             with expecting(SECONDS_TO_START), _environment_of_schedulers(self.device):
                 self.engine = sglang.Engine(**arguments)
@@ -336,7 +337,7 @@ class SGLangEngine(Engine):
 
     def close(self) -> None:
         """Ends SGLang's processes, and no other child processes of this one."""
-        atexit.unregister(self.close)
+        cleanup.unregister(self.close)
         children, self.children = self.children, []
         self.engine = None
         if not children:

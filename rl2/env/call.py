@@ -6,12 +6,12 @@ returns a wrong value raises EnvError.
 """
 
 import asyncio
-import atexit
 import inspect
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from rl2 import cleanup
 from rl2.env.contract import (
     METHOD,
     TOOL,
@@ -73,7 +73,8 @@ class Env:
         self._sessions = Sessions(spec.functions())
         self.open_keys: set[Key] = set()  # of trajectories with an open object
         if self.has_object:
-            atexit.register(self._close_objects)
+            cleanup.register(self._close_objects)
+        cleanup.register(self.close, at_exit=False)
 
     async def begin(self, row: dict, key: Key) -> list[dict]:
         """Returns the prompt of a trajectory.
@@ -173,6 +174,7 @@ class Env:
 
     def close(self) -> None:
         """Ends the event loop of the async functions, and the processes. No call may be running."""
+        cleanup.unregister(self.close)
         self._close_objects()
         self._async_runner.close()
         if self._pool:
@@ -186,7 +188,7 @@ class Env:
             await asyncio.gather(*ends, return_exceptions=True)
 
         asyncio.run(end_all())
-        atexit.unregister(self._close_objects)
+        cleanup.unregister(self._close_objects)
 
     async def _call_tool(self, call: ToolCall, key: Key) -> str:
         if call.error:

@@ -5,8 +5,9 @@ import contextlib
 import itertools
 import os
 import secrets
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 
 from rl2.data.rows import Rows
 from rl2.env.call import Env
@@ -19,7 +20,7 @@ from rl2.env.contract import (
 )
 from rl2.env.files import import_env_file
 from rl2.env.processes import ProcessPool
-from rl2.env.spec import read_spec
+from rl2.env.spec import EnvSpec, read_spec
 
 TRIAL_REPLIES = ("", "The answer is 42.")
 TRIAL_PROCESSES = 2  # few: each imports the env file, and may load a model
@@ -34,6 +35,7 @@ TRIAL_INPUTS = {
     "completion_ids": [],
 }
 
+Functions = Mapping[str, Callable]  # by the name that each has in an env file
 RowSets = dict[str, Rows]  # by the key that names the data: data.path, data.test_path
 
 
@@ -53,11 +55,43 @@ def load_env(
         spec = read_spec(module)
     except (ValueError, EnvError) as error:
         raise ValueError(f"rollout.env_path={path}: {error}") from error
-    if spec.run is not None:  # before there are processes
-        os.environ[API_KEY] = os.environ.get(API_KEY) or secrets.token_urlsafe()
+    _choose_api_key(spec)  # before there are processes
     file = str(module.__file__)
     pool = ProcessPool(file, timeout, concurrency) if isolation == "process" else None
     return Env(spec, timeout, concurrency, pool, file)
+
+
+def make_env(
+    functions: Functions, timeout: float = 60.0, concurrency: int = 32, isolation: str = "thread"
+) -> Env:
+    """Returns the environment of functions of this process, by the names of an env file.
+
+    The other arguments are those of `load_env`. ValueError when the functions work with no row, and
+    for isolation=process.
+    """
+    given = ", ".join(functions)
+    if isolation == "process":
+        raise ValueError(
+            f"rollout.env_isolation=process: other processes cannot call {given}, which this "
+            "process made: write them to a file and give env=FILE, or leave the key out"
+        )
+    module = ModuleType("environment")
+    vars(module).update(functions)
+    try:
+        spec = read_spec(module)
+    except EnvError as error:
+        raise ValueError(str(error)) from error
+    for name in functions.keys() - spec.functions().keys():
+        needed = "base_url" if name == "run" else "messages"
+        raise ValueError(f"{name}: expected a function with a parameter called {needed}")
+    _choose_api_key(spec)
+    return Env(spec, timeout, concurrency)
+
+
+def _choose_api_key(spec: EnvSpec) -> None:
+    """Sets the variable in which an agent finds the key of its address, if there is an agent."""
+    if spec.run is not None:
+        os.environ[API_KEY] = os.environ.get(API_KEY) or secrets.token_urlsafe()
 
 
 def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = False) -> list[str]:
@@ -67,8 +101,8 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = Fa
 
     The functions' parameters are compared with the columns of all rows; one row of each kind is
     enough. If they fit, the functions are called with a few rows of each data set, each
-    with an empty and a short reply. The calls run in processes, so that none can block this one. A
-    conversation that fails is tried again, as a run tolerates some failures.
+    with an empty and a short reply. The calls of a file run in processes, so that none can block
+    this one. A conversation that fails is tried again, as a run tolerates some failures.
     """
     warnings = []
     functions = env.spec.row_functions()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rl2 import cleanup
 from rl2.parallel.rank import is_first_rank
 
 try:
@@ -100,8 +101,19 @@ def init_distributed() -> torch.device:
             "in use by another run, choose another one; with torchrun on one machine add "
             "--standalone."
         ) from error
-    atexit.register(time.sleep, EXIT_PAUSE_SECONDS)
+    cleanup.register(_end_group, at_exit=False)
+    atexit.unregister(_pause)  # of an earlier run of this process
+    atexit.register(_pause)
     return device
+
+
+def _end_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _pause() -> None:
+    time.sleep(EXIT_PAUSE_SECONDS)
 
 
 def check_gpu() -> None:

@@ -5,7 +5,6 @@ and returns a Logger, or None where the service cannot be used, after printing w
 transcripts, so none is used unless it is named.
 """
 
-import atexit
 import ctypes
 import inspect
 import json
@@ -24,7 +23,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from rl2 import progress
+from rl2 import cleanup, progress
 from rl2.parallel.device import GIB
 from rl2.report.console import Console, describe_start
 from rl2.report.health import Health, Metrics, Samples
@@ -76,13 +75,13 @@ class Report:
 
     def log(self, step: int, metrics: Metrics, samples: Samples) -> None:
         if not self.is_due_at_exit:
-            atexit.register(self._write)
+            cleanup.register(self._write)
             self.is_due_at_exit = True
         if self.freq and step % self.freq == 0:
             self._write()
 
     def close(self) -> None:
-        atexit.unregister(self._write)
+        cleanup.unregister(self._write)
         self._write()
 
     def _write(self) -> None:
@@ -284,6 +283,7 @@ class MetricsLog:
             report = Report(folder, config.trainer.report_freq)
             self.file = MetricsFile(folder)
             self.loggers = [report, *services, self.console]
+            cleanup.register(self._abandon, at_exit=False)
         self._print(describe_start(config))
         self.last_write = time.perf_counter()
         self.last_cpu_seconds = time.process_time()
@@ -367,8 +367,15 @@ class MetricsLog:
 
     def close(self) -> None:
         self._print(self.health.summary())
+        cleanup.unregister(self._abandon)
         for logger in reversed(self.loggers):
             logger.close()
+
+    def _abandon(self) -> None:
+        """Ends the services and the bar of a run that fails; `Report` cares for itself."""
+        for logger in reversed(self.loggers):
+            if not isinstance(logger, Report):
+                logger.close()
 
     def _print(self, sentences: list[str]) -> None:
         """Prints the sentences on the first process, above the progress bar."""

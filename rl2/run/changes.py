@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from rl2.config.key import schema_keys
-from rl2.config.values import dump, flatten
+from rl2.config.schema import dump
+from rl2.config.values import flatten
 from rl2.user_files import find_env_file
 
 DATA = "data.path"

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.numpy import save_file
 
-from rl2.config.schema import RolloutWorkerConfig, worker_names
-from rl2.config.values import dump
+from rl2.config.schema import RolloutWorkerConfig, dump, worker_names
 from rl2.error_report import writing
 from rl2.parallel.mesh import all_gather_objects
 from rl2.parallel.rank import is_first_rank
@@ -49,6 +48,10 @@ class Rank:
     facts: dict[str, str]  # what must be the same on all ranks
     lock: tuple[Path, str] | None  # of rank 0: the file of its lock, and the text of it
     start: Start | None  # of rank 0
+
+
+class AllStepsDone(SystemExit):
+    """All steps of the run were done before this launch."""
 
 
 class RunFolder:
@@ -103,7 +106,7 @@ class RunFolder:
         return num_steps
 
     def end_if_done(self, num_steps: int) -> None:
-        """Ends the program, and says how to continue, if all steps of the run are done.
+        """Ends the program by `AllStepsDone` if all steps are done, and says how to continue.
 
         ValueError if the config has changed, since the changes would have no effect.
         """
@@ -123,7 +126,7 @@ class RunFolder:
                 "trainer.resume=off starts over and sets this run aside.",
             )
         dist.destroy_process_group()
-        sys.exit(0)
+        raise AllStepsDone(0)
 
     def _refuse_changes(self) -> None:
         """ValueError if a finished run was started again with other settings, as in a sweep."""

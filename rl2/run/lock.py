@@ -3,7 +3,6 @@
 The lock of a run that is gone is taken.
 """
 
-import atexit
 import json
 import os
 import socket
@@ -13,6 +12,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 from pathlib import Path
+
+from rl2 import cleanup
 
 BEAT_SECONDS = 2.0  # between two touches of the lock by the run that has it
 WATCH_SECONDS = 20.0  # a lock of another machine that nobody touches for so long is stale
@@ -51,7 +52,7 @@ class RunLock:
         return self._path_of(self.number)
 
     def acquire(self) -> None:
-        """Takes the folder until `release` or the end of this process.
+        """Takes the folder until `release` or the end of the run.
 
         ValueError if another run has it. OSError if the folder cannot be written.
         """
@@ -63,7 +64,7 @@ class RunLock:
             if self._create(newest + 1):
                 self.number = newest + 1
         threading.Thread(target=self._beat, daemon=True).start()
-        atexit.register(self.release)
+        cleanup.register(self.release)
 
     def release(self) -> None:
         """Lets other runs have the folder."""

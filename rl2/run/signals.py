@@ -10,9 +10,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -46,22 +47,24 @@ class StopSignal:
         self.process_id = os.getpid()
 
     def listen(self) -> None:
-        """Handles the signals from here on. Until then they end the process at once."""
+        """Handles the signals from here on. Until then they end the run at once."""
+        if _borrowed is not None:
+            _borrowed.stop_signal = self
+            return
         signal.set_wakeup_fd(-1)  # which `end_on_signals` has set
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
         if os.getpid() != self.process_id:  # an environment's child process, which has no step
             os._exit(128 + number)
         if self.requested_at is None:
-            self.requested_at = now
+            self.request()
             limit = "A second Ctrl-C ends the run at once."
             if _is_under_torchrun():
                 limit = "torchrun kills the run after 30 s."
             _print_once_a_node(f"stopping: this step will be finished and saved. {limit}")
-        elif now - self.requested_at > SECONDS_OF_ONE_REQUEST and not _is_under_torchrun():
+        elif self.is_repeated() and not _is_under_torchrun():
             newest = self.newest_checkpoint()
             outcome = "there is no checkpoint: the same command starts over at step 0"
             if newest is not None:
@@ -69,9 +72,69 @@ class StopSignal:
             _print_once_a_node(f"ended at once; {outcome}.")
             os._exit(128 + number)
 
+    def request(self) -> None:
+        """Asks for a stop, as a first signal does."""
+        self.requested_at = time.monotonic()
+
+    def is_repeated(self) -> bool:
+        """Whether a signal that comes now is a second request."""
+        now = time.monotonic()
+        return self.requested_at is not None and now - self.requested_at > SECONDS_OF_ONE_REQUEST
+
     def is_requested_anywhere(self) -> bool:
         """Whether any process was asked to stop. All processes must call."""
         return any_rank(self.requested_at is not None, self.device)
+
+
+class BorrowedSignals:
+    """Ctrl-C and SIGTERM while a run is in a process that goes on, such as a notebook.
+
+    A context manager. Inside, the first signal stops a run that listens after its step. Before
+    there is one, and the second time, Ctrl-C raises KeyboardInterrupt in the main thread, and
+    SIGTERM does what it did before. Afterwards the signals have their earlier handlers. Signals
+    that were ignored stay so, and on another thread than the main one, all signals stay as they
+    are: Python lets no other thread handle them.
+    """
+
+    def __init__(self) -> None:
+        self.stop_signal: StopSignal | None = None  # of a run that listens
+        self.earlier: dict[int, Any] = {}  # the handlers by signal
+        self.process_id = os.getpid()
+
+    def __enter__(self) -> None:
+        global _borrowed
+        _borrowed = self
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in STOP_SIGNALS:
+            handler = signal.getsignal(number)
+            if handler not in (None, signal.SIG_IGN):  # None: one that is not Python's
+                self.earlier[number] = handler
+                signal.signal(number, self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        global _borrowed
+        _borrowed = None
+        for number, handler in self.earlier.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self.process_id:  # an environment's child process, as in StopSignal
+            os._exit(128 + number)
+        stop = self.stop_signal
+        if stop is not None and stop.requested_at is None:
+            stop.request()
+            with suppress(RuntimeError):  # the main thread was writing there
+                text = "stopping: this step will be finished and saved. Ctrl-C ends the run at once"
+                print(text, file=sys.stderr)
+        elif stop is None or stop.is_repeated():
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            signal.signal(number, self.earlier[number])
+            signal.raise_signal(number)
+
+
+_borrowed: BorrowedSignals | None = None  # None: the process is the run's own
 
 
 def _is_under_torchrun() -> bool:

@@ -73,6 +73,7 @@ class Watchdog:
         self.alarm_after = limit  # silent seconds
         self.seen: dict[int, Sign] = {}  # the newest one by rank
         self.is_ended = threading.Event()
+        self.watched = threading.get_ident()  # the thread that trains, usually the main one
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
@@ -118,7 +119,7 @@ class Watchdog:
         """Gives a sign to the other ranks, and prints if no rank has made progress."""
         self._notice_progress(now)
         silent = now - self.progress_at
-        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        frame = sys._current_frames()[self.watched]
         self.num_signs += 1
         state = f"in phase {progress.phase} at {_place(frame)}"
         self.seen[self.rank] = Sign(self.num_signs, state, self.process, silent, now)

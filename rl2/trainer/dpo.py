@@ -19,7 +19,7 @@ from rl2.config.schema import DPOConfig, DPOLossConfig
 from rl2.data.examples import PAIR_ROWS, Example, to_samples
 from rl2.model.token_model import TokenScores
 from rl2.trainer.inputs import find_row_problems
-from rl2.trainer.launch import launch, train_and_finish
+from rl2.trainer.launch import Trainer, launch, train_and_finish
 from rl2.trainer.offline_run import OfflineRun
 from rl2.trainer.recorder import Replay
 
@@ -90,8 +90,11 @@ def start(config: DPOConfig) -> None:
     train_and_finish(make_run(config), train)
 
 
+TRAINER = Trainer(DPOConfig, start, partial(find_row_problems, PAIR_ROWS))
+
+
 def main() -> None:
-    launch(DPOConfig, start, partial(find_row_problems, PAIR_ROWS))
+    launch(TRAINER.config_class, TRAINER.start, TRAINER.find_problems)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rl2.config.parse import FindProblems, parse
+from rl2.config.problem import Problem
 from rl2.error_report import Diverged
 from rl2.run.signals import guard
 from rl2.trainer.recorder import Recorder
@@ -17,6 +19,15 @@ class Run(Protocol):
 
     def finish(self) -> None:
         """Saves the final model and ends the process group."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A trainer of rl2, as `launch` and `rl2.train` start it."""
+
+    config_class: type
+    start: Callable[..., None]  # trains with a config
+    find_problems: Callable[..., list[Problem]]  # tries what a config names, see `parse`
 
 
 def launch(

@@ -19,6 +19,7 @@ from rl2.algorithms.advantages import AdvantageInputs, RewardPart, distillation
 from rl2.algorithms.find import find_estimator, find_policy_loss
 from rl2.batch import Batch, collate, drop_zero_advantages, split_minibatches
 from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig, RolloutWorkerConfig
+from rl2.env.load import Functions
 from rl2.model.token_model import TokenScores
 from rl2.rollout.stats import (
     mask_truncated,
@@ -28,7 +29,7 @@ from rl2.rollout.stats import (
     to_records,
     training_samples,
 )
-from rl2.trainer.launch import launch, train_and_finish
+from rl2.trainer.launch import Trainer, launch, train_and_finish
 from rl2.trainer.ppo_inputs import find_ppo_problems
 from rl2.trainer.ppo_run import EvaluationRun, PPORun
 from rl2.trainer.recorder import is_due
@@ -309,15 +310,19 @@ def average_updates(worker_name: str, updates: list[dict[str, float]]) -> dict[s
     return {f"{worker_name}/{name}": mean for name, mean in means.items()}
 
 
-def start(config: PPOConfig) -> None:
+def start(config: PPOConfig, functions: Functions | None = None) -> None:
+    """Trains or evaluates. `functions` are the environment, in the place of rollout.env_path."""
     if config.trainer.eval_only:
-        EvaluationRun(config).run()
+        EvaluationRun(config, functions).run()
     else:
-        train_and_finish(PPORun(config), train)
+        train_and_finish(PPORun(config, functions=functions), train)
+
+
+TRAINER = Trainer(PPOConfig, start, find_ppo_problems)
 
 
 def main() -> None:
-    launch(PPOConfig, start, find_ppo_problems)
+    launch(TRAINER.config_class, TRAINER.start, TRAINER.find_problems)
 
 
 if __name__ == "__main__":

@@ -8,20 +8,23 @@ from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, Examples
 from rl2.data.rows import Rows
 from rl2.env.call import Env
-from rl2.env.load import load_env, preflight
+from rl2.env.load import Functions, load_env, make_env, preflight
 from rl2.model.folder import check_token_ids
 from rl2.trainer.inputs import TRIAL_ROWS, check_length, make_examples, print_once, read_rows
 
 SAMPLING_SECTIONS = {"train": "train_sampling_params", "test": "test_sampling_params"}
 
 
-def read_ppo_inputs(config: PPOConfig) -> tuple[dict[str, Rows], Env]:
+def read_ppo_inputs(
+    config: PPOConfig, functions: Functions | None = None
+) -> tuple[dict[str, Rows], Env]:
     """(rows by key, environment) of a PPO run. ValueError lists all problems.
 
-    The first process prints the warnings.
+    `functions` are the environment, in the place of rollout.env_path. The first process prints the
+    warnings.
     """
     rows, problems = read_rows(config, PROMPT_ROWS)
-    env, warnings = _read_env(config, rows, problems)
+    env, warnings = _read_env(config, rows, problems, functions)
     if problems:
         raise ValueError("\n".join(map(str, problems)))
     print_once([f"warning: {warning}" for warning in warnings])
@@ -29,19 +32,22 @@ def read_ppo_inputs(config: PPOConfig) -> tuple[dict[str, Rows], Env]:
     return rows, env
 
 
-def find_ppo_problems(config: PPOConfig) -> list[Problem]:
+def find_ppo_problems(config: PPOConfig, functions: Functions | None = None) -> list[Problem]:
     """The problems of the data and the environment, for a config that has other problems.
 
     Only the first rows of files that are on this machine are read.
     """
     rows, problems = read_rows(config, PROMPT_ROWS, TRIAL_ROWS)
     if config.rollout.env_path:
-        _read_env(config, rows, problems)
+        _read_env(config, rows, problems, functions)
     return problems
 
 
 def _read_env(
-    config: PPOConfig, rows: dict[str, Rows], problems: list[Problem]
+    config: PPOConfig,
+    rows: dict[str, Rows],
+    problems: list[Problem],
+    functions: Functions | None,
 ) -> tuple[Env | None, list[str]]:
     """Loads the environment and tries it on the rows: (it, warnings about it).
 
@@ -50,12 +56,11 @@ def _read_env(
     rollout = config.rollout
     env: Env | None = None
     try:
-        env = load_env(
-            rollout.env_path,
-            rollout.env_timeout,
-            rollout.env_concurrency,
-            rollout.env_isolation,
-        )
+        limits = (rollout.env_timeout, rollout.env_concurrency, rollout.env_isolation)
+        if functions:
+            env = make_env(functions, *limits)
+        else:
+            env = load_env(rollout.env_path, *limits)
         return env, preflight(env, rows, rollout.max_turns, rollout.partial)
     except ValueError as error:
         problems.append(Problem("rollout.env_path", rollout.env_path, str(error)))

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from rl2 import cleanup
 from rl2.config.conditions import needs_critic, needs_reference
 from rl2.config.exactness import choose_exactness
 from rl2.config.schema import PPOConfig, RolloutWorkerConfig, SamplingConfig, worker_names
@@ -17,6 +18,7 @@ from rl2.engine.base import Engine, EngineSettings, SamplingParams
 from rl2.engine.select import default_max_running, make_engine
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
+from rl2.env.load import Functions
 from rl2.model.folder import (
     check_model,
     check_tokens,
@@ -60,10 +62,13 @@ class Setup:
     prediction: Prediction
 
 
-def set_up(config: PPOConfig) -> Setup:
-    """Checks folder, data, environment and tokenizers. ValueError in words."""
+def set_up(config: PPOConfig, functions: Functions | None = None) -> Setup:
+    """Checks folder, data, environment and tokenizers. ValueError in words.
+
+    `functions` are the environment, in the place of rollout.env_path.
+    """
     claim = claim_folder(config)
-    rows, env = read_ppo_inputs(config)
+    rows, env = read_ppo_inputs(config, functions)
     device = init_distributed()
     folder = RunFolder(config, claim)
     tokenizer = load_tokenizer("actor.model_name", config.actor.model_name)
@@ -94,8 +99,14 @@ def set_up(config: PPOConfig) -> Setup:
 class PPORun:
     """What PPO's `train` works with."""
 
-    def __init__(self, config: PPOConfig, replay: Replay | None = None):
-        setup = set_up(config)
+    def __init__(
+        self,
+        config: PPOConfig,
+        replay: Replay | None = None,
+        functions: Functions | None = None,
+    ):
+        """`functions` are the environment, in the place of rollout.env_path."""
+        setup = set_up(config, functions)
         assert setup.prompts is not None
         config = self.config = setup.config
         self.folder = setup.folder
@@ -194,7 +205,7 @@ class PPORun:
     def close(self) -> None:
         """Ends the engine and the environment."""
         if self.engine:
-            self.engine.close()
+            close_engine(self.engine)
         self.env.close()
 
     def finish(self) -> None:
@@ -206,9 +217,12 @@ class PPORun:
 class EvaluationRun:
     """The run of trainer.eval_only=true: an engine that plays the test sets once."""
 
-    def __init__(self, config: PPOConfig):
-        """ValueError if the folder has checkpoints: it belongs to a run that trains."""
-        setup = set_up(config)
+    def __init__(self, config: PPOConfig, functions: Functions | None = None):
+        """ValueError if the folder has checkpoints: it belongs to a run that trains.
+
+        `functions` are the environment, in the place of rollout.env_path.
+        """
+        setup = set_up(config, functions)
         self.folder = setup.folder
         self.env = setup.env
         if self.folder.start.checkpoint is not None:
@@ -232,7 +246,7 @@ class EvaluationRun:
         log.close()
         if is_first_rank():
             print(self.evaluator.describe(metrics))
-        self.engine.close()
+        close_engine(self.engine)
         self.env.close()
         dist.destroy_process_group()
 
@@ -358,7 +372,15 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
     )
-    return make_engine(rollout.engine, settings)
+    engine = make_engine(rollout.engine, settings)
+    cleanup.register(engine.close, at_exit=False)
+    return engine
+
+
+def close_engine(engine: Engine) -> None:
+    """Ends what `_make_engine` has started."""
+    cleanup.unregister(engine.close)
+    engine.close()
 
 
 def _sampling_params(setup: Setup, section: SamplingConfig) -> SamplingParams:

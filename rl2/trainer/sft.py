@@ -17,7 +17,7 @@ from rl2.config.schema import SFTConfig
 from rl2.data.examples import SFT_ROWS, Example, render_sft, to_samples
 from rl2.model.token_model import TokenScores
 from rl2.trainer.inputs import find_row_problems
-from rl2.trainer.launch import launch, train_and_finish
+from rl2.trainer.launch import Trainer, launch, train_and_finish
 from rl2.trainer.offline_run import Measure, OfflineRun
 from rl2.trainer.recorder import Replay
 
@@ -69,8 +69,11 @@ def start(config: SFTConfig) -> None:
     train_and_finish(make_run(config), train)
 
 
+TRAINER = Trainer(SFTConfig, start, partial(find_row_problems, SFT_ROWS))
+
+
 def main() -> None:
-    launch(SFTConfig, start, partial(find_row_problems, SFT_ROWS))
+    launch(TRAINER.config_class, TRAINER.start, TRAINER.find_problems)
 
 
 if __name__ == "__main__":

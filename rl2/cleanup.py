@@ -1,0 +1,50 @@
+"""What has to be done when a run ends, however it ends: to release its lock, to end its processes.
+
+A trainer that is a program ends with its process. `rl2.train` runs inside a process that goes on,
+such as a notebook: there the run has a scope.
+"""
+
+import atexit
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+Callback = Callable[[], object]
+
+_scope: list[Callback] | None = None  # None: the run ends with its process
+
+
+def register(callback: Callback, at_exit: bool = True) -> None:
+    """Calls `callback()` at the end of the scope or, if there is none, of the process.
+
+    `at_exit=False` is for what the end of a process undoes by itself, such as a thread.
+    """
+    if _scope is not None:
+        _scope.append(callback)
+    elif at_exit:
+        atexit.register(callback)
+
+
+def unregister(callback: Callback) -> None:
+    """Forgets the callback, which need not be registered."""
+    if _scope is not None and callback in _scope:
+        _scope.remove(callback)
+    atexit.unregister(callback)
+
+
+@contextmanager
+def scope() -> Iterator[None]:
+    """At its end, calls what was registered inside, the last one first, whichever of them fail.
+
+    RuntimeError inside another scope.
+    """
+    global _scope
+    if _scope is not None:
+        raise RuntimeError("a run is under way in this process: wait for its end")
+    _scope = []
+    try:
+        yield
+    finally:
+        callbacks, _scope = _scope, None
+        with ExitStack() as stack:
+            for callback in callbacks:
+                stack.callback(callback)

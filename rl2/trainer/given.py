@@ -1,0 +1,177 @@
+"""What Python code gives to `rl2.train`, as keys of the config and as files of the run folder.
+
+Rows and functions become files, so a run that Python code has started is recorded, resumed and
+compared as any other one. Nothing here needs more than the standard library.
+"""
+
+import ast
+import hashlib
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any
+
+from rl2.config.values import flatten
+
+FOLDER = "inputs"  # in the run folder
+HASH_LENGTH = 12
+RECORD = '''\
+"""The environment of a run: functions that Python code gave to rl2.train.
+
+This is a record. It lacks what the functions use from elsewhere. To run this environment from a
+file, for instance in `rl2 replay`, add what is missing and remove the next statement.
+"""
+
+raise RuntimeError(
+    "the functions of this environment were given to rl2.train by Python code, and this file is "
+    "only a record of them: add what they use from elsewhere, and remove this statement"
+)
+'''
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file of the run folder. Its name has a hash, so another content never replaces it."""
+
+    title: str
+    suffix: str
+    text: str
+
+    def path(self, run_folder: Path) -> Path:
+        digest = hashlib.sha256(self.text.encode()).hexdigest()
+        return run_folder / FOLDER / f"{self.title}-{digest[:HASH_LENGTH]}{self.suffix}"
+
+
+@dataclass
+class Inputs:
+    """Keys that Python code sets, and the files that other keys name."""
+
+    values: dict[str, Any] = field(default_factory=dict)  # by key
+    files: dict[str, InputFile] = field(default_factory=dict)  # by key
+    arguments: dict[str, str] = field(default_factory=dict)  # by key: what has set it
+
+    def set_keys(self, tree: Mapping[str, Any]) -> None:
+        """Sets keys, "actor.lr" or nested dicts. ValueError for a key that is given twice."""
+        for key, value in flatten(tree):
+            self.set_value(key, key, value)
+
+    def set_value(self, argument: str, key: str, value: Any) -> None:
+        """Sets the key that an argument of `rl2.train` stands for. ValueError if it has a value."""
+        self._claim(key, argument)
+        if isinstance(value, PurePath):
+            value = str(value)
+        elif isinstance(value, tuple):
+            value = list(value)
+        self.values[key] = value
+
+    def set_rows(self, argument: str, key: str, rows: Any) -> None:
+        """Sets the key to a path, or to the file of rows. ValueError for rows that are no JSON."""
+        if isinstance(rows, str | PurePath):
+            self.set_value(argument, key, rows)
+            return
+        self._claim(key, argument)
+        title = re.sub(r"\W+", "_", argument).strip("_")
+        self.files[key] = InputFile(title, ".jsonl", write_rows(argument, rows))
+
+    def set_functions(self, functions: Mapping[str, Callable]) -> None:
+        """Sets rollout.env_path to the record of the functions."""
+        key = "rollout.env_path"
+        self._claim(key, ", ".join(functions))
+        self.files[key] = InputFile("env", ".py", record_functions(functions))
+
+    def list_values(self, run_folder: Path) -> dict[str, Any]:
+        """Returns the values of all keys, those of files among them."""
+        paths = {key: str(file.path(run_folder)) for key, file in self.files.items()}
+        return {**self.values, **paths}
+
+    def write(self, run_folder: Path) -> list[Path]:
+        """Writes the files, and returns those that were not there before.
+
+        The folder need not be locked: what has the name of a file has its content.
+        """
+        written = []
+        for file in self.files.values():
+            path = file.path(run_folder)
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial = path.with_suffix(".partial")
+                partial.write_text(file.text, encoding="utf-8")
+                partial.replace(path)
+                written.append(path)
+        return written
+
+    def _claim(self, key: str, argument: str) -> None:
+        """ValueError if another argument has set the key, or a part of it."""
+        for other_key, other in self.arguments.items():
+            if f"{key}.".startswith(f"{other_key}.") or f"{other_key}.".startswith(f"{key}."):
+                raise ValueError(f"{other} and {argument}: both set {key}; give one of them")
+        self.arguments[key] = argument
+
+
+def remove(files: Iterable[Path]) -> None:
+    """Deletes files that `Inputs.write` has written, and their folders if nothing else is there."""
+    for path in files:
+        path.unlink()
+        for folder in (path.parent, path.parent.parent):
+            if not any(folder.iterdir()):
+                folder.rmdir()
+
+
+def write_rows(name: str, rows: Iterable[Any]) -> str:
+    """Returns the rows as lines of JSON. ValueError names the first row that is not JSON."""
+    lines = []
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            hint = "; of a pandas.DataFrame give frame.to_dict('records')"
+            raise ValueError(f"{name}[{number}]: expected a dict, got {row!r:.80}{hint}")
+        for column, value in row.items():
+            try:
+                _check_keys(value)
+                json.dumps(value, ensure_ascii=False).encode()
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(
+                    f"{name}[{number}][{column!r}]: {error}; rows are saved as JSON: convert the "
+                    "value, or give the path of a parquet file"
+                ) from error
+        lines.append(json.dumps(dict(row), ensure_ascii=False) + "\n")
+    return "".join(lines)
+
+
+def _check_keys(value: Any) -> None:
+    """TypeError for a dict with a key that is not a text, which JSON would turn into one."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} is not a text")
+        _check_keys(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_keys(item)
+
+
+def record_functions(functions: Mapping[str, Callable]) -> str:
+    """Returns a Python file with the source of the functions, as far as it is known.
+
+    On import it raises RuntimeError: the source alone need not be the function.
+    """
+    return "\n\n".join([RECORD, *(_describe(name, f) for name, f in functions.items())])
+
+
+def _describe(name: str, function: Callable) -> str:
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):  # an object, a function in C, code that was typed
+        kind = getattr(function, "__qualname__", type(function).__qualname__)
+        return f"# {name} is {kind}, whose source is not known.\n"
+    try:
+        [statement] = ast.parse(source).body
+    except (SyntaxError, ValueError):  # a part of a statement, around a lambda
+        statement = None
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        alias = "" if statement.name == name else f"\n\n{name} = {statement.name}\n"
+        return source + alias
+    return f"# {name} is in:\n" + textwrap.indent(source, "# ")

@@ -1,0 +1,172 @@
+"""Runs a trainer inside a process that goes on afterwards, such as a notebook.
+
+What a run makes in its process is gone afterwards, or as it was before: the process group, the
+lock of the folder, threads and child processes, signal handlers, environment variables, and the
+state of torch's random numbers.
+"""
+
+import asyncio
+import contextvars
+import ctypes
+import gc
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rl2 import cleanup, progress
+from rl2.algorithms.find import forget_files
+from rl2.config.arguments import Arguments, Assignment
+from rl2.config.engines import choose_engine
+from rl2.config.parse import compose, make_config
+from rl2.config.problem import ConfigError
+from rl2.config.schema import PPOConfig
+from rl2.run.folder import AllStepsDone
+from rl2.run.signals import BorrowedSignals
+from rl2.run.watchdog import Watchdog
+from rl2.trainer.given import Inputs, remove
+from rl2.trainer.launch import Trainer
+
+Result = TypeVar("Result")
+
+_is_training = threading.Lock()  # one run at a time: it has the process group and the phase
+
+
+def train_inside(trainer: Trainer, inputs: Inputs, functions: Mapping[str, Callable]) -> Path:
+    """Trains in this process and returns the run folder. All threads but this one go on.
+
+    `functions` are the environment of PPO, or empty. ConfigError lists the problems of the keys;
+    RuntimeError if this process has a run, a process group or other ranks.
+    """
+    if "RANK" in os.environ:
+        raise RuntimeError(
+            "rl2.train runs in one process, and torchrun has started this one: start "
+            "`torchrun ... -m rl2.trainer.NAME key=value` for several"
+        )
+    if not _is_training.acquire(blocking=False):
+        raise RuntimeError("this process is training already: call rl2.train after that run")
+    try:
+        if dist.is_initialized():
+            raise RuntimeError(
+                "this process has a torch.distributed process group, and a run needs one of its "
+                "own: call torch.distributed.destroy_process_group() first"
+            )
+        with BorrowedSignals():
+            return _call_beside_event_loop(partial(_train, trainer, inputs, functions))
+    finally:
+        _is_training.release()
+
+
+def _train(trainer: Trainer, inputs: Inputs, functions: Mapping[str, Callable]) -> Path:
+    forget_files()
+    progress.enter("loading")
+    with _preserved_process(), cleanup.scope():
+        config = _make_config(trainer, inputs, functions)
+        _check_engine(config)
+        with Watchdog(config.trainer.watchdog):
+            try:
+                if functions:
+                    trainer.start(config, functions)
+                else:
+                    trainer.start(config)
+            except AllStepsDone:
+                pass
+    return Path(config.trainer.save_dir).absolute()
+
+
+def _make_config(trainer: Trainer, inputs: Inputs, functions: Mapping[str, Callable]) -> Any:
+    """Returns the checked config. Its input files are in the run folder, unless it is refused."""
+    find_problems = trainer.find_problems
+    if functions:
+        find_problems = partial(find_problems, functions=functions)
+    draft = compose(trainer.config_class, _to_arguments(inputs.values))
+    if draft.config is None:
+        raise ConfigError(draft.problems)
+    folder = Path(draft.config.trainer.save_dir)
+    written = inputs.write(folder)
+    try:
+        arguments = _to_arguments(inputs.list_values(folder))
+        return make_config(trainer.config_class, arguments, find_problems)
+    except ConfigError:
+        remove(written)
+        raise
+
+
+def _to_arguments(values: Mapping[str, Any]) -> Arguments:
+    return Arguments(assignments=[Assignment(key, value) for key, value in values.items()])
+
+
+def _check_engine(config: Any) -> None:
+    """ValueError for SGLang on a thread of its own, where it cannot handle its signals."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main or not isinstance(config, PPOConfig) or config.trainer.rollouts_from:
+        return
+    if choose_engine(config.rollout.engine)[0] == "sglang":
+        raise ValueError(
+            f"rollout.engine={config.rollout.engine}: SGLang starts from the main thread only, "
+            "which runs an event loop here, as in every notebook: set rollout.engine=local, or "
+            "train from a script"
+        )
+
+
+@contextmanager
+def _preserved_process() -> Iterator[None]:
+    """Afterwards environment variables, random numbers and the switch of threads are as before."""
+    environment = dict(os.environ)
+    switch_interval = sys.getswitchinterval()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
+    finally:
+        sys.setswitchinterval(switch_interval)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        gc.collect()  # models are in cycles of references
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+def _has_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _call_beside_event_loop(function: Callable[[], Result]) -> Result:
+    """Returns function(), called on a thread of its own if this one runs an event loop.
+
+    A run has event loops itself, and a thread can run one at a time. What a signal raises here ends
+    the call.
+    """
+    if not _has_event_loop():
+        return function()
+    outcome: Future[Result] = Future()
+    context = contextvars.copy_context()
+
+    def call() -> None:
+        try:
+            outcome.set_result(context.run(function))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=call, name="rl2.train", daemon=True)
+    thread.start()
+    while True:
+        try:
+            return outcome.result()
+        except BaseException as error:
+            if outcome.done():
+                raise
+            number = ctypes.c_ulong(thread.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(type(error)))

@@ -1,0 +1,401 @@
+"""`rl2.train`: the command line's numbers, and a process that goes on as before."""
+
+import asyncio
+import os
+import signal
+import sys
+import textwrap
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from common import launch, make_model, read_untimed_metrics, run
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+
+import rl2
+from rl2.config.values import flatten, show_value
+from rl2.env.files import import_env_file
+from rl2.env.load import make_env
+from rl2.report import loggers
+
+ROWS = [
+    {"messages": [{"role": "user", "content": f"say a, {i}"}], "answer": "abcdefgh"}
+    for i in range(24)
+]
+TALKS = [
+    {"messages": [*row["messages"], {"role": "assistant", "content": "abc, über"}]} for row in ROWS
+]
+PAIRS = [{"prompt": f"say a, {i}", "chosen": "abc", "rejected": "xyz"} for i in range(8)]
+KEYS = {
+    "data": {"prompts_per_rollout": 4, "responses_per_prompt": 8},
+    "actor": {"lr": 0.02, "dtype": "float32", "gradient_checkpointing": False},
+    "rollout.max_running": 32,
+    "rollout.train_sampling_params.max_new_tokens": 8,
+    "trainer.max_steps": 2,
+}
+SFT_KEYS = {"data.batch_size": 4, "actor.lr": 0.02, "trainer.max_steps": 3}
+
+
+def reward_fn(messages, answer):
+    reply = messages[-1]["content"]
+    return sum(letter in answer for letter in reply) / max(len(reply), 1)
+
+
+ENV_FILE = """
+    def reward_fn(messages, answer):
+        reply = messages[-1]["content"]
+        return sum(letter in answer for letter in reply) / max(len(reply), 1)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("api") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch, tmp_path):
+    """As the command line has it in the tests. Runs are in a folder of the test."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def train_ppo(model, name, function=reward_fn, **keys):
+    return rl2.train(
+        "ppo",
+        rows=ROWS,
+        reward_fn=function,
+        model_name=model,
+        **KEYS,
+        **{"trainer.experiment_name": name, **keys},
+    )
+
+
+def train_in_event_loop(*arguments, **keys):
+    async def train():
+        return train_ppo(*arguments, **keys)
+
+    return asyncio.run(train())
+
+
+def words(keys):
+    return [f"{key}={show_value(value)}" for key, value in flatten(keys)]
+
+
+def weights(run):
+    return (run.model_path / "model.safetensors").read_bytes()
+
+
+def describe_process():
+    """What a run must leave as it was. The thread of tqdm, which any bar starts, does not count."""
+    threads = {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
+    environment = dict(os.environ)
+    environment.pop("PYTEST_CURRENT_TEST")
+    return {
+        "environment": environment,
+        "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        "wakeup": signal.set_wakeup_fd(-1),
+        "threads": threads,
+        "children": set(psutil.Process().children(recursive=True)),
+        "group": dist.is_initialized(),
+        "random": torch.get_rng_state().tolist(),
+        "switch": sys.getswitchinterval(),
+    }
+
+
+@pytest.fixture
+def unchanged_process():
+    """Fails the test if the process is another one within three seconds after it."""
+    before = describe_process()
+    yield
+    deadline = time.monotonic() + 3
+    while describe_process() != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    after = describe_process()
+    assert {name: value for name, value in after.items() if value != before[name]} == {}
+
+
+# The command line.
+
+
+def test_ppo_has_the_bits_of_the_command_line(model, tmp_path):
+    ours = train_ppo(model, "python", test_rows=ROWS[:3])
+    [rows] = tmp_path.glob("runs/python/inputs/rows-*.jsonl")
+    [test_rows] = tmp_path.glob("runs/python/inputs/test_rows-*.jsonl")
+    (tmp_path / "env.py").write_text(textwrap.dedent(ENV_FILE))
+    files = [f"data.path={rows}", f"data.test_path={test_rows}", "rollout.env_path=env.py"]
+    name = ["trainer.experiment_name=shell", f"actor.model_name={model}"]
+    launch(1, "-m", "rl2.trainer.ppo", *words(KEYS), *files, *name)
+    shell = rl2.Run(tmp_path / "runs/shell")
+    assert [line["step"] for line in ours.metrics] == [0, 1, 2]
+    assert read_untimed_metrics(ours.path) == read_untimed_metrics(shell.path)
+    assert weights(ours) == weights(shell)
+    for step in (1, 2):
+        assert ours.rollouts(step) == shell.rollouts(step)
+    assert ours.rollouts(0, "test") == shell.rollouts(0, "test")
+
+
+def test_sft_has_the_bits_of_the_command_line(model, tmp_path):
+    ours = rl2.train("sft", rows=TALKS, model_name=model, **SFT_KEYS)
+    [rows] = tmp_path.glob("runs/default/inputs/rows-*.jsonl")
+    launch(
+        1,
+        *("-m", "rl2.trainer.sft", *words(SFT_KEYS), f"data.path={rows}"),
+        *(f"actor.model_name={model}", "trainer.experiment_name=shell"),
+    )
+    assert read_untimed_metrics(ours.path) == read_untimed_metrics(tmp_path / "runs/shell")
+    assert weights(ours) == weights(rl2.Run(tmp_path / "runs/shell"))
+    loaded, tokenizer = ours.load()
+    assert isinstance(loaded, LlamaForCausalLM) and tokenizer.chat_template
+
+
+def test_the_problems_are_those_of_the_command_line(model, tmp_path):
+    wrong = {"actor.lrr": 1e-5, "actor.clip": "x"}
+    with pytest.raises(ValueError) as raised:
+        train_ppo(model, "wrong", **wrong)
+    assert not (tmp_path / "runs/wrong").exists()
+    (tmp_path / "rows.jsonl").write_text('{"messages": "say a", "answer": "a"}\n')
+    (tmp_path / "env.py").write_text(textwrap.dedent(ENV_FILE))
+    files = ["data.path=rows.jsonl", "rollout.env_path=env.py", f"actor.model_name={model}"]
+    done = launch(1, "-m", "rl2.trainer.ppo", *files, *words({**KEYS, **wrong}), check=False)
+    assert done.returncode == 1 and str(raised.value) in done.stderr
+    assert "2 problems" in str(raised.value) and "did you mean actor.lr?" in str(raised.value)
+
+
+# The process.
+
+
+@pytest.mark.parametrize("train", [train_ppo, train_in_event_loop])
+def test_runs_follow_each_other_in_a_process(train, model, unchanged_process):
+    first, second = train_ppo(model, "first"), train(model, "second")
+    assert read_untimed_metrics(first.path) == read_untimed_metrics(second.path)
+    assert weights(first) == weights(second)
+
+
+@pytest.mark.parametrize("train", [train_ppo, train_in_event_loop])
+def test_a_failing_reward_leaves_a_process_that_can_train(train, model, unchanged_process):
+    def fail(messages, answer):
+        raise KeyError("nope")
+
+    with pytest.raises(ValueError, match="KeyError: 'nope'"):  # when it is tried
+        train(model, "run", fail)
+
+    def fail_later(messages, answer):
+        if len(messages[-1]["content"]) not in (0, len("The answer is 42.")):
+            raise KeyError("later")
+        return 0.0
+
+    with pytest.raises(RuntimeError, match="environment failed on .*(?s:.*)KeyError: 'later'"):
+        train(model, "run", fail_later, **{"trainer.resume": "off"})
+    train(model, "run", **{"trainer.resume": "off"})
+
+
+def test_a_run_that_fails_ends_its_services(model, monkeypatch):
+    class Service:
+        is_open = True
+
+        def log(self, step, metrics, samples):
+            raise RuntimeError("no network")
+
+        def close(self):
+            self.is_open = False
+
+    service = Service()
+    monkeypatch.setattr(loggers, "LOGGERS", {"wandb": lambda run: service})
+    with pytest.raises(RuntimeError, match="no network"):
+        train_ppo(model, "run", **{"trainer.loggers": ["wandb"]})
+    assert not service.is_open and os.path.exists("runs/run/report.html")
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("train", [train_ppo, train_in_event_loop])
+def test_ctrl_c_ends_the_trial_at_once(train, model, unchanged_process):
+    def reward_with_ctrl_c(messages, answer):
+        interrupt()
+        return reward_fn(messages, answer)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(model, "run", reward_with_ctrl_c)
+    train(model, "run", **{"trainer.resume": "off"})
+
+
+class CtrlC:
+    """A reward function that interrupts the first step `times` times."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def __call__(self, messages, answer):
+        reply = messages[-1]["content"]
+        if reply not in ("", "The answer is 42."):  # which are those of the trial
+            times, self.times = self.times, 0
+            for number in range(times):
+                time.sleep(1.2 * number)  # a signal that comes sooner is the same request
+                interrupt()
+        return reward_fn(messages, answer)
+
+
+@pytest.mark.parametrize("train", [train_ppo, train_in_event_loop])
+def test_ctrl_c_in_training_saves_and_the_same_call_resumes(train, model, unchanged_process):
+    stopped = train(model, "run", CtrlC(1))
+    assert [line["step"] for line in stopped.metrics] == [1] and stopped.model_path.exists()
+    resumed = train(model, "run", CtrlC(0))
+    assert [line["step"] for line in resumed.metrics] == [1, 2]
+    whole = train(model, "whole")
+    assert read_untimed_metrics(resumed.path) == read_untimed_metrics(whole.path)
+    assert weights(resumed) == weights(whole)
+    changed = weights(resumed)
+    assert train(model, "run", CtrlC(0)) == resumed  # all steps are done
+    assert weights(resumed) == changed
+
+
+@pytest.mark.parametrize("train", [train_ppo, train_in_event_loop])
+def test_a_second_ctrl_c_ends_the_run_at_once(train, model, unchanged_process):
+    with pytest.raises(KeyboardInterrupt):
+        train(model, "run", CtrlC(2))
+    assert not rl2.Run("runs/run").model_path.exists()
+    train(model, "run", CtrlC(0), **{"trainer.resume": "off"})
+
+
+def test_a_process_has_one_run_at_a_time(model, unchanged_process):
+    errors = []
+
+    def train_in_a_run(messages, answer):
+        try:
+            train_ppo(model, "inner")
+        except RuntimeError as error:
+            errors.append(str(error))
+        return reward_fn(messages, answer)
+
+    train_ppo(model, "outer", train_in_a_run)
+    assert set(errors) == {"this process is training already: call rl2.train after that run"}
+
+
+def test_importing_rl2_is_light():
+    heavy = "{'torch', 'transformers', 'numpy', 'omegaconf', 'hydra'}"
+    run("-c", f"import sys, rl2; rl2.train; assert not {heavy} & {{*sys.modules}}")
+
+
+# What is given.
+
+
+def test_paths_and_an_env_file_work_as_well(model, tmp_path, unchanged_process):
+    (tmp_path / "env.py").write_text(textwrap.dedent(ENV_FILE))
+    first = rl2.train(
+        "ppo",
+        rows=ROWS,
+        test_rows={"few": ROWS[:2], "one": ROWS[:1]},
+        env=tmp_path / "env.py",
+        model_name=model,
+        **KEYS,
+        trainer={"experiment_name": "rows"},
+    )
+    [rows] = first.path.glob("inputs/rows-*")
+    second = rl2.train(
+        "ppo",
+        rows=rows,
+        test_rows={"few": next(first.path.glob("inputs/test_rows_few-*")), "one": ROWS[:1]},
+        env="env.py",
+        **{**KEYS, "actor.model_name": model, "trainer.experiment_name": "paths"},
+    )
+    assert "test/one/reward/mean" in first.metrics[0]
+    assert read_untimed_metrics(first.path) == read_untimed_metrics(second.path)
+
+
+@pytest.mark.parametrize("trainer", ["dpo", "rm"])
+def test_dpo_and_rm_train_on_pairs(trainer, model, unchanged_process):
+    keys = {"data.batch_size": 4, "trainer.max_steps": 1}
+    trained = rl2.train(trainer, rows=iter(PAIRS), model_name=model, **keys)
+    kind = {"dpo": LlamaForCausalLM, "rm": LlamaForSequenceClassification}[trainer]
+    assert len(trained.metrics) == 1 and isinstance(trained.load()[0], kind)
+
+
+def test_other_rows_or_functions_are_another_experiment(model):
+    train_ppo(model, "run")
+    with pytest.raises(ValueError, match="another experiment:\n.*rollout.env_path"):
+        train_ppo(model, "run", lambda messages: 1.0)
+    keys = {**KEYS, "trainer.experiment_name": "run"}
+    with pytest.raises(ValueError, match="another experiment:\n.*data.path"):
+        rl2.train("ppo", rows=ROWS[1:], reward_fn=reward_fn, model_name=model, **keys)
+
+
+def test_the_record_of_functions_refuses_to_be_an_environment(model):
+    scale = 0.5
+    recorded = train_ppo(model, "run", lambda messages: scale * len(messages))
+    [record] = recorded.path.glob("inputs/env-*.py")
+    assert "scale * len(messages)" in record.read_text()
+    with pytest.raises(ValueError, match="given to rl2.train by Python code"):
+        import_env_file(str(record))
+
+
+def test_functions_have_the_names_of_an_env_file():
+    class Game:
+        def step(self, message):
+            return "go on"
+
+    async def agent(row, base_url):
+        return 1.0
+
+    def answer(messages):
+        return []
+
+    environment = make_env({"make_env": Game, "reward_fn": reward_fn, "extract": answer})
+    assert environment.has_object and environment.spec.extract is answer
+    assert make_env({"run": agent}).spec.run is agent
+    env = make_env({"reward_fn": reward_fn, "interact": answer, "group_reward_fn": sorted_rewards})
+    assert env.spec.interact is answer and env.spec.group_reward_fn is sorted_rewards
+    with pytest.raises(ValueError, match="extract: expected a function with .* messages"):
+        make_env({"reward_fn": reward_fn, "extract": lambda text: text})
+
+
+def sorted_rewards(trajectories):
+    return [0.0 for _ in trajectories]
+
+
+WRONG = {
+    "trainer='pppo': did you mean ppo?": dict(trainer="pppo"),
+    "data.path is missing": dict(trainer="sft", rows=None, reward_fn=None),
+    r"rows\[1\]: expected a dict, got 'messages'": dict(rows=[{}, "messages"]),
+    r"rows\[0\]\['day'\]: .*not JSON serializable; rows are": dict(rows=[{"day": object()}]),
+    r"rows\[0\]\['answer'\]: the key 1 is not": dict(rows=[{"answer": [{1: 2}]}]),
+    r"rows\[0\]\['answer'\]: .*surrogates not allowed": dict(rows=[{"answer": "\ud800"}]),
+    "data.path and rows: both set data.path": {"data.path": "rows.jsonl"},
+    "actor.lr and actor.lr: both": {"actor": {"lr": 1e-5}, "actor.lr": 1e-4},
+    "rollout.env_path and reward_fn: both": {"rollout": {"env_path": "gsm8k"}},
+    "env and reward_fn: both set rollout.env_path": dict(env="gsm8k"),
+    "reward_fn: sft has no environment": dict(trainer="sft"),
+    "env_isolation=process: other processes cannot call reward_fn": {
+        "rollout.env_isolation": "process"
+    },
+    r"reward_fn: expected a function, got 3": dict(reward_fn=3),
+    "malformed rows in .*inputs/rows": dict(rows=[{"text": "a"}]),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_cannot_work_is_refused_in_words(message, model, unchanged_process):
+    arguments = {"trainer": "ppo", "rows": ROWS, "reward_fn": reward_fn, "model_name": model}
+    arguments = {**arguments, **WRONG[message]}
+    with pytest.raises(ValueError, match=message):
+        rl2.train(arguments.pop("trainer"), **arguments)
+
+
+def test_torchrun_and_a_foreign_process_group_are_refused(model, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(RuntimeError, match="torchrun has started this one"):
+        train_ppo(model, "run")
+    monkeypatch.delenv("RANK")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(RuntimeError, match="destroy_process_group"):
+        train_ppo(model, "run")
+    assert dist.is_initialized()
+    dist.destroy_process_group()
