@@ -55,8 +55,12 @@ setup(
         "test": [
             "hypothesis",
             "import-linter>=2.5",
+            "ipykernel",
             "math-verify>=0.9",
+            "matplotlib",
             "mypy>=2.4",
+            "nbclient",
+            "nbformat",
             "openai>=2",
             "peft>=0.20,<0.22",
             "pytest",

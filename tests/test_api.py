@@ -1,12 +1,15 @@
 """`rl2.train`: the command line's numbers, and a process that goes on as before."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
 import textwrap
 import threading
 import time
+import urllib.request
+from pathlib import Path
 
 import psutil
 import pytest
@@ -306,9 +309,41 @@ def test_paths_and_an_env_file_work_as_well(model, tmp_path, unchanged_process):
         test_rows={"few": next(first.path.glob("inputs/test_rows_few-*")), "one": ROWS[:1]},
         env="env.py",
         **{**KEYS, "actor.model_name": model, "trainer.experiment_name": "paths"},
+        **{"rollout.env_isolation": "process"},
     )
     assert "test/one/reward/mean" in first.metrics[0]
     assert read_untimed_metrics(first.path) == read_untimed_metrics(second.path)
+
+
+def test_a_failing_run_ends_the_processes_of_its_env_file(model, unchanged_process):
+    """Also the process of an env file that leaves a process behind itself."""
+    Path("env.py").write_text(
+        "import subprocess\n"
+        "def reward_fn(messages):\n"
+        "    if messages[-1]['content'] in ('', 'The answer is 42.'):\n"
+        "        return 0.0\n"
+        "    subprocess.Popen(['sleep', '60'])\n"
+        "    raise KeyError('later')\n"
+    )
+    keys = {**KEYS, "rollout.env_isolation": "process", "rollout.env_concurrency": 2}
+    with pytest.raises(RuntimeError, match="KeyError: 'later'"):
+        rl2.train("ppo", rows=ROWS, env="env.py", model_name=model, **keys)
+
+
+def test_an_agent_finds_the_model(model, unchanged_process):
+    def ask(base_url, api_key, messages):
+        body = json.dumps({"model": "rl2", "messages": messages}).encode()
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
+        with urllib.request.urlopen(request) as response:
+            return json.load(response)["choices"][0]["message"]["content"]
+
+    async def agent(row, base_url, api_key):
+        reply = await asyncio.to_thread(ask, base_url, api_key, row["messages"])
+        return reward_fn([{"content": reply}], row["answer"])
+
+    trained = rl2.train("ppo", rows=ROWS, run=agent, model_name=model, **KEYS)
+    assert [line["reward/run"] > 0 for line in trained.metrics] == [True, True]
 
 
 @pytest.mark.parametrize("trainer", ["dpo", "rm"])
