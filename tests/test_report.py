@@ -110,6 +110,25 @@ def test_a_step_lasts_until_the_next_line_and_the_rest_of_its_phases_is_other(
     assert (first["tokens/per_second"], second["tokens/per_second"]) == (10, 20)
 
 
+def test_the_warnings_of_a_step_are_in_its_line(tmp_path, monkeypatch, one_process, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    log = MetricsLog(tmp_path, make_config(disable_wandb=True), 0, 3)
+    monkeypatch.setattr(log.health, "check_cores", lambda *measured: ["the update waited"])
+    with log.phase("update"):
+        pass
+    metrics = {name: value for name, value in STEP.items() if name != "step"}
+    log.write(1, metrics)
+    log.write(2, metrics | SAME)
+    log.write(3, metrics)
+    log.complete(2, {"test/reward/mean": 0.5}, {})
+    first, second, third = MetricsFile(tmp_path).read()
+    assert first["warnings"] == ["the update waited"] and "warnings" not in third
+    [warning] = second["warnings"]
+    assert warning.startswith("step 2 taught nothing: ")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed.count(warning) == printed.count("the update waited") == 1
+
+
 def console_lines(capsys, steps, config=None, num_steps=100):
     """What the console prints of `steps`, the metrics of each step."""
     console = Console(config or make_config(), 0, num_steps)

@@ -270,6 +270,7 @@ class MetricsLog:
         self.loggers: list[Logger] = []
         self.has_services = False
         self.health = Health(folder, config, start_step)
+        self.warnings: list[str] = []  # printed since the last line
         self.console: Console | None = None
         if dist.get_rank() == 0:
             run = RunInfo(folder, asdict(config), start_step)
@@ -304,13 +305,15 @@ class MetricsLog:
         self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
         if name == "update" and not torch.cuda.is_available():
             cpu_seconds = time.process_time() - cpu_start
-            self._print(self.health.check_cores(seconds, cpu_seconds, torch.get_num_threads()))
+            warnings = self.health.check_cores(seconds, cpu_seconds, torch.get_num_threads())
+            self.warnings += warnings
+            self._print(warnings)
 
     def write(self, step: int, metrics: Metrics, records: Records | None = None) -> None:
         """Writes the metrics of a finished step, with its times and the peak of memory.
 
         Services may get samples of `records`, the first transcripts that the step has written. The
-        file gets the hashes of the weights too.
+        file gets the hashes of the weights and the warnings too.
         Prints what is wrong with the step, and raises RuntimeError if the run has diverged.
         A step lasts from the line before its own, or from when this log was made, to its own line.
         """
@@ -338,11 +341,13 @@ class MetricsLog:
         samples: Samples = {}
         if self.has_services and (is_evaluated or step % SAMPLE_FREQ == 0):
             samples = make_samples(records or {})
+        warnings = self.health.check(line)
         if self.file is not None:
-            self.file.write(line, hashes)
+            self.file.write(line, hashes, [*self.warnings, *warnings])
+        self.warnings = []
         for logger in self.loggers:
             logger.log(step, line, samples)
-        self._print(self.health.check(line))
+        self._print(warnings)
         self.health.stop_if_diverged()
 
     def complete(self, step: int, metrics: Metrics, records: Records) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from rl2.report.token_texts import SavedTokens, find_tokenizer
+from rl2.run.records import NOT_METRICS
 
 MAX_LINES = 2000  # of a metrics.jsonl
 MAX_STEPS = 60  # of the training data and of each test set, whose answers are shown
@@ -58,7 +59,7 @@ def _read_run(folder: Path, num_bytes: int) -> Record:
         )
     lines.sort(key=lambda line: line["step"])
     shown = spread(lines, MAX_LINES)
-    names = {name: None for line in lines for name in line if name != "weights"}  # hashes
+    names = {name: None for line in lines for name in line if name not in NOT_METRICS}
     return {
         "folder": str(folder.resolve()),
         "num_steps": len(lines),

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rl2.error_report import writing
 
 Line = dict[str, Any]  # of metrics.jsonl
 Records = dict[str, list[dict[str, Any]]]  # of transcripts, by split
+NOT_METRICS = {"weights", "warnings"}  # what a line has beside numbers
 
 
 class DamagedFile(ValueError):
@@ -68,11 +70,18 @@ class MetricsFile:
     def __init__(self, folder: Path):
         self.path = folder / "metrics.jsonl"
 
-    def write(self, metrics: dict[str, float], hashes: dict[str, str]) -> None:
-        """Adds the line of a step, with the hash of each worker's weights."""
+    def write(
+        self, metrics: dict[str, float], hashes: dict[str, str], warnings: Sequence[str] = ()
+    ) -> None:
+        """Adds the line of a step, with the hash of each worker's weights.
+
+        `warnings` are the sentences that the console shows about the step.
+        """
         line: Line = {name: _to_json_number(value) for name, value in metrics.items()}
         if hashes:
             line["weights"] = hashes
+        if warnings:
+            line["warnings"] = list(warnings)
         with writing(self.path), open(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
@@ -116,7 +125,7 @@ class MetricsFile:
                 line |= {name: _to_json_number(value) for name, value in metrics.items()}
                 completed = line
         self.replace(lines)
-        numbers = {name: value for name, value in completed.items() if name != "weights"}
+        numbers = {name: completed[name] for name in completed if name not in NOT_METRICS}
         return {name: math.nan if value is None else value for name, value in numbers.items()}
 
 

@@ -18,8 +18,8 @@ from rl2.progress import Bar
 from rl2.report.page import Record, prompt_of, read_lines, read_yaml
 from rl2.report.token_texts import find_tokenizer
 
-# Metrics that differ from run to run.
-TIMED = ("time/", "memory/", "resources/", "tokens/per_second")
+# What differs from run to run. Each launch of a run counts its warnings from the start.
+TIMED = ("time/", "memory/", "resources/", "tokens/per_second", "warnings")
 # The phases of a step in their order, and what a person calls them.
 PHASES = {
     "data": "the rows of the data",
