@@ -20,11 +20,13 @@ from safetensors.numpy import save_file
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.config.key import schema_keys
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
-from rl2.report import loggers, page
+from rl2.report import answers, loggers, page, saved, summary
+from rl2.report.answers import SharedStart
 from rl2.report.console import Console, describe_start
 from rl2.report.health import Health, find_problems, learns_from_groups_alone
 from rl2.report.loggers import MetricsLog, Report, RunInfo, start_wandb
 from rl2.report.page import write_page
+from rl2.report.summary import describe_seconds, summarize
 from rl2.report.token_texts import SavedTokens, split_text
 from rl2.run.records import MetricsFile
 from rl2.tools import report as report_command
@@ -575,6 +577,7 @@ def read_page(path):
 
 
 def report(*folders):
+    """The data of each run in a report of these folders."""
     path = folders[0].parent / "page.html"
     write_page([*folders], path)
     return read_page(path)["runs"]
@@ -616,10 +619,11 @@ def test_broken_lines_and_missing_columns_are_no_obstacle(tmp_path):
 
 
 def test_a_report_has_a_sample_with_the_best_and_the_worst_answer(tmp_path, monkeypatch):
-    limits = {"ROLLOUT_BYTES": 60_000, "MAX_STEPS": 3, "MAX_LINES": 5, "MAX_ANSWERS": 4}
-    for name, value in (limits | {"MAX_CHARACTERS": 1000}).items():
+    for name, value in {"ROLLOUT_BYTES": 60_000, "MAX_STEPS": 3, "MAX_LINES": 5}.items():
         monkeypatch.setattr(page, name, value)
-    records = [answer(i, i // 8, 0.5, "x" * 5000) for i in range(80)]
+    monkeypatch.setattr(answers, "MAX_ANSWERS", 4)
+    monkeypatch.setattr(saved, "MAX_CHARACTERS", 1000)
+    records = [answer(i, i // 8, 0.5, f"{i:04}" * 1250) for i in range(80)]
     records[20]["reward"], records[60]["reward"] = 0.0, 1.0
     [run] = report(write_run(tmp_path / "a", 9, {f"train/step_{i}": records for i in range(1, 10)}))
     assert run["num_steps"] == 9 and run["metrics"]["step"] == [1, 3, 5, 7, 9]
@@ -645,8 +649,227 @@ def test_conversations_share_only_what_comes_before_the_first_reply(tmp_path, nu
         record["messages"] = [*example, record["messages"][0], *turns]
     [run] = report(write_run(tmp_path / "a", 1, {"train/step_1": records}))
     [group] = run["rollouts"]["steps"][0]["groups"]
-    assert group["prompt"] == [*example, {"role": "user", "content": "question 0"}]
-    assert [a["messages"] for a in group["answers"]] == [turns] * 2
+    assert run["rollouts"]["shared"] == {"train": example}
+    assert group["prompt"] == [{"role": "user", "content": "question 0"}]
+    assert [(a["messages"], a["count"]) for a in group["answers"]] == [(turns, 2)]
+
+
+def test_equal_answers_are_there_once_with_their_count(tmp_path):
+    texts = ["a", "b", "a", "a", "b", "c"]
+    records = [answer(i, 0, 1.0, text, versions=[[i, 3]]) for i, text in enumerate(texts)]
+    records[3]["reward"] = 0.5
+    [run] = report(write_run(tmp_path / "a", 1, {"train/step_1": records}))
+    [group] = run["rollouts"]["steps"][0]["groups"]
+    counts = [(a["messages"][0]["content"], a["reward"], a["count"]) for a in group["answers"]]
+    assert counts == [("a", 1.0, 2), ("b", 1.0, 2), ("c", 1.0, 1), ("a", 0.5, 1)]
+    assert group["size"] == 6
+
+
+SYSTEM = {"role": "system", "content": "Think."}
+SHOTS = "".join(f"Question: {i} + {i} =\nAnswer: {2 * i}\n" for i in range(20))
+
+
+def ask(text, *before):
+    return [*before, {"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "shared", "rest"),
+    [
+        ([ask("a", SYSTEM), ask("b", SYSTEM)], [SYSTEM], [ask("a"), ask("b")]),
+        # The last message is the question, although all prompts have the same.
+        ([ask("a", SYSTEM)] * 2, [SYSTEM], [ask("a")] * 2),
+        ([ask("a"), ask("b")], [], [ask("a"), ask("b")]),
+        ([ask("a", SYSTEM), ask("b")], [], [ask("a", SYSTEM), ask("b")]),
+        # Examples in the text of a message, in whole lines. A short text is no example.
+        (
+            [ask(f"{SHOTS}Question: 13", SYSTEM), ask(f"{SHOTS}Question: 14", SYSTEM)],
+            [SYSTEM, {"role": "user", "content": f"{SHOTS}…"}],
+            [ask("… Question: 13"), ask("… Question: 14")],
+        ),
+        ([ask("Sum:\n1"), ask("Sum:\n2")], [], [ask("Sum:\n1"), ask("Sum:\n2")]),
+        ([ask(None), ask("b")], [], [ask(None), ask("b")]),
+        ([[], ask("a", SYSTEM)], [SYSTEM], [[], ask("a")]),
+    ],
+)
+def test_what_all_prompts_begin_with_is_found(prompts, shared, rest):
+    start = SharedStart.find(prompts)
+    assert start.to_page() == shared
+    assert [start.strip(prompt) for prompt in prompts] == rest
+    other = ask("c", {"role": "system", "content": "Guess."})
+    assert start.strip(other) == other
+
+
+def test_the_prompts_of_all_steps_lose_what_they_begin_with(tmp_path):
+    """The first step decides; a later prompt that begins in another way stays whole."""
+    prompts = {1: ask("a", SYSTEM), 2: ask("b", SYSTEM), 3: ask("c")}
+    steps = {}
+    for step, prompt in prompts.items():
+        messages = [*prompt, *replies("x")]
+        steps[f"train/step_{step}"] = [answer(0, 0, 1.0, "", messages=messages)]
+    [run] = report(write_run(tmp_path / "a", 3, steps))
+    assert run["rollouts"]["shared"] == {"train": [SYSTEM]}
+    shown = [step["groups"][0]["prompt"] for step in run["rollouts"]["steps"]]
+    assert shown == [ask("a"), ask("b"), ask("c")]
+
+
+def evaluation(rewards, num_answers=1):
+    """The transcripts of an evaluation: the reward of each question, by its number."""
+    records = []
+    for question, reward in rewards.items():
+        records += [answer(i, question, reward, f"answer {reward}") for i in range(num_answers)]
+    return records
+
+
+def test_the_first_and_the_last_evaluation_are_compared(tmp_path):
+    steps = {
+        "train/step_1": [answer(0, 0, 1.0, "x")],
+        "test/step_0": evaluation({0: 0.0, 1: 0.5, 2: 1.0, 3: 0.5}, num_answers=2),
+        "test/step_1": evaluation({0: 0.0}),
+        # In another order, and without a question that an interruption cost.
+        "test/step_2": evaluation({2: 0.0, 1: 0.5, 0: 1.0}),
+        "test_once/step_0": evaluation({0: 1.0}),
+    }
+    [run] = report(write_run(tmp_path / "a", 2, steps))
+    [compared] = run["rollouts"]["comparisons"]
+    assert (compared["split"], compared["before"], compared["after"]) == ("test", 0, 2)
+    assert compared["counts"] == {"better": 1, "worse": 1, "same": 1}
+    assert [q["prompt"][0]["content"] for q in compared["questions"]] == [
+        *("question 0", "question 1", "question 2")
+    ]
+    assert [q["change"] for q in compared["questions"]] == ["better", "same", "worse"]
+    first = compared["questions"][0]
+    assert [(a["reward"], a["count"]) for a in first["before"]] == [(0.0, 2)]
+    assert [(a["reward"], a["count"]) for a in first["after"]] == [(1.0, 1)]
+    assert first["row"] == {"answer": "42"}
+
+
+def test_a_long_comparison_is_a_sample_with_the_counts_of_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(answers, "MAX_QUESTIONS", 3)
+    before = evaluation(dict.fromkeys(range(40), 0.0))
+    after = evaluation({i: float(i >= 20) for i in range(40)})
+    folder = write_run(tmp_path / "a", 1, {"test/step_0": before, "test/step_1": after})
+    [compared] = report(folder)[0]["rollouts"]["comparisons"]
+    assert compared["counts"] == {"better": 20, "worse": 0, "same": 20}
+    numbers = [int(q["prompt"][0]["content"].split()[1]) for q in compared["questions"]]
+    assert numbers[0] == 0 and numbers[2:4] == [19, 20] and numbers[-1] == 39
+    monkeypatch.setattr(page, "ROLLOUT_BYTES", 4000)
+    [compared] = report(folder)[0]["rollouts"]["comparisons"]
+    assert 0 < len(compared["questions"]) < 6 and len(json.dumps(compared["questions"])) < 2000
+
+
+def test_the_warnings_of_a_run_are_in_its_report(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "a", 0)
+    file = MetricsFile(folder)
+    file.write({"step": 1, "reward/mean": 0.5}, {}, ["the update waited"])
+    file.write({"step": 2, "reward/mean": 0.5}, {}, ["step 2 taught nothing", "and so on"])
+    [run] = report(folder)
+    told = [[1, "the update waited"], [2, "step 2 taught nothing"], [2, "and so on"]]
+    assert run["warnings"] == told and "warnings" not in run["metrics"]
+    monkeypatch.setattr(page, "MAX_WARNINGS", 2)
+    [run] = report(folder)
+    assert run["warnings"] == [told[0], told[2]] and run["num_warnings"] == 3
+
+
+def summary_of(lines, trainer="PPOConfig", num_steps=None, config=None):
+    config = {"actor": {"model_name": "a/model"}} | (config or {})
+    record = {"identity": {"trainer": trainer}, "starts": [{"num_steps": num_steps}]}
+    return summarize(lines, config, record)
+
+
+def trained(*rewards, **others):
+    """Lines of metrics.jsonl: steps of 30 s with these rewards."""
+    return [
+        {"step": step, "reward/mean": reward, "time/step": 30.0} | others
+        for step, reward in enumerate(rewards, 1)
+    ]
+
+
+EVALUATED = {"test/reward/mean": 0.25, "test/avg@4": 0.5, "test/avg@4_stderr": 0.1}
+
+
+def test_a_run_is_told_in_a_few_sentences():
+    before = {"step": 0, "time/step": 12.0, **EVALUATED}
+    lines = [before, *trained(0.1, 0.2)]
+    lines[-1] |= {"test/reward/mean": 0.75, "test/avg@4": 0.875, "test/avg@4_stderr": 0.05}
+    told = summary_of(lines, num_steps=2, config={"adv": {"estimator": "grpo"}})
+    assert told["sentences"] == [
+        "a/model was trained with PPO (adv.estimator=grpo) for 2 steps in 1 min 12 s.",
+        "The mean reward in training went from 0.1 at step 1 to 0.2 at step 2.",
+        "The held-out mean reward went from 0.25 before training to 0.75 at step 2.",
+        "The held-out share of right answers went from 0.5 ± 0.2 before training to "
+        "0.875 ± 0.098 at step 2.",
+    ]
+    assert list(told["headlines"]) == ["reward/mean", "test/reward/mean", "test/avg@4"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings", "words", "headlines"),
+    [
+        ([], {}, ["no step of training is finished yet"], 0),
+        ([{"step": 0} | EVALUATED], {}, ["no step of training", "0.25 before"], 2),
+        (
+            [{"step": 0, "time/step": 61.0} | EVALUATED],
+            {"config": {"trainer": {"eval_only": True}}},
+            ["evaluated in 1 min 1 s, without training", "mean reward was 0.25"],
+            2,
+        ),
+        (trained(0.5), {"num_steps": 1}, ["1 step in 30 s", "was 0.5 at step 1", "No held-out"], 1),
+        (trained(0.5, 0.6), {"num_steps": 9}, ["2 of 9 steps"], 1),
+        (trained(0.5, None), {}, ["2 steps", "was 0.5 at step 1"], 1),
+        # rewards that do not say what is right
+        (trained(1, 2, **{"test/reward/mean": 3.0, "test/avg@1": 0.0}), {}, ["from 3 at"], 2),
+    ],
+)
+def test_a_run_that_stopped_has_one_step_or_no_test_set_is_told_as_it_is(
+    lines, settings, words, headlines
+):
+    told = summary_of(lines, **settings)
+    text = " ".join(told["sentences"])
+    assert all(word in text for word in words), text
+    assert len(told["headlines"]) == headlines
+
+
+@pytest.mark.parametrize(
+    ("trainer", "metrics", "how"),
+    [
+        ("SFTConfig", ["actor/loss", "test/loss"], "with SFT"),
+        ("DPOConfig", ["actor/loss", "test/loss", "test/accuracy"], "with DPO"),
+        ("RMConfig", ["critic/loss", "test/loss", "test/accuracy"], "as a reward model"),
+    ],
+)
+def test_offline_trainers_have_a_summary_too(trainer, metrics, how):
+    lines = [{"step": step} | dict.fromkeys(metrics, 1 / step) for step in (1, 2)]
+    told = summary_of(lines, trainer)
+    assert list(told["headlines"]) == metrics
+    assert told["sentences"][0] == f"a/model was trained {how} for 2 steps."
+    assert len(told["sentences"]) == 1 + len(metrics)
+
+
+def test_many_test_sets_are_not_all_large():
+    names = {f"test/set_{i}/reward/mean": 0.5 for i in range(20)}
+    told = summary_of(trained(0.5, 0.6, **names))
+    assert len(told["headlines"]) == summary.MAX_HEADLINES and "more" in told["sentences"][-1]
+    assert "set_0" in told["sentences"][2]
+
+
+def test_a_summary_needs_neither_config_nor_record():
+    [sentence, *_] = summarize(trained(0.5), None, None)["sentences"]
+    assert sentence == "A model was trained for 1 step in 30 s."
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.25, "0.25 s"),
+        (59.4, "59 s"),
+        (59.7, "1 min 0 s"),
+        (3600, "1 h 0 min"),
+        (190_000, "2 d 4 h"),
+    ],
+)
+def test_durations_in_words(seconds, text):
+    assert describe_seconds(seconds) == text
 
 
 def test_what_is_no_run_is_refused_in_words(tmp_path, capsys, monkeypatch):
@@ -664,7 +887,7 @@ def test_what_is_no_run_is_refused_in_words(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["rl2 report", str(run)])
     report_command.main()
     size = (run / "report.html").stat().st_size
-    assert 30_000 < size < 40_000
+    assert 40_000 < size < 50_000
     assert capsys.readouterr().out == f"{run}/report.html ({size / 1e3:.0f} kB)\n"
 
 

@@ -4,19 +4,24 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const RUNS = DATA.runs;
 // For white and black.
-const COLORS = ["#2f81e0", "#e0701a", "#1a9a6c", "#d0519a", "#8a6fe0"];
+const COLORS = ["#2f81e0", "#e0701a", "#1a9a6c", "#d0519a", "#8a6fe0", "#a98307", "#2a9fb5", "#b34a3c"];
 const SECTIONS = [
   ["Reward", [/^reward\/mean$/, /^reward\//]],
   ["Held-out rows", [/^test\/(?!(.+\/)?(rollout|tokens))/]],
-  ["Answers", [/^rollout\/(length|truncated|teaching|failed|turns)$/]],
+  ["Rollouts", [/^rollout\/(length|truncated|teaching|failed|turns)$/]],
   ["Policy", [/^actor\/(loss|.*kl|entropy|grad_norm|visible_update|clip_ratio|accuracy|margin)$/, /^critic\//]],
   ["Engine and trainer", [/^actor\/(mismatch|effective)/]],
   ["Time and memory", [/^time\/step$/, /^(memory|resources)/, /^tokens\/per_second$/]],
   ["Others", [/./]],
 ];
+// Their charts reach from 0 to 1. A reward is one if all its values are between these.
+const SHARES = /(^|[/])(truncated|failed|teaching|zero_variance|filtered|accuracy|(avg|pass|maj)@\d+)$/;
+const REWARDS = /(^|[/])reward[/](?!std$)/;
 const CONFIDENCE = 1.96; // standard errors: 95%
 const LONG_TEXT = 1200; // characters; a longer turn is folded
 const CARDS_A_PAGE = 48;
+const QUESTIONS_A_PAGE = 6;
+const SMALL_CHART = { width: 360, height: 166 };
 
 const byId = (id) => document.getElementById(id);
 const isNumber = (value) => typeof value === "number";
@@ -43,6 +48,7 @@ function colored(element, color) {
   return element;
 }
 
+/** The coloured dot and the name of a run. */
 const nameOf = (run) => make("span", {}, colored(make("i", { className: "chip" }), run.color), run.name);
 
 function format(value) {
@@ -52,6 +58,8 @@ function format(value) {
   if (size >= 1e6 || (size && size < 1e-3)) return value.toExponential(2).replace(/\.?0+e/, "e");
   return Number.isInteger(value) ? value.toLocaleString("en") : String(+value.toPrecision(4));
 }
+
+const formatShort = (value) => (Number.isInteger(value) ? format(value) : format(+value.toPrecision(3)));
 
 /** [[step, value], ...] of a metric, without the steps that lack it. */
 function pointsOf(run, metric) {
@@ -66,8 +74,10 @@ function makeFolded(title, isOpen, build) {
   const place = make("div");
   const ontoggle = () => place.childElementCount || place.append(build());
   if (isOpen) ontoggle();
-  return make("details", { ontoggle, open: isOpen }, make("summary", {}, ...title), place);
+  return make("details", { className: "fold", ontoggle, open: isOpen }, make("summary", {}, ...title), place);
 }
+
+const makeTitle = (title, hint) => [make("b", {}, title), make("span", {}, hint)];
 
 // Curves
 
@@ -95,36 +105,46 @@ function rangeOf(values) {
   return low < high ? [low, high] : [low - 0.5, low + 0.5];
 }
 
+/** The ends of a chart's axis. Unless it is fitted it has 0, so that noise does not look like a trend. */
+function axisOf(metric, values) {
+  if (byId("axes").value === "fitted") return rangeOf(values);
+  const isShare = SHARES.test(metric) || (REWARDS.test(metric) && values.every((value) => value >= 0 && value <= 1));
+  return rangeOf([...values, 0, ...(isShare ? [1] : [])]);
+}
+
+const isConstant = (points) => points.every(([, value]) => value === points[0][1]);
+
 /** A chart; the caption has the values under the pointer. */
-function makeChart(title, points, describe, usual) {
-  const [steps, values] = [0, 1].map((i) => rangeOf(points.map((point) => point[i])));
-  const x = (step) => 54 + (298 * (step - steps[0])) / (steps[1] - steps[0]);
-  const y = (value) => 8 + (138 * (values[1] - value)) / (values[1] - values[0]);
-  const svg = makeSvg("svg", { viewBox: "0 0 360 166" });
+function makeChart(heads, points, [low, high], describe, usual, { width, height }) {
+  const steps = rangeOf(points.map(([step]) => step));
+  const [right, bottom] = [width - 8, height - 20];
+  const x = (step) => 54 + ((right - 54) * (step - steps[0])) / (steps[1] - steps[0]);
+  const y = (value) => 8 + ((bottom - 8) * (high - value)) / (high - low);
+  const svg = makeSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": heads.map((head) => head.textContent).join(", ") });
   const write = (text, attributes) => svg.appendChild(makeSvg("text", attributes)).append(text);
-  for (const value of ticks(values, 6)) {
-    svg.append(makeSvg("path", { class: "grid", d: `M54 ${y(value)}H352` }));
+  for (const value of ticks([low, high], 6)) {
+    svg.append(makeSvg("path", { class: "grid", d: `M54 ${y(value)}H${right}` }));
     write(format(value), { x: 49, y: y(value) + 4, "text-anchor": "end" });
   }
   for (const step of ticks(steps, 6).filter(Number.isInteger)) {
-    write(format(step), { x: x(step), y: 163, "text-anchor": "middle" });
+    write(format(step), { x: x(step), y: height - 3, "text-anchor": "middle" });
   }
   const caption = make("span", {}, ...usual);
   const cursor = svg.appendChild(makeSvg("path", { class: "grid" }));
   const near = ({ clientX }) => {
     const box = svg.getBoundingClientRect();
-    const distance = (step) => Math.abs(x(step) - ((clientX - box.left) / box.width) * 360);
+    const distance = (step) => Math.abs(x(step) - ((clientX - box.left) / box.width) * width);
     return points.reduce((best, [step]) => (distance(step) < distance(best) ? step : best), Infinity);
   };
   svg.onpointermove = (event) => {
-    cursor.setAttribute("d", `M${x(near(event))} 8V146`);
+    cursor.setAttribute("d", `M${x(near(event))} 8V${bottom}`);
     caption.replaceChildren(`step ${near(event)}: ${describe(near(event))}`);
   };
   svg.onpointerleave = () => {
     cursor.setAttribute("d", "");
     caption.replaceChildren(...usual);
   };
-  const figure = make("figure", {}, make("figcaption", {}, make("b", {}, title), caption), svg);
+  const figure = make("figure", {}, make("figcaption", {}, heads[0], caption), ...heads.slice(1), svg);
   const draw = (className, color, line) => {
     const d = line.map(([step, value], i) => `${i ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("");
     svg.append(colored(makeSvg("path", { class: className, d }), color));
@@ -132,25 +152,31 @@ function makeChart(title, points, describe, usual) {
   return { figure, draw };
 }
 
-/** One metric of all runs, with error bars if it has a standard error. */
-function lineChart(metric, window) {
-  const lines = [];
-  for (const run of RUNS) {
-    for (const name of metric === "memory/peak_gib" ? [metric, "memory/predicted_gib"] : [metric]) {
-      const points = pointsOf(run, name);
-      const errors = new Map(pointsOf(run, `${name}_stderr`));
-      const bars = points.map(([step, value]) => [-1, 1].map((sign) => [step, value + sign * CONFIDENCE * (errors.get(step) || 0)]));
-      lines.push({ run, points, bars, errors, className: name === metric ? "" : "dashed" });
-    }
-  }
-  const shown = lines.filter(({ points }) => points.length);
-  const describe = (step) => shown.map(({ points, errors }) => {
-    const error = errors.get(step);
-    return format(points.find((point) => point[0] === step)?.[1]) + (error ? ` ± ${format(CONFIDENCE * error)}` : "");
-  }).join(" | ");
-  const last = shown.map(({ points }) => format(points.at(-1)[1])).join(" | ");
-  const { figure, draw } = makeChart(shown.some(({ className }) => className) ? `${metric} (dashed: predicted)` : metric, shown.flatMap(({ bars }) => bars.flat()), describe, [`last ${last}`]);
-  for (const { run, points, bars, errors, className } of shown) {
+/** The curves of a metric: of each run its points, and the ends of their error bars. */
+function linesOf(metric) {
+  const names = metric === "memory/peak_gib" ? [metric, "memory/predicted_gib"] : [metric];
+  const limit = (value) => (SHARES.test(metric) ? Math.min(1, Math.max(0, value)) : value);
+  const lines = RUNS.flatMap((run) => names.map((name) => {
+    const points = pointsOf(run, name);
+    const errors = new Map(pointsOf(run, `${name}_stderr`));
+    const bars = points.map(([step, value]) => [-1, 1].map((sign) => [step, limit(value + sign * CONFIDENCE * (errors.get(step) || 0))]));
+    return { run, points, bars, errors, className: name === metric ? "" : "dashed" };
+  }));
+  return lines.filter(({ points }) => points.length);
+}
+
+const withError = (value, error) => format(value) + (error ? ` ± ${format(CONFIDENCE * error)}` : "");
+
+/** One metric of all runs, with error bars if it has a standard error. `usual` is the caption. */
+function lineChart(metric, heads, usual, size) {
+  const lines = linesOf(metric);
+  const window = +byId("smoothing").value;
+  const describe = (step) => lines.map(({ points, errors }) => withError(points.find((point) => point[0] === step)?.[1], errors.get(step))).join(" | ");
+  const ends = lines.flatMap(({ bars }) => bars.flat());
+  const axis = axisOf(metric, ends.map(([, value]) => value));
+  const cut = axis[0] > 0 || axis[1] < 0 ? ", axis without 0" : "";
+  const { figure, draw } = makeChart(heads, ends, axis, describe, [usual + cut], size);
+  for (const { run, points, bars, errors, className } of lines) {
     if (errors.size) bars.forEach((bar) => draw("", run.color, bar));
     if (window > 1) draw("faint", run.color, points);
     draw(className, run.color, smooth(points, window));
@@ -159,9 +185,40 @@ function lineChart(metric, window) {
   return figure;
 }
 
+function smallChart(metric) {
+  const lines = linesOf(metric);
+  const isPredicted = lines.some(({ className }) => className);
+  const last = lines.map(({ points }) => format(points.at(-1)[1])).join(" | ");
+  return lineChart(metric, [make("b", {}, isPredicted ? `${metric} (dashed: predicted)` : metric)], `last ${last}`, SMALL_CHART);
+}
+
+/** A result: its name, the first and the last value of each run, and a chart unless it is constant. */
+function makeHeadline(metric, label, size) {
+  const lines = linesOf(metric);
+  const name = make("span", {}, make("b", {}, `${label[0].toUpperCase()}${label.slice(1)}`), ` ${metric}`);
+  const numbers = lines.map(({ run, points, errors }) => {
+    const texts = points.map(([step, value]) => [formatShort(value), errors.get(step) ? ` ± ${formatShort(+(CONFIDENCE * errors.get(step)).toPrecision(2))}` : ""]);
+    const ends = points.length > 1 ? [texts[0], [" → ", ""], texts.at(-1)] : [texts[0]];
+    const place = isConstant(points) ? make("small", {}, points.length > 1 ? ` at all ${points.length} steps` : ` at step ${points[0][0]}`) : "";
+    const chip = RUNS.length > 1 ? nameOf({ name: "", color: run.color }) : "";
+    return make("div", { className: RUNS.length > 1 ? "numbers several" : "numbers" }, chip, ...ends.flatMap(([value, error]) => [value, make("small", {}, error)]), place);
+  });
+  if (lines.every(({ points }) => isConstant(points))) return make("figure", {}, make("figcaption", {}, name), ...numbers);
+  const steps = lines.map(({ points }) => `${format(points[0][0])} → ${format(points.at(-1)[0])}`);
+  return lineChart(metric, [name, ...numbers], `step ${union(steps).join(" | ")}`, size);
+}
+
+/** The size of a result's chart, so that its texts have their size on this screen. */
+function sizeOfHeadlines(number) {
+  const room = byId("headlines").clientWidth;
+  const columns = Math.max(1, Math.min(number, Math.floor(room / 360)));
+  return { width: Math.min(room / columns, 640) - 36, height: 200 };
+}
+
 /** The phases of a run's steps, one on top of the other. */
-function phaseChart(run, window) {
-  const phases = metricsOf(run).filter((name) => /^time\/(?!step$)/.test(name));
+function phaseChart(run) {
+  const window = +byId("smoothing").value;
+  const phases = metricsOf(run).filter(isPhase);
   let edge = run.steps.map((step) => [step, 0]);
   const edges = [edge];
   for (const phase of phases) {
@@ -172,26 +229,49 @@ function phaseChart(run, window) {
   const colors = phases.map((_, k) => COLORS[k % COLORS.length]);
   const legend = phases.map((phase, k) => nameOf({ name: `${phase.slice(5)} `, color: colors[k] }));
   const describe = (step) => phases.map((phase) => `${phase.slice(5)} ${format(run.metrics[phase][run.steps.indexOf(step)])}`).join(", ");
-  const title = `seconds of each phase${RUNS.length > 1 ? `, ${run.name}` : ""}`;
-  const { figure, draw } = makeChart(title, [...edges[0], ...edge], describe, legend);
+  const title = make("b", {}, `seconds of each phase${RUNS.length > 1 ? `, ${run.name}` : ""}`);
+  const points = [...edges[0], ...edge];
+  const { figure, draw } = makeChart([title], points, rangeOf(points.map(([, value]) => value)), describe, legend, SMALL_CHART);
   phases.forEach((_, k) => draw("area", colors[k], [...edges[k], ...edges[k + 1].slice().reverse()]));
   return figure;
 }
 
+const isPhase = (name) => /^time\/(?!step$)/.test(name);
+
+/** The metrics that never change, each with its value in each run. */
+function makeConstants(names) {
+  const valueOf = (name) => linesOf(name).filter(({ className }) => !className).map(({ points }) => format(points[0][1])).join(" | ");
+  return make("dl", { className: "constants" }, ...names.map((name) => make("div", {}, make("dt", {}, name), make("dd", {}, valueOf(name)))));
+}
+
+/** The metrics of a topic, without those that are drawn elsewhere; the phases are in one chart. */
+function drawTopic(title, names, isOpen) {
+  const constants = names.filter((name) => linesOf(name).every(({ points }) => isConstant(points)));
+  const varying = names.filter((name) => !constants.includes(name));
+  const phased = names.includes("time/step") ? RUNS.filter(({ steps }) => steps.length > 1) : [];
+  const draw = () => {
+    const charts = [...varying.map(smallChart), ...phased.map(phaseChart)];
+    const list = constants.length ? [make("p", { className: "quiet" }, "The same at all steps:"), makeConstants(constants)] : [];
+    return make("div", {}, make("div", { className: "charts" }, ...charts), ...list);
+  };
+  const fold = makeFolded(makeTitle(title, [...varying, ...constants].join(", ")), isOpen, draw);
+  fold.dataset.topic = title;
+  return fold;
+}
+
 function drawCharts() {
-  const window = +byId("smoothing").value;
-  const isDrawnElsewhere = (name) => /^step$|_stderr$|^memory\/predicted|^time\/(?!step$)/.test(name);
+  const open = [...byId("charts").querySelectorAll("details[open]")].map((fold) => fold.dataset.topic);
+  const headlines = Object.entries(Object.assign({}, ...RUNS.map((run) => run.summary.headlines)));
+  const size = sizeOfHeadlines(headlines.length);
+  byId("headlines").replaceChildren(...headlines.map(([metric, label]) => makeHeadline(metric, label, size)));
+  const hasPhaseChart = RUNS.some((run) => run.steps.length > 1);
+  const isDrawnElsewhere = (name) => /^step$|_stderr$|^memory\/predicted/.test(name) || (isPhase(name) && hasPhaseChart) || headlines.some(([metric]) => metric === name);
   let names = union(RUNS.map(metricsOf)).filter((name) => !isDrawnElsewhere(name));
   byId("charts").replaceChildren();
   for (const [title, patterns] of SECTIONS) {
     const own = union(patterns.map((pattern) => names.filter((name) => pattern.test(name))));
     names = names.filter((name) => !own.includes(name));
-    const draw = () => {
-      const phases = own.includes("time/step") ? RUNS.filter((run) => run.steps.length) : [];
-      const charts = own.map((name) => lineChart(name, window));
-      return make("div", { className: "charts" }, ...charts, ...phases.map((run) => phaseChart(run, window)));
-    };
-    if (own.length) byId("charts").append(makeFolded([title], title !== "Others", draw));
+    if (own.length) byId("charts").append(drawTopic(title, own, open.includes(title)));
   }
 }
 
@@ -212,27 +292,38 @@ function factsOf({ config, record }) {
 function makeTable(className, heads, rows) {
   const cells = (tag, values) => values.map((value) => make(tag, {}, value instanceof Node ? value : format(value)));
   const lines = [cells("th", heads), ...rows.map((row) => cells("td", row))];
-  return make("div", { className }, make("table", {}, ...lines.map((line) => make("tr", {}, ...line))));
+  lines[0].forEach((cell) => (cell.scope = "col"));
+  return make("div", { className, tabIndex: 0 }, make("table", {}, ...lines.map((line) => make("tr", {}, ...line))));
 }
 
 function drawSummary() {
-  const metrics = union(RUNS.map(metricsOf)).filter((name) => /^(test\/(.+\/)?)?(reward\/mean|loss)$/.test(name));
-  const change = (metric) => (run) => {
-    const points = pointsOf(run, metric);
-    return points.length ? `${format(points[0][1])} → ${format(points.at(-1)[1])}` : null;
-  };
-  const columns = [
-    ["model", (run) => (run.config?.actor || run.config?.critic)?.model_name],
-    ["steps", (run) => run.steps.at(-1)],
-    ...metrics.map((metric) => [metric, change(metric)]),
-  ].filter(([, read]) => RUNS.some(read));
-  const rows = RUNS.map((run) => [nameOf(run), ...columns.map(([, read]) => read(run))]);
-  byId("summary").append(makeTable("wide", ["run", ...columns.map(([head]) => head)], rows));
+  for (const run of RUNS) {
+    const [training, ...results] = run.summary.sentences;
+    byId("summary").append(make("p", { className: "lead" }, ...(RUNS.length > 1 ? [nameOf(run), ": "] : []), training));
+    if (RUNS.length === 1) byId("summary").append(make("p", {}, results.join(" ")));
+  }
   byId("title").textContent = document.title = RUNS.map((run) => run.name).join(", ");
   for (const { folder, steps, num_steps, num_broken } of RUNS) {
+    const sample = steps.length < num_steps ? `, curves of ${format(steps.length)} of ${count(num_steps, "line")}` : "";
     const broken = num_broken ? `; ${count(num_broken, "line")} could not be read` : "";
-    const text = num_steps ? `curves of ${format(steps.length)} of ${count(num_steps, "line")}` : "no step is finished yet";
-    byId("notes").append(make("li", {}, `${folder} on ${DATA.written}: ${text}${broken}.`));
+    byId("notes").append(make("li", {}, `${folder} on ${DATA.written}${sample}${broken}`));
+  }
+}
+
+/** What the console said of steps that went wrong. */
+function drawWarnings() {
+  const items = RUNS.flatMap((run) => run.warnings.map(([step, text]) => {
+    const place = `step ${step}`;  // with which most sentences begin
+    const [head, rest] = text.startsWith(`${place} `) ? [place, text.slice(place.length)] : [`${place}:`, ` ${text}`];
+    return make("li", {}, ...(RUNS.length > 1 ? [nameOf(run), " "] : []), make("b", {}, head), rest);
+  }));
+  for (const { name, warnings, num_warnings } of RUNS) {
+    if (warnings.length < num_warnings) items.push(make("li", {}, `${name}: ${format(warnings.length)} of ${count(num_warnings, "warning")} are shown; all are in metrics.jsonl`));
+  }
+  byId("warnings").hidden = !items.length;
+  byId("warning-list").append(...items.slice(0, 5));
+  if (items.length > 5) {
+    byId("warnings").append(makeFolded([`${count(items.length - 5, "more warning")}`], false, () => make("ul", {}, ...items.slice(5))));
   }
 }
 
@@ -245,21 +336,23 @@ function stepTable(run) {
 function drawTables() {
   const facts = RUNS.map(factsOf);
   RUNS.forEach((run, i) => {
-    byId("step-tables").append(makeFolded([nameOf(run)], run.steps.length <= 100, () => stepTable(run)));
+    const named = RUNS.length > 1 ? ` of ${run.name}` : "";
+    if (run.steps.length) byId("steps").append(makeFolded(makeTitle(`All steps${named}`, "as a table"), false, () => stepTable(run)));
     const whole = () => makeTable("tall texts", ["key", "value"], Object.entries(facts[i]));
-    byId("configs").append(makeFolded(["all of ", nameOf(run)], false, whole));
+    byId("config").append(makeFolded(makeTitle(`Configuration${named}`, "keys, command, versions"), false, whole));
   });
   if (RUNS.length === 1) return;
   const keys = union(facts.map(Object.keys)).filter((key) => !/^trainer\.(save_dir|experiment_name)$|^run\.(command|launch|time)$/.test(key));
   const differing = keys.filter((key) => new Set(facts.map((fact) => JSON.stringify(fact[key]))).size > 1);
   const rows = differing.map((key) => [key, ...facts.map((fact) => fact[key])]);
-  const title = make("h3", {}, `The runs differ in ${count(rows.length, "key")}`);
-  byId("differences").append(title, makeTable("wide texts", ["key", ...RUNS.map(nameOf)], rows));
+  const table = () => makeTable("wide texts", ["key", ...RUNS.map(nameOf)], rows);
+  byId("config").prepend(makeFolded(makeTitle(`The runs differ in ${count(rows.length, "key")}`, differing.join(", ")), true, table));
 }
 
 // Answers
 
 let numCards = CARDS_A_PAGE;
+let numQuestions = QUESTIONS_A_PAGE;
 
 const shownRun = () => RUNS[byId("run").value];
 const shownSteps = () => shownRun().rollouts.steps.filter((step) => step.split === byId("split").value);
@@ -268,6 +361,7 @@ const shownSteps = () => shownRun().rollouts.steps.filter((step) => step.split =
 function fillSelect(id, options, chosen = byId(id).value) {
   const makeOption = (value, text = value) => make("option", { value, selected: String(value) === String(chosen) }, text);
   byId(id).replaceChildren(...options.map((option) => makeOption(...[option].flat())));
+  byId(id).parentElement.hidden = options.length < 2;
 }
 
 function chooseRun() {
@@ -319,29 +413,34 @@ function selectItems(steps, order) {
     });
     return sorted(pairs, ({ answers }) => distance(...answers));
   }
-  const single = items.flatMap((item) => item.answers.map((answer) => ({ ...item, answers: [answer] })));
-  return sorted(single, ({ answers: [{ reward }] }) => (order === "best" ? 1 : -1) * (reward ?? 0));
+  const sign = order === "best" ? 1 : -1;
+  const value = ({ reward }) => sign * (reward ?? 0);
+  const first = items.map((item) => {  // of each group its best or worst answers
+    const most = Math.max(...item.answers.map(value));
+    return { ...item, answers: item.answers.filter((answer) => value(answer) === most) };
+  });
+  return sorted(first, ({ answers }) => value(answers[0]));
 }
 
+const numOf = (answers) => sum(answers.map((answer) => answer.count));
+
 function drawAnswers() {
-  const order = byId("order").value;
-  const isFlat = order === "best" || order === "worst";
   const steps = shownSteps().filter(({ step }) => ["all", String(step)].includes(byId("step").value));
-  const items = selectItems(steps, order);
+  const items = selectItems(steps, byId("order").value);
   const shade = makeShade(items.flatMap(({ answers }) => answers));
   let room = numCards;
   const drawn = items.filter(({ answers }) => (room -= answers.length) > -answers.length);
-  const cards = drawn.map(({ step, group, answers }) => answers.map((answer) => makeCard(answer, group, shade, isFlat && step)));
-  byId("groups").replaceChildren(...(isFlat ? [make("div", { className: "cards" }, ...cards.flat())] : drawn.map((item, i) => makeGroup(item, cards[i]))));
+  byId("shared").replaceChildren(...makeShared(shownRun().rollouts.shared[byId("split").value]));
+  byId("groups").replaceChildren(...drawn.map((item) => makeGroup(item, shade)));
   byId("more").hidden = drawn.length === items.length;
-  byId("answer-note").textContent = describeSample(steps, sum(items.map(({ answers }) => answers.length)));
+  byId("answer-note").textContent = describeSample(steps, sum(items.map(({ answers }) => numOf(answers))));
   byId("shade-note").textContent = shade.note;
 }
 
 /** What is selected, and what this page has of the steps. */
 function describeSample(steps, numSelected) {
   const split = byId("split").value;
-  const numHere = sum(steps.flatMap((step) => step.groups.map((group) => group.answers.length)));
+  const numHere = sum(steps.flatMap((step) => step.groups.map((group) => numOf(group.answers))));
   const numAnswers = sum(steps.map((step) => step.num_answers));
   return `${count(numSelected, "answer")} selected. This page has ${format(numHere)} of ${count(numAnswers, "answer")} here, `
     + `and ${format(shownSteps().length)} of ${count(shownRun().rollouts.num_steps[split], "step")}; all are in rollouts/${split}/.`;
@@ -358,46 +457,92 @@ function makeShade(answers) {
   return { kind, most, note: `${meaning}; the strongest shade is ${format(most)}.` };
 }
 
-function makeGroup({ step, group, answers }, cards) {
-  const title = `step ${step.step}, group ${format(group.group)}: ${format(answers.length)} of ${count(group.size, "answer")}`;
-  return make("div", {}, make("h3", {}, title), ...makePrompt(group), make("div", { className: "cards" }, ...cards));
+function makeGroup({ step, group, answers }, shade) {
+  const num = numOf(answers);
+  const counted = num === group.size ? count(num, "answer") : `${format(num)} of ${count(group.size, "answer")}`;
+  const merged = answers.length === 1 ? ", all equal" : `, ${answers.length} different`;
+  const title = `step ${step.step}, group ${format(group.group)}: ${counted}${answers.length < num ? merged : ""}`;
+  const cards = answers.map((answer) => makeCard(answer, shade));
+  return make("article", { className: "group" }, make("h3", {}, title), ...makePrompt(group), make("div", { className: "cards" }, ...cards));
+}
+
+/** The messages with which all prompts begin, folded. */
+function makeShared(messages = []) {
+  if (!messages.length) return [];
+  const roles = messages.map(({ role }) => role || "?").join(", ");
+  const title = [`Prompts begin with ${messages.length > 1 ? `these ${messages.length} messages` : "this message"}, left out below`];
+  return [makeFolded(makeTitle(title, roles), false, () => make("div", {}, ...messages.map((message) => makeMessage(message, {}))))];
 }
 
 function makePrompt({ prompt, row }) {
   const { answer, ...columns } = row || {};
-  const messages = prompt.map((message) => makeMessage(message, {}));
+  const messages = prompt.map((message) => makeMessage(message, {}, prompt.length > 1 || message.role !== "user"));
+  if (answer !== undefined) messages.push(make("div", { className: "quiet" }, `row's answer: ${format(answer)}`));
   if (Object.keys(columns).length) messages.push(makeMessage({ role: "columns of the row", content: columns }, {}));
   return messages;
 }
 
-function makeCard(answer, group, shade, step) {
+/** An answer, with how many are equal to it. The colour of its side is that of its advantage unless given. */
+function makeCard(answer, shade, side = ["bad", "", "good"][Math.sign(answer.advantage || 0) + 1]) {
   const header = make("header", {}, make("b", {}, format(answer.reward)));
   const tag = (text, className = "") => header.append(make("span", { className: `tag ${className}` }, text));
-  if (group.row?.answer !== undefined) header.append(make("span", {}, `row's answer: ${format(group.row.answer)}`));
+  if (answer.count > 1) tag(`× ${answer.count}`, "count");
   for (const [name, value] of Object.entries(answer.rewards || {})) {
     if (name !== "reward") tag(`${name} ${format(value)}`);
   }
-  const side = ["bad", "", "good"][Math.sign(answer.advantage || 0) + 1];
   if (isNumber(answer.advantage)) tag(`advantage ${format(answer.advantage)}`, side);
-  if (answer.finish_reason) tag(answer.finish_reason, answer.finish_reason === "stop" ? "" : "bad");
+  if (answer.finish_reason && answer.finish_reason !== "stop") tag(`ended by ${answer.finish_reason}`, "bad");
   if (isNumber(answer.length)) tag(count(answer.length, "token"));
-  const messages = answer.messages.map((message) => makeMessage(message, shade));
-  if (step) {
-    tag(`step ${step.step}, group ${format(group.group)}`);
-    messages.unshift(...makePrompt(group));
-  }
-  return colored(make("article", { className: "card" }, header, ...messages), side && `var(--${side})`);
+  const isReply = answer.messages.length === 1 && answer.messages[0].role === "assistant";
+  const messages = answer.messages.map((message) => makeMessage(message, shade, !isReply));
+  return colored(make("div", { className: "card" }, header, ...messages), side && `var(--${side})`);
 }
 
+// Held-out answers before and after
+
+const comparedRun = () => RUNS[byId("compared-run").value];
+const comparison = () => comparedRun().rollouts.comparisons.find(({ split }) => split === byId("compared-split").value);
+
+function chooseCompared() {
+  fillSelect("compared-split", comparedRun().rollouts.comparisons.map(({ split }) => split));
+  drawCompared();
+}
+
+function drawCompared() {
+  const { split, before, after, counts, shared, questions } = comparison();
+  const total = sum(Object.values(counts));
+  fillSelect("change", [["", `all ${format(total)}`], ...Object.entries(counts).filter(([, number]) => number).map(([change, number]) => [change, `${format(number)} ${change}`])]);
+  const change = byId("change").value;
+  const changed = (question) => question.change !== "same";
+  const selected = sorted(questions.filter((question) => !change || question.change === change), changed);
+  const shown = selected.slice(0, numQuestions);
+  byId("compared-note").textContent = `By reward, step ${format(after)} answered ${format(counts.better)} of ${count(total, "question")} better than step ${format(before)}, `
+    + `${format(counts.worse)} worse and ${format(counts.same)} the same. This page has ${format(questions.length)} of them, the changed ones first; all are in rollouts/${split}/.`;
+  byId("compared-shared").replaceChildren(...makeShared(shared));
+  byId("questions").replaceChildren(...shown.map((question) => makeQuestion(question, before, after)));
+  byId("more-questions").hidden = shown.length === selected.length;
+}
+
+/** A question with its answers of both evaluations side by side. */
+function makeQuestion(question, before, after) {
+  const color = { better: "good", worse: "bad", same: "" }[question.change];
+  const side = (step, answers, sideColor) => make("div", {}, make("h4", {}, step ? `after step ${format(step)}` : "before training"),
+    make("div", { className: "cards" }, ...answers.map((answer) => makeCard(answer, {}, sideColor))));
+  const sides = make("div", { className: "sides" }, side(before, question.before, ""), side(after, question.after, color));
+  return make("article", { className: "group" }, ...makePrompt(question), sides);
+}
+
+// Messages
+
 /** A message. What is not of a person or the model is folded, and so are long turns. */
-function makeMessage(message, shade) {
+function makeMessage(message, shade, hasRole = true) {
   const { role = "?", content, tokens, ...others } = message;
   const [text, query] = [textOf(message), byId("text-search").value];
   const isShaded = shade.kind && tokens?.[shade.kind];
-  const body = make("pre", {}, ...(isShaded ? shadedTokens(tokens, shade) : markedText(text, query)));
+  const body = make("pre", {}, ...(text === "" ? [make("small", {}, "(empty)")] : isShaded ? shadedTokens(tokens, shade) : markedText(text, query)));
   if (Object.keys(others).length) body.append(`\n${JSON.stringify(others, null, 1)}`);
   if (["user", "assistant", "system"].includes(role) && text.length <= LONG_TEXT) {
-    return make("div", { className: "message" }, make("small", {}, role), body);
+    return make("div", { className: "message" }, ...(hasRole ? [make("small", {}, role)] : []), body);
   }
   const preview = text.length <= 160 ? text : `${text.slice(0, 80)} … ${text.slice(-80)}`;
   const summary = make("summary", {}, make("small", {}, `${role}, ${count(text.length, "character")}: `), preview);
@@ -435,10 +580,36 @@ function begin() {
     if (same) run.metrics["rollout/teaching"] = same.map((value) => (isNumber(value) ? 1 - value : null));
   });
   fillSelect("smoothing", [1, 5, 20]);
+  fillSelect("axes", [["zero", "from 0"], ["fitted", "fitted to the curves"]]);
   drawSummary();
+  drawWarnings();
   drawCharts();
   drawTables();
-  byId("smoothing").onchange = drawCharts;
+  byId("smoothing").onchange = byId("axes").onchange = drawCharts;
+  byId("result").hidden = !byId("headlines").childElementCount;
+  beginCompared();
+  beginAnswers();
+}
+
+function beginCompared() {
+  const compared = RUNS.map((run, i) => [i, run.name]).filter(([i]) => RUNS[i].rollouts.comparisons.length);
+  byId("held-out").hidden = byId("to-held-out").hidden = !compared.length;
+  if (!compared.length) return;
+  const anew = (draw) => () => {
+    numQuestions = QUESTIONS_A_PAGE;
+    draw();
+  };
+  byId("compared-run").onchange = anew(chooseCompared);
+  for (const id of ["compared-split", "change"]) byId(id).onchange = anew(drawCompared);
+  byId("more-questions").onclick = () => {
+    numQuestions += 4 * QUESTIONS_A_PAGE;
+    drawCompared();
+  };
+  fillSelect("compared-run", compared);
+  chooseCompared();
+}
+
+function beginAnswers() {
   const played = RUNS.map((run, i) => [i, run.name]).filter(([i]) => RUNS[i].rollouts.steps.length);
   byId("answers").hidden = byId("to-answers").hidden = !played.length;
   if (!played.length) return;

@@ -15,7 +15,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from rl2.progress import Bar
-from rl2.report.page import Record, prompt_of, read_lines, read_yaml
+from rl2.report.answers import prompt_of
+from rl2.report.saved import Record, read_lines, read_yaml
 from rl2.report.token_texts import find_tokenizer
 
 # What differs from run to run. Each launch of a run counts its warnings from the start.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rl2.config.schema import FOLLOWED_KEYS
-from rl2.report.page import Record
+from rl2.report.saved import Record
 from rl2.run.changes import Change
 from rl2.tools.compare import ABSENT, Comparison, Difference, Run, flatten
 

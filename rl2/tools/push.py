@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
-from rl2.report.page import Record, read_lines, read_yaml
+from rl2.report.saved import Record, read_lines, read_yaml
 
 HUB_NAME = r"[\w.-]+/[\w.-]+(@[\w.-]+)?"
 FILES_OF_ROWS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")

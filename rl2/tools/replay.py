@@ -12,7 +12,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from rl2.report.page import Record
+from rl2.report.saved import Record
 from rl2.run.checkpoints import Checkpoints
 from rl2.tools.compare import Comparison, Difference, Run
 from rl2.tools.diff import describe_steps, find_changes, print_changes, print_result

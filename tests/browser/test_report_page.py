@@ -21,9 +21,42 @@ def make_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+EXAMPLES = [
+    {"role": "system", "content": "Calculate."},
+    {"role": "user", "content": "What is 1 x 1?"},
+    {"role": "assistant", "content": "An example: 1"},
+]
+
+
+def write_evaluations(folder):
+    """Two evaluations of 20 questions, with examples before each. The first 3 are answered better
+    in the second one, the next 2 worse, and each question has two equal answers."""
+    for step in (0, 30):
+        records = []
+        for number in range(20):
+            right = float(number >= 3 if step == 0 else number not in (3, 4))
+            question = {"role": "user", "content": f"What is {number} x 2?"}
+            answer = {"role": "assistant", "content": f"step {step} says {right}"}
+            record = {"group": number, "row": {"answer": 2 * number}, "reward": right}
+            messages = [*EXAMPLES, question, answer]
+            records += [record | {"num_turns": 1, "messages": messages}] * 2
+        path = folder / f"rollouts/test/step_{step}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def add_warnings(folder):
+    """Six warnings of step 7."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    warnings = [f"step 7 taught nothing: reason {number} {EVIL}" for number in range(5)]
+    lines[6] = json.dumps(json.loads(lines[6]) | {"warnings": [*warnings, "an update waited"]})
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """The addresses of a report of one run, of two, and of a run without rollouts."""
+    """The addresses of a report of one run, of two, of a run without rollouts, of an evaluated one
+    with warnings, and of one with a single step."""
     folder = tmp_path_factory.mktemp("pages")
     first = write_run(folder / "first", num_steps=30, num_groups=4)
     path = first / "rollouts/train/step_30.jsonl"
@@ -38,7 +71,12 @@ def pages(tmp_path_factory):
     sft = folder / "sft"
     sft.mkdir()
     (sft / "metrics.jsonl").write_text('{"step": 1, "actor/loss": 0.5}\n{"step": 2, "act')
+    tested = write_run(folder / "tested", num_steps=30, num_groups=1)
+    write_evaluations(tested)
+    add_warnings(tested)
+    short = write_run(folder / "short", num_steps=1, num_groups=1)
     runs = {"one": [first], "two": [first, second], "sft": [sft]}
+    runs |= {"tested": [tested], "short": [short]}
     for name, folders in runs.items():
         write_page(folders, folder / f"{name}.html")
     return {name: (folder / f"{name}.html").as_uri() for name in runs}
@@ -75,14 +113,27 @@ def open_page(browser, pages):
         page.close()
 
 
+def unfold(page, selector):
+    """Opens folds and waits for what they make when they open."""
+    page.locator(selector).evaluate_all("""folds => Promise.all(
+        folds.filter(fold => !fold.open).map(fold => new Promise(done => {
+            fold.addEventListener("toggle", done, { once: true });
+            fold.open = true;
+        }))
+    )""")
+
+
 def test_the_curves_of_one_run_are_drawn(open_page):
     page = open_page("one")
+    assert not page.locator("figure", has_text="memory/peak_gib").is_visible()
+    unfold(page, "#details details")
     assert page.title() == "first"
     reward = page.locator("figure", has_text="reward/mean").first
     assert reward.locator("path:not(.grid)").count() == 1
     tested = page.locator("figure", has_text="test/avg@4")
     # A line, and an error bar and a dot of each of seven evaluations.
     assert tested.locator("path:not(.grid)").count() == 15
+    assert tested.is_visible() and page.locator("#headlines figure").count() == 3
     assert page.locator("figure", has_text="rollout/teaching").count() == 1
     memory = page.locator("figure", has_text="memory/peak_gib")
     assert memory.locator("path.dashed").count() == 1 and "predicted" in memory.inner_text()
@@ -90,21 +141,100 @@ def test_the_curves_of_one_run_are_drawn(open_page):
     assert phases.locator("path.area").count() == 5
     lefts = page.locator("svg text").evaluate_all("texts => texts.map(t => t.getBBox().x)")
     assert len(lefts) > 100 and min(lefts) >= 0  # no sign is cut off
-    assert "first" in page.locator("#summary").inner_text()
-    assert page.locator("#step-tables tr").count() == 31
-    page.locator("summary", has_text="Others").click()
+    assert "30 steps" in page.locator("#summary").inner_text()
+    assert page.locator("#steps tr").count() == 31
     assert page.locator("figure", has_text="actor/lr").is_visible()
+    assert page.locator("svg:not([aria-label])").count() == 0
+
+
+def test_a_fold_opens_with_the_keyboard(open_page):
+    page = open_page("one")
+    page.locator("summary", has_text="Others").focus()
+    page.keyboard.press("Enter")
+    page.locator("figure", has_text="actor/lr").wait_for(timeout=5000)
+    page.select_option("#smoothing", "5")  # draws the curves again
+    assert page.locator("figure", has_text="actor/lr").is_visible()
+
+
+def axis_of(figure):
+    """The numbers at the left of a chart."""
+    texts = figure.locator("svg text[text-anchor=end]").all_text_contents()
+    return [float(text) for text in texts]
+
+
+def test_axes_have_0_and_those_of_shares_reach_1(open_page):
+    page = open_page("one")
+    unfold(page, "#details details")
+    memory = page.locator("figure", has_text="memory/peak_gib")
+    assert min(axis_of(memory)) == 0
+    share = page.locator("figure", has_text="test/avg@4")
+    assert (min(axis_of(share)), max(axis_of(share))) == (0, 1)
+    page.select_option("#axes", "fitted")
+    assert min(axis_of(memory)) > 3 and "without 0" in memory.inner_text()
+
+
+def test_what_never_changes_is_a_value_and_no_chart(open_page):
+    page = open_page("short")
+    assert page.locator("svg").count() == 0
+    assert "step 1" in page.locator("#headlines").inner_text()
+    unfold(page, "#details details")
+    assert page.locator("svg").count() == 0
+    for name in ("actor/lr", "time/update", "rollout/teaching"):
+        value = page.locator(".constants > div", has=page.get_by_text(name, exact=True))
+        assert float(value.locator("dd").inner_text()) >= 0
+    assert not page.locator("#warnings").is_visible()
+
+
+def test_warnings_have_their_step_and_many_are_folded(open_page):
+    page = open_page("tested")
+    warnings = page.locator("#warnings li")
+    assert warnings.first.inner_text() == f"step 7 taught nothing: reason 0 {EVIL}"
+    assert warnings.count() == 5
+    page.locator("#warnings summary").click()
+    assert warnings.count() == 6
+    assert warnings.last.inner_text() == "step 7: an update waited"
+
+
+def test_held_out_answers_are_side_by_side(open_page):
+    page = open_page("tested")
+    assert "3 of 20 questions better" in page.locator("#compared-note").inner_text()
+    questions = page.locator("#questions > article")
+    first = questions.first
+    assert "What is 0 x 2?" in first.inner_text()
+    before, after = first.locator(".card").all()
+    assert "step 0 says 0" in before.inner_text() and "step 30 says 1" in after.inner_text()
+    assert "× 2" in before.inner_text()
+    boxes = [card.bounding_box() for card in (before, after)]
+    assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] < boxes[1]["x"]
+    while page.locator("#more-questions").is_visible():
+        page.locator("#more-questions").click()
+    assert questions.count() == 20
+    page.select_option("#change", "worse")
+    assert questions.count() == 2 and "What is 3 x 2?" in questions.first.inner_text()
+
+
+def test_what_all_prompts_begin_with_is_there_once_and_folded(open_page):
+    page = open_page("tested")
+    page.select_option("#split", "test")
+    for place in ("#compared-shared", "#shared"):
+        example = page.locator(place).get_by_text("An example: 1")
+        assert not example.is_visible()
+        page.locator(f"{place} summary").click()
+        assert example.is_visible()
+    assert page.get_by_text("An example: 1").count() == 2
+    assert page.locator("#groups > article").count() == 20
+    assert page.locator("#groups .card").count() == 20  # with a count of 2 each
+    assert "40 answers selected" in page.locator("#answer-note").inner_text()
 
 
 def test_the_values_of_a_step_are_at_the_pointer_and_curves_can_be_smooth(open_page):
     page = open_page("one")
     reward = page.locator("figure", has_text="reward/mean").first
-    assert "last" in reward.inner_text()
     box = reward.locator("svg").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + 50)
     assert "step 27:" in reward.inner_text()
     page.mouse.move(0, 0)
-    assert "last" in reward.inner_text()
+    assert "step 27:" not in reward.inner_text()
     page.select_option("#smoothing", "5")
     assert page.locator("figure", has_text="reward/mean").first.locator("path.faint").count() == 1
 
@@ -114,20 +244,23 @@ def test_two_runs_are_laid_over_each_other_and_their_configs_compared(open_page)
     assert page.title() == "first, second"
     reward = page.locator("figure", has_text="reward/mean").first
     assert reward.locator("path:not(.grid):not(.dot)").count() == 2
+    unfold(page, "#details details")
     assert page.locator("figure", has_text="seconds of each phase").count() == 2
-    differences = page.locator("#differences").inner_text()
+    differences = page.locator("#config details", has_text="runs differ").inner_text()
     assert "actor.lr\t1e-06\t3e-06" in differences
     assert "save_dir" not in differences and "versions" not in differences
     page.select_option("#run", label="second")
     title = page.locator("#groups h3").first.inner_text()
-    assert title.startswith("step 20, group") and title.endswith(": 8 of 8 answers")
+    assert title.startswith("step 20, group") and title.endswith(": 8 answers")
 
 
 def test_answers_stand_in_groups_with_reward_and_the_row_s_answer(open_page):
     page = open_page("one")
     assert page.locator("#groups h3").count() == 4 and page.locator(".card").count() == 32
     card = page.locator(".card").first
-    assert "row's answer" in card.inner_text() and "right 1" in card.inner_text()
+    assert "right 1" in card.inner_text()
+    group = page.locator("#groups > article").first.inner_text()
+    assert group.count("row's answer") == group.count("What is 7 x") == 1
     tool = card.locator("details", has_text="tool")
     assert not tool.locator("pre").is_visible()
     tool.locator("summary").click()
@@ -148,6 +281,8 @@ def test_the_best_the_worst_and_the_most_different_come_first(open_page):
     page.select_option("#order", "best")
     best = rewards(page)
     assert best == sorted(best, reverse=True) and len(best) == 48
+    groups = page.locator("#groups h3").all_inner_texts()
+    assert len(groups) == len({group.partition(":")[0] for group in groups})
     page.locator("#more").click()
     assert len(rewards(page)) == 96
     page.select_option("#order", "worst")
@@ -159,12 +294,13 @@ def test_the_best_the_worst_and_the_most_different_come_first(open_page):
     distances = [1 - len(a & b) / len(a | b) for a, b in zip(texts[::2], texts[1::2], strict=True)]
     assert distances == sorted(distances, reverse=True) and distances[0] > distances[-1]
     page.select_option("#step", "30")
-    group = page.locator("#groups > div", has_text="step 30, group 1:")
+    group = page.locator("#groups > article", has_text="step 30, group 1:")
     assert "no other answer of its group" in group.locator(".card").nth(1).inner_text()
 
 
 def test_answers_are_filtered_and_searched(open_page):
     page = open_page("one")
+    unfold(page, "#filters")
     page.select_option("#part", "right")
     page.fill("#least", "1")
     right = page.locator(".card").count()
@@ -190,9 +326,10 @@ def test_answers_are_filtered_and_searched(open_page):
 
 def test_tokens_are_shaded_by_what_was_saved(open_page):
     page = open_page("one")
-    assert page.locator("#shade option").all_inner_texts() == [
+    assert page.locator("#shade option").all_text_contents() == [
         *("nothing", "advantage", "|engine − trainer|")
     ]
+    unfold(page, "#filters")
     page.select_option("#step", "29")
     text = page.locator(".card pre").nth(2).inner_text()
     for kind, words in (("advantages", "Green"), ("gap", "log-probability")):
@@ -203,9 +340,11 @@ def test_tokens_are_shaded_by_what_was_saved(open_page):
         assert colors > 20 and words in page.locator("#shade-note").inner_text()
 
 
-@pytest.mark.parametrize("name", ["one", "two", "sft"])
+@pytest.mark.parametrize("name", ["one", "two", "sft", "tested", "short"])
 def test_a_phone_does_not_scroll_sideways(open_page, name):
     page = open_page(name, viewport={"width": 390, "height": 844}, is_mobile=True)
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    unfold(page, "details")
     assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
@@ -227,7 +366,7 @@ def test_dark_and_print(open_page):
     assert background(page) == "rgb(255, 255, 255)"
     assert not page.locator(".controls").first.is_visible()
     assert not page.locator("#steps").is_visible()  # a wide table would shrink all pages
-    adjust = "getComputedStyle(document.querySelector('.chip')).printColorAdjust"
+    adjust = "getComputedStyle(document.querySelector('.card')).printColorAdjust"
     assert page.evaluate(adjust) == "exact"  # or the runs lose their colours
     assert page.locator("figure").first.is_visible() and page.locator(".card").first.is_visible()
     assert background(open_page("one", color_scheme="light")) == "rgb(255, 255, 255)"

@@ -1,0 +1,65 @@
+"""Reads the files of a run for commands, and cuts texts to what a page can hold."""
+
+import json
+import math
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MAX_CHARACTERS = 40_000  # of all messages of an answer
+
+Record = dict[str, Any]  # an object of JSON
+
+
+def read_lines(path: Path) -> tuple[list[Record], int]:
+    """Returns the objects of a JSONL file, and how many lines are broken, as after a kill."""
+    records = []
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    for line in lines:
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                records.append(record)
+    return records, len(lines) - len(records)
+
+
+def read_yaml(path: Path) -> Any:
+    """Returns the content of the file; None if there is none, or if it is broken."""
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else None
+    return None
+
+
+def spread(items: list, most: int) -> list:
+    """Returns at most `most` of the items, evenly spaced, with the first and the last one."""
+    if len(items) <= most:
+        return items
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
+def cut_messages(messages: list[Record]) -> list[Record]:
+    """Returns the messages with at most about MAX_CHARACTERS characters in all."""
+    return _cut(messages, MAX_CHARACTERS // max(1, len(messages)))
+
+
+def to_json(value: Any) -> str:
+    """Returns the value as short JSON: long texts are cut, and NaN is null."""
+    return json.dumps(_cut(value, 2 * MAX_CHARACTERS), separators=(",", ":"), default=str)
+
+
+def _cut(value: Any, limit: int) -> Any:
+    """Returns a copy for JSON: texts of at most about `limit` characters, and null for NaN."""
+    if isinstance(value, dict):
+        return {str(name): _cut(part, limit) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_cut(part, limit) for part in value]
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    if isinstance(value, str) and len(value) > limit:
+        half = limit // 2
+        num_left_out = len(value) - 2 * half
+        return f"{value[:half]} [... {num_left_out:,} characters left out ...] {value[-half:]}"
+    return value
