@@ -4,14 +4,14 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const RUNS = DATA.runs;
 // For white and black.
-const COLORS = ["#2f81e0", "#e0701a", "#1a9a6c", "#d0519a", "#8a6fe0", "#a98307", "#2a9fb5", "#b34a3c"];
+const COLORS = ["#2f81e0", "#e0701a", "#1a9a6c", "#d0519a", "#8a6fe0", "#a98307", "#238ca2", "#b34a3c"];
 const SECTIONS = [
   ["Reward", [/^reward\/mean$/, /^reward\//]],
   ["Held-out rows", [/^test\/(?!(.+\/)?(rollout|tokens))/]],
   ["Rollouts", [/^rollout\/(length|truncated|teaching|failed|turns)$/]],
   ["Policy", [/^actor\/(loss|.*kl|entropy|grad_norm|visible_update|clip_ratio|accuracy|margin)$/, /^critic\//]],
   ["Engine and trainer", [/^actor\/(mismatch|effective)/]],
-  ["Time and memory", [/^time\/step$/, /^(memory|resources)/, /^tokens\/per_second$/]],
+  ["Time and memory", [/^time\/step$/, /^(time|memory|resources)\//, /^tokens\/per_second$/]],
   ["Others", [/./]],
 ];
 // Their charts reach from 0 to 1. A reward is one if all its values are between these.
@@ -59,6 +59,7 @@ function format(value) {
   return Number.isInteger(value) ? value.toLocaleString("en") : String(+value.toPrecision(4));
 }
 
+/** With three digits, for large type. */
 const formatShort = (value) => (Number.isInteger(value) ? format(value) : format(+value.toPrecision(3)));
 
 /** [[step, value], ...] of a metric, without the steps that lack it. */
@@ -120,7 +121,8 @@ function makeChart(heads, points, [low, high], describe, usual, { width, height 
   const [right, bottom] = [width - 8, height - 20];
   const x = (step) => 54 + ((right - 54) * (step - steps[0])) / (steps[1] - steps[0]);
   const y = (value) => 8 + ((bottom - 8) * (high - value)) / (high - low);
-  const svg = makeSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": heads.map((head) => head.textContent).join(", ") });
+  const spoken = [...heads.map((head) => head.textContent), ...steps.map((step) => `step ${step}: ${describe(step)}`)].join(", ");
+  const svg = makeSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": spoken });
   const write = (text, attributes) => svg.appendChild(makeSvg("text", attributes)).append(text);
   for (const value of ticks([low, high], 6)) {
     svg.append(makeSvg("path", { class: "grid", d: `M54 ${y(value)}H${right}` }));
@@ -192,17 +194,30 @@ function smallChart(metric) {
   return lineChart(metric, [make("b", {}, isPredicted ? `${metric} (dashed: predicted)` : metric)], `last ${last}`, SMALL_CHART);
 }
 
+/** The first and the last value of a run, with their errors. */
+function makeNumbers({ run, points, errors }) {
+  const isAlone = RUNS.length === 1;
+  const line = make("div", { className: isAlone ? "numbers" : "numbers several" });
+  const add = ([step, value]) => {
+    const error = CONFIDENCE * (errors.get(step) || 0);
+    line.append(formatShort(value), make("small", {}, error ? ` ± ${format(+error.toPrecision(2))}` : ""));
+  };
+  if (!isAlone) line.append(nameOf({ name: "", color: run.color }));
+  add(points[0]);
+  if (points.length > 1) {
+    line.append(" → ");
+    add(points.at(-1));
+  }
+  const place = points.length > 1 ? ` at all ${points.length} steps` : ` at step ${points[0][0]}`;
+  line.append(make("small", {}, isConstant(points) ? place : "", isAlone ? "" : ` ${run.name}`));
+  return line;
+}
+
 /** A result: its name, the first and the last value of each run, and a chart unless it is constant. */
 function makeHeadline(metric, label, size) {
   const lines = linesOf(metric);
   const name = make("span", {}, make("b", {}, `${label[0].toUpperCase()}${label.slice(1)}`), ` ${metric}`);
-  const numbers = lines.map(({ run, points, errors }) => {
-    const texts = points.map(([step, value]) => [formatShort(value), errors.get(step) ? ` ± ${formatShort(+(CONFIDENCE * errors.get(step)).toPrecision(2))}` : ""]);
-    const ends = points.length > 1 ? [texts[0], [" → ", ""], texts.at(-1)] : [texts[0]];
-    const place = isConstant(points) ? make("small", {}, points.length > 1 ? ` at all ${points.length} steps` : ` at step ${points[0][0]}`) : "";
-    const chip = RUNS.length > 1 ? nameOf({ name: "", color: run.color }) : "";
-    return make("div", { className: RUNS.length > 1 ? "numbers several" : "numbers" }, chip, ...ends.flatMap(([value, error]) => [value, make("small", {}, error)]), place);
-  });
+  const numbers = lines.map(makeNumbers);
   if (lines.every(({ points }) => isConstant(points))) return make("figure", {}, make("figcaption", {}, name), ...numbers);
   const steps = lines.map(({ points }) => `${format(points[0][0])} → ${format(points.at(-1)[0])}`);
   return lineChart(metric, [name, ...numbers], `step ${union(steps).join(" | ")}`, size);
@@ -264,9 +279,10 @@ function drawCharts() {
   const headlines = Object.entries(Object.assign({}, ...RUNS.map((run) => run.summary.headlines)));
   const size = sizeOfHeadlines(headlines.length);
   byId("headlines").replaceChildren(...headlines.map(([metric, label]) => makeHeadline(metric, label, size)));
+  const drawn = headlines.map(([metric]) => metric);
   const hasPhaseChart = RUNS.some((run) => run.steps.length > 1);
-  const isDrawnElsewhere = (name) => /^step$|_stderr$|^memory\/predicted/.test(name) || (isPhase(name) && hasPhaseChart) || headlines.some(([metric]) => metric === name);
-  let names = union(RUNS.map(metricsOf)).filter((name) => !isDrawnElsewhere(name));
+  const isDrawnElsewhere = (name) => /^step$|_stderr$|^memory\/predicted/.test(name) || (hasPhaseChart && isPhase(name));
+  let names = union(RUNS.map(metricsOf)).filter((name) => !drawn.includes(name) && !isDrawnElsewhere(name));
   byId("charts").replaceChildren();
   for (const [title, patterns] of SECTIONS) {
     const own = union(patterns.map((pattern) => names.filter((name) => pattern.test(name))));
@@ -586,7 +602,8 @@ function begin() {
   drawCharts();
   drawTables();
   byId("smoothing").onchange = byId("axes").onchange = drawCharts;
-  byId("result").hidden = !byId("headlines").childElementCount;
+  byId("result").hidden = byId("to-result").hidden = !byId("headlines").childElementCount;
+  byId("curve-controls").hidden = RUNS.every(({ steps }) => steps.length < 2);
   beginCompared();
   beginAnswers();
 }
