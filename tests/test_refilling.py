@@ -165,8 +165,8 @@ def test_when_the_refills_are_used_up_the_step_trains_what_it_has_and_says_so(tm
     metrics = summarise(trajectories, 0) | summarise_groups(trajectories)
     update = {"step": 1, "actor/lr": 0.1, "actor/grad_norm": 1.0, "rollout/zero_variance": 0.0}
     health = Health(tmp_path, make_config(max_refills=1), 0)
-    (sentence,) = health.check(metrics | update)
-    assert "step 1 had too few groups" in sentence and "1 of 2 groups" in sentence
+    (problem,) = health.check(metrics | update)
+    assert problem.name == "had too few groups" and "1 of 2 groups" in problem.reason
 
 
 def test_an_env_whose_groups_are_all_equal_ends_the_run_in_words(tmp_path):
@@ -180,12 +180,10 @@ def test_an_env_whose_groups_are_all_equal_ends_the_run_in_words(tmp_path):
         batch = collate(training_samples(trajectories))
         assert batch.mask.shape == (1, 1) and not batch.mask.any()
         metrics = summarise(trajectories, 0) | summarise_groups(trajectories)
-        sentences = health.check(metrics | update | {"step": step})
+        (problem,) = health.check(metrics | update | {"step": step})
+        assert "rollout.filter=" in problem.reason and "left no group after" in problem.reason
         if step < 3:
             health.stop_if_diverged()
-        if step == 1:
-            (sentence,) = sentences
-            assert "rollout.filter=" in sentence and "left no group after" in sentence
     with pytest.raises(RuntimeError, match=r"no group was within rollout.filter.*3 x data"):
         health.stop_if_diverged()
 

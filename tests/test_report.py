@@ -122,13 +122,15 @@ def test_the_warnings_of_a_step_are_in_its_line(tmp_path, monkeypatch, one_proce
     log.write(1, metrics)
     log.write(2, metrics | SAME)
     log.write(3, metrics)
+    log.write(4, metrics | SAME)
     log.complete(2, {"test/reward/mean": 0.5}, {})
-    first, second, third = MetricsFile(tmp_path).read()
-    assert first["warnings"] == ["the update waited"] and "warnings" not in third
-    [warning] = second["warnings"]
-    assert warning.startswith("step 2 taught nothing: ")
+    first, second, third, fourth = MetricsFile(tmp_path).read()
+    assert first["warnings"] == {"waited for cores": "the update waited"}
+    assert "warnings" not in third
+    [(name, reason)] = second["warnings"].items()
+    assert fourth["warnings"].keys() == {name}, "the console tells it once"
     printed = capsys.readouterr().out.splitlines()
-    assert printed.count(warning) == printed.count("the update waited") == 1
+    assert printed.count(f"step 2 {name}: {reason}") == printed.count("the update waited") == 1
 
 
 def console_lines(capsys, steps, config=None, num_steps=100):
@@ -247,12 +249,17 @@ def test_a_critic_a_batch_mean_and_a_teacher_learn_from_equal_rewards_too(estima
     assert not learns_from_groups_alone(config)
 
 
+def print_problems(health, metrics):
+    """What the console prints about a step."""
+    return health.describe(metrics["step"], health.check(metrics))
+
+
 def test_a_problem_is_told_in_full_once_and_then_counted(tmp_path):
     health = Health(tmp_path, make_config(), start_step=0)
     printed = []
     for step in range(1, 121):
         same = SAME if step % 2 else {}
-        printed += health.check(STEP | same | {"step": step})
+        printed += print_problems(health, STEP | same | {"step": step})
     assert len(printed) == 2
     assert printed[0].startswith("step 1 taught nothing: ")
     assert re.match("step 19 .*10th", printed[1]) and len(printed[1]) < 80
@@ -266,7 +273,7 @@ def test_constant_rewards_of_a_critic_are_told_after_three_steps(tmp_path):
     health = Health(tmp_path, config, start_step=0)
     same = SAME | {"actor/grad_norm": 0.1, "critic/lr": 1e-6}
     steps = [STEP | same, STEP | same, STEP | {"critic/lr": 1e-6}, *[STEP | same] * 3]
-    printed = [health.check(metrics | {"step": i}) for i, metrics in enumerate(steps, 1)]
+    printed = [print_problems(health, metrics | {"step": i}) for i, metrics in enumerate(steps, 1)]
     assert printed[:5] == [[]] * 5
     assert re.match("step 6 earned a constant reward: .*3 steps.*all 8 answers", printed[5][0])
 
@@ -275,7 +282,7 @@ def skip_updates(health, first_step, num_steps, fraction=1.0):
     printed = []
     for step in range(first_step, first_step + num_steps):
         bad = {"actor/grad_norm": math.nan, "actor/skipped": fraction}
-        printed += health.check(STEP | bad | {"step": step})
+        printed += print_problems(health, STEP | bad | {"step": step})
         health.stop_if_diverged()
     return printed
 
@@ -761,14 +768,17 @@ def test_a_long_comparison_is_a_sample_with_the_counts_of_all(tmp_path, monkeypa
 def test_the_warnings_of_a_run_are_in_its_report(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "a", 0)
     file = MetricsFile(folder)
-    file.write({"step": 1, "reward/mean": 0.5}, {}, ["the update waited"])
-    file.write({"step": 2, "reward/mean": 0.5}, {}, ["step 2 taught nothing", "and so on"])
+    file.write({"step": 1, "reward/mean": 0.5}, {})
+    for step in range(2, 9):
+        warnings = {"taught nothing": f"reason {step}"} | ({"waited": "cores"} if step == 5 else {})
+        file.write({"step": step, "reward/mean": 0.5}, {}, warnings)
+    monkeypatch.setattr(page, "MAX_WARNED_STEPS", 3)
     [run] = report(folder)
-    told = [[1, "the update waited"], [2, "step 2 taught nothing"], [2, "and so on"]]
-    assert run["warnings"] == told and "warnings" not in run["metrics"]
-    monkeypatch.setattr(page, "MAX_WARNINGS", 2)
-    [run] = report(folder)
-    assert run["warnings"] == [told[0], told[2]] and run["num_warnings"] == 3
+    assert run["warnings"] == [
+        {"name": "taught nothing", "reason": "reason 2", "num_steps": 7, "steps": [2, 5, 8]},
+        {"name": "waited", "reason": "cores", "num_steps": 1, "steps": [5]},
+    ]
+    assert "warnings" not in run["metrics"]
 
 
 def summary_of(lines, trainer="PPOConfig", num_steps=None, config=None):

@@ -89,15 +89,19 @@ class Health:
             "other. End that program, set OMP_NUM_THREADS=1 or start fewer processes to be faster"
         ]
 
-    def check(self, metrics: Metrics) -> list[str]:
-        """Returns what to print about a step: new problems, and counts of frequent ones."""
-        sentences = []
+    def check(self, metrics: Metrics) -> list[Problem]:
+        """Returns what went wrong in a step. Every step must be checked, in order."""
         step = int(metrics["step"])
         self.num_steps += step > 0
         is_empty = metrics.get("rollout/groups") == 0
         self.num_empty_steps = self.num_empty_steps + 1 if is_empty else 0
         self._count_skipped(step, metrics)
-        for problem in [*find_problems(metrics, self.config), *self._find_constant_reward(metrics)]:
+        return [*find_problems(metrics, self.config), *self._find_constant_reward(metrics)]
+
+    def describe(self, step: int, problems: list[Problem]) -> list[str]:
+        """Returns what to print about a step: new problems, and counts of frequent ones."""
+        sentences = []
+        for problem in problems:
             count = self.step_counts.get(problem.name, 0) + 1
             self.step_counts[problem.name] = count
             if count == 1:

@@ -270,7 +270,7 @@ class MetricsLog:
         self.loggers: list[Logger] = []
         self.has_services = False
         self.health = Health(folder, config, start_step)
-        self.warnings: list[str] = []  # printed since the last line
+        self.warnings: dict[str, str] = {}  # since the last line, reasons by the name of a problem
         self.console: Console | None = None
         if dist.get_rank() == 0:
             run = RunInfo(folder, asdict(config), start_step)
@@ -305,9 +305,9 @@ class MetricsLog:
         self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
         if name == "update" and not torch.cuda.is_available():
             cpu_seconds = time.process_time() - cpu_start
-            warnings = self.health.check_cores(seconds, cpu_seconds, torch.get_num_threads())
-            self.warnings += warnings
-            self._print(warnings)
+            for text in self.health.check_cores(seconds, cpu_seconds, torch.get_num_threads()):
+                self.warnings["waited for cores"] = text
+                self._print([text])
 
     def write(self, step: int, metrics: Metrics, records: Records | None = None) -> None:
         """Writes the metrics of a finished step, with its times and the peak of memory.
@@ -341,13 +341,14 @@ class MetricsLog:
         samples: Samples = {}
         if self.has_services and (is_evaluated or step % SAMPLE_FREQ == 0):
             samples = make_samples(records or {})
-        warnings = self.health.check(line)
+        problems = self.health.check(line)
+        self.warnings |= {problem.name: problem.reason for problem in problems}
         if self.file is not None:
-            self.file.write(line, hashes, [*self.warnings, *warnings])
-        self.warnings = []
+            self.file.write(line, hashes, self.warnings)
+        self.warnings = {}
         for logger in self.loggers:
             logger.log(step, line, samples)
-        self._print(warnings)
+        self._print(self.health.describe(step, problems))
         self.health.stop_if_diverged()
 
     def complete(self, step: int, metrics: Metrics, records: Records) -> None:

@@ -326,21 +326,24 @@ function drawSummary() {
   }
 }
 
-/** What the console said of steps that went wrong. */
+/** What went wrong, with the reason at its first step. */
 function drawWarnings() {
-  const items = RUNS.flatMap((run) => run.warnings.map(([step, text]) => {
-    const place = `step ${step}`;  // with which most sentences begin
-    const [head, rest] = text.startsWith(`${place} `) ? [place, text.slice(place.length)] : [`${place}:`, ` ${text}`];
-    return make("li", {}, ...(RUNS.length > 1 ? [nameOf(run), " "] : []), make("b", {}, head), rest);
-  }));
-  for (const { name, warnings, num_warnings } of RUNS) {
-    if (warnings.length < num_warnings) items.push(make("li", {}, `${name}: ${format(warnings.length)} of ${count(num_warnings, "warning")} are shown; all are in metrics.jsonl`));
+  for (const run of RUNS) {
+    for (const { name, reason, num_steps, steps } of run.warnings) {
+      const item = make("li", {}, make("b", {}, `step ${format(steps[0])} ${name}`), `: ${reason}`);
+      if (RUNS.length > 1) item.prepend(nameOf(run), " ");
+      if (num_steps > 1) item.append(make("div", { className: "quiet" }, describeSteps(run, num_steps, steps)));
+      byId("warning-list").append(item);
+    }
   }
-  byId("warnings").hidden = !items.length;
-  byId("warning-list").append(...items.slice(0, 5));
-  if (items.length > 5) {
-    byId("warnings").append(makeFolded([`${count(items.length - 5, "more warning")}`], false, () => make("ul", {}, ...items.slice(5))));
-  }
+  byId("warnings").hidden = !byId("warning-list").childElementCount;
+}
+
+/** The steps of a warning; `steps` is a sample of them with the last one. */
+function describeSteps(run, number, steps) {
+  const total = run.num_steps - (run.metrics.step[0] === 0);
+  const listed = steps.map(format).join(", ");
+  return `${format(number)} of ${count(total, "step")}: ${number > steps.length ? `${format(steps[0])} to ${format(steps.at(-1))}` : listed}`;
 }
 
 function stepTable(run) {

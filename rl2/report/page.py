@@ -25,7 +25,7 @@ from rl2.run.records import NOT_METRICS
 
 MAX_LINES = 2000  # of a metrics.jsonl
 MAX_STEPS = 60  # of the training data and of each test set, whose answers are shown
-MAX_WARNINGS = 100
+MAX_WARNED_STEPS = 20  # that are listed of a warning
 ROLLOUT_BYTES = 16_000_000  # of the answers of all runs
 COMPARED_SHARE = 0.25  # of these bytes, for evaluations side by side
 
@@ -61,9 +61,6 @@ def _read_run(folder: Path, num_bytes: int) -> Record:
     lines.sort(key=lambda line: line["step"])
     shown = spread(lines, MAX_LINES)
     record = read_yaml(folder / "run.json")  # JSON is YAML
-    warnings: list[list] = []  # each a step and a sentence
-    for line in lines:
-        warnings += [[line["step"], text] for text in line.get("warnings", [])]
     names = {name: None for line in lines for name in line if name not in NOT_METRICS}
     return {
         "folder": str(folder.resolve()),
@@ -73,10 +70,28 @@ def _read_run(folder: Path, num_bytes: int) -> Record:
         "config": config,
         "record": record,
         "summary": summarize(lines, config, record),
-        "num_warnings": len(warnings),
-        "warnings": spread(warnings, MAX_WARNINGS),
+        "warnings": _gather_warnings(lines),
         "rollouts": _read_rollouts(folder, config, num_bytes),
     }
+
+
+def _gather_warnings(lines: list[Record]) -> list[Record]:
+    """Returns each kind of warning with its first reason and its steps."""
+    reasons: dict[str, str] = {}
+    steps = defaultdict(list)
+    for line in lines:
+        for name, reason in line.get("warnings", {}).items():
+            reasons.setdefault(name, reason)
+            steps[name].append(line["step"])
+    return [
+        {
+            "name": name,
+            "reason": reason,
+            "num_steps": len(steps[name]),
+            "steps": spread(steps[name], MAX_WARNED_STEPS),
+        }
+        for name, reason in reasons.items()
+    ]
 
 
 def _read_rollouts(folder: Path, config: Any, num_bytes: int) -> Record:

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +70,20 @@ class MetricsFile:
         self.path = folder / "metrics.jsonl"
 
     def write(
-        self, metrics: dict[str, float], hashes: dict[str, str], warnings: Sequence[str] = ()
+        self,
+        metrics: dict[str, float],
+        hashes: dict[str, str],
+        warnings: dict[str, str] | None = None,
     ) -> None:
         """Adds the line of a step, with the hash of each worker's weights.
 
-        `warnings` are the sentences that the console shows about the step.
+        `warnings` says what went wrong in the step, and why.
         """
         line: Line = {name: _to_json_number(value) for name, value in metrics.items()}
         if hashes:
             line["weights"] = hashes
         if warnings:
-            line["warnings"] = list(warnings)
+            line["warnings"] = warnings
         with writing(self.path), open(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()

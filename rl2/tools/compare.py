@@ -19,7 +19,7 @@ from rl2.report.answers import prompt_of
 from rl2.report.saved import Record, read_lines, read_yaml
 from rl2.report.token_texts import find_tokenizer
 
-# What differs from run to run. Each launch of a run counts its warnings from the start.
+# What differs from run to run. A warning may be about the cores of the machine.
 TIMED = ("time/", "memory/", "resources/", "tokens/per_second", "warnings")
 # The phases of a step in their order, and what a person calls them.
 PHASES = {
