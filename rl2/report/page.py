@@ -96,21 +96,14 @@ def _gather_warnings(lines: list[Record]) -> list[Record]:
 
 def _read_rollouts(folder: Path, config: Any, num_bytes: int) -> Record:
     """Returns the steps that are shown, how many each split has, and compared evaluations."""
-    files: list[Path] = []
-    num_steps = {}
-    shared: dict[str, SharedStart] = {}
-    compared: list[tuple[Path, Path]] = []
-    for split in sorted(folder.glob("rollouts/*/")):
-        steps = sorted(split.glob("step_*.jsonl"), key=_step_of)
-        if not steps:
-            continue
-        num_steps[split.name] = len(steps)
-        files += spread(steps, MAX_STEPS)
-        shared[split.name] = SharedStart.find([*map(prompt_of, read_lines(steps[0])[0])])
-        if split.name != "train" and len(steps) > 1:
-            compared.append((steps[0], steps[-1]))
-    comparisons = _compare(compared, int(COMPARED_SHARE * num_bytes))
+    splits = {path.name: _find_steps(path) for path in sorted(folder.glob("rollouts/*/"))}
+    splits = {split: files for split, files in splits.items() if files}
+    shared = {split: _find_shared_start(files[0]) for split, files in splits.items()}
+    comparisons = _compare(splits, int(COMPARED_SHARE * num_bytes))
     num_bytes -= len(to_json(comparisons))
+    files: list[Path] = []
+    for steps in splits.values():
+        files += spread(steps, MAX_STEPS)
     tokenizer, note = None, "Tokens are shaded in runs with trainer.save_tokens=true."
     if any(path.with_suffix(".safetensors").exists() for path in files):
         tokenizer = find_tokenizer(folder, config)
@@ -130,7 +123,7 @@ def _read_rollouts(folder: Path, config: Any, num_bytes: int) -> Record:
         shown.append(_read_step(path, share, shared[path.parent.name], tokens))
         num_bytes -= len(to_json(shown[-1]))
     return {
-        "num_steps": num_steps,
+        "num_steps": {split: len(steps) for split, steps in splits.items()},
         "shared": {split: start.to_page() for split, start in shared.items()},
         "steps": shown,
         "comparisons": comparisons,
@@ -138,13 +131,25 @@ def _read_rollouts(folder: Path, config: Any, num_bytes: int) -> Record:
     }
 
 
-def _compare(pairs: list[tuple[Path, Path]], num_bytes: int) -> list[Record]:
+def _find_steps(split: Path) -> list[Path]:
+    """Returns the transcripts of a split in the order of their steps."""
+    return sorted(split.glob("step_*.jsonl"), key=_step_of)
+
+
+def _find_shared_start(path: Path) -> SharedStart:
+    """Returns what the prompts of a step begin with; those of the other steps are alike."""
+    records, _ = read_lines(path)
+    return SharedStart.find([prompt_of(record) for record in records])
+
+
+def _compare(splits: dict[str, list[Path]], num_bytes: int) -> list[Record]:
     """Returns what changed from the first to the last evaluation of each test set."""
+    evaluated = {s: files for s, files in splits.items() if s != "train" and len(files) > 1}
     comparisons = []
-    for first, last in pairs:
-        found = compare_evaluations(first, last, num_bytes // len(pairs))
-        steps = {"split": first.parent.name, "before": _step_of(first), "after": _step_of(last)}
-        comparisons.append(steps | found)
+    for split, files in evaluated.items():
+        found = compare_evaluations(files[0], files[-1], num_bytes // len(evaluated))
+        steps = {"before": _step_of(files[0]), "after": _step_of(files[-1])}
+        comparisons.append({"split": split, **steps, **found})
     return comparisons
 
 
