@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # What pip installs is complete: builds the source distribution and, from it, the wheel, checks both with twine, installs the wheel into
-# an empty environment and trains from an empty folder. The first call makes .venv-wheel with build and twine. bash tests/wheel.sh
+# an empty environment and trains from an empty folder. The first call makes .venv-wheel with build and twine. bash tests/package.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source examples/install.sh test
 tools=.venv-wheel
-fingerprint="$(cat tests/wheel.* constraints.txt | cksum)"
+fingerprint="$(cat tests/package.* constraints.txt | cksum)"
 if ! grep -qxF "$fingerprint" "$tools/installed" 2>/dev/null; then
     echo "installing build and twine into $tools ..."
     [ -x "$tools/bin/python" ] || "${PYTHON:-python3}" -m venv "$tools"
-    cat constraints.txt tests/wheel.txt >"$tools/constraints.txt"
+    cat constraints.txt tests/package.txt >"$tools/constraints.txt"
     "$tools/bin/python" -m pip install -qq -c "$tools/constraints.txt" build twine
     echo "$fingerprint" >"$tools/installed"
 fi
@@ -34,7 +34,7 @@ echo "$packages" >"$(python -c 'import sysconfig; print(sysconfig.get_path("pure
 mkdir "$folder/empty"
 cd "$folder/empty"
 export OMP_NUM_THREADS=1
-PYTHONPATH="$root/tests" python "$root/tests/wheel.py" "$root"
+PYTHONPATH="$root/tests" python "$root/tests/package.py" "$root"
 rl2 --version
 rl2 env arithmetic data.path=rows.jsonl
 rl2 ppo data.path=rows.jsonl rollout.env_path=arithmetic actor.model_name=tiny data.prompts_per_rollout=2 data.responses_per_prompt=2 \

@@ -1,6 +1,6 @@
-"""A part of wheel.sh: compares the installed rl2 with the checkout, and makes what it trains on.
+"""A part of package.sh: compares the installed rl2 with the checkout, and makes what it trains on.
 
-    python wheel.py CHECKOUT
+    python package.py CHECKOUT
 
 Files that git tracks must be installed. The current folder gets rows and a tiny random model.
 """
