@@ -94,11 +94,11 @@ def start_slow_run(runs: ForkedRuns, folder: Path, name: str, *more: str) -> For
     """A run that can be evaluated and whose steps take a second, behind the start of step 1."""
 
     def prepare(rank: int) -> None:
-        before(Worker, "update", lambda: (print("update", flush=True), time.sleep(0.5)))
+        before(Worker, "update", lambda: (print("update begins", flush=True), time.sleep(0.5)))
 
     test = f"data.test_path={folder / 'rows.jsonl'}"
     run = runs.start(1, "sft", arguments(folder, name, test, "trainer.n_epochs=9", *more), prepare)
-    run.wait_for(lambda: "update" in run.output)
+    run.wait_for(lambda: "update begins" in run.output)
     return run
 
 
