@@ -144,6 +144,7 @@ def test_the_wheel_carries_the_ready_made_envs(tmp_path):
     for part in PAGE:
         assert (target / "rl2/report" / part).exists()
     assert (target / "rl2/config/synonyms.yaml").exists()
+    assert (target / "rl2/config/presets.yaml").exists()
     run("-m", "rl2", "new", "task", env={"PYTHONPATH": str(target)}, cwd=tmp_path)
     made = {path.name for path in (tmp_path / "task").iterdir()}
     assert made == {"env.py", "train.jsonl", "test.jsonl", "run.sh"}

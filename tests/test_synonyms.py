@@ -7,13 +7,14 @@ import re
 import pytest
 import yaml
 from common import ROOT
-from configs import ROOTS
+from configs import BASE, ROOTS, find_problems, write_files
 
 from rl2.config.arguments import read_arguments
 from rl2.config.key import schema_keys
 from rl2.config.parse import compose
+from rl2.config.presets import find_preset, load_presets
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
-from rl2.config.synonyms import FILE, explain_algorithm, find_answer, load_synonyms
+from rl2.config.synonyms import FILE, explain_algorithm, find_answer, load_answers
 
 TRL_CONFIGS = {"GRPOConfig": PPOConfig, "SFTConfig": SFTConfig, "DPOConfig": DPOConfig}
 TRL_CONFIGS |= {"RLOOConfig": PPOConfig, "DistillationConfig": PPOConfig, "RewardConfig": RMConfig}
@@ -21,8 +22,7 @@ KNOWN = {
     root: {n for n, k in schema_keys(root).items() if not k.is_section} for root in ROOTS.values()
 }
 ALL_KEYS = set().union(*KNOWN.values())
-ANSWERS = load_synonyms().answers
-ALGORITHMS = load_synonyms().algorithms
+ANSWERS = load_answers()
 OWN_KEY = r"\b(?:actor|critic|teacher|rollout|trainer|kl|adv|dpo|rm)[.][\w.]+\w"
 
 
@@ -101,10 +101,10 @@ def test_an_answer_for_another_trainer_says_so():
 
 
 def test_the_tables_are_read_only_for_an_unknown_key():
-    load_synonyms.cache_clear()
+    load_answers.cache_clear()
     for word, is_read in (("actor.lr=1", 0), ("actor.learning_rate=1", 1)):
         compose(PPOConfig, read_arguments([word]))
-        assert load_synonyms.cache_info().currsize == is_read
+        assert load_answers.cache_info().currsize == is_read
 
 
 def test_own_names_are_no_synonyms():
@@ -132,33 +132,87 @@ def test_the_page_for_newcomers_agrees():
 
 
 @pytest.mark.parametrize(
-    ("name", "algorithm"),
+    ("text", "name"),
     [
-        ("grpo", "GRPO"),
-        ("GRPO", "GRPO"),
-        ("ppo", "PPO"),
-        ("dr_grpo", "Dr. GRPO"),
-        ("reinforce++", "REINFORCE++"),
+        ("grpo", "grpo"),
+        ("GRPO", "grpo"),
+        ("Dr. GRPO", "dr_grpo"),
+        ("reinforce++", "reinforce_plus_plus"),
+        ("sapo", ""),
     ],
 )
-def test_the_name_of_an_algorithm_gets_its_keys(name, algorithm):
-    assert f"{algorithm} is {ALGORITHMS[algorithm]}," in explain_algorithm(name)
+def test_a_preset_is_found_in_any_spelling(text, name):
+    assert find_preset(text) == name
+    assert (f"algo={name}" in explain_algorithm(text)) == bool(name)
 
 
 def test_a_name_that_is_no_algorithm_of_ppo():
     assert "python -m rl2 dpo" in explain_algorithm("dpo")
-    assert explain_algorithm("sapo") == ""
 
 
-def test_an_algorithm_has_one_meaning():
-    """That of its line in docs/algorithms.md, of README and of the hints."""
+def compose_keys(*words):
+    return compose(PPOConfig, read_arguments([*BASE["ppo"], *words])).config
+
+
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch):
+    """The required keys name files of the current folder."""
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", load_presets())
+def test_a_preset_is_its_line_in_the_docs(name):
+    """Both make the same config, but for what the docs add as an example."""
     text = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    published = {row[0]: set(row[-1].strip("`").split()) for row in rows if len(row) == 6}
-    for name, keys in ALGORITHMS.items():
-        in_words = {key for key in keys.split() if not key.partition("=")[2].isupper()}
-        assert in_words <= published[name], name
-    assert set(ALGORITHMS["GRPO"].split()) == published["GRPO"]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    [row] = re.findall(r"^\| GRPO \| `(.*)` \|", readme, re.M)
-    assert set(row.split()) == published["GRPO"] | {"adv.estimator=reinforce"}
+    [keys] = [row[-1].strip("`").split() for row in rows if row[0] == load_presets()[name].title]
+    examples = {
+        "dr_grpo": {"actor.average_constant=512"},  # that of the config
+        "rloo": {"kl.coef=0.05", "kl.type=reward"},
+        "dapo": {"rollout.overlong_buffer=102"},
+        "distillation": {"teacher.model_name=Qwen/Qwen3-8B"},
+    }.get(name, set())
+    assert examples <= set(keys)
+    words = [key for key in keys if key not in examples]
+    if name == "dr_grpo":
+        words.append("actor.average_constant=77")
+    longest = "rollout.train_sampling_params.max_new_tokens=77"
+    assert compose_keys(f"algo={name}", longest) == compose_keys(*words, longest)
+
+
+@pytest.mark.parametrize("name", load_presets())
+def test_a_preset_passes_the_checks(in_folder, name):
+    needed = ["teacher.model_name=model"] if name == "distillation" else []
+    sizes = ["data.prompts_per_rollout=8", "data.responses_per_prompt=4"]
+    if name == "reinforce_plus_plus":
+        sizes = ["data.prompts_per_rollout=8"]
+    assert find_problems("ppo", [f"algo={name}", *needed, *sizes])[0] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "problems"),
+    [
+        (["actor.clip_high=0.3", "algo=dapo"], []),
+        (["algo=grpo", "algo=dapo", "actor.clip_high=0.3"], []),
+        (["algo=ppo", "adv.estimator=rloo"], []),  # adv.lamda has no effect, but nobody wrote it
+        (["algo=null"], []),
+        (["algo=grpq"], ["algo=grpq"]),
+        (["algorithm=grpo"], ["algo=grpo"]),
+    ],
+)
+def test_what_is_written_beside_a_preset_wins(in_folder, words, problems):
+    words = [*words, "data.prompts_per_rollout=8", "data.responses_per_prompt=4"]
+    found = find_problems("ppo", words)[0]
+    assert len(found) == len(problems)
+    assert all(text in str(problem) for text, problem in zip(problems, found, strict=True))
+    config = compose_keys(*words)
+    if "actor.clip_high=0.3" in words:
+        assert config.actor.clip_high == 0.3 and config.rollout.filter == [0, 1]
+    if "adv.estimator=rloo" in words:
+        assert config.adv.estimator == "rloo" and config.actor.epochs_per_rollout == 4
+
+
+def test_a_preset_is_for_ppo_alone():
+    draft = compose(DPOConfig, read_arguments([*BASE["dpo"], "algo=grpo"]))
+    assert [problem.key for problem in draft.problems] == ["algo"]

@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl2.config.arguments import Assignment
 from rl2.config.key import Key
+from rl2.config.presets import has_presets
 from rl2.config.problem import Problem, wrong_value
 from rl2.config.synonyms import ALGORITHM_KEYS, explain_algorithm, find_answer
 from rl2.config.values import OPEN_KEYS, show_value
@@ -69,8 +70,8 @@ def explain_unknown(name: str, value: Any, known: dict[str, Key]) -> tuple[str, 
     keys = [other for other in known if not known[other].is_section]
     answer = find_answer(name, keys)
     target = ""
-    if name in ALGORITHM_KEYS and "adv.estimator" in known:
-        text = explain_algorithm(str(value)) or "set adv.estimator, actor.loss, actor.average"
+    if name in ALGORITHM_KEYS and has_presets(known):
+        text = explain_algorithm(str(value)) or "set algo, such as algo=grpo"
     elif answer is not None:
         text = answer.explain(keys)
         target = answer.same_key(keys)

@@ -8,6 +8,7 @@ from omegaconf import MISSING
 
 from rl2.config.assign import near_keys
 from rl2.config.key import Key, schema_keys
+from rl2.config.presets import KEY, has_presets, load_presets
 from rl2.config.problem import Problem, refuse
 from rl2.config.values import get_value, show_value
 
@@ -19,6 +20,8 @@ def describe(root: type, argv: list[str]) -> str:
     topics = [word for word in argv if not word.startswith("-") and "=" not in word]
     if not topics:
         return explain_common(root)
+    if topics == [KEY] and has_presets(schema_keys(root)):
+        return explain_presets()
     return "\n\n".join(explain(root, topic) for topic in topics)
 
 
@@ -59,12 +62,23 @@ def explain_common(root: type) -> str:
             short_help = _with_choices(key.help.split(";")[0], key)
             space = _width() - len(start)
             lines.append(start + textwrap.shorten(short_help, space, placeholder=" ..."))
+    if has_presets(known):
+        lines.append(f"{KEY}=NAME sets the keys of a published algorithm: --help {KEY} lists them")
     lines += [
         f"All keys: --help all, or --help SECTION of {', '.join(sections)}",
         "--cfg job prints the resolved config; --plan predicts the memory of each phase",
         "--config-dir DIR --config-name NAME starts from a YAML file",
         "A value with spaces, commas, = or parentheses needs quotes in quotes: 'key=\"a value\"'",
     ]
+    return "\n".join(lines)
+
+
+def explain_presets() -> str:
+    """The presets and the keys that each sets."""
+    lines = [f"{KEY}=NAME sets the keys of a published algorithm; those written beside it win:"]
+    for name, preset in load_presets().items():
+        lines.append(f"  {name}: {preset.title}")
+        lines.append(textwrap.indent(textwrap.fill(str(preset), _width() - 6), " " * 6))
     return "\n".join(lines)
 
 

@@ -12,11 +12,12 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl2.config.arguments import Arguments, find_duplicates, read_arguments
+from rl2.config.arguments import Arguments, Assignment, find_duplicates, read_arguments
 from rl2.config.assign import assign
 from rl2.config.early import answer_early, print_and_exit
 from rl2.config.key import schema_keys
 from rl2.config.key_rules import check_choices, find_unused, follow_keys
+from rl2.config.presets import has_presets, take_preset
 from rl2.config.problem import (
     ConfigError,
     Problem,
@@ -93,9 +94,17 @@ def compose(root: type, arguments: Arguments) -> Draft:
     """Sets what the arguments say in a new config of the class `root`."""
     problems = [*arguments.problems]
     tree: DictConfig = OmegaConf.structured(root)
-    set_keys = assign(tree, schema_keys(root), arguments.assignments, problems)
+    known = schema_keys(root)
+    preset: list[Assignment] = []
+    assignments = arguments.assignments
+    if has_presets(known):
+        preset, assignments = take_preset(assignments, problems)
+    preset_keys = assign(tree, known, preset, problems)
+    set_keys = assign(tree, known, assignments, problems)
     try:
-        follow_keys(tree, set_keys)
+        all_set_keys = set_keys | preset_keys
+        follow_keys(tree, all_set_keys)
+        set_keys &= all_set_keys
         config, missing = to_object(tree, set_keys)
     except OmegaConfBaseException as error:
         key = str(error.full_key)

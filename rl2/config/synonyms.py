@@ -1,6 +1,6 @@
 """Answers for keys of other trainers and for names of algorithms.
 
-synonyms.yaml has the tables. It is read only if a key or a function is unknown.
+synonyms.yaml has the table of keys. It is read only if a key or a function is unknown.
 """
 
 import re
@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import yaml
 
+from rl2.config.presets import find_preset, load_presets
+
 FILE = Path(__file__).with_name("synonyms.yaml")
 OTHER_TRAINERS = {"dpo": "dpo", "ipo": "dpo", "sft": "sft", "rm": "rm"}  # name -> command of rl2
 # Under which one looks for a key that names the algorithm.
-ALGORITHM_KEYS = ("algorithm", "algo", "alg", "method", "algorithm.name", "trainer.algorithm")
+ALGORITHM_KEYS = ("algorithm", "alg", "method", "algorithm.name", "trainer.algorithm")
 
 
 class Alternative(NamedTuple):
@@ -64,15 +66,9 @@ class Answer:
         return f"{owner} {keys}, which this trainer does not have"
 
 
-@dataclass(frozen=True)
-class Synonyms:
-    answers: dict[str, Answer]  # by the other trainer's key; "section." stands for all keys below
-    algorithms: dict[str, str]  # published name -> the arguments that differ from the defaults
-
-
 @cache
-def load_synonyms() -> Synonyms:
-    """Reads the tables."""
+def load_answers() -> dict[str, Answer]:
+    """Reads the answers by the other trainer's key; "section." stands for all keys below."""
     tables = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     answers: dict[str, Answer] = {}
     for row in tables["absent"]:
@@ -85,12 +81,12 @@ def load_synonyms() -> Synonyms:
                 alternatives.append(Alternative(key, remark))
             answer = Answer(project, tuple(alternatives))
             answers |= dict.fromkeys(row["names"], answer)
-    return Synonyms(answers, tables["algorithms"])
+    return answers
 
 
 def find_answer(key: str, known: Collection[str]) -> Answer | None:
     """The answer for a key that is not among the `known` ones, if it is one of another trainer."""
-    answers = load_synonyms().answers
+    answers = load_answers()
     name = key.removeprefix("actor_rollout_ref.")
     if name in answers:
         return answers[name]
@@ -112,16 +108,11 @@ def _sections(name: str) -> Iterator[str]:
 
 
 def explain_algorithm(name: str) -> str:
-    """The keys that make the algorithm of this name, in words; "" if no algorithm has the name."""
-    plain = _plain(name)
-    for algorithm, keys in load_synonyms().algorithms.items():
-        if plain == _plain(algorithm):
-            return f"{algorithm} is {keys}, see docs/algorithms.md"
-    if plain in OTHER_TRAINERS:
-        return f"it has a trainer of its own, python -m rl2 {OTHER_TRAINERS[plain]}"
+    """How to choose the algorithm of this name, in words; "" if no algorithm has the name."""
+    preset = find_preset(name)
+    if preset:
+        found = load_presets()[preset]
+        return f"{found.title} is algo={preset}, which sets {found}"
+    if name.lower() in OTHER_TRAINERS:
+        return f"it has a trainer of its own, python -m rl2 {OTHER_TRAINERS[name.lower()]}"
     return ""
-
-
-def _plain(name: str) -> str:
-    """The name in lower case, without marks and spaces: "Dr. GRPO" is drgrpo."""
-    return re.sub(r"[^\w]|_", "", name.lower().replace("++", "plusplus"))
