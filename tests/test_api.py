@@ -24,6 +24,8 @@ from rl2.env.files import import_env_file
 from rl2.env.load import make_env
 from rl2.report import loggers
 
+pytestmark = pytest.mark.usefixtures("hears_ctrl_c")
+
 ROWS = [
     {"messages": [{"role": "user", "content": f"say a, {i}"}], "answer": "abcdefgh"}
     for i in range(24)
@@ -118,6 +120,7 @@ def describe_process():
 @pytest.fixture
 def unchanged_process():
     """Fails the test if it changes the process. Threads that are told to end have ten seconds."""
+    signal.set_wakeup_fd(-1)  # of an earlier test's run
     before, activity_before = describe_process(), list_activity()
     yield
     after = describe_process()

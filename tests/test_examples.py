@@ -298,7 +298,9 @@ def test_the_readmes_own_task_runs_in_the_shell_that_the_quickstart_leaves(tmp_p
     if not activate.exists():
         pytest.skip("Python is not in a virtual environment")
     section = (ROOT / "README.md").read_text().partition("## Your own task")[2]
-    blocks = dict(re.findall(r"```(\w+)\n(.*?)```", section.partition("\n## ")[0], re.DOTALL))
+    blocks: dict[str, str] = {}  # the first one of each language
+    for language, text in re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL):
+        blocks.setdefault(language, text)
     (tmp_path / "rows.jsonl").write_text(blocks["json"])
     (tmp_path / "my_env.py").write_text(blocks["python"])
     (tmp_path / ".venv").symlink_to(sys.prefix)

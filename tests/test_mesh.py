@@ -1,5 +1,6 @@
 """Tests how the ranks meet, and the groups that they make."""
 
+import math
 import os
 import socket
 import subprocess
@@ -100,12 +101,15 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 tensor = torch.zeros(2**24)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 del tensor
-weight = torch.randn(1536, 576).bfloat16()
-torch.randn(999, 576).bfloat16() @ weight.T
-before = resident_mb()
-for length in range(200, 800):
-    torch.randn(length, 576).bfloat16() @ weight.T
-print(resident_mb() - before)
+if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # elsewhere oneDNN has no kernels to keep
+    weight = torch.randn(1536, 576).bfloat16()
+    torch.randn(999, 576).bfloat16() @ weight.T
+    before = resident_mb()
+    for length in range(200, 800):
+        torch.randn(length, 576).bfloat16() @ weight.T
+    print(resident_mb() - before)
+else:
+    print("nan")
 """
 
 
@@ -125,7 +129,7 @@ def test_pages_are_large_and_caches_small_unless_the_environment_says_otherwise(
         ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024",
         LRU_CACHE_CAPACITY="1024",
     )
-    assert megabytes < 0.5 * megabytes_before
+    assert math.isnan(megabytes) or megabytes < 0.5 * megabytes_before
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if setting.exists() and "[madvise]" in setting.read_text():
         assert faults < 0.5 * faults_before

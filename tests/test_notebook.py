@@ -13,6 +13,7 @@ import rl2
 
 NOTEBOOK = ROOT / "examples/notebook.ipynb"
 SECONDS = 240
+pytestmark = pytest.mark.usefixtures("hears_ctrl_c")
 
 
 @pytest.fixture
