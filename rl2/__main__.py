@@ -3,13 +3,13 @@
 import difflib
 import importlib
 import importlib.metadata
-import os
 import pkgutil
 import platform
 import sys
 from typing import NamedTuple
 
 import rl2
+from rl2.error_report import print_answer
 
 
 class Command(NamedTuple):
@@ -79,10 +79,7 @@ def main() -> None:
     """Runs the command that the first argument names; without one it lists the commands."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        try:
-            print(describe_commands(), flush=True)
-        except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print_answer(describe_commands())
         return
     if name in ("-V", "--version"):
         print(describe_version())

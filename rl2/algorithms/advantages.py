@@ -37,7 +37,7 @@ class AdvantageInputs:
     gamma: float  # this and the following are the settings adv.* of the config
     lamda: float
     norm_var: bool
-    reward_parts: Mapping[str, "RewardPart"]  # by name; the weighted sum is a trajectory's reward
+    reward_parts: Mapping[str, RewardPart]  # by name; the weighted sum is a trajectory's reward
     # The columns below are there if the estimator declares that it needs them.
     values: Tensor | None = None  # [B, T] of the critic
     old_logps: Tensor | None = None  # [B, T] of the policy that starts the update
@@ -295,5 +295,5 @@ def _groups(x: AdvantageInputs) -> _Groups:
         member_of=member_of,
         counts=counts,
         sizes=sum_by_index(member_of, counts, len(group_ids)),
-        rewards=sum_by_trajectory(masked(x.mask, x.rewards), x.trajectory),
+        rewards=sum_by_index(row_index, masked(x.mask, x.rewards).sum(1), len(ids)),
     )

@@ -75,12 +75,17 @@ class Choices(Generic[Declared]):
         except ValueError as error:
             raise ValueError(f"{self.key}={name}: {error}") from error
 
+    def look_up(self, name: str) -> Declared | None:
+        """Returns the declaration, or None if there is none, which `problems` explains."""
+        try:
+            return self._find(name)
+        except ValueError:
+            return None
+
     def settings_of(self, name: str) -> tuple[str, ...]:
         """Returns the settings that a function reads; () if there is no such function."""
-        try:
-            return self._find(name).settings
-        except ValueError:
-            return ()
+        declared = self.look_up(name)
+        return () if declared is None else declared.settings
 
     def problems(self, name: str) -> Iterator[str]:
         """Yields what is wrong with `name` and, if it is the user's, with the function."""

@@ -12,12 +12,10 @@ from rl2.config.key import Condition
 
 def estimator_needs(estimator: str) -> tuple[str, ...]:
     """What the estimator needs; () if there is no such one, which the check of choices reports."""
-    from rl2.algorithms.find import find_estimator  # imports torch, and --help does not come here
+    from rl2.algorithms.find import ESTIMATOR_CHOICES  # imports torch; --help does not come here
 
-    try:
-        return find_estimator(estimator).needs
-    except ValueError:
-        return ()
+    declared = ESTIMATOR_CHOICES.look_up(estimator)
+    return () if declared is None else declared.needs
 
 
 def needs_critic(estimator: str) -> bool:
@@ -25,25 +23,19 @@ def needs_critic(estimator: str) -> bool:
     return "values" in estimator_needs(estimator)
 
 
-def policy_loss(name: str) -> Any:
-    """The PolicyLoss of this name, or None, which the check of choices reports."""
-    from rl2.algorithms.find import find_policy_loss  # imports torch, as above
-
-    try:
-        return find_policy_loss(name)
-    except ValueError:
-        return None
-
-
 def corrects_mismatch(loss: str) -> bool:
     """Whether the policy loss takes its ratio to the engine's probabilities."""
-    declared = policy_loss(loss)
+    from rl2.algorithms.find import POLICY_LOSS_CHOICES  # imports torch, as above
+
+    declared = POLICY_LOSS_CHOICES.look_up(loss)
     return declared is not None and declared.corrects_mismatch
 
 
 def needs_reference(config: Any) -> bool:
     """Whether PPO's loss or its KL term needs the log-probabilities of a reference model."""
-    declared = policy_loss(config.actor.loss)
+    from rl2.algorithms.find import POLICY_LOSS_CHOICES  # imports torch, as above
+
+    declared = POLICY_LOSS_CHOICES.look_up(config.actor.loss)
     return bool(config.kl.coef) or (declared is not None and "ref_logps" in declared.needs)
 
 

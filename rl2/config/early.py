@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from rl2.config.help import describe
 from rl2.config.schema import TRAINER_CONFIGS
+from rl2.error_report import print_answer
 from rl2.parallel.rank import is_first_rank
 
 
@@ -39,9 +40,6 @@ def start_plan(root: type, argv: list[str]) -> NoReturn:
 
 def print_and_exit(text: str) -> NoReturn:
     """Prints the answer to an option such as --help, on rank 0, and ends the program."""
-    try:
-        if is_first_rank():
-            print(text.rstrip("\n"), flush=True)
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if is_first_rank():
+        print_answer(text.rstrip("\n"))
     sys.exit(0)

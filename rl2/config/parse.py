@@ -57,9 +57,7 @@ def parse(
         if not draft.problems and not check_choices(draft.config):
             print_and_exit(OmegaConf.to_yaml(draft.tree, resolve=True))
         optional = schema_keys(root)
-    problems, warnings = check(draft, elsewhere, optional)
-    if problems and find_problems is not None and draft.config is not None:
-        add_new_problems(problems, find_problems(draft.config))
+    problems, warnings = check(draft, find_problems, elsewhere, optional)
     if problems:
         refuse(problems)
     if not elsewhere:
@@ -81,9 +79,7 @@ class Draft:
 def make_config(root: type, arguments: Arguments, find_problems: FindProblems | None = None) -> Any:
     """What `parse` does, for arguments that Python code gives. ConfigError has the problems."""
     draft = compose(root, arguments)
-    problems, warnings = check(draft)
-    if problems and find_problems is not None and draft.config is not None:
-        add_new_problems(problems, find_problems(draft.config))
+    problems, warnings = check(draft, find_problems)
     if problems:
         raise ConfigError(problems)
     warn(warnings)
@@ -132,9 +128,12 @@ def to_object(tree: DictConfig, set_keys: set[str]) -> tuple[Any, list[Problem]]
 
 
 def check(
-    draft: Draft, elsewhere: Collection[str] = (), optional: Collection[str] = ()
+    draft: Draft,
+    find_problems: FindProblems | None = None,
+    elsewhere: Collection[str] = (),
+    optional: Collection[str] = (),
 ) -> tuple[list[Problem], list[Problem]]:
-    """(problems, warnings) of a draft; `parse` explains `elsewhere` and `optional`."""
+    """(problems, warnings) of a draft; `parse` explains the other arguments."""
     problems = [*draft.problems]
     if draft.config is None:  # there is no more to check
         return problems, []
@@ -142,4 +141,6 @@ def check(
     found, warnings = validate(draft.config, draft.set_keys)
     add_new_problems(problems, [p for p in missing if not is_about(p, elsewhere)])
     problems += [problem for problem in found if not is_about(problem, elsewhere)]
+    if problems and find_problems is not None:
+        add_new_problems(problems, find_problems(draft.config))
     return problems, warnings

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from rl2.run.records import parse_yaml
+
 MAX_CHARACTERS = 40_000  # of all messages of an answer
 
 Record = dict[str, Any]  # an object of JSON
@@ -28,7 +30,7 @@ def read_lines(path: Path) -> tuple[list[Record], int]:
 def read_yaml(path: Path) -> Any:
     """Returns the content of the file; None if there is none, or if it is broken."""
     with suppress(OSError, ValueError, yaml.YAMLError):
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = parse_yaml(path.read_text(encoding="utf-8"))
         return content if isinstance(content, dict) else None
     return None
 

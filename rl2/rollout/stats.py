@@ -38,11 +38,9 @@ def reward_parts(trajectories: list[Trajectory], batch: Batch) -> dict[str, Rewa
         weights |= trajectory.weights  # which all have in common
     parts = {}
     for name in names:
-        values = torch.zeros(len(batch.trajectory))
-        for row, id in enumerate(batch.trajectory.tolist()):
-            if id in scored:
-                values[row] = scored[id].rewards.get(name, 0.0)
-        parts[name] = RewardPart(values, weights.get(name, 1.0))
+        by_id = {id: trajectory.rewards.get(name, 0.0) for id, trajectory in scored.items()}
+        values = [by_id.get(id, 0.0) for id in batch.trajectory.tolist()]
+        parts[name] = RewardPart(torch.tensor(values), weights.get(name, 1.0))
     return parts
 
 

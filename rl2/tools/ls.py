@@ -16,7 +16,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from rl2.report.page import Record
+from rl2.error_report import print_answer
+from rl2.report.saved import Record
 from rl2.run.lock import Holding, look_at_lock
 from rl2.run.records import DamagedFile, read_object
 
@@ -79,15 +80,16 @@ def main() -> None:
     folders = dict.fromkeys(run for top in arguments.folders for run in find_runs(top, unreadable))
     runs = sorted(map(summarise, folders), key=lambda run: (run.written, run.run))
     if arguments.json:
-        for run in runs:
-            print(json.dumps(asdict(run)))
+        lines = [json.dumps(asdict(run)) for run in runs]
     elif runs:
-        print_table(runs)
+        lines = format_table(runs)
     else:
-        print(
+        lines = [
             f"no runs in {', '.join(map(str, arguments.folders))}: a run writes to "
             "trainer.save_dir, by default runs/NAME with trainer.experiment_name=NAME"
-        )
+        ]
+    if lines:
+        print_answer("\n".join(lines))
     for problem in unreadable:
         print(problem, file=sys.stderr)
 
@@ -237,16 +239,16 @@ def size_of(folder: Path) -> int:
     return num_bytes
 
 
-def print_table(runs: list[Summary]) -> None:
-    """Prints a line for each run, and below them what is wrong with some."""
+def format_table(runs: list[Summary]) -> list[str]:
+    """Returns a line for each run, and below them what is wrong with some."""
     rows = [TITLES, *map(to_cells, runs)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join(cells).rstrip())
-    for run in runs:
-        for problem in run.problems:
-            print(f"{run.run}: {problem}")
+        lines.append("  ".join(cells).rstrip())
+    lines += [f"{run.run}: {problem}" for run in runs for problem in run.problems]
+    return lines
 
 
 def to_cells(run: Summary) -> tuple[str, ...]:
