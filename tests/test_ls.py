@@ -3,10 +3,12 @@
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 
 import pytest
+from common import make_environment
 
 from rl2.run.lock import Process, RunLock, this_process
 from rl2.tools import ls
@@ -48,6 +50,20 @@ def list_runs(capsys, monkeypatch, *arguments):
 def other_machine():
     """The content of a lock that a process of another machine has made."""
     return {"pid": 1, "host": "node7", "machine": "another boot", "start": "5", "since": ""}
+
+
+@pytest.mark.parametrize("arguments", [["ls", "."], ["ls", "--json", "."], [], ["sft", "--help"]])
+def test_a_reader_such_as_head_may_close_the_pipe(tmp_path, arguments):
+    write_run(tmp_path / "run")
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "rl2", *arguments]
+    environment = make_environment()
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_finished_run(tmp_path, capsys, monkeypatch):
