@@ -152,6 +152,7 @@ def _call_beside_event_loop(function: Callable[[], Result]) -> Result:
     if not _has_event_loop():
         return function()
     outcome: Future[Result] = Future()
+    is_over = threading.Event()
     context = contextvars.copy_context()
 
     def call() -> None:
@@ -159,14 +160,19 @@ def _call_beside_event_loop(function: Callable[[], Result]) -> Result:
             outcome.set_result(context.run(function))
         except BaseException as error:
             outcome.set_exception(error)
+        finally:
+            is_over.set()
 
     thread = threading.Thread(target=call, name="rl2.train", daemon=True)
     thread.start()
-    while True:
+    interruption: BaseException | None = None
+    while not is_over.is_set() and thread.is_alive():
         try:
-            return outcome.result()
+            is_over.wait(1.0)  # `join` takes a thread for ended once it is interrupted
         except BaseException as error:
-            if outcome.done():
-                raise
+            interruption = error
             number = ctypes.c_ulong(thread.ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(type(error)))
+    if interruption is not None and not outcome.done():  # it came between the call and its outcome
+        raise interruption
+    return outcome.result()
