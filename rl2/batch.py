@@ -25,6 +25,9 @@ class Sample:
     rewards: "array[float]"  # [n] float32, the reward, at the token that earned it
     group: int  # the number of the prompt that it answers
     trajectory: int  # the sequences of one trajectory are in order of time
+    # What top_p and top_k left to draw from, where the engine tells it. Both are empty without.
+    candidate_counts: "array[int]"  # [up to n] int32, of each token, 0 = the whole vocabulary
+    candidate_ids: "array[int]"  # [sum of the counts] int32
 
     def __init__(
         self,
@@ -34,6 +37,8 @@ class Sample:
         rewards: Iterable[float],
         group: int,
         trajectory: int,
+        candidate_counts: Iterable[int] = (),
+        candidate_ids: Iterable[int] = (),
     ):
         """Copies the columns into typed arrays."""
         self.tokens = array("i", tokens)
@@ -42,6 +47,24 @@ class Sample:
         self.rewards = array("f", rewards)
         self.group = group
         self.trajectory = trajectory
+        self.candidate_counts = array("i", candidate_counts)
+        self.candidate_ids = array("i", candidate_ids)
+
+
+@dataclass
+class Candidates:
+    """What top_p and top_k left to draw each token from: sets of token ids, beside columns [B, T].
+
+    The policy is the softmax among them, so the trainer's log-probabilities are of that.
+    """
+
+    counts: Tensor  # [B, T] int32, 0 = the whole vocabulary
+    ids: list[Tensor]  # [sum of its counts] int32 of each row, in order of the columns
+
+    def __getitem__(self, rows: Tensor | Sequence[int]) -> "Candidates":
+        """Those of these rows only, in this order."""
+        numbers = torch.arange(len(self.ids))[rows].tolist()
+        return Candidates(self.counts[rows], [self.ids[number] for number in numbers])
 
 
 @dataclass
@@ -67,6 +90,7 @@ class Batch:
     returns: Tensor | None = None  # [B, T] what the critic learns
     token_weights: Tensor | None = None  # [B, T] of each token in the mean loss
     pair_margin: Tensor | None = None  # [B] by how much the pair's chosen reply is better
+    candidates: Candidates | None = None  # None: each token is drawn from the whole vocabulary
 
     @property
     def inputs(self) -> Tensor:
@@ -107,6 +131,8 @@ class Pack:
     targets: Tensor  # [P] int64, the token that it should predict
     rows: Tensor  # [P] int64, which of the packed rows the pair belongs to
     columns: Tensor  # [P] int64
+    candidate_counts: Tensor | None = None  # [P] int32, see `Candidates`
+    candidate_ids: Tensor | None = None  # [sum of the counts] int32
     chunks: list[list[tuple[int, int]]] | None = None  # lengths [process][segment], see `zigzag`
 
 
@@ -122,6 +148,10 @@ def collate(samples: list[Sample]) -> Batch:
             row[: len(values)] = values
         return out
 
+    candidates = None
+    if any(sample.candidate_ids for sample in samples):
+        ids = [torch.tensor(sample.candidate_ids, dtype=torch.int32) for sample in samples]
+        candidates = Candidates(column("candidate_counts", torch.int32), ids)
     return Batch(
         tokens=column("tokens", torch.int32, first=0),
         mask=column("mask", torch.int8),
@@ -129,6 +159,7 @@ def collate(samples: list[Sample]) -> Batch:
         rewards=column("rewards", torch.float32),
         group=torch.tensor([sample.group for sample in samples]),
         trajectory=torch.tensor([sample.trajectory for sample in samples]),
+        candidates=candidates,
     )
 
 

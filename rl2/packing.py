@@ -236,6 +236,7 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
 
     prefixes: list[tuple[int, int, int]] = []
     pairs = [(torch.zeros(0, dtype=torch.int64),) * 4]  # hidden index, target, row, column
+    counts, ids = [], []  # of candidates
     spans = scored_spans(batch)
     for group in _rows_by_prompt(batch, spans, range(len(spans)), share_prompts):
         prompt, end = spans[group[0]]
@@ -258,6 +259,11 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
                     scored,
                 )
             )
+            if batch.candidates is not None:
+                row_counts = batch.candidates.counts[row]
+                is_scored = batch.mask[row].bool().repeat_interleave(row_counts)
+                counts.append(row_counts[scored])
+                ids.append(batch.candidates.ids[row][is_scored])
         if len(tokens) > first_answer:
             prefixes.append((first_answer, len(tokens), first_answer - 1))
     if not tokens:
@@ -273,6 +279,8 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
         targets=targets,
         rows=rows,
         columns=columns,
+        candidate_counts=torch.cat(counts) if counts else None,
+        candidate_ids=torch.cat(ids) if ids else None,
     )
 
 
@@ -313,6 +321,9 @@ def zigzag(pack: Pack, size: int, rank: int) -> Pack:
     is_ours = place[pack.hidden_index] >= 0
     if not len(local_tokens):
         local_tokens = torch.zeros(1, dtype=torch.int64)
+    counts, ids = pack.candidate_counts, pack.candidate_ids
+    if counts is not None and ids is not None:
+        counts, ids = counts[is_ours], ids[is_ours.repeat_interleave(counts)]
     return replace(
         pack,
         tokens=pack.tokens[:, local_tokens],
@@ -321,6 +332,8 @@ def zigzag(pack: Pack, size: int, rank: int) -> Pack:
         targets=pack.targets[is_ours],
         rows=pack.rows[is_ours],
         columns=pack.columns[is_ours],
+        candidate_counts=counts,
+        candidate_ids=ids,
         chunks=chunks,
     )
 

@@ -156,6 +156,35 @@ def test_zigzag_assigns_every_token_and_every_pair_once(seed, size, share):
     assert sorted(pairs) == batch.mask.nonzero().tolist()
 
 
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("size", [1, 3])
+def test_candidates_stay_with_their_pairs(size, share):
+    """Also after rows are selected and where a mask is cleared; the first sample has none."""
+    rng = random.Random(0)
+    samples = make_samples(rng)
+    for sample in samples[1:]:
+        for is_trained in sample.mask:
+            ids = rng.sample(range(90), rng.randint(1, 5)) if is_trained else []
+            sample.candidate_counts.append(len(ids))
+            sample.candidate_ids.extend(ids)
+    batch = collate(samples).select([5, 0, 3, 4])
+    batch.mask[1, ::2] = 0
+    batch.mask[2, ::2] = 0
+    ends = batch.candidates.counts.cumsum(1)
+    packed = pack(batch, share)
+    num_pairs = 0
+    for rank in range(size):
+        part = zigzag(packed, size, rank)
+        found = part.candidate_ids.split(part.candidate_counts.tolist())
+        for row, column, ids in zip(part.rows, part.columns, found, strict=True):
+            count = batch.candidates.counts[row, column]
+            end = ends[row, column]
+            assert ids.tolist() == batch.candidates.ids[row][end - count : end].tolist()
+            assert (count == 0) == (row == 1)
+            num_pairs += 1
+    assert num_pairs == batch.mask.sum()
+
+
 def test_zigzag_follows_its_definition_and_balances_causal_attention():
     """If 2 * size divides a segment, rank r has the chunks r and 2 * size - 1 - r.
 

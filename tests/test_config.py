@@ -469,8 +469,8 @@ class Root:
     [
         ("size", 0, "it must be above 0; the default is 6"),
         ("size", 9, "it must not be above 8; the default is 6"),
-        ("ratio", -0.5, "it must not be below 0; the default is None"),
-        ("ratio", 1.0, "it must be below 1; the default is None"),
+        ("ratio", -0.5, "it must not be below 0; by default it is not set"),
+        ("ratio", 1.0, "it must be below 1; by default it is not set"),
         ("top_k", 0, "it must not be below 1; the default is -1 (a count; -1 = all)"),
         ("num_parts", 0, "it must be above 0; the default is 3"),
         ("share", -0.1, "it must not be below 0; the default is 0.5"),
@@ -617,3 +617,27 @@ def test_every_estimator_loss_and_average_is_explained():
     for key_name, names in tables:
         table = text.partition(f"| `{key_name}` |")[2].partition("\n\n")[0]
         assert re.findall(r"^\| `(\w+)` \|", table, re.M) == list(names)
+
+
+@pytest.mark.parametrize(
+    ("words", "correction"),
+    [
+        ("", "none"),
+        ("rollout.engine=sglang", "sequence_mask"),
+        ("rollout.partial=true", "token_tis"),
+        ("rollout.engine=sglang rollout.partial=true", "token_tis"),
+        ("rollout.engine=sglang actor.loss=dppo", "none"),
+        ("rollout.engine=sglang trainer.rollouts_from=runs/old", "none"),
+        ("rollout.engine=sglang actor.correction=token_mask", "token_mask"),
+        ("rollout.engine=sglang actor.correction=none", "none"),
+    ],
+)
+def test_correction_is_on_where_engine_and_trainer_differ(words, correction):
+    draft = compose(PPOConfig, read_arguments(words.split()))
+    assert draft.config.actor.correction == correction
+
+
+def test_an_engine_that_does_not_tell_what_top_k_leaves_is_named():
+    words = ["rollout.engine=sglang", "rollout.train_sampling_params.top_k=5"]
+    _, warnings = check(compose(PPOConfig, read_arguments([*BASE["ppo"], *words])))
+    assert "rollout.train_sampling_params" in [warning.key for warning in warnings]

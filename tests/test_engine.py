@@ -572,11 +572,11 @@ def test_unknown_sampling_parameters_are_refused():
         SamplingParams(topk=1)
 
 
-def draw(logits, noise, temperature=1.0, top_p=1.0, top_k=-1):
-    """The token and log-probability of one row of logits for each noise."""
+def draw(logits, noise, temperature=1.0, top_p=1.0, top_k=-1, with_candidates=False):
+    """A token of one row of logits for each noise."""
     num = len(noise)
-    params = [torch.full((num,), param) for param in (temperature, top_p, top_k)]
-    return sample(logits.expand(num, -1), noise, *params)
+    settings = (temperature, top_p, top_k, with_candidates)
+    return sample(logits.expand(num, -1), noise, *(torch.full((num,), x) for x in settings))
 
 
 @pytest.mark.parametrize("vocabulary", [5, 64, 1000])
@@ -590,7 +590,7 @@ def test_samples_follow_the_softmax(vocabulary, temperature):
     logits = torch.randn(vocabulary) * 2
     num = 20_000
     noise = (torch.arange(num, dtype=torch.float64) + 0.5) / num
-    tokens, logps = draw(logits, noise, temperature)
+    tokens, logps, _ = draw(logits, noise, temperature)
     expected = (logits.double() / temperature).log_softmax(-1)
     counts = torch.bincount(tokens, minlength=vocabulary)
     assert ((counts - expected.exp() * num).abs() <= 2).all()
@@ -601,11 +601,12 @@ def test_samples_follow_the_softmax(vocabulary, temperature):
 def test_extreme_noise_never_samples_a_token_of_probability_zero(noise):
     logits = torch.full((200,), -torch.inf)
     logits[70:72] = 0.0
-    (token,), _ = draw(logits, torch.tensor([noise], dtype=torch.float64))
+    (token,), *_ = draw(logits, torch.tensor([noise], dtype=torch.float64))
     assert token in (70, 71)
 
 
-def test_top_p_and_top_k_restrict_the_tokens_but_not_the_logps():
+@pytest.mark.parametrize("with_candidates", [False, True])
+def test_top_p_and_top_k_restrict_tokens_and_on_request_logps(with_candidates):
     probs = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
     noise = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
     for settings, allowed in (
@@ -616,9 +617,15 @@ def test_top_p_and_top_k_restrict_the_tokens_but_not_the_logps():
         ({"top_k": 3, "top_p": 0.5}, {1, 3}),
         ({"top_k": 100}, {0, 1, 2, 3, 4}),
     ):
-        tokens, logps = draw(probs.log(), noise, **settings)
+        tokens, logps, candidates = draw(
+            probs.log(), noise, **settings, with_candidates=with_candidates
+        )
         assert set(tokens.tolist()) == allowed, settings
-        torch.testing.assert_close(logps, probs.log()[tokens], rtol=0, atol=1e-5)
+        share = sum(probs[token] for token in allowed) if with_candidates else 1.0
+        torch.testing.assert_close(logps, (probs[tokens] / share).log(), rtol=0, atol=1e-5)
+        assert len(candidates) == (1000 if with_candidates else 0)
+        for ids in candidates.values():
+            assert set(ids.tolist()) == allowed
         frequencies = torch.bincount(tokens, minlength=5)[sorted(allowed)] / 1000
         allowed_probs = probs[sorted(allowed)]
         expected = allowed_probs / allowed_probs.sum()

@@ -24,6 +24,7 @@ from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.model.exact import Exactness
 from rl2.parallel.mesh import init_distributed
+from rl2.rollout.trajectory import append_tokens
 from rl2.worker import Worker
 
 CPU = torch.device("cpu")
@@ -113,7 +114,7 @@ def make_pair(name, dtype, exact, **changes):
     return engine, Worker(config, CPU, num_updates=4, exactness=exactness)
 
 
-def roll_out(engine, temperature=1.0, seed=0):
+def roll_out(engine, temperature=1.0, seed=0, **params):
     """A batch of GROUP_SIZE answers to each of some prompts, with advantages."""
     generator = torch.Generator().manual_seed(seed)
     prompts = []
@@ -126,13 +127,14 @@ def roll_out(engine, temperature=1.0, seed=0):
         [(seed, i) for i in range(len(prompts))],
         temperature=temperature,
         max_new_tokens=9,
+        **params,
     )
     samples = []
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        mask = [0] * len(prompt) + [1] * len(answer.tokens)
-        logps = [0.0] * len(prompt) + answer.logps
-        tokens = prompt + answer.tokens
-        samples.append(Sample(tokens, mask, logps, [0.0] * len(mask), i // GROUP_SIZE, i))
+        sample = Sample((), (), (), (), i // GROUP_SIZE, i)
+        append_tokens(sample, prompt)
+        append_tokens(sample, answer.tokens, answer.logps, answer.candidates)
+        samples.append(sample)
     batch = collate(samples)
     batch.advantages = torch.randn(batch.mask.shape, generator=generator) * batch.mask
     batch.token_weights = batch.mask / batch.mask.sum()
@@ -177,6 +179,23 @@ def test_without_exact_they_differ(models, dtype):
     engine, worker = make_pair(models("llama"), dtype, exact=False)
     batch = roll_out(engine)
     assert 1e-7 < difference(batch, worker) < 0.2
+    engine.close()
+
+
+@pytest.mark.parametrize("params", [{"top_p": 0.8}, {"top_k": 40}, {"top_p": 0.9, "top_k": 500}])
+def test_they_are_equal_among_what_top_p_and_top_k_leave(models, params):
+    """The same answers have other log-probabilities among all tokens."""
+    engine, worker = make_pair(models("llama"), "float32", exact=True)
+    batch = roll_out(engine, 0.7, **params, with_candidates=True)
+    assert difference(batch, worker, 0.7) == 0
+    worker.update(batch, policy_loss, 0.7, with_entropy=True)
+    engine.close()
+    engine, worker = make_pair(models("llama"), "float32", exact=True)
+    whole = roll_out(engine, 0.7, **params)
+    assert torch.equal(whole.tokens, batch.tokens) and whole.candidates is None
+    assert difference(whole, worker, 0.7) == 0
+    assert (batch.engine_logps >= whole.engine_logps).all()
+    assert (batch.engine_logps - whole.engine_logps).max() > 0.05
     engine.close()
 
 

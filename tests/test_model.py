@@ -40,6 +40,56 @@ def test_chunked_head_equals_log_softmax(monkeypatch, temperature, chunk_rows, m
             torch.testing.assert_close(gradient.double(), plain_gradient, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("most_kept", [0, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_softmax_among_candidates(monkeypatch, exact, most_kept, dtype):
+    """Equals the softmax of their logits alone, in values, entropies and gradients."""
+    if exact and not most_kept:
+        pytest.skip("the backward pass is the one of inexact scores")
+    monkeypatch.setattr(head_module, "MOST_KEPT_LOGITS", most_kept)
+    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 7 * 37)
+    torch.manual_seed(0)
+    hidden = torch.randn(23, 8).to(dtype).requires_grad_()
+    weight = torch.randn(37, 8).to(dtype).requires_grad_()
+    targets = torch.randint(37, (23,))
+    # The counts are 0, which is the whole vocabulary, to 7; a candidate of each pair is its target.
+    ids = [
+        torch.tensor([target, *others[others != target][: count - 1]])[:count]
+        for target, others, count in zip(
+            targets, torch.rand(23, 37).argsort(), torch.arange(23) % 8, strict=True
+        )
+    ]
+    counts = torch.tensor([len(x) for x in ids])
+    logps, entropy = head_scores(
+        hidden,
+        weight,
+        targets,
+        temperature=0.7,
+        with_entropy=True,
+        exact=exact,
+        candidate_counts=counts,
+        candidate_ids=torch.cat(ids),
+    )
+    doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    plain, plain_entropy = [], []
+    for row, target, candidates in zip(doubles[0], targets, ids, strict=True):
+        logits = doubles[1] @ row / 0.7
+        among = logits if not len(candidates) else logits[candidates]
+        log_p = among.log_softmax(-1)
+        plain.append(logits[target] - among.logsumexp(-1))
+        plain_entropy.append(-(log_p.exp() * log_p).sum())
+    expected = torch.stack([*plain, *plain_entropy])
+    scores = torch.cat([logps, entropy])
+    torch.testing.assert_close(scores.double(), expected, rtol=0, atol=1e-5)
+    factor = torch.randn(46)
+    gradients = torch.autograd.grad((scores * factor).sum(), (hidden, weight))
+    expected = torch.autograd.grad((expected * factor).sum(), doubles)
+    for gradient, right in zip(gradients, expected, strict=True):
+        tolerance = 1e-5 if dtype == torch.float32 else 5e-3
+        assert (gradient.double() - right).norm() < tolerance * right.norm()
+
+
 def bf16_head(num_pairs=40, vocabulary=3000, seed=0):
     """Hidden states, weight and targets in bf16, whose logits are as large as a real model's."""
     torch.manual_seed(seed)

@@ -72,6 +72,7 @@ def arguments(data, trainer, save_dir, *more):
         f"rollout.env_path={data / 'env.py'}",
         "rollout.train_sampling_params.max_new_tokens=6",
         "rollout.test_sampling_params.max_new_tokens=6",
+        "rollout.train_sampling_params.top_p=0.9",
         "data.prompts_per_rollout=2",
         "data.responses_per_prompt=4",
         "actor.update_per_rollout=2",

@@ -290,6 +290,7 @@ def test_all_layouts_train_the_same_policy(setup, tmp_path):
         "kl.type=loss",
         "actor.update_per_rollout=2",
         "actor.lr=0.001",
+        "rollout.train_sampling_params.top_k=20",
     ]
     keys = [
         "reward/mean",
@@ -366,6 +367,7 @@ def test_partial_rollouts_train_every_prompt_once_and_resume(setup, tmp_path):
         "actor.correction=token_tis",
         "trainer.save_freq=3",
         "rollout.max_running=12",
+        "rollout.train_sampling_params.top_k=90",
         "data.shuffle=false",
         "rollout.train_sampling_params.max_new_tokens=16",
         "data.max_length=100",

@@ -295,17 +295,26 @@ IMPORTANCE_CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "sequence_mask": sequence_masked_weights,
     "geometric_mask": geometric_mask,
 }
+# TRL's for the product over a sequence, and the one in use for single tokens.
+DEFAULT_CAPS = {
+    "token_tis": 2.0,
+    "token_mask": 2.0,
+    "sequence_mask": 3.0,
+    "geometric_mask": 2.0,
+}
 
 
 def importance_weights(
-    old_logps: Tensor, engine_logps: Tensor, mask: Tensor, kind: str, cap: float
+    old_logps: Tensor, engine_logps: Tensor, mask: Tensor, kind: str, cap: float | None = None
 ) -> Tensor:
     """The factor [B, T] of each token's loss, by the correction `kind`. It has no gradient.
+
+    `cap` is that of DEFAULT_CAPS if it is None.
 
     It is computed from the policy that starts the update, never from the current log-probabilities.
     """
     log_rho = masked(mask, old_logps - engine_logps).detach()
-    return IMPORTANCE_CORRECTIONS[kind](log_rho, mask, cap)
+    return IMPORTANCE_CORRECTIONS[kind](log_rho, mask, cap or DEFAULT_CAPS[kind])
 
 
 def rollout_mismatch(old_logps: Tensor, engine_logps: Tensor, weights: Tensor) -> Metrics:

@@ -9,6 +9,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rl2.algorithms.find import CHOICES, ESTIMATOR_CHOICES, Choices
+from rl2.config.conditions import corrects_mismatch
+from rl2.config.engines import choose_engine
 from rl2.config.key import Key, schema_keys
 from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import FOLLOWED_KEYS
@@ -91,14 +93,17 @@ def broken_bounds(key: Key, value: Any) -> Iterator[str]:
 
 def _show_default(key: Key, default: Any) -> str:
     """The default, explained where it is outside the range (-1 = all)."""
-    is_special = default is not None and any(broken_bounds(key, default))
+    if default is None:
+        return "by default it is not set"
+    is_special = any(broken_bounds(key, default))
     return f"the default is {default}" + (f" ({key.help})" if is_special else "")
 
 
 def follow_keys(config: DictConfig, set_keys: set[str]) -> None:
     """Gives each key of FOLLOWED_KEYS that is not set, or null, the value of the key it follows.
 
-    A key that is set to that value counts as not set. adv.norm_var follows the estimator.
+    A key that is set to that value counts as not set. adv.norm_var follows the estimator, and
+    actor.correction the engine.
     """
     root: Any = OmegaConf.get_type(config)
     known = schema_keys(root)
@@ -112,6 +117,23 @@ def follow_keys(config: DictConfig, set_keys: set[str]) -> None:
         # Every common PPO whitens the advantages of GAE; with groups it is a choice (GRPO or not).
         if "norm_var" in ESTIMATOR_CHOICES.settings_of(config.adv.estimator):
             config.adv.norm_var = config.adv.estimator == "gae"
+    if "actor.correction" in known and config.actor.correction is None:
+        config.actor.correction = default_correction(config)
+
+
+def default_correction(config: Any) -> str:
+    """actor.correction where it is not set: it is on where the engine's probabilities differ.
+
+    SGLang has kernels of its own. A mask of whole sequences, as in TRL, leaves the gradient of the
+    others unbiased. Partial rollouts continue under newer weights, where the product over a long
+    answer is far from 1; it would mask just the answers that they are for, so each token is
+    weighted instead. The embedded engine runs the trainer's own model.
+    """
+    if config.trainer.rollouts_from or corrects_mismatch(config.actor.loss):
+        return "none"
+    if config.rollout.partial:
+        return "token_tis"
+    return "none" if choose_engine(config.rollout.engine)[0] == "local" else "sequence_mask"
 
 
 def without_repeats(problems: list[Problem]) -> list[Problem]:

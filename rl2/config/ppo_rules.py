@@ -236,10 +236,13 @@ def find_run_warnings(config: PPOConfig) -> Iterator[Problem]:
             "ones had; actor.correction=token_tis weighs them by their recorded log-probabilities"
         )
         yield Problem("rollout.partial", True, message)
-    if params.top_p < 1 or params.top_k != -1:
+    is_restricted = params.top_p < 1 or params.top_k != -1
+    engine = choose_engine(rollout.engine)[0]
+    if is_restricted and engine != "local" and not trainer.rollouts_from:
         message = (
-            "rollout.train_sampling_params: the policy's log-probabilities are from before top_p "
-            "and top_k: the trainer does not see what these cut off"
+            f"rollout.train_sampling_params: {engine} does not tell which tokens top_p and top_k "
+            "leave, so the trainer's log-probabilities are from before them, and it trains as if "
+            "the whole vocabulary had been sampled"
         )
         yield Problem("rollout.train_sampling_params", params, message)
     if trainer.rollouts_from and config.data.test_path:

@@ -402,15 +402,16 @@ class ActorConfig(RolloutWorkerConfig):
         None,
         "the length that average=constant divides by, in tokens (Dr. GRPO: the longest answer)",
     )
-    correction: str = key(
-        "none",
+    correction: str | None = key(  # follow_keys fills it in
+        None,
         "corrects for engine probabilities that differ from the trainer's; token_tis: truncated "
-        "importance weights; the others mask what differs too much",
+        "importance weights; the others mask what differs too much; by default sequence_mask with "
+        "SGLang, token_tis with partial rollouts, else none",
         choices=("none", *IMPORTANCE_CORRECTION_NAMES),
     )
-    correction_cap: float = key(
-        2.0,
-        "limit of the ratio in the correction",
+    correction_cap: float | None = key(
+        None,
+        "limit of the ratio in the correction; by default 3 with sequence_mask, else 2",
         at_least=1,  # the ratio is 1 where engine and trainer agree
         may_be_infinite=True,
         only_if=Condition(
@@ -565,8 +566,7 @@ class RolloutConfig:
     partial: bool = key(
         False,
         "start the next step's prompts early; when this step's are done, unfinished answers pause "
-        "and continue after the update, so long answers do not stall a step; use it with "
-        "actor.correction=token_tis",
+        "and continue after the update, so long answers do not stall a step",
     )
     max_staleness: PositiveInt | None = key(
         None,

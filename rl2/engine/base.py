@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,11 +23,15 @@ class Generation:
 
     tokens: list[int]
     logps: list[float]
-    """log-probability of each token in softmax(logits / temperature), before top_p and top_k"""
+    """log-probability of each token in softmax(logits / temperature), before top_p and top_k; with
+    `candidates` among these alone"""
     finish_reason: str
     """stop (a stop token or text), length (max_new_tokens), or abort (by `Engine.abort`)"""
     version: int | None
     """the engine's version when the answer ended"""
+    candidates: list[np.ndarray] | None = None
+    """for each token the ids int32 that top_p and top_k left to draw from, if the request asks for
+    them and the engine can tell"""
 
 
 @dataclass(frozen=True)

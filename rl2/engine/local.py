@@ -59,9 +59,18 @@ class StepInput(NamedTuple):
     temperature: float
     top_p: float
     top_k: int
+    with_candidates: bool
 
 
-FREE_SLOT = StepInput(token=0, position=0, noise=0.0, temperature=1.0, top_p=1.0, top_k=-1)
+FREE_SLOT = StepInput(
+    token=0,
+    position=0,
+    noise=0.0,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=-1,
+    with_candidates=False,
+)
 
 
 @dataclass(eq=False)
@@ -82,6 +91,7 @@ class _Request:
     stop_search: StopSearch | None
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
+    candidates: list[np.ndarray] = field(default_factory=list)  # of each token, or empty
 
     def next_input(self) -> StepInput:
         num_new = len(self.tokens)
@@ -92,12 +102,15 @@ class _Request:
             temperature=self.params.temperature,
             top_p=self.params.top_p,
             top_k=self.params.top_k,
+            with_candidates=self.params.with_candidates,
         )
 
-    def append(self, token: int, logp: float) -> str | None:
+    def append(self, token: int, logp: float, candidates: Tensor | None) -> str | None:
         """Adds a new token. Returns the finish reason if it is the last one, else None."""
         self.tokens.append(token)
         self.logps.append(logp)
+        if candidates is not None:
+            self.candidates.append(candidates.cpu().numpy())
         is_stop = token in self.params.stop_token_ids
         if is_stop or (self.stop_search and self.stop_search.feed([token])):
             return "stop"
@@ -108,7 +121,9 @@ class _Request:
     def finish(self, reason: str, version: int | None) -> None:
         """Returns the answer to the caller of `generate`, who may have cancelled it."""
         if not self.future.done():
-            self.future.set_result(Generation(self.tokens, self.logps, reason, version))
+            self.future.set_result(
+                Generation(self.tokens, self.logps, reason, version, self.candidates or None)
+            )
 
 
 class LocalEngine(Engine):
@@ -374,18 +389,19 @@ class LocalEngine(Engine):
         inputs = [request.next_input() if request else FREE_SLOT for request in requests]
         logits = self._decode([x.token for x in inputs], [x.position for x in inputs])
         device = self.device
-        new_tokens, new_logps = sample(
+        draws = sample(
             logits,
             noise=torch.tensor([x.noise for x in inputs], dtype=torch.float64, device=device),
             temperature=torch.tensor([x.temperature for x in inputs], device=device),
             top_p=torch.tensor([x.top_p for x in inputs], device=device),
             top_k=torch.tensor([x.top_k for x in inputs], device=device),
+            with_candidates=torch.tensor([x.with_candidates for x in inputs], device=device),
         )
-        sampled = zip(requests, new_tokens.tolist(), new_logps.tolist(), strict=True)
+        sampled = zip(requests, draws.tokens.tolist(), draws.logps.tolist(), strict=True)
         for slot, (request, token, logp) in enumerate(sampled):
             if request is None:
                 continue
-            reason = request.append(token, logp)
+            reason = request.append(token, logp, draws.candidates.get(slot))
             if reason is not None:
                 self.slots[slot] = None
                 request.finish(reason, self.version)

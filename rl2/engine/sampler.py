@@ -3,6 +3,9 @@
 Shapes: n rows, V vocabulary, B = BLOCK_SIZE_TOKENS.
 """
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,29 +19,56 @@ def uniform_noise(seed: tuple[int, ...], count: int) -> np.ndarray:
     return np.random.Generator(bits).random(count)
 
 
-def sample(
-    logits: Tensor, noise: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor
-) -> tuple[Tensor, Tensor]:
-    """logits [n, V], uniform noise [n] float64, settings [n] -> tokens [n], logps [n] float32.
+class Draws(NamedTuple):
+    """A token of each of n rows."""
 
-    One pass of exp over the vocabulary serves both the draw and the log-probability, which is that
-    of the whole softmax, before top_p and top_k. Temperature 0 takes the most likely token.
-    Diverged if the logits are not finite.
+    tokens: Tensor  # [n]
+    logps: Tensor  # [n] float32
+    candidates: dict[int, Tensor]  # by row: the ids int32 that top_p and top_k left, ascending
+
+
+def sample(
+    logits: Tensor,
+    noise: Tensor,
+    temperature: Tensor,
+    top_p: Tensor,
+    top_k: Tensor,
+    with_candidates: Tensor,
+) -> Draws:
+    """logits [n, V], uniform noise [n] float64, settings [n] -> a token of each row.
+
+    One pass of exp over the vocabulary serves both the draw and the log-probability. That is of the
+    whole softmax, before top_p and top_k; in the rows of `with_candidates` it is among what these
+    leave. Temperature 0 takes the most likely token. Diverged if the logits are not finite.
     """
     greedy = temperature == 0
     temperature = torch.where(greedy, 1.0, temperature)
     softmax = BlockSoftmax.of(logits, temperature)
     weights, block_sums = softmax.weights, softmax.block_sums
+    candidates: dict[int, Tensor] = {}
     restricted = ((top_p < 1) | (top_k > 0)).nonzero()[:, 0]
     if len(restricted):
         whole = weights[restricted].flatten(1)
         truncated = _truncate(whole, top_p[restricted], top_k[restricted])
         weights[restricted] = truncated.unflatten(1, (-1, BLOCK_SIZE_TOKENS))
         block_sums = weights.sum(-1).double()
+        told = restricted[with_candidates[restricted]]
+        if len(told):
+            candidates = _nonzero_ids(weights[told].flatten(1), told)
+            softmax = replace(
+                softmax, block_sums=softmax.block_sums.index_copy(0, told, block_sums[told])
+            )
     tokens = _draw(weights, block_sums, noise)
     if greedy.any():
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
-    return tokens, softmax.logps(logits, tokens, temperature)
+    return Draws(tokens, softmax.logps(logits, tokens, temperature), candidates)
+
+
+def _nonzero_ids(weights: Tensor, rows: Tensor) -> dict[int, Tensor]:
+    """weights [k, V] of the rows with the numbers [k] -> by number, the ids of nonzero weight."""
+    places, ids = weights.nonzero(as_tuple=True)
+    counts = places.bincount(minlength=len(rows)).tolist()
+    return dict(zip(rows.tolist(), ids.int().split(counts), strict=True))
 
 
 def _draw(weights: Tensor, block_sums: Tensor, noise: Tensor) -> Tensor:

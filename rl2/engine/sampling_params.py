@@ -21,6 +21,9 @@ class SamplingParams:
     stop: Sequence[str] = ()
     """texts that end the answer with the token that completes one. Special tokens are part of the
     text. Without stop tokens and texts, the answer has max_new_tokens tokens"""
+    with_candidates: bool = False
+    """for training: an engine that can returns the tokens that top_p and top_k leave, and
+    log-probabilities among these alone"""
     continued_tokens: int = 0
     """last tokens of the prompt that an aborted request sampled for this answer; a text of `stop`
     may begin in them"""

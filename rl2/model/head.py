@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl2.attention.pages import exact_factors
-from rl2.model.exact_head import exact_scores
+from rl2.model.exact_head import CandidateMask, exact_scores
 from rl2.model.fused import compiled
 from rl2.parallel.device import device_kind
 from rl2.parallel.tensor import sum_softmax
@@ -37,6 +37,8 @@ class HeadSettings:
     exact: bool
     keeps_logits: bool
     """the backward pass reads the logits of the forward pass instead of computing them again"""
+    candidates: CandidateMask | None
+    """the tokens of each softmax; None: all of them"""
 
 
 def logit_divisor(config: Any) -> float:
@@ -55,6 +57,8 @@ def head_scores(
     dtype: torch.dtype = torch.float32,
     compile: bool = False,
     exact: bool = False,
+    candidate_counts: Tensor | None = None,
+    candidate_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """hidden [P, E], weight [V, E], targets [P] -> (log-probabilities, entropies), [P] in fp32.
 
@@ -66,7 +70,14 @@ def head_scores(
     the vocabulary; the parts are in order of rank. With `compile`, what is done with the logits is
     one compiled kernel a chunk, forward and backward. With `exact` the log-probabilities have the
     bits of the embedded engine's.
+
+    With `candidate_counts` [P], the softmax of pair i is among so many tokens only, and
+    `candidate_ids` has their ids, pair after pair. A count of 0 is the whole vocabulary.
     """
+    candidates = None
+    if candidate_counts is not None and candidate_ids is not None:
+        offset = len(weight) * dist.get_rank(group) if group else 0
+        candidates = CandidateMask.of(candidate_counts, candidate_ids - offset)
     dtype = torch.promote_types(dtype, hidden.dtype)
     keeps_logits = (
         torch.is_grad_enabled()
@@ -83,6 +94,7 @@ def head_scores(
         compile=compile,
         exact=exact,
         keeps_logits=keeps_logits,
+        candidates=candidates,
     )
     return _Head.apply(hidden, weight, targets, settings)
 
@@ -112,6 +124,7 @@ class _Head(torch.autograd.Function):
                 dtype=settings.dtype,
                 logits_per_slice=LOGITS_PER_CHUNK["cpu"],
                 keeps_logits=settings.keeps_logits,
+                candidates=settings.candidates,
             )
         else:
             logps, lse, entropy, kept = _scores_by_chunks(hidden, weight, targets, settings)
@@ -133,6 +146,8 @@ class _Head(torch.autograd.Function):
             else:
                 logits = kept[: len(hidden), columns].float()
             logits = _divided(logits, settings.temperature)
+            if settings.candidates is not None:
+                settings.candidates.exclude_others_(logits, columns)
             index, is_here = _targets_within(targets, columns)
             d_logits = gradient_of_chunk(
                 logits,
@@ -173,6 +188,8 @@ def _scores_by_chunks(
         if kept is not None:
             kept[:, columns] = logits
         logits = _divided(logits, settings.temperature)
+        if settings.candidates is not None:
+            settings.candidates.exclude_others_(logits, columns)
         index, is_here = _targets_within(targets, columns)
         target_logit = target_logit + logits.gather(1, index).squeeze(1) * is_here
         top, total, weighted = add_chunk(

@@ -105,6 +105,8 @@ class TokenModel(nn.Module):
             self.head_dtype,
             self.compile_head,
             self.exactness.is_on,
+            pack.candidate_counts,
+            pack.candidate_ids,
         )
         return TokenScores(logps=logps, entropy=entropy)
 

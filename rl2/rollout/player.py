@@ -344,7 +344,7 @@ class Player:
         assert generation.version is not None and generation.version == self.engine.version, (
             "sampled with other weights than the engine has"
         )
-        append_tokens(sample, generation.tokens, generation.logps)
+        append_tokens(sample, generation.tokens, generation.logps, generation.candidates)
         trajectory.versions.append((generation.version, len(generation.tokens)))
         trajectory.partial_tokens += len(generation.tokens)
         return generation

@@ -16,13 +16,17 @@ from rl2.rollout.trajectory import Trajectory
 
 # The columns of a Sample.
 COLUMNS = {"tokens": np.int32, "mask": np.int8, "logps": np.float32, "rewards": np.float32}
+CANDIDATES = (
+    "candidate_counts",
+    "candidate_ids",
+)  # where the engine told what top_p and top_k left
 
 
 def pack_tokens(trajectories: list[Trajectory], meaning: int) -> dict[str, np.ndarray]:
     """Packs the samples of a step.
 
     Returns COLUMNS [n] of all n tokens, `length` and `trajectory` [samples], and `meaning`, which
-    `checksum` returns.
+    `checksum` returns. With candidates also their counts [n] and the ids of all one after another.
     """
     ordered = sorted(trajectories, key=lambda trajectory: trajectory.id)
     samples = [sample for trajectory in ordered for sample in trajectory.samples]
@@ -34,6 +38,15 @@ def pack_tokens(trajectories: list[Trajectory], meaning: int) -> dict[str, np.nd
     for name, dtype in COLUMNS.items():
         arrays = [getattr(sample, name) for sample in samples]
         columns[name] = np.concatenate([np.empty(0, dtype), *arrays])
+    if any(sample.candidate_ids for sample in samples):
+        counts = np.zeros(len(columns["tokens"]), np.int32)
+        starts = columns["length"].cumsum() - columns["length"]
+        for start, sample in zip(starts, samples, strict=True):
+            counts[start : start + len(sample.candidate_counts)] = sample.candidate_counts
+        columns["candidate_counts"] = counts
+        columns["candidate_ids"] = np.concatenate(
+            [np.array(sample.candidate_ids, np.int32) for sample in samples]
+        )
     return columns
 
 
@@ -84,12 +97,15 @@ class SavedRollouts:
             )
         ends = saved["length"].cumsum()
         columns = [np.split(saved[name], ends)[:-1] for name in COLUMNS]
-        for number, *arrays in zip(saved["trajectory"].tolist(), *columns, strict=True):
-            tokens, mask, logps, rewards = arrays
+        candidates = _split_candidates(saved, ends)
+        for number, *arrays in zip(
+            saved["trajectory"].tolist(), *columns, *candidates, strict=True
+        ):
+            tokens, mask, logps, rewards, counts, ids = arrays
             if number not in trajectories:
                 raise ValueError(_describe_damage(path, f"it has no answer with the id {number}"))
             trajectory = trajectories[number]
-            sample = Sample(tokens, mask, logps, rewards, trajectory.group, number)
+            sample = Sample(tokens, mask, logps, rewards, trajectory.group, number, counts, ids)
             trajectory.samples.append(sample)
         # The start model sampled the first step.
         self.has_other_policy = not self.is_own and (step > 1 or not self.has_same_model)
@@ -134,6 +150,18 @@ def _read_tokens(path: Path) -> dict[str, np.ndarray]:
     if missing:
         raise ValueError(_describe_damage(path, f"it has no {min(missing)}"))
     return saved
+
+
+def _split_candidates(
+    saved: dict[str, np.ndarray], ends: np.ndarray
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The candidate counts and ids of each sequence, which ends before token `ends` [sequences]."""
+    if "candidate_ids" not in saved:
+        none = [np.empty(0, np.int32)] * len(ends)
+        return none, none
+    counts, ids = (saved[name] for name in CANDIDATES)
+    id_ends = np.concatenate([[0], counts.cumsum()])[ends]
+    return np.split(counts, ends)[:-1], np.split(ids, id_ends)[:-1]
 
 
 def _read_model_name(path: Path) -> str:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+
 from rl2.batch import Sample
 from rl2.data.examples import Example
 
@@ -213,9 +215,20 @@ def begin_sample(trajectory: Trajectory, prompt: list[int]) -> None:
 
 
 def append_tokens(
-    sample: Sample, tokens: Sequence[int], sampled_logps: Sequence[float] | None = None
+    sample: Sample,
+    tokens: Sequence[int],
+    sampled_logps: Sequence[float] | None = None,
+    candidates: Sequence[np.ndarray] | None = None,
 ) -> None:
-    """Appends tokens: trained ones where the log-probabilities of their sampling are given."""
+    """Appends tokens: trained ones where the log-probabilities of their sampling are given.
+
+    `candidates` are the ids that each of them was drawn from, if that is not the vocabulary.
+    """
+    if candidates is not None:
+        missing = len(sample.tokens) - len(sample.candidate_counts)
+        sample.candidate_counts.extend([0] * missing)
+        sample.candidate_counts.extend(map(len, candidates))
+        sample.candidate_ids.frombytes(np.concatenate(candidates).tobytes())
     is_trained = int(sampled_logps is not None)
     zeros = array("f", [0.0]) * len(tokens)
     sample.tokens.extend(tokens)

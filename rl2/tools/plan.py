@@ -217,7 +217,9 @@ def full_batch(
     in_micro_batch = -(-budget // longest // row_multiple) * row_multiple
     length = min(longest, budget // in_micro_batch)
     count = min(rows, 2 * in_micro_batch * worker.mesh.dp_size)
-    batch = Batch(**dict.fromkeys(Batch.__annotations__, torch.zeros(count, length)))
+    names = Batch.__annotations__.keys() - {"candidates"}
+    columns: dict[str, Any] = dict.fromkeys(names, torch.zeros(count, length))
+    batch = Batch(**columns)
     # Rows differ, since two equal answers to a prompt have no gradient in DPO.
     token_of_row = torch.arange(count, dtype=torch.int32) % 2
     batch.tokens = token_of_row[:, None].repeat(1, length + 1)

@@ -252,7 +252,7 @@ def actor_loss(
     old_logps = logps.detach() if batch.old_logps is None else batch.old_logps
     # The engine computes other probabilities than the trainer, so it samples a little off-policy.
     correction = None
-    if config.correction != "none":
+    if config.correction not in (None, "none"):
         correction = losses.importance_weights(
             old_logps, batch.engine_logps, batch.mask, config.correction, config.correction_cap
         )

@@ -309,7 +309,7 @@ def make_collector(
     return Collector(
         _make_player(setup, workers, _make_engine(setup, is_deterministic)),
         cursor=None if prompts is None else DataCursor(prompts),
-        params=_sampling_params(setup, rollout.train_sampling_params),
+        params=_sampling_params(setup, rollout.train_sampling_params, with_candidates=True),
         samples_per_prompt=config.data.responses_per_prompt,
         num_steps=num_steps,
         seed=config.trainer.seed,
@@ -383,7 +383,10 @@ def close_engine(engine: Engine) -> None:
     engine.close()
 
 
-def _sampling_params(setup: Setup, section: SamplingConfig) -> SamplingParams:
+def _sampling_params(
+    setup: Setup, section: SamplingConfig, with_candidates: bool = False
+) -> SamplingParams:
     """A section of the config as the engine takes it, with the model's own stop tokens."""
     stop_ids = (*section.stop_token_ids, *setup.model_stop_ids)
-    return SamplingParams(**vars(section) | {"stop_token_ids": stop_ids})
+    values = vars(section) | {"stop_token_ids": stop_ids, "with_candidates": with_candidates}
+    return SamplingParams(**values)
