@@ -63,7 +63,7 @@ def train(
     trainer: str,
     /,  # the config has a section of that name
     *,
-    rows: Rows | None = None,
+    rows: Rows | Mapping[str, Rows] | None = None,
     test_rows: Rows | Mapping[str, Rows] | None = None,
     model_name: str | PurePath | None = None,
     env: str | PurePath | None = None,
@@ -84,9 +84,9 @@ def train(
     data.test_path, `env` is rollout.env_path, and `model_name` is that of the trained model.
 
     `rows` and `test_rows` may be dicts instead of a path; they are saved as JSON in the run folder.
-    A mapping as `test_rows` has several test sets by name. Instead of `env`, the functions of an
-    env file may be given. They are called in this process, first of all to try them, and their
-    source is recorded in the run folder.
+    A mapping as `rows` has several sources by name, one as `test_rows` several test sets. Instead
+    of `env`, the functions of an env file may be given. They are called in this process, first of
+    all to try them, and their source is recorded in the run folder.
 
     A run is resumed as on the command line. While it trains, Ctrl-C or a notebook's stop button
     ends it after the current step, with a checkpoint and a model; a second time it raises
@@ -115,13 +115,15 @@ def train(
         raise ValueError(f"{', '.join(functions)}: {trainer} has no environment, as ppo has")
     inputs = Inputs()
     inputs.set_keys(keys)
-    if rows is not None:
-        inputs.set_rows("rows", "data.path", rows)
-    if isinstance(test_rows, Mapping):
-        for name, rows_of_set in test_rows.items():
-            inputs.set_rows(f"test_rows[{name!r}]", f"data.test_path.{name}", rows_of_set)
-    elif test_rows is not None:
-        inputs.set_rows("test_rows", "data.test_path", test_rows)
+    for argument, key, given_rows in (
+        ("rows", "data.path", rows),
+        ("test_rows", "data.test_path", test_rows),
+    ):
+        if isinstance(given_rows, Mapping):
+            for name, rows_of_name in given_rows.items():
+                inputs.set_rows(f"{argument}[{name!r}]", f"{key}.{name}", rows_of_name)
+        elif given_rows is not None:
+            inputs.set_rows(argument, key, given_rows)
     if model_name is not None:
         worker = "critic" if trainer == "rm" else "actor"
         inputs.set_value("model_name", f"{worker}.model_name", model_name)

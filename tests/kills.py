@@ -47,6 +47,12 @@ PPO = (
 CRITIC = "adv.estimator=gae critic.lr=0.01 critic.dtype=float32"
 # The mean of a group is outside [0.06, 0.14] often enough to replace some groups in every step.
 REFILL = "rollout.filter=[0.06,0.14] rollout.max_refills=4 rollout.drop_solved=0.3"
+# They replace the data.path before them.
+SOURCES = (
+    "data.path={{all:{inputs}/prompts.jsonl,few:{inputs}/few_prompts.jsonl}}"
+    " data.weights.all=2 data.weights.few=3 rollout.filter=[0.06,0.14] rollout.max_refills=4"
+)
+SFT_SOURCES = "data.path={{all:{inputs}/conversations.jsonl,few:{inputs}/few_conversations.jsonl}}"
 SFT = f"sft {COMMON} {ACTOR} {CONVERSATIONS} data.batch_size=3"
 DPO = f"dpo {COMMON} {ACTOR} {PAIRS} data.batch_size=3"
 RM = (
@@ -60,9 +66,11 @@ CASES = {  # name: (processes, trainer and arguments)
     "ppo_tp": (2, f"{PPO} actor.tp_size=2"),
     "ppo_critic": (2, f"{PPO} {CRITIC} actor.update_per_rollout=2 kl.coef=0.01 kl.type=loss"),
     "ppo_refill": (2, f"{PPO} {REFILL}"),
+    "ppo_sources": (2, f"{PPO} {SOURCES}"),
     "ppo_lora": (2, f"{PPO} actor.lora_rank=2"),
     "sft": (1, SFT),
     "sft_fsdp": (2, SFT),
+    "sft_sources": (1, f"{SFT} {SFT_SOURCES}"),
     "dpo": (1, DPO),
     "dpo_sp": (2, f"{DPO} actor.sp_size=2"),
     "rm": (1, RM),
@@ -88,7 +96,9 @@ def make_inputs(folder: Path) -> None:
         conversations.append({"messages": [user, good]})
         pairs.append({"messages": [user], "chosen": good["content"], "rejected": bad})
     for name, rows in (("prompts", prompts), ("conversations", conversations), ("pairs", pairs)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+        (folder / f"few_{name}.jsonl").write_text("".join(lines[:3]))
 
 
 def no_pause_before_the_message(rank: int) -> None:

@@ -26,8 +26,11 @@ from rl2.data.examples import (
     SFT_ROWS,
     DataCursor,
     Examples,
+    Mixture,
     RowKind,
+    hold_out,
     render_sft,
+    summarise_sources,
     to_samples,
 )
 from rl2.data.formats import read_pair_row, read_ppo_row, read_sft_row
@@ -443,6 +446,138 @@ def test_stop_tokens_that_the_tokenizer_does_not_have_are_refused(ppo_config):
     params.stop_token_ids = [3, 4]
     with pytest.raises(ValueError, match=r"test_sampling_params.stop_token_ids=\[3, 4\].* 4, .* 3"):
         ppo_inputs.make_prompts(ppo_config, rows, ChatTemplate(make_tokenizer()))
+
+
+# Several sources
+
+
+def make_mixture(lengths, weights=(), shuffle=False, batch_size=1):
+    """A mixture of sources a, b, ... with so many prompts of one token more each."""
+    names = "abcd"[: len(lengths)]
+    sources = {
+        name: Examples(
+            pack_rows(make_rows([1] * length)),
+            ChatTemplate(make_tokenizer()),
+            PROMPT_ROWS,
+            max_length=99,
+            shuffle=shuffle,
+            seed=(5, number),
+            batch_size=batch_size,
+            source=name,
+        )
+        for number, (name, length) in enumerate(zip(names, lengths, strict=True))
+    }
+    return Mixture(sources, dict(zip(names, weights, strict=False)))
+
+
+def take(mixture, num_examples, start=0):
+    return [mixture.at(position) for position in range(start, start + num_examples)]
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.booleans())
+def test_without_weights_an_epoch_of_a_mixture_holds_every_row_once(lengths, shuffle):
+    mixture = make_mixture(lengths, shuffle=shuffle)
+    assert len(mixture) == sum(lengths)
+    for epoch in range(3):
+        indices = [example.index for example in take(mixture, len(mixture), epoch * len(mixture))]
+        assert sorted(indices) == list(range(sum(lengths)))
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.lists(st.tuples(st.integers(2, 9), st.integers(1, 5)), min_size=2, max_size=4),
+    st.booleans(),
+)
+def test_weights_are_shares_of_every_stretch_of_a_mixture(pairs, shuffle):
+    """And a source begins its next epoch when all its rows were taken, and not before."""
+    lengths, weights = zip(*pairs, strict=True)
+    mixture = make_mixture(lengths, weights, shuffle)
+    examples = take(mixture, 5 * len(mixture))
+    assert len(mixture) == sum(lengths)
+    for name, length, weight in zip("abcd", lengths, weights, strict=False):
+        own = [example for example in examples if example.source == name]
+        share = weight / sum(weights)
+        assert abs(len(own) - 5 * len(mixture) * share) <= 5  # an epoch rounds by less than one
+        for start in range(0, len(own) - length + 1, length):
+            assert len({example.index for example in own[start : start + length]}) == length
+        for start in range(len(mixture)):
+            stretch = examples[start : start + len(mixture)]
+            count = sum(example.source == name for example in stretch)
+            assert abs(count - len(mixture) * share) < 2
+
+
+def test_a_mixture_in_the_order_of_its_files():
+    names = [(e.source, e.index) for e in take(make_mixture([4, 2]), 6)]
+    assert names == [("a", 0), ("b", 4), ("a", 1), ("a", 2), ("b", 5), ("a", 3)]
+    names = [(e.source, e.index) for e in take(make_mixture([4, 2], [1, 1]), 8)]
+    assert "".join(name for name, _ in names) == "abababab"
+    assert [index for name, index in names if name == "b"] == [4, 5, 4, 5]
+
+
+def test_sources_of_one_length_have_different_orders():
+    """Else rows in pairs, as a question in two languages, would always come in the same step."""
+    examples = take(make_mixture([20, 20], shuffle=True), 40)
+    orders = [[e.index % 20 for e in examples if e.source == name] for name in "ab"]
+    assert orders[0] != orders[1]
+
+
+def test_a_mixture_needs_only_the_position():
+    def make():
+        return DataCursor(make_mixture([5, 3], [1, 2], shuffle=True, batch_size=3))
+
+    cursor = make()
+    order = [example.index for _ in range(9) for example in cursor.next_batch()]
+    resumed = make()
+    resumed.load_state_dict({"rows_done": 12})
+    assert [e.index for _ in range(5) for e in resumed.next_batch()] == order[12:]
+
+
+def test_the_start_says_how_a_run_uses_each_source():
+    sentences = make_mixture([6, 2], [1, 3], batch_size=4).describe_steps(4)
+    assert [re.findall(r"[\d.]+\d|\d", sentence) for sentence in sentences] == [
+        ["8", "4", "4", "2"],
+        ["6", "0.25", "0.667"],
+        ["2", "0.75", "6"],
+    ]
+
+
+def test_the_metrics_of_a_batch_by_source():
+    examples = take(make_mixture([4, 2]), 3)
+    for example in examples:
+        example.sequences = [([1, 2, 3], [0, 1, 1]), ([1, 2], [0, 1])]
+    assert summarise_sources(examples) == {
+        "sources/a/rows": 2,
+        "sources/a/tokens": 6,
+        "sources/b/rows": 1,
+        "sources/b/tokens": 3,
+    }
+    assert summarise_sources(take(make_prompts(make_rows([1])), 1)) == {}
+
+
+def test_a_weight_that_is_too_small_for_an_epoch_is_refused():
+    with pytest.raises(ValueError, match=r"data.weights.b=0.01: .*epoch of 8 prompts"):
+        make_mixture([6, 2], [1, 0.01])
+
+
+def test_rows_of_a_source_are_held_out_without_their_copies_in_another_one():
+    def make():  # they share the rows of 20 to 29 words
+        return {
+            "a": make_prompts(make_rows(range(30))),
+            "b": make_prompts(make_rows(range(20, 50))),
+        }
+
+    sources = make()
+    held_out = hold_out(sources, 0.3)
+    assert held_out.keys() == {"a", "b"}
+
+    def contents(sets):
+        return {e.row["messages"][0]["content"] for examples in sets.values() for e in examples}
+
+    assert not contents(sources) & contents(held_out)
+    assert sum(map(len, sources.values())) + sum(map(len, held_out.values())) == 60
+    with pytest.raises(ValueError, match=r"data.test_ratio=0.999 .*data.path.a"):
+        hold_out(make(), 0.999)
 
 
 # Examples of SFT, DPO and reward models

@@ -15,7 +15,7 @@ from scripted import ScriptedEngine
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig, SFTConfig
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import PROMPT_ROWS, Examples
+from rl2.data.examples import PROMPT_ROWS, Examples, hold_out
 from rl2.data.rows import load_rows
 from rl2.engine.base import SamplingParams
 from rl2.env.contract import EnvFailures
@@ -188,17 +188,17 @@ def contents(prompts):
 def test_a_test_set_is_split_off_by_the_content_of_the_rows():
     rows = make_rows(*"0123456789" * 2)
     train = prompts_of(rows)
-    test = train.split_off(0.25)
+    [test] = hold_out({"": train}, 0.25).values()
     assert (len(train), len(test)) == (15, 5)
     assert sorted(contents(train) + contents(test)) == sorted(f"q{i}" for i in range(20))
     other = prompts_of(rows[::-1])
-    assert set(contents(other.split_off(0.25))) == set(contents(test))
+    assert set(contents(hold_out({"": other}, 0.25)[""])) == set(contents(test))
     # Rows with the same messages stay together.
     twice = prompts_of(rows + rows)
-    taken = contents(twice.split_off(0.25))
+    taken = contents(hold_out({"": twice}, 0.25)[""])
     assert not set(taken) & set(contents(twice)) and len(taken) == 10
     with pytest.raises(ValueError, match="data.test_ratio=0.9 leaves none of the 2 prompts"):
-        prompts_of(rows[:1] * 2).split_off(0.9)
+        hold_out({"": prompts_of(rows[:1] * 2)}, 0.9)
 
 
 def test_the_split_follows_the_keys(monkeypatch):

@@ -41,7 +41,13 @@ from rl2.env.load import load_env
 from rl2.rollout import collect
 from rl2.rollout.endpoint import player_class
 from rl2.rollout.schedule import GroupSchedule
-from rl2.rollout.stats import summarise, summarise_groups, to_records, training_samples
+from rl2.rollout.stats import (
+    summarise,
+    summarise_groups,
+    summarise_sources,
+    to_records,
+    training_samples,
+)
 from rl2.rollout.trajectory import FilterStatus, FinishReason, Group, Trajectory, begin_group
 
 ANSWER_ENV = "def reward_fn(messages, answer): return float(answer)"
@@ -658,6 +664,35 @@ def test_a_record_has_the_mean_advantage_of_all_its_sequences(tmp_path):
     records = list(to_records(trajectories, batch))
     assert [(record["id"], record["advantage"]) for record in records] == [(3, 0), (4, 1)]
     assert "advantage" not in next(to_records(trajectories))
+
+
+def test_metrics_by_source():
+    """Those of a source are the metrics of a rollout that has its trajectories alone."""
+
+    def make(group, source, reward, status=FilterStatus.PASSED):
+        return Trajectory(
+            id=2 * group,
+            group=group,
+            messages=[],
+            rewards={"right": reward},
+            finish_reason=FinishReason.STOP,
+            source=source,
+            filter_status=status,
+        )
+
+    maths = [make(0, "maths", 1.0), make(1, "maths", 0.0, FilterStatus.REJECTED)]
+    code = [make(2, "code", 0.25)]
+    metrics = summarise_sources([maths[0], *code, maths[1]], 0)
+    assert metrics["sources/maths/reward/mean"] == metrics["sources/maths/reward/right"] == 0.5
+    assert metrics["sources/maths/rollout/filtered"] == 0.5
+    assert metrics["sources/code/reward/mean"] == 0.25
+    assert metrics["sources/code/rollout/filtered"] == 0
+    alone = summarise(maths, 0) | summarise_groups(maths)
+    of_maths = {name for name in metrics if name.startswith("sources/maths/")}
+    assert of_maths == {f"sources/maths/{name}" for name in alone}
+    assert summarise_sources([make(0, "", 1.0)], 0) == {}
+    again = Trajectory.from_record(maths[0].record())
+    assert again.source == "maths" and "source" not in make(0, "", 1.0).record()
 
 
 def test_reward_parts_do_not_overwrite_the_metrics_of_the_reward():

@@ -131,6 +131,8 @@ def convert(value: Any, types: tuple[Any, ...]) -> Any:
     """1e3 as 1000 for a whole number. A text that begins with ~/ is a path in the home folder."""
     if int in types and isinstance(value, float) and value.is_integer():
         return int(value)
+    if dict in types and type(value) in (int, float):  # a text, as OmegaConf would make of it
+        return str(value)
     if float in types and type(value) is int:  # a key that may also be a text would take "1"
         return float(value)
     is_path = isinstance(value, str) and value.startswith("~/")

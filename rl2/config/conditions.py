@@ -59,6 +59,10 @@ WITH_TRAINING_ROWS = Condition(
     "with trainer.eval_only=true",
     is_harmless=True,
 )
+WITH_SOURCES = Condition(
+    lambda config, section: isinstance(section.path, dict),
+    "with one source of rows: name several with data.path.NAME=PATH",
+)
 WITH_CRITIC = Condition(
     lambda config, section: needs_critic(config.adv.estimator),
     "with adv.estimator={config.adv.estimator}, which needs no critic: set adv.estimator=gae",

@@ -53,9 +53,9 @@ def loaded_models(config: Any) -> dict[str, ModelConfig]:
 
 def check_data(data: DataConfig) -> Iterator[Problem]:
     """Whether the rows and the chat template exist."""
-    yield from check_rows("data.path", data.path)
-    for key, path in data.test_paths.items():
+    for key, path in {**data.train_paths, **data.test_paths}.items():
         yield from check_rows(key, path)
+    yield from check_sources(data)
     if data.test_ratio and data.test_path:
         reason = "data.test_path has the test rows already; leave one of the two out"
         yield wrong_value("data.test_ratio", data.test_ratio, reason)
@@ -67,10 +67,29 @@ def check_data(data: DataConfig) -> Iterator[Problem]:
         yield wrong_value("data.chat_template", template, reason)
 
 
+def check_sources(data: DataConfig) -> Iterator[Problem]:
+    """Whether there is a source, and whether weights are of all sources."""
+    if not isinstance(data.path, dict):
+        return
+    if not data.path:
+        yield wrong_value("data.path", data.path, "it names no source; write data.path.NAME=PATH")
+    for name, weight in data.weights.items():
+        if name not in data.path:
+            reason = f"data.path has no source of this name; it has {', '.join(data.path)}"
+            yield wrong_value(f"data.weights.{name}", weight, reason)
+    lacking = [name for name in data.path if name not in data.weights]
+    if data.weights and lacking:
+        # A weight is a share among weights: what the number of rows would be there is not clear.
+        reason = f"give a weight to each source, also to {', '.join(lacking)}, or to none"
+        yield wrong_value("data.weights", data.weights, reason)
+
+
 def check_rows(key: str, path: Any) -> Iterator[Problem]:
     """Whether the rows exist, unless they are a dataset of the hub or the path is missing."""
     if not isinstance(path, str):
-        reason = f"expected a path, or {key}.NAME=PATH for each of several sets"
+        reason = "expected a path"
+        if key in ("data.path", "data.test_path"):
+            reason += f", or {key}.NAME=PATH for each of several sets"
         yield wrong_value(key, path, reason)
         return
     is_local = path.endswith(DATA_SUFFIXES) or path.startswith(("/", ".", "~"))

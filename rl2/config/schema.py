@@ -32,6 +32,7 @@ from rl2.config.conditions import (
     WITH_ROUNDED_WEIGHTS,
     WITH_SAMPLING,
     WITH_SGLANG,
+    WITH_SOURCES,
     WITH_TEST_DATA,
     WITH_TRAINING_ROWS,
     estimator_needs,
@@ -82,20 +83,30 @@ LARGEST_SEED = 2**31 - 1  # for every library that takes one
 
 @dataclass
 class DataConfig:
-    path: str = key(
+    path: Any = key(
         MISSING,
         "training rows (a file, a folder or a dataset name); json, jsonl, csv, parquet or arrow; a "
-        "dataset of the Hugging Face hub is NAME or NAME@SPLIT",
+        "dataset of the Hugging Face hub is NAME or NAME@SPLIT; mix several sources with "
+        "data.path.NAME=PATH",
         common=True,
         identity=True,
         only_if=WITH_TRAINING_ROWS,
+        types=(str, dict),  # OmegaConf has no union of them
+    )
+    weights: dict[str, float] = key(
+        {},
+        "share of each source in the rows of a step: data.weights.NAME=WEIGHT, relative to the "
+        "other weights; by default its number of rows",
+        above=0,
+        identity=True,
+        only_if=WITH_SOURCES,
     )
     test_path: Any = key(
         None,
         "rows to evaluate on; at the start, every trainer.test_freq steps and at the end; name "
         "several sets with data.test_path.NAME=PATH",
         common=True,
-        types=(str, dict, NoneType),  # OmegaConf has no union of them
+        types=(str, dict, NoneType),
     )
     test_ratio: NonNegativeFloat = key(
         0.0,
@@ -138,6 +149,13 @@ class DataConfig:
     seed: NonNegativeInt = key(
         0, "seed of the order of the rows", at_most=LARGEST_SEED, identity=True
     )
+
+    @property
+    def train_paths(self) -> dict[str, str]:
+        """The paths of the training rows, by key: data.path, or data.path.NAME of each source."""
+        if not isinstance(self.path, dict):
+            return {"data.path": self.path}
+        return {f"data.path.{name}": path for name, path in self.path.items()}
 
     @property
     def test_paths(self) -> dict[str, str]:

@@ -8,6 +8,8 @@ from typing import Any
 OPEN_KEYS = (
     "rollout.engine_args",
     "rollout.reward_weights",
+    "data.path",
+    "data.weights",
     "data.columns",
     "data.chat_template_kwargs",
     "data.test_path",

@@ -4,7 +4,7 @@ import hashlib
 import json
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -51,9 +51,10 @@ class RowKind(NamedTuple):
 class Example:
     """A row with its tokens: a prompt of PPO, or what the other trainers train on."""
 
-    index: int  # of the row, from 0
+    index: int  # of the row, from 0; in a mixture, among the rows of all sources
     row: dict[str, Any]
     sequences: TrainedSequences
+    source: str = ""  # the name in data.path.NAME or data.test_path.NAME, if it has one
 
     @property
     def tokens(self) -> list[int]:
@@ -82,10 +83,12 @@ class Examples:
         max_length: int,
         truncate: bool = False,
         shuffle: bool = False,
-        seed: int = 0,
+        seed: int | tuple[int, ...] = 0,
         batch_size: int = 1,
+        source: str = "",
     ):
         self.rows = rows
+        self.source = source
         self.template = template
         self.kind = kind
         template.warn_of_ignored([rows[kind.first] for kind in rows.kinds])
@@ -99,6 +102,8 @@ class Examples:
         self.truncate = truncate
         self.shuffle = shuffle
         self.seed = seed
+        # Cached, since a step asks for each of its items; they are of few epochs.
+        self.permutation = lru_cache(maxsize=4)(_permutation)
         self.batch_size = batch_size
         is_kept = token_counts <= max_length
         self.num_truncated = 0
@@ -121,20 +126,12 @@ class Examples:
         longest = int(self.token_counts[self.kept].max())
         return min(longest, self.max_length) if self.truncate else longest
 
-    def split_off(self, ratio: float) -> Self:
-        """Takes a fraction of the items out, and returns them as items of their own.
+    def hash_messages(self) -> np.ndarray:
+        """A number for each item [len(self)], which depends on its messages alone."""
+        return np.array([_hash_messages(self.rows[int(i)]) for i in self.kept])
 
-        A hash of the messages alone chooses them. So rows with the same messages are on one side,
-        whichever order the rows have. ValueError if one side would have no item.
-        """
-        hashes = np.array([_hash_messages(self.rows[int(i)]) for i in self.kept])
-        count = max(1, round(ratio * len(hashes)))
-        is_taken = hashes <= np.sort(hashes)[count - 1]
-        if is_taken.all():
-            raise ValueError(
-                f"data.test_ratio={ratio} leaves none of the {len(hashes)} {self.kind.name} to "
-                "train on: lower it, or give more rows with different messages"
-            )
+    def split_off(self, is_taken: np.ndarray) -> Self:
+        """Takes the items out for which `is_taken` [len(self)] holds, and returns them."""
         taken = copy(self)
         taken.kept = self.kept[is_taken]
         taken.num_dropped = taken.num_truncated = 0
@@ -143,7 +140,7 @@ class Examples:
 
     def __getitem__(self, i: int) -> Example:
         index = int(self.kept[i])
-        return Example(index, self.rows[index], self._sequences(index))
+        return Example(index, self.rows[index], self._sequences(index), self.source)
 
     def _join(self, token_lists: list[list[int]]) -> TrainedSequences:
         """The sequences of a row, from the tokens of its texts."""
@@ -198,18 +195,7 @@ class Examples:
 
     def describe_steps(self, num_steps: int) -> list[str]:
         """How a run of `num_steps` uses the items, in sentences."""
-        size = self.batch_size
-        epochs = num_steps * size / len(self)
-        sentences = [
-            f"data: {len(self)} {self.kind.name}, {size} a step; steps: {num_steps}; "
-            f"epochs: {epochs:.3g}"
-        ]
-        if size > len(self):
-            sentences.append(
-                f"{self.kind.batch_key}={size} is more than the {len(self)} {self.kind.name}: a "
-                f"step repeats them, {size / len(self):.3g} times each on average"
-            )
-        return sentences
+        return describe_steps(self, num_steps)
 
     def describe_dropped(self, split: str) -> list[str]:
         """How many items are too long, in sentences. A warning if many of them are dropped.
@@ -241,15 +227,143 @@ class Examples:
         """Returns the item at this position of the endless sequence of epochs."""
         epoch, i = divmod(position, len(self))
         if self.shuffle:
-            i = int(_permutation(len(self), self.seed, epoch)[i])
+            i = int(self.permutation(len(self), self.seed, epoch)[i])
         return self[i]
+
+
+def hold_out(sources: dict[str, Examples], ratio: float) -> dict[str, Examples]:
+    """Takes a fraction of the items out of the sources, and returns those of each source that has
+    some.
+
+    A hash of the messages alone chooses them, by one limit for all sources. So rows with the same
+    messages are on one side, whichever order and source they have. ValueError if nothing is left
+    of a source.
+    """
+    hashes = {name: examples.hash_messages() for name, examples in sources.items()}
+    ascending = np.sort(np.concatenate(list(hashes.values())))
+    limit = ascending[max(1, round(ratio * len(ascending))) - 1]
+    held_out = {}
+    for name, examples in sources.items():
+        is_taken = hashes[name] <= limit
+        if is_taken.all():
+            of_source = f" of data.path.{name}" if name else ""
+            raise ValueError(
+                f"data.test_ratio={ratio} leaves none of the {len(is_taken)} {examples.kind.name}"
+                f"{of_source} to train on: lower it, or give more rows with different messages"
+            )
+        if is_taken.any():
+            held_out[name] = examples.split_off(is_taken)
+    return held_out
+
+
+class Mixture:
+    """The examples of several sources, in a fixed order of epochs.
+
+    An epoch has as many examples as the sources have together. The share of a source in it is its
+    weight among all weights; without weights it is its number of examples, so that an epoch holds
+    every example once. The sources alternate as evenly as their shares allow, hence each step has
+    about the same share of each. A source has epochs of its own, which begin when all its examples
+    were taken, whenever that is.
+
+    All of this depends on a position alone, as in `Examples`: the position is all that a
+    checkpoint needs.
+
+    For example, sources `a` with 4 and `b` with 2 examples: an epoch is aabaab, and with equal
+    weights it is ababab, in which the last `b` is the first one of the second epoch of `b`.
+    """
+
+    def __init__(self, sources: Mapping[str, Examples], weights: Mapping[str, float]):
+        """`weights` is of all sources, or empty. ValueError if a share is less than an example."""
+        self.sources = list(sources.values())
+        self.kind = self.sources[0].kind
+        self.batch_size = self.sources[0].batch_size
+        self.longest = max(source.longest for source in self.sources)
+        lengths = [len(source) for source in self.sources]
+        self.counts = lengths  # of the examples that an epoch takes from each source
+        if weights:
+            self.counts = share_out(sum(lengths), [weights[name] for name in sources])
+            for name, count in zip(sources, self.counts, strict=True):
+                if count == 0:
+                    raise ValueError(
+                        f"data.weights.{name}={weights[name]}: its share of an epoch of "
+                        f"{sum(lengths)} {self.kind.name} is less than one; raise it, or leave "
+                        "the source out"
+                    )
+        self.order = interleave(self.counts)  # [N] the number of the source at each position
+        self.ranks = np.zeros_like(self.order)  # [N] how many of its source come before it
+        for number, count in enumerate(self.counts):
+            self.ranks[self.order == number] = np.arange(count)
+        numbers_of_rows = [len(source.rows) for source in self.sources]
+        self.first_indices = np.cumsum([0, *numbers_of_rows])
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def at(self, position: int) -> Example:
+        """Returns the example at this position of the endless sequence of epochs."""
+        epoch, i = divmod(position, len(self))
+        number = int(self.order[i])
+        example = self.sources[number].at(epoch * self.counts[number] + int(self.ranks[i]))
+        example.index += int(self.first_indices[number])
+        return example
+
+    def describe_steps(self, num_steps: int) -> list[str]:
+        """How a run of `num_steps` uses the examples, in sentences."""
+        sentences = describe_steps(self, num_steps)
+        num_epochs = num_steps * self.batch_size / len(self)
+        for source, count in zip(self.sources, self.counts, strict=True):
+            sentences.append(
+                f"data.path.{source.source}: {len(source)} {self.kind.name}, "
+                f"{count / len(self):.3g} of a step; "
+                f"epochs: {num_epochs * count / len(source):.3g}"
+            )
+        return sentences
+
+    def describe_dropped(self, split: str) -> list[str]:
+        """How many examples of each source are too long, in sentences."""
+        described = []
+        for source in self.sources:
+            described += source.describe_dropped(f"{split}{source.source} ")
+        return described
+
+
+def share_out(total: int, weights: Sequence[float]) -> list[int]:
+    """Divides `total` in the ratio of the weights, by the method of largest remainders."""
+    exact = total * np.array(weights) / sum(weights)
+    counts = np.floor(exact).astype(int)
+    missing = total - int(counts.sum())
+    largest = np.argsort(counts - exact, kind="stable")  # of equal remainders, the first
+    counts[largest[:missing]] += 1
+    return counts.tolist()
+
+
+def interleave(counts: Sequence[int]) -> np.ndarray:
+    """The number of a source for each position [sum(counts)], each spread evenly over all."""
+    places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+    numbers = np.repeat(np.arange(len(counts)), counts)
+    return numbers[np.argsort(places, kind="stable")]
+
+
+def describe_steps(examples: "Examples | Mixture", num_steps: int) -> list[str]:
+    """How a run of `num_steps` uses the examples, in sentences."""
+    size, name = examples.batch_size, examples.kind.name
+    epochs = num_steps * size / len(examples)
+    sentences = [
+        f"data: {len(examples)} {name}, {size} a step; steps: {num_steps}; epochs: {epochs:.3g}"
+    ]
+    if size > len(examples):
+        sentences.append(
+            f"{examples.kind.batch_key}={size} is more than the {len(examples)} {name}: a "
+            f"step repeats them, {size / len(examples):.3g} times each on average"
+        )
+    return sentences
 
 
 @dataclass
 class DataCursor:
     """How far a run is in its training examples. The only owner of the position."""
 
-    examples: Examples
+    examples: Examples | Mixture
     position: int = 0
     """examples taken so far, over all epochs"""
     rows_done: int = 0
@@ -280,6 +394,20 @@ class DataCursor:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = self.rows_done = state["rows_done"]
+
+
+def summarise_sources(examples: list[Example]) -> dict[str, float]:
+    """The examples of a batch and their trained tokens by source, as metrics sources/NAME/...
+
+    There are none for rows of a path without a name.
+    """
+    metrics: dict[str, float] = defaultdict(int)
+    for example in examples:
+        if example.source:
+            metrics[f"sources/{example.source}/rows"] += 1
+            trained = sum(sum(mask) for _, mask in example.sequences)
+            metrics[f"sources/{example.source}/tokens"] += trained
+    return dict(sorted(metrics.items()))
 
 
 def to_samples(examples: list[Example]) -> list[Sample]:
@@ -346,6 +474,6 @@ def _hash_messages(row: dict) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
 
-@lru_cache(maxsize=4)  # a step asks for each of its items, from two epochs at most
-def _permutation(num_items: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng((seed, epoch)).permutation(num_items)
+def _permutation(num_items: int, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
+    numbers = seed if isinstance(seed, tuple) else (seed,)
+    return np.random.default_rng((*numbers, epoch)).permutation(num_items)

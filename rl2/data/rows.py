@@ -9,7 +9,7 @@ import pickle
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -133,6 +133,16 @@ class Rows(Sequence[dict]):
     def locate(self, i: int) -> str:
         """The file and the number of a row, for messages."""
         return self.table["location"][i].as_py()
+
+
+def hash_sources(paths: Mapping[str, str]) -> str:
+    """A hash of the training files of all sources, by key. "" if those of one are not known."""
+    if list(paths) == ["data.path"]:
+        return hash_data(paths["data.path"])
+    hashes = {key: hash_data(path) for key, path in paths.items()}
+    if not all(hashes.values()):
+        return ""
+    return hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()
 
 
 def hash_data(path: str, split: str = "train") -> str:

@@ -11,6 +11,7 @@ const SECTIONS = [
   ["Rollouts", [/^rollout\/(length|truncated|teaching|failed|turns)$/]],
   ["Policy", [/^actor\/(loss|.*kl|entropy|grad_norm|visible_update|clip_ratio|accuracy|margin)$/, /^critic\//]],
   ["Engine and trainer", [/^actor\/(mismatch|effective)/]],
+  ["Sources", [/^sources\//]],
   ["Time and memory", [/^time\/step$/, /^(time|memory|resources)\//, /^tokens\/per_second$/]],
   ["Others", [/./]],
 ];

@@ -80,6 +80,22 @@ def summarise_groups(trajectories: list[Trajectory]) -> dict[str, float]:
     return metrics
 
 
+def summarise_sources(trajectories: list[Trajectory], version: int) -> dict[str, float]:
+    """Returns the metrics of `summarise` and `summarise_groups` for each source of data.path.NAME.
+
+    They begin with sources/NAME. There are none for rows of a path without a name.
+    """
+    by_source: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        if trajectory.source:
+            by_source[trajectory.source].append(trajectory)
+    metrics = {}
+    for source, members in sorted(by_source.items()):
+        for name, value in (summarise(members, version) | summarise_groups(members)).items():
+            metrics[f"sources/{source}/{name}"] = value
+    return metrics
+
+
 def _equal_group_fraction(trajectories: list[Trajectory]) -> float:
     """Returns the fraction of the trained groups in which all trajectories have the same reward.
 

@@ -62,6 +62,7 @@ class Trajectory:
     unanswered: dict[str, Any] | None = None
     unscored: dict[str, Any] | None = None
     row_index: int = -1  # of its row in the data
+    source: str = ""  # of its row: the name in data.path.NAME or data.test_path.NAME, if any
     filter_status: FilterStatus = FilterStatus.OFF
 
     @property
@@ -104,7 +105,7 @@ class Trajectory:
     def record(self) -> dict[str, Any]:
         """Returns what the run folder keeps of it: everything but the tokens."""
         is_filtered = None if self.filter_status == FilterStatus.OFF else self.is_rejected
-        return {
+        record = {
             "id": self.id,
             "group": self.group,
             "row": {k: _recorded(v) for k, v in self.row.items() if k != "messages"},
@@ -118,6 +119,7 @@ class Trajectory:
             "versions": self.versions,
             "is_filtered": is_filtered,
         }
+        return {**record, "source": self.source} if self.source else record
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "Trajectory":
@@ -136,6 +138,7 @@ class Trajectory:
             finish_reason=FinishReason(record["finish_reason"]),
             num_turns=record["num_turns"],
             versions=record["versions"],
+            source=record.get("source", ""),
             filter_status=statuses[record.get("is_filtered")],
         )
 
@@ -188,6 +191,7 @@ def begin_group(
     for i in range(num_samples):
         trajectory = Trajectory(first_trajectory + i, group_id, list(messages), row)
         trajectory.row_index = prompt.index
+        trajectory.source = prompt.source
         begin_sample(trajectory, prompt.tokens)
         group.trajectories.append(trajectory)
     return group

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl2.config.schema import PPOConfig
 from rl2.config.values import flatten
-from rl2.data.rows import hash_data
+from rl2.data.rows import hash_sources
 from rl2.parallel.rank import is_first_rank
 from rl2.run.changes import DATA, Change, RunIdentity, find_changes, identify
 from rl2.run.checkpoints import NO_STEP, Checkpoints, explain_damage, sweep
@@ -57,7 +57,7 @@ def claim_folder(config: Any) -> Claim:
     It needs no process group, so a folder that is in use is found before any data is read.
     ValueError if the folder cannot be written, or belongs to another run or experiment.
     """
-    identity = identify(config, hash_data(config.data.path))
+    identity = identify(config, hash_sources(config.data.train_paths))
     if not is_first_rank():
         return Claim(identity, None, None)
     path = Path(config.trainer.save_dir)

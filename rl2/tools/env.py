@@ -396,6 +396,8 @@ def main() -> None:
     config = parse(PPOConfig, words, elsewhere=ELSEWHERE, optional=OPTIONAL)
     data = config.data
     try:
+        if isinstance(data.path, dict):
+            raise ValueError("data.path has several sources: give the rows of one, data.path=ROWS")
         rows = list(load_rows(data.path, "train", PROMPT_ROWS.read, data.columns, options.rows))
         cases = list(make_cases(rows, FORMS + options.form))
         findings = list(find_faults(config, rows, cases))

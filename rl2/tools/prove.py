@@ -147,9 +147,8 @@ def prove(subject: Subject) -> bool:
 def read_conversations(config: PPOConfig) -> list[tuple[list[dict], list | None]]:
     """Returns a built-in conversation, and the first rows of the data, followed by more turns."""
     conversations: list[tuple[list[dict], list | None]] = [(CONVERSATION, None)]
-    if config.data.path:
-        columns = config.data.columns
-        rows = load_rows(config.data.path, "train", PROMPT_ROWS.read, columns, MOST_ROWS)
+    for path in filter(None, config.data.train_paths.values()):
+        rows = load_rows(path, "train", PROMPT_ROWS.read, config.data.columns, MOST_ROWS)
         for i in range(min(len(rows), MOST_ROWS)):
             row = rows[i]
             prompt = row["messages"]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from rl2.config.parse import parse
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, worker_names
-from rl2.data.rows import hash_data
+from rl2.data.rows import hash_sources
 from rl2.run.changes import DATA
 from rl2.run.checkpoints import step_of
 from rl2.run.signals import guard
@@ -68,7 +68,7 @@ def read_config(rerun: Rerun, kind: type) -> Any:
 def check_data(config: Any, recorded: Path) -> None:
     """ValueError if the training rows are not those of the recorded run."""
     before = json.loads((recorded / "run.json").read_text())["identity"]["contents"].get(DATA)
-    now = hash_data(config.data.path)
+    now = hash_sources(config.data.train_paths)
     if before and now and before != now:
         raise ValueError(
             f"{DATA}={config.data.path} has another content than when {recorded} was recorded "

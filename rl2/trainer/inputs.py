@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from rl2.config.problem import Problem
 from rl2.config.schema import DataConfig, SFTDataConfig, worker_names
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import Examples, RowKind
+from rl2.data.examples import Examples, Mixture, RowKind, hold_out
 from rl2.data.formats import NO_TEMPLATE
 from rl2.data.rows import Rows, hash_data, load_rows
 from rl2.model.folder import check_length as check_num_positions
@@ -23,7 +23,7 @@ TRIAL_ROWS = 1000  # rows that are read to show problems of the data beside thos
 def read_rows(
     config: Any, kind: RowKind, limit: int | None = None
 ) -> tuple[dict[str, Rows], list[Problem]]:
-    """(the rows of data.path and of each test set, by key; the problems of the others).
+    """(the rows of each source and of each test set, by key; the problems of the others).
 
     With a `limit` only so many rows of each file are read, and paths that are not on this machine
     are left out.
@@ -31,12 +31,14 @@ def read_rows(
     rows: dict[str, Rows] = {}
     problems: list[Problem] = []
     data = config.data
-    for key, path in {"data.path": data.path, **data.test_paths}.items():
-        is_unused = key == "data.path" and config.trainer.eval_only and not data.test_ratio
-        is_missing = not path or (limit and not Path(path).expanduser().exists())
+    for key, path in {**data.train_paths, **data.test_paths}.items():
+        is_trained = key in data.train_paths
+        is_unused = is_trained and config.trainer.eval_only and not data.test_ratio
+        is_path = isinstance(path, str)  # another value is a problem of the config
+        is_missing = not path or (limit and not (is_path and Path(path).expanduser().exists()))
         if is_unused or is_missing:
             continue
-        split = "train" if key == "data.path" else "test"
+        split = "train" if is_trained else "test"
         try:
             rows[key] = load_rows(path, split, kind.read, data.columns, limit)
         except ValueError as error:
@@ -55,7 +57,7 @@ def find_row_problems(kind: RowKind, config: Any) -> list[Problem]:
 
 def read_examples(
     config: Any, kind: RowKind, template: ChatTemplate
-) -> tuple[Examples, dict[str, Examples]]:
+) -> tuple[Examples | Mixture, dict[str, Examples]]:
     """(the examples to train on; those of each test set by its name).
 
     ValueError lists all problems, or says that a row has more positions than the model.
@@ -69,7 +71,7 @@ def read_examples(
     return train, tests
 
 
-def _shorter_rows(examples: Examples) -> str:
+def _shorter_rows(examples: Examples | Mixture) -> str:
     return f"a row has {examples.longest} tokens: lower data.max_length"
 
 
@@ -79,26 +81,35 @@ def make_examples(
     kind: RowKind,
     template: ChatTemplate,
     problems: list[Problem],
-) -> tuple[Examples | None, dict[str, Examples]]:
+) -> tuple[Examples | Mixture | None, dict[str, Examples]]:
     """Tokenises the rows, and splits test rows off: (training examples, test sets by name).
 
     The training examples are None if there are no rows of data.path. The name of a test set is that
-    of data.test_path.NAME, or "". ValueError lists the `problems` and those found here.
+    of data.test_path.NAME, or "". Rows that are held out of a source are a set with its name.
+    ValueError lists the `problems` and those found here.
     """
     data = config.data
-    by_key: dict[str, Examples] = {}
+    sources: dict[str, Examples] = {}
+    tests: dict[str, Examples] = {}
     for key, rows_of_key in rows.items():
+        name = source_name(key)
+        is_trained = key in data.train_paths
+        # Sources with as many rows must not have the same order: their rows may be in pairs.
+        is_one_of_several = is_trained and isinstance(data.path, dict)
+        seed = (data.seed, len(sources)) if is_one_of_several else data.seed
         try:
-            by_key[key] = Examples(
+            examples = Examples(
                 rows_of_key,
                 template,
                 kind,
                 max_length=data.max_length,
                 truncate=isinstance(data, SFTDataConfig) and data.truncate,
-                shuffle=data.shuffle and key == "data.path",
-                seed=data.seed,
+                shuffle=data.shuffle and is_trained,
+                seed=seed,
                 batch_size=getattr(data, kind.batch_key.removeprefix("data.")),
+                source=name,
             )
+            (sources if is_trained else tests)[name] = examples
         except ValueError as error:
             problems.append(Problem(key, rows_of_key.path, str(error)))
     if problems:
@@ -106,19 +117,22 @@ def make_examples(
     for rows_of_key in rows.values():
         print_once(_warn_of_text_prompts(rows_of_key, template))
     print_once(_warn_of_trained_tests(data))
-    train = by_key.pop("data.path", None)
-    tests = {
-        key.removeprefix("data.test_path").removeprefix("."): examples
-        for key, examples in by_key.items()
-    }
-    if train is not None and data.test_ratio:
-        tests[""] = train.split_off(data.test_ratio)
+    if sources and data.test_ratio:
+        tests = hold_out(sources, data.test_ratio)
+    train: Examples | Mixture | None = sources.get("")
+    if sources and train is None:
+        train = Mixture(sources, data.weights)
     for examples in tests.values():
         examples.kept = examples.kept[: data.test_limit]
         print_once(examples.describe_dropped("test "))
     if train is not None:
         print_once(train.describe_dropped("training "))
     return train, tests
+
+
+def source_name(key: str) -> str:
+    """The NAME in data.path.NAME and data.test_path.NAME; "" in data.path and data.test_path."""
+    return key.removeprefix("data.path").removeprefix("data.test_path").removeprefix(".")
 
 
 def _warn_of_text_prompts(rows: Rows, template: ChatTemplate) -> list[str]:
@@ -135,10 +149,10 @@ def _warn_of_text_prompts(rows: Rows, template: ChatTemplate) -> list[str]:
 
 def _warn_of_trained_tests(data: DataConfig) -> list[str]:
     """A warning for each test set in files that are also the training rows."""
-    trained = hash_data(data.path, "train")
+    trained = {hash_data(path, "train") for path in data.train_paths.values()} - {""}
     warnings = []
     for key, path in data.test_paths.items():
-        if trained and hash_data(path, "test") == trained:
+        if hash_data(path, "test") in trained:
             warnings.append(
                 f"warning: {key}={path} has the rows that are trained: it shows what is memorised; "
                 "data.test_ratio=0.1 keeps a tenth of the rows for the test"
@@ -146,7 +160,9 @@ def _warn_of_trained_tests(data: DataConfig) -> list[str]:
     return warnings
 
 
-def check_length(config: Any, examples: Examples, remedy: str, added_tokens: int = 0) -> None:
+def check_length(
+    config: Any, examples: Examples | Mixture, remedy: str, added_tokens: int = 0
+) -> None:
     """ValueError, with the remedy, if the longest example has more positions than the model.
 
     `added_tokens` is the most that a rollout adds to an example.
@@ -156,7 +172,7 @@ def check_length(config: Any, examples: Examples, remedy: str, added_tokens: int
     check_num_positions(f"{worker}.model_name", model_name, examples.longest + added_tokens, remedy)
 
 
-def count_steps(examples: Examples, folder: RunFolder) -> int:
+def count_steps(examples: Examples | Mixture, folder: RunFolder) -> int:
     """Returns the steps of a run over `examples`, and prints how it uses them.
 
     Ends the program if all of them are done.

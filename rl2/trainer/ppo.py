@@ -26,6 +26,7 @@ from rl2.rollout.stats import (
     reward_parts,
     summarise,
     summarise_groups,
+    summarise_sources,
     to_records,
     training_samples,
 )
@@ -59,6 +60,7 @@ def train_step(run: PPORun, step: int) -> bool:
         trajectories = run.collect(step)
         batch = collate(training_samples(trajectories))
     metrics = summarise(trajectories, run.actor.version) | summarise_groups(trajectories)
+    metrics |= summarise_sources(trajectories, run.actor.version)
 
     # Before any update, the frozen models, the policy and the critic score the sampled tokens.
     with recorder.phase("infer"):

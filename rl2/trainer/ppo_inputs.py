@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import PPOConfig
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import PROMPT_ROWS, Examples
+from rl2.data.examples import PROMPT_ROWS, Examples, Mixture
 from rl2.data.rows import Rows
 from rl2.env.call import Env
 from rl2.env.load import Functions, load_env, make_env, preflight
@@ -69,7 +69,7 @@ def _read_env(
 
 def make_prompts(
     config: PPOConfig, rows: dict[str, Rows], template: ChatTemplate
-) -> tuple[Examples | None, dict[str, Examples]]:
+) -> tuple[Examples | Mixture | None, dict[str, Examples]]:
     """(the prompts to train on, None in an evaluation; those of each test set by its name).
 
     ValueError lists all problems, or says that a trajectory may get too long for the model.
@@ -85,7 +85,7 @@ def make_prompts(
     return train, tests
 
 
-def _check_trajectory_length(config: PPOConfig, split: str, prompts: Examples) -> None:
+def _check_trajectory_length(config: PPOConfig, split: str, prompts: Examples | Mixture) -> None:
     section = SAMPLING_SECTIONS[split]
     turns = config.rollout.max_turns
     answer = getattr(config.rollout, section).max_new_tokens

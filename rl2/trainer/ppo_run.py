@@ -13,7 +13,7 @@ from rl2.config.conditions import needs_critic, needs_reference
 from rl2.config.exactness import choose_exactness
 from rl2.config.schema import PPOConfig, RolloutWorkerConfig, SamplingConfig, worker_names
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import DataCursor, Examples
+from rl2.data.examples import DataCursor, Examples, Mixture
 from rl2.engine.base import Engine, EngineSettings, SamplingParams
 from rl2.engine.select import default_max_running, make_engine
 from rl2.env.call import Env
@@ -57,7 +57,7 @@ class Setup:
     tokenizer: PreTrainedTokenizerBase
     template: ChatTemplate
     model_stop_ids: list[int]  # the model's own tokens that end a turn
-    prompts: Examples | None  # None in an evaluation
+    prompts: Examples | Mixture | None  # None in an evaluation
     tests: dict[str, Examples]  # by the name of the test set
     prediction: Prediction
 
@@ -147,7 +147,7 @@ class PPORun:
         )
 
     def _plan_steps(
-        self, prompts: Examples, replay: Replay | None
+        self, prompts: Examples | Mixture, replay: Replay | None
     ) -> tuple[SavedRollouts | None, int]:
         """(saved rollouts, None where they are sampled; the number of steps)."""
         model_name = self.config.actor.model_name
@@ -296,7 +296,10 @@ def make_ppo_workers(
 
 
 def make_collector(
-    setup: Setup, workers: list[Worker | Reference], prompts: Examples | None, num_steps: int
+    setup: Setup,
+    workers: list[Worker | Reference],
+    prompts: Examples | Mixture | None,
+    num_steps: int,
 ) -> Collector:
     """Starts the engine, and makes what plays prompts with it.
 
