@@ -566,12 +566,12 @@ def test_problems_of_config_data_and_env_come_in_one_round(base, capsys, tmp_pat
     assert capsys.readouterr().err.startswith("2 problems")
     (tmp_path / "env.py").write_text("def reward_fn(messages): return 1")
     (tmp_path / "test.jsonl").write_text(row * 2)
-    rows, env = read_ppo_inputs(config)
+    rows, envs = read_ppo_inputs(config)
     assert {key: len(of_key) for key, of_key in rows.items()} == {
         "data.path": 1,
         "data.test_path": 2,
     }
-    assert env.spec.reward_fns["reward_fn"]([]) == 1
+    assert envs[""].spec.reward_fns["reward_fn"]([]) == 1
 
 
 def test_rows_of_every_trainer_are_tried_beside_the_config(base, tmp_path):

@@ -42,12 +42,7 @@ def find_ppo_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[Problem
 
 def check_run(config: PPOConfig) -> Iterator[Problem]:
     """Whether there is an env file, and what an evaluation or a run on saved rollouts works on."""
-    path = config.rollout.env_path  # a missing one is reported elsewhere
-    try:
-        if path and find_env_file(path).suffix != ".py":
-            yield wrong_value("rollout.env_path", path, "this is not a Python file (.py)")
-    except ValueError as error:
-        yield Problem("rollout.env_path", path, str(error))
+    yield from check_envs(config)
     saved = config.trainer.rollouts_from
     if config.trainer.eval_only and not config.data.has_test_rows:
         message = "trainer.eval_only=true needs data.test_path or data.test_ratio"
@@ -57,6 +52,40 @@ def check_run(config: PPOConfig) -> Iterator[Problem]:
         yield Problem("trainer.eval_only", True, message)
     elif saved and not Path(saved).is_dir():
         yield wrong_value("trainer.rollouts_from", saved, "no such folder")
+
+
+def check_envs(config: PPOConfig) -> Iterator[Problem]:
+    """Whether there are the env files; if they have names, whether those are of all sources."""
+    for name, path in config.rollout.env_paths.items():
+        key = f"rollout.env_path.{name}" if name else "rollout.env_path"
+        if not isinstance(path, str):
+            yield wrong_value(key, path, "expected a path or the name of a ready-made env")
+            continue
+        try:
+            if path and find_env_file(path).suffix != ".py":  # a missing one is reported elsewhere
+                yield wrong_value(key, path, "this is not a Python file (.py)")
+        except ValueError as error:
+            yield Problem(key, path, str(error))
+    if not isinstance(config.rollout.env_path, dict):
+        return
+    data, env_path = config.data, config.rollout.env_path
+    sources: set[str] = set()
+    for key, paths in (("data.path", data.path), ("data.test_path", data.test_path)):
+        if isinstance(paths, dict):
+            sources |= paths.keys()
+        elif paths:
+            reason = f"{key} has one path without a name; name it with {key}.NAME=PATH"
+            yield wrong_value("rollout.env_path", env_path, reason)
+            return
+    known = ", ".join(sorted(sources))
+    for name, path in env_path.items():
+        if name not in sources:
+            reason = f"no source and no test set has this name; they are {known}"
+            yield wrong_value(f"rollout.env_path.{name}", path, reason)
+    lacking = sorted(sources - env_path.keys())
+    if lacking:
+        remedy = f"set rollout.env_path.NAME=PATH for {', '.join(lacking)} too"
+        yield wrong_value("rollout.env_path", env_path, f"sources without an env: {remedy}")
 
 
 def check_step_sizes(config: PPOConfig) -> Iterator[Problem]:

@@ -637,13 +637,14 @@ class RolloutConfig:
         "weights of reward parts: rollout.reward_weights.NAME=WEIGHT; default 1; 0 only logs the "
         "part",
     )
-    env_path: str = key(
+    env_path: Any = key(
         MISSING,
         "a Python file or the name of a ready-made env; the file defines reward_fn(messages, "
         "answer), for several turns also interact(messages) or a class make_env with tools, or an "
-        "agent run(row, base_url, model)",
+        "agent run(row, base_url, model); rollout.env_path.NAME=PATH for each of several sources",
         common=True,
         identity=True,
+        types=(str, dict),
     )
     env_timeout: PositiveFloat = key(30.0, "time limit of one env call, in seconds")
     env_concurrency: PositiveInt = key(
@@ -659,6 +660,13 @@ class RolloutConfig:
         0.1,
         "stop the run if a larger fraction of a step's trajectories fails in the env",
     )
+
+    @property
+    def env_paths(self) -> dict[str, str]:
+        """The env files by the name of their source; "" is that of all sources."""
+        if not isinstance(self.env_path, dict):
+            return {"": self.env_path}
+        return dict(self.env_path)
 
 
 @dataclass

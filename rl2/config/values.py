@@ -7,6 +7,7 @@ from typing import Any
 # Dicts, whose keys the schema does not list.
 OPEN_KEYS = (
     "rollout.engine_args",
+    "rollout.env_path",
     "rollout.reward_weights",
     "data.path",
     "data.weights",

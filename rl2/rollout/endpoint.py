@@ -130,7 +130,7 @@ class AgentSession:
             if len(messages) > player.max_length:
                 raise self._limit_error()
             self._check_length(player.template.render(messages, tools))
-            conversation = Conversation(own.id, own.group, messages, tools=tools)
+            conversation = Conversation(own.id, own.group, messages, tools=tools, source=own.source)
             begin_sample(conversation, player.template.encode_prompt(messages, tools))
         conversation.known = known
         room = player.max_length - len(conversation.samples[-1].tokens)
@@ -251,7 +251,8 @@ class AgentPlayer(Player):
         secret = secrets.token_urlsafe()
         url = f"http://{HOST}:{self.port}/{secret}/v1"
         address = {"base_url": url, "model": MODEL, "api_key": self.api_key}
-        agent = asyncio.ensure_future(self.env.run_agent(trajectory.row, key, address))
+        env = self.env_of(trajectory)
+        agent = asyncio.ensure_future(env.run_agent(trajectory.row, key, address))
         session = self.sessions[secret] = AgentSession(self, trajectory, params, seed, agent)
         if self.may_pause and not await self.ended_or_paused(agent):
             agent.cancel()  # the trajectory is not needed any more
@@ -266,11 +267,11 @@ class AgentPlayer(Player):
             return None
         if isinstance(result, dict):
             add_parts(trajectory.rewards, result)
-        elif not (session.is_cut and isinstance(result, EnvError) and self.env.judges):
+        elif not (session.is_cut and isinstance(result, EnvError) and env.judges):
             raise result
         if not last_turn:
             raise EnvError("run asked the model for nothing: no request was answered")
-        if not (trajectory.rewards or self.env.judges):
+        if not (trajectory.rewards or env.judges):
             raise EnvError("run returned no reward, and the env file has no reward_fn")
         is_cut = session.is_cut and not isinstance(result, dict)
         return {**last_turn, "finish_reason": "length"} if is_cut else last_turn

@@ -64,12 +64,15 @@ class Evaluator:
         The first process has the conversations, so it makes all calls.
         """
         player = self.collector.player
-        if player.env.spec.extract is None or self.num_samples == 1:
+        if self.num_samples == 1 or not trajectories:
+            return None
+        env = player.env_of(trajectories[0])  # all are of one set
+        if env.spec.extract is None:
             return None
 
         async def extract(trajectory: Trajectory) -> str | None:
             try:
-                return await player.env.extract(trajectory.messages, trajectory.row)
+                return await env.extract(trajectory.messages, trajectory.row)
             except EnvError as error:
                 player.failures.record(error)
                 return None

@@ -107,7 +107,8 @@ class Rollout:
         await asyncio.wait(plays)
         if not group.is_done:
             return
-        if self.player.env.spec.group_reward_fn is not None:
+        env = self.player.env_of(group.trajectories[0])
+        if env.spec.group_reward_fn is not None:
             await self.player.score_group(group)
             if not group.is_scored:
                 return

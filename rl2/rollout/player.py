@@ -2,7 +2,7 @@
 
 import asyncio
 from array import array
-from collections.abc import Callable, Coroutine, Hashable
+from collections.abc import Callable, Coroutine, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, compress
@@ -39,13 +39,14 @@ class Player:
     """
 
     engine: Engine
-    env: Env
+    env: Env  # of sources that have none of their own
     template: ChatTemplate
     failures: EnvFailures
     max_turns: int
     max_length: int  # most tokens of one training sequence
     reward_weights: dict[str, float] = field(default_factory=dict)  # by name of the part
     score: str | None = None  # the part that says success; None is the reward
+    source_envs: Mapping[str, Env] = field(default_factory=dict)  # by the name of the source
     may_pause: bool = False
     is_pausing: bool = False  # then no turn begins, and aborted turns stay as they are
     # Calls that run, or have a result that nobody has taken yet, by the key of trajectory or group.
@@ -55,10 +56,15 @@ class Player:
     request_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        if self.env.tools:
-            question = [{"role": "user", "content": "?"}]
-            self.template.warn_of_ignored([{"messages": question, "tools": self.env.tools}])
-            _ = self.call_reader  # warns now
+        question = [{"role": "user", "content": "?"}]
+        for env in self.source_envs.values() or [self.env]:
+            if env.tools:
+                self.template.warn_of_ignored([{"messages": question, "tools": env.tools}])
+                _ = self.call_reader  # warns now
+
+    def env_of(self, trajectory: Trajectory) -> Env:
+        """Returns the environment of the trajectory's source."""
+        return self.source_envs.get(trajectory.source, self.env)
 
     async def wait_for_room(self, max_requests: float) -> None:
         """Waits until the engine has fewer than `max_requests`."""
@@ -82,7 +88,7 @@ class Player:
         if trajectory.is_done:
             return
         try:
-            if self.env.has_object and not trajectory.versions:
+            if self.env_of(trajectory).has_object and not trajectory.versions:
                 await self._begin(trajectory, params, key)
             while trajectory.unscored is None and not self.is_pausing:
                 trajectory.unscored = await self._play_turn(
@@ -178,7 +184,7 @@ class Player:
     async def end(self, trajectory: Trajectory, key: Hashable) -> None:
         """Tells the environment that the trajectory has ended."""
         try:
-            await self.env.end(key)
+            await self.env_of(trajectory).end(key)
         except EnvError as error:
             if not trajectory.is_failed:
                 self.failures.record(error)
@@ -193,8 +199,9 @@ class Player:
             group.is_scored = True
             return
         records = [{**t.record(), "row": t.row} for t in members]
+        env = self.env_of(members[0])
         try:
-            all_parts = await self._call(group_key(group), lambda: self.env.score_group(records))
+            all_parts = await self._call(group_key(group), lambda: env.score_group(records))
         except PausedError:
             return
         except EnvError as error:
@@ -207,7 +214,8 @@ class Player:
 
     async def _begin(self, trajectory: Trajectory, params: SamplingParams, key: Hashable) -> None:
         """Makes the environment's object, and the prompt with its tools and its first messages."""
-        prompt_messages = await self._call(key, lambda: self.env.begin(trajectory.row, key))
+        env = self.env_of(trajectory)
+        prompt_messages = await self._call(key, lambda: env.begin(trajectory.row, key))
         trajectory.messages = list(prompt_messages)
         try:
             prompt = self.template.encode_prompt(trajectory.messages, self._tools(trajectory))
@@ -224,18 +232,19 @@ class Player:
 
     def _tools(self, trajectory: Trajectory) -> list | None:
         """Returns the schemas that the template shows: those of the row and the environment."""
-        tools = trajectory.tools
-        return [*(tools or []), *self.env.tools] if self.env.tools else tools
+        tools, env_tools = trajectory.tools, self.env_of(trajectory).tools
+        return [*(tools or []), *env_tools] if env_tools else tools
 
     async def _score(
         self, trajectory: Trajectory, last_turn: dict[str, Any], key: Hashable
     ) -> None:
+        env = self.env_of(trajectory)
         inputs: dict[str, Any] = dict(last_turn)
-        if "completion_ids" in self.env.asked:
+        if "completion_ids" in env.asked:
             sampled = [compress(sample.tokens, sample.mask) for sample in trajectory.samples]
             inputs["completion_ids"] = list(chain.from_iterable(sampled))
         messages, row = trajectory.messages, trajectory.row
-        parts = await self._call(key, lambda: self.env.score(messages, row, key, inputs))
+        parts = await self._call(key, lambda: env.score(messages, row, key, inputs))
         add_parts(trajectory.rewards, parts)
         trajectory.weights = self.reward_weights
 
@@ -258,7 +267,9 @@ class Player:
             return None
         num_sampled = inputs["num_tokens"]
         is_last = trajectory.num_turns >= self.max_turns
-        if inputs["finish_reason"] != "stop" or (is_last and not self.env.has_object):
+        if inputs["finish_reason"] != "stop" or (
+            is_last and not self.env_of(trajectory).has_object
+        ):
             return inputs
         trajectory.unanswered = inputs
         turn = await self._answer(trajectory, inputs, key)
@@ -298,13 +309,14 @@ class Player:
 
     async def _answer(self, trajectory: Trajectory, inputs: dict[str, Any], key: Hashable) -> Turn:
         """Returns the results of the tools that the last turn calls, or the env's answer to it."""
-        if self.env.tools:
-            calls = self.read_calls(trajectory, inputs["num_tokens"], self.env.tools).calls
+        env = self.env_of(trajectory)
+        if env.tools:
+            calls = self.read_calls(trajectory, inputs["num_tokens"], env.tools).calls
             if calls:
                 num_turns = trajectory.num_turns
-                return await self._call(key, lambda: self.env.call_tools(calls, num_turns, key))
+                return await self._call(key, lambda: env.call_tools(calls, num_turns, key))
         messages, row = trajectory.messages, trajectory.row
-        return await self._call(key, lambda: self.env.answer(messages, row, key, inputs))
+        return await self._call(key, lambda: env.answer(messages, row, key, inputs))
 
     def read_calls(self, trajectory: Trajectory, num_sampled: int, tools: list[dict]) -> Found:
         """Returns the calls of tools in the last turn, which has `num_sampled` tokens."""

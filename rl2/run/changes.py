@@ -69,6 +69,10 @@ def identify(config: Any, data_hash: str) -> RunIdentity:
     contents = {DATA: data_hash} if data_hash else {}
     for key, file in _code_files(config, values):
         contents[key] = hashlib.sha256(file.read_bytes()).hexdigest()
+    if isinstance(values.get("rollout.env_path"), dict):
+        envs = values["rollout.env_path"]
+        texts = [(name, find_env_file(path).read_bytes()) for name, path in sorted(envs.items())]
+        contents["rollout.env_path"] = hashlib.sha256(repr(texts).encode()).hexdigest()
     return RunIdentity(type(config).__name__, values, contents)
 
 
@@ -80,7 +84,7 @@ def _code_files(config: Any, values: dict[str, Any]) -> Iterator[tuple[str, Path
     template = values["data.chat_template"]
     if template not in (None, "plain"):
         yield "data.chat_template", Path(template).expanduser()
-    if "rollout.env_path" in values:
+    if isinstance(values.get("rollout.env_path"), str):
         yield "rollout.env_path", find_env_file(values["rollout.env_path"])
 
 

@@ -398,6 +398,8 @@ def main() -> None:
     try:
         if isinstance(data.path, dict):
             raise ValueError("data.path has several sources: give the rows of one, data.path=ROWS")
+        if isinstance(config.rollout.env_path, dict):
+            raise ValueError("rollout.env_path has several envs: give one, rl2 env FILE")
         rows = list(load_rows(data.path, "train", PROMPT_ROWS.read, data.columns, options.rows))
         cases = list(make_cases(rows, FORMS + options.form))
         findings = list(find_faults(config, rows, cases))

@@ -10,26 +10,32 @@ from rl2.data.rows import Rows
 from rl2.env.call import Env
 from rl2.env.load import Functions, load_env, make_env, preflight
 from rl2.model.folder import check_token_ids
-from rl2.trainer.inputs import TRIAL_ROWS, check_length, make_examples, print_once, read_rows
+from rl2.trainer.inputs import (
+    TRIAL_ROWS,
+    check_length,
+    make_examples,
+    print_once,
+    read_rows,
+    source_name,
+)
 
 SAMPLING_SECTIONS = {"train": "train_sampling_params", "test": "test_sampling_params"}
 
 
 def read_ppo_inputs(
     config: PPOConfig, functions: Functions | None = None
-) -> tuple[dict[str, Rows], Env]:
-    """(rows by key, environment) of a PPO run. ValueError lists all problems.
+) -> tuple[dict[str, Rows], dict[str, Env]]:
+    """(rows by key, environments by source) of a PPO run. ValueError lists all problems.
 
-    `functions` are the environment, in the place of rollout.env_path. The first process prints the
-    warnings.
+    The environment of the source "" is that of all sources. `functions` are the environment, in the
+    place of rollout.env_path. The first process prints the warnings.
     """
     rows, problems = read_rows(config, PROMPT_ROWS)
-    env, warnings = _read_env(config, rows, problems, functions)
+    envs, warnings = _read_envs(config, rows, problems, functions)
     if problems:
         raise ValueError("\n".join(map(str, problems)))
     print_once([f"warning: {warning}" for warning in warnings])
-    assert env is not None
-    return rows, env
+    return rows, envs
 
 
 def find_ppo_problems(config: PPOConfig, functions: Functions | None = None) -> list[Problem]:
@@ -39,32 +45,41 @@ def find_ppo_problems(config: PPOConfig, functions: Functions | None = None) -> 
     """
     rows, problems = read_rows(config, PROMPT_ROWS, TRIAL_ROWS)
     if config.rollout.env_path:
-        _read_env(config, rows, problems, functions)
+        _read_envs(config, rows, problems, functions)
     return problems
 
 
-def _read_env(
+def _read_envs(
     config: PPOConfig,
     rows: dict[str, Rows],
     problems: list[Problem],
     functions: Functions | None,
-) -> tuple[Env | None, list[str]]:
-    """Loads the environment and tries it on the rows: (it, warnings about it).
+) -> tuple[dict[str, Env], list[str]]:
+    """Loads the environments, and tries each on the rows of its source: (they, warnings).
 
-    What is wrong with it is added to the problems; then there may be no environment.
+    What is wrong with one is added to the problems; then it may be missing.
     """
     rollout = config.rollout
-    env: Env | None = None
-    try:
-        limits = (rollout.env_timeout, rollout.env_concurrency, rollout.env_isolation)
-        if functions:
-            env = make_env(functions, *limits)
-        else:
-            env = load_env(rollout.env_path, *limits)
-        return env, preflight(env, rows, rollout.max_turns, rollout.partial)
-    except ValueError as error:
-        problems.append(Problem("rollout.env_path", rollout.env_path, str(error)))
-        return env, []
+    limits = (rollout.env_timeout, rollout.env_concurrency, rollout.env_isolation)
+    envs: dict[str, Env] = {}
+    warnings: list[str] = []
+    for name, path in rollout.env_paths.items():
+        own_rows = {key: of_key for key, of_key in rows.items() if name in ("", source_name(key))}
+        key = f"rollout.env_path.{name}" if name else "rollout.env_path"
+        try:
+            envs[name] = make_env(functions, *limits) if functions else load_env(path, *limits)
+            found = preflight(envs[name], own_rows, rollout.max_turns, rollout.partial)
+            warnings += [f"{key}: {warning}" if name else warning for warning in found]
+        except ValueError as error:
+            problems.append(Problem(key, path, f"{key}: {error}" if name else str(error)))
+    agents = [name for name, env in envs.items() if env.spec.run is not None]
+    if 0 < len(agents) < len(envs):
+        text = (
+            f"rollout.env_path: the envs of {', '.join(agents)} have an agent, run(), and the "
+            "others have none: train on sources of one kind, or write run() for all"
+        )
+        problems.append(Problem("rollout.env_path", rollout.env_path, text))
+    return envs, warnings
 
 
 def make_prompts(

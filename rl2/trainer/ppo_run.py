@@ -53,7 +53,7 @@ class Setup:
     config: PPOConfig
     folder: RunFolder
     device: torch.device
-    env: Env
+    envs: dict[str, Env]  # by source; "" is that of all sources
     tokenizer: PreTrainedTokenizerBase
     template: ChatTemplate
     model_stop_ids: list[int]  # the model's own tokens that end a turn
@@ -68,7 +68,7 @@ def set_up(config: PPOConfig, functions: Functions | None = None) -> Setup:
     `functions` are the environment, in the place of rollout.env_path.
     """
     claim = claim_folder(config)
-    rows, env = read_ppo_inputs(config, functions)
+    rows, envs = read_ppo_inputs(config, functions)
     device = init_distributed()
     folder = RunFolder(config, claim)
     tokenizer = load_tokenizer("actor.model_name", config.actor.model_name)
@@ -86,7 +86,7 @@ def set_up(config: PPOConfig, functions: Functions | None = None) -> Setup:
         config=config,
         folder=folder,
         device=device,
-        env=env,
+        envs=envs,
         tokenizer=tokenizer,
         template=template,
         model_stop_ids=template.stop_token_ids(load_eos_token_ids(config.actor.model_name)),
@@ -110,7 +110,7 @@ class PPORun:
         assert setup.prompts is not None
         config = self.config = setup.config
         self.folder = setup.folder
-        self.env = setup.env
+        self.envs = setup.envs
         self.meaning = checksum(setup.tokenizer, config.rollout.train_sampling_params.temperature)
         self.tokens: dict[str, Any] = {}  # of the last rollout, if they are kept
         saved, num_steps = self._plan_steps(setup.prompts, replay)
@@ -206,7 +206,8 @@ class PPORun:
         """Ends the engine and the environment."""
         if self.engine:
             close_engine(self.engine)
-        self.env.close()
+        for env in self.envs.values():
+            env.close()
 
     def finish(self) -> None:
         """Ends the engine and the environment, and saves the final model."""
@@ -224,7 +225,7 @@ class EvaluationRun:
         """
         setup = set_up(config, functions)
         self.folder = setup.folder
-        self.env = setup.env
+        self.envs = setup.envs
         if self.folder.start.checkpoint is not None:
             raise ValueError(
                 f"{self.folder.path} is the folder of a run that trains; give the evaluation one "
@@ -247,7 +248,8 @@ class EvaluationRun:
         if is_first_rank():
             print(self.evaluator.describe(metrics))
         close_engine(self.engine)
-        self.env.close()
+        for env in self.envs.values():
+            env.close()
         dist.destroy_process_group()
 
 
@@ -343,9 +345,11 @@ def _make_player(setup: Setup, workers: list[Worker | Reference], engine: Engine
     for worker in workers:
         limits.append(worker.config.max_length_per_device * worker.config.sp_size)
         limits.append(max_positions(worker.config.model_name))
-    return player_class(setup.env)(
+    env = next(iter(setup.envs.values()))
+    return player_class(env)(
         engine=engine,
-        env=setup.env,
+        env=env,
+        source_envs=setup.envs,
         template=setup.template,
         failures=EnvFailures(config.rollout.max_env_failures),
         max_turns=config.rollout.max_turns,
