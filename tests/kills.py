@@ -50,7 +50,9 @@ REFILL = "rollout.filter=[0.06,0.14] rollout.max_refills=4 rollout.drop_solved=0
 # They replace the data.path before them.
 SOURCES = (
     "data.path={{all:{inputs}/prompts.jsonl,few:{inputs}/few_prompts.jsonl}}"
-    " data.weights.all=2 data.weights.few=3 rollout.filter=[0.06,0.14] rollout.max_refills=4"
+    " data.weights.all=2 data.weights.few=3 data.test_path={{all:{inputs}/prompts.jsonl}}"
+    " rollout.env_path={{all:{inputs}/letters.py,few:{inputs}/letters.py}}"
+    " rollout.filter=[0.06,0.14] rollout.max_refills=4"
 )
 SFT_SOURCES = "data.path={{all:{inputs}/conversations.jsonl,few:{inputs}/few_conversations.jsonl}}"
 SFT = f"sft {COMMON} {ACTOR} {CONVERSATIONS} data.batch_size=3"
