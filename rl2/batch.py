@@ -28,6 +28,9 @@ class Sample:
     # What top_p and top_k left to draw from, where the engine tells it. Both are empty without.
     candidate_counts: "array[int]"  # [up to n] int32, of each token, 0 = the whole vocabulary
     candidate_ids: "array[int]"  # [sum of the counts] int32
+    # [any] int32: what the teacher reads in the place of the tokens before the first sampled one,
+    # with teacher.hint; else empty.
+    teacher_prompt: "array[int]"
 
     def __init__(
         self,
@@ -49,6 +52,22 @@ class Sample:
         self.trajectory = trajectory
         self.candidate_counts = array("i", candidate_counts)
         self.candidate_ids = array("i", candidate_ids)
+        self.teacher_prompt = array("i")
+
+    def behind_teacher_prompt(self) -> "Sample":
+        """The same answer after the prompt of the teacher. Rewards are 0."""
+        prompt = self.mask.index(1) if 1 in self.mask else len(self.mask)
+        new = len(self.teacher_prompt)
+        return Sample(
+            self.teacher_prompt + self.tokens[prompt:],
+            [0] * new + self.mask.tolist()[prompt:],
+            [0.0] * new + self.logps.tolist()[prompt:],
+            [0.0] * (new + len(self.tokens) - prompt),
+            self.group,
+            self.trajectory,
+            [0] * new + self.candidate_counts.tolist()[prompt:],
+            self.candidate_ids,
+        )
 
 
 @dataclass
@@ -91,6 +110,8 @@ class Batch:
     token_weights: Tensor | None = None  # [B, T] of each token in the mean loss
     pair_margin: Tensor | None = None  # [B] by how much the pair's chosen reply is better
     candidates: Candidates | None = None  # None: each token is drawn from the whole vocabulary
+    # The same answers after the prompts of the teacher, until it has scored them; with teacher.hint
+    hinted: "Batch | None" = None
 
     @property
     def inputs(self) -> Tensor:
@@ -152,6 +173,9 @@ def collate(samples: list[Sample]) -> Batch:
     if any(sample.candidate_ids for sample in samples):
         ids = [torch.tensor(sample.candidate_ids, dtype=torch.int32) for sample in samples]
         candidates = Candidates(column("candidate_counts", torch.int32), ids)
+    hinted = None
+    if any(sample.teacher_prompt for sample in samples):
+        hinted = collate([sample.behind_teacher_prompt() for sample in samples])
     return Batch(
         tokens=column("tokens", torch.int32, first=0),
         mask=column("mask", torch.int8),
@@ -160,6 +184,7 @@ def collate(samples: list[Sample]) -> Batch:
         group=torch.tensor([sample.group for sample in samples]),
         trajectory=torch.tensor([sample.trajectory for sample in samples]),
         candidates=candidates,
+        hinted=hinted,
     )
 
 

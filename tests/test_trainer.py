@@ -13,6 +13,7 @@ import time
 from collections import Counter
 
 import pytest
+import torch
 from common import (
     check_adapter,
     launch,
@@ -396,6 +397,48 @@ def test_partial_rollouts_train_every_prompt_once_and_resume(setup, tmp_path):
     # its weights.
     for step, version in enumerate(newest_versions):
         assert step - 1 <= version <= step, newest_versions
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_teacher_with_a_hint_scores_the_answers_after_its_own_prompt(setup, tmp_path, world):
+    """The policy is its own teacher. transformers scores both prompts, of the start model."""
+    hint = "it is {answer}"
+    keys = ["trainer.save_tokens=true", "trainer.max_steps=2", "adv.estimator=distillation"]
+    train(world, *setup, *keys, "actor.loss=reinforce", f'teacher.hint="{hint}"')
+    run = tmp_path / "run"
+    tokens = load_file(run / "rollouts/train/step_1.safetensors")
+    records = {x["id"]: x for x in read_jsonl(run / "rollouts/train/step_1.jsonl")}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny", dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny")
+
+    def score(prompt, answer):
+        logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+    gains = []
+    ends = tokens["length"].cumsum(0).tolist()
+    for number, start, end in zip(tokens["trajectory"].tolist(), [0, *ends], ends, strict=False):
+        ids, mask = tokens["tokens"][start:end], tokens["mask"][start:end].bool()
+        question = records[number]["messages"][0]
+        hinted = {**question, "content": f"{question['content']}\n\nit is abcdefgh"}
+        prompt = tokenizer.apply_chat_template(
+            [hinted], add_generation_prompt=True, return_dict=False
+        )
+        with torch.no_grad():
+            gain = score(prompt, ids[mask].tolist()) - score(
+                ids[~mask].tolist(), ids[mask].tolist()
+            )
+        torch.testing.assert_close(tokens["advantages"][start:end][mask], gain, rtol=0, atol=1e-4)
+        gains.append(gain)
+    metrics = read_metrics(run)
+    expected = -torch.cat(gains).mean().item()
+    assert metrics[0]["actor/teacher_kl"] == pytest.approx(expected, abs=1e-4) and expected > 1e-3
+    assert metrics[0]["actor/mismatch_logp_difference"] < 1e-4
+
+
+def test_a_hint_that_rows_do_not_fill_is_refused(setup):
+    done = train(1, *setup, 'teacher.hint="it is {solution}"', check=False)
+    assert "teacher.hint: a row has no column solution; this one has answer" in done.stderr
 
 
 def test_lora_with_its_base_as_the_reference(setup, tmp_path):

@@ -31,6 +31,11 @@ def corrects_mismatch(loss: str) -> bool:
     return declared is not None and declared.corrects_mismatch
 
 
+def has_teacher(config: Any) -> bool:
+    """Whether PPO distils from a teacher, which may be the policy with a hint."""
+    return bool(config.teacher.model_name or config.teacher.hint)
+
+
 def needs_reference(config: Any) -> bool:
     """Whether PPO's loss or its KL term needs the log-probabilities of a reference model."""
     from rl2.algorithms.find import POLICY_LOSS_CHOICES  # imports torch, as above

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rl2.config.conditions import corrects_mismatch, estimator_needs
+from rl2.config.conditions import corrects_mismatch, estimator_needs, has_teacher
 from rl2.config.engines import choose_engine, is_installed
 from rl2.config.exactness import exact_obstacles
 from rl2.config.key_rules import non_default_keys
@@ -26,6 +26,7 @@ def check_ppo(config: PPOConfig) -> Iterator[Problem]:
     yield from check_run(config)
     yield from check_step_sizes(config)
     yield from check_estimator(config)
+    yield from check_hint(config)
     yield from check_deterministic(config)
     yield from check_kl(config)
     yield from check_actor(config)
@@ -116,9 +117,23 @@ def check_estimator(config: PPOConfig) -> Iterator[Problem]:
             "choose kl.type=loss"
         )
         yield Problem("kl.type", "reward", message)
-    if "teacher_logps" in needs and not config.teacher.model_name:
-        message = f"adv.estimator={estimator} needs the key teacher.model_name"
+    if "teacher_logps" in needs and not has_teacher(config):
+        message = f"adv.estimator={estimator} needs the key teacher.model_name or teacher.hint"
         yield Problem("adv.estimator", estimator, message)
+
+
+def check_hint(config: PPOConfig) -> Iterator[Problem]:
+    """Whether the teacher's prompt can take the place of the policy's."""
+    hint = config.teacher.hint
+    if hint and config.rollout.max_turns > 1:
+        reason = (
+            "only the first prompt of a conversation has the hint: set rollout.max_turns=1, or "
+            "leave teacher.hint out"
+        )
+        yield wrong_value("teacher.hint", hint, reason)
+    if hint and config.trainer.rollouts_from:
+        reason = "saved rollouts have no prompts of a teacher: leave one of the two out"
+        yield wrong_value("teacher.hint", hint, reason)
 
 
 def check_deterministic(config: PPOConfig) -> Iterator[Problem]:

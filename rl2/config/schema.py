@@ -36,6 +36,7 @@ from rl2.config.conditions import (
     WITH_TEST_DATA,
     WITH_TRAINING_ROWS,
     estimator_needs,
+    has_teacher,
     needs_reference,
 )
 from rl2.config.engines import ENGINES
@@ -478,6 +479,13 @@ class TeacherConfig(ModelConfig):
         common=True,
         identity=True,
     )
+    hint: str | None = key(
+        None,
+        'text that only the teacher reads, after the prompt, with columns of the row, e.g. "The '
+        'answer is {answer}."; without teacher.model_name the teacher is then the policy itself '
+        "(self-distillation)",
+        identity=True,
+    )
     coef: PositiveFloat = key(
         1.0,
         "weight of the teacher's minus the policy's log-probability in the advantage of each token",
@@ -894,7 +902,8 @@ class PPOConfig:
         "the teacher of on-policy distillation",
         common=False,
         only_if=Condition(
-            lambda config, section: config.teacher.model_name, "without teacher.model_name"
+            lambda config, section: has_teacher(config),
+            "without teacher.model_name or teacher.hint",
         ),
     )
     trainer: PPOTrainerConfig = section(PPOTrainerConfig, "the run: length, folder, checkpoints")

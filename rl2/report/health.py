@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from rl2.config.conditions import has_teacher
 from rl2.run.checkpoints import Checkpoints
 
 # With more answers cut, the reward mostly measures the limit, not how good the answers are.
@@ -340,7 +341,7 @@ def _has_no_advantages(metrics: Metrics, config: Any) -> bool:
 
 def learns_from_groups_alone(config: Any) -> bool:
     """Whether PPO learns only from prompts with different rewards among their answers."""
-    return config.adv.estimator in GROUP_ESTIMATORS and config.teacher.model_name is None
+    return config.adv.estimator in GROUP_ESTIMATORS and not has_teacher(config)
 
 
 def _rewards_are_equal(metrics: Metrics) -> bool:

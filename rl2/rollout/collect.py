@@ -15,6 +15,7 @@ from rl2.data.examples import DataCursor, Example
 from rl2.engine.base import SamplingParams
 from rl2.parallel.mesh import all_gather_objects, gather_objects
 from rl2.rewards.text import overlong_score
+from rl2.rollout.hint import Hint
 from rl2.rollout.play import POLL_SECONDS, Rollout
 from rl2.rollout.player import Player
 from rl2.rollout.schedule import GroupBoard, GroupSchedule
@@ -133,6 +134,7 @@ class Collector:
     seed: int = 0
     deterministic: bool = True
     rules: RolloutRules = NO_RULES
+    hint: Hint | None = None  # that the teacher sees
     carried_over: list[Group] = field(default_factory=list)  # for the next step
     # Indices of the rows that rules.drop_solved leaves out.
     solved: set[int] = field(default_factory=set)
@@ -163,6 +165,9 @@ class Collector:
         used = {number: group for number, group in played.items() if number < length}
         if schedule.filter:
             _apply_filter(used, schedule)
+        if self.hint is not None:
+            for group in used.values():
+                self.hint.add_teacher_prompts(group)
         trajectories = self._gather(list(used.values()), "train", step)
         board.clear()
         self._note_rewards(trajectories)

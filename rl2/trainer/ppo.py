@@ -18,6 +18,7 @@ from rl2.algorithms import losses
 from rl2.algorithms.advantages import AdvantageInputs, RewardPart, distillation
 from rl2.algorithms.find import find_estimator, find_policy_loss
 from rl2.batch import Batch, collate, drop_zero_advantages, split_minibatches
+from rl2.config.conditions import has_teacher
 from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig, RolloutWorkerConfig
 from rl2.env.load import Functions
 from rl2.model.token_model import TokenScores
@@ -34,7 +35,7 @@ from rl2.trainer.launch import Trainer, launch, train_and_finish
 from rl2.trainer.ppo_inputs import find_ppo_problems
 from rl2.trainer.ppo_run import EvaluationRun, PPORun
 from rl2.trainer.recorder import is_due
-from rl2.worker import Loss
+from rl2.worker import Loss, Reference, Worker
 
 
 def train(run: PPORun) -> None:
@@ -118,7 +119,12 @@ def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float
     """
     actor = run.config.actor
     for column, worker in run.frozen.items():  # the reference and the teacher
-        setattr(batch, column, worker.infer(batch, temperature).logps)
+        if column != "teacher_logps" or batch.hinted is None:
+            setattr(batch, column, worker.infer(batch, temperature).logps)
+    if batch.hinted is not None:
+        teacher = run.frozen.get("teacher_logps", run.actor)
+        batch.teacher_logps = score_hinted(batch, batch.hinted, teacher, temperature)
+        batch.hinted = None
 
     # An entropy that is only logged comes from a pass before the update, so that logging it cannot
     # change what the update runs. Where old_logps are needed, the same pass gives both.
@@ -138,6 +144,20 @@ def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float
     if scores.entropy is None:
         return {}
     return {"actor/entropy": mean_over_tokens(scores.entropy, batch)}
+
+
+def score_hinted(
+    batch: Batch, hinted: Batch, teacher: Worker | Reference, temperature: float
+) -> Tensor:
+    """The teacher's log-probabilities [B, T] of the answers, which it scores after its own prompts.
+
+    An answer has as many trained tokens in `hinted` as in `batch`, in the same order.
+    """
+    hinted.old_logps = hinted.engine_logps  # the engine has not read these prompts: do not compare
+    scores = teacher.infer(hinted, temperature).logps
+    logps = torch.zeros(batch.mask.shape)
+    logps[batch.mask.bool()] = scores[hinted.mask.bool()]
+    return logps
 
 
 def mini_batches(batch: Batch, config: RolloutWorkerConfig, step: int) -> Iterator[Batch]:
@@ -160,7 +180,7 @@ def needs_old_logps(config: PPOConfig) -> bool:
     return bool(
         config.actor.updates_per_step > 1
         or config.kl.type == "reward"
-        or config.teacher.model_name
+        or has_teacher(config)
         or "old_logps" in find_estimator(config.adv.estimator).needs
     )
 
@@ -232,7 +252,7 @@ def add_advantages(
         batch.advantages, batch.returns = estimated
     else:
         batch.advantages = estimated
-    if config.teacher.model_name:
+    if batch.teacher_logps is not None:
         gains = distillation(inputs)
         metrics["actor/teacher_kl"] = -mean_over_tokens(gains, batch)
         if "teacher_logps" not in estimator.needs:  # else the advantages are made of them already

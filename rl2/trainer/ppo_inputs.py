@@ -10,6 +10,7 @@ from rl2.data.rows import Rows
 from rl2.env.call import Env
 from rl2.env.load import Functions, load_env, make_env, preflight
 from rl2.model.folder import check_token_ids
+from rl2.rollout.hint import fill_in
 from rl2.trainer.inputs import (
     TRIAL_ROWS,
     check_length,
@@ -79,7 +80,26 @@ def _read_envs(
             "others have none: train on sources of one kind, or write run() for all"
         )
         problems.append(Problem("rollout.env_path", rollout.env_path, text))
+    problems += _find_hint_problems(config, rows, list(envs.values()))
     return envs, warnings
+
+
+def _find_hint_problems(
+    config: PPOConfig, rows: dict[str, Rows], envs: list[Env]
+) -> Iterator[Problem]:
+    """Whether the first row of each source fills the teacher's hint, and prompts are the data's."""
+    hint = config.teacher.hint
+    if not hint:
+        return
+    if any(env.has_object or env.spec.run is not None for env in envs):
+        reason = "the environment's make_env or run makes the prompts, which get no hint"
+        yield wrong_value("teacher.hint", hint, reason)
+    for key, of_key in rows.items():
+        if key in config.data.train_paths and len(of_key):
+            try:
+                fill_in(hint, of_key[0])
+            except ValueError as error:
+                yield Problem("teacher.hint", hint, str(error))
 
 
 def make_prompts(

@@ -33,6 +33,7 @@ from rl2.report.loggers import MetricsLog
 from rl2.rollout.collect import Collector, RolloutRules
 from rl2.rollout.endpoint import player_class
 from rl2.rollout.evaluate import Evaluator
+from rl2.rollout.hint import Hint
 from rl2.rollout.player import Player
 from rl2.rollout.saved import SavedRollouts, checksum, pack_tokens
 from rl2.rollout.trajectory import Trajectory
@@ -329,6 +330,7 @@ def make_collector(
             overlong_penalty=rollout.overlong_penalty,
         ),
         write_records=setup.folder.write_records,
+        hint=Hint(config.teacher.hint, setup.template) if config.teacher.hint else None,
     )
 
 
