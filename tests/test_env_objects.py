@@ -37,7 +37,7 @@ def play(tmp_path, env, script, max_turns=4, num_samples=1, isolation="thread", 
     player = collector.player
     player.env = load_env(str(tmp_path / "env.py"), 20, isolation=isolation)
     player.failures.max_fraction = 1.0
-    prompts = [mock.Mock(row=prompt.row, tokens=[1], index=0) for prompt in prompts]
+    prompts = [mock.Mock(row=prompt.row, tokens=[1], index=0, source="") for prompt in prompts]
     for prompt in prompts:
         prompt.tokens = player.template.encode_prompt(prompt.row["messages"])
     trajectories = collector.play(prompts, PARAMS, num_samples, "train", 1)

@@ -71,7 +71,7 @@ def play(env, row, replies, max_turns):
         player, params=params, write_records=write_nothing, seed=0, deterministic=True
     )
     tokens = player.template.encode_prompt(row["messages"])
-    prompt = mock.Mock(row=row, tokens=tokens, index=0)
+    prompt = mock.Mock(row=row, tokens=tokens, index=0, source="")
     (trajectory,) = collector.play([prompt], params, 1, "train", 1)
     assert trajectory.finish_reason == "stop", failures.last
     return trajectory
