@@ -109,6 +109,8 @@ class Batch:
     returns: Tensor | None = None  # [B, T] what the critic learns
     token_weights: Tensor | None = None  # [B, T] of each token in the mean loss
     pair_margin: Tensor | None = None  # [B] by how much the pair's chosen reply is better
+    label: Tensor | None = None  # [B] 1 = a desirable reply, 0 = an undesirable one
+    reference_point: Tensor | None = None  # [B] KTO's estimate of the KL, the same in all rows
     candidates: Candidates | None = None  # None: each token is drawn from the whole vocabulary
     # The same answers after the prompts of the teacher, until it has scored them; with teacher.hint
     hinted: "Batch | None" = None

@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from rl2.algorithms.advantages import AdvantageInputs
-from rl2.algorithms.losses import PolicyInputs, PreferenceInputs
+from rl2.algorithms.losses import PolicyInputs, PreferenceInputs, UnpairedInputs
 from rl2.batch import Sample
 from rl2.data.rows import ROWS_SCHEMA, Rows, check_rows
 from rl2.tools.compare import TIMED
@@ -208,6 +208,19 @@ def preference_inputs(margin, **others) -> PreferenceInputs:
     defaults |= {"chosen_gain": margin, "rejected_gain": torch.zeros_like(margin)}
     defaults |= {"beta": 0.5, "label_smoothing": 0.0, "target_margin": 0.0}
     return PreferenceInputs(**defaults | others)
+
+
+def unpaired_inputs(gain, label, **others) -> UnpairedInputs:
+    """The inputs of a loss of labelled replies of one token, with log-probabilities of -3."""
+    defaults = {
+        "logps": torch.full_like(gain, -3),
+        "length": torch.ones_like(gain),
+        "label": label,
+        "gain": gain,
+        "reference_point": torch.zeros_like(gain),
+    }
+    defaults |= {"beta": 0.5, "desirable_weight": 1.0, "undesirable_weight": 1.0}
+    return UnpairedInputs(**defaults | others)
 
 
 def make_environment(changes: dict | None = None) -> dict:

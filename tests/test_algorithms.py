@@ -14,7 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import advantage_inputs, make_samples, policy_inputs, preference_inputs
+from common import (
+    advantage_inputs,
+    make_samples,
+    policy_inputs,
+    preference_inputs,
+    unpaired_inputs,
+)
 
 from rl2.algorithms import advantages, losses, names
 from rl2.algorithms.advantages import (
@@ -36,12 +42,15 @@ from rl2.algorithms.losses import (
     KL_ESTIMATORS,
     POLICY_LOSSES,
     PREFERENCE_LOSSES,
+    UnpairedLoss,
     cross_entropy,
     importance_weights,
     kl_estimate,
+    reference_point,
     reward_loss,
     rollout_mismatch,
     token_weights,
+    unpaired_loss,
     value_loss,
 )
 from rl2.batch import collate
@@ -1013,6 +1022,52 @@ def test_dpo_loss(seed, loss, smoothing):
     assert_cells(torch.autograd.grad(value, logps)[0], gradient)
 
 
+def kto_loss(case, **settings):
+    """Call `unpaired_loss` with KTO's loss on the columns of the case."""
+    columns = (case.logps, case.ref_logps, case.mask, case.weights, case.label, case.z0)
+    return unpaired_loss(PREFERENCE_LOSSES["kto"].compute, *columns, **settings)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_kto(seed):
+    case = make_pairs(seed)
+    beta, weights, z0 = 0.3, {1: 1.5, 0: 0.7}, 0.4
+    case.label = (torch.arange(8) % 3 == 0).double()
+    case.z0 = torch.full((8,), z0, dtype=torch.float64)
+    total, gradient = 0.0, {}
+    expected_metrics = defaultdict(float)
+    for row in range(8):
+        columns = [t for t in range(5) if case.mask[row, t]]
+        log_ratios = (case.logps - case.ref_logps)[row][columns].tolist()
+        label = int(case.label[row])
+        sign = 1 if label else -1
+        reward = beta * (sum(log_ratios) - z0)
+        value = 1 / (1 + math.exp(-sign * reward))
+        total += weights[label] * (1 - value) / 8
+        slope = -sign * weights[label] * value * (1 - value) * beta
+        gradient |= {(row, t): slope / 8 for t in columns}
+        expected_metrics["reward"] += reward / 8
+        expected_metrics["margin"] += sign * reward / 8
+        expected_metrics["accuracy"] += (sign * reward > 0) / 8
+        expected_metrics["reference_point"] += z0 / 8
+        expected_metrics["kl"] += sum(math.exp(x) - 1 - x for x in log_ratios) / len(columns) / 8
+    logps = case.logps.requires_grad_()
+    loss, metrics = kto_loss(case, beta=beta, desirable_weight=1.5, undesirable_weight=0.7)
+    assert loss.item() == pytest.approx(total, rel=1e-9)
+    assert_metrics(metrics, expected_metrics)
+    assert_cells(torch.autograd.grad(loss, logps)[0], gradient)
+
+
+def test_the_reference_point_by_hand():
+    """The mean over rows of the sum over tokens, and never below 0."""
+    logps = torch.tensor([[-1.0, -2.0, 9.0], [-1.0, -1.0, -1.0]], requires_grad=True)
+    ref_logps = torch.tensor([[-2.0, -4.0, -9.0], [-1.0, -0.5, -1.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    point = reference_point(logps, ref_logps, mask)
+    assert point.item() == (3 - 0.5) / 2 and not point.requires_grad
+    assert reference_point(ref_logps, logps, mask).item() == 0
+
+
 @pytest.mark.parametrize("center", [0.0, 0.1])
 @pytest.mark.parametrize("seed", range(6))
 def test_reward_loss(seed, center):
@@ -1053,12 +1108,15 @@ def test_pairs_may_be_split_and_padding_does_not_matter(garbage):
             for loss, smoothing in [*DPO, ("simpo", 0.0), ("orpo", 0.0)]
         ]
         results.append(reward_loss(part["values"], part["weights"], part["margin"], 0.1))
+        results.append(kto_loss(SimpleNamespace(**part), beta=0.2))
         numbers = [cross_entropy(part["logps"], part["weights"])]
         for loss, metrics in results:
             numbers += [loss, *metrics.values()]
         return torch.stack(numbers)
 
     case = make_pairs(3)
+    case.label = torch.tensor([1.0, 0, 0, 1, 1, 1, 0, 0])
+    case.z0 = torch.full((8,), 0.3)
     parts = [torch.tensor(rows, dtype=torch.long) for rows in ([6, 7, 2, 3], [], [0, 1, 4, 5])]
     whole = losses_and_metrics(case, torch.arange(8), garbage)
     total = sum(losses_and_metrics(case, rows, garbage) for rows in parts)
@@ -1250,19 +1308,34 @@ def full_inputs():
             "target_margin": 0.3,
         },
     )
-    return {"estimator": estimator, "policy": policy, "pairs": pairs}
+    unpaired = (
+        unpaired_inputs(margin, torch.tensor([True, False])),
+        {
+            "gain": margin + 1,
+            "reference_point": margin + 2,
+            "beta": 0.2,
+            "desirable_weight": 2.0,
+            "undesirable_weight": 2.0,
+        },
+    )
+    return {"estimator": estimator, "policy": policy, "pairs": pairs, "unpaired": unpaired}
+
+
+def kind_of(declared):
+    """The kind of a preference loss in `full_inputs`."""
+    return "unpaired" if isinstance(declared, UnpairedLoss) else "pairs"
 
 
 @pytest.mark.parametrize(
     ("kind", "declared"),
     [("estimator", entry) for entry in ADVANTAGE_ESTIMATORS.values()]
     + [("policy", entry) for entry in POLICY_LOSSES.values()]
-    + [("pairs", entry) for entry in PREFERENCE_LOSSES.values()],
+    + [(kind_of(entry), entry) for entry in PREFERENCE_LOSSES.values()],
 )
 def test_a_built_in_function_depends_on_what_it_declares_alone(kind, declared):
     inputs, changes = full_inputs()[kind]
-    names = {"ref_logps": "chosen_gain"} if kind == "pairs" else {}
-    needs = [names.get(need, need) for need in declared.needs]
+    names = {"pairs": {"ref_logps": "chosen_gain"}, "unpaired": {"ref_logps": "gain"}}
+    needs = [names.get(kind, {}).get(need, need) for need in declared.needs]
 
     def result(inputs):
         returned = declared.compute(inputs)

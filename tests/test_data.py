@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
@@ -18,9 +19,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rl2.batch import scored_spans
 from rl2.config.schema import PPOConfig
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import (
+    LABELLED_ROWS,
     PAIR_ROWS,
     PROMPT_ROWS,
     SFT_ROWS,
@@ -36,6 +39,8 @@ from rl2.data.examples import (
 from rl2.data.formats import read_pair_row, read_ppo_row, read_sft_row
 from rl2.data.rows import load_rows
 from rl2.trainer import ppo_inputs
+from rl2.trainer.dpo import make_batch as make_dpo_batch
+from rl2.trainer.dpo import mismatch
 
 TEMPLATE = (
     "{{ tools }}{% for m in messages %} {{ m.content }}{% endfor %}"
@@ -647,6 +652,38 @@ def test_pairs_are_groups_of_chosen_and_rejected(tmp_path):
     assert [sample.group for sample in samples] == [0, 0, 1, 1]
 
 
+def test_labelled_replies_and_pairs_and_their_mismatched_rows(tmp_path):
+    reply = [{"role": "assistant", "content": "w w"}]
+    rows = [
+        {"prompt": GOOD_PAIR["messages"], "completion": "?", "label": True},
+        {"prompt": [{"role": "user", "content": "? ?"}], "completion": reply, "label": 0},
+        GOOD_PAIR,
+    ]
+    file = write(tmp_path / "a.jsonl", rows)
+    examples = list(make_examples(file, LABELLED_ROWS, with_eos()))
+    config = SimpleNamespace(dpo=SimpleNamespace(loss="kto"), data=SimpleNamespace(max_length=5))
+    batch = make_dpo_batch(SimpleNamespace(config=config), examples)
+    assert batch.label.tolist() == [1, 0, 1, 0]
+    assert batch.token_weights.sum(1).tolist() == [0.25] * 4
+
+    def sequences(batch):
+        rows = zip(batch.tokens.tolist(), scored_spans(batch), strict=True)
+        return [(tokens[:prompt], tokens[prompt : end + 1]) for tokens, (prompt, end) in rows]
+
+    prompts, replies = zip(*sequences(batch), strict=True)
+    other = mismatch(batch, 5)
+    expected = [
+        (prompts[0], replies[2]),  # the first example gets the chosen reply of the last one
+        (prompts[1], replies[0]),
+        (prompts[2], replies[1]),
+        (prompts[3], replies[1]),
+    ]
+    assert sequences(other) == expected
+    assert [len(reply) for _, reply in sequences(mismatch(batch, 4))] == [
+        min(len(reply), 4 - len(prompt)) for prompt, reply in expected
+    ]
+
+
 def test_a_row_is_as_long_as_its_longest_sequence(tmp_path):
     rows = [GOOD_PAIR, {**GOOD_PAIR, "rejected": "w w w w"}, {**GOOD_PAIR, "chosen": "w w w w w"}]
     path = write(tmp_path / "a.jsonl", rows)
@@ -699,18 +736,24 @@ def test_sft_rows_may_be_truncated_at_the_end(tmp_path):
     assert "2 of 4 rows" in sentences and "1 of 4 rows (25%)" in sentences
 
 
-@pytest.mark.parametrize(("row", "message"), MALFORMED["sft"] + MALFORMED["pairs"])
-def test_malformed_example_names_file_row_and_remedy(tmp_path, row, message):
+@pytest.mark.parametrize(
+    ("kind", "row", "message"),
+    [(kind, *case) for kind in ("sft", "pairs", "labelled") for case in MALFORMED[kind]],
+)
+def test_malformed_example_names_file_row_and_remedy(tmp_path, kind, row, message):
     tokenizer = with_eos(
         "{% for m in messages %}{% if m.content == 'refuse' %}"
         "{{ raise_exception('roles must alternate') }}{% endif %}"
         " {{ m.content }}{% endfor %}<e>"
     )
-    is_pair = [row, message] in MALFORMED["pairs"]
-    kind, good = (PAIR_ROWS, GOOD_PAIR) if is_pair else (SFT_ROWS, {"messages": talk("x", "w")})
+    row_kind, good = {
+        "sft": (SFT_ROWS, {"messages": talk("x", "w")}),
+        "pairs": (PAIR_ROWS, GOOD_PAIR),
+        "labelled": (LABELLED_ROWS, GOOD_PAIR),
+    }[kind]
     file = write(tmp_path / "a.jsonl", [good, row, good])
     with pytest.raises(ValueError, match=rf"(?s)\(1\):.*{file}, row 3: .*{message}"):
-        make_examples(file, kind, tokenizer)
+        make_examples(file, row_kind, tokenizer)
 
 
 def read(tmp_path, capsys, reader, row, **columns):

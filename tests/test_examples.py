@@ -184,6 +184,13 @@ def preference(i, **columns):
     }
 
 
+def labelled(i):
+    """One of the replies of `preference(i)`, in TRL's columns, as a prompt with a label."""
+    pair = preference(i)
+    reply = pair["rejected" if i % 2 else "chosen"]
+    return {"prompt": pair["messages"], "completion": reply, "label": i % 2 == 0}
+
+
 def tokenize_pair(tokenizer, row):
     """(tokens, start, end) of both conversations. The reply is tokens[start:end]."""
     for reply in (row["chosen"], row["rejected"]):
@@ -226,6 +233,24 @@ def test_dpo(tmp_path):
     assert last["test/rejected_reward"] == pytest.approx(sum(rejected) / 3, abs=1e-4)
     losses = [math.log1p(math.exp(r - c)) for c, r in zip(chosen, rejected, strict=True)]
     assert last["test/loss"] == pytest.approx(sum(losses) / 3, abs=1e-5)
+    check_killed_and_resumed_and_lora("dpo", "actor", arguments, tmp_path)
+
+
+def test_kto(tmp_path):
+    """Labelled replies and pairs are learned, killed, resumed, and trained with adapters."""
+    write_jsonl(tmp_path / "test.jsonl", [labelled(i) for i in (30, 31, 32)] + [preference(33)])
+    rows = [labelled(i) for i in range(12)] + [preference(i) for i in range(12, 16)]
+    settings = ["dpo.loss=kto", "dpo.beta=0.5", "dpo.desirable_weight=1.2"]
+    arguments = make_arguments(tmp_path, rows, "actor", "actor.lr=0.003", *settings)
+    launch(2, "-m", "rl2.trainer.dpo", *arguments)
+    lines = read_metrics(tmp_path / "run")
+    # Policy and reference are the same: 1 - sigmoid(0) of each of the 5 test replies.
+    assert lines[0]["test/loss"] == pytest.approx(0.5 * (1.2 * 3 + 2) / 5)
+    assert lines[0]["test/reference_point"] == pytest.approx(0, abs=1e-5)
+    assert lines[1]["actor/margin"] == pytest.approx(0, abs=1e-5)
+    last = lines[-1]
+    assert last["actor/accuracy"] == 1 and last["test/loss"] < 0.7 * lines[0]["test/loss"]
+    assert max(line["actor/reference_point"] for line in lines[1:]) > 0
     check_killed_and_resumed_and_lora("dpo", "actor", arguments, tmp_path)
 
 
@@ -357,6 +382,7 @@ def test_each_trainer_in_each_layout_of_two_processes_equals_one_process(tmp_pat
     rows_of = {
         "sft": [{"messages": conversation(i)} for i in range(9)] + [{"text": "abcd" * 4}],
         "dpo": [preference(i) for i in range(10)],
+        "kto": [labelled(i) for i in range(9)] + [preference(9)],
         "rm": [preference(i, margin=0.1 * i) for i in range(10)],
     }
     runs = {1: [], 2: []}
@@ -371,7 +397,11 @@ def test_each_trainer_in_each_layout_of_two_processes_equals_one_process(tmp_pat
             "trainer.test_freq=2",
             f"{worker}.lr=0.1",
         ]
-        command = ["sgd", trainer, *make_arguments(folder, rows, worker, *extra)]
+        name = trainer
+        if trainer == "kto":
+            name = "dpo"
+            extra += ["dpo.loss=kto", "dpo.beta=0.5"]
+        command = ["sgd", name, *make_arguments(folder, rows, worker, *extra)]
         runs[1].append([*command, f"trainer.save_dir={folder}/one_process"])
         for layout, setting in LAYOUTS.items():
             save_dir = f"trainer.save_dir={folder}/{layout}"

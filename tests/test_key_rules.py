@@ -182,6 +182,7 @@ def test_test_answers_are_as_long_as_those_of_training_unless_set(capsys):
 OWN_FUNCTIONS = """
 import numpy, torch
 from rl2.algorithms.advantages import Estimator
+from rl2.algorithms.losses import UnpairedLoss
 
 def scalar(logps, advantages):
     return -(logps * advantages).mean(), {}
@@ -238,6 +239,12 @@ def summed(margin):
     return margin.sum()
 def good_pairs(mean_margin, beta):
     return torch.exp(-beta * mean_margin)
+
+def labelled(gain, label, beta):
+    return torch.where(label, -1, 1) * torch.tanh(beta * gain)
+good_replies = UnpairedLoss(labelled)
+one_loss = UnpairedLoss(lambda x: x.gain.sum())
+no_point = UnpairedLoss(lambda x: x.gain - x.reference_point, needs=("ref_logps",))
 """
 
 
@@ -254,7 +261,7 @@ def good_pairs(mean_margin, beta):
         ("ppo", "actor.loss", "nan", "losses that are not finite"),
         ("ppo", "actor.loss", "root", "a gradient in logps or log_ratio that is not finite"),
         ("ppo", "actor.loss", "wrong_shape", "RuntimeError: The size of tensor a (6) must match"),
-        ("ppo", "actor.loss", "wrong_shape", "(line 24 of own.py)"),
+        ("ppo", "actor.loss", "wrong_shape", "(line 25 of own.py)"),
         ("ppo", "actor.loss", "nothing", "returned None"),
         ("ppo", "actor.loss", "taken", "a metric 'loss'"),
         ("ppo", "actor.loss", "later", "is async: write it as a plain function"),
@@ -277,6 +284,12 @@ def good_pairs(mean_margin, beta):
         ("ppo", "adv.estimator", "wrong_setting", "declares settings=clip; there are gamma, lam"),
         ("dpo", "dpo.loss", "summed", "one number (a tensor) for 3 pairs"),
         ("dpo", "dpo.loss", "good_pairs", ""),
+        ("dpo", "dpo.loss", "good_replies", ""),
+        ("dpo", "dpo.loss", "one_loss", "one number (a tensor) for 3 replies"),
+        ("dpo", "dpo.loss", "no_point", "UnpairedLoss(function, needs=...) that asks for them"),
+        ("dpo", "dpo.loss", "labelled", "it asks for gain, label; it may ask for beta"),
+        ("dpo", "dpo.loss", "typed_critic", "fails on made-up rows"),
+        ("ppo", "actor.loss", "good_replies", "declared as UnpairedLoss; this key takes PolicyL"),
     ],
 )
 def test_a_function_of_the_users_file_is_tried_at_the_start(capsys, trainer, key, function, words):

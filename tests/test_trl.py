@@ -34,7 +34,7 @@ from rl2.algorithms.losses import (
 )
 from rl2.config.schema import DPOLossConfig
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import PAIR_ROWS, SFT_ROWS, Examples
+from rl2.data.examples import LABELLED_ROWS, PAIR_ROWS, SFT_ROWS, Examples
 from rl2.data.rows import load_rows
 from rl2.parallel.mesh import init_distributed
 from rl2.trainer import dpo, rm, sft
@@ -160,9 +160,10 @@ def test_dpo_loss(tmp_path, device, loss, beta):
     name = make_model(tmp_path / "model", seed=1)
     reference = make_model(tmp_path / "reference")
     run, examples, ids, mask, attention_mask = read_examples(tmp_path, PAIRS, PAIR_ROWS)
+    settings = DPOLossConfig(beta=beta, loss=loss)
+    run.config = SimpleNamespace(dpo=settings)
     batch = dpo.make_batch(run, examples)
     batch.ref_logps = Worker(worker_config(reference), device).infer(batch).logps
-    settings = DPOLossConfig(beta=beta, loss=loss)
     loss_fn = partial(dpo.preference_loss, settings)
     result = update(name, device, batch, loss_fn, keep_groups_together=True)
     model = load_trl_model(name, "entropy", "mean_logits", "is_top1")
@@ -195,6 +196,60 @@ def test_dpo_loss(tmp_path, device, loss, beta):
     for trl_name, rl2_name in names.items():
         expected = pytest.approx(result.metrics[rl2_name], rel=1e-5)
         assert trainer._metrics["train"][f"rewards/{trl_name}"] == [expected]
+
+
+def test_kto_loss(tmp_path, device):
+    """Labelled replies, with the KL estimate of TRL's mismatched rows."""
+    from trl import KTOTrainer
+    from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
+
+    name = make_model(tmp_path / "model", seed=2)
+    reference = make_model(tmp_path / "reference", seed=1)
+    replies = [("q", "ab" * 3, True), ("qqqq", "yx", False), ("qq", "abab", True)]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": prompt}],
+            "completion": [{"role": "assistant", "content": reply}],
+            "label": label,
+        }
+        for prompt, reply, label in replies
+    ]
+    run, examples, _, _, _ = read_examples(tmp_path, rows, LABELLED_ROWS)
+    settings = DPOLossConfig(beta=0.3, loss="kto", desirable_weight=1.5, undesirable_weight=0.7)
+    run.config = SimpleNamespace(dpo=settings, data=SimpleNamespace(max_length=400))
+    run.worker = Worker(worker_config(name, max_length_per_device=120, lr=1e-4), device, False, 1)
+    run.reference = Worker(worker_config(reference), device)
+    batch = dpo.make_batch(run, examples)
+    batch.ref_logps = run.reference.infer(batch).logps
+    batch.reference_point = dpo.find_reference_point(run, batch)
+    result = run.worker.update(batch, partial(dpo.preference_loss, settings))
+
+    features = []
+    for example in examples:
+        [(tokens, mask)] = example.sequences
+        start = mask.index(1)
+        reply = tokens[start : start + sum(mask)]  # without the newline after the end of the turn
+        features.append({"prompt_ids": tokens[:start], "completion_ids": reply})
+    for i, (_, _, label) in enumerate(replies):
+        features[i]["label"] = label
+        features[i]["KL_completion_ids"] = features[i - 1]["completion_ids"]
+    model = load_trl_model(name, "entropy", "mean_logits")
+    trainer = make_trl(
+        KTOTrainer,
+        model=model,
+        ref_model=load_trl_model(reference),
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        precompute_ref_logps=False,
+        calculate_KL=True,
+        loss_type="kto",
+        beta=0.3,
+        desirable_weight=1.5,
+        undesirable_weight=0.7,
+    )
+    inputs = DataCollatorForUnpairedPreference(pad_token_id=0)(features)
+    check_update(result, trainer._compute_loss(model, inputs, False), model)
+    kl = trainer._metrics["train"]["kl"]
+    assert kl == [pytest.approx(result.metrics["reference_point"], rel=1e-4)] and kl[0] > 0
 
 
 @pytest.mark.parametrize("loss", ["simpo", "orpo"])

@@ -35,6 +35,10 @@ from rl2.algorithms.losses import (
     PreferenceLoss,
     PreferenceNeed,
     PreferenceSetting,
+    UnpairedInputs,
+    UnpairedLoss,
+    UnpairedNeed,
+    UnpairedSetting,
 )
 from rl2.algorithms.named_arguments import (
     NamedArguments,
@@ -42,18 +46,36 @@ from rl2.algorithms.named_arguments import (
     parameter_names,
     takes_whole_inputs,
 )
-from rl2.algorithms.trial import try_estimator, try_policy_loss, try_preference_loss
+from rl2.algorithms.trial import (
+    try_estimator,
+    try_policy_loss,
+    try_preference_loss,
+    try_unpaired_loss,
+)
 from rl2.user_files import describe_failure, import_file
 
-Declared = TypeVar("Declared", PolicyLoss, Estimator, PreferenceLoss)
-DECLARATIONS = (PolicyLoss, Estimator, PreferenceLoss)
+Declaration = PolicyLoss | Estimator | PreferenceLoss | UnpairedLoss
+Declared = TypeVar("Declared", bound=Declaration)
+DECLARATIONS = (PolicyLoss, Estimator, PreferenceLoss, UnpairedLoss)
 # What a parameter of this name needs, where it is not an input of the same name.
 IMPLIED_NEEDS = {
     "margin": "ref_logps",
     "mean_margin": "ref_logps",
     "chosen_gain": "ref_logps",
     "rejected_gain": "ref_logps",
+    "gain": "ref_logps",
 }
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of function: those with one type of inputs."""
+
+    declaration: type[Declaration]
+    inputs: type[Any]
+    settings: tuple[str, ...]  # that a declaration may list
+    needs: tuple[str, ...]  # that a declaration may list
+    trial: Callable[[Any], Iterator[str]]
 
 
 @dataclass(frozen=True)
@@ -62,11 +84,7 @@ class Choices(Generic[Declared]):
 
     key: str
     built_in: Mapping[str, Declared]
-    declaration: type[Declared]
-    inputs: type[Any]  # of the function
-    settings: tuple[str, ...]  # that a declaration may list
-    needs: tuple[str, ...]  # that a declaration may list
-    trial: Callable[[Declared], Iterator[str]]
+    kinds: tuple[Kind, ...]  # a function without a declaration is of the first one
 
     def find(self, name: str) -> Declared:
         """Returns the declaration that `name` names. ValueError if there is none."""
@@ -112,25 +130,34 @@ class Choices(Generic[Declared]):
             raise ValueError(f"no such file {path}")
         module = _import_once(file)
         entry: Any = getattr(module, attribute, None)
-        if isinstance(entry, DECLARATIONS) and not isinstance(entry, self.declaration):
-            found, expected = type(entry).__name__, self.declaration.__name__
+        declared: Any = entry
+        if not isinstance(entry, DECLARATIONS):
+            declared = self.kinds[0].declaration(entry)
+        if not any(isinstance(declared, kind.declaration) for kind in self.kinds):
+            found = type(declared).__name__
+            expected = " or ".join(kind.declaration.__name__ for kind in self.kinds)
             raise ValueError(f"{attribute} is declared as {found}; this key takes {expected}")
-        declared = entry if isinstance(entry, self.declaration) else self.declaration(entry)
         if not callable(declared.compute):
             own = ", ".join(_functions(module)) or "none"
             raise ValueError(f"{path} has no function {attribute}; it has {own}")
-        return declare_by_names(declared, self.inputs, self.settings, self.needs)
+        kind = self._kind_of(declared)
+        named: Declared = declare_by_names(declared, kind.inputs, kind.settings, kind.needs)
+        return named
+
+    def _kind_of(self, declared: Declared) -> Kind:
+        return next(kind for kind in self.kinds if isinstance(declared, kind.declaration))
 
     def _wrong_names(self, declared: Declared) -> Iterator[str]:
         """Yields the names of inputs, settings and needs that do not exist."""
+        kind = self._kind_of(declared)
         if isinstance(declared.compute, NamedArguments):
-            wrong = declared.compute.required - input_names(self.inputs)
+            wrong = declared.compute.required - input_names(kind.inputs)
             if wrong:
-                asked, choices = _in_words(wrong), _in_words(input_names(self.inputs))
+                asked, choices = _in_words(wrong), _in_words(input_names(kind.inputs))
                 yield f"it asks for {asked}; it may ask for {choices}"
         lists: dict[str, tuple[Iterable[str], tuple[str, ...]]] = {
-            "settings": (declared.settings, self.settings),
-            "needs": (declared.needs, self.needs),
+            "settings": (declared.settings, kind.settings),
+            "needs": (declared.needs, kind.needs),
         }
         for field, (names, known) in lists.items():
             unknown = set(names) - set(known)
@@ -142,48 +169,45 @@ class Choices(Generic[Declared]):
         if inspect.iscoroutinefunction(inspect.unwrap(declared.compute)):
             yield "it is async: write it as a plain function"
             return
+        kind = self._kind_of(declared)
         try:
-            for problem in self.trial(declared):
+            for problem in kind.trial(declared):
                 yield f"it {problem}"
         except (Exception, SystemExit) as error:
             reason = describe_failure(error, file)
             if "NoneType" in reason:
-                inputs = [x.name for x in fields(self.inputs) if x.default is None]
-                optional = _in_words(set(inputs) - set(self.settings))
+                inputs = [x.name for x in fields(kind.inputs) if x.default is None]
+                optional = _in_words(set(inputs) - set(kind.settings))
                 reason += (
                     f"; {optional} are None unless the file has a declaration "
-                    f"{self.declaration.__name__}(function, needs=...) that asks for them"
+                    f"{kind.declaration.__name__}(function, needs=...) that asks for them"
                 )
             yield f"it fails on made-up rows: {reason}"
 
 
-POLICY_LOSS_CHOICES = Choices(
-    "actor.loss",
-    POLICY_LOSSES,
-    PolicyLoss,
-    PolicyInputs,
-    get_args(PolicySetting),
-    get_args(PolicyNeed),
-    try_policy_loss,
+POLICY_LOSS = Kind(
+    PolicyLoss, PolicyInputs, get_args(PolicySetting), get_args(PolicyNeed), try_policy_loss
 )
-ESTIMATOR_CHOICES = Choices(
-    "adv.estimator",
-    ADVANTAGE_ESTIMATORS,
-    Estimator,
-    AdvantageInputs,
-    get_args(AdvantageSetting),
-    get_args(Need),
-    try_estimator,
+ESTIMATOR = Kind(
+    Estimator, AdvantageInputs, get_args(AdvantageSetting), get_args(Need), try_estimator
 )
-PREFERENCE_LOSS_CHOICES = Choices(
-    "dpo.loss",
-    PREFERENCE_LOSSES,
+PREFERENCE_LOSS = Kind(
     PreferenceLoss,
     PreferenceInputs,
     get_args(PreferenceSetting),
     get_args(PreferenceNeed),
     try_preference_loss,
 )
+UNPAIRED_LOSS = Kind(
+    UnpairedLoss,
+    UnpairedInputs,
+    get_args(UnpairedSetting),
+    get_args(UnpairedNeed),
+    try_unpaired_loss,
+)
+POLICY_LOSS_CHOICES = Choices("actor.loss", POLICY_LOSSES, (POLICY_LOSS,))
+ESTIMATOR_CHOICES = Choices("adv.estimator", ADVANTAGE_ESTIMATORS, (ESTIMATOR,))
+PREFERENCE_LOSS_CHOICES = Choices("dpo.loss", PREFERENCE_LOSSES, (PREFERENCE_LOSS, UNPAIRED_LOSS))
 CHOICES: dict[str, Choices[Any]] = {  # by the config key
     choices.key: choices
     for choices in (POLICY_LOSS_CHOICES, ESTIMATOR_CHOICES, PREFERENCE_LOSS_CHOICES)
@@ -200,7 +224,7 @@ def find_estimator(name: str) -> Estimator:
     return ESTIMATOR_CHOICES.find(name)
 
 
-def find_preference_loss(name: str) -> PreferenceLoss:
+def find_preference_loss(name: str) -> PreferenceLoss | UnpairedLoss:
     """Returns what `dpo.loss` names. ValueError if there is none, or its file fails."""
     return PREFERENCE_LOSS_CHOICES.find(name)
 

@@ -462,12 +462,61 @@ def log_odds(logp: Tensor) -> Tensor:
     return logp - torch.log(-torch.expm1(logp.clamp(max=-1e-6)))
 
 
-PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
+@dataclass(frozen=True)
+class UnpairedInputs:
+    """The input of a loss of labelled replies: R replies, to which no other one need be compared.
+
+    Log-probabilities are sums over the tokens of a reply.
+    """
+
+    logps: Tensor  # [R] the policy's, with a gradient
+    length: Tensor  # [R] float32, the tokens of the reply
+    label: Tensor  # [R] bool, whether the reply is desirable
+    beta: float  # this and the following are the settings dpo.* of the config
+    desirable_weight: float
+    undesirable_weight: float
+    # [R] logp - ref_logp, with a gradient; None if the loss declares that it needs no reference.
+    gain: Tensor | None = None
+    # [R] the estimate of KL(policy || reference) of `reference_point`, the same for all replies of
+    # a step; None unless the loss declares that it needs it.
+    reference_point: Tensor | None = None
+
+
+UnpairedNeed = Literal["ref_logps", "reference_point"]
+UnpairedSetting = Literal["beta", "desirable_weight", "undesirable_weight"]
+
+
+@dataclass(frozen=True)
+class UnpairedLoss:
+    """A loss of labelled replies, and what it declares to the config and the trainer."""
+
+    compute: Callable[[UnpairedInputs], Tensor]  # the loss of each reply [R]
+    # The settings that it reads. The user may set no other, except beta, which metrics use too.
+    settings: tuple[UnpairedSetting, ...] = get_args(UnpairedSetting)
+    # Each loads a reference model. "reference_point" also scores mismatched replies in each step.
+    needs: tuple[UnpairedNeed, ...] = get_args(UnpairedNeed)
+
+
+def kto(x: UnpairedInputs) -> Tensor:
+    """1 - sigmoid(beta (gain - z0)) of a desirable reply, 1 - sigmoid(beta (z0 - gain)) of another.
+
+    KTO (arXiv:2402.01306), without the constant lambda - 1. z0 is `reference_point`, and the
+    weights are its lambda_D and lambda_U.
+    """
+    assert x.gain is not None and x.reference_point is not None
+    advantage = x.beta * (x.gain - x.reference_point)
+    desirable = x.desirable_weight * torch.sigmoid(-advantage)
+    undesirable = x.undesirable_weight * torch.sigmoid(advantage)
+    return torch.where(x.label, desirable, undesirable)
+
+
+PREFERENCE_LOSSES: dict[str, PreferenceLoss | UnpairedLoss] = {
     "sigmoid": PreferenceLoss(sigmoid, settings=("beta", "label_smoothing")),
     "ipo": PreferenceLoss(ipo, settings=("beta",)),
     "hinge": PreferenceLoss(hinge, settings=("beta",)),
     "simpo": PreferenceLoss(simpo, settings=("beta", "target_margin"), needs=()),
     "orpo": PreferenceLoss(orpo, settings=("beta",), needs=()),
+    "kto": UnpairedLoss(kto, settings=("beta", "desirable_weight", "undesirable_weight")),
 }
 
 
@@ -518,6 +567,67 @@ def dpo_loss(
         metrics["chosen_loss"] = (-inputs.chosen_mean_logp * weights_of_pairs).sum().detach()
         losses = losses - sft_coef * inputs.chosen_mean_logp
     return (losses * weights_of_pairs).sum(), metrics
+
+
+def reference_point(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
+    """max(0, mean over the rows of sum(logp - ref_logp)): KTO's z0, one number, no gradient.
+
+    The rows [B, T] are prompts with replies to other prompts. The mean estimates
+    KL(policy || reference), with a bias that its authors accept to spare the sampling of replies.
+    """
+    return masked(mask, logps - ref_logps).sum(1).mean().clamp(min=0).detach()
+
+
+def unpaired_loss(
+    reply_loss: Callable[[UnpairedInputs], Tensor],
+    logps: Tensor,
+    ref_logps: Tensor | None,
+    mask: Tensor,
+    weights: Tensor,
+    label: Tensor,
+    reference_point: Tensor | None,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> LossAndMetrics:
+    """The weighted sum over rows of the loss `reply_loss` of labelled replies, and its metrics.
+
+    `label` [B] is 1 for desirable replies; `reference_point` [B] is the same in all rows.
+
+    Metrics: reward, the mean of beta * (sum(logp - ref_logp) - z0); margin, the same with its sign
+    turned for undesirable replies; accuracy, the fraction of replies in which that is above 0; kl,
+    as in `dpo_loss`; reference_point, z0. Without `ref_logps` the rewards are beta * mean(logp);
+    without `reference_point`, z0 is 0 and not logged.
+    """
+    lengths = mask.sum(1).clamp(min=1)
+    totals = masked(mask, logps).sum(1)
+    is_desirable = label > 0
+    row_weights = weights.sum(1)
+    gains = None
+    rewards = beta * totals / lengths
+    if ref_logps is not None:
+        gains = masked(mask, logps - ref_logps.detach()).sum(1)
+        rewards = beta * gains
+    if reference_point is not None:
+        rewards = rewards - beta * reference_point
+    margins = torch.where(is_desirable, rewards, -rewards)
+    metrics = {"accuracy": margins > 0, "margin": margins, "reward": rewards}
+    if reference_point is not None:
+        metrics["reference_point"] = reference_point
+    metrics = weighted_sums(metrics, row_weights)
+    if ref_logps is not None:
+        metrics["kl"] = (kl_estimate(ref_logps, logps.detach(), "k3") * weights).sum()
+    inputs = UnpairedInputs(
+        logps=totals,
+        length=lengths,
+        label=is_desirable,
+        beta=beta,
+        desirable_weight=desirable_weight,
+        undesirable_weight=undesirable_weight,
+        gain=gains,
+        reference_point=reference_point,
+    )
+    return (reply_loss(inputs) * row_weights).sum(), metrics
 
 
 def reward_loss(

@@ -15,7 +15,7 @@ ADVANTAGE_ESTIMATOR_NAMES = (
     "gae",
 )
 POLICY_LOSS_NAMES = ("ppo", "gspo", "cispo", "dppo", "reinforce")
-PREFERENCE_LOSS_NAMES = ("sigmoid", "ipo", "hinge", "simpo", "orpo")
+PREFERENCE_LOSS_NAMES = ("sigmoid", "ipo", "hinge", "simpo", "orpo", "kto")
 KL_ESTIMATOR_NAMES = ("k1", "k2", "k3")
 IMPORTANCE_CORRECTION_NAMES = ("token_tis", "token_mask", "sequence_mask", "geometric_mask")
 TOKEN_AVERAGES = ("token", "sequence", "prompt", "constant")

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from rl2.algorithms.advantages import AdvantageInputs, Estimator, RewardPart
-from rl2.algorithms.losses import PolicyInputs, PolicyLoss, PreferenceInputs, PreferenceLoss
+from rl2.algorithms.losses import (
+    PolicyInputs,
+    PolicyLoss,
+    PreferenceInputs,
+    PreferenceLoss,
+    UnpairedInputs,
+    UnpairedLoss,
+)
 
 NUM_ROWS, NUM_TOKENS = 4, 6  # which differ, so that a transposed result is found
 # Two prompts with two answers each, of which the second ones earn the same.
@@ -131,6 +138,29 @@ def try_preference_loss(loss: PreferenceLoss) -> Iterator[str]:
         yield f"returned {_describe(losses)} for 3 pairs: return the loss of each pair [P]"
     else:
         names = "margin, mean_margin or the logps" if has_reference else "the logps"
+        yield from _check_differentiable(losses, logps, names)
+
+
+def try_unpaired_loss(loss: UnpairedLoss) -> Iterator[str]:
+    """What is wrong with the losses that a loss of labelled replies returns."""
+    logps = torch.tensor([-1.5, -2.25, -0.9], requires_grad=True)
+    has_reference = bool(loss.needs)
+    losses = loss.compute(
+        UnpairedInputs(
+            logps=logps,
+            length=torch.tensor([4.0, 5.0, 3.0]),
+            label=torch.tensor([True, False, True]),
+            beta=0.1,
+            desirable_weight=1.0,
+            undesirable_weight=1.0,
+            gain=logps + 1.6 if has_reference else None,
+            reference_point=torch.full((3,), 0.2) if "reference_point" in loss.needs else None,
+        )
+    )
+    if not _is_column(losses, logps):
+        yield f"returned {_describe(losses)} for 3 replies: return the loss of each reply [R]"
+    else:
+        names = "gain or the logps" if has_reference else "the logps"
         yield from _check_differentiable(losses, logps, names)
 
 

@@ -44,6 +44,24 @@ def needs_reference(config: Any) -> bool:
     return bool(config.kl.coef) or (declared is not None and "ref_logps" in declared.needs)
 
 
+def compares_pairs(config: Any) -> bool:
+    """Whether the loss compares the replies of a pair: in RM, and in DPO unless it is as KTO."""
+    if not has_section(config, "dpo"):
+        return has_section(config, "rm")
+    from rl2.algorithms.find import PREFERENCE_LOSS_CHOICES  # imports torch, as above
+    from rl2.algorithms.losses import UnpairedLoss
+
+    return not isinstance(PREFERENCE_LOSS_CHOICES.look_up(config.dpo.loss), UnpairedLoss)
+
+
+def needs_reference_point(loss: str) -> bool:
+    """Whether the preference loss compares with an estimate of KL(policy || reference)."""
+    from rl2.algorithms.find import PREFERENCE_LOSS_CHOICES  # imports torch, as above
+
+    declared = PREFERENCE_LOSS_CHOICES.look_up(loss)
+    return declared is not None and "reference_point" in declared.needs
+
+
 def has_section(config: Any, *names: str) -> bool:
     """Whether the config has one of these sections."""
     return any(hasattr(config, name) for name in names)
@@ -104,6 +122,10 @@ WITH_GROUPS = Condition(
     lambda config, section: has_section(config, "rollout", "dpo", "rm"),
     "in SFT, where no rows share a prompt",
     is_harmless=True,
+)
+WITH_PAIRS = Condition(
+    lambda config, section: compares_pairs(config),
+    "with dpo.loss={section.loss}, which takes replies one by one",
 )
 WITH_LOGITS = Condition(
     lambda config, section: section is not getattr(config, "critic", None),

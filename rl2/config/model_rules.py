@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rl2.config.conditions import compares_pairs
 from rl2.config.engines import is_installed
 from rl2.config.problem import Problem, wrong_value
-from rl2.config.schema import DPOConfig, ModelConfig, PPOConfig, RMConfig, WorkerConfig
+from rl2.config.schema import ModelConfig, PPOConfig, WorkerConfig
 
 
 def check_model(config: Any, name: str, model: ModelConfig) -> Iterator[Problem]:
@@ -63,7 +64,7 @@ def check_lengths(config: Any, name: str, model: ModelConfig) -> Iterator[Proble
     In training the two rows of a pair are together, in inference they are not.
     """
     length = config.data.max_length
-    num_rows = 2 if isinstance(config, DPOConfig | RMConfig) else 1
+    num_rows = 2 if compares_pairs(config) else 1
     for limit, tokens, rows_together in (
         ("max_length_per_device", model.max_length_per_device, num_rows),
         ("max_inference_length_per_device", model.max_inference_length_per_device, 1),

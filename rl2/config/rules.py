@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl2.config.conditions import needs_critic
+from rl2.config.conditions import needs_critic, needs_reference_point
 from rl2.config.engines import is_installed
 from rl2.config.key_rules import Checked, check_choices, check_keys, without_repeats
 from rl2.config.model_rules import check_model
 from rl2.config.ppo_rules import check_ppo, find_ppo_warnings
 from rl2.config.problem import Problem, wrong_value
-from rl2.config.schema import DataConfig, ModelConfig, PPOConfig, worker_names
+from rl2.config.schema import DataConfig, DPOConfig, ModelConfig, PPOConfig, worker_names
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 
@@ -32,6 +32,8 @@ def validate(config: Any, set_keys: set[str]) -> Checked:
     problems += check_data(config.data)
     problems += check_resume(config.trainer.resume)
     problems += check_loggers(config.trainer.loggers)
+    if isinstance(config, DPOConfig):
+        problems += check_dpo(config)
     for name, model in loaded_models(config).items():
         problems += check_model(config, name, model)
     if isinstance(config, PPOConfig):
@@ -96,6 +98,16 @@ def check_rows(key: str, path: Any) -> Iterator[Problem]:
     if is_local and not Path(path).expanduser().exists():
         hint = "; give the folder, since * is not expanded" if "*" in path else ""
         yield wrong_value(key, path, f"no such file or folder{hint}")
+
+
+def check_dpo(config: DPOConfig) -> Iterator[Problem]:
+    """Whether a step has the two rows whose prompts and replies are exchanged for KTO's KL."""
+    if config.data.batch_size == 1 and needs_reference_point(config.dpo.loss):
+        reason = (
+            f"dpo.loss={config.dpo.loss} estimates a KL from prompts with replies to other prompts "
+            "of the step: take 2 rows or more"
+        )
+        yield wrong_value("data.batch_size", 1, reason)
 
 
 def check_resume(resume: str) -> Iterator[Problem]:

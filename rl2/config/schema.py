@@ -28,6 +28,7 @@ from rl2.config.conditions import (
     WITH_INFERENCE,
     WITH_LOGITS,
     WITH_LORA,
+    WITH_PAIRS,
     WITH_RANDOMNESS,
     WITH_ROUNDED_WEIGHTS,
     WITH_SAMPLING,
@@ -754,7 +755,7 @@ class DPOLossConfig:
     beta: PositiveFloat = key(
         0.1,
         "how strongly the policy is held to the start model; tau of ipo; in simpo the scale of the "
-        "margin, e.g. 2; in orpo lambda",
+        "margin, e.g. 2; in orpo lambda; in kto how fast the value of a reply saturates",
         common=True,
         unusual_above=5,
         unusual_effect="the policy hardly moves away from the start model",
@@ -762,7 +763,7 @@ class DPOLossConfig:
     loss: str = key(
         "sigmoid",
         "preference loss; sigmoid: DPO's own; ipo: IPO's squared error; hinge: SLiC's hinge; "
-        "simpo, orpo: without a reference model",
+        "simpo, orpo: without a reference model; kto: of single replies with a label",
         common=True,
         functions=PREFERENCE_LOSS_NAMES,
         identity=True,
@@ -779,12 +780,22 @@ class DPOLossConfig:
         "gamma)",
         setting_of="loss",
     )
+    desirable_weight: NonNegativeFloat = key(
+        1.0,
+        "weight of desirable replies in kto; it times their number, over undesirable_weight times "
+        "theirs, should be between 1 and 1.5",
+        setting_of="loss",
+    )
+    undesirable_weight: NonNegativeFloat = key(
+        1.0, "weight of undesirable replies in kto", setting_of="loss"
+    )
     sft_coef: NonNegativeFloat = key(
         0.0,
         "weight of an SFT loss on the chosen replies, which keeps them likely, e.g. 0.2 (Llama 3) "
         "or 1 (RPO)",
         unusual_above=5,
         unusual_effect="the SFT loss outweighs the preferences",
+        only_if=WITH_PAIRS,
     )
 
 

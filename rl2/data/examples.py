@@ -16,7 +16,14 @@ import pyarrow
 
 from rl2.batch import Sample
 from rl2.data.chat import ChatTemplate
-from rl2.data.formats import ReadRow, read_pair_row, read_ppo_row, read_sft_row
+from rl2.data.formats import (
+    ReadRow,
+    is_pair,
+    read_labelled_row,
+    read_pair_row,
+    read_ppo_row,
+    read_sft_row,
+)
 from rl2.data.messages import abbreviate
 from rl2.data.rows import Rows, check_problems
 from rl2.data.store import ROWS_PER_BATCH, open_table, table_key
@@ -463,9 +470,17 @@ def render_pair(template: ChatTemplate, row: dict) -> list[RenderedReply]:
     return [chosen, rejected]
 
 
+def render_labelled(template: ChatTemplate, row: dict) -> list[RenderedReply]:
+    """The reply `completion` to the prompt `messages`, or the two replies of a pair."""
+    if is_pair(row):
+        return render_pair(template, row)
+    return [template.render_reply(row["messages"], row["completion"], row.get("tools"))]
+
+
 PROMPT_ROWS = RowKind(read_ppo_row, render_prompt, "prompts", "data.prompts_per_rollout")
 SFT_ROWS = RowKind(read_sft_row, render_sft, can_truncate=True)
 PAIR_ROWS = RowKind(read_pair_row, render_pair)
+LABELLED_ROWS = RowKind(read_labelled_row, render_labelled)
 
 
 def _hash_messages(row: dict) -> int:

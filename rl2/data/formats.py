@@ -4,6 +4,7 @@
 - SFT: `messages`, a conversation whose replies are trained; or `messages`, a prompt, and
   `completion`; or `text`.
 - Pairs of DPO and reward models: `messages`, a prompt, with `chosen` and `rejected`.
+- Labelled replies of KTO: `messages`, a prompt, with `completion` and `label`; or pairs.
 
 Each `read_*_row` takes a row and returns it in this form with notes that say how it was read. Other
 columns stay. ValueError tells why a row does not suit.
@@ -97,6 +98,11 @@ def read_pair_row(row: dict) -> ReadRow:
     Where `chosen` and `rejected` are conversations, or there is no prompt, the prompt is what both
     begin with.
     """
+    if row.get("label") is not None and _first_column(row, "chosen", "rejected") is None:
+        raise ValueError(
+            "this is one reply with a label, not a pair: train on it with rl2.trainer.dpo and "
+            "dpo.loss=kto"
+        )
     chosen = _to_messages(read_column(row, "chosen"))
     rejected = _to_messages(read_column(row, "rejected"))
     if chosen == rejected:
@@ -113,10 +119,44 @@ def read_pair_row(row: dict) -> ReadRow:
     else:
         row, notes = _read_messages(row)
     check_ends_before_reply(row["messages"])
-    row["chosen"] = _to_reply(chosen, "chosen")
-    row["rejected"] = _to_reply(rejected, "rejected")
+    row["chosen"] = _to_reply(chosen, "chosen", is_one_message=True)
+    row["rejected"] = _to_reply(rejected, "rejected", is_one_message=True)
     pair_margin(row)  # its check
     return row, notes + find_oddities(row)
+
+
+def read_labelled_row(row: dict) -> ReadRow:
+    """A prompt with one reply in `completion` and whether it is desirable in `label`, or a pair.
+
+    The reply is text or the assistant's message. The chosen reply of a pair counts as desirable,
+    the rejected one as undesirable.
+    """
+    if is_pair(row):
+        row, notes = read_pair_row(row)
+        return row, [*notes, "chosen is read as a desirable reply, rejected as an undesirable one"]
+    labels(row)  # its check
+    completion = read_column(row, "completion")
+    row, notes = _read_messages(row)
+    check_ends_before_reply(row["messages"])
+    row["completion"] = _to_reply(completion, "completion", is_one_message=True)
+    return row, notes + find_oddities(row)
+
+
+def is_pair(row: dict) -> bool:
+    """Whether a row of `read_labelled_row` has two replies in the place of one with a label."""
+    return row.get("label") is None and {"chosen", "rejected"} <= row.keys()
+
+
+def labels(row: dict) -> list[bool]:
+    """Whether each reply of a row of `read_labelled_row` is desirable."""
+    if is_pair(row):
+        return [True, False]
+    label = read_column(row, "label")
+    if label not in (True, False):  # 1 and 0 too, which columns of numbers have
+        raise ValueError(
+            f"column 'label': expected true (a desirable reply) or false, got {abbreviate(label)}"
+        )
+    return [bool(label)]
 
 
 def pair_margin(row: dict) -> float:
@@ -168,16 +208,16 @@ def _from_sharegpt(message: Any) -> Any:
     return {"role": SHAREGPT_ROLES[sender], "content": message["value"]}
 
 
-def _to_reply(value: Any, column: str) -> str | dict | list[dict]:
+def _to_reply(value: Any, column: str, is_one_message: bool = False) -> str | dict | list[dict]:
     """A reply: its text, or the message of the assistant if it has more than a text.
 
-    A completion may be several messages.
+    Unless `is_one_message`, it may be several messages, and is a list then.
     """
     messages = _to_messages(value)
     if not isinstance(messages, list):
         return check_text(messages, column)
     check_messages(messages, column)
-    if column not in ("chosen", "rejected"):
+    if not is_one_message:
         check_reply(messages, column)
         return messages
     if len(messages) > 1 or messages[0]["role"] != "assistant":

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rl2.config.schema import SFTConfig
+from rl2.config.conditions import compares_pairs
 from rl2.report.health import Metrics, Samples, learns_from_groups_alone
 
 # The time left is estimated from the mean of this many steps: a usual trainer.save_freq, so that
@@ -138,7 +138,7 @@ def _describe_step(config: Any) -> str:
 def _describe_rows(config: Any) -> str:
     """Describes the rows and tokens of a step of SFT, DPO or the reward model."""
     num_rows, what = config.data.batch_size, "rows"
-    if not isinstance(config, SFTConfig):  # a chosen and a rejected reply, each with its prompt
+    if compares_pairs(config):  # a chosen and a rejected reply, each with its prompt
         num_rows, what = 2 * num_rows, f"rows, 2 for each of {num_rows} pairs,"
     most_tokens = config.data.max_length
     return (

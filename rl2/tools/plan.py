@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rl2.batch import Batch
+from rl2.config.conditions import compares_pairs
 from rl2.config.model_rules import check_lengths
 from rl2.config.parse import parse
 from rl2.config.problem import Problem
@@ -167,7 +168,8 @@ def run_offline(config: Any, recorder: PlanRecorder, device: torch.device) -> No
     if isinstance(config, SFTConfig):
         loss, row_multiple = sft_loss, 1
     elif isinstance(config, DPOConfig):
-        loss, row_multiple = partial(preference_loss, config.dpo), 2
+        loss = partial(preference_loss, config.dpo)
+        row_multiple = 2 if compares_pairs(config) else 1
     else:
         loss, row_multiple = partial(reward_loss, config.rm.center), 2
     make_batch = partial(

@@ -1,6 +1,7 @@
-"""Direct preference optimization: `torchrun --nproc_per_node=N -m rl2.trainer.dpo key=value`.
+"""Preference optimization: `torchrun --nproc_per_node=N -m rl2.trainer.dpo key=value`.
 
-`train` is the whole algorithm; read it first.
+DPO and its relatives compare the two replies of a pair, KTO takes replies one by one. `train` is
+the whole algorithm; read it first.
 """
 
 from rl2.config.early import answer_trainer
@@ -9,14 +10,20 @@ if __name__ == "__main__":
     answer_trainer("dpo")  # --help, before the imports below, which take seconds
 
 from functools import partial
+from itertools import groupby
 
 import torch
+from torch import Tensor
 
 from rl2.algorithms import losses
 from rl2.algorithms.find import find_preference_loss
-from rl2.batch import Batch, collate
+from rl2.algorithms.losses import UnpairedLoss
+from rl2.batch import Batch, Sample, collate, scored_spans
+from rl2.config.conditions import compares_pairs, needs_reference_point
+from rl2.config.problem import Problem
 from rl2.config.schema import DPOConfig, DPOLossConfig
-from rl2.data.examples import PAIR_ROWS, Example, to_samples
+from rl2.data.examples import LABELLED_ROWS, PAIR_ROWS, Example, RowKind, to_samples
+from rl2.data.formats import labels
 from rl2.model.token_model import TokenScores
 from rl2.trainer.inputs import find_row_problems
 from rl2.trainer.launch import Trainer, launch, train_and_finish
@@ -30,19 +37,23 @@ def train(run: OfflineRun) -> None:
     Every process holds the same `batch` and runs the same lines. The workers split the work of
     `update` and `infer`.
     """
-    loss_fn = partial(preference_loss, run.config.dpo)
-    reference = run.worker.reference() if needs_reference(run.config.dpo) else None
-    if reference is not None:
+    config = run.config.dpo
+    loss_fn = partial(preference_loss, config)
+    in_pairs = compares_pairs(run.config)
+    if needs_reference(config):
+        run.reference = run.worker.reference()
         for test in run.test_batches.values():
-            test.ref_logps = reference.infer(test).logps
+            test.ref_logps = run.reference.infer(test).logps
     run.recorder.begin()
     for step in run.recorder.remaining_steps():
         batch = run.next_batch()
-        if reference is not None:
+        if run.reference is not None:
             with run.recorder.phase("reference"):
-                batch.ref_logps = reference.infer(batch).logps
+                batch.ref_logps = run.reference.infer(batch).logps
+                if needs_reference_point(config.loss):
+                    batch.reference_point = find_reference_point(run, batch)
         with run.recorder.phase("update"):
-            result = run.worker.update(batch, loss_fn, keep_groups_together=True)
+            result = run.worker.update(batch, loss_fn, keep_groups_together=in_pairs)
         if run.finish_step(step, batch, result):
             break
 
@@ -50,13 +61,22 @@ def train(run: OfflineRun) -> None:
 def preference_loss(
     config: DPOLossConfig, batch: Batch, scores: TokenScores
 ) -> losses.LossAndMetrics:
-    """DPO's loss on whole sequences [b, T], where the rejected reply follows the chosen one."""
+    """The loss on whole sequences [b, T]. In pairs the rejected reply follows the chosen one."""
+    declared = find_preference_loss(config.loss)
+    columns = (scores.logps, batch.ref_logps, batch.mask, batch.token_weights)
+    if isinstance(declared, UnpairedLoss):
+        return losses.unpaired_loss(
+            declared.compute,
+            *columns,
+            label=batch.label,
+            reference_point=batch.reference_point,
+            beta=config.beta,
+            desirable_weight=config.desirable_weight,
+            undesirable_weight=config.undesirable_weight,
+        )
     return losses.dpo_loss(
-        find_preference_loss(config.loss).compute,
-        scores.logps,
-        batch.ref_logps,
-        batch.mask,
-        batch.token_weights,
+        declared.compute,
+        *columns,
         beta=config.beta,
         label_smoothing=config.label_smoothing,
         target_margin=config.target_margin,
@@ -66,31 +86,81 @@ def preference_loss(
 
 def needs_reference(config: DPOLossConfig) -> bool:
     """Whether the loss compares with the start model. If not, none is loaded."""
-    return "ref_logps" in find_preference_loss(config.loss).needs
+    return bool(find_preference_loss(config.loss).needs)
+
+
+def find_reference_point(run: OfflineRun, batch: Batch) -> Tensor:
+    """Returns KTO's z0 of the policy before the update, once for each row of the batch [B]."""
+    assert run.reference is not None
+    other = mismatch(batch, run.config.data.max_length)
+    logps, ref_logps = run.worker.infer(other).logps, run.reference.infer(other).logps
+    assert logps is not None and ref_logps is not None
+    return losses.reference_point(logps, ref_logps, other.mask).expand(len(batch.mask))
+
+
+def mismatch(batch: Batch, max_length: int) -> Batch:
+    """The prompt of each row with a reply to the example before it, as in TRL.
+
+    The first example gets a reply to the last one. Replies are cut where a row would be longer than
+    `max_length` tokens.
+    """
+    spans, groups = scored_spans(batch), batch.group.tolist()
+    rows_of_examples = [list(rows) for _, rows in groupby(range(len(groups)), groups.__getitem__)]
+    samples: list[Sample] = []
+    for i, rows in enumerate(rows_of_examples):
+        others = rows_of_examples[i - 1]
+        for j, row in enumerate(rows):
+            other = others[j % len(others)]
+            # As many tokens precede the first trained one as columns lead up to it.
+            (prompt, _), (start, end) = spans[row], spans[other]
+            reply = batch.tokens[other, start : end + 1].tolist()
+            tokens = [*batch.tokens[row, :prompt].tolist(), *reply][:max_length]
+            mask = [0] * prompt + [1] * (len(tokens) - prompt)
+            zeros = [0.0] * len(tokens)
+            samples.append(Sample(tokens, mask, zeros, zeros, groups[row], len(samples)))
+    return collate(samples)
 
 
 def make_batch(run: OfflineRun, examples: list[Example]) -> Batch:
-    """Two rows for each example, the chosen and the rejected reply, which weigh the same."""
+    """A row for each reply of the examples, which weigh the same.
+
+    A pair has two, the chosen and the rejected one.
+    """
     batch = collate(to_samples(examples))
     batch.trajectory = torch.arange(len(batch.mask))
     batch.token_weights = losses.token_weights(batch.mask, batch.trajectory, "sequence")
+    if not compares_pairs(run.config):
+        all_labels = [label for example in examples for label in labels(example.row)]
+        batch.label = torch.tensor(all_labels).float()
     return batch
 
 
 def measure(run: OfflineRun, test: Batch) -> dict[str, float]:
     """Returns the loss on test rows, and its metrics."""
+    if needs_reference_point(run.config.dpo.loss):
+        test.reference_point = find_reference_point(run, test)
     return run.measure_loss(partial(preference_loss, run.config.dpo), test)
 
 
+def row_kind(config: DPOConfig) -> RowKind:
+    """Returns what the rows of the loss are."""
+    return PAIR_ROWS if compares_pairs(config) else LABELLED_ROWS
+
+
+def find_problems(config: DPOConfig) -> list[Problem]:
+    """The problems of the data, for a config that has other problems."""
+    return find_row_problems(row_kind(config), config)
+
+
 def make_run(config: DPOConfig, replay: Replay | None = None) -> OfflineRun:
-    return OfflineRun(config, PAIR_ROWS, make_batch, measure, replay)
+    return OfflineRun(config, row_kind(config), make_batch, measure, replay)
 
 
 def start(config: DPOConfig) -> None:
     train_and_finish(make_run(config), train)
 
 
-TRAINER = Trainer(DPOConfig, start, partial(find_row_problems, PAIR_ROWS))
+TRAINER = Trainer(DPOConfig, start, find_problems)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from rl2.run.memory_plan import Prediction, choose_checkpointing
 from rl2.run.start import claim_folder
 from rl2.trainer.inputs import check_layers, count_steps, make_chat_template, read_examples
 from rl2.trainer.recorder import Recorder, Replay
-from rl2.worker import Loss, UpdateResult, Worker
+from rl2.worker import Loss, Reference, UpdateResult, Worker
 
 Measure = Callable[["OfflineRun", Batch], dict[str, float]]  # a test set -> its metrics
 
@@ -42,6 +42,7 @@ class OfflineRun:
         self.config = config
         self.make_batch = make_batch
         self.measure = measure
+        self.reference: Worker | Reference | None = None  # `train` of DPO loads it
         [self.worker_name] = worker_names(config)
         claim = claim_folder(config)
         device = init_distributed()
