@@ -31,6 +31,11 @@ class Run:
         """The final model, a folder in the form of Hugging Face."""
         return Path(self.path, "model")
 
+    @property
+    def best_model_path(self) -> Path:
+        """The model of the best evaluation, with trainer.save_best."""
+        return Path(self.path, "best_model")
+
     def load(self) -> tuple[Any, Any]:
         """Returns (model, tokenizer) of transformers, on the CPU in the dtype of the export.
 

@@ -67,7 +67,7 @@ def test_a_reader_such_as_head_may_close_the_pipe(tmp_path, arguments):
 
 
 def test_a_finished_run(tmp_path, capsys, monkeypatch):
-    folder = write_run(tmp_path / "sweep/lr_1", model_step=3, is_complete=True)
+    folder = write_run(tmp_path / "sweep/lr_1", model_step=3, is_complete=True, best={"step": 2})
     checkpoint = folder / "checkpoints/step_3"
     checkpoint.mkdir(parents=True)
     (checkpoint / "shard").write_bytes(bytes(70_000))
@@ -86,6 +86,7 @@ def test_a_finished_run(tmp_path, capsys, monkeypatch):
         "value": None,
         "held_out": {"": 0.625},
         "held_out_step": 2,
+        "best_step": 2,
         "checkpoint_bytes": 70_000,
         "problems": [],
     }

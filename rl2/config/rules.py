@@ -31,6 +31,7 @@ def validate(config: Any, set_keys: set[str]) -> Checked:
     problems += key_problems
     problems += check_data(config.data)
     problems += check_resume(config.trainer.resume)
+    problems += check_best(config)
     problems += check_loggers(config.trainer.loggers)
     if isinstance(config, DPOConfig):
         problems += check_dpo(config)
@@ -124,6 +125,36 @@ def explain_resume(folder: Path) -> str:
     steps = sorted(path.name for path in folder.parent.glob("step_*") if path.is_dir())
     there_are = f"; {folder.parent} has {', '.join(steps)}" if steps else ""
     return f"no such folder{there_are}"
+
+
+def check_best(config: Any) -> Iterator[Problem]:
+    """Whether there are evaluations to choose the best one from, and whether one is named."""
+    trainer, data = config.trainer, config.data
+    if trainer.patience is not None and trainer.save_best is None:
+        message = (
+            f"trainer.patience={trainer.patience} needs trainer.save_best, the score that it "
+            "watches, e.g. trainer.save_best=auto"
+        )
+        yield Problem("trainer.patience", trainer.patience, message)
+    if trainer.save_best is None:
+        return
+    key = f"trainer.save_best={trainer.save_best}"
+    message = ""
+    if trainer.eval_only or getattr(trainer, "rollouts_from", None):
+        other = "eval_only" if trainer.eval_only else "rollouts_from"
+        message = f"{key} has no effect with trainer.{other}: leave one of them out"
+    elif not data.has_test_rows:
+        message = f"{key} needs test rows: set data.test_path or data.test_ratio"
+    elif trainer.test_freq is None:
+        message = (
+            f"{key} needs trainer.test_freq, the steps between evaluations: without it only the "
+            "last step is evaluated"
+        )
+    elif trainer.save_best == "auto" and len(data.test_paths) > 1:
+        names = ", ".join(data.test_path)
+        message = f"{key}: there are several test sets; name one of {names}"
+    if message:
+        yield Problem("trainer.save_best", trainer.save_best, message)
 
 
 def check_loggers(names: list[str]) -> Iterator[Problem]:

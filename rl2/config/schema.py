@@ -860,6 +860,16 @@ class TrainerConfig:
         common=True,
         only_if=WITH_TEST_DATA,
     )
+    save_best: str | None = key(
+        None,
+        "keep the best evaluation: its checkpoint, and its model in best_model/; auto: by the mean "
+        "reward (PPO; the share of right answers with rollout.score) or the loss; else the name "
+        "of a test set, or a metric after test/, e.g. accuracy",
+    )
+    patience: PositiveInt | None = key(
+        None,
+        "end the run after this many evaluations in a row that are not better than the best one",
+    )
     report_freq: PositiveInt | None = key(
         None, "steps between updates of report.html; by default only at the end"
     )

@@ -42,6 +42,12 @@ def summarize(lines: list[Record], config: Any, record: Any) -> Record:
     labels = dict(list(found.items())[:MAX_HEADLINES])
     sentences = [_describe_training(lines, config, record)]
     sentences += [_describe_change(lines, name, label) for name, label in labels.items()]
+    best = record.get("best")
+    if best:
+        sentences.append(
+            f"The best {best['metric']} was {best['value']:.3g}, at step {best['step']:,}; "
+            "best_model/ has its model."
+        )
     if lines and not held_out:
         sentences.append("No held-out rows were evaluated.")
     elif len(found) > len(labels):

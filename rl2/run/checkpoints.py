@@ -83,15 +83,16 @@ class Checkpoints:
                 sync_to_disk(self.folder)
         dist.barrier()
 
-    def prune(self, proven_step: float = math.inf) -> None:
-        """Deletes all but the `keep` newest ones and the newest one of a step below `proven_step`.
+    def prune(self, proven_step: float = math.inf, best_step: int = NO_STEP) -> None:
+        """Deletes all but the `keep` newest ones, the newest one of a step below `proven_step`, and
+        that of `best_step`.
 
-        The weights of that one are known to be good: a later update had a finite gradient.
+        The weights below `proven_step` are known to be good: a later update had a finite gradient.
         """
         steps = self.steps()
         proven = [step for step in steps if step < proven_step][-1:]
         for step in steps[: -self.keep] if self.keep else []:
-            if step not in proven:
+            if step not in proven and step != best_step:
                 delete(self.path(step))
 
     @contextmanager

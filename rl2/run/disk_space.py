@@ -21,19 +21,26 @@ class SpaceNeeds:
     num_checkpoints: int  # that the run will write
     num_kept: int | None  # the newest ones, besides which a new one is written; None: all
     num_there: int = 0  # that the folder has already
+    keeps_best: bool = False  # one more checkpoint and best_model/
 
     @property
     def least(self) -> int:
         """Bytes without which the run cannot end well."""
-        return self.model + min(1, self.num_checkpoints) * self.checkpoint
+        return self.num_models * self.model + min(1, self.num_checkpoints) * self.checkpoint
 
     @property
     def most(self) -> int:
         """Bytes at the fullest moment, in addition to what the folder has."""
         num_new = self.num_checkpoints
         if self.num_kept is not None:
-            num_new = min(num_new, max(1, self.num_kept + 1 - self.num_there))
-        return self.model + num_new * self.checkpoint
+            num_kept = self.num_kept + self.keeps_best
+            num_new = min(num_new, max(1, num_kept + 1 - self.num_there))
+        return self.num_models * self.model + num_new * self.checkpoint
+
+    @property
+    def num_models(self) -> int:
+        """model/, and with `keeps_best` best_model/ and its replacement."""
+        return 3 if self.keeps_best else 1
 
 
 def measure(parts: dict[str, Any], exported: Any, **numbers: Any) -> SpaceNeeds:
@@ -61,6 +68,8 @@ def check_space(folder: Path, needs: SpaceNeeds) -> list[str]:
     """
     free = shutil.disk_usage(folder).free
     model = f"{show(needs.model)} for model/"
+    if needs.keeps_best:
+        model += " and as much for best_model/ (twice while it is replaced, trainer.save_best)"
     remedy = f"{show(free)} are free in {folder.absolute()}: free some, or choose another "
     remedy += "trainer.save_dir"
     if free < needs.least:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from rl2.config.schema import RolloutWorkerConfig, dump, worker_names
 from rl2.error_report import writing
 from rl2.parallel.mesh import all_gather_objects
 from rl2.parallel.rank import is_first_rank
+from rl2.run.best import Best, start_best
 from rl2.run.changes import RunIdentity, find_ignored_changes
-from rl2.run.checkpoints import Checkpoints, Parts, put_in_place, step_of
+from rl2.run.checkpoints import NO_STEP, Checkpoints, Parts, put_in_place, step_of
 from rl2.run.provenance import (
     describe_commit,
     describe_cpu,
@@ -31,7 +32,7 @@ from rl2.run.provenance import (
     versions,
 )
 from rl2.run.records import MetricsFile, Records, write_object, write_text
-from rl2.run.start import Claim, Start, model_step, read_record
+from rl2.run.start import BEST_MODEL, Claim, Start, model_step, read_record
 from rl2.run.weights_hash import hash_states
 
 MAX_FIRST_RECORDS = 8  # of a step and a split, for the services that log samples
@@ -87,6 +88,10 @@ class RunFolder:
             raise ValueError("\n".join(problems))
         assert ranks[0].start is not None
         self.start = ranks[0].start
+        self.best = start_best(config, self.start.best)
+        if self.best and self.best.step not in (0, self.start.step, self.start.best_model_step):
+            # The run returns to an old checkpoint, and a later best one has replaced best_model/.
+            self.best = Best(self.best.metric, last_step=self.best.last_step)
 
     # The length of the run.
 
@@ -98,7 +103,7 @@ class RunFolder:
         if self.start.checkpoint is None:
             num_steps = max(1, num_steps)
         num_steps = min(num_steps, trainer.max_steps or num_steps)
-        if self.start.is_exhausted:
+        if self.start.is_exhausted or self.has_lost_patience:
             num_steps = self.start.step
         elif self.is_first and self.start.num_steps not in (0, num_steps):
             schedule = "the learning rate's schedule ends there"
@@ -120,6 +125,8 @@ class RunFolder:
             remedy = "raise trainer.n_epochs or trainer.max_steps"
             if start.is_exhausted:
                 remedy = "give other rows, or rollout.drop_solved=null, since all are solved"
+            elif self.has_lost_patience:
+                remedy = "raise trainer.patience, which ended the run, or set it to null"
             print(
                 f"{self.path}: all steps are done (the newest checkpoint is of step "
                 f"{start.step}), and model/ is there. To continue, {remedy}; "
@@ -197,6 +204,8 @@ class RunFolder:
             "launches": self.launches,
         }
         record = read_record(self.path) if self.start.is_own else {}
+        if not (self.path / BEST_MODEL).exists():  # it was set aside
+            record.pop("best", None)
         record |= self._experiment_record()
         record.setdefault("starts", []).append(start)
         write_text(self.path / "config.yaml", dump(self.config))
@@ -236,6 +245,9 @@ class RunFolder:
         entries = [self.checkpoints.path(later) for later in reversed(steps) if later > step]
         if model_step(self.path) > step:
             entries.append(self.path / "model")
+        is_later = step == EVERYTHING or self.start.best_model_step > step
+        if is_later and (self.path / BEST_MODEL).exists():
+            entries.append(self.path / BEST_MODEL)
         if step == EVERYTHING:  # a new run has a new name in the services that show it
             entries += [*self.path.glob("*_id"), *self.path.glob("tensorboard")]
             metrics = self.path / "metrics.jsonl"
@@ -256,6 +268,29 @@ class RunFolder:
 
     # Writing.
 
+    # The best evaluation.
+
+    @property
+    def has_lost_patience(self) -> bool:
+        """Whether trainer.patience ends the run, now or in an earlier launch."""
+        patience = self.config.trainer.patience
+        return bool(patience and self.best and self.best.num_worse >= patience)
+
+    @property
+    def best_step(self) -> int:
+        return self.best.step if self.best else NO_STEP
+
+    @contextmanager
+    def exporting_best(self) -> Iterator[str]:
+        """Yields the folder to write the model of the best step to. It becomes best_model/."""
+        assert self.best is not None
+        partial = self.path / f"{BEST_MODEL}.partial"
+        yield str(partial)
+        if self.is_first:
+            put_in_place(partial, self.path / BEST_MODEL)
+            best = {name: getattr(self.best, name) for name in ("step", "metric", "value")}
+            write_object(self.path / "run.json", read_record(self.path) | {"best": best})
+
     def save(self, step: int, parts: Parts, num_steps: int, owes_test: bool = False) -> None:
         """Writes a checkpoint of a run that is laid out for `num_steps`. All processes must call.
 
@@ -267,6 +302,7 @@ class RunFolder:
             "rows": counter.rows_done,
             "num_steps": num_steps,
             "owes_test": owes_test,
+            "best": asdict(self.best) if self.best else None,
             "is_exhausted": counter.is_exhausted,
             "updates": {name: self.count_updates(name, step) for name in worker_names(self.config)},
             "world_size": dist.get_world_size(),
@@ -281,7 +317,7 @@ class RunFolder:
     def prune(self, proven_step: float) -> None:
         """Deletes old checkpoints, as `Checkpoints.prune` does, on the first process."""
         if self.is_first:
-            self.checkpoints.prune(proven_step)
+            self.checkpoints.prune(proven_step, self.best_step)
 
     @contextmanager
     def exporting(self, step: int, is_complete: bool) -> Iterator[str]:

@@ -16,6 +16,8 @@ from rl2.run.lock import RunLock
 from rl2.run.provenance import name_launch
 from rl2.run.records import DamagedFile, MetricsFile, read_object
 
+BEST_MODEL = "best_model"  # in the run folder: the model of the best evaluation
+
 # What to do about a damaged file of the run folder.
 DAMAGED = {
     "run.json": "restore it, or delete it: then the run forgets when and how it was started",
@@ -38,6 +40,8 @@ class Start:
     owes_test: bool = False  # a stop left the evaluation of `step` out
     is_exhausted: bool = False  # no row is left to train on
     is_exported: bool = False  # model/ has the weights of `step`
+    best: dict[str, Any] = field(default_factory=dict)  # the fields of the best evaluation
+    best_model_step: int = NO_STEP  # of best_model/
     updates: dict[str, int] = field(default_factory=dict)
     """per worker: the updates that the steps so far were laid out for"""
 
@@ -64,6 +68,7 @@ def claim_folder(config: Any) -> Claim:
     lock = _lock_folder(path)
     sweep(path / "checkpoints", "step_")
     sweep(path, "model")
+    sweep(path, BEST_MODEL)
     start = _find_start(config, identity)
     return Claim(identity, lock, replace(start, date=start.date or date.today().isoformat()))
 
@@ -118,6 +123,8 @@ def _find_start(config: Any, identity: RunIdentity) -> Start:
         owes_test=record.get("owes_test", False) and is_own and _lacks_test(config, step),
         is_exhausted=record.get("is_exhausted", False) and keeps_data and drops_solved,
         is_exported=model_step(path) == step,
+        best=record.get("best") or {} if is_own else {},
+        best_model_step=best_model_step(path),
         updates=record.get("updates", {}),
     )
 
@@ -221,6 +228,16 @@ def model_step(path: Path) -> float:
         return read_record(path).get("model_step", math.inf)
     except RuntimeError:  # run.json is damaged, which does not matter to a new run
         return math.inf
+
+
+def best_model_step(path: Path) -> int:
+    """Returns the step of best_model/; NO_STEP if it is missing or run.json does not name it."""
+    if not (path / BEST_MODEL).exists():
+        return NO_STEP
+    try:
+        return read_record(path).get("best", {}).get("step", NO_STEP)
+    except RuntimeError:  # run.json is damaged, as above
+        return NO_STEP
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class Summary:
     value: float | None = None  # of the metric in the last step
     held_out: dict[str, float | None] = field(default_factory=dict)  # of the last evaluation
     held_out_step: int | None = None
+    best_step: int | None = None  # with trainer.save_best, that of best_model/
     written: str = ""  # when the run last wrote to its folder, in local time
     checkpoint_bytes: int = 0
     problems: list[str] = field(default_factory=list)
@@ -131,6 +132,8 @@ def summarise(folder: Path) -> Summary:
     if isinstance(starts, list) and starts and isinstance(starts[-1], dict):
         num_steps = starts[-1].get("num_steps")
         run.num_steps = num_steps if isinstance(num_steps, int) else None
+    best_step = part(record, "best").get("step")
+    run.best_step = best_step if isinstance(best_step, int) else None
     read_results(folder / "metrics.jsonl", run)
     holding = look_at_lock(folder)
     run.state = find_state(run, record, holding, part(config, "trainer").get("eval_only") is True)
@@ -260,7 +263,8 @@ def to_cells(run: Summary) -> tuple[str, ...]:
         last = f"{name} {show(run.value)}"
     held_out = " ".join(f"{name} {show(x)}".strip() for name, x in run.held_out.items())
     if held_out:
-        held_out += f" (step {run.held_out_step})"
+        best = "" if run.best_step is None else f", best {run.best_step}"
+        held_out += f" (step {run.held_out_step}{best})"
     return (
         run.run,
         run.trainer or NOTHING,

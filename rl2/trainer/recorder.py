@@ -23,6 +23,7 @@ from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
 from rl2.run.memory_plan import Prediction
 from rl2.run.signals import StopSignal
+from rl2.run.start import BEST_MODEL
 from rl2.worker import Worker
 
 Evaluate = Callable[[int], Metrics]  # step -> metrics of the test data
@@ -77,6 +78,7 @@ class Recorder:
         if replay is not None:
             self.num_steps = replay.last_step
         folder.resume(self.parts, num_steps)
+        self.earlier_best = folder.best  # before the last evaluation
         if folder.is_first:
             self._check_disk()
         self.metrics_log = MetricsLog(
@@ -90,14 +92,18 @@ class Recorder:
         """Compares what the run will write with the free space. ValueError if it cannot fit."""
         trainer, checkpoints = self.config.trainer, self.folder.checkpoints
         num_checkpoints = 0
+        num_left = self.planned_steps - self.start_step
         if trainer.save_freq:
-            num_checkpoints = math.ceil((self.planned_steps - self.start_step) / trainer.save_freq)
+            num_checkpoints = math.ceil(num_left / trainer.save_freq)
+        if trainer.save_best:  # at most every evaluation is the best so far
+            num_checkpoints += math.ceil(num_left / trainer.test_freq)
         needs = disk_space.measure(
             self.parts,
             exported=next(iter(self.workers.values())),
             num_checkpoints=num_checkpoints,
             num_kept=trainer.keep_checkpoints,
             num_there=len(checkpoints.steps()),
+            keeps_best=trainer.save_best is not None,
         )
         warnings = disk_space.check_space(self.folder.path, needs)
         if num_checkpoints:
@@ -112,11 +118,19 @@ class Recorder:
         """
         if self.start_step == 0 and self._is_test_due(0):
             metrics = self._evaluate(0)
+            self._judge(0, metrics)  # no candidate, but a metric that is not there is found
             self.metrics_log.write(0, metrics, self.folder.take_first_records())
         elif self.folder.start.owes_test and self.evaluate is not None:
             metrics = self._evaluate(self.start_step)
             records = self.folder.take_first_records()
+            if self.folder.best is not None:
+                # Before the line is complete: a kill in between repeats the evaluation, which then
+                # changes nothing.
+                self._judge(self.start_step, metrics)
+                self._save(self.start_step, owes_test=True)
             self.metrics_log.complete(self.start_step, metrics, records)
+        if self._lacks_best_model(self.start_step):  # a kill came between checkpoint and export
+            self._export_best()
         self.stop_signal.listen()
 
     def _newest_checkpoint(self) -> Path | None:
@@ -142,7 +156,9 @@ class Recorder:
         is_stopping = self.stop_signal.is_requested_anywhere()
         owes_test = is_stopping and self._is_test_due(step)
         if not is_stopping and self._is_test_due(step):
-            metrics = metrics | self._evaluate(step)
+            evaluated = self._evaluate(step)
+            metrics = metrics | evaluated
+            self._judge(step, evaluated)
             is_stopping = self.stop_signal.is_requested_anywhere()
         # From here on the other ranks generate, unless this step is saved; only the first writes.
         if rollout:
@@ -162,18 +178,62 @@ class Recorder:
         """
         save_freq = self.config.trainer.save_freq
         is_last = step == self.num_steps
+        is_best = step == self.folder.best_step
         self.folder.prune(self.health.proven_step)
-        if is_stopping or is_due(step, save_freq) or (is_last and save_freq):
+        is_end = is_last and (save_freq or self.folder.has_lost_patience)
+        if is_stopping or is_due(step, save_freq) or is_end or is_best:
             # A run would resume from weights that have diverged, and fail again.
             if not self.health.is_diverging and self._weights_are_finite():
-                self.folder.save(step, self.parts, self.planned_steps, owes_test)
-                self.folder.prune(self.health.proven_step)
-            elif is_first_rank():
-                print(f"step {step} gets no checkpoint, since its weights may have diverged")
+                self._save(step, owes_test)
+            else:
+                if is_best:
+                    self.folder.best, is_best = self.earlier_best, False
+                if is_first_rank():
+                    print(f"step {step} gets no checkpoint, since its weights may have diverged")
+        if is_best:
+            self._export_best()
         for worker in self.workers.values():
             if is_due(step, worker.config.save_freq) or (is_last and worker.config.save_dir):
                 folder = f"{worker.config.save_dir}/step_{step}"
                 worker.export(folder, self.tokenizer, worker.config.save_optimizer)
+
+    def _save(self, step: int, owes_test: bool) -> None:
+        """Saves a checkpoint and deletes old ones. All processes must call."""
+        self.folder.save(step, self.parts, self.planned_steps, owes_test)
+        self.folder.prune(self.health.proven_step)
+
+    def _judge(self, step: int, metrics: Metrics) -> None:
+        """Compares an evaluation with the best one. Ends the run if trainer.patience is over."""
+        folder = self.folder
+        if folder.best is None:
+            return
+        self.earlier_best = folder.best
+        folder.best = folder.best.judge(step, metrics)
+        if folder.has_lost_patience and step < self.num_steps:
+            self.num_steps = step
+            if is_first_rank():
+                best = folder.best
+                print(
+                    f"early stop at step {step}: {best.num_worse} evaluations in a row are not "
+                    f"better than {self._describe_best()} (trainer.patience)"
+                )
+
+    def _describe_best(self) -> str:
+        best = self.folder.best
+        assert best is not None
+        if best.value is None:
+            return f"{best.metric}, which had no value yet"
+        return f"{best.metric} {best.value:.4g} of step {best.step}"
+
+    def _lacks_best_model(self, step: int) -> bool:
+        """Returns whether `step` is the best one, and best_model/ is not of it."""
+        start = self.folder.start
+        return 0 < step == self.folder.best_step != start.best_model_step
+
+    def _export_best(self) -> None:
+        """Exports the first worker as best_model/. All processes must call."""
+        with self.folder.exporting_best() as folder:
+            next(iter(self.workers.values())).export(folder, self.tokenizer)
 
     def _weights_are_finite(self) -> bool:
         """Returns whether all trained weights are finite. All processes must call."""
@@ -208,6 +268,8 @@ class Recorder:
             worker.export(folder, self.tokenizer)
         self.folder.prune(self.health.proven_step + 1)  # the last step has no later update
         self.metrics_log.close()
+        if is_first_rank() and self.folder.best_step > 0:
+            print(f"best: {self._describe_best()}, in {self.folder.path / BEST_MODEL}")
         dist.destroy_process_group()
 
 

@@ -1,0 +1,76 @@
+"""The best evaluation of a run so far: what trainer.save_best keeps and trainer.patience counts."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rl2.config.schema import PPOConfig
+
+FALLING = ("loss", "perplexity")  # metrics of which less is better
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best evaluation. It is in every checkpoint, so a resumed run decides as the whole one."""
+
+    metric: str  # as in metrics.jsonl, such as test/reward/mean
+    step: int = 0  # 0: none yet. The evaluation before training is no candidate
+    value: float | None = None
+    num_worse: int = 0  # evaluations since then
+    last_step: int = 0  # the last step that was judged
+
+    def judge(self, step: int, metrics: dict[str, float]) -> "Best":
+        """Returns the state after the evaluation of `step`, or itself if that is judged already.
+
+        An equal or undefined value is not better. ValueError if the metric is not among those of
+        the test rows.
+        """
+        if self.metric not in metrics:
+            names = ", ".join(name.removeprefix("test/") for name in metrics)
+            raise ValueError(
+                f"trainer.save_best={self.metric.removeprefix('test/')}: the test rows have no "
+                f"such metric; choose one of {names}"
+            )
+        if step <= self.last_step:
+            return self
+        value = metrics[self.metric]
+        if not math.isfinite(value) or not self._is_below(value):
+            return replace(self, num_worse=self.num_worse + 1, last_step=step)
+        return Best(self.metric, step, value, num_worse=0, last_step=step)
+
+    def _is_below(self, value: float) -> bool:
+        """Returns whether the best so far is worse than `value`."""
+        if self.value is None:
+            return True
+        is_falling = self.metric.rpartition("/")[2] in FALLING
+        return value < self.value if is_falling else value > self.value
+
+
+def start_best(config: Any, saved: dict[str, Any] | None = None) -> Best | None:
+    """Returns the best so far; None without trainer.save_best.
+
+    `saved` are the fields of a checkpoint. Those of another metric do not count.
+    """
+    metric = best_metric(config)
+    if metric is None:
+        return None
+    if saved and saved["metric"] == metric:
+        return Best(**saved)
+    return Best(metric)
+
+
+def best_metric(config: Any) -> str | None:
+    """Returns the metric that trainer.save_best means, as in metrics.jsonl; None without it."""
+    chosen = config.trainer.save_best
+    if chosen is None:
+        return None
+    default = "loss"
+    if isinstance(config, PPOConfig):
+        # The share of right answers, where the user has said which part of the reward is success.
+        num_answers = config.data.responses_per_test_prompt
+        default = f"avg@{num_answers}" if config.rollout.score else "reward/mean"
+    if chosen == "auto":
+        chosen = default
+    elif f"data.test_path.{chosen}" in config.data.test_paths:
+        chosen = f"{chosen}/{default}"
+    return f"test/{chosen}"

@@ -1,0 +1,130 @@
+"""The best evaluation: kept, repeated to the bit after an interruption, and the end of patience."""
+
+import json
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import make_model, read_untimed_metrics
+
+import rl2
+from rl2.run.best import Best
+from rl2.trainer.recorder import Recorder
+
+pytestmark = pytest.mark.usefixtures("hears_ctrl_c")
+
+
+def talk(text):
+    return {"prompt": "say", "completion": text}
+
+
+TRAINED = [talk("abc") for _ in range(24)]
+KEYS = {
+    "data.batch_size": 4,
+    "actor.lr": 0.05,
+    "actor.dtype": "float32",
+    "trainer.test_freq": 1,
+    "trainer.save_best": "auto",
+    "trainer.keep_checkpoints": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("best") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch, tmp_path):
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def train(model, name, **keys):
+    # The test row begins as the trained ones: its loss falls at first, and then rises.
+    return rl2.train(
+        "sft",
+        rows=TRAINED,
+        test_rows=[talk("abd")],
+        model_name=model,
+        **KEYS | {"trainer.experiment_name": name} | keys,
+    )
+
+
+def weights(folder):
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_judging():
+    best = Best("test/loss")
+    for step, value in enumerate([3.0, 2.0, 2.0, math.nan, 1.5], 1):
+        best = best.judge(step, {"test/loss": value})
+        again = best.judge(step, {"test/loss": value})
+        assert again == best, "a repeated evaluation counts twice"
+        if step == 4:
+            assert (best.step, best.num_worse) == (2, 2)
+    assert asdict(best) == asdict(Best("test/loss", 5, 1.5, 0, 5))
+    best = Best("test/reward/mean").judge(1, {"test/reward/mean": 0.1})
+    assert best.judge(2, {"test/reward/mean": 0.2}).step == 2
+    with pytest.raises(ValueError, match="save_best=loss.*accuracy"):
+        Best("test/loss").judge(0, {"test/accuracy": 1.0})
+
+
+def test_the_best_is_kept_and_patience_ends_the_run(model, monkeypatch, capsys):
+    keys = {"trainer.patience": 2, "trainer.save_freq": 1}
+    whole = train(model, "whole", **keys)
+    losses = {line["step"]: line["test/loss"] for line in whole.metrics if line["step"]}
+    best = min(losses, key=losses.get)
+    assert 1 <= best < 4 and max(losses) == best + 2 < 6, losses
+    record = json.loads((whole.path / "run.json").read_text())
+    assert record["best"] == {"step": best, "metric": "test/loss", "value": losses[best]}
+    assert record["is_complete"]
+    checkpoints = {path.name for path in (whole.path / "checkpoints").glob("step_*")}
+    assert {f"step_{best}", f"step_{best + 2}"} <= checkpoints
+    assert weights(whole.best_model_path) != weights(whole.model_path)
+    assert f"best: test/loss {losses[best]:.4g} of step {best}" in capsys.readouterr().out
+    short = train(model, "short", **{"trainer.max_steps": best})
+    assert weights(short.model_path) == weights(whole.best_model_path)
+
+    train(model, "whole", **keys)
+    assert "raise trainer.patience" in capsys.readouterr().out
+    assert len(whole.metrics) == len(losses) + 1, "a finished run went on"
+    longer = train(model, "whole", **keys | {"trainer.patience": 3})
+    assert len(longer.metrics) == len(losses) + 2
+
+    # Every checkpoint of a best step is there, and the model of it is not.
+    def interrupt(recorder):
+        raise InterruptedError("between checkpoint and export")
+
+    for _ in range(best):
+        with monkeypatch.context() as patch:
+            patch.setattr(Recorder, "_export_best", interrupt)
+            with pytest.raises(InterruptedError):
+                train(model, "broken", **keys)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    broken = train(model, "broken", **keys)
+    assert weights(broken.best_model_path) == weights(whole.best_model_path)
+    assert (
+        read_untimed_metrics(broken.path)
+        == read_untimed_metrics(short.path)[: best + 1]
+        + read_untimed_metrics(whole.path)[best + 1 : best + 3]
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"trainer.save_best": None, "trainer.patience": 1}, "needs trainer.save_best"),
+        ({"trainer.test_freq": None}, "needs trainer.test_freq"),
+        ({"trainer.save_best": "acuracy"}, "choose one of loss, perplexity"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(model, keys, message):
+    with pytest.raises(ValueError, match=message):
+        train(model, "refused", **keys)
