@@ -52,6 +52,7 @@ from rl2.algorithms.losses import (
     token_weights,
     unpaired_loss,
     value_loss,
+    weighted_kl,
 )
 from rl2.batch import collate
 from rl2.config.schema import PPOConfig
@@ -1361,7 +1362,7 @@ def make_trl(**settings):
     trainer = trainer_module.GRPOTrainer.__new__(trainer_module.GRPOTrainer)
     arguments = SimpleNamespace(
         delta=settings.pop("delta", None),
-        use_bias_correction_kl=False,
+        use_bias_correction_kl=settings.pop("use_bias_correction_kl", False),
         steps_per_generation=1,
         per_device_train_batch_size=8,
         gradient_checkpointing_kwargs=None,
@@ -1393,6 +1394,21 @@ def make_trl(**settings):
     )
     trainer.__dict__.update({**defaults, **settings})
     return trainer
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_gradient_of_a_weighted_kl_is_that_of_the_kl(estimator):
+    """The mean over tokens of another policy, by enumeration of a vocabulary of six."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    sampling, reference = torch.randn(2, 6, dtype=torch.float64).log_softmax(-1)
+    logps = logits.log_softmax(-1)
+    [expected] = torch.autograd.grad((logps.exp() * (logps - reference)).sum(), logits)
+    logps = logits.log_softmax(-1)
+    estimate = kl_estimate(logps, reference, estimator)
+    weighted = weighted_kl(estimate, logps - sampling, estimator)
+    [gradient] = torch.autograd.grad((sampling.exp() * weighted).sum(), logits)
+    torch.testing.assert_close(gradient, expected)
 
 
 def make_trl_case(seed):
@@ -1432,6 +1448,7 @@ def make_trl_case(seed):
         ),
         (dict(loss_type="cispo", epsilon_high=1.28), "token", dict(loss="cispo")),
         (dict(loss_type="grpo", beta=0.3), "sequence", {}),
+        (dict(loss_type="grpo", beta=0.3, use_bias_correction_kl=True), "sequence", {}),
         (
             dict(loss_type="dapo", use_vllm=True, vllm_importance_sampling_correction=True),
             "token",
@@ -1470,7 +1487,10 @@ def test_policy_loss_against_trl(seed, settings, average, options):
         **options,
     )
     if trainer.beta:
-        loss = loss + trainer.beta * (kl_estimate(logps, case.ref_logps, "k3") * weights).sum()
+        estimate = kl_estimate(logps, case.ref_logps, "k3")
+        if trainer.args.use_bias_correction_kl:
+            estimate = weighted_kl(estimate, logps - case.old_logps, "k3")
+        loss = loss + trainer.beta * (estimate * weights).sum()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
     gradients = [torch.autograd.grad(value, logps)[0] for value in (loss, expected)]
     assert gradients[0].abs().sum() > 0

@@ -346,6 +346,24 @@ def test_the_overlong_part_is_the_formula_of_dapo(tmp_path):
     assert all(t.rewards["overlong"] == -0.2 for t in filtered), "the metric is of all groups"
 
 
+def test_the_length_penalty_is_higher_where_more_answers_succeed(tmp_path):
+    """ALP's formula with K = 2: a prompt that half of the answers solve, and one that none does."""
+    params = SamplingParams(max_new_tokens=20, stop_token_ids=(2,))
+    options = {"length_penalty": 0.4, "overlong_buffer": 4, "params": params}
+    collector = make_collector(tmp_path, [1, 0], {}, 2, **options)
+    collector.player.engine.lengths = {0: 18, 1: 10}
+    trajectories = collector.collect(1)
+    found = [(t.length, t.rewards["right"], t.rewards["length_penalty"]) for t in trajectories]
+    assert found == [
+        (length, right, pytest.approx(-0.4 * 0.5 * length / 20)) for length, right, _ in found
+    ]
+    assert [right for _, right, _ in found] == [1, 0, 0, 0]
+    assert len({length for length, _, _ in found}) > 1
+    collector = make_collector(tmp_path, [2], {}, 1, length_penalty=0.4, params=params)
+    for trajectory in collector.collect(1):  # solved by both
+        assert trajectory.rewards["length_penalty"] == pytest.approx(-0.4 * trajectory.length / 20)
+
+
 def test_reward_weights_scale_the_parts_and_a_wrong_name_is_refused(tmp_path):
     collector = make_collector(tmp_path, [1], {}, 1)
     collector.player.reward_weights = {"right": 0.5}

@@ -57,6 +57,17 @@ def kl_estimate(logps: Tensor, ref_logps: Tensor, estimator: str) -> Tensor:
     return KL_ESTIMATORS[estimator]((logps - ref_logps).clamp(-1e4, 1e4))
 
 
+def weighted_kl(estimate: Tensor, log_ratio: Tensor, estimator: str) -> Tensor:
+    """The KL estimate at each token [B, T], weighted by rho = p / p_sampled, `log_ratio` its log.
+
+    The tokens of an older policy then give the KL of the current one, and its gradient: with
+    d = logp - ref_logp it is rho d grad(logp) per token (DeepSeek-V3.2, arXiv:2512.02556, with k3).
+    In k1 and k3 a part of it goes through rho; in k2 none does.
+    """
+    ratio = finite_exp(log_ratio)
+    return estimate * (ratio.detach() if estimator == "k2" else ratio)
+
+
 def token_weights(
     mask: Tensor,
     trajectory: Tensor,

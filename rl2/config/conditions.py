@@ -36,6 +36,13 @@ def has_teacher(config: Any) -> bool:
     return bool(config.teacher.model_name or config.teacher.hint)
 
 
+def weights_kl(kl: Any, updates_per_step: int) -> bool:
+    """Whether a KL term in the loss is weighted by the ratio to the policy that sampled."""
+    if kl.importance_weights is not None:
+        return bool(kl.importance_weights)
+    return updates_per_step > 1  # the later ones train another policy than the one that sampled
+
+
 def needs_reference(config: Any) -> bool:
     """Whether PPO's loss or its KL term needs the log-probabilities of a reference model."""
     from rl2.algorithms.find import POLICY_LOSS_CHOICES  # imports torch, as above

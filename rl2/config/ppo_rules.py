@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rl2.config.conditions import corrects_mismatch, estimator_needs, has_teacher
+from rl2.config.conditions import corrects_mismatch, estimator_needs, has_teacher, weights_kl
 from rl2.config.engines import choose_engine, is_installed
 from rl2.config.exactness import exact_obstacles
 from rl2.config.key_rules import non_default_keys
@@ -324,6 +324,9 @@ def find_loss_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[Proble
             "those of an older policy, and this loss has no ratio that corrects for it"
         )
         yield wrong_value("actor.loss", actor.loss, reason)
-    if config.kl.type == "loss" and config.kl.loss_estimator == "k1":
+    is_unweighted_loss = config.kl.type == "loss" and not weights_kl(
+        config.kl, actor.updates_per_step
+    )
+    if is_unweighted_loss and config.kl.loss_estimator == "k1":
         reason = "the gradient of k1 in a loss is 0 on average; k2 has that of the KL"
         yield wrong_value("kl.loss_estimator", "k1", reason)

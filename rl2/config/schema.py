@@ -641,6 +641,13 @@ class RolloutConfig:
             lambda config, section: section.overlong_buffer, "without rollout.overlong_buffer"
         ),
     )
+    length_penalty: NonNegativeFloat = key(
+        0.0,
+        "how much a training answer of max_new_tokens loses where all answers to its prompt "
+        "succeed; less where fewer do, e.g. 0.1 (ALP); logged as the reward part length_penalty",
+        unusual_above=1,
+        unusual_effect="the penalty outweighs a reward of 1",
+    )
     reward_weights: dict[str, float] = key(
         {},
         "weights of reward parts: rollout.reward_weights.NAME=WEIGHT; default 1; 0 only logs the "
@@ -715,6 +722,14 @@ class KLConfig:
         "k2",
         "estimator with kl.type=loss; k2 has the gradient of the KL divergence",
         choices=KL_ESTIMATOR_NAMES,
+        only_if=Condition(
+            lambda config, section: section.type == "loss", "with kl.type={section.type}"
+        ),
+    )
+    importance_weights: bool | None = key(
+        None,
+        "weight the KL term in the loss by the ratio of the current to the sampling policy, which "
+        "makes its gradient that of the KL divergence; by default on with several updates per step",
         only_if=Condition(
             lambda config, section: section.type == "loss", "with kl.type={section.type}"
         ),

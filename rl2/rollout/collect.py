@@ -51,6 +51,7 @@ class RolloutRules:
     max_staleness: int | None
     overlong_buffer: int | None
     overlong_penalty: float
+    length_penalty: float
 
 
 # The rules of an evaluation: every group counts, and nothing is added.
@@ -62,6 +63,7 @@ NO_RULES = RolloutRules(
     max_staleness=None,
     overlong_buffer=None,
     overlong_penalty=0.0,
+    length_penalty=0.0,
 )
 
 
@@ -171,6 +173,8 @@ class Collector:
         trajectories = self._gather(list(used.values()), "train", step)
         board.clear()
         self._note_rewards(trajectories)
+        if self.rules.length_penalty:
+            self._add_length_penalty(trajectories, self.rules.length_penalty)
         if self.rules.overlong_buffer:
             self._add_overlong(trajectories, self.rules.overlong_buffer)
         _place_rewards(trajectories)
@@ -277,11 +281,30 @@ class Collector:
         for name in sorted(self.player.reward_weights):
             check_part_name(f"rollout.reward_weights.{name}", name, self.part_names)
         check_part_name(f"rollout.score={self.player.score}", self.player.score, self.part_names)
-        if self.rules.overlong_buffer and "overlong" in self.part_names:
-            raise ValueError(
-                "reward_fn returns a part named overlong, and rollout.overlong_buffer adds a part "
-                "of this name: rename that of reward_fn"
-            )
+        added = {
+            "overlong": ("rollout.overlong_buffer", self.rules.overlong_buffer),
+            "length_penalty": ("rollout.length_penalty", self.rules.length_penalty),
+        }
+        for name, (key, is_added) in added.items():
+            if is_added and name in self.part_names:
+                raise ValueError(
+                    f"reward_fn returns a part named {name}, and {key} adds a part of this name: "
+                    "rename that of reward_fn"
+                )
+
+    def _add_length_penalty(self, trajectories: list[Trajectory], coef: float) -> None:
+        """Adds the reward part `length_penalty`: -coef max(p, 1 / K) tokens / max_new_tokens.
+
+        p is the success of the K answers to the prompt, between 0 and 1, before anything is added:
+        each token costs more where the policy succeeds (ALP, arXiv:2506.05256).
+        """
+        for _, group in itertools.groupby(trajectories, lambda trajectory: trajectory.group):
+            members = [trajectory for trajectory in group if not trajectory.is_failed]
+            success = min(1.0, mean_score(members, self.player.score)) if members else 0.0
+            for trajectory in members:
+                price = coef * max(success, 1 / len(members))
+                share = trajectory.length / self.params.max_new_tokens
+                trajectory.rewards["length_penalty"] = -price * share
 
     def _add_overlong(self, trajectories: list[Trajectory], buffer: int) -> None:
         """Adds the reward part `overlong` to all trajectories that have a reward."""

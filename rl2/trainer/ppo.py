@@ -18,7 +18,7 @@ from rl2.algorithms import losses
 from rl2.algorithms.advantages import AdvantageInputs, RewardPart, distillation
 from rl2.algorithms.find import find_estimator, find_policy_loss
 from rl2.batch import Batch, collate, drop_zero_advantages, split_minibatches
-from rl2.config.conditions import has_teacher
+from rl2.config.conditions import has_teacher, weights_kl
 from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig, RolloutWorkerConfig
 from rl2.env.load import Functions
 from rl2.model.token_model import TokenScores
@@ -297,6 +297,8 @@ def actor_loss(
     metrics |= {f"mismatch_{name}": value for name, value in mismatch.items()}
     if kl.type == "loss":
         estimate = losses.kl_estimate(logps, batch.ref_logps, kl.loss_estimator)
+        if weights_kl(kl, config.updates_per_step):
+            estimate = losses.weighted_kl(estimate, inputs.log_ratio, kl.loss_estimator)
         kl_term = (estimate * weights).sum()
         loss = loss + kl.coef * kl_term
         metrics["kl"] = kl_term.detach()

@@ -328,6 +328,7 @@ def make_collector(
             max_staleness=rollout.max_staleness,
             overlong_buffer=rollout.overlong_buffer,
             overlong_penalty=rollout.overlong_penalty,
+            length_penalty=rollout.length_penalty,
         ),
         write_records=setup.folder.write_records,
         hint=Hint(config.teacher.hint, setup.template) if config.teacher.hint else None,
