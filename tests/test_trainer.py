@@ -315,6 +315,34 @@ def test_all_layouts_train_the_same_policy(setup, tmp_path):
                 assert expected[key] == value, (name, expected["step"], key)
 
 
+def test_two_processes_keep_the_best_evaluation_and_end_when_patience_is_over(setup, tmp_path):
+    arguments = [
+        *setup,
+        f"data.test_path={tmp_path / 'train.jsonl'}",
+        "rollout.test_sampling_params.max_new_tokens=8",
+        "trainer.test_freq=1",
+        "trainer.save_best=auto",
+        "trainer.patience=2",
+        "trainer.n_epochs=5",
+        "actor.lr=0.05",
+        f"actor.save_dir={tmp_path / 'exports'}",
+        "actor.save_freq=1",
+    ]
+    train(2, *arguments)
+    run = tmp_path / "run"
+    rewards = [line["test/reward/mean"] for line in read_metrics(run)]
+    best = max(range(1, len(rewards)), key=rewards.__getitem__)  # the first of the equal ones
+    assert len(rewards) - 1 == best + 2 < 30
+    assert json.loads((run / "run.json").read_text())["best"]["step"] == best
+    expected = read_weights(tmp_path / f"exports/step_{best}")
+    found = read_weights(run / "best_model")
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(expected[name]) for name in expected)
+    assert (run / f"checkpoints/step_{best}").exists()
+    again = train(2, *arguments)
+    assert "all steps are done" in again.stdout and len(read_metrics(run)) == len(rewards)
+
+
 def test_tool_turns_and_a_run_that_starts_from_an_export(setup, tmp_path):
     """The env answers the first turn. The next run starts from the exported actor and optimizer."""
     interact = """
