@@ -15,6 +15,7 @@ import argparse
 import json
 import multiprocessing
 import random
+import shlex
 import shutil
 import signal
 import sys
@@ -47,6 +48,8 @@ PPO = (
 CRITIC = "adv.estimator=gae critic.lr=0.01 critic.dtype=float32"
 # The mean of a group is outside [0.06, 0.14] often enough to replace some groups in every step.
 REFILL = "rollout.filter=[0.06,0.14] rollout.max_refills=4 rollout.drop_solved=0.3"
+BEST = "trainer.save_best=auto trainer.keep_checkpoints=1"
+HINT = "adv.estimator=distillation actor.loss=reinforce teacher.hint='\"it is {{answer}}\"'"
 # They replace the data.path before them.
 SOURCES = (
     "data.path={{all:{inputs}/prompts.jsonl,few:{inputs}/few_prompts.jsonl}}"
@@ -69,11 +72,15 @@ CASES = {  # name: (processes, trainer and arguments)
     "ppo_critic": (2, f"{PPO} {CRITIC} actor.update_per_rollout=2 kl.coef=0.01 kl.type=loss"),
     "ppo_refill": (2, f"{PPO} {REFILL}"),
     "ppo_sources": (2, f"{PPO} {SOURCES}"),
+    "ppo_best": (2, f"{PPO} {BEST}"),
+    "ppo_hint": (2, f"{PPO} {HINT} rollout.train_sampling_params.top_p=0.9"),
     "ppo_lora": (2, f"{PPO} actor.lora_rank=2"),
     "sft": (1, SFT),
     "sft_fsdp": (2, SFT),
+    "sft_best": (2, f"{SFT} {BEST}"),
     "sft_sources": (1, f"{SFT} {SFT_SOURCES}"),
     "dpo": (1, DPO),
+    "dpo_kto": (2, f"{DPO} dpo.loss=kto"),
     "dpo_sp": (2, f"{DPO} actor.sp_size=2"),
     "rm": (1, RM),
     "rm_tp": (2, f"{RM} critic.tp_size=2"),
@@ -115,7 +122,7 @@ class Case:
         self.runs = runs
         self.folder = folder / name
         self.world, command = CASES[name]
-        self.trainer, *self.arguments = command.format(inputs=folder / "inputs").split()
+        self.trainer, *self.arguments = shlex.split(command.format(inputs=folder / "inputs"))
         duration_file = self.folder / "seconds"
         if not duration_file.exists():
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -183,10 +190,10 @@ class Case:
     def compare(self, folder: Path) -> None:
         whole = self.folder / "whole"
         assert read_untimed_metrics(folder) == read_untimed_metrics(whole), "the metrics differ"
-        for pattern in ("model/*.safetensors", "rollouts/*/*.jsonl"):
+        for pattern in ("model/*.safetensors", "best_model/*.safetensors", "rollouts/*/*.jsonl"):
             expected = files(whole, pattern)
             assert files(folder, pattern) == expected, f"{pattern} differ"
-            assert expected or pattern.startswith("rollouts"), "nothing was compared"
+            assert expected or not pattern.startswith("model"), "nothing was compared"
         left = partial_folders(folder)
         assert not left, f"the resumed run leaves {left}"
 
