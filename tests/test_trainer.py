@@ -28,6 +28,8 @@ from common import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rl2.rewards.text import BOXED_PROMPT
+
 PPO = ("-m", "rl2.trainer.ppo")
 # The reward is the fraction of letters of the reply that are in the answer. A random policy starts
 # near 8/98 and learns it in a few steps.
@@ -462,6 +464,25 @@ def test_a_teacher_with_a_hint_scores_the_answers_after_its_own_prompt(setup, tm
     expected = -torch.cat(gains).mean().item()
     assert metrics[0]["actor/teacher_kl"] == pytest.approx(expected, abs=1e-4) and expected > 1e-3
     assert metrics[0]["actor/mismatch_logp_difference"] < 1e-4
+
+
+def test_solved_examples_and_named_system_prompts_are_sampled_from(setup, tmp_path):
+    talk = [{"role": "user", "content": "say z"}, {"role": "assistant", "content": "zzz"}]
+    rows = [{"messages": talk}] * 3
+    (tmp_path / "shots.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shots = [f"data.few_shot={tmp_path / 'shots.jsonl'}", "data.max_length=250"]
+    keys = ["trainer.save_tokens=true", "trainer.max_steps=1", "data.system_prompt=boxed"]
+    train(1, *setup, *shots, *keys, "data.num_few_shot=2")
+    saved = load_file(tmp_path / "run/rollouts/train/step_1.safetensors")
+    length = saved["length"][0].item()
+    prompt = saved["tokens"][:length][saved["mask"][:length] == 0]
+    text = AutoTokenizer.from_pretrained(tmp_path / "tiny").decode(prompt)
+    assert (
+        text.count("zzz") == 2 and BOXED_PROMPT in text and text.index("zzz") < text.index("say a")
+    )
+    assert len(read_jsonl(tmp_path / "run/rollouts/train/step_1.jsonl")[0]["messages"]) == 2
+    words = [*setup, *shots, "trainer.resume=off", "data.num_few_shot=4"]
+    assert "data.num_few_shot=4" in train(1, *words, check=False).stderr
 
 
 def test_a_hint_that_rows_do_not_fill_is_refused(setup):

@@ -137,7 +137,10 @@ class DataConfig:
         identity=True,
     )
     system_prompt: str | None = key(
-        None, "added to conversations that do not begin with a system message", identity=True
+        None,
+        "added to conversations that do not begin with a system message; boxed and think_answer "
+        "name the prompts of rl2.rewards that ask for \\boxed{} or for <think> and <answer>",
+        identity=True,
     )
     max_length: PositiveInt = key(
         1024,
@@ -181,6 +184,18 @@ class PromptConfig(DataConfig):
         1,
         "answers sampled per test prompt; more than one gives pass@k and majority votes",
         only_if=WITH_TEST_DATA,
+    )
+    few_shot: str | None = key(
+        None,
+        "rows of solved examples, conversations that end with the reply as for SFT, which stand in "
+        "front of every prompt",
+        identity=True,
+    )
+    num_few_shot: PositiveInt | None = key(
+        None,
+        "number of these examples, the first ones; by default all",
+        identity=True,
+        only_if=Condition(lambda config, section: section.few_shot, "without data.few_shot"),
     )
 
 

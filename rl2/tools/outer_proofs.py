@@ -208,8 +208,10 @@ def _prove_turn(
 
     def reference(end: int, is_prompt: bool) -> str:
         """Returns the first messages as transformers renders them."""
-        shown = messages[:end]
-        if template.system_prompt and messages[0]["role"] not in SYSTEM_ROLES:
+        shown = [*template.few_shot, *messages[:end]]
+        if messages[0]["role"] in SYSTEM_ROLES:
+            shown = [messages[0], *template.few_shot, *messages[1:end]]
+        elif template.system_prompt:
             shown = [{"role": "system", "content": template.system_prompt}, *shown]
         variables = {**template.variables, "add_generation_prompt": is_prompt, "tokenize": False}
         return str(tokenizer.apply_chat_template(shown, tools, **variables))

@@ -7,16 +7,18 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rl2.config.problem import Problem
-from rl2.config.schema import DataConfig, SFTDataConfig, worker_names
+from rl2.config.schema import DataConfig, PromptConfig, SFTDataConfig, worker_names
 from rl2.data.chat import ChatTemplate
-from rl2.data.examples import Examples, Mixture, RowKind, hold_out
+from rl2.data.examples import SFT_ROWS, Examples, Mixture, RowKind, hold_out
 from rl2.data.formats import NO_TEMPLATE
 from rl2.data.rows import Rows, hash_data, load_rows
 from rl2.model.folder import check_length as check_num_positions
 from rl2.model.folder import check_num_layers
 from rl2.parallel.rank import is_first_rank
+from rl2.rewards.text import BOXED_PROMPT, THINK_ANSWER_PROMPT
 from rl2.run.folder import RunFolder
 
+SYSTEM_PROMPTS = {"boxed": BOXED_PROMPT, "think_answer": THINK_ANSWER_PROMPT}
 TRIAL_ROWS = 1000  # rows that are read to show problems of the data beside those of the config
 
 
@@ -202,10 +204,32 @@ def make_chat_template(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, day: str
 ) -> ChatTemplate:
     """The chat template of a run that first started on `day`, YYYY-MM-DD. ValueError in words."""
+    prompt = data.system_prompt
     return ChatTemplate(
         tokenizer,
         data.chat_template,
         data.chat_template_kwargs,
-        data.system_prompt,
+        SYSTEM_PROMPTS.get(prompt, prompt) if prompt else None,
         date.fromisoformat(day),
+        read_few_shot(data) if isinstance(data, PromptConfig) else [],
     )
+
+
+def read_few_shot(data: PromptConfig) -> list[dict[str, Any]]:
+    """The messages of the solved examples, one example after the other. ValueError in words."""
+    if not data.few_shot:
+        return []
+    rows = load_rows(data.few_shot, "train", SFT_ROWS.read, {}, data.num_few_shot)
+    count = data.num_few_shot or len(rows)
+    if count > len(rows):
+        raise ValueError(f"data.num_few_shot={count}: {data.few_shot} has {len(rows)} rows")
+    messages: list[dict[str, Any]] = []
+    for i in range(count):
+        example = rows[i]["messages"]
+        if isinstance(example, str):
+            raise ValueError(
+                f"data.few_shot={data.few_shot}: row {i + 1} is a plain text; give conversations "
+                "that end with the reply"
+            )
+        messages += example
+    return messages
