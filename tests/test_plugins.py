@@ -102,6 +102,15 @@ def test_recent_losses_by_hand():
     [gradient] = torch.autograd.grad(sapo(moved)[0].sum(), logps)
     assert gradient.abs().max() < 1e-5  # where -A rho has a gradient of 20
 
+    # p - p_engine is below -0.2 in row 0, and above 0.2 in the first token of row 1.
+    values, metrics = find_recent(find_policy_loss, "prime_rl")(inputs)
+    moved = (logps - engine_logps).detach()
+    ratio = moved.exp()
+    cut = torch.tensor([[0, 0], [1, 0], [1, 1], [0, 0]])
+    expected = torch.where(cut > 0, 0.0, -signs * ratio) + 1e-3 * moved.square()
+    torch.testing.assert_close(values, expected)
+    assert metrics["clip_ratio"].int().equal(cut.int())
+
     positive = find_recent(find_preference_loss, "positive")
     gains = {"chosen_gain": torch.tensor([1.0, -1.0]), "rejected_gain": torch.tensor([0.0, -2.0])}
     values = positive(preference_inputs(torch.ones(2), beta=0.5, **gains))

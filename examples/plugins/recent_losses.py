@@ -1,4 +1,4 @@
-r"""Three losses of 2025 and 2026 as you would write them yourself.
+r"""Four losses of 2025 and 2026 as you would write them yourself.
 
     python -m rl2.trainer.ppo rollout.env_path=arithmetic actor.model_name=MODEL \
         data.path=examples/rows/arithmetic.jsonl data.prompts_per_rollout=3 \
@@ -15,6 +15,7 @@ from rl2.algorithms.losses import (
     PolicyLoss,
     PreferenceInputs,
     TokenLosses,
+    dppo,
     finite_exp,
     logsigmoid,
     masked,
@@ -46,6 +47,17 @@ def sigmoid_gate(x: PolicyInputs, temperature: float = 1.0) -> TokenLosses:
     return -x.advantages * gate, {}
 
 
+def trust_region_with_kl(x: PolicyInputs, kl_coef: float = 1e-3) -> TokenLosses:
+    """`dppo` + kl_coef (logp - engine_logp)^2 on every trained token.
+
+    What prime-rl trains with (August 2026). The square pulls the policy back to the one that
+    sampled, also where the trust region has cut the gradient.
+    """
+    losses, metrics = dppo(x)
+    moved = masked(x.mask, x.logps - x.engine_logps)
+    return losses + kl_coef * moved.square(), metrics
+
+
 def positive(x: PreferenceInputs, strength: float = 5.0) -> Tensor:
     """-log sigmoid(beta (m - strength max(0, -chosen_gain))): DPO-Positive (arXiv:2402.13228).
 
@@ -58,4 +70,6 @@ def positive(x: PreferenceInputs, strength: float = 5.0) -> Tensor:
 
 # The declarations say which settings are read, and that rows without an advantage need no pass.
 off_policy_masked = PolicyLoss(drop_far_failures, vanishes_without_advantage=True)
+# The square has a gradient in them, so they are run.
+prime_rl = PolicyLoss(trust_region_with_kl, settings=("clip", "clip_high"), corrects_mismatch=True)
 sapo = PolicyLoss(sigmoid_gate, settings=(), vanishes_without_advantage=True)
