@@ -1,7 +1,7 @@
 """The optimizer of a worker: AdamW, its learning rate and the gradient's norm."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,8 @@ SAMPLED_WEIGHTS = 2**14  # of each parameter, in measuring what an update change
 class AdamW:
     """AdamW (Loshchilov & Hutter, 2019, arXiv:1711.05101) on this process's shards of parameters.
 
-    The moments exist from the start, on the device of the parameters or in host memory.
+    The moments exist from the start, on the device of the parameters or in host memory. `betas` are
+    the decay rates of the two moments, the means of the gradient and of its square.
     """
 
     def __init__(
@@ -34,9 +35,11 @@ class AdamW:
         parameters: dict[str, ShardedParameter],
         weight_decay: float,
         in_host_memory: bool = False,
+        betas: Sequence[float] = (0.9, 0.999),
     ):
         self.parameters = parameters
         self.weight_decay = weight_decay
+        self.beta1, self.beta2 = betas
         self.in_host_memory = in_host_memory
         self.num_steps = 0
         shards = [local_shard(parameter) for parameter in parameters.values()]
@@ -69,8 +72,8 @@ class AdamW:
             state_steps=list(steps.unbind()),  # torch counts up these copies
             fused=True,  # even on the CPU: one pass over the memory instead of ten
             amsgrad=False,
-            beta1=0.9,
-            beta2=0.999,
+            beta1=self.beta1,
+            beta2=self.beta2,
             lr=lr,
             weight_decay=self.weight_decay,
             eps=1e-8,

@@ -130,7 +130,10 @@ class Worker:
         self.optimizer: Any = None  # an AdamW unless the model is frozen
         if is_trained:
             self.optimizer = make_optimizer(
-                self.trained_parameters, config.weight_decay, config.offload_optimizer
+                self.trained_parameters,
+                config.weight_decay,
+                config.offload_optimizer,
+                config.betas,
             )
             if config.optimizer_dir:
                 import_optimizer(self.optimizer, config.optimizer_dir)

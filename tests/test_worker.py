@@ -25,7 +25,7 @@ from parity import (
     worker_config,
 )
 from peft import LoraConfig, inject_adapter_in_model
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -222,6 +222,27 @@ def test_a_restored_worker_has_the_weight_decay_of_its_config(tmp_path, device):
     restored.load_state_dict(deepcopy(saved.state_dict()))
     without_decay, with_decay = update(saved), update(restored)
     assert any(not torch.equal(without_decay[key], with_decay[key]) for key in with_decay)
+
+
+def test_betas_give_the_updates_of_torchs_adamw(tmp_path, device):
+    """Of one process, which holds whole parameters; a checkpoint between two steps changes none."""
+    name = make_model(tmp_path / "model")
+    settings = {"weight_decay": 0.1, "betas": [0.5, 0.7]}
+    worker = Worker(worker_config(name, **settings), device, False, 8)
+    parameters = list(worker.trained_parameters.values())
+    peers = [parameter.full_tensor().detach().clone() for parameter in parameters]
+    optimizer = torch.optim.AdamW(peers, lr=0.01, eps=1e-8, **settings)
+    for _ in range(3):
+        for parameter, peer in zip(parameters, peers, strict=True):
+            peer.grad = torch.randn_like(peer)
+            parameter.grad = distribute_tensor(
+                peer.grad, parameter.device_mesh, parameter.placements
+            )
+        worker.optimizer.step(0.01)
+        optimizer.step()
+        worker.load_state_dict(deepcopy(worker.state_dict()))
+    for parameter, peer in zip(parameters, peers, strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), peer, rtol=0, atol=1e-6)
 
 
 def test_an_update_that_trains_no_token_leaves_the_weights(tmp_path, device):

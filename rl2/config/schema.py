@@ -327,6 +327,12 @@ class WorkerConfig(ModelConfig):
         unusual_above=1,
         unusual_effect="each update multiplies the weights by 1 - lr x weight_decay",
     )
+    betas: list[float] = key(
+        [0.9, 0.999],
+        "decay rates of AdamW's moving means of the gradient and of its square",
+        at_least=0,
+        below=1,
+    )
     max_grad_norm: PositiveFloat = key(
         1.0,
         "clip the gradient to this norm; inf = never",

@@ -11,7 +11,7 @@ import contextlib
 import io
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -195,7 +195,13 @@ class AnyModel(HuggingFaceFiles):
 class Descent:
     """Plain gradient descent, since AdamW hides wrong scales. It adds the gradients up."""
 
-    def __init__(self, parameters: dict[str, Any], weight_decay: float, in_host_memory: bool):
+    def __init__(
+        self,
+        parameters: dict[str, Any],
+        weight_decay: float,
+        in_host_memory: bool,
+        betas: Sequence[float],
+    ):
         self.parameters = parameters
         self.gradients: dict[str, Any] = {}
 
