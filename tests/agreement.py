@@ -47,10 +47,10 @@ def main(model: str, folder: Path) -> None:
     os.chdir(folder / "0")
     hash_package = run_folder.hash_package
     if RANK == 1:
-        start.hash_data = lambda path: "the hash of other rows"
+        start.hash_sources = lambda paths: "the hash of other rows"
         run_folder.hash_package = lambda: "the hash of other code"
     try_to_start(model, 0.5 if RANK == 1 else 1.0)
-    start.hash_data = lambda path: "the same"
+    start.hash_sources = lambda paths: "the same"
     run_folder.hash_package = hash_package
     try_to_start(model, 1.0)
     dist.destroy_process_group()
