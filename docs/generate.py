@@ -97,7 +97,7 @@ TOPICS = [
     ),
     Topic(
         "Policy loss",
-        r"actor\.(loss|clip|clip_high|dual_clip|average.*|correction.*|skip_threshold|.*entropy)",
+        r"actor\.(loss|clip|clip_high|dual_clip|average.*|correction.*|skip.*|.*entropy)",
         "[algorithms.md](algorithms.md) has the formulas.",
     ),
     Topic("Value loss", r"critic\.clip"),

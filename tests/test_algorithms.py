@@ -50,6 +50,7 @@ from rl2.algorithms.losses import (
     reward_loss,
     rollout_mismatch,
     token_weights,
+    trajectory_ratios,
     unpaired_loss,
     value_loss,
     weighted_kl,
@@ -1601,6 +1602,19 @@ def test_advantages_and_corrections_against_trl(seed, aggregation, mode, correct
     trl_advantages = expected["advantages"][:, None] * mask
     torch.testing.assert_close(advantages, trl_advantages, check_dtype=False)
     assert trainer._metrics["train"]["frac_reward_zero_std"] == [0]
+
+
+def test_the_mean_ratio_of_a_trajectory_is_over_the_tokens_of_all_its_rows():
+    """Trajectory 7 has the ratios 4 in row 0 and 1, 1 in row 2: the mean is 2, not (4 + 1) / 2."""
+    log_ratios = torch.tensor([[4.0, 1e30], [0.5, 0.25], [1.0, 1.0], [8.0, 8.0]]).log()
+    mask = torch.tensor([[1, 0], [1, 1], [1, 1], [0, 0]], dtype=torch.int8)
+    old_logps = torch.full((4, 2), -3.0)
+    ratios, row_index = trajectory_ratios(
+        old_logps + log_ratios, old_logps, mask, torch.tensor([7, 5, 7, 9])
+    )
+    torch.testing.assert_close(
+        ratios[row_index], torch.tensor([2.0, 0.375, 2.0, math.nan]), equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES)

@@ -102,6 +102,20 @@ def token_weights(
     return mask / (lengths.clamp(min=1)[row_index, None] * num_units)
 
 
+def trajectory_ratios(
+    logps: Tensor, old_logps: Tensor, mask: Tensor, trajectory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns ([N], [B]): the mean ratio of each trajectory, and each row's place in the first.
+
+    The ratio of a token is exp(logp - old_logp), and the mean is over the trained tokens of all
+    rows of the trajectory. Without a trained token it is NaN, which is above no limit.
+    """
+    ids, row_index = trajectory.unique(return_inverse=True)
+    ratios = finite_exp(masked(mask, logps - old_logps)) * (mask > 0)
+    sums = sum_by_index(row_index, ratios.sum(1), len(ids))
+    return sums / sum_by_index(row_index, mask.sum(1).to(sums.dtype), len(ids)), row_index
+
+
 @dataclass(frozen=True)
 class PolicyInputs:
     """The input of a policy loss: a micro-batch of whole sequences.
@@ -116,7 +130,7 @@ class PolicyInputs:
     advantages: Tensor  # [b, T] 0 where the mask is 0
     mask: Tensor  # [b, T] float32, as all columns; 1 = trained
     group: Tensor  # [b] rows of one prompt; some of them may be in other micro-batches
-    trajectory: Tensor  # [b] rows of one conversation, all of which are here
+    trajectory: Tensor  # [b] rows of one conversation; some may be in other micro-batches too
     clip: float  # this and the following are the settings actor.* of the config
     clip_high: float
     dual_clip: float | None = None

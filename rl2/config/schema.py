@@ -461,12 +461,22 @@ class ActorConfig(RolloutWorkerConfig):
     )
     skip_threshold: float | None = key(
         None,
-        "skip an optimizer step if its mean probability ratio is above this (PPO in TRL: 10)",
+        "skip an optimizer step, or with skip=sample an answer, if its mean probability ratio is "
+        "above this (PPO in TRL: 10)",
         above=1,  # the ratio is 1 on the policy
         only_if=Condition(
             lambda config, section: config.trainer.rollouts_from or section.updates_per_step > 1,
             "with one optimizer step per rollout, where the ratio is 1: raise "
             "{path}.update_per_rollout or {path}.epochs_per_rollout",
+        ),
+    )
+    skip: str = key(
+        "update",
+        "what skip_threshold skips; update: the optimizer step; sample: single answers, which "
+        "needs an extra pass over the answers before each update",
+        choices=("update", "sample"),
+        only_if=Condition(
+            lambda config, section: section.skip_threshold, "without {path}.skip_threshold"
         ),
     )
     entropy: NonNegativeFloat = key(

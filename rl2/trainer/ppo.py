@@ -17,7 +17,7 @@ from torch import Tensor
 from rl2.algorithms import losses
 from rl2.algorithms.advantages import AdvantageInputs, RewardPart, distillation
 from rl2.algorithms.find import find_estimator, find_policy_loss
-from rl2.batch import Batch, collate, drop_zero_advantages, split_minibatches
+from rl2.batch import Batch, collate, drop_zero_advantages, leave_out, split_minibatches
 from rl2.config.conditions import has_teacher, weights_kl
 from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig, RolloutWorkerConfig
 from rl2.env.load import Functions
@@ -78,6 +78,9 @@ def train_step(run: PPORun, step: int) -> bool:
             part.token_weights = losses.token_weights(
                 part.mask, part.trajectory, actor.average, actor.average_constant, part.group
             )
+            left_out = {}
+            if actor.skip == "sample":
+                left_out = leave_out_moved(part, run.actor, actor.skip_threshold, temperature)
             loss_fn = partial(actor_loss, actor, config.kl)
             if can_drop_rows(config):  # their passes would add nothing to the gradient
                 check_no_gradient(loss_fn, part)
@@ -87,9 +90,9 @@ def train_step(run: PPORun, step: int) -> bool:
                 loss_fn,
                 temperature,
                 with_entropy=needs_entropy(actor),
-                max_ratio=actor.skip_threshold,
+                max_ratio=actor.skip_threshold if actor.skip == "update" else None,
             )
-            updates.append(result.to_log(part.token_weights.sum().item()))
+            updates.append(result.to_log(part.token_weights.sum().item()) | left_out)
         metrics |= average_updates("actor", updates)
 
         if run.critic is not None:
@@ -170,6 +173,24 @@ def mini_batches(batch: Batch, config: RolloutWorkerConfig, step: int) -> Iterat
     for epoch in range(config.epochs_per_rollout):
         seed = step * config.epochs_per_rollout + epoch
         yield from split_minibatches(batch, config.update_per_rollout, seed)
+
+
+def leave_out_moved(
+    part: Batch, worker: Worker, threshold: float, temperature: float
+) -> dict[str, float]:
+    """Leaves out the trajectories whose mean ratio is above `threshold`. Returns metrics.
+
+    The rows of a trajectory may be in several micro-batches, on several processes. So they are
+    scored before the update, and every process finds the same trajectories in every layout.
+    """
+    assert part.old_logps is not None
+    logps = worker.infer(part, temperature).logps
+    assert logps is not None
+    ratios, row_index = losses.trajectory_ratios(logps, part.old_logps, part.mask, part.trajectory)
+    has_moved = ratios > threshold
+    leave_out(part, has_moved[row_index])
+    num_trained = max(1, int((~ratios.isnan()).sum()))
+    return {"skipped_samples": has_moved.sum().item() / num_trained}
 
 
 def needs_old_logps(config: PPOConfig) -> bool:
