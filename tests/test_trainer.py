@@ -513,6 +513,13 @@ def test_solved_examples_and_named_system_prompts_are_sampled_from(setup, tmp_pa
     assert "data.num_few_shot=4" in train(1, *words, check=False).stderr
 
 
+def test_a_hint_where_the_filter_leaves_no_answer(setup, tmp_path):
+    keys = ["trainer.max_steps=1", "rollout.filter=[5,6]", "rollout.max_refills=1"]
+    train(1, *setup, *keys, 'teacher.hint="it is {answer}"')
+    [line] = read_metrics(tmp_path / "run")
+    assert line["rollout/length"] > 0 and not line["actor/teacher_kl"]
+
+
 def test_a_hint_that_rows_do_not_fill_is_refused(setup):
     done = train(1, *setup, 'teacher.hint="it is {solution}"', check=False)
     assert "teacher.hint: a row has no column solution; this one has answer" in done.stderr

@@ -120,14 +120,13 @@ def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float
 
     Returns metrics.
     """
-    actor = run.config.actor
+    actor, has_hint = run.config.actor, bool(run.config.teacher.hint)
     for column, worker in run.frozen.items():  # the reference and the teacher
-        if column != "teacher_logps" or batch.hinted is None:
+        if column != "teacher_logps" or not has_hint:
             setattr(batch, column, worker.infer(batch, temperature).logps)
-    if batch.hinted is not None:
+    if has_hint:  # without a teacher model the policy is its own teacher
         teacher = run.frozen.get("teacher_logps", run.actor)
-        batch.teacher_logps = score_hinted(batch, batch.hinted, teacher, temperature)
-        batch.hinted = None
+        batch.teacher_logps = score_hinted(batch, teacher, temperature)
 
     # An entropy that is only logged comes from a pass before the update, so that logging it cannot
     # change what the update runs. Where old_logps are needed, the same pass gives both.
@@ -149,17 +148,18 @@ def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float
     return {"actor/entropy": mean_over_tokens(scores.entropy, batch)}
 
 
-def score_hinted(
-    batch: Batch, hinted: Batch, teacher: Worker | Reference, temperature: float
-) -> Tensor:
+def score_hinted(batch: Batch, teacher: Worker | Reference, temperature: float) -> Tensor:
     """The teacher's log-probabilities [B, T] of the answers, which it scores after its own prompts.
 
     An answer has as many trained tokens in `hinted` as in `batch`, in the same order.
     """
-    hinted.old_logps = hinted.engine_logps  # the engine has not read these prompts: do not compare
-    scores = teacher.infer(hinted, temperature).logps
     logps = torch.zeros(batch.mask.shape)
-    logps[batch.mask.bool()] = scores[hinted.mask.bool()]
+    hinted, batch.hinted = batch.hinted, None
+    if hinted is not None:  # None: the filter left no answer
+        hinted.old_logps = hinted.engine_logps  # of other prompts: do not compare
+        scores = teacher.infer(hinted, temperature).logps
+        assert scores is not None
+        logps[batch.mask.bool()] = scores[hinted.mask.bool()]
     return logps
 
 
