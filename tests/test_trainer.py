@@ -330,7 +330,7 @@ def test_two_processes_keep_the_best_evaluation_and_end_when_patience_is_over(se
         f"actor.save_dir={tmp_path / 'exports'}",
         "actor.save_freq=1",
     ]
-    train(2, *arguments)
+    assert "no checkpoints" not in train(2, *arguments).stdout
     run = tmp_path / "run"
     rewards = [line["test/reward/mean"] for line in read_metrics(run)]
     best = max(range(1, len(rewards)), key=rewards.__getitem__)  # the first of the equal ones

@@ -110,7 +110,12 @@ def describe_start(config: Any) -> list[str]:
         sentences.append(_describe_step(config))
     else:
         sentences.append(_describe_rows(config))
-    if config.trainer.save_freq is None:
+    if config.trainer.save_freq is None and config.trainer.save_best is not None:
+        sentences.append(
+            "trainer.save_freq is not set, so only a best evaluation, Ctrl-C or SIGTERM save a "
+            "checkpoint, and a killed run repeats the steps since then"
+        )
+    elif config.trainer.save_freq is None:
         sentences.append(
             "no checkpoints: trainer.save_freq is not set, so only Ctrl-C or SIGTERM save one, and "
             "a killed run starts over at step 0"
