@@ -317,31 +317,63 @@ def check_rewards_of_a_policy(tmp_path, monkeypatch, expected):
     assert len(records) == 32
 
 
-def test_the_readmes_own_task_runs_in_the_shell_that_the_quickstart_leaves(tmp_path):
-    """No environment is active there. The files are those that the README shows."""
-    activate = Path(sys.prefix, "bin/activate")
-    if not activate.exists():
+@pytest.fixture
+def left_by_quickstart(tmp_path):
+    """A folder with the environment and the model that the quickstart leaves.
+
+    Returns what runs commands there, in a shell where no environment is active, and returns their
+    output.
+    """
+    if not Path(sys.prefix, "bin/activate").exists():
         pytest.skip("Python is not in a virtual environment")
-    section = (ROOT / "README.md").read_text().partition("## Your own task")[2]
-    blocks: dict[str, str] = {}  # the first one of each language
-    for language, text in re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL):
-        blocks.setdefault(language, text)
-    (tmp_path / "rows.jsonl").write_text(blocks["json"])
-    (tmp_path / "my_env.py").write_text(blocks["python"])
     (tmp_path / ".venv").symlink_to(sys.prefix)
     make_model(tmp_path / "runs/quickstart-data/model")
     shell = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", blocks["bash"].rstrip() + " data.max_length=100"],
-        cwd=tmp_path,
-        env=shell,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0 and "PROBLEM" not in output, output
+
+    def run_commands(commands):
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", commands],
+            cwd=tmp_path,
+            env=shell,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        output = done.stdout + done.stderr
+        assert done.returncode == 0 and "PROBLEM" not in output, output
+        return output
+
+    return run_commands
+
+
+def find_blocks(page):
+    """The blocks of code in a text: (language, code) of each."""
+    return re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)
+
+
+def test_the_readmes_own_task_runs(tmp_path, left_by_quickstart):
+    section = (ROOT / "README.md").read_text().partition("## Your own task")[2]
+    blocks = dict(reversed(find_blocks(section)))  # the first one of each language
+    (tmp_path / "rows.jsonl").write_text(blocks["json"])
+    (tmp_path / "my_env.py").write_text(blocks["python"])
+    left_by_quickstart(blocks["bash"].rstrip() + " data.max_length=100")
     assert (tmp_path / "runs/first/report.html").exists()
+
+
+def test_the_tutorial_runs(tmp_path, left_by_quickstart):
+    blocks = find_blocks((ROOT / "docs/tutorial.md").read_text())
+    make_rows, environment = (text for language, text in blocks if language == "python")
+    (tmp_path / "make_rows.py").write_text(make_rows)
+    (tmp_path / "largest.py").write_text(environment)
+    commands = "".join(text for language, text in blocks if language == "bash")
+    # A random model of letters is slower to tokenise and has 512 positions; two steps show enough.
+    commands = commands.replace("trainer.max_steps=20", "trainer.max_steps=2 data.max_length=200")
+    commands = commands.replace("trainer.test_freq=5", "trainer.test_freq=1")
+    output = left_by_quickstart(f"source .venv/bin/activate; python make_rows.py\n{commands}")
+    assert '"finish_reason"' in output and "runs/rloo" in output
+    for name in ("largest", "rloo"):
+        assert (tmp_path / "runs" / name / "report.html").exists()
+        assert (tmp_path / "runs" / name / "best_model/config.json").exists()
 
 
 def test_the_quickstart_ends_with_errors_the_report_and_the_next_command(
