@@ -74,7 +74,7 @@ def same_choice(field: str | None, answer: str) -> bool:
     return choice is not None and choice[1].upper() == expected[1].upper()
 
 
-def same_maths(field: str | None, answer: str, cpu_seconds: float = 1.0, asked: str = "") -> bool:
+def same_maths(field: str | None, answer: str, cpu_seconds: float = 5.0, asked: str = "") -> bool:
     r"""Returns whether a field of LaTeX means the same as the answer: 2(x + 1) is 2x+2.
 
     Equal spellings and numbers are compared here, all others by the package math-verify, which runs
