@@ -169,7 +169,7 @@ FAULTS = {
     ),
     "system prompt dropped": Fault(
         "template",
-        "rl2.data.chat:ChatTemplate._apply_template",
+        "rl2.data.chat:ChatTemplate.with_opening",
         "if self.system_prompt and",
         "if not self.system_prompt and",
         words=("data.system_prompt=Short.",),
