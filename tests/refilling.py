@@ -84,7 +84,7 @@ def make_collector(folder, num_right, seconds, batch_size, **options) -> Collect
         await end(key)
 
     env.end = end_and_note
-    player = Player(engine, env, ChatTemplate(tokenizer), EnvFailures(0.0), 1, 400)
+    player = Player(engine, {"": env}, ChatTemplate(tokenizer), EnvFailures(0.0), 1, 400)
     return train_rows(player, rows, batch_size, **options)
 
 

@@ -101,7 +101,7 @@ def make(tmp_path, script, env, max_turns=1, num_prompts=1, deterministic=True, 
     engine = ScriptedEngine(tokenizer, script)
     env = load_env(tmp_path / "env.py", 5)
     template = ChatTemplate(tokenizer)
-    player = Player(engine, env, template, EnvFailures(0.5), max_turns, max_length)
+    player = Player(engine, {"": env}, template, EnvFailures(0.5), max_turns, max_length)
     collector = Collector(
         player, params=PARAMS, write_records=write_nothing, deterministic=deterministic
     )

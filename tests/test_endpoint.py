@@ -72,9 +72,9 @@ def make_agent(
     tokenizer.chat_template = CHATML_WITH_TOOLS
     replies = script if callable(script) else lambda turn, _: (script[turn], "stop")
     env = load_env(str(tmp_path / "env.py"), timeout, isolation=isolation)
-    player = player_class(env)(
+    player = player_class({"": env})(
         engine=ScriptedEngine(tokenizer, replies),
-        env=env,
+        envs={"": env},
         template=ChatTemplate(tokenizer),
         failures=EnvFailures(1.0),
         max_turns=max_turns,
@@ -92,7 +92,7 @@ def play(tmp_path, script, env, num_samples=1, **options):
     trajectories = collector.play(prompts, params, num_samples, "train", 1)
     if player.failures.last:
         print(player.failures.last)
-    player.env.close()
+    player.envs[""].close()
     assert not getattr(player, "sessions", None)
     return trajectories, player
 
@@ -483,7 +483,7 @@ def test_an_agent_that_fails_costs_its_trajectory(tmp_path, fault, reason):
     assert not any(1 in sample.mask for sample in bad.samples)
     assert bad.messages[-1]["content"] == "bad"  # for the records
     assert reason in str(player.failures.last)
-    assert not player.env._sessions._by_key and not player.env.open_keys
+    assert not player.envs[""]._sessions._by_key and not player.envs[""].open_keys
 
 
 def test_an_agent_without_a_request_fails(tmp_path):

@@ -35,7 +35,7 @@ def play(tmp_path, env, script, max_turns=4, num_samples=1, isolation="thread", 
     collector, prompts, tokenizer = make(tmp_path, replies, env, max_turns, **options)
     tokenizer.chat_template = CHATML_WITH_TOOLS
     player = collector.player
-    player.env = load_env(str(tmp_path / "env.py"), 20, isolation=isolation)
+    player.envs = {"": load_env(str(tmp_path / "env.py"), 20, isolation=isolation)}
     player.failures.max_fraction = 1.0
     prompts = [mock.Mock(row=prompt.row, tokens=[1], index=0, source="") for prompt in prompts]
     for prompt in prompts:
@@ -43,7 +43,7 @@ def play(tmp_path, env, script, max_turns=4, num_samples=1, isolation="thread", 
     trajectories = collector.play(prompts, PARAMS, num_samples, "train", 1)
     if player.failures.last:
         print(player.failures.last)
-    player.env.close()
+    player.envs[""].close()
     return trajectories, player
 
 
@@ -80,7 +80,7 @@ def test_functions_ask_for_the_state_and_the_last_turn(tmp_path, isolation, pref
     trajectories, player = play(tmp_path, env, script, 3, num_samples=2, isolation=isolation)
     for trajectory in trajectories:  # the end of turn is a token
         assert trajectory.rewards == {"tokens": 4.0, "turn": 3.0, "seen": 5.0}
-    assert not player.env._sessions._by_key and not player.env.open_keys
+    assert not player.envs[""]._sessions._by_key and not player.envs[""].open_keys
 
 
 def test_a_column_comes_before_an_input_of_the_same_name(tmp_path):
@@ -233,7 +233,7 @@ def test_an_object_with_reset_and_step_as_of_gymnasium(tmp_path, isolation):
         "\n7<|im_end|>": 4.0,
     }
     if isolation == "thread":
-        assert sys.modules[player.env.spec.object.make_env.__module__].closed == [7]
+        assert sys.modules[player.envs[""].spec.object.make_env.__module__].closed == [7]
 
 
 def test_the_last_turn_is_stepped_too(tmp_path):

@@ -145,7 +145,7 @@ def evaluate(tmp_path, sets, num_samples):
 
     engine = ScriptedEngine(tokenizer, script)
     env = load_env(str(tmp_path / "env.py"), 5)
-    player = Player(engine, env, template, EnvFailures(0.5), 1, 400)
+    player = Player(engine, {"": env}, template, EnvFailures(0.5), 1, 400)
     written = {}
     collector = Collector(
         player,

@@ -65,7 +65,7 @@ def play(env, row, replies, max_turns):
     tokenizer = make_tokenizer()
     engine = ScriptedEngine(tokenizer, lambda turn, _: (replies[turn], "stop"))
     failures = EnvFailures(0.0)
-    player = Player(engine, env, ChatTemplate(tokenizer), failures, max_turns, 50_000)
+    player = Player(engine, {"": env}, ChatTemplate(tokenizer), failures, max_turns, 50_000)
     params = SamplingParams(max_new_tokens=5000, stop_token_ids=(2,))
     collector = Collector(
         player, params=params, write_records=write_nothing, seed=0, deterministic=True

@@ -191,7 +191,7 @@ def test_an_env_whose_groups_are_all_equal_ends_the_run_in_words(tmp_path):
 def test_the_filter_sees_a_group_when_all_its_rewards_are_there(tmp_path, monkeypatch):
     """The reward of the first answer comes long after its last token."""
     collector = make_collector(tmp_path, [2, 1], {}, 1, filter=SOME, max_refills=1)
-    score = collector.player.env.score
+    score = collector.player.envs[""].score
     seen = []
 
     async def score_first_one_late(messages, row, key, inputs):
@@ -204,7 +204,7 @@ def test_the_filter_sees_a_group_when_all_its_rewards_are_there(tmp_path, monkey
         post(board, number, mean_score)
 
     post = GroupBoard.post
-    monkeypatch.setattr(collector.player.env, "score", score_first_one_late)
+    monkeypatch.setattr(collector.player.envs[""], "score", score_first_one_late)
     monkeypatch.setattr(GroupBoard, "post", note)
     assert rows_of(collector.collect(1)) == ([1], [0])
     assert sorted(seen) == [0.5, 1.0]
@@ -278,7 +278,7 @@ def test_a_group_that_starts_again_is_scored_again_by_group_reward_fn(tmp_path):
         scored.append(records[0]["row"]["answer"])
         return [{"group": 0.25}] * len(records)
 
-    env = collector.player.env
+    env = collector.player.envs[""]
     env.spec = replace(env.spec, group_reward_fn=score_group)
     env.score_group = score_group
     assert {t.rewards["group"] for t in collector.collect(1)} == {0.25}
@@ -313,13 +313,13 @@ def test_the_score_is_what_filter_and_drop_solved_read(tmp_path):
 
     def collect(score):
         collector = make_collector(tmp_path, [2, 1, 0], {}, 1, **options)
-        score_answer = collector.player.env.score
+        score_answer = collector.player.envs[""].score
 
         async def add_style(messages, row, key, inputs):
             right = (await score_answer(messages, row, key, inputs))["right"]
             return {"right": right, "style": 1.0 - right}
 
-        collector.player.env.score = add_style
+        collector.player.envs[""].score = add_style
         collector.player.score = score
         return rows_of(collector.collect(1)), collector.solved
 

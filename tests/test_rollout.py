@@ -231,7 +231,7 @@ def test_the_environment_knows_a_trajectory_by_its_key(tmp_path):
     It hears when the trajectory has ended.
     """
     collector, prompts, _ = make(tmp_path, call_then_answer, TOOL_ENV, 3, num_prompts=2)
-    env = collector.player.env
+    env = collector.player.envs[""]
     calls, ended = [], []
 
     class RecordingEnv:
@@ -249,7 +249,7 @@ def test_the_environment_knows_a_trajectory_by_its_key(tmp_path):
             assert ("score", key) in {call[:2] for call in calls}
             ended.append(key)
 
-    collector.player.env = RecordingEnv()
+    collector.player.envs = {"": RecordingEnv()}
     for split in ("train", "test"):
         collector.play(prompts, PARAMS, 2, split, 1)
     expected = Counter()
@@ -406,7 +406,7 @@ def test_a_step_does_not_wait_for_calls_of_the_next_step(tmp_path, name, is_resu
 
     collector = make_collector()
     player = collector.player
-    module = module_of(player.env)
+    module = module_of(player.envs[""])
     call = (name, "q2")
     module.held.add(call)
 
@@ -426,7 +426,7 @@ def test_a_step_does_not_wait_for_calls_of_the_next_step(tmp_path, name, is_resu
         state = collector.state_dict()
         module.held.clear()
         collector = make_collector()
-        module = module_of(collector.player.env)
+        module = module_of(collector.player.envs[""])
         collector.load_state_dict(state)
     module.held.clear()
     trajectory, _ = collector.collect(12)
@@ -460,7 +460,7 @@ def test_calls_of_groups_that_a_step_drops_are_cancelled(tmp_path, prefix, monke
         )
     collector, _, tokenizer = make(tmp_path, say_x, env, 3)
     player = collector.player
-    module = module_of(player.env)
+    module = module_of(player.envs[""])
     module.held.add(("interact", "q2"))
     player.engine.abort = lambda: None
     options = {"filter": [0.0, 9.0], "max_refills": 1}
@@ -504,9 +504,9 @@ def test_agents_of_groups_that_a_step_drops_are_cancelled(tmp_path, isolation, m
     old = collector.player
     old.engine.abort = lambda: None
     env = load_env(str(tmp_path / "agent.py"), 20, 4, isolation)
-    collector.player = player_class(env)(
+    collector.player = player_class({"": env})(
         engine=old.engine,
-        env=env,
+        envs={"": env},
         template=old.template,
         failures=old.failures,
         max_turns=4,
@@ -530,14 +530,14 @@ def test_agents_of_groups_that_a_step_drops_are_cancelled(tmp_path, isolation, m
     assert not old.failures.count, "the step waited until the agent was late"
     (tmp_path / "released").touch()
     assert [t.reward for t in collector.collect(2)] == [1.0, 1.0]
-    collector.player.env.close()
+    collector.player.envs[""].close()
 
 
 def test_a_group_is_scored_once(tmp_path, monkeypatch):
     """Also if its answers end at once, and if it is carried over."""
     options = {"num_prompts": 4, "deterministic": False}
     collector, _, tokenizer = make(tmp_path, say_x, WAITING_ENV, 1, **options)
-    env = collector.player.env
+    env = collector.player.envs[""]
     module = module_of(env)
     end, ending = env.end, []
 
@@ -788,7 +788,7 @@ def test_every_fault_of_an_env_costs_its_trajectory_and_nothing_else(
     monkeypatch.setattr(loops, "LOOK_SECONDS", 0.02)
     # A process that the machine does not run for a while must not be taken for one that hangs.
     timeout = 2.0 if isolation == "process" else 0.5
-    player.env = load_env(env_file.__file__, timeout, concurrency=4, isolation=isolation)
+    player.envs = {"": load_env(env_file.__file__, timeout, concurrency=4, isolation=isolation)}
     trajectories = collector.play(make_prompts(rows, tokenizer), PARAMS, 1, "train", 31)
     assert len(trajectories) == len(rows) == 10 * len(env_file.FAULTS)
     failed = [t.row["fault"] for t in trajectories if t.finish_reason == "failed"]
@@ -799,7 +799,7 @@ def test_every_fault_of_an_env_costs_its_trajectory_and_nothing_else(
     answer = [{"role": "tool", "content": "caf\ufffd"}] * (num_turns - 1)
     assert all(t.messages[2:3] == answer for t in done)
     json.dumps(list(to_records(trajectories)), ensure_ascii=False).encode()
-    player.env.close()
+    player.envs[""].close()
 
 
 def test_a_stop_string_that_a_pause_splits_ends_the_turn_and_the_env_sees_it(tmp_path):

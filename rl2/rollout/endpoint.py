@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -306,9 +306,10 @@ class AgentPlayer(Player):
             session.answers.discard(task)
 
 
-def player_class(env: Env) -> type[Player]:
-    """Returns the class of players for an environment, by whether its turns are an agent's."""
-    return Player if env.spec.run is None else AgentPlayer
+def player_class(envs: Mapping[str, Env]) -> type[Player]:
+    """Returns the class of players, by whether an agent takes the turns of all environments."""
+    has_agent = all(env.spec.run is not None for env in envs.values())
+    return AgentPlayer if has_agent else Player
 
 
 def _read_request(body: bytes, params: SamplingParams) -> dict[str, Any]:

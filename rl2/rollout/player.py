@@ -39,14 +39,13 @@ class Player:
     """
 
     engine: Engine
-    env: Env  # of sources that have none of their own
+    envs: Mapping[str, Env]  # by source; "" is that of all sources that are not named
     template: ChatTemplate
     failures: EnvFailures
     max_turns: int
     max_length: int  # most tokens of one training sequence
     reward_weights: dict[str, float] = field(default_factory=dict)  # by name of the part
     score: str | None = None  # the part that says success; None is the reward
-    source_envs: Mapping[str, Env] = field(default_factory=dict)  # by the name of the source
     may_pause: bool = False
     is_pausing: bool = False  # then no turn begins, and aborted turns stay as they are
     # Calls that run, or have a result that nobody has taken yet, by the key of trajectory or group.
@@ -57,14 +56,14 @@ class Player:
 
     def __post_init__(self) -> None:
         question = [{"role": "user", "content": "?"}]
-        for env in self.source_envs.values() or [self.env]:
+        for env in self.envs.values():
             if env.tools:
                 self.template.warn_of_ignored([{"messages": question, "tools": env.tools}])
                 _ = self.call_reader  # warns now
 
     def env_of(self, trajectory: Trajectory) -> Env:
         """Returns the environment of the trajectory's source."""
-        return self.source_envs.get(trajectory.source, self.env)
+        return self.envs.get(trajectory.source) or self.envs[""]
 
     async def wait_for_room(self, max_requests: float) -> None:
         """Waits until the engine has fewer than `max_requests`."""

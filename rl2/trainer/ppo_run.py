@@ -348,11 +348,9 @@ def _make_player(setup: Setup, workers: list[Worker | Reference], engine: Engine
     for worker in workers:
         limits.append(worker.config.max_length_per_device * worker.config.sp_size)
         limits.append(max_positions(worker.config.model_name))
-    env = next(iter(setup.envs.values()))
-    return player_class(env)(
+    return player_class(setup.envs)(
         engine=engine,
-        env=env,
-        source_envs=setup.envs,
+        envs=setup.envs,
         template=setup.template,
         failures=EnvFailures(config.rollout.max_env_failures),
         max_turns=config.rollout.max_turns,

@@ -350,7 +350,7 @@ def measure_throughput(engine, name):
     )
     player = Player(
         engine=engine,
-        env=load_env(str(env), 60.0),
+        envs={"": load_env(str(env), 60.0)},
         template=ChatTemplate(AutoTokenizer.from_pretrained(name)),
         failures=EnvFailures(0.0),
         max_turns=1,
