@@ -21,10 +21,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoTokenizer
 
 from rl2 import worker
+from rl2.config.schema import PPOConfig, PromptConfig
 from rl2.data.chat import ChatTemplate
 from rl2.report.loggers import MetricsLog
 from rl2.rollout.evaluate import Evaluator
 from rl2.run import lock as run_lock
+from rl2.run.changes import find_changes, identify
 from rl2.run.checkpoints import Checkpoints, delete
 from rl2.run.disk_space import SpaceNeeds, check_space, show
 from rl2.run.folder import MAX_FIRST_RECORDS, RunFolder
@@ -438,6 +440,23 @@ def test_ppo_is_compared_with_its_env_its_loss_and_its_critic(
     status, output = train(main=ppo.main)
     assert status == 0 and "rollout.env_path: env.py has another content" in output
     assert "1 of 2 steps are done" in output
+
+
+def test_edited_examples_and_one_of_several_envs_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.py", "b.py", "shots.jsonl"):
+        (tmp_path / name).write_text("before")
+    data = PromptConfig(path={"a": "a.jsonl", "b": "b.jsonl"}, few_shot="shots.jsonl")
+    config = PPOConfig(data=data)
+    config.actor.model_name = "model"
+    config.rollout.env_path = {"a": "a.py", "b": "b.py"}
+    before = identify(config, "")
+    assert find_changes(PPOConfig, before, identify(config, "")) == ([], [])
+    for name, key in (("shots.jsonl", "data.few_shot"), ("b.py", "rollout.env_path")):
+        (tmp_path / name).write_text("after")
+        experiment, [change] = find_changes(PPOConfig, before, identify(config, ""))
+        assert experiment == [] and change.key == key and "another content" in str(change)
+        (tmp_path / name).write_text("before")
 
 
 def test_a_command_that_names_a_checkpoint_and_is_repeated_goes_on(train, tmp_path):

@@ -57,8 +57,7 @@ def check_run(config: PPOConfig) -> Iterator[Problem]:
 
 def check_envs(config: PPOConfig) -> Iterator[Problem]:
     """Whether there are the env files; if they have names, whether those are of all sources."""
-    for name, path in config.rollout.env_paths.items():
-        key = f"rollout.env_path.{name}" if name else "rollout.env_path"
+    for key, path in config.rollout.env_paths.items():
         if not isinstance(path, str):
             yield wrong_value(key, path, "expected a path or the name of a ready-made env")
             continue

@@ -83,6 +83,18 @@ for name in ("max_new_tokens", "stop"):
 LARGEST_SEED = 2**31 - 1  # for every library that takes one
 
 
+def named_paths(key: str, value: Any) -> dict[str, Any]:
+    """The paths that a key names, by key: KEY of a single one, or KEY.NAME of each."""
+    if not isinstance(value, dict):
+        return {key: value}
+    return {f"{key}.{name}": path for name, path in value.items()}
+
+
+def source_name(key: str) -> str:
+    """The NAME of a key of `named_paths`, such as data.path.NAME; "" if it has none."""
+    return ".".join(key.split(".")[2:])
+
+
 @dataclass
 class DataConfig:
     path: Any = key(
@@ -158,16 +170,12 @@ class DataConfig:
     @property
     def train_paths(self) -> dict[str, str]:
         """The paths of the training rows, by key: data.path, or data.path.NAME of each source."""
-        if not isinstance(self.path, dict):
-            return {"data.path": self.path}
-        return {f"data.path.{name}": path for name, path in self.path.items()}
+        return named_paths("data.path", self.path)
 
     @property
     def test_paths(self) -> dict[str, str]:
         """The paths of the test sets, by key: data.test_path, or data.test_path.NAME of each."""
-        if not isinstance(self.test_path, dict):
-            return {} if self.test_path is None else {"data.test_path": self.test_path}
-        return {f"data.test_path.{name}": path for name, path in self.test_path.items()}
+        return {} if self.test_path is None else named_paths("data.test_path", self.test_path)
 
     @property
     def has_test_rows(self) -> bool:
@@ -710,10 +718,8 @@ class RolloutConfig:
 
     @property
     def env_paths(self) -> dict[str, str]:
-        """The env files by the name of their source; "" is that of all sources."""
-        if not isinstance(self.env_path, dict):
-            return {"": self.env_path}
-        return dict(self.env_path)
+        """The env files, by key: rollout.env_path, or rollout.env_path.NAME of each source."""
+        return named_paths("rollout.env_path", self.env_path)
 
 
 @dataclass

@@ -67,25 +67,35 @@ def identify(config: Any, data_hash: str) -> RunIdentity:
     """Returns the identity of a run. `data_hash` is of the training rows, "" if it is unknown."""
     values = dict(flatten(yaml.safe_load(dump(config))))
     contents = {DATA: data_hash} if data_hash else {}
-    for key, file in _code_files(config, values):
-        contents[key] = hashlib.sha256(file.read_bytes()).hexdigest()
-    if isinstance(values.get("rollout.env_path"), dict):
-        envs = values["rollout.env_path"]
-        texts = [(name, find_env_file(path).read_bytes()) for name, path in sorted(envs.items())]
-        contents["rollout.env_path"] = hashlib.sha256(repr(texts).encode()).hexdigest()
+    for key, files in _user_files(config, values):
+        contents[key] = _hash_files(files)
     return RunIdentity(type(config).__name__, values, contents)
 
 
-def _code_files(config: Any, values: dict[str, Any]) -> Iterator[tuple[str, Path]]:
-    """Yields (key, file) of the user's code: environment, loss, estimator and chat template."""
+def _hash_files(files: list[Path]) -> str:
+    """Returns the SHA-256 of a file, or of those of several files."""
+    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _user_files(config: Any, values: dict[str, Any]) -> Iterator[tuple[str, list[Path]]]:
+    """Yields (key, files) of what the user has written: environments, loss, estimator, template and
+    solved examples.
+    """
     for name, key in schema_keys(type(config)).items():
         if key.functions and values[name] not in key.functions:
-            yield name, Path(values[name].rpartition(":")[0]).expanduser()
+            yield name, [Path(values[name].rpartition(":")[0]).expanduser()]
     template = values["data.chat_template"]
     if template not in (None, "plain"):
-        yield "data.chat_template", Path(template).expanduser()
-    if isinstance(values.get("rollout.env_path"), str):
-        yield "rollout.env_path", find_env_file(values["rollout.env_path"])
+        yield "data.chat_template", [Path(template).expanduser()]
+    examples = values.get("data.few_shot")  # a dataset of the hub is no file
+    if examples and Path(examples).expanduser().is_file():
+        yield "data.few_shot", [Path(examples).expanduser()]
+    if hasattr(config, "rollout"):
+        paths = config.rollout.env_paths
+        yield "rollout.env_path", [find_env_file(paths[key]) for key in sorted(paths)]
 
 
 def find_changes(

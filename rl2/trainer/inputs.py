@@ -7,7 +7,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rl2.config.problem import Problem
-from rl2.config.schema import DataConfig, PromptConfig, SFTDataConfig, worker_names
+from rl2.config.schema import (
+    DataConfig,
+    PromptConfig,
+    SFTDataConfig,
+    source_name,
+    worker_names,
+)
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import SFT_ROWS, Examples, Mixture, RowKind, hold_out
 from rl2.data.formats import NO_TEMPLATE
@@ -130,11 +136,6 @@ def make_examples(
     if train is not None:
         print_once(train.describe_dropped("training "))
     return train, tests
-
-
-def source_name(key: str) -> str:
-    """The NAME in data.path.NAME and data.test_path.NAME; "" in data.path and data.test_path."""
-    return key.removeprefix("data.path").removeprefix("data.test_path").removeprefix(".")
 
 
 def _warn_of_text_prompts(rows: Rows, template: ChatTemplate) -> list[str]:

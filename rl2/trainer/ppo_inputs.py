@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rl2.config.problem import Problem, wrong_value
-from rl2.config.schema import PPOConfig
+from rl2.config.schema import PPOConfig, source_name
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, Examples, Mixture
 from rl2.data.rows import Rows
@@ -17,7 +17,6 @@ from rl2.trainer.inputs import (
     make_examples,
     print_once,
     read_rows,
-    source_name,
 )
 
 SAMPLING_SECTIONS = {"train": "train_sampling_params", "test": "test_sampling_params"}
@@ -64,9 +63,9 @@ def _read_envs(
     limits = (rollout.env_timeout, rollout.env_concurrency, rollout.env_isolation)
     envs: dict[str, Env] = {}
     warnings: list[str] = []
-    for name, path in rollout.env_paths.items():
-        own_rows = {key: of_key for key, of_key in rows.items() if name in ("", source_name(key))}
-        key = f"rollout.env_path.{name}" if name else "rollout.env_path"
+    for key, path in rollout.env_paths.items():
+        name = source_name(key)
+        own_rows = {k: of_key for k, of_key in rows.items() if name in ("", source_name(k))}
         try:
             envs[name] = make_env(functions, *limits) if functions else load_env(path, *limits)
             found = preflight(envs[name], own_rows, rollout.max_turns, rollout.partial)
