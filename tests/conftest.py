@@ -1,6 +1,6 @@
 """The garbage collector passes over the objects of the imports once, not in each collection.
 
-And a fixture for tests that press Ctrl-C.
+And fixtures: for tests that press Ctrl-C, and for runs in the process of the tests.
 """
 
 import gc
@@ -22,3 +22,15 @@ def hears_ctrl_c():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def runs_here(monkeypatch, tmp_path):
+    """A run of `rl2.train` has one thread, as with the command line, and a folder of the test."""
+    import torch  # other suites have none
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
+    yield
+    torch.set_num_threads(num_threads)

@@ -25,7 +25,7 @@ from rl2.env.files import import_env_file
 from rl2.env.load import make_env
 from rl2.report import loggers
 
-pytestmark = pytest.mark.usefixtures("hears_ctrl_c")
+pytestmark = pytest.mark.usefixtures("hears_ctrl_c", "runs_here")
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"say a, {i}"}], "answer": "abcdefgh"}
@@ -60,16 +60,6 @@ ENV_FILE = """
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("api") / "tiny")
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch, tmp_path):
-    """As the command line has it in the tests. Runs are in a folder of the test."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.chdir(tmp_path)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def train_ppo(model, name, function=reward_fn, **keys):

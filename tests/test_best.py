@@ -5,7 +5,6 @@ import math
 from dataclasses import asdict
 
 import pytest
-import torch
 import torch.distributed as dist
 from common import make_model, read_untimed_metrics
 
@@ -13,7 +12,7 @@ import rl2
 from rl2.run.best import Best
 from rl2.trainer.recorder import Recorder
 
-pytestmark = pytest.mark.usefixtures("hears_ctrl_c")
+pytestmark = pytest.mark.usefixtures("hears_ctrl_c", "runs_here")
 
 
 def talk(text):
@@ -34,15 +33,6 @@ KEYS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("best") / "tiny")
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch, tmp_path):
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.chdir(tmp_path)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def train(model, name, **keys):

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl2.attention.pages import exact_factors
-from rl2.model.exact_head import CandidateMask, exact_scores
+from rl2.model.candidates import CandidateMask
+from rl2.model.exact_head import exact_scores
 from rl2.model.fused import compiled
 from rl2.parallel.device import device_kind
 from rl2.parallel.tensor import sum_softmax

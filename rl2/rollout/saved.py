@@ -16,10 +16,6 @@ from rl2.rollout.trajectory import Trajectory
 
 # The columns of a Sample.
 COLUMNS = {"tokens": np.int32, "mask": np.int8, "logps": np.float32, "rewards": np.float32}
-CANDIDATES = (
-    "candidate_counts",
-    "candidate_ids",
-)  # where the engine told what top_p and top_k left
 
 
 def pack_tokens(trajectories: list[Trajectory], meaning: int) -> dict[str, np.ndarray]:
@@ -159,7 +155,7 @@ def _split_candidates(
     if "candidate_ids" not in saved:
         none = [np.empty(0, np.int32)] * len(ends)
         return none, none
-    counts, ids = (saved[name] for name in CANDIDATES)
+    counts, ids = saved["candidate_counts"], saved["candidate_ids"]
     id_ends = np.concatenate([[0], counts.cumsum()])[ends]
     return np.split(counts, ends)[:-1], np.split(ids, id_ends)[:-1]
 

@@ -266,8 +266,6 @@ class RunFolder:
                 shutil.copy2(self.path / name, branch / name)
         return branch
 
-    # Writing.
-
     # The best evaluation.
 
     @property
@@ -290,6 +288,8 @@ class RunFolder:
             put_in_place(partial, self.path / BEST_MODEL)
             best = {name: getattr(self.best, name) for name in ("step", "metric", "value")}
             write_object(self.path / "run.json", read_record(self.path) | {"best": best})
+
+    # Writing.
 
     def save(self, step: int, parts: Parts, num_steps: int, owes_test: bool = False) -> None:
         """Writes a checkpoint of a run that is laid out for `num_steps`. All processes must call.

@@ -8,7 +8,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
+from rl2.run.records import read_object
 
 if TYPE_CHECKING:  # these take seconds, and --help does not need them
     from rl2.data.chat import ChatTemplate
@@ -94,9 +94,9 @@ class Speaker:
 def load_speakers(arguments: argparse.Namespace) -> list[Speaker]:
     """Loads the start model and that of the run. ValueError or OSError if there is none."""
     folder: Path = arguments.run
-    if not (folder / "config.yaml").is_file():
+    config = read_object(folder / "config.yaml")
+    if not config:
         raise ValueError(f"{folder} is no folder of a run: it has no config.yaml")
-    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     if "rm" in config:
         raise ValueError(
             f"{folder} has trained a reward model, which scores answers and gives none"
