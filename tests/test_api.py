@@ -216,6 +216,7 @@ def test_a_run_that_fails_ends_its_services(model, monkeypatch):
 
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.5)  # for the main thread, which handles it, also where another thread received it
 
 
 @pytest.mark.parametrize("train", [train_ppo, train_in_event_loop])

@@ -168,7 +168,9 @@ def _call_beside_event_loop(function: Callable[[], Result]) -> Result:
     interruption: BaseException | None = None
     while not is_over.is_set() and thread.is_alive():
         try:
-            is_over.wait(1.0)  # `join` takes a thread for ended once it is interrupted
+            # A signal that the system gives to another thread is handled after the wait. `join`
+            # would take an interrupted thread for ended.
+            is_over.wait(0.05)
         except BaseException as error:
             interruption = error
             number = ctypes.c_ulong(thread.ident or 0)
