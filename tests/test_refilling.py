@@ -220,6 +220,7 @@ def test_a_group_whose_environment_failed_is_replaced(tmp_path):
 def test_a_resumed_collector_refills_from_the_same_prompts(tmp_path, partial):
     num_right = [2, 1, 0, 1, 2, 1, 1, 1, 0, 0, 1]
     options = {"filter": SOME, "max_refills": 4, "drop_solved": 0.9, "partial": partial}
+    options |= {"bounds": [0.1, 1.0], "interval": 2}
     if partial:
         options |= {"deterministic": False, "num_steps": 9}
 
@@ -233,7 +234,8 @@ def test_a_resumed_collector_refills_from_the_same_prompts(tmp_path, partial):
         state = resumed.state_dict()
         resumed = make()
         resumed.load_state_dict(state)
-    assert resumed.solved == expected.solved == {0, 4} and resumed.rows_done == 10
+    assert resumed.curriculum.measured == expected.curriculum.measured
+    assert resumed.curriculum.num_solved() == 2 and resumed.rows_done == 10
 
 
 def test_with_partial_rollouts_what_is_behind_the_last_group_goes_on_in_the_next_step(tmp_path):
@@ -297,7 +299,7 @@ def test_solved_prompts_are_left_out_of_later_epochs_until_none_is_left(tmp_path
     """Row 1 is solved at once, rows 0 and 2 when the weights are those of version 1."""
     collector = make_collector(tmp_path, [1, 2, 1], {}, 3, drop_solved=0.9)
     assert rows_of(collector.collect(1)) == ([0, 1, 2], [])
-    assert collector.solved == {1} and not collector.is_exhausted
+    assert collector.curriculum.num_solved() == 1 and not collector.is_exhausted
     assert {t.row_index for t in collector.collect(2)} == {0, 2}
     assert collector.cursor.position == 3 + 3 + 1, "rows 0, 2 and 0, and row 1 is passed over"
     collector.player.engine.num_right = [2, 2, 2]
@@ -305,6 +307,33 @@ def test_solved_prompts_are_left_out_of_later_epochs_until_none_is_left(tmp_path
     assert collector.is_exhausted and "drop_solved" in capsys.readouterr().out
     with pytest.raises(RuntimeError, match=r"every training prompt .* rollout.drop_solved"):
         collector.collect(4)
+
+
+def test_prompts_outside_the_curriculum_come_in_every_third_epoch(tmp_path):
+    """Row 0 is always solved and row 2 never. Row 3 is learned after the first epoch."""
+
+    def make(num_right):
+        return make_collector(tmp_path, num_right, {}, 2, bounds=[0.1, 0.9], interval=3)
+
+    collector = make([2, 1, 0, 1])
+    played = []
+    for step in range(1, 9):
+        played += rows_of(collector.collect(step))[0]
+        if step == 2:  # the first epoch
+            assert collector.summarise() == {"rollout/in_curriculum": 0.5}
+            state = collector.state_dict()
+            collector = make([2, 1, 0, 2])
+            collector.load_state_dict(state)
+    assert collector.summarise() == {"rollout/in_curriculum": 0.25}
+    by_epoch = [0, 1, 2, 3], [1, 3], [1], [0, 1, 2], [1, 3], [1], [0, 1, 2]
+    assert played == [row for epoch in by_epoch for row in epoch]
+
+
+def test_a_failed_group_says_nothing_about_its_prompt(tmp_path):
+    collector = make_collector(tmp_path, [1, None], {}, 2, bounds=[0.1, 0.9], interval=9)
+    collector.player.failures.max_fraction = 0.5
+    for step in (1, 2):
+        assert {t.row_index for t in collector.collect(step)} == {0, 1}
 
 
 def test_the_score_is_what_filter_and_drop_solved_read(tmp_path):
@@ -321,10 +350,10 @@ def test_the_score_is_what_filter_and_drop_solved_read(tmp_path):
 
         collector.player.envs[""].score = add_style
         collector.player.score = score
-        return rows_of(collector.collect(1)), collector.solved
+        return rows_of(collector.collect(1)), collector.curriculum.num_solved()
 
-    assert collect(None) == (([], [0, 1, 2]), {0, 1, 2})
-    assert collect("right") == (([1], [0]), {0})
+    assert collect(None) == (([], [0, 1, 2]), 3)
+    assert collect("right") == (([1], [0]), 1)
     with pytest.raises(ValueError, match=r"rollout.score=wrong: .* right, style"):
         collect("wrong")
 

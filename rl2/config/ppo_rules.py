@@ -198,10 +198,13 @@ def check_actor(config: PPOConfig) -> Iterator[Problem]:
 def check_rollout(config: PPOConfig) -> Iterator[Problem]:
     """Whether the ranges of rewards and lengths are ranges."""
     rollout = config.rollout
-    bounds = rollout.filter
-    if bounds and (len(bounds) != 2 or not bounds[0] < bounds[1]):
-        reason = "give a low and a high bound of the mean reward, as [0,1]"
-        yield wrong_value("rollout.filter", bounds, reason)
+    for name, bounds in [
+        ("rollout.filter", rollout.filter),
+        ("data.curriculum", config.data.curriculum),
+    ]:
+        if bounds and (len(bounds) != 2 or not bounds[0] < bounds[1]):
+            reason = "give a low and a high bound of the mean reward, as [0,1]"
+            yield wrong_value(name, bounds, reason)
     buffer = rollout.overlong_buffer
     answer = rollout.train_sampling_params.max_new_tokens
     if buffer and buffer > answer:

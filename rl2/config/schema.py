@@ -206,6 +206,20 @@ class PromptConfig(DataConfig):
         only_if=Condition(lambda config, section: section.few_shot, "without data.few_shot"),
     )
 
+    curriculum: list[float] = key(
+        [],
+        "[LOW,HIGH]: prompts whose newest answers have a mean reward, or rollout.score, between "
+        "the two come in every epoch, the others less often; e.g. [0.1,0.9]",
+        only_if=Condition(
+            lambda config, section: config.trainer.n_epochs > 1, "with trainer.n_epochs=1"
+        ),
+    )
+    curriculum_interval: PositiveInt = key(
+        4,
+        "epochs after which a prompt outside data.curriculum comes again",
+        only_if=Condition(lambda config, section: section.curriculum, "without data.curriculum"),
+    )
+
 
 @dataclass
 class ExampleConfig(DataConfig):

@@ -15,6 +15,7 @@ from rl2.data.examples import DataCursor, Example
 from rl2.engine.base import SamplingParams
 from rl2.parallel.mesh import all_gather_objects, gather_objects
 from rl2.rewards.text import overlong_score
+from rl2.rollout.curriculum import Curriculum
 from rl2.rollout.hint import Hint
 from rl2.rollout.play import POLL_SECONDS, Rollout
 from rl2.rollout.player import Player
@@ -47,7 +48,6 @@ class RolloutRules:
     partial: bool
     filter: Sequence[float]  # (low, high), or empty
     max_refills: int
-    drop_solved: float | None
     max_staleness: int | None
     overlong_buffer: int | None
     overlong_penalty: float
@@ -59,7 +59,6 @@ NO_RULES = RolloutRules(
     partial=False,
     filter=(),
     max_refills=0,
-    drop_solved=None,
     max_staleness=None,
     overlong_buffer=None,
     overlong_penalty=0.0,
@@ -76,7 +75,7 @@ class StepGroups:
 
     carried_over: Sequence[Group]
     cursor: DataCursor
-    solved: set[int]  # indices of the rows that are passed over
+    curriculum: Curriculum
     samples_per_prompt: int
 
     def __post_init__(self) -> None:
@@ -94,9 +93,7 @@ class StepGroups:
         self.groups[number] = group
 
     def _make_next(self) -> Group:
-        prompt = self.cursor.take()
-        while prompt.index in self.solved:
-            prompt = self.cursor.take()
+        prompt = self.curriculum.take(self.cursor)
         group_id = first_trajectory = 0
         if self.groups:
             group_id = self.groups[-1].id + 1
@@ -104,6 +101,10 @@ class StepGroups:
         group = begin_group(group_id, prompt, self.samples_per_prompt, first_trajectory)
         group.rows_done = self.cursor.position
         return group
+
+    def find_epochs(self) -> dict[int, int]:
+        """The epoch, from 0, in which the prompt of a group was taken, by the id of the group."""
+        return {group.id: self.cursor.epoch_of(group.rows_done - 1) for group in self.groups}
 
 
 @dataclass
@@ -136,10 +137,9 @@ class Collector:
     seed: int = 0
     deterministic: bool = True
     rules: RolloutRules = NO_RULES
+    curriculum: Curriculum = field(default_factory=Curriculum)
     hint: Hint | None = None  # that the teacher sees
     carried_over: list[Group] = field(default_factory=list)  # for the next step
-    # Indices of the rows that rules.drop_solved leaves out.
-    solved: set[int] = field(default_factory=set)
     part_names: set[str] = field(default_factory=set)  # of the rewards of the first step
 
     has_other_policy = False  # the actor itself samples, up to the lag of partial rollouts
@@ -157,7 +157,7 @@ class Collector:
         if self.is_exhausted:
             raise RuntimeError(ALL_SOLVED)
         carried_over = [self._restart_if_stale(group) for group in self.carried_over]
-        groups = StepGroups(carried_over, self.cursor, self.solved, self.samples_per_prompt)
+        groups = StepGroups(carried_over, self.cursor, self.curriculum, self.samples_per_prompt)
         schedule = self._make_schedule(carried_over, is_last=step == self.num_steps)
         board = GroupBoard()
         played = self._play(groups.get, schedule, board, self.params, "train", step)
@@ -172,7 +172,8 @@ class Collector:
                 self.hint.add_teacher_prompts(group)
         trajectories = self._gather(list(used.values()), "train", step)
         board.clear()
-        self._note_rewards(trajectories)
+        self._check_part_names(trajectories)
+        self._note_success(trajectories, groups.find_epochs())
         if self.rules.length_penalty:
             self._add_length_penalty(trajectories, self.rules.length_penalty)
         if self.rules.overlong_buffer:
@@ -260,23 +261,19 @@ class Collector:
         self.cursor.position = groups.get(num_kept - 1).rows_done
         return groups.groups[length:num_kept]
 
-    def _note_rewards(self, trajectories: list[Trajectory]) -> None:
-        """Notes which prompts are solved.
-
-        ValueError if the rewards of the first step do not have the parts that keys name.
-        """
-        if not self.part_names:
-            self._check_part_names(trajectories)
-        if self.rules.drop_solved is None:
-            return
-        for _, group in itertools.groupby(trajectories, lambda trajectory: trajectory.group):
+    def _note_success(self, trajectories: list[Trajectory], epochs: dict[int, int]) -> None:
+        """Tells the curriculum how the answers to each prompt did. `epochs` are by group."""
+        for number, group in itertools.groupby(trajectories, lambda trajectory: trajectory.group):
             members = list(group)
-            if mean_score(members, self.player.score) >= self.rules.drop_solved:
-                self.solved.add(members[0].row_index)
+            success = mean_score(members, self.player.score)
+            self.curriculum.note(members[0].row_index, success, epochs[number])
         if self.is_exhausted and dist.get_rank() == 0:
             print(ALL_SOLVED)
 
     def _check_part_names(self, trajectories: list[Trajectory]) -> None:
+        """ValueError if the rewards of the first step do not have the parts that keys name."""
+        if self.part_names:
+            return
         self.part_names = {name for t in trajectories for name in t.rewards}
         for name in sorted(self.player.reward_weights):
             check_part_name(f"rollout.reward_weights.{name}", name, self.part_names)
@@ -317,13 +314,19 @@ class Collector:
     @property
     def is_exhausted(self) -> bool:
         """Whether every training prompt is solved, so that the run ends with this step."""
-        return self.cursor is not None and len(self.solved) == len(self.cursor.examples)
+        if self.cursor is None:
+            return False
+        return self.curriculum.num_solved() == len(self.cursor.examples)
 
     @property
     def rows_done(self) -> int:
         """Training prompts of the finished steps, over all epochs."""
         assert self.cursor is not None
         return self.cursor.rows_done
+
+    def summarise(self) -> dict[str, float]:
+        """What is known of the training prompts, as metrics."""
+        return self.curriculum.summarise()
 
     def play(
         self,
@@ -396,7 +399,7 @@ class Collector:
             "position": {"rows_done": self.cursor.position},
             "rows_done": self.cursor.rows_done,
             "carried_over": pickle.dumps(self.carried_over),
-            "solved": pickle.dumps(self.solved),
+            "curriculum": self.curriculum.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -404,8 +407,7 @@ class Collector:
         self.cursor.position = state["position"]["rows_done"]
         self.cursor.rows_done = state["rows_done"]
         self.carried_over = pickle.loads(state["carried_over"])
-        if self.rules.drop_solved is not None:
-            self.solved = pickle.loads(state["solved"])
+        self.curriculum.load_state_dict(state["curriculum"])
 
 
 def check_part_name(setting: str, name: str | None, part_names: set[str]) -> None:

@@ -112,6 +112,10 @@ class SavedRollouts:
         """What the length of the run is counted in: a step is a row here."""
         return self.steps_done
 
+    def summarise(self) -> dict[str, float]:
+        """What is known of the training prompts, as metrics: nothing."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs."""
         return {"rows_done": self.steps_done}

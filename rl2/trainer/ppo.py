@@ -61,7 +61,7 @@ def train_step(run: PPORun, step: int) -> bool:
         trajectories = run.collect(step)
         batch = collate(training_samples(trajectories))
     metrics = summarise(trajectories, run.actor.version) | summarise_groups(trajectories)
-    metrics |= summarise_sources(trajectories, run.actor.version)
+    metrics |= summarise_sources(trajectories, run.actor.version) | run.collector.summarise()
 
     # Before any update, the frozen models, the policy and the critic score the sampled tokens.
     with recorder.phase("infer"):

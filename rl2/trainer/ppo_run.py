@@ -31,6 +31,7 @@ from rl2.parallel.mesh import init_distributed
 from rl2.parallel.rank import is_first_rank
 from rl2.report.loggers import MetricsLog
 from rl2.rollout.collect import Collector, RolloutRules
+from rl2.rollout.curriculum import Curriculum
 from rl2.rollout.endpoint import player_class
 from rl2.rollout.evaluate import Evaluator
 from rl2.rollout.hint import Hint
@@ -324,11 +325,13 @@ def make_collector(
             partial=rollout.partial,
             filter=rollout.filter,
             max_refills=rollout.max_refills,
-            drop_solved=rollout.drop_solved,
             max_staleness=rollout.max_staleness,
             overlong_buffer=rollout.overlong_buffer,
             overlong_penalty=rollout.overlong_penalty,
             length_penalty=rollout.length_penalty,
+        ),
+        curriculum=Curriculum(
+            rollout.drop_solved, config.data.curriculum, config.data.curriculum_interval
         ),
         write_records=setup.folder.write_records,
         hint=Hint(config.teacher.hint, setup.template) if config.teacher.hint else None,
