@@ -27,6 +27,7 @@ from rl2.rewards.text import (
     length_score,
     overlong_score,
     same_text,
+    think_format_score,
     weighted,
 )
 
@@ -52,6 +53,11 @@ def test_is_think_answer(text, is_right):
     assert is_think_answer(text) is is_right
     if text.startswith("<think>"):
         assert is_think_answer(text.removeprefix("<think>"), is_open=True) is is_right
+
+
+@pytest.mark.parametrize("text, score", CASES["think_format_score"])
+def test_think_format_score(text, score):
+    assert think_format_score(text) == score
 
 
 def test_a_reply_as_the_prompts_describe_it_is_read():

@@ -494,6 +494,20 @@ def test_a_teacher_with_a_hint_scores_the_answers_after_its_own_prompt(setup, tm
     assert metrics[0]["actor/mismatch_logp_difference"] < 1e-4
 
 
+def test_a_system_prompt_from_a_file(setup, tmp_path):
+    path = tmp_path / "prompt.md"
+    keys = [f"data.system_prompt={path}", "trainer.max_steps=1", "trainer.save_tokens=true"]
+    assert f"data.system_prompt={path}: no such file" in train(1, *setup, *keys, check=False).stderr
+    path.write_text("Answer in one word.\n")
+    train(1, *setup, *keys)
+    saved = load_file(tmp_path / "run/rollouts/train/step_1.safetensors")
+    text = AutoTokenizer.from_pretrained(tmp_path / "tiny").decode(saved["tokens"])
+    assert "Answer in one word.<" in text and "prompt.md" not in text
+    path.write_text("Answer.")
+    again = [key for key in keys if "max_steps" not in key]
+    assert "data.system_prompt" in train(1, *setup, *again, "trainer.save_freq=1").stdout
+
+
 def test_solved_examples_and_named_system_prompts_are_sampled_from(setup, tmp_path):
     talk = [{"role": "user", "content": "say z"}, {"role": "assistant", "content": "zzz"}]
     rows = [{"messages": talk}] * 3

@@ -68,6 +68,9 @@ def check_data(data: DataConfig) -> Iterator[Problem]:
         if "/" in template or template.endswith((".jinja", ".j2", ".txt")):
             reason = "no such file"
         yield wrong_value("data.chat_template", template, reason)
+    prompt = data.system_prompt_file
+    if prompt is not None and not prompt.is_file():
+        yield wrong_value("data.system_prompt", prompt, "no such file")
 
 
 def check_sources(data: DataConfig) -> Iterator[Problem]:

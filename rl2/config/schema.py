@@ -7,6 +7,7 @@ A subclass that only changes a default writes a plain `name: type = default`; th
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -150,8 +151,8 @@ class DataConfig:
     )
     system_prompt: str | None = key(
         None,
-        "added to conversations that do not begin with a system message; boxed and think_answer "
-        "name the prompts of rl2.rewards that ask for \\boxed{} or for <think> and <answer>",
+        "added to conversations that do not begin with a system message; a text, the path of a "
+        ".txt or .md file, or one of rl2.rewards' prompts by name: boxed or think_answer",
         identity=True,
     )
     max_length: PositiveInt = key(
@@ -176,6 +177,16 @@ class DataConfig:
     def test_paths(self) -> dict[str, str]:
         """The paths of the test sets, by key: data.test_path, or data.test_path.NAME of each."""
         return {} if self.test_path is None else named_paths("data.test_path", self.test_path)
+
+    @property
+    def system_prompt_file(self) -> Path | None:
+        """The file that data.system_prompt names, which need not exist; None if it is a text."""
+        value = self.system_prompt
+        if value is None or not value.endswith((".txt", ".md")):
+            return None
+        path = Path(value).expanduser()
+        is_one_word = len(value.split()) == 1  # a sentence may end with the name of a file
+        return path if is_one_word or path.is_file() else None
 
     @property
     def has_test_rows(self) -> bool:

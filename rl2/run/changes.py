@@ -81,8 +81,8 @@ def _hash_files(files: list[Path]) -> str:
 
 
 def _user_files(config: Any, values: dict[str, Any]) -> Iterator[tuple[str, list[Path]]]:
-    """Yields (key, files) of what the user has written: environments, loss, estimator, template and
-    solved examples.
+    """Yields (key, files) of what the user has written: environments, loss, estimator, template,
+    system prompt and solved examples.
     """
     for name, key in schema_keys(type(config)).items():
         if key.functions and values[name] not in key.functions:
@@ -90,6 +90,8 @@ def _user_files(config: Any, values: dict[str, Any]) -> Iterator[tuple[str, list
     template = values["data.chat_template"]
     if template not in (None, "plain"):
         yield "data.chat_template", [Path(template).expanduser()]
+    if config.data.system_prompt_file is not None:
+        yield "data.system_prompt", [config.data.system_prompt_file]
     examples = values.get("data.few_shot")  # a dataset of the hub is no file
     if examples and Path(examples).expanduser().is_file():
         yield "data.few_shot", [Path(examples).expanduser()]

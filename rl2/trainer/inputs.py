@@ -205,15 +205,22 @@ def make_chat_template(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, day: str
 ) -> ChatTemplate:
     """The chat template of a run that first started on `day`, YYYY-MM-DD. ValueError in words."""
-    prompt = data.system_prompt
     return ChatTemplate(
         tokenizer,
         data.chat_template,
         data.chat_template_kwargs,
-        SYSTEM_PROMPTS.get(prompt, prompt) if prompt else None,
+        read_system_prompt(data),
         date.fromisoformat(day),
         read_few_shot(data) if isinstance(data, PromptConfig) else [],
     )
+
+
+def read_system_prompt(data: DataConfig) -> str | None:
+    """The text of data.system_prompt; None if there is none."""
+    if data.system_prompt_file is not None:
+        return data.system_prompt_file.read_text("utf-8").strip() or None
+    value = data.system_prompt
+    return SYSTEM_PROMPTS.get(value, value) if value else None
 
 
 def read_few_shot(data: PromptConfig) -> list[dict[str, Any]]:
