@@ -11,7 +11,7 @@ from parity import SMALL_BUDGET, make_batch, two_steps
 
 from rl2.parallel.mesh import init_distributed
 
-LAYOUTS = [{"tp_size": 2}, {"lora_rank": 3, "sp_size": 2}]
+LAYOUTS = [{"tp_size": 2}, {"lora_rank": 3, "sp_size": 2}, {"lora_rank": 3, "tp_size": 2}]
 
 
 def main(name):

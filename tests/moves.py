@@ -22,14 +22,16 @@ LOSSES = {"actor": policy_loss, "critic": value_loss, "lora": value_loss}
 
 
 def make_workers(name, device, layout):
-    """An actor, a critic, and a critic with adapters unless there is tensor parallelism."""
+    """An actor, a critic, and a critic with adapters."""
     settings = {"lr": 1e-3, "warmup_ratio": 0.5, **layout}
     torch.manual_seed(0)
     config = worker_config(name, **settings)
-    workers = {"actor": Worker(config, device, False, 8), "critic": Worker(config, device, True, 8)}
-    if "tp_size" not in layout:
-        workers["lora"] = Worker(worker_config(name, lora_rank=2, **settings), device, True, 8)
-    return workers
+    adapted = worker_config(name, lora_rank=2, **settings)
+    return {
+        "actor": Worker(config, device, False, 8),
+        "critic": Worker(config, device, True, 8),
+        "lora": Worker(adapted, device, True, 8),
+    }
 
 
 def update(workers, batch):

@@ -37,9 +37,14 @@ LAYOUTS = {
         (1, 1, 2),
     ],
 }
-# The same with adapters of rank 3: (fsdp_size, sp_size). Of their matrices A [3, in] three
-# processes hold one row each; of four processes one holds none.
-ADAPTED = {1: [(0, 1)], 2: [(0, 1), (1, 1), (0, 2), (1, 2)], 3: [(0, 1)], 4: [(0, 1), (2, 2)]}
+# The same with adapters of rank 3. Of their matrices A [3, in] three processes hold one row each;
+# of four processes one holds none.
+ADAPTED = {
+    1: [(0, 1, 1)],
+    2: [(0, 1, 1), (1, 1, 1), (0, 2, 1), (1, 2, 1), (0, 1, 2)],
+    3: [(0, 1, 1)],
+    4: [(0, 1, 1), (2, 2, 1), (0, 1, 2), (0, 2, 2), (1, 1, 2)],
+}
 # Tokens of a micro-batch: there are many of them, of which some are empty, or there is one.
 SMALL_BUDGET, LARGE_BUDGET = 60, 4096
 
@@ -154,8 +159,8 @@ def main(name, out, family):
             tp_size=tp,
             gradient_checkpointing=1 if budget == SMALL_BUDGET else False,  # of two layers
         )
-    for critic, (fsdp, sp) in product([False, True], ADAPTED[dist.get_world_size()]):
-        results[critic, "lora", (fsdp, sp)] = two_steps(
+    for critic, (fsdp, sp, tp) in product([False, True], ADAPTED[dist.get_world_size()]):
+        results[critic, "lora", (fsdp, sp, tp)] = two_steps(
             name,
             critic,
             device,
@@ -163,6 +168,7 @@ def main(name, out, family):
             max_length_per_device=SMALL_BUDGET,
             fsdp_size=fsdp,
             sp_size=sp,
+            tp_size=tp,
             gradient_checkpointing=True,
             lora_rank=3,
             lora_alpha=5.0,

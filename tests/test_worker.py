@@ -126,7 +126,7 @@ def test_every_layout_equals_one_padded_process(tmp_path, world, family, tied, o
     expected = {critic: reference(name, critic) for critic in (False, True)}
     adapters = {}
     for critic in (False, True):
-        adapters[critic] = results[critic, "lora", (0, 1)]["initial_adapters"]
+        adapters[critic] = results[critic, "lora", (0, 1, 1)]["initial_adapters"]
         expected[critic, "lora"] = reference(name, critic, adapters[critic])
     for (critic, *layout), result in results.items():
         scores, updates, weights = expected[critic]

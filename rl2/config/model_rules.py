@@ -104,12 +104,6 @@ def check_lora(name: str, worker: WorkerConfig) -> Iterator[Problem]:
     """Whether there can be adapters."""
     key = f"{name}.lora_rank"
     given = f"{key}={worker.lora_rank}"
-    if worker.tp_size > 1:
-        message = (
-            f"{given} with {name}.tp_size={worker.tp_size}: adapters are not cut into parts; "
-            f"set {name}.tp_size=1, fsdp_size and sp_size divide the work as well"
-        )
-        yield Problem(key, worker.lora_rank, message)
     if not is_installed("peft"):
         message = f"{given} needs peft, which is not installed; pip install peft"
         yield Problem(key, worker.lora_rank, message)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from rl2.progress import track
@@ -109,11 +109,14 @@ def merged(
 def _merge(parameter: nn.Parameter, layer: Any, read: Callable[[nn.Parameter], DTensor]) -> DTensor:
     """W + scale B A of an adapted layer, in fp32.
 
-    FSDP2 cuts W and B by the same rows, so each process merges its own rows.
+    W and B are cut by the same rows, and tensor parallelism may cut W and A by the same columns. So
+    each process merges its own part.
     """
-    a = read(layer.lora_A[ADAPTER].weight).full_tensor()  # [rank, in]
+    shard = read(layer.lora_A[ADAPTER].weight)
+    whole_rows = [Replicate() if cut.is_shard(0) else cut for cut in shard.placements]
+    a = shard.redistribute(placements=whole_rows).to_local()  # [rank, local columns]
     b = read(layer.lora_B[ADAPTER].weight).to_local()  # [local rows, rank]
-    delta = layer.scaling[ADAPTER] * (b @ a)  # [local rows, in]
+    delta = layer.scaling[ADAPTER] * (b @ a)  # [local rows, local columns]
     merged_weight: Any = read(parameter).to(torch.float32, copy=True)
     rows = merged_weight.to_local()
     # Where delta is 0 the weight keeps its bits, which engines compare: -0.0 + 0.0 would be 0.0.

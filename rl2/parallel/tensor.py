@@ -6,6 +6,7 @@ vocabulary.
 """
 
 import logging
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -51,14 +52,32 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh) -> None:
     # It warns on every process of the two gathers of a weight that FSDP and tp both cut.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     plan: dict[str, str] = hf.config.base_model_tp_plan or {}
-    cuts = {name: STYLES[style]() for name, style in plan.items() if style in STYLES}
-    parallelize_module(hf.base_model, mesh, cuts)
+    for name, module in list(hf.base_model.named_modules()):
+        style = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), None)
+        if style in STYLES:
+            cut(module, style, mesh)
     parallelize_module(hf.get_input_embeddings(), mesh, RowwiseParallel(input_layouts=Replicate()))
     head = hf.get_output_embeddings()
     if head is not None and hf.config.tie_word_embeddings:
         head.weight = hf.get_input_embeddings().weight  # the cut made a new parameter of it
     elif head is not None:
         parallelize_module(head, mesh, ColwiseParallel())
+
+
+def cut(layer: Any, style: str, mesh: DeviceMesh) -> None:
+    """Cuts a linear layer over a mesh [tp], and its adapter if it has one (see lora.py).
+
+    Of W x + scale B A x, a cut of the columns is one of the rows of W and B: every process computes
+    A x. A cut of the rows is one of the columns of W and A, and the parts of both sums are added
+    before B and the scale.
+    """
+    if not hasattr(layer, "base_layer"):
+        parallelize_module(layer, mesh, STYLES[style]())
+        return
+    parallelize_module(layer.base_layer, mesh, STYLES[style]())
+    adapters = layer.lora_B if style == "colwise" else layer.lora_A
+    for adapter in adapters.values():
+        parallelize_module(adapter, mesh, STYLES[style]())
 
 
 def all_reduce_partial_gradients(hf: PreTrainedModel, group: dist.ProcessGroup) -> None:
@@ -71,7 +90,7 @@ def all_reduce_partial_gradients(hf: PreTrainedModel, group: dist.ProcessGroup) 
     endings = [name.rpartition("*")[2] for name, style in plan.items() if style == PARTIAL_GRADIENT]
     for name, parameter in hf.named_parameters():
         module_name = name.rpartition(".")[0]
-        if module_name.endswith(tuple(endings)):
+        if parameter.requires_grad and module_name.endswith(tuple(endings)):
             gradient: Any = parameter.grad
             dist.all_reduce(gradient.to_local(), group=group)
 

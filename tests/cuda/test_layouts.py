@@ -132,10 +132,7 @@ def test_a_worker_in_host_memory_lives(world, keys):
 def live_all(world, keys, names, roles) -> None:
     with fake_cuda(world, rank=world - 1) as gpu:
         for name in names:
-            role = roles[name]
-            if "lora_rank" in role.keys and keys.get("tp_size", 1) > 1:
-                continue  # refused by the config: adapters are not cut into parts
-            live(gpu, role, keys)
+            live(gpu, roles[name], keys)
             gc.collect()
             assert gpu.bytes <= SLACK_BYTES, f"{name} leaves {gpu.bytes} bytes behind"
 
