@@ -106,7 +106,7 @@ class Worker:
         self.lora_settings = None
         if is_trained and config.lora_rank:
             self.lora_settings = LoraSettings(
-                config.lora_rank, config.lora_alpha, config.lora_targets
+                config.lora_rank, config.lora_alpha, config.lora_targets, config.adapter
             )
         self.model = load_model(
             config.model_name,
@@ -127,6 +127,10 @@ class Worker:
         self.trained_parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         offload_model = config.offload_model and device_kind(device) != "cpu"
         self.memory = WeightMemory(self.model, in_host_memory=offload_model)
+        # Of adapters that are trained further: the reference has them. New ones start at 0.
+        self.start_adapters: list[Tensor] | None = None
+        if self.lora_settings is not None and config.adapter:
+            self.start_adapters = [state.clone() for state in self.adapter_states()]
         self.optimizer: Any = None  # an AdamW unless the model is frozen
         if is_trained:
             self.optimizer = make_optimizer(
@@ -163,8 +167,13 @@ class Worker:
     def reference(self) -> "Worker | Reference":
         """Returns what infers with the model that this worker started from."""
         if self.lora_settings is not None:
-            return Reference(self)
+            return Reference(self, self.start_adapters)
         return Worker(self.config, self.mesh.device, exactness=self.exactness, source=self.source)
+
+    def adapter_states(self) -> list[Tensor]:
+        """The adapters' values, as `WeightMemory.state` gives them."""
+        parameters = self.trained_parameters.items()
+        return [self.memory.state(value) for name, value in parameters if ".lora_" in name]
 
     def copy_weights(self, source: "Worker") -> None:
         """Takes the weights of `source`, a worker of the same layout, from shard to shard.
@@ -357,17 +366,23 @@ class Worker:
 
 
 class Reference:
-    """The model that a worker with adapters started from: its own weights with the adapters off.
+    """The model that a worker with adapters started from: its own weights with other adapters.
 
-    It takes no memory of its own.
+    `start_adapters` are those that the worker started from, in the order of its `adapter_states`;
+    None if it started without. The model takes no memory beside them.
     """
 
-    def __init__(self, worker: Worker):
+    def __init__(self, worker: Worker, start_adapters: list[Tensor] | None = None):
         self.worker = worker
+        self.start_adapters = start_adapters
         self.config = worker.config
         self.mesh = worker.mesh
 
     def infer(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """As `Worker.infer`."""
-        with lora.disabled(self.worker.model.hf):
+        if self.start_adapters is None:
+            context = lora.disabled(self.worker.model.hf)
+        else:
+            context = lora.exchanged(self.worker.adapter_states(), self.start_adapters)
+        with context:
             return self.worker.infer(batch, temperature)

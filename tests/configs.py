@@ -18,6 +18,10 @@ BASE = {
 FILES = {
     "model/config.json": "{}",
     "train.jsonl": "",
+    "adapter/adapter_config.json": '{"peft_type": "LORA", "r": 8, "use_dora": false}',
+    "adapter/adapter_model.safetensors": "",
+    "dora/adapter_config.json": '{"peft_type": "LORA", "r": 8, "use_dora": true}',
+    "dora/adapter_model.safetensors": "",
     "env.py": "",
     "note.txt": "",
     "list.yaml": "- a",

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from common import make_critic, make_model
 from parity import MAX_GRAD_NORM, make_batch, policy_loss, value_loss, worker_config
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl2.model.token_model import TokenScores
 from rl2.parallel.mesh import init_distributed
@@ -135,3 +135,94 @@ def test_a_target_that_is_not_there_is_told(make):
             make(lora_targets=["v_proj", target])
     worker = make(lora_targets=["layers.1.self_attn.q_proj", "o_proj"])
     assert len(worker.trained_parameters) == 2 * 3
+
+
+def save_with_peft(folder, model_name, **settings):
+    """Adapters that change the model, as peft saves them. Returns the model of peft."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32)
+    config = LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.1, **settings)
+    model = get_peft_model(model, config)
+    for key, parameter in model.named_parameters():
+        if ".lora_B" in key:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+FOREIGN = [
+    {"r": 3, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"]},
+    {"r": 4, "target_modules": "all-linear", "use_rslora": True},
+    # As Unsloth writes it, and with other ranks and scales in single layers.
+    {
+        "r": 2,
+        "target_modules": r"model\.layers\.1\.(?:self_attn|mlp)\.(?:v|o|up)_proj",
+        "rank_pattern": {"o_proj": 5},
+        "alpha_pattern": {"up_proj": 3},
+    },
+]
+
+
+@pytest.mark.parametrize("settings", FOREIGN, ids=["layers", "all-linear", "patterns"])
+def test_adapters_of_peft_are_trained_further(make, tmp_path, settings):
+    """The start and the reference have them; the export is what peft has after the same update."""
+    batch = make_batch()
+    name = make(num_updates=0).config.model_name
+    model = save_with_peft(tmp_path / "adapter", name, **settings)
+    worker = make(adapter=str(tmp_path / "adapter"), lora_rank=settings["r"])
+
+    def scores_of_peft():
+        log_p = model(batch.inputs).logits.log_softmax(-1)
+        logps = log_p.gather(2, batch.targets[..., None].long())[..., 0] * batch.mask
+        entropy = -(log_p.exp() * log_p).sum(-1) * batch.mask
+        return TokenScores(logps=logps, entropy=entropy)
+
+    with torch.no_grad():
+        start = scores_of_peft().logps
+        assert (start - make(num_updates=0).infer(batch).logps).abs().max() > 0.1
+    torch.testing.assert_close(worker.infer(batch).logps, start, rtol=0, atol=2e-5)
+    reference = worker.reference()
+    expected = reference.infer(batch).logps
+    assert torch.equal(expected, worker.infer(batch).logps)
+    trained = [p for key, p in model.named_parameters() if ".lora_" in key]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
+    worker.update(batch, policy_loss, with_entropy=True)
+    policy_loss(batch, scores_of_peft())[0].backward()
+    torch.nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)
+    optimizer.step()
+    with torch.no_grad():
+        after = scores_of_peft().logps
+    torch.testing.assert_close(worker.infer(batch).logps, after, rtol=0, atol=1e-3)
+    assert (after - start).abs().max() > 0.05
+    assert torch.equal(reference.infer(batch).logps, expected)
+    worker.export(str(tmp_path / "export"), AutoTokenizer.from_pretrained(name))
+    base = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    exported = PeftModel.from_pretrained(base, tmp_path / "export/adapter")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    with torch.no_grad():
+        logits = exported(batch.inputs).logits
+        torch.testing.assert_close(merged(batch.inputs).logits, logits, rtol=0, atol=2e-5)
+    again = make(adapter=str(tmp_path / "export/adapter"), lora_rank=settings["r"])
+    assert torch.equal(again.infer(batch).logps, worker.infer(batch).logps)
+
+
+def test_a_critic_is_trained_further_with_its_head(make, tmp_path):
+    worker, batch = make(critic=True), make_batch()
+    worker.update(batch, value_loss)
+    tokenizer = AutoTokenizer.from_pretrained(worker.config.model_name.removesuffix("-critic"))
+    worker.export(str(tmp_path / "export"), tokenizer)
+    again = make(critic=True, adapter=str(tmp_path / "export/adapter"))
+    values = worker.infer(batch).values
+    assert torch.equal(again.infer(batch).values, values)
+    assert not torch.equal(make(critic=True).infer(batch).values, values)
+
+
+def test_adapters_that_do_not_fit_are_told(make, tmp_path):
+    name = make(num_updates=0).config.model_name
+    save_with_peft(tmp_path / "head", name, r=2, target_modules=["q_proj", "lm_head"])
+    with pytest.raises(ValueError, match="adapts lm_head, which is no linear layer of the body"):
+        make(adapter=str(tmp_path / "head"))
+    other = make_model(tmp_path / "other", hidden_size=96)
+    save_with_peft(tmp_path / "wide", other, r=2, target_modules=["q_proj"])
+    with pytest.raises(ValueError, match="q_proj.lora_A.* made for another one"):
+        make(adapter=str(tmp_path / "wide"))

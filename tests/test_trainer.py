@@ -561,9 +561,24 @@ def test_lora_with_its_base_as_the_reference(setup, tmp_path):
         f"trainer.resume={tmp_path / 'run/checkpoints/step_2'}",
         f"trainer.save_dir={tmp_path / 'resumed'}",
     ]
-    launch_runs(2, [arguments, [*arguments, *resume]])
+    further = [
+        f"actor.adapter={tmp_path / 'run/model/adapter'}",
+        f"trainer.save_dir={tmp_path / 'further'}",
+    ]
+    resume_further = [
+        f"trainer.resume={tmp_path / 'further/checkpoints/step_2'}",
+        f"trainer.save_dir={tmp_path / 'resumed_further'}",
+    ]
+    runs = [[], resume, further, [*further, *resume_further]]
+    launch_runs(2, [[*arguments, *words] for words in runs])
     lines = read_metrics(tmp_path / "run")
-    assert lines[0]["actor/kl"] == 0 and all(line["actor/kl"] > 1e-3 for line in lines[1:])
+    further_lines = read_metrics(tmp_path / "further")
+    for of_run in (lines, further_lines):  # the second reference has the adapters of the first run
+        assert of_run[0]["actor/kl"] == 0 and all(line["actor/kl"] > 1e-3 for line in of_run[1:])
+    last_lines = [line for line in read_untimed_metrics(tmp_path / "further") if line["step"] > 2]
+    assert read_untimed_metrics(tmp_path / "resumed_further") == last_lines
+    assert further_lines[0]["reward/mean"] != lines[0]["reward/mean"], "it starts anew"
+    lines += further_lines
     mismatches = [abs(line["actor/mismatch_logp_difference"]) for line in lines]
     assert all(mismatch < 1e-4 for mismatch in mismatches), "the engine lacks the adapters"
     last_lines = [line for line in read_untimed_metrics(tmp_path / "run") if line["step"] > 2]

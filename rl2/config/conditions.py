@@ -104,7 +104,10 @@ WITH_SGLANG = Condition(
 )
 WITH_GPU = Condition(lambda config, section: has_gpu(), "without a GPU", is_harmless=True)
 WITH_FILTER = Condition(lambda config, section: section.filter, "without rollout.filter")
-WITH_LORA = Condition(lambda config, section: section.lora_rank, "with {path}.lora_rank=0")
+WITH_NEW_ADAPTERS = Condition(
+    lambda config, section: section.lora_rank and not section.adapter,
+    "without {path}.lora_rank, or with {path}.adapter",
+)
 WITH_SAMPLING = Condition(
     lambda config, section: has_section(config, "rollout"),
     "where nothing is sampled",

@@ -4,6 +4,7 @@ Every check returns all problems that it finds, so that the user sees them at on
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -16,6 +17,7 @@ from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import FOLLOWED_KEYS
 from rl2.config.synonyms import explain_algorithm
 from rl2.config.values import get_value
+from rl2.model.adapter_folder import read_adapter_config
 
 Checked = tuple[list[Problem], list[Problem]]  # problems, warnings
 
@@ -102,8 +104,8 @@ def _show_default(key: Key, default: Any) -> str:
 def follow_keys(config: DictConfig, set_keys: set[str]) -> None:
     """Gives each key of FOLLOWED_KEYS that is not set, or null, the value of the key it follows.
 
-    A key that is set to that value counts as not set. adv.norm_var follows the estimator, and
-    actor.correction the engine.
+    A key that is set to that value counts as not set. adv.norm_var follows the estimator,
+    actor.correction the engine, and lora_rank the adapters that are trained further.
     """
     root: Any = OmegaConf.get_type(config)
     known = schema_keys(root)
@@ -113,12 +115,22 @@ def follow_keys(config: DictConfig, set_keys: set[str]) -> None:
             if name not in set_keys or OmegaConf.select(config, name) in (None, value):
                 OmegaConf.update(config, name, value)
                 set_keys.discard(name)
+    for name in ("actor", "critic"):
+        if f"{name}.adapter" in known:
+            follow_adapter(config[name], f"{name}.lora_rank" in set_keys)
     if "adv.norm_var" in known and config.adv.norm_var is None:
         # Every common PPO whitens the advantages of GAE; with groups it is a choice (GRPO or not).
         if "norm_var" in ESTIMATOR_CHOICES.settings_of(config.adv.estimator):
             config.adv.norm_var = config.adv.estimator == "gae"
     if "actor.correction" in known and config.actor.correction is None:
         config.actor.correction = default_correction(config)
+
+
+def follow_adapter(worker: Any, is_rank_set: bool) -> None:
+    """Gives a worker's section the rank of its adapters. What is wrong with them is told later."""
+    if worker.adapter and not is_rank_set:
+        with suppress(ValueError):
+            worker.lora_rank = read_adapter_config(worker.adapter)["r"]
 
 
 def default_correction(config: Any) -> str:

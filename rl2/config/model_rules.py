@@ -9,6 +9,7 @@ from rl2.config.conditions import compares_pairs
 from rl2.config.engines import is_installed
 from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import ModelConfig, PPOConfig, WorkerConfig
+from rl2.model.adapter_folder import read_adapter_config
 
 
 def check_model(config: Any, name: str, model: ModelConfig) -> Iterator[Problem]:
@@ -96,12 +97,21 @@ def check_worker(name: str, worker: WorkerConfig) -> Iterator[Problem]:
         key = f"{name}.save_freq"
         message = f"{key}={worker.save_freq} needs {name}.save_dir"
         yield Problem(key, worker.save_freq, message)
-    if worker.lora_rank > 0:
+    if worker.lora_rank > 0 or worker.adapter:
         yield from check_lora(name, worker)
 
 
 def check_lora(name: str, worker: WorkerConfig) -> Iterator[Problem]:
     """Whether there can be adapters."""
+    if worker.adapter:
+        try:
+            rank = read_adapter_config(worker.adapter)["r"]
+        except ValueError as error:
+            yield wrong_value(f"{name}.adapter", worker.adapter, str(error))
+            return
+        if worker.lora_rank != rank:
+            reason = f"the adapters in {worker.adapter} have rank {rank}; leave the key out"
+            yield wrong_value(f"{name}.lora_rank", worker.lora_rank, reason)
     key = f"{name}.lora_rank"
     given = f"{key}={worker.lora_rank}"
     if not is_installed("peft"):

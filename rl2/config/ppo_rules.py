@@ -159,8 +159,8 @@ def check_kl(config: PPOConfig) -> Iterator[Problem]:
         yield Problem("kl.type", kl.type, message)
     if kl.update_freq and config.actor.lora_rank > 0:
         reason = (
-            f"with actor.lora_rank={config.actor.lora_rank} the reference is the actor without its "
-            "adapters, which stays the start model; leave one of them out"
+            f"with actor.lora_rank={config.actor.lora_rank} the reference is the start model, and "
+            "shares its weights with the actor; leave one of them out"
         )
         yield wrong_value("kl.update_freq", kl.update_freq, reason)
 

@@ -28,7 +28,7 @@ from rl2.config.conditions import (
     WITH_GROUPS,
     WITH_INFERENCE,
     WITH_LOGITS,
-    WITH_LORA,
+    WITH_NEW_ADAPTERS,
     WITH_PAIRS,
     WITH_RANDOMNESS,
     WITH_ROUNDED_WEIGHTS,
@@ -331,14 +331,20 @@ class WorkerConfig(ModelConfig):
     lora_alpha: PositiveFloat | None = key(
         None,
         "adapters are scaled by lora_alpha / lora_rank; by default twice the rank",
-        only_if=WITH_LORA,
+        only_if=WITH_NEW_ADAPTERS,
         identity=True,
     )
     lora_targets: list[str] = key(
         [],
         "names of the linear layers with adapters, e.g. [q_proj,v_proj]; by default all but the "
         "head",
-        only_if=WITH_LORA,
+        only_if=WITH_NEW_ADAPTERS,
+        identity=True,
+    )
+    adapter: str | None = key(
+        None,
+        "folder of LoRA adapters, as peft and exports of rl2 write it, to train further; with "
+        "their rank, scale and layers",
         identity=True,
     )
     dither_weights: bool = key(

@@ -105,6 +105,7 @@ def load_model(
     if dist.get_rank() == 0:
         full_hf, missing = source.read(model_class, name, config, parameter_dtype)
         lora.inject(full_hf, lora_settings)
+        lora.read_weights(full_hf, lora_settings)
         full, problem = _complete(full_hf.state_dict(), missing)
     problem = broadcast_object(problem)
     if problem is not None:

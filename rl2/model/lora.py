@@ -7,19 +7,22 @@ three NAME.base_layer.weight, NAME.lora_A.default.weight and NAME.lora_B.default
 outside this file knows that.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
+from rl2.model.adapter_folder import WEIGHTS
 from rl2.progress import track
 
 ADAPTER = "default"  # peft's name of the only adapter
@@ -27,22 +30,35 @@ ADAPTER = "default"  # peft's name of the only adapter
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Which adapters a model gets."""
+    """Which adapters a model gets: new ones, or those of a folder, which gives all of it."""
 
     rank: int
     alpha: float | None = None  # the scale is alpha / rank; None = 2 * rank
     targets: list[str] = field(default_factory=list)  # endings of layer names; empty = all layers
+    folder: str | None = None  # as peft writes it
 
 
 def inject(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
     """Puts adapters beside linear layers of the body of `hf` and freezes all but a critic's head.
 
     What is trained becomes fp32; what is frozen stays in its dtype. None puts nothing. ValueError
-    for a target that names no layer.
+    for a target that names no layer, and for adapters of a folder that do not fit the model.
     """
     if settings is None:
         return
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import inject_adapter_in_model
+
+    make_config = _new_config if settings.folder is None else _read_config
+    inject_adapter_in_model(make_config(hf, settings), hf.base_model)
+    for name, parameter in hf.named_parameters():
+        is_trained = ".lora_" in name or name.startswith("score.")
+        parameter.requires_grad_(is_trained)
+        if is_trained:
+            parameter.data = parameter.data.float()
+
+
+def _new_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
+    from peft import LoraConfig
 
     modules = hf.base_model.named_modules()
     linear_names = [name for name, module in modules if isinstance(module, nn.Linear)]
@@ -50,13 +66,66 @@ def inject(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
     _check_targets(settings.targets, linear_names, kinds)
     # peft takes a float, though its type says int.
     alpha: Any = settings.alpha or 2 * settings.rank
-    config = LoraConfig(r=settings.rank, lora_alpha=alpha, target_modules=settings.targets or kinds)
-    inject_adapter_in_model(config, hf.base_model)
+    return LoraConfig(r=settings.rank, lora_alpha=alpha, target_modules=settings.targets or kinds)
+
+
+def _read_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
+    """peft's settings of the adapters in a folder, for the layers that the folder has weights of.
+
+    These say more than its `target_modules`, which may be an expression on the names of another
+    class of models.
+    """
+    from peft import LoraConfig
+
+    config = LoraConfig.from_pretrained(str(Path(settings.folder or "").expanduser()))
+    body = f"{hf.base_model_prefix}."
+    layers = set()
+    for name, _ in _read_adapters(settings.folder):
+        if ".lora_" in name:
+            layers.add(name.partition(".lora_")[0])
+    modules = dict(hf.named_modules())
+    for layer in sorted(layers):
+        if not (layer.startswith(body) and isinstance(modules.get(layer), nn.Linear)):
+            raise ValueError(
+                f"adapter={settings.folder} adapts {layer}, which is no linear layer of the body "
+                f"of this model; it was made for {config.base_model_name_or_path}"
+            )
+    config.target_modules = {layer.removeprefix(body) for layer in layers}
+    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    config.modules_to_save = None
+    config.lora_dropout = 0.0  # rl2 trains without dropout
+    config.init_lora_weights = True  # the values come from the folder
+    return config
+
+
+def _read_adapters(folder: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights in a folder of peft, by their names in the model: without the adapter's name."""
+    with safe_open(Path(folder or "", WEIGHTS).expanduser(), "pt") as file:
+        for name in file.keys():
+            yield name.removeprefix("base_model.model."), file.get_tensor(name)
+
+
+def read_weights(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
+    """Gives the adapters of `hf`, which `inject` has put in, the values of settings.folder.
+
+    A critic's head too if it is there. ValueError if they are not those of this model.
+    """
+    if settings is None or settings.folder is None:
+        return
+    values = dict(_read_adapters(settings.folder))
     for name, parameter in hf.named_parameters():
-        is_trained = ".lora_" in name or name.startswith("score.")
-        parameter.requires_grad_(is_trained)
-        if is_trained:
-            parameter.data = parameter.data.float()
+        value = values.pop(name.replace(f".{ADAPTER}.", "."), None)
+        if value is None and ".lora_" not in name:
+            continue
+        if value is None or value.shape != parameter.shape:
+            found = "missing" if value is None else list(value.shape)
+            raise ValueError(
+                f"adapter={settings.folder}: {name} is {found} there and {list(parameter.shape)} "
+                "in this model, so the adapters were made for another one"
+            )
+        parameter.data.copy_(value)
+    if values:
+        raise ValueError(f"adapter={settings.folder}: this model has no {min(values)}")
 
 
 def _check_targets(targets: list[str], linear_names: list[str], kinds: list[str]) -> None:
@@ -70,6 +139,23 @@ def _check_targets(targets: list[str], linear_names: list[str], kinds: list[str]
 def _adapted_layers(hf) -> dict[str, Any]:
     """The layers that have an adapter, by name."""
     return {name: module for name, module in hf.named_modules() if hasattr(module, "lora_A")}
+
+
+@contextmanager
+def exchanged(states: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A context in which `states`, of the adapters, hold `values`."""
+    trained = [state.clone() for state in states]
+    _copy_all(states, values)
+    try:
+        yield
+    finally:
+        _copy_all(states, trained)
+
+
+@torch.no_grad()
+def _copy_all(states: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for state, value in zip(states, values, strict=True):
+        state.copy_(value)
 
 
 @contextmanager
@@ -147,4 +233,4 @@ def save(
     config.base_model_name_or_path = base
     config.inference_mode = True
     config.save_pretrained(folder)
-    save_file(full, f"{folder}/adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(full, f"{folder}/{WEIGHTS}", metadata={"format": "pt"})

@@ -168,8 +168,10 @@ class PPORun:
         """Brings engine and actor to the same weights, and evaluates before the first step."""
         if self.engine:
             # At the start both have read the same files, so their weights must agree to the bit.
-            is_start = self.recorder.start_step == 0
-            self._send_weights(self.engine.verify_weights if is_start else self.engine.load_weights)
+            # Only the actor has read those of actor.adapter.
+            are_equal = self.recorder.start_step == 0 and not self.config.actor.adapter
+            receive = self.engine.verify_weights if are_equal else self.engine.load_weights
+            self._send_weights(receive)
         self.recorder.begin()
 
     def collect(self, step: int) -> list[Trajectory]:
