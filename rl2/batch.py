@@ -103,6 +103,7 @@ class Batch:
     trajectory: Tensor  # [B] int64
     old_logps: Tensor | None = None  # [B, T] of the policy that starts the update
     ref_logps: Tensor | None = None  # [B, T] of the reference model
+    ages: Tensor | None = None  # [B, T] updates since the weights that sampled, if the loss asks
     teacher_logps: Tensor | None = None  # [B, T] of the teacher
     values: Tensor | None = None  # [B, T] of the critic that starts the update
     advantages: Tensor | None = None  # [B, T]

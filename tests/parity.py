@@ -80,11 +80,13 @@ def make_batch():
     torch.manual_seed(0)
     batch.advantages = torch.randn(batch.mask.shape) * batch.mask
     batch.token_weights = batch.mask / batch.mask.sum()
+    batch.ages = batch.mask * (torch.arange(batch.mask.shape[1]) % 3).float()
     return batch
 
 
 def policy_loss(batch, scores):
-    loss = -((scores.logps * batch.advantages + 0.1 * scores.entropy) * batch.token_weights).sum()
+    gains = scores.logps * batch.advantages * 0.9**batch.ages
+    loss = -((gains + 0.1 * scores.entropy) * batch.token_weights).sum()
     return loss, {"entropy": (scores.entropy * batch.token_weights).sum().detach()}
 
 

@@ -7,7 +7,7 @@ and TRL's own code.
 import math
 import random
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -382,6 +382,28 @@ HAND_WORKED = [  # (estimator, mask, rewards, group, advantages)
         [[0.4 / 0.175**0.5] * 2, [-0.6 / 0.175**0.5, 0], *[[-0.1 / 0.175**0.5, 0]] * 2],
     ),
 ]
+
+
+def test_turns_by_hand():
+    """Trajectory 7 has rows 0 and 2, with two turns and one; 3 has one turn of one token."""
+    mask = torch.tensor([[0, 1, 1, 0, 1], [0, 0, 1, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
+    inputs = advantage_inputs(mask.float(), trajectory=torch.tensor([7, 3, 7, 9]))
+    expected = [[0, 1, 1, 0, 2], [0, 0, 1, 0, 0], [3, 3, 0, 0, 0], [0, 0, 0, 0, 0]]
+    assert inputs.turns.tolist() == expected and inputs.turns.dtype == torch.int64
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_turns_are_their_loop(seed):
+    case = make_case(seed)
+    expected = torch.zeros_like(case.mask)
+    turns = Counter()  # so far, by trajectory
+    for row, trajectory in enumerate(case.trajectory.tolist()):
+        was_sampled = False
+        for t, is_sampled in enumerate(case.mask[row].tolist()):
+            turns[trajectory] += is_sampled > was_sampled
+            expected[row, t] = turns[trajectory] if is_sampled else 0
+            was_sampled = is_sampled
+    assert inputs_of(case).turns.equal(expected.long())
 
 
 def test_maxrl_by_hand():

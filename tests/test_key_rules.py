@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+from common import ROOT
 from configs import BASE, ROOTS, problem_keys, warning_keys, write_files
 
 from rl2.config.key import schema_keys
@@ -103,6 +104,12 @@ WARNED = [  # (trainer, arguments, keys)
 def test_harmless_keys_and_unusual_values_warn(monkeypatch, trainer, arguments, keys):
     monkeypatch.setattr("rl2.config.model_rules.is_installed", lambda package: True)
     assert warning_keys(trainer, *arguments.split()) == keys
+
+
+def test_a_loss_of_ages_takes_no_rollouts_of_another_run():
+    loss = f"actor.loss={ROOT}/examples/plugins/turns_and_ages.py:aged"
+    assert problem_keys("ppo", loss, "trainer.rollouts_from=.") == ["trainer.rollouts_from"]
+    assert problem_keys("ppo", "trainer.rollouts_from=.") == problem_keys("ppo", loss) == []
 
 
 @pytest.mark.parametrize("trainer", ROOTS)

@@ -14,6 +14,7 @@ from common import (
     ROOT,
     advantage_inputs,
     launch,
+    launch_runs,
     make_model,
     policy_inputs,
     preference_inputs,
@@ -117,6 +118,74 @@ def test_recent_losses_by_hand():
     expected = [math.log1p(math.exp(-0.5 * 1)), math.log1p(math.exp(-0.5 * (1 - 5)))]
     assert values.tolist() == pytest.approx(expected)
 
+
+def test_credit_of_turns_by_hand():
+    """Two trajectories of one prompt. The first one has two turns, in rows 0 and 2."""
+    mask = torch.tensor([[0.0, 1, 1], [1, 1, 1], [0, 0, 1], [0, 0, 0]])
+    rewards = torch.tensor([[0, 0, 2.0], [0, 0, 1], [0, 0, 4], [0, 0, 0]])  # of turns and the end
+    trajectory = torch.tensor([0, 1, 0, 2])  # the environment of the last one failed
+    inputs = advantage_inputs(mask, rewards, trajectory=trajectory)
+    turn_credit = find_estimator(f"{PLUGINS}/turns_and_ages.py:turn_credit").compute
+    # To come from turn 1 on: 6 and 1, with the mean 3.5. Only one trajectory has a turn 2.
+    expected = [[0, 2.5, 2.5], [-2.5, -2.5, -2.5], [0, 0, 0], [0, 0, 0]]
+    assert turn_credit(inputs).tolist() == expected
+
+
+def test_a_loss_of_ages_by_hand():
+    logps = torch.full((1, 3), -1.0)
+    ages = torch.tensor([[2.0, 1, 0]])
+    aged = find_policy_loss(f"{PLUGINS}/turns_and_ages.py:aged")
+    assert aged.needs == ("ages",)
+    ones = torch.ones(1, 3)
+    values, metrics = aged.compute(policy_inputs(logps, logps, ones, ones, ages=ages))
+    assert values[0].tolist() == pytest.approx([-0.81, -0.9, -1.0])
+    assert metrics["age"].equal(ages)
+
+
+def test_turns_and_ages_in_every_layout(tmp_path):
+    """Turns of a trained conversation, and ages by the name of a parameter."""
+    data = tmp_path / "rows.jsonl"
+    rows = [{"messages": [message("user", text)]} for text in ("ab", "cd")]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "env.py").write_text(TURNS_ENV)
+    (tmp_path / "mine.py").write_text(
+        "def loss(logps, advantages, ages): return -advantages * logps, {'age': ages}\n"
+    )
+    arguments = [
+        "ppo",
+        f"data.path={data}",
+        f"actor.model_name={make_model(tmp_path / 'tiny')}",
+        f"rollout.env_path={tmp_path}/env.py",
+        f"adv.estimator={PLUGINS}/turns_and_ages.py:turn_credit",
+        f"actor.loss={tmp_path}/mine.py:loss",
+        "rollout.max_turns=2",
+        "data.prompts_per_rollout=2",
+        "data.responses_per_prompt=4",
+        "rollout.train_sampling_params.max_new_tokens=4",
+        f"rollout.train_sampling_params.stop_token_ids={list(range(5, 50))}".replace(" ", ""),
+        "trainer.max_steps=2",
+        "actor.dtype=float32",
+        "actor.lr=0.01",
+    ]
+    layouts = {"fsdp": [], "sp": ["actor.sp_size=2"], "tp": ["actor.tp_size=2"]}
+    runs = [[*arguments, *keys, f"trainer.save_dir={tmp_path / n}"] for n, keys in layouts.items()]
+    launch_runs(2, runs)
+    expected, *others = [read_metrics(tmp_path / name) for name in layouts]
+    assert all(line["rollout/turns"] > 1 and line["actor/age"] == 0 for line in expected)
+    for line, *lines in zip(expected, *others, strict=True):
+        for other in lines:
+            for key in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/age"):
+                assert other[key] == pytest.approx(line[key], rel=1e-3, abs=1e-5), key
+
+
+TURNS_ENV = """
+def interact(messages):
+    reward = float(len(messages[-1]["content"]))
+    return {"messages": [{"role": "user", "content": "go on"}], "reward": reward}
+
+def reward_fn(messages):
+    return float(sum(map(str.isalpha, messages[-1]["content"])))
+"""
 
 PARTS_ENV = """
 def reward_fn(messages):

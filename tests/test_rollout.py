@@ -32,7 +32,7 @@ from scripted import (  # noqa: F401
 )
 
 from rl2 import progress
-from rl2.batch import Batch
+from rl2.batch import Batch, collate
 from rl2.data.examples import Example
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
@@ -42,6 +42,7 @@ from rl2.rollout import collect
 from rl2.rollout.endpoint import player_class
 from rl2.rollout.schedule import GroupSchedule
 from rl2.rollout.stats import (
+    add_ages,
     summarise,
     summarise_groups,
     summarise_sources,
@@ -362,6 +363,18 @@ def test_a_paused_turn_keeps_its_tokens_and_continues_with_newer_weights(tmp_pat
     metrics = summarise(done, 1)
     # The two tokens of each answer of group 3 are all from before the update.
     assert metrics["rollout/staleness"] == pytest.approx((sum(counts) + 4) / (2 * 201 + 4))
+    batch = collate(training_samples(done))
+    add_ages(batch, done, 1)
+    ages = [batch.ages[row][batch.mask[row] > 0].tolist() for row in range(4)]
+    assert ages[:2] == [[1] * count + [0] * (201 - count) for count in counts]
+    assert ages[2:] == [[1, 1]] * 2 and not batch.ages[batch.mask == 0].any()
+
+
+def test_a_step_that_the_filter_left_empty_has_no_ages():
+    rejected = Trajectory(0, 0, [], versions=[(0, 3)], filter_status=FilterStatus.REJECTED)
+    batch = collate(training_samples([rejected]))
+    add_ages(batch, [rejected], 1)
+    assert batch.ages.tolist() == [[0]]
 
 
 def module_of(env):

@@ -15,6 +15,7 @@ from collections import Counter
 import pytest
 import torch
 from common import (
+    ROOT,
     check_adapter,
     launch,
     launch_runs,
@@ -424,6 +425,7 @@ def test_partial_rollouts_train_every_prompt_once_and_resume(setup, tmp_path):
         *setup,
         "rollout.partial=true",
         "actor.correction=token_tis",
+        f"actor.loss={ROOT}/examples/plugins/turns_and_ages.py:aged",
         "trainer.save_freq=3",
         "rollout.max_running=12",
         "rollout.train_sampling_params.top_k=90",
@@ -437,6 +439,8 @@ def test_partial_rollouts_train_every_prompt_once_and_resume(setup, tmp_path):
     lines = read_metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert any(line["rollout/staleness"] > 0 for line in lines)
+    for line in lines:  # what the loss is given, whichever process gets the rows
+        assert line["actor/age"] == pytest.approx(line["rollout/staleness"], abs=1e-6)
     assert sum(line["reward/mean"] for line in lines[-3:]) > 1
     counts = Counter()  # of trajectories, by prompt
     newest_versions = []  # of each step

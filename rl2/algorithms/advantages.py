@@ -8,6 +8,7 @@ trajectories answer the same prompt. Finite values where the mask is 0 have no i
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
@@ -42,6 +43,16 @@ class AdvantageInputs:
     values: Tensor | None = None  # [B, T] of the critic
     old_logps: Tensor | None = None  # [B, T] of the policy that starts the update
     teacher_logps: Tensor | None = None  # [B, T]
+
+    @cached_property
+    def turns(self) -> Tensor:
+        """[B, T] int64: the turn of its trajectory that each sampled token belongs to.
+
+        Turns count from 1 in order of time, also over the sequences of a trajectory. The other
+        tokens have 0, so sums over turns can keep a place for them. A turn is a run of sampled
+        tokens: before each turn stands text of the template or of the environment.
+        """
+        return number_turns(self.mask, self.trajectory)
 
 
 Need = Literal["rewards", "reward_parts", "group", "values", "old_logps", "teacher_logps"]
@@ -237,6 +248,22 @@ def sum_by_trajectory(columns: Tensor, trajectory: Tensor) -> Tensor:
     """The sum over each trajectory's rows of columns [B, T]: [N], trajectories ascending."""
     ids, row_index = trajectory.unique(return_inverse=True)
     return sum_by_index(row_index, columns.sum(1), len(ids))
+
+
+def number_turns(mask: Tensor, trajectory: Tensor) -> Tensor:
+    """The turns [B, T] of `AdvantageInputs.turns`."""
+    is_sampled = mask > 0
+    begins = is_sampled.clone()
+    begins[:, 1:] &= ~is_sampled[:, :-1]
+    ids, row_index = trajectory.unique(return_inverse=True)
+    counts = begins.sum(1)
+    # With the rows of each trajectory after each other, in order of time: the turns before a row,
+    # less those before the first row of its trajectory.
+    order = row_index.argsort(stable=True)
+    before = torch.zeros_like(counts).scatter(0, order, counts[order].cumsum(0) - counts[order])
+    of_trajectory = sum_by_index(row_index, counts, len(ids))
+    before -= (of_trajectory.cumsum(0) - of_trajectory)[row_index]
+    return (begins.cumsum(1) + before[:, None]) * is_sampled
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,11 @@ class PolicyInputs:
     clip: float  # this and the following are the settings actor.* of the config
     clip_high: float
     dual_clip: float | None = None
-    ref_logps: Tensor | None = None  # [b, T] the reference's, if the loss declares that it needs it
+    # The columns below are there if the loss declares that it needs them.
+    ref_logps: Tensor | None = None  # [b, T] the reference's
+    # [b, T] how many updates older than the weights that start this step's updates those are that
+    # sampled the token: 0 unless rollout.partial carried it over from an earlier step
+    ages: Tensor | None = None
 
     @cached_property
     def log_ratio(self) -> Tensor:
@@ -142,7 +146,7 @@ class PolicyInputs:
         return masked(self.mask, self.logps - self.old_logps.detach())
 
 
-PolicyNeed = Literal["ref_logps"]
+PolicyNeed = Literal["ref_logps", "ages"]
 PolicySetting = Literal["clip", "clip_high", "dual_clip"]
 TokenLosses = tuple[Tensor, Metrics]  # [b, T] each
 
@@ -154,7 +158,8 @@ class PolicyLoss:
     compute: Callable[[PolicyInputs], TokenLosses]
     # The settings that it reads. The user may set no other.
     settings: tuple[PolicySetting, ...] = get_args(PolicySetting)
-    needs: tuple[PolicyNeed, ...] = ()  # "ref_logps" loads a reference model
+    # "ref_logps" loads a reference model; "ages" refuses trainer.rollouts_from.
+    needs: tuple[PolicyNeed, ...] = ()
     # Its ratio is that to the engine's probabilities. actor.correction would count it twice.
     corrects_mismatch: bool = False
     # A token of advantage 0 has no gradient, whatever its log-probability is. Then rows without an

@@ -46,6 +46,8 @@ def try_policy_loss(loss: PolicyLoss) -> Iterator[str]:
             clip=0.2,
             clip_high=0.2,
             ref_logps=logps.detach() - 0.2 * mask if "ref_logps" in loss.needs else None,
+            # As if the first token of each answer were of older weights.
+            ages=(mask.cumsum(1) == 1) * mask if "ages" in loss.needs else None,
         )
     )
     expected = (

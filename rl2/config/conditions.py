@@ -31,6 +31,14 @@ def corrects_mismatch(loss: str) -> bool:
     return declared is not None and declared.corrects_mismatch
 
 
+def policy_loss_needs(loss: str) -> tuple[str, ...]:
+    """What the policy loss needs; () if there is no such one, as above."""
+    from rl2.algorithms.find import POLICY_LOSS_CHOICES  # imports torch, as above
+
+    declared = POLICY_LOSS_CHOICES.look_up(loss)
+    return () if declared is None else declared.needs
+
+
 def has_teacher(config: Any) -> bool:
     """Whether PPO distils from a teacher, which may be the policy with a hint."""
     return bool(config.teacher.model_name or config.teacher.hint)
@@ -45,10 +53,7 @@ def weights_kl(kl: Any, updates_per_step: int) -> bool:
 
 def needs_reference(config: Any) -> bool:
     """Whether PPO's loss or its KL term needs the log-probabilities of a reference model."""
-    from rl2.algorithms.find import POLICY_LOSS_CHOICES  # imports torch, as above
-
-    declared = POLICY_LOSS_CHOICES.look_up(config.actor.loss)
-    return bool(config.kl.coef) or (declared is not None and "ref_logps" in declared.needs)
+    return bool(config.kl.coef) or "ref_logps" in policy_loss_needs(config.actor.loss)
 
 
 def compares_pairs(config: Any) -> bool:

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import torch
 
-from rl2.config.conditions import corrects_mismatch, estimator_needs, has_teacher, weights_kl
+from rl2.config.conditions import (
+    corrects_mismatch,
+    estimator_needs,
+    has_teacher,
+    policy_loss_needs,
+    weights_kl,
+)
 from rl2.config.engines import choose_engine, is_installed
 from rl2.config.exactness import exact_obstacles
 from rl2.config.key_rules import non_default_keys
@@ -53,6 +59,12 @@ def check_run(config: PPOConfig) -> Iterator[Problem]:
         yield Problem("trainer.eval_only", True, message)
     elif saved and not Path(saved).is_dir():
         yield wrong_value("trainer.rollouts_from", saved, "no such folder")
+    if saved and "ages" in policy_loss_needs(config.actor.loss):
+        reason = (
+            "actor.loss needs `ages`, the updates since a token was sampled, and the weights of "
+            "another run have no such age: leave trainer.rollouts_from out or choose another loss"
+        )
+        yield wrong_value("trainer.rollouts_from", saved, reason)
 
 
 def check_envs(config: PPOConfig) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from rl2.algorithms.advantages import RewardPart, sum_by_trajectory
@@ -135,6 +136,23 @@ def _total_lag(trajectories: list[Trajectory], version: int) -> int:
         for sampled_by, num_tokens in trajectory.versions:
             lag += (version - sampled_by) * num_tokens
     return lag
+
+
+def add_ages(batch: Batch, trajectories: list[Trajectory], version: int) -> None:
+    """Fills batch.ages: by how many updates the weights that sampled a token lag behind `version`.
+
+    `batch` has all samples of the trajectories, with the mask of the rollout.
+    """
+    ages: list[Tensor] = []
+    for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.id):
+        if not trajectory.is_failed and not trajectory.is_rejected:
+            # Rows and versions are in order of time, so the sampled tokens are in one order.
+            for sampled_by, num_tokens in trajectory.versions:
+                ages.append(torch.full((num_tokens,), float(version - sampled_by)))
+    is_sampled = batch.mask > 0
+    batch.ages = torch.zeros(batch.mask.shape)
+    if ages:
+        batch.ages[is_sampled] = torch.cat(ages)
 
 
 def mask_truncated(batch: Batch, trajectories: list[Trajectory], is_on: bool) -> None:

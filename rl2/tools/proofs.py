@@ -68,8 +68,12 @@ PLAIN: dict[str, Any] = {
     "warmup_ratio": 0.0,
     "scheduler": "constant",
 }
-STILL: dict[str, Any] = {"lr": 0.0, "max_grad_norm": math.inf}
-STILL |= {"lora_rank": 0, "adapter": None}
+STILL: dict[str, Any] = {
+    "lr": 0.0,
+    "max_grad_norm": math.inf,
+    "lora_rank": 0,
+    "adapter": None,
+}
 BUDGET = 64  # tokens of a micro-batch of the layout, so that there are several
 MOST_TOKENS = 200  # of a sequence that the whole model runs
 # How much farther from fp32 rl2 may be in bf16 than transformers in bf16.

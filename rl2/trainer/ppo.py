@@ -23,6 +23,7 @@ from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig, Ro
 from rl2.env.load import Functions
 from rl2.model.token_model import TokenScores
 from rl2.rollout.stats import (
+    add_ages,
     mask_truncated,
     reward_parts,
     summarise,
@@ -62,6 +63,8 @@ def train_step(run: PPORun, step: int) -> bool:
         batch = collate(training_samples(trajectories))
     metrics = summarise(trajectories, run.actor.version) | summarise_groups(trajectories)
     metrics |= summarise_sources(trajectories, run.actor.version) | run.collector.summarise()
+    if "ages" in find_policy_loss(actor.loss).needs:
+        add_ages(batch, trajectories, run.actor.version)
 
     # Before any update, the frozen models, the policy and the critic score the sampled tokens.
     with recorder.phase("infer"):
@@ -311,6 +314,7 @@ def actor_loss(
         clip_high=config.clip_high or config.clip,
         dual_clip=config.dual_clip,
         ref_logps=batch.ref_logps,
+        ages=batch.ages,
     )
     token_losses = find_policy_loss(config.loss).compute
     loss, metrics = losses.policy_loss(token_losses, inputs, weights, correction)
