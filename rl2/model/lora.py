@@ -26,6 +26,7 @@ from rl2.model.adapter_folder import WEIGHTS
 from rl2.progress import track
 
 ADAPTER = "default"  # peft's name of the only adapter
+PREFIX = "base_model.model."  # of names in its files, which leave the adapter's name out
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,9 @@ def _read_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
 
     config = LoraConfig.from_pretrained(str(Path(settings.folder or "").expanduser()))
     body = f"{hf.base_model_prefix}."
-    layers = set()
-    for name, _ in _read_adapters(settings.folder):
-        if ".lora_" in name:
-            layers.add(name.partition(".lora_")[0])
+    with _open_weights(settings) as file:
+        names = [name.removeprefix(PREFIX) for name in file.keys()]
+    layers = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
     modules = dict(hf.named_modules())
     for layer in sorted(layers):
         if not (layer.startswith(body) and isinstance(modules.get(layer), nn.Linear)):
@@ -98,11 +98,8 @@ def _read_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
     return config
 
 
-def _read_adapters(folder: str | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights in a folder of peft, by their names in the model: without the adapter's name."""
-    with safe_open(Path(folder or "", WEIGHTS).expanduser(), "pt") as file:
-        for name in file.keys():
-            yield name.removeprefix("base_model.model."), file.get_tensor(name)
+def _open_weights(settings: LoraSettings) -> Any:
+    return safe_open(Path(settings.folder or "", WEIGHTS).expanduser(), "pt")
 
 
 def read_weights(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
@@ -112,7 +109,8 @@ def read_weights(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
     """
     if settings is None or settings.folder is None:
         return
-    values = dict(_read_adapters(settings.folder))
+    with _open_weights(settings) as file:
+        values = {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}
     for name, parameter in hf.named_parameters():
         value = values.pop(name.replace(f".{ADAPTER}.", "."), None)
         if value is None and ".lora_" not in name:
@@ -219,7 +217,7 @@ def save(
     full = {}
     for name, parameter in hf.named_parameters():
         if parameter.requires_grad:
-            peft_name = "base_model.model." + name.replace(f".{ADAPTER}.", ".")
+            peft_name = PREFIX + name.replace(f".{ADAPTER}.", ".")
             full[peft_name] = read(parameter).full_tensor().cpu()
     if dist.get_rank() > 0:
         return
