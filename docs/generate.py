@@ -109,7 +109,13 @@ TOPICS = [
         "The difference of log-probabilities, teacher minus policy, is the advantage of each token "
         "with `adv.estimator=distillation`;\nother estimators add it to theirs.",
     ),
-    Topic("Environment", r"rollout\.(env_.*|max_turns|max_env_failures)"),
+    Topic(
+        "Environment and rewards",
+        r"rollout\.(env_.*|max_turns|max_env_failures|reward_weights|score|test_path"
+        r"|responses_per_test_prompt)",
+        "In SFT and DPO these are the keys of the "
+        "[evaluation by generation](sft_dpo_rm_lora.md#evaluation-by-generation).",
+    ),
     Topic(
         "Sampling",
         r"rollout\.\w+_sampling_params\..*",
@@ -117,7 +123,8 @@ TOPICS = [
     ),
     Topic(
         "Engine",
-        r"rollout\.(?!env_|max_turns|max_env_failures)\w+",
+        r"rollout\.(?!env_|max_turns|max_env_failures|reward_weights|score|test_path"
+        r"|responses_per_test_prompt)\w+",
         "Engines: [engines.md](engines.md). `rollout.exact`: [proofs.md](proofs.md).",
     ),
     Topic(
@@ -206,7 +213,8 @@ def key_line(name: str, row: Row, usual_trainers: frozenset[str]) -> str:
     for trainer in others:
         other = row.declared[trainer]
         if row.defaults[trainer] != default:
-            text += f"; in {trainer} {row.defaults[trainer].replace(MISSING, 'required')}"
+            own = row.defaults[trainer].replace(MISSING, "required") or "not set"
+            text += f"; in {trainer} {own}"
         if other.choices != key.choices:
             text += f"; in {trainer} one of {', '.join(other.choices)}"
     if default == MISSING:

@@ -175,6 +175,61 @@ def test_sft(tmp_path):
     check_killed_and_resumed_and_lora("sft", "actor", arguments, tmp_path)
 
 
+LETTER_ENV = """
+def reward_fn(messages, answer):
+    reply = messages[-1]["content"]
+    return sum(letter == answer for letter in reply) / max(len(reply), 1)
+"""
+
+
+def evaluation_arguments(tmp_path):
+    """An env that rewards a letter, and prompts like those of `preference` that are played."""
+    (tmp_path / "env.py").write_text(LETTER_ENV)
+    prompts = [
+        {"messages": [{"role": "user", "content": f"pick, {i}"}], "answer": "a"} for i in range(5)
+    ]
+    write_jsonl(tmp_path / "prompts.jsonl", prompts)
+    return [
+        f"rollout.env_path={tmp_path / 'env.py'}",
+        f"rollout.test_path={tmp_path / 'prompts.jsonl'}",
+        "rollout.responses_per_test_prompt=2",
+        "rollout.test_sampling_params.max_new_tokens=6",
+        "rollout.test_sampling_params.temperature=1",
+        "rollout.max_running=16",
+        "data.test_path=null",
+    ]
+
+
+def test_the_model_is_evaluated_by_its_answers(tmp_path):
+    """SFT on replies of one letter: the answers to test prompts become that letter.
+
+    A run that is killed and resumed samples the same answers. A run without the evaluation trains
+    the same weights.
+    """
+    row = preference(0)
+    talk = [*row["messages"], {"role": "assistant", "content": "a" * 6}]
+    rows = [{"messages": talk}] * 8
+    arguments = make_arguments(tmp_path, rows, "actor", "actor.lr=0.02")
+    played = ["sft", *arguments, *evaluation_arguments(tmp_path)]
+    killed = [*played, f"trainer.save_dir={tmp_path}/killed"]
+    silent = ["sft", *arguments, "data.test_path=null", f"trainer.save_dir={tmp_path}/silent"]
+    launch_runs(2, [played, ["kill=5", *killed], killed, silent])
+    lines = read_metrics(tmp_path / "run")
+    rewards = {line["step"]: line["test/reward/mean"] for line in lines if "test/avg@2" in line}
+    assert list(rewards) == [0, 6]
+    assert rewards[0] < 0.2 and rewards[6] > 0.6, rewards
+    assert read_untimed_metrics(tmp_path / "killed") == read_untimed_metrics(tmp_path / "run")
+    for step in rewards:
+        records = [
+            read_jsonl(tmp_path / name / f"rollouts/test/step_{step}.jsonl")
+            for name in ("run", "killed")
+        ]
+        answers = [[record["messages"][-1]["content"] for record in each] for each in records]
+        assert len(answers[0]) == 10 and answers[0] == answers[1]
+    weights, others = read_weights(tmp_path / "run"), read_weights(tmp_path / "silent")
+    assert all((weights[key] == others[key]).all() for key in weights)
+
+
 def preference(i, **columns):
     return {
         "messages": [{"role": "user", "content": f"pick, {i}"}],

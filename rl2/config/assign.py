@@ -10,9 +10,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl2.config.arguments import Assignment
-from rl2.config.key import Key
+from rl2.config.key import Key, schema_keys
 from rl2.config.presets import has_presets
 from rl2.config.problem import Problem, wrong_value
+from rl2.config.schema import TRAINER_CONFIGS
 from rl2.config.synonyms import ALGORITHM_KEYS, explain_algorithm, find_answer
 from rl2.config.values import OPEN_KEYS, show_value
 
@@ -77,7 +78,13 @@ def explain_unknown(name: str, value: Any, known: dict[str, Key]) -> tuple[str, 
         target = answer.same_key(keys)
     else:
         near = near_keys(name, keys)
+        others = [other for other, kind in TRAINER_CONFIGS.items() if name in schema_keys(kind)]
+        if others:  # it is no misspelled key, but may be in another section here
+            last_part = name.rpartition(".")[2]
+            near = [key for key in near if key.endswith(f".{last_part}")]
         text = f"did you mean {' or '.join(near)}?" if near else "--help all lists all"
+        if others:
+            text = f"it is a key of {', '.join(others)}; {text}"
         target = near[0] if len(near) == 1 else ""
     return target, Problem(name, value, f"unknown key {name}={value}: {text}")
 

@@ -18,11 +18,11 @@ from rl2.config.engines import choose_engine, is_installed
 from rl2.config.exactness import exact_obstacles
 from rl2.config.key_rules import non_default_keys
 from rl2.config.model_rules import check_divides
+from rl2.config.play_rules import check_envs, find_equal_answers
 from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import PPOConfig, worker_names
 from rl2.config.toolkit import toolkit_problems, version_problems
 from rl2.config.values import get_value
-from rl2.user_files import find_env_file
 
 INTERVAL_CORRECTIONS = ("token_mask", "geometric_mask")  # they keep ratios in [1 / cap, cap]
 
@@ -49,7 +49,9 @@ def find_ppo_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[Problem
 
 def check_run(config: PPOConfig) -> Iterator[Problem]:
     """Whether there is an env file, and what an evaluation or a run on saved rollouts works on."""
-    yield from check_envs(config)
+    data = config.data
+    row_paths = {"data.path": data.path, "data.test_path": data.test_path}
+    yield from check_envs(config.rollout, row_paths)
     saved = config.trainer.rollouts_from
     if config.trainer.eval_only and not config.data.has_test_rows:
         message = "trainer.eval_only=true needs data.test_path or data.test_ratio"
@@ -65,39 +67,6 @@ def check_run(config: PPOConfig) -> Iterator[Problem]:
             "another run have no such age: leave trainer.rollouts_from out or choose another loss"
         )
         yield wrong_value("trainer.rollouts_from", saved, reason)
-
-
-def check_envs(config: PPOConfig) -> Iterator[Problem]:
-    """Whether there are the env files; if they have names, whether those are of all sources."""
-    for key, path in config.rollout.env_paths.items():
-        if not isinstance(path, str):
-            yield wrong_value(key, path, "expected a path or the name of a ready-made env")
-            continue
-        try:
-            if path and find_env_file(path).suffix != ".py":  # a missing one is reported elsewhere
-                yield wrong_value(key, path, "this is not a Python file (.py)")
-        except ValueError as error:
-            yield Problem(key, path, str(error))
-    if not isinstance(config.rollout.env_path, dict):
-        return
-    data, env_path = config.data, config.rollout.env_path
-    sources: set[str] = set()
-    for key, paths in (("data.path", data.path), ("data.test_path", data.test_path)):
-        if isinstance(paths, dict):
-            sources |= paths.keys()
-        elif paths:
-            reason = f"{key} has one path without a name; name it with {key}.NAME=PATH"
-            yield wrong_value("rollout.env_path", env_path, reason)
-            return
-    known = ", ".join(sorted(sources))
-    for name, path in env_path.items():
-        if name not in sources:
-            reason = f"no source and no test set has this name; they are {known}"
-            yield wrong_value(f"rollout.env_path.{name}", path, reason)
-    lacking = sorted(sources - env_path.keys())
-    if lacking:
-        remedy = f"set rollout.env_path.NAME=PATH for {', '.join(lacking)} too"
-        yield wrong_value("rollout.env_path", env_path, f"sources without an env: {remedy}")
 
 
 def check_step_sizes(config: PPOConfig) -> Iterator[Problem]:
@@ -306,13 +275,11 @@ def find_run_warnings(config: PPOConfig) -> Iterator[Problem]:
     if trainer.rollouts_from and config.data.test_path:
         message = "data.test_path: nothing is sampled with trainer.rollouts_from, not even a test"
         yield Problem("data.test_path", config.data.test_path, message)
-    num_answers = config.data.responses_per_test_prompt
-    if num_answers > 1 and rollout.test_sampling_params.temperature == 0:
-        reason = (
-            "with rollout.test_sampling_params.temperature=0 the answers to a prompt are all the "
-            "same; set a temperature, e.g. 1 as in training"
-        )
-        yield wrong_value("data.responses_per_test_prompt", num_answers, reason)
+    yield from find_equal_answers(
+        "data.responses_per_test_prompt",
+        config.data.responses_per_test_prompt,
+        rollout.test_sampling_params,
+    )
     for name, worker in (("actor", config.actor), ("critic", config.critic)):
         if trainer.max_steps and worker.freeze_steps >= trainer.max_steps:
             reason = f"{name} is not updated in any of the {trainer.max_steps} steps"

@@ -1,20 +1,30 @@
 """The checks of a config before a model is loaded.
 
-key_rules.py has the checks of single keys, model_rules.py those of a model, ppo_rules.py those of
-PPO alone. A check yields all problems that it finds, so that the user sees them at once.
+key_rules.py has the checks of single keys, model_rules.py those of a model, play_rules.py those of
+environments, ppo_rules.py those of PPO alone. A check yields all problems that it finds, so that
+the user sees them at once.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl2.config.conditions import needs_critic, needs_reference_point
+from rl2.config.conditions import has_tests, needs_critic, needs_reference_point, plays_tests
 from rl2.config.engines import is_installed
 from rl2.config.key_rules import Checked, check_choices, check_keys, without_repeats
 from rl2.config.model_rules import check_model
+from rl2.config.play_rules import check_envs, find_equal_answers
 from rl2.config.ppo_rules import check_ppo, find_ppo_warnings
 from rl2.config.problem import Problem, wrong_value
-from rl2.config.schema import DataConfig, DPOConfig, ModelConfig, PPOConfig, worker_names
+from rl2.config.schema import (
+    DataConfig,
+    DPOConfig,
+    EvaluationConfig,
+    ModelConfig,
+    PPOConfig,
+    source_name,
+    worker_names,
+)
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 
@@ -35,6 +45,13 @@ def validate(config: Any, set_keys: set[str]) -> Checked:
     problems += check_loggers(config.trainer.loggers)
     if isinstance(config, DPOConfig):
         problems += check_dpo(config)
+    if plays_tests(config):
+        problems += check_evaluation(config.rollout)
+        warnings += find_equal_answers(
+            "rollout.responses_per_test_prompt",
+            config.rollout.responses_per_test_prompt,
+            config.rollout.test_sampling_params,
+        )
     for name, model in loaded_models(config).items():
         problems += check_model(config, name, model)
     if isinstance(config, PPOConfig):
@@ -73,6 +90,16 @@ def check_data(data: DataConfig) -> Iterator[Problem]:
         yield wrong_value("data.system_prompt", prompt, "no such file")
 
 
+def check_evaluation(rollout: EvaluationConfig) -> Iterator[Problem]:
+    """Whether an evaluation by generation has env files, and prompts that exist."""
+    yield from check_envs(rollout, {"rollout.test_path": rollout.test_path})
+    if not rollout.test_paths:
+        message = "rollout.env_path needs rollout.test_path, the prompts that the model answers"
+        yield Problem("rollout.env_path", rollout.env_path, message)
+    for key, path in rollout.test_paths.items():
+        yield from check_rows(key, path)
+
+
 def check_sources(data: DataConfig) -> Iterator[Problem]:
     """Whether there is a source, and whether weights are of all sources."""
     if not isinstance(data.path, dict):
@@ -94,7 +121,7 @@ def check_rows(key: str, path: Any) -> Iterator[Problem]:
     """Whether the rows exist, unless they are a dataset of the hub or the path is missing."""
     if not isinstance(path, str):
         reason = "expected a path"
-        if key in ("data.path", "data.test_path"):
+        if key in ("data.path", "data.test_path", "rollout.test_path"):
             reason += f", or {key}.NAME=PATH for each of several sets"
         yield wrong_value(key, path, reason)
         return
@@ -132,7 +159,8 @@ def explain_resume(folder: Path) -> str:
 
 def check_best(config: Any) -> Iterator[Problem]:
     """Whether there are evaluations to choose the best one from, and whether one is named."""
-    trainer, data = config.trainer, config.data
+    trainer = config.trainer
+    test_paths = config.rollout.test_paths if plays_tests(config) else config.data.test_paths
     if trainer.patience is not None and trainer.save_best is None:
         message = (
             f"trainer.patience={trainer.patience} needs trainer.save_best, the score that it "
@@ -146,15 +174,15 @@ def check_best(config: Any) -> Iterator[Problem]:
     if trainer.eval_only or getattr(trainer, "rollouts_from", None):
         other = "eval_only" if trainer.eval_only else "rollouts_from"
         message = f"{key} has no effect with trainer.{other}: leave one of them out"
-    elif not data.has_test_rows:
+    elif not has_tests(config):
         message = f"{key} needs test rows: set data.test_path or data.test_ratio"
     elif trainer.test_freq is None:
         message = (
             f"{key} needs trainer.test_freq, the steps between evaluations: without it only the "
             "last step is evaluated"
         )
-    elif trainer.save_best == "auto" and len(data.test_paths) > 1:
-        names = ", ".join(data.test_path)
+    elif trainer.save_best == "auto" and len(test_paths) > 1:
+        names = ", ".join(map(source_name, test_paths))
         message = f"{key}: there are several test sets; name one of {names}"
     if message:
         yield Problem("trainer.save_best", trainer.save_best, message)

@@ -23,6 +23,7 @@ from rl2.algorithms.names import (
 )
 from rl2.config.conditions import (
     WITH_CRITIC,
+    WITH_EVALUATION_ENV,
     WITH_FILTER,
     WITH_GPU,
     WITH_GROUPS,
@@ -85,7 +86,9 @@ LARGEST_SEED = 2**31 - 1  # for every library that takes one
 
 
 def named_paths(key: str, value: Any) -> dict[str, Any]:
-    """The paths that a key names, by key: KEY of a single one, or KEY.NAME of each."""
+    """The paths that a key names, by key: KEY of a single one, KEY.NAME of each, none of None."""
+    if value is None:
+        return {}
     if not isinstance(value, dict):
         return {key: value}
     return {f"{key}.{name}": path for name, path in value.items()}
@@ -176,7 +179,7 @@ class DataConfig:
     @property
     def test_paths(self) -> dict[str, str]:
         """The paths of the test sets, by key: data.test_path, or data.test_path.NAME of each."""
-        return {} if self.test_path is None else named_paths("data.test_path", self.test_path)
+        return named_paths("data.test_path", self.test_path)
 
     @property
     def system_prompt_file(self) -> Path | None:
@@ -596,21 +599,81 @@ class SamplingConfig:
     )
     stop: list[str] = key(
         list(SamplingParams.stop),
-        'texts that end a turn and stay in it, in quotes: ["</search>"]; test answers use those '
-        "of training unless set",
+        'texts that end a turn and stay in it, in quotes: ["</search>"]',
     )
 
 
 @dataclass
 class TestSamplingConfig(SamplingConfig):
     temperature: NonNegativeFloat = key(0.0, "divides the logits; 0 is greedy")
+
+
+@dataclass
+class PPOTestSamplingConfig(TestSamplingConfig):
     max_new_tokens: PositiveInt | None = key(  # type: ignore[assignment]  # follow_keys fills it in
         None, "longest answer of one turn, in tokens; by default as in training"
+    )
+    stop: list[str] = key(  # follow_keys fills it in
+        list(SamplingParams.stop), "texts that end a turn and stay in it; by default as in training"
     )
 
 
 @dataclass
-class RolloutConfig:
+class PlayConfig:
+    """How prompts are played, in PPO and in evaluations of the other trainers."""
+
+    env_path: Any = key(
+        MISSING,
+        "a Python file or the name of a ready-made env; the file defines reward_fn(messages, "
+        "answer), for several turns also interact(messages) or a class make_env with tools, or an "
+        "agent run(row, base_url, model); rollout.env_path.NAME=PATH for each of several sources",
+        common=True,
+        identity=True,
+        types=(str, dict),
+    )
+    max_turns: PositiveInt = key(
+        1,
+        "most assistant turns per trajectory, or requests per agent; more than 1 calls the env's "
+        "interact or tools",
+        common=True,
+    )
+    reward_weights: dict[str, float] = key(
+        {},
+        "weights of reward parts: rollout.reward_weights.NAME=WEIGHT; default 1; 0 only logs the "
+        "part",
+    )
+    score: str | None = key(
+        None,
+        "the reward part that is success, 1 or 0, for avg@N, pass@k and maj@N, in PPO also for "
+        "filter and drop_solved; by default the whole reward",
+    )
+    max_running: PositiveInt | None = key(
+        None,
+        "sequences that an engine decodes at a time; by default 256 with SGLang on a GPU, else 64",
+    )
+    env_timeout: PositiveFloat = key(30.0, "time limit of one env call, in seconds")
+    env_concurrency: PositiveInt = key(
+        32, "env calls that a process runs at a time; the others wait"
+    )
+    env_isolation: str = key(
+        "thread",
+        "where sync env functions run; process: in up to env_concurrency processes, killed on "
+        "timeout",
+        choices=("thread", "process"),
+    )
+    max_env_failures: Ratio = key(
+        0.1,
+        "stop the run if a larger fraction of a step's trajectories fails in the env",
+    )
+
+    @property
+    def env_paths(self) -> dict[str, str]:
+        """The env files, by key: rollout.env_path, or rollout.env_path.NAME of each source."""
+        return named_paths("rollout.env_path", self.env_path)
+
+
+@dataclass
+class RolloutConfig(PlayConfig):
     engine: str = key(
         "auto",
         "engine that generates; local: embedded, in plain torch; auto: sglang if it is installed "
@@ -634,10 +697,6 @@ class RolloutConfig:
         unusual_effect="the trainer's processes need some of it while SGLang is awake",
         only_if=WITH_SGLANG,
     )
-    max_running: PositiveInt | None = key(
-        None,
-        "sequences that an engine decodes at a time; by default 256 with SGLang on a GPU, else 64",
-    )
     exact: bool | None = key(
         None,
         "equal log-probabilities in engine and trainer, to the bit, checked in each step; true "
@@ -648,17 +707,11 @@ class RolloutConfig:
         "compare the engine's weights with the trainer's after every step, not only at the start",
     )
     train_sampling_params: SamplingConfig = section(SamplingConfig, "sampling of training answers")
-    test_sampling_params: TestSamplingConfig = section(
-        TestSamplingConfig,
+    test_sampling_params: PPOTestSamplingConfig = section(
+        PPOTestSamplingConfig,
         "sampling of answers on data.test_path",
         common=False,
         only_if=WITH_TEST_DATA,
-    )
-    max_turns: PositiveInt = key(
-        1,
-        "most assistant turns per trajectory, or requests per agent; more than 1 calls the env's "
-        "interact or tools",
-        common=True,
     )
     partial: bool = key(
         False,
@@ -689,11 +742,6 @@ class RolloutConfig:
         "leave out prompts after their answers reach this mean reward, or rollout.score, e.g. 0.9 "
         "(ScaleRL)",
     )
-    score: str | None = key(
-        None,
-        "the reward part that is success, 1 or 0, for filter, drop_solved, avg@N, pass@k and "
-        "maj@N; by default the whole reward",
-    )
     mask_truncated: bool = key(
         False,
         "do not train answers cut by a length limit (DAPO's overlong filtering); they still count "
@@ -718,39 +766,35 @@ class RolloutConfig:
         unusual_above=1,
         unusual_effect="the penalty outweighs a reward of 1",
     )
-    reward_weights: dict[str, float] = key(
-        {},
-        "weights of reward parts: rollout.reward_weights.NAME=WEIGHT; default 1; 0 only logs the "
-        "part",
-    )
+
+
+@dataclass
+class EvaluationConfig(PlayConfig):
+    """Evaluation by generation, in a trainer that samples nothing in training."""
+
     env_path: Any = key(
-        MISSING,
-        "a Python file or the name of a ready-made env; the file defines reward_fn(messages, "
-        "answer), for several turns also interact(messages) or a class make_env with tools, or an "
-        "agent run(row, base_url, model); rollout.env_path.NAME=PATH for each of several sources",
+        None,
+        "a Python file or the name of a ready-made env, as in PPO: at test steps the model answers "
+        "the prompts of rollout.test_path, and the env scores the answers; "
+        "rollout.env_path.NAME=PATH for each of several sets",
         common=True,
-        identity=True,
-        types=(str, dict),
+        types=(str, dict, NoneType),
     )
-    env_timeout: PositiveFloat = key(30.0, "time limit of one env call, in seconds")
-    env_concurrency: PositiveInt = key(
-        32, "env calls that a process runs at a time; the others wait"
+    test_path: Any = key(
+        None,
+        "prompts to answer, as PPO's rows; name several sets with rollout.test_path.NAME=PATH",
+        common=True,
+        types=(str, dict, NoneType),
     )
-    env_isolation: str = key(
-        "thread",
-        "where sync env functions run; process: in up to env_concurrency processes, killed on "
-        "timeout",
-        choices=("thread", "process"),
+    responses_per_test_prompt: PositiveInt = key(
+        1, "answers sampled per test prompt; more than one gives pass@k and majority votes"
     )
-    max_env_failures: Ratio = key(
-        0.1,
-        "stop the run if a larger fraction of a step's trajectories fails in the env",
-    )
+    test_sampling_params: TestSamplingConfig = section(TestSamplingConfig, "sampling of answers")
 
     @property
-    def env_paths(self) -> dict[str, str]:
-        """The env files, by key: rollout.env_path, or rollout.env_path.NAME of each source."""
-        return named_paths("rollout.env_path", self.env_path)
+    def test_paths(self) -> dict[str, str]:
+        """The paths of the sets, by key: rollout.test_path, or rollout.test_path.NAME of each."""
+        return named_paths("rollout.test_path", self.test_path)
 
 
 @dataclass
@@ -946,8 +990,8 @@ class TrainerConfig:
     save_best: str | None = key(
         None,
         "keep the best evaluation: its checkpoint, and its model in best_model/; auto: by the mean "
-        "reward (PPO; the share of right answers with rollout.score) or the loss; else the name "
-        "of a test set, or a metric after test/, e.g. accuracy",
+        "reward of sampled answers (the share of right ones with rollout.score), without any by "
+        "the loss; else the name of a test set, or a metric after test/, e.g. accuracy",
     )
     patience: PositiveInt | None = key(
         None,
@@ -1017,6 +1061,11 @@ class PPOConfig:
 class SFTConfig:
     data: SFTDataConfig = section(SFTDataConfig, "the rows")
     actor: SFTActorConfig = section(SFTActorConfig, "the model that is trained")
+    rollout: EvaluationConfig = section(
+        EvaluationConfig,
+        "evaluation by generation",
+        only_if=WITH_EVALUATION_ENV,
+    )
     trainer: TrainerConfig = section(TrainerConfig, "the run: length, folder, checkpoints")
 
 
@@ -1024,6 +1073,11 @@ class SFTConfig:
 class DPOConfig:
     data: ExampleConfig = section(ExampleConfig, "the rows")
     actor: WorkerConfig = section(WorkerConfig, "the policy that is trained")
+    rollout: EvaluationConfig = section(
+        EvaluationConfig,
+        "evaluation by generation",
+        only_if=WITH_EVALUATION_ENV,
+    )
     dpo: DPOLossConfig = section(DPOLossConfig, "the loss")
     trainer: TrainerConfig = section(TrainerConfig, "the run: length, folder, checkpoints")
 

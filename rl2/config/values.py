@@ -14,6 +14,7 @@ OPEN_KEYS = (
     "data.columns",
     "data.chat_template_kwargs",
     "data.test_path",
+    "rollout.test_path",
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rl2.config.conditions import compares_pairs
+from rl2.config.conditions import compares_pairs, has_section
 from rl2.report.health import Metrics, Samples, learns_from_groups_alone
 
 # The time left is estimated from the mean of this many steps: a usual trainer.save_freq, so that
@@ -59,7 +59,7 @@ class Console:
     """
 
     def __init__(self, config: Any, start: int, num_steps: int):
-        self.compares_groups = hasattr(config, "rollout") and learns_from_groups_alone(config)
+        self.compares_groups = has_section(config, "adv") and learns_from_groups_alone(config)
         self.num_steps = num_steps
         self.test_freq = config.trainer.test_freq or num_steps
         self.test_seconds = 0.0  # of the last evaluation
@@ -106,7 +106,7 @@ def describe_start(config: Any) -> list[str]:
     if config.trainer.eval_only:
         return []
     sentences = []
-    if hasattr(config, "rollout"):
+    if has_section(config, "adv"):
         sentences.append(_describe_step(config))
     else:
         sentences.append(_describe_rows(config))

@@ -1,10 +1,12 @@
 """The best evaluation of a run so far: what trainer.save_best keeps and trainer.patience counts."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl2.config.schema import PPOConfig
+from rl2.config.conditions import plays_tests
+from rl2.config.schema import PPOConfig, source_name
 
 FALLING = ("loss", "perplexity")  # metrics of which less is better
 
@@ -64,13 +66,21 @@ def best_metric(config: Any) -> str | None:
     chosen = config.trainer.save_best
     if chosen is None:
         return None
-    default = "loss"
-    if isinstance(config, PPOConfig):
-        # The share of right answers, where the user has said which part of the reward is success.
-        num_answers = config.data.responses_per_test_prompt
-        default = f"avg@{num_answers}" if config.rollout.score else "reward/mean"
-    if chosen == "auto":
-        chosen = default
-    elif f"data.test_path.{chosen}" in config.data.test_paths:
-        chosen = f"{chosen}/{default}"
+    for paths, score in _test_sets(config):
+        if chosen == "auto":
+            return f"test/{score}"
+        if chosen in map(source_name, paths):
+            return f"test/{chosen}/{score}"
     return f"test/{chosen}"
+
+
+def _test_sets(config: Any) -> Iterator[tuple[dict[str, str], str]]:
+    """Yields test sets by key and the score of each, first those whose prompts are answered."""
+    is_ppo = isinstance(config, PPOConfig)
+    if is_ppo or plays_tests(config):
+        section = config.data if is_ppo else config.rollout
+        # The share of right answers, where the user has said which part of the reward is success.
+        share = f"avg@{section.responses_per_test_prompt}"
+        yield section.test_paths, share if config.rollout.score else "reward/mean"
+    if not is_ppo:
+        yield config.data.test_paths, "loss"

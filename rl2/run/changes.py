@@ -95,8 +95,8 @@ def _user_files(config: Any, values: dict[str, Any]) -> Iterator[tuple[str, list
     examples = values.get("data.few_shot")  # a dataset of the hub is no file
     if examples and Path(examples).expanduser().is_file():
         yield "data.few_shot", [Path(examples).expanduser()]
-    if hasattr(config, "rollout"):
-        paths = config.rollout.env_paths
+    paths = config.rollout.env_paths if hasattr(config, "rollout") else {}
+    if paths:
         yield "rollout.env_path", [find_env_file(paths[key]) for key in sorted(paths)]
 
 

@@ -6,6 +6,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from rl2.config.conditions import has_tests
 from rl2.config.schema import PPOConfig
 from rl2.config.values import flatten
 from rl2.data.rows import hash_sources
@@ -179,7 +180,7 @@ def _has_a_run(path: Path) -> bool:
 
 def _lacks_test(config: Any, step: int) -> bool:
     """Returns whether the step has no evaluation in metrics.jsonl, and can have one."""
-    if not (config.data.test_path or config.data.test_ratio):
+    if not has_tests(config):
         return False
     for line in MetricsFile(Path(config.trainer.save_dir)).read():
         if line["step"] == step:

@@ -1,11 +1,13 @@
 """Rows as examples, read before a model is loaded: all problems of the data come at once."""
 
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rl2.config.conditions import plays_tests
 from rl2.config.problem import Problem
 from rl2.config.schema import (
     DataConfig,
@@ -36,42 +38,63 @@ def read_rows(
     With a `limit` only so many rows of each file are read, and paths that are not on this machine
     are left out.
     """
-    rows: dict[str, Rows] = {}
-    problems: list[Problem] = []
     data = config.data
-    for key, path in {**data.train_paths, **data.test_paths}.items():
-        is_trained = key in data.train_paths
-        is_unused = is_trained and config.trainer.eval_only and not data.test_ratio
-        is_path = isinstance(path, str)  # another value is a problem of the config
-        is_missing = not path or (limit and not (is_path and Path(path).expanduser().exists()))
-        if is_unused or is_missing:
-            continue
-        split = "train" if is_trained else "test"
-        try:
-            rows[key] = load_rows(path, split, kind.read, data.columns, limit)
-        except ValueError as error:
-            problems.append(Problem(key, path, str(error)))
+    problems: list[Problem] = []
+    trained = data.train_paths
+    if config.trainer.eval_only and not data.test_ratio:
+        trained = {}
+    rows = read_files(trained, "train", kind, data.columns, problems, limit)
+    rows |= read_files(data.test_paths, "test", kind, data.columns, problems, limit)
     return rows, problems
 
 
+def read_files(
+    paths: Mapping[str, Any],
+    split: str,
+    kind: RowKind,
+    columns: dict[str, str],
+    problems: list[Problem],
+    limit: int | None = None,
+) -> dict[str, Rows]:
+    """The rows of each path by its key. Those that cannot be read are added to the problems.
+
+    `split` is that of a dataset on the hub, train or test. `limit` is that of `read_rows`.
+    """
+    rows: dict[str, Rows] = {}
+    for key, path in paths.items():
+        is_path = isinstance(path, str)  # another value is a problem of the config
+        if not path or (limit and not (is_path and Path(path).expanduser().exists())):
+            continue
+        try:
+            rows[key] = load_rows(path, split, kind.read, columns, limit)
+        except ValueError as error:
+            problems.append(Problem(key, path, str(error)))
+    return rows
+
+
 def find_row_problems(kind: RowKind, config: Any) -> list[Problem]:
-    """The problems of the data, for a config that has other problems.
+    """The problems of the data and of what answers test prompts, for a config that has others.
 
     Only the first rows of files that are on this machine are read.
     """
     _, problems = read_rows(config, kind, TRIAL_ROWS)
+    if plays_tests(config):
+        from rl2.trainer.played_tests import find_test_problems  # loads engine and environment
+
+        problems += find_test_problems(config)
     return problems
 
 
 def read_examples(
-    config: Any, kind: RowKind, template: ChatTemplate
+    config: Any, kind: RowKind, template: ChatTemplate, other_problems: list[Problem]
 ) -> tuple[Examples | Mixture, dict[str, Examples]]:
     """(the examples to train on; those of each test set by its name).
 
-    ValueError lists all problems, or says that a row has more positions than the model.
+    ValueError lists all problems, the other ones too, or says that a row has more positions than
+    the model.
     """
     rows, problems = read_rows(config, kind)
-    train, tests = make_examples(config, rows, kind, template, problems)
+    train, tests = make_examples(config, rows, kind, template, problems + other_problems)
     assert train is not None
     check_length(config, train, _shorter_rows(train))
     for examples in tests.values():
@@ -123,7 +146,7 @@ def make_examples(
     if problems:
         raise ValueError("\n".join(map(str, problems)))
     for rows_of_key in rows.values():
-        print_once(_warn_of_text_prompts(rows_of_key, template))
+        print_once(warn_of_text_prompts(rows_of_key, template))
     print_once(_warn_of_trained_tests(data))
     if sources and data.test_ratio:
         tests = hold_out(sources, data.test_ratio)
@@ -138,7 +161,7 @@ def make_examples(
     return train, tests
 
 
-def _warn_of_text_prompts(rows: Rows, template: ChatTemplate) -> list[str]:
+def warn_of_text_prompts(rows: Rows, template: ChatTemplate) -> list[str]:
     """A warning if the model has a chat template and prompts in plain text do not get it."""
     if NO_TEMPLATE not in rows.notes or not template.tokenizer.chat_template:
         return []

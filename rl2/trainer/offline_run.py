@@ -1,12 +1,14 @@
 """From the config to worker and examples: what SFT, DPO and the reward model train with."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from rl2.batch import Batch, scored_spans
+from rl2.config.conditions import plays_tests
+from rl2.config.problem import Problem
 from rl2.config.schema import worker_names
 from rl2.data.examples import DataCursor, Example, RowKind, summarise_sources
 from rl2.model.folder import load_tokenizer
@@ -19,6 +21,9 @@ from rl2.run.start import claim_folder
 from rl2.trainer.inputs import check_layers, count_steps, make_chat_template, read_examples
 from rl2.trainer.recorder import Recorder, Replay
 from rl2.worker import Loss, Reference, UpdateResult, Worker
+
+if TYPE_CHECKING:
+    from rl2.trainer.played_tests import PlayedTests, TestPrompts
 
 Measure = Callable[["OfflineRun", Batch], dict[str, float]]  # a test set -> its metrics
 
@@ -52,7 +57,15 @@ class OfflineRun:
         model_name = getattr(config, self.worker_name).model_name
         self.tokenizer = load_tokenizer(key, model_name, is_critic)
         template = make_chat_template(config.data, self.tokenizer, folder.start.date)
-        examples, tests = read_examples(config, kind, template)
+        problems: list[Problem] = []
+        prompts: TestPrompts | None = None
+        if plays_tests(config) and replay is None:
+            from rl2.trainer.played_tests import read_test_prompts  # loads engine and environment
+
+            prompts = read_test_prompts(config, template, problems)
+        examples, tests = read_examples(config, kind, template, problems)
+        if prompts is not None:
+            prompts.limit()
         num_steps = count_steps(examples, folder)
         self.cursor = DataCursor(examples)
         self.source_metrics: dict[str, float] = {}  # of the last batch
@@ -67,6 +80,9 @@ class OfflineRun:
         self.worker = Worker(
             worker_config, device, is_critic, num_updates=num_steps, seed=config.trainer.seed
         )
+        self.played_tests: PlayedTests | None = None
+        if prompts is not None:
+            self.played_tests = prompts.start(self.worker, folder, device)
         workers = {self.worker_name: self.worker}
         parts: Parts = {"data": self.cursor}
         self.recorder = Recorder(
@@ -77,15 +93,18 @@ class OfflineRun:
             num_steps=num_steps,
             device=device,
             prediction=prediction,
-            evaluate=self.evaluate if self.test_batches else None,
+            evaluate=self.evaluate if self.test_batches or self.played_tests else None,
             replay=replay,
         )
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Returns the metrics of the test sets."""
-        return with_names(
+        """Returns the metrics of the test sets, and those of the prompts that are played."""
+        metrics = with_names(
             {name: self.measure(self, batch) for name, batch in self.test_batches.items()}
         )
+        if self.played_tests is not None:
+            metrics |= self.played_tests.evaluate(step)
+        return metrics
 
     def next_batch(self) -> Batch:
         """The batch of the next step."""
@@ -107,8 +126,11 @@ class OfflineRun:
         return {name: value.item() for name, value in {"loss": loss, **metrics}.items()}
 
     def close(self) -> None:
-        """Ends nothing: an offline run has no engine and no environment."""
+        """Ends the engine and the environment of an evaluation by generation, if there is one."""
+        if self.played_tests is not None:
+            self.played_tests.close()
 
     def finish(self) -> None:
-        """Saves the final model."""
+        """Ends what `close` ends, and saves the final model."""
+        self.close()
         self.recorder.finish(self.worker)

@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 
 from rl2.config.problem import Problem, wrong_value
-from rl2.config.schema import PPOConfig, source_name
+from rl2.config.schema import PPOConfig
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, Examples, Mixture
 from rl2.data.rows import Rows
 from rl2.env.call import Env
-from rl2.env.load import Functions, load_env, make_env, preflight
-from rl2.model.folder import check_token_ids
+from rl2.env.load import Functions
 from rl2.rollout.hint import fill_in
 from rl2.trainer.inputs import (
     TRIAL_ROWS,
@@ -18,8 +17,7 @@ from rl2.trainer.inputs import (
     print_once,
     read_rows,
 )
-
-SAMPLING_SECTIONS = {"train": "train_sampling_params", "test": "test_sampling_params"}
+from rl2.trainer.sampling import SAMPLING_SECTIONS, find_unknown_stop_ids, read_envs
 
 
 def read_ppo_inputs(
@@ -55,30 +53,8 @@ def _read_envs(
     problems: list[Problem],
     functions: Functions | None,
 ) -> tuple[dict[str, Env], list[str]]:
-    """Loads the environments, and tries each on the rows of its source: (they, warnings).
-
-    What is wrong with one is added to the problems; then it may be missing.
-    """
     rollout = config.rollout
-    limits = (rollout.env_timeout, rollout.env_concurrency, rollout.env_isolation)
-    envs: dict[str, Env] = {}
-    warnings: list[str] = []
-    for key, path in rollout.env_paths.items():
-        name = source_name(key)
-        own_rows = {k: of_key for k, of_key in rows.items() if name in ("", source_name(k))}
-        try:
-            envs[name] = make_env(functions, *limits) if functions else load_env(path, *limits)
-            found = preflight(envs[name], own_rows, rollout.max_turns, rollout.partial)
-            warnings += [f"{key}: {warning}" if name else warning for warning in found]
-        except ValueError as error:
-            problems.append(Problem(key, path, f"{key}: {error}" if name else str(error)))
-    agents = [name for name, env in envs.items() if env.spec.run is not None]
-    if 0 < len(agents) < len(envs):
-        text = (
-            f"rollout.env_path: the envs of {', '.join(agents)} have an agent, run(), and the "
-            "others have none: train on sources of one kind, or write run() for all"
-        )
-        problems.append(Problem("rollout.env_path", rollout.env_path, text))
+    envs, warnings = read_envs(rollout, rows, problems, functions, rollout.partial)
     problems += _find_hint_problems(config, rows, list(envs.values()))
     return envs, warnings
 
@@ -108,7 +84,7 @@ def make_prompts(
 
     ValueError lists all problems, or says that a trajectory may get too long for the model.
     """
-    problems = _find_unknown_stop_ids(config, template)
+    problems = find_unknown_stop_ids(config, template)
     train, tests = make_examples(config, rows, PROMPT_ROWS, template, problems)
     if config.trainer.eval_only:
         train = None
@@ -128,31 +104,3 @@ def _check_trajectory_length(config: PPOConfig, split: str, prompts: Examples | 
         f"tokens: lower rollout.{section}.max_new_tokens, data.max_length or rollout.max_turns"
     )
     check_length(config, prompts, remedy, turns * answer)
-
-
-def _find_unknown_stop_ids(config: PPOConfig, template: ChatTemplate) -> list[Problem]:
-    """The problems of tokens that should end a turn and that the tokenizer does not have."""
-    problems = []
-    last = max(template.tokenizer.get_vocab().values())
-    for key, ids in _stop_ids(config):
-        unknown = [token_id for token_id in ids if token_id > last]
-        if unknown:
-            reason = (
-                f"the tokenizer of {config.actor.model_name} has no token "
-                f"{', '.join(map(str, unknown))}, its last one is {last}"
-            )
-            problems.append(wrong_value(key, ids, reason))
-    return problems
-
-
-def check_stop_ids(config: PPOConfig) -> None:
-    """ValueError for tokens that should end a turn and that the model does not have."""
-    for key, ids in _stop_ids(config):
-        check_token_ids(key, config.actor.model_name, ids)
-
-
-def _stop_ids(config: PPOConfig) -> Iterator[tuple[str, list[int]]]:
-    """Yields the keys of the tokens that should end a turn, and these tokens."""
-    for section in SAMPLING_SECTIONS.values():
-        ids = getattr(config.rollout, section).stop_token_ids
-        yield f"rollout.{section}.stop_token_ids", ids

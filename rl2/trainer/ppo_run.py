@@ -8,16 +8,14 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from rl2 import cleanup
 from rl2.config.conditions import needs_critic, needs_reference
 from rl2.config.exactness import choose_exactness
-from rl2.config.schema import PPOConfig, RolloutWorkerConfig, SamplingConfig, worker_names
+from rl2.config.schema import PPOConfig, RolloutWorkerConfig, worker_names
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import DataCursor, Examples, Mixture
-from rl2.engine.base import Engine, EngineSettings, SamplingParams
-from rl2.engine.select import default_max_running, make_engine
+from rl2.engine.base import Engine, EngineSettings
+from rl2.engine.select import default_max_running
 from rl2.env.call import Env
-from rl2.env.contract import EnvFailures
 from rl2.env.load import Functions
 from rl2.model.folder import (
     check_model,
@@ -32,7 +30,6 @@ from rl2.parallel.rank import is_first_rank
 from rl2.report.loggers import MetricsLog
 from rl2.rollout.collect import Collector, RolloutRules
 from rl2.rollout.curriculum import Curriculum
-from rl2.rollout.endpoint import player_class
 from rl2.rollout.evaluate import Evaluator
 from rl2.rollout.hint import Hint
 from rl2.rollout.player import Player
@@ -43,8 +40,15 @@ from rl2.run.folder import RunFolder
 from rl2.run.memory_plan import Prediction, choose_checkpointing
 from rl2.run.start import claim_folder
 from rl2.trainer.inputs import check_layers, count_steps, make_chat_template
-from rl2.trainer.ppo_inputs import check_stop_ids, make_prompts, read_ppo_inputs
+from rl2.trainer.ppo_inputs import make_prompts, read_ppo_inputs
 from rl2.trainer.recorder import Recorder, Replay
+from rl2.trainer.sampling import (
+    check_stop_ids,
+    close_engine,
+    make_player,
+    make_sampling_params,
+    start_engine,
+)
 from rl2.worker import Reference, Worker
 
 
@@ -318,7 +322,9 @@ def make_collector(
     return Collector(
         _make_player(setup, workers, _make_engine(setup, is_deterministic)),
         cursor=None if prompts is None else DataCursor(prompts),
-        params=_sampling_params(setup, rollout.train_sampling_params, with_candidates=True),
+        params=make_sampling_params(
+            rollout.train_sampling_params, setup.model_stop_ids, with_candidates=True
+        ),
         samples_per_prompt=config.data.responses_per_prompt,
         num_steps=num_steps,
         seed=config.trainer.seed,
@@ -342,7 +348,8 @@ def make_collector(
 
 def make_evaluator(setup: Setup, collector: Collector) -> Evaluator:
     """What plays the test sets."""
-    params = _sampling_params(setup, setup.config.rollout.test_sampling_params)
+    section = setup.config.rollout.test_sampling_params
+    params = make_sampling_params(section, setup.model_stop_ids)
     num_samples = setup.config.data.responses_per_test_prompt
     return Evaluator(collector, setup.tests, params, num_samples)
 
@@ -353,16 +360,7 @@ def _make_player(setup: Setup, workers: list[Worker | Reference], engine: Engine
     for worker in workers:
         limits.append(worker.config.max_length_per_device * worker.config.sp_size)
         limits.append(max_positions(worker.config.model_name))
-    return player_class(setup.envs)(
-        engine=engine,
-        envs=setup.envs,
-        template=setup.template,
-        failures=EnvFailures(config.rollout.max_env_failures),
-        max_turns=config.rollout.max_turns,
-        max_length=min(limits),
-        reward_weights=config.rollout.reward_weights,
-        score=config.rollout.score,
-    )
+    return make_player(config.rollout, engine, setup.envs, setup.template, max_length=min(limits))
 
 
 def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
@@ -385,21 +383,4 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
     )
-    engine = make_engine(rollout.engine, settings)
-    cleanup.register(engine.close, at_exit=False)
-    return engine
-
-
-def close_engine(engine: Engine) -> None:
-    """Ends what `_make_engine` has started."""
-    cleanup.unregister(engine.close)
-    engine.close()
-
-
-def _sampling_params(
-    setup: Setup, section: SamplingConfig, with_candidates: bool = False
-) -> SamplingParams:
-    """A section of the config as the engine takes it, with the model's own stop tokens."""
-    stop_ids = (*section.stop_token_ids, *setup.model_stop_ids)
-    values = vars(section) | {"stop_token_ids": stop_ids, "with_candidates": with_candidates}
-    return SamplingParams(**values)
+    return start_engine(rollout.engine, settings)

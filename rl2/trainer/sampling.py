@@ -1,0 +1,129 @@
+"""What plays prompts: environments, engine and player.
+
+PPO trains with them, and SFT and DPO evaluate with them.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rl2 import cleanup
+from rl2.config.problem import Problem, wrong_value
+from rl2.config.schema import PlayConfig, SamplingConfig, source_name
+from rl2.data.chat import ChatTemplate
+from rl2.data.rows import Rows
+from rl2.engine.base import Engine, EngineSettings, SamplingParams
+from rl2.engine.select import make_engine
+from rl2.env.call import Env
+from rl2.env.contract import EnvFailures
+from rl2.env.load import Functions, load_env, make_env, preflight
+from rl2.model.folder import check_token_ids
+from rl2.rollout.endpoint import player_class
+from rl2.rollout.player import Player
+
+SAMPLING_SECTIONS = {"train": "train_sampling_params", "test": "test_sampling_params"}
+
+
+def read_envs(
+    rollout: PlayConfig,
+    rows: dict[str, Rows],
+    problems: list[Problem],
+    functions: Functions | None = None,
+    is_partial: bool = False,
+) -> tuple[dict[str, Env], list[str]]:
+    """Loads the environments, and tries each on the rows of its source: (they, warnings).
+
+    The environment of the source "" is that of all sources. What is wrong with one is added to the
+    problems; then it may be missing. `functions` are the environment, in the place of
+    rollout.env_path. `is_partial` is rollout.partial.
+    """
+    limits = (rollout.env_timeout, rollout.env_concurrency, rollout.env_isolation)
+    envs: dict[str, Env] = {}
+    warnings: list[str] = []
+    for key, path in rollout.env_paths.items():
+        name = source_name(key)
+        own_rows = {k: of_key for k, of_key in rows.items() if name in ("", source_name(k))}
+        try:
+            envs[name] = make_env(functions, *limits) if functions else load_env(path, *limits)
+            found = preflight(envs[name], own_rows, rollout.max_turns, is_partial)
+            warnings += [f"{key}: {warning}" if name else warning for warning in found]
+        except ValueError as error:
+            problems.append(Problem(key, path, f"{key}: {error}" if name else str(error)))
+    agents = [name for name, env in envs.items() if env.spec.run is not None]
+    if 0 < len(agents) < len(envs):
+        text = (
+            f"rollout.env_path: the envs of {', '.join(agents)} have an agent, run(), and the "
+            "others have none: take sources of one kind, or write run() for all"
+        )
+        problems.append(Problem("rollout.env_path", rollout.env_path, text))
+    return envs, warnings
+
+
+def find_unknown_stop_ids(config: Any, template: ChatTemplate) -> list[Problem]:
+    """The problems of tokens that should end a turn and that the tokenizer does not have."""
+    problems = []
+    last = max(template.tokenizer.get_vocab().values())
+    for key, ids in _stop_ids(config):
+        unknown = [token_id for token_id in ids if token_id > last]
+        if unknown:
+            reason = (
+                f"the tokenizer of {config.actor.model_name} has no token "
+                f"{', '.join(map(str, unknown))}, its last one is {last}"
+            )
+            problems.append(wrong_value(key, ids, reason))
+    return problems
+
+
+def check_stop_ids(config: Any) -> None:
+    """ValueError for tokens that should end a turn and that the model does not have."""
+    for key, ids in _stop_ids(config):
+        check_token_ids(key, config.actor.model_name, ids)
+
+
+def _stop_ids(config: Any) -> Iterator[tuple[str, list[int]]]:
+    """Yields the keys of the tokens that should end a turn, and these tokens."""
+    for section in SAMPLING_SECTIONS.values():
+        if hasattr(config.rollout, section):  # only PPO samples in training
+            ids = getattr(config.rollout, section).stop_token_ids
+            yield f"rollout.{section}.stop_token_ids", ids
+
+
+def start_engine(name: str, settings: EngineSettings) -> Engine:
+    """Starts the engine that rollout.engine names. It ends with the program, or by close_engine."""
+    engine = make_engine(name, settings)
+    cleanup.register(engine.close, at_exit=False)
+    return engine
+
+
+def close_engine(engine: Engine) -> None:
+    """Ends what `start_engine` has started."""
+    cleanup.unregister(engine.close)
+    engine.close()
+
+
+def make_player(
+    rollout: PlayConfig,
+    engine: Engine,
+    envs: dict[str, Env],
+    template: ChatTemplate,
+    max_length: int,
+) -> Player:
+    """What plays trajectories. None of their sequences gets longer than `max_length` tokens."""
+    return player_class(envs)(
+        engine=engine,
+        envs=envs,
+        template=template,
+        failures=EnvFailures(rollout.max_env_failures),
+        max_turns=rollout.max_turns,
+        max_length=max_length,
+        reward_weights=rollout.reward_weights,
+        score=rollout.score,
+    )
+
+
+def make_sampling_params(
+    section: SamplingConfig, model_stop_ids: Iterable[int], with_candidates: bool = False
+) -> SamplingParams:
+    """A section of the config as the engine takes it, with the model's own stop tokens."""
+    stop_ids = (*section.stop_token_ids, *model_stop_ids)
+    values = vars(section) | {"stop_token_ids": stop_ids, "with_candidates": with_candidates}
+    return SamplingParams(**values)
