@@ -54,7 +54,8 @@ def assign(
 
 def find_target(name: str, value: Any, known: dict[str, Key]) -> tuple[str, Problem | None]:
     """(the key that `name` means, or "" if that is not clear; the problem with the name)."""
-    if name.startswith(tuple(f"{key}." for key in OPEN_KEYS)):
+    declared = declared_key(name)
+    if name != declared and declared in known:
         return name, None
     if name not in known:
         return explain_unknown(name, value, known)
@@ -78,15 +79,24 @@ def explain_unknown(name: str, value: Any, known: dict[str, Key]) -> tuple[str, 
         target = answer.same_key(keys)
     else:
         near = near_keys(name, keys)
-        others = [other for other, kind in TRAINER_CONFIGS.items() if name in schema_keys(kind)]
+        declared = declared_key(name)
+        others = [other for other, kind in TRAINER_CONFIGS.items() if declared in schema_keys(kind)]
         if others:  # it is no misspelled key, but may be in another section here
-            last_part = name.rpartition(".")[2]
+            last_part = declared.rpartition(".")[2]
             near = [key for key in near if key.endswith(f".{last_part}")]
         text = f"did you mean {' or '.join(near)}?" if near else "--help all lists all"
         if others:
             text = f"it is a key of {', '.join(others)}; {text}"
         target = near[0] if len(near) == 1 else ""
     return target, Problem(name, value, f"unknown key {name}={value}: {text}")
+
+
+def declared_key(name: str) -> str:
+    """The name as a schema would declare it: that of the map, if it is an entry of an open one."""
+    for key in OPEN_KEYS:
+        if name.startswith(f"{key}."):
+            return key
+    return name
 
 
 def near_keys(key: str, keys: list[str]) -> list[str]:

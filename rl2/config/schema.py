@@ -786,6 +786,9 @@ class EvaluationConfig(PlayConfig):
         common=True,
         types=(str, dict, NoneType),
     )
+    columns: dict[str, str] = key(
+        {}, "columns of these prompts to rename: rollout.columns.OLD=NEW, as data.columns of rows"
+    )
     responses_per_test_prompt: PositiveInt = key(
         1, "answers sampled per test prompt; more than one gives pass@k and majority votes"
     )

@@ -15,6 +15,7 @@ OPEN_KEYS = (
     "data.chat_template_kwargs",
     "data.test_path",
     "rollout.test_path",
+    "rollout.columns",
 )
 
 

@@ -167,11 +167,13 @@ def _find_missing_columns(functions: dict[str, Callable], row_sets: RowSets) -> 
             if lacking:
                 first = min(kind.first for kind in lacking)
                 number = sum(kind.count for kind in lacking)
+                section = key.partition(".")[0]  # data, or rollout for test prompts of SFT and DPO
                 seen = ", ".join(rows[first])
                 yield (
                     f"{name} needs column {column!r}, which {number} of {len(rows)} rows of "
                     f"{key} lack, first row {first} (from 0); it has {seen}. Ask for another "
-                    f"column, give {column!r} a default, or rename one: data.columns.OLD={column}"
+                    f"column, give {column!r} a default, or rename one: {section}.columns.OLD="
+                    f"{column}"
                 )
 
 

@@ -159,7 +159,7 @@ def format_line(metrics: Metrics, num_steps: int, compares_groups: bool) -> str:
         values += _reward_values(metrics)
     if "rollout/zero_variance" in metrics and compares_groups:
         values.append(f"teaching {1 - metrics['rollout/zero_variance']:.0%}")
-    if "reward/mean" in metrics or "test/reward/mean" in metrics:
+    if "reward/mean" in metrics:
         # The loss of PPO is near 0 whether the policy learns or not.
         values += _format_columns({**metrics, "actor/loss": None})
     else:  # a reward model is a critic without an actor

@@ -68,7 +68,10 @@ def read_files(
         try:
             rows[key] = load_rows(path, split, kind.read, columns, limit)
         except ValueError as error:
-            problems.append(Problem(key, path, str(error)))
+            # The readers of rows know the key that renames columns as data.columns.
+            columns_key = f"{key.partition('.')[0]}.columns"
+            text = str(error).replace("data.columns", columns_key)
+            problems.append(Problem(key, path, text))
     return rows
 
 

@@ -16,7 +16,8 @@ from rl2.data.chat import ChatTemplate
 from rl2.data.examples import PROMPT_ROWS, Examples
 from rl2.data.rows import Rows
 from rl2.engine.base import EngineSettings
-from rl2.engine.select import default_max_running
+from rl2.engine.local import LocalEngine
+from rl2.engine.select import MAX_RUNNING
 from rl2.env.call import Env
 from rl2.model.folder import load_eos_token_ids, max_positions
 from rl2.parallel.device import compute_dtype
@@ -34,16 +35,13 @@ from rl2.trainer.inputs import (
 from rl2.trainer.sampling import (
     check_stop_ids,
     close_engine,
+    end_with_run,
     find_unknown_stop_ids,
     make_player,
     make_sampling_params,
     read_envs,
-    start_engine,
 )
 from rl2.worker import Worker
-
-# SGLang takes its memory when it starts, by a plan of PPO's phases. Here the trainer has it all.
-ENGINE = "local"
 
 
 def find_test_problems(config: Any) -> list[Problem]:
@@ -60,7 +58,7 @@ def _read_prompt_rows(
     config: Any, problems: list[Problem], limit: int | None = None
 ) -> dict[str, Rows]:
     paths = config.rollout.test_paths
-    return read_files(paths, "test", PROMPT_ROWS, config.data.columns, problems, limit)
+    return read_files(paths, "test", PROMPT_ROWS, config.rollout.columns, problems, limit)
 
 
 def read_test_prompts(
@@ -139,14 +137,15 @@ class PlayedTests:
             dtype=compute_dtype(config.actor.dtype, device),
             head_dtype=getattr(torch, config.actor.head_dtype),
             device=device,
-            max_running_requests=rollout.max_running or default_max_running(ENGINE, device),
+            max_running_requests=rollout.max_running or MAX_RUNNING,
             deterministic=is_deterministic,
             stop=rollout.test_sampling_params.stop,
             seed=config.trainer.seed,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
         )
-        self.engine = start_engine(ENGINE, settings)
+        # SGLang would take its memory by a plan of PPO's phases.
+        self.engine = end_with_run(LocalEngine(settings))
         self.engine.sleep()
         max_length = max_positions(config.actor.model_name)
         player = make_player(rollout, self.engine, prompts.envs, template, max_length)

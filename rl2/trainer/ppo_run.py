@@ -14,7 +14,7 @@ from rl2.config.schema import PPOConfig, RolloutWorkerConfig, worker_names
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import DataCursor, Examples, Mixture
 from rl2.engine.base import Engine, EngineSettings
-from rl2.engine.select import default_max_running
+from rl2.engine.select import default_max_running, make_engine
 from rl2.env.call import Env
 from rl2.env.load import Functions
 from rl2.model.folder import (
@@ -45,9 +45,9 @@ from rl2.trainer.recorder import Recorder, Replay
 from rl2.trainer.sampling import (
     check_stop_ids,
     close_engine,
+    end_with_run,
     make_player,
     make_sampling_params,
-    start_engine,
 )
 from rl2.worker import Reference, Worker
 
@@ -383,4 +383,4 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
     )
-    return start_engine(rollout.engine, settings)
+    return end_with_run(make_engine(rollout.engine, settings))

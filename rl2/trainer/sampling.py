@@ -11,8 +11,7 @@ from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import PlayConfig, SamplingConfig, source_name
 from rl2.data.chat import ChatTemplate
 from rl2.data.rows import Rows
-from rl2.engine.base import Engine, EngineSettings, SamplingParams
-from rl2.engine.select import make_engine
+from rl2.engine.base import Engine, SamplingParams
 from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
 from rl2.env.load import Functions, load_env, make_env, preflight
@@ -87,15 +86,14 @@ def _stop_ids(config: Any) -> Iterator[tuple[str, list[int]]]:
             yield f"rollout.{section}.stop_token_ids", ids
 
 
-def start_engine(name: str, settings: EngineSettings) -> Engine:
-    """Starts the engine that rollout.engine names. It ends with the program, or by close_engine."""
-    engine = make_engine(name, settings)
+def end_with_run(engine: Engine) -> Engine:
+    """Closes the engine when the run ends, however it ends. `close_engine` closes it before."""
     cleanup.register(engine.close, at_exit=False)
     return engine
 
 
 def close_engine(engine: Engine) -> None:
-    """Ends what `start_engine` has started."""
+    """Closes an engine of `end_with_run`."""
     cleanup.unregister(engine.close)
     engine.close()
 
