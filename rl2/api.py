@@ -117,7 +117,10 @@ def train(
     }
     functions = {name: function for name, function in given.items() if function is not None}
     if functions and trainer != "ppo":
-        raise ValueError(f"{', '.join(functions)}: {trainer} has no environment, as ppo has")
+        names = ", ".join(functions)
+        if trainer == "rm":
+            raise ValueError(f"{names}: rm has no environment, as ppo has")
+        raise ValueError(f"{names}: {trainer} takes an environment from a file: give env=FILE")
     inputs = Inputs()
     inputs.set_keys(keys)
     for argument, key, given_rows in (

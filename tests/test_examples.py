@@ -196,7 +196,6 @@ def evaluation_arguments(tmp_path):
         "rollout.test_sampling_params.max_new_tokens=6",
         "rollout.test_sampling_params.temperature=1",
         "rollout.max_running=16",
-        "data.test_path=null",
     ]
 
 
@@ -209,10 +208,10 @@ def test_the_model_is_evaluated_by_its_answers(tmp_path):
     row = preference(0)
     talk = [*row["messages"], {"role": "assistant", "content": "a" * 6}]
     rows = [{"messages": talk}] * 8
-    arguments = make_arguments(tmp_path, rows, "actor", "actor.lr=0.02")
+    arguments = make_arguments(tmp_path, rows, "actor", "actor.lr=0.02", "data.test_path=null")
     played = ["sft", *arguments, *evaluation_arguments(tmp_path)]
     killed = [*played, f"trainer.save_dir={tmp_path}/killed"]
-    silent = ["sft", *arguments, "data.test_path=null", f"trainer.save_dir={tmp_path}/silent"]
+    silent = ["sft", *arguments, f"trainer.save_dir={tmp_path}/silent"]
     launch_runs(2, [played, ["kill=5", *killed], killed, silent])
     lines = read_metrics(tmp_path / "run")
     rewards = {line["step"]: line["test/reward/mean"] for line in lines if "test/avg@2" in line}
@@ -465,7 +464,10 @@ LAYOUTS = {"fsdp": "fsdp_size=2", "replicas": "fsdp_size=1", "sp": "sp_size=2", 
 
 
 def test_each_trainer_in_each_layout_of_two_processes_equals_one_process(tmp_path):
-    """Compares all metrics of three steps of gradient descent and their tests, and all weights."""
+    """Compares all metrics of three steps of gradient descent and their tests, and all weights.
+
+    The tests of SFT and DPO also have answers that the model samples.
+    """
     rows_of = {
         "sft": [{"messages": conversation(i)} for i in range(9)] + [{"text": "abcd" * 4}],
         "dpo": [preference(i) for i in range(10)],
@@ -484,6 +486,8 @@ def test_each_trainer_in_each_layout_of_two_processes_equals_one_process(tmp_pat
             "trainer.test_freq=2",
             f"{worker}.lr=0.1",
         ]
+        if trainer in ("sft", "dpo"):
+            extra += evaluation_arguments(folder)
         name = trainer
         if trainer == "kto":
             name = "dpo"
