@@ -81,6 +81,10 @@ class Topic:
     text: str = ""
 
 
+ENVIRONMENT_KEYS = (
+    r"env_\w+|max_turns|max_env_failures|reward_weights|score|test_path|columns"
+    r"|responses_per_test_prompt"
+)
 TOPICS = [
     Topic("Data", r"data\..*"),
     Topic("Model", r"(actor|critic)\.(model_name|dtype|head_dtype)"),
@@ -111,8 +115,7 @@ TOPICS = [
     ),
     Topic(
         "Environment and rewards",
-        r"rollout\.(env_.*|max_turns|max_env_failures|reward_weights|score|test_path"
-        r"|responses_per_test_prompt)",
+        rf"rollout\.({ENVIRONMENT_KEYS})",
         "In SFT and DPO these are the keys of the "
         "[evaluation by generation](sft_dpo_rm_lora.md#evaluation-by-generation).",
     ),
@@ -123,15 +126,14 @@ TOPICS = [
     ),
     Topic(
         "Engine",
-        r"rollout\.(?!env_|max_turns|max_env_failures|reward_weights|score|test_path"
-        r"|responses_per_test_prompt)\w+",
+        rf"rollout\.(?!{ENVIRONMENT_KEYS})\w+",
         "Engines: [engines.md](engines.md). `rollout.exact`: [proofs.md](proofs.md).",
     ),
     Topic(
         "The run",
         r"trainer\..*",
         "Checkpoints and saved rollouts: [run_folder.md](run_folder.md). Evaluation: "
-        "[metrics.md](metrics.md#evaluation-of-ppo).",
+        "[metrics.md](metrics.md#evaluation-by-generation).",
     ),
     Topic("DPO and reward models", r"(dpo|rm)\..*"),
     Topic("Export", r"actor\.save_.*"),
