@@ -532,7 +532,7 @@ def test_commands(capsys, monkeypatch):
 def test_a_function_that_asks_for_what_is_not_there_is_refused_with_what_there_is(base, capsys):
     Path("mine.py").write_text("def f(logps, secret, clip=1):\n    return logps, {}\n")
     text = refused([*base, "actor.loss=mine.py:f"], capsys)
-    assert "actor.loss=mine.py:f: it asks for secret; it may ask for advantages, clip, " in text
+    assert "actor.loss=mine.py:f: it asks for secret; it may ask for advantages, " in text
     assert "log_ratio, logps, mask, old_logps" in text
     text = refused([*base, "adv.estimator=mine.py:f"], capsys)
     assert "adv.estimator=mine.py:f: it asks for logps, secret; it may ask for gamma" in text
