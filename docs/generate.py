@@ -96,7 +96,7 @@ TOPICS = [
     Topic("LoRA", r"actor\.(lora_.*|adapter)"),
     Topic(
         "Optimizer",
-        r"(actor|critic)\.(lr|weight_decay|betas|max_grad_norm|warmup_ratio|scheduler|min_lr_ratio"
+        r"(actor|critic)\.(optimizer|lr|weight_decay|betas|max_grad_norm|warmup_ratio|scheduler|min_lr_ratio"
         r"|\w+_per_rollout|freeze_steps|optimizer_dir|dither_weights)",
     ),
     Topic(

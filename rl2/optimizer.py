@@ -1,12 +1,14 @@
-"""The optimizer of a worker: AdamW, its learning rate and the gradient's norm."""
+"""The optimizers of a worker: AdamW and Muon, their learning rate and the gradient's norm."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adamw import adamw
 
 from rl2.parallel.mesh import all_reduce_sum_
@@ -20,6 +22,10 @@ from rl2.parallel.offload import (
 
 # A parameter of a model that FSDP2 shards: an nn.Parameter that is a DTensor, as its gradient is.
 ShardedParameter = Any
+MUON_MOMENTUM = 0.95
+# Of Newton-Schulz iterations a X + b (X X^T) X + c (X X^T)^2 X, as in torch.optim.Muon.
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
 SAMPLED_WEIGHTS = 2**14  # of each parameter, in measuring what an update changes
 
 
@@ -50,6 +56,8 @@ class AdamW:
 
     def step(self, lr: float) -> None:
         """Changes the parameters by their gradients, with the learning rate `lr`."""
+        if not self.parameters:  # as of Muon's, where adapters are all that is trained
+            return
         shards = [local_shard(parameter) for parameter in self.parameters.values()]
         gradients = [local_shard(parameter.grad) for parameter in self.parameters.values()]
         moments = [list(shard_of.values()) for shard_of in self.moments.values()]
@@ -96,6 +104,135 @@ class AdamW:
             entry.copy_(state[key])
             if key.endswith(".step"):  # the same number for all parameters
                 self.num_steps = int(entry)
+
+
+class Muon:
+    """Muon (Jordan et al., 2024) for the weights of `matrices`, AdamW for the other parameters.
+
+    A matrix moves by its momentum, with the singular values of all directions made about equal.
+    The factor 0.2 sqrt(larger side) gives this update the usual size of one of AdamW, so `lr` and
+    `weight_decay` are those of AdamW (Moonlight, arXiv:2502.16982; "match_rms_adamw" of
+    torch.optim.Muon). `betas` are AdamW's; Muon's momentum is 0.95, with Nesterov's step.
+
+    The momentum is sharded as the parameters are: one state of 4 bytes a weight, where AdamW has
+    two. In a step every process gathers one matrix after the other, and computes its whole update.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, ShardedParameter],
+        matrices: Collection[str],
+        weight_decay: float,
+        in_host_memory: bool = False,
+        betas: Sequence[float] = (0.9, 0.999),
+    ):
+        self.matrices = {name: p for name, p in parameters.items() if name in matrices}
+        others = {name: p for name, p in parameters.items() if name not in matrices}
+        self.adamw = AdamW(others, weight_decay, in_host_memory, betas)
+        self.weight_decay = weight_decay
+        self.in_host_memory = in_host_memory
+        shards = [local_shard(parameter) for parameter in self.matrices.values()]
+        buffers = zeros_like_all(shards, in_host_memory)
+        self.momentum = dict(zip(self.matrices, buffers, strict=True))
+
+    @property
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """Name of the moment -> name of the parameter -> shard."""
+        return {**self.adamw.moments, "momentum_buffer": self.momentum}  # torch's name
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Changes the parameters by their gradients, with the learning rate `lr`.
+
+        All processes must call.
+        """
+        for name, parameter in self.matrices.items():
+            gradient = local_shard(parameter.grad)
+            momentum = self.momentum[name].to(gradient.device, non_blocking=True)
+            momentum.lerp_(gradient, 1 - MUON_MOMENTUM)
+            if self.in_host_memory:
+                self.momentum[name].copy_(momentum, non_blocking=True)
+            direction = as_sharded(gradient.lerp(momentum, MUON_MOMENTUM), parameter).full_tensor()
+            update = own_part(orthogonalise(direction), parameter)
+            scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
+            shard = local_shard(parameter)
+            shard.mul_(1 - lr * self.weight_decay).add_(update, alpha=-lr * scale)
+        self.adamw.step(lr)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sharded state by the names that torch gives it in a checkpoint."""
+        entries = self.adamw.state_dict()
+        for name, parameter in self.matrices.items():
+            wait_for_copies(parameter.device)
+            entries[f"state.{name}.momentum_buffer"] = as_sharded(self.momentum[name], parameter)
+        return entries
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned, in the same memory."""
+        self.adamw.load_state_dict(state)
+        for key, entry in self.state_dict().items():
+            if key.endswith(".momentum_buffer"):
+                entry.copy_(state[key])
+
+
+def make_optimizer(
+    kind: str,
+    parameters: dict[str, ShardedParameter],
+    matrices: Collection[str],
+    weight_decay: float,
+    in_host_memory: bool,
+    betas: Sequence[float],
+) -> AdamW | Muon:
+    """Makes the optimizer called `kind`, adamw or muon. `matrices` are as in `Muon`."""
+    if kind == "muon":
+        return Muon(parameters, matrices, weight_decay, in_host_memory, betas)
+    return AdamW(parameters, weight_decay, in_host_memory, betas)
+
+
+def hidden_matrices(hf: Any) -> set[str]:
+    """Returns the names in `hf` of the weights that Muon may move.
+
+    They are matrices, or stacks of matrices [experts, out, in], which map hidden states to hidden
+    states: not embeddings, the head, vectors or the taps of a convolution [channels, 1, width].
+    """
+    heads = [hf.get_output_embeddings(), getattr(hf, "score", None)]
+    outer = [module for module in hf.modules() if isinstance(module, nn.Embedding)]
+    excluded = {id(module.weight) for module in (*outer, *heads) if module is not None}
+    names = set()
+    for name, parameter in hf.named_parameters():
+        is_matrix = parameter.ndim >= 2 and min(parameter.shape[-2:]) > 1
+        if is_matrix and id(parameter) not in excluded:
+            names.add(name)
+    return names
+
+
+def orthogonalise(matrix: Tensor) -> Tensor:
+    """About U V^T of the matrix U S V^T, or of each of a stack [..., m, n].
+
+    Newton-Schulz iterations move all singular values into about 0.7 to 1.2. They run in bfloat16
+    on a GPU, as in torch.optim.Muon, and in float32 on a CPU: they enlarge small singular values up
+    to 485 times, so in bfloat16 the rounding of another layout would show.
+    """
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    x = matrix.float() if matrix.device.type == "cpu" else matrix.bfloat16()
+    is_tall = x.shape[-2] > x.shape[-1]
+    if is_tall:  # the smaller product X X^T
+        x = x.mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if is_tall else x
+
+
+def own_part(full: Tensor, parameter: ShardedParameter) -> Tensor:
+    """This process's part of the whole tensor, cut as the parameter is."""
+    shape, offset = compute_local_shape_and_global_offset(
+        full.shape, parameter.device_mesh, parameter.placements
+    )
+    for dim, (length, start) in enumerate(zip(shape, offset, strict=True)):
+        full = full.narrow(dim, min(start, full.shape[dim]), length)
+    return full
 
 
 def schedule(done: int, total: int, warmup_ratio: float, kind: str, floor: float = 0.0) -> float:

@@ -24,7 +24,13 @@ from rl2.model.load import FILES, HuggingFaceFiles, load_model
 from rl2.model.lora import LoraSettings
 from rl2.model.save import save_model
 from rl2.model.token_model import TokenScores
-from rl2.optimizer import AdamW, WeightSample, clip_gradient_, schedule
+from rl2.optimizer import (
+    WeightSample,
+    clip_gradient_,
+    hidden_matrices,
+    make_optimizer,
+    schedule,
+)
 from rl2.packing import pack, plan_micro_batches, unpack, zigzag
 from rl2.parallel.device import (
     columns_to_device,
@@ -80,7 +86,7 @@ class Worker:
     `config` is the worker's section of the config. `num_updates` is how many updates the learning
     rate's schedule is laid out for; 0 makes a frozen model without an optimizer, such as the
     reference. `exactness` says whether it computes with the bits of the embedded engine. `source`
-    gives the model; `make_optimizer` takes what AdamW takes. `seed` is for
+    gives the model; `new_optimizer` takes what `make_optimizer` takes. `seed` is for
     config.dither_weights.
     """
 
@@ -92,7 +98,7 @@ class Worker:
         num_updates: int = 0,
         exactness: Exactness = Exactness.OFF,
         source: HuggingFaceFiles = FILES,
-        make_optimizer: Callable[..., Any] = AdamW,
+        new_optimizer: Callable[..., Any] = make_optimizer,
         seed: int = 0,
     ):
         self.config = config
@@ -131,10 +137,12 @@ class Worker:
         self.start_adapters: list[Tensor] | None = None
         if self.lora_settings is not None and config.adapter:
             self.start_adapters = [state.clone() for state in self.adapter_states()]
-        self.optimizer: Any = None  # an AdamW unless the model is frozen
+        self.optimizer: Any = None  # an AdamW or Muon unless the model is frozen
         if is_trained:
-            self.optimizer = make_optimizer(
+            self.optimizer = new_optimizer(
+                config.optimizer,
                 self.trained_parameters,
+                {f"hf.{name}" for name in hidden_matrices(self.model.hf)},
                 config.weight_decay,
                 config.offload_optimizer,
                 config.betas,

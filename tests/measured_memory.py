@@ -28,12 +28,14 @@ JOBS = {
         "sft without checkpointing": (SFTConfig, {"gradient_checkpointing": False}),
         "dpo with adapters": (DPOConfig, {"lora_rank": 4}),
         "pairs of two rows": (RMConfig, {}),
+        "muon": (SFTConfig, {"optimizer": "muon"}),
     },
     2: {
         "fsdp": (SFTConfig, {}),
         "two copies": (SFTConfig, {"fsdp_size": 1}),
         "ring": (SFTConfig, {"sp_size": 2}),
         "tensor parallel": (SFTConfig, {"tp_size": 2}),
+        "ppo with muon": (PPOConfig, {"optimizer": "muon"}),
     },
 }
 

@@ -1,4 +1,4 @@
-"""test_checkpoint.py runs this in several ranks: two AdamW updates with a checkpoint between them,
+"""test_checkpoint.py runs this in several ranks: two updates with a checkpoint between them,
 or the second one from the checkpoint.
 
     moves.py MODEL FOLDER MODE ...    each MODE is save | load | load_hybrid | load_sp | load_tp
@@ -18,19 +18,28 @@ from rl2.run.weights_hash import hash_states, hash_weights
 from rl2.worker import Worker
 
 LAYOUTS = {"hybrid": {"fsdp_size": 1}, "sp": {"sp_size": 2}, "tp": {"tp_size": 2}}
-LOSSES = {"actor": policy_loss, "critic": value_loss, "lora": value_loss}
+LOSSES = {
+    "actor": policy_loss,
+    "critic": value_loss,
+    "muon": policy_loss,
+    "lora": value_loss,
+    "muon_lora": policy_loss,
+}
 
 
 def make_workers(name, device, layout):
-    """An actor, a critic, and a critic with adapters."""
+    """Actors and critics, with and without adapters. Muon trains those whose names say so."""
     settings = {"lr": 1e-3, "warmup_ratio": 0.5, **layout}
+    muon = {"optimizer": "muon", "weight_decay": 0.1, **settings}
     torch.manual_seed(0)
     config = worker_config(name, **settings)
     adapted = worker_config(name, lora_rank=2, **settings)
     return {
         "actor": Worker(config, device, False, 8),
         "critic": Worker(config, device, True, 8),
+        "muon": Worker(worker_config(name, **muon), device, False, 8),
         "lora": Worker(adapted, device, True, 8),
+        "muon_lora": Worker(worker_config(name, lora_rank=2, **muon), device, False, 8),
     }
 
 
@@ -39,7 +48,7 @@ def update(workers, batch):
     metrics = {}
     weights = {}
     for role, worker in workers.items():
-        result = worker.update(batch, LOSSES[role], with_entropy=role == "actor")
+        result = worker.update(batch, LOSSES[role], with_entropy=LOSSES[role] == policy_loss)
         metrics[role] = result.to_log()
     for role, worker in workers.items():
         for name, weight in worker.iter_full_weights(torch.float32):

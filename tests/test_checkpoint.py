@@ -23,13 +23,13 @@ def test_a_checkpoint_moves_between_layouts(tmp_path):
     launch(2, "tests/moves.py", name, folder, "save")
     assert [path.name for path in folder.glob("step_*")] == ["step_1"]
     saved = torch.load(folder / "save_2")
-    assert saved["versions"] == [2, 2, 2]
+    assert saved["versions"] == [2] * 5
     two_ranks = ["load", "load_hybrid", "load_sp", "load_tp"]
     launch(2, "tests/moves.py", name, folder, *two_ranks)
     launch(1, "tests/moves.py", name, folder, "load")
     for mode, world in [("load", 1), *((mode, 2) for mode in two_ranks)]:
         loaded = torch.load(folder / f"{mode}_{world}")
-        assert loaded["versions"] == [2, 2, 2]
+        assert loaded["versions"] == [2] * len(saved["metrics"])
         is_same_layout = mode == "load" and world == 2
         assert loaded["hashes"].items() <= saved["hashes"].items(), "the layout is hashed too"
         assert loaded["state_hashes"].items() <= saved["state_hashes"].items()

@@ -36,7 +36,7 @@ from rl2.batch import Sample, collate
 from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
 from rl2.model.token_model import TokenScores
-from rl2.optimizer import AdamW, schedule
+from rl2.optimizer import AdamW, hidden_matrices, orthogonalise, schedule
 from rl2.parallel import offload
 from rl2.parallel.mesh import init_distributed
 from rl2.run.checkpoints import export_optimizer
@@ -245,6 +245,68 @@ def test_betas_give_the_updates_of_torchs_adamw(tmp_path, device):
         worker.load_state_dict(deepcopy(worker.state_dict()))
     for parameter, peer in zip(parameters, peers, strict=True):
         torch.testing.assert_close(parameter.full_tensor(), peer, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_muon_gives_the_updates_of_torchs_muon_and_adamw(tmp_path, device, monkeypatch, offload):
+    """Of one process, in float32; a checkpoint between two steps changes none."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's Muon is in bfloat16
+    name = make_model(tmp_path / "model")
+    config = worker_config(
+        name, optimizer="muon", weight_decay=0.1, betas=[0.5, 0.7], offload_optimizer=offload
+    )
+    worker = Worker(config, device, False, 8)
+    peers = {n: p.full_tensor().detach().clone() for n, p in worker.trained_parameters.items()}
+    matrices = [peers[n] for n in peers if n.endswith("proj.weight")]
+    others = [peers[n] for n in peers if not n.endswith("proj.weight")]
+    assert len(matrices) == 2 * 7 and len(others) == len(peers) - 14 > 0
+    optimizers = [
+        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=0.01, weight_decay=0.1, betas=(0.5, 0.7)),
+    ]
+    for _ in range(3):
+        for key, parameter in worker.trained_parameters.items():
+            peers[key].grad = torch.randn_like(peers[key])
+            parameter.grad = distribute_tensor(
+                peers[key].grad, parameter.device_mesh, parameter.placements
+            )
+        worker.optimizer.step(0.01)
+        for optimizer in optimizers:
+            optimizer.step()
+        state = {key: entry.clone() for key, entry in worker.optimizer.state_dict().items()}
+        for shard in worker.optimizer.momentum.values():
+            shard.zero_()
+        worker.optimizer.load_state_dict(state)
+    for key, parameter in worker.trained_parameters.items():
+        torch.testing.assert_close(parameter.full_tensor(), peers[key], rtol=0, atol=1e-5)
+
+
+def test_muon_takes_the_matrices_of_the_layers(tmp_path):
+    """Not embeddings, heads, vectors and convolutions; stacks of experts are many matrices."""
+    hf = AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "model", tied=False))
+    layer = hf.model.layers[0]
+    layer.experts = torch.nn.Parameter(torch.randn(3, 4, 6))
+    layer.taps = torch.nn.Parameter(torch.randn(8, 1, 4))
+    names = hidden_matrices(hf)
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in names} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        "0",  # the experts, of layer 0
+    }
+    stacked = orthogonalise(layer.experts.detach())
+    for matrix, expert in zip(stacked, layer.experts.detach(), strict=True):
+        torch.testing.assert_close(matrix, orthogonalise(expert))
+        assert torch.linalg.svdvals(matrix).sub(1).abs().max() < 0.35
+
+
+def test_muon_moves_no_weight_by_more_than_its_decay_without_a_gradient(tmp_path, device):
+    """An adapter's A has no gradient while B is 0: 0 / 0 must not become NaN."""
+    config = worker_config(make_model(tmp_path / "model"), optimizer="muon", lora_rank=2)
+    worker = Worker(config, device, False, 8)
+    before = full_weights(worker)
+    result = worker.update(make_batch(), policy_loss, with_entropy=True)
+    weights = full_weights(worker)
+    assert not result.skipped and all(weight.isfinite().all() for weight in weights.values())
+    assert any(not weights[key].equal(before[key]) for key in weights)
 
 
 def test_an_update_leaves_out_the_trajectories_that_have_moved(tmp_path, device):

@@ -356,22 +356,29 @@ class WorkerConfig(ModelConfig):
         "that updates below the precision of bfloat16 have an effect at once; lower lr with it",
         only_if=WITH_ROUNDED_WEIGHTS,
     )
+    optimizer: str = key(
+        "adamw",
+        "adamw, or muon: Muon for the matrices of the layers and AdamW for the rest",
+        choices=("adamw", "muon"),
+        identity=True,
+    )
     lr: PositiveFloat = key(
         1e-6,
-        "learning rate of AdamW",
+        "learning rate",
         common=True,
         unusual_above=0.01,
         unusual_effect="an AdamW update moves every weight by about this much",
     )
     weight_decay: NonNegativeFloat = key(
         0.0,
-        "weight decay of AdamW",
+        "decoupled weight decay",
         unusual_above=1,
         unusual_effect="each update multiplies the weights by 1 - lr x weight_decay",
     )
     betas: list[float] = key(
         [0.9, 0.999],
-        "decay rates of AdamW's moving means of the gradient and of its square",
+        "decay rates of AdamW's moving means of the gradient and of its square; Muon's own one is "
+        "0.95",
         at_least=0,
         below=1,
     )

@@ -52,11 +52,12 @@ def measure(parts: dict[str, Any], exported: Any, **numbers: Any) -> SpaceNeeds:
     for part in parts.values():
         if not hasattr(part, "trained_parameters"):
             continue  # the position in the data
-        copies = 1
-        if part.optimizer is not None:
-            copies += len(part.optimizer.moments)
         parameters = part.trained_parameters or dict(part.model.named_parameters())
-        checkpoint += copies * sum(p.numel() * p.element_size() for p in parameters.values())
+        saved = [parameters]  # each holds something in the shape of these parameters
+        if part.optimizer is not None:
+            saved += part.optimizer.moments.values()
+        for names in saved:
+            checkpoint += sum(parameters[n].numel() * parameters[n].element_size() for n in names)
     num_weights = sum(p.numel() for p in exported.model.parameters())
     return SpaceNeeds(checkpoint, num_weights * exported.dtype.itemsize, **numbers)
 

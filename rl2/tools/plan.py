@@ -27,7 +27,7 @@ from rl2.config.schema import TRAINER_CONFIGS, DPOConfig, PPOConfig, SFTConfig, 
 from rl2.engine.share import engine_bytes
 from rl2.model.folder import check_config
 from rl2.model.load import FILES, HuggingFaceFiles
-from rl2.optimizer import AdamW
+from rl2.optimizer import make_optimizer
 from rl2.parallel.device import GIB, PLANNED_DEVICE
 from rl2.run.memory_plan import (
     Plan,
@@ -60,16 +60,17 @@ OUTSIDE_BYTES = 3 * GIB
 USUAL_GPU_GIB = 79.2  # of an H100 or A100 that is sold with 80 GB
 
 
-class PhasedAdamW(AdamW):
-    """An AdamW that calls `on_step()` before each step."""
+class PhasedOptimizer:
+    """The optimizer that `make_optimizer` makes. It calls `on_step()` before each step."""
 
     def __init__(self, on_step: Callable[[], None], *arguments: Any):
-        super().__init__(*arguments)
+        self.optimizer = make_optimizer(*arguments)
+        self.state_dict = self.optimizer.state_dict
         self.on_step = on_step
 
     def step(self, lr: float) -> None:
         self.on_step()
-        super().step(lr)
+        self.optimizer.step(lr)
 
 
 class PlanRecorder:
@@ -83,8 +84,8 @@ class PlanRecorder:
         self.plan = Plan()
         self.phase = "load"
         # The step of a worker's optimizer begins the phase step.
-        make_optimizer = partial(PhasedAdamW, partial(self.enter, "step"))
-        self.new_worker = partial(Worker, source=source, make_optimizer=make_optimizer)
+        new_optimizer = partial(PhasedOptimizer, partial(self.enter, "step"))
+        self.new_worker = partial(Worker, source=source, new_optimizer=new_optimizer)
 
     def enter(self, phase: str) -> None:
         """Ends the current phase and begins this one."""

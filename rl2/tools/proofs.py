@@ -11,7 +11,7 @@ import contextlib
 import io
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -141,7 +141,7 @@ class Subject:
             num_updates=num_updates,
             exactness=exactness,
             source=AnyModel(),
-            make_optimizer=Descent,
+            new_optimizer=Descent,
         )
 
     def samples(self) -> list[Sample]:
@@ -202,7 +202,9 @@ class Descent:
 
     def __init__(
         self,
+        kind: str,
         parameters: dict[str, Any],
+        matrices: Collection[str],
         weight_decay: float,
         in_host_memory: bool,
         betas: Sequence[float],
