@@ -1,6 +1,6 @@
 """Rows as examples, read before a model is loaded: all problems of the data come at once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,10 @@ def find_row_problems(kind: RowKind, config: Any) -> list[Problem]:
 
 
 def read_examples(
-    config: Any, kind: RowKind, template: ChatTemplate, other_problems: list[Problem]
+    config: Any,
+    kind: RowKind,
+    template: ChatTemplate,
+    other_problems: Iterable[Problem] = (),
 ) -> tuple[Examples | Mixture, dict[str, Examples]]:
     """(the examples to train on; those of each test set by its name).
 
@@ -97,7 +100,7 @@ def read_examples(
     the model.
     """
     rows, problems = read_rows(config, kind)
-    train, tests = make_examples(config, rows, kind, template, problems + other_problems)
+    train, tests = make_examples(config, rows, kind, template, [*problems, *other_problems])
     assert train is not None
     check_length(config, train, _shorter_rows(train))
     for examples in tests.values():
