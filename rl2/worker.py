@@ -7,6 +7,7 @@ same Batch; only the forward and backward passes are split.
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -161,7 +162,7 @@ class Worker:
         """
         columns: dict[str, Tensor] = {}
         budget = self.config.max_inference_length_per_device or self.config.max_length_per_device
-        with self.memory.on_device():
+        with self.passes():
             for rows in track(self._micro_batches(batch, budget)):
                 scores = self._score(batch.select(rows), temperature, with_entropy)
                 index = copy_to_device(torch.tensor(rows, dtype=torch.int64), self.mesh.device)
@@ -169,8 +170,14 @@ class Worker:
                     if name not in columns:
                         columns[name] = torch.zeros(batch.mask.shape, device=self.mesh.device)
                     columns[name][index] = cells
-            reshard(self.model)
         return TokenScores(**columns).map(self._sum_over_processes)
+
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """A context for forward passes without a gradient, after which FSDP has its shards only."""
+        with self.memory.on_device():
+            yield
+            reshard(self.model)
 
     def reference(self) -> "Worker | Reference":
         """Returns what infers with the model that this worker started from."""
@@ -200,10 +207,12 @@ class Worker:
         with_entropy: bool = False,
         keep_groups_together: bool = False,
         max_ratio: float | None = None,
+        teacher: "Worker | None" = None,
     ) -> UpdateResult:
         """Takes one optimizer step on `batch`.
 
-        No weight moves if the mean of the metric ratio is above `max_ratio`.
+        No weight moves if the mean of the metric ratio is above `max_ratio`. With `teacher`, whose
+        layout must be the same, the loss gets the scores `teacher_kl`.
 
         Neither the number of processes nor the micro-batches change the gradient, see `Loss`. With
         `keep_groups_together` the loss sees all rows of a group at once, one after the other.
@@ -213,12 +222,14 @@ class Worker:
             batch, self.config.max_length_per_device, keep_groups_together
         )
         fsdp_model: Any = self.model
-        with self.memory.on_device(changes=True):
+        with self.memory.on_device(changes=True), ExitStack() as stack:
+            if teacher is not None:
+                stack.enter_context(teacher.passes())
             for i, rows in enumerate(track(micro_batches), 1):
                 micro_batch = batch.select(rows)
                 # Copies of the model sum their gradients once, after the last micro-batch.
                 fsdp_model.set_requires_all_reduce(i == len(micro_batches))
-                scores = self._score(micro_batch, temperature, with_entropy)
+                scores = self._score(micro_batch, temperature, with_entropy, teacher)
                 # The processes of a ring computed different columns; each continues with whole
                 # sequences.
                 scores = scores.map(partial(differentiable_all_reduce, group=self.mesh.sp))
@@ -310,7 +321,9 @@ class Worker:
         )
         return [ranks[self.mesh.dp_rank] for ranks in plan]
 
-    def _score(self, rows: Batch, temperature, with_entropy) -> TokenScores:
+    def _score(
+        self, rows: Batch, temperature, with_entropy, teacher: "Worker | None" = None
+    ) -> TokenScores:
         """Returns the scores of the rows as columns [b, T], differentiable.
 
         A ring splits the columns over its processes: a cell is 0 where another one computes it.
@@ -318,7 +331,11 @@ class Worker:
         ring = self.model.ring
         packed = zigzag(pack(rows, self.config.share_prompts), ring.size, ring.rank)
         packed = columns_to_device(packed, self.mesh.device)
-        scores = self.model(packed, temperature, with_entropy)  # [P]
+        head_inputs = None
+        if teacher is not None:  # which runs the same pack, and has no gradient
+            with torch.no_grad():
+                head_inputs = teacher.model.head_inputs(packed, temperature)
+        scores = self.model(packed, temperature, with_entropy, head_inputs)  # [P]
         if scores.logps is not None:
             self.engine_check.compare(rows, packed, scores.logps)
         return scores.map(lambda pairs: unpack(packed, pairs, rows.mask.shape))

@@ -138,13 +138,13 @@ def test_the_weight_is_converted_once_and_not_as_a_whole(monkeypatch):
     monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 40 * 700)
     hidden, weight, targets = bf16_head()
     converted = []
-    plain = head_module._logits
+    plain = head_module.products
 
     def counted(hidden, weight, *rest):
         converted.append(len(weight))
         return plain(hidden, weight, *rest)
 
-    monkeypatch.setattr(head_module, "_logits", counted)
+    monkeypatch.setattr(head_module, "products", counted)
     logps, _ = head_scores(hidden, weight.requires_grad_(), targets)
     assert sum(converted) == 3000 and max(converted) <= 700
     logps.sum().backward()

@@ -44,6 +44,16 @@ def has_teacher(config: Any) -> bool:
     return bool(config.teacher.model_name or config.teacher.hint)
 
 
+def has_full_kl(config: Any) -> bool:
+    """Whether the KL divergence from the teacher is a term of PPO's loss, over all tokens."""
+    return has_teacher(config) and bool(config.teacher.kl == "full")
+
+
+def learns_full_kl_only(config: Any) -> bool:
+    """Whether the KL divergence from the teacher is all that PPO learns: advantages are 0."""
+    return has_full_kl(config) and bool(config.adv.estimator == "distillation")
+
+
 def weights_kl(kl: Any, updates_per_step: int) -> bool:
     """Whether a KL term in the loss is weighted by the ratio to the policy that sampled."""
     if kl.importance_weights is not None:

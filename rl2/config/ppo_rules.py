@@ -10,6 +10,7 @@ import torch
 from rl2.config.conditions import (
     corrects_mismatch,
     estimator_needs,
+    has_full_kl,
     has_teacher,
     policy_loss_needs,
     weights_kl,
@@ -26,6 +27,9 @@ from rl2.config.values import get_value
 
 INTERVAL_CORRECTIONS = ("token_mask", "geometric_mask")  # they keep ratios in [1 / cap, cap]
 
+# What the actor and a teacher that runs in its updates must have in common.
+SHARED_BY_PASSES = ("sp_size", "tp_size", "share_prompts", "max_length_per_device")
+
 
 def check_ppo(config: PPOConfig) -> Iterator[Problem]:
     """The problems of a config of PPO beside those of its keys, data and models."""
@@ -33,6 +37,7 @@ def check_ppo(config: PPOConfig) -> Iterator[Problem]:
     yield from check_step_sizes(config)
     yield from check_estimator(config)
     yield from check_hint(config)
+    yield from check_full_kl(config)
     yield from check_deterministic(config)
     yield from check_kl(config)
     yield from check_actor(config)
@@ -114,6 +119,33 @@ def check_hint(config: PPOConfig) -> Iterator[Problem]:
     if hint and config.trainer.rollouts_from:
         reason = "saved rollouts have no prompts of a teacher: leave one of the two out"
         yield wrong_value("teacher.hint", hint, reason)
+
+
+def check_full_kl(config: PPOConfig) -> Iterator[Problem]:
+    """Whether the teacher can run on the micro-batches of the actor's updates."""
+    if not has_full_kl(config):
+        return
+    actor, teacher, estimator = config.actor, config.teacher, config.adv.estimator
+    if teacher.hint:
+        reason = (
+            "the teacher reads other prompts than the policy with teacher.hint: leave one of the "
+            "two out"
+        )
+        yield wrong_value("teacher.kl", "full", reason)
+    if "teacher_logps" in estimator_needs(estimator) and estimator != "distillation":
+        reason = (
+            f"adv.estimator={estimator} reads the teacher's log-probabilities of the sampled "
+            "tokens: leave teacher.kl out, or choose another estimator"
+        )
+        yield wrong_value("teacher.kl", "full", reason)
+    for name in SHARED_BY_PASSES:
+        value, actors = getattr(teacher, name), getattr(actor, name)
+        if teacher.model_name and value != actors:
+            reason = (
+                f"with teacher.kl=full the teacher runs on the actor's micro-batches: leave it "
+                f"out, and it is actor.{name}={actors}"
+            )
+            yield wrong_value(f"teacher.{name}", value, reason)
 
 
 def check_deterministic(config: PPOConfig) -> Iterator[Problem]:

@@ -567,9 +567,16 @@ class TeacherConfig(ModelConfig):
         "(self-distillation)",
         identity=True,
     )
+    kl: str = key(
+        "sampled",
+        "how KL(policy || teacher) is learned; sampled: the difference of log-probabilities of the "
+        "sampled token, in its advantage; full: the sum over the whole vocabulary, in the loss",
+        choices=("sampled", "full"),
+        identity=True,
+    )
     coef: PositiveFloat = key(
         1.0,
-        "weight of the teacher's minus the policy's log-probability in the advantage of each token",
+        "weight of the KL divergence, in the advantage of each token or in the loss",
         only_if=Condition(
             lambda config, section: "teacher_logps" not in estimator_needs(config.adv.estimator),
             "with adv.estimator={config.adv.estimator}, where it is the whole advantage",

@@ -75,10 +75,7 @@ def head_scores(
     With `candidate_counts` [P], the softmax of pair i is among so many tokens only, and
     `candidate_ids` has their ids, pair after pair. A count of 0 is the whole vocabulary.
     """
-    candidates = None
-    if candidate_counts is not None and candidate_ids is not None:
-        offset = len(weight) * dist.get_rank(group) if group else 0
-        candidates = CandidateMask.of(candidate_counts, candidate_ids - offset)
+    candidates = candidate_mask(candidate_counts, candidate_ids, len(weight), group)
     dtype = torch.promote_types(dtype, hidden.dtype)
     keeps_logits = (
         torch.is_grad_enabled()
@@ -98,6 +95,16 @@ def head_scores(
         candidates=candidates,
     )
     return _Head.apply(hidden, weight, targets, settings)
+
+
+def candidate_mask(
+    counts: Tensor | None, ids: Tensor | None, num_columns: int, group: dist.ProcessGroup | None
+) -> CandidateMask | None:
+    """The candidates of `head_scores` as columns of this process's part of the vocabulary."""
+    if counts is None or ids is None:
+        return None
+    offset = num_columns * dist.get_rank(group) if group else 0
+    return CandidateMask.of(counts, ids - offset)
 
 
 class _Head(torch.autograd.Function):
@@ -141,12 +148,12 @@ class _Head(torch.autograd.Function):
             gradient_of_chunk = compiled(_gradient_of_chunk, 0)
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # None: frozen
-        for columns in _chunks(hidden, weight):
+        for columns in chunks(hidden, weight):
             if kept is None:
-                logits = _logits(hidden, weight[columns], settings.dtype)
+                logits = products(hidden, weight[columns], settings.dtype)
             else:
                 logits = kept[: len(hidden), columns].float()
-            logits = _divided(logits, settings.temperature)
+            logits = divided(logits, settings.temperature)
             if settings.candidates is not None:
                 settings.candidates.exclude_others_(logits, columns)
             index, is_here = _targets_within(targets, columns)
@@ -184,11 +191,11 @@ def _scores_by_chunks(
     weighted = torch.zeros_like(total)
     top = total - torch.inf  # of the columns so far, like the sums over exp(z - top) beside it
     add_chunk = compiled(_add_chunk, 0) if settings.compile else _add_chunk
-    for columns in _chunks(hidden, weight):
-        logits = _logits(hidden, weight[columns], settings.dtype)
+    for columns in chunks(hidden, weight):
+        logits = products(hidden, weight[columns], settings.dtype)
         if kept is not None:
             kept[:, columns] = logits
-        logits = _divided(logits, settings.temperature)
+        logits = divided(logits, settings.temperature)
         if settings.candidates is not None:
             settings.candidates.exclude_others_(logits, columns)
         index, is_here = _targets_within(targets, columns)
@@ -256,7 +263,7 @@ def _gradient_of_chunk(
     return (d_logits if temperature == 1.0 else d_logits.div_(temperature)).to(dtype)
 
 
-def _logits(hidden, weight, dtype) -> Tensor:
+def products(hidden, weight, dtype) -> Tensor:
     """[P, E] and [V, E] -> [P, V] in fp32, of products that are rounded to `dtype`."""
     if hidden.dtype != dtype and device_kind(hidden.device) == "cuda":
         return torch.mm(hidden, weight.T, out_dtype=dtype)
@@ -264,7 +271,7 @@ def _logits(hidden, weight, dtype) -> Tensor:
         return (hidden.to(dtype) @ weight.to(dtype).T).float()
 
 
-def _divided(logits, temperature) -> Tensor:
+def divided(logits, temperature) -> Tensor:
     """The logits divided by the temperature, in place."""
     return logits if temperature == 1.0 else logits.div_(temperature)
 
@@ -276,7 +283,7 @@ def _targets_within(targets, columns) -> tuple[Tensor, Tensor]:
     return index[:, None], is_here.float()
 
 
-def _chunks(hidden, weight) -> list[slice]:
+def chunks(hidden, weight) -> list[slice]:
     """Slices of the vocabulary, of few enough logits; their weight is no larger than these."""
     size = max(1, LOGITS_PER_CHUNK[device_kind(hidden.device)] // max(1, *hidden.shape))
     return [slice(i, min(i + size, len(weight))) for i in range(0, len(weight), size)]

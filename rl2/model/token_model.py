@@ -17,8 +17,9 @@ from rl2.attention.pages import MIN_ROWS
 from rl2.attention.ring import PackedAttention, Ring
 from rl2.batch import Pack
 from rl2.model.exact import Exactness
+from rl2.model.full_kl import HeadInputs, full_kl
 from rl2.model.fused import fuse
-from rl2.model.head import head_scores, logit_divisor
+from rl2.model.head import candidate_mask, head_scores, logit_divisor
 
 
 @dataclass
@@ -28,6 +29,7 @@ class TokenScores:
     logps: Tensor | None = None  # log-probability of each token
     entropy: Tensor | None = None  # entropy of the distribution that the token is drawn from
     values: Tensor | None = None  # a critic's value of the state before the token
+    teacher_kl: Tensor | None = None  # KL(policy || teacher) of the token's distributions
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TokenScores":
         """`function` applied to each of the tensors that are there."""
@@ -78,28 +80,27 @@ class TokenModel(nn.Module):
         self.eval()
 
     def forward(
-        self, pack: Pack, temperature: float = 1.0, with_entropy: bool = False
+        self,
+        pack: Pack,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        teacher: HeadInputs | None = None,
     ) -> TokenScores:
-        """The scores of the pairs [P]: a critic's values, else log-probabilities and entropies."""
-        assert pack.chunks is not None, "zigzag has not cut the pack"
-        attend = PackedAttention(
-            pack.chunks, pack.prefixes, pack.tokens.device, self.ring, self.exactness.is_on
-        )
-        missing = max(0, MIN_ROWS - pack.tokens.shape[1]) if self.exactness.is_on else 0
-        tokens, positions = (F.pad(x, (0, missing)) for x in (pack.tokens, pack.positions))
-        body = self.hf.base_model(tokens, position_ids=positions, use_cache=False, attend=attend)
-        hidden = body.last_hidden_state[0, pack.hidden_index]  # [P, E]
+        """The scores of the pairs [P]: a critic's values, else log-probabilities and entropies.
+
+        With `teacher`, which is for the same pairs, also the KL divergences from it.
+        """
+        hidden = self._hidden(pack)
         if self.is_critic:
             # In fp32: bf16 has too few numbers to tell similar rewards apart.
             return TokenScores(values=hidden.float() @ self.hf.score.weight[0].float())
-        weight = self.hf.get_output_embeddings().weight  # [V, E], or this process's part of V
-        if self.tp is not None:
-            weight = weight.to_local()
+        weight = self._head_weight()
+        temperature = temperature * self.logit_divisor
         logps, entropy = head_scores(
             hidden,
             weight,
             pack.targets,
-            temperature * self.logit_divisor,
+            temperature,
             with_entropy,
             self.tp,
             self.head_dtype,
@@ -108,7 +109,44 @@ class TokenModel(nn.Module):
             pack.candidate_counts,
             pack.candidate_ids,
         )
-        return TokenScores(logps=logps, entropy=entropy)
+        scores = TokenScores(logps=logps, entropy=entropy)
+        if teacher is not None:
+            scores.teacher_kl = full_kl(
+                hidden,
+                weight,
+                teacher,
+                temperature,
+                self.tp,
+                self.head_dtype,
+                self.compile_head,
+                candidate_mask(pack.candidate_counts, pack.candidate_ids, len(weight), self.tp),
+            )
+        return scores
+
+    def head_inputs(self, pack: Pack, temperature: float = 1.0) -> HeadInputs:
+        """What the head of a teacher multiplies, for the pairs of `pack`, without a gradient.
+
+        The weight is that of FSDP, which is valid until the model is resharded.
+        """
+        hidden = self._hidden(pack)
+        divisor = temperature * self.logit_divisor
+        return HeadInputs(hidden, self._head_weight(), divisor, self.head_dtype)
+
+    def _hidden(self, pack: Pack) -> Tensor:
+        """The last hidden states [P, E] of the pairs."""
+        assert pack.chunks is not None, "zigzag has not cut the pack"
+        attend = PackedAttention(
+            pack.chunks, pack.prefixes, pack.tokens.device, self.ring, self.exactness.is_on
+        )
+        missing = max(0, MIN_ROWS - pack.tokens.shape[1]) if self.exactness.is_on else 0
+        tokens, positions = (F.pad(x, (0, missing)) for x in (pack.tokens, pack.positions))
+        body = self.hf.base_model(tokens, position_ids=positions, use_cache=False, attend=attend)
+        return body.last_hidden_state[0, pack.hidden_index]
+
+    def _head_weight(self) -> Tensor:
+        """[V, E], or this process's part of V."""
+        weight = self.hf.get_output_embeddings().weight
+        return weight if self.tp is None else weight.to_local()
 
 
 def attention_cost(hf: PreTrainedModel) -> float:

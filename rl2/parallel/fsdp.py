@@ -8,7 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
@@ -61,6 +66,7 @@ def shard(
             reshard_after_forward=is_recomputed or mesh.fsdp.size(-1) > 1,
         )
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy)
+    register_fsdp_forward_method(model, "head_inputs")
     # The next layer is gathered before this one computes, so that a host which is barely ahead of
     # the device, as with small models, does not keep the network waiting. In the backward pass FSDP
     # does so by itself.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rl2.batch import Batch
-from rl2.config.conditions import compares_pairs
+from rl2.config.conditions import compares_pairs, has_full_kl
 from rl2.config.model_rules import check_lengths
 from rl2.config.parse import parse
 from rl2.config.problem import Problem
@@ -135,8 +135,10 @@ def run_ppo(config: PPOConfig, recorder: PlanRecorder, device: torch.device) -> 
     rows = config.data.prompts_per_rollout * config.data.responses_per_prompt
     make_batch = partial(full_batch, longest=longest_row(config), rows=rows)
     recorder.enter("infer")
+    teacher = frozen["teacher_logps"] if has_full_kl(config) else None
     for worker in frozen.values():
-        worker.infer(make_batch(worker, inference=True))
+        if worker is not teacher:
+            worker.infer(make_batch(worker, inference=True))
     if needs_old_logps(config) or config.actor.log_entropy:
         rollout = make_batch(actor, inference=True)
         actor.infer(rollout, with_entropy=config.actor.log_entropy)
@@ -148,6 +150,7 @@ def run_ppo(config: PPOConfig, recorder: PlanRecorder, device: torch.device) -> 
         make_batch(actor),
         partial(actor_loss, config.actor, config.kl),
         with_entropy=needs_entropy(config.actor),
+        teacher=teacher,
     )
     recorder.enter("sync")
     weights = actor.iter_full_weights(actor.dtype)

@@ -18,7 +18,12 @@ from rl2.algorithms import losses
 from rl2.algorithms.advantages import AdvantageInputs, RewardPart, distillation
 from rl2.algorithms.find import find_estimator, find_policy_loss
 from rl2.batch import Batch, collate, drop_zero_advantages, leave_out, split_minibatches
-from rl2.config.conditions import has_teacher, weights_kl
+from rl2.config.conditions import (
+    has_full_kl,
+    has_teacher,
+    learns_full_kl_only,
+    weights_kl,
+)
 from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig, RolloutWorkerConfig
 from rl2.env.load import Functions
 from rl2.model.token_model import TokenScores
@@ -84,7 +89,7 @@ def train_step(run: PPORun, step: int) -> bool:
             left_out = {}
             if actor.skip == "sample":
                 left_out = leave_out_moved(part, run.actor, actor.skip_threshold, temperature)
-            loss_fn = partial(actor_loss, actor, config.kl)
+            loss_fn = partial(actor_loss, actor, config.kl, teacher_coef=config.teacher.coef)
             if can_drop_rows(config):  # their passes would add nothing to the gradient
                 check_no_gradient(loss_fn, part)
                 drop_zero_advantages(part)
@@ -94,6 +99,7 @@ def train_step(run: PPORun, step: int) -> bool:
                 temperature,
                 with_entropy=needs_entropy(actor),
                 max_ratio=actor.skip_threshold if actor.skip == "update" else None,
+                teacher=run.teacher_of_updates(),
             )
             updates.append(result.to_log(part.token_weights.sum().item()) | left_out)
         metrics |= average_updates("actor", updates)
@@ -124,8 +130,9 @@ def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float
     Returns metrics.
     """
     actor, has_hint = run.config.actor, bool(run.config.teacher.hint)
+    scores_later = has_hint or has_full_kl(run.config)  # after its own prompts, or in the update
     for column, worker in run.frozen.items():  # the reference and the teacher
-        if column != "teacher_logps" or not has_hint:
+        if column != "teacher_logps" or not scores_later:
             setattr(batch, column, worker.infer(batch, temperature).logps)
     if has_hint:  # without a teacher model the policy is its own teacher
         teacher = run.frozen.get("teacher_logps", run.actor)
@@ -201,11 +208,12 @@ def needs_old_logps(config: PPOConfig) -> bool:
 
     With one update a rollout the policy that sampled is the current one, so the update scores it.
     """
+    estimator_needs = find_estimator(config.adv.estimator).needs
     return bool(
         config.actor.updates_per_step > 1
         or config.kl.type == "reward"
-        or has_teacher(config)
-        or "old_logps" in find_estimator(config.adv.estimator).needs
+        or (has_teacher(config) and not has_full_kl(config))
+        or ("old_logps" in estimator_needs and not learns_full_kl_only(config))
     )
 
 
@@ -220,7 +228,8 @@ def can_drop_rows(config: PPOConfig) -> bool:
     A term that is added there and has one belongs here too; `check_no_gradient` asks for it.
     """
     vanishes = find_policy_loss(config.actor.loss).vanishes_without_advantage
-    return vanishes and not needs_entropy(config.actor) and config.kl.type != "loss"
+    has_other_terms = needs_entropy(config.actor) or config.kl.type == "loss" or has_full_kl(config)
+    return vanishes and not has_other_terms
 
 
 def check_no_gradient(loss_fn: Loss, part: Batch, most_rows: int = 8) -> None:
@@ -250,6 +259,10 @@ def add_advantages(
     batch: Batch, config: PPOConfig, parts: dict[str, RewardPart]
 ) -> dict[str, float]:
     """Fills batch.advantages, and batch.returns for a critic. Returns metrics."""
+    if learns_full_kl_only(config):
+        # The loss has the expectation of what this estimator samples, so nothing is left for it.
+        batch.advantages = torch.zeros_like(batch.rewards)
+        return {}
     rewards, metrics = batch.rewards, {}
     if config.kl.type == "reward":
         # Each token pays for how far it moves the policy from the reference.
@@ -290,9 +303,13 @@ def mean_over_tokens(values: Tensor, batch: Batch) -> float:
 
 
 def actor_loss(
-    config: ActorConfig, kl: KLConfig, batch: Batch, scores: TokenScores
+    config: ActorConfig,
+    kl: KLConfig,
+    batch: Batch,
+    scores: TokenScores,
+    teacher_coef: float = 1.0,
 ) -> losses.LossAndMetrics:
-    """The actor's loss on whole sequences [b, T]: policy gradient, KL term and entropy bonus."""
+    """The actor's loss on whole sequences [b, T]: policy gradient, KL terms and entropy bonus."""
     logps, weights = scores.logps, batch.token_weights
     # With one update a rollout the policy that sampled is the current one.
     old_logps = logps.detach() if batch.old_logps is None else batch.old_logps
@@ -327,6 +344,10 @@ def actor_loss(
         kl_term = (estimate * weights).sum()
         loss = loss + kl.coef * kl_term
         metrics["kl"] = kl_term.detach()
+    if scores.teacher_kl is not None:
+        teacher_kl = (scores.teacher_kl * weights).sum()
+        loss = loss + teacher_coef * teacher_kl
+        metrics["teacher_kl"] = teacher_kl.detach()
     if scores.entropy is not None:  # a bonus: policies that explore have a smaller loss
         entropy = (scores.entropy * weights).sum()
         loss = loss - config.entropy * entropy

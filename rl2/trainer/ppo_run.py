@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from rl2.config.conditions import needs_critic, needs_reference
+from rl2.config.conditions import has_full_kl, needs_critic, needs_reference
 from rl2.config.exactness import choose_exactness
 from rl2.config.schema import PPOConfig, RolloutWorkerConfig, worker_names
 from rl2.data.chat import ChatTemplate
@@ -83,6 +83,8 @@ def set_up(config: PPOConfig, functions: Functions | None = None) -> Setup:
         check_model("critic.model_name", config.critic.model_name, critic=True)
     if config.teacher.model_name:
         check_tokens("teacher.model_name", config.teacher.model_name, tokenizer)
+    if has_full_kl(config):
+        check_teacher_vocabulary(config)
     prompts, tests = make_prompts(config, rows, template)
     check_layers(config)
     check_stop_ids(config)
@@ -100,6 +102,18 @@ def set_up(config: PPOConfig, functions: Functions | None = None) -> Setup:
         tests=tests,
         prediction=prediction,
     )
+
+
+def check_teacher_vocabulary(config: PPOConfig) -> None:
+    """ValueError unless the parts of two vocabularies that are cut alike have the same tokens."""
+    tp_size, names = config.actor.tp_size, (config.actor.model_name, config.teacher.model_name)
+    sizes = [AutoConfig.from_pretrained(name).get_text_config().vocab_size for name in names]
+    if tp_size > 1 and sizes[0] != sizes[1]:
+        raise ValueError(
+            f"teacher.kl=full: the vocabulary is padded to {sizes[1]} tokens in {names[1]} and to "
+            f"{sizes[0]} in {names[0]}, so actor.tp_size={tp_size} cuts it elsewhere: set "
+            "actor.tp_size=1, or choose a teacher of the same size"
+        )
 
 
 class PPORun:
@@ -193,6 +207,14 @@ class PPORun:
         reference = self.frozen["ref_logps"]
         assert isinstance(reference, Worker), "kl.update_freq is refused with adapters"
         return reference
+
+    def teacher_of_updates(self) -> Worker | None:
+        """Returns the teacher that runs in the updates of the actor, with teacher.kl=full."""
+        if not has_full_kl(self.config):
+            return None
+        teacher = self.frozen["teacher_logps"]
+        assert isinstance(teacher, Worker)
+        return teacher
 
     def sync(self) -> None:
         """Wakes the engine with the actor's weights, compared there if the config asks for it."""

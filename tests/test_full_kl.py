@@ -1,0 +1,170 @@
+"""Compares KL(policy || teacher) over the whole vocabulary with plain log-softmax."""
+
+from functools import partial
+
+import pytest
+import torch
+from common import launch, make_model
+from parity import LAYOUTS, LEARNING_RATE, MAX_GRAD_NORM, make_batch
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import AutoModelForCausalLM
+
+from rl2.model import fused
+from rl2.model import head as head_module
+from rl2.model.candidates import CandidateMask
+from rl2.model.full_kl import HeadInputs, full_kl
+
+NUM_PAIRS, VOCABULARY = 23, 37
+
+
+def make_heads(dtype=torch.float32, teacher_vocabulary=VOCABULARY):
+    """(hidden states and weight of the policy, with gradients; what the teacher's head takes)."""
+    torch.manual_seed(0)
+    hidden = torch.randn(NUM_PAIRS, 8).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, 8).to(dtype).requires_grad_()
+    teacher = HeadInputs(
+        hidden=torch.randn(NUM_PAIRS, 12).to(dtype),
+        weight=torch.randn(teacher_vocabulary, 12).to(dtype),
+        divisor=1.3,
+        dtype=torch.float32,
+    )
+    return hidden, weight, teacher
+
+
+def plain_kl(hidden, weight, teacher, temperature, ids):
+    """KL [P] in float64, of pair i among the tokens ids[i]."""
+    divergences = []
+    for row, teacher_row, among in zip(hidden, teacher.hidden.double(), ids, strict=True):
+        log_p = (weight[among] @ row / temperature).log_softmax(-1)
+        teacher_logits = teacher.weight[among].double() @ teacher_row
+        log_q = (teacher_logits / teacher.divisor).log_softmax(-1)
+        divergences.append((log_p.exp() * (log_p - log_q)).sum())
+    return torch.stack(divergences)
+
+
+def check(kl, heads, temperature, ids, tolerance=1e-5):
+    """Compares values and gradients."""
+    hidden, weight, teacher = heads
+    doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    expected = plain_kl(*doubles, teacher, temperature, ids)
+    torch.testing.assert_close(kl.double(), expected, rtol=0, atol=1e-5)
+    factor = torch.randn(NUM_PAIRS)
+    gradients = torch.autograd.grad((kl * factor).sum(), (hidden, weight))
+    right = torch.autograd.grad((expected * factor).sum(), doubles)
+    for gradient, other in zip(gradients, right, strict=True):
+        assert (gradient.double() - other).norm() < tolerance * other.norm()
+
+
+def all_tokens(count=VOCABULARY):
+    return [torch.arange(count)] * NUM_PAIRS
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk_columns", [1, 7, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunked_kl_equals_log_softmax(monkeypatch, temperature, chunk_columns, dtype):
+    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", chunk_columns * NUM_PAIRS)
+    heads = make_heads(dtype)
+    kl = full_kl(*heads, temperature)
+    assert (kl > 0.1).all()
+    check(kl, heads, temperature, all_tokens(), 1e-5 if dtype == torch.float32 else 5e-3)
+
+
+def test_the_kl_from_itself_is_zero():
+    hidden, weight, _ = make_heads()
+    itself = HeadInputs(hidden.detach(), weight.detach(), 0.7, torch.float32)
+    kl = full_kl(hidden, weight, itself, 0.7)
+    torch.testing.assert_close(kl, torch.zeros(NUM_PAIRS), rtol=0, atol=1e-6)
+    gradients = torch.autograd.grad(kl.sum(), (hidden, weight))
+    assert all(gradient.abs().max() < 1e-5 for gradient in gradients)
+
+
+def test_the_kl_among_candidates(monkeypatch):
+    """The counts are 0, which is the whole vocabulary, to 7. Most chunks have no candidate."""
+    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 5 * NUM_PAIRS)
+    heads = make_heads()
+    counts = torch.arange(NUM_PAIRS) % 8
+    ids = [torch.randperm(VOCABULARY)[:count] for count in counts]
+    kl = full_kl(*heads, 0.7, candidates=CandidateMask.of(counts, torch.cat(ids)))
+    among = [x if len(x) else torch.arange(VOCABULARY) for x in ids]
+    check(kl, heads, 0.7, among)
+
+
+@pytest.mark.parametrize("teacher_vocabulary", [33, 40])
+def test_vocabularies_that_are_padded_differently(teacher_vocabulary):
+    heads = make_heads(teacher_vocabulary=teacher_vocabulary)
+    kl = full_kl(*heads, 0.7)
+    check(kl, heads, 0.7, all_tokens(min(VOCABULARY, teacher_vocabulary)))
+
+
+def test_extreme_logits_stay_finite():
+    hidden, weight, teacher = make_heads()
+    far = HeadInputs(1e3 * teacher.hidden, teacher.weight, 1.0, torch.float32)
+    kl = full_kl(1e3 * hidden, weight, far)
+    assert kl.isfinite().all() and (kl >= 0).all()
+    assert all(x.isfinite().all() for x in torch.autograd.grad(kl.sum(), (hidden, weight)))
+
+
+def test_a_compiled_kl_is_the_same(monkeypatch):
+    fused.compiled.cache_clear()  # compiled functions are kept as long as the process lives
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 7 * NUM_PAIRS)
+    heads = make_heads()
+    check(full_kl(*heads, 0.7, compile=True), heads, 0.7, all_tokens())
+    assert backend.frame_count == 2
+    fused.compiled.cache_clear()
+
+
+def test_no_logits_of_all_tokens_are_kept(monkeypatch):
+    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 7 * NUM_PAIRS)
+    hidden, weight, teacher = make_heads()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, id):
+        full_kl(hidden, weight, teacher, 0.7)
+    assert max(saved) < NUM_PAIRS * VOCABULARY
+
+
+def plain_updates(policy, teacher):
+    """(loss, KL, gradient norm) of two SGD updates of a padded model, and the weights after."""
+    batch = make_batch()
+    models = [
+        AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        for name in (policy, teacher)
+    ]
+    sgd = torch.optim.SGD(models[0].parameters(), lr=LEARNING_RATE)
+    updates = []
+    for _ in range(2):
+        log_p, log_q = [
+            (model(batch.inputs.long()).logits / 0.9).log_softmax(-1) for model in models
+        ]
+        divergences = (log_p.exp() * (log_p - log_q.detach())).sum(-1)
+        logps = log_p.gather(2, batch.targets[..., None].long())[..., 0]
+        kl = (divergences * batch.token_weights).sum()
+        loss = kl - (logps * batch.advantages * batch.token_weights).sum()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(models[0].parameters(), MAX_GRAD_NORM)
+        sgd.step()
+        sgd.zero_grad()
+        updates.append((loss.item(), kl.item(), norm.item()))
+    return updates, dict(models[0].named_parameters())
+
+
+@pytest.mark.parametrize(("world", "tied"), [(1, True), (2, True), (2, False), (4, False)])
+def test_every_layout_equals_one_padded_process(tmp_path, world, tied):
+    """The teacher has another width than the policy."""
+    policy = make_model(tmp_path / "policy", "qwen3", tied)
+    teacher = make_model(tmp_path / "teacher", "llama", seed=1, hidden_size=96)
+    launch(world, "tests/full_kl_layouts.py", policy, teacher, tmp_path / "out")
+    expected, expected_weights = plain_updates(policy, teacher)
+    results = torch.load(tmp_path / "out")
+    assert len(results) == 2 * len(LAYOUTS[world])
+    for layout, (updates, weights) in results.items():
+        for update, (loss, kl, norm) in zip(updates, expected, strict=True):
+            assert update["loss"] == pytest.approx(loss, abs=1e-5), layout
+            assert update["teacher_kl"] == pytest.approx(kl, abs=1e-5), layout
+            assert update["grad_norm"] == pytest.approx(norm, rel=1e-4), layout
+        for name, weight in weights.items():
+            right = expected_weights[name].detach()
+            torch.testing.assert_close(weight, right, rtol=0, atol=1e-6, msg=f"{layout} {name}")
