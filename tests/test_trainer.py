@@ -697,6 +697,14 @@ def test_a_teacher_with_other_tokens_is_refused(setup, tmp_path):
     assert "'<think>' is number 99 there and None in the actor" in done.stderr
 
 
+def test_vocabularies_that_tensor_parallelism_cuts_at_other_tokens_are_refused(setup, tmp_path):
+    teacher = make_model(tmp_path / "teacher", vocab_size=100)
+    keys = [f"teacher.model_name={teacher}", "teacher.kl=full", "actor.tp_size=2"]
+    done = train(2, *setup, *keys, check=False)
+    assert done.returncode == 1
+    assert f"padded to 100 tokens in {teacher} and to 98 in" in done.stderr
+
+
 SLOW_ENV = """
     import time
 
