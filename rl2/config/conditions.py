@@ -41,7 +41,13 @@ def policy_loss_needs(loss: str) -> tuple[str, ...]:
 
 def has_teacher(config: Any) -> bool:
     """Whether PPO distils from a teacher, which may be the policy with a hint."""
-    return bool(config.teacher.model_name or config.teacher.hint)
+    teacher = config.teacher
+    return bool(teacher.model_name or teacher.base_url or teacher.hint)
+
+
+def loads_teacher(config: Any) -> bool:
+    """Whether the processes of the run hold a model that is the teacher."""
+    return bool(config.teacher.model_name) and not config.teacher.base_url
 
 
 def has_full_kl(config: Any) -> bool:

@@ -37,6 +37,7 @@ def check_ppo(config: PPOConfig) -> Iterator[Problem]:
     yield from check_step_sizes(config)
     yield from check_estimator(config)
     yield from check_hint(config)
+    yield from check_teacher_server(config)
     yield from check_full_kl(config)
     yield from check_deterministic(config)
     yield from check_kl(config)
@@ -103,8 +104,32 @@ def check_estimator(config: PPOConfig) -> Iterator[Problem]:
         )
         yield Problem("kl.type", "reward", message)
     if "teacher_logps" in needs and not has_teacher(config):
-        message = f"adv.estimator={estimator} needs the key teacher.model_name or teacher.hint"
+        message = (
+            f"adv.estimator={estimator} needs a teacher: teacher.model_name, teacher.base_url or "
+            "teacher.hint"
+        )
         yield Problem("adv.estimator", estimator, message)
+
+
+def check_teacher_server(config: PPOConfig) -> Iterator[Problem]:
+    """Whether a server can give the log-probabilities that are trained."""
+    url = config.teacher.base_url
+    if not url:
+        return
+    if not url.startswith(("http://", "https://")):
+        yield wrong_value("teacher.base_url", url, "it must begin with http:// or https://")
+    if config.teacher.kl == "full":
+        reason = "a server scores the sampled tokens only: leave teacher.base_url out"
+        yield wrong_value("teacher.kl", "full", reason)
+    params = config.rollout.train_sampling_params
+    for name, needed in {"temperature": 1.0, "top_p": 1.0, "top_k": -1}.items():
+        if getattr(params, name) != needed:
+            reason = (
+                "a server scores tokens at temperature 1 among the whole vocabulary: set it to "
+                f"{needed}, or leave teacher.base_url out"
+            )
+            key = f"rollout.train_sampling_params.{name}"
+            yield wrong_value(key, getattr(params, name), reason)
 
 
 def check_hint(config: PPOConfig) -> Iterator[Problem]:

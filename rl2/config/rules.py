@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl2.config.conditions import has_tests, needs_critic, needs_reference_point, plays_tests
+from rl2.config.conditions import (
+    has_tests,
+    loads_teacher,
+    needs_critic,
+    needs_reference_point,
+    plays_tests,
+)
 from rl2.config.engines import is_installed
 from rl2.config.key_rules import Checked, check_choices, check_keys, without_repeats
 from rl2.config.model_rules import check_model
@@ -66,7 +72,7 @@ def loaded_models(config: Any) -> dict[str, ModelConfig]:
     if isinstance(config, PPOConfig):
         if not needs_critic(config.adv.estimator):
             del models["critic"]
-        if config.teacher.model_name:
+        if loads_teacher(config):
             models["teacher"] = config.teacher
     return models
 

@@ -556,9 +556,22 @@ class CriticConfig(RolloutWorkerConfig):
 class TeacherConfig(ModelConfig):
     model_name: str | None = key(  # type: ignore[assignment]
         None,
-        "model to distill from, on-policy; must have the actor's tokenizer",
+        "model to distill from, on-policy; must have the actor's tokenizer; with teacher.base_url "
+        "its name on the server, by default the first one there",
         common=True,
         identity=True,
+    )
+    base_url: str | None = key(
+        None,
+        "URL of a server that runs the teacher, e.g. http://host:8000; the environment variable "
+        "TEACHER_API_KEY is its key",
+        identity=True,
+    )
+    protocol: str = key(
+        "openai",
+        "how the server is asked; openai: completions with echo, as of vLLM; sglang: /generate",
+        choices=("openai", "sglang"),
+        only_if=Condition(lambda config, section: section.base_url, "without teacher.base_url"),
     )
     hint: str | None = key(
         None,
@@ -1068,7 +1081,7 @@ class PPOConfig:
         common=False,
         only_if=Condition(
             lambda config, section: has_teacher(config),
-            "without teacher.model_name or teacher.hint",
+            "without teacher.model_name, teacher.base_url or teacher.hint",
         ),
     )
     trainer: PPOTrainerConfig = section(PPOTrainerConfig, "the run: length, folder, checkpoints")

@@ -39,9 +39,9 @@ from rl2.rollout.stats import (
 )
 from rl2.trainer.launch import Trainer, launch, train_and_finish
 from rl2.trainer.ppo_inputs import find_ppo_problems
-from rl2.trainer.ppo_run import EvaluationRun, PPORun
+from rl2.trainer.ppo_run import EvaluationRun, PPORun, Teacher
 from rl2.trainer.recorder import is_due
-from rl2.worker import Loss, Reference, Worker
+from rl2.worker import Loss, Worker
 
 
 def train(run: PPORun) -> None:
@@ -129,14 +129,12 @@ def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float
 
     Returns metrics.
     """
-    actor, has_hint = run.config.actor, bool(run.config.teacher.hint)
-    scores_later = has_hint or has_full_kl(run.config)  # after its own prompts, or in the update
-    for column, worker in run.frozen.items():  # the reference and the teacher
-        if column != "teacher_logps" or not scores_later:
-            setattr(batch, column, worker.infer(batch, temperature).logps)
-    if has_hint:  # without a teacher model the policy is its own teacher
-        teacher = run.frozen.get("teacher_logps", run.actor)
-        batch.teacher_logps = score_hinted(batch, teacher, temperature)
+    actor, teacher = run.config.actor, run.scoring_teacher()
+    if "ref_logps" in run.frozen:
+        batch.ref_logps = run.frozen["ref_logps"].infer(batch, temperature).logps
+    if teacher is not None:
+        score = score_hinted if run.config.teacher.hint else score_sampled
+        batch.teacher_logps = score(batch, teacher, temperature)
 
     # An entropy that is only logged comes from a pass before the update, so that logging it cannot
     # change what the update runs. Where old_logps are needed, the same pass gives both.
@@ -158,7 +156,14 @@ def add_scores(batch: Batch, run: PPORun, temperature: float) -> dict[str, float
     return {"actor/entropy": mean_over_tokens(scores.entropy, batch)}
 
 
-def score_hinted(batch: Batch, teacher: Worker | Reference, temperature: float) -> Tensor:
+def score_sampled(batch: Batch, teacher: Teacher, temperature: float) -> Tensor:
+    """The teacher's log-probabilities [B, T] of the sampled tokens."""
+    logps = teacher.infer(batch, temperature).logps
+    assert logps is not None
+    return logps
+
+
+def score_hinted(batch: Batch, teacher: Teacher, temperature: float) -> Tensor:
     """The teacher's log-probabilities [B, T] of the answers, which it scores after its own prompts.
 
     An answer has as many trained tokens in `hinted` as in `batch`, in the same order.
@@ -167,8 +172,7 @@ def score_hinted(batch: Batch, teacher: Worker | Reference, temperature: float) 
     hinted, batch.hinted = batch.hinted, None
     if hinted is not None:  # None: the filter left no answer
         hinted.old_logps = hinted.engine_logps  # of other prompts: do not compare
-        scores = teacher.infer(hinted, temperature).logps
-        assert scores is not None
+        scores = score_sampled(hinted, teacher, temperature)
         logps[batch.mask.bool()] = scores[hinted.mask.bool()]
     return logps
 

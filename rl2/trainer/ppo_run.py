@@ -8,7 +8,13 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from rl2.config.conditions import has_full_kl, needs_critic, needs_reference
+from rl2.config.conditions import (
+    has_full_kl,
+    has_teacher,
+    loads_teacher,
+    needs_critic,
+    needs_reference,
+)
 from rl2.config.exactness import choose_exactness
 from rl2.config.schema import PPOConfig, RolloutWorkerConfig, worker_names
 from rl2.data.chat import ChatTemplate
@@ -49,7 +55,10 @@ from rl2.trainer.sampling import (
     make_player,
     make_sampling_params,
 )
+from rl2.trainer.teacher_server import TeacherServer, connect
 from rl2.worker import Reference, Worker
+
+Teacher = Worker | Reference | TeacherServer  # what scores the sampled tokens as one
 
 
 @dataclass
@@ -66,6 +75,7 @@ class Setup:
     prompts: Examples | Mixture | None  # None in an evaluation
     tests: dict[str, Examples]  # by the name of the test set
     prediction: Prediction
+    teacher_server: TeacherServer | None  # with teacher.base_url
 
 
 def set_up(config: PPOConfig, functions: Functions | None = None) -> Setup:
@@ -81,7 +91,7 @@ def set_up(config: PPOConfig, functions: Functions | None = None) -> Setup:
     template = make_chat_template(config.data, tokenizer, folder.start.date)
     if needs_critic(config.adv.estimator) and config.critic.model_name:
         check_model("critic.model_name", config.critic.model_name, critic=True)
-    if config.teacher.model_name:
+    if loads_teacher(config):
         check_tokens("teacher.model_name", config.teacher.model_name, tokenizer)
     if has_full_kl(config):
         check_teacher_vocabulary(config)
@@ -90,6 +100,10 @@ def set_up(config: PPOConfig, functions: Functions | None = None) -> Setup:
     check_stop_ids(config)
     config = choose_checkpointing(config)
     prediction = Prediction(config, dist.get_world_size())
+    teacher_server = None
+    if config.teacher.base_url and not config.trainer.eval_only:
+        teacher = config.teacher
+        teacher_server = connect(teacher.base_url, teacher.protocol, teacher.model_name, device)
     return Setup(
         config=config,
         folder=folder,
@@ -101,6 +115,7 @@ def set_up(config: PPOConfig, functions: Functions | None = None) -> Setup:
         prompts=prompts,
         tests=tests,
         prediction=prediction,
+        teacher_server=teacher_server,
     )
 
 
@@ -131,6 +146,7 @@ class PPORun:
         config = self.config = setup.config
         self.folder = setup.folder
         self.envs = setup.envs
+        self.teacher_server = setup.teacher_server
         self.meaning = checksum(setup.tokenizer, config.rollout.train_sampling_params.temperature)
         self.tokens: dict[str, Any] = {}  # of the last rollout, if they are kept
         saved, num_steps = self._plan_steps(setup.prompts, replay)
@@ -215,6 +231,17 @@ class PPORun:
         teacher = self.frozen["teacher_logps"]
         assert isinstance(teacher, Worker)
         return teacher
+
+    def scoring_teacher(self) -> Teacher | None:
+        """Returns what scores the sampled tokens before the update, if there is such a teacher.
+
+        It is the policy itself if there is only a hint.
+        """
+        if not has_teacher(self.config) or has_full_kl(self.config):
+            return None
+        if self.teacher_server is not None:
+            return self.teacher_server
+        return self.frozen.get("teacher_logps", self.actor)
 
     def sync(self) -> None:
         """Wakes the engine with the actor's weights, compared there if the config asks for it."""
@@ -312,7 +339,7 @@ def make_ppo_workers(
     if needs_reference(config):
         frozen["ref_logps"] = actor.reference()
     teacher: Any = config.teacher  # without the keys that a frozen worker does not read
-    if teacher.model_name:
+    if loads_teacher(config):
         frozen["teacher_logps"] = new_worker(teacher, device, exactness=exactness)
     if needs_critic(config.adv.estimator):
         model_name = config.critic.model_name or config.actor.model_name

@@ -1,0 +1,196 @@
+"""A teacher on a server: what it is asked, what its answers are worth, and what is told of it."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import launch_runs, make_model, make_samples, read_metrics
+from transformers import AutoModelForCausalLM
+
+from rl2.batch import collate
+from rl2.parallel.mesh import init_distributed
+from rl2.trainer import teacher_server
+from rl2.trainer.teacher_server import connect
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def serve(answer):
+    """A server: `answer(path, body)` returns (status, JSON). Yields (URL, headers of requests)."""
+    headers = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.reply(None)
+
+        def do_POST(self):
+            self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def reply(self, body):
+            headers.append(dict(self.headers))
+            status, value = answer(self.path, body)
+            data = value if isinstance(value, bytes) else json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", headers
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def as_teacher(name, change=lambda path, value: value):
+    """The answers of a model, in either protocol. `change` may spoil them."""
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    lock = threading.Lock()
+
+    def score(tokens):
+        with lock, torch.no_grad():
+            log_p = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        picked = log_p.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+        return [None, *picked]
+
+    def answer(path, body):
+        if path == "/v1/models":
+            value = {"data": [{"id": "the-teacher"}, {"id": "other"}]}
+        elif path == "/v1/completions":
+            assert (body["model"], body["echo"]) == ("the-teacher", True)
+            scores = {
+                "tokens": [f"token_id:{token}" for token in body["prompt"]] + ["token_id:7"],
+                "token_logprobs": [*score(body["prompt"]), -0.5],  # and of a sampled token
+            }
+            value = {"choices": [{"text": "", "logprobs": scores}]}
+        else:
+            assert path == "/generate" and body["return_logprob"]
+            tokens = body["input_ids"]
+            triples = [[logp, t, None] for logp, t in zip(score(tokens), tokens, strict=True)]
+            value = {"text": "", "meta_info": {"input_token_logprobs": triples}}
+        return 200, change(path, value)
+
+    return answer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    init_distributed()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("teacher") / "teacher", seed=1)
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch):
+    monkeypatch.setattr(teacher_server.time, "sleep", lambda seconds: None)
+
+
+@pytest.mark.parametrize("protocol", ["openai", "sglang"])
+def test_the_trained_tokens_have_the_scores_of_the_model(model, protocol, monkeypatch):
+    monkeypatch.setenv("TEACHER_API_KEY", "secret")
+    batch = collate(make_samples(seed=1, num_groups=3, group_size=3))
+    batch.mask[2] = 0  # nothing of this row is trained
+    with serve(as_teacher(model)) as (url, headers):
+        logps = connect(f"{url}/v1/", protocol, None, CPU).infer(batch).logps
+    assert all(of_request["Authorization"] == "Bearer secret" for of_request in headers)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        log_p = plain(batch.inputs).logits.log_softmax(-1)
+    expected = log_p.gather(2, batch.targets[..., None].long())[..., 0] * batch.mask
+    torch.testing.assert_close(logps, expected, rtol=0, atol=2e-5)
+    assert (logps[2] == 0).all() and (logps[0] != 0).any()
+
+
+def test_a_server_that_is_busy_for_a_while_is_asked_again(model):
+    teacher = as_teacher(model)
+    calls = []
+
+    def answer(path, body):
+        calls.append(path)
+        return (503, b"loading") if len(calls) in (1, 2, 4) else teacher(path, body)
+
+    with serve(answer) as (url, _):
+        assert len(connect(url, "openai", None, CPU).score([5, 6, 7])) == 2
+    assert len(calls) == 6
+
+
+def other_tokens(path, value):
+    if path == "/v1/completions":
+        value["choices"][0]["logprobs"]["tokens"][1] = "token_id:3"
+    return value
+
+
+def too_few(path, value):
+    if path == "/generate":
+        del value["meta_info"]["input_token_logprobs"][1:]
+    return value
+
+
+def not_a_number(path, value):
+    if path == "/generate":
+        value["meta_info"]["input_token_logprobs"][1][0] = None
+    return value
+
+
+@pytest.mark.parametrize(
+    ("protocol", "change", "words"),
+    [
+        ("openai", other_tokens, "2 tokens were sent, and 2 scored, 1 of them as other tokens"),
+        ("sglang", too_few, "2 tokens were sent, and 1 scored"),
+        ("sglang", not_a_number, "1 without a finite log-probability"),
+        ("openai", lambda path, value: {"data": [{"id": "the-teacher"}]}, "no log-probabilities"),
+    ],
+)
+def test_answers_that_are_no_scores_of_the_tokens_are_refused(model, protocol, change, words):
+    with serve(as_teacher(model, change)) as (url, _):
+        with pytest.raises(RuntimeError, match=f"teacher.base_url={url}: .*{words}"):
+            connect(url, protocol, None, CPU)
+
+
+def test_a_server_that_refuses_or_is_not_there_is_named():
+    with serve(lambda path, body: (404, b'{"error": "no such model"}')) as (url, headers):
+        with pytest.raises(RuntimeError, match=f"{url}: /v1/completions failed.*no such model"):
+            connect(url, "openai", "gone", CPU)
+    assert len(headers) == 1, "a refusal is final"
+    with pytest.raises(RuntimeError, match=f"{url}: /generate failed: .*refused"):
+        connect(url, "sglang", None, CPU)
+
+
+def test_a_run_with_a_server_learns_as_with_the_model(model, tmp_path):
+    tiny = make_model(tmp_path / "tiny")
+    rows = [{"messages": f"say {letter}", "answer": letter} for letter in "abcdefgh"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "env.py").write_text("def reward_fn(messages, answer):\n    return 0.0\n")
+    common = [
+        "ppo",
+        *(f"actor.model_name={tiny}", "actor.dtype=float32", "actor.lr=0.01"),
+        *(f"data.path={tmp_path / 'rows.jsonl'}", f"rollout.env_path={tmp_path / 'env.py'}"),
+        *("data.prompts_per_rollout=4", "data.responses_per_prompt=4"),
+        *("rollout.train_sampling_params.max_new_tokens=8", "trainer.max_steps=3"),
+        *("adv.estimator=distillation", "actor.loss=reinforce", "trainer.disable_wandb=true"),
+        *("trainer.n_epochs=9", "actor.update_per_rollout=2"),
+    ]
+    with serve(as_teacher(model)) as (url, _):
+        in_process = [f"teacher.model_name={model}", f"trainer.save_dir={tmp_path / 'model'}"]
+        on_server = [f"teacher.base_url={url}", f"trainer.save_dir={tmp_path / 'server'}"]
+        launch_runs(2, [[*common, *in_process], [*common, *on_server]])
+    expected, lines = read_metrics(tmp_path / "model"), read_metrics(tmp_path / "server")
+    for name in ("actor/teacher_kl", "actor/grad_norm", "actor/loss"):
+        values = [line[name] for line in lines]
+        assert values == pytest.approx([line[name] for line in expected], rel=1e-3, abs=1e-5)
+    assert lines[-1]["actor/teacher_kl"] < lines[0]["actor/teacher_kl"]
