@@ -9,7 +9,8 @@ import torch.distributed as dist
 from common import make_model, read_untimed_metrics
 
 import rl2
-from rl2.run.best import Best
+from rl2.config.schema import SFTConfig
+from rl2.run.best import Best, best_metric
 from rl2.trainer.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("hears_ctrl_c", "runs_here")
@@ -48,6 +49,22 @@ def train(model, name, **keys):
 
 def weights(folder):
     return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("test_path", "chosen", "metric"),
+    [
+        ("x.jsonl", "auto", "test/loss"),
+        ({"easy": "x.jsonl"}, "auto", "test/easy/loss"),
+        ({"easy": "x.jsonl", "hard": "y.jsonl"}, "hard", "test/hard/loss"),
+        ({"easy": "x.jsonl", "hard": "y.jsonl"}, "easy/perplexity", "test/easy/perplexity"),
+    ],
+)
+def test_the_metric_of_each_choice(test_path, chosen, metric):
+    config = SFTConfig()
+    config.data.test_path = test_path
+    config.trainer.save_best = chosen
+    assert best_metric(config) == metric
 
 
 def test_judging():

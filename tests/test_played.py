@@ -167,7 +167,7 @@ def test_what_cannot_work_is_found_together_before_a_model_loads(
 @pytest.mark.parametrize(
     ("words", "metric"),
     [
-        ("save_best=auto", "test/reward/mean"),
+        ("save_best=auto", "test/a/reward/mean"),
         ("save_best=loss", "test/loss"),
         ("save_best=b", "test/b/loss"),
         ("save_best=a", "test/a/reward/mean"),

@@ -67,9 +67,11 @@ def best_metric(config: Any) -> str | None:
     if chosen is None:
         return None
     for paths, score in _test_sets(config):
+        names = list(map(source_name, paths))
         if chosen == "auto":
-            return f"test/{score}"
-        if chosen in map(source_name, paths):
+            only_name = names[0] if len(names) == 1 else ""  # of several, check_best wants one
+            return f"test/{only_name}/{score}" if only_name else f"test/{score}"
+        if chosen in names:
             return f"test/{chosen}/{score}"
     return f"test/{chosen}"
 
