@@ -85,7 +85,8 @@ def make_batch():
 
 
 def policy_loss(batch, scores):
-    gains = scores.logps * batch.advantages * 0.9**batch.ages
+    weights = 1.0 if batch.ages is None else 0.9**batch.ages
+    gains = scores.logps * batch.advantages * weights
     loss = -((gains + 0.1 * scores.entropy) * batch.token_weights).sum()
     return loss, {"entropy": (scores.entropy * batch.token_weights).sum().detach()}
 
