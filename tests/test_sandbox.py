@@ -81,6 +81,20 @@ def check_nothing_is_left(folder, strength):
 BAD_ENDS = CASES["bad_ends"]
 
 
+def test_fork_bombs_are_ended_beside_busy_processes(strength, folder):
+    """The launcher is as nice as the bombs, and the others leave them little of a core."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(6)]
+    try:
+        for _ in range(2):
+            result = run_one(BAD_ENDS["fork bomb"], strength=strength)
+            assert result.status in ("failed", "killed", "timed out", "starved")
+            wait_until(lambda: not find_processes(folder))
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
 @pytest.mark.parametrize("name", BAD_ENDS)
 def test_attacks_that_end_badly(name, strength, folder):
     result = run_one(BAD_ENDS[name], strength=strength)

@@ -7,6 +7,7 @@ status, with a traceback on stderr, means that the sandbox itself does not work.
 
 import ctypes
 import errno
+import glob
 import json
 import os
 import resource
@@ -168,13 +169,37 @@ def forbid_calls() -> None:
 
 
 def kill_children() -> None:
-    """Kills the processes below this one, which inherits orphans."""
+    """Kills the processes below this one, which inherits orphans.
+
+    All are stopped first. A stopped process starts no other one and still counts in the limit of
+    processes, so a program that forks without end comes to rest. One that is killed would make room
+    for the next.
+    """
+    stopped: set[int] = set()
+    while running := find_descendants() - stopped:
+        for process in running:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGSTOP)
+        stopped |= running
     with suppress(ChildProcessError):  # none is left
         while True:
             with open(f"/proc/self/task/{os.getpid()}/children") as children:
                 for child in children.read().split():
                     os.kill(int(child), signal.SIGKILL)
             os.waitpid(-1, 0)
+
+
+def find_descendants() -> set[int]:
+    """The processes below this one."""
+    found: set[int] = set()
+    parents = [os.getpid()]
+    while parents:
+        for path in glob.glob(f"/proc/{parents.pop()}/task/*/children"):
+            with suppress(OSError), open(path) as children:  # its process may have ended
+                numbers = {int(child) for child in children.read().split()} - found
+                found |= numbers
+                parents += numbers
+    return found
 
 
 def become(user: int) -> None:
