@@ -81,6 +81,7 @@ CASES = {  # name: (processes, trainer and arguments)
     "ppo_best": (2, f"{PPO} {BEST}"),
     "ppo_hint": (2, f"{PPO} {HINT} rollout.train_sampling_params.top_p=0.9"),
     "ppo_lora": (2, f"{PPO} actor.lora_rank=2"),
+    "ppo_muon": (2, f"{PPO} actor.optimizer=muon"),
     "sft": (1, SFT),
     "sft_fsdp": (2, SFT),
     "sft_played": (2, f"{SFT} {PLAYED}"),
