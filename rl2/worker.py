@@ -134,7 +134,8 @@ class Worker:
         self.trained_parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         offload_model = config.offload_model and device_kind(device) != "cpu"
         self.memory = WeightMemory(self.model, in_host_memory=offload_model)
-        # Of adapters that are trained further: the reference has them. New ones start at 0.
+        # Of adapters that are trained further, in the order of `adapter_states`: the reference has
+        # them. New ones start at 0.
         self.start_adapters: list[Tensor] | None = None
         if self.lora_settings is not None and config.adapter:
             self.start_adapters = [state.clone() for state in self.adapter_states()]
@@ -182,7 +183,7 @@ class Worker:
     def reference(self) -> "Worker | Reference":
         """Returns what infers with the model that this worker started from."""
         if self.lora_settings is not None:
-            return Reference(self, self.start_adapters)
+            return Reference(self)
         return Worker(self.config, self.mesh.device, exactness=self.exactness, source=self.source)
 
     def adapter_states(self) -> list[Tensor]:
@@ -393,21 +394,19 @@ class Worker:
 class Reference:
     """The model that a worker with adapters started from: its own weights with other adapters.
 
-    `start_adapters` are those that the worker started from, in the order of its `adapter_states`;
-    None if it started without. The model takes no memory beside them.
+    These are the worker's `start_adapters`, or none. The model takes no memory beside them.
     """
 
-    def __init__(self, worker: Worker, start_adapters: list[Tensor] | None = None):
+    def __init__(self, worker: Worker):
         self.worker = worker
-        self.start_adapters = start_adapters
         self.config = worker.config
         self.mesh = worker.mesh
 
     def infer(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """As `Worker.infer`."""
-        if self.start_adapters is None:
-            context = lora.disabled(self.worker.model.hf)
-        else:
-            context = lora.exchanged(self.worker.adapter_states(), self.start_adapters)
+        worker = self.worker
+        context = lora.disabled(worker.model.hf)
+        if worker.start_adapters is not None:
+            context = lora.exchanged(worker.adapter_states(), worker.start_adapters)
         with context:
-            return self.worker.infer(batch, temperature)
+            return worker.infer(batch, temperature)

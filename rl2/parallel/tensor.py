@@ -71,13 +71,12 @@ def cut(layer: Any, style: str, mesh: DeviceMesh) -> None:
     A x. A cut of the rows is one of the columns of W and A, and the parts of both sums are added
     before B and the scale.
     """
-    if not hasattr(layer, "base_layer"):
-        parallelize_module(layer, mesh, STYLES[style]())
-        return
-    parallelize_module(layer.base_layer, mesh, STYLES[style]())
-    adapters = layer.lora_B if style == "colwise" else layer.lora_A
-    for adapter in adapters.values():
-        parallelize_module(adapter, mesh, STYLES[style]())
+    matrices = [layer]
+    if hasattr(layer, "base_layer"):
+        adapters = layer.lora_B if style == "colwise" else layer.lora_A
+        matrices = [layer.base_layer, *adapters.values()]
+    for matrix in matrices:
+        parallelize_module(matrix, mesh, STYLES[style]())
 
 
 def all_reduce_partial_gradients(hf: PreTrainedModel, group: dist.ProcessGroup) -> None:

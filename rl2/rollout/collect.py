@@ -263,6 +263,8 @@ class Collector:
 
     def _note_success(self, trajectories: list[Trajectory], epochs: dict[int, int]) -> None:
         """Tells the curriculum how the answers to each prompt did. `epochs` are by group."""
+        if not self.curriculum.is_on:
+            return
         for number, group in itertools.groupby(trajectories, lambda trajectory: trajectory.group):
             members = list(group)
             success = mean_score(members, self.player.score)

@@ -45,10 +45,12 @@ class Curriculum:
 
     def note(self, index: int, success: float, epoch: int) -> None:
         """Notes the mean score of the answers to a prompt. NaN, if all failed, says nothing."""
-        if self.is_on and not math.isnan(success) and not self._is_solved(index):
+        if not math.isnan(success) and not self._is_solved(index):
             self.measured[index] = Measured(success, epoch)
 
     def num_solved(self) -> int:
+        if self.drop_solved is None:
+            return 0
         return sum(map(self._is_solved, self.measured))
 
     def summarise(self) -> dict[str, float]:

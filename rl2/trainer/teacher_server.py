@@ -130,12 +130,13 @@ class TeacherServer:
         others = [token for token, _ in scored]
         wrong = [a for a, b in zip(tokens, others, strict=False) if b is not None and a != b]
         logps = [logprob for _, logprob in scored[1:]]
-        if wrong or len(scored) < len(tokens) or not all(map(_is_logprob, logps)):
+        unscored = [logprob for logprob in logps if not _is_logprob(logprob)]
+        if wrong or unscored or len(scored) < len(tokens):
             raise RuntimeError(
                 f"teacher.base_url={self.base_url}: {len(tokens)} tokens were sent, and "
                 f"{len(scored)} scored, {len(wrong)} of them as other tokens, "
-                f"{len(logps) - sum(map(_is_logprob, logps))} without a finite log-probability: is "
-                "it a model with the actor's tokenizer?"
+                f"{len(unscored)} without a finite log-probability: is it a model with the actor's "
+                "tokenizer?"
             )
         return [float(logprob or 0.0) for logprob in logps]
 
