@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import expect, sync_playwright
 from runs import EVIL, save_tokens, write_run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -221,7 +221,7 @@ def test_what_all_prompts_begin_with_is_there_once_and_folded(open_page):
         example = page.locator(place).get_by_text("An example: 1")
         assert not example.is_visible()
         page.locator(f"{place} summary").click()
-        assert example.is_visible()
+        expect(example).to_be_visible()
     assert page.get_by_text("An example: 1").count() == 2
     assert page.locator("#groups > article").count() == 20
     assert page.locator("#groups .card").count() == 20  # with a count of 2 each
@@ -265,7 +265,7 @@ def test_answers_stand_in_groups_with_reward_and_the_row_s_answer(open_page):
     tool = card.locator("details", has_text="tool")
     assert not tool.locator("pre").is_visible()
     tool.locator("summary").click()
-    assert tool.locator("pre").is_visible()
+    expect(tool.locator("pre")).to_be_visible()
     folded = page.locator("details", has_text="haystack")
     assert folded.count() == 1 and not folded.locator("pre").is_visible()
     page.select_option("#step", "2")
@@ -319,7 +319,7 @@ def test_answers_are_filtered_and_searched(open_page):
     assert page.locator("mark").inner_text() == "needle"
     assert EVIL in page.locator(".card").inner_text()
     page.fill("#text-search", "haystack")  # a folded turn opens
-    assert page.locator("mark").is_visible()
+    expect(page.locator("mark")).to_be_visible()
     page.fill("#text-search", "nowhere to be seen")
     assert page.locator(".card").count() == 0
     assert "0 answers selected" in page.locator("#answer-note").inner_text()
