@@ -79,6 +79,7 @@ CASES = {  # name: (processes, trainer and arguments)
     "ppo_curriculum": (2, f"{PPO} data.curriculum=[0.06,0.14] data.curriculum_interval=2"),
     "ppo_sources": (2, f"{PPO} {SOURCES}"),
     "ppo_best": (2, f"{PPO} {BEST}"),
+    "ppo_overlap": (2, f"{PPO} rollout.num_processes=1 {REFILL} trainer.save_best=auto"),
     "ppo_hint": (2, f"{PPO} {HINT} rollout.train_sampling_params.top_p=0.9"),
     "ppo_lora": (2, f"{PPO} actor.lora_rank=2"),
     "ppo_muon": (2, f"{PPO} actor.optimizer=muon"),

@@ -67,6 +67,26 @@ def weights_kl(kl: Any, updates_per_step: int) -> bool:
     return updates_per_step > 1  # the later ones train another policy than the one that sampled
 
 
+def count_samplers(config: Any) -> int:
+    """The processes of the job that sample and do not train: rollout.num_processes of PPO.
+
+    Where nothing is trained, or nothing sampled, no processes are set apart.
+    """
+    if not has_section(config, "adv") or config.trainer.eval_only or config.trainer.rollouts_from:
+        return 0
+    return int(config.rollout.num_processes)
+
+
+def clips_to_sampler(config: Any) -> bool:
+    """Whether the loss has its ratio to an earlier policy, which has sampled the rollout.
+
+    It is that of another run, or the actor before the update that ran meanwhile. With
+    actor.correction the ratio is to the actor itself, and the correction is for the rest.
+    """
+    is_ahead = count_samplers(config) > 0 and config.actor.correction == "none"
+    return bool(config.trainer.rollouts_from) or is_ahead
+
+
 def needs_reference(config: Any) -> bool:
     """Whether PPO's loss or its KL term needs the log-probabilities of a reference model."""
     return bool(config.kl.coef) or "ref_logps" in policy_loss_needs(config.actor.loss)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from rl2.attention.pages import MIN_ROWS
+from rl2.config.conditions import count_samplers
 from rl2.config.engines import choose_engine, has_gpu
 from rl2.model.exact import Exactness
 
@@ -42,4 +43,5 @@ def choose_exactness(config: Any) -> Exactness:
         return Exactness.DEMANDED
     if config.rollout.exact is not None or exact_obstacles(config):
         return Exactness.OFF
-    return Exactness.ASSUMED if config.trainer.rollouts_from else Exactness.TRIED
+    has_other_weights = config.trainer.rollouts_from or count_samplers(config)
+    return Exactness.ASSUMED if has_other_weights else Exactness.TRIED

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl2.config.conditions import compares_pairs
+from rl2.config.conditions import compares_pairs, count_samplers
 from rl2.config.engines import is_installed
 from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import ModelConfig, PPOConfig, WorkerConfig
@@ -15,7 +15,7 @@ from rl2.model.adapter_folder import read_adapter_config
 def check_model(config: Any, name: str, model: ModelConfig) -> Iterator[Problem]:
     """The problems of the section `name`, which is `model`."""
     yield from check_model_name(f"{name}.model_name", model.model_name or "")
-    yield from check_layout(name, model)
+    yield from check_layout(name, model, count_samplers(config))
     yield from check_lengths(config, name, model)
     if isinstance(model, WorkerConfig):
         yield from check_worker(name, model)
@@ -31,12 +31,15 @@ def check_model_name(key: str, name: str) -> Iterator[Problem]:
         yield wrong_value(key, name, "no such folder; a model of the hub is owner/name")
 
 
-def check_layout(name: str, model: ModelConfig) -> Iterator[Problem]:
-    """Whether the parallel sizes of a model divide the processes.
+def check_layout(name: str, model: ModelConfig, num_samplers: int) -> Iterator[Problem]:
+    """Whether the parallel sizes of a model divide the processes that train.
 
     Sequences and models are split over the processes that tensor parallelism leaves.
+    `num_samplers` of the job do not train.
     """
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    num_processes = int(os.environ.get("WORLD_SIZE", "1")) - num_samplers
+    if num_processes < 1:
+        return  # the number of samplers is wrong
     tp_size = model.tp_size
     yield from check_divides(f"{name}.tp_size", tp_size, num_processes)
     remark = ""

@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 
 from rl2.config.conditions import (
+    clips_to_sampler,
     corrects_mismatch,
+    count_samplers,
     estimator_needs,
     has_full_kl,
     has_teacher,
@@ -43,6 +45,7 @@ def check_ppo(config: PPOConfig) -> Iterator[Problem]:
     yield from check_kl(config)
     yield from check_actor(config)
     yield from check_rollout(config)
+    yield from check_samplers(config)
     yield from check_engine(config)
     yield from check_exact(config)
 
@@ -253,6 +256,28 @@ def check_rollout(config: PPOConfig) -> Iterator[Problem]:
         yield Problem("rollout.overlong_buffer", buffer, message)
 
 
+def check_samplers(config: PPOConfig) -> Iterator[Problem]:
+    """Whether rollout.num_processes leaves a process that trains, and what it excludes."""
+    num_samplers = count_samplers(config)
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_samplers >= num_processes:
+        has = "1 process" if num_processes == 1 else f"{num_processes} processes"
+        reason = (
+            f"the job has {has}, and at least one has to train: start it with torchrun "
+            f"--nproc_per_node={num_samplers + 1} or more, or set 0"
+        )
+        yield wrong_value("rollout.num_processes", num_samplers, reason)
+    if num_samplers and choose_engine(config.rollout.engine)[0] == "sglang":
+        of = " of rollout.num_processes"
+        yield from check_divides("rollout.tp_size", config.rollout.tp_size, num_samplers, of)
+    if num_samplers and config.rollout.partial:
+        reason = (
+            "with rollout.num_processes no step waits for the sampling of its own rollout; leave "
+            "one of them out"
+        )
+        yield wrong_value("rollout.partial", True, reason)
+
+
 def check_engine(config: PPOConfig) -> Iterator[Problem]:
     """Whether SGLang is installed and can run here, its size divides the processes of a node, and
     torch's memory is of a kind that it can take over and give back.
@@ -307,6 +332,12 @@ def check_exact(config: PPOConfig) -> Iterator[Problem]:
             "have sampled: leave it out, and the same weights repeat a step to the bit"
         )
         yield Problem("rollout.exact", True, message)
+    if count_samplers(config):
+        message = (
+            "rollout.exact=true does not hold with rollout.num_processes, since the weights before "
+            "the last update have sampled: leave it out, and the engine computes as the trainer"
+        )
+        yield Problem("rollout.exact", True, message)
 
 
 def find_run_warnings(config: PPOConfig) -> Iterator[Problem]:
@@ -349,7 +380,7 @@ def find_loss_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[Proble
     clips = sorted(
         {"actor.clip", "actor.clip_high", "actor.dual_clip"} & non_default_keys(config, set_keys)
     )
-    is_on_policy = actor.updates_per_step == 1 and not config.trainer.rollouts_from
+    is_on_policy = actor.updates_per_step == 1 and not clips_to_sampler(config)
     if clips and is_on_policy and actor.loss == "ppo":
         message = (
             f"{', '.join(clips)}: with actor.update_per_rollout=1 and actor.epochs_per_rollout=1 "

@@ -38,6 +38,7 @@ from rl2.config.conditions import (
     WITH_SOURCES,
     WITH_TEST_DATA,
     WITH_TRAINING_ROWS,
+    clips_to_sampler,
     estimator_needs,
     has_teacher,
     needs_reference,
@@ -514,7 +515,7 @@ class ActorConfig(RolloutWorkerConfig):
         "above this (PPO in TRL: 10)",
         above=1,  # the ratio is 1 on the policy
         only_if=Condition(
-            lambda config, section: config.trainer.rollouts_from or section.updates_per_step > 1,
+            lambda config, section: clips_to_sampler(config) or section.updates_per_step > 1,
             "with one optimizer step per rollout, where the ratio is 1: raise "
             "{path}.update_per_rollout or {path}.epochs_per_rollout",
         ),
@@ -712,6 +713,13 @@ class RolloutConfig(PlayConfig):
         {},
         "other arguments of SGLang's engine: rollout.engine_args.NAME=VALUE",
         only_if=WITH_SGLANG,
+    )
+    num_processes: NonNegativeInt = key(
+        0,
+        "processes that only sample, the last ones of the job, while the others train on the "
+        "rollout before; 0: all processes do both, one after the other",
+        common=True,
+        identity=True,
     )
     tp_size: PositiveInt = key(1, "GPUs per SGLang engine", only_if=WITH_SGLANG)
     gpu_memory_utilization: PositiveFloat | str = key(

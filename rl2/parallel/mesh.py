@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl2 import cleanup
-from rl2.parallel.rank import is_first_rank
 
 try:
     from torch.distributed import set_timeout  # type: ignore[attr-defined]
@@ -74,10 +73,8 @@ def init_distributed() -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"  # objects and host tensors travel over gloo
     else:
         device = torch.device("cpu")
-        backend = "gloo"
         for variable in CPU_MEMORY.items():
             os.environ.setdefault(*variable)
     _run_gloo_in_one_thread()
@@ -92,7 +89,11 @@ def init_distributed() -> torch.device:
             store = dist.PrefixStore(f"rl2/attempt_{attempt}", store)
             _check_own_address(store, rank, world_size)
         dist.init_process_group(
-            backend, timeout=COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=world_size
+            choose_backend(),
+            timeout=COLLECTIVE_TIMEOUT,
+            store=store,
+            rank=rank,
+            world_size=world_size,
         )
     except dist.DistNetworkError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -105,6 +106,11 @@ def init_distributed() -> torch.device:
     atexit.unregister(_pause)  # of an earlier run of this process
     atexit.register(_pause)
     return device
+
+
+def choose_backend() -> str:
+    """torch's name of the backend. Objects and host tensors travel over gloo."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _end_group() -> None:
@@ -294,6 +300,6 @@ def gather_objects(value: Any) -> list:
     """
     if is_single_process():
         return [value]
-    values = [None] * dist.get_world_size() if is_first_rank() else None
+    values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, values)
     return values or []

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+import torch.distributed as dist
+
 from rl2.data.chat import ChatTemplate
 from rl2.env.tool_calls.call import ToolCall, to_call
 from rl2.env.tool_calls.find import (
@@ -16,7 +18,6 @@ from rl2.env.tool_calls.find import (
     find_marked_calls,
 )
 from rl2.env.tool_calls.syntaxes import LLAMA, SYNTAXES, Syntax
-from rl2.parallel.rank import is_first_rank
 
 PROMPT_END = 32  # tokens of a prompt that say whether it has begun a reasoning
 PROBE_TOOL = "rl2_probe"
@@ -177,5 +178,5 @@ class CallReader:
     def _warn(self, text: str) -> None:
         name = self.template.tokenizer.name_or_path or "the model"
         self.warnings.append(f"warning: tools of {name}: {text}")
-        if is_first_rank():
+        if not dist.is_initialized() or dist.get_rank() == 0:
             print(self.warnings[-1])

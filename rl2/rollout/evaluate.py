@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from math import comb, nan, sqrt
 from statistics import fmean
 
+import torch.distributed as dist
+
 from rl2.data.examples import Examples
 from rl2.engine.base import SamplingParams
 from rl2.env.contract import EnvError
 from rl2.parallel.mesh import broadcast_object
-from rl2.parallel.rank import is_first_rank
 from rl2.report.health import Metrics, with_names
 from rl2.rollout.collect import Collector, check_part_name
 from rl2.rollout.stats import summarise, to_records
@@ -81,7 +82,7 @@ class Evaluator:
             return await asyncio.gather(*map(extract, trajectories))
 
         answers: list[str | None] = []
-        if is_first_rank():
+        if dist.get_rank() == 0:
             answers = player.engine.loop.run_until_complete(extract_all())
         return broadcast_object(answers)
 

@@ -59,14 +59,23 @@ class SavedRollouts:
 
     `path` is the folder of the run. Its steps come in order, and after the last one from the first
     one again. `is_own`: this run itself sampled them, with the weights that its actor has in each
-    step. ValueError if a step has no tokens, or if they have another `meaning`.
+    step or, if it `was_ahead`, had before. ValueError if a step has no tokens, or if they have
+    another `meaning`.
     """
 
     is_exhausted = False  # the first step comes again after the last
 
-    def __init__(self, path: str, model_name: str, meaning: int, is_own: bool = False):
+    def __init__(
+        self,
+        path: str,
+        model_name: str,
+        meaning: int,
+        is_own: bool = False,
+        was_ahead: bool = False,
+    ):
         self.folder = Path(path, "rollouts", "train")
         self.is_own = is_own
+        self.was_ahead = was_ahead
         self.meaning = meaning
         self.steps_done = 0  # over all epochs
         steps = sorted(int(file.stem[5:]) for file in self.folder.glob("step_*.safetensors"))
@@ -104,7 +113,8 @@ class SavedRollouts:
             sample = Sample(tokens, mask, logps, rewards, trajectory.group, number, counts, ids)
             trajectory.samples.append(sample)
         # The start model sampled the first step.
-        self.has_other_policy = not self.is_own and (step > 1 or not self.has_same_model)
+        is_other = not self.is_own and (step > 1 or not self.has_same_model)
+        self.has_other_policy = is_other or self.was_ahead
         return list(trajectories.values())
 
     @property

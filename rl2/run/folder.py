@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.numpy import save_file
 
+from rl2.config.conditions import count_samplers
 from rl2.config.schema import RolloutWorkerConfig, dump, worker_names
 from rl2.error_report import writing
 from rl2.parallel.mesh import all_gather_objects
@@ -192,7 +193,7 @@ class RunFolder:
             "num_steps": num_steps,
             "command": sys.argv,
             "hosts": self.hosts,
-            "world_size": dist.get_world_size(),
+            "world_size": dist.get_world_size() + count_samplers(self.config),
             "seed": self.config.trainer.seed,
             "versions": versions(),
             "commit": describe_commit(),

@@ -27,6 +27,8 @@ PACKAGE = Path(__file__).parent.parent
 LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
 RAISE_STATEMENT = opcode.opmap["RAISE_VARARGS"]
 SECONDS_BEFORE_OTHER_RANKS_PRINT = 5.0
+# In gloo's words for a connection to a process that is gone.
+LOST_CONNECTION = ("by peer", "Pair is not connected")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # One request may arrive twice: `timeout` signals its child and then the child's group, and a
 # terminal and torchrun both forward Ctrl-C.
@@ -218,7 +220,7 @@ def user_errors(watchdog: Watchdog | None = None) -> Iterator[None]:
 
 def _user_message(error: Exception, watchdog: Watchdog | None) -> str | None:
     """What to print of the error; None if its traceback is needed."""
-    if "by peer" in str(error):  # gloo's connection to a process that is gone
+    if any(words in str(error) for words in LOST_CONNECTION):
         lost = watchdog.lost_ranks() if watchdog else []
         return (
             f"{', '.join(lost) or 'another process'} ended; if it printed nothing above, it was "

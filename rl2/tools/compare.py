@@ -20,7 +20,7 @@ from rl2.report.saved import Record, read_lines, read_yaml
 from rl2.report.token_texts import find_tokenizer
 
 # What differs from run to run. A warning may be about the cores of the machine.
-TIMED = ("time/", "memory/", "resources/", "tokens/per_second", "warnings")
+TIMED = ("time/", "overlap/", "memory/", "resources/", "tokens/per_second", "warnings")
 # The phases of a step in their order, and what a person calls them.
 PHASES = {
     "data": "the rows of the data",

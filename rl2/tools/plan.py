@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rl2.batch import Batch
-from rl2.config.conditions import compares_pairs, has_full_kl
+from rl2.config.conditions import compares_pairs, count_samplers, has_full_kl
 from rl2.config.model_rules import check_lengths
 from rl2.config.parse import parse
 from rl2.config.problem import Problem
@@ -240,7 +240,7 @@ def full_batch(
 def totals(config: Any, plan: Plan, gpu_bytes: int) -> dict[str, tuple[int, int]]:
     """Phase -> bytes of (the trainer, the engine) on a GPU."""
     phases = {phase: (size, 0) for phase, size in plan.peaks.items()}
-    if isinstance(config, PPOConfig):
+    if isinstance(config, PPOConfig) and not count_samplers(config):
         share = config.rollout.gpu_memory_utilization
         free = gpu_bytes - plan.loaded  # when SGLang starts
         if config.rollout.engine == "local":
@@ -290,7 +290,8 @@ def near_settings(config: Any, num_gpus: int) -> Iterator[tuple[str, Any, int]]:
             words.append(f"{names[0]}.{key}={str(value).lower()}")  # the critic follows the actor
             yield " ".join(words), smaller, num_gpus
     for factor in (2, 4, 8):
-        yield f"--gpus {num_gpus * factor}", config, num_gpus * factor
+        num_more = num_gpus * factor
+        yield f"--gpus {num_more + count_samplers(config)}", config, num_more
 
 
 def show(phases: dict[str, tuple[int, int]], num_gpus: int, gpu_bytes: int) -> bool:
@@ -335,14 +336,22 @@ def default_gpu_memory() -> float:
 def print_plan(config: Any, arguments: argparse.Namespace) -> bool:
     """Prints the plan and, if the job does not fit, settings that may. Returns whether it fits."""
     gpu_bytes = int((arguments.gpu_memory or default_gpu_memory()) * GIB)
+    num_samplers = count_samplers(config)
+    num_trainers = arguments.gpus - num_samplers
     if automatic_sections(config):
-        num_layers = recomputed_layers(config, arguments.gpus, gpu_bytes)
+        num_layers = recomputed_layers(config, num_trainers, gpu_bytes)
         config = with_checkpointing(config, num_layers)
-    phases = totals(config, predict(config, arguments.gpus), gpu_bytes)
-    if show(phases, arguments.gpus, gpu_bytes):
+    plan = predict(config, num_trainers)
+    if num_samplers:
+        weights = plan.engine_weights / GIB
+        print(
+            f"{num_samplers} of the {arguments.gpus} GPUs only sample: an engine's weights take "
+            f"{weights:.1f} GiB of each, and the rest is for keys and values"
+        )
+    if show(totals(config, plan, gpu_bytes), num_trainers, gpu_bytes):
         return True
     print("Nearest settings, each with its own prediction:")
-    for words_of_settings, changed, num_gpus in near_settings(config, arguments.gpus):
+    for words_of_settings, changed, num_gpus in near_settings(config, num_trainers):
         phases = totals(changed, predict(changed, num_gpus), gpu_bytes)
         fits, verdict = judge(phases, gpu_bytes)
         print(f"  {words_of_settings}: {verdict}", flush=True)

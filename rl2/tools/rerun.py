@@ -15,14 +15,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rl2.config.conditions import count_samplers
 from rl2.config.parse import parse
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig, worker_names
 from rl2.data.rows import hash_sources
+from rl2.parallel.worlds import is_sampler
 from rl2.run.changes import DATA
 from rl2.run.checkpoints import step_of
 from rl2.run.signals import guard
 from rl2.trainer import dpo, ppo, rm, sft
-from rl2.trainer.ppo_run import PPORun
+from rl2.trainer.ppo_run import PPORun, SamplerRun, set_up
 from rl2.trainer.recorder import Replay
 
 # The name of the config's class -> (the class, what makes the run, what trains it).
@@ -76,6 +78,17 @@ def check_data(config: Any, recorded: Path) -> None:
         )
 
 
+def sample(config: PPOConfig, takes_saved: bool) -> None:
+    """What a process of rollout.num_processes does. There is nothing to sample with saved tokens,
+    but the trainers are as many as they were.
+    """
+    if takes_saved:
+        set_up(config, num_samplers=count_samplers(config))
+        dist.destroy_process_group()
+    else:
+        SamplerRun(config).run()
+
+
 def main() -> None:
     """Runs the steps. All processes of the job must call."""
     rerun = Rerun(**json.loads(sys.argv[1]))
@@ -86,6 +99,9 @@ def main() -> None:
         replay = Replay(rerun.last_step, rollouts=Path(rerun.run))
     with guard(config.trainer.watchdog):
         check_data(config, Path(rerun.run))
+        if is_sampler(count_samplers(config)):
+            sample(config, rerun.takes_saved)
+            return
         run = make_run(config, replay)
         train(run)
         run.close()

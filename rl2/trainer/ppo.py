@@ -19,6 +19,7 @@ from rl2.algorithms.advantages import AdvantageInputs, RewardPart, distillation
 from rl2.algorithms.find import find_estimator, find_policy_loss
 from rl2.batch import Batch, collate, drop_zero_advantages, leave_out, split_minibatches
 from rl2.config.conditions import (
+    count_samplers,
     has_full_kl,
     has_teacher,
     learns_full_kl_only,
@@ -27,6 +28,7 @@ from rl2.config.conditions import (
 from rl2.config.schema import ActorConfig, CriticConfig, KLConfig, PPOConfig, RolloutWorkerConfig
 from rl2.env.load import Functions
 from rl2.model.token_model import TokenScores
+from rl2.parallel.worlds import is_sampler
 from rl2.rollout.stats import (
     add_ages,
     mask_truncated,
@@ -39,7 +41,7 @@ from rl2.rollout.stats import (
 )
 from rl2.trainer.launch import Trainer, launch, train_and_finish
 from rl2.trainer.ppo_inputs import find_ppo_problems
-from rl2.trainer.ppo_run import EvaluationRun, PPORun, Teacher
+from rl2.trainer.ppo_run import EvaluationRun, PPORun, SamplerRun, Teacher
 from rl2.trainer.recorder import is_due
 from rl2.worker import Loss, Worker
 
@@ -116,7 +118,9 @@ def train_step(run: PPORun, step: int) -> bool:
         if is_due(step, config.kl.update_freq):
             run.moving_reference().copy_weights(run.actor)
 
-    # The next rollout is sampled with the weights of this update.
+    # The next rollout is sampled with the weights of this update; with rollout.num_processes, the
+    # one after it: the other processes have sampled the next one meanwhile.
+    run.wait_for_samplers()
     with recorder.phase("sync"):
         run.sync()
     return recorder.finish_step(
@@ -388,6 +392,8 @@ def start(config: PPOConfig, functions: Functions | None = None) -> None:
     """Trains or evaluates. `functions` are the environment, in the place of rollout.env_path."""
     if config.trainer.eval_only:
         EvaluationRun(config, functions).run()
+    elif is_sampler(count_samplers(config)):
+        SamplerRun(config, functions).run()
     else:
         train_and_finish(PPORun(config, functions=functions), train)
 

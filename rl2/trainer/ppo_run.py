@@ -9,6 +9,8 @@ import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rl2.config.conditions import (
+    clips_to_sampler,
+    count_samplers,
     has_full_kl,
     has_teacher,
     loads_teacher,
@@ -33,17 +35,20 @@ from rl2.model.folder import (
 from rl2.parallel.device import compute_dtype
 from rl2.parallel.mesh import init_distributed
 from rl2.parallel.rank import is_first_rank
+from rl2.parallel.worlds import Link, split_world
 from rl2.report.loggers import MetricsLog
 from rl2.rollout.collect import Collector, RolloutRules
 from rl2.rollout.curriculum import Curriculum
 from rl2.rollout.evaluate import Evaluator
 from rl2.rollout.hint import Hint
+from rl2.rollout.overlap import Samplers, Serving, serve
 from rl2.rollout.player import Player
 from rl2.rollout.saved import SavedRollouts, checksum, pack_tokens
 from rl2.rollout.trajectory import Trajectory
 from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
 from rl2.run.memory_plan import Prediction, choose_checkpointing
+from rl2.run.signals import StopSignal
 from rl2.run.start import claim_folder
 from rl2.trainer.inputs import check_layers, count_steps, make_chat_template
 from rl2.trainer.ppo_inputs import make_prompts, read_ppo_inputs
@@ -57,6 +62,10 @@ from rl2.trainer.sampling import (
 )
 from rl2.trainer.teacher_server import TeacherServer, connect
 from rl2.worker import Reference, Worker
+
+# Of the free memory of a GPU that only samples, for weights, keys and values: the engine needs the
+# rest to compute.
+SHARE_OF_OWN_GPU = 0.85
 
 Teacher = Worker | Reference | TeacherServer  # what scores the sampled tokens as one
 
@@ -76,17 +85,21 @@ class Setup:
     tests: dict[str, Examples]  # by the name of the test set
     prediction: Prediction
     teacher_server: TeacherServer | None  # with teacher.base_url
+    link: Link | None  # to the processes that only sample, or from them
 
 
-def set_up(config: PPOConfig, functions: Functions | None = None) -> Setup:
+def set_up(config: PPOConfig, functions: Functions | None = None, num_samplers: int = 0) -> Setup:
     """Checks folder, data, environment and tokenizers. ValueError in words.
 
-    `functions` are the environment, in the place of rollout.env_path.
+    `functions` are the environment, in the place of rollout.env_path. The last `num_samplers`
+    processes of the job get a world of their own.
     """
     claim = claim_folder(config)
     rows, envs = read_ppo_inputs(config, functions)
     device = init_distributed()
     folder = RunFolder(config, claim)
+    link = split_world(num_samplers) if num_samplers else None
+    is_training = not config.trainer.eval_only and not (link and link.is_sampler)
     tokenizer = load_tokenizer("actor.model_name", config.actor.model_name)
     template = make_chat_template(config.data, tokenizer, folder.start.date)
     if needs_critic(config.adv.estimator) and config.critic.model_name:
@@ -98,10 +111,11 @@ def set_up(config: PPOConfig, functions: Functions | None = None) -> Setup:
     prompts, tests = make_prompts(config, rows, template)
     check_layers(config)
     check_stop_ids(config)
-    config = choose_checkpointing(config)
+    if is_training:
+        config = choose_checkpointing(config)
     prediction = Prediction(config, dist.get_world_size())
     teacher_server = None
-    if config.teacher.base_url and not config.trainer.eval_only:
+    if config.teacher.base_url and is_training:
         teacher = config.teacher
         teacher_server = connect(teacher.base_url, teacher.protocol, teacher.model_name, device)
     return Setup(
@@ -116,6 +130,7 @@ def set_up(config: PPOConfig, functions: Functions | None = None) -> Setup:
         tests=tests,
         prediction=prediction,
         teacher_server=teacher_server,
+        link=link,
     )
 
 
@@ -141,7 +156,7 @@ class PPORun:
         functions: Functions | None = None,
     ):
         """`functions` are the environment, in the place of rollout.env_path."""
-        setup = set_up(config, functions)
+        setup = set_up(config, functions, count_samplers(config))
         assert setup.prompts is not None
         config = self.config = setup.config
         self.folder = setup.folder
@@ -156,14 +171,24 @@ class PPORun:
         self.workers, self.frozen = make_ppo_workers(config, setup.device, num_updates)
         self.actor = self.workers["actor"]
         self.critic = self.workers.get("critic")
-        self.engine: Engine | None = None
-        self.evaluator: Evaluator | None = None
-        self.collector: Collector | SavedRollouts
+        self.engine: Engine | None = None  # of this process
+        self.samplers: Samplers | None = None  # the processes that have engines instead
+        self.evaluator: Evaluator | Samplers | None = None
+        self.collector: Collector | SavedRollouts | Samplers
         if saved is not None:
             self.collector = saved
+        elif setup.link is not None:
+            self.collector = self.samplers = Samplers(
+                setup.link,
+                num_steps,
+                has_other_policy=clips_to_sampler(config),
+                write_records=self.folder.write_records,
+                request_stop=self._request_stop,
+            )
+            if setup.tests and replay is None:
+                self.evaluator = self.samplers
         else:
-            workers = [*self.workers.values(), *self.frozen.values()]
-            self.collector = make_collector(setup, workers, setup.prompts, num_steps)
+            self.collector = make_collector(setup, setup.prompts, num_steps)
             self.engine = self.collector.player.engine
             if setup.tests and replay is None:
                 self.evaluator = make_evaluator(setup, self.collector)
@@ -195,16 +220,20 @@ class PPORun:
         num_steps = count_steps(prompts, self.folder)
         if replay is not None and replay.rollouts is not None:
             path = str(replay.rollouts)
-            return SavedRollouts(path, model_name, self.meaning, is_own=True), num_steps
+            was_ahead = clips_to_sampler(self.config)
+            saved = SavedRollouts(path, model_name, self.meaning, is_own=True, was_ahead=was_ahead)
+            return saved, num_steps
         return None, num_steps
 
     def begin(self) -> None:
         """Brings engine and actor to the same weights, and evaluates before the first step."""
-        if self.engine:
+        if self.samplers:
+            self.samplers.begin()
+        if engine := self.engine or self.samplers:
             # At the start both have read the same files, so their weights must agree to the bit.
             # Only the actor has read those of actor.adapter.
             are_equal = self.recorder.start_step == 0 and not self.config.actor.adapter
-            receive = self.engine.verify_weights if are_equal else self.engine.load_weights
+            receive = engine.verify_weights if are_equal else engine.load_weights
             self._send_weights(receive)
         self.recorder.begin()
 
@@ -243,13 +272,25 @@ class PPORun:
             return self.teacher_server
         return self.frozen.get("teacher_logps", self.actor)
 
+    def wait_for_samplers(self) -> None:
+        """Waits for the rollout of the next step, with rollout.num_processes."""
+        if self.samplers:
+            with self.recorder.phase("wait"):
+                self.samplers.wait()
+
+    def _request_stop(self) -> None:
+        """Ends the run after this step, since a sampler was asked to stop."""
+        if self.recorder.stop_signal.requested_at is None:
+            self.recorder.stop_signal.request()
+
     def sync(self) -> None:
         """Wakes the engine with the actor's weights, compared there if the config asks for it."""
         if self.engine:
             self.engine.wake()
-            self._send_weights(self.engine.load_weights)
+        if engine := self.engine or self.samplers:
+            self._send_weights(engine.load_weights)
             if self.config.rollout.check_weights:
-                self._send_weights(self.engine.verify_weights)
+                self._send_weights(engine.verify_weights)
 
     def _send_weights(self, receive: Callable[..., None]) -> None:
         receive(self.actor.iter_full_weights(self.actor.dtype), self.actor.version)
@@ -263,6 +304,8 @@ class PPORun:
         """Ends the engine and the environment."""
         if self.engine:
             close_engine(self.engine)
+        if self.samplers:
+            self.samplers.close()
         for env in self.envs.values():
             env.close()
 
@@ -270,6 +313,35 @@ class PPORun:
         """Ends the engine and the environment, and saves the final model."""
         self.close()
         self.recorder.finish(self.actor)
+
+
+class SamplerRun:
+    """What a process of rollout.num_processes does while the others train: it samples for them."""
+
+    def __init__(self, config: PPOConfig, functions: Functions | None = None):
+        """`functions` are the environment, in the place of rollout.env_path."""
+        setup = set_up(config, functions, count_samplers(config))
+        assert setup.prompts is not None and setup.link is not None
+        self.envs = setup.envs
+        num_steps = count_steps(setup.prompts, setup.folder)
+        collector = make_collector(setup, setup.prompts, num_steps)
+        self.engine = collector.player.engine
+        evaluator = make_evaluator(setup, collector) if setup.tests else None
+        self.stop_signal = StopSignal(setup.device, setup.folder.checkpoints.newest)
+        self.serving = Serving(setup.link, collector, evaluator, self._listen)
+
+    def _listen(self) -> Callable[[], bool]:
+        """Lets a signal ask for a stop from here on. Returns whether one has."""
+        self.stop_signal.listen()
+        return lambda: self.stop_signal.requested_at is not None
+
+    def run(self) -> None:
+        """Serves the trainers until they close, and ends the engine and the environment."""
+        serve(self.serving)
+        close_engine(self.engine)
+        for env in self.envs.values():
+            env.close()
+        dist.destroy_process_group()
 
 
 class EvaluationRun:
@@ -288,7 +360,7 @@ class EvaluationRun:
                 f"{self.folder.path} is the folder of a run that trains; give the evaluation one "
                 "of its own with trainer.experiment_name=NAME"
             )
-        collector = make_collector(setup, workers=[], prompts=None, num_steps=0)
+        collector = make_collector(setup, prompts=None, num_steps=0)
         self.engine = collector.player.engine
         self.evaluator = make_evaluator(setup, collector)
 
@@ -354,22 +426,14 @@ def make_ppo_workers(
     return workers, frozen
 
 
-def make_collector(
-    setup: Setup,
-    workers: list[Worker | Reference],
-    prompts: Examples | Mixture | None,
-    num_steps: int,
-) -> Collector:
-    """Starts the engine, and makes what plays prompts with it.
-
-    `workers` are the models that must take the whole trajectories.
-    """
+def make_collector(setup: Setup, prompts: Examples | Mixture | None, num_steps: int) -> Collector:
+    """Starts the engine, and makes what plays prompts with it; None in an evaluation."""
     config, rollout = setup.config, setup.config.rollout
     is_deterministic = config.trainer.deterministic
     if is_deterministic is None:
         is_deterministic = setup.device.type == "cpu" and not rollout.partial
     return Collector(
-        _make_player(setup, workers, _make_engine(setup, is_deterministic)),
+        _make_player(setup, _make_engine(setup, is_deterministic)),
         cursor=None if prompts is None else DataCursor(prompts),
         params=make_sampling_params(
             rollout.train_sampling_params, setup.model_stop_ids, with_candidates=True
@@ -403,18 +467,33 @@ def make_evaluator(setup: Setup, collector: Collector) -> Evaluator:
     return Evaluator(collector, setup.tests, params, num_samples)
 
 
-def _make_player(setup: Setup, workers: list[Worker | Reference], engine: Engine) -> Player:
+def _make_player(setup: Setup, engine: Engine) -> Player:
     config = setup.config
     limits = [max_positions(config.actor.model_name)]
-    for worker in workers:
-        limits.append(worker.config.max_length_per_device * worker.config.sp_size)
-        limits.append(max_positions(worker.config.model_name))
+    for model in _scoring_models(config):  # which take whole trajectories
+        limits.append(model.max_length_per_device * model.sp_size)
+        limits.append(max_positions(model.model_name or config.actor.model_name))
     return make_player(config.rollout, engine, setup.envs, setup.template, max_length=min(limits))
+
+
+def _scoring_models(config: PPOConfig) -> list[Any]:
+    """The sections of the models that score or train trajectories. The reference is the actor's."""
+    if config.trainer.eval_only:
+        return []
+    models: list[Any] = [config.actor]
+    if loads_teacher(config):
+        models.append(config.teacher)
+    if needs_critic(config.adv.estimator):
+        models.append(config.critic)
+    return models
 
 
 def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
     actor, rollout = setup.config.actor, setup.config.rollout
     device = setup.device
+    share = rollout.gpu_memory_utilization
+    if share == "auto" and setup.link is not None:  # no trainer needs memory beside this engine
+        share = SHARE_OF_OWN_GPU
     settings = EngineSettings(
         model_name=actor.model_name,
         dtype=compute_dtype(actor.dtype, device),
@@ -424,7 +503,7 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
         deterministic=is_deterministic,
         exact=choose_exactness(setup.config).is_on,
         tp_size=rollout.tp_size,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        gpu_memory_utilization=share,
         plan_memory=setup.prediction.plan,
         engine_args=rollout.engine_args,
         stop=rollout.train_sampling_params.stop + rollout.test_sampling_params.stop,

@@ -1,0 +1,276 @@
+"""Runs with rollout.num_processes: some processes sample while the others train.
+
+The rollout of a step is that of the weights before the step before, whatever takes how long.
+"""
+
+import json
+import pickle
+import textwrap
+
+import pytest
+from common import launch, make_model, read_jsonl, read_metrics, read_untimed_metrics
+from safetensors.torch import load_file
+
+from rl2.rollout.overlap import Answer, Handover, Rollout, Samplers
+
+PPO = ("-m", "rl2.trainer.ppo")
+LETTERS = """
+    def reward_fn(messages, answer):
+        reply = messages[-1]["content"]
+        return sum(letter in answer for letter in reply) / max(len(reply), 1)
+"""
+# Answers wait for a time that depends on the process and the answer, and so does nothing else.
+SLOW_LETTERS = """
+    import asyncio
+    import os
+
+    async def reward_fn(messages, answer):
+        reply = messages[-1]["content"]
+        await asyncio.sleep(0.2 * (hash(reply) % 3))
+        return sum(letter in answer for letter in reply) / max(len(reply), 1)
+"""
+
+
+@pytest.fixture
+def setup(tmp_path):
+    """Arguments of a run of 6 steps, without its folder."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"say a, {i}"}], "answer": "abcdefgh"}
+        for i in range(24)
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
+    (tmp_path / "env.py").write_text(textwrap.dedent(LETTERS))
+    (tmp_path / "slow.py").write_text(textwrap.dedent(SLOW_LETTERS))
+    return [
+        f"actor.model_name={make_model(tmp_path / 'tiny')}",
+        f"data.path={tmp_path / 'train.jsonl'}",
+        f"rollout.env_path={tmp_path / 'env.py'}",
+        "data.prompts_per_rollout=3",
+        "data.responses_per_prompt=4",
+        "data.max_length=64",
+        "actor.lr=0.02",
+        "actor.dtype=float32",
+        "rollout.max_running=16",
+        "rollout.train_sampling_params.max_new_tokens=8",
+        "trainer.n_epochs=2",
+        "trainer.max_steps=6",
+        "trainer.disable_wandb=true",
+        "trainer.save_tokens=true",
+    ]
+
+
+def train(world, folder, *arguments, **options):
+    return launch(world, *PPO, *arguments, f"trainer.save_dir={folder}", **options)
+
+
+def with_tests(tmp_path):
+    return [
+        f"data.test_path={tmp_path / 'test.jsonl'}",
+        "trainer.test_freq=2",
+        "rollout.test_sampling_params.max_new_tokens=8",
+    ]
+
+
+def read_bits(folder):
+    """All that must be equal: metrics, transcripts, tokens and weights, by name."""
+    files = {"metrics": read_untimed_metrics(folder)}
+    for path in sorted(folder.glob("rollouts/*/step_*.jsonl")):
+        files[str(path.relative_to(folder))] = read_jsonl(path)
+    for path in [folder / "model/model.safetensors", *folder.glob("rollouts/*/*.safetensors")]:
+        tensors = load_file(path)
+        files[str(path.relative_to(folder))] = {name: t.tolist() for name, t in tensors.items()}
+    return files
+
+
+def versions_of(folder, step):
+    """The updates that the weights had which sampled the answers of a training step."""
+    records = read_jsonl(folder / f"rollouts/train/step_{step}.jsonl")
+    return {version for record in records for version, _ in record["versions"]}
+
+
+def test_a_rollout_is_of_the_weights_before_the_step_before(setup, tmp_path):
+    """Timing and the numbers of processes on both sides change no bit."""
+    arguments = [*setup, *with_tests(tmp_path), "actor.update_per_rollout=2"]
+    train(2, tmp_path / "fast", *arguments, "rollout.num_processes=1")
+    for step in range(1, 7):
+        assert versions_of(tmp_path / "fast", step) == {2 * max(0, step - 2)}
+    lines = read_metrics(tmp_path / "fast")
+    assert [line["step"] for line in lines] == list(range(7))
+    assert [line.get("rollout/staleness") for line in lines[1:]] == [0, 2, 2, 2, 2, 2]
+    assert [line["step"] for line in lines if "test/reward/mean" in line] == [0, 2, 4, 6]
+    for line in lines[1:]:
+        assert 0 <= line["overlap/sampler_busy"] <= 1 and 0 <= line["overlap/trainer_busy"] <= 1
+    assert lines[-1]["reward/mean"] > 1.5 * lines[1]["reward/mean"], "it learns nothing"
+    expected = read_bits(tmp_path / "fast")
+    assert len(expected) == 1 + 6 + 4 + 6 + 1
+
+    slow = [*arguments, f"rollout.env_path={tmp_path / 'slow.py'}"]
+    train(2, tmp_path / "slow", *slow, "rollout.num_processes=1")
+    assert read_bits(tmp_path / "slow") == expected
+    train(3, tmp_path / "two", *arguments, "rollout.num_processes=2")
+    two = read_bits(tmp_path / "two")
+    for bits in (two, expected):  # whose means add the answers in another order
+        del bits["metrics"]
+    assert two == expected
+
+
+def test_the_first_evaluation_and_rollout_are_those_of_a_colocated_run(setup, tmp_path):
+    arguments = [*setup, *with_tests(tmp_path), "trainer.max_steps=1"]
+    train(2, tmp_path / "apart", *arguments, "rollout.num_processes=1")
+    train(1, tmp_path / "together", *arguments, "rollout.exact=false")
+    names = ("rollouts/train/step_1.jsonl", "rollouts/test/step_0.jsonl")
+    apart, together = read_bits(tmp_path / "apart"), read_bits(tmp_path / "together")
+    for name in names:
+        texts = [[record["messages"] for record in bits[name]] for bits in (apart, together)]
+        assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("correction", ["none", "token_tis"])
+def test_updates_are_those_of_a_run_on_the_same_rollouts(setup, tmp_path, correction):
+    """Without a correction the ratio is to the policy that sampled, as in trainer.rollouts_from."""
+    arguments = [*setup, f"actor.correction={correction}"]
+    train(2, tmp_path / "run", *arguments, "rollout.num_processes=1")
+    lines = read_metrics(tmp_path / "run")
+    ratios = [line["actor/ratio"] for line in lines]
+    is_off_policy = [abs(ratio - 1) > 1e-4 for ratio in ratios]
+    assert is_off_policy == [correction == "none" and step > 0 for step in range(6)]
+    if correction != "none":
+        assert all(line["actor/mismatch_logp_difference"] > 1e-4 for line in lines[1:])
+        return
+    again = [*arguments, f"trainer.rollouts_from={tmp_path / 'run'}"]
+    train(1, tmp_path / "again", *again)
+    expected = load_file(tmp_path / "run/model/model.safetensors")
+    weights = load_file(tmp_path / "again/model/model.safetensors")
+    assert all((weights[name] == expected[name]).all() for name in expected)
+
+
+@pytest.mark.parametrize(
+    "world, keys",
+    [
+        (3, ["rollout.num_processes=1", "actor.fsdp_size=2"]),
+        (3, ["rollout.num_processes=1", "actor.tp_size=2"]),
+        (3, ["rollout.num_processes=1", "actor.lora_rank=2"]),
+    ],
+)
+def test_the_trainers_layout_changes_little(setup, tmp_path, world, keys):
+    arguments = [*setup, "trainer.max_steps=3"]
+    train(2, tmp_path / "one", *arguments, *[k for k in keys if "size" not in k])
+    train(world, tmp_path / "several", *arguments, *keys)
+    one, several = (read_metrics(tmp_path / name) for name in ("one", "several"))
+    for a, b in zip(one, several, strict=True):
+        assert a["actor/loss"] == pytest.approx(b["actor/loss"], abs=1e-4)
+        assert a["reward/mean"] == pytest.approx(b["reward/mean"], abs=1e-6)
+
+
+def test_a_run_resumes_with_the_rollout_that_was_sampled_ahead(setup, tmp_path):
+    arguments = [
+        *setup,
+        *with_tests(tmp_path),
+        "rollout.filter=[0.0,0.9]",
+        "rollout.num_processes=1",
+        "trainer.save_freq=1",
+        "trainer.keep_checkpoints=6",
+    ]
+    train(2, tmp_path / "whole", *arguments)
+    expected = read_bits(tmp_path / "whole")
+    for step in (2, 5):
+        start = f"trainer.resume={tmp_path / 'whole/checkpoints'}/step_{step}"
+        folder = tmp_path / f"from_{step}"
+        train(2, folder, *arguments, start)
+        bits = read_bits(folder)
+        later = [line for line in expected["metrics"] if line["step"] > step]
+        assert bits.pop("metrics") == later
+        assert bits.items() <= expected.items()
+        assert "model/model.safetensors" in bits
+
+
+def test_environments_with_state_and_several_turns_are_played_ahead(setup, tmp_path):
+    (tmp_path / "env.py").write_text(
+        textwrap.dedent("""
+            class make_env:
+                def reset(self):
+                    self.turns = 0
+
+                def step(self, messages):
+                    self.turns += 1
+                    return [] if self.turns == 2 else [{"role": "user", "content": "again"}]
+
+                def reward(self, messages):
+                    return self.turns + len(messages[-1]["content"]) / 100
+        """)
+    )
+    every_token = f"rollout.train_sampling_params.stop_token_ids={[*range(3, 98)]}"
+    keys = ["rollout.max_turns=3", "data.max_length=200", "trainer.max_steps=3", every_token]
+    train(2, tmp_path / "run", *setup, *keys, "rollout.num_processes=1")
+    for step in (1, 2, 3):
+        records = read_jsonl(tmp_path / f"run/rollouts/train/step_{step}.jsonl")
+        assert {record["num_turns"] for record in records} <= {1, 2}
+        assert max(record["num_turns"] for record in records) == 2
+
+
+def test_solved_prompts_end_the_run_with_the_step_that_was_trained(setup, tmp_path):
+    """Every answer is right, so all prompts are solved by the last step of the first epoch."""
+    (tmp_path / "env.py").write_text("def reward_fn(messages):\n    return 1.0\n")
+    keys = ["rollout.drop_solved=0.5", "trainer.n_epochs=9", "trainer.max_steps=20"]
+    done = train(2, tmp_path / "run", *setup, *keys, "rollout.num_processes=1")
+    assert "all training prompts" in done.stdout or "every training prompt" in done.stdout
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(1, 9))
+
+
+def test_a_failing_environment_ends_both_sides_with_one_message(setup, tmp_path):
+    (tmp_path / "env.py").write_text(
+        textwrap.dedent("""
+            num_calls = 0
+
+            def reward_fn(messages):
+                global num_calls
+                num_calls += 1
+                if num_calls > 20:  # some are calls of the trial at the start
+                    raise ValueError("the scale is broken")
+                return 1.0
+        """)
+    )
+    done = train(2, tmp_path / "run", *setup, "rollout.num_processes=1", check=False)
+    assert done.returncode != 0
+    message = done.stderr.split("error")[-1]
+    assert "the scale is broken" in message and "rl2/" not in message
+    newest = sorted((tmp_path / "run/rollouts/train").glob("step_*.jsonl"))[-1]
+    reasons = {record["finish_reason"] for record in read_jsonl(newest)}
+    assert "failed" in reasons, "the transcripts of the failed rollout are lost"
+
+
+class Channel:
+    """In the place of a link: its samplers were asked to stop, and answer with one rollout."""
+
+    def send(self, request):
+        pass
+
+    def receive_answer(self):
+        handover = pickle.dumps(Handover([], {}, rows_done=3, is_exhausted=False))
+        return pickle.dumps(Answer(Rollout(handover, b"", 1.0), is_stopping=True))
+
+
+def test_a_stop_of_the_samplers_is_not_heard_again_after_a_resume():
+    """The rollout that was sampled ahead is in the checkpoint, the stop is not."""
+    stops = []
+    samplers = [
+        Samplers(Channel(), 9, True, write_records=None, request_stop=lambda: stops.append(1))
+        for _ in range(2)
+    ]
+    samplers[0].collect(1)
+    samplers[0].wait()  # for the rollout of step 2
+    assert len(stops) == 2
+    samplers[1].load_state_dict(samplers[0].state_dict())
+    samplers[1].num_steps = 2
+    samplers[1].collect(2)
+    assert len(stops) == 2 and samplers[1].rows_done == 3
+
+
+def test_replay_and_diff_know_overlapped_runs(setup, tmp_path):
+    keys = ["rollout.num_processes=1", "trainer.save_freq=2"]
+    train(2, tmp_path / "run", *setup, *keys)
+    for rollouts in ("again", "saved"):
+        replay = ("-m", "rl2", "replay", str(tmp_path / "run"), "--step", "4")
+        done = launch(1, *replay, "--rollouts", rollouts)
+        assert "equal" in done.stdout or "same" in done.stdout, done.stdout
