@@ -82,7 +82,7 @@ class Topic:
 
 
 ENVIRONMENT_KEYS = (
-    r"env_\w+|max_turns|max_env_failures|reward_weights|score|test_path|columns"
+    r"env_\w+|endpoint_host|max_turns|max_env_failures|reward_weights|score|test_path|columns"
     r"|responses_per_test_prompt"
 )
 TOPICS = [

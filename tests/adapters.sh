@@ -8,7 +8,7 @@ fingerprint="$(cat tests/adapters.* setup.py constraints.txt | cksum)"
 if ! grep -qxF "$fingerprint" "$env/installed" 2>/dev/null; then
     echo "installing rl2 with GEM and verifiers into $env (a minute or two) ..."
     [ -x "$env/bin/python" ] || "${PYTHON:-python3}" -m venv "$env"
-    { grep -v '^openai==' constraints.txt; cat tests/adapters.txt; } >"$env/constraints.txt"
+    { grep -vE '^(anthropic|mcp|mcp-types|openai)==' constraints.txt; cat tests/adapters.txt; } >"$env/constraints.txt"
     pip() { "$env/bin/python" -m pip install -qq -c "$env/constraints.txt" "$@"; }
     pip "$(grep '^torch==' constraints.txt)"
     pip pytest reasoning-gym verifiers -e .

@@ -1,6 +1,7 @@
 """Agents from outside: `run` of an env file, and the OpenAI-compatible address that it gets."""
 
 import asyncio
+import itertools
 import os
 import textwrap
 import threading
@@ -21,13 +22,16 @@ from scripted import (  # noqa: F401
 from test_env_objects import CHATML_WITH_TOOLS, call_text, trained_text
 from test_trainer import setup, train  # noqa: F401
 
+from rl2.config.schema import RolloutConfig
 from rl2.data.chat import ChatTemplate
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env, preflight
 from rl2.rollout import http
+from rl2.rollout.agent import player_class
 from rl2.rollout.collect import Collector
-from rl2.rollout.endpoint import player_class
-from rl2.rollout.http import MAX_BODY_BYTES, Connection
+from rl2.rollout.endpoint import LOCAL_HOST, Endpoint, is_exposed
+from rl2.rollout.http import MAX_BODY_BYTES, HttpServer, Response
+from rl2.trainer.sampling import read_envs
 
 STOPS = ("Observation:", "Calling tools:")  # of smolagents
 # A client of HTTP with the standard library alone, for what OpenAI's client would not send.
@@ -64,6 +68,7 @@ def make_agent(
     params=PARAMS,
     isolation="thread",
     timeout=20,
+    **more,
 ):
     """(collector, prompts, player) of an env file that may use the client above."""
     text = textwrap.dedent(CLIENT) + textwrap.dedent(env)
@@ -72,7 +77,7 @@ def make_agent(
     tokenizer.chat_template = CHATML_WITH_TOOLS
     replies = script if callable(script) else lambda turn, _: (script[turn], "stop")
     env = load_env(str(tmp_path / "env.py"), timeout, isolation=isolation)
-    player = player_class({"": env})(
+    player = player_class({"": env}, **more)(
         engine=ScriptedEngine(tokenizer, replies),
         envs={"": env},
         template=ChatTemplate(tokenizer),
@@ -93,7 +98,7 @@ def play(tmp_path, script, env, num_samples=1, **options):
     if player.failures.last:
         print(player.failures.last)
     player.envs[""].close()
-    assert not getattr(player, "sessions", None)
+    assert not hasattr(player, "endpoint") or not player.endpoint.addresses
     return trajectories, player
 
 
@@ -306,7 +311,6 @@ REFUSED = """
 CHANGES = [
     ({"model": "gpt-4"}, "404 model='gpt-4': there is 'rl2' only"),
     ({"n": 2}, "n=2: only 1 is supported"),
-    ({"stream": True}, "stream=True: only False is supported"),
     ({"logprobs": True}, "logprobs=True: only False"),
     ({"response_format": {"type": "json_object"}}, "response_format={'type': 'json_object'}: only"),
     ({"stop": ["END", "x"]}, "stop='END': add it to rollout.train_sampling_params.stop"),
@@ -568,7 +572,7 @@ def test_an_engine_that_fails_ends_the_rollout(tmp_path):
     collector, prompts, player = make_agent(tmp_path, lambda *_: 1 / 0, TWO_TURNS)
     with pytest.raises(ZeroDivisionError):
         collector.play(prompts, PARAMS, 1, "train", 1)
-    assert len(player.engine.requests) == 1 and not player.sessions
+    assert len(player.engine.requests) == 1 and not player.endpoint.addresses
 
 
 def test_a_trajectory_that_is_aborted_ends_its_agent(tmp_path):
@@ -586,7 +590,7 @@ def test_a_trajectory_that_is_aborted_ends_its_agent(tmp_path):
     collector, prompts, player = make_agent(tmp_path, abort, env)
     with pytest.raises(AssertionError, match="cancelled"):
         collector.play(prompts, PARAMS, 1, "train", 1)
-    assert player.failures.count == 0 and not player.sessions
+    assert player.failures.count == 0 and not player.endpoint.addresses
 
 
 @pytest.mark.parametrize(
@@ -697,47 +701,138 @@ def test_an_agent_library_runs_unchanged(tmp_path):
     assert texts == "<|im_end|>".join([*script, ""])
 
 
+def test_each_trajectory_has_an_address_and_a_key_of_its_own(tmp_path):
+    """Also where an agent knows the address of another one. No key stands in the environment."""
+    env = """
+        import os, threading
+        given, meeting, end = [], threading.Barrier(2), threading.Barrier(2)
+        def run(row, base_url, model, api_key):
+            given.append((base_url, api_key))
+            meeting.wait(20)
+            [other] = [pair for pair in given if pair != (base_url, api_key)]
+            body = {"model": model, "messages": [user("a")]}
+            status, _ = send(other[0], body, Authorization=f"Bearer {api_key}")
+            assert status == 401
+            assert not {api_key, *base_url.split("/")} & {*os.environ.values()}
+            ask(base_url, api_key, [user("a")])
+            end.wait(20)
+            return 1.0
+    """
+    trajectories, player = play(tmp_path, lambda *_: ("b", "stop"), env, num_samples=2)
+    assert [t.rewards for t in trajectories] == [{"run": 1.0}] * 2, player.failures.last
+
+
+def test_an_agent_that_fails_does_not_tell_its_secrets(tmp_path):
+    env = "def run(base_url, api_key): raise ValueError(base_url, api_key)"
+    (trajectory,), player = play(tmp_path, [], env)
+    text = str(player.failures.last)
+    assert "/SECRET/v1', 'API_KEY'" in text, text
+
+
+def test_an_exposed_address_takes_no_key_but_that_of_the_trajectory(tmp_path):
+    env = """
+        import os
+        def run(row, base_url, model, api_key):
+            assert "127.0.0.1" not in base_url and "0.0.0.0" not in base_url
+            body = {"model": model, "messages": [user("a")]}
+            key = os.environ["OPENAI_API_KEY"]
+            assert send(base_url, body, Authorization=f"Bearer {key}")[0] == 401
+            assert send(base_url, body)[0] == 401
+            ask(base_url, api_key, [user("a")])
+            return 1.0
+    """
+    (trajectory,), player = play(tmp_path, ["b"], env, endpoint_host="0.0.0.0")
+    assert trajectory.rewards == {"run": 1.0}, player.failures.last
+
+
+@pytest.mark.parametrize(
+    "run, host, problems, warnings",
+    [
+        ("def run(base_url): ...", "0.0.0.0", 1, 0),
+        ("def run(base_url, api_key): ...", "0.0.0.0", 0, 0),
+        ("def run(base_url): ...", "127.0.0.1", 0, 0),
+        ("def reward_fn(messages): return 1.0", "0.0.0.0", 0, 1),
+    ],
+)
+def test_an_exposed_address_needs_an_agent_that_asks_for_its_key(
+    tmp_path, run, host, problems, warnings
+):
+    (tmp_path / "env.py").write_text(run)
+    rollout = RolloutConfig(env_path=str(tmp_path / "env.py"), endpoint_host=host)
+    found = []
+    _, warned = read_envs(rollout, {"data.path": pack_rows([make_row(0)])}, found)
+    assert [problem.key for problem in found] == ["rollout.endpoint_host"] * problems
+    assert len([text for text in warned if "endpoint_host" in text]) == warnings
+
+
+def test_a_host_that_is_not_of_this_machine_is_named():
+    with pytest.raises(OSError, match="rollout.endpoint_host=192.0.2.7"):
+        Endpoint(asyncio.new_event_loop(), "192.0.2.7", 1)
+
+
+@pytest.mark.parametrize(
+    "host, exposed",
+    [("127.0.0.1", False), ("localhost", False), ("::1", False), ("0.0.0.0", True)]
+    + [("::", True), ("172.17.0.1", True), ("node7", True)],
+)
+def test_what_others_reach_is_exposed(host, exposed):
+    assert is_exposed(host) == exposed
+
+
+def test_what_a_client_sends_stands_in_no_log(caplog):
+    """A broken header may be a key, and a path is a secret."""
+    caplog.set_level(0)
+
+    async def client(reader, writer):
+        writer.write(b"POST /secret/v1 HTTP/1.1\r\nAuthorization: Bearer \x00secret\r\n\r\n")
+        return await read_to_the_end(reader)
+
+    assert b" 400 " in talk(client, soon)
+    assert "secret" not in caplog.text
+
+
+def test_connections_beyond_the_limit_are_closed():
+    async def client(reader, writer):
+        host, port = writer.get_extra_info("peername")
+        writer.write(REQUEST[:9])
+        late, _ = await asyncio.open_connection(host, port)
+        assert await read_to_the_end(late) == b""
+        writer.write(REQUEST[9:].replace(b"Host: a", b"Host: a\r\nConnection: close"))
+        return await read_to_the_end(reader)
+
+    assert b" 200 " in talk(client, soon, max_connections=1)
+
+
 REQUEST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}"
+JSON = "application/json"
 
 
-def talk(client, answer):
+def talk(client, answer, max_connections=4):
     """What `client(reader, writer)` returns, connected to a server with this answer.
 
     The connections of the server must be closed then.
     """
-    connections = []
-
-    class Recorded(Connection):
-        def connection_made(self, transport):
-            super().connection_made(transport)
-            connections.append(self)
-            self.is_open = True
-
-        def connection_lost(self, error):
-            super().connection_lost(error)
-            self.is_open = False
+    loop = asyncio.new_event_loop()
+    server = HttpServer(loop, LOCAL_HOST, max_connections, answer)
 
     async def connect():
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Recorded(answer), "127.0.0.1", 0)
-        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        reader, writer = await asyncio.open_connection(LOCAL_HOST, server.port)
         result = await asyncio.wait_for(client(reader, writer), 60)
-        while connections[0].is_open:  # or the test's time is over
+        while server.num_connections:  # or the test's time is over
             await asyncio.sleep(0.01)
         writer.close()
-        server.close()
         return result
 
-    return asyncio.run(asyncio.wait_for(connect(), 60))
+    return loop.run_until_complete(asyncio.wait_for(connect(), 60))
 
 
-async def never(request, body):
+async def never(request):
     await asyncio.Event().wait()
 
 
-async def soon(request, body):
+async def soon(request):
     await asyncio.sleep(0.5)
-    return 200, body
+    return Response(200, JSON, request.body)
 
 
 async def read_to_the_end(reader):
@@ -778,21 +873,26 @@ def test_a_slow_client_is_disconnected_and_a_slow_answer_is_sent(start):
     assert answer.count(b"200") == (len(start) >= len(REQUEST))
 
 
-def test_single_bytes_do_not_keep_a_connection():
+@pytest.mark.parametrize("start", [b"", REQUEST.replace(b" 2", b" 200")])
+def test_single_bytes_do_not_keep_a_connection(start):
+    """Neither in the headers nor in the body."""
+
     async def client(reader, writer):
         end = asyncio.ensure_future(read_to_the_end(reader))
-        while not end.done():
-            writer.write(b"POST / HTTP/1.1\r\nA:"[:1])
+        writer.write(start)
+        for byte in itertools.chain(b"POST / HTTP/1.1\r\nA:", itertools.repeat(65)):
+            if end.done():
+                return end.result()
+            writer.write(bytes([byte]))
             await asyncio.sleep(0.02)
-        return end.result()
 
     with mock.patch.multiple(http, REQUEST_SECONDS=0.3, IDLE_SECONDS=0.3):
         assert talk(client, soon) == b""
 
 
 def test_a_client_that_does_not_read_its_answer_is_disconnected():
-    async def large(request, body):
-        return 200, b"x" * 2**26
+    async def large(request):
+        return Response(200, JSON, b"x" * 2**26)
 
     async def client(reader, writer):
         reader._transport.pause_reading()

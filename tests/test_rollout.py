@@ -39,7 +39,7 @@ from rl2.engine.local import LocalEngine
 from rl2.env import loops
 from rl2.env.load import load_env
 from rl2.rollout import collect
-from rl2.rollout.endpoint import player_class
+from rl2.rollout.agent import player_class
 from rl2.rollout.schedule import GroupSchedule
 from rl2.rollout.stats import (
     add_ages,
@@ -539,7 +539,7 @@ def test_agents_of_groups_that_a_step_drops_are_cancelled(tmp_path, isolation, m
     with monkeypatch.context() as patch:
         patch.setattr(GroupSchedule, "limit", property(lambda _: 3))
         done = collector.collect(1)
-    assert [t.reward for t in done] == [1.0, 1.0] and not collector.player.sessions
+    assert [t.reward for t in done] == [1.0, 1.0] and not collector.player.endpoint.addresses
     assert not old.failures.count, "the step waited until the agent was late"
     (tmp_path / "released").touch()
     assert [t.reward for t in collector.collect(2)] == [1.0, 1.0]

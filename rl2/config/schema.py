@@ -689,6 +689,12 @@ class PlayConfig:
         "timeout",
         choices=("thread", "process"),
     )
+    endpoint_host: str = key(
+        "127.0.0.1",
+        "where agents, run() of the env file, find the model: an address of this machine, such as "
+        "that of a container bridge, or 0.0.0.0 for all of them; with one that others reach, run() "
+        "must ask for api_key",
+    )
     max_env_failures: Ratio = key(
         0.1,
         "stop the run if a larger fraction of a step's trajectories fails in the env",

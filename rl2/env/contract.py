@@ -44,10 +44,10 @@ message of the user, or Gymnasium's tuple (observation, reward, terminated, trun
 All other public methods that have a docstring are tools (rl2/env/spec.py). A class for
 TRL's `environment_factory` works: make_env = NAME.
 
-`run` plays the whole trajectory: `base_url` is an OpenAI-compatible address of the policy, for this
-trajectory alone, and `api_key` its key. It returns a number, which becomes the reward part `run`,
-or a dict of parts, or None where `reward_fn` judges. See rl2/rollout/endpoint.py. A function of
-that name without the parameter `base_url` is another one.
+`run` plays the whole trajectory: `base_url` is an address of the policy for this trajectory alone,
+which speaks the protocols of OpenAI and Anthropic, and `api_key` its key. It returns a number,
+which becomes the reward part `run`, or a dict of parts, or None where `reward_fn` judges. See
+rl2/rollout/agent.py. A function of that name without the parameter `base_url` is another one.
 
 Reward functions of TRL and verl are called as their own trainers call them, with one conversation
 at a time. In place of `reward_fn` a file may have `compute_score` (verl), or any number of TRL's,
@@ -61,6 +61,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 API_KEY = "OPENAI_API_KEY"  # the environment variable in which clients of OpenAI look for it
+PLACEHOLDER_KEY = "rl2"  # its value if the user has set none
 # What functions may ask for without a column of that name.
 TRAJECTORY_INPUTS = {"state", "environment", "environments"}  # rl2/env/session.py has them
 GIVEN_INPUTS = {

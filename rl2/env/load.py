@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import secrets
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -13,6 +12,7 @@ from rl2.data.rows import Rows
 from rl2.env.call import Env
 from rl2.env.contract import (
     API_KEY,
+    PLACEHOLDER_KEY,
     EnvError,
     LateError,
     add_parts,
@@ -55,7 +55,7 @@ def load_env(
         spec = read_spec(module)
     except (ValueError, EnvError) as error:
         raise ValueError(f"rollout.env_path={path}: {error}") from error
-    _choose_api_key(spec)  # before there are processes
+    _set_placeholder_key(spec)  # before there are processes
     file = str(module.__file__)
     pool = ProcessPool(file, timeout, concurrency) if isolation == "process" else None
     return Env(spec, timeout, concurrency, pool, file)
@@ -84,14 +84,17 @@ def make_env(
     for name in functions.keys() - spec.functions().keys():
         needed = "base_url" if name == "run" else "messages"
         raise ValueError(f"{name}: expected a function with a parameter called {needed}")
-    _choose_api_key(spec)
+    _set_placeholder_key(spec)
     return Env(spec, timeout, concurrency)
 
 
-def _choose_api_key(spec: EnvSpec) -> None:
-    """Sets the variable in which an agent finds the key of its address, if there is an agent."""
+def _set_placeholder_key(spec: EnvSpec) -> None:
+    """Sets the variable without which clients of OpenAI do not start, if there is an agent.
+
+    It is no secret: the address of a trajectory is, and so is the key that `run` may ask for.
+    """
     if spec.run is not None:
-        os.environ[API_KEY] = os.environ.get(API_KEY) or secrets.token_urlsafe()
+        os.environ[API_KEY] = os.environ.get(API_KEY) or PLACEHOLDER_KEY
 
 
 def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = False) -> list[str]:

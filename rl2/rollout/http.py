@@ -1,105 +1,147 @@
-"""HTTP/1.1 of one connection: whole requests in, whole answers out, one after another."""
+"""HTTP by aiohttp, on the loop of an engine: whole requests in, whole answers out, with limits.
+
+aiohttp cancels the answer for a client that leaves, closes idle connections, and stops reading from
+a client that sends more than it keeps. The rest is here. Nothing is logged: paths are secrets.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
-import h11
-from h11 import Request
+from aiohttp import web
 
-MAX_BODY_BYTES = 2**22  # of a request; no more than one byte beyond is kept
-# That a client sends while it waits for an answer. Reading continues, to see whether it leaves.
-MAX_EARLY_BYTES = 2**16
-REQUEST_SECONDS = 120.0  # in which a request that has begun must be whole
-IDLE_SECONDS = 600.0  # between requests; the connections of agents that have ended are closed
-
-# (request line and headers, body) -> (status, JSON)
-Answer = Callable[[Request, bytes], Awaitable[tuple[int, bytes]]]
+MAX_BODY_BYTES = 2**22  # of a request
+REQUEST_SECONDS = 120.0  # in which the body of a request must arrive, and an answer be taken
+# From one answer to the headers of the next request. Those of agents that have ended are closed.
+IDLE_SECONDS = 600.0
+LOOK_SECONDS = 0.5  # between two looks at what a client does
+CLOSE_SECONDS = 1.0  # that an answer under way may take when the connections are closed
+SILENT = logging.Logger(__name__, logging.CRITICAL)  # aiohttp logs errors, with what was sent
 
 
-class Connection(asyncio.Protocol):
-    """Answers the requests of a client with `answer`, which is cancelled if the client leaves.
+@dataclass(frozen=True)
+class Request:
+    """A request of a client."""
 
-    A client that sends too slowly, or too much while it waits, is disconnected.
+    method: str
+    path: str  # without a query
+    headers: Mapping[str, str]  # whatever the case of a name
+    body: bytes | None  # None if it has more than MAX_BODY_BYTES
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a client gets."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+class HttpServer:
+    """Answers requests with `answer` on a free port of `host`.
+
+    A client that sends or reads too slowly, or sends too much while it waits, is disconnected, and
+    so is one beyond `max_connections`.
     """
 
-    def __init__(self, answer: Answer):
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        host: str,
+        max_connections: int,
+        answer: Callable[[Request], Awaitable[Response]],
+    ):
+        """OSError if `host` is no address of this machine."""
         self._answer = answer
-        self._http = h11.Connection(h11.SERVER)
-        self._task: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_arriving = False  # a request that is not whole yet
-        self._num_early = 0  # bytes that came during the answer
-        self._body = bytearray()
+        self._max_connections = max_connections
+        self._server = web.Server(
+            self._handle,
+            loop=loop,
+            handler_cancellation=True,
+            keepalive_timeout=IDLE_SECONDS,
+            logger=SILENT,
+            access_log=None,
+        )
+        serving = loop.create_server(self._connect, host, 0)
+        self.port: int = loop.run_until_complete(serving).sockets[0].getsockname()[1]
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._server.connections)
+
+    async def close_connections(self) -> None:
+        """Closes all connections. New ones may come."""
+        connections = self._server.connections
+        for connection in connections:
+            connection.close()
+        closing = [connection.shutdown(CLOSE_SECONDS) for connection in connections]
+        await asyncio.gather(*closing)
+
+    def _connect(self) -> asyncio.BaseProtocol:
+        return _Refusal() if self.num_connections >= self._max_connections else self._server()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answers a request. CancelledError closes its connection without a further word."""
+        transport = request.transport
+        if transport is None:  # the client has left
+            raise asyncio.CancelledError
+        transport.set_write_buffer_limits(0)  # what is in the buffer has not been taken
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                body = await _read_body(request)
+        except (TimeoutError, web.RequestPayloadError):
+            raise asyncio.CancelledError from None
+        whole = Request(request.method, request.path, request.headers, body)
+        response = await _wait_for_answer(self._answer(whole), transport)
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                return await _send(response, request, transport)
+        except TimeoutError:
+            transport.abort()
+            raise asyncio.CancelledError from None
+
+
+class _Refusal(asyncio.Protocol):
+    """Closes a connection at once."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._set_timer(IDLE_SECONDS)
+        transport.close()
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self._stop_timer()
-        if self._task:
-            self._task.cancel()
 
-    def data_received(self, data: bytes) -> None:
-        if self._task:
-            self._num_early += len(data)
-            if self._num_early > MAX_EARLY_BYTES:
-                self._transport.abort()
-                return
-        elif not self._is_arriving:
-            self._is_arriving = True
-            self._set_timer(REQUEST_SECONDS)  # for all of it, so that single bytes do not help
-        self._http.receive_data(data)
-        self._read()
+async def _read_body(request: web.BaseRequest) -> bytes | None:
+    body = bytearray()
+    async for part in request.content.iter_any():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            return None
+    return bytes(body)
 
-    def _read(self) -> None:
-        """Reads what has arrived, and starts the answer when a request is whole."""
-        try:
-            while True:
-                event = self._http.next_event()
-                if isinstance(event, Request):
-                    self._request = event
-                    self._body.clear()
-                elif isinstance(event, h11.Data):
-                    self._body += event.data[: MAX_BODY_BYTES + 1 - len(self._body)]
-                elif isinstance(event, h11.EndOfMessage):
-                    self._stop_timer()
-                    self._is_arriving = False
-                    self._task = asyncio.ensure_future(self._respond())
-                else:  # the rest has not arrived, an answer is under way, or the client has left
-                    return
-        except h11.RemoteProtocolError:  # this is not HTTP, or its headers are too large
-            self._close()
 
-    async def _respond(self) -> None:
-        try:
-            status, body = await self._answer(self._request, bytes(self._body))
-            headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
-            response = h11.Response(status_code=status, headers=headers)
-            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
-                self._transport.write(self._http.send(event) or b"")
-            self._http.start_next_cycle()  # LocalProtocolError if the connection has to close
-        except (Exception, asyncio.CancelledError):
-            self._close()
-            return
-        self._task = None
-        self._is_arriving = self._num_early > 0
-        self._num_early = 0
-        self._set_timer(REQUEST_SECONDS if self._is_arriving else IDLE_SECONDS)
-        self._read()
+async def _wait_for_answer(answer: Awaitable[Response], transport: asyncio.Transport) -> Response:
+    """The answer, unless the client sends so much meanwhile that aiohttp stops reading."""
+    work = asyncio.ensure_future(answer)
+    try:
+        while not work.done():
+            await asyncio.wait([work], timeout=LOOK_SECONDS)
+            if not transport.is_reading():
+                transport.abort()
+                raise asyncio.CancelledError
+        return work.result()
+    finally:
+        work.cancel()
 
-    def _close(self) -> None:
-        """Closes the connection once the client has read what was sent."""
-        self._transport.close()
-        self._set_timer(REQUEST_SECONDS)
 
-    def _set_timer(self, seconds: float) -> None:
-        """Disconnects the client after some seconds, unless another timer is set before."""
-        self._stop_timer()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._transport.abort)
-
-    def _stop_timer(self) -> None:
-        if self._timer:
-            self._timer.cancel()
-            self._timer = None
+async def _send(
+    response: Response, request: web.BaseRequest, transport: asyncio.Transport
+) -> web.StreamResponse:
+    """Sends an answer, until the client has taken it."""
+    headers = {"Content-Type": response.content_type}
+    stream = web.StreamResponse(status=response.status, headers=headers)
+    stream.content_length = len(response.body)
+    await stream.prepare(request)
+    await stream.write(response.body)
+    while transport.get_write_buffer_size():
+        await asyncio.sleep(LOOK_SECONDS)
+    return stream

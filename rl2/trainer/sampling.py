@@ -16,7 +16,8 @@ from rl2.env.call import Env
 from rl2.env.contract import EnvFailures
 from rl2.env.load import Functions, load_env, make_env, preflight
 from rl2.model.folder import check_token_ids
-from rl2.rollout.endpoint import player_class
+from rl2.rollout.agent import player_class
+from rl2.rollout.endpoint import LOCAL_HOST, is_exposed
 from rl2.rollout.player import Player
 
 SAMPLING_SECTIONS = {"train": "train_sampling_params", "test": "test_sampling_params"}
@@ -48,6 +49,15 @@ def read_envs(
         except ValueError as error:
             problems.append(Problem(key, path, f"{key}: {error}" if name else str(error)))
     agents = [name for name, env in envs.items() if env.spec.run is not None]
+    host = rollout.endpoint_host
+    if is_exposed(host) and any("api_key" not in envs[name].asked for name in agents):
+        text = (
+            f"rollout.endpoint_host={host}: others reach this address, so the model answers only "
+            "with the key of the trajectory; run() must ask for it: add the argument api_key"
+        )
+        problems.append(Problem("rollout.endpoint_host", host, text))
+    if host != LOCAL_HOST and envs and not agents:
+        warnings.append("rollout.endpoint_host has no effect: the env file has no agent, run()")
     if 0 < len(agents) < len(envs):
         text = (
             f"rollout.env_path: the envs of {', '.join(agents)} have an agent, run(), and the "
@@ -106,7 +116,7 @@ def make_player(
     max_length: int,
 ) -> Player:
     """What plays trajectories. None of their sequences gets longer than `max_length` tokens."""
-    return player_class(envs)(
+    return player_class(envs, rollout.endpoint_host)(
         engine=engine,
         envs=envs,
         template=template,

@@ -1,0 +1,37 @@
+"""The protocols that agents speak. Each is a module that translates to and from form.py."""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from rl2.engine.base import SamplingParams
+from rl2.rollout.dialects import anthropic_messages, chat_completions, responses
+from rl2.rollout.dialects.form import ChatAnswer, ChatRequest
+
+
+class Dialect(Protocol):
+    """What a module of a protocol has. Its functions keep no state."""
+
+    def read(self, body: dict[str, Any], params: SamplingParams) -> ChatRequest:
+        """Returns what a request asks for. RequestError or one of MALFORMED if rl2 cannot do it."""
+
+    def write(self, answer: ChatAnswer, body: dict[str, Any]) -> dict[str, Any]:
+        """Returns the answer to the request `body` as one JSON object."""
+
+    def stream(
+        self, response: dict[str, Any], body: dict[str, Any]
+    ) -> Iterator[dict[str, Any] | str]:
+        """Yields the data of the events in which a stream has the object that `write` returned."""
+
+    def write_error(self, status: int, reason: str) -> dict[str, Any]:
+        """Returns the JSON object of an error with this status of HTTP."""
+
+
+DIALECTS: Mapping[str, Dialect] = MappingProxyType(
+    {
+        "chat/completions": chat_completions,
+        "responses": responses,
+        "messages": anthropic_messages,
+    }
+)
+"""By the path behind /v1/."""

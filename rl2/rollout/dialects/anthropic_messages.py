@@ -1,0 +1,153 @@
+"""Messages of Anthropic: contents are lists of blocks, also calls of tools and their results."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from rl2.engine.base import SamplingParams
+from rl2.rollout.dialects.form import (
+    MODEL,
+    ChatAnswer,
+    ChatRequest,
+    check_fields,
+    join_turns,
+    read_stop,
+    read_text,
+    to_call,
+)
+
+USED = (
+    "model",
+    "messages",
+    "system",
+    "tools",
+    "stop_sequences",
+    "stream",
+    "max_tokens",
+    "cache_control",
+)
+FIXED: dict[str, Any] = {"container": None, "mcp_servers": [], "output_format": None}
+ERRORS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+}
+
+
+def read(body: dict[str, Any], params: SamplingParams) -> ChatRequest:
+    """Returns what a request asks for."""
+    choice = (body.get("tool_choice") or {}).get("type")
+    check_fields({**body, "tool_choice": choice}, USED, FIXED, params)
+    if (body.get("output_config") or {}).get("format"):
+        raise ValueError("output_config.format: only text is supported")
+    messages = []
+    if system := read_text(body.get("system")):
+        messages.append({"role": "system", "content": system})
+    for message in body["messages"]:
+        messages += _read_message(message)
+    return ChatRequest(
+        messages=join_turns(messages),
+        tools=[_read_tool(tool) for tool in body.get("tools") or []] or None,
+        max_tokens=body["max_tokens"],
+        stop=read_stop(body.get("stop_sequences"), params),
+    )
+
+
+def _read_message(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields what a message is in chat templates, where each result of a tool is a message."""
+    role, content = message["role"], message["content"]
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+    elif role == "assistant":
+        yield _read_turn(content)
+    else:
+        texts = []
+        for block in content:
+            if block["type"] != "tool_result":
+                texts.append(block)
+                continue
+            if texts:
+                yield {"role": role, "content": read_text(texts)}
+                texts = []
+            result = read_text(block.get("content"))
+            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": result}
+        if texts:
+            yield {"role": role, "content": read_text(texts)}
+
+
+def _read_turn(blocks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message of a turn of the assistant."""
+    calls = [block for block in blocks if block["type"] == "tool_use"]
+    turn: dict[str, Any] = {"role": "assistant"}
+    turn["content"] = read_text([block for block in blocks if block["type"] != "tool_use"])
+    if calls:
+        turn["tool_calls"] = [to_call(call["id"], call["name"], call["input"]) for call in calls]
+    return turn
+
+
+def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise ValueError(f"a tool of type {tool['type']!r} is not supported, only 'custom'")
+    function = {"name": tool["name"], "parameters": tool["input_schema"]}
+    if tool.get("description"):
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+def write(answer: ChatAnswer, body: dict[str, Any]) -> dict[str, Any]:
+    """Returns the answer as an object of the type `message`: a block of text, then the calls."""
+    content: list[dict[str, Any]] = []
+    if answer.text.strip() or not answer.calls:
+        content.append({"type": "text", "text": answer.text})
+    for call in answer.calls:
+        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
+        content.append(block)
+    reason = "end_turn"
+    if answer.calls:
+        reason = "tool_use"
+    elif answer.is_cut:
+        reason = "max_tokens"
+    elif answer.stop:
+        reason = "stop_sequence"
+    return {
+        "id": f"msg_{answer.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": MODEL,
+        "content": content,
+        "stop_reason": reason,
+        "stop_sequence": answer.stop if reason == "stop_sequence" else None,
+        "usage": {
+            "input_tokens": answer.num_prompt,
+            "output_tokens": answer.num_sampled,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+        },
+    }
+
+
+def stream(response: dict[str, Any], body: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
+    """Yields the events of the blocks, between those of the beginning and the end."""
+    usage = response["usage"]
+    begun = {**response, "content": [], "stop_reason": None, "stop_sequence": None}
+    yield {"type": "message_start", "message": {**begun, "usage": {**usage, "output_tokens": 0}}}
+    for index, block in enumerate(response["content"]):
+        if block["type"] == "text":
+            empty = {**block, "text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
+        else:
+            empty = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield {"type": "content_block_start", "index": index, "content_block": empty}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    end = {name: response[name] for name in ("stop_reason", "stop_sequence")}
+    yield {"type": "message_delta", "delta": end, "usage": usage}
+    yield {"type": "message_stop"}
+
+
+def write_error(status: int, reason: str) -> dict[str, Any]:
+    """Returns an error as the protocol has it."""
+    kind = ERRORS.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": reason}}

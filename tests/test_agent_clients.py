@@ -1,0 +1,234 @@
+"""The clients of OpenAI and Anthropic, unchanged, in each protocol of an agent's address.
+
+Each plays the same conversation: a question, two calls of a tool in one turn, their results, an
+answer. It gives the tokens that an object with tools gives.
+"""
+
+import textwrap
+
+import pytest
+from scripted import process_group  # noqa: F401
+from test_endpoint import describe, play
+from test_env_objects import call_text, trained_text
+
+SCRIPT = ["Hm. " + call_text("double", x=3) + call_text("double", x=4), "6 and 8"]
+OBJECT = '''
+    class make_env:
+        def double(self, x: int):
+            """Doubles.
+
+            Args:
+                x: a number
+            """
+            return str(2 * x)
+    def reward_fn(messages): return float(len(messages))
+'''
+HEAD = """
+    import json
+    PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    def reward_fn(messages): return float(len(messages))
+"""
+CHAT = """
+    import openai
+    TOOL = {"type": "function", "function": {"name": "double", "parameters": PARAMETERS}}
+    async def ask(client, model, messages):
+        asked = {"model": model, "messages": messages, "tools": [TOOL]}
+        if not STREAM:
+            answer = await client.chat.completions.create(**asked)
+            message = answer.choices[0].message
+            return message.content, message.tool_calls, answer.choices[0].finish_reason
+        text, calls, reason, usage = "", {}, None, None
+        options = {"include_usage": True}
+        async for chunk in await client.chat.completions.create(
+            **asked, stream=True, stream_options=options
+        ):
+            assert chunk.object == "chat.completion.chunk"
+            usage = chunk.usage
+            for choice in chunk.choices:
+                reason = choice.finish_reason or reason
+                text += choice.delta.content or ""
+                for call in choice.delta.tool_calls or []:
+                    if call.id:
+                        calls[call.index] = call
+                    else:
+                        calls[call.index].function.arguments += call.function.arguments
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+        return text, list(calls.values()), reason
+    async def run(row, base_url, model, api_key):
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            messages = list(row["messages"])
+            text, calls, reason = await ask(client, model, messages)
+            assert (text, reason) == ("Hm.", "tool_calls")
+            turn = [call.model_dump(include={"id", "type", "function"}) for call in calls]
+            messages.append({"role": "assistant", "content": text, "tool_calls": turn})
+            for call in calls:
+                result = str(2 * json.loads(call.function.arguments)["x"])
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            text, calls, reason = await ask(client, model, messages)
+            assert (text, reason) == ("6 and 8", "stop") and not calls
+"""
+RESPONSES = """
+    import openai
+    TOOL = {"type": "function", "name": "double", "parameters": PARAMETERS, "strict": False}
+    async def ask(client, model, items):
+        asked = {"model": model, "input": items, "tools": [TOOL]}
+        if not STREAM:
+            return await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            numbers = [event.sequence_number async for event in stream]
+            assert numbers == sorted(numbers)
+            return await stream.get_final_response()
+    async def run(row, base_url, model, api_key):
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            items = list(row["messages"])
+            answer = await ask(client, model, items)
+            assert answer.output_text == "Hm." and answer.status == "completed"
+            items += [item.to_dict() for item in answer.output]
+            for item in answer.output[1:]:
+                result = str(2 * json.loads(item.arguments)["x"])
+                output = {"type": "function_call_output", "call_id": item.call_id, "output": result}
+                items.append(output)
+            answer = await ask(client, model, items)
+            assert answer.output_text == "6 and 8" and answer.usage.output_tokens > 0
+"""
+ANTHROPIC = """
+    import anthropic
+    TOOL = {"name": "double", "input_schema": PARAMETERS}
+    async def ask(client, model, messages):
+        asked = {"model": model, "messages": messages, "tools": [TOOL], "max_tokens": 1000}
+        if not STREAM:
+            return await client.messages.create(**asked)
+        async with client.messages.stream(**asked) as stream:
+            return await stream.get_final_message()
+    async def run(row, base_url, model, api_key):
+        async with anthropic.AsyncAnthropic(base_url=base_url, api_key=api_key) as client:
+            messages = list(row["messages"])
+            answer = await ask(client, model, messages)
+            text, *calls = answer.content
+            assert (text.text, answer.stop_reason) == ("Hm.", "tool_use")
+            messages.append({"role": "assistant", "content": answer.content})
+            results = []
+            for call in calls:
+                result = [{"type": "text", "text": str(2 * call.input["x"])}]
+                results.append({"type": "tool_result", "tool_use_id": call.id, "content": result})
+            messages.append({"role": "user", "content": results})
+            answer = await ask(client, model, messages)
+            assert answer.stop_reason == "end_turn" and answer.usage.output_tokens > 0
+            assert [block.text for block in answer.content] == ["6 and 8"]
+"""
+CLIENTS = {"chat": CHAT, "responses": RESPONSES, "anthropic": ANTHROPIC}
+
+
+def run_env(*parts, stream=False):
+    """The text of an env file."""
+    return "\n".join([f"STREAM = {stream}", *map(textwrap.dedent, (HEAD, *parts))])
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("client", CLIENTS)
+def test_each_client_gives_the_tokens_of_an_object_with_tools(tmp_path, client, stream):
+    pytest.importorskip("anthropic" if client == "anthropic" else "openai")
+    (agent,), player = play(tmp_path, SCRIPT, run_env(CLIENTS[client], stream=stream))
+    (other,), _ = play(tmp_path, SCRIPT, OBJECT)
+    assert agent.rewards == {"reward": 5.0} == other.rewards, player.failures.last
+    assert describe(agent) == describe(other)
+    assert trained_text(player, agent.samples[0]) == "<|im_end|>".join([*SCRIPT, ""])
+
+
+AGENTS = """
+    import agents, openai
+    agents.set_tracing_disabled(True)
+
+    @agents.function_tool
+    def double(x: int) -> str:
+        return str(2 * x)
+
+    async def run(row, base_url, model, api_key):
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            policy = agents.OpenAIResponsesModel(model=model, openai_client=client)
+            agent = agents.Agent(name="doubler", model=policy, tools=[double])
+            question = row["messages"][0]["content"]
+            if STREAM:
+                result = agents.Runner.run_streamed(agent, question)
+                async for _ in result.stream_events():
+                    pass
+            else:
+                result = await agents.Runner.run(agent, question)
+            assert result.final_output == "6 and 8", result.final_output
+            more = [*result.to_input_list(), {"role": "user", "content": "sure?"}]
+            again = await agents.Runner.run(agent, more)
+            assert again.final_output == "yes"
+"""
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_agents_of_openai_run_unchanged(tmp_path, stream):
+    """In their default protocol. All their requests extend one sequence."""
+    pytest.importorskip("agents")
+    script = [*SCRIPT, "yes"]
+    env = run_env(AGENTS, stream=stream)
+    (trajectory,), player = play(tmp_path, script, env, max_length=2000)
+    assert trajectory.rewards == {"reward": 7.0}, player.failures.last
+    (sample,) = trajectory.samples
+    assert trained_text(player, sample) == "<|im_end|>".join([*script, ""])
+
+
+def test_errors_reach_the_client_of_anthropic_in_its_own_form(tmp_path):
+    pytest.importorskip("anthropic")
+    env = """
+        import anthropic
+        def run(row, base_url, model, api_key):
+            asked = {"model": model, "messages": [{"role": "user", "content": "a"}]}
+            with anthropic.Anthropic(base_url=base_url, api_key=api_key) as client:
+                for model, error, text in (
+                    ("other", anthropic.NotFoundError, "there is 'rl2' only"),
+                    (model, anthropic.BadRequestError, "max_tokens=-1"),
+                ):
+                    try:
+                        client.messages.create(**{**asked, "model": model, "max_tokens": -1})
+                    except error as caught:
+                        assert text in caught.body["error"]["message"], caught.body
+                    else:
+                        raise AssertionError(error)
+                assert [m.id for m in client.models.list()] == [model]
+                assert client.messages.create(**asked, max_tokens=5).content[0].text == "b"
+            with anthropic.Anthropic(base_url=base_url, api_key="wrong") as client:
+                try:
+                    client.messages.create(**asked, max_tokens=5)
+                except anthropic.AuthenticationError:
+                    return 1.0
+    """
+    (trajectory,), player = play(tmp_path, ["b"], env)
+    assert trajectory.rewards == {"run": 1.0}, player.failures.last
+
+
+MIXED = """
+    import anthropic, openai
+    async def run(row, base_url, model, api_key):
+        one = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        other = anthropic.AsyncAnthropic(base_url=base_url, api_key=api_key)
+        async with one, other:
+            history = [{"role": "user", "content": "a"}]
+            answer = await one.responses.create(model=model, input=history)
+            history += [{"role": "assistant", "content": answer.output_text}]
+            history += [{"role": "user", "content": "b"}]
+            answer = await other.messages.create(model=model, messages=history, max_tokens=9)
+            # a sub-agent with a system prompt, and then a compaction
+            await other.messages.create(
+                model=model, system="be short", messages=history, max_tokens=9)
+            short = [{"role": "user", "content": "summary, then c"}]
+            answer = await one.chat.completions.create(model=model, messages=short)
+            short += [answer.choices[0].message, {"role": "user", "content": "d"}]
+            await one.responses.create(model=model, input=[short[0],
+                {"role": "assistant", "content": answer.choices[0].message.content}, short[2]])
+"""
+
+
+def test_protocols_may_be_mixed_and_other_histories_are_sequences_of_their_own(tmp_path):
+    pytest.importorskip("anthropic")
+    pytest.importorskip("openai")
+    (trajectory,), player = play(tmp_path, list("12345"), run_env(MIXED), max_turns=5)
+    texts = [trained_text(player, sample) for sample in trajectory.samples]
+    assert texts == ["1<|im_end|>2<|im_end|>", "3<|im_end|>", "4<|im_end|>5<|im_end|>"], (
+        player.failures.last
+    )

@@ -1,0 +1,300 @@
+"""The protocols of agents: how each is translated to messages of chat templates, and back."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from rl2.engine.base import SamplingParams
+from rl2.rollout.dialects import DIALECTS, anthropic_messages, chat_completions, responses
+from rl2.rollout.dialects.form import Call, ChatAnswer, RequestError, parse_body
+
+PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,), stop=("END",))
+USER = {"role": "user", "content": "q"}
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+FUNCTION = {"name": "double", "description": "Doubles.", "parameters": SCHEMA}
+TOOL = {"type": "function", "function": FUNCTION}
+CALL = {
+    "id": "call1",
+    "type": "function",
+    "function": {"name": "double", "arguments": {"x": 3}},
+}
+# What each of the requests below says.
+MESSAGES = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "ab"},
+    {"role": "assistant", "content": "Hm.", "tool_calls": [CALL, {**CALL, "id": "call2"}]},
+    {"role": "tool", "tool_call_id": "call1", "content": "6"},
+    {"role": "tool", "tool_call_id": "call2", "content": "12"},
+    {"role": "user", "content": "and now?"},
+]
+CHAT_CALL = {**CALL, "index": 0, "function": {"name": "double", "arguments": '{"x": 3}'}}
+CHAT = {
+    "model": "rl2",
+    "messages": [
+        MESSAGES[0],
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": "Hm.",
+            "refusal": None,
+            "tool_calls": [CHAT_CALL, {**CHAT_CALL, "id": "call2"}],
+        },
+        *MESSAGES[3:],
+    ],
+    "tools": [TOOL],
+    "max_tokens": 9,
+    "max_completion_tokens": 5,
+    "stop": "END",
+}
+RESPONSES_CALL = {"type": "function_call", "name": "double", "arguments": '{"x": 3}', "id": "fc_1"}
+RESPONSES = {
+    "model": "rl2",
+    "instructions": "be brief",
+    "input": [
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}],
+        },
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "Hm.", "annotations": []}],
+        },
+        {**RESPONSES_CALL, "call_id": "call1"},
+        {**RESPONSES_CALL, "call_id": "call2"},
+        {"type": "function_call_output", "call_id": "call1", "output": "6"},
+        {
+            "type": "function_call_output",
+            "call_id": "call2",
+            "output": [{"type": "input_text", "text": "12"}],
+        },
+        MESSAGES[-1],
+    ],
+    "tools": [{"type": "function", "strict": True, **FUNCTION}],
+    "max_output_tokens": 5,
+}
+ANTHROPIC_CALL = {"type": "tool_use", "name": "double", "input": {"x": 3}}
+ANTHROPIC = {
+    "model": "rl2",
+    "system": [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "Hm."}]},
+        {
+            "role": "assistant",
+            "content": [{**ANTHROPIC_CALL, "id": "call1"}, {**ANTHROPIC_CALL, "id": "call2"}],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "call1", "content": "6"},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "call2",
+                    "content": [{"type": "text", "text": "12"}],
+                },
+                {"type": "text", "text": "and now?"},
+            ],
+        },
+    ],
+    "tools": [{"name": "double", "description": "Doubles.", "input_schema": SCHEMA}],
+    "tool_choice": {"type": "auto"},
+    "max_tokens": 5,
+    "stop_sequences": ["END"],
+}
+
+
+@pytest.mark.parametrize(
+    "dialect, body",
+    [(chat_completions, CHAT), (responses, RESPONSES), (anthropic_messages, ANTHROPIC)],
+)
+def test_a_conversation_is_the_same_in_each_protocol(dialect, body):
+    request = dialect.read(body, PARAMS)
+    assert request.messages == MESSAGES
+    assert request.tools == [TOOL]
+    assert request.max_tokens == 5
+    assert request.stop == (() if dialect is responses else ("END",))
+
+
+ANSWER = ChatAnswer("ab12", "four", (), False, None, 10, 3)
+CALLS = (Call("c1", "double", {"x": 3}), Call("c2", "say", {"text": 'é "'}))
+ANSWERS = {
+    "text": ANSWER,
+    "empty": replace(ANSWER, text=""),
+    "text and calls": replace(ANSWER, calls=CALLS),
+    "calls": replace(ANSWER, text="", calls=CALLS),
+    "cut": replace(ANSWER, is_cut=True),
+    "stopped": replace(ANSWER, stop="END"),
+}
+
+
+def answer_items(path, response):
+    """What a client sends back of a response, and the field of the request for it."""
+    if path == "chat/completions":
+        return "messages", [response["choices"][0]["message"]]
+    if path == "responses":
+        return "input", response["output"]
+    return "messages", [{"role": "assistant", "content": response["content"]}]
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+@pytest.mark.parametrize("path", DIALECTS)
+def test_an_answer_comes_back_from_the_client_as_it_was(path, answer):
+    """Else its conversation would not be continued."""
+    dialect = DIALECTS[path]
+    response = json.loads(json.dumps(dialect.write(answer, {})))
+    field, items = answer_items(path, response)
+    body = {"model": "rl2", field: [USER, *items, USER]}
+    body |= {"max_tokens": 5} if path == "messages" else {}
+    assert dialect.read(body, PARAMS).messages == [USER, answer.message(), USER]
+
+
+@pytest.mark.parametrize(
+    "name, reason, incomplete, stop_reason",
+    [
+        ("text", "stop", None, "end_turn"),
+        ("text and calls", "tool_calls", None, "tool_use"),
+        ("cut", "length", {"reason": "max_output_tokens"}, "max_tokens"),
+        ("stopped", "stop", None, "stop_sequence"),
+    ],
+)
+def test_an_answer_says_how_it_ended(name, reason, incomplete, stop_reason):
+    answer = ANSWERS[name]
+    assert chat_completions.write(answer, {})["choices"][0]["finish_reason"] == reason
+    response = responses.write(answer, {})
+    assert response["incomplete_details"] == incomplete
+    assert response["status"] == ("incomplete" if incomplete else "completed")
+    message = anthropic_messages.write(answer, {})
+    assert message["stop_reason"] == stop_reason
+    assert message["stop_sequence"] == ("END" if name == "stopped" else None)
+    assert message["usage"]["input_tokens"] == 10 and message["usage"]["output_tokens"] == 3
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_chunks_of_chat_completions_give_the_message(answer):
+    whole = chat_completions.write(answer, {})
+    *chunks, end = chat_completions.stream(whole, {"stream_options": {"include_usage": True}})
+    assert end == "[DONE]" and {chunk["id"] for chunk in chunks} == {whole["id"]}
+    *chunks, last, usage = chunks
+    assert usage["usage"] == whole["usage"] and usage["choices"] == []
+    [choice] = whole["choices"]
+    assert last["choices"][0]["finish_reason"] == choice["finish_reason"]
+    text, calls = "", {}
+    for chunk in chunks:
+        delta = chunk["choices"][0]["delta"]
+        text += delta.get("content", "")
+        for part in delta.get("tool_calls", []):
+            call = calls.setdefault(part["index"], {"function": {"name": "", "arguments": ""}})
+            call |= {name: part[name] for name in ("id", "type") if name in part}
+            call["function"]["name"] += part["function"].get("name", "")
+            call["function"]["arguments"] += part["function"]["arguments"]
+    assert text == choice["message"]["content"]
+    assert list(calls.values()) == choice["message"].get("tool_calls", [])
+    without = list(chat_completions.stream(whole, {}))
+    assert all("usage" not in chunk for chunk in without[:-1])
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_events_of_responses_give_the_items(answer):
+    whole = responses.write(answer, {})
+    events = list(responses.stream(whole, {}))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[0]["type"] == "response.created" and events[0]["response"]["output"] == []
+    assert events[-1]["type"] == f"response.{whole['status']}" and events[-1]["response"] == whole
+    done = [event for event in events if event["type"] == "response.output_item.done"]
+    assert [event["item"] for event in done] == whole["output"]
+    assert [event["output_index"] for event in done] == list(range(len(done)))
+    text = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
+    assert text == answer.text
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_events_of_anthropic_give_the_blocks(answer):
+    whole = anthropic_messages.write(answer, {})
+    start, *events, delta, stop = anthropic_messages.stream(whole, {})
+    assert start["type"] == "message_start" and stop == {"type": "message_stop"}
+    assert start["message"]["stop_reason"] is None and start["message"]["content"] == []
+    assert delta["delta"] == {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+    blocks, kinds = [], ["content_block_start", "content_block_delta", "content_block_stop"]
+    for i in range(0, len(events), 3):
+        begun, part, ended = events[i : i + 3]
+        assert [event["type"] for event in (begun, part, ended)] == kinds
+        assert {event["index"] for event in (begun, part, ended)} == {i // 3}
+        block = begun["content_block"]
+        if block["type"] == "text":
+            blocks.append({**block, "text": part["delta"]["text"]})
+        else:
+            blocks.append({**block, "input": json.loads(part["delta"]["partial_json"])})
+    assert blocks == whole["content"]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://localhost"}}
+REFUSED = [
+    ("chat/completions", {"n": 2}, "n=2: only 1"),
+    ("chat/completions", {"logprobs": True}, "logprobs=True: only False"),
+    ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format="),
+    ("chat/completions", {"stop": "x"}, "stop='x': add it to rollout.train_sampling_params.stop"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, "'image_url'"),
+    ("chat/completions", {"messages": [USER, {"role": "assistant", "content": ""}]}, "assistant's"),
+    ("responses", {"previous_response_id": "resp_1"}, "previous_response_id='resp_1': only None"),
+    ("responses", {"conversation": "conv_1"}, "conversation='conv_1': only None"),
+    ("responses", {"background": True}, "background=True: only False"),
+    ("responses", {"text": {"format": {"type": "json_schema"}}}, "text.format of type"),
+    ("responses", {"tools": [{"type": "web_search"}]}, "a tool of type 'web_search'"),
+    ("responses", {"input": [{"type": "reasoning", "summary": []}]}, "type 'reasoning'"),
+    ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "only text"),
+    ("responses", {"input": []}, "not empty"),
+    ("responses", {"input": [USER, RESPONSES_CALL | {"call_id": "1"}]}, "assistant's"),
+    ("responses", {"max_output_tokens": 0.5}, "max_tokens=0.5"),
+    ("messages", {"stop_sequences": ["x"]}, "stop='x'"),
+    ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+    ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "'bash_20250124'"),
+    ("messages", {"messages": [USER, {"role": "assistant", "content": "a"}]}, "assistant's"),
+    (
+        "messages",
+        {"messages": [USER, {"role": "assistant", "content": [{"type": "thinking"}]}, USER]},
+        "content of type 'thinking'",
+    ),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text"),
+]
+
+
+@pytest.mark.parametrize("path, change, reason", REFUSED)
+def test_what_cannot_be_answered_is_refused_in_words(path, change, reason):
+    field = "input" if path == "responses" else "messages"
+    body = {"model": "rl2", "max_tokens": 5, field: [USER]}
+    if path == "responses":
+        del body["max_tokens"]
+    assert DIALECTS[path].read(body, PARAMS).messages == [USER]
+    with pytest.raises(ValueError) as caught:
+        DIALECTS[path].read({**body, **change}, PARAMS)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_another_model_is_not_found(path):
+    with pytest.raises(RequestError, match="there is 'rl2' only") as caught:
+        DIALECTS[path].read({"model": "gpt", "messages": [USER], "input": "q"}, PARAMS)
+    assert caught.value.status == 404
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_what_has_no_effect_is_ignored_with_a_warning(path):
+    body = {"model": "rl2", "messages": [USER], "input": "q", "max_tokens": 5}
+    del body["messages" if path == "responses" else "input"]
+    if path == "responses":
+        del body["max_tokens"]
+    choice = {"type": "any"} if path == "messages" else "required"
+    with pytest.warns(UserWarning, match="tool_choice of agents is ignored"):
+        DIALECTS[path].read({**body, "tool_choice": choice, "metadata": {"a": "b"}}, PARAMS)
+    with pytest.warns(UserWarning, match="seed of agents is ignored"):
+        DIALECTS[path].read({**body, "seed": 3}, PARAMS)
+
+
+@pytest.mark.parametrize("body", [b"[1]", b'"text"', b"{", b'{"a": "\\udce9"}', b"[" * 100_000])
+def test_a_body_that_is_no_object_of_json_is_refused(body):
+    with pytest.raises((ValueError, RecursionError)):
+        parse_body(body)
