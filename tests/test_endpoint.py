@@ -1,6 +1,7 @@
 """Agents from outside: `run` of an env file, and the OpenAI-compatible address that it gets."""
 
 import asyncio
+import gzip
 import itertools
 import os
 import textwrap
@@ -791,6 +792,27 @@ def test_what_a_client_sends_stands_in_no_log(caplog):
     assert "secret" not in caplog.text
 
 
+def test_a_client_that_may_not_ask_is_refused_before_its_body():
+    async def client(reader, writer):
+        writer.write(REQUEST.replace(b" 2", b" 4000000"))
+        return await reader.readuntil(b"no")
+
+    refusal = Response(401, JSON, b"no")
+    with mock.patch.multiple(http, REQUEST_SECONDS=0.2, IDLE_SECONDS=0.2):
+        assert b" 401 " in talk(client, never, refuse=lambda request: refusal)
+
+
+def test_a_compressed_body_does_not_grow():
+    body = gzip.compress(b" " * 2**20)
+
+    async def client(reader, writer):
+        head = f"Content-Length: {len(body)}\r\nContent-Encoding: gzip\r\nConnection: close"
+        writer.write(REQUEST[:-2].replace(b"Content-Length: 2", head.encode()) + body)
+        return await read_to_the_end(reader)
+
+    assert talk(client, soon).endswith(body)
+
+
 def test_connections_beyond_the_limit_are_closed():
     async def client(reader, writer):
         host, port = writer.get_extra_info("peername")
@@ -807,13 +829,13 @@ REQUEST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}"
 JSON = "application/json"
 
 
-def talk(client, answer, max_connections=4):
+def talk(client, answer, max_connections=4, **options):
     """What `client(reader, writer)` returns, connected to a server with this answer.
 
     The connections of the server must be closed then.
     """
     loop = asyncio.new_event_loop()
-    server = HttpServer(loop, LOCAL_HOST, max_connections, answer)
+    server = HttpServer(loop, LOCAL_HOST, max_connections, answer, **options)
 
     async def connect():
         reader, writer = await asyncio.open_connection(LOCAL_HOST, server.port)

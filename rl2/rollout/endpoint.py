@@ -12,7 +12,7 @@ from typing import Any
 
 from rl2.engine.base import SamplingParams
 from rl2.env.contract import API_KEY
-from rl2.rollout.dialects import DIALECTS
+from rl2.rollout.dialects import DIALECTS, Dialect
 from rl2.rollout.dialects.form import (
     MALFORMED,
     MODEL,
@@ -78,7 +78,7 @@ class Endpoint:
         self.addresses: dict[str, Address] = {}  # by their secret
         self.shared_key = None if is_exposed(host) else os.environ.get(API_KEY)
         try:
-            self._server = HttpServer(loop, host, max_connections, self._answer)
+            self._server = HttpServer(loop, host, max_connections, self._answer, self._refuse)
         except OSError as error:
             reason = f"rollout.endpoint_host={host}: this machine cannot serve there: {error}"
             raise OSError(reason) from error
@@ -100,17 +100,18 @@ class Endpoint:
         if not self.addresses:  # before, other agents may share connections with this one
             await self._server.close_connections()
 
-    async def _answer(self, request: Request) -> Response:
-        secret, _, path = request.path[1:].partition("/v1/")
-        # Clients of Anthropic add "v1/" themselves, to whatever they have been given.
-        path = path.removeprefix("v1/")
-        dialect = DIALECTS.get(path) if request.method == "POST" else None
+    def _refuse(self, request: Request) -> Response | None:
+        """What answers a request without a right address and key, whatever its body."""
         try:
-            address = self.addresses.get(secret)
-            lists_models = (request.method, path) == ("GET", "models")
-            if address is None or not (dialect or lists_models):
-                raise RequestError(404, f"/v1/{path} is not served, or `run` has ended")
-            self._check_key(request, address)
+            self._find(request)
+        except RequestError as error:
+            return _to_error(error, _find_dialect(request))
+        return None
+
+    async def _answer(self, request: Request) -> Response:
+        dialect = _find_dialect(request)
+        try:
+            address = self._find(request)
             if dialect is None:
                 return _to_json(200, MODELS)
             if request.body is None:
@@ -122,19 +123,24 @@ class Endpoint:
                 raise malformed_error(error) from error
             whole = dialect.write(await self._complete(address, chat), body)
         except RequestError as error:
-            write_error = dialect.write_error if dialect else openai_error
-            return _to_json(error.status, write_error(error.status, error.reason))
+            return _to_error(error, dialect)
         if body.get("stream"):
             events = map(_encode_event, dialect.stream(whole, body))
             return Response(200, "text/event-stream", b"".join(events))
         return _to_json(200, whole)
 
-    def _check_key(self, request: Request, address: Address) -> None:
+    def _find(self, request: Request) -> Address:
+        """The address that a request is for. RequestError if it may not ask, or not for that."""
+        secret, path = _split(request.path)
+        address = self.addresses.get(secret)
+        is_served = _find_dialect(request) or (request.method, path) == ("GET", "models")
+        if address is None or not is_served:
+            raise RequestError(404, f"/v1/{path} is not served, or `run` has ended")
         authorization = request.headers.get("Authorization", "")
         given = request.headers.get("X-Api-Key") or authorization.removeprefix("Bearer ")
-        for key in (address.api_key, self.shared_key):
-            if key and secrets.compare_digest(given.encode(errors="replace"), key.encode()):
-                return
+        for key in filter(None, (address.api_key, self.shared_key)):
+            if secrets.compare_digest(given.encode(errors="replace"), key.encode()):
+                return address
         raise RequestError(401, "wrong API key: `run` may ask for the argument api_key")
 
     async def _complete(self, address: Address, chat: ChatRequest) -> ChatAnswer:
@@ -173,8 +179,24 @@ def _reachable_host(host: str) -> str:
     return f"[{host}]" if address.version == 6 else host
 
 
+def _split(path: str) -> tuple[str, str]:
+    """(the secret, what stands behind /v1/) in the path of a request."""
+    secret, _, rest = path[1:].partition("/v1/")
+    # Clients of Anthropic add "v1/" themselves, to whatever they have been given.
+    return secret, rest.removeprefix("v1/")
+
+
+def _find_dialect(request: Request) -> Dialect | None:
+    return DIALECTS.get(_split(request.path)[1]) if request.method == "POST" else None
+
+
 def _to_json(status: int, answer: dict[str, Any]) -> Response:
     return Response(status, "application/json", json.dumps(answer).encode())
+
+
+def _to_error(error: RequestError, dialect: Dialect | None) -> Response:
+    write_error = dialect.write_error if dialect else openai_error
+    return _to_json(error.status, write_error(error.status, error.reason))
 
 
 def _encode_event(event: dict[str, Any] | str) -> bytes:

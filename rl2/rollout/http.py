@@ -7,7 +7,7 @@ a client that sends more than it keeps. The rest is here. Nothing is logged: pat
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aiohttp import web
 
@@ -27,7 +27,7 @@ class Request:
     method: str
     path: str  # without a query
     headers: Mapping[str, str]  # whatever the case of a name
-    body: bytes | None  # None if it has more than MAX_BODY_BYTES
+    body: bytes | None = None  # None before it is read, and if it has more than MAX_BODY_BYTES
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Response:
 class HttpServer:
     """Answers requests with `answer` on a free port of `host`.
 
+    `refuse` may answer before the body is read, so that nobody keeps memory who may not ask.
     A client that sends or reads too slowly, or sends too much while it waits, is disconnected, and
     so is one beyond `max_connections`.
     """
@@ -52,9 +53,11 @@ class HttpServer:
         host: str,
         max_connections: int,
         answer: Callable[[Request], Awaitable[Response]],
+        refuse: Callable[[Request], Response | None] = lambda _: None,
     ):
         """OSError if `host` is no address of this machine."""
         self._answer = answer
+        self._refuse = refuse
         self._max_connections = max_connections
         self._server = web.Server(
             self._handle,
@@ -63,6 +66,7 @@ class HttpServer:
             keepalive_timeout=IDLE_SECONDS,
             logger=SILENT,
             access_log=None,
+            auto_decompress=False,  # a small body may become a large one
         )
         serving = loop.create_server(self._connect, host, 0)
         self.port: int = loop.run_until_complete(serving).sockets[0].getsockname()[1]
@@ -88,13 +92,16 @@ class HttpServer:
         if transport is None:  # the client has left
             raise asyncio.CancelledError
         transport.set_write_buffer_limits(0)  # what is in the buffer has not been taken
-        try:
-            async with asyncio.timeout(REQUEST_SECONDS):
-                body = await _read_body(request)
-        except (TimeoutError, web.RequestPayloadError):
-            raise asyncio.CancelledError from None
-        whole = Request(request.method, request.path, request.headers, body)
-        response = await _wait_for_answer(self._answer(whole), transport)
+        head = Request(request.method, request.path, request.headers)
+        response = self._refuse(head)
+        if response is None:
+            try:
+                async with asyncio.timeout(REQUEST_SECONDS):
+                    body = await _read_body(request)
+            except (TimeoutError, web.RequestPayloadError):
+                raise asyncio.CancelledError from None
+            answering = self._answer(replace(head, body=body))
+            response = await _wait_for_answer(answering, transport)
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
                 return await _send(response, request, transport)
