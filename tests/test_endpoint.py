@@ -569,6 +569,13 @@ def test_a_request_ends_when_the_client_leaves_or_the_run_ends(tmp_path, leaves)
     assert player.num_requests == 0
 
 
+WAITING_AGENT = """
+    async def run(row, base_url, model, api_key):
+        await asyncio.to_thread(ask, base_url, api_key, row["messages"])
+        await asyncio.sleep(1000)
+"""
+
+
 def test_an_engine_that_fails_ends_the_rollout(tmp_path):
     collector, prompts, player = make_agent(tmp_path, lambda *_: 1 / 0, TWO_TURNS)
     with pytest.raises(ZeroDivisionError):
@@ -576,19 +583,22 @@ def test_an_engine_that_fails_ends_the_rollout(tmp_path):
     assert len(player.engine.requests) == 1 and not player.endpoint.addresses
 
 
+def test_an_engine_that_fails_ends_the_addresses_of_all_agents(tmp_path):
+    fails = lambda _, seed: ("a", "stop") if seed[-2] else 1 / 0  # noqa: E731
+    collector, prompts, player = make_agent(tmp_path, fails, WAITING_AGENT)
+    with pytest.raises(ZeroDivisionError):
+        collector.play(prompts, PARAMS, 2, "train", 1)
+    assert not player.endpoint.addresses
+
+
 def test_a_trajectory_that_is_aborted_ends_its_agent(tmp_path):
     """As the groups do that rollout.filter does not need. It is no failure."""
-    env = """
-        async def run(row, base_url, api_key):
-            await asyncio.to_thread(ask, base_url, api_key, row["messages"])
-            await asyncio.sleep(1000)
-    """
 
     def abort(turn, seed):
         player.is_pausing = True
         return "ab", "abort"
 
-    collector, prompts, player = make_agent(tmp_path, abort, env)
+    collector, prompts, player = make_agent(tmp_path, abort, WAITING_AGENT)
     with pytest.raises(AssertionError, match="cancelled"):
         collector.play(prompts, PARAMS, 1, "train", 1)
     assert player.failures.count == 0 and not player.endpoint.addresses

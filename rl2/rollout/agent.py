@@ -225,10 +225,12 @@ class AgentPlayer(Player):
         inputs = {"base_url": address.base_url, "model": MODEL, "api_key": address.api_key}
         agent = asyncio.ensure_future(env.run_agent(trajectory.row, key, inputs))
         session.failure.add_done_callback(lambda _: agent.cancel())
-        if self.may_pause and not await self.ended_or_paused(agent):
-            agent.cancel()  # the trajectory is not needed any more
-        [result] = await asyncio.gather(agent, return_exceptions=True)
-        await self.endpoint.close(address)
+        try:
+            if self.may_pause and not await self.ended_or_paused(agent):
+                agent.cancel()  # the trajectory is not needed any more
+            [result] = await asyncio.gather(agent, return_exceptions=True)
+        finally:
+            await self.endpoint.close(address)
         last_turn = session.close()
         failure = session.failure.result() if session.failure.done() else None
         if isinstance(failure, RequestError):

@@ -169,14 +169,17 @@ def _reachable_host(host: str) -> str:
         address = ip_address(host)
     except ValueError:
         return host
+    is_v6 = address.version == 6
     if address.is_unspecified:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent to these addresses of documentation: they choose an interface.
+        family, other = (socket.AF_INET6, "2001:db8::1") if is_v6 else (socket.AF_INET, "192.0.2.1")
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect(("192.0.2.1", 9))  # an address of documentation: nothing is sent
-                return str(probe.getsockname()[0])
+                probe.connect((other, 9))
             except OSError:  # this machine has no network
                 return socket.gethostname()
-    return f"[{host}]" if address.version == 6 else host
+            host = probe.getsockname()[0]
+    return f"[{host}]" if is_v6 else host
 
 
 def _split(path: str) -> tuple[str, str]:
