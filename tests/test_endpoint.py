@@ -944,14 +944,25 @@ def test_requests_follow_each_other_on_one_connection():
 
 
 def test_a_run_trains_an_agent(setup, tmp_path):  # noqa: F811
-    """OpenAI's client against the real engines of two processes: the reward rises."""
+    """Two clients against the real engines of two processes: the reward rises."""
     pytest.importorskip("openai", reason="comes with rl2[test]")
+    pytest.importorskip("anthropic", reason="comes with rl2[test]")
     env = """
-        import openai
-        async def run(row, base_url, model):
+        import anthropic, openai
+        async def ask_openai(asked, base_url):
             async with openai.AsyncOpenAI(base_url=base_url) as client:
-                reply = await client.chat.completions.create(model=model, messages=row["messages"])
-            text = reply.choices[0].message.content
+                reply = await client.chat.completions.create(**asked)
+            return reply.choices[0].message.content
+        async def ask_anthropic(asked, base_url, api_key):
+            async with anthropic.AsyncAnthropic(base_url=base_url, api_key=api_key) as client:
+                async with client.messages.stream(**asked, max_tokens=1000) as stream:
+                    return "".join([text async for text in stream.text_stream])
+        async def run(row, base_url, model, api_key):
+            asked = {"model": model, "messages": row["messages"]}
+            if int(row["messages"][0]["content"].split()[-1]) % 2:
+                text = await ask_openai(asked, base_url)
+            else:
+                text = await ask_anthropic(asked, base_url, api_key)
             return sum(letter in row["answer"] for letter in text) / max(len(text), 1)
     """
     (tmp_path / "env.py").write_text(textwrap.dedent(env))
