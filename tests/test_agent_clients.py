@@ -147,7 +147,7 @@ AGENTS = """
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             policy = agents.OpenAIResponsesModel(model=model, openai_client=client)
             agent = agents.Agent(name="doubler", model=policy, tools=[double])
-            question = row["messages"][0]["content"]
+            question = row["messages"]
             if STREAM:
                 result = agents.Runner.run_streamed(agent, question)
                 async for _ in result.stream_events():
