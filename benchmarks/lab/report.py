@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from playwright.sync_api import sync_playwright
-from runs import write_run
+from written_runs import write_run
 
 from rl2.report.page import write_page
 

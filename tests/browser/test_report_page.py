@@ -5,9 +5,9 @@ import os
 
 import pytest
 from playwright.sync_api import expect, sync_playwright
-from runs import EVIL, save_tokens, write_run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from written_runs import EVIL, save_tokens, write_run
 
 from rl2.report.page import write_page
 
