@@ -20,11 +20,15 @@ from tokenizers.decoders import Fuse
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    GptOssConfig,
+    GraniteSWAConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
+    PhiConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
@@ -59,10 +63,14 @@ RESPONSE_TEMPLATE = {
     },
 }
 CONFIGS = {
+    "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
     "glm4_moe": Glm4MoeConfig,
+    "gpt_oss": GptOssConfig,
+    "granite_swa": GraniteSWAConfig,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
+    "phi": PhiConfig,
     "phi3": Phi3Config,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
@@ -76,6 +84,19 @@ WINDOWED = {
     "starcoder2": {"sliding_window": 6},
     "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     "gemma3": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+}
+WINDOW_THEN_FULL = WINDOWED["gemma3"]
+# Small models with sinks (gpt_oss, granite_swa), caps that bind (gemma2), a biased head (phi).
+SPECIAL = {
+    "gemma2": {
+        **WINDOW_THEN_FULL,
+        "attn_logit_softcapping": 1.0,
+        "final_logit_softcapping": 1.5,
+        "query_pre_attn_scalar": 8,
+    },
+    "gpt_oss": {**WINDOW_THEN_FULL, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite_swa": {**WINDOW_THEN_FULL, "logits_scaling": 1.0},
+    "phi": {"tied": False},
 }
 
 
@@ -119,7 +140,12 @@ def make_model(folder, family="llama", tied=True, seed=0, **overrides) -> str:
     }
     torch.manual_seed(seed)
     config = CONFIGS[family](**{**settings, **overrides})
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if family in SPECIAL:
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # sinks and biases, which may begin as 0
+                parameter.data.add_(0.5 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return str(folder)
 

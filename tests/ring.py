@@ -36,6 +36,8 @@ class Pack:
     longest: int
     dtype: torch.dtype
     window: int | None
+    softcap: float | None
+    has_sinks: bool
 
     def __post_init__(self):
         self.cu, self.prefixes, self.sees = layout(random.Random(self.seed), 3, self.longest)
@@ -43,18 +45,21 @@ class Pack:
         torch.manual_seed(self.seed)
         heads = (self.heads, self.groups, self.groups)
         self.inputs = [torch.randn(1, n, length, self.size).to(self.dtype) for n in heads]
+        self.sinks = [torch.randn(self.heads)] if self.has_sinks else []
         self.d_out = torch.randn(1, length, self.heads, self.size).to(self.dtype)
 
     def full_attention(self) -> list[Tensor]:
-        """The output, and the gradients of queries, keys and values, in doubles."""
-        doubles = [x.double().requires_grad_() for x in self.inputs]
+        """The output, and the gradients of queries, keys, values and sinks, in doubles."""
+        doubles = [x.double().requires_grad_() for x in (*self.inputs, *self.sinks)]
         sees = restrict(self.sees, self.cu, self.prefixes, self.window)
-        out = reference(*doubles, sees, SCALE)
+        q, k, v, *sinks = doubles
+        out = reference(q, k, v, sees, SCALE, self.softcap, *sinks)
         gradients = torch.autograd.grad(out, doubles, self.d_out.double())
         return [x.detach().contiguous() for x in (out, *gradients)]
 
     def empty_results(self) -> list[Tensor]:
-        return [torch.empty(x.shape, dtype=torch.double) for x in (self.d_out, *self.inputs)]
+        tensors = (self.d_out, *self.inputs, *self.sinks)
+        return [torch.empty(x.shape, dtype=torch.double) for x in tensors]
 
 
 def check(pack: Pack, expected: list[Tensor], group: dist.ProcessGroup | None) -> None:
@@ -65,23 +70,39 @@ def check(pack: Pack, expected: list[Tensor], group: dist.ProcessGroup | None) -
     has_tokens = len(part.hidden_index) > 0
     ours = [x[:, :, rows].clone().requires_grad_() for x in pack.inputs]
     attend = PackedAttention(part.chunks, part.prefixes, torch.device("cpu"), ring)
-    out = attend(None, *ours, SCALE, pack.window)
-    gradients = torch.autograd.grad(out, ours, pack.d_out[:, rows] * has_tokens)
+    sinks = [x.clone().requires_grad_() for x in pack.sinks]
+    options = SCALE, pack.window, pack.softcap, *sinks
+    out = attend(None, *ours, *options)
+    gradients = torch.autograd.grad(out, ours + sinks, pack.d_out[:, rows] * has_tokens)
+    *gradients, sinks_gradient = gradients if sinks else (*gradients, None)
     expected_out, *expected_gradients = expected
+    if sinks:
+        check_sinks_gradient(sinks_gradient, expected_gradients.pop(), pack, group)
     if has_tokens:
         bound = TOLERANCE[pack.dtype] * max(1, *(x.abs().max() for x in expected))
         assert (out.double() - expected_out[:, rows]).abs().max() <= bound, ("out", pack)
         for name, gradient, full_gradient in zip("qkv", gradients, expected_gradients, strict=True):
             error = (gradient.double() - full_gradient[:, :, rows]).abs().max()
             assert error <= bound, (name, pack)
-    check_isolation(pack.cu, pack.prefixes, rows, pack.inputs, attend, out, pack.window)
+    check_isolation(pack.cu, pack.prefixes, rows, pack.inputs, attend, out, options)
     num_tokens = torch.tensor([len(rows) if has_tokens else 0])
     if group:
         dist.all_reduce(num_tokens, group=group)
     assert num_tokens.item() == pack.cu[-1], "a token is held twice, or by nobody"
 
 
-def check_isolation(cu, prefixes, rows, full, attend, out, window):
+def check_sinks_gradient(
+    gradient: Tensor, expected: Tensor, pack: Pack, group: dist.ProcessGroup | None
+) -> None:
+    """Checks that the gradients of all processes add up to the whole: the sink enters once."""
+    total = gradient.double()
+    if group:
+        dist.all_reduce(total, group=group)
+    bound = 3 * TOLERANCE[pack.dtype] * max(1, expected.abs().max())  # a sum over all tokens
+    assert (total - expected).abs().max() <= bound, ("sinks", pack)
+
+
+def check_isolation(cu, prefixes, rows, full, attend, out, options):
     """Checks that NaN in all other groups changes no bit of the first group."""
     start = cu[prefixes[0][2]]
     end = cu[prefixes[0][1]]
@@ -89,7 +110,7 @@ def check_isolation(cu, prefixes, rows, full, attend, out, window):
     poisoned = [x[:, :, rows].clone() for x in full]
     for x in poisoned:
         x[:, :, ~is_first_group] = float("nan")
-    poisoned_out = attend(None, *poisoned, SCALE, window)
+    poisoned_out = attend(None, *poisoned, *options)
     assert torch.equal(poisoned_out[:, is_first_group], out[:, is_first_group]), (
         "another document leaked in"
     )
@@ -100,13 +121,15 @@ def make_packs() -> list[Pack]:
     for seed, (heads, groups, size) in enumerate(SHAPES):
         for i, longest in enumerate((1, 3, 9, 70, 200)):
             window = WINDOWS[(seed + i) % len(WINDOWS)]
-            for dtype, pack_window in (
-                (torch.float32, None),
-                (torch.float32, window),
-                (torch.bfloat16, window if seed % 2 else None),
+            for dtype, pack_window, softcap, has_sinks in (
+                (torch.float32, None, None, False),
+                (torch.float32, window, None, False),
+                (torch.bfloat16, window if seed % 2 else None, None, False),
+                (torch.float32, window if i % 2 else None, 1.5 if seed % 2 else None, True),
             ):
                 shape = (heads, groups, size, longest)
-                packs.append(Pack(seed + longest, *shape, dtype, pack_window))
+                options = (pack_window, softcap, has_sinks)
+                packs.append(Pack(seed + longest, *shape, dtype, *options))
     return packs
 
 

@@ -18,6 +18,7 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 
+from rl2.attention import capped
 from rl2.attention import kernels as attention
 from rl2.attention.blocks import Layout
 from rl2.attention.kernels import Block, backward_block, forward_block
@@ -48,7 +49,31 @@ def test_a_window_hides_the_keys_that_are_further_back(longest, window):
     check_values_and_gradients(cu, prefixes, sees, (6, 2, 24), window)
 
 
-def check_values_and_gradients(cu, prefixes, sees, shape, window=None):
+@pytest.mark.parametrize("longest", [1, 9, 60, 300])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(
+    ("softcap", "has_sinks"),
+    [(0.7, False), (None, True), (2.0, True)],
+    ids=["cap", "sinks", "both"],
+)
+def test_scores_are_capped_and_sinks_take_a_share(monkeypatch, longest, window, softcap, has_sinks):
+    monkeypatch.setattr(capped, "SCORES_PER_SLICE", 6 * 40 * 50)  # long documents take several
+    cu, prefixes, sees = layout(random.Random(longest), 3, longest)
+    check_values_and_gradients(cu, prefixes, sees, (6, 2, 24), window, softcap, has_sinks)
+
+
+def test_a_sink_without_bounds_takes_all_or_nothing():
+    attend = packed_attention([0, 30, 50], [])
+    q, k, v = (torch.randn(1, 2, 50, 16) for _ in range(3))
+    sinks = torch.tensor([1e30, -1e30])
+    out = attend(None, q, k, v, 0.2, sinks=sinks)
+    assert out.isfinite().all() and not out[:, :, 0].any()
+    torch.testing.assert_close(out[:, :, 1], attend(None, q, k, v, 0.2)[:, :, 1], rtol=0, atol=0)
+
+
+def check_values_and_gradients(
+    cu, prefixes, sees, shape, window=None, softcap=None, has_sinks=False
+):
     """Compares packed attention in fp32 with `reference` in fp64."""
     heads, groups, size = shape
     torch.manual_seed(0)
@@ -56,14 +81,19 @@ def check_values_and_gradients(cu, prefixes, sees, shape, window=None):
         torch.randn(1, n, cu[-1], size, dtype=torch.float32, requires_grad=True)
         for n in (heads, groups, groups)
     ]
-    out = packed_attention(cu, prefixes)(None, *inputs, 0.3, window)
+    if has_sinks:
+        inputs.append(torch.randn(heads, requires_grad=True))
+    q, k, v, *sinks = inputs
+    out = packed_attention(cu, prefixes)(None, q, k, v, 0.3, window, softcap, *sinks)
     d_out = torch.randn_like(out)
     gradients = torch.autograd.grad(out, inputs, d_out)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
-    expected_out = reference(*doubles, restrict(sees, cu, prefixes, window), 0.3)
+    q, k, v, *sinks = doubles
+    mask = restrict(sees, cu, prefixes, window)
+    expected_out = reference(q, k, v, mask, 0.3, softcap, *sinks)
     expected = torch.autograd.grad(expected_out, doubles, d_out.double())
     torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=1e-5)
-    for name, gradient, exact in zip("qkv", gradients, expected, strict=True):
+    for name, gradient, exact in zip("qkvs"[: len(inputs)], gradients, expected, strict=True):
         assert (gradient.double() - exact).abs().max() <= 1e-5 * max(1, exact.abs().max()), name
 
 
@@ -187,6 +217,13 @@ def test_the_flash_operators_get_their_arguments_in_order(monkeypatch, causal):
     cuda_gradients = attention._backward_cuda(*arguments)
     for cuda_gradient, gradient in zip(cuda_gradients, gradients, strict=True):
         assert torch.equal(cuda_gradient, gradient)
+
+
+def test_a_gpu_refuses_capped_scores_in_words(monkeypatch):
+    monkeypatch.setattr(attention, "device_kind", lambda device: "cuda")
+    heads = torch.randn(8, 2, 16)
+    with pytest.raises(ValueError, match="attn_logit_softcapping"):
+        forward_block(heads, heads, heads, Block([0, 8], [0, 8], True), 0.3, 50.0)
 
 
 @pytest.mark.parametrize("window", [None, 13])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import WINDOWED, launch_runs, make_model, read_metrics
+from common import SPECIAL, WINDOWED, launch_runs, make_model, read_metrics
 from engine_contract import play
 from parity import policy_loss, worker_config
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,6 +52,12 @@ FAMILIES = {
     "llama with one head a key": ("llama", {"num_key_value_heads": 6}),
     "qwen2": ("qwen2", {"tie_word_embeddings": False}),
     "qwen3": ("qwen3", {}),
+    "gemma2 with caps": (
+        "gemma2",
+        {**SPECIAL["gemma2"], "sliding_window": 40, "query_pre_attn_scalar": 32},
+    ),
+    "granite_swa with sinks": ("granite_swa", {**SPECIAL["granite_swa"], "sliding_window": 40}),
+    "phi with a biased head": ("phi", {"tie_word_embeddings": False}),
     "mistral with a window": ("mistral", {**WINDOWED["mistral"], "sliding_window": 40}),
 }
 

@@ -1,10 +1,12 @@
-"""Models with sliding windows, and the attention hook: against plain Hugging Face models."""
+"""Models with windows, sinks, caps or a biased head, and the attention hook: against plain Hugging
+Face models.
+"""
 
 import pytest
 import torch
-from common import WINDOWED, make_model, make_samples
+from common import SPECIAL, WINDOWED, make_model, make_samples
 from engine_contract import plain_logps, play
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GptOssConfig
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from rl2.attention.kernels import _hook
 from rl2.attention.ring import PackedAttention, Ring
@@ -16,21 +18,12 @@ from rl2.model.token_model import TokenModel
 from rl2.packing import pack, unpack, zigzag
 
 CPU = torch.device("cpu")
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 98,
-}
 
 
-@pytest.fixture(scope="module", params=WINDOWED)
+@pytest.fixture(scope="module", params=[*WINDOWED, *SPECIAL])
 def name(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / request.param
-    return make_model(folder, request.param, **WINDOWED[request.param])
+    return make_model(folder, request.param, **(WINDOWED | SPECIAL)[request.param])
 
 
 def weighted_sum_and_gradients(logps, weights, model):
@@ -87,6 +80,8 @@ def test_answers_of_the_engine_have_the_logps_of_transformers(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_requests_change_no_bit_when_deterministic(name, dtype):
+    if "gpt_oss" in name:
+        pytest.skip("how many rows share an expert's product depends on the other requests")
     engine = LocalEngine(EngineSettings(name, dtype, CPU, max_running_requests=3))
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 98, (n,), generator=generator).tolist() for n in (3, 100, 5, 40)]
@@ -117,9 +112,7 @@ def call_hook(module=None, mask=None, **keywords):
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"softcap": 50.0}, "softcap"),
-        ({"s_aux": torch.zeros(2)}, "s_aux"),
-        ({"position_bias": torch.zeros(1), "softcap": 1.0}, "position_bias, softcap"),
+        ({"position_bias": torch.zeros(1), "block_table": 1.0}, "position_bias, block_table"),
         ({"is_causal": False}, "is_causal=False"),
         ({"mask": torch.zeros(1, 1, 5, 5)}, "attention_mask"),
         ({"dropout": 0.1}, "dropout=0.1"),
@@ -149,21 +142,15 @@ def test_the_hook_accepts_what_is_harmless():
         output_attentions=False,
         is_causal=True,
         softcap=None,
+        s_aux=None,
     )
     assert torch.equal(plain, with_keywords)
 
 
-@pytest.mark.parametrize(
-    ("config", "training", "keyword"),
-    [
-        (Gemma2Config(**SIZES), False, "softcap"),
-        (GptOssConfig(**SIZES, num_local_experts=2), False, "s_aux"),
-        (GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=98), True, "dropout"),
-    ],
-)
-def test_models_that_ask_for_more_are_refused(config, training, keyword):
-    """The keywords are those of the installed transformers."""
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="rl2").train(training)
+def test_a_model_that_asks_for_dropout_is_refused():
+    """The keyword is that of the installed transformers."""
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=98)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="rl2").train()
     attend = PackedAttention([[(5, 0)]], [], CPU)
-    with pytest.raises(ValueError, match=f"asks for {keyword}"):
+    with pytest.raises(ValueError, match="asks for dropout"):
         model.base_model(torch.arange(5)[None], use_cache=False, attend=attend)

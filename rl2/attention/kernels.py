@@ -4,7 +4,8 @@ A block lets queries attend to the keys of their own document only and gives (ou
 log-sum-exp lets the results of several blocks over different keys be merged into what one softmax
 over all of them gives: out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i). The
 backward pass of each block takes the merged out and lse (as ring attention does: Liu et al., 2023,
-arXiv:2310.01889).
+arXiv:2310.01889). A sink (gpt-oss) is one more block: a key of each head whose score is a weight
+and whose value is 0.
 
 Shapes: L packed tokens, H query heads, G key heads (H a multiple of G), D head size, S documents.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 from transformers import AttentionInterface
 
+from rl2.attention.capped import attend_capped, attend_capped_backward
 from rl2.parallel.device import PLANNED_DEVICE, copy_to_device, device_kind
 from rl2.parallel.rank import is_first_rank
 from rl2.progress import expecting, mark
@@ -33,6 +35,11 @@ WIDTH_MULTIPLE_TOKENS = 16
 # kernel took twice as long, on 1,024 tokens the fp32 kernel took 1.4 times as long (AVX512-BF16).
 FP32_BACKWARD_CELLS = SHORT_DOCUMENT_TOKENS**2  # queries times keys
 
+
+NO_SOFTCAP_ON_GPUS = (
+    "its attention caps its scores (attn_logit_softcapping), which torch's CUDA kernels cannot: "
+    "choose another model, or train it on a CPU"
+)
 
 # The kernels that may take the place of FA2, the best first, by the major compute capability.
 NEWER_KERNELS = {9: ("FA3", "FA4"), 10: ("FA4",)}
@@ -113,22 +120,26 @@ def _longest(boundaries: list[int]) -> int:
 
 
 def forward_block(
-    q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
+    q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q [Lq, H, D], k and v [Lk, G, D] -> out [Lq, H, D], lse [Lq, H] float32."""
+    """q [Lq, H, D], k and v [Lk, G, D] -> out [Lq, H, D], lse [Lq, H] float32.
+
+    With `softcap` c a score s counts as c tanh(s / c); ValueError on a GPU.
+    """
     if device_kind(q.device) == "cuda":
+        if softcap is not None:
+            raise ValueError(NO_SOFTCAP_ON_GPUS)
         return _forward_cuda(q, k, v, block, scale)
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     for q_rows, k_rows, is_real in block.calls:
-        call_out, call_lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            _heads(q, q_rows),
-            _heads(k, k_rows),
-            _heads(v, k_rows),
-            NO_DROPOUT,
-            block.causal,
-            scale=scale,
-        )
+        heads = _heads(q, q_rows), _heads(k, k_rows), _heads(v, k_rows)
+        if softcap is not None:
+            call_out, call_lse = attend_capped(*heads, block.causal, scale, softcap)
+        else:
+            call_out, call_lse = aten._scaled_dot_product_flash_attention_for_cpu(
+                *heads, NO_DROPOUT, block.causal, scale=scale
+            )
         out[q_rows[is_real]] = call_out.transpose(1, 2)[is_real]
         lse[q_rows[is_real]] = call_lse.transpose(1, 2)[is_real]
     return out, lse
@@ -143,8 +154,9 @@ def backward_block(
     lse: Tensor,
     block: Block,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v.
+    """Gradients of q, k and v, see `forward_block`.
 
     out [Lq, H, D], its gradient d_out, and lse [Lq, H] are merged over all blocks of these queries.
     """
@@ -158,17 +170,20 @@ def backward_block(
         cells = q_rows.shape[1] * k_rows.shape[1]
         dtype = torch.float32 if cells <= FP32_BACKWARD_CELLS else q.dtype
         call_d_out = d_out[q_rows] * is_real[..., None, None]  # 0 where a query is padding
-        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        arguments = (
             call_d_out.to(dtype).transpose(1, 2),
             _heads(q, q_rows, dtype),
             _heads(k, k_rows, dtype),
             _heads(v, k_rows, dtype),
             _heads(out, q_rows, dtype),
             lse[q_rows].transpose(1, 2),
-            NO_DROPOUT,
-            block.causal,
-            scale=scale,
         )
+        if softcap is not None:
+            gradients = attend_capped_backward(*arguments, block.causal, scale, softcap)
+        else:
+            gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *arguments, NO_DROPOUT, block.causal, scale=scale
+            )
         call_dq, call_dk, call_dv = (heads.transpose(1, 2).to(q.dtype) for heads in gradients)
         dq[q_rows[is_real]] = call_dq[is_real]
         is_real_key = is_real if block.causal else torch.ones_like(k_rows, dtype=torch.bool)
@@ -299,6 +314,18 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tup
     return out * share + block_out * block_share, merged_lse
 
 
+def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds the score `sinks` [H] to each softmax, in fp32: out [L, H, D] and lse [L, H]."""
+    merged_lse = torch.logaddexp(lse, sinks.float())
+    return out.float() * (lse - merged_lse).exp()[..., None], merged_lse
+
+
+def sinks_gradient(d_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of `sinks` [H], whose value is 0, from the merged out [L, H, D], lse [L, H]."""
+    shares = (sinks.float() - lse).exp()
+    return -(shares * (d_out.float() * out.float()).sum(-1)).sum(0).to(sinks.dtype)
+
+
 # Keywords that models hand to their attention and that change nothing in a causal pack.
 HARMLESS_KEYWORDS = {"position_ids", "cache_position", "use_cache"}
 
@@ -334,6 +361,8 @@ def _hook(
     scaling=None,
     dropout=0.0,
     sliding_window=None,
+    softcap=None,
+    s_aux=None,
     attend=None,
     **unknown: Any,
 ) -> tuple[Tensor, None]:
@@ -350,7 +379,7 @@ def _hook(
     _check_keywords(module, dropout, {"attention_mask": attention_mask, **unknown})
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    return attend(module, query, key, value, scaling, sliding_window), None
+    return attend(module, query, key, value, scaling, sliding_window, softcap, s_aux), None
 
 
 AttentionInterface.register("rl2", _hook)

@@ -46,14 +46,24 @@ def exact_factors(dtype: torch.dtype) -> Iterator[None]:
 
 
 def attend_pages(
-    query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scaling: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    hidden: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """query [n, G, W, g, D], keys [N, n, G, D, P], values [N, n, G, P, D], hidden [n, W, K]
     -> out [n, G, W, g, D], scores [n, G, W, g, K], both float32.
 
     `hidden` is true where a query does not see a key; keys and values are finite there too. Scores
     are fp32 whatever the dtype, as in flash attention: those of some models (Qwen2) are too large
-    for bf16.
+    for bf16. With `softcap` c a score s counts as c tanh(s / c).
+
+    `sinks` [G * g] are one more score of each query head, of a value of 0. They fill a page before
+    the others, so that they have the same place in the sums of every call; the scores that are
+    returned begin with it: [n, G, W, g, P + K].
     """
     n, num_groups, width, group_size, _ = query.shape
     num_rows = width * group_size
@@ -67,6 +77,8 @@ def attend_pages(
         for pages in keys.split(size):
             page_scores += rows @ pages.flatten(1, 2).float()
     scores = torch.cat(page_scores, -1).mul_(scaling)
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
 
     def split(x: Tensor) -> Tensor:
         """[n * G, rows, *] -> [n, G, W, g, *], a view."""
@@ -74,7 +86,12 @@ def attend_pages(
         return heads.unflatten(0, (n, num_groups))
 
     split(scores).masked_fill_(hidden[:, None, :, None], -math.inf)
-    probs = scores.softmax(-1).to(values.dtype).unflatten(-1, (len(keys), -1)).permute(2, 0, 1, 3)
+    if sinks is not None:
+        page = scores.new_full((*scores.shape[:2], PAGE_SIZE_TOKENS), -math.inf)
+        split(page)[..., 0] = sinks.float().view(num_groups, 1, group_size)
+        scores = torch.cat([page, scores], -1)
+    probs = scores.softmax(-1)[..., -hidden.shape[-1] :].to(values.dtype)
+    probs = probs.unflatten(-1, (len(keys), -1)).permute(2, 0, 1, 3)
     out = rows.new_zeros(*rows.shape[:2], values.shape[-1])
     for pages, page_probs in zip(values.split(size), probs.split(size), strict=True):
         for part in page_probs @ pages.flatten(1, 2):
@@ -144,8 +161,16 @@ class Pages:
             for i in range(0, len(same), size):
                 self.calls.append(_make_call(same[i : i + size], width, num_keys, window))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """q [L, H, D], k and v [L, G, D] -> out [L, H, D], lse [L, H] float32."""
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """q [L, H, D], k and v [L, G, D], sinks [H] -> out [L, H, D], lse [L, H] float32."""
         out = torch.zeros_like(q)  # tokens of no segment only fill the matrices up
         lse = q.new_zeros(q.shape[:2], dtype=torch.float32)
         for call in self.calls:
@@ -156,6 +181,8 @@ class Pages:
                 _pages(v, call.k_rows).contiguous(),
                 call.hidden,
                 scale,
+                softcap,
+                sinks,
             )
             call_lse = scores.logsumexp(-1)
             rows = call.q_rows[call.is_real]

@@ -18,7 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl2.attention.blocks import Blocks, Chunks, Layout, Prefix
-from rl2.attention.kernels import backward_block, forward_block, merge
+from rl2.attention.kernels import (
+    backward_block,
+    forward_block,
+    merge,
+    merge_sinks,
+    sinks_gradient,
+)
 from rl2.attention.pages import Pages
 
 
@@ -96,17 +102,22 @@ class PackedAttention:
         value: Tensor,
         scaling: float,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """query [1, H, L, D], key [1, G, L, D] and value [1, G, L, V] -> [1, L, H, V].
 
         With `sliding_window` a token sees at most that many tokens, the last of which is itself.
+        With `softcap` c a score s counts as c tanh(s / c). `sinks` [H] are one more score of each
+        softmax, of a value of 0.
         """
         width = value.shape[-1]
         if width != query.shape[-1]:
             # The kernels want equal head sizes, which latent attention (DeepSeek) does not have.
             value = F.pad(value, (0, query.shape[-1] - width))
         q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
-        out = _Attention.apply(q, k, v, self, self._blocks(sliding_window), scaling)
+        blocks = self._blocks(sliding_window)
+        out = _Attention.apply(q, k, v, sinks, self, blocks, scaling, softcap)
         return out[None, ..., :width]
 
     def _blocks(self, window: int | None) -> Blocks:
@@ -177,41 +188,49 @@ def _from_first_run(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tenso
     return out, lse
 
 
-def _forward(q, k, v, attention, blocks, scale) -> tuple[Tensor, Tensor]:
+def _forward(q, k, v, sinks, attention, blocks, scale, softcap) -> tuple[Tensor, Tensor]:
     """(out [L, H, D], lse [L, H])."""
     if blocks.pages:
-        return blocks.pages.attend(q, k, v, scale)
+        return blocks.pages.attend(q, k, v, scale, softcap, sinks)
     for step, (keys, values) in enumerate(attention.travel(k, v)):
         if step == 0:
-            out, lse = forward_block(q, keys, values, blocks.causal, scale)
+            out, lse = forward_block(q, keys, values, blocks.causal, scale, softcap)
         for block in blocks.cross[step]:
             rows = block.queries
             block_kv = keys[block.keys], values[block.keys]
-            block_out, block_lse = forward_block(q[rows], *block_kv, block, scale)
+            block_out, block_lse = forward_block(q[rows], *block_kv, block, scale, softcap)
             out = out.float()
             out[rows], lse[rows] = merge(out[rows], lse[rows], block_out.float(), block_lse)
+    if sinks is not None:
+        out, lse = merge_sinks(out, lse, sinks)
     return out.to(q.dtype), lse
 
 
 class _Attention(torch.autograd.Function):
-    """q [L, H, D], k and v [L, G, D] -> [L, H, D]. The blocks of all steps are merged in fp32."""
+    """q [L, H, D], k and v [L, G, D], sinks [H] or None -> [L, H, D].
+
+    The blocks of all steps are merged in fp32. The sinks are merged last, and once.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, attention, blocks, scale):
-        out, lse = _from_first_run(lambda: _forward(q, k, v, attention, blocks, scale))
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = attention, blocks, scale
+    def forward(ctx, q, k, v, sinks, *settings):
+        out, lse = _from_first_run(lambda: _forward(q, k, v, sinks, *settings))
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.settings = settings
         return out
 
     @staticmethod
     def backward(ctx, d_out):
-        q, k, v, out, lse = ctx.saved_tensors
-        attention, blocks, scale = ctx.settings
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        attention, blocks, scale, softcap = ctx.settings
+        d_sinks = None if sinks is None else sinks_gradient(d_out, out, lse, sinks)
         pending_dkv = None
         for step, (keys, values) in enumerate(attention.travel(k, v)):
             # dq and dkv are sums over blocks, in fp32.
             if step == 0:
-                dq, dk, dv = backward_block(d_out, q, keys, values, out, lse, blocks.causal, scale)
+                dq, dk, dv = backward_block(
+                    d_out, q, keys, values, out, lse, blocks.causal, scale, softcap
+                )
                 dq = dq.float()
                 dkv = torch.stack((dk, dv)).float()
             else:
@@ -220,7 +239,7 @@ class _Attention(torch.autograd.Function):
                 rows = block.queries
                 block_kv = keys[block.keys], values[block.keys]
                 block_dq, *block_dkv = backward_block(
-                    d_out[rows], q[rows], *block_kv, out[rows], lse[rows], block, scale
+                    d_out[rows], q[rows], *block_kv, out[rows], lse[rows], block, scale, softcap
                 )
                 dq.index_add_(0, rows, block_dq.float())
                 dkv.index_add_(1, block.keys, torch.stack(block_dkv).float())
@@ -230,4 +249,5 @@ class _Attention(torch.autograd.Function):
             if attention.ring.size > 1:
                 pending_dkv = attention.ring.pass_on(dkv, attention.next_length(step))
         dk, dv = dkv if pending_dkv is None else pending_dkv.wait()
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None
+        gradients = dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), d_sinks
+        return *gradients, None, None, None, None

@@ -77,11 +77,12 @@ class KVCache(ABC):
         value: Tensor,
         scaling: float,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Stores the new keys and values and attends.
+        """Stores the new keys and values and attends, with the options of PackedAttention.
 
         query [n, H, 1, D], key and value [n, G, 1, D] -> [n, 1, H, D].
-        With `sliding_window` a token sees at most that many tokens, the last of which is itself.
         """
         n, num_heads, _, _ = query.shape
         if sliding_window not in self.masks:
@@ -96,12 +97,22 @@ class KVCache(ABC):
             value[:, :, 0],
             self.masks[sliding_window],
             scaling,
+            softcap,
+            sinks,
         )
         return out.reshape(n, 1, num_heads, -1)
 
     @abstractmethod
     def _attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """query [n, G, H / G, D], key and value [n, G, D], a mask of `_mask` -> n * H * D numbers.
 
@@ -135,14 +146,24 @@ class PagedKVCache(KVCache):
         self.offset = positions % PAGE_SIZE_TOKENS
 
     def _attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attends page by page, see KVCache."""
         keys, values = self._reserve(layer, [key[:, :, None], value[:, :, None]], self.num_pages)
         keys[self.page, self.slots, :, :, self.offset] = key
         values[self.page, self.slots, :, self.offset] = value
         pages = slice(self.num_pages), slice(len(query))
-        out, _ = attend_pages(query[:, :, None], keys[pages], values[pages], mask, scaling)
+        out, _ = attend_pages(
+            query[:, :, None], keys[pages], values[pages], mask, scaling, softcap, sinks
+        )
         return out.to(value.dtype)
 
     def _mask(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -199,14 +220,36 @@ class DenseKVCache(KVCache):
     """
 
     def _attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        """Attends with one kernel, see KVCache. Kernels without grouped heads serve too."""
+        """Attends with one kernel, see KVCache. Kernels without grouped heads serve too.
+
+        They know no caps and no sinks: those take plain products, with all keys as one page.
+        """
         n = len(query)
         num_keys = self.num_pages * PAGE_SIZE_TOKENS
         keys, values = self._reserve(layer, [key[:, :, None], value[:, :, None]], num_keys)
         keys[self.slots, :, self.positions] = key
         values[self.slots, :, self.positions] = value
+        if softcap is not None or sinks is not None:
+            out, _ = attend_pages(
+                query[:, :, None],
+                keys[None, :n, :, :num_keys].mT,
+                values[None, :n, :, :num_keys],
+                mask[:, 0].isinf(),
+                scaling,
+                softcap,
+                sinks,
+            )
+            return out.to(value.dtype)
         return F.scaled_dot_product_attention(
             query, keys[:n, :, :num_keys], values[:n, :, :num_keys], attn_mask=mask, scale=scaling
         )

@@ -16,8 +16,9 @@ def pack_linear_layers(model: Any, head_dtype: torch.dtype, max_rows: int, exact
     """Gives linear layers copies of their weights in the layout of oneDNN's kernels.
 
     The kernels convert plain weights in every call, which takes 1.25 times as long with 64 rows,
-    twice as long with 8. The head is packed in `head_dtype`. `max_rows` is the number of rows that
-    the layout is for. With `exact`, a layer stays plain if its packed bits differ.
+    twice as long with 8. The head is packed in `head_dtype`, without its bias. `max_rows` is the
+    number of rows that the layout is for. With `exact`, a layer stays plain if its packed bits
+    differ.
     """
     ops = torch.ops.mkldnn
     head = model.get_output_embeddings()
@@ -30,11 +31,12 @@ def pack_linear_layers(model: Any, head_dtype: torch.dtype, max_rows: int, exact
         weight = module.weight.to(head_dtype) if module is head else module.weight
         if not can_pack(weight.dtype):
             continue
+        bias = None if module is head else module.bias
         with exact_factors(module.weight.dtype):
             packed = ops._reorder_linear_weight(weight, max_rows)
-            linear = partial(_packed_linear, packed, module.bias)
-            if exact and not _is_plain(linear, weight, module.bias):
-                linear = partial(F.linear, weight=weight, bias=module.bias)
+            linear = partial(_packed_linear, packed, bias)
+            if exact and not _is_plain(linear, weight, bias):
+                linear = partial(F.linear, weight=weight, bias=bias)
         module.__dict__["forward"] = linear
 
 
@@ -69,6 +71,12 @@ def _packed_linear(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tenso
 
 def head_logits(head: nn.Linear, hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """hidden [n, E] -> logits [n, V] in `dtype`, the one that a packed head has."""
+    logits = _head_products(head, hidden, dtype)
+    bias = getattr(head, "bias", None)
+    return logits if bias is None else logits.add_(bias)
+
+
+def _head_products(head: nn.Linear, hidden: Tensor, dtype: torch.dtype) -> Tensor:
     if hidden.is_cuda and hidden.dtype != dtype:
         return torch.mm(hidden, head.weight.T, out_dtype=dtype)
     with exact_factors(hidden.dtype):

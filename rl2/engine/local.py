@@ -45,7 +45,8 @@ from rl2.engine.linear import (
 )
 from rl2.engine.sampler import sample, uniform_noise
 from rl2.engine.stop import StopSearch
-from rl2.model.head import logit_divisor
+from rl2.model.exact_head import capped
+from rl2.model.head import logit_cap, logit_divisor
 
 PREFILL_BATCH_TOKENS = 2048  # most prompt tokens of one forward, without `deterministic`
 
@@ -149,6 +150,7 @@ class LocalEngine(Engine):
         if settings.stop:
             self.tokenizer = AutoTokenizer.from_pretrained(settings.model_name)
         self.logit_divisor = logit_divisor(self.model.config)
+        self.logit_cap = logit_cap(self.model.config)
         self.max_length = max_request_tokens(self.model.config)
         self.loop = asyncio.new_event_loop()
         self.version: int | None = 0
@@ -417,6 +419,8 @@ class LocalEngine(Engine):
         logits = head_logits(
             self.model.get_output_embeddings(), body.last_hidden_state[:, -1], self.head_dtype
         )
+        if self.logit_cap is not None:
+            logits = capped(logits, self.logit_cap)
         return logits if self.logit_divisor == 1.0 else logits / self.logit_divisor
 
     def _num_step_rows(self) -> int:

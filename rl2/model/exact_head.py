@@ -17,6 +17,11 @@ from rl2.model.candidates import CandidateMask
 BLOCK_SIZE_TOKENS = 64  # tokens of the vocabulary whose weights are summed first, in the engine
 
 
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap), in fp32."""
+    return logits.float().div(cap).tanh_().mul_(cap)
+
+
 @dataclass
 class BlockSoftmax:
     """The softmax of logits / temperature, by blocks of the vocabulary.
@@ -66,9 +71,11 @@ def exact_scores(
     logits_per_slice: int,
     keeps_logits: bool,
     candidates: CandidateMask | None = None,
+    bias: Tensor | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """hidden [P, E], weight [V, E], targets [P] -> log-probabilities, log-sum-exps, entropies [P]
-    and the logits [P, V]. The last two are None unless they are asked for.
+    and the logits [P, V] before the cap. The last two are None unless they are asked for.
 
     Rows are computed a slice at a time, of about `logits_per_slice` logits. The head is converted
     to `dtype` as a whole, as in the engine.
@@ -92,6 +99,10 @@ def exact_scores(
     for some_hidden, some_targets, some_kept in rows:
         with exact_factors(factors):
             logits = torch.mm(some_hidden, weight.T, out=some_kept)
+        if bias is not None:
+            logits.add_(bias)
+        if cap is not None:
+            logits = capped(logits, cap)
         if candidates is not None:
             candidates.exclude_others_(logits, slice(0, len(weight)), first_row)
         first_row += len(logits)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl2.attention.pages import exact_factors
 from rl2.model.candidates import CandidateMask
-from rl2.model.exact_head import exact_scores
+from rl2.model.exact_head import capped, exact_scores
 from rl2.model.fused import compiled
 from rl2.parallel.device import device_kind
 from rl2.parallel.tensor import sum_softmax
@@ -40,12 +40,21 @@ class HeadSettings:
     """the backward pass reads the logits of the forward pass instead of computing them again"""
     candidates: CandidateMask | None
     """the tokens of each softmax; None: all of them"""
+    cap: float | None
+    """logits x count as cap * tanh(x / cap)"""
 
 
 def logit_divisor(config: Any) -> float:
     """What a model divides its logits by: Granite divides by a number, Cohere multiplies."""
-    divisor = getattr(config, "logits_scaling", None) or 1.0
-    return divisor / (getattr(config, "logit_scale", None) or 1.0)
+    text = config.get_text_config()
+    divisor = getattr(text, "logits_scaling", None) or 1.0
+    return divisor / (getattr(text, "logit_scale", None) or 1.0)
+
+
+def logit_cap(config: Any) -> float | None:
+    """What a model caps its logits at (Gemma 2), in units of the logits before their division."""
+    cap = getattr(config.get_text_config(), "final_logit_softcapping", None)
+    return cap * logit_divisor(config) if cap else None
 
 
 def head_scores(
@@ -60,12 +69,15 @@ def head_scores(
     exact: bool = False,
     candidate_counts: Tensor | None = None,
     candidate_ids: Tensor | None = None,
+    bias: Tensor | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """hidden [P, E], weight [V, E], targets [P] -> (log-probabilities, entropies), [P] in fp32.
 
     They are those of softmax(hidden @ weight.T / temperature): of each target, and of the whole.
     The logits are rounded to `dtype`, or to the type of `hidden` if that is finer. In bf16 those
-    between 16 and 32 are multiples of 1/8.
+    between 16 and 32 are multiples of 1/8. `bias` [V] is added to them. With `cap` a logit x
+    becomes cap * tanh(x / cap), before the division.
 
     The entropies are None without `with_entropy`. With `group`, weight is this process's part of
     the vocabulary; the parts are in order of rank. With `compile`, what is done with the logits is
@@ -93,8 +105,9 @@ def head_scores(
         exact=exact,
         keeps_logits=keeps_logits,
         candidates=candidates,
+        cap=cap,
     )
-    return _Head.apply(hidden, weight, targets, settings)
+    return _Head.apply(hidden, weight, bias, targets, settings)
 
 
 def candidate_mask(
@@ -118,7 +131,7 @@ class _Head(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, settings: HeadSettings):
+    def forward(ctx, hidden, weight, bias, targets, settings: HeadSettings):
         ctx.settings = settings
         if settings.group:  # targets become columns of our part; they may lie outside it
             targets = targets - len(weight) * dist.get_rank(settings.group)
@@ -133,27 +146,30 @@ class _Head(torch.autograd.Function):
                 logits_per_slice=LOGITS_PER_CHUNK["cpu"],
                 keeps_logits=settings.keeps_logits,
                 candidates=settings.candidates,
+                bias=bias,
+                cap=settings.cap,
             )
         else:
-            logps, lse, entropy, kept = _scores_by_chunks(hidden, weight, targets, settings)
-        ctx.save_for_backward(hidden, weight, targets, lse, entropy, kept)
+            logps, lse, entropy, kept = _scores_by_chunks(hidden, weight, bias, targets, settings)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, kept)
         return logps, entropy
 
     @staticmethod
     def backward(ctx, d_logps, d_entropy):
-        hidden, weight, targets, lse, entropy, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, lse, entropy, kept = ctx.saved_tensors
         settings = ctx.settings
         gradient_of_chunk = _gradient_of_chunk
         if settings.compile:
             gradient_of_chunk = compiled(_gradient_of_chunk, 0)
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # None: frozen
+        d_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
         for columns in chunks(hidden, weight):
             if kept is None:
-                logits = products(hidden, weight[columns], settings.dtype)
+                logits = products(hidden, weight[columns], settings.dtype, bias, columns)
             else:
                 logits = kept[: len(hidden), columns].float()
-            logits = divided(logits, settings.temperature)
+            logits = divided(logits, settings.temperature, settings.cap)
             if settings.candidates is not None:
                 settings.candidates.exclude_others_(logits, columns)
             index, is_here = _targets_within(targets, columns)
@@ -166,19 +182,22 @@ class _Head(torch.autograd.Function):
                 index,
                 d_logps * is_here,
                 settings.temperature,
+                settings.cap,
                 hidden.dtype,
                 settings.compile,
             )
             d_hidden += d_logits @ weight[columns]
             if d_weight is not None:
                 d_weight[columns] = d_logits.T @ hidden
+            if d_bias is not None:
+                d_bias[columns] = d_logits.sum(0, dtype=torch.float32)
         if settings.group:
             dist.all_reduce(d_hidden, group=settings.group)
-        return d_hidden.to(hidden.dtype), d_weight, None, None
+        return d_hidden.to(hidden.dtype), d_weight, d_bias, None, None
 
 
 def _scores_by_chunks(
-    hidden: Tensor, weight: Tensor, targets: Tensor, settings: HeadSettings
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: HeadSettings
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(log-probabilities, log-sum-exps, entropies or None) [P] and the logits [P, V] or None.
 
@@ -192,10 +211,10 @@ def _scores_by_chunks(
     top = total - torch.inf  # of the columns so far, like the sums over exp(z - top) beside it
     add_chunk = compiled(_add_chunk, 0) if settings.compile else _add_chunk
     for columns in chunks(hidden, weight):
-        logits = products(hidden, weight[columns], settings.dtype)
+        logits = products(hidden, weight[columns], settings.dtype, bias, columns)
         if kept is not None:
             kept[:, columns] = logits
-        logits = divided(logits, settings.temperature)
+        logits = divided(logits, settings.temperature, settings.cap)
         if settings.candidates is not None:
             settings.candidates.exclude_others_(logits, columns)
         index, is_here = _targets_within(targets, columns)
@@ -238,6 +257,7 @@ def _gradient_of_chunk(
     index,
     d_target,
     temperature,
+    cap,
     dtype,
     compile,
 ) -> Tensor:
@@ -247,6 +267,7 @@ def _gradient_of_chunk(
     another chunk. `entropy` is None where no loss reads it. Unless the function is compiled the
     logits are overwritten.
     """
+    slope = None if cap is None else cap_slope(logits, temperature, cap)
     log_p = logits - lse[:, None] if compile else logits.sub_(lse[:, None])
     if entropy is None:
         d_logits = log_p.exp_().mul_(-d_logps[:, None])
@@ -259,21 +280,38 @@ def _gradient_of_chunk(
         d_logits = d_logits + is_target * d_target[:, None]
     else:
         d_logits.scatter_add_(1, index, d_target[:, None])
+    if slope is not None:
+        d_logits = d_logits * slope
     # The gradients end in the type of the weights, so their products need no more.
     return (d_logits if temperature == 1.0 else d_logits.div_(temperature)).to(dtype)
 
 
-def products(hidden, weight, dtype) -> Tensor:
-    """[P, E] and [V, E] -> [P, V] in fp32, of products that are rounded to `dtype`."""
+def products(hidden, weight, dtype, bias=None, columns=slice(None)) -> Tensor:
+    """[P, E] and [V, E] -> [P, V] in fp32, of products that are rounded to `dtype`.
+
+    `bias` is the whole one, of which the `columns` are added.
+    """
     if hidden.dtype != dtype and device_kind(hidden.device) == "cuda":
-        return torch.mm(hidden, weight.T, out_dtype=dtype)
-    with exact_factors(hidden.dtype):  # on a CPU the product has the type of its factors
-        return (hidden.to(dtype) @ weight.to(dtype).T).float()
+        logits = torch.mm(hidden, weight.T, out_dtype=dtype)
+    else:
+        with exact_factors(hidden.dtype):  # on a CPU the product has the type of its factors
+            logits = (hidden.to(dtype) @ weight.to(dtype).T).float()
+    return logits if bias is None else logits.add_(bias[columns])
 
 
-def divided(logits, temperature) -> Tensor:
-    """The logits divided by the temperature, in place."""
+def divided(logits, temperature, cap=None) -> Tensor:
+    """The logits, capped and divided by the temperature; they may be overwritten."""
+    if cap is not None:
+        logits = capped(logits, cap)
     return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def cap_slope(logits: Tensor, temperature: float, cap: float) -> Tensor:
+    """The derivative of `capped` by its input, 1 - tanh^2, from capped and divided logits.
+
+    Excluded candidates have the slope 0.
+    """
+    return 1 - (logits * (temperature / cap)).clamp(-1, 1).square()
 
 
 def _targets_within(targets, columns) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from transformers.utils.logging import (
 )
 
 from rl2 import progress
+from rl2.attention.kernels import NO_SOFTCAP_ON_GPUS
 from rl2.attention.ring import Ring, keep_attention
 from rl2.model import lora
 from rl2.model.admission import admit
@@ -92,6 +93,8 @@ def load_model(
     _announce(name, config, trainable)
     if mesh.tp is not None:
         tensor.check_tp_size(name, config, mesh.tp.size())
+    if device_kind(mesh.device) == "cuda":
+        _check_softcap(name, config)
     source.admit(name, config, critic)
     all_in_fp32 = trainable and lora_settings is None
     parameter_dtype = torch.float32 if all_in_fp32 else compute_dtype
@@ -131,6 +134,12 @@ def load_model(
         change = partial(dither_, dither_seed)
     fsdp.scatter(model, full, mesh, change)
     return model
+
+
+def _check_softcap(name: str, config: PreTrainedConfig) -> None:
+    """ValueError for a model that the kernels of a GPU cannot compute."""
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        raise ValueError(f"{name} ({config.model_type}): {NO_SOFTCAP_ON_GPUS}")
 
 
 def _announce(name: str, config: PreTrainedConfig, trainable: bool) -> None:

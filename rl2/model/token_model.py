@@ -19,7 +19,7 @@ from rl2.batch import Pack
 from rl2.model.exact import Exactness
 from rl2.model.full_kl import HeadInputs, full_kl
 from rl2.model.fused import fuse
-from rl2.model.head import candidate_mask, head_scores, logit_divisor
+from rl2.model.head import candidate_mask, head_scores, logit_cap, logit_divisor
 
 
 @dataclass
@@ -70,6 +70,7 @@ class TokenModel(nn.Module):
         self.attention_cost = attention_cost(hf)
         self.is_critic = hf.get_output_embeddings() is None
         self.logit_divisor = logit_divisor(hf.config)
+        self.logit_cap = logit_cap(hf.config)
         is_simple = self.logit_divisor == 1.0 and ring.size == 1 and tp is None and not compile
         self.exactness = exactness if is_simple else Exactness.OFF
         if exactness is Exactness.DEMANDED and not self.exactness.is_on:
@@ -94,7 +95,7 @@ class TokenModel(nn.Module):
         if self.is_critic:
             # In fp32: bf16 has too few numbers to tell similar rewards apart.
             return TokenScores(values=hidden.float() @ self.hf.score.weight[0].float())
-        weight = self._head_weight()
+        weight, bias = self._head_weights()
         temperature = temperature * self.logit_divisor
         logps, entropy = head_scores(
             hidden,
@@ -108,6 +109,8 @@ class TokenModel(nn.Module):
             self.exactness.is_on,
             pack.candidate_counts,
             pack.candidate_ids,
+            bias,
+            self.logit_cap,
         )
         scores = TokenScores(logps=logps, entropy=entropy)
         if teacher is not None:
@@ -120,6 +123,8 @@ class TokenModel(nn.Module):
                 self.head_dtype,
                 self.compile_head,
                 candidate_mask(pack.candidate_counts, pack.candidate_ids, len(weight), self.tp),
+                bias,
+                self.logit_cap,
             )
         return scores
 
@@ -130,7 +135,8 @@ class TokenModel(nn.Module):
         """
         hidden = self._hidden(pack)
         divisor = temperature * self.logit_divisor
-        return HeadInputs(hidden, self._head_weight(), divisor, self.head_dtype)
+        weight, bias = self._head_weights()
+        return HeadInputs(hidden, weight, divisor, self.head_dtype, bias, self.logit_cap)
 
     def _hidden(self, pack: Pack) -> Tensor:
         """The last hidden states [P, E] of the pairs."""
@@ -143,10 +149,14 @@ class TokenModel(nn.Module):
         body = self.hf.base_model(tokens, position_ids=positions, use_cache=False, attend=attend)
         return body.last_hidden_state[0, pack.hidden_index]
 
-    def _head_weight(self) -> Tensor:
-        """[V, E], or this process's part of V."""
-        weight = self.hf.get_output_embeddings().weight
-        return weight if self.tp is None else weight.to_local()
+    def _head_weights(self) -> tuple[Tensor, Tensor | None]:
+        """The weight [V, E] and the bias [V] or None, or this process's part of V."""
+        head = self.hf.get_output_embeddings()
+        weight, bias = head.weight, getattr(head, "bias", None)
+        if self.tp is not None:
+            weight = weight.to_local()
+            bias = None if bias is None else bias.to_local()
+        return weight, bias
 
 
 def attention_cost(hf: PreTrainedModel) -> float:

@@ -1,0 +1,187 @@
+"""Models with sinks, caps or a biased head in a worker: layouts, exports, and the head itself.
+
+test_windows.py compares their log-probabilities, gradients and answers with transformers.
+"""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import SPECIAL, launch, make_model, make_tokenizer
+from parity import SMALL_BUDGET, make_batch, policy_loss, two_steps, worker_config
+from transformers import AutoModelForCausalLM
+
+from rl2.model import head as head_module
+from rl2.model.candidates import CandidateMask
+from rl2.model.full_kl import HeadInputs, full_kl
+from rl2.model.head import head_scores
+from rl2.parallel.mesh import init_distributed
+from rl2.worker import Worker
+
+# fsdp_size, sp_size, tp_size of two processes.
+LAYOUTS = [(0, 1, 1), (1, 1, 1), (0, 2, 1), (0, 1, 2)]
+
+
+def layouts_of(family):
+    """Those that the family can have: models with sinks have no plan that rl2 knows."""
+    has_plan = family in ("gemma2", "phi")
+    return [layout for layout in LAYOUTS if layout[2] == 1 or has_plan]
+
+
+@pytest.fixture
+def device():
+    yield init_distributed()
+    dist.destroy_process_group()
+
+
+def run_layouts(name, family, out):
+    """Saves the results of two updates in each layout."""
+    device = init_distributed()
+    batch = make_batch()
+    results = {}
+    for fsdp, sp, tp in layouts_of(family):
+        results[fsdp, sp, tp] = two_steps(
+            name,
+            False,
+            device,
+            batch,
+            fsdp_size=fsdp,
+            sp_size=sp,
+            tp_size=tp,
+            max_length_per_device=SMALL_BUDGET,
+            gradient_checkpointing=1,
+        )
+    if dist.get_rank() == 0:
+        torch.save(results, out)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", SPECIAL)
+def test_layouts_give_the_updates_of_one_process(tmp_path, device, family):
+    """Their gradients are clipped, so that a wrong sum shows in the norm."""
+    name = make_model(tmp_path / "model", family, **SPECIAL[family])
+    launch(2, __file__, name, family, tmp_path / "out")
+    expected = two_steps(name, False, device, make_batch(), share_prompts=False)
+    start = dict(AutoModelForCausalLM.from_pretrained(name).named_parameters())
+    for layout, result in torch.load(tmp_path / "out").items():
+        for key, scores in expected["scores"].items():
+            if scores is not None:
+                torch.testing.assert_close(
+                    result["scores"][key], scores, rtol=0, atol=1e-4, msg=f"{layout} {key}"
+                )
+        for update, other in zip(result["updates"], expected["updates"], strict=True):
+            assert update["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3), layout
+        for key, weight in expected["weights"].items():
+            error = (result["weights"][key] - weight).norm()
+            assert error <= 2e-3 * (weight - start[key]).norm() + 1e-7, (layout, key)
+
+
+@pytest.mark.parametrize("family", SPECIAL)
+def test_an_export_is_the_trained_model(tmp_path, device, family):
+    name = make_model(tmp_path / "model", family, **SPECIAL[family])
+    batch = make_batch()
+    worker = Worker(worker_config(name, lr=1e-2), device, False, 4)
+    before = worker.infer(batch).logps
+    worker.update(batch, policy_loss, with_entropy=True)
+    logps = worker.infer(batch).logps
+    assert (logps - before).abs().max() > 1e-3
+    worker.export(str(tmp_path / "export"), make_tokenizer())
+    plain = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "export", dtype=torch.float32, attn_implementation="eager"
+    )
+    log_p = plain(batch.inputs).logits.log_softmax(-1)
+    expected = log_p.gather(2, batch.targets[..., None].long())[..., 0] * batch.mask
+    torch.testing.assert_close(logps, expected, rtol=0, atol=1e-4)
+    stored = dict(AutoModelForCausalLM.from_pretrained(name).named_parameters())
+    for key, weight in plain.named_parameters():  # sinks and biases are trained too
+        if key.endswith(("sinks", "lm_head.bias")):
+            assert not torch.equal(weight, stored[key])
+
+
+def plain_logits(hidden, weight, bias, cap, temperature):
+    logits = hidden @ weight.T + bias
+    return cap * (logits / cap).tanh() / temperature
+
+
+def make_head(num_pairs=23, vocabulary=37, width=8):
+    return [
+        torch.randn(num_pairs, width, requires_grad=True),
+        torch.randn(vocabulary, width, requires_grad=True),
+        torch.randn(vocabulary, requires_grad=True),
+    ]
+
+
+def check_gradients(scores, expected, factors, doubles):
+    torch.testing.assert_close(scores.double(), expected, rtol=0, atol=1e-5)
+    factor = torch.randn(len(scores))
+    gradients = torch.autograd.grad((scores * factor).sum(), factors)
+    right = torch.autograd.grad((expected * factor).sum(), doubles)
+    for gradient, other in zip(gradients, right, strict=True):
+        assert (gradient.double() - other).norm() < 1e-5 * other.norm()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("most_kept", [0, 1000])
+@pytest.mark.parametrize("candidates", [False, True])
+def test_a_biased_and_capped_head(monkeypatch, exact, most_kept, candidates):
+    """Values, entropies and gradients, also among candidates."""
+    monkeypatch.setattr(head_module, "MOST_KEPT_LOGITS", most_kept)
+    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 7 * 37)
+    torch.manual_seed(0)
+    factors = make_head()
+    targets = torch.randint(37, (23,))
+    outside = torch.zeros(23, 37, dtype=torch.bool)
+    chosen = {}
+    if candidates:
+        outside = torch.rand(23, 37) < 0.5
+        outside[range(23), targets] = False
+        chosen = {
+            "candidate_counts": (~outside).sum(1),
+            "candidate_ids": (~outside).nonzero()[:, 1],
+        }
+    logps, entropy = head_scores(
+        factors[0],
+        factors[1],
+        targets,
+        0.7,
+        True,
+        exact=exact,
+        bias=factors[2],
+        cap=2.5,
+        **chosen,
+    )
+    doubles = [x.detach().double().requires_grad_() for x in factors]
+    logits = plain_logits(*doubles, 2.5, 0.7).masked_fill(outside, -1e9)
+    log_p = logits.log_softmax(-1)
+    plain = log_p.gather(1, targets[:, None])[:, 0]
+    plain_entropy = -(log_p.exp() * log_p).sum(-1)
+    expected = torch.cat([plain, plain_entropy])
+    check_gradients(torch.cat([logps, entropy]), expected, factors, doubles)
+
+
+@pytest.mark.parametrize("candidates", [False, True])
+def test_the_kl_of_biased_and_capped_heads(monkeypatch, candidates):
+    """The teacher has a cap, a bias and a width of its own."""
+    monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 7 * 23)
+    torch.manual_seed(0)
+    factors = make_head()
+    teacher = [x.detach() for x in make_head(width=12)]
+    inputs = HeadInputs(teacher[0], teacher[1], 1.3, torch.float32, teacher[2], 4.0)
+    outside = torch.zeros(23, 37, dtype=torch.bool)
+    mask = None
+    if candidates:
+        outside = torch.rand(23, 37) < 0.5
+        mask = CandidateMask.of((~outside).sum(1), (~outside).nonzero()[:, 1])
+    kl = full_kl(factors[0], factors[1], inputs, 0.7, candidates=mask, bias=factors[2], cap=2.5)
+    doubles = [x.detach().double().requires_grad_() for x in factors]
+    log_p = plain_logits(*doubles, 2.5, 0.7).masked_fill(outside, -1e9).log_softmax(-1)
+    log_q = plain_logits(*[x.double() for x in teacher], 4.0, 1.3)
+    log_q = log_q.masked_fill(outside, -1e9).log_softmax(-1)
+    expected = (log_p.exp() * (log_p - log_q)).sum(-1)
+    assert (kl > 0.1).all()
+    check_gradients(kl, expected, factors, doubles)
+
+
+if __name__ == "__main__":  # a process of the test of layouts
+    run_layouts(*sys.argv[1:])
