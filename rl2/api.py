@@ -44,11 +44,13 @@ class Run:
         """
         import transformers
 
+        from rl2.model.towers import language_model_class
+
         config = self.model_path / "config.json"
         if not config.exists():
             raise FileNotFoundError(f"{self.model_path}: this run has exported no model")
         [architecture] = json.loads(config.read_text(encoding="utf-8"))["architectures"]
-        kind: Any = transformers.AutoModelForCausalLM
+        kind: Any = language_model_class(transformers.AutoConfig.from_pretrained(self.model_path))
         if architecture.endswith("ForSequenceClassification"):
             kind = transformers.AutoModelForSequenceClassification
         tokenizer = transformers.AutoTokenizer.from_pretrained(self.model_path)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pyarrow
 import torch
+import transformers
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import Fuse
@@ -24,7 +25,6 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
-    GraniteSWAConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -67,7 +67,6 @@ CONFIGS = {
     "gemma3": Gemma3TextConfig,
     "glm4_moe": Glm4MoeConfig,
     "gpt_oss": GptOssConfig,
-    "granite_swa": GraniteSWAConfig,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "phi": PhiConfig,
@@ -76,6 +75,8 @@ CONFIGS = {
     "qwen3": Qwen3Config,
     "starcoder2": Starcoder2Config,
 }
+if hasattr(transformers, "GraniteSWAConfig"):  # newer than the oldest transformers of the suite
+    CONFIGS["granite_swa"] = transformers.GraniteSWAConfig
 # Small models with sliding windows: overrides of `make_model` by family. The windows are shorter
 # than the rows of `make_samples`, and two families mix layers with and without a window.
 WINDOWED = {
@@ -98,6 +99,7 @@ SPECIAL = {
     "granite_swa": {**WINDOW_THEN_FULL, "logits_scaling": 1.0},
     "phi": {"tied": False},
 }
+SPECIAL = {family: overrides for family, overrides in SPECIAL.items() if family in CONFIGS}
 
 
 @cache

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from rl2.attention.pages import MIN_ROWS
 from rl2.engine.base import (
@@ -47,6 +47,7 @@ from rl2.engine.sampler import sample, uniform_noise
 from rl2.engine.stop import StopSearch
 from rl2.model.exact_head import capped
 from rl2.model.head import logit_cap, logit_divisor
+from rl2.model.towers import language_model_class
 
 PREFILL_BATCH_TOKENS = 2048  # most prompt tokens of one forward, without `deterministic`
 
@@ -142,7 +143,8 @@ class LocalEngine(Engine):
         self.device = settings.device
         self.head_dtype = torch.promote_types(settings.head_dtype, settings.dtype)
         # The attention "rl2" calls what a forward is given as `attend`, see attention/kernels.py.
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(settings.model_name)
+        model: Any = language_model_class(config).from_pretrained(
             settings.model_name, dtype=settings.dtype, attn_implementation="rl2"
         )
         self.model = model.eval().requires_grad_(False).to(self.device)

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from rl2 import cleanup
 from rl2.config.toolkit import cudart_folder
@@ -42,6 +42,7 @@ from rl2.engine.base import (
 )
 from rl2.engine.share import choose_share
 from rl2.engine.stop import StopSearch
+from rl2.model.towers import language_model_class
 from rl2.parallel.device import GIB
 from rl2.parallel.mesh import COLLECTIVE_TIMEOUT
 from rl2.progress import expecting, mark
@@ -485,7 +486,7 @@ def _names_without_source(answers: list[dict[str, Any]], config: Any) -> list[st
     (w13_weight): weight and bias, and in some models A_log, sinks and others.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = language_model_class(config).from_config(config)
     kinds = {name.rpartition(".")[2] for name in model.state_dict()}
     endings = tuple(f"_{kind}" for kind in kinds)
     names = set()

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -26,6 +25,7 @@ from rl2.attention.ring import Ring
 from rl2.batch import Batch, Sample, collate
 from rl2.model.shrink import FIRST_PLAIN_TOKEN, VOCABULARY, WINDOW_TOKENS, shrink
 from rl2.model.token_model import TokenModel
+from rl2.model.towers import find_towers, freeze_towers, language_model_class
 from rl2.packing import pack, unpack, zigzag
 from rl2.parallel.fsdp import persistent_buffers
 from rl2.parallel.mesh import broadcast_object
@@ -67,7 +67,7 @@ def admit(name: str, config: PreTrainedConfig, critic: bool = False) -> None:
 
 def find_problem(config: PreTrainedConfig, critic: bool = False) -> str | None:
     """Why rl2 cannot train this architecture, in words; None if it can."""
-    model_class = AutoModelForSequenceClassification if critic else AutoModelForCausalLM
+    model_class = AutoModelForSequenceClassification if critic else language_model_class(config)
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which also seeds the GPUs.
         torch.default_generator.manual_seed(0)
@@ -81,6 +81,7 @@ def find_problem(config: PreTrainedConfig, critic: bool = False) -> str | None:
         try:
             hf = model_class.from_config(small, attn_implementation="rl2", dtype=torch.float32)
             hf.load_state_dict(plain.state_dict())
+            freeze_towers(hf)
             model = TokenModel(hf, Ring())
             batch = collate(samples)
             actual = _backward(packed_columns(model, batch))
@@ -110,10 +111,16 @@ def make_plain(model_class: Any, config: PreTrainedConfig) -> Any:
 
 
 def _randomise(hf: PreTrainedModel) -> None:
-    """Random values for weights and buffers, also for those that begin as 0 or 1."""
+    """Random values for weights and buffers, also for those that begin as 0 or 1.
+
+    Not for those of towers, which nothing reads.
+    """
     buffers = [buffer for _, buffer in persistent_buffers(hf)]
+    idle = set()
+    for _, tower in find_towers(hf):
+        idle |= {id(tensor) for tensor in tower.state_dict(keep_vars=True).values()}
     for tensor in [*hf.parameters(), *buffers]:
-        if not tensor.is_floating_point():
+        if id(tensor) in idle or not tensor.is_floating_point():
             continue
         noise = torch.randn(tensor.shape)
         if tensor.dim() >= 2:

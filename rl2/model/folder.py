@@ -17,7 +17,6 @@ from huggingface_hub import (
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoTokenizer,
@@ -25,6 +24,8 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
+
+from rl2.model.towers import is_language_model
 
 HUB_TIMEOUT_SECONDS = 10.0
 INDEX = "model.safetensors.index.json"
@@ -196,7 +197,7 @@ def _check_kind(label: str, config: PreTrainedConfig, critic: bool) -> None:
             f"{label}: this is a reward model or a classifier ({architecture}) without a language "
             "head; give a causal language model here, and this one as critic.model_name"
         )
-    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    elif not is_language_model(config):
         raise ValueError(f"{label}: {config.model_type} is not a causal language model")
     elif architecture.endswith("Model") and not config.tie_word_embeddings:
         if "LMHead" not in architecture:

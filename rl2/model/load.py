@@ -10,7 +10,6 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
 )
@@ -31,6 +30,7 @@ from rl2.model.dither import dither_
 from rl2.model.exact import Exactness
 from rl2.model.lora import LoraSettings
 from rl2.model.token_model import TokenModel
+from rl2.model.towers import find_towers, freeze_towers, language_model_class
 from rl2.parallel import fsdp, tensor
 from rl2.parallel.device import device_kind
 from rl2.parallel.mesh import Mesh, broadcast_object
@@ -82,14 +82,14 @@ def load_model(
     frozen one keeps them in `compute_dtype`. The logits are in `head_dtype`, see `head_scores`;
     `compile` compiles the elementwise parts, see `fuse`; `exactness` says whether the model has the
     log-probabilities of the embedded engine to the bit, see `TokenModel`. With `lora_settings` only
-    the adapters and a critic's head are trained and in fp32. With `dither_seed`, weights that are
-    kept in fp32 and computed in bf16 are moved within their rounding cells, see dither.py. All
-    processes must call. ValueError for a model that rl2 computes wrongly or cannot cut, and for
-    weights that are incomplete.
+    the adapters and a critic's head are trained and in fp32. Towers are frozen. With
+    `dither_seed`, weights that are kept in fp32 and computed in bf16 are moved within their
+    rounding cells, see dither.py. All processes must call. ValueError for a model that rl2 computes
+    wrongly or cannot cut, and for weights that are incomplete.
     """
-    model_class = AutoModelForSequenceClassification if critic else AutoModelForCausalLM
     labels = {"num_labels": 1} if critic else {}
     config = AutoConfig.from_pretrained(name, **labels)
+    model_class = AutoModelForSequenceClassification if critic else language_model_class(config)
     _announce(name, config, trainable)
     if mesh.tp is not None:
         tensor.check_tp_size(name, config, mesh.tp.size())
@@ -100,6 +100,7 @@ def load_model(
     parameter_dtype = torch.float32 if all_in_fp32 else compute_dtype
     with init_empty_weights(include_buffers=False):
         hf = model_class.from_config(config, attn_implementation="rl2", dtype=parameter_dtype)
+        freeze_towers(hf, compute_dtype)
         lora.inject(hf, lora_settings)
     hf.tie_weights()  # meta parameters lose their ties
     # Rank 0 reads the weights and scatters them: a node holds one full copy, not one a process.
@@ -128,6 +129,7 @@ def load_model(
         compute_dtype if trainable else None,
         gradient_checkpointing,
         recompute_context=keep_attention,
+        idle=[tower for _, tower in find_towers(hf)],
     )
     change = None
     if dither_seed is not None and all_in_fp32 and compute_dtype == torch.bfloat16:

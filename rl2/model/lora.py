@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from rl2.model.adapter_folder import WEIGHTS
+from rl2.model.towers import find_towers
 from rl2.progress import track
 
 ADAPTER = "default"  # peft's name of the only adapter
@@ -61,13 +62,22 @@ def inject(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
 def _new_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
     from peft import LoraConfig
 
-    modules = hf.base_model.named_modules()
-    linear_names = [name for name, module in modules if isinstance(module, nn.Linear)]
+    linear_names: list[str] = []
+    tower_names: list[str] = []
+    towers = {part for _, tower in find_towers(hf) for part in tower.modules()}
+    for name, module in hf.base_model.named_modules():
+        if isinstance(module, nn.Linear):
+            (tower_names if module in towers else linear_names).append(name)
     kinds = sorted({name.rpartition(".")[2] for name in linear_names})
     _check_targets(settings.targets, linear_names, kinds)
     # peft takes a float, though its type says int.
     alpha: Any = settings.alpha or 2 * settings.rank
-    return LoraConfig(r=settings.rank, lora_alpha=alpha, target_modules=settings.targets or kinds)
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=alpha,
+        target_modules=settings.targets or kinds,
+        exclude_modules=tower_names or None,
+    )
 
 
 def _read_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:

@@ -31,6 +31,8 @@ LIMITS = {
 NUM_EXPERTS = re.compile(r"^(num|n|moe_num)_(local_|routed_)?experts$")
 # Multiples of the hidden size by chance.
 NOT_A_WIDTH = re.compile(r"layer|position|context|head|expert|group|top|rank|token")
+DEPTH = re.compile(r"^(depth|num_layers|num_hidden_layers|encoder_layers)$")
+TOWER_WIDTH = re.compile(r"^intermediate_size$|ffn_dim$")
 LAYER_NUMBER = re.compile(r"layer_?(idx|index|id|number|num|i)$|^(idx|index)$")
 
 
@@ -43,6 +45,7 @@ def shrink(model_class: Any, config: PreTrainedConfig) -> PreTrainedConfig:
     small = deepcopy(config)
     text: Any = small.get_text_config()
     _shrink_sizes(text)
+    _shrink_towers(small, text)
     num_layers = _count_layers_of_all_kinds(model_class, small)
     for key, value in vars(text).items():
         if isinstance(value, list | tuple) and len(value) == text.num_hidden_layers:
@@ -70,6 +73,19 @@ def _shrink_sizes(text: Any) -> None:
     text.num_attention_heads = few_heads
     if hasattr(text, "num_key_value_heads"):
         text.num_key_value_heads = few_key_heads
+
+
+def _shrink_towers(config: Any, text: Any) -> None:
+    """One layer with a narrow MLP in each part that is not the text model: it only has to exist."""
+    for key in config.sub_configs:
+        tower = getattr(config, key, None)
+        if not isinstance(tower, PreTrainedConfig) or tower is text:
+            continue
+        for name, value in list(vars(tower).items()):
+            if type(value) is int and DEPTH.search(name):
+                setattr(tower, name, min(value, 1))
+            elif type(value) is int and TOWER_WIDTH.search(name):
+                setattr(tower, name, min(value, INNER_WIDTH))
 
 
 def _shrink_size(key: str, value: int, width: int, narrow: int, num_experts: int) -> int:

@@ -1,6 +1,6 @@
 """FSDP2: how a model is cut over the processes, and how one full copy of its weights gets there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -27,6 +27,7 @@ def shard(
     compute_dtype: torch.dtype | None = None,
     gradient_checkpointing: bool | int | str = False,
     recompute_context: Callable[[], Any] | None = None,
+    idle: Sequence[nn.Module] = (),
 ) -> None:
     """Shards the TokenModel `model`: each of its layers, then the rest.
 
@@ -34,13 +35,20 @@ def shard(
     Without, both happen in the dtype of the parameters. `gradient_checkpointing` recomputes layers
     in the backward pass: all of them, none, or this many of the first (auto is all: the trainers
     put a number). The first, since the backward pass has freed what the others kept when it reaches
-    them. `recompute_context` is the `context_fn` of torch's checkpoint.
+    them. `recompute_context` is the `context_fn` of torch's checkpoint. `idle` modules never run:
+    they are sharded by themselves, and never gathered.
     """
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for module in idle:
+        fully_shard(module, mesh=mesh.fsdp)
     layer_classes = model.hf._no_split_modules or ()
-    layers = [module for module in model.hf.modules() if type(module).__name__ in layer_classes]
+    never_run = {part for module in idle for part in module.modules()}
+    layers = []
+    for module in model.hf.modules():
+        if type(module).__name__ in layer_classes and module not in never_run:
+            layers.append(module)
     num_recomputed = len(layers) if gradient_checkpointing else 0
     if type(gradient_checkpointing) is int:
         num_recomputed = gradient_checkpointing

@@ -109,6 +109,8 @@ def load_speakers(arguments: argparse.Namespace) -> list[Speaker]:
 
     import transformers
 
+    from rl2.model.towers import language_model_class
+
     transformers.logging.disable_progress_bar()
     template = make_template(path, config["data"])
     models = {str(path): path}
@@ -116,7 +118,8 @@ def load_speakers(arguments: argparse.Namespace) -> list[Speaker]:
         models = {"start": config["actor"]["model_name"], **models}
     speakers = []
     for name, model_name in models.items():
-        model = transformers.AutoModelForCausalLM.from_pretrained(model_name, dtype="auto").eval()
+        model_class = language_model_class(transformers.AutoConfig.from_pretrained(model_name))
+        model = model_class.from_pretrained(model_name, dtype="auto").eval()
         speakers.append(
             Speaker(name, model, template, arguments.temperature, arguments.max_new_tokens)
         )

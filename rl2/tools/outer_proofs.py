@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from rl2.attention.pages import MIN_ROWS
 from rl2.attention.ring import Ring
@@ -20,6 +20,7 @@ from rl2.engine.local import STEP_ROWS_MULTIPLE, LocalEngine
 from rl2.model.admission import SCORE_TOLERANCE, packed_columns
 from rl2.model.exact import Exactness
 from rl2.model.token_model import TokenModel
+from rl2.model.towers import language_model_class
 from rl2.tools.proofs import (
     CPU,
     Difference,
@@ -172,9 +173,8 @@ def prove_export(subject: Subject) -> Iterator[Difference]:
     worker.update(batch, weighted_sum)
     folder = f"{subject.folder}/export"
     worker.export(folder, subject.template.tokenizer)
-    hf = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="rl2"
-    )
+    model_class = language_model_class(AutoConfig.from_pretrained(folder))
+    hf = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="rl2")
     weights = dict(worker.iter_full_weights(torch.float32))
     held = {name: weight for name, weight in hf.state_dict().items() if name in weights}
     meaning = (

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch import Tensor
 from torch.multiprocessing import start_processes
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from rl2.algorithms.losses import token_weights
 from rl2.batch import Batch, Sample, collate
@@ -42,6 +42,7 @@ from rl2.model.exact import Exactness
 from rl2.model.load import HuggingFaceFiles
 from rl2.model.shrink import WINDOW_TOKENS, shrink
 from rl2.model.token_model import TokenScores
+from rl2.model.towers import language_model_class
 from rl2.parallel.device import GIB
 from rl2.trainer.ppo import actor_loss, needs_entropy
 from rl2.worker import Worker
@@ -119,7 +120,8 @@ class Subject:
         """
         config = AutoConfig.from_pretrained(self.config.actor.model_name)
         torch.manual_seed(0)
-        plain = make_plain(AutoModelForCausalLM, shrink(AutoModelForCausalLM, config))
+        model_class = language_model_class(config)
+        plain = make_plain(model_class, shrink(model_class, config))
         plain.get_input_embeddings().weight.data[::2] *= 0.01
         path = f"{self.folder}/small"
         plain.save_pretrained(path)
@@ -276,7 +278,8 @@ def cause_of_position(actual: Tensor, expected: Tensor) -> str:
 
 def prove_transformers(subject: Subject) -> Iterator[Difference]:
     """Compares rl2, one sequence in a pack, with plain transformers."""
-    plain = AutoModelForCausalLM.from_pretrained(subject.small, dtype=torch.float32)
+    model_class = language_model_class(AutoConfig.from_pretrained(subject.small))
+    plain = model_class.from_pretrained(subject.small, dtype=torch.float32)
     expected = plain_columns(plain, subject.samples())
     weighted_sum(subject.batch(), TokenScores(logps=expected))[0].backward()
     expected = expected.detach()
@@ -295,8 +298,10 @@ def prove_transformers(subject: Subject) -> Iterator[Difference]:
 def prove_real_weights(subject: Subject) -> Iterator[Difference]:
     """Compares both in bf16, with the model's own weights, with transformers in fp32."""
     name = subject.config.actor.model_name
+    config = AutoConfig.from_pretrained(name)
+    model_class = language_model_class(config)
     with init_empty_weights():
-        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
+        empty = model_class.from_config(config)
     needed = empty.num_parameters() * BYTES_PER_WEIGHT / GIB
     free = psutil.virtual_memory().available / GIB
     if needed > free:
@@ -309,7 +314,7 @@ def prove_real_weights(subject: Subject) -> Iterator[Difference]:
 
     def plain(dtype: torch.dtype) -> Tensor:
         with torch.no_grad():
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+            model = model_class.from_pretrained(name, dtype=dtype)
             return plain_columns(model, samples)
 
     exact, rounded = plain(torch.float32), plain(torch.bfloat16)

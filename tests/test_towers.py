@@ -1,0 +1,226 @@
+"""Models with a frozen vision tower: trained on text, against plain Hugging Face models."""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import check_adapter, launch, make_tokenizer
+from engine_contract import plain_logps, play
+from parity import (
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    SMALL_BUDGET,
+    make_batch,
+    policy_loss,
+    two_steps,
+    worker_config,
+)
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
+
+from rl2.engine.base import EngineSettings
+from rl2.engine.local import LocalEngine
+from rl2.model.admission import find_problem
+from rl2.model.folder import check_model
+from rl2.model.token_model import TokenScores
+from rl2.model.towers import find_towers
+from rl2.parallel.mesh import init_distributed
+from rl2.worker import Worker
+
+TEXT = {
+    "vocab_size": 98,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+VISION = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+TOP = {"tie_word_embeddings": True, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
+
+
+def gemma3():
+    text = {**TEXT, "head_dim": 8, "sliding_window": 6}
+    text["layer_types"] = ["sliding_attention", "full_attention"]
+    vision = {**VISION, "num_hidden_layers": 2, "image_size": 8, "patch_size": 2}
+    config = Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=97, **TOP
+    )
+    return Gemma3ForConditionalGeneration, config
+
+
+def qwen2_5_vl():
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
+    vision |= {"out_hidden_size": 32, "patch_size": 2, "fullatt_block_indexes": [1]}
+    config = Qwen2_5_VLConfig(
+        text_config={**TEXT, "rope_parameters": rope},
+        vision_config=vision,
+        image_token_id=97,
+        video_token_id=96,
+        vision_start_token_id=95,
+        vision_end_token_id=94,
+        **{**TOP, "tie_word_embeddings": False},
+    )
+    return Qwen2_5_VLForConditionalGeneration, config
+
+
+FAMILIES = {"gemma3": gemma3, "qwen2_5_vl": qwen2_5_vl}
+
+
+@pytest.fixture(params=FAMILIES)
+def name(request, tmp_path):
+    """The folder of a small random model, with a file of its processor."""
+    model_class, config = FAMILIES[request.param]()
+    torch.manual_seed(0)
+    model_class(config).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "model/preprocessor_config.json").write_text('{"do_resize": true}')
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def device():
+    yield init_distributed()
+    dist.destroy_process_group()
+
+
+def load_plain(name):
+    return AutoModelForImageTextToText.from_pretrained(
+        name, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def tower_weights(hf):
+    """The weights of the towers, by name."""
+    weights = {}
+    for name, tower in find_towers(hf):
+        weights |= {f"{name}.{key}": weight for key, weight in tower.state_dict().items()}
+    assert len(weights) > 10
+    return weights
+
+
+def reference(name):
+    """(scores before, loss and gradient norm of each update, weights after two SGD updates).
+
+    Each row runs alone in the plain model.
+    """
+    batch = make_batch()
+    model = load_plain(name)
+    sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    first_scores, updates = None, []
+    for _ in range(2):
+        logits = torch.cat([model(row[None]).logits for row in batch.inputs])
+        log_p = (logits / 0.9).log_softmax(-1)
+        logps = log_p.gather(2, batch.targets[..., None].long())[..., 0] * batch.mask
+        scores = TokenScores(logps=logps, entropy=-(log_p.exp() * log_p).sum(-1) * batch.mask)
+        loss, _ = policy_loss(batch, scores)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        sgd.step()
+        sgd.zero_grad()
+        first_scores = first_scores or vars(scores.map(torch.Tensor.detach))
+        updates.append((loss.item(), norm.item()))
+    return first_scores, updates, dict(model.named_parameters())
+
+
+def run_layouts(name, out):
+    """Saves the results of two updates, of one pack with shared prompts and of many without."""
+    device = init_distributed()
+    results = {}
+    layouts = [(0, 1)] if dist.get_world_size() == 1 else [(0, 1), (0, 2)]
+    for fsdp, sp in layouts:
+        for share, budget, recomputed in ((True, 4096, False), (False, SMALL_BUDGET, 1)):
+            results[fsdp, sp, share] = two_steps(
+                name,
+                False,
+                device,
+                make_batch(),
+                fsdp_size=fsdp,
+                sp_size=sp,
+                share_prompts=share,
+                max_length_per_device=budget,
+                gradient_checkpointing=recomputed,
+            )
+    if dist.get_rank() == 0:
+        torch.save(results, out)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_updates_on_text_are_those_of_transformers(tmp_path, name, world):
+    """And the towers keep their bits."""
+    launch(world, __file__, name, tmp_path / "out")
+    scores, updates, weights = reference(name)
+    towers = tower_weights(load_plain(name))
+    for layout, result in torch.load(tmp_path / "out").items():
+        for key in ("logps", "entropy"):
+            torch.testing.assert_close(
+                result["scores"][key], scores[key], rtol=0, atol=5e-5, msg=f"{layout} {key}"
+            )
+        for update, (loss, norm) in zip(result["updates"], updates, strict=True):
+            assert update["loss"] == pytest.approx(loss, abs=1e-5), layout
+            assert update["grad_norm"] == pytest.approx(norm, rel=1e-4), layout
+        for key, weight in weights.items():
+            torch.testing.assert_close(result["weights"][key], weight, rtol=0, atol=1e-5)
+        for key, weight in towers.items():
+            assert torch.equal(result["weights"][key], weight), (layout, key)
+
+
+def test_the_engine_and_the_export_have_the_towers(tmp_path, name, device):
+    check_model("actor.model_name", name)
+    worker = Worker(worker_config(name, lr=1e-2), device, False, 4)
+    assert not any("vision" in key or "visual" in key for key in worker.trained_parameters)
+    engine = LocalEngine(EngineSettings(name, torch.float32, torch.device("cpu")))
+    engine.verify_weights(worker.iter_full_weights(torch.float32), 0)
+    batch = make_batch()
+    worker.update(batch, policy_loss, with_entropy=True)
+    engine.load_weights(worker.iter_full_weights(torch.float32), 1)
+    worker.export(str(tmp_path / "export"), make_tokenizer())
+    exported, start = load_plain(tmp_path / "export"), load_plain(name)
+    assert type(exported) is type(start)
+    assert type(AutoConfig.from_pretrained(tmp_path / "export")) is type(start.config)
+    assert (tmp_path / "export/preprocessor_config.json").read_text() == '{"do_resize": true}'
+    before = start.state_dict()
+    towers = tower_weights(start)
+    after = exported.state_dict()
+    changed = {key for key, weight in after.items() if not weight.equal(before[key])}
+    assert changed and not changed & towers.keys()
+    prompts = [[3, 40, 5], list(range(10, 80))]
+    answers = play(engine, prompts, max_new_tokens=20)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = plain_logps(exported, prompt, answer.tokens, 1.0)
+        torch.testing.assert_close(torch.tensor(answer.logps), expected, rtol=0, atol=1e-4)
+    engine.close()
+
+
+def test_adapters_are_in_the_text_model_only(tmp_path, name, device):
+    worker = Worker(worker_config(name, lr=1e-2, lora_rank=3), device, False, 4)
+    assert worker.trained_parameters
+    for key in worker.trained_parameters:
+        assert ".language_model." in key and ".lora_" in key
+    worker.update(make_batch(), policy_loss, with_entropy=True)
+    worker.export(str(tmp_path / "export"), make_tokenizer())
+    check_adapter(AutoModelForImageTextToText, name, tmp_path / "export")
+
+
+def test_a_model_whose_text_is_read_by_another_part_is_refused():
+    """PaliGemma lets the tokens of a prompt see each other in both directions."""
+    problem = find_problem(AutoConfig.for_model("paligemma"))
+    assert "is_causal=False" in problem
+
+
+if __name__ == "__main__":  # a process of the test of layouts
+    run_layouts(*sys.argv[1:])
