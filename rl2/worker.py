@@ -113,7 +113,11 @@ class Worker:
         self.lora_settings = None
         if is_trained and config.lora_rank:
             self.lora_settings = LoraSettings(
-                config.lora_rank, config.lora_alpha, config.lora_targets, config.adapter
+                config.lora_rank,
+                config.lora_alpha,
+                config.lora_targets,
+                config.adapter,
+                with_routers=not config.freeze_router,
             )
         self.model = load_model(
             config.model_name,
@@ -126,6 +130,7 @@ class Worker:
             compile=config.compile,
             exactness=exactness,
             lora_settings=self.lora_settings,
+            freeze_router=is_trained and config.freeze_router,
             dither_seed=seed if is_trained and config.dither_weights else None,
             source=source,
         )

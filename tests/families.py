@@ -1,4 +1,4 @@
-"""Tries every causal language model of transformers as rl2 does at start and lists the verdicts.
+"""Tries every language model of transformers as rl2 does at start and lists the verdicts.
 
     python tests/families.py [FAMILY ...]
 
@@ -21,9 +21,12 @@ from datetime import date
 import torch
 import transformers
 from common import ROOT
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as MULTIMODAL,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
@@ -33,6 +36,7 @@ from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.model.admission import SCORE_TOLERANCE, find_problem, make_plain
 from rl2.model.shrink import FIRST_PLAIN_TOKEN, VOCABULARY, shrink
+from rl2.model.towers import language_model_class
 
 sys.path.insert(0, str(ROOT / "docs"))
 import generate  # noqa: E402
@@ -44,6 +48,7 @@ NEEDED = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
+    "qwen2_5_vl": {"vision_config": {"hidden_size": 1280, "intermediate_size": 3420}},
 }
 LONGROPE = {
     "rope_type": "longrope",
@@ -91,7 +96,9 @@ def engine_problem(name):
     """What the embedded engine does wrong with the family, None if nothing."""
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():
         torch.manual_seed(0)
-        plain = make_plain(AutoModelForCausalLM, shrink(AutoModelForCausalLM, make_config(name)))
+        config = make_config(name)
+        model_class = language_model_class(config)
+        plain = make_plain(model_class, shrink(model_class, config))
         plain.save_pretrained(folder)
         try:
             AutoConfig.from_pretrained(folder)
@@ -153,7 +160,7 @@ def main():
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     verdicts = {}
-    for name in sorted(sys.argv[1:] or [*CAUSAL_LM, *VARIANTS]):
+    for name in sorted(sys.argv[1:] or {*CAUSAL_LM, *MULTIMODAL, *VARIANTS}):
         start = time.monotonic()
         verdicts[name] = try_family(name)
         reasons = [f"{part}: {reason}" for part, reason in verdicts[name].items()]

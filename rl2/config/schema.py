@@ -351,6 +351,12 @@ class WorkerConfig(ModelConfig):
         "their rank, scale and layers",
         identity=True,
     )
+    freeze_router: bool = key(
+        False,
+        "do not train the routers of a mixture of experts: the choice of experts then changes only "
+        "through the hidden states; no adapters in them either",
+        identity=True,
+    )
     dither_weights: bool = key(
         False,
         "start each weight at a random place among the numbers that round to its stored value, so "

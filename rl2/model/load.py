@@ -29,6 +29,7 @@ from rl2.model.admission import admit
 from rl2.model.dither import dither_
 from rl2.model.exact import Exactness
 from rl2.model.lora import LoraSettings
+from rl2.model.routers import freeze_routers
 from rl2.model.token_model import TokenModel
 from rl2.model.towers import find_towers, freeze_towers, language_model_class
 from rl2.parallel import fsdp, tensor
@@ -73,6 +74,7 @@ def load_model(
     compile: bool = False,
     exactness: Exactness = Exactness.OFF,
     lora_settings: LoraSettings | None = None,
+    freeze_router: bool = False,
     dither_seed: int | None = None,
     source: HuggingFaceFiles = FILES,
 ) -> TokenModel:
@@ -82,10 +84,11 @@ def load_model(
     frozen one keeps them in `compute_dtype`. The logits are in `head_dtype`, see `head_scores`;
     `compile` compiles the elementwise parts, see `fuse`; `exactness` says whether the model has the
     log-probabilities of the embedded engine to the bit, see `TokenModel`. With `lora_settings` only
-    the adapters and a critic's head are trained and in fp32. Towers are frozen. With
-    `dither_seed`, weights that are kept in fp32 and computed in bf16 are moved within their
-    rounding cells, see dither.py. All processes must call. ValueError for a model that rl2 computes
-    wrongly or cannot cut, and for weights that are incomplete.
+    the adapters and a critic's head are trained and in fp32. Towers are frozen, and
+    with `freeze_router` the routers of experts. With `dither_seed`, weights that are kept in fp32
+    and computed in bf16 are moved within their rounding cells, see dither.py. All processes must
+    call. ValueError for a model that rl2 computes wrongly or cannot cut, and for weights that are
+    incomplete.
     """
     labels = {"num_labels": 1} if critic else {}
     config = AutoConfig.from_pretrained(name, **labels)
@@ -102,6 +105,8 @@ def load_model(
         hf = model_class.from_config(config, attn_implementation="rl2", dtype=parameter_dtype)
         freeze_towers(hf, compute_dtype)
         lora.inject(hf, lora_settings)
+        if freeze_router:
+            freeze_routers(name, hf)
     hf.tie_weights()  # meta parameters lose their ties
     # Rank 0 reads the weights and scatters them: a node holds one full copy, not one a process.
     full = None
@@ -157,10 +162,22 @@ def _announce(name: str, config: PreTrainedConfig, trainable: bool) -> None:
     for key, value in vars(config).items():
         if "drop" in key and isinstance(value, int | float) and value > 0:
             settings.append(f"{key}={value}")
+    if trainable:
+        _announce_balancing(name, config)
     if settings and trainable:
         print(
             f"{name}: dropout is off in training ({', '.join(settings)}), so that a token's "
             "log-probability is the same in every pass",
+        )
+
+
+def _announce_balancing(name: str, config: PreTrainedConfig) -> None:
+    """Says that a loss which the config asks for is not trained."""
+    text: Any = config.get_text_config()
+    if getattr(text, "output_router_logits", False):
+        print(
+            f"{name}: its config asks for a load-balancing loss of the routers "
+            "(output_router_logits=true), which rl2 does not add"
         )
 
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from rl2.model.adapter_folder import WEIGHTS
+from rl2.model.routers import find_routers
 from rl2.model.towers import find_towers
 from rl2.progress import track
 
@@ -38,6 +39,7 @@ class LoraSettings:
     alpha: float | None = None  # the scale is alpha / rank; None = 2 * rank
     targets: list[str] = field(default_factory=list)  # endings of layer names; empty = all layers
     folder: str | None = None  # as peft writes it
+    with_routers: bool = True  # whether layers of routers get adapters
 
 
 def inject(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
@@ -63,11 +65,13 @@ def _new_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
     from peft import LoraConfig
 
     linear_names: list[str] = []
-    tower_names: list[str] = []
-    towers = {part for _, tower in find_towers(hf) for part in tower.modules()}
+    frozen_names: list[str] = []
+    frozen = {part for _, tower in find_towers(hf) for part in tower.modules()}
+    if not settings.with_routers:
+        frozen |= find_routers(hf)
     for name, module in hf.base_model.named_modules():
         if isinstance(module, nn.Linear):
-            (tower_names if module in towers else linear_names).append(name)
+            (frozen_names if module in frozen else linear_names).append(name)
     kinds = sorted({name.rpartition(".")[2] for name in linear_names})
     _check_targets(settings.targets, linear_names, kinds)
     # peft takes a float, though its type says int.
@@ -76,7 +80,7 @@ def _new_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
         r=settings.rank,
         lora_alpha=alpha,
         target_modules=settings.targets or kinds,
-        exclude_modules=tower_names or None,
+        exclude_modules=frozen_names or None,
     )
 
 
@@ -94,7 +98,12 @@ def _read_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
         names = [name.removeprefix(PREFIX) for name in file.keys()]
     layers = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
     modules = dict(hf.named_modules())
+    routers = set() if settings.with_routers else find_routers(hf)
     for layer in sorted(layers):
+        if modules.get(layer) in routers:
+            raise ValueError(
+                f"freeze_router=true: the adapters in {settings.folder} adapt a router, {layer}"
+            )
         if not (layer.startswith(body) and isinstance(modules.get(layer), nn.Linear)):
             raise ValueError(
                 f"adapter={settings.folder} adapts {layer}, which is no linear layer of the body "

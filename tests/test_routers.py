@@ -1,0 +1,105 @@
+"""actor.freeze_router: everything but the routers of a mixture of experts is trained."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import make_model, make_tokenizer
+from parity import make_batch, policy_loss, worker_config
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl2.model.routers import find_routers
+from rl2.parallel.mesh import init_distributed
+from rl2.worker import Worker
+
+MIXTURES = {
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 0,
+    },
+}
+
+
+@pytest.fixture
+def device():
+    yield init_distributed()
+    dist.destroy_process_group()
+
+
+def update(name, device, **changes):
+    """(the worker after an update, its weights before and after)."""
+    worker = Worker(worker_config(name, lr=1e-2, **changes), device, False, 4)
+    before = {key: weight.clone() for key, weight in worker.iter_full_weights(torch.float32)}
+    worker.update(make_batch(), policy_loss, with_entropy=True)
+    return worker, before, dict(worker.iter_full_weights(torch.float32))
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_routers_keep_their_weights_and_all_else_moves(tmp_path, device, family):
+    name = make_model(tmp_path / "model", family, tied=False, **MIXTURES[family])
+    _, before, free = update(name, device)
+    moved = {key for key in before if not torch.equal(before[key], free[key])}
+    worker, _, frozen = update(name, device, freeze_router=True)
+    moved_without_routers = {key for key in before if not torch.equal(before[key], frozen[key])}
+    routers = moved - moved_without_routers
+    assert len(routers) == (4 if family == "gpt_oss" else 2)  # of two layers; gpt-oss has biases
+    assert all(".router." in key or ".gate." in key for key in routers)
+    assert moved_without_routers == moved - routers
+    # An update of the others is what it was: the router passes its gradient on.
+    for key in moved_without_routers:
+        torch.testing.assert_close(frozen[key], free[key], rtol=0, atol=1e-4)
+    worker.export(str(tmp_path / "export"), make_tokenizer())
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
+    for key in routers:
+        assert torch.equal(exported[key], before[key])
+
+
+def test_routers_get_no_adapters(tmp_path, device):
+    """Those of Hunyuan are plain linear layers, which would get some."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "hunyuan_v1_moe",
+        vocab_size=98,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        moe_topk=2,
+        eos_token_id=2,
+        bos_token_id=1,
+        pad_token_id=0,
+        eod_token_id=2,
+    )
+    name = str(tmp_path / "model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(name)
+    make_tokenizer().save_pretrained(name)
+    adapted = {}
+    for freezes in (False, True):
+        worker, _, _ = update(name, device, lora_rank=2, freeze_router=freezes)
+        routers = find_routers(worker.model.hf)
+        adapted[freezes] = sum(hasattr(module, "lora_A") for module in routers)
+        assert any(".lora_" in key for key in worker.trained_parameters)
+    assert adapted == {False: 2, True: 0}
+    worker, _, _ = update(name, device, lora_rank=2, lora_targets=["q_proj", "wg"])
+    worker.export(str(tmp_path / "export"), make_tokenizer())
+    folder = f"{tmp_path}/export/adapter"
+    with pytest.raises(ValueError, match=r"freeze_router=true: the adapters in .* adapt a router"):
+        update(name, device, lora_rank=2, adapter=folder, freeze_router=True)
+
+
+def test_a_model_without_experts_is_told(tmp_path, device):
+    name = make_model(tmp_path / "model")
+    with pytest.raises(ValueError, match="freeze_router=true: .* has no router"):
+        Worker(worker_config(name, freeze_router=True), device, False, 4)
+
+
+def test_a_load_balancing_loss_of_the_config_is_said_to_be_missing(tmp_path, device, capsys):
+    overrides = {**MIXTURES["gpt_oss"], "output_router_logits": True}
+    name = make_model(tmp_path / "model", "gpt_oss", tied=False, **overrides)
+    Worker(worker_config(name), device, False, 4)
+    assert "load-balancing loss of the routers" in capsys.readouterr().out
