@@ -51,9 +51,11 @@ FAMILIES_HEADER = """\
 
 <!-- Written by `python docs/generate.py` from tests/families.json. -->
 
-Every causal language model of transformers {transformers}, tried on {date} with torch {torch} in
-the way that [rl2 tries a model at start](models.md#how-a-model-is-admitted), with the defaults of
-its config class; other settings are in parentheses. rl2 trains {num_trained} of the {num_families}.
+Every causal language model of transformers {transformers}, and some with
+[towers](models.md#towers), tried on {date} with torch {torch} in the way that
+[rl2 tries a model at start](models.md#how-a-model-is-admitted), with the defaults of
+its config class; other settings are in parentheses. rl2 trains {num_trained} of the {num_families},
+those with towers on text only.
 Your model is tried with its own config when a run starts, so this page is only a preview.
 [`tests/families.json`](../tests/families.json) has every reason in full, and
 `python tests/families.py FAMILY` tries one again.
@@ -68,6 +70,8 @@ REASONS = {
     "attention interface": "Does not use transformers' attention interface, or not in full",
     "not given the keywords": "Does not use transformers' attention interface, or not in full",
     "takes no part": "Has weights that play no part in the scores of a text",
+    "has no num_attention_heads": "Has no attention heads: state spaces, recurrent layers",
+    "no body apart": "Has no body apart from its head in transformers",
     "a small copy of it": "A small copy does not run",
     "default config": "Its default config does not work",
     "rl2 cannot run it": "Fails with another error",

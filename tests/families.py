@@ -1,4 +1,4 @@
-"""Tries every language model of transformers as rl2 does at start and lists the verdicts.
+"""Tries the language models of transformers as rl2 does at start and lists the verdicts.
 
     python tests/families.py [FAMILY ...]
 
@@ -26,9 +26,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM,
 )
 from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as MULTIMODAL,
-)
-from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
 )
 
@@ -50,6 +47,13 @@ NEEDED = {
     "ministral": {"head_dim": 128},
     "qwen2_5_vl": {"vision_config": {"hidden_size": 1280, "intermediate_size": 3420}},
 }
+# Models with a vision or audio tower that are no causal language models by their class.
+TOWERS = """
+aria deepseek_vl fun_asr_nano glm_ocr glmasr granite_docling granite_speech idefics2 idefics3
+internvl janus kimi_k25 lfm2_vl lighton_ocr llava llava_next llava_onevision mistral3 mistral4
+molmo2 paddleocr_vl paligemma qianfan_ocr qwen2_5_vl qwen2_audio qwen2_vl qwen3_asr qwen3_vl
+qwen3_vl_moe smolvlm
+""".split()
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -99,10 +103,10 @@ def engine_problem(name):
         config = make_config(name)
         model_class = language_model_class(config)
         plain = make_plain(model_class, shrink(model_class, config))
-        plain.save_pretrained(folder)
         try:
+            plain.save_pretrained(folder)
             AutoConfig.from_pretrained(folder)
-        except ValueError:
+        except Exception:  # of several types: some configs check that their parts fit each other
             return "not tried: transformers does not read the config of a small copy"
         prompt = torch.randint(FIRST_PLAIN_TOKEN, VOCABULARY, (20,)).tolist()
         try:
@@ -160,7 +164,7 @@ def main():
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     verdicts = {}
-    for name in sorted(sys.argv[1:] or {*CAUSAL_LM, *MULTIMODAL, *VARIANTS}):
+    for name in sorted(sys.argv[1:] or {*CAUSAL_LM, *TOWERS, *VARIANTS}):
         start = time.monotonic()
         verdicts[name] = try_family(name)
         reasons = [f"{part}: {reason}" for part, reason in verdicts[name].items()]

@@ -129,7 +129,7 @@ class _Request:
 
 
 class LocalEngine(Engine):
-    """One engine a rank, each with a whole model.
+    """One engine a rank, each with a whole model. ValueError for a model that it cannot compute.
 
     A request runs in one of `max_running_requests` slots.
     """
@@ -164,6 +164,7 @@ class LocalEngine(Engine):
         self.freed: list[tuple[torch.UntypedStorage, int]] = []  # memory of weights, while asleep
         self._task: asyncio.Task[None] | None = None
         self._pack_linear_layers()
+        self._prefill([_Prompt((0, 0))])  # ValueError for attention that the cache does not know
         self.decodes_free_slots = self.deterministic
         if self.exact:
             self.decodes_free_slots = not rows_are_independent(
@@ -365,6 +366,7 @@ class LocalEngine(Engine):
             batches[-1].append(prompt)
         return batches
 
+    @torch.inference_mode()
     def _prefill(self, prompts: list[_Prompt]) -> None:
         """Computes the keys and values of all tokens but the last of each prompt.
 

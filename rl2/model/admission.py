@@ -8,6 +8,7 @@ next architecture; this needs none.
 Shapes: B sequences, T columns, see `batch.Batch`.
 """
 
+import sys
 from copy import deepcopy
 from typing import Any
 
@@ -39,6 +40,7 @@ WEIGHT_GAIN = 2.0
 # Prompt and answer tokens of the sequences; the first two have the same prompt. Some are shorter
 # and some are longer than a window, which a copy that is not shrunk by it must not see.
 LENGTHS = ((11, 5), (11, 21), (3, 4), (20, 30), (2, 3))
+OUTSIDE_THE_INTERFACE = "its attention does not go through transformers' attention interface"
 
 
 # By the config's text and whether it is a critic.
@@ -87,12 +89,20 @@ def find_problem(config: PreTrainedConfig, critic: bool = False) -> str | None:
             actual = _backward(packed_columns(model, batch))
             return _compare(model, plain, batch, actual, expected)
         except Exception as error:
-            return f"rl2 cannot run it ({_text(error)})"
+            reason = _text(error)
+            if not isinstance(error, ValueError) and not _uses_the_interface(plain):
+                reason = OUTSIDE_THE_INTERFACE
+            return f"rl2 cannot run it ({reason})"
+
+
+def _uses_the_interface(hf: Any) -> bool:
+    """Whether the code of `hf` looks attention up in transformers' table of functions."""
+    return hasattr(sys.modules[type(hf).__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 def _text(error: Exception) -> str:
     if isinstance(error, KeyError) and error.args == ("rl2",):
-        return "its attention does not go through transformers' attention interface"
+        return OUTSIDE_THE_INTERFACE
     if isinstance(error, ValueError):  # in words, such as those of the attention's hook
         return str(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

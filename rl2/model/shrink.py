@@ -26,6 +26,7 @@ LIMITS = {
     r"^vocab_size": VOCABULARY,
     r"(window|chunk)(_size|_len|_length)?$|^local_attention$|^sliding_windows$": WINDOW_TOKENS,
     r"(intermediate_size|ffn_dim|ffn_hidden_size|n_inner)$": INNER_WIDTH,
+    r"^zero_expert_num$": EXPERTS,
     r"^(num_experts_per_tok|moe_k|moe_top_?k|top_k_experts)$": CHOSEN_EXPERTS,
 }
 NUM_EXPERTS = re.compile(r"^(num|n|moe_num)_(local_|routed_)?experts$")
@@ -40,7 +41,7 @@ def shrink(model_class: Any, config: PreTrainedConfig) -> PreTrainedConfig:
     """Returns a small copy of the config of a text model.
 
     It has the first layers, up to the last one that is of a new kind. `model_class` is the auto
-    class that makes the model.
+    class that makes the model. ValueError for a config without attention heads.
     """
     small = deepcopy(config)
     text: Any = small.get_text_config()
@@ -56,6 +57,12 @@ def shrink(model_class: Any, config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _shrink_sizes(text: Any) -> None:
     """Fewer heads of the same size, and all else narrower."""
+    for key in ("hidden_size", "num_attention_heads"):
+        if not getattr(text, key, None):
+            raise ValueError(
+                f"its config has no {key}; rl2 trains transformers with one stack of attention "
+                "layers, no state space or recurrent models, and none of several stacks"
+            )
     width = text.hidden_size
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads

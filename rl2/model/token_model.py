@@ -48,7 +48,8 @@ class TokenModel(nn.Module):
     is always in eval mode: with dropout, the ratio of two probabilities of a token would be noise.
 
     Where `exactness` is on, log-probabilities have the bits of the embedded engine's on a CPU. It
-    is off for a model that cannot have them; ValueError if they are demanded of it.
+    is off for a model that cannot have them; ValueError if they are demanded of it, and for a model
+    whose head cannot be replaced.
     """
 
     def __init__(
@@ -61,6 +62,11 @@ class TokenModel(nn.Module):
         exactness: Exactness = Exactness.OFF,
     ):
         super().__init__()
+        if hf.base_model is hf:
+            raise ValueError(
+                f"{type(hf).__name__} of transformers has no body apart from its head, whose place "
+                "rl2's own head would take"
+            )
         self.hf: Any = hf
         self.ring = ring
         self.tp = tp

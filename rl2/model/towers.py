@@ -49,10 +49,15 @@ def is_language_model(config: PreTrainedConfig) -> bool:
 
 def find_towers(hf: Any) -> list[tuple[str, nn.Module]]:
     """The largest modules of `hf` that are neither its text model nor its head, by name."""
+    return list(_outside(hf, "", _text_parts(hf)))
+
+
+def _text_parts(hf: Any) -> set[nn.Module]:
+    """The text model of `hf` and its head, or all of a model without towers."""
     if hf.config.get_text_config() is hf.config:
-        return []
-    text = {hf.get_decoder(), hf.get_output_embeddings(), getattr(hf, "score", None)}
-    return list(_outside(hf, "", text))
+        return {hf, *hf.children()}
+    parts = (hf.get_decoder(), hf.get_output_embeddings(), getattr(hf, "score", None))
+    return {part for part in parts if part is not None}
 
 
 def _outside(module: nn.Module, prefix: str, text: set[Any]) -> Iterator[tuple[str, nn.Module]]:
@@ -66,10 +71,13 @@ def _outside(module: nn.Module, prefix: str, text: set[Any]) -> Iterator[tuple[s
 
 
 def freeze_towers(hf: Any, dtype: torch.dtype | None = None) -> None:
-    """Freezes the towers of `hf`, and puts their weights into `dtype` if it is given."""
-    for _, tower in find_towers(hf):
-        tower.requires_grad_(False)
-        if dtype is not None:
+    """Freezes all of `hf` but its text part, and puts the towers into `dtype` if it is given."""
+    text = {id(weight) for part in _text_parts(hf) for weight in part.parameters()}
+    for weight in hf.parameters():
+        if id(weight) not in text:  # also a weight beside the towers (LLaVA-NeXT)
+            weight.requires_grad_(False)
+    if dtype is not None:
+        for _, tower in find_towers(hf):
             tower.to(dtype)
 
 
