@@ -51,6 +51,7 @@ setup(
         "lora": ["peft>=0.20,<0.22"],
         "rewards": ["math-verify>=0.9"],
         "sglang": ["sglang>=0.5.18,<=0.5.23"],
+        "vllm": ["vllm>=0.32,<0.33"],
         "quickstart": ["gguf>=0.10", "matplotlib", "reasoning-gym>=0.1.25"],
         "test": [
             "anthropic>=2",

@@ -318,6 +318,33 @@ def test_a_machine_on_which_sglang_cannot_run_is_refused(base, sglang_on_a_gpu, 
     assert problem_keys("ppo", sglang_on_a_gpu) == ["rollout.engine"]
 
 
+@pytest.fixture
+def with_vllm(monkeypatch):
+    """A machine that has vLLM 0.32.0 and no GPU; the argument that chooses it."""
+    monkeypatch.setattr("rl2.config.ppo_rules.installed_version", lambda *packages: "0.32.0")
+    return "rollout.engine=vllm"
+
+
+def test_vllm_is_refused_where_it_has_not_been_tried(base, with_vllm, monkeypatch):
+    assert problem_keys("ppo", with_vllm) == []
+    assert problem_keys("ppo", with_vllm, "rollout.tp_size=2") == ["rollout.tp_size"]
+    for version in ("0.31.1", "0.33.0", "0.3.2"):
+        monkeypatch.setattr(
+            "rl2.config.ppo_rules.installed_version", lambda *packages, v=version: v
+        )
+        [[problem], _] = find_problems("ppo", [with_vllm])
+        assert problem.key == "rollout.engine" and version in str(problem)
+
+
+def test_vllm_on_a_gpu_warns(base, with_vllm, monkeypatch):
+    assert "rollout.engine" not in [warning.key for warning in find_problems("ppo", [with_vllm])[1]]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    problems, warnings = find_problems("ppo", [with_vllm])
+    assert problems == [] and "rollout.engine" in [warning.key for warning in warnings]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert problem_keys("ppo", with_vllm) == ["PYTORCH_CUDA_ALLOC_CONF"]
+
+
 def test_the_short_help_is_one_screen(base, capsys):
     for root in ROOTS.values():
         lines = explain_common(root).splitlines()
@@ -624,6 +651,7 @@ def test_every_estimator_loss_and_average_is_explained():
     [
         ("", "none"),
         ("rollout.engine=sglang", "sequence_mask"),
+        ("rollout.engine=vllm", "sequence_mask"),
         ("rollout.partial=true", "token_tis"),
         ("rollout.engine=sglang rollout.partial=true", "token_tis"),
         ("rollout.engine=sglang actor.loss=dppo", "none"),
@@ -638,6 +666,8 @@ def test_correction_is_on_where_engine_and_trainer_differ(words, correction):
 
 
 def test_an_engine_that_does_not_tell_what_top_k_leaves_is_named():
-    words = ["rollout.engine=sglang", "rollout.train_sampling_params.top_k=5"]
-    _, warnings = check(compose(PPOConfig, read_arguments([*BASE["ppo"], *words])))
-    assert "rollout.train_sampling_params" in [warning.key for warning in warnings]
+    for engine, is_named in (("sglang", True), ("vllm", False), ("local", False)):
+        words = [f"rollout.engine={engine}", "rollout.train_sampling_params.top_k=5"]
+        _, warnings = check(compose(PPOConfig, read_arguments([*BASE["ppo"], *words])))
+        keys = [warning.key for warning in warnings]
+        assert ("rollout.train_sampling_params" in keys) == is_named, engine

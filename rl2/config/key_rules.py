@@ -136,10 +136,10 @@ def follow_adapter(worker: Any, is_rank_set: bool) -> None:
 def default_correction(config: Any) -> str:
     """actor.correction where it is not set: it is on where the engine's probabilities differ.
 
-    SGLang has kernels of its own. A mask of whole sequences, as in TRL, leaves the gradient of the
-    others unbiased. Partial rollouts continue under newer weights, where the product over a long
-    answer is far from 1; it would mask just the answers that they are for, so each token is
-    weighted instead. The embedded engine runs the trainer's own model.
+    SGLang and vLLM have kernels of their own. A mask of whole sequences, as in TRL, leaves the
+    gradient of the others unbiased. Partial rollouts continue under newer weights, where the
+    product over a long answer is far from 1; it would mask just the answers that they are for, so
+    each token is weighted instead. The embedded engine runs the trainer's own model.
     """
     if config.trainer.rollouts_from or corrects_mismatch(config.actor.loss):
         return "none"

@@ -17,7 +17,7 @@ from rl2.config.conditions import (
     policy_loss_needs,
     weights_kl,
 )
-from rl2.config.engines import choose_engine, is_installed
+from rl2.config.engines import VLLM_PACKAGES, choose_engine, installed_version, is_installed
 from rl2.config.exactness import exact_obstacles
 from rl2.config.key_rules import non_default_keys
 from rl2.config.model_rules import check_divides
@@ -27,6 +27,7 @@ from rl2.config.schema import PPOConfig, worker_names
 from rl2.config.toolkit import toolkit_problems, version_problems
 from rl2.config.values import get_value
 
+TRIED_VLLM = "0.32."
 INTERVAL_CORRECTIONS = ("token_mask", "geometric_mask")  # they keep ratios in [1 / cap, cap]
 
 # What the actor and a teacher that runs in its updates must have in common.
@@ -279,12 +280,19 @@ def check_samplers(config: PPOConfig) -> Iterator[Problem]:
 
 
 def check_engine(config: PPOConfig) -> Iterator[Problem]:
+    """Whether the engine is installed and can run here, on as many processes as it is given."""
+    engine = choose_engine(config.rollout.engine)[0]
+    if engine == "sglang":
+        yield from check_sglang(config)
+    elif engine == "vllm":
+        yield from check_vllm(config)
+
+
+def check_sglang(config: PPOConfig) -> Iterator[Problem]:
     """Whether SGLang is installed and can run here, its size divides the processes of a node, and
     torch's memory is of a kind that it can take over and give back.
     """
     rollout = config.rollout
-    if choose_engine(rollout.engine)[0] != "sglang":
-        return
     if not is_installed("sglang"):
         reason = "it is not installed; pip install sglang, or set rollout.engine=local"
         yield wrong_value("rollout.engine", "sglang", reason)
@@ -304,16 +312,37 @@ def check_engine(config: PPOConfig) -> Iterator[Problem]:
     for reason in reasons:
         yield wrong_value("rollout.engine", rollout.engine, reason)
     if has_gpu:
-        yield from check_allocator()
+        yield from check_allocator("SGLang")
 
 
-def check_allocator() -> Iterator[Problem]:
+def check_vllm(config: PPOConfig) -> Iterator[Problem]:
+    """Whether a release of vLLM is installed that has been tried, and the engine has one rank."""
+    rollout = config.rollout
+    version = installed_version(*VLLM_PACKAGES)
+    if version is None:
+        reason = "it is not installed; pip install 'vllm==0.32.*', or set rollout.engine=local"
+        yield wrong_value("rollout.engine", "vllm", reason)
+        return
+    if not version.startswith(TRIED_VLLM):
+        reason = (
+            f"release {version} has not been tried with rl2, and vLLM's interfaces change; "
+            "pip install 'vllm==0.32.*', or set rollout.engine=local"
+        )
+        yield wrong_value("rollout.engine", "vllm", reason)
+    if rollout.tp_size > 1:
+        reason = "with vLLM every rank has an engine of its own; set 1, or rollout.engine=sglang"
+        yield wrong_value("rollout.tp_size", rollout.tp_size, reason)
+    if torch.cuda.is_available():
+        yield from check_allocator("vLLM")
+
+
+def check_allocator(engine: str) -> Iterator[Problem]:
     """Whether torch's allocator can give memory back, as the environment configures it."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         value = os.environ.get(name, "")
         if re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE):
             reason = (
-                "SGLang cannot give its memory to the trainer with expandable_segments; take it "
+                f"{engine} cannot give its memory to the trainer with expandable_segments; take it "
                 "out of the variable, or set rollout.engine=local"
             )
             yield wrong_value(name, value, reason)
@@ -343,7 +372,6 @@ def check_exact(config: PPOConfig) -> Iterator[Problem]:
 def find_run_warnings(config: PPOConfig) -> Iterator[Problem]:
     """Settings of the run and its rollouts that are allowed but easily misunderstood."""
     rollout, trainer = config.rollout, config.trainer
-    params = rollout.train_sampling_params
     actor = config.actor
     if rollout.partial and actor.correction == "none" and not corrects_mismatch(actor.loss):
         message = (
@@ -351,15 +379,8 @@ def find_run_warnings(config: PPOConfig) -> Iterator[Problem]:
             "ones had; actor.correction=token_tis weighs them by their recorded log-probabilities"
         )
         yield Problem("rollout.partial", True, message)
-    is_restricted = params.top_p < 1 or params.top_k != -1
-    engine = choose_engine(rollout.engine)[0]
-    if is_restricted and engine != "local" and not trainer.rollouts_from:
-        message = (
-            f"rollout.train_sampling_params: {engine} does not tell which tokens top_p and top_k "
-            "leave, so the trainer's log-probabilities are from before them, and it trains as if "
-            "the whole vocabulary had been sampled"
-        )
-        yield Problem("rollout.train_sampling_params", params, message)
+    if not trainer.rollouts_from:
+        yield from find_engine_warnings(config)
     if trainer.rollouts_from and config.data.test_path:
         message = "data.test_path: nothing is sampled with trainer.rollouts_from, not even a test"
         yield Problem("data.test_path", config.data.test_path, message)
@@ -372,6 +393,25 @@ def find_run_warnings(config: PPOConfig) -> Iterator[Problem]:
         if trainer.max_steps and worker.freeze_steps >= trainer.max_steps:
             reason = f"{name} is not updated in any of the {trainer.max_steps} steps"
             yield wrong_value(f"{name}.freeze_steps", worker.freeze_steps, reason)
+
+
+def find_engine_warnings(config: PPOConfig) -> Iterator[Problem]:
+    """What the engine does not tell, and whether it has been tried on this kind of machine."""
+    engine = choose_engine(config.rollout.engine)[0]
+    params = config.rollout.train_sampling_params
+    if engine == "sglang" and (params.top_p < 1 or params.top_k != -1):
+        message = (
+            "rollout.train_sampling_params: sglang does not tell which tokens top_p and top_k "
+            "leave, so the trainer's log-probabilities are from before them, and it trains as if "
+            "the whole vocabulary had been sampled"
+        )
+        yield Problem("rollout.train_sampling_params", params, message)
+    if engine == "vllm" and torch.cuda.is_available():
+        message = (
+            "rollout.engine=vllm: it has been run on CPUs only; look at actor/mismatch_* and the "
+            "memory of the first steps"
+        )
+        yield Problem("rollout.engine", "vllm", message)
 
 
 def find_loss_warnings(config: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:

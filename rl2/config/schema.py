@@ -23,6 +23,7 @@ from rl2.algorithms.names import (
 )
 from rl2.config.conditions import (
     WITH_CRITIC,
+    WITH_ENGINE_PACKAGE,
     WITH_EVALUATION_ENV,
     WITH_FILTER,
     WITH_GPU,
@@ -34,7 +35,6 @@ from rl2.config.conditions import (
     WITH_RANDOMNESS,
     WITH_ROUNDED_WEIGHTS,
     WITH_SAMPLING,
-    WITH_SGLANG,
     WITH_SOURCES,
     WITH_TEST_DATA,
     WITH_TRAINING_ROWS,
@@ -502,8 +502,8 @@ class ActorConfig(RolloutWorkerConfig):
     correction: str | None = key(  # follow_keys fills it in
         None,
         "corrects for engine probabilities that differ from the trainer's; token_tis: truncated "
-        "importance weights; the others mask what differs too much; by default sequence_mask with "
-        "SGLang, token_tis with partial rollouts, else none",
+        "importance weights; the others mask what differs too much; by default token_tis with "
+        "partial rollouts, sequence_mask with SGLang and vLLM, else none",
         choices=("none", *IMPORTANCE_CORRECTION_NAMES),
     )
     correction_cap: float | None = key(
@@ -683,7 +683,8 @@ class PlayConfig:
     )
     max_running: PositiveInt | None = key(
         None,
-        "sequences that an engine decodes at a time; by default 256 with SGLang on a GPU, else 64",
+        "sequences that an engine decodes at a time; by default 256 with SGLang and vLLM on a GPU, "
+        "else 64",
     )
     env_timeout: PositiveFloat = key(30.0, "time limit of one env call, in seconds")
     env_concurrency: PositiveInt = key(
@@ -717,14 +718,14 @@ class RolloutConfig(PlayConfig):
     engine: str = key(
         "auto",
         "engine that generates; local: embedded, in plain torch; auto: sglang if it is installed "
-        "and there is a GPU, else local",
+        "and there is a GPU, else local; vllm has been run on CPUs only",
         common=True,
         choices=("auto", *ENGINES),
     )
     engine_args: dict[str, Any] = key(
         {},
-        "other arguments of SGLang's engine: rollout.engine_args.NAME=VALUE",
-        only_if=WITH_SGLANG,
+        "other arguments of the engine of SGLang or vLLM: rollout.engine_args.NAME=VALUE",
+        only_if=WITH_ENGINE_PACKAGE,
     )
     num_processes: NonNegativeInt = key(
         0,
@@ -733,16 +734,16 @@ class RolloutConfig(PlayConfig):
         common=True,
         identity=True,
     )
-    tp_size: PositiveInt = key(1, "GPUs per SGLang engine", only_if=WITH_SGLANG)
+    tp_size: PositiveInt = key(1, "GPUs per SGLang engine", only_if=WITH_ENGINE_PACKAGE)
     gpu_memory_utilization: PositiveFloat | str = key(
         "auto",
-        "fraction of the free GPU memory that SGLang may take, or auto: what the trainer is "
-        "predicted to leave",
+        "fraction of the free GPU memory that SGLang or vLLM may take, or auto: what the trainer "
+        "is predicted to leave",
         choices=("auto",),
         at_most=1,
         unusual_above=0.9,
-        unusual_effect="the trainer's processes need some of it while SGLang is awake",
-        only_if=WITH_SGLANG,
+        unusual_effect="the trainer's processes need some of it while the engine is awake",
+        only_if=WITH_ENGINE_PACKAGE,
     )
     exact: bool | None = key(
         None,

@@ -3,13 +3,13 @@
 import asyncio
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl2.engine.sampling_params import SamplingParams as SamplingParams  # a part of the protocol
 
@@ -177,3 +177,27 @@ def check_request(
         raise ValueError(
             f"prompt of {len(prompt)} + max_new_tokens={new} exceeds {max_length} tokens"
         )
+
+
+def pair_weights(
+    model: nn.Module, named_tensors: NamedTensors
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(name, the model's weight, the tensor for it) of each tensor.
+
+    A buffer that is saved with the model is a weight too. ValueError for a name that is unknown or
+    missing, and for a wrong shape.
+    """
+    weights = model.state_dict(keep_vars=True)
+    missing = {id(weight): name for name, weight in weights.items()}  # tied weights once
+    for name, tensor in named_tensors:
+        if name not in weights:
+            raise ValueError(f"weight {name} is unknown to {type(model).__name__}")
+        weight = weights[name]
+        if tensor.shape != weight.shape:
+            shapes = f"{list(tensor.shape)}, expected {list(weight.shape)}"
+            raise ValueError(f"weight {name} is {shapes}")
+        missing.pop(id(weight), None)
+        yield name, weight, tensor
+    if missing:
+        names = sorted(missing.values())[:5]
+        raise ValueError(f"{len(missing)} weights did not arrive: {names}")

@@ -14,7 +14,7 @@ rows changes no bit.
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from rl2.engine.base import (
     Seed,
     check_request,
     max_request_tokens,
+    pair_weights,
 )
 from rl2.engine.cache import DenseKVCache, KVCache, PagedKVCache, PrefillAttention, PromptKV
 from rl2.engine.linear import (
@@ -234,7 +235,7 @@ class LocalEngine(Engine):
         """
         assert not self.in_flight, f"load_weights with {self.in_flight} requests in flight"
         self.version = None
-        for _, weight, tensor in self._pair_weights(named_tensors):
+        for _, weight, tensor in pair_weights(self.model, named_tensors):
             weight.data.copy_(tensor)
         self.version = version
         if not self.asleep:
@@ -246,7 +247,7 @@ class LocalEngine(Engine):
         ValueError as in `load_weights`.
         """
         different = []
-        for name, weight, tensor in self._pair_weights(named_tensors):
+        for name, weight, tensor in pair_weights(self.model, named_tensors):
             if not torch.equal(weight, tensor.to(weight)):
                 different.append(name)
         if different:
@@ -254,27 +255,6 @@ class LocalEngine(Engine):
                 f"{len(different)} weights of the engine are not the trainer's: {different[:5]}"
             )
         self.version = version
-
-    def _pair_weights(self, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(name, our weight, the tensor for it) of each tensor.
-
-        A buffer that is saved with the model is a weight too. ValueError for a name that is unknown
-        or missing, and for a wrong shape.
-        """
-        weights = self.model.state_dict(keep_vars=True)
-        missing = {id(weight): name for name, weight in weights.items()}  # tied weights once
-        for name, tensor in named_tensors:
-            if name not in weights:
-                raise ValueError(f"weight {name} is unknown to {type(self.model).__name__}")
-            weight = weights[name]
-            if tensor.shape != weight.shape:
-                shapes = f"{list(tensor.shape)}, expected {list(weight.shape)}"
-                raise ValueError(f"weight {name} is {shapes}")
-            missing.pop(id(weight), None)
-            yield name, weight, tensor
-        if missing:
-            names = sorted(missing.values())[:5]
-            raise ValueError(f"{len(missing)} weights did not arrive: {names}")
 
     def close(self) -> None:
         """Cancels what is in flight and frees all memory."""

@@ -1,7 +1,8 @@
-"""How much of a GPU SGLang takes: `rollout.gpu_memory_utilization`, also where it is auto.
+"""How much of a GPU the engine takes: `rollout.gpu_memory_utilization`, also where it is auto.
 
-SGLang takes a share of the memory that is free when it starts, for its weights, keys and values.
-The trainer may need more while SGLang generates than it has then, and needs room to send weights.
+SGLang or vLLM takes a share of the memory that is free when it starts, for its weights, keys and
+values. The trainer may need more while the engine generates than it has then, and needs room to
+send weights.
 """
 
 from typing import Protocol
@@ -12,8 +13,8 @@ from rl2.engine.base import EngineSettings
 from rl2.parallel.device import GIB
 from rl2.parallel.mesh import all_gather_objects, broadcast_object
 
-# Parts of a GPU that SGLang needs besides: for activations, graphs and CUDA while it generates, and
-# what remains of that while it loads weights. It reserves about as much itself (13 of 80 GB).
+# Parts of a GPU that the engine needs besides: for activations, graphs and CUDA while it generates,
+# and what remains of that while it loads weights. SGLang reserves about as much (13 of 80 GB).
 GENERATING_SHARE = 0.15
 LOADING_SHARE = 0.05
 BUCKETS_BYTES = 2**30  # two, see sglang.py: one is gathered after the other
@@ -32,9 +33,9 @@ class TrainerMemory(Protocol):
 
 
 def engine_bytes(plan: TrainerMemory, total: int, free: int, allocated: int) -> int:
-    """Bytes for SGLang's weights, keys and values on a GPU that has `total` bytes.
+    """Bytes for the engine's weights, keys and values on a GPU that has `total` bytes.
 
-    `free` are free when SGLang starts, and the trainer's tensors have `allocated` then. Keys and
+    `free` are free when it starts, and the trainer's tensors have `allocated` then. Keys and
     values stay while weights are loaded at the start, and wherever they are only compared.
     """
     generating = plan.steady + int(GENERATING_SHARE * total)
@@ -43,9 +44,9 @@ def engine_bytes(plan: TrainerMemory, total: int, free: int, allocated: int) -> 
 
 
 def choose_share(settings: EngineSettings) -> float:
-    """The share of the free memory that SGLang may take. All ranks call; rank 0 prints the reason.
+    """The share of the free memory that the engine may take. All ranks call; rank 0 prints why.
 
-    RuntimeError if SGLang has no room beside the trainer.
+    RuntimeError if it has no room beside the trainer.
     """
     if not isinstance(settings.gpu_memory_utilization, str):
         return settings.gpu_memory_utilization
@@ -69,12 +70,12 @@ def _share_beside_trainer(plan: TrainerMemory, device: torch.device) -> tuple[fl
     if room <= plan.engine_weights:
         raise RuntimeError(
             f"rollout.gpu_memory_utilization=auto: the trainer will keep {steady:.1f} GiB of each "
-            f"GPU while SGLang generates. {max(room, 0) / GIB:.1f} GiB remain for SGLang's weights "
+            f"GPU while the engine generates. {max(room, 0) / GIB:.1f} GiB remain for its weights "
             f"({weights:.1f} GiB), keys and values. Set actor.offload_model=true, "
             "actor.offload_optimizer=true or a larger rollout.tp_size, or use more GPUs."
         )
     share = int(1000 * room / free) / 1000  # rounded down
     return share, (
-        f"of the free memory, {room / GIB:.1f} GiB of each GPU for SGLang's weights "
+        f"of the free memory, {room / GIB:.1f} GiB of each GPU for the engine's weights "
         f"({weights:.1f} GiB), keys and values; the trainer keeps {steady:.1f} GiB meanwhile"
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from rl2.config.engines import VLLM_PACKAGES
 from rl2.run.lock import process_start
 
 PACKAGE = Path(__file__).parent.parent
@@ -18,10 +19,10 @@ PACKAGE = Path(__file__).parent.parent
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the packages that the numbers depend on."""
     installed = {"python": platform.python_version()}
-    for name in ("rl2", "torch", "transformers", "sglang"):
+    for name in ("rl2", "torch", "transformers", "sglang", *VLLM_PACKAGES):
         try:
             installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # SGLang, or rl2 in a plain checkout
+        except importlib.metadata.PackageNotFoundError:  # an engine, or rl2 in a plain checkout
             continue
     return installed
 

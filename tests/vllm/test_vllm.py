@@ -1,0 +1,348 @@
+"""Tests the real vLLM on a CPU: contract, equal answers, wrong weights, whole runs."""
+
+import asyncio
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+pytest.importorskip("vllm", reason="run by tests/vllm/run.sh, in an environment with vllm")
+from common import WINDOWED, make_model, read_metrics, torchrun  # noqa: E402
+from engine_contract import check_logps, check_refused, play  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from rl2.engine.base import EngineSettings, SamplingParams  # noqa: E402
+from rl2.engine.local import LocalEngine  # noqa: E402
+from rl2.engine.vllm import VLLMEngine  # noqa: E402
+from rl2.parallel.mesh import init_distributed  # noqa: E402
+
+HERE = Path(__file__).parent
+CPU = torch.device("cpu")
+SIZES = {"hidden_size": 128, "head_dim": 32}  # vLLM's attention on a CPU takes no smaller heads
+DENSE = [
+    ("qwen3", {}),
+    ("mistral", WINDOWED["mistral"]),
+    ("phi3", {}),
+    ("gemma3", WINDOWED["gemma3"]),
+]
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "llama", "llama", tied=True, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "qwen2", "qwen2", tied=False, **SIZES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    """A process group of this process, as a trainer has one."""
+    init_distributed()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def make_engine():
+    """Makes engines, and closes them after the test."""
+    engines = []
+
+    def make(name, **options):
+        engines.append(VLLMEngine(EngineSettings(name, torch.float32, CPU, **options)))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def make_prompts(count, longest=90):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
+    return [torch.randint(3, 98, (n,), generator=generator).tolist() for n in lengths]
+
+
+def load_weights(name):
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    return model, {key: tensor.detach() for key, tensor in model.named_parameters()}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_contract(request, world):
+    name = request.getfixturevalue("tied" if world == 1 else "untied")
+    done = torchrun(world, HERE / "contract.py", name)
+    assert done.stdout.count("is done") == world
+
+
+def test_answers_are_those_of_the_embedded_engine(tied, make_engine):
+    """Also where prompts are computed in pieces, and where the cache is too small for all.
+
+    Both engines draw with the same noise, so tokens differ only where rounding moves the draw.
+    """
+    vllm_args = {
+        "max_num_batched_tokens": 48,
+        "num_gpu_blocks_override": 24,  # of 32 tokens
+        "enable_chunked_prefill": True,
+        "max_model_len": 512,
+    }
+    engine = make_engine(tied, max_running_requests=12, engine_args=vllm_args)
+    local = LocalEngine(EngineSettings(tied, torch.float32, CPU, max_running_requests=12))
+    num_preempted = 0
+    core = engine.engine.engine_core.engine_core
+    preempt = core.scheduler._preempt_request
+
+    def counted_preempt(*args, **kwargs):
+        nonlocal num_preempted
+        num_preempted += 1
+        return preempt(*args, **kwargs)
+
+    core.scheduler._preempt_request = counted_preempt
+    prompts = make_prompts(30)
+    for params in (
+        {"temperature": 1.0, "stop_token_ids": (10, 11)},
+        {"temperature": 0.7, "top_p": 0.8, "top_k": 9, "with_candidates": True},
+        {"temperature": 0.0},
+    ):
+        answers = play(engine, prompts, max_new_tokens=90, **params)
+        expected = play(local, prompts, max_new_tokens=90, **params)
+        num_same = sum(a.tokens == b.tokens for a, b in zip(answers, expected, strict=True))
+        assert num_same >= 29, params
+        for a, b in zip(answers, expected, strict=True):
+            assert len(a.logps) == len(a.tokens)
+            if a.tokens != b.tokens:
+                continue
+            assert a.finish_reason == b.finish_reason
+            torch.testing.assert_close(a.logps, b.logps, rtol=0, atol=1e-4)
+            assert (a.candidates is None) == (b.candidates is None)
+            for ids, other_ids in zip(a.candidates or [], b.candidates or [], strict=True):
+                assert ids.tolist() == other_ids.tolist()
+    assert num_preempted > 0
+    local.close()
+
+
+@pytest.mark.parametrize(("family", "overrides"), DENSE, ids=[family for family, _ in DENSE])
+def test_other_dense_models(tmp_path, make_engine, family, overrides):
+    """The answers with loaded weights are those of transformers."""
+    name = make_model(tmp_path / family, family, tied=False, **SIZES, **overrides)
+    engine = make_engine(name, max_running_requests=4)
+    model, weights = load_weights(name)
+    engine.verify_weights(weights.items(), 0)
+    generator = torch.Generator().manual_seed(0)
+    for weight in weights.values():
+        weight *= 1 + 0.3 * torch.randn(weight.shape, generator=generator)
+    engine.load_weights(weights.items(), 1)
+    prompts = make_prompts(6)
+    check_logps(play(engine, prompts, max_new_tokens=20), prompts, model, 1.0)
+
+
+def test_a_weight_that_differs_is_named(untied, make_engine):
+    engine = make_engine(untied)
+    _, weights = load_weights(untied)
+    engine.verify_weights(weights.items(), 1)
+
+    def change(model):  # by one bit of one number
+        model.model.layers[1].mlp.down_proj.weight.data[3, 2].view(torch.int32).bitwise_xor_(1)
+
+    engine.engine.apply_model(change)
+    with pytest.raises(RuntimeError, match=r"1 weights of vLLM .*layers\.1\.mlp\.down_proj"):
+        engine.verify_weights(weights.items(), 2)
+    assert engine.version is None
+    engine.verify_weights(weights.items(), 2)  # it has loaded them
+    assert engine.version == 2
+
+
+def test_wrong_weights_are_refused_and_right_ones_follow(tied, make_engine):
+    engine = make_engine(tied)
+    prompts = make_prompts(3)
+    before = play(engine, prompts, max_new_tokens=8)
+    model, weights = load_weights(tied)
+    for wrong, message in (
+        ({**weights, "model.nothing": torch.zeros(1)}, "model.nothing is unknown"),
+        (
+            {**weights, "model.norm.weight": torch.zeros(5)},
+            r"model.norm.weight is \[5\], expected \[128\]",
+        ),
+        (dict(list(weights.items())[:3]), "weights did not arrive"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.load_weights(wrong.items(), 1)
+        with pytest.raises(AssertionError, match="incomplete"):
+            play(engine, [[5]], max_new_tokens=1)
+    nans = {key: torch.full_like(weight, float("nan")) for key, weight in weights.items()}
+    engine.load_weights(nans.items(), 1)
+    with pytest.raises(RuntimeError, match="diverged"):
+        play(engine, prompts, max_new_tokens=3)
+    engine.load_weights(weights.items(), 2)
+    after = play(engine, prompts, max_new_tokens=8)
+    assert [out.tokens for out in after] == [out.tokens for out in before]
+    check_logps(after, prompts, model, 1.0)
+
+
+def test_cancelled_requests_leave_the_others_alone(tied, make_engine):
+    engine = make_engine(tied, max_running_requests=2)
+    expected = play(engine, [[9, 8]] * 2, [(5, 0), (5, 1)], max_new_tokens=5)
+
+    async def cancel_three_and_generate_two():
+        long = SamplingParams(max_new_tokens=400)
+        short = SamplingParams(max_new_tokens=5)
+        tasks = [asyncio.ensure_future(engine.generate([5], long, (0, i))) for i in range(3)]
+        await asyncio.sleep(0.05)  # two run, one waits
+        for task in tasks:
+            task.cancel()
+        return await asyncio.gather(*(engine.generate([9, 8], short, (5, i)) for i in range(2)))
+
+    answers = engine.loop.run_until_complete(cancel_three_and_generate_two())
+    assert [out.tokens for out in answers] == [out.tokens for out in expected]
+    assert not engine.requests and not engine.engine.has_unfinished_requests()
+    engine.sleep()  # as only an idle engine may
+
+
+def test_the_start_leaves_the_process_as_it_was(tied, make_engine):
+    def state():
+        variables = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+        threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+        return variables, threads, precision, torch.set_num_threads
+
+    def draw_numbers():
+        return random.random(), np.random.random(), torch.rand(1).item()
+
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    expected = draw_numbers()
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    before = state()
+    make_engine(tied)
+    assert state() == before
+    assert draw_numbers() == expected
+
+
+def test_what_was_not_tried_is_refused(tmp_path, tied, make_engine):
+    with pytest.raises(ValueError, match="rollout.tp_size=2: .* set 1"):
+        make_engine(tied, tp_size=2)
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2}
+    name = make_model(tmp_path / "glm4_moe", "glm4_moe", **SIZES, **experts)
+    with pytest.raises(RuntimeError, match="glm4_moe has experts, which has not been tried"):
+        make_engine(name)
+    engine = make_engine(tied)  # after a start that has failed
+    check_refused(engine, [5] * 510, "exceeds 512", max_new_tokens=3)
+
+
+def test_a_cache_that_is_small_limits_the_length(tied, make_engine, capsys):
+    engine = make_engine(tied, engine_args={"num_gpu_blocks_override": 5})
+    assert f"prompt and answer may have {engine.max_length} tokens" in capsys.readouterr().out
+    assert engine.max_length < 512
+    check_refused(engine, [5] * 300, f"exceeds {engine.max_length}", max_new_tokens=3)
+
+
+def arguments(tmp_path, model):
+    rows = [
+        {"messages": [{"role": "user", "content": f"say a, {i}"}], "answer": "abcdefgh"}
+        for i in range(24)
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "env.py").write_text(
+        "def reward_fn(messages, answer):\n    reply = messages[-1]['content']\n"
+        "    return sum(letter in answer for letter in reply) / max(len(reply), 1)\n"
+    )
+    return [
+        "-m",
+        "rl2.trainer.ppo",
+        f"actor.model_name={model}",
+        f"data.path={tmp_path / 'train.jsonl'}",
+        f"rollout.env_path={tmp_path / 'env.py'}",
+        "data.prompts_per_rollout=4",
+        "data.responses_per_prompt=8",
+        "data.max_length=64",
+        "actor.lr=0.02",
+        "actor.dtype=float32",
+        "rollout.max_running=32",
+        "rollout.train_sampling_params.max_new_tokens=8",
+        "actor.gradient_checkpointing=false",
+        "trainer.n_epochs=2",
+        "trainer.disable_wandb=true",
+    ]
+
+
+def test_a_run_learns_as_with_the_local_engine(tmp_path, tied):
+    rewards = {}
+    for engine in ("local", "vllm"):
+        command = [
+            *arguments(tmp_path, tied),
+            f"rollout.engine={engine}",
+            "actor.correction=none",
+            f"trainer.save_dir={tmp_path / engine}",
+        ]
+        torchrun(2, *command)
+        lines = read_metrics(tmp_path / engine)
+        assert all((line["actor/mismatch_logp_difference"] or 0) < 1e-4 for line in lines)
+        rewards[engine] = [line["reward/mean"] for line in lines]
+    for means in rewards.values():
+        assert means[0] < 0.25 and sum(means[-3:]) / 3 > 0.6
+    # Rounding may move a draw, and what follows it has another context.
+    assert rewards["vllm"] == pytest.approx(rewards["local"], abs=0.05)
+
+
+def test_a_run_with_partial_rollouts(tmp_path, tied):
+    command = [
+        *arguments(tmp_path, tied),
+        "rollout.engine=vllm",
+        "rollout.partial=true",
+        "rollout.max_running=12",
+        "trainer.max_steps=6",
+        "rollout.check_weights=true",
+        "rollout.train_sampling_params.max_new_tokens=24",
+        "rollout.train_sampling_params.stop=[q]",
+        f"trainer.save_dir={tmp_path / 'run'}",
+    ]
+    torchrun(2, *command)
+    lines = read_metrics(tmp_path / "run")
+    assert len(lines) == 6 and any(line["rollout/staleness"] > 0 for line in lines)
+    records = [
+        json.loads(line)
+        for path in (tmp_path / "run/rollouts/train").iterdir()
+        for line in path.read_text().splitlines()
+    ]
+    assert len(records) == 6 * 32
+    replies = [(r["messages"][-1]["content"], r["finish_reason"]) for r in records]
+    stopped = [(reply, reason) for reply, reason in replies if "q" in reply]
+    assert len(stopped) > 5 and all(reason == "stop" for _, reason in stopped)
+    assert all(reply.index("q") == len(reply) - 1 for reply, _ in stopped)
+
+
+def test_an_evaluation_without_training(tmp_path, tied):
+    """No weights are sent: vLLM answers with those that it has loaded itself."""
+    command = [
+        *arguments(tmp_path, tied),
+        f"data.test_path={tmp_path / 'train.jsonl'}",
+        "rollout.engine=vllm",
+        "trainer.eval_only=true",
+        f"trainer.save_dir={tmp_path / 'run'}",
+    ]
+    torchrun(1, *command)
+    (metrics,) = read_metrics(tmp_path / "run")
+    assert 0 <= metrics["test/reward/mean"] <= 1
+
+
+def test_a_start_that_fails_says_why(tmp_path, tied):
+    command = [
+        *arguments(tmp_path, tied),
+        "rollout.engine=vllm",
+        "rollout.engine_args.kv_cache_dtype=nonsense",
+        f"trainer.save_dir={tmp_path / 'run'}",
+    ]
+    done = torchrun(1, *command, check=False)
+    assert done.returncode != 0
+    assert "vLLM did not start" in done.stderr and "nonsense" in done.stderr
