@@ -17,10 +17,11 @@ pytest.importorskip("vllm", reason="run by tests/vllm/run.sh, in an environment 
 from common import WINDOWED, make_model, read_metrics, torchrun  # noqa: E402
 from engine_contract import check_logps, check_refused, play  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
+from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality  # noqa: E402
 
 from rl2.engine.base import EngineSettings, SamplingParams  # noqa: E402
 from rl2.engine.local import LocalEngine  # noqa: E402
-from rl2.engine.vllm import VLLMEngine  # noqa: E402
+from rl2.engine.vllm import VLLMEngine, _sampler_class, _vllm_params  # noqa: E402
 from rl2.parallel.mesh import init_distributed  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -132,16 +133,17 @@ def test_answers_are_those_of_the_embedded_engine(tied, make_engine):
 
 @pytest.mark.parametrize(("family", "overrides"), DENSE, ids=[family for family, _ in DENSE])
 def test_other_dense_models(tmp_path, make_engine, family, overrides):
-    """The answers with loaded weights are those of transformers."""
+    """The answers with loaded weights are those of transformers, also to the same prompts again."""
     name = make_model(tmp_path / family, family, tied=False, **SIZES, **overrides)
     engine = make_engine(name, max_running_requests=4)
     model, weights = load_weights(name)
     engine.verify_weights(weights.items(), 0)
+    prompts = make_prompts(6)
+    check_logps(play(engine, prompts, max_new_tokens=20), prompts, model, 1.0)
     generator = torch.Generator().manual_seed(0)
     for weight in weights.values():
         weight *= 1 + 0.3 * torch.randn(weight.shape, generator=generator)
     engine.load_weights(weights.items(), 1)
-    prompts = make_prompts(6)
     check_logps(play(engine, prompts, max_new_tokens=20), prompts, model, 1.0)
 
 
@@ -186,6 +188,25 @@ def test_wrong_weights_are_refused_and_right_ones_follow(tied, make_engine):
     after = play(engine, prompts, max_new_tokens=8)
     assert [out.tokens for out in after] == [out.tokens for out in before]
     check_logps(after, prompts, model, 1.0)
+
+
+def test_the_rows_of_a_batch_are_those_of_its_requests(tied):
+    """One row is added, replaced, swapped, moved and removed."""
+    requests = {}
+    sampler = _sampler_class(requests, [])(None, CPU, False)
+    tokens = {number: [] for number in range(4)}
+
+    def update(removed=(), added=(), moved=()):
+        rows = [(row, _vllm_params(SamplingParams(), n), [], tokens[n]) for row, n in added]
+        sampler.update_state(BatchUpdate(4, removed=removed, added=rows, moved=moved))
+        return {row: number for row, (number, _) in sampler.rows.items()}
+
+    assert update(added=[(0, 0), (1, 1), (2, 2)]) == {0: 0, 1: 1, 2: 2}
+    assert update(added=[(1, 3)]) == {0: 0, 1: 3, 2: 2}
+    assert update(moved=[(0, 1, MoveDirectionality.SWAP)]) == {0: 3, 1: 0, 2: 2}
+    moved = [(2, 0, MoveDirectionality.UNIDIRECTIONAL)]
+    assert update(removed=[0], moved=moved) == {0: 2, 1: 0}
+    assert update(moved=[(0, 3, MoveDirectionality.SWAP)]) == {1: 0, 3: 2}
 
 
 def test_cancelled_requests_leave_the_others_alone(tied, make_engine):
