@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, 
 
 from rl2.attention.pages import PAGE_SIZE_TOKENS
 from rl2.config.engines import ENGINES, choose_engine
-from rl2.engine import cache, linear, sglang
+from rl2.engine import cache, linear, sglang, vllm
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.cache import DenseKVCache, PagedKVCache
 from rl2.engine.local import LocalEngine
@@ -78,6 +78,22 @@ def test_auto_chooses_an_engine_that_has_been_tried_and_says_why(
     engine, reason = choose_engine("auto")
     assert engine == expected[0] and expected[1] in reason
     assert choose_engine("vllm")[0] == "vllm"
+
+
+@pytest.mark.parametrize("share", [0.5, "auto"])
+def test_vllm_takes_its_share_of_the_free_memory_of_a_gpu(llama, monkeypatch, share):
+    """vLLM counts its share of the whole memory. A half of 60 GB that are free of 80 is 0.375."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60e9, 80e9))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr("rl2.engine.share.broadcast_object", lambda plan: plan)  # None: 0.5
+    settings = EngineSettings(
+        llama, torch.bfloat16, torch.device("cuda", 0), gpu_memory_utilization=share, rank=1
+    )
+    arguments = vllm._engine_arguments(settings, object)
+    assert arguments["gpu_memory_utilization"] == 0.375 and arguments["enable_sleep_mode"]
+    assert (arguments["dtype"], arguments["seed"]) == ("bfloat16", 1)
+    assert arguments["hf_overrides"] == {"head_dtype": "float32"}
+    assert "kv_cache_memory_bytes" not in arguments
 
 
 def make_prompts(count, longest=90, seed=0):

@@ -174,7 +174,11 @@ class VLLMEngine(Engine):
                 print(f"rollout.engine=vllm: prompt and answer may have {room} tokens together")
 
     def _start(self, settings: EngineSettings) -> Any:
-        """vLLM's LLMEngine. RuntimeError with vLLM's reason if it does not start."""
+        """vLLM's LLMEngine.
+
+        RuntimeError with vLLM's reason if it does not start, ValueError for a model of a kind that
+        has not been tried.
+        """
         os.environ.update(REQUIRED_VARIABLES)
         for name, value in DEFAULT_VARIABLES.items():
             os.environ.setdefault(name, value)
@@ -189,16 +193,12 @@ class VLLMEngine(Engine):
         if self.device.type == "cpu":
             _register_loader()
         sampler = _sampler_class(self.requests, self.errors)
-        try:
+        with _starting():
             arguments = EngineArgs(**_engine_arguments(settings, sampler))
             config = arguments.create_engine_config()
-            _check_kind(settings.model_name, config.model_config)
+        _check_kind(settings.model_name, config.model_config)
+        with _starting():
             engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
-        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            raise RuntimeError(
-                f"vLLM did not start: {error}. rollout.engine_args.NAME=VALUE sets any argument of "
-                "its engine; rollout.engine=local needs no other package."
-            ) from error
         # At the exit of this process it would destroy the trainer's process groups.
         engine.engine_core._finalizer.detach()
         gc.unfreeze()  # vLLM has frozen the trainer's objects too
@@ -369,6 +369,18 @@ class VLLMEngine(Engine):
             self.loop.close()
 
 
+@contextmanager
+def _starting() -> Iterator[None]:
+    """RuntimeError with vLLM's reason and advice for an error inside."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        raise RuntimeError(
+            f"vLLM did not start: {error}. rollout.engine_args.NAME=VALUE sets any argument of its "
+            "engine; rollout.engine=local needs no other package."
+        ) from error
+
+
 def _engine_arguments(settings: EngineSettings, sampler: type) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": settings.model_name,
@@ -414,7 +426,7 @@ def _check_kind(name: str, model_config: Any) -> None:
     ):
         if is_kind:
             raise ValueError(
-                f"{name} {what}, which has not been tried: use rollout.engine=sglang or local"
+                f"rollout.engine=vllm: {name} {what}, which has not been tried: set sglang or local"
             )
 
 

@@ -209,6 +209,32 @@ def test_the_rows_of_a_batch_are_those_of_its_requests(tied):
     assert update(moved=[(0, 3, MoveDirectionality.SWAP)]) == {1: 0, 3: 2}
 
 
+def test_a_gpu_has_room_for_keys_and_values_after_the_weights_have_come(
+    tied, make_engine, monkeypatch
+):
+    """With a CPU that calls itself a GPU."""
+    engine = make_engine(tied)
+    _, weights = load_weights(tied)
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(engine.engine, "sleep", lambda level: calls.append(f"sleep {level}"))
+    monkeypatch.setattr(engine.engine, "wake_up", lambda tags: calls.append(f"wake {tags}"))
+    monkeypatch.setattr(engine, "device", torch.device("cuda", 0))
+
+    def sent():
+        yield from weights.items()
+        calls.append("weights")
+
+    engine.load_weights(sent(), 1)  # awake: nothing has to be taken again
+    engine.sleep()
+    engine.wake()
+    engine.load_weights(sent(), 2)
+    monkeypatch.undo()
+    order = ["weights", "sleep 2", "wake ['weights']", "weights", "wake ['kv_cache']"]
+    assert calls == order and engine.version == 2
+    assert play(engine, [[5]], max_new_tokens=1)[0].version == 2
+
+
 def test_cancelled_requests_leave_the_others_alone(tied, make_engine):
     engine = make_engine(tied, max_running_requests=2)
     expected = play(engine, [[9, 8]] * 2, [(5, 0), (5, 1)], max_new_tokens=5)
@@ -255,7 +281,7 @@ def test_what_was_not_tried_is_refused(tmp_path, tied, make_engine):
         make_engine(tied, tp_size=2)
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2}
     name = make_model(tmp_path / "glm4_moe", "glm4_moe", **SIZES, **experts)
-    with pytest.raises(RuntimeError, match="glm4_moe has experts, which has not been tried"):
+    with pytest.raises(ValueError, match="glm4_moe has experts, which has not been tried"):
         make_engine(name)
     engine = make_engine(tied)  # after a start that has failed
     check_refused(engine, [5] * 510, "exceeds 512", max_new_tokens=3)
