@@ -232,7 +232,11 @@ BY_HAND = {
     "variants_8k",
     "plan",
 }  # half a minute each; test_fused.py and test_memory_plan.py do more
-NEED_MORE = {"flash_attn", "quickstart", *(name for name in PARTS if name.startswith("sglang"))}
+NEED_MORE = {
+    "flash_attn",
+    "quickstart",
+    *(name for name in PARTS if name.startswith(("sglang", "vllm"))),
+}
 
 
 def test_all_parts_can_be_rehearsed_on_a_cpu(tmp_path):

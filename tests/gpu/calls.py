@@ -24,6 +24,7 @@ CALLS = {  # title -> the first part of the call; it has all parts up to the nex
     "evaluations, pauses, resuming": "sglang_eval",
     "speed": "variants_8k",
     "the rest": "memory_7b",
+    "vLLM": "vllm_contract",
     "a real model": "quickstart",
     "two GPUs": "ring",
 }

@@ -1,4 +1,4 @@
-"""Tests both engines on a GPU: contract, agreement with the trainer, weight sync, memory, speed."""
+"""Tests the engines on a GPU: contract, agreement with the trainer, weight sync, memory, speed."""
 
 import asyncio
 import os
@@ -18,6 +18,7 @@ from tools import (
     make_batch,
     make_model,
     need_sglang,
+    need_vllm,
     policy_loss,
     seconds,
     sglang_args,
@@ -33,6 +34,7 @@ from rl2.data.examples import Example
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import LocalEngine
 from rl2.engine.sglang import SGLangEngine
+from rl2.engine.vllm import VLLMEngine
 from rl2.env.contract import EnvFailures
 from rl2.env.load import load_env
 from rl2.parallel.device import compute_dtype
@@ -64,6 +66,15 @@ def start_sglang(name, device, max_running_requests=64):
         engine_args=sglang_args(),
     )
     engine = SGLangEngine(settings)
+    record(start_seconds=time.perf_counter() - start)
+    return engine
+
+
+def start_vllm(name, device, max_running_requests):
+    need_vllm()
+    start = time.perf_counter()
+    settings = engine_settings(name, device, max_running_requests, gpu_memory_utilization=0.5)
+    engine = VLLMEngine(settings)
     record(start_seconds=time.perf_counter() - start)
     return engine
 
@@ -121,7 +132,7 @@ def greedy_tokens(engine, prompts):
 def check_contract(start_engine, max_running_requests):
     """Checks the contract of an engine on the GPU, within the rounding error of bf16.
 
-    tests/test_engine.py and tests/sglang/contract.py check the same on a CPU in fp32.
+    tests/engine_contract.py and tests/test_engine.py check the same on a CPU in fp32.
     """
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     device, name = init_distributed(), make_model("small")
@@ -197,6 +208,10 @@ def local_contract():
 
 def sglang_contract():
     check_contract(start_sglang, 64)
+
+
+def vllm_contract():
+    check_contract(start_vllm, 64)
 
 
 def engine_dtype():

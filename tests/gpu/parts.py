@@ -45,6 +45,7 @@ PARTS = {
     "local_contract": Part("engines.py", 60, ("device",)),
     "local_throughput": Part("engines.py", 60, ("local_contract",)),
     "local_grpo": Part("runs.py", 90, ("local_contract",)),
+    "vllm_contract": Part("engines.py", 250, ("device",)),
     "quickstart": Part("runs.py", 200, ("device",)),
     "ring": Part("runs.py", 90, ("worker",), "two_gpus", ("ring",)),
     "fsdp": Part("runs.py", 90, ("worker",), "two_gpus", ("fsdp",)),

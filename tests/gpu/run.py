@@ -216,7 +216,7 @@ def _log_end(log: Path, name: str) -> str:
 def describe(dry: bool) -> str:
     """Returns the header of the results: date, device, versions, commit."""
     versions = []
-    for package in ("torch", "transformers", "sglang", "triton"):
+    for package in ("torch", "transformers", "sglang", "vllm", "triton"):
         try:
             versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:

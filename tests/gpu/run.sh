@@ -9,7 +9,7 @@
 # and 0 otherwise.
 #
 # The script installs nothing. It uses $PYTHON, or the python3 on the path, which must have rl2's
-# requirements. The parts named sglang* also need sglang.
+# requirements. The parts named sglang* also need sglang, and vllm_contract needs vllm.
 # SGLANG_ARGS="attention_backend=triton ..." sets arguments of its engine.
 #
 # On a machine that is lent for some minutes a call (calls.py prints the calls): --budget limits the

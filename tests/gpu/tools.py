@@ -12,6 +12,7 @@ import torch
 import yaml
 from figures import Skip
 
+from rl2.config.engines import VLLM_PACKAGES, installed_version
 from rl2.config.schema import WorkerConfig
 from rl2.config.toolkit import FIRST_WITH_FAST_HEAD, sglang_version
 
@@ -35,7 +36,7 @@ TINY = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "vocab_size": 1024,
 }
 
@@ -45,6 +46,11 @@ def need_sglang() -> None:
         version("sglang")
     except PackageNotFoundError:
         raise Skip("sglang is not installed") from None
+
+
+def need_vllm() -> None:
+    if installed_version(*VLLM_PACKAGES) is None:
+        raise Skip("vllm is not installed")
 
 
 def sglang_args() -> dict:
