@@ -84,10 +84,10 @@ def load_model(
     frozen one keeps them in `compute_dtype`. The logits are in `head_dtype`, see `head_scores`;
     `compile` compiles the elementwise parts, see `fuse`; `exactness` says whether the model has the
     log-probabilities of the embedded engine to the bit, see `TokenModel`. With `lora_settings` only
-    the adapters and a critic's head are trained and in fp32. Towers are frozen, and
-    with `freeze_router` the routers of experts. With `dither_seed`, weights that are kept in fp32
-    and computed in bf16 are moved within their rounding cells, see dither.py. All processes must
-    call. ValueError for a model that rl2 computes wrongly or cannot cut, and for weights that are
+    the adapters and a critic's head are trained and in fp32. Towers are frozen, and with
+    `freeze_router` the routers of experts. With `dither_seed`, weights that are kept in fp32 and
+    computed in bf16 are moved within their rounding cells, see dither.py. All processes must call.
+    ValueError for a model that rl2 computes wrongly or cannot cut, and for weights that are
     incomplete.
     """
     labels = {"num_labels": 1} if critic else {}
