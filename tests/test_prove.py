@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from chat_families import FAMILIES, make_template
 from prove_faults import FAULTS, MODELS, SIZES, arguments, make, plant, prove_planted, read_table
-from transformers import AutoModelForCausalLM, Gemma2Config
+from transformers import AutoModelForCausalLM, DogeConfig
 
 from rl2.tools import outer_proofs, prove
 
@@ -126,8 +126,8 @@ def test_a_wrong_command_has_status_2(prove_here, words, message):
 def test_a_model_that_rl2_refuses_is_named_with_the_reason(prove_here, tmp_path):
     """Each row says why, or names the row that does."""
     make(tmp_path, "llama")
-    config = Gemma2Config(**SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    config = DogeConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "llama")
     status, verdicts, output = prove_here("--processes=1", f"actor.model_name={tmp_path / 'llama'}")
-    assert status == 1 and "does not run: ValueError: Gemma2Attention asks for softcap" in output
+    assert status == 1 and "does not run: ValueError: DogeAttention asks for" in output
     assert [row for row in ROWS if verdicts[row] == "DIFFERENT"] == ["transformers"], output

@@ -32,6 +32,7 @@ from rl2.model.folder import check_model
 from rl2.model.token_model import TokenScores
 from rl2.model.towers import find_towers
 from rl2.parallel.mesh import init_distributed
+from rl2.tools import prove
 from rl2.worker import Worker
 
 TEXT = {
@@ -214,6 +215,15 @@ def test_adapters_are_in_the_text_model_only(tmp_path, name, device):
     worker.update(make_batch(), policy_loss, with_entropy=True)
     worker.export(str(tmp_path / "export"), make_tokenizer())
     check_adapter(AutoModelForImageTextToText, name, tmp_path / "export")
+
+
+def test_prove_finds_nothing(name, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    words = ["rl2 prove", "--processes=1", f"actor.model_name={name}"]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit) as stop:
+        prove.main()
+    assert stop.value.code == 0, capsys.readouterr().out
 
 
 def test_a_model_whose_text_is_read_by_another_part_is_refused():

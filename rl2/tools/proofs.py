@@ -42,7 +42,7 @@ from rl2.model.exact import Exactness
 from rl2.model.load import HuggingFaceFiles
 from rl2.model.shrink import WINDOW_TOKENS, shrink
 from rl2.model.token_model import TokenScores
-from rl2.model.towers import language_model_class
+from rl2.model.towers import freeze_towers, language_model_class
 from rl2.parallel.device import GIB
 from rl2.trainer.ppo import actor_loss, needs_entropy
 from rl2.worker import Worker
@@ -280,10 +280,12 @@ def prove_transformers(subject: Subject) -> Iterator[Difference]:
     """Compares rl2, one sequence in a pack, with plain transformers."""
     model_class = language_model_class(AutoConfig.from_pretrained(subject.small))
     plain = model_class.from_pretrained(subject.small, dtype=torch.float32)
+    freeze_towers(plain)
     expected = plain_columns(plain, subject.samples())
     weighted_sum(subject.batch(), TokenScores(logps=expected))[0].backward()
     expected = expected.detach()
-    gradients = {name: torch.zeros_like(weight) for name, weight in plain.named_parameters()}
+    trained = [(name, weight) for name, weight in plain.named_parameters() if weight.requires_grad]
+    gradients = {name: torch.zeros_like(weight) for name, weight in trained}
     gradients |= gradients_of(plain)  # experts that no token chose have none
     actual, actual_gradients = subject.alone
     others = (actual != 0) != (expected != 0)
