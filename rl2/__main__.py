@@ -43,6 +43,9 @@ COMMANDS = {
     "diff": Command(
         "rl2.tools.diff", "finds where two runs first differ, and lists what else differs"
     ),
+    "compare": Command(
+        "rl2.tools.recipes", "says whether two recipes differ, by test questions and seeds"
+    ),
     "push": Command(
         "rl2.tools.push", "uploads the model of a run to the Hugging Face hub, with a card"
     ),

@@ -125,7 +125,7 @@ def compare_evaluations(first: Path, last: Path, num_bytes: int) -> Record:
     It has the counts of all questions, and of those that were answered better, worse and the same a
     sample each, in at most `num_bytes`.
     """
-    before, after = _read_questions(first), _read_questions(last)
+    before, after = read_questions(first), read_questions(last)
     common = [question for question in before if question in after]
     changes: dict[str, list[str]] = {"better": [], "worse": [], "same": []}
     for question in common:
@@ -156,7 +156,7 @@ def compare_evaluations(first: Path, last: Path, num_bytes: int) -> Record:
     return {"shared": shared.to_page(), "counts": counts, "questions": shown}
 
 
-def _read_questions(path: Path) -> dict[str, list[Record]]:
+def read_questions(path: Path) -> dict[str, list[Record]]:
     """Returns the answers to each question, a text of its prompt and row."""
     questions: dict[str, list[Record]] = defaultdict(list)
     for record in read_lines(path)[0]:

@@ -1,0 +1,208 @@
+"""`rl2 compare RUN ... -- RUN ...`: whether two recipes differ, by their answers to test questions.
+
+A recipe is one run or several with different seeds. The questions are the same in all runs, so they
+are paired, and so are the seeds where both recipes have the same ones. The error of the difference
+is that of two-way clusters, questions and runs (Cameron, Gelbach & Miller, 2011, section 2.2): runs
+of one seed alone cannot say how far another seed would be.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from rl2.error_report import print_answer
+from rl2.report.answers import read_questions, reward_of
+from rl2.report.saved import Record, read_yaml
+
+# Quantiles 0.975 of Student's t by its degrees of freedom, 1, 2, 3, ...; 1.96 from the last one on.
+T_QUANTILES = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+Score = Callable[[Record], float]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The last evaluation of a run on a test set."""
+
+    run: Path
+    step: int
+    seed: int | None  # trainer.seed
+    scores: dict[str, float]  # by question: the mean over its answers
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.scores.values())
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean of the second recipe minus that of the first, with its 95% interval."""
+
+    mean: float
+    error: float  # half of the interval
+    seeds_are_paired: bool
+
+    @property
+    def low(self) -> float:
+        return self.mean - self.error
+
+    @property
+    def high(self) -> float:
+        return self.mean + self.error
+
+
+def main() -> None:
+    """Prints the comparison. Exits with status 2 if the runs cannot be compared."""
+    parser = argparse.ArgumentParser(
+        prog="rl2 compare",
+        usage="%(prog)s [--set NAME] [--score PART] RUN [RUN ...] -- RUN [RUN ...]",
+        description="Says whether two recipes differ: the last evaluations of the runs before and "
+        "after --, question by question. Several runs of a recipe have different seeds.",
+    )
+    parser.add_argument("--set", default="", help="the test set, if the runs have several")
+    parser.add_argument("--score", help="a part of the rewards; by default the whole reward")
+    words = sys.argv[1:]
+    is_divided = "--" in words
+    at = words.index("--") if is_divided else len(words)
+    parser.add_argument("first", nargs="+", type=Path, metavar="RUN", help="folders of runs")
+    arguments = parser.parse_args(words[:at])
+    second = [Path(word) for word in words[at + 1 :]]
+    if not second:
+        parser.error("give the runs of the second recipe after --")
+    try:
+        recipes = [
+            [read_evaluation(run, arguments.set, make_score(arguments.score)) for run in runs]
+            for runs in (arguments.first, second)
+        ]
+        lines = describe(*recipes)
+    except ValueError as error:
+        parser.exit(2, f"rl2 compare: {error}\n")
+    print_answer("\n".join(lines))
+
+
+def make_score(part: str | None) -> Score:
+    """Returns what scores an answer: a part of its rewards, or its whole reward."""
+
+    def score(record: Record) -> float:
+        rewards = record.get("rewards") or {}
+        if part is None:
+            return reward_of(record)
+        if part not in rewards:
+            raise ValueError(f"--score {part}: the rewards have the parts {', '.join(rewards)}")
+        return float(rewards[part])
+
+    return score
+
+
+def read_evaluation(run: Path, set_name: str, score: Score) -> Evaluation:
+    """Reads the last evaluation of a run. Answers that failed in the environment do not count.
+
+    ValueError if there is none.
+    """
+    split = f"test_{set_name}" if set_name else "test"
+    steps = {int(path.stem[5:]): path for path in run.glob(f"rollouts/{split}/step_*.jsonl")}
+    if not steps:
+        found = sorted(path.name for path in run.glob("rollouts/test*"))
+        remedy = f"it has {', '.join(found)}: choose with --set" if found else "evaluate it"
+        raise ValueError(f"{run} has no transcripts in rollouts/{split}/; {remedy}")
+    step = max(steps)
+    scores = {}
+    for question, records in read_questions(steps[step]).items():
+        counted = [record for record in records if record.get("finish_reason") != "failed"]
+        if counted:
+            scores[question] = fmean(map(score, counted))
+    if not scores:
+        raise ValueError(f"{steps[step]}: no answer was scored")
+    config = read_yaml(run / "config.yaml") or {}
+    return Evaluation(run, step, (config.get("trainer") or {}).get("seed"), scores)
+
+
+def describe(first: list[Evaluation], second: list[Evaluation]) -> list[str]:
+    """Returns the comparison, line by line. ValueError if no question is in all runs."""
+    questions = [
+        question
+        for question in first[0].scores
+        if all(question in evaluation.scores for evaluation in [*first, *second])
+    ]
+    if not questions:
+        raise ValueError("no question is in all runs: compare runs with the same test rows")
+    lines = []
+    for title, recipe in (("first", first), ("second", second)):
+        for evaluation in recipe:
+            mean = fmean(evaluation.scores[question] for question in questions)
+            lines.append(f"{title:8}{mean:.4f}  step {evaluation.step}  {evaluation.run}")
+    num_left_out = max(len(e.scores) for e in [*first, *second]) - len(questions)
+    found = compare(first, second, questions)
+    lines.append(f"{len(questions)} questions, the same in all runs")
+    if num_left_out:
+        lines[-1] += f"; {num_left_out} are not in all of them and do not count"
+    if found.seeds_are_paired:
+        lines.append("seeds are paired")
+    lines.append(
+        f"second - first: {found.mean:+.4f}, 95% interval {found.low:+.4f} to {found.high:+.4f}"
+    )
+    if found.low > 0 or found.high < 0:
+        lines.append(f"the {'second' if found.mean > 0 else 'first'} recipe is better")
+    else:
+        lines.append("this does not tell them apart: more seeds or questions would")
+    if len(first) == 1 or len(second) == 1:
+        lines.append("a recipe has one run: the interval is of other questions, not of other seeds")
+    return lines
+
+
+def compare(first: list[Evaluation], second: list[Evaluation], questions: list[str]) -> Difference:
+    """Returns the difference of two recipes on the questions that all of their runs have."""
+    seeds = [[evaluation.seed for evaluation in recipe] for recipe in (first, second)]
+    are_paired = (
+        len(first) > 1
+        and None not in seeds[0]
+        and len(set(seeds[0])) == len(first)
+        and sorted(map(str, seeds[0])) == sorted(map(str, seeds[1]))
+    )
+    if are_paired:
+        first = sorted(first, key=lambda evaluation: str(evaluation.seed))
+        second = sorted(second, key=lambda evaluation: str(evaluation.seed))
+    a, b = (
+        np.array([[evaluation.scores[question] for question in questions] for evaluation in recipe])
+        for recipe in (first, second)
+    )
+    by_question = b.mean(0) - a.mean(0)
+    samples = [b - a] if are_paired else [a, b]  # [runs, questions] whose runs are independent
+    num_questions = len(questions)
+    if num_questions == 1:
+        return Difference(float(by_question.mean()), math.nan, are_paired)
+    # The variances of the mean by the choice of questions and of runs, with degrees of freedom.
+    parts = [(by_question.var(ddof=1) / num_questions, num_questions - 1)]
+    shared = 0.0  # what is in the variances of questions and runs, and would count twice
+    if all(len(sample) > 1 for sample in samples):
+        for sample in samples:
+            parts.append((sample.mean(1).var(ddof=1) / len(sample), len(sample) - 1))
+            shared += _residual_variance(sample)
+    total = sum(variance for variance, _ in parts)
+    variance = max(total - shared, *(variance for variance, _ in parts))
+    error = _t_quantile(variance, parts) * math.sqrt(variance)
+    return Difference(float(by_question.mean()), float(error), are_paired)
+
+
+def _t_quantile(variance: float, parts: list[tuple[float, int]]) -> float:
+    """Student's 0.975 for a variance of parts with degrees of freedom (Satterthwaite, 1946)."""
+    terms = sum(part**2 / degrees for part, degrees in parts)
+    degrees = max(1, int(variance**2 / terms)) if terms else len(T_QUANTILES) + 1
+    return T_QUANTILES[degrees - 1] if degrees <= len(T_QUANTILES) else 1.96
+
+
+def _residual_variance(sample: np.ndarray) -> float:
+    """The variance of the mean of [runs, questions] by what neither runs nor questions explain."""
+    num_runs, num_questions = sample.shape
+    residuals = sample - sample.mean(0) - sample.mean(1, keepdims=True) + sample.mean()
+    degrees = (num_runs - 1) * (num_questions - 1)
+    return float((residuals**2).sum() / degrees / sample.size)

@@ -1,0 +1,107 @@
+"""`rl2 compare`: two recipes by their runs' answers to the same test questions."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from rl2.tools import recipes
+from rl2.tools.recipes import Evaluation, compare
+
+
+def write_run(folder, scores, seed=0, split="test", step=4):
+    """An evaluation with one answer to each question."""
+    records = [
+        {
+            "id": number,
+            "group": number,
+            "row": {"answer": str(number)},
+            "messages": [{"role": "user", "content": f"{number}?"}, {"role": "assistant"}],
+            "rewards": {"right": float(score), "form": 1.0},
+            "reward": float(score) + 1.0,
+            "finish_reason": "stop",
+        }
+        for number, score in enumerate(scores)
+    ]
+    path = folder / f"rollouts/{split}/step_{step}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "config.yaml").write_text(json.dumps({"trainer": {"seed": seed}}))
+    return str(folder)
+
+
+def run_command(capsys, monkeypatch, *words):
+    """(what the command prints, its status)."""
+    monkeypatch.setattr(sys, "argv", ["rl2 compare", *words])
+    status = 0
+    try:
+        recipes.main()
+    except SystemExit as error:
+        status = error.code
+    output = capsys.readouterr()
+    return output.out + output.err, status
+
+
+def test_a_recipe_that_answers_more_questions_is_better(tmp_path, capsys, monkeypatch):
+    """In each seed it answers 20 of 40 questions more, and two others."""
+    groups = []
+    for name, num_right in (("a", 10), ("b", 30)):
+        for seed in range(3):
+            right = [number < num_right or number == 35 + seed for number in range(40)]
+            groups.append(write_run(tmp_path / f"{name}{seed}", right, seed))
+    write_run(tmp_path / "b0", [0] * 40, step=2)  # an earlier evaluation
+    words = ["--score", "right", *groups[:3], "--", *groups[3:]]
+    output, status = run_command(capsys, monkeypatch, *words)
+    assert status == 0 and "second recipe is better" in output and "seeds are paired" in output
+    difference, low, high = map(float, re.findall(r"[+-]\d\.\d{4}", output))
+    assert difference == 0.5 and 0.2 < low < 0.5 < high < 0.8
+    again, _ = run_command(capsys, monkeypatch, *groups[:3], "--", *groups[3:])
+    assert "+0.5000" in again, "both recipes have the other part of the reward"
+
+
+def test_equal_recipes_are_not_told_apart(tmp_path, capsys, monkeypatch):
+    runs = [write_run(tmp_path / name, [0, 1, 0, 1, 1]) for name in ("a", "b")]
+    output, _ = run_command(capsys, monkeypatch, runs[0], "--", runs[1])
+    assert "+0.0000" in output and "better" not in output and "one run" in output
+
+
+def test_what_cannot_be_compared_is_said(tmp_path, capsys, monkeypatch):
+    first = write_run(tmp_path / "a", [0, 1])
+    named = write_run(tmp_path / "named", [0, 1], split="test_hard")
+    for words, problem in (
+        ([first], "after --"),
+        ([first, "--", str(tmp_path / "missing")], "missing"),
+        ([first, "--", named], "test_hard"),
+        (["--score", "colour", first, "--", first], "right, form"),
+    ):
+        output, status = run_command(capsys, monkeypatch, *words)
+        assert status == 2 and problem in output
+    output, status = run_command(capsys, monkeypatch, "--set", "hard", named, "--", named)
+    assert status == 0 and "+0.0000" in output
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_the_interval_holds_the_true_difference_in_95_of_100_studies(paired):
+    """Questions differ in difficulty, and runs by their seed. The true difference is 0.1."""
+    rng = np.random.default_rng(0)
+    num_held = 0
+    num_studies = 300
+    for _ in range(num_studies):
+        difficulty = rng.normal(0, 1, 50)
+        seeds = rng.normal(0, 0.3, 4)
+        studies = []
+        for recipe in range(2):
+            shift = rng.normal(0, 0.2, 50)  # what the recipe does to each question
+            evaluations = []
+            for run in range(4):
+                own = rng.normal(0, 0.1) + (seeds[run] if paired else rng.normal(0, 0.3))
+                scores = difficulty + shift + own + 0.1 * recipe + rng.normal(0, 0.5, 50)
+                seed = run if paired else None
+                evaluations.append(Evaluation(None, 1, seed, dict(enumerate(scores))))
+            studies.append(evaluations)
+        found = compare(*studies, list(range(50)))
+        assert found.seeds_are_paired == paired
+        num_held += found.low <= 0.1 <= found.high
+    assert 0.92 <= num_held / num_studies <= 0.995
