@@ -11,7 +11,7 @@ import pytest
 from common import launch, make_model, read_jsonl, read_metrics, read_untimed_metrics
 from safetensors.torch import load_file
 
-from rl2.rollout.overlap import Answer, Handover, Rollout, Samplers
+from rl2.rollout.overlap import Answer, Handover, RolloutAnswer, Samplers
 
 PPO = ("-m", "rl2.trainer.ppo")
 LETTERS = """
@@ -248,7 +248,7 @@ class Channel:
 
     def receive_answer(self):
         handover = pickle.dumps(Handover([], {}, rows_done=3, is_exhausted=False))
-        return pickle.dumps(Answer(Rollout(handover, b"", 1.0), is_stopping=True))
+        return pickle.dumps(Answer(RolloutAnswer(handover, b"", 1.0), is_stopping=True))
 
 
 def test_a_stop_of_the_samplers_is_not_heard_again_after_a_resume():

@@ -1,9 +1,10 @@
 """Rollouts on processes of their own, while the others train: rollout.num_processes.
 
-The two worlds meet once a step, see parallel/worlds.py. At the end of step k the samplers have
-played the rollout of step k+1; they hand it over, receive the weights of step k, and play step k+2
-with them. So the rollout of each step but the first is sampled with the weights before the step
-before, whatever the timing, and a run repeats to the bit where a colocated one does.
+Trainers and samplers meet once a step, see parallel/worlds.py. At the end of step k the samplers
+have played the rollout of step k+1. They hand it over, receive the weights of step k, and play the
+rollout of step k+2 with them. So step k trains on a rollout of the weights after step k-2, and
+steps 1 and 2 on rollouts of the start model. Timing changes nothing: a run repeats to the bit where
+a run without samplers does.
 
 `Samplers` is what the trainers see: it takes the place of the collector, the engine and the
 evaluator. `serve` is the loop of the samplers, which have the real ones.
@@ -44,7 +45,7 @@ class Handover:
 
 
 @dataclass(frozen=True)
-class Rollout:
+class RolloutAnswer:
     """What the samplers answer to a request for a rollout."""
 
     handover: bytes  # pickled: the trainers read it when its step begins, or put it in a checkpoint
@@ -70,10 +71,6 @@ class Samplers:
     `begin` restores them before the first request.
     """
 
-    has_other_policy: bool
-    """whether the log-probabilities of the engine are the old ones of the loss: the policy that
-    sampled is an earlier one, and the ratio and its clip are to be those to that policy"""
-
     def __init__(
         self,
         link: Link,
@@ -82,7 +79,9 @@ class Samplers:
         write_records: WriteRecords,
         request_stop: Callable[[], None],
     ):
-        """`num_steps` are those of the whole run. `request_stop` ends it after its step."""
+        """`num_steps` are those of the whole run. `has_other_policy`: the log-probabilities of the
+        engines are the old ones of the loss. `request_stop` ends the run after its step.
+        """
         self.link = link
         self.num_steps = num_steps
         self.has_other_policy = has_other_policy
@@ -118,7 +117,7 @@ class Samplers:
         if not self.is_awaited:
             return
         began = time.perf_counter()
-        rollout: Rollout = self._open(self.link.receive_answer())
+        rollout: RolloutAnswer = self._open(self.link.receive_answer())
         self.is_awaited = False
         self.ahead, self.state = rollout.handover, rollout.state
         now = time.perf_counter()
@@ -238,7 +237,8 @@ class Serving:
             trajectories, collector.summarise(), collector.rows_done, collector.is_exhausted
         )
         state = pickle.dumps(collector.state_dict())
-        self._answer(Rollout(pickle.dumps(handover), state, time.perf_counter() - began))
+        seconds = time.perf_counter() - began
+        self._answer(RolloutAnswer(pickle.dumps(handover), state, seconds))
 
     def evaluate(self, step: int, version: int) -> None:
         assert self.evaluator is not None

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-pytest.importorskip("vllm", reason="run by tests/vllm/run.sh, in an environment with vllm")
+pytest.importorskip("vllm", reason="run by tests/vllm_cpu/run.sh, in an environment with vllm")
 from common import WINDOWED, make_model, read_metrics, torchrun  # noqa: E402
 from engine_contract import check_logps, check_refused, play  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402

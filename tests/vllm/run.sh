@@ -1,6 +1,0 @@
-#!/usr/bin/env bash
-# The real vLLM on a CPU, with the versions that it asks for. bash tests/vllm/run.sh [pytest arguments]
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-source tests/vllm/install.sh
-OMP_NUM_THREADS=1 "$env/bin/python" -m pytest -x -q --durations=10 tests/vllm "$@"
