@@ -152,6 +152,44 @@ def make_model(folder, family="llama", tied=True, seed=0, **overrides) -> str:
     return str(folder)
 
 
+# The reward is the fraction of letters of the reply that are in the answer. A random policy starts
+# near 8/98 and learns it in a few steps.
+LETTER_ENV = """
+def reward_fn(messages, answer):
+    reply = messages[-1]["content"]
+    return sum(letter in answer for letter in reply) / max(len(reply), 1)
+"""
+
+
+def write_letter_task(folder) -> list[str]:
+    """Writes train.jsonl, of 24 rows, and env.py into `folder`. Returns the keys that name them."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"say a, {i}"}], "answer": "abcdefgh"}
+        for i in range(24)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "env.py").write_text(LETTER_ENV)
+    return [f"data.path={folder / 'train.jsonl'}", f"rollout.env_path={folder / 'env.py'}"]
+
+
+def letter_run(folder, model) -> list[str]:
+    """The keys of a PPO run on the letter task in `folder`, of 12 steps, in which it learns."""
+    return [
+        f"actor.model_name={model}",
+        *write_letter_task(folder),
+        "data.prompts_per_rollout=4",
+        "data.responses_per_prompt=8",
+        "data.max_length=64",
+        "actor.lr=0.02",
+        "actor.dtype=float32",
+        "rollout.max_running=32",
+        "rollout.train_sampling_params.max_new_tokens=8",
+        "actor.gradient_checkpointing=false",
+        "trainer.n_epochs=2",
+        "trainer.disable_wandb=true",
+    ]
+
+
 def make_critic(name) -> str:
     """Saves the body of the model `name` with a random value head and returns the new path."""
     torch.manual_seed(7)

@@ -8,21 +8,10 @@ import textwrap
 
 import pytest
 from scripted import process_group  # noqa: F401
-from test_endpoint import describe, play
+from test_endpoint import DOUBLING_OBJECT, describe, play
 from test_env_objects import call_text, trained_text
 
 SCRIPT = ["Hm. " + call_text("double", x=3) + call_text("double", x=4), "6 and 8"]
-OBJECT = '''
-    class make_env:
-        def double(self, x: int):
-            """Doubles.
-
-            Args:
-                x: a number
-            """
-            return str(2 * x)
-    def reward_fn(messages): return float(len(messages))
-'''
 HEAD = """
     import json
     PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}}
@@ -129,7 +118,7 @@ def run_env(*parts, stream=False):
 def test_each_client_gives_the_tokens_of_an_object_with_tools(tmp_path, client, stream):
     pytest.importorskip("anthropic" if client == "anthropic" else "openai")
     (agent,), player = play(tmp_path, SCRIPT, run_env(CLIENTS[client], stream=stream))
-    (other,), _ = play(tmp_path, SCRIPT, OBJECT)
+    (other,), _ = play(tmp_path, SCRIPT, DOUBLING_OBJECT)
     assert agent.rewards == {"reward": 5.0} == other.rewards, player.failures.last
     assert describe(agent) == describe(other)
     assert trained_text(player, agent.samples[0]) == "<|im_end|>".join([*SCRIPT, ""])

@@ -34,6 +34,18 @@ from rl2.rollout.endpoint import LOCAL_HOST, Endpoint, is_exposed
 from rl2.rollout.http import MAX_BODY_BYTES, HttpServer, Response
 from rl2.trainer.sampling import read_envs
 
+# An env file: an object with a tool, whose calls the same conversation has without an agent.
+DOUBLING_OBJECT = '''
+    class make_env:
+        def double(self, x: int):
+            """Doubles.
+
+            Args:
+                x: a number
+            """
+            return str(2 * x)
+    def reward_fn(messages): return float(len(messages))
+'''
 STOPS = ("Observation:", "Calling tools:")  # of smolagents
 # A client of HTTP with the standard library alone, for what OpenAI's client would not send.
 CLIENT = """
@@ -159,19 +171,8 @@ def test_an_agent_with_tools_gives_the_tokens_of_an_object_with_tools(tmp_path):
             assert answer["message"] == {"role": "assistant", "content": "6 and 8"}
         def reward_fn(messages): return float(len(messages))
     """
-    object_env = '''
-        class make_env:
-            def double(self, x: int):
-                """Doubles.
-
-                Args:
-                    x: a number
-                """
-                return str(2 * x)
-        def reward_fn(messages): return float(len(messages))
-    '''
     (agent,), player = play(tmp_path, script, agent_env)
-    (other,), _ = play(tmp_path, script, object_env)
+    (other,), _ = play(tmp_path, script, DOUBLING_OBJECT)
     assert describe(agent) == describe(other) and agent.rewards == other.rewards
     assert trained_text(player, agent.samples[0]) == "<|im_end|>".join([*script, ""])
 

@@ -3,22 +3,23 @@
 The rollout of a step is that of the weights before the step before, whatever takes how long.
 """
 
-import json
 import pickle
 import textwrap
 
 import pytest
-from common import launch, make_model, read_jsonl, read_metrics, read_untimed_metrics
+from common import (
+    launch,
+    make_model,
+    read_jsonl,
+    read_metrics,
+    read_untimed_metrics,
+    write_letter_task,
+)
 from safetensors.torch import load_file
 
 from rl2.rollout.overlap import Answer, Handover, RolloutAnswer, Samplers
 
 PPO = ("-m", "rl2.trainer.ppo")
-LETTERS = """
-    def reward_fn(messages, answer):
-        reply = messages[-1]["content"]
-        return sum(letter in answer for letter in reply) / max(len(reply), 1)
-"""
 # Answers wait for a time that depends on the process and the answer, and so does nothing else.
 SLOW_LETTERS = """
     import asyncio
@@ -34,18 +35,13 @@ SLOW_LETTERS = """
 @pytest.fixture
 def setup(tmp_path):
     """Arguments of a run of 6 steps, without its folder."""
-    rows = [
-        {"messages": [{"role": "user", "content": f"say a, {i}"}], "answer": "abcdefgh"}
-        for i in range(24)
-    ]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
-    (tmp_path / "env.py").write_text(textwrap.dedent(LETTERS))
+    task = write_letter_task(tmp_path)
+    first_rows = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)[:5]
+    (tmp_path / "test.jsonl").write_text("".join(first_rows))
     (tmp_path / "slow.py").write_text(textwrap.dedent(SLOW_LETTERS))
     return [
         f"actor.model_name={make_model(tmp_path / 'tiny')}",
-        f"data.path={tmp_path / 'train.jsonl'}",
-        f"rollout.env_path={tmp_path / 'env.py'}",
+        *task,
         "data.prompts_per_rollout=3",
         "data.responses_per_prompt=4",
         "data.max_length=64",

@@ -15,10 +15,12 @@ from collections import Counter
 import pytest
 import torch
 from common import (
+    LETTER_ENV,
     ROOT,
     check_adapter,
     launch,
     launch_runs,
+    letter_run,
     make_environment,
     make_model,
     read_jsonl,
@@ -32,40 +34,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl2.rewards.text import BOXED_PROMPT
 
 PPO = ("-m", "rl2.trainer.ppo")
-# The reward is the fraction of letters of the reply that are in the answer. A random policy starts
-# near 8/98 and learns it in a few steps.
-LETTER_ENV = """
-    def reward_fn(messages, answer):
-        reply = messages[-1]["content"]
-        return sum(letter in answer for letter in reply) / max(len(reply), 1)
-"""
 
 
 @pytest.fixture
 def setup(tmp_path):
     """Arguments of a small run: a model, a data set and an env file in `tmp_path`."""
-    rows = [
-        {"messages": [{"role": "user", "content": f"say a, {i}"}], "answer": "abcdefgh"}
-        for i in range(24)
-    ]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "env.py").write_text(textwrap.dedent(LETTER_ENV))
-    return [
-        f"actor.model_name={make_model(tmp_path / 'tiny')}",
-        f"data.path={tmp_path / 'train.jsonl'}",
-        f"rollout.env_path={tmp_path / 'env.py'}",
-        f"trainer.save_dir={tmp_path / 'run'}",
-        "data.prompts_per_rollout=4",
-        "data.responses_per_prompt=8",
-        "data.max_length=64",
-        "actor.lr=0.02",
-        "actor.dtype=float32",
-        "rollout.max_running=32",
-        "rollout.train_sampling_params.max_new_tokens=8",
-        "actor.gradient_checkpointing=false",
-        "trainer.n_epochs=2",
-        "trainer.disable_wandb=true",
-    ]
+    keys = letter_run(tmp_path, make_model(tmp_path / "tiny"))
+    return [*keys, f"trainer.save_dir={tmp_path / 'run'}"]
 
 
 def free_port() -> int:

@@ -63,19 +63,17 @@ class Link:
 
     def send_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Sends full tensors to all samplers. All trainers call, since making them communicates."""
-        in_flight: list[Any] = []
+        sending, flat = None, None  # the bucket before, whose memory is kept until it is sent
         for bucket in _buckets(named_tensors):
-            for work, _ in in_flight:
-                work.wait()
-            in_flight = []
+            if sending is not None:
+                sending.wait()
             if self.group is not None:
-                entries = [(name, tensor.dtype, tensor.shape) for name, tensor in bucket]
-                self.send(entries)
+                self.send([(name, tensor.dtype, tensor.shape) for name, tensor in bucket])
                 flat = _flatten(bucket)
-                in_flight.append((self._broadcast(flat), flat))  # keeps the memory until it is sent
+                sending = self._broadcast(flat)
             progress.mark()
-        for work, _ in in_flight:
-            work.wait()
+        if sending is not None:
+            sending.wait()
         self.send([])
 
     def receive_weights(self) -> Iterator[tuple[str, Tensor]]:

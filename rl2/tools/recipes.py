@@ -38,10 +38,6 @@ class Evaluation:
     seed: int | None  # trainer.seed
     scores: dict[str, float]  # by question: the mean over its answers
 
-    @property
-    def mean(self) -> float:
-        return fmean(self.scores.values())
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -71,8 +67,7 @@ def main() -> None:
     parser.add_argument("--set", default="", help="the test set, if the runs have several")
     parser.add_argument("--score", help="a part of the rewards; by default the whole reward")
     words = sys.argv[1:]
-    is_divided = "--" in words
-    at = words.index("--") if is_divided else len(words)
+    at = words.index("--") if "--" in words else len(words)
     parser.add_argument("first", nargs="+", type=Path, metavar="RUN", help="folders of runs")
     arguments = parser.parse_args(words[:at])
     second = [Path(word) for word in words[at + 1 :]]

@@ -34,7 +34,7 @@ from rl2.trainer.inputs import (
 )
 from rl2.trainer.sampling import (
     check_stop_ids,
-    close_engine,
+    close_rollout,
     end_with_run,
     find_unknown_stop_ids,
     make_player,
@@ -175,6 +175,4 @@ class PlayedTests:
 
     def close(self) -> None:
         """Ends the engine and the environments."""
-        close_engine(self.engine)
-        for env in self.envs.values():
-            env.close()
+        close_rollout(self.engine, self.envs)

@@ -55,7 +55,7 @@ from rl2.trainer.ppo_inputs import make_prompts, read_ppo_inputs
 from rl2.trainer.recorder import Recorder, Replay
 from rl2.trainer.sampling import (
     check_stop_ids,
-    close_engine,
+    close_rollout,
     end_with_run,
     make_player,
     make_sampling_params,
@@ -302,12 +302,9 @@ class PPORun:
 
     def close(self) -> None:
         """Ends the engine and the environment."""
-        if self.engine:
-            close_engine(self.engine)
         if self.samplers:
             self.samplers.close()
-        for env in self.envs.values():
-            env.close()
+        close_rollout(self.engine, self.envs)
 
     def finish(self) -> None:
         """Ends the engine and the environment, and saves the final model."""
@@ -338,9 +335,7 @@ class SamplerRun:
     def run(self) -> None:
         """Serves the trainers until they close, and ends the engine and the environment."""
         serve(self.serving)
-        close_engine(self.engine)
-        for env in self.envs.values():
-            env.close()
+        close_rollout(self.engine, self.envs)
         dist.destroy_process_group()
 
 
@@ -376,9 +371,7 @@ class EvaluationRun:
         log.close()
         if is_first_rank():
             print(self.evaluator.describe(metrics))
-        close_engine(self.engine)
-        for env in self.envs.values():
-            env.close()
+        close_rollout(self.engine, self.envs)
         dist.destroy_process_group()
 
 

@@ -97,15 +97,18 @@ def _stop_ids(config: Any) -> Iterator[tuple[str, list[int]]]:
 
 
 def end_with_run(engine: Engine) -> Engine:
-    """Closes the engine when the run ends, however it ends. `close_engine` closes it before."""
+    """Closes the engine when the run ends, however it ends. `close_rollout` closes it before."""
     cleanup.register(engine.close, at_exit=False)
     return engine
 
 
-def close_engine(engine: Engine) -> None:
-    """Closes an engine of `end_with_run`."""
-    cleanup.unregister(engine.close)
-    engine.close()
+def close_rollout(engine: Engine | None, envs: dict[str, Env]) -> None:
+    """Closes an engine of `end_with_run`, if there is one, and the environments."""
+    if engine is not None:
+        cleanup.unregister(engine.close)
+        engine.close()
+    for env in envs.values():
+        env.close()
 
 
 def make_player(

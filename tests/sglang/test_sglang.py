@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 pytest.importorskip(
     "sglang.srt", reason="run by tests/sglang/run.sh, in an environment with sglang"
 )
-from common import make_model, read_metrics, torchrun  # noqa: E402
+from common import letter_run, make_model, read_metrics, torchrun  # noqa: E402
 
 HERE = Path(__file__).parent
 
@@ -43,32 +43,7 @@ def test_the_contract(request, world, tp_size, actor_tp_size):
 
 
 def arguments(tmp_path, model):
-    rows = [
-        {"messages": [{"role": "user", "content": f"say a, {i}"}], "answer": "abcdefgh"}
-        for i in range(24)
-    ]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "env.py").write_text(
-        "def reward_fn(messages, answer):\n    reply = messages[-1]['content']\n"
-        "    return sum(letter in answer for letter in reply) / max(len(reply), 1)\n"
-    )
-    return [
-        "-m",
-        "rl2.trainer.ppo",
-        f"actor.model_name={model}",
-        f"data.path={tmp_path / 'train.jsonl'}",
-        f"rollout.env_path={tmp_path / 'env.py'}",
-        "data.prompts_per_rollout=4",
-        "data.responses_per_prompt=8",
-        "data.max_length=64",
-        "actor.lr=0.02",
-        "actor.dtype=float32",
-        "rollout.max_running=32",
-        "rollout.train_sampling_params.max_new_tokens=8",
-        "actor.gradient_checkpointing=false",
-        "trainer.n_epochs=2",
-        "trainer.disable_wandb=true",
-    ]
+    return ["-m", "rl2.trainer.ppo", *letter_run(tmp_path, model)]
 
 
 def test_a_run_learns_as_with_the_local_engine(tmp_path, tied):
