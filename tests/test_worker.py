@@ -250,7 +250,6 @@ def test_betas_give_the_updates_of_torchs_adamw(tmp_path, device):
 @pytest.mark.parametrize("offload", [False, True])
 def test_muon_gives_the_updates_of_torchs_muon_and_adamw(tmp_path, device, monkeypatch, offload):
     """Of one process, in float32; a checkpoint between two steps changes none."""
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's Muon is in bfloat16
     name = make_model(tmp_path / "model")
     config = worker_config(
         name, optimizer="muon", weight_decay=0.1, betas=[0.5, 0.7], offload_optimizer=offload
@@ -271,8 +270,11 @@ def test_muon_gives_the_updates_of_torchs_muon_and_adamw(tmp_path, device, monke
                 peers[key].grad, parameter.device_mesh, parameter.placements
             )
         worker.optimizer.step(0.01)
-        for optimizer in optimizers:
-            optimizer.step()
+        with monkeypatch.context() as patch:  # torch's Muon is in bfloat16
+            patch.setattr(torch, "bfloat16", torch.float32)
+            patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+            for optimizer in optimizers:
+                optimizer.step()
         state = {key: entry.clone() for key, entry in worker.optimizer.state_dict().items()}
         for shard in worker.optimizer.momentum.values():
             shard.zero_()
