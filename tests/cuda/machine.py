@@ -19,6 +19,7 @@ import torch
 import torch._subclasses.fake_tensor as fake_tensor
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 # Called with what the host waits for, such as "Event.synchronize".
@@ -172,6 +173,10 @@ def machine(
         replace(torch._C, _set_only_lift_cpu_tensors=lambda value: None)
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         stack.callback(dist.destroy_process_group)
+        # This cache keeps meshes with the names of their groups, and torch 2.15 takes those of an
+        # earlier world for an equal mesh.
+        _clear_sharding_prop_cache()
+        stack.callback(_clear_sharding_prop_cache)
         replace(dist, all_gather_object=_fill_with_own, gather_object=_gather_own)
         replace(dist, broadcast_object_list=lambda values, *_, **__: None)
         environment = {"RANK": rank, "LOCAL_RANK": rank % gpus_per_node, "WORLD_SIZE": world}
