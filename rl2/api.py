@@ -80,6 +80,7 @@ def train(
     group_reward_fn: Callable | None = None,
     make_env: Callable | None = None,
     run: Callable | None = None,
+    play: Callable | None = None,
     **keys: Any,
 ) -> Run:
     """Trains in this process, as `python -m rl2.trainer.NAME` does in one of its own.
@@ -116,6 +117,7 @@ def train(
         "group_reward_fn": group_reward_fn,
         "make_env": make_env,
         "run": run,
+        "play": play,
     }
     functions = {name: function for name, function in given.items() if function is not None}
     if functions and trainer != "ppo":

@@ -111,7 +111,8 @@ def play(tmp_path, script, env, num_samples=1, **options):
     if player.failures.last:
         print(player.failures.last)
     player.envs[""].close()
-    assert not hasattr(player, "endpoint") or not player.endpoint.addresses
+    endpoint = getattr(player, "endpoint", None)
+    assert endpoint is None or not endpoint.addresses
     return trajectories, player
 
 

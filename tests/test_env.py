@@ -512,7 +512,7 @@ def reward_fn(messages):
 def test_preflight_warns_of_an_agent_with_one_turn(tmp_path):
     env = load(tmp_path, "def run(row, base_url): return 1")
     [warning] = preflight(env, {"data.path": [ROW]}, 1)
-    assert "rollout.max_turns=1" in warning and "one request" in warning
+    assert "rollout.max_turns=1" in warning and "run()" in warning
     assert not preflight(env, {"data.path": [ROW]}, 2)
 
 

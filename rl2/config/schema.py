@@ -660,7 +660,8 @@ class PlayConfig:
         MISSING,
         "a Python file or the name of a ready-made env; the file defines reward_fn(messages, "
         "answer), for several turns also interact(messages) or a class make_env with tools, or an "
-        "agent run(row, base_url, model); rollout.env_path.NAME=PATH for each of several sources",
+        "agent run(row, base_url, model) or a loop play(row, generate); rollout.env_path.NAME=PATH "
+        "for each of several sources",
         common=True,
         identity=True,
         types=(str, dict),

@@ -124,11 +124,15 @@ class Env:
             messages.append({**message, "tool_call_id": call_id})
         return Turn(to_messages("the tools", messages))
 
-    async def run_agent(self, row: dict, key: Key, address: dict[str, str]) -> dict[str, float]:
-        """The reward parts that `run` returns, or none. `address` is where it finds the model."""
-        available = {**row, **address, "row": row}
-        assert self.spec.run is not None, "the env file has no run"
-        return await self._call("run", self.spec.run, row["messages"], available, key, NO_INPUTS)
+    async def run_agent(self, row: dict, key: Key, inputs: Inputs) -> dict[str, float]:
+        """The reward parts that `run` or `play` returns, or none.
+
+        `inputs` are what it asks the model with: an address or a function.
+        """
+        name, function = self.spec.agent, self.spec.run or self.spec.play
+        assert name and function, "the env file has neither run nor play"
+        available = {**row, **inputs, "row": row}
+        return await self._call(name, function, row["messages"], available, key, NO_INPUTS)
 
     async def score(
         self, messages: list[dict], row: dict, key: Key = None, inputs: Inputs = NO_INPUTS

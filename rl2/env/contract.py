@@ -6,6 +6,7 @@
     def group_reward_fn(trajectories): ...  # rewards that compare the answers to one prompt
     class make_env: ...                   # an object for each trajectory, with tools
     async def run(row, base_url, model): ...  # an agent that calls the model over HTTP
+    async def play(row, generate): ...    # a loop of one's own around the model
 
 Each may be async. Arguments are passed by name: `messages` is the conversation so far, every other
 name is a column of the row, and `**columns` receives all columns. `reward_fn` returns a number, or
@@ -49,6 +50,9 @@ which speaks the protocols of OpenAI and Anthropic, and `api_key` its key. It re
 which becomes the reward part `run`, or a dict of parts, or None where `reward_fn` judges. See
 rl2/rollout/agent.py. A function of that name without the parameter `base_url` is another one.
 
+`play` is `run` without HTTP: `await generate(prompt)` samples a reply to messages or token ids, see
+rl2/rollout/generate.py. Its number becomes the reward part `play`. It must be async.
+
 Reward functions of TRL and verl are called as their own trainers call them, with one conversation
 at a time. In place of `reward_fn` a file may have `compute_score` (verl), or any number of TRL's,
 each of which is a reward part.
@@ -82,11 +86,12 @@ GIVEN_INPUTS = {
     "completion_ids",
     "solution_str",
     "extra_info",
-    # of `run`
+    # of `run` and `play`
     "row",
     "base_url",
     "model",
     "api_key",
+    "generate",
 }
 # Methods of an environment's object that are not tools. The names of their calls begin so.
 METHODS = ("reset", "step", "reward", "get_reward", "close")
@@ -172,7 +177,8 @@ def check_signature(function: Callable, name: str) -> None:
     parameters = signature.parameters.values()
     if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
         raise ValueError(f"{name}{signature}: its arguments are passed by name; remove the '/'")
-    has_messages = {"messages", "environment", "trajectories", "base_url"} & {*signature.parameters}
+    inputs = {"messages", "environment", "trajectories", "base_url", "generate"}
+    has_messages = inputs & {*signature.parameters}
     if not (has_messages or _takes_all_columns(signature) or project_of(function)):
         raise ValueError(f"{name}{signature}: expected a parameter called messages")
 

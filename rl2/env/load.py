@@ -57,6 +57,11 @@ def load_env(
         raise ValueError(f"rollout.env_path={path}: {error}") from error
     _set_placeholder_key(spec)  # before there are processes
     file = str(module.__file__)
+    if isolation == "process" and spec.play is not None:
+        raise ValueError(
+            "rollout.env_isolation=process: play() asks the model in this process; leave the key "
+            "out, or write run(), which asks over HTTP"
+        )
     pool = ProcessPool(file, timeout, concurrency) if isolation == "process" else None
     return Env(spec, timeout, concurrency, pool, file)
 
@@ -82,7 +87,7 @@ def make_env(
     except EnvError as error:
         raise ValueError(str(error)) from error
     for name in functions.keys() - spec.functions().keys():
-        needed = "base_url" if name == "run" else "messages"
+        needed = {"run": "base_url", "play": "generate"}.get(name, "messages")
         raise ValueError(f"{name}: expected a function with a parameter called {needed}")
     _set_placeholder_key(spec)
     return Env(spec, timeout, concurrency)
@@ -112,10 +117,10 @@ def preflight(env: Env, row_sets: RowSets, max_turns: int, is_partial: bool = Fa
     if max_turns == 1 and env.spec.interact is not None:
         del functions["interact"]
         warnings.append("the env file has interact(), which rollout.max_turns=1 never calls")
-    if max_turns == 1 and env.spec.run is not None:
+    if max_turns == 1 and env.spec.agent:
         warnings.append(
-            "with rollout.max_turns=1 the agent, run(), may make one request in a trajectory; more "
-            "of them fail it"
+            f"with rollout.max_turns=1 {env.spec.agent}() may ask the model once in a trajectory; "
+            "asking again fails it"
         )
     if max_turns == 1 and env.spec.tools:
         warnings.append("with rollout.max_turns=1 the model never sees what its tools return")
@@ -149,10 +154,11 @@ def _find_turn_problems(
     """Yields what keeps a conversation from having several turns, or an object."""
     if is_partial and env.keeps_state:
         yield (
-            "rollout.partial=true moves trajectories between processes, where `run`, the objects "
-            "of make_env and `state` cannot follow: take the key out, or keep all in the messages"
+            "rollout.partial=true moves trajectories between processes, where `run`, `play`, the "
+            "objects of make_env and `state` cannot follow: take the key out, or keep all in the "
+            "messages"
         )
-    if env.spec.run is not None or (max_turns <= 1 and not env.has_object):
+    if env.spec.agent or (max_turns <= 1 and not env.has_object):
         return
     several_turns = "make_env" if env.has_object else f"rollout.max_turns={max_turns}"
     if not env.has_object and env.spec.interact is None:

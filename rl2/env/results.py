@@ -24,6 +24,7 @@ PARTS = {
     "environment.get_reward": "environment",
     "group_reward_fn": "group",
     "run": "run",
+    "play": "play",
 }
 # Half of a character outside of Unicode's basic plane. No encoder and no tokenizer takes it alone.
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -150,8 +151,8 @@ def to_messages(name: str, result: Any) -> list[dict]:
     return messages
 
 
-def _to_run(name: str, result: Any) -> dict[str, float]:
-    """Returns the reward parts that an agent returned; none if it leaves them to reward_fn."""
+def _to_agent_parts(name: str, result: Any) -> dict[str, float]:
+    """Returns the reward parts of `run` or `play`; none if it leaves them to reward_fn."""
     return {} if result is None else _to_reward_parts(name, result)
 
 
@@ -194,7 +195,8 @@ _CHECKS = {
     "interact": _to_turn,
     "extract": _to_extract,
     "group_reward_fn": _to_group,
-    "run": _to_run,
+    "run": _to_agent_parts,
+    "play": _to_agent_parts,
     "make_env": _to_nothing,
     "environment.reset": _to_observation,
     "environment.step": _to_turn,

@@ -34,6 +34,7 @@ class EnvSpec:
     extract: Callable | None = None
     group_reward_fn: Callable | None = None
     run: Callable | None = None
+    play: Callable | None = None
     object: ObjectSpec | None = None
 
     @property
@@ -49,14 +50,23 @@ class EnvSpec:
         return self.object.schemas if self.object else []
 
     @property
+    def agent(self) -> str | None:
+        """The name of the function that takes all turns: run, play, or None if there is none."""
+        if self.run is not None:
+            return "run"
+        return "play" if self.play is not None else None
+
+    @property
     def judges(self) -> bool:
-        """Whether something rewards a trajectory beside `run` and the turns of `step`."""
+        """Whether something rewards a trajectory beside its agent and the turns of `step`."""
         return bool(self.reward_functions()) or self.group_reward_fn is not None
 
     @property
     def keeps_state(self) -> bool:
         """Whether something is kept between the calls of a trajectory."""
-        return self.object is not None or bool({"state", "base_url"} & self.parameters())
+        return self.object is not None or bool(
+            {"state", "base_url", "generate"} & self.parameters()
+        )
 
     def reward_functions(self) -> dict[str, Callable]:
         """Returns what rewards one trajectory: the functions of the file, then the methods."""
@@ -75,6 +85,7 @@ class EnvSpec:
             "extract": self.extract,
             "group_reward_fn": self.group_reward_fn,
             "run": self.run,
+            "play": self.play,
         }
         for name, function in others.items():
             if function is not None:
@@ -110,9 +121,17 @@ def read_spec(module: ModuleType) -> EnvSpec:
     interact = getattr(module, "interact", None)
     extract = _function_with(module, "extract", "messages")
     run = _function_with(module, "run", "base_url")
-    if run and (interact or make_env):
-        raise ValueError("`run` plays the whole trajectory: remove it, or interact and make_env")
-    if not (reward_fns or make_env or group_reward_fn or run):
+    play = _function_with(module, "play", "generate")
+    if run and play:
+        raise ValueError("`run` and `play` both play the whole trajectory: remove one of them")
+    if (run or play) and (interact or make_env):
+        agent = "run" if run else "play"
+        raise ValueError(
+            f"`{agent}` plays the whole trajectory: remove it, or interact and make_env"
+        )
+    if play and not inspect.iscoroutinefunction(play):
+        raise ValueError("play must be async: async def play(row, generate)")
+    if not (reward_fns or make_env or group_reward_fn or run or play):
         raise ValueError(
             "expected a function reward_fn(messages, answer), found none; a reward function of "
             "TRL or verl works too: reward_fn = NAME"
@@ -122,12 +141,13 @@ def read_spec(module: ModuleType) -> EnvSpec:
         "extract": extract,
         "group_reward_fn": group_reward_fn,
         "run": run,
+        "play": play,
     }
     for name, function in {**reward_fns, **others}.items():
         if function is not None:
             check_signature(function, name)
     objects = make_object_spec(make_env) if make_env is not None else None
-    return EnvSpec(reward_fns, interact, extract, group_reward_fn, run, objects)
+    return EnvSpec(reward_fns, interact, extract, group_reward_fn, run, play, objects)
 
 
 def _find_reward_functions(module: ModuleType) -> dict[str, Callable]:

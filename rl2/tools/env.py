@@ -75,7 +75,7 @@ EXPLOIT_ADVICE = {  # kind of a reply -> what to do if it earns as much as the g
 }
 OTHER_EXPLOIT = "find the answer in its own field of the reply, and give less for all else"
 NOT_HERE = r"(?i)connection refused|name resolution|name or service not known|no module named"
-ONLY_WITH_MODEL = {"run", "group_reward_fn", "interact", "environment.step"}
+ONLY_WITH_MODEL = {"run", "play", "group_reward_fn", "interact", "environment.step"}
 UNUSABLE = f"{NOT_HERE}|did not return"  # failures after which nothing more is tried
 PASS_SECONDS = 10.0  # of all calls, many at once; those that do not fit in are left out
 NUM_BINS = 4  # of lengths

@@ -66,8 +66,8 @@ def _find_hint_problems(
     hint = config.teacher.hint
     if not hint:
         return
-    if any(env.has_object or env.spec.run is not None for env in envs):
-        reason = "the environment's make_env or run makes the prompts, which get no hint"
+    if any(env.has_object or env.spec.agent for env in envs):
+        reason = "the environment's make_env, run or play makes the prompts, which get no hint"
         yield wrong_value("teacher.hint", hint, reason)
     for key, of_key in rows.items():
         if key in config.data.train_paths and len(of_key):

@@ -58,10 +58,11 @@ def read_envs(
         problems.append(Problem("rollout.endpoint_host", host, text))
     if host != LOCAL_HOST and envs and not agents:
         warnings.append("rollout.endpoint_host has no effect: the env file has no agent, run()")
-    if 0 < len(agents) < len(envs):
+    played = [name for name, env in envs.items() if env.spec.agent]
+    if 0 < len(played) < len(envs):
         text = (
-            f"rollout.env_path: the envs of {', '.join(agents)} have an agent, run(), and the "
-            "others have none: take sources of one kind, or write run() for all"
+            f"rollout.env_path: the envs of {', '.join(played)} have run() or play(), and the "
+            "others have neither: take sources of one kind, or write one of the two for all"
         )
         problems.append(Problem("rollout.env_path", rollout.env_path, text))
     return envs, warnings

@@ -1,0 +1,236 @@
+"""The requests of an agent in one trajectory, and the conversations that they make.
+
+A request that extends an earlier one and its answer continues that sequence of tokens; any other
+begins a new one.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any
+
+from rl2.engine.base import SamplingParams, Seed
+from rl2.env.tool_calls.find import Found
+from rl2.rollout.dialects.form import (
+    MALFORMED,
+    Call,
+    ChatAnswer,
+    ChatRequest,
+    RequestError,
+    malformed_error,
+)
+from rl2.rollout.player import Player
+from rl2.rollout.trajectory import Trajectory, begin_sample
+
+CHARACTERS_PER_TOKEN = 8  # more than texts have on average
+
+
+@dataclass
+class Conversation(Trajectory):
+    """Requests of an agent that extend each other, as the player plays them."""
+
+    tools: list[dict] | None = None  # of the request
+    known: list[dict] = field(default_factory=list)  # the messages as the agent has them
+    last_turn: dict[str, Any] = field(default_factory=dict)  # what reward_fn may ask about it
+    answer_number: int = 0  # of its last answer among those of the trajectory
+
+
+@dataclass
+class AgentSession:
+    """The conversations of one trajectory with its agent."""
+
+    player: Player
+    trajectory: Trajectory
+    params: SamplingParams
+    seed: Seed
+    # In the order of their last answers. A request under way has taken out what it extends.
+    conversations: list[Conversation] = field(default_factory=list)
+    num_requests: int = 0
+    num_answers: int = 0
+    # A limit of rl2 refused a request, and no request after it was answered.
+    is_cut: bool = False
+    # Of the engine; RequestError if it was told to abort. It ends the agent.
+    failure: asyncio.Future[Exception] = field(default_factory=asyncio.Future)
+    requests: set[asyncio.Task] = field(default_factory=set)  # under way
+    is_closed: bool = False
+
+    async def complete(self, request: ChatRequest) -> ChatAnswer:
+        """The answer to a request. RequestError says what is wrong with it."""
+        try:
+            base, conversation = self.extend(request)
+            most = request.max_tokens or self.params.max_new_tokens
+            params = replace(self.params, max_new_tokens=min(self.params.max_new_tokens, most))
+            params = self.limit(params, conversation)
+        except MALFORMED as error:
+            raise malformed_error(error) from error
+        with self.ending_at_failure():
+            await self.sample(base, conversation, params)
+            return self._describe(conversation, request.stop)
+
+    @contextmanager
+    def ending_at_failure(self) -> Iterator[None]:
+        """What is raised inside ends the agent, unless something has done that before."""
+        try:
+            yield
+        except Exception as error:
+            if not self.failure.done():
+                self.failure.set_result(error)
+            raise
+
+    async def sample(
+        self, base: Conversation | None, conversation: Conversation, params: SamplingParams
+    ) -> None:
+        """Samples the next turn of `conversation`, which takes the place of `base`."""
+        seed = (*self.seed[:-1], self.num_requests)
+        self.num_requests += 1
+        goes_on = self.is_cut  # the agent knows of the limit
+        remaining = base
+        if base:
+            self.conversations.remove(base)
+        task = asyncio.current_task()
+        assert task is not None
+        self.requests.add(task)
+        try:
+            turn = await self.player.sample_turn(conversation, params, seed)
+            if turn is None:
+                raise RequestError(400, "the trajectory is not needed any more")
+            conversation.last_turn = turn
+            self.num_answers += 1
+            conversation.answer_number = self.num_answers
+            remaining = conversation
+            if goes_on:
+                self.is_cut = False
+        finally:
+            self.requests.discard(task)
+            if remaining:  # a request that was cancelled leaves what it extended in its place
+                self.conversations.append(remaining)
+                self.conversations.sort(key=attrgetter("answer_number"))
+
+    def limit(self, params: SamplingParams, conversation: Conversation) -> SamplingParams:
+        """The parameters with no more new tokens than have room. ValueError if none may follow."""
+        if self.is_closed:
+            raise ValueError("the trajectory has ended")
+        room = self.player.max_length - len(conversation.samples[-1].tokens)
+        if room < 1 or self.num_requests >= self.player.max_turns:
+            raise self._limit_error()
+        return replace(params, max_new_tokens=min(params.max_new_tokens, room))
+
+    def extend(self, request: ChatRequest) -> tuple[Conversation | None, Conversation]:
+        """(the conversation that the request extends, that with its messages)."""
+        player, own = self.player, self.trajectory
+        if self.num_requests >= player.max_turns:
+            raise self._limit_error()
+        messages, tools = request.messages, request.tools
+        known = [_to_known(message) for message in messages]
+        base = self._find_base(known, tools)
+        fits = True
+        if base:
+            conversation = deepcopy(base)  # the request may be cancelled
+            new, num_sampled = messages[len(base.known) :], base.last_turn["num_tokens"]
+            self._check_length("".join(message["content"] for message in new))
+            fits = player.append_messages(conversation, num_sampled, new, max_new_tokens=1)
+        else:
+            if len(messages) > player.max_length:
+                raise self._limit_error()
+            self._check_length(player.template.render(messages, tools))
+            conversation = Conversation(own.id, own.group, messages, tools=tools, source=own.source)
+            begin_sample(conversation, player.template.encode_prompt(messages, tools))
+        conversation.known = known
+        if not fits:
+            raise self._limit_error()
+        return base, conversation
+
+    def _check_length(self, text: str) -> None:
+        """ValueError if a text surely has too many tokens, judged by its beginning.
+
+        The engine waits while a text is tokenised, so one of megabytes may not be.
+        """
+        template, limit = self.player.template, self.player.max_length
+        beginning = text[: limit * CHARACTERS_PER_TOKEN]
+        if len(beginning) < len(text) and len(template.tokenize(beginning)) > limit:
+            raise self._limit_error()
+
+    def _limit_error(self) -> ValueError:
+        """The limit that a request has met: of requests, or else of tokens."""
+        self.is_cut = True
+        player = self.player
+        if self.num_requests >= player.max_turns:
+            return ValueError(
+                f"the trajectory has made its rollout.max_turns={player.max_turns} requests; raise "
+                "the key if the agent needs more"
+            )
+        return ValueError(
+            "the messages leave no room for an answer: a conversation may have "
+            f"{player.max_length} tokens"
+        )
+
+    def _find_base(self, known: list[dict], tools: list | None) -> Conversation | None:
+        """The longest conversation that the messages extend."""
+        alike = [c for c in self.conversations if c.known and c.tools == tools]
+        bases = [c for c in alike if c.known == known[: len(c.known)]]
+        return max(bases, key=lambda c: len(c.known), default=None)
+
+    def _describe(self, conversation: Conversation, stops: tuple[str, ...]) -> ChatAnswer:
+        """The last turn as the agent gets it. It is added to the messages that are known."""
+        num_sampled = conversation.last_turn["num_tokens"]
+        text = conversation.messages[-1]["content"]
+        found_stops = [stop for stop in stops if stop in text]
+        stop = min(found_stops, key=text.index, default=None)
+        if stop is not None:
+            text = text.partition(stop)[0]
+        tools = conversation.tools
+        found = self.player.read_calls(conversation, num_sampled, tools) if tools else Found([])
+        calls = tuple(
+            # Templates of Mistral take ids of nine characters only.
+            Call(secrets.token_hex(5)[:9], call.name, call.arguments)
+            for call in found.calls
+            if not call.error  # a call that cannot be read stays in the text
+        )
+        if calls:
+            text = text[: found.start].strip()
+        answer = ChatAnswer(
+            id=secrets.token_hex(8),
+            text=text,
+            calls=calls,
+            is_cut=conversation.last_turn["finish_reason"] == "length",
+            stop=stop,
+            num_prompt=len(conversation.samples[-1].tokens) - num_sampled,
+            num_sampled=num_sampled,
+        )
+        conversation.known.append(_to_known(answer.message()))
+        return answer
+
+    async def end_requests(self) -> None:
+        """Ends those under way, and takes no others."""
+        self.is_closed = True
+        for task in self.requests:
+            task.cancel()
+        await asyncio.gather(*self.requests, return_exceptions=True)
+
+    def close(self) -> dict[str, Any]:
+        """The conversations become those of the trajectory. No request may be under way.
+
+        Returns what reward_fn may ask about the last turn of the conversation that it judges: the
+        one with the most messages, and the last of those.
+        """
+        own = self.trajectory
+        if self.conversations:
+            own.messages, own.samples = [], []
+        last_turn: dict[str, Any] = {}
+        for part in self.conversations:
+            own.samples += part.samples
+            own.versions += part.versions
+            own.num_turns += part.num_turns
+            own.longest_turn = max(own.longest_turn, part.longest_turn)
+            if len(part.messages) >= len(own.messages):
+                own.messages, last_turn = part.messages, part.last_turn
+        return last_turn
+
+
+def _to_known(message: dict[str, Any]) -> dict[str, Any]:
+    """A message for comparison: clients may strip what they send back."""
+    return {**message, "content": message["content"].strip()}

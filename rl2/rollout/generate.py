@@ -1,0 +1,183 @@
+"""What `play` of the env file asks the model with: a function, without HTTP.
+
+    async def play(row, generate):
+        reply = await generate(row["messages"], max_new_tokens=64)
+        reply = await generate(reply.prompt_ids + reply.token_ids + more_ids)
+        return float(row["answer"] in reply.text)
+
+`generate` runs on the loop of the env file's async functions, and asks the loop of the engine.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rl2.engine.base import SamplingParams
+from rl2.rollout.agent_session import AgentSession, Conversation
+from rl2.rollout.dialects.form import ChatRequest, read_stop
+from rl2.rollout.trajectory import append_tokens, begin_sample
+
+# The log-probabilities that are trained are those of the run's own parameters.
+TRAINED_WITH_THE_RUNS = ("temperature", "top_p", "top_k")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model replied."""
+
+    text: str
+    """without the stop token, with a text that stopped it"""
+    token_ids: list[int]
+    """with the stop token"""
+    logprobs: list[float]
+    """of each token in softmax(logits / temperature); of a trained reply among the tokens that
+    top_p and top_k leave, where the engine can tell these"""
+    finish_reason: str
+    """stop, or length if a limit of tokens cut it"""
+    prompt_ids: list[int]
+    """what the model saw"""
+
+    @property
+    def message(self) -> dict[str, str]:
+        """The reply as a message, with which the conversation can go on."""
+        return {"role": "assistant", "content": self.text}
+
+
+def make_generate(
+    session: AgentSession, loop: asyncio.AbstractEventLoop
+) -> Callable[..., Awaitable[Reply]]:
+    """Returns `generate` of one trajectory. `loop` is that of the engine."""
+
+    async def generate(
+        prompt: Sequence[Any],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        trained: bool = True,
+    ) -> Reply:
+        """Samples a reply to messages, which the chat template renders, or to token ids.
+
+        A prompt that goes on from an earlier one and its reply continues that sequence of tokens;
+        any other begins a new one. `tools` are shown by the template. The run's own sampling
+        parameters hold where none are given, and its `max_new_tokens` is the most. Only a reply
+        that is not `trained` may have another temperature, top_p or top_k.
+
+        ValueError says what is wrong with the arguments, or which limit of rl2 is met.
+        """
+        options = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+        params = _read_params(session.params, options, max_new_tokens, stop, trained)
+        # NumPy and PyTorch have tolist. The caller may change its own objects meanwhile.
+        own = prompt.tolist() if hasattr(prompt, "tolist") else deepcopy(list(prompt))
+        coroutine = _generate(session, own, deepcopy(tools), params, trained)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
+
+    return generate
+
+
+def _read_params(
+    own: SamplingParams,
+    options: dict[str, Any],
+    max_new_tokens: int | None,
+    stop: str | Sequence[str] | None,
+    trained: bool,
+) -> SamplingParams:
+    """Returns the parameters of one reply. `own` are those of the run."""
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in TRAINED_WITH_THE_RUNS:
+        if trained and given.get(name, getattr(own, name)) != getattr(own, name):
+            raise ValueError(
+                f"{name}={given[name]}: the run trains what it samples with "
+                f"{name}={getattr(own, name)}; for a reply that is not trained, add trained=False"
+            )
+    params = replace(own, **given)
+    if not params.temperature >= 0:
+        raise ValueError(f"temperature={params.temperature}, expected 0 or more")
+    if not 0 < params.top_p <= 1:
+        raise ValueError(f"top_p={params.top_p}, expected more than 0 and at most 1")
+    if type(params.top_k) is not int or (params.top_k < 1 and params.top_k != -1):
+        raise ValueError(f"top_k={params.top_k}, expected 1 or more, or -1 for all tokens")
+    if max_new_tokens is not None:
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens}, expected 1 or more")
+        params = replace(params, max_new_tokens=min(max_new_tokens, own.max_new_tokens))
+    if stop is not None:
+        params = replace(params, stop=read_stop(stop, own))
+    return params if trained else replace(params, with_candidates=False)
+
+
+async def _generate(
+    session: AgentSession,
+    prompt: list[Any],
+    tools: list[dict[str, Any]] | None,
+    params: SamplingParams,
+    trained: bool,
+) -> Reply:
+    """Samples a reply, on the loop of the engine."""
+    if all(isinstance(message, dict) for message in prompt):
+        base, conversation = _begin_from_messages(session, prompt, tools)
+    else:
+        base, conversation = _begin_from_tokens(session, prompt)
+        if tools:
+            raise ValueError("tools: the chat template shows them to messages, not to token ids")
+    params = session.limit(params, conversation)
+    with session.ending_at_failure():
+        await session.sample(base, conversation, params)
+    sample, num_sampled = conversation.samples[-1], conversation.last_turn["num_tokens"]
+    token_ids, logprobs = sample.tokens[-num_sampled:], sample.logps[-num_sampled:]
+    if not trained:
+        sample.mask[-num_sampled:] = type(sample.mask)("b", [0]) * num_sampled
+    reply = Reply(
+        text=conversation.messages[-1]["content"],
+        token_ids=list(token_ids),
+        logprobs=list(logprobs),
+        finish_reason=conversation.last_turn["finish_reason"],
+        prompt_ids=list(sample.tokens[:-num_sampled]),
+    )
+    if conversation.known:
+        conversation.known.append(reply.message)
+    return reply
+
+
+def _begin_from_messages(
+    session: AgentSession, messages: list[dict], tools: list[dict] | None
+) -> tuple[Conversation | None, Conversation]:
+    for message in messages:
+        if not isinstance(message.get("content"), str):
+            content = message.get("content")
+            raise ValueError(f"content={content!r:.80}, expected the text of a message")
+    return session.extend(ChatRequest(messages, tools))
+
+
+def _begin_from_tokens(
+    session: AgentSession, token_ids: list[int]
+) -> tuple[Conversation | None, Conversation]:
+    """(the conversation whose tokens these extend, that with these tokens)."""
+    template, own = session.player.template, session.trajectory
+    last = max(template.tokenizer.get_vocab().values())
+    for token_id in token_ids:
+        if type(token_id) is not int or not 0 <= token_id <= last:
+            raise ValueError(f"token id {token_id!r}, expected a whole number from 0 to {last}")
+    bases = [
+        conversation
+        for conversation in session.conversations
+        if (tokens := list(conversation.samples[-1].tokens)) == token_ids[: len(tokens)]
+    ]
+    base = max(bases, key=lambda c: len(c.samples[-1].tokens), default=None)
+    if base:
+        conversation = deepcopy(base)
+        new = token_ids[len(base.samples[-1].tokens) :]
+        append_tokens(conversation.samples[-1], new)
+    else:
+        conversation = Conversation(own.id, own.group, [], source=own.source)
+        new = token_ids
+        begin_sample(conversation, new)
+    conversation.known = []  # messages do not tell its tokens
+    if new:  # for reward_fn and the records
+        conversation.messages.append({"role": "user", "content": template.decode(new)})
+    return base, conversation

@@ -1,0 +1,262 @@
+"""A loop of one's own: `play` of an env file, and the function `generate` that it gets."""
+
+import textwrap
+
+import pytest
+from common import make_tokenizer, pack_rows, read_metrics
+from scripted import PARAMS, make_row, process_group  # noqa: F401
+from test_endpoint import TWO_TURNS, describe, make_agent, play
+from test_env_objects import trained_text
+from test_trainer import setup, train  # noqa: F401
+
+from rl2.config.schema import RolloutConfig
+from rl2.env.load import load_env, preflight
+from rl2.trainer.sampling import read_envs
+
+TWO_TURNS_OF_ITS_OWN = """
+    async def play(row, generate):
+        messages = list(row["messages"])
+        first = await generate(messages)
+        assert first.finish_reason == "stop"
+        messages += [first.message, user("sure?")]
+        second = await generate(messages)
+        return {"answers": float(first.text + second.text)}
+"""
+
+
+def play_one(tmp_path, script, env, **options):
+    """(the trajectory, the player)."""
+    (trajectory,), player = play(tmp_path, script, env, **options)
+    return trajectory, player
+
+
+def texts(player, trajectory):
+    """The trained text of each sequence."""
+    return [trained_text(player, sample) for sample in trajectory.samples]
+
+
+def test_it_gives_the_tokens_of_an_agent_over_http(tmp_path):
+    own, _ = play_one(tmp_path, ["4", "5"], TWO_TURNS_OF_ITS_OWN)
+    agent, _ = play_one(tmp_path, ["4", "5"], TWO_TURNS)
+    assert own.rewards == agent.rewards == {"answers": 45.0}
+    assert describe(own) == describe(agent) and own.messages == agent.messages
+
+
+def test_token_ids_continue_a_sequence_or_begin_one(tmp_path):
+    """All sampled tokens are trained once, those that the loop adds are not."""
+    env = """
+        async def play(row, generate):
+            prompt = [3, 40, 41]
+            first = await generate(prompt)
+            assert first.prompt_ids == prompt and first.text == "ab"
+            assert len(first.token_ids) == len(first.logprobs) == 3 and first.token_ids[-1] == 2
+            assert [round(-10 * logprob) for logprob in first.logprobs] == [1, 2, 3]
+            second = await generate(prompt + first.token_ids + [50, 51])
+            assert second.prompt_ids == prompt + first.token_ids + [50, 51]
+            again = await generate(second.prompt_ids + second.token_ids)  # nothing in between
+            await generate(prompt + [60])
+            return 1.0
+    """
+    trajectory, player = play_one(tmp_path, ["ab", "c", "d", "e"], env)
+    long, short = trajectory.samples
+    assert texts(player, trajectory) == ["ab<|im_end|>c<|im_end|>d<|im_end|>", "e<|im_end|>"]
+    assert list(long.mask) == [0] * 3 + [1] * 3 + [0] * 2 + [1] * 4
+    assert list(short.tokens[:4]) == [3, 40, 41, 60] and list(short.mask) == [0] * 4 + [1] * 2
+    assert trajectory.rewards == {"play": 1.0} and trajectory.num_turns == 4
+
+
+def test_messages_go_on_from_their_own_sequences_only(tmp_path):
+    env = """
+        async def play(row, generate):
+            first = await generate([user("a")])
+            await generate(first.prompt_ids + first.token_ids + [50])
+            await generate([user("a"), first.message, user("b")])
+            return 1.0
+    """
+    trajectory, player = play_one(tmp_path, ["1", "2", "3"], env)
+    assert texts(player, trajectory) == ["1<|im_end|>2<|im_end|>", "3<|im_end|>"]
+
+
+def test_a_reply_that_is_not_trained_may_be_sampled_otherwise(tmp_path):
+    env = """
+        async def play(row, generate):
+            plan = await generate(row["messages"], temperature=0.0, top_k=5, trained=False)
+            await generate(row["messages"] + [plan.message, user("go")], max_new_tokens=7)
+            return 1.0
+    """
+    trajectory, player = play_one(tmp_path, ["plan", "do"], env)
+    (sample,) = trajectory.samples
+    assert trained_text(player, sample) == "do<|im_end|>"
+    greedy, own = player.engine.params
+    assert (greedy.temperature, greedy.top_k) == (0.0, 5)
+    assert (own.temperature, own.top_k, own.max_new_tokens) == (1.0, -1, 7)
+
+
+@pytest.mark.parametrize(
+    "call, reason",
+    [
+        ("row['messages'], temperature=0.5", "temperature=0.5"),
+        ("row['messages'], top_p=0.5", "trained=False"),
+        ("row['messages'], temperature=-1, trained=False", "temperature=-1"),
+        ("row['messages'], top_p=2, trained=False", "top_p=2"),
+        ("row['messages'], top_k=0, trained=False", "top_k=0"),
+        ("row['messages'], max_new_tokens=0", "max_new_tokens=0"),
+        ("row['messages'], stop='never'", "train_sampling_params.stop"),
+        ("[]", "messages"),
+        ("[1, 1000]", "token id 1000"),
+        ("[1, 2.5]", "token id 2.5"),
+        ("[1], tools=[{}]", "tools"),
+        ("[{'role': 'user', 'content': ['a']}]", "content="),
+        ("[{'role': 'assistant', 'content': 'a'}]", "assistant"),
+    ],
+)
+def test_what_is_refused_has_a_reason_and_the_loop_may_go_on(tmp_path, call, reason):
+    env = f"""
+        async def play(row, generate):
+            try:
+                await generate({call})
+            except ValueError as error:
+                assert {reason!r} in str(error), error
+            else:
+                raise AssertionError("not refused")
+            await generate(row["messages"])
+            return 1.0
+    """
+    trajectory, player = play_one(tmp_path, ["x"], env)
+    assert trajectory.finish_reason == "stop", player.failures.last
+    assert texts(player, trajectory) == ["x<|im_end|>"]
+
+
+def test_replies_at_once_each_have_a_sequence(tmp_path):
+    env = """
+        import asyncio
+        async def play(row, generate):
+            replies = await asyncio.gather(*(generate([user(text)]) for text in "abc"))
+            return float(sorted(reply.text for reply in replies) == ["1", "2", "3"])
+    """
+    trajectory, player = play_one(tmp_path, ["1", "2", "3"], env)
+    assert trajectory.rewards == {"play": 1.0}
+    assert sorted(texts(player, trajectory)) == [f"{n}<|im_end|>" for n in "123"]
+
+
+def test_a_reply_that_nobody_awaits_ends_with_the_loop(tmp_path):
+    env = """
+        import asyncio
+        tasks = []
+        async def play(row, generate):
+            await generate(row["messages"])
+            tasks.append(asyncio.ensure_future(generate([user("late")])))
+            await asyncio.sleep(0.05)
+            return 1.0
+    """
+    collector, prompts, player = make_agent(tmp_path, ["1", "2"], env)
+    player.engine.seconds = lambda seed: 1000.0 if seed[-1] else 0.001
+    (trajectory,) = collector.play(prompts, PARAMS, 1, "train", 1)
+    player.envs[""].close()
+    assert texts(player, trajectory) == ["1<|im_end|>"] and player.engine.num_running == 0
+
+
+@pytest.mark.parametrize("judge", ["", "def reward_fn(messages, finish_reason): return 1.0"])
+@pytest.mark.parametrize(
+    "limits, turns", [({"max_turns": 2}, 2), ({"max_length": 73}, 2), ({"max_length": 20}, 0)]
+)
+def test_limits_end_a_trajectory(tmp_path, judge, limits, turns):
+    """reward_fn judges what there is. Without one the trajectory fails."""
+    env = f"""
+        {judge}
+        async def play(row, generate):
+            messages = list(row["messages"])
+            while True:
+                reply = await generate(messages)
+                messages += [reply.message, user("more")]
+    """
+    trajectory, player = play_one(tmp_path, list("abcdef"), env, **limits)
+    assert len(player.engine.requests) == turns
+    if judge and turns:
+        assert trajectory.finish_reason == "length" and trajectory.rewards == {"reward": 1.0}
+        assert texts(player, trajectory) == ["a<|im_end|>b<|im_end|>"]
+    else:
+        assert trajectory.finish_reason == "failed"
+
+
+@pytest.mark.parametrize(
+    "body, reason",
+    [
+        ("return 1.0", "asked the model for nothing"),
+        ("await generate(row['messages'], trained=False); return 1.0", "nothing to train"),
+        ("await generate(row['messages'])", "no reward"),
+        ("await generate(row['messages']); raise KeyError('of mine')", "of mine"),
+    ],
+)
+def test_a_loop_without_a_result_fails(tmp_path, body, reason):
+    env = f"""
+        async def play(row, generate):
+            {body}
+    """
+    trajectory, player = play_one(tmp_path, ["1"], env)
+    assert trajectory.finish_reason == "failed" and reason in str(player.failures.last)
+
+
+def test_an_engine_that_fails_ends_the_rollout(tmp_path):
+    collector, prompts, player = make_agent(tmp_path, lambda *_: 1 / 0, TWO_TURNS_OF_ITS_OWN)
+    with pytest.raises(ZeroDivisionError):
+        collector.play(prompts, PARAMS, 1, "train", 1)
+    player.envs[""].close()
+
+
+@pytest.mark.parametrize(
+    "env, options, message",
+    [
+        ("def play(row, generate): ...", {}, "must be async"),
+        ("async def play(generate): ...\ndef run(base_url): ...", {}, "remove one"),
+        ("async def play(generate): ...\ndef interact(messages): ...", {}, "`play` plays the"),
+        ("async def play(generate): ...", {"is_partial": True}, "rollout.partial=true moves"),
+        ("async def play(generate, level): ...", {}, "play needs column 'level'"),
+        ("def play(game): ...", {}, "expected a function reward_fn"),
+    ],
+)
+def test_loops_that_cannot_work_are_refused(tmp_path, env, options, message):
+    (tmp_path / "env.py").write_text(env)
+    with pytest.raises(ValueError, match=message):
+        env = load_env(str(tmp_path / "env.py"))
+        preflight(env, {"data.path": pack_rows([make_row(0)])}, max_turns=1, **options)
+
+
+def test_it_cannot_run_in_another_process(tmp_path):
+    (tmp_path / "env.py").write_text("async def play(row, generate): ...")
+    with pytest.raises(ValueError, match="rollout.env_isolation=process"):
+        load_env(str(tmp_path / "env.py"), isolation="process")
+
+
+def test_it_may_stand_beside_agents_and_not_beside_other_environments(tmp_path):
+    files = {
+        "play": "async def play(row, generate): ...",
+        "run": "def run(base_url): ...",
+        "plain": "def reward_fn(messages): return 1.0",
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    for other, num_problems in (("run", 0), ("plain", 1)):
+        paths = {name: str(tmp_path / f"{name}.py") for name in ("play", other)}
+        rows = {f"data.path.{name}": pack_rows([make_row(0)]) for name in paths}
+        problems = []
+        read_envs(RolloutConfig(env_path=paths, max_turns=2), rows, problems)
+        of_kinds = [problem for problem in problems if problem.key == "rollout.env_path"]
+        assert len(of_kinds) == num_problems, problems
+
+
+def test_a_run_trains_a_loop(setup, tmp_path):  # noqa: F811
+    """Half of the prompts are token ids, half messages. The reward rises."""
+    ids = make_tokenizer()("say").input_ids
+    env = f"""
+        async def play(row, generate):
+            is_odd = int(row["messages"][0]["content"].split()[-1]) % 2
+            reply = await generate({ids} if is_odd else row["messages"])
+            return sum(letter in row["answer"] for letter in reply.text) / max(len(reply.text), 1)
+    """
+    (tmp_path / "env.py").write_text(textwrap.dedent(env))
+    train(2, *setup, "rollout.env_timeout=200", "trainer.n_epochs=1")
+    lines = read_metrics(tmp_path / "run")
+    rewards = [line["reward/mean"] for line in lines]
+    assert all(line["rollout/failed"] == 0 for line in lines)
+    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.2, rewards
