@@ -100,6 +100,21 @@ def calculator_call(expression):
     return f"<tool_call>{json.dumps(call)}</tool_call>"
 
 
+def shell_call(command):
+    call = {"name": "shell", "arguments": {"command": command}}
+    return f"<tool_call>{json.dumps(call)}</tool_call>"
+
+
+def mend(row):
+    """A command of sed for the mistake of a row."""
+    program = row["files"]["solution.py"]
+    if "mean" in program:
+        return "sed -i 's/ - 1//' solution.py"
+    if "palindrome" in program:
+        return "sed -i 's/text ==/text.lower() ==/; s/text\\[::/text.lower()[::/' solution.py"
+    return "sed -i 's/numbers.3:./numbers/' solution.py"
+
+
 class DoOperations(ast.NodeTransformer):
     """Replaces the operations of numbers by their values."""
 
@@ -160,6 +175,10 @@ SCRIPTS = {
     "reasoning": (
         lambda row: [f"So <answer>{row['answer']}</answer>"],
         lambda row: ["<answer>1</answer>"],
+    ),
+    "repair": (
+        lambda row: [shell_call("cat solution.py"), shell_call(mend(row)), "Done."],
+        lambda row: [shell_call("echo 'assert True' > test_solution.py"), "Done."],
     ),
     "search": (
         lambda row: [

@@ -1,8 +1,10 @@
-"""Runs one program in a sandbox. rl2/rewards/sandbox.py starts this file for each program.
+"""Runs one program in a sandbox, or one command after another in a workspace.
 
-It enters namespaces, gives up its rights, sets the limits and waits for the program. Then it kills
-every process that the program has started. Its exit status says how the program ended. Any other
-status, with a traceback on stderr, means that the sandbox itself does not work.
+rl2/rewards/sandbox.py starts this file for each program, and rl2/rewards/workspace.py for each
+workspace. It enters namespaces, gives up its rights, sets the limits and waits for the program.
+Then it kills every process that the program has started. Its exit status says how the program
+ended; in a workspace, it is sent. Any other status, with a traceback on stderr, means that the
+sandbox itself does not work.
 """
 
 import ctypes
@@ -11,10 +13,13 @@ import glob
 import json
 import os
 import resource
+import shutil
 import signal
+import socket
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -26,6 +31,8 @@ FIRST_USER, NUM_USERS = 61184, 4336
 MAX_FILES = 10_000  # that a program may make in its folders
 # A file system in memory is mounted there and becomes the root. Nothing of /proc is needed then.
 NEW_ROOT = "/proc"
+WORKSPACE = "/workspace"  # below it
+MAX_REQUEST_BYTES = 2**17  # of a command
 
 # Constants of Linux
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
@@ -76,23 +83,73 @@ def main() -> NoReturn:
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
         build_root(job["paths"], job["limits"]["AS"])
     try:
+        if "channel" in job:
+            enter_workspace(job["folder"], user, has_namespaces)
+            sys.exit(serve(job, user, proc, has_namespaces))
         sys.exit(supervise(job, user, proc))
     finally:
         if not has_namespaces:
             kill_children()
 
 
-def supervise(job: dict[str, Any], user: int, proc: int) -> int:
+def enter_workspace(folder: str, user: int, has_namespaces: bool) -> None:
+    """Changes to the folder of a workspace. Its files belong to `user`.
+
+    With namespaces it is a copy of `folder` in memory, where nothing can fill a disk.
+    """
+    if has_namespaces:
+        shutil.copytree(folder, WORKSPACE, symlinks=True, dirs_exist_ok=True)
+        folder = WORKSPACE
+    if os.geteuid() != user:
+        for parent, _, names in os.walk(folder):
+            os.chown(parent, user, -1)
+            for name in names:
+                os.chown(os.path.join(parent, name), user, -1, follow_symlinks=False)
+    os.chdir(folder)
+    os.environ["HOME"] = folder
+
+
+def serve(job: dict[str, Any], user: int, proc: int, has_namespaces: bool) -> int:
+    """Runs the commands of a workspace until the other end of its socket closes.
+
+    A message is the JSON of a command and its limit of time, with the files of its standard input,
+    output and errors. The answer is one byte, how it ended.
+    """
+    channel = socket.socket(fileno=job["channel"])
+    channel.set_inheritable(False)
+    channel.send(bytes([SUCCEEDED]))  # ready
+    while True:
+        message, files, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 3)
+        if not message:
+            return SUCCEEDED
+        for file in files:
+            os.set_inheritable(file, False)
+        try:
+            status = supervise({**job, **json.loads(message)}, user, proc, files)
+        except OSError as error:  # there is no such command
+            os.write(files[2], f"{error}\n".encode())
+            status = FAILED
+        if has_namespaces:
+            kill_namespace()
+        else:
+            kill_children()
+        for file in files:
+            os.close(file)
+        channel.send(bytes([status]))
+
+
+def supervise(job: dict[str, Any], user: int, proc: int, files: Sequence[int] = ()) -> int:
     """Runs the program until it ends, its time is up, or SIGTERM comes. Returns how it ended.
 
-    `proc` is the folder /proc. OSError if the program cannot be started.
+    `proc` is the folder /proc. `files` are the program's standard input, output and errors, if they
+    are not those of this process. OSError if the program cannot be started.
     """
     signals = {signal.SIGCHLD, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     reader, writer = os.pipe()  # Both ends close when the program starts.
     program = os.fork()
     if program == 0:
-        start_program(job, user, writer)
+        start_program(job, user, writer, files)
     os.close(writer)
     if error := os.read(reader, 1000):
         raise OSError(error.decode())
@@ -128,16 +185,18 @@ def waited(proc: int) -> float:
         return 0.0
 
 
-def start_program(job: dict[str, Any], user: int, errors: int) -> NoReturn:
+def start_program(job: dict[str, Any], user: int, errors: int, files: Sequence[int]) -> NoReturn:
     """Becomes the program, without rights and with its limits. Writes to `errors` if it cannot."""
     try:
+        for number, file in enumerate(files):
+            os.dup2(file, number)
         become(user)
         call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         for name, value in job["limits"].items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
         forbid_calls()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        os.execv(job["command"][0], job["command"])
+        os.execvp(job["command"][0], job["command"])
     except Exception as error:
         os.write(errors, f"{job['command'][0]} does not start: {error!r}".encode())
     finally:
@@ -166,6 +225,16 @@ def forbid_calls() -> None:
         struct.pack("HxxxxxxQ", len(code), ctypes.addressof(instructions))
     )
     call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0)
+
+
+def kill_namespace() -> None:
+    """Kills all other processes of this namespace, at once, so none can start another one."""
+    assert os.getpid() == 1, "outside of a namespace this would end all processes of the user"
+    with suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    with suppress(ChildProcessError):  # none is left
+        while True:
+            os.waitpid(-1, 0)
 
 
 def kill_children() -> None:

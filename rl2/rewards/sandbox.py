@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,10 +92,11 @@ def run(*programs: Program, limits: Limits | None = None, strength: str = "") ->
     The call waits for a free core. `strength` is the best by default. OSError if the sandbox itself
     fails.
     """
+    check_platform()
     limits = limits or Limits()
     strength = strength or best_strength()
     sandboxes: list[_Sandbox] = []
-    with _core():
+    with free_core():
         try:
             for program in programs:
                 sandboxes.append(_Sandbox(program, limits, strength))
@@ -107,8 +108,17 @@ def run(*programs: Program, limits: Limits | None = None, strength: str = "") ->
     return [sandbox.read_result() for sandbox in sandboxes]
 
 
+def check_platform() -> None:
+    """RuntimeError if sandboxes cannot work on this system."""
+    if sys.platform != "linux":
+        raise RuntimeError(
+            f"sandboxes need Linux, and this is {sys.platform}: run in a container or a virtual "
+            "machine of Linux"
+        )
+
+
 @contextmanager
-def _core() -> Iterator[None]:
+def free_core() -> Iterator[None]:
     """Waits until one of the cores that this process may use is free, and keeps it."""
     folder = _lock_folder()
     cores = list(os.sched_getaffinity(0))
@@ -159,6 +169,7 @@ def best_strength() -> str:
 
     A process that this one starts inherits the answer.
     """
+    check_platform()
     strength = _inherited_strength() or next(filter(works, STRENGTHS), None)
     if strength is None:
         raise RuntimeError("no sandbox works on this machine: docs/rewards.md says what they need")
@@ -210,23 +221,13 @@ class _Sandbox:
         path.chmod(0o644)
         paths = {*SYSTEM_PATHS, sys.base_prefix, sys.prefix, self.folder}
         job = {
-            "trainer": os.getpid(),
-            "strength": strength,
-            "folder": self.folder,
-            "paths": sorted(filter(os.path.exists, paths)),  # /usr before /usr/local
+            **make_job(strength, limits, self.folder, paths),
             "command": [sys.executable, "-I", "-X", "utf8", str(path)],
             "wall_seconds": limits.wall_seconds,
-            "limits": {
-                "CPU": limits.cpu_seconds,
-                "AS": limits.memory_bytes,
-                "NPROC": limits.processes,
-                "FSIZE": limits.file_bytes,
-                "CORE": 0,
-            },
         }
-        with _open_input(program.stdin) as stdin:
+        with open_input(program.stdin) as stdin:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", launcher.__file__, json.dumps(job)],
+                launcher_command(job),
                 stdin=stdin.fileno(),
                 stdout=self.stdout,
                 stderr=self.stderr,
@@ -236,26 +237,57 @@ class _Sandbox:
             )
 
     def end(self) -> None:
-        self.process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(GRACE_SECONDS)
-        self.process.kill()
-        self.process.wait()
-        _remove_folder(self.folder)
+        end_launcher(self.process)
+        remove_folder(self.folder)
 
     def read_result(self) -> Result:
         """How the program ended. OSError if the launcher has failed."""
-        texts = []
-        for file in (self.stdout, self.stderr):
-            file.seek(0)
-            texts.append(file.read().decode(errors="replace"))
+        texts = [read_output(file) for file in (self.stdout, self.stderr)]
         status = self.process.returncode
         if status > 0 and status not in STATUSES:
             raise OSError(f"the sandbox failed: {texts[1]}")
         return Result(STATUSES.get(status, "killed"), *texts)
 
 
-def _remove_folder(path: str) -> None:
+def make_job(
+    strength: str, limits: Limits, folder: str, paths: Collection[str]
+) -> dict[str, object]:
+    """What the launcher needs to know. With namespaces, `paths` are what a program can read."""
+    return {
+        "trainer": os.getpid(),
+        "strength": strength,
+        "folder": folder,
+        "paths": sorted(filter(os.path.exists, paths)),  # /usr before /usr/local
+        "limits": {
+            "CPU": limits.cpu_seconds,
+            "AS": limits.memory_bytes,
+            "NPROC": limits.processes,
+            "FSIZE": limits.file_bytes,
+            "CORE": 0,
+        },
+    }
+
+
+def launcher_command(job: dict[str, object]) -> list[str]:
+    return [sys.executable, "-I", "-S", launcher.__file__, json.dumps(job)]
+
+
+def end_launcher(process: subprocess.Popen) -> None:
+    """Ends a launcher and what it has started."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_SECONDS)
+    process.kill()
+    process.wait()
+
+
+def read_output(file: IO[bytes]) -> str:
+    """Returns what a program has written into a file."""
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def remove_folder(path: str) -> None:
     """Removes a folder, however deep the folders are that a program has made there.
 
     One folder is open at a time, since neither a recursion nor a path could reach them.
@@ -303,7 +335,7 @@ def _empty(folder: int) -> list[str]:
     return folders
 
 
-def _open_input(stdin: bytes | socket) -> IO[bytes] | socket:
+def open_input(stdin: bytes | socket) -> IO[bytes] | socket:
     if isinstance(stdin, socket):
         return stdin
     file = tempfile.TemporaryFile()
