@@ -10,6 +10,7 @@ import os
 import random
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import threading
@@ -143,6 +144,12 @@ def number_of(row):
     return game.game_number
 
 
+def word_of(row):
+    """The word that the server of the rows asks for."""
+    words = ("stone", "river", "cloud", "maple", "candle")
+    return random.Random(row["reset"]["seed"]).choice(words)
+
+
 # Name -> the replies of a right and of a wrong trajectory, from the row.
 SCRIPTS = {
     "arithmetic": (lambda row: [row["answer"]], lambda row: ["0"]),
@@ -172,6 +179,10 @@ SCRIPTS = {
     "gsm8k": (lambda row: [f"so\n#### {row['answer']}"], lambda row: ["#### 5"]),
     "judge": (lambda row: ["A good reply."], lambda row: ["A bad reply."]),
     "maths_steps": (lambda row: list(steps_of(row["expression"])), lambda row: ["1"] * 5),
+    "openenv_server": (
+        lambda row: ["I do not know.", word_of(row)[::-1]],
+        lambda row: [word_of(row)] * 3,
+    ),
     "reasoning": (
         lambda row: [f"So <answer>{row['answer']}</answer>"],
         lambda row: ["<answer>1</answer>"],
@@ -192,10 +203,15 @@ SCRIPTS = {
 PACKAGES = {
     "boxed": "math_verify",
     "gem_games": "gem",
+    "openenv_server": "openenv",
     "reasoning": "reasoning_gym",
     "verifiers_tasks": "verifiers",
 }  # what an env needs beside the standard library
-SERVERS = {"search": "search_address", "judge": "judge_server"}  # their fixtures
+SERVERS = {  # their fixtures
+    "search": "search_address",
+    "judge": "judge_server",
+    "openenv_server": "backwards_server",
+}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -466,6 +482,23 @@ def search_address():
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RL2_SEARCH_URL", address)
             yield address
+        server.terminate()
+
+
+@pytest.fixture
+def backwards_server(monkeypatch):
+    """A server of OpenEnv, started by its command on a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setenv("RL2_OPENENV_URL", f"http://127.0.0.1:{port}")
+    command = [sys.executable, ROOT / "examples/rows/backwards_server.py", str(port)]
+    with subprocess.Popen(command, env=make_environment(None)) as server:
+        while server.poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.1)
+        yield
         server.terminate()
 
 
