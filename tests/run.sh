@@ -18,5 +18,5 @@ python -m pytest $options tests/test_faults.py "$@" || [ $? = 5 ]
 # Most tests use one core, so two files of them run at a time. The longest come first, so that both cores end together: a file that
 # is named twice runs where it is named first.
 others=$(ls tests/test_*.py | grep -vE '(faults|env_command|prove|gpu|memory_plan|fused)\.py')
-python -m pytest $options -n 2 --dist loadfile --no-loadscope-reorder \
+python -m pytest $options -m "not nightly" -n 2 --dist loadfile --no-loadscope-reorder \
     tests/test_{run_folder,trainer,worker,examples,exact,diff,replay,sandbox,checkpoint,templates,engine,windows,api,notebook}.py $others "$@"

@@ -290,6 +290,7 @@ def test_dpo(tmp_path):
     check_killed_and_resumed_and_lora("dpo", "actor", arguments, tmp_path)
 
 
+@pytest.mark.nightly
 def test_kto(tmp_path):
     """Labelled replies and pairs are learned, killed, resumed, and trained with adapters."""
     write_jsonl(tmp_path / "test.jsonl", [labelled(i) for i in (30, 31, 32)] + [preference(33)])
@@ -308,6 +309,7 @@ def test_kto(tmp_path):
     check_killed_and_resumed_and_lora("dpo", "actor", arguments, tmp_path)
 
 
+@pytest.mark.nightly
 def test_reward_model(tmp_path, monkeypatch):
     """When transformers runs a padded batch, the exported model gives the rewards of training."""
     test_rows = [preference(i, margin=0.1 * (i - 30)) for i in (30, 31, 32)]
@@ -414,6 +416,7 @@ def test_the_readmes_own_task_runs(tmp_path, left_by_quickstart):
     assert (tmp_path / "runs/first/report.html").exists()
 
 
+@pytest.mark.nightly
 def test_the_tutorial_runs(tmp_path, left_by_quickstart):
     blocks = find_blocks((ROOT / "docs/tutorial.md").read_text())
     make_rows, environment = (text for language, text in blocks if language == "python")
@@ -463,6 +466,7 @@ def test_a_reward_model_that_does_not_answer_is_a_few_lines_with_the_remedy(monk
 LAYOUTS = {"fsdp": "fsdp_size=2", "replicas": "fsdp_size=1", "sp": "sp_size=2", "tp": "tp_size=2"}
 
 
+@pytest.mark.nightly
 def test_each_trainer_in_each_layout_of_two_processes_equals_one_process(tmp_path):
     """Compares all metrics of three steps of gradient descent and their tests, and all weights.
 

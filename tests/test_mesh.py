@@ -121,6 +121,7 @@ def use_memory(**variables):
     return [float(word) for word in output.split()]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_pages_are_large_and_caches_small_unless_the_environment_says_otherwise():
     faults, megabytes = use_memory()

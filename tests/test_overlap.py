@@ -263,6 +263,7 @@ def test_a_stop_of_the_samplers_is_not_heard_again_after_a_resume():
     assert len(stops) == 2 and samplers[1].rows_done == 3
 
 
+@pytest.mark.nightly
 def test_replay_and_diff_know_overlapped_runs(setup, tmp_path):
     keys = ["rollout.num_processes=1", "trainer.save_freq=2"]
     train(2, tmp_path / "run", *setup, *keys)

@@ -767,6 +767,7 @@ KILL_ENV = """
 """
 
 
+@pytest.mark.nightly
 def test_a_run_on_two_nodes_that_is_killed_resumes_bit_for_bit(setup, tmp_path):
     """Two torchrun agents on the loopback interface act as two nodes.
 

@@ -110,7 +110,7 @@ def reference(name, critic, initial_adapters=None):
     return first_scores, updates, merge(model)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("family", "tied", "overrides"),
     [("llama", True, {}), ("qwen3", False, WINDOWED["qwen2"])],
