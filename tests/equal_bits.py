@@ -197,6 +197,10 @@ RUNS = [
             " rollout.mask_truncated=true trainer.save_tokens=true"
         ),
     ),
+    Run(
+        "ppo_overlap",
+        and_resume(f"{PPO} {FILTER} {TEST} rollout.num_processes=1 trainer.test_freq=2"),
+    ),
     Run("ppo_filter_one_process", (f"{PPO} {FILTER} {TEST}",), 1),
     Run("sft", and_resume(SFT)),
     Run("sft_one_process", (f"{SFT} actor.lora_rank=4",), 1),

@@ -80,6 +80,7 @@ CASES = {  # name: (processes, trainer and arguments)
     "ppo_sources": (2, f"{PPO} {SOURCES}"),
     "ppo_best": (2, f"{PPO} {BEST}"),
     "ppo_overlap": (2, f"{PPO} rollout.num_processes=1 {REFILL} trainer.save_best=auto"),
+    "ppo_ahead": (2, f"{PPO} rollout.num_processes=1 rollout.max_staleness=3 {REFILL}"),
     "ppo_hint": (2, f"{PPO} {HINT} rollout.train_sampling_params.top_p=0.9"),
     "ppo_lora": (2, f"{PPO} actor.lora_rank=2"),
     "ppo_muon": (2, f"{PPO} actor.optimizer=muon"),

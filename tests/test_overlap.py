@@ -1,6 +1,7 @@
 """Runs with rollout.num_processes: some processes sample while the others train.
 
-The rollout of a step is that of the weights before the step before, whatever takes how long.
+The weights that sample the rollout of a step are as old as rollout.max_staleness says, whatever
+takes how long.
 """
 
 import pickle
@@ -85,15 +86,19 @@ def versions_of(folder, step):
     return {version for record in records for version, _ in record["versions"]}
 
 
-def test_a_rollout_is_of_the_weights_before_the_step_before(setup, tmp_path):
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_rollout_is_of_weights_of_one_age(setup, tmp_path, lag):
     """Timing and the numbers of processes on both sides change no bit."""
     arguments = [*setup, *with_tests(tmp_path), "actor.update_per_rollout=2"]
+    if lag > 1:  # it is 1 by default
+        arguments.append(f"rollout.max_staleness={lag}")
     train(2, tmp_path / "fast", *arguments, "rollout.num_processes=1")
     for step in range(1, 7):
-        assert versions_of(tmp_path / "fast", step) == {2 * max(0, step - 2)}
+        assert versions_of(tmp_path / "fast", step) == {2 * max(0, step - 1 - lag)}
     lines = read_metrics(tmp_path / "fast")
     assert [line["step"] for line in lines] == list(range(7))
-    assert [line.get("rollout/staleness") for line in lines[1:]] == [0, 2, 2, 2, 2, 2]
+    ages = [2 * min(step - 1, lag) for step in range(1, 7)]
+    assert [line.get("rollout/staleness") for line in lines[1:]] == ages
     assert [line["step"] for line in lines if "test/reward/mean" in line] == [0, 2, 4, 6]
     for line in lines[1:]:
         assert 0 <= line["overlap/sampler_busy"] <= 1 and 0 <= line["overlap/trainer_busy"] <= 1
@@ -159,12 +164,14 @@ def test_the_trainers_layout_changes_little(setup, tmp_path, world, keys):
         assert a["reward/mean"] == pytest.approx(b["reward/mean"], abs=1e-6)
 
 
-def test_a_run_resumes_with_the_rollout_that_was_sampled_ahead(setup, tmp_path):
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_run_resumes_with_the_rollouts_that_were_sampled_ahead(setup, tmp_path, lag):
     arguments = [
         *setup,
         *with_tests(tmp_path),
         "rollout.filter=[0.0,0.9]",
         "rollout.num_processes=1",
+        f"rollout.max_staleness={lag}",
         "trainer.save_freq=1",
         "trainer.keep_checkpoints=6",
     ]
@@ -205,11 +212,13 @@ def test_environments_with_state_and_several_turns_are_played_ahead(setup, tmp_p
         assert max(record["num_turns"] for record in records) == 2
 
 
-def test_solved_prompts_end_the_run_with_the_step_that_was_trained(setup, tmp_path):
+@pytest.mark.parametrize("lag", [1, 3])
+def test_solved_prompts_end_the_run_with_the_step_that_was_trained(setup, tmp_path, lag):
     """Every answer is right, so all prompts are solved by the last step of the first epoch."""
     (tmp_path / "env.py").write_text("def reward_fn(messages):\n    return 1.0\n")
     keys = ["rollout.drop_solved=0.5", "trainer.n_epochs=9", "trainer.max_steps=20"]
-    done = train(2, tmp_path / "run", *setup, *keys, "rollout.num_processes=1")
+    keys += ["rollout.num_processes=1", f"rollout.max_staleness={lag}", "trainer.save_freq=2"]
+    done = train(2, tmp_path / "run", *setup, *keys)
     assert "all training prompts" in done.stdout or "every training prompt" in done.stdout
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(1, 9))
 
@@ -237,30 +246,72 @@ def test_a_failing_environment_ends_both_sides_with_one_message(setup, tmp_path)
 
 
 class Channel:
-    """In the place of a link: its samplers were asked to stop, and answer with one rollout."""
+    """In the place of a link: its samplers were asked to stop, and answer with empty rollouts."""
+
+    def __init__(self):
+        self.sent = []
 
     def send(self, request):
-        pass
+        self.sent.append((request.verb, *request.arguments))
+
+    def send_weights(self, named_tensors, waits):
+        self.sent[-1] += ("waits" if waits else "goes on",)
 
     def receive_answer(self):
         handover = pickle.dumps(Handover([], {}, rows_done=3, is_exhausted=False))
-        return pickle.dumps(Answer(RolloutAnswer(handover, b"", 1.0), is_stopping=True))
+        return pickle.dumps(Answer(RolloutAnswer(handover, b""), is_stopping=True))
+
+
+def make_samplers(num_steps=9, max_staleness=1, stops=None):
+    return Samplers(
+        Channel(),
+        num_steps,
+        max_staleness,
+        has_other_policy=True,
+        write_records=None,
+        request_stop=lambda: stops.append(1) if stops is not None else None,
+    )
 
 
 def test_a_stop_of_the_samplers_is_not_heard_again_after_a_resume():
     """The rollout that was sampled ahead is in the checkpoint, the stop is not."""
     stops = []
-    samplers = [
-        Samplers(Channel(), 9, True, write_records=None, request_stop=lambda: stops.append(1))
-        for _ in range(2)
-    ]
-    samplers[0].collect(1)
-    samplers[0].wait()  # for the rollout of step 2
+    samplers = make_samplers(stops=stops)
+    samplers.collect(1)
+    state = samplers.state_dict()  # waits for the rollout of step 2
     assert len(stops) == 2
-    samplers[1].load_state_dict(samplers[0].state_dict())
-    samplers[1].num_steps = 2
-    samplers[1].collect(2)
-    assert len(stops) == 2 and samplers[1].rows_done == 3
+    resumed = make_samplers(num_steps=2, stops=stops)
+    resumed.load_state_dict(state)
+    resumed.collect(2)
+    assert len(stops) == 2 and resumed.rows_done == 3
+
+
+def test_the_trainers_requests_run_ahead_and_end_with_the_run():
+    samplers = make_samplers(num_steps=5, max_staleness=2)
+    sent = samplers.link.sent
+    for step in range(1, 6):
+        samplers.collect(step)
+        samplers.load_weights((), step)
+    assert sent == [
+        *[("collect", step) for step in (1, 2, 3)],
+        ("load_weights", 1, "goes on"),
+        ("collect", 4),
+        ("load_weights", 2, "goes on"),
+        ("collect", 5),
+        *[("load_weights", step, "goes on") for step in (3, 4)],
+        ("load_weights", 5, "waits"),
+    ]
+
+
+def test_a_resumed_run_requests_what_its_checkpoint_does_not_hold():
+    samplers = make_samplers(max_staleness=3)
+    samplers.collect(1)
+    state = samplers.state_dict()
+    for lag, requested in ((3, [5]), (1, []), (5, [5, 6, 7])):
+        resumed = make_samplers(max_staleness=lag)
+        resumed.load_state_dict(state)
+        resumed.collect(2)
+        assert resumed.link.sent == [("collect", step) for step in requested]
 
 
 @pytest.mark.nightly

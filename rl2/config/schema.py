@@ -730,8 +730,8 @@ class RolloutConfig(PlayConfig):
     )
     num_processes: NonNegativeInt = key(
         0,
-        "processes that only sample, the last ones of the job, while the others train on the "
-        "rollout before; 0: all processes do both, one after the other",
+        "processes that only sample, the last ones of the job, while the others train on an "
+        "earlier rollout; 0: all processes do both, one after the other",
         common=True,
         identity=True,
     )
@@ -769,9 +769,13 @@ class RolloutConfig(PlayConfig):
     )
     max_staleness: PositiveInt | None = key(
         None,
-        "with partial rollouts: limit of a token's age in updates when its answer continues or is "
-        "trained; older answers are sampled again",
-        only_if=Condition(lambda config, section: section.partial, "with rollout.partial=false"),
+        "how many steps rollouts run ahead with rollout.num_processes (1 if unset), or the limit "
+        "of a token's age in updates when its answer continues or is trained, with partial "
+        "rollouts; older answers are sampled again",
+        only_if=Condition(
+            lambda config, section: section.partial or section.num_processes,
+            "with rollout.num_processes=0 and rollout.partial=false",
+        ),
     )
     filter: list[float] = key(
         [],

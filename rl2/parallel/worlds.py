@@ -2,12 +2,13 @@
 
 With rollout.num_processes=K the last K processes of the job are the samplers. Each world has a
 default process group of its own, so its collectives and meshes are those of a smaller job. One link
-joins them: a gloo group of the first trainer and all samplers, which torch's default groups do not
-know. The first trainer sends requests and weights, and the first sampler answers.
+joins them, of two gloo groups that torch's default groups do not know: over one the first trainer
+sends requests and weights to all samplers, over the other one the first sampler answers.
 """
 
 import os
 import pickle
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -22,7 +23,6 @@ from rl2.parallel.mesh import COLLECTIVE_TIMEOUT, broadcast_object, choose_backe
 # Bytes of weights that travel together. The trainers gather the next ones meanwhile.
 BUCKET_BYTES = 2**26
 ALIGNMENT = 16  # bytes, at which a weight begins in its bucket
-FIRST_TRAINER, FIRST_SAMPLER = 0, 1  # their ranks in the link
 
 
 def is_sampler(num_samplers: int) -> bool:
@@ -31,84 +31,121 @@ def is_sampler(num_samplers: int) -> bool:
     return rank >= world_size - num_samplers
 
 
+class Channel:
+    """Messages from the first process of a gloo group to the others. Sending does not wait."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int):
+        """`rank` is that in the group. All its processes call."""
+        self.group: Any = dist.ProcessGroupGloo(store, rank, size, timeout=COLLECTIVE_TIMEOUT)
+        self.pending: deque[Any] = deque()  # broadcasts that have perhaps not arrived
+
+    def send(self, value: Any) -> None:
+        """Sends a picklable value."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        self.send_tensor(torch.tensor([len(data)]))
+        self.send_tensor(data)
+
+    def send_tensor(self, tensor: Tensor) -> None:
+        """Sends a tensor of a size that the others know."""
+        while self.pending and self.pending[0].is_completed():
+            self.pending.popleft().wait()  # raises if it failed
+        self.pending.append(self._broadcast(tensor))
+
+    def flush(self) -> None:
+        """Waits until all that was sent has arrived."""
+        while self.pending:
+            self.pending.popleft().wait()
+
+    def receive(self) -> bytes:
+        """Waits for what `send` sends, and returns it pickled."""
+        size = self.receive_tensor(torch.empty(1, dtype=torch.int64))
+        return self.receive_tensor(torch.empty(int(size), dtype=torch.uint8)).numpy().tobytes()
+
+    def receive_tensor(self, tensor: Tensor) -> Tensor:
+        """Waits for what `send_tensor` sends, and returns it in this tensor."""
+        self._broadcast(tensor).wait()
+        return tensor
+
+    def _broadcast(self, tensor: Tensor) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        return self.group.broadcast([tensor], options)
+
+
 class Link:
     """Joins the two worlds. All processes of a world make the same calls, in the same order."""
 
     def __init__(self, store: dist.Store, num_trainers: int, num_samplers: int, rank: int):
         """`rank` is that of this process in the job. All processes of the job call."""
-        self.num_samplers = num_samplers
         self.is_sampler = rank >= num_trainers
-        self.group: Any = None  # None on the trainers that have no link
+        self.requests: Channel | None = None  # on the first trainer and all samplers
+        self.answers: Channel | None = None  # on the first sampler and the first trainer
         if self.is_sampler or rank == 0:
-            link_rank = rank - num_trainers + FIRST_SAMPLER if self.is_sampler else FIRST_TRAINER
-            self.group = dist.ProcessGroupGloo(
-                store, link_rank, num_samplers + 1, timeout=COLLECTIVE_TIMEOUT
+            rank_there = rank - num_trainers + 1 if self.is_sampler else 0
+            self.requests = Channel(
+                dist.PrefixStore("requests", store), rank_there, num_samplers + 1
             )
+        if rank in (0, num_trainers):
+            self.answers = Channel(dist.PrefixStore("answers", store), int(rank == 0), 2)
 
     # From the trainers to the samplers.
 
     def send(self, value: Any) -> None:
-        """Sends a picklable value to all samplers. All trainers call."""
-        if self.group is not None:
-            for tensor in _to_tensors(value):
-                self._broadcast(tensor).wait()
+        """Sends a picklable value to all samplers, without waiting for them. All trainers call."""
+        if self.requests is not None:
+            self.requests.send(value)
 
     def receive(self) -> Any:
         """Waits for what `send` sends. All samplers call."""
-        size = torch.empty(1, dtype=torch.int64)
-        self._broadcast(size).wait()
-        data = torch.empty(int(size), dtype=torch.uint8)
-        self._broadcast(data).wait()
-        return _from_tensor(data)
+        assert self.requests is not None
+        return pickle.loads(self.requests.receive())
 
-    def send_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Sends full tensors to all samplers. All trainers call, since making them communicates."""
-        sending, flat = None, None  # the bucket before, whose memory is kept until it is sent
+    def send_weights(self, named_tensors: Iterable[tuple[str, Tensor]], waits: bool) -> None:
+        """Sends full tensors to all samplers. All trainers call, since making them communicates.
+
+        If it `waits`, the samplers receive now, and the first trainer keeps one bucket in host
+        memory. Else it keeps all of them until the samplers take them.
+        """
+        requests = self.requests
         for bucket in _buckets(named_tensors):
-            if sending is not None:
-                sending.wait()
-            if self.group is not None:
-                self.send([(name, tensor.dtype, tensor.shape) for name, tensor in bucket])
-                flat = _flatten(bucket)
-                sending = self._broadcast(flat)
+            if requests is not None:
+                if waits:
+                    requests.flush()
+                requests.send([(name, tensor.dtype, tensor.shape) for name, tensor in bucket])
+                requests.send_tensor(_flatten(bucket))
             progress.mark()
-        if sending is not None:
-            sending.wait()
         self.send([])
+        if waits:
+            self.flush()
 
     def receive_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields what `send_weights` sends. All samplers iterate to the end."""
+        assert self.requests is not None
         while entries := self.receive():
             sizes = [_padded(shape.numel() * dtype.itemsize) for _, dtype, shape in entries]
-            flat = torch.empty(sum(sizes), dtype=torch.uint8)
-            self._broadcast(flat).wait()
+            flat = self.requests.receive_tensor(torch.empty(sum(sizes), dtype=torch.uint8))
             for (name, dtype, shape), part in zip(entries, flat.split(sizes), strict=True):
                 yield name, part[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
             progress.mark()
 
-    def _broadcast(self, tensor: Tensor) -> Any:
-        options = dist.BroadcastOptions()
-        options.rootRank = FIRST_TRAINER
-        return self.group.broadcast([tensor], options)
-
     # From the samplers to the trainers.
 
     def answer(self, value: Any) -> None:
-        """Sends a picklable value to the trainers. All samplers call; that of the first counts."""
-        if dist.get_rank() == 0:
-            for tensor in _to_tensors(value):
-                self.group.send([tensor], FIRST_TRAINER, 0).wait()
+        """Sends a picklable value to the trainers, without waiting for them. All samplers call;
+        that of the first counts.
+        """
+        if self.answers is not None:
+            self.answers.send(value)
 
     def receive_answer(self) -> bytes:
         """Waits for what `answer` sends, and returns it pickled, on all trainers, which call."""
-        received = b""
-        if self.group is not None:
-            size = torch.empty(1, dtype=torch.int64)
-            self.group.recv([size], FIRST_SAMPLER, 0).wait()
-            data = torch.empty(int(size), dtype=torch.uint8)
-            self.group.recv([data], FIRST_SAMPLER, 0).wait()
-            received = data.numpy().tobytes()
-        return broadcast_object(received)
+        return broadcast_object(self.answers.receive() if self.answers is not None else b"")
+
+    def flush(self) -> None:
+        """Waits until the other world has all that this one has sent."""
+        for channel in (self.requests, self.answers):
+            if channel is not None:
+                channel.flush()
 
 
 def split_world(num_samplers: int) -> Link:
@@ -130,16 +167,6 @@ def split_world(num_samplers: int) -> Link:
         world_size=num_trainers if is_trainer else num_samplers,
     )
     return Link(dist.PrefixStore("link", store), num_trainers, num_samplers, rank)
-
-
-def _to_tensors(value: Any) -> tuple[Tensor, Tensor]:
-    """(the number of bytes, the bytes) of the pickled value."""
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    return torch.tensor([len(data)]), data
-
-
-def _from_tensor(data: Tensor) -> Any:
-    return pickle.loads(data.numpy().tobytes())
 
 
 def _buckets(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:

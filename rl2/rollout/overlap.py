@@ -1,10 +1,14 @@
 """Rollouts on processes of their own, while the others train: rollout.num_processes.
 
-Trainers and samplers meet once a step, see parallel/worlds.py. At the end of step k the samplers
-have played the rollout of step k+1. They hand it over, receive the weights of step k, and play the
-rollout of step k+2 with them. So step k trains on a rollout of the weights after step k-2, and
-steps 1 and 2 on rollouts of the start model. Timing changes nothing: a run repeats to the bit where
-a run without samplers does.
+The samplers run N = rollout.max_staleness steps ahead. They play the rollout of step k with the
+weights after step k-1-N, and those of the first N+1 steps with the start model. The trainers say so
+by the order of their requests, which do not wait for the samplers:
+
+    rollouts 1 to 1+N, the weights of step 1, rollout 2+N, the weights of step 2, rollout 3+N, ...
+
+The samplers do one after the other, and answer in the same order. So timing changes nothing: a run
+repeats to the bit where a run without samplers does. After step k the rollouts of at most N further
+steps are requested; a checkpoint waits for them and holds them.
 
 `Samplers` is what the trainers see: it takes the place of the collector, the engine and the
 evaluator. `serve` is the loop of the samplers, which have the real ones.
@@ -12,6 +16,7 @@ evaluator. `serve` is the loop of the samplers, which have the real ones.
 
 import pickle
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +24,7 @@ from typing import Any
 from rl2.engine.base import Engine, NamedTensors
 from rl2.parallel.worlds import Link
 from rl2.report.health import Metrics
-from rl2.rollout.collect import Collector, WriteRecords
+from rl2.rollout.collect import ALL_SOLVED, Collector, WriteRecords
 from rl2.rollout.evaluate import Evaluator
 from rl2.rollout.trajectory import Trajectory
 
@@ -39,18 +44,17 @@ class Handover:
     """The rollout of a step, and what the trainers need to know of the collector after it."""
 
     trajectories: list[Trajectory]
-    metrics: Metrics  # of `Collector.summarise`
+    metrics: Metrics  # of `Collector.summarise`, and how busy the samplers were
     rows_done: int
     is_exhausted: bool
 
 
 @dataclass(frozen=True)
 class RolloutAnswer:
-    """What the samplers answer to a request for a rollout."""
+    """What the samplers answer to a request for a rollout, if prompts are left to train on."""
 
     handover: bytes  # pickled: the trainers read it when its step begins, or put it in a checkpoint
     state: bytes  # pickled, of `Collector.state_dict`
-    seconds: float  # that the rollout took
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,6 @@ class Answer:
 class Samplers:
     """The processes that sample, as the trainers see them. All trainers make the same calls.
 
-    A rollout is requested when the one before it is taken, so there is at most one at the samplers.
     `begin` restores them before the first request.
     """
 
@@ -75,83 +78,101 @@ class Samplers:
         self,
         link: Link,
         num_steps: int,
+        max_staleness: int,
         has_other_policy: bool,
         write_records: WriteRecords,
         request_stop: Callable[[], None],
     ):
-        """`num_steps` are those of the whole run. `has_other_policy`: the log-probabilities of the
-        engines are the old ones of the loss. `request_stop` ends the run after its step.
+        """`num_steps` are those of the whole run, and rollouts run `max_staleness` steps ahead.
+        `has_other_policy`: the log-probabilities of the engines are the old ones of the loss.
+        `request_stop` ends the run after its step.
         """
         self.link = link
         self.num_steps = num_steps
+        self.max_staleness = max_staleness
         self.has_other_policy = has_other_policy
         self.write_records = write_records
         self.request_stop = request_stop
-        self.version: int | None = None  # of the weights that the engines have
+        self.version: int | None = None  # of the weights that were sent last
         self.rows_done = 0
         self.is_exhausted = False
         self.metrics: Metrics = {}
-        self.state = b""  # of the samplers after the newest rollout
-        self.ahead = b""  # the rollout of the next step, a pickled Handover, if it has come
-        self.is_awaited = False  # a rollout is requested and has not come
-        self.met_at = time.perf_counter()
+        self.state = b""  # of the samplers after the newest rollout that has come
+        self.ahead: deque[bytes] = deque()  # the rollouts of the next steps, pickled Handovers
+        self.num_awaited = 0  # rollouts that are requested and have not come
+        self.waited = 0.0  # seconds, for the samplers, since the last rollout was taken
+        self.taken_at = 0.0  # when that was
 
     # In the place of a collector.
 
     def collect(self, step: int) -> list[Trajectory]:
-        """Returns the trajectories of training step 1, 2, ..., and lets the next one be sampled."""
-        if not self.ahead and not self.is_awaited:
-            self._request_rollout(step)
+        """Returns the trajectories of training step 1, 2, ..., and lets further ones be sampled.
+
+        RuntimeError if no prompt is left to train on.
+        """
+        newest = step - 1 + len(self.ahead) + self.num_awaited
+        for later in range(newest + 1, min(step + self.max_staleness, self.num_steps) + 1):
+            self._send("collect", later)
+            self.num_awaited += 1
         self.wait()
-        handover: Handover = pickle.loads(self.ahead)
-        self.ahead = b""
+        if not self.ahead:
+            raise RuntimeError(ALL_SOLVED)
+        handover: Handover = pickle.loads(self.ahead.popleft())
         self.rows_done = handover.rows_done
         self.is_exhausted = handover.is_exhausted
-        self.metrics |= handover.metrics
-        if step < self.num_steps and not self.is_exhausted:
-            self._request_rollout(step + 1)
+        now = time.perf_counter()
+        busy = 1 - self.waited / max(now - self.taken_at, 1e-9)
+        self.metrics = handover.metrics | {"overlap/trainer_busy": busy}
+        self.taken_at, self.waited = now, 0.0
         return handover.trajectories
 
     def wait(self) -> None:
-        """Waits for the rollout that the samplers are playing, if there is one."""
-        if not self.is_awaited:
-            return
-        began = time.perf_counter()
-        rollout: RolloutAnswer = self._open(self.link.receive_answer())
-        self.is_awaited = False
-        self.ahead, self.state = rollout.handover, rollout.state
-        now = time.perf_counter()
-        between = max(now - self.met_at, 1e-9)
-        self.metrics = {
-            "overlap/sampler_busy": min(1.0, rollout.seconds / between),
-            "overlap/trainer_busy": 1 - (now - began) / between,
-        }
-        self.met_at = now
+        """Waits for the rollout of the next step, if it is requested."""
+        while self.num_awaited and not self.ahead:
+            self._receive_rollout()
+
+    def _wait_for_all(self) -> None:
+        """Waits for all rollouts that are requested."""
+        while self.num_awaited:
+            self._receive_rollout()
+
+    def _receive_rollout(self) -> None:
+        rollout: RolloutAnswer | None = self._receive()
+        self.num_awaited -= 1
+        if rollout is not None:
+            self.ahead.append(rollout.handover)
+            self.state = rollout.state
 
     def summarise(self) -> Metrics:
-        """Metrics of the training prompts, and how busy the two worlds were up to the last meeting.
-
-        These are shares of the time since the meeting before.
+        """Metrics of the training prompts, and how busy the two worlds were: the samplers between
+        the end of the rollout before and that of this one, the trainers between taking the two.
         """
         return self.metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs. The rollout of the next step is part of it."""
-        return {"rows_done": self.rows_done, "samplers": self.state, "ahead": self.ahead}
+        """Returns what a resumed run needs, with all rollouts that are requested: waits for them.
+        All trainers call.
+        """
+        self._wait_for_all()
+        ahead = pickle.dumps(list(self.ahead))
+        return {"rows_done": self.rows_done, "samplers": self.state, "ahead": ahead}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rows_done = state["rows_done"]
         self.state = state["samplers"]
-        self.ahead = state["ahead"]
+        self.ahead = deque(pickle.loads(state["ahead"]))
 
     # In the place of an engine.
 
     def begin(self) -> None:
         """Restores the samplers' position in the data, before any other request."""
         self._send("begin", self.state)
+        self.taken_at = time.perf_counter()
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """As `Engine.load_weights`, in all engines. Does not wait until they have been loaded."""
+        """As `Engine.load_weights`, in all engines, once the rollouts before have been played.
+        Does not wait until they have been loaded.
+        """
         self._send_weights("load_weights", named_tensors, version)
 
     def verify_weights(self, named_tensors: NamedTensors, version: int) -> None:
@@ -160,44 +181,45 @@ class Samplers:
 
     def _send_weights(self, verb: str, named_tensors: NamedTensors, version: int) -> None:
         self._send(verb, version)
-        self.link.send_weights(named_tensors)
+        # While the samplers play, they take no weights, and the trainers go on.
+        self.link.send_weights(named_tensors, waits=not self.num_awaited)
         self.version = version
 
     def close(self) -> None:
         """Ends the samplers' engines, environments and processes."""
-        self.wait()
+        self._wait_for_all()
         self._send("close")
+        self.link.flush()
 
     # In the place of an evaluator.
 
     def evaluate(self, step: int, version: int) -> Metrics:
         """As `Evaluator.evaluate`. The trainers wait for it, so its metrics are those of `step`."""
         self._send("evaluate", step, version)
-        return self._open(self.link.receive_answer())
+        self._wait_for_all()
+        metrics: Metrics = self._receive()
+        return metrics
 
     # The link.
 
-    def _request_rollout(self, step: int) -> None:
-        self._send("collect", step)
-        self.is_awaited = True
-
     def _send(self, verb: str, *arguments: Any) -> None:
-        assert not self.is_awaited, f"{verb} while the samplers play a rollout"
         self.link.send(Request(verb, arguments))
 
-    def _open(self, answer: bytes) -> Any:
-        """Returns the value of an answer, whose transcripts are written.
+    def _receive(self) -> Any:
+        """Waits for the next answer, and returns its value. Its transcripts are written.
 
         RuntimeError in the samplers' words if they failed.
         """
-        opened: Answer = pickle.loads(answer)
-        if opened.is_stopping:
+        began = time.perf_counter()
+        answer: Answer = pickle.loads(self.link.receive_answer())
+        self.waited += time.perf_counter() - began
+        if answer.is_stopping:
             self.request_stop()
-        for split, step, records in opened.records:
+        for split, step, records in answer.records:
             self.write_records(split, step, records)
-        if opened.error is not None:
-            raise RuntimeError(opened.error)
-        return opened.value
+        if answer.error is not None:
+            raise RuntimeError(answer.error)
+        return answer.value
 
 
 class Serving:
@@ -218,6 +240,8 @@ class Serving:
         self.listen = listen
         self.is_stopping: Callable[[], bool] = lambda: False
         self.records: list[tuple[str, int, list[dict[str, Any]]]] = []
+        self.waited = 0.0  # seconds, for the trainers, since the rollout before
+        self.ended_at = 0.0  # when that was
         collector.write_records = self.keep_records
 
     def keep_records(self, split: str, step: int, records: Iterable[dict[str, Any]]) -> None:
@@ -228,17 +252,32 @@ class Serving:
         if state:
             self.collector.load_state_dict(pickle.loads(state))
         self.is_stopping = self.listen()
+        self.ended_at, self.waited = time.perf_counter(), 0.0
+
+    def receive(self) -> Request:
+        """Waits for the next request."""
+        began = time.perf_counter()
+        request: Request = self.link.receive()
+        self.waited += time.perf_counter() - began
+        return request
 
     def collect(self, step: int) -> None:
-        began = time.perf_counter()
-        trajectories = self.collector.collect(step)
         collector = self.collector
+        if collector.is_exhausted:  # the run ends with a step whose rollout has been sent
+            self._answer(None)
+            return
+        trajectories = collector.collect(step)
+        now = time.perf_counter()
+        busy = 1 - self.waited / max(now - self.ended_at, 1e-9)
+        self.ended_at, self.waited = now, 0.0
         handover = Handover(
-            trajectories, collector.summarise(), collector.rows_done, collector.is_exhausted
+            trajectories,
+            collector.summarise() | {"overlap/sampler_busy": busy},
+            collector.rows_done,
+            collector.is_exhausted,
         )
         state = pickle.dumps(collector.state_dict())
-        seconds = time.perf_counter() - began
-        self._answer(RolloutAnswer(pickle.dumps(handover), state, seconds))
+        self._answer(RolloutAnswer(pickle.dumps(handover), state))
 
     def evaluate(self, step: int, version: int) -> None:
         assert self.evaluator is not None
@@ -253,6 +292,7 @@ class Serving:
     def fail(self, error: Exception) -> None:
         """Tells the trainers why there is no answer."""
         self._answer(None, error=f"the processes that sample failed: {error}")
+        self.link.flush()
 
     def _answer(self, value: Any, error: str | None = None) -> None:
         records, self.records = self.records, []
@@ -262,8 +302,9 @@ class Serving:
 def serve(serving: Serving) -> None:
     """Does what the trainers request, until they close."""
     while True:
-        request: Request = serving.link.receive()
+        request = serving.receive()
         if request.verb == "close":
+            serving.link.flush()
             return
         try:
             getattr(serving, request.verb)(*request.arguments)

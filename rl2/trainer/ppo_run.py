@@ -181,6 +181,7 @@ class PPORun:
             self.collector = self.samplers = Samplers(
                 setup.link,
                 num_steps,
+                max_staleness=config.rollout.max_staleness or 1,
                 has_other_policy=clips_to_sampler(config),
                 write_records=self.folder.write_records,
                 request_stop=self._request_stop,
