@@ -118,8 +118,8 @@ def train_step(run: PPORun, step: int) -> bool:
         if is_due(step, config.kl.update_freq):
             run.moving_reference().copy_weights(run.actor)
 
-    # The next rollout is sampled with the weights of this update; with rollout.num_processes, the
-    # one after it: the other processes have sampled the next one meanwhile.
+    # The next rollout is sampled with the weights of this update; with rollout.num_processes, a
+    # later one: the other processes have sampled the next one meanwhile.
     run.wait_for_samplers()
     with recorder.phase("sync"):
         run.sync()
