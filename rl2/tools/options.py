@@ -22,8 +22,9 @@ def plan_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rl2 plan",
         usage="%(prog)s [ppo | sft | dpo | rm] [--gpus N] [--gpu-memory GIB] key=value ...",
-        description="Predicts the memory of each phase of a job. It needs no GPU, no weights and "
-        "no data; the model is its config.json.",
+        description="Predicts the memory of each phase of a job, and how to split its processes "
+        "into those that sample and those that train. It needs no GPU, no weights and no data; the "
+        "model is its config.json.",
         allow_abbrev=False,
     )
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -32,6 +33,15 @@ def plan_parser() -> argparse.ArgumentParser:
     )
     # None: that of the GPU here or, without one, of a usual GPU.
     parser.add_argument("--gpu-memory", type=positive, help="GiB of one GPU")
+    for what, default in (
+        ("prompt", "half of data.max_length"),
+        ("answer", "a quarter of rollout.train_sampling_params.max_new_tokens"),
+    ):
+        parser.add_argument(
+            f"--{what}-tokens",
+            type=positive_int,
+            help=f"median {what} of PPO, for the time of a step; by default {default}",
+        )
     return parser
 
 

@@ -1,8 +1,9 @@
-"""`rl2 plan [ppo | sft | dpo | rm] key=value ...`: the memory that a job will need.
+"""`rl2 plan [ppo | sft | dpo | rm] key=value ...`: the memory that a job will need, and how to
+split the processes of PPO.
 
 The trainer's own workers run on a device without memory (planned_device.py) with the
-choices of a GPU. Every micro-batch is full. There are no formulas: what the code allocates is
-counted.
+choices of a GPU. Every micro-batch is full. There are no formulas of memory: what the code
+allocates is counted. Times come from split.py.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from rl2.run.memory_plan import (
 from rl2.run.signals import user_errors
 from rl2.tools.options import plan_parser
 from rl2.tools.planned_device import MemoryTracker, ModelsWithoutValues, planned_device
+from rl2.tools.split import describe_times
 from rl2.trainer.dpo import needs_reference, preference_loss
 from rl2.trainer.ppo import actor_loss, critic_loss, needs_entropy, needs_old_logps
 from rl2.trainer.ppo_run import make_ppo_workers
@@ -348,7 +350,11 @@ def print_plan(config: Any, arguments: argparse.Namespace) -> bool:
             f"{num_samplers} of the {arguments.gpus} GPUs only sample: an engine's weights take "
             f"{weights:.1f} GiB of each, and the rest is for keys and values"
         )
-    if show(totals(config, plan, gpu_bytes), num_trainers, gpu_bytes):
+    fits = show(totals(config, plan, gpu_bytes), num_trainers, gpu_bytes)
+    if isinstance(config, PPOConfig) and arguments.gpus > 1 and not config.trainer.rollouts_from:
+        medians = arguments.prompt_tokens, arguments.answer_tokens
+        print(*describe_times(config, arguments.gpus, *medians), sep="\n", flush=True)
+    if fits:
         return True
     print("Nearest settings, each with its own prediction:")
     for words_of_settings, changed, num_gpus in near_settings(config, num_trainers):
