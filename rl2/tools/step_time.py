@@ -96,7 +96,14 @@ def log_normal_lengths(
 def sampling_seconds(
     costs: ModelCosts, rollout: Rollout, num_gpus: int, tp_size: int, max_running: int
 ) -> float:
-    """Seconds until the last engine of `tp_size` GPUs each has sampled its part of the rollout.
+    """Seconds until the last engine has sampled its part of the rollout, see `engine_seconds`."""
+    return max(engine_seconds(costs, rollout, num_gpus, tp_size, max_running))
+
+
+def engine_seconds(
+    costs: ModelCosts, rollout: Rollout, num_gpus: int, tp_size: int, max_running: int
+) -> list[float]:
+    """Seconds that each engine of `tp_size` GPUs takes for its part of the rollout.
 
     Prompts are dealt out in turn. An engine computes each prompt once, and decodes `max_running`
     answers at a time; it has room for their keys and values.
@@ -104,13 +111,13 @@ def sampling_seconds(
     num_engines = num_gpus // tp_size
     size = rollout.num_samples
     groups = [rollout.lengths[i : i + size] for i in range(0, len(rollout.lengths), size)]
-    seconds = 0.0
+    seconds = []
     for engine in range(num_engines):
         own = groups[engine::num_engines]
         prefill = costs.forward_flops(rollout.prompt * len(own), rollout.prompt**2 * len(own))
         lengths = [length for group in own for length in group]
         decode = _decoding_seconds(costs, lengths, rollout.prompt, tp_size, max_running)
-        seconds = max(seconds, prefill / (tp_size * MATMUL_FLOPS) + decode)
+        seconds.append(prefill / (tp_size * MATMUL_FLOPS) + decode)
     return seconds
 
 
