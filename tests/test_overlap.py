@@ -152,10 +152,11 @@ def test_updates_are_those_of_a_run_on_the_same_rollouts(setup, tmp_path, correc
         (3, ["rollout.num_processes=1", "actor.fsdp_size=2"]),
         (3, ["rollout.num_processes=1", "actor.tp_size=2"]),
         (3, ["rollout.num_processes=1", "actor.lora_rank=2"]),
+        (3, ["rollout.num_processes=1", "actor.fsdp_size=2", "rollout.max_staleness=2"]),
     ],
 )
 def test_the_trainers_layout_changes_little(setup, tmp_path, world, keys):
-    arguments = [*setup, "trainer.max_steps=3"]
+    arguments = [*setup, "trainer.max_steps=3", "trainer.save_freq=1"]
     train(2, tmp_path / "one", *arguments, *[k for k in keys if "size" not in k])
     train(world, tmp_path / "several", *arguments, *keys)
     one, several = (read_metrics(tmp_path / name) for name in ("one", "several"))
@@ -223,7 +224,8 @@ def test_solved_prompts_end_the_run_with_the_step_that_was_trained(setup, tmp_pa
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(1, 9))
 
 
-def test_a_failing_environment_ends_both_sides_with_one_message(setup, tmp_path):
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_failing_environment_ends_both_sides_with_one_message(setup, tmp_path, lag):
     (tmp_path / "env.py").write_text(
         textwrap.dedent("""
             num_calls = 0
@@ -236,7 +238,8 @@ def test_a_failing_environment_ends_both_sides_with_one_message(setup, tmp_path)
                 return 1.0
         """)
     )
-    done = train(2, tmp_path / "run", *setup, "rollout.num_processes=1", check=False)
+    keys = ["rollout.num_processes=1", f"rollout.max_staleness={lag}"]
+    done = train(2, tmp_path / "run", *setup, *keys, check=False)
     assert done.returncode != 0
     message = done.stderr.split("error")[-1]
     assert "the scale is broken" in message and "rl2/" not in message
