@@ -6,8 +6,11 @@ takes how long.
 
 import pickle
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 from common import (
     launch,
     make_model,
@@ -18,6 +21,7 @@ from common import (
 )
 from safetensors.torch import load_file
 
+from rl2.parallel.worlds import Channel
 from rl2.rollout.overlap import Answer, Handover, RolloutAnswer, Samplers
 
 PPO = ("-m", "rl2.trainer.ppo")
@@ -248,7 +252,7 @@ def test_a_failing_environment_ends_both_sides_with_one_message(setup, tmp_path,
     assert "failed" in reasons, "the transcripts of the failed rollout are lost"
 
 
-class Channel:
+class Recorded:
     """In the place of a link: its samplers were asked to stop, and answer with empty rollouts."""
 
     def __init__(self):
@@ -267,7 +271,7 @@ class Channel:
 
 def make_samplers(num_steps=9, max_staleness=1, stops=None):
     return Samplers(
-        Channel(),
+        Recorded(),
         num_steps,
         max_staleness,
         has_other_policy=True,
@@ -304,6 +308,21 @@ def test_the_trainers_requests_run_ahead_and_end_with_the_run():
         *[("load_weights", step, "goes on") for step in (3, 4)],
         ("load_weights", 5, "waits"),
     ]
+
+
+def test_sending_waits_for_nobody():
+    store = dist.HashStore()
+    with ThreadPoolExecutor() as threads:
+        sender, receiver = threads.map(lambda rank: Channel(store, rank, 2), (0, 1))
+    values = [(i, bytes(2**16 * i)) for i in range(8)]
+    sending = threading.Thread(target=lambda: [sender.send(v) for v in values], daemon=True)
+    sending.start()
+    sending.join(timeout=30)
+    assert not sending.is_alive()
+    assert sender.pending
+    assert [pickle.loads(receiver.receive()) for _ in values] == values
+    sender.flush()
+    assert not sender.pending
 
 
 def test_a_resumed_run_requests_what_its_checkpoint_does_not_hold():
