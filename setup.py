@@ -48,6 +48,7 @@ setup(
     ],
     extras_require={
         "wandb": ["wandb"],
+        "bitsandbytes": ["bitsandbytes>=0.50.2,<0.51"],
         "lora": ["peft>=0.20,<0.22"],
         "rewards": ["math-verify>=0.9"],
         "sglang": ["sglang>=0.5.18,<=0.5.23"],
@@ -55,6 +56,7 @@ setup(
         "quickstart": ["gguf>=0.10", "matplotlib", "reasoning-gym>=0.1.25"],
         "test": [
             "anthropic>=2",
+            "bitsandbytes>=0.50.2,<0.51",
             "hypothesis",
             "import-linter>=2.5",
             "ipykernel",

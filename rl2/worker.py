@@ -144,7 +144,7 @@ class Worker:
         self.start_adapters: list[Tensor] | None = None
         if self.lora_settings is not None and config.adapter:
             self.start_adapters = [state.clone() for state in self.adapter_states()]
-        self.optimizer: Any = None  # an AdamW or Muon unless the model is frozen
+        self.optimizer: Any = None  # of `new_optimizer` unless the model is frozen
         if is_trained:
             self.optimizer = new_optimizer(
                 config.optimizer,

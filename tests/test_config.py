@@ -272,6 +272,13 @@ def test_lora_without_peft_is_refused(base, monkeypatch):
     assert problem_keys("ppo") == []
 
 
+def test_8_bit_moments_without_bitsandbytes_are_refused(base, monkeypatch):
+    assert problem_keys("sft", "actor.optimizer=adamw_8bit") == []
+    monkeypatch.setattr("rl2.config.model_rules.is_installed", lambda package: False)
+    assert problem_keys("sft", "actor.optimizer=adamw_8bit") == ["actor.optimizer"]
+    assert problem_keys("rm", "critic.optimizer=adamw_8bit") == ["critic.optimizer"]
+
+
 def test_the_share_of_sglang_is_a_number_or_auto(base):
     key = "rollout.gpu_memory_utilization"
     assert parse(PPOConfig, base).rollout.gpu_memory_utilization == "auto"

@@ -13,9 +13,9 @@ The model has two random layers of width 32 and a token for each character. Task
 A rollout of 8 prompts x 8 answers trains eight updates: four passes of two mini-batches. Its last
 updates are far from the policy that sampled it. The kinds of runs are GRPO with the clip of PPO at
 0.2 (`plain`), this with a curriculum, and this with the loss of DPPO. Each seed has a model of its
-own. Every kind has two sets of 40
-held-out prompts: trainer.save_best goes by the first, and the second compares its best step with
-the last one. Each is answered twice at temperature 1, every four steps.
+own. Every run has two sets of 40 held-out prompts: trainer.save_best goes by the first, and the
+second compares its best step with the last one. Each is answered twice at temperature 1, every four
+steps.
 
 `run` is a queue that can be stopped and started again. All kinds of a task and seed are a line of
 benchmarks/lab/results/features.jsonl; `report` prints the table of learning.md.

@@ -94,6 +94,9 @@ def check_worker(name: str, worker: WorkerConfig) -> Iterator[Problem]:
     if len(worker.betas) != 2:
         reason = "give two rates, of the gradient's mean and of its square's, as [0.9,0.999]"
         yield wrong_value(f"{name}.betas", worker.betas, reason)
+    if worker.optimizer == "adamw_8bit" and not is_installed("bitsandbytes"):
+        reason = "it needs bitsandbytes, which is not installed; pip install 'rl2[bitsandbytes]'"
+        yield wrong_value(f"{name}.optimizer", worker.optimizer, reason)
     if worker.optimizer_dir and not Path(worker.optimizer_dir).is_dir():
         yield wrong_value(f"{name}.optimizer_dir", worker.optimizer_dir, "no such folder")
     if worker.save_freq is not None and worker.save_dir is None:

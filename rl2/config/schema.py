@@ -365,8 +365,9 @@ class WorkerConfig(ModelConfig):
     )
     optimizer: str = key(
         "adamw",
-        "adamw, or muon: Muon for the matrices of the layers and AdamW for the rest",
-        choices=("adamw", "muon"),
+        "adamw, muon (Muon for the matrices of the layers, AdamW for the rest) or adamw_8bit "
+        "(AdamW with 8-bit moments of these matrices, by bitsandbytes)",
+        choices=("adamw", "muon", "adamw_8bit"),
         identity=True,
     )
     lr: PositiveFloat = key(

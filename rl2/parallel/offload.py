@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 # Most bytes of host tensors that visit the device at a time: half of them are computed on and half
 # are on their way.
@@ -55,12 +56,18 @@ def local_shard(parameter: Any) -> Tensor:
     return parameter._local_tensor
 
 
-def as_sharded(shard: Tensor, parameter: Any) -> DTensor:
+def as_sharded(shard: Tensor, parameter: Any, width: int | None = None) -> DTensor:
     """The DTensor with `shard` as its part on this process, cut as `parameter` is.
 
-    `shard` may be in host memory: DTensor.from_local would move it to the device.
+    Its last dimension is `width`, by default that of `parameter`. `shard` may be in host memory:
+    DTensor.from_local would move it to the device.
     """
-    return DTensor(shard, parameter._spec, requires_grad=False)
+    spec = parameter._spec
+    if width is not None:
+        like = shard.new_empty((*parameter.shape[:-1], width), device="meta")
+        meta = TensorMeta(like.shape, like.stride(), like.dtype)
+        spec = DTensorSpec(spec.mesh, spec.placements, meta)
+    return DTensor(shard, spec, requires_grad=False)
 
 
 class WeightMemory:
@@ -121,9 +128,9 @@ class WeightMemory:
 
 def zeros_like_all(likes: Sequence[Tensor], in_host_memory: bool) -> list[Tensor]:
     """Zeros in the shapes of `likes`, in host memory or where `likes` are."""
-    if in_host_memory:
+    if in_host_memory and likes:
         return [tensor.zero_() for tensor in empty_on_host(likes)]
-    return [torch.zeros_like(like) for like in likes]
+    return [torch.zeros_like(like, memory_format=torch.contiguous_format) for like in likes]
 
 
 def wait_for_copies(device: torch.device) -> None:

@@ -53,11 +53,10 @@ def measure(parts: dict[str, Any], exported: Any, **numbers: Any) -> SpaceNeeds:
         if not hasattr(part, "trained_parameters"):
             continue  # the position in the data
         parameters = part.trained_parameters or dict(part.model.named_parameters())
-        saved = [parameters]  # each holds something in the shape of these parameters
+        saved = list(parameters.values())
         if part.optimizer is not None:
-            saved += part.optimizer.moments.values()
-        for names in saved:
-            checkpoint += sum(parameters[n].numel() * parameters[n].element_size() for n in names)
+            saved += part.optimizer.state_dict().values()
+        checkpoint += sum(tensor.numel() * tensor.element_size() for tensor in saved)
     num_weights = sum(p.numel() for p in exported.model.parameters())
     return SpaceNeeds(checkpoint, num_weights * exported.dtype.itemsize, **numbers)
 

@@ -22,7 +22,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from rl2.parallel.mesh import Mesh, all_reduce_sum_
 from rl2.parallel.offload import local_shard
 
-WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a weight
+# By the bytes of a weight.
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Weights that are worked on at a time: as int64 they fit into the cache of a core.
 WORDS_AT_A_TIME = {"cpu": 2**16, "cuda": 2**22}
 
