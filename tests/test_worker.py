@@ -211,6 +211,15 @@ def test_saving_before_the_first_update_changes_nothing(tmp_path, device):
         assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
+def test_the_state_of_another_optimizer_is_refused(tmp_path, device):
+    name = make_model(tmp_path / "model")
+    worker = Worker(worker_config(name), device, False, 8)
+    export_optimizer(worker.optimizer, str(tmp_path))
+    other = worker_config(name, optimizer="muon", optimizer_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="(?s)^optimizer_dir=.*momentum_buffer.*leave the key out"):
+        Worker(other, device, False, 8)
+
+
 def test_a_restored_worker_has_the_weight_decay_of_its_config(tmp_path, device):
     name = make_model(tmp_path / "model")
 

@@ -157,12 +157,18 @@ def export_optimizer(optimizer: Stateful, folder: str) -> None:
 
 def import_optimizer(optimizer: Stateful, folder: str) -> None:
     """Reads what `export_optimizer` wrote to `folder`; `folder` may also be that sub-folder itself.
-    All processes must call.
+    All processes must call. ValueError if it is the state of another optimizer or model.
     """
     if Path(folder, "optimizer").is_dir():
         folder = f"{folder}/optimizer"
     parts: Parts = {"optimizer": optimizer}
-    dcp.load(parts, checkpoint_id=folder, no_dist=is_single_process())
+    try:
+        dcp.load(parts, checkpoint_id=folder, no_dist=is_single_process())
+    except Failure as error:
+        raise ValueError(
+            f"optimizer_dir={folder} has not the state of this optimizer and model: "
+            f"{describe_failure(error)}; leave the key out, or choose the optimizer that wrote it"
+        ) from error
 
 
 def step_of(path: Path) -> int:
