@@ -23,7 +23,7 @@ from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rl2.report import answers, loggers, page, saved, summary
 from rl2.report.answers import SharedStart
 from rl2.report.console import Console, describe_start
-from rl2.report.health import Health, find_problems, learns_from_groups_alone
+from rl2.report.health import Health, find_problems, learns_from_groups_alone, reward_metric
 from rl2.report.loggers import MetricsLog, Report, RunInfo, start_wandb
 from rl2.report.page import write_page
 from rl2.report.summary import describe_seconds, summarize
@@ -276,6 +276,38 @@ def test_constant_rewards_of_a_critic_are_told_after_three_steps(tmp_path):
     printed = [print_problems(health, metrics | {"step": i}) for i, metrics in enumerate(steps, 1)]
     assert printed[:5] == [[]] * 5
     assert re.match("step 6 earned a constant reward: .*3 steps.*all 8 answers", printed[5][0])
+
+
+RISING = [0.1, 0.12, 0.09, 0.11, 0.1, 0.3, 0.5, 0.58, 0.62, 0.6, 0.61, 0.6]
+UNCERTAIN = [0.1, 0.4, 0.2, 0.3, 0.1, 0.3, 0.2, 0.1, 0.4, 0.3, 0.1, 0.2]
+
+
+@pytest.mark.parametrize(
+    "trained, gold, weight, first_alarm",
+    [
+        (RISING, UNCERTAIN, 0, 10),
+        (RISING, [0.0] * 12, 0, 10),  # also where it is never earned
+        (RISING, RISING[::-1], 0, 10),
+        (RISING, [value / 3 for value in RISING], 0, None),  # they rise together
+        (RISING, UNCERTAIN, 1, None),  # it is trained
+        (UNCERTAIN, [0.0] * 12, 0, None),
+        (RISING[::-1], [0.0] * 12, 0, None),
+    ],
+)
+@pytest.mark.parametrize("part", ["gold", "mean"])
+def test_a_reward_that_rises_without_a_part_of_weight_0(
+    tmp_path, trained, gold, weight, first_alarm, part
+):
+    config = make_config()
+    config.rollout.reward_weights = {part: weight, "style": 1.0}
+    health = Health(tmp_path, config, start_step=0)
+    alarms = []
+    for step, (reward, value) in enumerate(zip(trained, gold, strict=True), 1):
+        rewards = {"reward/mean": reward, reward_metric(part): value, "reward/style": reward}
+        for problem in health.check(STEP | rewards | {"step": step}):
+            assert part in problem.name and f"step_{step}.jsonl" in problem.reason
+            alarms.append(step)
+    assert alarms == ([] if first_alarm is None else [*range(first_alarm, 13)])
 
 
 def skip_updates(health, first_step, num_steps, fraction=1.0):

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, variance
 from typing import Any
 
 from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
@@ -29,6 +30,10 @@ GROUP_ESTIMATORS = [name for name, it in ADVANTAGE_ESTIMATORS.items() if "group"
 EMPTY_STEPS = 3
 # Of an update's effect: rounding hides the rest. A rate that is too low for bfloat16 is far below.
 MIN_VISIBLE_UPDATE = 0.1
+# A reward part of weight 0 is compared over this many steps, the first and the last ones.
+GOLD_STEPS = 5
+# In standard errors of a difference: what is surely a rise, and what may be none.
+SURE_RISE, POSSIBLE_RISE = 4.0, 1.0
 # Rewards are sums of floats: closer than this, relative to their mean, they are equal.
 EQUAL_REWARDS = 1e-6
 
@@ -71,6 +76,8 @@ class Health:
         self.num_constant_steps = 0  # in a row
         self.last_reward = math.nan
         self.num_empty_steps = 0  # in a row, without a group to train
+        # Of the trained reward and of each part of weight 0, by their metrics.
+        self.rewards: dict[str, list[float]] = {}
         self.skipped = {"actor": SkippedUpdates(), "critic": SkippedUpdates()}
         self.has_told_of_cores = False
 
@@ -97,7 +104,11 @@ class Health:
         is_empty = metrics.get("rollout/groups") == 0
         self.num_empty_steps = self.num_empty_steps + 1 if is_empty else 0
         self._count_skipped(step, metrics)
-        return [*find_problems(metrics, self.config), *self._find_constant_reward(metrics)]
+        return [
+            *find_problems(metrics, self.config),
+            *self._find_constant_reward(metrics),
+            *self._find_unconfirmed_reward(metrics),
+        ]
 
     def describe(self, step: int, problems: list[Problem]) -> list[str]:
         """Returns what to print about a step: new problems, and counts of frequent ones."""
@@ -171,6 +182,32 @@ class Health:
             in_a_row = f"for {self.num_constant_steps} steps in a row, "
             yield Problem("earned a constant reward", in_a_row + reason)
 
+    def _find_unconfirmed_reward(self, metrics: Metrics) -> Iterator[Problem]:
+        """Finds a rise of the reward that a part of weight 0, which is not trained, does not have.
+
+        Over the steps of this process.
+        """
+        if not metrics.get("step") or "reward/mean" not in metrics:
+            return
+        weights = self.config.rollout.reward_weights
+        golds = {reward_metric(name): name for name, weight in weights.items() if weight == 0}
+        for metric in ("reward/mean", *golds):
+            if metric in metrics:
+                self.rewards.setdefault(metric, []).append(metrics[metric])
+        rewards = self.rewards["reward/mean"]
+        if len(rewards) < 2 * GOLD_STEPS or not _rises(rewards, SURE_RISE):
+            return
+        for metric, name in golds.items():
+            values = self.rewards.get(metric, [])
+            if len(values) == len(rewards) and not _rises(values, POSSIBLE_RISE):
+                reason = (
+                    f"from the first {GOLD_STEPS} steps to the last {GOLD_STEPS} reward/mean went "
+                    f"{_describe_change(rewards)} and {metric}, which is not trained, "
+                    f"{_describe_change(values)}. The policy may exploit the reward: read the "
+                    f"answers that earn most in rollouts/train/step_{metrics['step']}.jsonl"
+                )
+                yield Problem(f"earned a reward that {name} does not confirm", reason)
+
     def _divergence(self, worker: str, updates: "SkippedUpdates") -> str:
         """Says why the run stops, and how to continue."""
         limit = f"trainer.max_skipped_updates={self.config.trainer.max_skipped_updates}"
@@ -229,6 +266,22 @@ class SkippedUpdates:
             self.last_finite_step = step
         else:
             self.num_in_a_row += num_skipped
+
+
+def reward_metric(part: str) -> str:
+    """The metric of a reward part. One called mean or std does not take the place of these."""
+    return f"reward/parts/{part}" if part in ("mean", "std") else f"reward/{part}"
+
+
+def _rises(values: list[float], num_errors: float) -> bool:
+    """Whether the last values are higher than the first ones by so many standard errors."""
+    first, last = values[:GOLD_STEPS], values[-GOLD_STEPS:]
+    error = math.sqrt((variance(first) + variance(last)) / GOLD_STEPS)
+    return fmean(last) - fmean(first) > num_errors * error
+
+
+def _describe_change(values: list[float]) -> str:
+    return f"from {fmean(values[:GOLD_STEPS]):.3g} to {fmean(values[-GOLD_STEPS:]):.3g}"
 
 
 def find_problems(metrics: Metrics, config: Any) -> list[Problem]:

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from rl2.algorithms.advantages import RewardPart, sum_by_trajectory
 from rl2.batch import Batch, Sample
+from rl2.report.health import reward_metric
 from rl2.rollout.trajectory import FilterStatus, Trajectory
 
 
@@ -119,9 +120,7 @@ def _reward_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     if part_names == {"reward"}:  # a plain number, which has no parts
         return metrics
     for name in sorted(part_names):
-        # A part called mean or std must not overwrite that of the whole reward.
-        metric = f"reward/parts/{name}" if f"reward/{name}" in metrics else f"reward/{name}"
-        metrics[metric] = _mean(t.rewards.get(name, 0.0) for t in trajectories)
+        metrics[reward_metric(name)] = _mean(t.rewards.get(name, 0.0) for t in trajectories)
     return metrics
 
 
