@@ -317,6 +317,21 @@ def test_a_run_learns_as_with_the_local_engine(tmp_path, tied):
     assert rewards["vllm"] == pytest.approx(rewards["local"], abs=0.05)
 
 
+def test_a_run_whose_rollouts_are_two_steps_ahead(tmp_path, tied):
+    command = [
+        *arguments(tmp_path, tied),
+        "rollout.engine=vllm",
+        "rollout.num_processes=1",
+        "rollout.max_staleness=2",
+        "rollout.check_weights=true",
+        "trainer.max_steps=5",
+        f"trainer.save_dir={tmp_path / 'run'}",
+    ]
+    torchrun(2, *command)
+    lines = read_metrics(tmp_path / "run")
+    assert [line["rollout/staleness"] for line in lines] == [0, 1, 2, 2, 2]
+
+
 def test_a_run_with_partial_rollouts(tmp_path, tied):
     command = [
         *arguments(tmp_path, tied),
