@@ -20,7 +20,7 @@ if ! grep -qxF "$fingerprint" "$env/installed" 2>/dev/null; then
     [ -x "$env/bin/python" ] || "${PYTHON:-python3}" -m venv "$env"
     grep -vE '^(torch|transformers|tokenizers|huggingface_hub|setuptools)==' constraints.txt >"$env/constraints.txt"
     "$env/bin/python" -m pip install -qq --upgrade -c "$env/constraints.txt" \
-        hypothesis peft pytest pytest-xdist torch transformers -e .
+        bitsandbytes hypothesis peft pytest pytest-xdist torch transformers -e .
     echo "$fingerprint" >"$env/installed"
 fi
 run_tests "$env" "$@"
