@@ -198,6 +198,10 @@ SCRIPTS = {
         ],
         lambda row: ["<search>Port Amery</search>", "<answer>Port Amery</answer>"],
     ),
+    "think_answer": (
+        lambda row: [f"<think>so</think> <answer>{row['answer'].upper()}</answer>"],
+        lambda row: [f"<think>{row['answer']}</think> <answer>1</answer>"],
+    ),
     "verifiers_tasks": (lambda row: ["5", str(row["index"] + 1)], lambda row: ["x"] * 4),
 }
 PACKAGES = {

@@ -1,0 +1,36 @@
+r"""Questions that the model thinks about first: <think>...</think> <answer>...</answer>.
+
+Row: {"messages": [...], "answer": "Paris"}. The answer is a text or a number: 4.0 and 4 are equal,
+and so are texts apart from capitals and spacing. The prompt should ask for the form, as
+data.system_prompt=think_answer does for rows without a system message.
+
+One step on a CPU, with a small model in the folder MODEL:
+
+    python -m rl2.trainer.ppo rollout.env_path=think_answer actor.model_name=MODEL \
+        data.path=examples/rows/think_answer.jsonl data.system_prompt=think_answer \
+        trainer.max_steps=1 data.prompts_per_rollout=3 data.responses_per_prompt=2 \
+        rollout.train_sampling_params.max_new_tokens=32
+"""
+
+from rl2.rewards.numbers import number
+from rl2.rewards.text import is_think_answer, last_tagged, same_text, weighted
+
+WEIGHTS = {"right": 1.0, "format": 0.1}  # of the reward parts
+
+
+def reward_fn(messages, answer):
+    """Two reward parts, by WEIGHTS.
+
+    right: 1.0 if the last <answer></answer> after the thought holds the answer, else 0.0.
+    format: 1.0 if the whole reply has the form, each tag once, else 0.0.
+    """
+    reply = messages[-1]["content"]
+    field, answer = last_tagged(reply), str(answer)
+    is_number = number(answer) is not None
+    is_right = number(field) == number(answer) if is_number else same_text(field, answer)
+    return weighted(WEIGHTS, right=is_right, format=is_think_answer(reply))
+
+
+def extract(messages):
+    """The text of the last <answer></answer> of the reply, or None."""
+    return last_tagged(messages[-1]["content"])
