@@ -46,6 +46,7 @@ def plan_micro_batches(
     share_prompts: bool = True,
     attention_cost: float = 0.0,
     keep_groups_together: bool = False,
+    repeats_prompts: bool = False,
 ) -> list[list[list[int]]]:
     """Which rows each data-parallel rank runs in each micro-batch: plan[micro_batch][rank] = rows.
 
@@ -56,7 +57,8 @@ def plan_micro_batches(
 
     A group stays together, so that its prompt runs once, or in a few parts where that is estimated
     to be faster. With `keep_groups_together` all its rows follow each other in one micro-batch, for
-    a loss that compares them.
+    a loss that compares them. With `repeats_prompts` a shared prompt counts once for each answer,
+    since the recurrent layers of the model run it so.
 
     ValueError if a sequence, or a group that must stay together, has more than `budget` tokens.
     """
@@ -71,6 +73,7 @@ def plan_micro_batches(
         num_ranks,
         attention_cost,
         keep_groups_together,
+        repeats_prompts,
     )
     rows = [list(bin_rows) for bin_rows in bins]
     return [rows[i : i + num_ranks] for i in range(0, len(rows), num_ranks)]
@@ -85,6 +88,7 @@ def _plan_bins(
     num_ranks: int,
     attention_cost: float,
     keep_groups_together: bool,
+    repeats_prompts: bool,
 ) -> list[list[int]]:
     """The rows of each bin, the costliest bin first.
 
@@ -92,7 +96,8 @@ def _plan_bins(
     key of the cache, so the workers share a plan in infer and update, whatever batch it is for.
     """
     if keep_groups_together:
-        units = _merge_groups(_cut_groups(groups, spans, budget, attention_cost), numbers)
+        units = _cut_groups(groups, spans, budget, attention_cost, repeats_prompts)
+        units = _merge_groups(units, numbers)
         bins = _fill_bins(units, num_ranks, budget, "group")
     else:
         # No part of a group has more tokens than a rank's share, or half, a quarter, ... of it.
@@ -101,7 +106,7 @@ def _plan_bins(
         divisors = (1, 2, 4, 8) if can_be_cut else (1,)
         candidates = []
         for longest in dict.fromkeys(min(budget, share // divisor + 1) for divisor in divisors):
-            units = _cut_groups(groups, spans, longest, attention_cost)
+            units = _cut_groups(groups, spans, longest, attention_cost, repeats_prompts)
             candidates.append(_fill_bins(units, num_ranks, budget, "sequence"))
         # Bins are in order of cost, so the first one of a micro-batch is its slowest.
         bins = min(candidates, key=lambda bins: sum(bin_.cost for bin_ in bins[::num_ranks]))
@@ -123,28 +128,34 @@ def _rows_by_prompt(
 
 
 def _cut_groups(
-    groups: Iterable[Rows], spans: Sequence[Span], limit: int, attention_cost: float
+    groups: Iterable[Rows],
+    spans: Sequence[Span],
+    limit: int,
+    attention_cost: float,
+    repeats_prompts: bool,
 ) -> list[Bin]:
     """The rows of each prompt in units of at most `limit` tokens, or of one row."""
     parts: list[list[int]] = []
     for rows in groups:
-        prompt = spans[rows[0]][0]
+        shared = 0 if repeats_prompts else spans[rows[0]][0]
         room = -1  # tokens of answers for which the last part has room; the first row begins one
         for row in rows:
-            answer = spans[row][1] - prompt
+            answer = spans[row][1] - shared
             if answer > room:
                 parts.append([])
-                room = limit - prompt
+                room = limit - shared
             parts[-1].append(row)
             room -= answer
-    return [_make_unit(part, spans, attention_cost) for part in parts]
+    return [_make_unit(part, spans, attention_cost, repeats_prompts) for part in parts]
 
 
-def _make_unit(rows: list[int], spans: Sequence[Span], attention_cost: float) -> Bin:
+def _make_unit(
+    rows: list[int], spans: Sequence[Span], attention_cost: float, repeats_prompts: bool
+) -> Bin:
     """Rows of one prompt, which runs once; each answer attends to the prompt and to itself."""
     prompt = spans[rows[0]][0]
     ends = [spans[row][1] for row in rows]
-    tokens = sum(ends) - (len(rows) - 1) * prompt
+    tokens = sum(ends) - (len(rows) - 1) * (0 if repeats_prompts else prompt)
     pairs = sum(end**2 for end in ends) - (len(rows) - 1) * prompt**2
     return Bin(tokens + attention_cost * pairs, tokens, rows)
 

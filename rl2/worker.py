@@ -324,6 +324,7 @@ class Worker:
             self.config.share_prompts,
             self.model.attention_cost,
             keep_groups_together,
+            repeats_prompts=bool(self.model.recurrent),
         )
         return [ranks[self.mesh.dp_rank] for ranks in plan]
 

@@ -25,13 +25,18 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
+    JambaConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    NemotronHConfig,
     Phi3Config,
     PhiConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
     Starcoder2Config,
 )
 
@@ -67,12 +72,17 @@ CONFIGS = {
     "gemma3": Gemma3TextConfig,
     "glm4_moe": Glm4MoeConfig,
     "gpt_oss": GptOssConfig,
+    "jamba": JambaConfig,
+    "lfm2": Lfm2Config,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
+    "nemotron_h": NemotronHConfig,
     "phi": PhiConfig,
     "phi3": Phi3Config,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "qwen3_5_text": Qwen3_5TextConfig,
+    "qwen3_next": Qwen3NextConfig,
     "starcoder2": Starcoder2Config,
 }
 if hasattr(transformers, "GraniteSWAConfig"):  # newer than the oldest transformers of the suite
@@ -100,6 +110,41 @@ SPECIAL = {
     "phi": {"tied": False},
 }
 SPECIAL = {family: overrides for family, overrides in SPECIAL.items() if family in CONFIGS}
+GATED_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+# Small models with recurrent layers: gated delta rules, state spaces of two kinds, convolutions.
+RECURRENT = {
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "num_experts": 1,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "num_hidden_layers": 4,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "chunk_size": 8,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+        # The decoding step of transformers lacks this lower bound of the full pass.
+        "time_step_min": 1e-9,
+    },
+    "qwen3_5_text": GATED_DELTA,
+    "qwen3_next": {**GATED_DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
+}
 
 
 @cache

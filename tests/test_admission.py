@@ -46,10 +46,14 @@ PASS = [
     "nanochat",  # logits capped at 15
     "phi",  # the head has a bias
     "longcat_flash",  # experts that do nothing, two attentions in a layer
+    "lfm2 (convolutions)",
+    "jamba",  # layers that are not given the keywords of the model's forward
+    "qwen3_next",  # gated delta rules
+    "bamba",  # state spaces whose width follows from the hidden size
     "llava_next",  # a tower, and a frozen weight beside it
 ]
 # Of these the embedded engine is tried too.
-ENGINE = ["deepseek_v3", "cohere", "gpt2", "gemma3_text", "gpt_oss", "gemma2", "phi"]
+ENGINE = ["deepseek_v3", "cohere", "gpt2", "gemma3_text", "gpt_oss", "gemma2", "phi", "bamba"]
 # What is refused, with words of the reason.
 REFUSED = {
     "bloom": "log-probabilities are not those of transformers",
@@ -60,7 +64,7 @@ REFUSED = {
     "rwkv": "its config has no num_attention_heads",
     "llama4": "has no body apart from its head",
     "mpt": "attention interface",
-    "lfm2 (convolutions)": "sequences of one pack see each other",
+    "openai-gpt": "sequences of one pack see each other",
 }
 
 

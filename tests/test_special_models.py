@@ -1,4 +1,5 @@
-"""Models with sinks, caps or a biased head in a worker: layouts, exports, and the head itself.
+"""Models with sinks, caps, a biased head or recurrent layers in a worker: layouts, exports, and the
+head itself.
 
 test_windows.py compares their log-probabilities, gradients and answers with transformers.
 """
@@ -8,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from common import SPECIAL, launch, make_model, make_tokenizer
+from common import RECURRENT, SPECIAL, launch, make_model, make_tokenizer
 from parity import SMALL_BUDGET, make_batch, policy_loss, two_steps, worker_config
 from transformers import AutoModelForCausalLM
 
@@ -21,10 +22,13 @@ from rl2.worker import Worker
 
 # fsdp_size, sp_size, tp_size of two processes.
 LAYOUTS = [(0, 1, 1), (1, 1, 1), (0, 2, 1), (0, 1, 2)]
+FAMILIES = SPECIAL | RECURRENT
 
 
 def layouts_of(family):
     """Those that the family can have: models with sinks have no plan that rl2 knows."""
+    if family in RECURRENT:
+        return LAYOUTS[:2]
     has_plan = family in ("gemma2", "phi")
     return [layout for layout in LAYOUTS if layout[2] == 1 or has_plan]
 
@@ -57,13 +61,13 @@ def run_layouts(name, family, out):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("family", SPECIAL)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_layouts_give_the_updates_of_one_process(tmp_path, device, family):
     """Their gradients are clipped, so that a wrong sum shows in the norm."""
-    name = make_model(tmp_path / "model", family, **SPECIAL[family])
+    name = make_model(tmp_path / "model", family, **FAMILIES[family])
     launch(2, __file__, name, family, tmp_path / "out")
     expected = two_steps(name, False, device, make_batch(), share_prompts=False)
-    start = dict(AutoModelForCausalLM.from_pretrained(name).named_parameters())
+    start = AutoModelForCausalLM.from_pretrained(name).state_dict()
     for layout, result in torch.load(tmp_path / "out").items():
         for key, scores in expected["scores"].items():
             if scores is not None:
@@ -77,9 +81,9 @@ def test_layouts_give_the_updates_of_one_process(tmp_path, device, family):
             assert error <= 2e-3 * (weight - start[key]).norm() + 1e-7, (layout, key)
 
 
-@pytest.mark.parametrize("family", SPECIAL)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_export_is_the_trained_model(tmp_path, device, family):
-    name = make_model(tmp_path / "model", family, **SPECIAL[family])
+    name = make_model(tmp_path / "model", family, **FAMILIES[family])
     batch = make_batch()
     worker = Worker(worker_config(name, lr=1e-2), device, False, 4)
     before = worker.infer(batch).logps

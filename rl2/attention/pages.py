@@ -147,7 +147,7 @@ class Pages:
         a call.
         """
         pieces: dict[tuple[int, int], list[Piece]] = {}
-        for document, first, end_of_document in _documents(layout):
+        for document, first, end_of_document in documents(layout):
             while first < end_of_document:
                 page = first // PAGE_SIZE_TOKENS
                 end = min(end_of_document, (page + 1) * PAGE_SIZE_TOKENS)
@@ -191,7 +191,7 @@ class Pages:
         return out, lse
 
 
-def _documents(layout: Any) -> Iterator[tuple[Tensor, int, int]]:
+def documents(layout: Any) -> Iterator[tuple[Tensor, int, int]]:
     """Yields, for each segment, the rows of its document and where the segment is in it.
 
     The document of an answer begins with its prompt. The segment has the positions from the first

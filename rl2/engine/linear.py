@@ -43,7 +43,8 @@ def pack_linear_layers(model: Any, head_dtype: torch.dtype, max_rows: int, exact
 def unpack_linear_layers(model: nn.Module) -> None:
     """Frees the packed copies: layers compute with their own weights again."""
     for module in model.modules():
-        module.__dict__.pop("forward", None)
+        if type(module) is nn.Linear:
+            module.__dict__.pop("forward", None)
 
 
 def can_pack(dtype: torch.dtype) -> bool:

@@ -45,9 +45,11 @@ from rl2.engine.linear import (
     unpack_linear_layers,
 )
 from rl2.engine.sampler import sample, uniform_noise
+from rl2.engine.states import Prefill, PromptStates, SlotStates, check_cache
 from rl2.engine.stop import StopSearch
 from rl2.model.exact_head import capped
 from rl2.model.head import logit_cap, logit_divisor
+from rl2.model.recurrent import RecurrentLayers
 from rl2.model.towers import language_model_class
 
 PREFILL_BATCH_TOKENS = 2048  # most prompt tokens of one forward, without `deterministic`
@@ -82,7 +84,9 @@ class _Prompt:
 
     tokens: tuple[int, ...]
     num_waiting: int = 0  # requests with this prompt that have no slot yet
-    kv: PromptKV | None = None  # of all tokens but the last, while requests wait for it
+    # Of all tokens but the last, while requests wait for it.
+    kv: PromptKV | None = None
+    states: PromptStates = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -140,7 +144,6 @@ class LocalEngine(Engine):
         self.count = settings.world_size
         self.max_running_requests = settings.max_running_requests
         self.deterministic = settings.deterministic
-        self.exact = settings.exact
         self.device = settings.device
         self.head_dtype = torch.promote_types(settings.head_dtype, settings.dtype)
         # The attention "rl2" calls what a forward is given as `attend`, see attention/kernels.py.
@@ -149,6 +152,9 @@ class LocalEngine(Engine):
             settings.model_name, dtype=settings.dtype, attn_implementation="rl2"
         )
         self.model = model.eval().requires_grad_(False).to(self.device)
+        self.recurrent = RecurrentLayers(self.model)
+        check_cache(self.recurrent)
+        self.exact = settings.exact and not self.recurrent  # see TokenModel
         self.tokenizer: Any = None  # decodes answers to find stop strings
         if settings.stop:
             self.tokenizer = AutoTokenizer.from_pretrained(settings.model_name)
@@ -165,7 +171,10 @@ class LocalEngine(Engine):
         self.freed: list[tuple[torch.UntypedStorage, int]] = []  # memory of weights, while asleep
         self._task: asyncio.Task[None] | None = None
         self._pack_linear_layers()
-        self._prefill([_Prompt((0, 0))])  # ValueError for attention that the cache does not know
+        trial = _Prompt((0, 0))
+        self._prefill([trial])  # ValueError for attention that the cache does not know
+        self.example_states = trial.states
+        self.states = self._new_states()
         self.decodes_free_slots = self.deterministic
         if self.exact:
             self.decodes_free_slots = not rows_are_independent(
@@ -210,6 +219,7 @@ class LocalEngine(Engine):
         assert not self.in_flight, f"sleep with {self.in_flight} requests in flight"
         self.asleep = True
         self.cache = self._new_cache()
+        self.states = self._new_states()
         unpack_linear_layers(self.model)
         if self.device.type != "cpu":
             for weight in self.model.parameters():
@@ -262,6 +272,7 @@ class LocalEngine(Engine):
             request.future.cancel()
         self.model = None
         self.cache.layers.clear()
+        self.states.slots.clear()
         if not self.loop.is_running():
             self.loop.close()
 
@@ -287,7 +298,8 @@ class LocalEngine(Engine):
             for request in self._unfinished():
                 request.future.set_exception(error)
             self.abort()
-            self.cache = self._new_cache()  # the old one may hold NaN
+            self.cache = self._new_cache()  # the old ones may hold NaN
+            self.states = self._new_states()
 
     @torch.inference_mode()
     def _admit(self) -> bool:
@@ -303,8 +315,10 @@ class LocalEngine(Engine):
             if slots:
                 assert prompt.kv is not None
                 self.cache.write_prompt(prompt.kv, slots)
+                self.states.write(prompt.states, slots)
             if not prompt.num_waiting:
                 prompt.kv = None
+                prompt.states = {}
                 self.prompts.pop(prompt.tokens)
         return any(self.slots)
 
@@ -313,6 +327,10 @@ class LocalEngine(Engine):
         if self.device.type == "cpu" or self.deterministic:
             return PagedKVCache(self.max_running_requests)
         return DenseKVCache(self.max_running_requests)
+
+    def _new_states(self) -> SlotStates:
+        """No states yet."""
+        return SlotStates(self.max_running_requests, self.example_states)
 
     def _fill_slots(self) -> dict[_Prompt, list[int]]:
         """Puts waiting requests into free slots, first come first served.
@@ -348,7 +366,7 @@ class LocalEngine(Engine):
 
     @torch.inference_mode()
     def _prefill(self, prompts: list[_Prompt]) -> None:
-        """Computes the keys and values of all tokens but the last of each prompt.
+        """Computes the keys, values and states of all tokens but the last of each prompt.
 
         The last one is the first to decode.
         """
@@ -360,6 +378,7 @@ class LocalEngine(Engine):
             tokens += [0] * missing
             positions += [0] * missing
         attention = PrefillAttention(lengths, self.device, self.exact)
+        states = self.recurrent.run = Prefill(lengths)
         if tokens:
             inputs = torch.tensor([tokens, positions], device=self.device)
             self.model.base_model(
@@ -367,6 +386,8 @@ class LocalEngine(Engine):
             )
         for prompt, length, end in zip(prompts, lengths, accumulate(lengths), strict=True):
             prompt.kv = attention.tokens(end - length, end)
+        for prompt, prompt_states in zip(prompts, states.prompts, strict=True):
+            prompt.states = prompt_states.states
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -396,6 +417,7 @@ class LocalEngine(Engine):
         """The logits [n, V] after one token of each of the first n slots."""
         inputs = torch.tensor([tokens, positions], device=self.device)
         self.cache.begin_step(inputs[1], max(positions))
+        self.recurrent.run = self.states
         token_ids, position_ids = inputs[:, :, None]  # [n, 1] each
         body = self.model.base_model(
             token_ids, position_ids=position_ids, use_cache=False, attend=self.cache
@@ -423,6 +445,7 @@ class LocalEngine(Engine):
         outside = [slot for slot in reversed(busy) if slot >= num_rows]
         for source, target in zip(outside, free, strict=False):
             self.cache.move_slot(source, target)
+            self.states.move_slot(source, target)
             self.slots[target] = self.slots[source]
             self.slots[source] = None
         return num_rows

@@ -29,6 +29,7 @@ from rl2.model.admission import admit
 from rl2.model.dither import dither_
 from rl2.model.exact import Exactness
 from rl2.model.lora import LoraSettings
+from rl2.model.recurrent import check_layout
 from rl2.model.routers import freeze_routers
 from rl2.model.token_model import TokenModel
 from rl2.model.towers import find_towers, freeze_towers, language_model_class
@@ -103,6 +104,7 @@ def load_model(
     parameter_dtype = torch.float32 if all_in_fp32 else compute_dtype
     with init_empty_weights(include_buffers=False):
         hf = model_class.from_config(config, attn_implementation="rl2", dtype=parameter_dtype)
+        check_layout(name, hf, Ring(mesh.sp).size, mesh.tp.size() if mesh.tp else 1)
         freeze_towers(hf, compute_dtype)
         lora.inject(hf, lora_settings)
         if freeze_router:

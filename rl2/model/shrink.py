@@ -27,11 +27,20 @@ LIMITS = {
     r"(window|chunk)(_size|_len|_length)?$|^local_attention$|^sliding_windows$": WINDOW_TOKENS,
     r"(intermediate_size|ffn_dim|ffn_hidden_size|n_inner)$": INNER_WIDTH,
     r"^zero_expert_num$": EXPERTS,
-    r"^(num_experts_per_tok|moe_k|moe_top_?k|top_k_experts)$": CHOSEN_EXPERTS,
+    r"^linear_num_heads$": 2,
+    r"^(num_experts_per_tok(en)?|moe_k|moe_top_?k|top_k_experts)$": CHOSEN_EXPERTS,
 }
 NUM_EXPERTS = re.compile(r"^(num|n|moe_num)_(local_|routed_)?experts$")
 # Multiples of the hidden size by chance.
 NOT_A_WIDTH = re.compile(r"layer|position|context|head|expert|group|top|rank|token")
+# Heads of recurrent layers: (heads or groups, those that share them), by the names of their keys.
+RECURRENT_HEADS = (
+    ("linear_num_key_heads", "linear_num_value_heads"),
+    ("n_groups", "mamba_num_heads"),
+)
+# State spaces have this many heads, or heads of this size, so that their width is a multiple of
+# the hidden size.
+PARTS_OF_WIDTH = ("mamba_n_heads", "mamba_headdim")
 DEPTH = re.compile(r"^(depth|num_layers|num_hidden_layers|encoder_layers)$")
 TOWER_WIDTH = re.compile(r"^intermediate_size$|ffn_dim$")
 LAYER_NUMBER = re.compile(r"layer_?(idx|index|id|number|num|i)$|^(idx|index)$")
@@ -76,10 +85,24 @@ def _shrink_sizes(text: Any) -> None:
             setattr(text, key, _special_token(value))
         elif type(value) is int and value > 0:
             setattr(text, key, _shrink_size(key, value, width, narrow, num_experts))
+    _shrink_recurrent_heads(text, width, narrow)
     text.hidden_size = narrow
     text.num_attention_heads = few_heads
     if hasattr(text, "num_key_value_heads"):
         text.num_key_value_heads = few_key_heads
+
+
+def _shrink_recurrent_heads(text: Any, width: int, narrow: int) -> None:
+    """Fewer heads of state spaces and gated delta rules."""
+    for few, many in RECURRENT_HEADS:
+        if hasattr(text, few) and hasattr(text, many):
+            ratio = getattr(text, many) // getattr(text, few)
+            setattr(text, few, min(getattr(text, few), 2))
+            setattr(text, many, getattr(text, few) * min(ratio, 2))
+    has_own_width = hasattr(text, "mamba_d_ssm")  # Falcon-H1
+    for key in PARTS_OF_WIDTH:
+        if hasattr(text, key) and not has_own_width:
+            setattr(text, key, getattr(text, key) * narrow // width)
 
 
 def _shrink_towers(config: Any, text: Any) -> None:

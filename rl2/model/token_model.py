@@ -20,6 +20,7 @@ from rl2.model.exact import Exactness
 from rl2.model.full_kl import HeadInputs, full_kl
 from rl2.model.fused import fuse
 from rl2.model.head import candidate_mask, head_scores, logit_cap, logit_divisor
+from rl2.model.recurrent import PackedRows, RecurrentLayers
 from rl2.model.towers import find_towers
 
 
@@ -74,18 +75,30 @@ class TokenModel(nn.Module):
         self.compile_head = compile
         if compile:
             fuse(hf)
+        self.recurrent = RecurrentLayers(hf)
         self.attention_cost = attention_cost(hf)
         self.is_critic = hf.get_output_embeddings() is None
         self.logit_divisor = logit_divisor(hf.config)
         self.logit_cap = logit_cap(hf.config)
-        is_simple = self.logit_divisor == 1.0 and ring.size == 1 and tp is None and not compile
-        self.exactness = exactness if is_simple else Exactness.OFF
-        if exactness is Exactness.DEMANDED and not self.exactness.is_on:
+        is_whole = ring.size == 1 and tp is None and not compile
+        obstacle = self._exactness_obstacle()
+        self.exactness = exactness if is_whole and obstacle is None else Exactness.OFF
+        if exactness is Exactness.DEMANDED and obstacle is not None:
             raise ValueError(
-                f"rollout.exact=true: {type(hf).__name__} divides its logits, which the engine and "
-                "the trainer do at different places; leave rollout.exact out"
+                f"rollout.exact=true: {type(hf).__name__} {obstacle}; leave rollout.exact out"
             )
         self.eval()
+
+    def _exactness_obstacle(self) -> str | None:
+        """Why the model cannot have the bits of the engine, in words; None if it can."""
+        if self.logit_divisor != 1.0:
+            return "divides its logits, which the engine and the trainer do at different places"
+        if self.recurrent:
+            return (
+                "has recurrent layers, which add in another order in the engine's decoding steps "
+                "than in the trainer"
+            )
+        return None
 
     def forward(
         self,
@@ -151,6 +164,8 @@ class TokenModel(nn.Module):
         attend = PackedAttention(
             pack.chunks, pack.prefixes, pack.tokens.device, self.ring, self.exactness.is_on
         )
+        if self.recurrent:
+            self.recurrent.run = PackedRows(attend.layout)
         missing = max(0, MIN_ROWS - pack.tokens.shape[1]) if self.exactness.is_on else 0
         tokens, positions = (F.pad(x, (0, missing)) for x in (pack.tokens, pack.positions))
         body = self.hf.base_model(tokens, position_ids=positions, use_cache=False, attend=attend)

@@ -1,0 +1,143 @@
+"""The states of recurrent layers: what a prompt leaves behind, and one for each slot.
+
+A layer is given these in place of transformers' cache, of which it calls the methods below.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from rl2.model.recurrent import Compute, Inputs, RecurrentLayers, join
+
+StateKey = tuple[str, int, int]  # conv or recurrent, the layer, the number of the state in it
+PromptStates = dict[StateKey, Tensor]  # [1, ...] each; empty after no token
+
+
+def check_cache(layers: RecurrentLayers) -> None:
+    """ValueError if the layers expect the cache of an older transformers."""
+    if layers and not hasattr(Cache, "get_conv_state"):
+        raise ValueError(
+            f"{type(layers.modules[0]).__name__} of transformers {transformers.__version__} keeps "
+            "its states in a way that the embedded engine does not know: update transformers, or "
+            "set rollout.engine"
+        )
+
+
+class PrefillStates:
+    """The states of one prompt, from nothing. A layer sees the whole prompt in one call."""
+
+    def __init__(self) -> None:
+        self.states: PromptStates = {}
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> Tensor:
+        """Keeps the last inputs [1, C, size] of a convolution. Returns all of them, [1, C, W]."""
+        missing = (conv_kernel_size or conv_states.shape[-1]) - conv_states.shape[-1]
+        # Below 0 it cuts the first inputs off.
+        self.states["conv", layer_idx, state_idx] = F.pad(conv_states, (missing, 0))
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0
+    ) -> Tensor:
+        self.states["recurrent", layer_idx, state_idx] = recurrent_states
+        return recurrent_states
+
+
+class Prefill:
+    """Runs a layer on several prompts, each alone, so that its bits do not depend on the others."""
+
+    def __init__(self, lengths: Iterable[int]):
+        self.lengths = list(lengths)
+        self.prompts = [PrefillStates() for _ in self.lengths]
+
+    def __call__(self, compute: Compute, inputs: Inputs) -> Any:
+        """inputs [1, L, ...] of all prompts -> outputs [1, L, ...]."""
+        parts = {name: tokens.split(self.lengths, 1) for name, tokens in inputs.items()}
+        outputs = []
+        for i, (length, states) in enumerate(zip(self.lengths, self.prompts, strict=True)):
+            if length:
+                prompt = {name: tokens[i] for name, tokens in parts.items()}
+                outputs.append(compute(prompt, states))
+        return join(outputs, lambda tensors: torch.cat(tensors, 1))
+
+
+class SlotStates:
+    """The states of all slots, of which a decoding step changes those of the first slots.
+
+    A slot keeps its states until `write` gives it those of another prompt. `example` are the states
+    of any prompt: their shapes are those of every prompt.
+    """
+
+    def __init__(self, num_slots: int, example: PromptStates):
+        self.num_slots = num_slots
+        self.example = example
+        self.slots: dict[StateKey, Tensor] = {}  # [S, ...], reserved when the first one is written
+        self.num_rows = 0  # of the step
+
+    def write(self, states: PromptStates, slots: list[int]) -> None:
+        """Writes a prompt's states into each of `slots`; zeros if the prompt had no token."""
+        for key, like in self.example.items():
+            if key not in self.slots:
+                self.slots[key] = like.new_zeros(self.num_slots, *like.shape[1:])
+            self.slots[key][slots] = states[key] if states else torch.zeros_like(like)
+
+    def move_slot(self, source: int, target: int) -> None:
+        """Copies the states of slot `source` to slot `target`."""
+        for tensor in self.slots.values():
+            tensor[target] = tensor[source]
+
+    def __call__(self, compute: Compute, inputs: Inputs) -> Any:
+        """One token of each of the first n slots: inputs [n, 1, ...] -> outputs [n, 1, ...]."""
+        self.num_rows = len(next(iter(inputs.values())))
+        return compute(inputs, self)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        """A view [n, C, size]: layers change it in place."""
+        return self.slots["conv", layer_idx, state_idx][: self.num_rows]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """A view [n, ...]: layers change it in place. None if the layer has convolutions only."""
+        states = self.slots.get(("recurrent", layer_idx, state_idx))
+        return None if states is None else states[: self.num_rows]
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> Tensor:
+        """Appends inputs [n, C, 1] of a convolution. Returns them after those before."""
+        before = self.get_conv_state(layer_idx, state_idx)
+        inputs = torch.cat([before, conv_states], -1)
+        before.copy_(inputs[..., -before.shape[-1] :])
+        return inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0
+    ) -> Tensor:
+        states = self.slots["recurrent", layer_idx, state_idx][: self.num_rows]
+        return states.copy_(recurrent_states)

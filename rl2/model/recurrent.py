@@ -1,0 +1,137 @@
+"""Recurrent layers: gated delta rules, state spaces and short convolutions, which carry a state
+from token to token (Qwen3.5, Nemotron-H, LFM2).
+
+Attention goes through transformers' table of functions; these layers have no such table, and know
+one sequence a row. So their forward passes are replaced, and see rows: one for each document of a
+pack, or one for each slot of the embedded engine.
+
+Shapes: L packed tokens, n rows, W tokens of a row, E hidden size, S slots.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl2.attention.blocks import Layout
+from rl2.attention.pages import documents
+from rl2.parallel.device import copy_to_device
+
+# What a layer calls on transformers' cache, and attention does not.
+STATE_UPDATES = {"update_conv_state", "update_recurrent_state"}
+CACHES = ("cache_params", "past_key_values")  # names of the argument
+MASKS = ("attention_mask", "conv_mask")
+# Documents share a call if the longest one is at most this many times as long as the others.
+MAX_LENGTH_RATIO = 2
+
+Inputs = dict[str, Tensor]  # hidden states and the like, [n, W, ...] each
+Compute = Callable[[Inputs, Any], Any]  # (inputs, cache or None) -> outputs [n, W, ...]
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Whether the code of `module` itself, not of its children, updates a state."""
+    for kind in type(module).__mro__:
+        if kind is nn.Module:
+            return False
+        for function in vars(kind).values():
+            code = getattr(inspect.unwrap(function), "__code__", None)
+            if code is not None and STATE_UPDATES.intersection(code.co_names):
+                return True
+    return False
+
+
+def check_layout(name: str, hf: nn.Module, sp_size: int, tp_size: int) -> None:
+    """ValueError if the model `name` has recurrent layers, and they would be cut."""
+    layer = next(filter(is_recurrent, hf.modules()), None)
+    for key, size in (("sp_size", sp_size), ("tp_size", tp_size)):
+        if layer is not None and size > 1:
+            raise ValueError(
+                f"{key}={size}: {name} has layers that carry a state from token to token "
+                f"({type(layer).__name__}), which rl2 does not cut over processes: set {key}=1"
+            )
+
+
+class RecurrentLayers:
+    """The recurrent layers of `hf`, whose forward passes go through `run`. False if it has none.
+
+    `run` is set before each forward pass of the model. It stays for the backward pass, in which
+    layers may run again.
+    """
+
+    def __init__(self, hf: nn.Module):
+        self.modules = [module for module in hf.modules() if is_recurrent(module)]
+        self.run: Callable[[Compute, Inputs], Any] | None = None
+        for module in self.modules:
+            signature = inspect.signature(module.forward)
+            module.__dict__["forward"] = partial(self._forward, module.forward, signature)
+
+    def __bool__(self) -> bool:
+        return bool(self.modules)
+
+    def _forward(self, forward: Any, signature: inspect.Signature, *args: Any, **options: Any):
+        """Masks and further options of the model's forward are dropped: rows have no padding in
+        front, and none of other documents.
+        """
+        assert self.run is not None, "the forward pass of a recurrent layer needs `run`"
+        given = signature.bind(*args, **options).arguments
+        inputs = {}
+        for name, value in given.items():
+            if isinstance(value, Tensor) and name not in MASKS:
+                inputs[name] = value
+        [cache_name] = [name for name in CACHES if name in signature.parameters]
+        return self.run(lambda rows, cache: forward(**rows, **{cache_name: cache}), inputs)
+
+
+class PackedRows:
+    """Runs a layer on each document of a pack by itself, from an empty state.
+
+    The document of an answer begins with its prompt: a shared prompt runs again for each answer.
+    A document ends with padding, which no token before it sees.
+    """
+
+    def __init__(self, layout: Layout):
+        shared = {prompt for _, _, prompt in layout.prefixes}
+        rows = []
+        for segment, (document, _, _) in enumerate(documents(layout)):
+            if segment not in shared:  # which the documents of its answers contain
+                rows.append(document)
+        rows.sort(key=len, reverse=True)
+        [starts] = layout.starts
+        places = torch.zeros(starts[-1], dtype=torch.int64)
+        self.calls: list[Tensor] = []  # [n, W], the place in the pack of each token
+        end = 0
+        while rows:
+            width = len(rows[0])
+            call = [row for row in rows if len(row) * MAX_LENGTH_RATIO >= width]
+            del rows[: len(call)]
+            last = torch.tensor([len(row) - 1 for row in call])
+            columns = torch.arange(width).minimum(last[:, None])
+            indices = [row[c] for row, c in zip(call, columns, strict=True)]
+            self.calls.append(copy_to_device(torch.stack(indices), layout.device))
+            for row in call:
+                places[row] = torch.arange(end, end + len(row))
+                end += width
+        # [L], where each token of the pack is in the flat outputs of all calls; for a token of a
+        # shared prompt, in one of its documents.
+        self.places = copy_to_device(places, layout.device)
+
+    def __call__(self, compute: Compute, inputs: Inputs) -> Any:
+        """inputs [1, L, ...] -> outputs [1, L, ...]."""
+        outputs = []
+        for call in self.calls:
+            rows = {name: tokens[0, call] for name, tokens in inputs.items()}
+            outputs.append(compute(rows, None))
+        return join(outputs, self._gather)
+
+    def _gather(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([part.flatten(0, 1) for part in parts])[None, self.places]
+
+
+def join(outputs: list[Any], join: Callable[[Any], Tensor]) -> Any:
+    """What `join` makes of the outputs of several calls: a tensor, or one for each of a tuple."""
+    if isinstance(outputs[0], tuple):
+        return tuple(join(parts) for parts in zip(*outputs, strict=True))
+    return join(outputs)

@@ -1,0 +1,195 @@
+"""Models with recurrent layers: refusals, adapters, micro-batches, slots of the engine, whole runs.
+
+test_windows.py compares their log-probabilities, gradients and answers with transformers;
+test_special_models.py their layouts and exports.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import (
+    RECURRENT,
+    check_adapter,
+    launch,
+    launch_runs,
+    letter_run,
+    make_model,
+    make_samples,
+    make_tokenizer,
+    read_metrics,
+    read_untimed_metrics,
+)
+from engine_contract import plain_logps, play
+from parity import make_batch, policy_loss, worker_config
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rl2.attention.blocks import Layout
+from rl2.batch import collate
+from rl2.engine.base import EngineSettings
+from rl2.engine.local import LocalEngine
+from rl2.model.exact import Exactness
+from rl2.model.recurrent import PackedRows
+from rl2.packing import pack, plan_micro_batches, zigzag
+from rl2.parallel.mesh import init_distributed
+from rl2.worker import Worker
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def device():
+    yield init_distributed()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def name(request, tmp_path):
+    return make_model(tmp_path / "tiny", request.param, **RECURRENT[request.param])
+
+
+def each(*families):
+    return pytest.mark.parametrize("name", families or RECURRENT, indirect=True)
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_a_document_sees_itself_and_its_prompt(share_prompts):
+    """The layer here sums all tokens up to each one; a token is 1 in its own document."""
+    batch = collate(make_samples(seed=3, num_groups=4, longest=30))
+    packed = zigzag(pack(batch, share_prompts), 1, 0)
+    layout = Layout(packed.chunks, packed.prefixes, CPU, 0)
+    shapes = []
+
+    def cumulate(inputs, cache):
+        shapes.append(inputs["x"].shape)
+        return inputs["x"].cumsum(1), 2 * inputs["x"]
+
+    tokens = packed.tokens[..., None].double()
+    sums, doubles = PackedRows(layout)(cumulate, {"x": tokens})
+    assert torch.equal(doubles, 2 * tokens)
+    for row, prompt_end in enumerate(batch.mask.argmax(1).tolist()):
+        places = packed.hidden_index[packed.rows == row]
+        columns = packed.columns[packed.rows == row]
+        expected = batch.inputs[row].double().cumsum(0)[columns]
+        assert torch.equal(sums[0, places, 0], expected), (row, prompt_end)
+    num_tokens = sum(n * width for n, width, _ in shapes)
+    assert num_tokens < 2 * int((batch.inputs > 0).sum())  # at most half of a call is padding
+
+
+def test_a_prompt_counts_once_for_each_answer():
+    """So the rows that recurrent layers see stay within the budget."""
+    samples = make_samples(seed=1, num_groups=2, group_size=8)
+    batch = collate(samples)
+    lengths = [len(sample.tokens) - 1 for sample in samples]
+    shared = plan_micro_batches(batch, 100, 1)
+    repeated = plan_micro_batches(batch, 100, 1, repeats_prompts=True)
+    assert len(repeated) > len(shared)
+    for [rows] in repeated:
+        assert sum(lengths[row] for row in rows) <= 100
+    assert sorted(row for [rows] in repeated for row in rows) == list(range(16))
+
+
+def refuse_sp(name):
+    init_distributed()
+    with pytest.raises(ValueError, match=r"sp_size=2: .* \(Lfm2ShortConv\).* set sp_size=1"):
+        Worker(worker_config(name, sp_size=2), CPU, False, 4)
+    dist.destroy_process_group()
+
+
+@each("lfm2")
+def test_rings_are_refused(name):
+    launch(2, __file__, name)
+
+
+@each("lfm2")
+def test_equal_bits_are_refused_if_they_are_demanded(name, device):
+    """Otherwise nothing is compared."""
+    worker = Worker(worker_config(name), device, num_updates=4, exactness=Exactness.TRIED)
+    assert worker.model.exactness is Exactness.OFF
+    with pytest.raises(ValueError, match="rollout.exact=true: Lfm2.* has recurrent layers"):
+        Worker(worker_config(name), device, num_updates=4, exactness=Exactness.DEMANDED)
+
+
+@each("lfm2", "qwen3_5_text")
+def test_adapters(name, device, tmp_path):
+    worker = Worker(worker_config(name, lr=3e-2, lora_rank=3), device, False, 4)
+    for _ in range(2):
+        worker.update(make_batch(), policy_loss, with_entropy=True)
+    worker.export(str(tmp_path / "export"), make_tokenizer())
+    check_adapter(AutoModelForCausalLM, name, tmp_path / "export")
+
+
+@each("lfm2", "qwen3_5_text", "jamba")
+def test_slots_begin_with_the_state_of_their_prompt(name):
+    """More answers than slots, some to the same prompt, some to one of a single token.
+
+    Weights that change between two rounds leave no state behind, nor does sleep.
+    """
+    engine = LocalEngine(EngineSettings(name, torch.float32, CPU, max_running_requests=4))
+    plain = AutoModelForCausalLM.from_pretrained(name)
+    prompts = [[5], *[[7, 8, 9, 30]] * 5, [5], *[list(range(3, 90))] * 3]
+    for round_ in range(2):
+        answers = play(engine, prompts, max_new_tokens=12 + round_)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            expected = plain_logps(plain, prompt, answer.tokens, 1.0)
+            torch.testing.assert_close(torch.tensor(answer.logps), expected, rtol=0, atol=1e-4)
+        with torch.no_grad():
+            for weight in plain.parameters():
+                weight.mul_(1.1)
+        engine.sleep()
+        engine.wake()
+        engine.load_weights(plain.state_dict().items(), round_ + 1)
+    engine.close()
+
+
+@each("jamba", "lfm2")
+def test_slots_move_with_their_states(name):
+    """Without equal bits, busy slots move to the front when others end."""
+    settings = EngineSettings(
+        name, torch.float32, CPU, max_running_requests=24, deterministic=False
+    )
+    engine = LocalEngine(settings)
+    plain = AutoModelForCausalLM.from_pretrained(name)
+    moves = []
+    move_slot = engine.states.move_slot
+    engine.states.move_slot = lambda *slots: moves.append(slots) or move_slot(*slots)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 98, (9,), generator=generator).tolist() for _ in range(24)]
+    answers = play(engine, prompts, max_new_tokens=60, stop_token_ids=tuple(range(3, 10)))
+    assert moves
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = plain_logps(plain, prompt, answer.tokens, 1.0)
+        torch.testing.assert_close(torch.tensor(answer.logps), expected, rtol=0, atol=1e-4)
+    engine.close()
+
+
+@each("lfm2", "nemotron_h", "qwen3_5_text", "qwen3_next")
+def test_grpo_runs_and_resumes_to_equal_bits(name, tmp_path):
+    """Three steps of two processes; the engine's log-probabilities are those of the trainer."""
+    arguments = [
+        "ppo",
+        *letter_run(tmp_path, name),
+        "trainer.max_steps=3",
+        "trainer.save_freq=2",
+    ]
+    run, resumed = tmp_path / "run", tmp_path / "resumed"
+    resume = [f"trainer.resume={run / 'checkpoints/step_2'}", f"trainer.save_dir={resumed}"]
+    launch_runs(2, [[*arguments, f"trainer.save_dir={run}"], [*arguments, *resume]])
+    lines = read_metrics(run)
+    assert len(lines) == 3
+    for line in lines:
+        assert line["actor/grad_norm"] > 0
+        assert abs(line["actor/mismatch_logp_difference"]) < 1e-4
+    last_lines = [line for line in read_untimed_metrics(run) if line["step"] > 2]
+    assert read_untimed_metrics(resumed) == last_lines
+    weights = load_file(run / "model/model.safetensors")
+    resumed_weights = load_file(resumed / "model/model.safetensors")
+    assert all(weights[key].equal(resumed_weights[key]) for key in weights)
+    start = load_file(f"{name}/model.safetensors")
+    assert not all(weights[key].equal(start[key]) for key in weights)
+
+
+if __name__ == "__main__":  # a process of the test of rings
+    import sys
+
+    refuse_sp(sys.argv[1])
