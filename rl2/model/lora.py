@@ -29,6 +29,8 @@ from rl2.progress import track
 
 ADAPTER = "default"  # peft's name of the only adapter
 PREFIX = "base_model.model."  # of names in its files, which leave the adapter's name out
+# peft refuses adapters of out_proj in models of these types.
+NO_OUT_PROJ = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ def _new_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
     for name, module in hf.base_model.named_modules():
         if isinstance(module, nn.Linear):
             (frozen_names if module in frozen else linear_names).append(name)
-    kinds = sorted({name.rpartition(".")[2] for name in linear_names})
+    unfit = _unfit_kinds(hf, {_kind(name) for name in linear_names})
+    linear_names = [name for name in linear_names if _kind(name) not in unfit]
+    kinds = sorted({_kind(name) for name in linear_names})
     _check_targets(settings.targets, linear_names, kinds)
     # peft takes a float, though its type says int.
     alpha: Any = settings.alpha or 2 * settings.rank
@@ -82,6 +86,32 @@ def _new_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
         target_modules=settings.targets or kinds,
         exclude_modules=frozen_names or None,
     )
+
+
+def _kind(name: str) -> str:
+    """The last part of a layer's name."""
+    return name.rpartition(".")[2]
+
+
+def _unfit_kinds(hf: PreTrainedModel, kinds: set[str]) -> set[str]:
+    """The kinds of linear layers that get no adapter, since peft could not read it, or it would do
+    nothing.
+
+    In many models with fused experts (Qwen3-Next, GLM-4.5) peft takes gate_proj and the like for
+    the experts, though other layers have these names too.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    unfit = {"dt_proj"}  # Mamba's layers read its weight and do not call it
+    if getattr(hf.base_model.config, "model_type", None) in NO_OUT_PROJ:
+        unfit.add("out_proj")
+    # The kinds of experts come together, or the conversion is refused.
+    experts = {"gate_proj", "up_proj", "down_proj"}
+    config = LoraConfig(target_modules=sorted(kinds | experts))
+    convert_peft_config_for_transformers(config, hf.base_model, None)
+    unfit |= (kinds | experts) - set(config.target_modules or ())
+    return unfit
 
 
 def _read_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
@@ -149,7 +179,8 @@ def _check_targets(targets: list[str], linear_names: list[str], kinds: list[str]
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in linear_names):
             raise ValueError(
-                f"lora_targets: no linear layer is called {target}; there are {', '.join(kinds)}"
+                f"lora_targets: no layer that can have an adapter is called {target}; there are "
+                f"{', '.join(kinds)}"
             )
 
 
