@@ -145,6 +145,8 @@ RECURRENT = {
     "qwen3_5_text": GATED_DELTA,
     "qwen3_next": {**GATED_DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
 }
+if not hasattr(transformers.Cache, "get_conv_state"):  # the oldest transformers of the suite
+    RECURRENT.clear()
 
 
 @cache

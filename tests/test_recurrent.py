@@ -35,6 +35,7 @@ from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(not RECURRENT, reason="the engine needs a newer transformers")
 
 
 @pytest.fixture

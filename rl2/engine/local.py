@@ -2,7 +2,8 @@
 
 A request waits for a slot. Then its prompt is prefilled, all but the last token, once for all
 requests with the same prompt. Then every step feeds one token of every slot and samples the next
-one. A slot is filled again before the next step once its request has ended.
+one. A slot is filled again before the next step once its request has ended. Recurrent layers have
+states in the place of keys and values, see states.py.
 
 Equal bits: a kernel chooses its order of summation by shape. So the rounding of a row can depend on
 how many rows and keys share its call, but not on their values. With `deterministic` every call has

@@ -78,7 +78,8 @@ def _shrink_sizes(text: Any) -> None:
     few_key_heads = min(key_heads, 2)
     few_heads = few_key_heads * min(heads // key_heads, 2)
     narrow = width // heads * few_heads
-    num_groups = getattr(text, "n_group", None) or 1  # of experts; each needs two
+    # Of experts; each needs two.
+    num_groups = getattr(text, "n_group", None) or getattr(text, "num_expert_group", None) or 1
     num_experts = max(EXPERTS, 2 * num_groups)
     for key, value in list(vars(text).items()):
         if key.endswith("token_id"):
