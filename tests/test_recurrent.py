@@ -25,11 +25,19 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rl2.attention.blocks import Layout
+from rl2.attention.ring import Ring
 from rl2.batch import collate
 from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
+from rl2.model.admission import (
+    gradients_of,
+    packed_columns,
+    plain_columns,
+    relative_distances,
+)
 from rl2.model.exact import Exactness
 from rl2.model.recurrent import PackedRows
+from rl2.model.token_model import TokenModel
 from rl2.packing import pack, plan_micro_batches, zigzag
 from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
@@ -88,6 +96,21 @@ def test_a_prompt_counts_once_for_each_answer():
     for [rows] in repeated:
         assert sum(lengths[row] for row in rows) <= 100
     assert sorted(row for [rows] in repeated for row in rows) == list(range(16))
+
+
+@each()
+def test_documents_of_several_chunks(name):
+    """transformers computes gated delta rules in chunks of 64 tokens, and pads the last one."""
+    samples = make_samples(seed=5, num_groups=2, group_size=3, longest=180)
+    plain = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+    hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation="rl2")
+    columns = plain_columns(plain, samples)
+    packed = packed_columns(TokenModel(hf, Ring()), collate(samples))
+    torch.testing.assert_close(packed, columns, rtol=0, atol=1e-4)
+    for scores in (columns, packed):
+        (scores * torch.linspace(-1, 2, scores.numel()).view_as(scores)).sum().backward()
+    for distance in relative_distances(gradients_of(hf), gradients_of(plain)).values():
+        assert distance < 1e-4
 
 
 def refuse_sp(name):
