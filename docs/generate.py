@@ -105,7 +105,7 @@ TOPICS = [
     ),
     Topic(
         "Policy loss",
-        r"actor\.(loss|clip|clip_high|dual_clip|average.*|correction.*|skip.*|.*entropy)",
+        r"actor\.(loss|clip|clip_high|dual_clip|off_policy_mask|average.*|correction.*|skip.*|.*entropy)",
         "[algorithms.md](algorithms.md) has the formulas.",
     ),
     Topic("Value loss", r"critic\.clip"),

@@ -728,6 +728,24 @@ def test_dppo_by_hand():
     assert metrics["clip_ratio"].item() == 2
 
 
+def test_unlikely_failures_by_hand():
+    """Rows whose mean log(p_engine / p) is 0.75 and -0.5, with both signs of the advantage."""
+    logps = torch.tensor([[-1.0, -1.5, -9], [-1.0, -1.0, -9]]).repeat(2, 1).requires_grad_()
+    engine_logps = torch.tensor([[-0.5, -0.5, -1], [-2.0, -1.0, -1]]).repeat(2, 1)
+    mask = torch.tensor([[1.0, 1, 0]]).repeat(4, 1)
+    signs = torch.tensor([1.0, 1, -1, -1])[:, None] * mask
+    inputs = policy_inputs(logps, logps.detach(), signs, mask, engine_logps=engine_logps)
+    compute, weights = POLICY_LOSSES["ppo"].compute, mask / 8
+    for limit, masked_row in ((0.7, 2), (0.8, None)):
+        loss, metrics = losses.policy_loss(compute, inputs, weights, off_policy_limit=limit)
+        expected = -signs / 8
+        if masked_row is not None:
+            expected[masked_row] = 0
+        [gradient] = torch.autograd.grad(loss, logps)
+        torch.testing.assert_close(gradient, expected)
+        assert metrics["off_policy_masked"].item() == (0 if masked_row is None else 0.25)
+
+
 @pytest.mark.parametrize("options", LOSSES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_at_ratio_one_the_gradient_is_exactly_the_policy_gradient(seed, options):

@@ -1,8 +1,8 @@
-r"""Four losses of 2025 and 2026 as you would write them yourself.
+r"""Three losses of 2025 and 2026 as you would write them yourself.
 
     python -m rl2.trainer.ppo rollout.env_path=arithmetic actor.model_name=MODEL \
         data.path=examples/rows/arithmetic.jsonl data.prompts_per_rollout=3 \
-        actor.loss=examples/plugins/recent_losses.py:off_policy_masked
+        actor.loss=examples/plugins/recent_losses.py:sapo
 
 docs/algorithms.md lists the inputs.
 """
@@ -19,21 +19,7 @@ from rl2.algorithms.losses import (
     finite_exp,
     logsigmoid,
     masked,
-    ppo,
 )
-
-
-def drop_far_failures(x: PolicyInputs, limit: float = 0.5) -> TokenLosses:
-    """`ppo` without the bad answers whose mean log(p_engine / p) is above the limit.
-
-    The off-policy sequence mask of DeepSeek-V3.2 (arXiv:2512.02556): what the policy would hardly
-    say any more teaches it little, and unstably. Logs the fraction of tokens that it drops.
-    """
-    losses, metrics = ppo(x)
-    gaps = masked(x.mask, x.engine_logps - x.logps.detach())
-    distance = gaps.sum(1, keepdim=True) / x.mask.sum(1, keepdim=True).clamp(min=1)
-    dropped = (x.advantages < 0) & (distance > limit)
-    return torch.where(dropped, 0.0, losses), metrics | {"dropped": dropped}
 
 
 def sigmoid_gate(x: PolicyInputs, temperature: float = 1.0) -> TokenLosses:
@@ -69,7 +55,6 @@ def positive(x: PreferenceInputs, strength: float = 5.0) -> Tensor:
 
 
 # The declarations say which settings are read, and that rows without an advantage need no pass.
-off_policy_masked = PolicyLoss(drop_far_failures, vanishes_without_advantage=True)
 # The square has a gradient in them, so they are run.
 prime_rl = PolicyLoss(trust_region_with_kl, settings=("clip", "clip_high"), corrects_mismatch=True)
 sapo = PolicyLoss(sigmoid_gate, settings=(), vanishes_without_advantage=True)

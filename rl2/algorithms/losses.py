@@ -256,15 +256,17 @@ def policy_loss(
     inputs: PolicyInputs,
     weights: Tensor,
     correction: Tensor | None = None,
+    off_policy_limit: float | None = None,
 ) -> LossAndMetrics:
     """The policy gradient's surrogate `token_loss`, a weighted sum over [b, T], and its metrics.
 
-    `correction` [b, T], of `importance_weights`, multiplies the loss of each token. Only
-    `inputs.logps` gets a gradient.
+    `correction` [b, T], of `importance_weights`, multiplies the loss of each token. The loss of
+    `unlikely_failures` is 0 if there is a limit for them. Only `inputs.logps` gets a gradient.
 
-    Metrics: approx_kl, k3 of KL(old || new); ratio, the mean rho (gspo: of the sequence); and those
-    of the loss. All but reinforce give clip_ratio, the fraction of tokens whose gradient (cispo:
-    whose rho) was clipped, the dual clip included.
+    Metrics: approx_kl, k3 of KL(old || new); ratio, the mean rho (gspo: of the sequence);
+    off_policy_masked, the fraction of tokens in such failures; and those of the loss. All but
+    reinforce give clip_ratio, the fraction of tokens whose gradient (cispo: whose rho) was clipped,
+    the dual clip included.
     """
     advantages = masked(inputs.mask, inputs.advantages).detach()
     inputs = replace(
@@ -276,10 +278,25 @@ def policy_loss(
     losses, metrics = token_loss(inputs)
     if correction is not None:
         losses = losses * correction.detach()
+    if off_policy_limit is not None:
+        is_masked = unlikely_failures(inputs, off_policy_limit)
+        losses = torch.where(is_masked, 0.0, losses)
+        metrics = {**metrics, "off_policy_masked": is_masked}
     log_ratio = inputs.log_ratio.detach()
     approx_kl = KL_ESTIMATORS["k3"](-log_ratio)
     metrics = {"ratio": finite_exp(log_ratio), **metrics, "approx_kl": approx_kl}
     return (losses * weights).sum(), weighted_sums(metrics, weights)
+
+
+def unlikely_failures(x: PolicyInputs, limit: float) -> Tensor:
+    """[b, T] whether a token has A < 0 in a row whose mean log(p_engine / p) is above the limit.
+
+    The off-policy sequence mask of DeepSeek-V3.2 (arXiv:2512.02556): a bad answer that the policy
+    would hardly give any more teaches it little, and makes the training unstable.
+    """
+    log_ratio = masked(x.mask, x.engine_logps - x.logps.detach())
+    distance = log_ratio.sum(1, keepdim=True) / x.mask.sum(1, keepdim=True).clamp(min=1)
+    return (x.advantages < 0) & (distance > limit)
 
 
 def weighted_sums(metrics: Mapping[str, Tensor], weights: Tensor) -> Metrics:

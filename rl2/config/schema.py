@@ -488,6 +488,11 @@ class ActorConfig(RolloutWorkerConfig):
         above=1,  # the ratio is 1 on the policy, so a lower bound would drop every bad answer
         setting_of="loss",
     )
+    off_policy_mask: PositiveFloat | None = key(
+        None,
+        "leave out bad answers whose tokens have become less likely than when they were sampled, "
+        "by more than this in the mean of the logarithm (DeepSeek-V3.2)",
+    )
     average: str = key(
         "token",
         "how the loss is averaged; token: over tokens (DAPO); sequence: over the token mean of "

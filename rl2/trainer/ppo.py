@@ -342,7 +342,9 @@ def actor_loss(
         ages=batch.ages,
     )
     token_losses = find_policy_loss(config.loss).compute
-    loss, metrics = losses.policy_loss(token_losses, inputs, weights, correction)
+    loss, metrics = losses.policy_loss(
+        token_losses, inputs, weights, correction, config.off_policy_mask
+    )
     mismatch = losses.rollout_mismatch(old_logps, batch.engine_logps, weights)
     metrics |= {f"mismatch_{name}": value for name, value in mismatch.items()}
     if kl.type == "loss":
