@@ -13,9 +13,7 @@ import glob
 import json
 import os
 import resource
-import shutil
 import signal
-import socket
 import struct
 import sys
 import time
@@ -97,6 +95,8 @@ def enter_workspace(folder: str, user: int, has_namespaces: bool) -> None:
 
     With namespaces it is a copy of `folder` in memory, where nothing can fill a disk.
     """
+    import shutil  # here, so that programs start faster
+
     if has_namespaces:
         shutil.copytree(folder, WORKSPACE, symlinks=True, dirs_exist_ok=True)
         folder = WORKSPACE
@@ -115,6 +115,8 @@ def serve(job: dict[str, Any], user: int, proc: int, has_namespaces: bool) -> in
     A message is the JSON of a command and its limit of time, with the files of its standard input,
     output and errors. The answer is one byte, how it ended.
     """
+    import socket
+
     channel = socket.socket(fileno=job["channel"])
     channel.set_inheritable(False)
     channel.send(bytes([SUCCEEDED]))  # ready
