@@ -53,7 +53,7 @@ def test_envs_of_sources_that_do_not_fit(words, capsys):
     swapped = parse(PPOConfig, [*words[:2], "rollout.env_path={a:two.py,b:two.py}"])
     with pytest.raises(ValueError, match=r"(?s)env_path.a: .*reward_fn needs column 'label'"):
         read_ppo_inputs(swapped)
-    with pytest.raises(ValueError, match="the envs of b have an agent"):
+    with pytest.raises(ValueError, match="the envs of b have run"):
         read_ppo_inputs(parse(PPOConfig, [*words[:2], "rollout.env_path={a:one.py,b:agent.py}"]))
     for env_path, problem in (
         ("{a:one.py}", "sources without an env: set rollout.env_path.NAME=PATH for b too"),
