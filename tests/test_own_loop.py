@@ -103,6 +103,7 @@ def test_a_reply_that_is_not_trained_may_be_sampled_otherwise(tmp_path):
         ("row['messages'], max_new_tokens=0", "max_new_tokens=0"),
         ("row['messages'], stop='never'", "train_sampling_params.stop"),
         ("[]", "messages"),
+        ("'a text'", "expected messages or token ids"),
         ("[1, 1000]", "token id 1000"),
         ("[1, 2.5]", "token id 2.5"),
         ("[1], tools=[{}]", "tools"),

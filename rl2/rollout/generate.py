@@ -9,6 +9,7 @@
 """
 
 import asyncio
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -72,6 +73,8 @@ def make_generate(
         """
         options = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         params = _read_params(session.params, options, max_new_tokens, stop, trained)
+        if isinstance(prompt, str):
+            raise ValueError(f"prompt={prompt!r:.80}, expected messages or token ids, not a text")
         # NumPy and PyTorch have tolist. The caller may change its own objects meanwhile.
         own = prompt.tolist() if hasattr(prompt, "tolist") else deepcopy(list(prompt))
         coroutine = _generate(session, own, deepcopy(tools), params, trained)
@@ -131,7 +134,7 @@ async def _generate(
     sample, num_sampled = conversation.samples[-1], conversation.last_turn["num_tokens"]
     token_ids, logprobs = sample.tokens[-num_sampled:], sample.logps[-num_sampled:]
     if not trained:
-        sample.mask[-num_sampled:] = type(sample.mask)("b", [0]) * num_sampled
+        sample.mask[-num_sampled:] = array("b", [0]) * num_sampled
     reply = Reply(
         text=conversation.messages[-1]["content"],
         token_ids=list(token_ids),
