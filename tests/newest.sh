@@ -4,13 +4,12 @@
 # makes both in a few minutes (12 GB). bash tests/newest.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "$0")/.."
+engine_files=(tests/test_{checkpoint,engine,mesh,model,sglang_engine}.py)
 run_tests() { # run_tests ENVIRONMENT [pytest arguments]
     local python=$1/bin/python
     shift
     "$python" -c 'import torch, transformers as t; print("torch", torch.__version__, "transformers", t.__version__)'
-    OMP_NUM_THREADS=1 "$python" -m pytest -x -q --durations=10 -n 2 --dist loadfile --no-loadscope-reorder \
-        tests/test_{trainer,worker,checkpoint,engine,mesh,model,sglang_engine}.py \
-        tests/cuda --ignore tests/cuda/test_peaks.py "$@" # its bytes are those of the tested torch
+    OMP_NUM_THREADS=1 "$python" -m pytest -x -q --durations=10 -n 2 --dist loadfile --no-loadscope-reorder "$@"
 }
 
 env=.venv-newest
@@ -23,7 +22,9 @@ if ! grep -qxF "$fingerprint" "$env/installed" 2>/dev/null; then
         bitsandbytes hypothesis peft pytest pytest-xdist torch transformers -e .
     echo "$fingerprint" >"$env/installed"
 fi
-run_tests "$env" "$@"
+# The bytes of test_peaks.py are those of the tested torch.
+run_tests "$env" tests/test_{trainer,worker}.py "${engine_files[@]}" tests/cuda --ignore tests/cuda/test_peaks.py "$@"
 
+# Its versions are between the oldest and the newest, so what the engine needs is enough.
 source tests/sglang/install.sh # sets env
-run_tests "$env" "$@"
+run_tests "$env" "${engine_files[@]}" "$@"
