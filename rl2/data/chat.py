@@ -239,6 +239,11 @@ class ChatTemplate:
         special_ids = {token_id for token_id, token in added_tokens if token.special}
         return special_ids | set(self.tokenizer.all_special_ids)
 
+    @cached_property
+    def last_token_id(self) -> int:
+        """The largest id of a token."""
+        return max(self.tokenizer.get_vocab().values())
+
     def stop_token_ids(self, model_eos: list[int]) -> list[int]:
         """The ids that end a turn, ascending: the tokenizer's and the model's.
 

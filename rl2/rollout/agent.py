@@ -44,11 +44,12 @@ class AgentPlayer(Player):
         env = self.env_of(trajectory)
         session = AgentSession(self, trajectory, params, seed)
         address = None
-        inputs: dict[str, Any] = {"generate": make_generate(session, self.engine.loop)}
-        if env.spec.run:
-            assert self.endpoint is not None
+        inputs: dict[str, Any]
+        if self.endpoint and env.spec.run:
             address = self.endpoint.open(session.complete, params)
             inputs = {"base_url": address.base_url, "model": MODEL, "api_key": address.api_key}
+        else:
+            inputs = {"generate": make_generate(session, self.engine.loop)}
         agent = asyncio.ensure_future(env.run_agent(trajectory.row, key, inputs))
         session.failure.add_done_callback(lambda _: agent.cancel())
         try:
@@ -56,9 +57,9 @@ class AgentPlayer(Player):
                 agent.cancel()  # the trajectory is not needed any more
             [result] = await asyncio.gather(agent, return_exceptions=True)
         finally:
+            await session.end_requests()
             if self.endpoint and address:
                 await self.endpoint.close(address)
-            await session.end_requests()
         last_turn = session.close()
         failure = session.failure.result() if session.failure.done() else None
         if isinstance(failure, RequestError):

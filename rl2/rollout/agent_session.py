@@ -61,10 +61,9 @@ class AgentSession:
     async def complete(self, request: ChatRequest) -> ChatAnswer:
         """The answer to a request. RequestError says what is wrong with it."""
         try:
+            self.check_may_ask()
             base, conversation = self.extend(request)
-            most = request.max_tokens or self.params.max_new_tokens
-            params = replace(self.params, max_new_tokens=min(self.params.max_new_tokens, most))
-            params = self.limit(params, conversation)
+            params = self.limit(conversation, self.params, request.max_tokens)
         except MALFORMED as error:
             raise malformed_error(error) from error
         with self.ending_at_failure():
@@ -110,29 +109,38 @@ class AgentSession:
                 self.conversations.append(remaining)
                 self.conversations.sort(key=attrgetter("answer_number"))
 
-    def limit(self, params: SamplingParams, conversation: Conversation) -> SamplingParams:
-        """The parameters with no more new tokens than have room. ValueError if none may follow."""
+    def check_may_ask(self) -> None:
+        """ValueError if no further request may follow."""
         if self.is_closed:
             raise ValueError("the trajectory has ended")
-        room = self.player.max_length - len(conversation.samples[-1].tokens)
-        if room < 1 or self.num_requests >= self.player.max_turns:
+        if self.num_requests >= self.player.max_turns:
             raise self._limit_error()
-        return replace(params, max_new_tokens=min(params.max_new_tokens, room))
+
+    def limit(
+        self, conversation: Conversation, params: SamplingParams, max_new_tokens: int | None
+    ) -> SamplingParams:
+        """The parameters with at most so many new tokens as asked for, and as have room.
+
+        ValueError if there is no room.
+        """
+        room = self.player.max_length - len(conversation.samples[-1].tokens)
+        if room < 1:
+            raise self._limit_error()
+        most = min(params.max_new_tokens, room, max_new_tokens or room)
+        return replace(params, max_new_tokens=most)
 
     def extend(self, request: ChatRequest) -> tuple[Conversation | None, Conversation]:
         """(the conversation that the request extends, that with its messages)."""
         player, own = self.player, self.trajectory
-        if self.num_requests >= player.max_turns:
-            raise self._limit_error()
         messages, tools = request.messages, request.tools
         known = [_to_known(message) for message in messages]
         base = self._find_base(known, tools)
-        fits = True
         if base:
             conversation = deepcopy(base)  # the request may be cancelled
             new, num_sampled = messages[len(base.known) :], base.last_turn["num_tokens"]
             self._check_length("".join(message["content"] for message in new))
-            fits = player.append_messages(conversation, num_sampled, new, max_new_tokens=1)
+            if not player.append_messages(conversation, num_sampled, new, max_new_tokens=1):
+                raise self._limit_error()
         else:
             if len(messages) > player.max_length:
                 raise self._limit_error()
@@ -140,8 +148,6 @@ class AgentSession:
             conversation = Conversation(own.id, own.group, messages, tools=tools, source=own.source)
             begin_sample(conversation, player.template.encode_prompt(messages, tools))
         conversation.known = known
-        if not fits:
-            raise self._limit_error()
         return base, conversation
 
     def _check_length(self, text: str) -> None:

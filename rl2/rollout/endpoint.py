@@ -55,7 +55,6 @@ class Address:
     params: SamplingParams  # of the run
     secret: str = field(default_factory=secrets.token_urlsafe)  # in its URL
     api_key: str = field(default_factory=secrets.token_urlsafe)
-    requests: set[asyncio.Task] = field(default_factory=set)  # under way
 
     @property
     def base_url(self) -> str:
@@ -93,10 +92,8 @@ class Endpoint:
         return address
 
     async def close(self, address: Address) -> None:
-        """Ends the requests under way. The address is not served any more."""
+        """The address is not served any more. No request for it may be under way."""
         del self.addresses[address.secret]
-        tasks = [task for task in address.requests if task.cancel()]
-        await asyncio.gather(*tasks, return_exceptions=True)
         if not self.addresses:  # before, other agents may share connections with this one
             await self._server.close_connections()
 
@@ -121,7 +118,7 @@ class Endpoint:
                 chat = dialect.read(body, address.params)
             except MALFORMED as error:
                 raise malformed_error(error) from error
-            whole = dialect.write(await self._complete(address, chat), body)
+            whole = dialect.write(await address.complete(chat), body)
         except RequestError as error:
             return _to_error(error, dialect)
         if body.get("stream"):
@@ -142,15 +139,6 @@ class Endpoint:
             if secrets.compare_digest(given.encode(errors="replace"), key.encode()):
                 return address
         raise RequestError(401, "wrong API key: `run` may ask for the argument api_key")
-
-    async def _complete(self, address: Address, chat: ChatRequest) -> ChatAnswer:
-        task = asyncio.current_task()
-        assert task is not None
-        address.requests.add(task)
-        try:
-            return await address.complete(chat)
-        finally:
-            address.requests.discard(task)
 
 
 def is_exposed(host: str) -> bool:

@@ -20,9 +20,6 @@ from rl2.rollout.agent_session import AgentSession, Conversation
 from rl2.rollout.dialects.form import ChatRequest, read_stop
 from rl2.rollout.trajectory import append_tokens, begin_sample
 
-# The log-probabilities that are trained are those of the run's own parameters.
-TRAINED_WITH_THE_RUNS = ("temperature", "top_p", "top_k")
-
 
 @dataclass(frozen=True)
 class Reply:
@@ -72,12 +69,14 @@ def make_generate(
         ValueError says what is wrong with the arguments, or which limit of rl2 is met.
         """
         options = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-        params = _read_params(session.params, options, max_new_tokens, stop, trained)
+        params = _read_params(session.params, options, stop, trained)
+        if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 1):
+            raise ValueError(f"max_new_tokens={max_new_tokens}, expected 1 or more")
         if isinstance(prompt, str):
             raise ValueError(f"prompt={prompt!r:.80}, expected messages or token ids, not a text")
         # NumPy and PyTorch have tolist. The caller may change its own objects meanwhile.
         own = prompt.tolist() if hasattr(prompt, "tolist") else deepcopy(list(prompt))
-        coroutine = _generate(session, own, deepcopy(tools), params, trained)
+        coroutine = _generate(session, own, deepcopy(tools), params, max_new_tokens, trained)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
 
     return generate
@@ -86,17 +85,16 @@ def make_generate(
 def _read_params(
     own: SamplingParams,
     options: dict[str, Any],
-    max_new_tokens: int | None,
     stop: str | Sequence[str] | None,
     trained: bool,
 ) -> SamplingParams:
-    """Returns the parameters of one reply. `own` are those of the run."""
+    """Returns the parameters of one reply. `own` are those of the run, with which it trains."""
     given = {name: value for name, value in options.items() if value is not None}
-    for name in TRAINED_WITH_THE_RUNS:
-        if trained and given.get(name, getattr(own, name)) != getattr(own, name):
+    for name, value in given.items():
+        if trained and value != getattr(own, name):
             raise ValueError(
-                f"{name}={given[name]}: the run trains what it samples with "
-                f"{name}={getattr(own, name)}; for a reply that is not trained, add trained=False"
+                f"{name}={value}: the run trains what it samples with {name}={getattr(own, name)}; "
+                "for a reply that is not trained, add trained=False"
             )
     params = replace(own, **given)
     if not params.temperature >= 0:
@@ -105,10 +103,6 @@ def _read_params(
         raise ValueError(f"top_p={params.top_p}, expected more than 0 and at most 1")
     if type(params.top_k) is not int or (params.top_k < 1 and params.top_k != -1):
         raise ValueError(f"top_k={params.top_k}, expected 1 or more, or -1 for all tokens")
-    if max_new_tokens is not None:
-        if type(max_new_tokens) is not int or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens}, expected 1 or more")
-        params = replace(params, max_new_tokens=min(max_new_tokens, own.max_new_tokens))
     if stop is not None:
         params = replace(params, stop=read_stop(stop, own))
     return params if trained else replace(params, with_candidates=False)
@@ -119,16 +113,18 @@ async def _generate(
     prompt: list[Any],
     tools: list[dict[str, Any]] | None,
     params: SamplingParams,
+    max_new_tokens: int | None,
     trained: bool,
 ) -> Reply:
     """Samples a reply, on the loop of the engine."""
+    session.check_may_ask()
     if all(isinstance(message, dict) for message in prompt):
         base, conversation = _begin_from_messages(session, prompt, tools)
     else:
         base, conversation = _begin_from_tokens(session, prompt)
         if tools:
             raise ValueError("tools: the chat template shows them to messages, not to token ids")
-    params = session.limit(params, conversation)
+    params = session.limit(conversation, params, max_new_tokens)
     with session.ending_at_failure():
         await session.sample(base, conversation, params)
     sample, num_sampled = conversation.samples[-1], conversation.last_turn["num_tokens"]
@@ -162,7 +158,7 @@ def _begin_from_tokens(
 ) -> tuple[Conversation | None, Conversation]:
     """(the conversation whose tokens these extend, that with these tokens)."""
     template, own = session.player.template, session.trajectory
-    last = max(template.tokenizer.get_vocab().values())
+    last = template.last_token_id
     for token_id in token_ids:
         if type(token_id) is not int or not 0 <= token_id <= last:
             raise ValueError(f"token id {token_id!r}, expected a whole number from 0 to {last}")

@@ -71,7 +71,7 @@ def read_envs(
 def find_unknown_stop_ids(config: Any, template: ChatTemplate) -> list[Problem]:
     """The problems of tokens that should end a turn and that the tokenizer does not have."""
     problems = []
-    last = max(template.tokenizer.get_vocab().values())
+    last = template.last_token_id
     for key, ids in _stop_ids(config):
         unknown = [token_id for token_id in ids if token_id > last]
         if unknown:
