@@ -28,6 +28,11 @@ def masked(mask: Tensor, values: Tensor) -> Tensor:
     return torch.where(mask > 0, values, 0.0)
 
 
+def row_means(mask: Tensor, values: Tensor) -> Tensor:
+    """[b, 1]: the mean over the trained tokens of each row; 0 without any. Values are masked."""
+    return values.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
 def sum_by_index(index: Tensor, values: Tensor, num: int) -> Tensor:
     """[num]: the sum of the values that have each index."""
     return values.new_zeros(num).index_add(0, index, values)
@@ -180,7 +185,7 @@ def gspo(x: PolicyInputs) -> TokenLosses:
 
     The gradient flows through each token's own log-probability.
     """
-    mean = x.log_ratio.sum(1, keepdim=True) / x.mask.sum(1, keepdim=True).clamp(min=1)
+    mean = row_means(x.mask, x.log_ratio)
     sequence_log_ratio = mean.detach() + (x.log_ratio - x.log_ratio.detach())
     return clipped_losses(sequence_log_ratio, x)
 
@@ -295,8 +300,7 @@ def unlikely_failures(x: PolicyInputs, limit: float) -> Tensor:
     would hardly give any more teaches it little, and makes the training unstable.
     """
     log_ratio = masked(x.mask, x.engine_logps - x.logps.detach())
-    distance = log_ratio.sum(1, keepdim=True) / x.mask.sum(1, keepdim=True).clamp(min=1)
-    return (x.advantages < 0) & (distance > limit)
+    return (x.advantages < 0) & (row_means(x.mask, log_ratio) > limit)
 
 
 def weighted_sums(metrics: Mapping[str, Tensor], weights: Tensor) -> Metrics:
@@ -331,8 +335,7 @@ def sequence_masked_weights(log_rho: Tensor, mask: Tensor, cap: float) -> Tensor
 
 def geometric_mask(log_rho: Tensor, mask: Tensor, cap: float) -> Tensor:
     """1, or 0 for a row whose geometric mean of rho is outside [1/cap, cap]."""
-    total = log_rho.sum(1, keepdim=True)
-    rho = finite_exp(total / mask.sum(1, keepdim=True).clamp(min=1))
+    rho = finite_exp(row_means(mask, log_rho))
     return ((rho >= 1 / cap) & (rho <= cap)).to(log_rho.dtype).expand_as(log_rho)
 
 

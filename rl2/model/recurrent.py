@@ -10,7 +10,7 @@ Shapes: L packed tokens, n rows, W tokens of a row, E hidden size, S slots.
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,7 +33,13 @@ Compute = Callable[[Inputs, Any], Any]  # (inputs, cache or None) -> outputs [n,
 
 def is_recurrent(module: nn.Module) -> bool:
     """Whether the code of `module` itself, not of its children, updates a state."""
-    for kind in type(module).__mro__:
+    kind: type = type(module)
+    return _updates_state(kind)
+
+
+@cache  # a model has few classes of modules, and many modules of each
+def _updates_state(module_class: type) -> bool:
+    for kind in module_class.__mro__:
         if kind is nn.Module:
             return False
         for function in vars(kind).values():
@@ -66,12 +72,22 @@ class RecurrentLayers:
         self.run: Callable[[Compute, Inputs], Any] | None = None
         for module in self.modules:
             signature = inspect.signature(module.forward)
-            module.__dict__["forward"] = partial(self._forward, module.forward, signature)
+            [cache_name] = [name for name in CACHES if name in signature.parameters]
+            module.__dict__["forward"] = partial(
+                self._forward, module.forward, signature, cache_name
+            )
 
     def __bool__(self) -> bool:
         return bool(self.modules)
 
-    def _forward(self, forward: Any, signature: inspect.Signature, *args: Any, **options: Any):
+    def _forward(
+        self,
+        forward: Any,
+        signature: inspect.Signature,
+        cache_name: str,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
         """Masks and further options of the model's forward are dropped: rows have no padding in
         front, and none of other documents.
         """
@@ -81,7 +97,6 @@ class RecurrentLayers:
         for name, value in given.items():
             if isinstance(value, Tensor) and name not in MASKS:
                 inputs[name] = value
-        [cache_name] = [name for name in CACHES if name in signature.parameters]
         return self.run(lambda rows, cache: forward(**rows, **{cache_name: cache}), inputs)
 
 

@@ -219,9 +219,8 @@ class _Sandbox:
         path = Path(self.folder, "program.py")
         path.write_bytes(program.text.encode(errors="replace"))
         path.chmod(0o644)
-        paths = {*SYSTEM_PATHS, sys.base_prefix, sys.prefix, self.folder}
         job = {
-            **make_job(strength, limits, self.folder, paths),
+            **make_job(strength, limits, self.folder),
             "command": [sys.executable, "-I", "-X", "utf8", str(path)],
             "wall_seconds": limits.wall_seconds,
         }
@@ -250,9 +249,12 @@ class _Sandbox:
 
 
 def make_job(
-    strength: str, limits: Limits, folder: str, paths: Collection[str]
+    strength: str, limits: Limits, folder: str, further_paths: Collection[str] = ()
 ) -> dict[str, object]:
-    """What the launcher needs to know. With namespaces, `paths` are what a program can read."""
+    """What the launcher needs to know. With namespaces a program can read `further_paths`, besides
+    the system's, Python's and the `folder`.
+    """
+    paths = {*SYSTEM_PATHS, *further_paths, sys.base_prefix, sys.prefix, folder}
     return {
         "trainer": os.getpid(),
         "strength": strength,

@@ -19,10 +19,10 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
 from typing import IO
 
@@ -30,7 +30,6 @@ from rl2.rewards import launcher
 from rl2.rewards.sandbox import (
     GRACE_SECONDS,
     STATUSES,
-    SYSTEM_PATHS,
     Limits,
     Result,
     best_strength,
@@ -175,27 +174,25 @@ def _start(
     """(a socket to the launcher, its process, the file of what it prints if it fails)."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     errors = tempfile.TemporaryFile()
-    paths = {*SYSTEM_PATHS, *SHELL_PATHS, sys.base_prefix, sys.prefix, folder}
-    job = {**make_job(strength, limits, folder, paths), "channel": theirs.fileno()}
+    job = {**make_job(strength, limits, folder, SHELL_PATHS), "channel": theirs.fileno()}
+    start = partial(
+        subprocess.Popen,
+        launcher_command(job),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        cwd=folder,
+        env={
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin",
+            "LANG": "C.UTF-8",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
+        start_new_session=True,
+        pass_fds=[theirs.fileno()],
+    )
     with theirs:
-        process = _in_lasting_thread(
-            lambda: subprocess.Popen(
-                launcher_command(job),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                cwd=folder,
-                env={
-                    "OMP_NUM_THREADS": "1",
-                    "PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin",
-                    "LANG": "C.UTF-8",
-                    "PYTHONDONTWRITEBYTECODE": "1",
-                },
-                start_new_session=True,
-                pass_fds=[theirs.fileno()],
-            )
-        )
-    return ours, process, errors
+        return ours, _lasting_thread(os.getpid()).submit(start).result(), errors
 
 
 def _end(channel: socket.socket, process: subprocess.Popen, folder: str) -> None:
@@ -208,30 +205,11 @@ def _shell() -> str:
     return "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
 
 
-_starts: SimpleQueue[tuple[Callable[[], subprocess.Popen], Future]] = SimpleQueue()
-_starter: list[threading.Thread] = []
-_starter_lock = threading.Lock()
-
-
-def _in_lasting_thread(start: Callable[[], subprocess.Popen]) -> subprocess.Popen:
-    """Starts a process in a thread that lives as long as this process.
+@cache
+def _lasting_thread(process_id: int) -> ThreadPoolExecutor:
+    """A thread that lives as long as this process, and starts its launchers.
 
     Linux ends a launcher with the thread that has started it, and that of a call of the environment
-    ends with the call.
+    ends with the call. A fork has no threads, and another `process_id`.
     """
-    with _starter_lock:
-        if not _starter or not _starter[0].is_alive():  # a fork has no threads
-            _starter[:] = [threading.Thread(target=_serve_starts, daemon=True)]
-            _starter[0].start()
-    result: Future = Future()
-    _starts.put((start, result))
-    return result.result()
-
-
-def _serve_starts() -> None:
-    while True:
-        start, result = _starts.get()
-        try:
-            result.set_result(start())
-        except BaseException as error:
-            result.set_exception(error)
+    return ThreadPoolExecutor(1)
