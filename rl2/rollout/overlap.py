@@ -17,7 +17,8 @@ evaluator. `serve` is the loop of the samplers, which have the real ones.
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +69,30 @@ class Answer:
     is_stopping: bool = False  # a sampler was asked to stop
 
 
+class BusyClock:
+    """Measures in which share of the time one world did not wait for the other."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self.started_at = time.perf_counter()
+        self.waited = 0.0  # seconds since then
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What runs inside is a wait for the other world."""
+        began = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - began
+
+    def lap(self) -> float:
+        """The share since the start or the last lap."""
+        share = 1 - self.waited / max(time.perf_counter() - self.started_at, 1e-9)
+        self.start()
+        return share
+
+
 class Samplers:
     """The processes that sample, as the trainers see them. All trainers make the same calls.
 
@@ -100,8 +125,7 @@ class Samplers:
         self.state = b""  # of the samplers after the newest rollout that has come
         self.ahead: deque[bytes] = deque()  # the rollouts of the next steps, pickled Handovers
         self.num_awaited = 0  # rollouts that are requested and have not come
-        self.waited = 0.0  # seconds, for the samplers, since the last rollout was taken
-        self.taken_at = 0.0  # when that was
+        self.clock = BusyClock()  # a lap is from one rollout that is taken to the next
 
     # In the place of a collector.
 
@@ -120,10 +144,7 @@ class Samplers:
         handover: Handover = pickle.loads(self.ahead.popleft())
         self.rows_done = handover.rows_done
         self.is_exhausted = handover.is_exhausted
-        now = time.perf_counter()
-        busy = 1 - self.waited / max(now - self.taken_at, 1e-9)
-        self.metrics = handover.metrics | {"overlap/trainer_busy": busy}
-        self.taken_at, self.waited = now, 0.0
+        self.metrics = handover.metrics | {"overlap/trainer_busy": self.clock.lap()}
         return handover.trajectories
 
     def wait(self) -> None:
@@ -167,7 +188,7 @@ class Samplers:
     def begin(self) -> None:
         """Restores the samplers' position in the data, before any other request."""
         self._send("begin", self.state)
-        self.taken_at = time.perf_counter()
+        self.clock.start()
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """As `Engine.load_weights`, in all engines, once the rollouts before have been played.
@@ -210,9 +231,8 @@ class Samplers:
 
         RuntimeError in the samplers' words if they failed.
         """
-        began = time.perf_counter()
-        answer: Answer = pickle.loads(self.link.receive_answer())
-        self.waited += time.perf_counter() - began
+        with self.clock.waiting():
+            answer: Answer = pickle.loads(self.link.receive_answer())
         if answer.is_stopping:
             self.request_stop()
         for split, step, records in answer.records:
@@ -240,8 +260,7 @@ class Serving:
         self.listen = listen
         self.is_stopping: Callable[[], bool] = lambda: False
         self.records: list[tuple[str, int, list[dict[str, Any]]]] = []
-        self.waited = 0.0  # seconds, for the trainers, since the rollout before
-        self.ended_at = 0.0  # when that was
+        self.clock = BusyClock()  # a lap is from the end of one rollout to that of the next
         collector.write_records = self.keep_records
 
     def keep_records(self, split: str, step: int, records: Iterable[dict[str, Any]]) -> None:
@@ -252,13 +271,12 @@ class Serving:
         if state:
             self.collector.load_state_dict(pickle.loads(state))
         self.is_stopping = self.listen()
-        self.ended_at, self.waited = time.perf_counter(), 0.0
+        self.clock.start()
 
     def receive(self) -> Request:
         """Waits for the next request."""
-        began = time.perf_counter()
-        request: Request = self.link.receive()
-        self.waited += time.perf_counter() - began
+        with self.clock.waiting():
+            request: Request = self.link.receive()
         return request
 
     def collect(self, step: int) -> None:
@@ -267,9 +285,7 @@ class Serving:
             self._answer(None)
             return
         trajectories = collector.collect(step)
-        now = time.perf_counter()
-        busy = 1 - self.waited / max(now - self.ended_at, 1e-9)
-        self.ended_at, self.waited = now, 0.0
+        busy = self.clock.lap()
         handover = Handover(
             trajectories,
             collector.summarise() | {"overlap/sampler_busy": busy},
