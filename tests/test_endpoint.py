@@ -369,20 +369,15 @@ def test_other_sampling_parameters_are_ignored_with_a_warning(tmp_path):
     assert trained_text(player, trajectory.samples[0]) == "one x<|im_end|>"
 
 
-@pytest.mark.parametrize("judge", ["", "def reward_fn(messages, finish_reason): return 1.0"])
-@pytest.mark.parametrize(
-    "limits, turns", [({"max_turns": 2}, 2), ({"max_length": 73}, 2), ({"max_length": 20}, 0)]
-)
-def test_limits_end_a_trajectory(tmp_path, judge, limits, turns):
+JUDGES = ["", "def reward_fn(messages, finish_reason): return 1.0"]
+# Limits, and the turns that they leave.
+LIMITS = [({"max_turns": 2}, 2), ({"max_length": 73}, 2), ({"max_length": 20}, 0)]
+
+
+def check_limits(tmp_path, env, judge, limits, turns):
     """The request beyond a limit is refused. reward_fn then judges what there is."""
-    env = f"""
-        {judge}
-        def run(row, base_url, model, api_key):
-            messages = list(row["messages"])
-            while True:
-                messages += [ask(base_url, api_key, messages)["message"], user("more")]
-    """
-    (trajectory,), player = play(tmp_path, list("abcdef"), env, **limits)
+    text = f"{judge}\n{textwrap.dedent(env)}"
+    (trajectory,), player = play(tmp_path, list("abcdef"), text, **limits)
     assert len(player.engine.requests) == turns
     if judge and turns:
         assert trajectory.finish_reason == "length" and trajectory.rewards == {"reward": 1.0}
@@ -390,6 +385,18 @@ def test_limits_end_a_trajectory(tmp_path, judge, limits, turns):
     else:
         assert trajectory.finish_reason == "failed"
         assert not any(1 in sample.mask for sample in trajectory.samples)
+
+
+@pytest.mark.parametrize("judge", JUDGES)
+@pytest.mark.parametrize("limits, turns", LIMITS)
+def test_limits_end_a_trajectory(tmp_path, judge, limits, turns):
+    env = """
+        def run(row, base_url, model, api_key):
+            messages = list(row["messages"])
+            while True:
+                messages += [ask(base_url, api_key, messages)["message"], user("more")]
+    """
+    check_limits(tmp_path, env, judge, limits, turns)
 
 
 REFUSED_ONCE = """
@@ -606,6 +613,14 @@ def test_a_trajectory_that_is_aborted_ends_its_agent(tmp_path):
     assert player.failures.count == 0 and not player.endpoint.addresses
 
 
+def check_refused(tmp_path, env, options, message):
+    """The env file is refused when it is loaded or tried."""
+    (tmp_path / "env.py").write_text(env)
+    with pytest.raises(ValueError, match=message):
+        env = load_env(str(tmp_path / "env.py"))
+        preflight(env, {"data.path": pack_rows([make_row(0)])}, max_turns=1, **options)
+
+
 @pytest.mark.parametrize(
     "env, options, message",
     [
@@ -618,10 +633,7 @@ def test_a_trajectory_that_is_aborted_ends_its_agent(tmp_path):
     ],
 )
 def test_agents_that_cannot_work_are_refused(tmp_path, env, options, message):
-    (tmp_path / "env.py").write_text(env)
-    with pytest.raises(ValueError, match=message):
-        env = load_env(str(tmp_path / "env.py"))
-        preflight(env, {"data.path": pack_rows([make_row(0)])}, max_turns=1, **options)
+    check_refused(tmp_path, env, options, message)
 
 
 def test_the_columns_of_a_row_do_not_hide_the_address(tmp_path):
@@ -945,6 +957,16 @@ def test_requests_follow_each_other_on_one_connection():
     assert talk(client, soon).count(b"200 ") == 3
 
 
+def check_it_learns(setup, tmp_path, env):  # noqa: F811
+    """The reward of a run on the letter task rises, without a failed trajectory."""
+    (tmp_path / "env.py").write_text(textwrap.dedent(env))
+    train(2, *setup, "rollout.env_timeout=200", "trainer.n_epochs=1")
+    lines = read_metrics(tmp_path / "run")
+    rewards = [line["reward/mean"] for line in lines]
+    assert all(line["rollout/failed"] == 0 for line in lines)
+    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.2, rewards
+
+
 def test_a_run_trains_an_agent(setup, tmp_path):  # noqa: F811
     """Two clients against the real engines of two processes: the reward rises."""
     pytest.importorskip("openai", reason="comes with rl2[test]")
@@ -967,9 +989,4 @@ def test_a_run_trains_an_agent(setup, tmp_path):  # noqa: F811
                 text = await ask_anthropic(asked, base_url, api_key)
             return sum(letter in row["answer"] for letter in text) / max(len(text), 1)
     """
-    (tmp_path / "env.py").write_text(textwrap.dedent(env))
-    train(2, *setup, "rollout.env_timeout=200", "trainer.n_epochs=1")
-    lines = read_metrics(tmp_path / "run")
-    rewards = [line["reward/mean"] for line in lines]
-    assert all(line["rollout/failed"] == 0 for line in lines)
-    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.2, rewards
+    check_it_learns(setup, tmp_path, env)

@@ -1,16 +1,24 @@
 """A loop of one's own: `play` of an env file, and the function `generate` that it gets."""
 
-import textwrap
-
 import pytest
-from common import make_tokenizer, pack_rows, read_metrics
+from common import make_tokenizer, pack_rows
 from scripted import PARAMS, make_row, process_group  # noqa: F401
-from test_endpoint import TWO_TURNS, describe, make_agent, play
+from test_endpoint import (
+    JUDGES,
+    LIMITS,
+    TWO_TURNS,
+    check_it_learns,
+    check_limits,
+    check_refused,
+    describe,
+    make_agent,
+    play,
+)
 from test_env_objects import trained_text
-from test_trainer import setup, train  # noqa: F401
+from test_trainer import setup  # noqa: F401
 
 from rl2.config.schema import RolloutConfig
-from rl2.env.load import load_env, preflight
+from rl2.env.load import load_env
 from rl2.trainer.sampling import read_envs
 
 TWO_TURNS_OF_ITS_OWN = """
@@ -157,27 +165,17 @@ def test_a_reply_that_nobody_awaits_ends_with_the_loop(tmp_path):
     assert texts(player, trajectory) == ["1<|im_end|>"] and player.engine.num_running == 0
 
 
-@pytest.mark.parametrize("judge", ["", "def reward_fn(messages, finish_reason): return 1.0"])
-@pytest.mark.parametrize(
-    "limits, turns", [({"max_turns": 2}, 2), ({"max_length": 73}, 2), ({"max_length": 20}, 0)]
-)
+@pytest.mark.parametrize("judge", JUDGES)
+@pytest.mark.parametrize("limits, turns", LIMITS)
 def test_limits_end_a_trajectory(tmp_path, judge, limits, turns):
-    """reward_fn judges what there is. Without one the trajectory fails."""
-    env = f"""
-        {judge}
+    env = """
         async def play(row, generate):
             messages = list(row["messages"])
             while True:
                 reply = await generate(messages)
                 messages += [reply.message, user("more")]
     """
-    trajectory, player = play_one(tmp_path, list("abcdef"), env, **limits)
-    assert len(player.engine.requests) == turns
-    if judge and turns:
-        assert trajectory.finish_reason == "length" and trajectory.rewards == {"reward": 1.0}
-        assert texts(player, trajectory) == ["a<|im_end|>b<|im_end|>"]
-    else:
-        assert trajectory.finish_reason == "failed"
+    check_limits(tmp_path, env, judge, limits, turns)
 
 
 @pytest.mark.parametrize(
@@ -217,10 +215,7 @@ def test_an_engine_that_fails_ends_the_rollout(tmp_path):
     ],
 )
 def test_loops_that_cannot_work_are_refused(tmp_path, env, options, message):
-    (tmp_path / "env.py").write_text(env)
-    with pytest.raises(ValueError, match=message):
-        env = load_env(str(tmp_path / "env.py"))
-        preflight(env, {"data.path": pack_rows([make_row(0)])}, max_turns=1, **options)
+    check_refused(tmp_path, env, options, message)
 
 
 def test_it_cannot_run_in_another_process(tmp_path):
@@ -255,9 +250,4 @@ def test_a_run_trains_a_loop(setup, tmp_path):  # noqa: F811
             reply = await generate({ids} if is_odd else row["messages"])
             return sum(letter in row["answer"] for letter in reply.text) / max(len(reply.text), 1)
     """
-    (tmp_path / "env.py").write_text(textwrap.dedent(env))
-    train(2, *setup, "rollout.env_timeout=200", "trainer.n_epochs=1")
-    lines = read_metrics(tmp_path / "run")
-    rewards = [line["reward/mean"] for line in lines]
-    assert all(line["rollout/failed"] == 0 for line in lines)
-    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.2, rewards
+    check_it_learns(setup, tmp_path, env)
