@@ -391,7 +391,7 @@ def start_server() -> subprocess.Popen:
 def launch(world, *command, check=True, timeout=300) -> subprocess.CompletedProcess:
     """The same with ranks that are forked after the imports, see launch.py.
 
-    After `timeout` seconds the ranks are killed, and the status is -9.
+    After `timeout` seconds the ranks are killed, the status is -9, and stderr says so.
     """
     server = start_server()
     command = [*map(str, command)]
@@ -410,7 +410,10 @@ def launch(world, *command, check=True, timeout=300) -> subprocess.CompletedProc
         killer.start()
         status = int(server.stdout.readline())
         killer.cancel()
-        done = subprocess.CompletedProcess(command, status, stdout.read(), stderr.read())
+        errors = stderr.read()
+        if killer.finished.is_set() and status == -signal.SIGKILL:
+            errors += f"killed after {timeout} seconds\n"
+        done = subprocess.CompletedProcess(command, status, stdout.read(), errors)
     if check:
         check_status(done)
     return done

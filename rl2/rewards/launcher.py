@@ -23,7 +23,9 @@ from typing import Any, NoReturn
 
 # Exit statuses. Python's own is 1 when an error ends it.
 SUCCEEDED, FAILED, KILLED, TIMED_OUT, STARVED = 0, 3, 4, 5, 6
-NICENESS = 10  # The trainer comes first: on a core that both want, a program gets a tenth.
+# The trainer comes first: on a core that both want, a program gets a tenth. The launcher keeps its
+# priority, since it must be able to end a program on a busy machine.
+NICENESS = 10
 # Linux keeps these user ids for services that exist only while they run (systemd's DynamicUser).
 FIRST_USER, NUM_USERS = 61184, 4336
 MAX_FILES = 10_000  # that a program may make in its folders
@@ -60,7 +62,6 @@ def main() -> NoReturn:
     job = json.loads(sys.argv[1])
     has_namespaces = job["strength"] == "namespaces"
     os.umask(0o022)
-    os.nice(NICENESS)
     write("/proc/self/oom_score_adj", "1000")  # where memory runs out, the trainer comes last
     user = os.geteuid()
     if user == 0 and job["strength"] != "process":
@@ -87,7 +88,7 @@ def main() -> NoReturn:
         sys.exit(supervise(job, user, proc))
     finally:
         if not has_namespaces:
-            kill_children()
+            kill_children(user)
 
 
 def enter_workspace(folder: str, user: int, has_namespaces: bool) -> None:
@@ -134,7 +135,7 @@ def serve(job: dict[str, Any], user: int, proc: int, has_namespaces: bool) -> in
         if has_namespaces:
             kill_namespace()
         else:
-            kill_children()
+            kill_children(user)
         for file in files:
             os.close(file)
         channel.send(bytes([status]))
@@ -192,6 +193,7 @@ def start_program(job: dict[str, Any], user: int, errors: int, files: Sequence[i
     try:
         for number, file in enumerate(files):
             os.dup2(file, number)
+        os.nice(NICENESS)
         become(user)
         call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         for name, value in job["limits"].items():
@@ -239,12 +241,42 @@ def kill_namespace() -> None:
             os.waitpid(-1, 0)
 
 
-def kill_children() -> None:
-    """Kills the processes below this one, which inherits orphans.
+def kill_children(user: int) -> None:
+    """Kills the processes below this one, which inherits orphans. They belong to `user`."""
+    if os.geteuid() == user:
+        stop_children()
+    else:
+        while not kill_user(user):
+            pass
+    with suppress(ChildProcessError):  # none is left
+        while True:
+            with open(f"/proc/self/task/{os.getpid()}/children") as children:
+                for child in children.read().split():
+                    os.kill(int(child), signal.SIGKILL)
+            os.waitpid(-1, 0)
 
-    All are stopped first. A stopped process starts no other one and still counts in the limit of
-    processes, so a program that forks without end comes to rest. One that is killed would make room
-    for the next.
+
+def kill_user(user: int) -> bool:
+    """Kills all processes of another user at once, so none can start another one.
+
+    Returns False if a process of that user was faster to kill the one that does this.
+    """
+    killer = os.fork()
+    if killer == 0:
+        try:
+            become(user)
+            with suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)  # all that this user may kill, but for itself
+        finally:
+            os._exit(0)
+    return os.waitpid(killer, 0)[1] == 0
+
+
+def stop_children() -> None:
+    """Stops the processes below this one, since nothing can kill them all at once.
+
+    A stopped process starts no other one and still counts in the limit of processes, so a program
+    that forks without end comes to rest. One that is killed would make room for the next.
     """
     stopped: set[int] = set()
     while running := find_descendants() - stopped:
@@ -252,12 +284,6 @@ def kill_children() -> None:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGSTOP)
         stopped |= running
-    with suppress(ChildProcessError):  # none is left
-        while True:
-            with open(f"/proc/self/task/{os.getpid()}/children") as children:
-                for child in children.read().split():
-                    os.kill(int(child), signal.SIGKILL)
-            os.waitpid(-1, 0)
 
 
 def find_descendants() -> set[int]:
