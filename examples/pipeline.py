@@ -1,10 +1,11 @@
 """The parts of pipeline.sh other than training.
 
-`prepare FOLDER` makes the rows of SFT, of the reward model and of DPO. GRPO trains on the task of
-the quickstart. `report FOLDER` prints how the stages went.
+`prepare FOLDER` makes the rows of SFT, of the reward model, of DPO and of GRPO. `report FOLDER`
+prints how the stages went.
 """
 
 import argparse
+import hashlib
 import json
 import random
 import re
@@ -18,6 +19,11 @@ MAX_ANSWER_CHARACTERS = 140
 NUMBER_LIMIT = 50  # numbers in the worked answer are smaller
 MIN_PROBLEMS_OF_KIND = 20
 NUM_PROBLEMS = {"test": 100, "sft": 400, "pairs": 320}  # no problem is in two of these sets
+# GRPO's task: sums and differences of two one-digit numbers. Each prompt begins with an example. It
+# shows the form of an answer, and that it may be negative.
+NUM_SUMS = {"train": 150, "test": 50}
+SYSTEM_PROMPT = "Calculate."
+EXAMPLE = ("State the final answer to the following arithmetic problem: 10 - 12 =", "10 - 12 = -2")
 # (title, stage, name of the metric, its key). Stages have the names that pipeline.sh gives them.
 REPORTED_METRICS = (
     ("SFT", "sft", "perplexity", "test/perplexity"),
@@ -29,7 +35,7 @@ REPORTED_METRICS = (
 
 
 def prepare(folder: Path) -> None:
-    if (folder / "pairs_test.jsonl").exists():
+    if (folder / "sums_test.jsonl").exists():
         return
     problems = make_problems()
     sets = divide(problems)
@@ -42,6 +48,7 @@ def prepare(folder: Path) -> None:
         "pairs_train": pair_rows(sets["pairs"], problems_by_kind, rng),
         "sft_test": [sft_row(problem) for problem in sets["test"]],
         "pairs_test": pair_rows(sets["test"], problems_by_kind, rng),
+        **make_sums(),
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in rows.items():
@@ -98,6 +105,36 @@ def divide(problems: list[dict]) -> dict[str, list[dict]]:
     questions = {problem["question"] for problem in problems[:start]}
     assert len(questions) == start, "a problem is in two sets"
     return sets
+
+
+def make_sums() -> dict[str, list[dict]]:
+    """Returns all 200 sums and differences of reasoning-gym. No test question is trained."""
+    import reasoning_gym
+
+    answers: dict[str, str] = {}
+    seed = 0
+    while len(answers) < sum(NUM_SUMS.values()):
+        items = reasoning_gym.create_dataset(
+            "chain_sum", size=500, seed=seed, min_terms=2, max_terms=2, min_digits=1, max_digits=1
+        )
+        answers |= {item["question"]: item["answer"] for item in items}
+        seed += 1
+    questions = sorted(answers, key=hash_of)
+    assert EXAMPLE[0] not in questions
+    rows = []
+    for question in questions:
+        roles = ("system", "user", "assistant", "user")
+        texts = (SYSTEM_PROMPT, *EXAMPLE, question)
+        pairs = zip(roles, texts, strict=True)
+        messages = [{"role": role, "content": text} for role, text in pairs]
+        rows.append({"messages": messages, "answer": answers[question]})
+    num_train = NUM_SUMS["train"]
+    return {"sums_train": rows[:num_train], "sums_test": rows[num_train:]}
+
+
+def hash_of(text: str) -> str:
+    """Returns a fixed key to shuffle by. Python's own hash differs from run to run."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def prompt(problem: dict) -> list[dict]:

@@ -6,7 +6,7 @@
 # - rm and dpo: a reward model and DPO on pairs of answers to such problems. The chosen answer is the
 #   worked one. The rejected one is either the worked one with a mistake in its last step, of the same
 #   length, or the right answer to another problem of the same kind.
-# - grpo: GRPO on the sums of the quickstart.
+# - grpo: GRPO on sums and differences of one-digit numbers.
 # Held-out problems are of the same kinds, with other numbers and names. The shorter answer is the
 # right one in 56% of the held-out pairs.
 #
@@ -21,15 +21,15 @@
 #
 # If you run the script again, finished stages are skipped and an interrupted one continues from its
 # last checkpoint. OUT is the folder of the stages, MODEL=owner/name another model, and DATA a folder
-# with your own {sft,pairs}_{train,test}.jsonl.
+# with your own {sft,pairs,sums}_{train,test}.jsonl.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source examples/install.sh quickstart
 
-out="${OUT:-runs/pipeline}" data="${DATA:-runs/pipeline-data}" sums=runs/quickstart-data
-model="${MODEL:-$sums/model}"
+out="${OUT:-runs/pipeline}" data="${DATA:-runs/pipeline-data}"
+model="${MODEL:-runs/quickstart-data/model}"
 [ -n "${DATA:-}" ] || python examples/pipeline.py prepare "$data"
-python examples/quickstart.py prepare "$sums"
+[ -n "${MODEL:-}" ] || python examples/quickstart.py prepare runs/quickstart-data
 cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$cores}" TOKENIZERS_PARALLELISM=false
 # Large tensors are allocated and freed at every layer. Keeping their memory instead of returning it
@@ -60,7 +60,7 @@ stage dpo -m rl2.trainer.dpo data.path="$data/pairs_train.jsonl" data.test_path=
     actor.model_name="$out/sft/model" actor.lr=2e-5 actor.scheduler=linear actor.gradient_checkpointing=false \
     data.batch_size=16 actor.max_length_per_device=4096 trainer.n_epochs=1
 
-stage grpo -m rl2.trainer.ppo data.path="$sums/train.jsonl" data.test_path="$sums/test.jsonl" \
+stage grpo -m rl2.trainer.ppo data.path="$data/sums_train.jsonl" data.test_path="$data/sums_test.jsonl" \
     data.prompts_per_rollout=16 data.responses_per_prompt=8 actor.model_name="$out/sft/model" actor.lr=3e-5 \
     actor.max_length_per_device=4096 actor.gradient_checkpointing=false adv.norm_var=true \
     rollout.env_path=envs/arithmetic.py rollout.max_running=128 \

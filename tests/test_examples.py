@@ -433,22 +433,30 @@ def test_the_tutorial_runs(tmp_path, left_by_quickstart):
         assert (tmp_path / "runs" / name / "best_model/config.json").exists()
 
 
-def test_the_quickstart_ends_with_errors_the_report_and_the_next_command(
+def test_the_quickstart_ends_with_answers_errors_the_report_and_the_next_command(
     tmp_path, capsys, monkeypatch
 ):
-    """58% and 76% of 50 questions are 14 and 12 points (95%) from being known."""
+    """3% and 97% of 100 questions are 3 points (95%) from being known."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     quickstart = importlib.import_module("quickstart")
     monkeypatch.setattr(quickstart, "draw_rewards", lambda *arguments: None)
-    train = {"reward/right": 0.5, "time/step": 1.0, "tokens/sampled": 9}
+    train = {"reward/mean": 0.5, "time/step": 1.0, "tokens/sampled": 9}
     lines = [
-        {"step": 0, "test/reward/right": 0.58, "time/step": 1.0, "tokens/sampled": 0},
-        {"step": 1, "test/reward/right": 0.76, **train},
+        {"step": 0, "test/reward/mean": 0.03, "time/step": 1.0, "tokens/sampled": 0},
+        {"step": 1, "test/reward/mean": 0.97, **train},
     ]
     write_jsonl(tmp_path / "metrics.jsonl", lines)
+    (tmp_path / "rollouts/test").mkdir(parents=True)
+    for step, reply in ((0, "To find the\n\nlargest"), (1, "The largest is 63.")):
+        question = {"role": "user", "content": "Which number?"}
+        messages = [question, {"role": "assistant", "content": reply}]
+        record = {"messages": messages, "finish_reason": "stop" if step else "length"}
+        write_jsonl(tmp_path / f"rollouts/test/step_{step}.jsonl", [record])
     quickstart.report(tmp_path)
     printed = capsys.readouterr().out
-    assert "58% ± 14% right before training, 76% ± 12% after" in printed
+    assert "before   To find the largest ...\n" in printed
+    assert "after    The largest is 63.\n" in printed
+    assert "3% ± 3% right before training, 97% ± 3% after" in printed
     assert f"{tmp_path}/report.html" in printed and "source .venv/bin/activate" in printed
     assert "source .venv/bin/activate" in (ROOT / "README.md").read_text()
 
@@ -531,6 +539,8 @@ def test_the_rows_of_the_pipeline_are_correct_and_in_one_set_only(tmp_path):
     pytest.importorskip("reasoning_gym", reason="comes with rl2[quickstart]")
     run("examples/pipeline.py", "prepare", tmp_path)
     rows = {path.stem: read_jsonl(path) for path in tmp_path.iterdir()}
+    sums = {name: rows.pop(name) for name in ("sums_train", "sums_test")}
+    assert [len(part) for part in sums.values()] == [150, 50]
     questions = {}
     for name, part in rows.items():
         questions[name] = [row["messages"][0]["content"] for row in part]
@@ -548,37 +558,41 @@ def test_the_rows_of_the_pipeline_are_correct_and_in_one_set_only(tmp_path):
     assert len(pairs_with_slip) == 160
 
 
-def test_the_quickstart_rewards_the_right_number_and_a_little_its_sign():
+def test_the_quickstart_rewards_the_last_number_only():
     score = load_env(str(ROOT / "examples/quickstart_env.py")).spec.reward_fns["reward_fn"]
-
-    def parts(reply, answer):
-        return score([{"content": reply}], answer)
-
-    assert parts("3 - 7 = -4", "-4") == {"right": 1.0, "sign": 0.1}
-    assert parts("3 - 7 = -10", "-4") == {"right": 0.0, "sign": 0.1}
-    assert parts("3 - 7 = 4", "-4") == {"right": 0.0, "sign": 0.0}
-    assert parts("9 + 8 = 17.", "17") == {"right": 1.0, "sign": 0.1}
-    assert parts("7 - 7 = -0", "0") == parts("no number", "0") == {"right": 0.0, "sign": 0.0}
+    rewards = {"The largest is 63.": 1, "63 is larger than 59": 0, "59, 63": 1, "636": 0, "?": 0}
+    for reply, reward in rewards.items():
+        assert score([{"content": reply}], "63") == reward
 
 
-def test_the_quickstart_holds_out_questions_that_no_prompt_shows(tmp_path, monkeypatch):
+def test_the_quickstart_holds_out_questions_with_right_answers(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    importlib.import_module("quickstart").make_task(tmp_path)
+    rows = {name: read_jsonl(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
+    questions = {row["messages"][-1]["content"] for row in rows["train"] + rows["test"]}
+    assert (len(rows["train"]), len(rows["test"]), len(questions)) == (2000, 100, 2100)
+    for row in rows["test"]:
+        numbers = row["messages"][-1]["content"].partition("? ")[2].split(", ")
+        assert row["answer"] == max(numbers) and len(numbers) == 4
+
+
+def test_the_pipelines_sums_hold_out_questions_that_no_prompt_shows(monkeypatch):
     """The stand-in for reasoning-gym draws all 200 questions, and some of them twice."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    quickstart = importlib.import_module("quickstart")
+    pipeline = importlib.import_module("pipeline")
 
     def create_dataset(name, size, seed, **options):
         items = []
         for a, sign, b in itertools.product(range(10), "+-", range(10)):
-            question = quickstart.EXAMPLE[0].replace("10 - 12", f"{a} {sign} {b}")
+            question = pipeline.EXAMPLE[0].replace("10 - 12", f"{a} {sign} {b}")
             items.append({"question": question, "answer": str(a + b if sign == "+" else a - b)})
         return items + items[:seed]
 
     stand_in = types.SimpleNamespace(create_dataset=create_dataset)
     monkeypatch.setitem(sys.modules, "reasoning_gym", stand_in)
-    quickstart.make_task(tmp_path)
-    rows = {name: read_jsonl(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
-    assert (len(rows["train"]), len(rows["test"])) == (150, 50)
-    last = {name: {row["messages"][-1]["content"] for row in rows[name]} for name in rows}
-    assert len(last["train"] | last["test"]) == 200
-    shown = {row["messages"][1]["content"] for row in rows["train"] + rows["test"]}
-    assert not shown & last["test"]
+    rows = pipeline.make_sums()
+    train, test = rows["sums_train"], rows["sums_test"]
+    assert (len(train), len(test)) == (150, 50)
+    assert len({row["messages"][-1]["content"] for row in train + test}) == 200
+    shown = {row["messages"][1]["content"] for row in train + test}
+    assert not shown & {row["messages"][-1]["content"] for row in test}

@@ -4,11 +4,12 @@
     python benchmarks/lab/learning.py report
 
 MODEL is the folder `model` that `python examples/quickstart.py prepare FOLDER` makes. It is
-SmolLM2-135M-Instruct. The tasks are sums and differences of one-digit numbers, as in the
-quickstart, and products of them. Each has 50 or 30 questions that are held out. A run ends with the
-step in which it has sampled SAMPLED_TOKENS. All runs have the learning rate, the prompts, and the
-two mini-batches a step in common; an algorithm is only its keys in ALGORITHMS, without a KL term.
-TRL's GRPOTrainer has the settings of GRPO, and as many CPU seconds as GRPO took with rl2.
+SmolLM2-135M-Instruct. The tasks are sums and differences of one-digit numbers, as in
+examples/pipeline.sh, and products of them. Each has 50 or 30 questions that are held out. A run
+ends with the step in which it has sampled SAMPLED_TOKENS. All runs have the learning rate, the
+prompts, and the two mini-batches a step in common; an algorithm is only its keys in ALGORITHMS,
+without a KL term. TRL's GRPOTrainer has the settings of GRPO, and as many CPU seconds as GRPO took
+with rl2.
 
 `run` is a queue that can be stopped and started again, also in two processes. Each finished run is
 a line of benchmarks/lab/results/learning.jsonl; `report` prints the tables of learning.md. A run
@@ -37,7 +38,7 @@ from run_queue import (
 )
 
 sys.path.insert(0, str(ROOT / "examples"))
-from quickstart import EXAMPLE, SYSTEM_PROMPT, hash_of
+from pipeline import EXAMPLE, SYSTEM_PROMPT, hash_of
 
 RESULTS_FILE = RESULTS / "learning.jsonl"
 SAMPLED_TOKENS = 8_000  # of a run
@@ -68,7 +69,7 @@ TASKS = {
         num_train=150,
         num_test=50,
         example=EXAMPLE,
-        env="examples/quickstart_env.py",
+        env="benchmarks/lab/sums_env.py",
         has_parts=True,
     ),
     "products": Task(

@@ -4,8 +4,8 @@
     python benchmarks/lab/overlap_learning.py report
 
 MODEL is the folder `model` that `python examples/quickstart.py prepare FOLDER` makes. The task is
-that of the quickstart, sums and differences of one-digit numbers, with GRPO and the settings of
-learning.py. There are two processes of one thread:
+sums and differences of one-digit numbers, with GRPO and the settings of learning.py. There are two
+processes of one thread:
 
     together    both sample, then both train
     apart       one samples while the other trains; with --ahead 2 two steps ahead
