@@ -2,7 +2,6 @@
 norm.
 """
 
-import logging
 import math
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.functional import pad
 from torch.optim.adamw import adamw
 
+from rl2.parallel.bitsandbytes_kernels import load_kernels
 from rl2.parallel.mesh import all_reduce_sum_
 from rl2.parallel.offload import (
     as_sharded,
@@ -197,10 +197,7 @@ class AdamW8bit:
         in_host_memory: bool = False,
         betas: Sequence[float] = (0.9, 0.999),
     ):
-        # Without its warning that another package is missing, which this needs not.
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-        import bitsandbytes.functional as kernels  # here, since it may not be installed
-
+        kernels = load_kernels()
         self.matrices = {}
         for name, parameter in parameters.items():
             if name in matrices and parameter.shape[-1] >= BLOCK:

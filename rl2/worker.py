@@ -118,6 +118,7 @@ class Worker:
                 config.lora_targets,
                 config.adapter,
                 with_routers=not config.freeze_router,
+                base=config.quantize_base,
             )
         self.model = load_model(
             config.model_name,
@@ -254,7 +255,8 @@ class Worker:
     def iter_full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yields every parameter by its Hugging Face name, whole and in `dtype`, one at a time.
 
-        Adapters are merged in. The buffers that belong to the weights follow, in their own dtype.
+        Adapters are merged in, and 4-bit weights dequantised. The buffers that belong to the
+        weights follow, in their own dtype.
         Only one weight at a time of a model in host memory is on the device.
         All processes must iterate to the end.
         """

@@ -272,11 +272,15 @@ def test_lora_without_peft_is_refused(base, monkeypatch):
     assert problem_keys("ppo") == []
 
 
-def test_8_bit_moments_without_bitsandbytes_are_refused(base, monkeypatch):
-    assert problem_keys("sft", "actor.optimizer=adamw_8bit") == []
-    monkeypatch.setattr("rl2.config.model_rules.is_installed", lambda package: False)
+def test_what_needs_bitsandbytes_is_refused_without_it(base, monkeypatch):
+    quantized = ["actor.quantize_base=nf4", "actor.lora_rank=4"]
+    assert problem_keys("sft", "actor.optimizer=adamw_8bit", *quantized) == []
+    monkeypatch.setattr(
+        "rl2.config.model_rules.is_installed", lambda package: package != "bitsandbytes"
+    )
     assert problem_keys("sft", "actor.optimizer=adamw_8bit") == ["actor.optimizer"]
     assert problem_keys("rm", "critic.optimizer=adamw_8bit") == ["critic.optimizer"]
+    assert problem_keys("sft", *quantized) == ["actor.quantize_base"]
 
 
 def test_the_share_of_sglang_is_a_number_or_auto(base):

@@ -165,6 +165,10 @@ WITH_NEW_ADAPTERS = Condition(
     lambda config, section: section.lora_rank and not section.adapter,
     "without {path}.lora_rank, or with {path}.adapter",
 )
+WITH_ADAPTERS = Condition(
+    lambda config, section: section.lora_rank,
+    "without {path}.lora_rank: only weights that adapters freeze are quantised",
+)
 WITH_EVALUATION_ENV = Condition(
     lambda config, section: plays_tests(config), "without rollout.env_path"
 )

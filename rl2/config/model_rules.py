@@ -94,9 +94,15 @@ def check_worker(name: str, worker: WorkerConfig) -> Iterator[Problem]:
     if len(worker.betas) != 2:
         reason = "give two rates, of the gradient's mean and of its square's, as [0.9,0.999]"
         yield wrong_value(f"{name}.betas", worker.betas, reason)
-    if worker.optimizer == "adamw_8bit" and not is_installed("bitsandbytes"):
-        reason = "it needs bitsandbytes, which is not installed; pip install 'rl2[bitsandbytes]'"
-        yield wrong_value(f"{name}.optimizer", worker.optimizer, reason)
+    of_bitsandbytes = {"optimizer": "adamw_8bit", "quantize_base": "nf4"}
+    for key, value in of_bitsandbytes.items():
+        if getattr(worker, key) == value and not is_installed("bitsandbytes"):
+            reason = "it needs bitsandbytes, which is not installed"
+            yield wrong_value(f"{name}.{key}", value, f"{reason}; pip install 'rl2[bitsandbytes]'")
+    if worker.quantize_base and worker.tp_size > 1:
+        reason = "tensor parallelism would cut rows inside their 4-bit blocks"
+        advice = f"set {name}.tp_size=1; FSDP divides the memory of the base too"
+        yield wrong_value(f"{name}.quantize_base", worker.quantize_base, f"{reason}; {advice}")
     if worker.optimizer_dir and not Path(worker.optimizer_dir).is_dir():
         yield wrong_value(f"{name}.optimizer_dir", worker.optimizer_dir, "no such folder")
     if worker.save_freq is not None and worker.save_dir is None:

@@ -22,6 +22,7 @@ from rl2.algorithms.names import (
     TOKEN_AVERAGES,
 )
 from rl2.config.conditions import (
+    WITH_ADAPTERS,
     WITH_CRITIC,
     WITH_ENGINE_PACKAGE,
     WITH_EVALUATION_ENV,
@@ -349,6 +350,14 @@ class WorkerConfig(ModelConfig):
         None,
         "folder of LoRA adapters, as peft and exports of rl2 write it, to train further; with "
         "their rank, scale and layers",
+        identity=True,
+    )
+    quantize_base: str | None = key(
+        None,
+        "nf4: store the frozen linear layers of the base in 4 bits (QLoRA), by bitsandbytes; the "
+        "adapters are trained as without it",
+        only_if=WITH_ADAPTERS,
+        choices=("nf4",),
         identity=True,
     )
     freeze_router: bool = key(

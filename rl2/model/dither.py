@@ -20,12 +20,13 @@ MAGNITUDE = 0x7FFFFFFF
 CHUNK_SIZE = 2**18  # elements; what is computed of them stays in the cache of a core
 
 
-def dither_(seed: int, name: str, weight: Tensor) -> None:
+def dither_(seed: int, name: str, weight: Tensor) -> Tensor:
     """Moves each bf16 number of an fp32 tensor to a random place of its rounding cell, in place.
 
     All places are equally likely, and each rounds to the number itself. They depend on the seed,
     the name and the position alone: not on the device, nor on what else was drawn. Zeros,
     magnitudes below 2^-125, infinities, NaN and numbers that bf16 does not have stay as they are.
+    Returns the tensor.
     """
     assert weight.dtype == torch.float32, weight.dtype
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
@@ -36,6 +37,7 @@ def dither_(seed: int, name: str, weight: Tensor) -> None:
         positions = torch.arange(len(chunk), dtype=torch.int32, device=bits.device)
         positions += (start + 2**31) % 2**32 - 2**31  # modulo 2^32, as int32
         chunk += _offsets(chunk, _hash_(positions, *keys))
+    return weight
 
 
 def _offsets(bits: Tensor, random: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """How a model is loaded: admitted, built without memory, read by one process, sharded over all."""
 
 import sys
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from rl2.model.admission import admit
 from rl2.model.dither import dither_
 from rl2.model.exact import Exactness
 from rl2.model.lora import LoraSettings
+from rl2.model.nf4 import nf4_layers, quantize
 from rl2.model.recurrent import check_layout
 from rl2.model.routers import freeze_routers
 from rl2.model.token_model import TokenModel
@@ -36,6 +38,7 @@ from rl2.model.towers import find_towers, freeze_towers, language_model_class
 from rl2.parallel import fsdp, tensor
 from rl2.parallel.device import device_kind
 from rl2.parallel.mesh import Mesh, broadcast_object
+from rl2.parallel.rank import is_first_rank
 
 
 class HuggingFaceFiles:
@@ -85,9 +88,10 @@ def load_model(
     frozen one keeps them in `compute_dtype`. The logits are in `head_dtype`, see `head_scores`;
     `compile` compiles the elementwise parts, see `fuse`; `exactness` says whether the model has the
     log-probabilities of the embedded engine to the bit, see `TokenModel`. With `lora_settings` only
-    the adapters and a critic's head are trained and in fp32. Towers are frozen, and with
-    `freeze_router` the routers of experts. With `dither_seed`, weights that are kept in fp32 and
-    computed in bf16 are moved within their rounding cells, see dither.py. All processes must call.
+    the adapters and a critic's head are trained and in fp32, and linear layers of the base may be
+    in 4 bits. Towers are frozen, and with `freeze_router` the routers of experts. With
+    `dither_seed`, weights that are kept in fp32 and computed in bf16 are moved within their
+    rounding cells, see dither.py. All processes must call.
     ValueError for a model that rl2 computes wrongly or cannot cut, and for weights that are
     incomplete.
     """
@@ -107,8 +111,15 @@ def load_model(
         check_layout(name, hf, Ring(mesh.sp).size, mesh.tp.size() if mesh.tp else 1)
         freeze_towers(hf, compute_dtype)
         lora.inject(hf, lora_settings)
+        lora.quantize_base(hf, lora_settings)
         if freeze_router:
             freeze_routers(name, hf)
+    quantized = {f"{layer}.weight" for layer in nf4_layers(hf)}
+    if quantized and is_first_rank():
+        print(
+            f"{name}: {len(quantized)} linear layers of the base are stored in nf4; engines and "
+            "exports get the dequantised weights, with the adapters merged in"
+        )
     hf.tie_weights()  # meta parameters lose their ties
     # Rank 0 reads the weights and scatters them: a node holds one full copy, not one a process.
     full = None
@@ -138,11 +149,18 @@ def load_model(
         recompute_context=keep_attention,
         idle=[tower for _, tower in find_towers(hf)],
     )
-    change = None
+    change: Callable[[str, Tensor], Tensor] | None = None
     if dither_seed is not None and all_in_fp32 and compute_dtype == torch.bfloat16:
         change = partial(dither_, dither_seed)
+    elif quantized:
+        change = partial(_quantize_some, quantized)
     fsdp.scatter(model, full, mesh, change)
     return model
+
+
+def _quantize_some(names: Collection[str], name: str, weight: Tensor) -> Tensor:
+    """The bytes of a weight that is among `names`, or the weight itself."""
+    return quantize(weight) if name in names else weight
 
 
 def _check_softcap(name: str, config: PreTrainedConfig) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
+from rl2.model import nf4
 from rl2.model.adapter_folder import WEIGHTS
 from rl2.model.routers import find_routers
 from rl2.model.towers import find_towers
@@ -42,6 +43,7 @@ class LoraSettings:
     targets: list[str] = field(default_factory=list)  # endings of layer names; empty = all layers
     folder: str | None = None  # as peft writes it
     with_routers: bool = True  # whether layers of routers get adapters
+    base: str | None = None  # nf4: the frozen linear layers are stored in 4 bits
 
 
 def inject(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
@@ -66,16 +68,7 @@ def inject(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
 def _new_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
     from peft import LoraConfig
 
-    linear_names: list[str] = []
-    frozen_names: list[str] = []
-    frozen = {part for _, tower in find_towers(hf) for part in tower.modules()}
-    if not settings.with_routers:
-        frozen |= find_routers(hf)
-    for name, module in hf.base_model.named_modules():
-        if isinstance(module, nn.Linear):
-            (frozen_names if module in frozen else linear_names).append(name)
-    unfit = _unfit_kinds(hf, {_kind(name) for name in linear_names})
-    linear_names = [name for name in linear_names if _kind(name) not in unfit]
+    linear_names, frozen_names = _linear_layers(hf, settings.with_routers)
     kinds = sorted({_kind(name) for name in linear_names})
     _check_targets(settings.targets, linear_names, kinds)
     # peft takes a float, though its type says int.
@@ -88,9 +81,37 @@ def _new_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
     )
 
 
+def _linear_layers(hf: PreTrainedModel, with_routers: bool) -> tuple[list[str], list[str]]:
+    """The names, in the body of `hf`, of linear layers that can have an adapter, and of those of
+    towers, and of routers unless `with_routers`.
+    """
+    linear_names: list[str] = []
+    frozen_names: list[str] = []
+    frozen = {part for _, tower in find_towers(hf) for part in tower.modules()}
+    if not with_routers:
+        frozen |= find_routers(hf)
+    for name, module in hf.base_model.named_modules():
+        if isinstance(module, nn.Linear) and ".lora_" not in name:
+            (frozen_names if module in frozen else linear_names).append(name)
+    unfit = _unfit_kinds(hf, {_kind(name) for name in linear_names})
+    return [name for name in linear_names if _kind(name) not in unfit], frozen_names
+
+
 def _kind(name: str) -> str:
     """The last part of a layer's name."""
-    return name.rpartition(".")[2]
+    return name.removesuffix(".base_layer").rpartition(".")[2]
+
+
+def quantize_base(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
+    """Makes the linear layers that can have an adapter layers of 4 bits if the settings say so.
+
+    Layers of routers stay: their rounding would change the choice of experts. `inject` comes first.
+    ValueError as of `nf4.replace_linears`.
+    """
+    if settings is not None and settings.base == "nf4":
+        body = f"{hf.base_model_prefix}."
+        names, _ = _linear_layers(hf, with_routers=False)
+        nf4.replace_linears(hf, [body + name for name in names])
 
 
 def _unfit_kinds(hf: PreTrainedModel, kinds: set[str]) -> set[str]:
@@ -225,19 +246,25 @@ def merged(
 ) -> Iterator[tuple[str, DTensor]]:
     """Every parameter by its Hugging Face name, sharded as it is, its adapter added in fp32.
 
-    `read` gives a parameter on the device, see WeightMemory. One at a time is read, with its
-    adapter.
+    What is stored in 4 bits is dequantised. `read` gives a parameter on the device, see
+    WeightMemory. One at a time is read, with its adapter.
     """
     layers = _adapted_layers(hf)
+    quantized = {layer.weight: layer for layer in nf4.nf4_layers(hf).values()}
+
+    def read_weight(parameter: nn.Parameter) -> DTensor:
+        layer = quantized.get(parameter)
+        return read(parameter) if layer is None else layer.dequantized(read(parameter))
+
     for name, parameter in track(list(hf.named_parameters()), "weights"):
         if ".lora_" in name:
             continue
         hf_name = name.replace(".base_layer.", ".")
         layer = layers.get(name.removesuffix(".base_layer.weight"))
         if layer is None:
-            yield hf_name, read(parameter)
+            yield hf_name, read_weight(parameter)
         else:
-            yield hf_name, _merge(parameter, layer, read)
+            yield hf_name, _merge(parameter, layer, read_weight)
 
 
 def _merge(parameter: nn.Parameter, layer: Any, read: Callable[[nn.Parameter], DTensor]) -> DTensor:

@@ -20,6 +20,7 @@ from rl2.model.exact import Exactness
 from rl2.model.full_kl import HeadInputs, full_kl
 from rl2.model.fused import fuse
 from rl2.model.head import candidate_mask, head_scores, logit_cap, logit_divisor
+from rl2.model.nf4 import num_weights
 from rl2.model.recurrent import PackedRows, RecurrentLayers
 from rl2.model.towers import find_towers
 
@@ -194,7 +195,7 @@ def attention_cost(hf: PreTrainedModel) -> float:
     except RuntimeError:  # layers differ (Gemma 4), and an estimate is enough
         pass
     channels = config.num_hidden_layers * config.num_attention_heads * head_dim
-    num_weights = sum(parameter.numel() for parameter in hf.parameters())
+    size = num_weights(hf)
     for _, tower in find_towers(hf):
-        num_weights -= sum(parameter.numel() for parameter in tower.parameters())
-    return channels / num_weights
+        size -= sum(parameter.numel() for parameter in tower.parameters())
+    return channels / size

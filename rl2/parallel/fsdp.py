@@ -99,13 +99,13 @@ def scatter(
     model: Any,
     full: dict[str, Tensor] | None,
     mesh: Mesh,
-    change: Callable[[str, Tensor], None] | None = None,
+    change: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
     """Gives memory and values to `model`, which has its parameters on the meta device.
 
     `full` holds the whole weights by name on rank 0 and is None elsewhere. It is emptied on the
-    way, so that no weight is there twice for longer than needed. `change(name, weight)` changes
-    each whole weight in place before it is cut. All processes must call.
+    way, so that no weight is there twice for longer than needed. `change(name, weight)` returns
+    what is cut in the place of each whole weight. All processes must call.
     """
     buffers = dict(model.named_buffers())
     model.to_empty(device=mesh.device)
@@ -121,9 +121,11 @@ def scatter(
         if full is None:  # rank 0 sends its values
             value = torch.empty(parameter.shape, dtype=parameter.dtype, device=mesh.device)
         else:
-            value = full.pop(name).to(mesh.device, parameter.dtype)
+            value = full.pop(name).to(mesh.device)
+            if parameter.dtype.is_floating_point:  # `change` makes bytes
+                value = value.to(parameter.dtype)
             if change is not None:
-                change(name, value)
+                value = change(name, value)
         if mesh.tp is not None:
             tp_placements = parameter.placements[mesh.fsdp.ndim :] or [Replicate()]
             value = distribute_tensor(value, mesh.tp, tp_placements).to_local()

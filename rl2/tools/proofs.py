@@ -54,6 +54,7 @@ LENGTHS = ((1, 29), (11, 5), (11, 21), (3, 4), (20, 30))
 # A worker of one process that computes as plainly as rl2 can. A step moves the weights by `lr`.
 PLAIN: dict[str, Any] = {
     "dither_weights": False,
+    "quantize_base": None,  # rows of the small copy need not be whole blocks
     "dtype": "float32",
     "head_dtype": "float32",
     "compile": False,

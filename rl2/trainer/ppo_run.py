@@ -232,8 +232,10 @@ class PPORun:
             self.samplers.begin()
         if engine := self.engine or self.samplers:
             # At the start both have read the same files, so their weights must agree to the bit.
-            # Only the actor has read those of actor.adapter.
-            are_equal = self.recorder.start_step == 0 and not self.config.actor.adapter
+            # Only the actor has read those of actor.adapter, and only its base is quantised.
+            actor = self.config.actor
+            has_read_others = actor.adapter or actor.quantize_base
+            are_equal = self.recorder.start_step == 0 and not has_read_others
             receive = engine.verify_weights if are_equal else engine.load_weights
             self._send_weights(receive)
         self.recorder.begin()

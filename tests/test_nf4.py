@@ -1,0 +1,228 @@
+"""The base in 4 bits: the layer against that of bitsandbytes, and a worker against LoRA on a model
+whose weights are those that 4 bits can say.
+
+test_memory_plan.py tests the memory.
+"""
+
+import bitsandbytes
+import pytest
+import torch
+import torch.distributed as dist
+from common import (
+    SPECIAL,
+    launch,
+    launch_runs,
+    letter_run,
+    make_critic,
+    make_model,
+    read_metrics,
+    read_untimed_metrics,
+)
+from parity import make_batch, policy_loss, value_loss, worker_config
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl2.model.nf4 import Nf4Linear, dequantize, quantize
+from rl2.parallel.mesh import init_distributed
+from rl2.run.weights_hash import hash_weights
+from rl2.worker import Worker
+
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_layer_is_that_of_bitsandbytes(dtype, bias):
+    """Output and gradient of the input, to the bit."""
+    torch.manual_seed(0)
+    plain = nn.Linear(192, 40, bias=bias, dtype=dtype).requires_grad_(False)
+    layer = Nf4Linear(plain)
+    layer.weight.copy_(quantize(plain.weight))
+    expected = bitsandbytes.nn.Linear4bit(
+        192, 40, bias, compute_dtype=dtype, compress_statistics=False, quant_type="nf4"
+    )
+    expected.weight = bitsandbytes.nn.Params4bit(
+        plain.weight.clone(), requires_grad=False, compress_statistics=False, quant_type="nf4"
+    )
+    if bias:
+        expected.bias = nn.Parameter(plain.bias.clone(), requires_grad=False)
+    expected.to("cpu")  # which quantises
+    assert layer.weight.nbytes == 40 * 192 * 9 // 16
+    results = []
+    for part in (layer, expected):
+        x = torch.randn(7, 192, dtype=dtype, generator=torch.Generator().manual_seed(1))
+        x.requires_grad_()
+        y = part(x)
+        y.square().sum().backward()
+        results.append((y, x.grad))
+    for actual, wanted in zip(*results, strict=True):
+        assert torch.equal(actual, wanted)
+        assert actual.abs().max() > 0
+
+
+def test_a_shard_of_rows_has_the_blocks_of_the_whole():
+    torch.manual_seed(0)
+    weight = torch.randn(5, 128)
+    whole = quantize(weight)
+    assert torch.equal(torch.cat([quantize(weight[:2]), quantize(weight[2:])]), whole)
+    values = dequantize(whole, torch.float32)
+    assert torch.equal(torch.cat([dequantize(x, torch.float32) for x in whole.split(1)]), values)
+    # The largest of a block is a value of its own, and the others are off by a seventh of it.
+    assert (weight - values).abs().max() < 0.16 * weight.abs().max()
+    assert torch.equal(quantize(values), whole), "what 4 bits can say stays as it is"
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Yields a function that creates workers in a process group with one process."""
+    device = init_distributed()
+    name = make_model(tmp_path / "model", "qwen3", **SIZES)
+    make_critic(name)
+
+    def make(critic=False, num_updates=8, name=name, **changes):
+        settings = {"lora_rank": 3, "lr": 1e-2, "quantize_base": "nf4", **changes}
+        config = worker_config(f"{name}-critic" if critic else name, **settings)
+        torch.manual_seed(0)
+        return Worker(config, device, critic, num_updates)
+
+    yield make
+    dist.destroy_process_group()
+
+
+def rounded_model(worker, folder) -> str:
+    """The folder of the dequantised base of `worker`, which has not been updated."""
+    tokenizer = AutoTokenizer.from_pretrained(worker.config.model_name.removesuffix("-critic"))
+    worker.export(str(folder), tokenizer)
+    return str(folder)
+
+
+@pytest.mark.parametrize("checkpointing", [True, 1, False])
+def test_training_equals_lora_on_the_dequantised_base(make, tmp_path, checkpointing):
+    """Scores, updates, weights and the reference, to the bit: only the storage differs."""
+    batch = make_batch()
+    settings = {"gradient_checkpointing": checkpointing}
+    worker = make(**settings)
+    quantized = rounded_model(worker, tmp_path / "rounded")
+    plain = make(name=quantized, quantize_base=None, **settings)
+    assert hash_weights({"actor": worker}) == hash_weights({"actor": plain})
+    reference = worker.reference().infer(batch, 0.9).logps
+    assert torch.equal(reference, make(num_updates=0, name=quantized).infer(batch, 0.9).logps)
+    original = make(num_updates=0).infer(batch, 0.9).logps
+    assert (reference - original).abs().max() > 0.01, "nothing was quantised"
+    for _ in range(3):
+        updates = [x.update(batch, policy_loss, 0.9, with_entropy=True) for x in (worker, plain)]
+        assert updates[0] == updates[1]
+    assert hash_weights({"actor": worker}) == hash_weights({"actor": plain})
+    logps = worker.infer(batch, 0.9).logps
+    assert torch.equal(logps, plain.infer(batch, 0.9).logps)
+    assert (logps - reference).abs().max() > 0.1
+    assert torch.equal(worker.reference().infer(batch, 0.9).logps, reference)
+    expected = dict(plain.iter_full_weights(torch.float32))
+    for key, weight in worker.iter_full_weights(torch.float32):
+        assert torch.equal(weight, expected.pop(key)), key
+    assert not expected
+
+
+def test_what_is_stored_in_4_bits(make):
+    """The linear layers, with and without adapters; not embedding, norms and head."""
+    worker = make(lora_targets=["q_proj"], dtype="bfloat16")
+    parameters = dict(worker.model.named_parameters())
+    stored = {key for key, value in parameters.items() if value.dtype == torch.uint8}
+    assert len(stored) == 2 * 7 and all("proj" in key for key in stored)
+    rest = parameters.keys() - stored
+    assert {parameters[key].dtype for key in rest - worker.trained_parameters.keys()} == {
+        torch.bfloat16
+    }
+    kept = worker.state_dict()["model"]
+    assert kept.keys() == worker.trained_parameters.keys(), "a checkpoint holds the base"
+    assert all(".lora_" in key for key in kept)
+
+
+def test_a_critic_and_its_export(make, tmp_path):
+    """The critic learns its head; the export has the dequantised base with the adapters."""
+    batch = make_batch()
+    critic = make(critic=True)
+    losses = [critic.update(batch, value_loss).loss for _ in range(5)]
+    assert losses[-1] < losses[0]
+    actor = make()
+    base = rounded_model(actor, tmp_path / "rounded")
+    actor.update(batch, policy_loss, with_entropy=True)
+    actor.export(str(tmp_path / "export"), AutoTokenizer.from_pretrained(actor.config.model_name))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    assert not hasattr(merged.config, "quantization_config")
+    on_rounded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(on_rounded, tmp_path / "export/adapter")
+    with torch.no_grad():
+        logits = adapted(batch.inputs).logits
+        torch.testing.assert_close(merged(batch.inputs).logits, logits, rtol=0, atol=2e-5)
+    again = make(adapter=str(tmp_path / "export/adapter"))
+    assert torch.equal(again.infer(batch).logps, actor.infer(batch).logps)
+
+
+def test_models_that_4_bits_do_not_fit_are_told(make, tmp_path):
+    narrow = make_model(tmp_path / "narrow", hidden_size=96, head_dim=16)
+    with pytest.raises(ValueError, match="q_proj has rows of 96 weights, which blocks of 64"):
+        make(name=narrow)
+    experts = make_model(tmp_path / "experts", "gpt_oss", **SPECIAL["gpt_oss"], **SIZES)
+    with pytest.raises(ValueError, match="one tensor of all experts.*leave the key out"):
+        make(name=experts)
+
+
+def test_every_layout_equals_one_process(tmp_path):
+    """Three processes cut the 16 rows of k_proj unevenly."""
+    name = make_model(tmp_path / "model", "qwen3", **SIZES, num_key_value_heads=1)
+    make_critic(name)
+    results = {}
+    for world in (1, 2, 3):
+        launch(world, "tests/nf4_layouts.py", name, tmp_path / "out")
+        for (critic, *layout), result in torch.load(tmp_path / "out").items():
+            results[critic, world, *layout] = result
+    assert len(results) == 2 * 5
+    for (critic, *layout), result in results.items():
+        expected = results[critic, 1, 0, 1]
+        for key, column in expected["scores"].items():
+            if column is not None:
+                actual = result["scores"][key]
+                torch.testing.assert_close(actual, column, rtol=0, atol=2e-5, msg=f"{layout} {key}")
+        for update, wanted in zip(result["updates"], expected["updates"], strict=True):
+            assert update["loss"] == pytest.approx(wanted["loss"], abs=1e-5), layout
+            assert update["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5), layout
+        assert result["weights"].keys() == expected["weights"].keys()
+        for key, weight in expected["weights"].items():
+            actual = result["weights"][key]
+            torch.testing.assert_close(actual, weight, rtol=0, atol=1e-6, msg=f"{layout} {key}")
+
+
+def test_grpo_learns_and_a_resumed_run_ends_with_the_same_bits(tmp_path):
+    """The reference is the quantised base, and the engine has the weights of the trainer."""
+    model = make_model(tmp_path / "tiny", **SIZES)
+    arguments = [
+        "ppo",
+        *letter_run(tmp_path, model),
+        "actor.lora_rank=4",
+        "actor.quantize_base=nf4",
+        "kl.coef=0.001",
+        "kl.type=loss",
+        "trainer.save_freq=6",
+    ]
+    run = [*arguments, f"trainer.save_dir={tmp_path / 'run'}"]
+    resumed = [
+        *arguments,
+        f"trainer.resume={tmp_path / 'run/checkpoints/step_6'}",
+        f"trainer.save_dir={tmp_path / 'resumed'}",
+    ]
+    done = launch_runs(2, [run, resumed])
+    assert "14 linear layers of the base are stored in nf4" in done.stdout
+    lines = read_metrics(tmp_path / "run")
+    rewards = [line["reward/mean"] for line in lines]
+    assert rewards[0] < 0.2 and rewards[-1] > 0.7
+    assert lines[0]["actor/kl"] == 0 and lines[-1]["actor/kl"] > 1e-3
+    mismatches = [abs(line["actor/mismatch_logp_difference"]) for line in lines]
+    assert all(mismatch < 1e-4 for mismatch in mismatches), "the engine has other weights"
+    last_lines = [line for line in read_untimed_metrics(tmp_path / "run") if line["step"] > 6]
+    assert read_untimed_metrics(tmp_path / "resumed") == last_lines
+    weights = load_file(tmp_path / "run/model/model.safetensors")
+    resumed_weights = load_file(tmp_path / "resumed/model/model.safetensors")
+    assert all(torch.equal(weight, resumed_weights[key]) for key, weight in weights.items())
