@@ -3,7 +3,8 @@
     python docs/generate.py
 
 keys.md comes from rl2/config/schema.py. families.md comes from tests/families.json, which
-`python tests/families.py` refreshes. tests/test_docs.py compares the committed pages with both.
+`python tests/families.py` refreshes, and memory.md from tests/memory_fits.json, of
+`python tests/memory_fits.py`. tests/test_docs.py compares the committed pages with these.
 """
 
 import json
@@ -19,10 +20,18 @@ from rl2.config import schema
 from rl2.config.conditions import WITH_GPU
 from rl2.config.key import Key, schema_keys
 from rl2.config.values import get_value
+from rl2.engine.share import engine_bytes
+from rl2.parallel.device import GIB
+from rl2.run.memory_plan import Plan
+from rl2.tools.plan import OUTSIDE_BYTES, judge, totals
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS = ("PPO", "SFT", "DPO", "RM")
 FAMILIES = ROOT / "tests/families.json"
+MEMORY = ROOT / "tests/memory_fits.json"
+METHODS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
+# GiB of such cards that report the least: an L4, an L40S and an H100.
+CARDS = {"24 GB": 22.4, "48 GB": 44.9, "80 GB": 79.2}
 
 KEYS_HEADER = """\
 # All keys, by topic
@@ -60,6 +69,39 @@ Your model is tried with its own config when a run starts, so this page is only 
 [`tests/families.json`](../tests/families.json) has every reason in full, and
 `python tests/families.py FAMILY` tries one again.
 
+"""
+
+MEMORY_PAGE = """\
+# What fits on one GPU
+
+<!-- Written by `python docs/generate.py` from tests/memory_fits.json. -->
+
+Predicted GiB on one GPU with the shapes of Qwen3, and the smallest card of 24, 48 or 80 GB on which
+the job fits. The code of [`rl2 plan`](gpus.md#predict-memory-rl2-plan) makes the numbers, and no
+plan has been compared with a GPU: run `rl2 plan` with your keys and model before you rent one.
+
+LoRA is `actor.lora_rank=32` and QLoRA also `actor.quantize_base=nf4`
+([LoRA](sft_dpo_rm_lora.md#lora), [QLoRA](sft_dpo_rm_lora.md#qlora)). Compute is in bfloat16, the
+optimizer AdamW, rows and micro-batches have up to 4,096 tokens, all layers are recomputed, and
+nothing is offloaded. Cards count with {cards}, of which {outside} GiB are for what is not a tensor.
+
+## SFT
+
+The most in any phase: weights, gradients, moments and activations. DPO with a reference takes the
+same with LoRA or QLoRA.
+
+{sft}
+## GRPO
+
+One engine (SGLang or vLLM) on the same GPU, with the merged weights in bfloat16: it takes 2 bytes a
+weight also with QLoRA. The number is the most of the trainer, or of the trainer and the engine's
+weights during a sync. The card also has the room for keys and values that
+`rollout.gpu_memory_utilization=auto` asks for.
+
+{grpo}
+Where a job does not fit: `actor.offload_model=true` keeps the base in host memory while the engine
+generates, `actor.optimizer=adamw_8bit` and `actor.offload_optimizer=true` help full training, and
+more GPUs divide the weights ([gpus.md](gpus.md#when-memory-runs-out)).
 """
 
 # A part of a reason in families.json -> its heading on the page. The first one counts.
@@ -303,7 +345,46 @@ def family_lists(groups: dict[str, list[str]]) -> list[str]:
     return [f"- **{heading}**: {', '.join(names)}\n" for heading, names in by_length]
 
 
-PAGES = {"docs/keys.md": keys_page, "docs/families.md": families_page}
+def memory_page() -> str:
+    """Returns the page: for each model the memory of three methods, and the smallest card."""
+    plans = {name: Plan(**plan) for name, plan in json.loads(MEMORY.read_text()).items()}
+    models = list(dict.fromkeys(name.split()[0] for name in plans))
+    head = f"| Qwen3 | {' | '.join(METHODS.values())} |\n|---|---|---|---|\n"
+    tables = {"sft": head, "grpo": head}
+    for model in models:
+        size = model.removeprefix("qwen3-").upper()
+        for trainer in tables:
+            cells = [describe_fit(plans[f"{model} {method}"], trainer) for method in METHODS]
+            tables[trainer] += f"| {size} | {' | '.join(cells)} |\n"
+    cards = ", ".join(f"{gib} GiB" for gib in CARDS.values())
+    return MEMORY_PAGE.format(cards=cards, outside=OUTSIDE_BYTES // GIB, **tables)
+
+
+def describe_fit(plan: Plan, trainer: str) -> str:
+    """Returns the GiB that a job needs and the smallest card that has them, in words."""
+    needed = plan.peak
+    if trainer == "grpo":  # the engine's weights are there while the trainer sends its own
+        needed = max(plan.peak, plan.sync + plan.engine_weights)
+    card = next((name for name, gib in CARDS.items() if fits(plan, trainer, gib * GIB)), "none")
+    return f"{needed / GIB:.1f}, {card}"
+
+
+def fits(plan: Plan, trainer: str, gpu_bytes: float) -> bool:
+    """Whether the job fits a card, with room for an engine if there is one."""
+    size = int(gpu_bytes)
+    if trainer == "sft":
+        return judge({phase: (peak, 0) for phase, peak in plan.peaks.items()}, size)[0]
+    config = schema.PPOConfig()
+    config.rollout.engine = "sglang"
+    room = engine_bytes(plan, size, size - plan.loaded, plan.loaded)
+    return room > plan.engine_weights and judge(totals(config, plan, size), size)[0]
+
+
+PAGES = {
+    "docs/keys.md": keys_page,
+    "docs/families.md": families_page,
+    "docs/memory.md": memory_page,
+}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 import json
 import re
+from dataclasses import asdict
 
+import memory_fits
 import pytest
 import torch
 from common import CONFIGS, launch, make_model, read_metrics, run
@@ -49,6 +51,14 @@ def compare_bytes(world, file) -> int:
             print(f"{world} {job:32} {phase:8} {predicted:>12,} predicted {measured:>12,} measured")
             assert predicted == pytest.approx(measured, rel=0.1), (job, phase)
     return len(jobs)
+
+
+def test_the_table_of_the_docs_has_the_plan_of_today():
+    plans = json.loads(memory_fits.FILE.read_text())
+    assert len(plans) == len(memory_fits.MODELS) * len(memory_fits.METHODS)
+    assert plans["qwen3-0.6b qlora"] == asdict(memory_fits.make_plan("qwen3-0.6b", "qlora")), (
+        "run python tests/memory_fits.py and python docs/generate.py"
+    )
 
 
 def make_large_config(folder) -> str:

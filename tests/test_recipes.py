@@ -22,12 +22,15 @@ KINDS = {"sft": SFT_ROWS, "dpo": PAIR_ROWS, "rm": PAIR_ROWS}
 # (trainer, GPUs, data set) of each script
 RECIPES = {
     "gsm8k_grpo.sh": ("ppo", 1, "gsm8k"),
+    "gsm8k_lora.sh": ("ppo", 1, "gsm8k"),
+    "gsm8k_qlora.sh": ("ppo", 1, "gsm8k"),
     "orz_ppo.sh": ("ppo", 8, "orz"),
     "orz_reinforce.sh": ("ppo", 8, "orz"),
     "dapo.sh": ("ppo", 8, "orz"),
     "countdown.sh": ("ppo", 4, "countdown"),
     "search.sh": ("ppo", 4, "search"),
     "limo_sft.sh": ("sft", 4, "limo"),
+    "limo_qlora.sh": ("sft", 1, "limo"),
     "skywork_rm.sh": ("rm", 4, "skywork"),
     "ultrafeedback_dpo.sh": ("dpo", 4, "ultrafeedback"),
 }
