@@ -81,15 +81,19 @@ def qwen2_5_vl():
 FAMILIES = {"gemma3": gemma3, "qwen2_5_vl": qwen2_5_vl}
 
 
+def save_family(family, folder) -> str:
+    """Saves a small random model, with a file of its processor, and returns its path."""
+    model_class, config = FAMILIES[family]()
+    torch.manual_seed(0)
+    model_class(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text('{"do_resize": true}')
+    return str(folder)
+
+
 @pytest.fixture(params=FAMILIES)
 def name(request, tmp_path):
-    """The folder of a small random model, with a file of its processor."""
-    model_class, config = FAMILIES[request.param]()
-    torch.manual_seed(0)
-    model_class(config).save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "model/preprocessor_config.json").write_text('{"do_resize": true}')
-    return str(tmp_path / "model")
+    return save_family(request.param, tmp_path / "model")
 
 
 @pytest.fixture
@@ -215,6 +219,23 @@ def test_adapters_are_in_the_text_model_only(tmp_path, name, device):
     worker.update(make_batch(), policy_loss, with_entropy=True)
     worker.export(str(tmp_path / "export"), make_tokenizer())
     check_adapter(AutoModelForImageTextToText, name, tmp_path / "export")
+
+
+def test_only_the_text_model_is_stored_in_4_bits(tmp_path, device, monkeypatch):
+    monkeypatch.setitem(TEXT, "hidden_size", 64)
+    monkeypatch.setitem(TEXT, "num_attention_heads", 8)
+    name = save_family("gemma3", tmp_path / "model")
+    worker = Worker(
+        worker_config(name, lora_rank=3, quantize_base="nf4", lr=1e-2), device, False, 4
+    )
+    parameters = worker.model.hf.named_parameters()
+    names = {key for key, weight in parameters if weight.dtype == torch.uint8}
+    stored = {key.replace(".base_layer.", ".") for key in names}
+    assert len(stored) == 2 * 7 and all(".language_model." in key for key in stored)
+    worker.update(make_batch(), policy_loss, with_entropy=True)
+    weights = dict(worker.iter_full_weights(torch.float32))
+    for key, weight in load_plain(name).named_parameters():
+        assert torch.equal(weights[key], weight) == (key not in stored), key
 
 
 def test_prove_finds_nothing(name, monkeypatch, capsys):

@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
+from rl2.model.towers import find_towers
 from rl2.parallel.bitsandbytes_kernels import load_kernels
 from rl2.parallel.offload import as_sharded
 
@@ -95,14 +97,16 @@ class Nf4Linear(nn.Module):
         return as_sharded(dequantize(rows.to_local(), self.dtype), rows, self.in_features)
 
 
-def replace_linears(hf: nn.Module, names: Iterable[str]) -> None:
+def replace_linears(hf: PreTrainedModel, names: Iterable[str]) -> None:
     """Puts an `Nf4Linear` in the place of each of these linear layers of `hf`.
 
     ValueError if a row of a weight ends inside a block, and for experts, which are no linear layers
     and would keep most of the weights in 16 bits.
     """
+    in_towers = {weight for _, tower in find_towers(hf) for weight in tower.parameters()}
     for name, parameter in hf.named_parameters():
-        if parameter.ndim >= 3 and min(parameter.shape[-2:]) > 1:
+        is_stack = parameter.ndim >= 3 and min(parameter.shape[-2:]) > 1
+        if is_stack and parameter not in in_towers:
             raise ValueError(
                 f"quantize_base=nf4: {name} is one tensor of all experts, which cannot be stored "
                 "in 4 bits; leave the key out"
