@@ -6,7 +6,7 @@ same Batch; only the forward and backward passes are split.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -81,6 +81,20 @@ class UpdateResult:
         return numbers | {name: total / weight for name, total in self.metrics.items()}
 
 
+def make_lora_settings(config: WorkerConfig) -> LoraSettings | None:
+    """The adapters of a worker that is trained; None if all its weights are."""
+    if not config.lora_rank:
+        return None
+    return LoraSettings(
+        config.lora_rank,
+        config.lora_alpha,
+        config.lora_targets,
+        config.adapter,
+        with_routers=not config.freeze_router,
+        base=config.quantize_base,
+    )
+
+
 class Worker:
     """One model, sharded over all processes.
 
@@ -110,16 +124,7 @@ class Worker:
         self.mesh = make_mesh(device, config.fsdp_size, config.sp_size, config.tp_size)
         self.dtype = compute_dtype(config.dtype, device)
         is_trained = num_updates > 0
-        self.lora_settings = None
-        if is_trained and config.lora_rank:
-            self.lora_settings = LoraSettings(
-                config.lora_rank,
-                config.lora_alpha,
-                config.lora_targets,
-                config.adapter,
-                with_routers=not config.freeze_router,
-                base=config.quantize_base,
-            )
+        self.lora_settings = make_lora_settings(config) if is_trained else None
         self.model = load_model(
             config.model_name,
             self.mesh,
@@ -195,7 +200,7 @@ class Worker:
     def adapter_states(self) -> list[Tensor]:
         """The adapters' values, as `WeightMemory.state` gives them."""
         parameters = self.trained_parameters.items()
-        return [self.memory.state(value) for name, value in parameters if ".lora_" in name]
+        return [self.memory.state(value) for name, value in parameters if lora.is_adapter(name)]
 
     def copy_weights(self, source: "Worker") -> None:
         """Takes the weights of `source`, a worker of the same layout, from shard to shard.
@@ -260,12 +265,23 @@ class Worker:
         Only one weight at a time of a model in host memory is on the device.
         All processes must iterate to the end.
         """
-        for name, weight in lora.merged(self.model.hf, self.memory.read):
-            shard: Any = weight.to(dtype)
-            del weight  # which may be a copy: its memory is free before the next one is read
-            yield name, shard.full_tensor()
-            del shard
+        yield from _whole(lora.merged(self.model.hf, self.memory.read), dtype)
         yield from persistent_buffers(self.model.hf)
+
+    def iter_unmerged_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """As `iter_full_weights`, but with the adapters beside the weights that they adapt.
+
+        The names are those of a model with the same adapters, see lora.py.
+        """
+        parameters = track(list(self.model.hf.named_parameters()), "weights")
+        yield from _whole(((name, self.memory.read(x)) for name, x in parameters), dtype)
+        yield from persistent_buffers(self.model.hf)
+
+    def iter_adapters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Those of `iter_unmerged_weights` that are adapters."""
+        parameters = list(self.model.hf.named_parameters())
+        adapters = track([(name, x) for name, x in parameters if lora.is_adapter(name)], "adapters")
+        yield from _whole(((name, self.memory.read(x)) for name, x in adapters), dtype)
 
     def export(self, folder: str, tokenizer: Any, with_optimizer: bool = False) -> None:
         """Writes the model as a Hugging Face folder. All processes must call.
@@ -399,6 +415,15 @@ class Worker:
         return norm, lr, skip, visible_update
 
 
+def _whole(weights: Iterable[tuple[str, Any]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Gathers sharded weights one at a time, in `dtype`. All processes must iterate to the end."""
+    for name, weight in weights:
+        shard: Any = weight.to(dtype)
+        del weight  # which may be a copy: its memory is free before the next one is read
+        yield name, shard.full_tensor()
+        del shard
+
+
 class Reference:
     """The model that a worker with adapters started from: its own weights with other adapters.
 
@@ -416,5 +441,5 @@ class Reference:
         context = lora.disabled(worker.model.hf)
         if worker.start_adapters is not None:
             context = lora.exchanged(worker.adapter_states(), worker.start_adapters)
-        with context:
+        with context, worker.engine_check.paused():  # the engine has the worker's own adapters
             return worker.infer(batch, temperature)

@@ -98,8 +98,8 @@ def value_loss(batch, scores):
 def two_steps(name, critic, device, batch, **changes):
     """Scores before two SGD updates, what each update reports, and the weights after them.
 
-    Names of weights are Hugging Face's. `initial_adapters` are the trained parameters before the
-    updates where there are adapters; their names are peft's.
+    Names of weights are Hugging Face's. Where there are adapters, they are among the weights, with
+    peft's names, and merged too; `initial_adapters` are the trained parameters before the updates.
     """
     config = worker_config(f"{name}-critic" if critic else name, **changes)
     torch.manual_seed(0)
@@ -113,13 +113,14 @@ def two_steps(name, critic, device, batch, **changes):
     loss = value_loss if critic else policy_loss
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
         updates = [worker.update(batch, loss, 0.9, with_entropy=not critic) for _ in range(2)]
+    weights = dict(worker.iter_full_weights(torch.float32))
     return {
         # FSDP is the only caller that names an operation.
         "sums_over_copies": sum("op" in call.kwargs for call in all_reduce.call_args_list),
         "sharded_modules": sum(isinstance(m, FSDPModule) for m in worker.model.modules()),
         "scores": vars(scores),
         "updates": [update.to_log() for update in updates],
-        "weights": dict(worker.iter_full_weights(torch.float32)),
+        "weights": weights | dict(worker.iter_adapters(torch.float32)),
         "version": worker.version,
         "initial_adapters": initial_adapters,
     }

@@ -18,6 +18,7 @@ from rl2.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl2.algorithms.find import CHOICES
 from rl2.algorithms.losses import POLICY_LOSSES
 from rl2.algorithms.names import TOKEN_AVERAGES
+from rl2.config.adapters import choose_lora
 from rl2.config.arguments import read_arguments
 from rl2.config.conditions import needs_critic
 from rl2.config.help import explain, explain_common
@@ -270,6 +271,31 @@ def test_lora_without_peft_is_refused(base, monkeypatch):
     monkeypatch.setattr("rl2.config.model_rules.is_installed", lambda package: False)
     assert problem_keys("ppo", "actor.lora_rank=8") == ["actor.lora_rank"]
     assert problem_keys("ppo") == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "has_gpu", "samplers", "expected", "reason"),
+    [
+        ("local", False, 0, "adapter", "the embedded engine applies them"),
+        ("local", True, 0, "merged", "gives its weights' memory of a GPU to the trainer"),
+        ("local", True, 1, "adapter", "the embedded engine applies them"),
+        ("sglang", False, 0, "merged", "sglang is sent whole weights only"),
+        ("vllm", True, 1, "merged", "vllm is sent whole weights only"),
+    ],
+)
+def test_where_adapters_cannot_be_sent_merged_weights_are(
+    base, monkeypatch, engine, has_gpu, samplers, expected, reason
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("rl2.config.adapters.has_gpu", lambda: has_gpu)
+    monkeypatch.setattr("rl2.config.adapters.choose_engine", lambda name: (engine, ""))
+    words = ["actor.lora_rank=4", f"rollout.num_processes={samplers}"]
+    config = parse(PPOConfig, [*base, *words])
+    choice, why = choose_lora(config)
+    assert choice == expected and reason in why
+    refused = ["rollout.lora"] if expected == "merged" else []
+    assert problem_keys("ppo", *words, "rollout.lora=adapter") == refused
+    assert warning_keys("ppo", "rollout.lora=merged") == ["rollout.lora"]
 
 
 def test_what_needs_bitsandbytes_is_refused_without_it(base, monkeypatch):

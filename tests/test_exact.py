@@ -123,6 +123,18 @@ def make_pair(name, dtype, exact, **changes):
     return engine, Worker(config, CPU, num_updates=4, exactness=exactness)
 
 
+def make_adapted_pair(name, dtype, **changes):
+    """As `make_pair`, exact, with adapters that the engine applies."""
+    config = worker_config(name, dtype=dtype, **{"lr": 1e-2, "lora_rank": 8, **changes})
+    torch.manual_seed(0)
+    worker = Worker(config, CPU, num_updates=4, exactness=Exactness.DEMANDED)
+    options = {"max_running_requests": 24, "exact": True, "adapters": worker.lora_settings}
+    engine = LocalEngine(EngineSettings(name, getattr(torch, dtype), CPU, **options))
+    engine.load_weights(worker.iter_adapters(worker.dtype), 0)
+    engine.verify_weights(worker.iter_unmerged_weights(worker.dtype), 0)
+    return engine, worker
+
+
 def roll_out(engine, temperature=1.0, seed=0, **params):
     """A batch of GROUP_SIZE answers to each of some prompts, with advantages."""
     generator = torch.Generator().manual_seed(seed)
@@ -188,6 +200,41 @@ def test_log_probabilities_are_equal_before_and_after_an_update(
     engine.close()
     with pytest.raises(RuntimeError, match="log-probabilities are not equal"):
         worker.infer(batch)  # of the weights before the update
+
+
+@pytest.mark.parametrize(
+    "family, dtype, changes",
+    [
+        *itertools.product(["llama", "qwen2", "gemma2 with caps"], ["bfloat16", "float32"], [{}]),
+        ("llama", "float32", {"lora_rank": 2}),
+        ("llama", "bfloat16", {"lora_rank": 1}),
+        ("qwen3", "float32", {"lora_rank": 16, "lora_targets": ["q_proj", "down_proj"]}),
+        ("qwen3", "bfloat16", {"gradient_checkpointing": True, "max_length_per_device": 200}),
+        ("phi with a biased head", "float32", {"share_prompts": False}),
+    ],
+)
+def test_they_are_equal_with_adapters(models, family, dtype, changes):
+    """The engine gets the adapters alone. The reference is compared with nothing."""
+    skip_if_bits_depend_on_the_row_count(getattr(torch, dtype))
+    engine, worker = make_adapted_pair(models(family), dtype, **changes)
+    plain, _ = make_pair(models(family), dtype, exact=True)
+    reference = worker.reference()
+    for version in (1, 2, 3):  # A moves from the second update on
+        batch = roll_out(engine, seed=version)
+        if version == 1:  # B is 0
+            assert torch.equal(roll_out(plain, seed=version).engine_logps, batch.engine_logps)
+        assert difference(batch, worker) == 0
+        logps = reference.infer(batch).logps
+        assert torch.equal(logps * batch.mask, batch.engine_logps) == (version == 1)
+        worker.update(batch, policy_loss, with_entropy=True)
+        engine.sleep()
+        engine.wake()
+        engine.load_weights(worker.iter_adapters(worker.dtype), version)
+    assert difference(roll_out(engine, seed=9), worker) == 0
+    engine.close()
+    plain.close()
+    with pytest.raises(RuntimeError, match="log-probabilities are not equal"):
+        worker.infer(batch)  # of the adapters before the update
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -399,8 +446,11 @@ def test_whole_runs_are_exact(models, tmp_path):
         "default": [],
         "exact_twice": ["rollout.exact=true", "actor.update_per_rollout=2", "kl.coef=0.01"],
         "usual": ["rollout.exact=false"],
+        "adapters": ["actor.lora_rank=8", "rollout.exact=true", "rollout.check_weights=true"],
+        "adapters_in_copies": ["actor.lora_rank=8", "rollout.exact=true", "actor.fsdp_size=1"],
     }
     variants["exact_twice"].append("kl.type=reward")
+    variants["adapters"] += ["actor.lr=1e-2", "kl.coef=0.01", "kl.type=loss"]
     runs = [[*common, f"trainer.save_dir={tmp_path / key}", *v] for key, v in variants.items()]
     launch_runs(2, runs)
     for key in variants:
@@ -422,7 +472,11 @@ def test_whole_runs_are_exact(models, tmp_path):
         (["rollout.partial=true"], "rollout.partial=true"),
         (["trainer.deterministic=false"], "trainer.deterministic=false"),
         (["rollout.max_running=8"], "rollout.max_running=8: set at least 16"),
-        (["actor.lora_rank=4"], "actor.lora_rank=4"),
+        (["actor.lora_rank=1"], "actor.lora_rank=1 and actor.dtype="),
+        (
+            ["actor.lora_rank=4", "rollout.lora=merged"],
+            "actor.lora_rank=4 and rollout.lora=merged: the engine multiplies with merged weights",
+        ),
         (["actor.compile=true"], "actor.compile=true"),
         (["rollout.engine=sglang"], "rollout.engine=sglang: set rollout.engine=local"),
         (["trainer.rollouts_from=."], "trainer.rollouts_from"),
@@ -446,8 +500,9 @@ def test_where_it_cannot_hold_it_is_refused_and_not_tried(
     with pytest.raises(SystemExit):
         parse(PPOConfig, [*base, "rollout.exact=true", *arguments])
     assert f"rollout.exact=true does not hold with {words}" in capsys.readouterr().err
-    section, name, value = re.split("[.=]", arguments[0], maxsplit=2)
-    value = {"true": True, "false": False}.get(value, value)
-    setattr(getattr(default, section), name, int(value) if str(value).isdigit() else value)
+    for argument in arguments:
+        section, name, value = re.split("[.=]", argument, maxsplit=2)
+        value = {"true": True, "false": False}.get(value, value)
+        setattr(getattr(default, section), name, int(value) if str(value).isdigit() else value)
     expected = Exactness.ASSUMED if name == "rollouts_from" else Exactness.OFF
     assert choose_exactness(default) is expected

@@ -1,17 +1,20 @@
 """Compares LoRA in one process with the plain model and with a training loop on peft.
 
 test_worker.py tests the layouts, test_checkpoint.py the moves between layouts, test_trainer.py and
-test_examples.py whole runs.
+test_examples.py whole runs, test_exact.py equal bits of an engine that applies adapters.
 """
 
 import pytest
 import torch
 import torch.distributed as dist
 from common import make_critic, make_model
+from engine_contract import check_logps, play
 from parity import MAX_GRAD_NORM, make_batch, policy_loss, value_loss, worker_config
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rl2.engine.base import EngineSettings
+from rl2.engine.local import LocalEngine
 from rl2.model.token_model import TokenScores
 from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
@@ -226,3 +229,81 @@ def test_adapters_that_do_not_fit_are_told(make, tmp_path):
     save_with_peft(tmp_path / "wide", other, r=2, target_modules=["q_proj"])
     with pytest.raises(ValueError, match="q_proj.lora_A.* made for another one"):
         make(adapter=str(tmp_path / "wide"))
+
+
+def make_engine(worker, **changes):
+    """An engine that applies the worker's adapters. Their values are to come if they are new."""
+    settings = {"adapters": worker.lora_settings, **changes}
+    name = worker.config.model_name
+    return LocalEngine(EngineSettings(name, worker.dtype, torch.device("cpu"), **settings))
+
+
+@pytest.mark.parametrize("settings", FOREIGN, ids=["layers", "all-linear", "patterns"])
+def test_the_engine_samples_with_adapters_of_peft(make, tmp_path, settings):
+    """With those of the folder from the start, then with those that were trained further."""
+    name = make(num_updates=0).config.model_name
+    model = save_with_peft(tmp_path / "adapter", name, **settings)
+    worker = make(adapter=str(tmp_path / "adapter"), lora_rank=settings["r"])
+    engine = make_engine(worker)
+    assert engine.version == 0
+    engine.verify_weights(worker.iter_unmerged_weights(worker.dtype), 0)
+    prompts = [[5, 6, 7], [8] * 40]
+    check_logps(play(engine, prompts, max_new_tokens=8), prompts, model, 1.0)
+    before = [logp for out in play(engine, prompts, max_new_tokens=8) for logp in out.logps]
+    worker.update(make_batch(), policy_loss, with_entropy=True)
+    engine.sleep()
+    engine.wake()
+    engine.load_weights(worker.iter_adapters(worker.dtype), 1)
+    worker.export(str(tmp_path / "export"), AutoTokenizer.from_pretrained(name))
+    base = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    trained = PeftModel.from_pretrained(base, tmp_path / "export/adapter")
+    answers = play(engine, prompts, max_new_tokens=8)  # no key of the prompts is an old one
+    check_logps(answers, prompts, trained, 1.0)
+    assert all(out.version == 1 for out in answers)
+    assert before != [logp for out in answers for logp in out.logps]
+    engine.close()
+
+
+def test_only_adapters_are_sent_and_all_of_them(make):
+    worker = make(lora_targets=["q_proj", "down_proj"])
+    adapters = dict(worker.iter_adapters(torch.float32))
+    # A and B of two matrices in two layers: 3 x (in + out) numbers each.
+    assert len(adapters) == 2 * 2 * 2
+    assert sum(weight.numel() for weight in adapters.values()) == sum(
+        weight.numel() for weight in worker.trained_parameters.values()
+    )
+    engine = make_engine(worker)
+    assert engine.version is None, "it would sample with noise"
+    engine.load_weights(adapters.items(), 0)
+    whole = dict(worker.iter_unmerged_weights(torch.float32))
+    assert adapters.keys() < whole.keys()
+    engine.verify_weights(whole.items(), 0)
+    merged = dict(worker.iter_full_weights(torch.float32))
+    last = max(adapters)
+    some = {name: weight for name, weight in whole.items() if "layers.0" not in name}
+    for weights, words in (
+        (merged, "is unknown to"),
+        ({**adapters, last: adapters[last][1:]}, f"weight {last} is"),
+        ({name: weight for name, weight in adapters.items() if name != last}, f"1 .*{last}"),
+        (some, "weights did not arrive"),
+        ({}, "weights did not arrive"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            engine.load_weights(weights.items(), 1)
+        assert engine.version is None
+    engine.load_weights(whole.items(), 1)
+    wrong = {**adapters, last: adapters[last] + 1}
+    with pytest.raises(RuntimeError, match=f"1 weights of the engine are not the .*{last}"):
+        engine.verify_weights(wrong.items(), 1)
+    plain = make_engine(worker, adapters=None)
+    with pytest.raises(ValueError, match="is unknown to"):
+        plain.load_weights(adapters.items(), 1)
+    for model in (engine, plain):
+        model.close()
+
+
+def test_an_engine_leaves_the_random_numbers_of_the_trainer(make):
+    worker = make()
+    before = torch.get_rng_state()
+    make_engine(worker).close()
+    assert torch.equal(torch.get_rng_state(), before)

@@ -58,11 +58,12 @@ def adapt(model, initial_adapters):
 
 
 def merge(model):
-    """Returns the weights of a plain model by name, with peft's delta of the adapters added."""
+    """Returns the weights of a plain model by name, with peft's delta of the adapters added, and
+    the adapters.
+    """
     weights = {}
     for key, parameter in model.named_parameters():
-        if ".lora_" not in key:
-            weights[key.replace(".base_layer.", ".")] = parameter
+        weights[key.replace(".base_layer.", ".")] = parameter
     for key, module in model.named_modules():
         if hasattr(module, "get_delta_weight"):
             weights[f"{key}.weight"] = weights[f"{key}.weight"] + module.get_delta_weight("default")

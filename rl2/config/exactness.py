@@ -3,6 +3,7 @@
 from typing import Any
 
 from rl2.attention.pages import MIN_ROWS
+from rl2.config.adapters import sends_adapters
 from rl2.config.conditions import count_samplers
 from rl2.config.engines import choose_engine, has_gpu
 from rl2.model.exact import Exactness
@@ -31,7 +32,16 @@ def exact_obstacles(config: Any) -> list[str]:
         ),
         (actor.tp_size > 1, f"actor.tp_size={actor.tp_size}", "set 1"),
         (actor.sp_size > 1, f"actor.sp_size={actor.sp_size}", "set 1"),
-        (actor.lora_rank, f"actor.lora_rank={actor.lora_rank}", "the engine merges adapters"),
+        (
+            actor.lora_rank and not sends_adapters(config),
+            f"actor.lora_rank={actor.lora_rank} and rollout.lora={rollout.lora}",
+            "the engine multiplies with merged weights; rollout.lora=adapter does not merge",
+        ),
+        (
+            actor.lora_rank == 1 and actor.dtype != "bfloat16",
+            f"actor.lora_rank=1 and actor.dtype={actor.dtype}",
+            "set a rank of at least 2: float32 kernels of one column sum rows in other orders",
+        ),
         (actor.compile, "actor.compile=true", "compiled kernels round in other places"),
     )
     return [f"{setting}: {advice}" for is_there, setting, advice in obstacles if is_there]

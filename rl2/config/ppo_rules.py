@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from rl2.config.adapters import adapter_obstacle, sends_adapters
 from rl2.config.conditions import (
     clips_to_sampler,
     corrects_mismatch,
@@ -48,6 +49,7 @@ def check_ppo(config: PPOConfig) -> Iterator[Problem]:
     yield from check_rollout(config)
     yield from check_samplers(config)
     yield from check_engine(config)
+    yield from check_adapters(config)
     yield from check_exact(config)
 
 
@@ -346,6 +348,22 @@ def check_allocator(engine: str) -> Iterator[Problem]:
                 "out of the variable, or set rollout.engine=local"
             )
             yield wrong_value(name, value, reason)
+
+
+def check_adapters(config: PPOConfig) -> Iterator[Problem]:
+    """Whether the engine can apply adapters, and whether an evaluation has them."""
+    actor, rollout = config.actor, config.rollout
+    if not actor.lora_rank:
+        return
+    obstacle = adapter_obstacle(config)
+    if rollout.lora == "adapter" and obstacle is not None:
+        yield wrong_value("rollout.lora", "adapter", f"{obstacle}; set merged")
+    if config.trainer.eval_only and actor.adapter and not sends_adapters(config):
+        reason = (
+            "with trainer.eval_only=true the engine reads the files of actor.model_name, without "
+            "these adapters: give the merged model, or set rollout.lora=adapter"
+        )
+        yield wrong_value("actor.adapter", actor.adapter, reason)
 
 
 def check_exact(config: PPOConfig) -> Iterator[Problem]:

@@ -750,6 +750,18 @@ class RolloutConfig(PlayConfig):
         common=True,
         identity=True,
     )
+    lora: str = key(
+        "auto",
+        "what the engine is sent of LoRA; merged: whole weights, with the adapters added to them; "
+        "adapter: the adapters alone, which it applies as the trainer does; auto: adapter with the "
+        "embedded engine on a CPU or on processes of its own, else merged",
+        choices=("auto", "merged", "adapter"),
+        only_if=Condition(
+            lambda config, section: config.actor.lora_rank,
+            "without actor.lora_rank",
+            is_harmless=True,
+        ),
+    )
     tp_size: PositiveInt = key(1, "GPUs per SGLang engine", only_if=WITH_ENGINE_PACKAGE)
     gpu_memory_utilization: PositiveFloat | str = key(
         "auto",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rl2.engine.sampling_params import SamplingParams as SamplingParams  # a part of the protocol
+from rl2.model.lora import LoraSettings, is_adapter
 
 NamedTensors = Iterable[tuple[str, Tensor]]  # full weights by their Hugging Face names
 Seed = tuple[int, ...]  # of one answer; each number may be of any size
@@ -55,6 +56,10 @@ class EngineSettings:
     """log-probabilities have the bits of the trainer's; needs `deterministic`"""
     tp_size: int = 1
     """ranks of one node that share an engine"""
+    adapters: LoraSettings | None = None
+    """what the engine puts beside the weights of `model_name`, and applies; None: nothing, the
+    trainer sends merged weights. Values of new adapters have to be loaded before the first
+    `generate`"""
     stop: Sequence[str] = ()
     """texts that `SamplingParams.stop` of any request may have"""
     gpu_memory_utilization: float | str = "auto"
@@ -90,7 +95,8 @@ class Engine(Protocol):
     max_running_requests: int
     """requests that this engine decodes at a time"""
     version: int | None
-    """of the weights, 0 at the start; None: a load failed, and a complete one has to follow"""
+    """of the weights, 0 at the start; None: a load failed, and a complete one has to follow, or
+    new adapters have no values yet"""
     loop: asyncio.AbstractEventLoop
     """runs `generate`; the caller runs it with run_until_complete, one rollout at a time"""
 
@@ -129,7 +135,8 @@ class Engine(Protocol):
         """Replaces all weights by full tensors with Hugging Face names, and sets `version`.
 
         Every rank passes all tensors, since making them may communicate. A tied head may be left
-        out. ValueError or RuntimeError if the weights do not fit the model; `version` is None then.
+        out. An engine with adapters takes all of these alone too: then the other weights stay.
+        ValueError or RuntimeError if the weights do not fit the model; `version` is None then.
         """
 
     @abstractmethod
@@ -184,12 +191,14 @@ def pair_weights(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(name, the model's weight, the tensor for it) of each tensor.
 
-    A buffer that is saved with the model is a weight too. ValueError for a name that is unknown or
-    missing, and for a wrong shape.
+    A buffer that is saved with the model is a weight too. Adapters may come alone, see
+    `Engine.load_weights`. ValueError for a name that is unknown or missing, and for a wrong shape.
     """
     weights = model.state_dict(keep_vars=True)
     missing = {id(weight): name for name, weight in weights.items()}  # tied weights once
+    kinds = set()  # whether the tensors are adapters
     for name, tensor in named_tensors:
+        kinds.add(is_adapter(name))
         if name not in weights:
             raise ValueError(f"weight {name} is unknown to {type(model).__name__}")
         weight = weights[name]
@@ -198,6 +207,6 @@ def pair_weights(
             raise ValueError(f"weight {name} is {shapes}")
         missing.pop(id(weight), None)
         yield name, weight, tensor
-    if missing:
-        names = sorted(missing.values())[:5]
-        raise ValueError(f"{len(missing)} weights did not arrive: {names}")
+    names = [name for name in missing.values() if is_adapter(name) or kinds != {True}]
+    if names:
+        raise ValueError(f"{len(names)} weights did not arrive: {sorted(names)[:5]}")

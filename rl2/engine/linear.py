@@ -62,8 +62,13 @@ def _is_plain(linear: Any, weight: Tensor, bias: Tensor | None) -> bool:
 
     The rows of the weight serve as input.
     """
-    rows = weight[:MIN_ROWS]
+    rows = _repeat_rows(weight, MIN_ROWS)
     return torch.equal(linear(rows), F.linear(rows, weight, bias))
+
+
+def _repeat_rows(weight: Tensor, count: int) -> Tensor:
+    """The first `count` rows of the weight, from the first one on again if it has fewer."""
+    return weight[:count].repeat(-(-count // len(weight)), 1)[:count]
 
 
 def _packed_linear(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
@@ -116,7 +121,7 @@ def rows_are_independent(model: Any, head_dtype: torch.dtype, max_rows: int) -> 
 
 def _is_independent(compute: Any, weight: Tensor, max_rows: int) -> bool:
     """Whether steps of all sizes give the same bits. The rows of the weight are the input."""
-    rows = weight.repeat(-(-max_rows // len(weight)), 1)[:max_rows]
+    rows = _repeat_rows(weight, max_rows)
     expected = compute(rows)
     for num_rows in range(MIN_ROWS, max_rows, STEP_ROWS_MULTIPLE):
         if not torch.equal(compute(rows[:num_rows]), expected[:num_rows]):

@@ -48,6 +48,7 @@ from rl2.engine.linear import (
 from rl2.engine.sampler import sample, uniform_noise
 from rl2.engine.states import Prefill, PromptStates, SlotStates, check_cache
 from rl2.engine.stop import StopSearch
+from rl2.model import lora
 from rl2.model.exact_head import capped
 from rl2.model.head import logit_cap, logit_divisor
 from rl2.model.recurrent import RecurrentLayers
@@ -152,6 +153,9 @@ class LocalEngine(Engine):
         model: Any = language_model_class(config).from_pretrained(
             settings.model_name, dtype=settings.dtype, attn_implementation="rl2"
         )
+        self.adapters = settings.adapters
+        if self.adapters is not None:
+            lora.inject_for_engine(model, self.adapters, settings.dtype)
         self.model = model.eval().requires_grad_(False).to(self.device)
         self.recurrent = RecurrentLayers(self.model)
         check_cache(self.recurrent)
@@ -163,7 +167,8 @@ class LocalEngine(Engine):
         self.logit_cap = logit_cap(self.model.config)
         self.max_length = max_request_tokens(self.model.config)
         self.loop = asyncio.new_event_loop()
-        self.version: int | None = 0
+        has_new_adapters = self.adapters is not None and self.adapters.folder is None
+        self.version: int | None = None if has_new_adapters else 0
         self.waiting: deque[_Request] = deque()
         self.slots: list[_Request | None] = [None] * self.max_running_requests
         self.prompts: dict[tuple[int, ...], _Prompt] = {}  # of the requests that wait
@@ -216,13 +221,16 @@ class LocalEngine(Engine):
         self.slots = [None] * self.max_running_requests
 
     def sleep(self) -> None:
-        """Gives back the memory of keys and values, and on a GPU that of the weights."""
+        """Gives back the memory of keys and values, and on a GPU that of the weights.
+
+        With adapters the weights stay, since the trainer does not send all of them again.
+        """
         assert not self.in_flight, f"sleep with {self.in_flight} requests in flight"
         self.asleep = True
         self.cache = self._new_cache()
         self.states = self._new_states()
         unpack_linear_layers(self.model)
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" and self.adapters is None:
             for weight in self.model.parameters():
                 storage = weight.untyped_storage()
                 if storage.nbytes():  # weights may share one
@@ -231,7 +239,7 @@ class LocalEngine(Engine):
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Makes the engine ready for weights. Those that it had are lost on a GPU."""
+        """Makes the engine ready for weights. Those that `sleep` gave back are lost."""
         self.asleep = False
         if self.device.type != "cpu":
             for storage, num_bytes in self.freed:

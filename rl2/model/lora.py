@@ -4,7 +4,7 @@ arXiv:2106.09685).
 An adapted layer computes W x + scale B A x, with W [out, in] frozen, A [rank, in] drawn by peft and
 B [out, rank], which starts at 0, so that training starts from the model itself. peft names the
 three NAME.base_layer.weight, NAME.lora_A.default.weight and NAME.lora_B.default.weight; nothing
-outside this file knows that.
+outside this file knows that. An engine with the same layers has the same names.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -59,10 +59,31 @@ def inject(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
     make_config = _new_config if settings.folder is None else _read_config
     inject_adapter_in_model(make_config(hf, settings), hf.base_model)
     for name, parameter in hf.named_parameters():
-        is_trained = ".lora_" in name or name.startswith("score.")
+        is_trained = is_adapter(name) or name.startswith("score.")
         parameter.requires_grad_(is_trained)
         if is_trained:
             parameter.data = parameter.data.float()
+
+
+def inject_for_engine(hf: PreTrainedModel, settings: LoraSettings, dtype: torch.dtype) -> None:
+    """Puts the adapters of `inject`, in `dtype`, into the model of an engine.
+
+    Those of settings.folder have their values. New ones have noise, also B, so that trials of
+    kernels mean something; the trainer has their values.
+    """
+    with torch.random.fork_rng(devices=[]):  # the trainer's numbers stay the same
+        inject(hf, settings)
+        for layer in _adapted_layers(hf).values():
+            nn.init.normal_(layer.lora_B[ADAPTER].weight)
+    read_weights(hf, settings)
+    for name, parameter in hf.named_parameters():
+        if is_adapter(name):
+            parameter.data = parameter.data.to(dtype)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter of this name is a matrix of an adapter."""
+    return ".lora_" in name
 
 
 def _new_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
@@ -183,7 +204,7 @@ def read_weights(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
         values = {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}
     for name, parameter in hf.named_parameters():
         value = values.pop(name.replace(f".{ADAPTER}.", "."), None)
-        if value is None and ".lora_" not in name:
+        if value is None and not is_adapter(name):
             continue
         if value is None or value.shape != parameter.shape:
             found = "missing" if value is None else list(value.shape)
@@ -257,7 +278,7 @@ def merged(
         return read(parameter) if layer is None else layer.dequantized(read(parameter))
 
     for name, parameter in track(list(hf.named_parameters()), "weights"):
-        if ".lora_" in name:
+        if is_adapter(name):
             continue
         hf_name = name.replace(".base_layer.", ".")
         layer = layers.get(name.removesuffix(".base_layer.weight"))

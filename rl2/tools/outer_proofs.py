@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from rl2.attention.pages import MIN_ROWS
 from rl2.attention.ring import Ring
 from rl2.batch import Batch, collate
+from rl2.config.adapters import sends_adapters
 from rl2.data.chat import SYSTEM_ROLES, ChatTemplate
 from rl2.engine.base import EngineSettings, SamplingParams
 from rl2.engine.local import STEP_ROWS_MULTIPLE, LocalEngine
@@ -54,16 +55,19 @@ def _prove_engine(subject: Subject, dtype: torch.dtype) -> Generator[Difference,
     dtype_name = str(dtype).removeprefix("torch.")
     worker = subject.worker(exactness=Exactness.ASSUMED, dtype=dtype_name)
     worker.update(subject.batch(), weighted_sum)
+    adapters = worker.lora_settings if sends_adapters(config) else None
     settings = EngineSettings(
         subject.small,
         dtype,
         CPU,
+        adapters=adapters,
         max_running_requests=MIN_ROWS + STEP_ROWS_MULTIPLE,
         deterministic=is_deterministic,
         exact=is_deterministic,
     )
     engine = LocalEngine(settings)
-    weights = dict(worker.iter_full_weights(dtype))
+    iterate = worker.iter_full_weights if adapters is None else worker.iter_unmerged_weights
+    weights = dict(iterate(dtype))
     engine.load_weights(weights.items(), worker.version)
     held = {name: weight for name, weight in engine.model.state_dict().items() if name in weights}
     meaning = "load_weights did not replace every weight"
@@ -96,7 +100,7 @@ def _obstacle_to_equal_bits(engine: LocalEngine, worker: Any) -> str:
         return "with trainer.deterministic=false"
     if not worker.model.exactness.is_on:
         return "the model divides its logits"
-    if worker.lora_settings is not None:
+    if worker.lora_settings is not None and engine.adapters is None:
         return "the engine merges adapters"
     if engine.decodes_free_slots:
         return "kernels of this CPU sum other numbers of rows in another order"

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from rl2.config.adapters import choose_lora, sends_adapters
 from rl2.config.conditions import (
     clips_to_sampler,
     count_samplers,
@@ -32,6 +33,7 @@ from rl2.model.folder import (
     load_tokenizer,
     max_positions,
 )
+from rl2.model.lora import LoraSettings
 from rl2.parallel.device import compute_dtype
 from rl2.parallel.mesh import init_distributed
 from rl2.parallel.rank import is_first_rank
@@ -61,7 +63,7 @@ from rl2.trainer.sampling import (
     make_sampling_params,
 )
 from rl2.trainer.teacher_server import TeacherServer, connect
-from rl2.worker import Reference, Worker
+from rl2.worker import Reference, Worker, make_lora_settings
 
 # Of the free memory of a GPU that only samples, for weights, keys and values: the engine needs the
 # rest to compute.
@@ -171,6 +173,7 @@ class PPORun:
         self.workers, self.frozen = make_ppo_workers(config, setup.device, num_updates)
         self.actor = self.workers["actor"]
         self.critic = self.workers.get("critic")
+        self.sends_adapters = sends_adapters(config)
         self.engine: Engine | None = None  # of this process
         self.samplers: Samplers | None = None  # the processes that have engines instead
         self.evaluator: Evaluator | Samplers | None = None
@@ -232,12 +235,14 @@ class PPORun:
             self.samplers.begin()
         if engine := self.engine or self.samplers:
             # At the start both have read the same files, so their weights must agree to the bit.
-            # Only the actor has read those of actor.adapter, and only its base is quantised.
             actor = self.config.actor
-            has_read_others = actor.adapter or actor.quantize_base
-            are_equal = self.recorder.start_step == 0 and not has_read_others
-            receive = engine.verify_weights if are_equal else engine.load_weights
-            self._send_weights(receive)
+            if self.sends_adapters:  # which only the actor has drawn or read
+                self._send_adapters(engine)
+                self._send_weights(engine.verify_weights)
+            elif self.recorder.start_step > 0 or actor.adapter or actor.quantize_base:
+                self._send_weights(engine.load_weights)  # the actor's are others
+            else:
+                self._send_weights(engine.verify_weights)
         self.recorder.begin()
 
     def collect(self, step: int) -> list[Trajectory]:
@@ -291,12 +296,20 @@ class PPORun:
         if self.engine:
             self.engine.wake()
         if engine := self.engine or self.samplers:
-            self._send_weights(engine.load_weights)
+            if self.sends_adapters:
+                self._send_adapters(engine)
+            else:
+                self._send_weights(engine.load_weights)
             if self.config.rollout.check_weights:
                 self._send_weights(engine.verify_weights)
 
     def _send_weights(self, receive: Callable[..., None]) -> None:
-        receive(self.actor.iter_full_weights(self.actor.dtype), self.actor.version)
+        actor = self.actor
+        iterate = actor.iter_unmerged_weights if self.sends_adapters else actor.iter_full_weights
+        receive(iterate(actor.dtype), actor.version)
+
+    def _send_adapters(self, engine: Engine | Samplers) -> None:
+        engine.load_weights(self.actor.iter_adapters(self.actor.dtype), self.actor.version)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Plays the test sets and writes their transcripts. Returns their metrics."""
@@ -492,6 +505,7 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
         share = SHARE_OF_OWN_GPU
     settings = EngineSettings(
         model_name=actor.model_name,
+        adapters=_choose_adapters(setup.config),
         dtype=compute_dtype(actor.dtype, device),
         head_dtype=getattr(torch, actor.head_dtype),
         device=device,
@@ -508,3 +522,13 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
         world_size=dist.get_world_size(),
     )
     return end_with_run(make_engine(rollout.engine, settings))
+
+
+def _choose_adapters(config: PPOConfig) -> LoraSettings | None:
+    """What the engine applies. The first rank prints the choice of rollout.lora=auto."""
+    if not config.actor.lora_rank or (config.trainer.eval_only and not config.actor.adapter):
+        return None  # new adapters change nothing before they are trained
+    choice, reason = choose_lora(config)
+    if config.rollout.lora == "auto" and is_first_rank():
+        print(f"rollout.lora=auto: {choice}, {reason}")
+    return make_lora_settings(config.actor) if choice == "adapter" else None
