@@ -155,7 +155,8 @@ def test_updates_are_those_of_a_run_on_the_same_rollouts(setup, tmp_path, correc
     [
         (3, ["rollout.num_processes=1", "actor.fsdp_size=2"]),
         (3, ["rollout.num_processes=1", "actor.tp_size=2"]),
-        (3, ["rollout.num_processes=1", "actor.lora_rank=2"]),
+        (3, ["rollout.num_processes=1", "actor.lora_rank=2", "rollout.check_weights=true"]),
+        (3, ["rollout.num_processes=1", "actor.lora_rank=2", "actor.tp_size=2"]),
         (3, ["rollout.num_processes=1", "actor.fsdp_size=2", "rollout.max_staleness=2"]),
     ],
 )
@@ -169,10 +170,11 @@ def test_the_trainers_layout_changes_little(setup, tmp_path, world, keys):
         assert a["reward/mean"] == pytest.approx(b["reward/mean"], abs=1e-6)
 
 
-@pytest.mark.parametrize("lag", [1, 2])
-def test_a_run_resumes_with_the_rollouts_that_were_sampled_ahead(setup, tmp_path, lag):
+@pytest.mark.parametrize("lag, words", [(1, []), (2, []), (1, ["actor.lora_rank=2"])])
+def test_a_run_resumes_with_the_rollouts_that_were_sampled_ahead(setup, tmp_path, lag, words):
     arguments = [
         *setup,
+        *words,
         *with_tests(tmp_path),
         "rollout.filter=[0.0,0.9]",
         "rollout.num_processes=1",
