@@ -19,7 +19,7 @@ from common import (
     read_metrics,
     read_untimed_metrics,
 )
-from engine_contract import plain_logps, play
+from engine_contract import check_logps, plain_logps, play
 from parity import make_batch, policy_loss, worker_config
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -136,11 +136,19 @@ def test_equal_bits_are_refused_if_they_are_demanded(name, device):
 
 @each()
 def test_adapters(name, device, tmp_path):
+    """The engine applies them too."""
     worker = Worker(worker_config(name, lr=1e-2, lora_rank=3), device, False, 4)
+    engine = LocalEngine(EngineSettings(name, worker.dtype, CPU, adapters=worker.lora_settings))
     for _ in range(2):
         worker.update(make_batch(), policy_loss, with_entropy=True)
     worker.export(str(tmp_path / "export"), make_tokenizer())
     check_adapter(AutoModelForCausalLM, name, tmp_path / "export")
+    engine.load_weights(worker.iter_adapters(worker.dtype), 2)
+    engine.verify_weights(worker.iter_unmerged_weights(worker.dtype), 2)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    prompts = [[5, 6, 7], [9] * 20]
+    check_logps(play(engine, prompts, max_new_tokens=8), prompts, merged, 1.0)
+    engine.close()
 
 
 @each("lfm2", "qwen3_5_text", "jamba")
