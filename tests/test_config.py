@@ -293,6 +293,8 @@ def test_where_adapters_cannot_be_sent_merged_weights_are(
     config = parse(PPOConfig, [*base, *words])
     choice, why = choose_lora(config)
     assert choice == expected and reason in why
+    config.actor.quantize_base = "nf4"
+    assert choose_lora(config)[0] == "merged"
     refused = ["rollout.lora"] if expected == "merged" else []
     assert problem_keys("ppo", *words, "rollout.lora=adapter") == refused
     assert warning_keys("ppo", "rollout.lora=merged") == ["rollout.lora"]

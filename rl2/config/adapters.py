@@ -9,7 +9,7 @@ from rl2.config.engines import choose_engine, has_gpu
 def adapter_obstacle(config: Any) -> str | None:
     """Why the engine of this config needs merged weights, in words; None if it does not."""
     if config.actor.quantize_base:
-        return f"actor.quantize_base={config.actor.quantize_base} changes the base that it has read"
+        return "the engine has read the files of the base, and the trainer's base is in 4 bits"
     engine = choose_engine(config.rollout.engine)[0]
     if engine != "local":
         return f"{engine} is sent whole weights only; the embedded engine applies adapters"
