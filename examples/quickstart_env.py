@@ -5,8 +5,11 @@ Row: {"messages": [...], "answer": "63"}.
 
 import re
 
+MAX_WORDS = 5  # of a brief reply, such as "The largest number is 63."
+
 
 def reward_fn(messages, answer):
-    """1.0 if the last number of the reply is the answer, else 0.0."""
-    numbers = re.findall(r"\d+", messages[-1]["content"])
-    return float(numbers[-1:] == [answer])
+    """1.0 if the reply is brief and the answer is its only number, else 0.0."""
+    reply = messages[-1]["content"]
+    is_right = re.findall(r"\d+", reply) == [answer]
+    return float(is_right and len(reply.split()) <= MAX_WORDS)

@@ -558,11 +558,12 @@ def test_the_rows_of_the_pipeline_are_correct_and_in_one_set_only(tmp_path):
     assert len(pairs_with_slip) == 160
 
 
-def test_the_quickstart_rewards_the_last_number_only():
+def test_the_quickstart_rewards_a_brief_reply_with_the_answer_alone():
     score = load_env(str(ROOT / "examples/quickstart_env.py")).spec.reward_fns["reward_fn"]
-    rewards = {"The largest is 63.": 1, "63 is larger than 59": 0, "59, 63": 1, "636": 0, "?": 0}
-    for reply, reward in rewards.items():
-        assert score([{"content": reply}], "63") == reward
+    assert score([{"content": "The largest number is 63."}], "63") == 1
+    assert score([{"content": "63"}], "63") == 1
+    wrong = ("59, 63", "63 beats 59", "636", "?", "The largest of the four numbers is 63.")
+    assert not any(score([{"content": reply}], "63") for reply in wrong)
 
 
 def test_the_quickstart_holds_out_questions_with_right_answers(tmp_path, monkeypatch):
