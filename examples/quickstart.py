@@ -151,7 +151,7 @@ def draw_rewards(file: Path, train: list[dict], tests: list[dict]) -> None:
     axes.plot(train_steps, train_rewards, label="training, sampled")
     test_steps = [line["step"] for line in tests]
     test_rewards = [line["test/reward/mean"] for line in tests]
-    axes.plot(test_steps, test_rewards, "o--", label="test, greedy")
+    axes.plot(test_steps, test_rewards, "o", label=f"{NUM_TEST} held-out questions, greedy")
     axes.set(xlabel="step", ylabel="share of right answers", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend()
