@@ -112,7 +112,7 @@ def _linear_layers(hf: PreTrainedModel, with_routers: bool) -> tuple[list[str], 
     if not with_routers:
         frozen |= find_routers(hf)
     for name, module in hf.base_model.named_modules():
-        if isinstance(module, nn.Linear) and ".lora_" not in name:
+        if isinstance(module, nn.Linear) and not is_adapter(name):
             (frozen_names if module in frozen else linear_names).append(name)
     unfit = _unfit_kinds(hf, {_kind(name) for name in linear_names})
     return [name for name in linear_names if _kind(name) not in unfit], frozen_names
