@@ -300,6 +300,13 @@ def test_where_adapters_cannot_be_sent_merged_weights_are(
     assert warning_keys("ppo", "rollout.lora=merged") == ["rollout.lora"]
 
 
+def test_4_bits_are_refused_where_fsdp_cannot_hold_bytes(base, monkeypatch):
+    words = ["actor.quantize_base=nf4", "actor.lora_rank=4"]
+    for version, keys in (("2.11.0", ["actor.quantize_base"]), ("2.13.0+cpu", [])):
+        monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
+        assert problem_keys("sft", *words) == keys
+
+
 def test_what_needs_bitsandbytes_is_refused_without_it(base, monkeypatch):
     quantized = ["actor.quantize_base=nf4", "actor.lora_rank=4"]
     assert problem_keys("sft", "actor.optimizer=adamw_8bit", *quantized) == []

@@ -1,5 +1,6 @@
 """The checks of a model's section: its folder, its layout on the processes, its longest rows."""
 
+import importlib.metadata
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import ModelConfig, PPOConfig, WorkerConfig
 from rl2.model.adapter_folder import read_adapter_config
 
+TORCH_OF_4_BITS = (2, 13)  # FSDP2 of torch 2.11 fails at parameters of bytes; 2.12 is not tried
+
 
 def check_model(config: Any, name: str, model: ModelConfig) -> Iterator[Problem]:
     """The problems of the section `name`, which is `model`."""
@@ -19,6 +22,11 @@ def check_model(config: Any, name: str, model: ModelConfig) -> Iterator[Problem]
     yield from check_lengths(config, name, model)
     if isinstance(model, WorkerConfig):
         yield from check_worker(name, model)
+
+
+def version_pair(version: str) -> tuple[int, ...]:
+    """2.13.0+cpu -> (2, 13)"""
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def check_model_name(key: str, name: str) -> Iterator[Problem]:
@@ -99,6 +107,10 @@ def check_worker(name: str, worker: WorkerConfig) -> Iterator[Problem]:
         if getattr(worker, key) == value and not is_installed("bitsandbytes"):
             reason = "it needs bitsandbytes, which is not installed"
             yield wrong_value(f"{name}.{key}", value, f"{reason}; pip install 'rl2[bitsandbytes]'")
+    torch_version = importlib.metadata.version("torch")
+    if worker.quantize_base and version_pair(torch_version) < TORCH_OF_4_BITS:
+        reason = f"it needs torch 2.13 or later, and this is {torch_version}"
+        yield wrong_value(f"{name}.quantize_base", worker.quantize_base, reason)
     if worker.quantize_base and worker.tp_size > 1:
         reason = "tensor parallelism would cut rows inside their 4-bit blocks"
         advice = f"set {name}.tp_size=1; FSDP divides the memory of the base too"
