@@ -22,6 +22,7 @@ NUM_PROBLEMS = {"test": 100, "sft": 400, "pairs": 320}  # no problem is in two o
 # GRPO's task: sums and differences of two one-digit numbers. Each prompt begins with an example. It
 # shows the form of an answer, and that it may be negative.
 NUM_SUMS = {"train": 150, "test": 50}
+TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 SYSTEM_PROMPT = "Calculate."
 EXAMPLE = ("State the final answer to the following arithmetic problem: 10 - 12 =", "10 - 12 = -2")
 # (title, stage, name of the metric, its key). Stages have the names that pipeline.sh gives them.
@@ -109,27 +110,37 @@ def divide(problems: list[dict]) -> dict[str, list[dict]]:
 
 def make_sums() -> dict[str, list[dict]]:
     """Returns all 200 sums and differences of reasoning-gym. No test question is trained."""
+    answers = draw_questions("chain_sum", sum(NUM_SUMS.values()))
+    assert EXAMPLE[0] not in answers
+    rows = []
+    for question, answer in answers.items():
+        rows.append({"messages": make_messages(question, EXAMPLE), "answer": answer})
+    num_train = NUM_SUMS["train"]
+    return {"sums_train": rows[:num_train], "sums_test": rows[num_train:]}
+
+
+def draw_questions(dataset: str, num_questions: int) -> dict[str, str]:
+    """Draws from a data set of reasoning-gym until this many different questions have occurred.
+
+    Returns the answer of each, in the order of the questions' hashes.
+    """
     import reasoning_gym
 
     answers: dict[str, str] = {}
     seed = 0
-    while len(answers) < sum(NUM_SUMS.values()):
-        items = reasoning_gym.create_dataset(
-            "chain_sum", size=500, seed=seed, min_terms=2, max_terms=2, min_digits=1, max_digits=1
-        )
+    while len(answers) < num_questions:
+        items = reasoning_gym.create_dataset(dataset, size=500, seed=seed, **TERMS)
         answers |= {item["question"]: item["answer"] for item in items}
         seed += 1
-    questions = sorted(answers, key=hash_of)
-    assert EXAMPLE[0] not in questions
-    rows = []
-    for question in questions:
-        roles = ("system", "user", "assistant", "user")
-        texts = (SYSTEM_PROMPT, *EXAMPLE, question)
-        pairs = zip(roles, texts, strict=True)
-        messages = [{"role": role, "content": text} for role, text in pairs]
-        rows.append({"messages": messages, "answer": answers[question]})
-    num_train = NUM_SUMS["train"]
-    return {"sums_train": rows[:num_train], "sums_test": rows[num_train:]}
+    return {question: answers[question] for question in sorted(answers, key=hash_of)}
+
+
+def make_messages(question: str, example: tuple[str, ...] = ()) -> list[dict]:
+    """A prompt: the system prompt, a question and its answer as an example, then the question."""
+    roles = ("system", "user", "assistant", "user") if example else ("system", "user")
+    texts = (SYSTEM_PROMPT, *example, question)
+    pairs = zip(roles, texts, strict=True)
+    return [{"role": role, "content": text} for role, text in pairs]
 
 
 def hash_of(text: str) -> str:

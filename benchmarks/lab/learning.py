@@ -38,7 +38,7 @@ from run_queue import (
 )
 
 sys.path.insert(0, str(ROOT / "examples"))
-from pipeline import EXAMPLE, SYSTEM_PROMPT, hash_of
+from pipeline import EXAMPLE, draw_questions, make_messages
 
 RESULTS_FILE = RESULTS / "learning.jsonl"
 SAMPLED_TOKENS = 8_000  # of a run
@@ -62,7 +62,6 @@ class Task:
     has_parts: bool
 
 
-OPTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # of the data sets
 TASKS = {
     "sums": Task(
         dataset="chain_sum",
@@ -124,21 +123,10 @@ def make_data(task: Task, folder: Path) -> None:
     """Writes train.jsonl and test.jsonl: all different questions, in the order of their hashes."""
     if (folder / "test.jsonl").exists():
         return
-    import reasoning_gym
-
-    answers: dict[str, str] = {}
-    seed = 0
-    while len(answers) < task.num_train + task.num_test:
-        items = reasoning_gym.create_dataset(task.dataset, size=500, seed=seed, **OPTIONS)
-        answers |= {item["question"]: item["answer"] for item in items}
-        seed += 1
+    answers = draw_questions(task.dataset, task.num_train + task.num_test)
     rows = []
-    for question in sorted(answers, key=hash_of):
-        roles = ("system", "user", "assistant", "user") if task.example else ("system", "user")
-        texts = (SYSTEM_PROMPT, *task.example, question)
-        pairs = zip(roles, texts, strict=True)
-        messages = [{"role": role, "content": text} for role, text in pairs]
-        rows.append({"messages": messages, "answer": answers[question]})
+    for question, answer in answers.items():
+        rows.append({"messages": make_messages(question, task.example), "answer": answer})
     held_out = [row["messages"][-1]["content"] for row in rows[task.num_train :]]
     assert not set(task.example) & set(held_out), "a prompt shows a held-out question"
     folder.mkdir(parents=True, exist_ok=True)
