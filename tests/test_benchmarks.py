@@ -13,6 +13,7 @@ import word_problems
 
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
+from rl2.env.load import load_env
 
 
 def test_the_keys_of_each_algorithm_are_a_config(tmp_path):
@@ -28,6 +29,19 @@ def test_the_keys_of_each_algorithm_are_a_config(tmp_path):
     assert configs["DAPO"].rollout.filter == [0, 1] and configs["DAPO"].actor.clip_high == 0.28
     assert configs["GRPO, K=2"].actor.epochs_per_rollout == 2
     assert configs["PPO"].adv.estimator == "gae"
+
+
+def test_the_sums_reward_the_right_number_and_a_little_its_sign():
+    score = load_env(str(ROOT / "benchmarks/lab/sums_env.py")).spec.reward_fns["reward_fn"]
+
+    def parts(reply, answer):
+        return score([{"content": reply}], answer)
+
+    assert parts("3 - 7 = -4", "-4") == {"right": 1.0, "sign": 0.1}
+    assert parts("3 - 7 = -10", "-4") == {"right": 0.0, "sign": 0.1}
+    assert parts("3 - 7 = 4", "-4") == {"right": 0.0, "sign": 0.0}
+    assert parts("9 + 8 = 17.", "17") == {"right": 1.0, "sign": 0.1}
+    assert parts("7 - 7 = -0", "0") == parts("no number", "0") == {"right": 0.0, "sign": 0.0}
 
 
 def test_no_question_of_a_task_is_both_trained_and_held_out(tmp_path, monkeypatch):
