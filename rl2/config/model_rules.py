@@ -1,13 +1,12 @@
 """The checks of a model's section: its folder, its layout on the processes, its longest rows."""
 
-import importlib.metadata
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rl2.config.conditions import compares_pairs, count_samplers
-from rl2.config.engines import is_installed
+from rl2.config.engines import installed_version, is_installed
 from rl2.config.problem import Problem, wrong_value
 from rl2.config.schema import ModelConfig, PPOConfig, WorkerConfig
 from rl2.model.adapter_folder import read_adapter_config
@@ -107,7 +106,7 @@ def check_worker(name: str, worker: WorkerConfig) -> Iterator[Problem]:
         if getattr(worker, key) == value and not is_installed("bitsandbytes"):
             reason = "it needs bitsandbytes, which is not installed"
             yield wrong_value(f"{name}.{key}", value, f"{reason}; pip install 'rl2[bitsandbytes]'")
-    torch_version = importlib.metadata.version("torch")
+    torch_version = installed_version("torch") or "0"
     if worker.quantize_base and version_pair(torch_version) < TORCH_OF_4_BITS:
         reason = f"it needs torch 2.13 or later, and this is {torch_version}"
         yield wrong_value(f"{name}.quantize_base", worker.quantize_base, reason)
