@@ -409,9 +409,10 @@ def launch(world, *command, check=True, timeout=300) -> subprocess.CompletedProc
         killer = threading.Timer(timeout, os.killpg, (process_id, signal.SIGKILL))
         killer.start()
         status = int(server.stdout.readline())
+        was_killed = killer.finished.is_set()
         killer.cancel()
         errors = stderr.read()
-        if killer.finished.is_set() and status == -signal.SIGKILL:
+        if was_killed:
             errors += f"killed after {timeout} seconds\n"
         done = subprocess.CompletedProcess(command, status, stdout.read(), errors)
     if check:
