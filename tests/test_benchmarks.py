@@ -7,7 +7,9 @@ import types
 from common import ROOT, read_jsonl
 
 sys.path.insert(0, str(ROOT / "benchmarks/lab"))
+import dither_offline
 import learning
+import lora
 import tool_use
 import word_problems
 
@@ -29,6 +31,8 @@ def test_the_keys_of_each_algorithm_are_a_config(tmp_path):
     assert configs["DAPO"].rollout.filter == [0, 1] and configs["DAPO"].actor.clip_high == 0.28
     assert configs["GRPO, K=2"].actor.epochs_per_rollout == 2
     assert configs["PPO"].adv.estimator == "gae"
+    for keys in lora.KINDS.values():
+        parse(PPOConfig, [*common, *keys])
 
 
 def test_the_sums_reward_the_right_number_and_a_little_its_sign():
@@ -80,6 +84,21 @@ def test_worked_answers_of_word_problems_are_right_and_sets_are_disjoint(tmp_pat
         numbers = {int(number) for number in re.findall(r"\d+", row["messages"][0]["content"])}
         used = {int(number) for number in re.findall(r"\d+", " ".join(steps))}
         assert numbers <= used, row
+
+
+def test_a_rejected_answer_has_the_right_steps_and_a_wrong_last_result(tmp_path):
+    dither_offline.make_data(tmp_path)
+    pairs = {name: read_jsonl(tmp_path / f"dpo-{name}.jsonl") for name in dither_offline.SIZES}
+    questions = [pair["chosen"][0]["content"] for part in pairs.values() for pair in part]
+    assert len(set(questions)) == sum(dither_offline.SIZES.values())
+    for pair in pairs["train"]:
+        chosen, rejected = (pair[name][-1]["content"] for name in ("chosen", "rejected"))
+        *steps, last, conclusion = rejected.splitlines()
+        formula, _, value = last.partition(" = ")
+        assert chosen.startswith("\n".join([*steps, formula]))
+        assert eval(formula) != int(value) and conclusion == f"#### {value}"
+    held_out = [row["messages"][0]["content"] for row in read_jsonl(tmp_path / "questions.jsonl")]
+    assert held_out == [pair["chosen"][0]["content"] for pair in pairs["held_out"]]
 
 
 def test_no_question_of_the_tool_is_both_trained_and_held_out(tmp_path):

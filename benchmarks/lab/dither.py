@@ -119,17 +119,24 @@ def run_one(arguments) -> dict:
     data = arguments.folder / arguments.task
     make_data(task, data)
     folder = data / f"{arguments.kind}-{arguments.rate}-{arguments.seed}-{arguments.steps}"
-    run = run_trl if arguments.kind == "trl" else run_rl2
     names = ("task", "kind", "rate", "seed", "steps")
-    return {name: getattr(arguments, name) for name in names} | run(arguments, task, folder)
+    result = {name: getattr(arguments, name) for name in names}
+    if arguments.kind == "trl":
+        return result | run_trl(arguments, task, folder)
+    return result | run_grpo(arguments, folder, *KINDS[arguments.kind])
 
 
-def run_rl2(arguments, task, folder: Path) -> dict:
+def run_grpo(arguments, folder: Path, *kind_keys: str) -> dict:
+    """GRPO of rl2 in `folder`, evaluated at the end. Returns its accuracy and curves.
+
+    `arguments` has model, task (a name in HELD_OUT), kind, rate, seed and steps.
+    """
     from rl2.config.parse import parse
     from rl2.config.schema import PPOConfig
     from rl2.trainer.ppo import train
     from rl2.trainer.ppo_run import PPORun
 
+    task = HELD_OUT[arguments.task]
     keys = [
         *run_keys(task, arguments.model, arguments.seed, folder),
         f"data.responses_per_test_prompt={NUM_TEST_SAMPLES}",
@@ -138,7 +145,7 @@ def run_rl2(arguments, task, folder: Path) -> dict:
         "rollout.test_sampling_params.temperature=1",
         f"trainer.max_steps={arguments.steps}",
         "trainer.save_freq=null",
-        *KINDS[arguments.kind],
+        *kind_keys,
     ]
     run = PPORun(parse(PPOConfig, keys))
     run.recorder.evaluate = None  # below; all runs of a task begin with the same model

@@ -99,6 +99,15 @@ def make_problem(rng: random.Random) -> dict | None:
     return {"question": text, "answer": answer, "worked": "\n".join([*lines, f"#### {answer}"])}
 
 
+def draw_problems(rng: random.Random, count: int) -> list[dict]:
+    """Problems whose questions are all different."""
+    problems: dict[str, dict] = {}
+    while len(problems) < count:
+        if problem := make_problem(rng):
+            problems[problem["question"]] = problem
+    return list(problems.values())
+
+
 def evaluate(formula: str) -> int:
     """The value of two numbers with + - or * between them."""
     left, operator, right = formula.split()
@@ -110,12 +119,7 @@ def make_data(folder: Path) -> None:
     """Writes the sets. All questions are different."""
     if (folder / "rl.jsonl").exists():
         return
-    rng = random.Random(0)
-    problems: dict[str, dict] = {}
-    while len(problems) < sum(SIZES.values()):
-        if problem := make_problem(rng):
-            problems[problem["question"]] = problem
-    remaining = iter(problems.values())
+    remaining = iter(draw_problems(random.Random(0), sum(SIZES.values())))
     folder.mkdir(parents=True, exist_ok=True)
     for name, size in SIZES.items():
         rows = []

@@ -1,0 +1,206 @@
+"""What actor.dither_weights changes in SFT and DPO, by learning rate.
+
+    python benchmarks/lab/dither_offline.py run MODEL [--folder runs/dither_offline] [--seeds 3]
+    python benchmarks/lab/dither_offline.py report
+
+MODEL is the folder `model` that `python examples/quickstart.py prepare FOLDER` makes. The rows are
+worked answers to the problems of word_problems.py; DPO rejects those whose last result is wrong.
+Held-out rows give the loss before and after, and held-out questions are answered at temperature 1.
+All runs of a trainer and a seed see the same rows in the same order. Each finished run is a line of
+benchmarks/lab/results/dither_offline.jsonl; `report` prints the tables of docs/precision.md.
+
+Needs the `test` and `quickstart` extras.
+"""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+from run_queue import (
+    RESULTS,
+    ROOT,
+    Job,
+    make_parser,
+    mean_and_error,
+    read_results,
+    run_command,
+    run_itself,
+    train_in,
+)
+from word_problems import COMMON, draw_problems
+
+RESULTS_FILE = RESULTS / "dither_offline.jsonl"
+RATES = ("1e-6", "1e-5")
+KINDS = {
+    "stored": "actor.dither_weights=false",
+    "dithered": "actor.dither_weights=true",
+    "fp32": "actor.dtype=float32",
+}
+SIZES = {"train": 256, "held_out": 96}  # no problem is in both
+STEPS, BATCH_SIZE = 16, 16
+
+
+def make_data(folder: Path) -> None:
+    """Writes rows of SFT and DPO, and the held-out questions."""
+    if (folder / "questions.jsonl").exists():
+        return
+    rng = random.Random(1)
+    remaining = iter(draw_problems(rng, sum(SIZES.values())))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, size in SIZES.items():
+        part = [next(remaining) for _ in range(size)]
+        write(folder / f"sft-{name}.jsonl", [make_conversation(problem) for problem in part])
+        write(folder / f"dpo-{name}.jsonl", [make_pair(problem, rng) for problem in part])
+    write(folder / "questions.jsonl", [make_question(problem) for problem in part])
+
+
+def make_question(problem: dict) -> dict:
+    return {
+        "messages": [{"role": "user", "content": problem["question"]}],
+        "answer": problem["answer"],
+    }
+
+
+def make_conversation(problem: dict, worked: str | None = None) -> dict:
+    reply = {"role": "assistant", "content": worked or problem["worked"]}
+    return {"messages": [*make_question(problem)["messages"], reply]}
+
+
+def make_pair(problem: dict, rng: random.Random) -> dict:
+    """The worked answer, and one whose last result is off by 1 to 9."""
+    wrong = str(int(problem["answer"]) + rng.randint(1, 9))
+    lines = problem["worked"].splitlines()
+    lines[-2] = f"{lines[-2].partition(' = ')[0]} = {wrong}"
+    lines[-1] = f"#### {wrong}"
+    return {
+        "chosen": make_conversation(problem)["messages"],
+        "rejected": make_conversation(problem, "\n".join(lines))["messages"],
+    }
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run_one(arguments) -> dict:
+    """One run. Returns its held-out metrics before and after."""
+    trainer, kind, rate, seed = (getattr(arguments, name) for name in NAMES)
+    data = arguments.folder
+    make_data(data)
+    folder = data / name_of(trainer, kind, rate, seed)
+    keys = [
+        *COMMON,
+        f"data.batch_size={BATCH_SIZE}",
+        f"actor.lr={rate}",
+        KINDS[kind],
+        f"trainer.max_steps={STEPS}",
+        f"trainer.test_freq={STEPS}",
+        "rollout.env_path=gsm8k",
+        "rollout.test_sampling_params.max_new_tokens=32",
+        "rollout.test_sampling_params.temperature=1",
+    ]
+    cpu_seconds = train_in(
+        folder,
+        trainer,
+        *keys,
+        f"data.path={data / f'{trainer}-train.jsonl'}",
+        f"data.test_path={data / f'{trainer}-held_out.jsonl'}",
+        f"data.seed={seed}",
+        f"trainer.seed={seed}",
+        f"actor.model_name={arguments.model}",
+        f"rollout.test_path={data / 'questions.jsonl'}",
+    )
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    tests = [line for line in lines if "test/loss" in line]
+    visible = [line["actor/visible_update"] for line in lines if "actor/visible_update" in line]
+    shutil.rmtree(folder / "model")  # 270 MB
+    result = {name: getattr(arguments, name) for name in NAMES}
+    return result | {
+        "before": tests[0]["test/loss"],
+        "after": tests[-1]["test/loss"],
+        "right": tests[-1]["test/reward/right"],
+        "right_before": tests[0]["test/reward/right"],
+        "pairs": tests[-1].get("test/accuracy"),
+        "margin": tests[-1].get("test/margin"),
+        "loss": [line["actor/loss"] for line in lines if "actor/loss" in line],
+        "visible_update": visible,
+        "cpu_seconds": cpu_seconds,
+        "keys": keys,
+    }
+
+
+NAMES = ("trainer", "kind", "rate", "seed")
+
+
+def name_of(trainer: str, kind: str, rate: str, seed: int) -> str:
+    return f"{trainer}-{kind}-{rate}-{seed}"
+
+
+def make_jobs(arguments) -> list[Job]:
+    jobs = []
+    for seed in range(arguments.seeds):
+        for rate in arguments.rates:
+            for trainer in arguments.trainers:
+                for kind in arguments.kinds:
+                    command = run_itself(
+                        "one",
+                        *(arguments.model, trainer, kind, rate, str(seed)),
+                        *("--folder", str(arguments.folder)),
+                    )
+                    jobs.append(Job(name_of(trainer, kind, rate, seed), command))
+    return jobs
+
+
+def report() -> None:
+    """Prints a table for each trainer, in Markdown."""
+    results = list(read_results(RESULTS_FILE).values())
+    for trainer in ("sft", "dpo"):
+        print(f"\n{trainer}\n\n| rate | weights | runs | held-out loss before | after ", end="")
+        print("| right answers, % | pairs, % | visible update |\n|---|---|---|---|---|---|---|---|")
+        for rate in sorted({run["rate"] for run in results}, key=float):
+            for kind in KINDS:
+                runs = [
+                    run
+                    for run in results
+                    if (run["trainer"], run["rate"], run["kind"]) == (trainer, rate, kind)
+                ]
+                if runs:
+                    print(report_row(rate, kind, runs))
+
+
+def report_row(rate: str, kind: str, runs: list[dict]) -> str:
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values)
+
+    after = [run["after"] for run in runs]
+    spread = max(after) - min(after)
+    pairs = [run["pairs"] for run in runs if run["pairs"] is not None]
+    visible = [value for run in runs for value in run["visible_update"] if value is not None]
+    cells = [
+        rate,
+        kind,
+        str(len(runs)),
+        f"{mean([run['before'] for run in runs]):.3f}",
+        f"{mean(after):.3f} (range {spread:.3f})",
+        mean_and_error([run["right"] for run in runs]),
+        mean_and_error(pairs) if pairs else "",
+        f"{mean(visible):.2g}" if visible else "",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser, run, one = make_parser(__doc__, ROOT / "runs" / "dither_offline")
+    run.add_argument("model", help="folder of the model")
+    run.add_argument("--trainers", nargs="*", choices=("sft", "dpo"), default=["sft", "dpo"])
+    run.add_argument("--rates", nargs="*", choices=RATES, default=RATES)
+    run.add_argument("--kinds", nargs="*", choices=KINDS, default=["stored", "dithered"])
+    for name in ("model", "trainer", "kind", "rate"):
+        one.add_argument(name)
+    one.add_argument("seed", type=int)
+    run_command(parser.parse_args(), RESULTS_FILE, make_jobs, run_one, report)
+
+
+if __name__ == "__main__":
+    main()
