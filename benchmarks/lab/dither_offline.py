@@ -37,8 +37,8 @@ KINDS = {
     "dithered": "actor.dither_weights=true",
     "fp32": "actor.dtype=float32",
 }
-SIZES = {"train": 256, "held_out": 96}  # no problem is in both
-STEPS, BATCH_SIZE = 16, 16
+SIZES = {"train": 96, "held_out": 48}  # no problem is in both
+STEPS, BATCH_SIZE = 12, 8
 
 
 def make_data(folder: Path) -> None:
