@@ -6,7 +6,7 @@ N pages, P = PAGE_SIZE_TOKENS, L prompt tokens.
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,14 @@ class PrefillAttention(PackedAttention):
     def tokens(self, start: int, end: int) -> PromptKV:
         """Keys and values of the packed tokens `start` to `end`."""
         return {layer: [x[:, start:end] for x in kv] for layer, kv in self.kv.items()}
+
+
+class ScoreOptions(NamedTuple):
+    """What becomes of the products of queries and keys, as in PackedAttention."""
+
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None
 
 
 class KVCache(ABC):
@@ -90,31 +98,25 @@ class KVCache(ABC):
             if sliding_window is not None:
                 hidden |= self.distances >= sliding_window
             self.masks[sliding_window] = self._mask(hidden, query.dtype)
+        keys, values = self._store(module.layer_idx, key[:, :, 0], value[:, :, 0])
         out = self._attend(
-            module.layer_idx,
             query[:, :, 0].unflatten(1, (key.shape[1], -1)),
-            key[:, :, 0],
-            value[:, :, 0],
+            keys,
+            values,
             self.masks[sliding_window],
-            scaling,
-            softcap,
-            sinks,
+            ScoreOptions(scaling, softcap, sinks),
         )
         return out.reshape(n, 1, num_heads, -1)
 
     @abstractmethod
+    def _store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes the new keys and values [n, G, D]. Returns all that the n slots may see."""
+
+    @abstractmethod
     def _attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor,
-        scaling: float,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, options: ScoreOptions
     ) -> Tensor:
-        """query [n, G, H / G, D], key and value [n, G, D], a mask of `_mask` -> n * H * D numbers.
+        """query [n, G, H / G, D], results of `_store` and `_mask` -> n * H * D numbers.
 
         The query heads of one key head are rows of one matrix, so no key is repeated.
         """
@@ -145,26 +147,20 @@ class PagedKVCache(KVCache):
         self.page = positions // PAGE_SIZE_TOKENS
         self.offset = positions % PAGE_SIZE_TOKENS
 
-    def _attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor,
-        scaling: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Attends page by page, see KVCache."""
+    def _store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns pages, see KVCache."""
         keys, values = self._reserve(layer, [key[:, :, None], value[:, :, None]], self.num_pages)
         keys[self.page, self.slots, :, :, self.offset] = key
         values[self.page, self.slots, :, self.offset] = value
-        pages = slice(self.num_pages), slice(len(query))
-        out, _ = attend_pages(
-            query[:, :, None], keys[pages], values[pages], mask, scaling, softcap, sinks
-        )
-        return out.to(value.dtype)
+        pages = slice(self.num_pages), slice(len(key))
+        return keys[pages], values[pages]
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, options: ScoreOptions
+    ) -> Tensor:
+        """Attends page by page, see KVCache."""
+        out, _ = attend_pages(query[:, :, None], keys, values, mask, *options)
+        return out.to(values.dtype)
 
     def _mask(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
         """hidden [n, 1, N * P], for one query a slot."""
@@ -219,39 +215,27 @@ class DenseKVCache(KVCache):
     slot may depend on the other slots.
     """
 
+    def _store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns keys and values [n, G, K, D], see KVCache."""
+        n, num_keys = len(key), self.num_pages * PAGE_SIZE_TOKENS
+        keys, values = self._reserve(layer, [key[:, :, None], value[:, :, None]], num_keys)
+        keys[self.slots, :, self.positions] = key
+        values[self.slots, :, self.positions] = value
+        return keys[:n, :, :num_keys], values[:n, :, :num_keys]
+
     def _attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor,
-        scaling: float,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, options: ScoreOptions
     ) -> Tensor:
         """Attends with one kernel, see KVCache. Kernels without grouped heads serve too.
 
         They know no caps and no sinks: those take plain products, with all keys as one page.
         """
-        n = len(query)
-        num_keys = self.num_pages * PAGE_SIZE_TOKENS
-        keys, values = self._reserve(layer, [key[:, :, None], value[:, :, None]], num_keys)
-        keys[self.slots, :, self.positions] = key
-        values[self.slots, :, self.positions] = value
-        if softcap is not None or sinks is not None:
-            out, _ = attend_pages(
-                query[:, :, None],
-                keys[None, :n, :, :num_keys].mT,
-                values[None, :n, :, :num_keys],
-                mask[:, 0].isinf(),
-                scaling,
-                softcap,
-                sinks,
-            )
-            return out.to(value.dtype)
+        if options.softcap is not None or options.sinks is not None:
+            hidden = mask[:, 0].isinf()
+            out, _ = attend_pages(query[:, :, None], keys[None].mT, values[None], hidden, *options)
+            return out.to(values.dtype)
         return F.scaled_dot_product_attention(
-            query, keys[:n, :, :num_keys], values[:n, :, :num_keys], attn_mask=mask, scale=scaling
+            query, keys, values, attn_mask=mask, scale=options.scaling
         )
 
     def _mask(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
