@@ -57,11 +57,11 @@ stage rm -m rl2.trainer.rm data.path="$data/pairs_train.jsonl" data.test_path="$
     data.batch_size=8 critic.max_length_per_device=4096 trainer.n_epochs=1
 
 stage dpo -m rl2.trainer.dpo data.path="$data/pairs_train.jsonl" data.test_path="$data/pairs_test.jsonl" \
-    actor.model_name="$out/sft/model" actor.lr=2e-5 actor.scheduler=linear actor.gradient_checkpointing=false \
+    actor.model_name="$out/sft/model" actor.lr=5e-6 actor.scheduler=linear actor.gradient_checkpointing=false \
     data.batch_size=16 actor.max_length_per_device=4096 trainer.n_epochs=1
 
 stage grpo -m rl2.trainer.ppo data.path="$data/sums_train.jsonl" data.test_path="$data/sums_test.jsonl" \
-    data.prompts_per_rollout=16 data.responses_per_prompt=8 actor.model_name="$out/sft/model" actor.lr=3e-5 \
+    data.prompts_per_rollout=16 data.responses_per_prompt=8 actor.model_name="$out/sft/model" actor.lr=1e-5 \
     actor.max_length_per_device=4096 actor.gradient_checkpointing=false adv.norm_var=true \
     rollout.env_path=envs/arithmetic.py rollout.max_running=128 \
     rollout.train_sampling_params.max_new_tokens=32 rollout.test_sampling_params.max_new_tokens=32 \

@@ -19,7 +19,7 @@ export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000
 torchrun --standalone --nproc_per_node=1 -m rl2.trainer.ppo \
     data.path=runs/quickstart-data/train.jsonl data.test_path=runs/quickstart-data/test.jsonl data.max_length=64 \
     data.prompts_per_rollout=8 data.responses_per_prompt=8 data.seed="${SEED:-0}" \
-    actor.model_name="${MODEL:-runs/quickstart-data/model}" actor.lr=4e-5 actor.scheduler=linear actor.dither_weights=true \
+    actor.model_name="${MODEL:-runs/quickstart-data/model}" actor.lr=4e-5 actor.scheduler=linear \
     actor.max_length_per_device=4096 actor.gradient_checkpointing=false \
     rollout.env_path=examples/quickstart_env.py rollout.max_running=128 \
     rollout.train_sampling_params.max_new_tokens=10 rollout.test_sampling_params.max_new_tokens=10 \

@@ -53,10 +53,10 @@ HELD_OUT = {"sums": replace(TASKS["sums"], num_train=100, num_test=100)}
 HELD_OUT["products"] = replace(TASKS["products"], num_train=50, num_test=50)
 RATES = ("1e-05", "4e-05", "3e-06", "1e-06")  # the most telling first
 KINDS = {
-    "stored": [],
+    "stored": ["actor.dither_weights=false"],
     "dithered": ["actor.dither_weights=true"],
     "fp32": ["actor.dtype=float32"],
-    "stochastic": [],
+    "stochastic": ["actor.dither_weights=false"],
     "trl": [],
 }
 NUM_TEST_SAMPLES = 3  # of each held-out question

@@ -31,7 +31,7 @@ from run_queue import (
 from word_problems import COMMON, draw_problems
 
 RESULTS_FILE = RESULTS / "dither_offline.jsonl"
-RATES = ("1e-6", "1e-5")
+RATES = ("1e-6", "1e-5", "5e-5")
 KINDS = {
     "stored": "actor.dither_weights=false",
     "dithered": "actor.dither_weights=true",
@@ -174,7 +174,6 @@ def report_row(rate: str, kind: str, runs: list[dict]) -> str:
         return sum(values) / len(values)
 
     after = [run["after"] for run in runs]
-    spread = max(after) - min(after)
     pairs = [run["pairs"] for run in runs if run["pairs"] is not None]
     visible = [value for run in runs for value in run["visible_update"] if value is not None]
     cells = [
@@ -182,7 +181,7 @@ def report_row(rate: str, kind: str, runs: list[dict]) -> str:
         kind,
         str(len(runs)),
         f"{mean([run['before'] for run in runs]):.3f}",
-        f"{mean(after):.3f} (range {spread:.3f})",
+        f"{mean(after):.3f} ({min(after):.3f} to {max(after):.3f})",
         mean_and_error([run["right"] for run in runs]),
         mean_and_error(pairs) if pairs else "",
         f"{mean(visible):.2g}" if visible else "",

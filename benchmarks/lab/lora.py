@@ -28,7 +28,7 @@ from run_queue import (
 RESULTS_FILE = RESULTS / "lora.jsonl"
 ATTENTION = "actor.lora_targets=[q_proj,k_proj,v_proj,o_proj]"
 KINDS = {
-    "full": ["actor.dither_weights=true"],
+    "full": [],
     "rank 32": ["actor.lora_rank=32"],
     "rank 32, attention": ["actor.lora_rank=32", ATTENTION],
     "rank 32, nf4": ["actor.lora_rank=32", "actor.quantize_base=nf4"],

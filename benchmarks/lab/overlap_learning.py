@@ -27,7 +27,7 @@ import sys
 import time
 from pathlib import Path
 
-from learning import ALGORITHMS, LEARNING_RATE, TASKS, make_data, read_rows, run_keys, without_paths
+from learning import ALGORITHMS, RATE, TASKS, make_data, read_rows, run_keys, without_paths
 from overlap import NUM_SAMPLERS
 from run_queue import (
     RESULTS,
@@ -53,7 +53,7 @@ def run_one(arguments) -> dict:
     keys = [
         *run_keys(TASK, arguments.model, arguments.seed, folder),
         *ALGORITHMS["GRPO"],
-        f"actor.lr={LEARNING_RATE}",
+        *RATE,
         "actor.fsdp_size=1",
         f"rollout.num_processes={NUM_SAMPLERS[arguments.kind]}",
     ]

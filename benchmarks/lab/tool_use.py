@@ -46,11 +46,13 @@ COMMON = [  # keys of both trainers
     "actor.max_length_per_device=4096",
     "actor.gradient_checkpointing=false",
 ]
-SFT_KEYS = [f"data.batch_size={SFT_BATCH}", "actor.lr=5e-5", "trainer.n_epochs=1"]
+STORED = "actor.dither_weights=false"  # as when the rates were chosen
+SFT_KEYS = [f"data.batch_size={SFT_BATCH}", "actor.lr=5e-5", STORED, "trainer.n_epochs=1"]
 RL_KEYS = [
     f"data.prompts_per_rollout={PROMPTS}",
     f"data.responses_per_prompt={SAMPLES}",
     "actor.lr=3e-5",
+    STORED,
     "adv.estimator=reinforce",
     "adv.norm_var=true",
     "rollout.env_path=calculator",

@@ -72,6 +72,7 @@ KINDS = [
 LARGEST = 12  # of the numbers in a question
 SIZES = {"test": 100, "sft": 240, "rl": 1200}  # no problem is in two of these sets
 LONGEST = 32  # tokens of an answer
+STORED = "actor.dither_weights=false"  # as when the rates were chosen
 SFT_STEPS, SFT_BATCH = 10, 16
 RL_STEPS = 24
 COMMON = [  # keys of both trainers
@@ -145,6 +146,7 @@ def run_one(arguments) -> dict:
         f"data.seed={seed}",
         f"actor.model_name={model}",
         "actor.lr=5e-5",
+        STORED,
         "actor.scheduler=linear",
         f"trainer.max_steps={SFT_STEPS}",
     )
@@ -152,6 +154,7 @@ def run_one(arguments) -> dict:
         "data.prompts_per_rollout=16",
         "data.responses_per_prompt=8",
         "actor.lr=3e-5",
+        STORED,
         "adv.estimator=reinforce",
         "kl.coef=0.01",
         "kl.type=loss",

@@ -367,9 +367,10 @@ class WorkerConfig(ModelConfig):
         identity=True,
     )
     dither_weights: bool = key(
-        False,
+        True,
         "start each weight at a random place among the numbers that round to its stored value, so "
-        "that updates below the precision of bfloat16 have an effect at once; lower lr with it",
+        "that updates below the precision of bfloat16 have an effect at once, as in float32; "
+        "without it a higher lr learns best",
         only_if=WITH_ROUNDED_WEIGHTS,
     )
     optimizer: str = key(
