@@ -325,9 +325,9 @@ CHANGES = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not supported, only"),
     ({"messages": [{"role": "assistant", "content": "a"}]}, "the last message is the assistant's"),
     ({"messages": [{"role": "user", "content": "\udce9"}]}, "surrogates not allowed"),
-    ({"messages": "plain text"}, "the request cannot be answered"),
+    ({"messages": "plain text"}, "cannot be answered"),
     ({"messages": [{"role": "user", "content": "a", "tool_calls": [{"id": 1}]}]}, "'function'"),
-    ({"tools": [1]}, "the request cannot be answered"),
+    ({"tools": [1]}, "cannot be answered"),
     ({"tools": [{"function": {"name": ""}}]}, "expected text, not empty"),
 ]
 
@@ -474,7 +474,7 @@ def test_a_turn_that_is_cut_has_the_finish_reason_length(tmp_path):
     "fault, reason",
     [
         ("raise KeyError('lost')", "KeyError: 'lost'"),
-        ("await asyncio.sleep(1000)", "rollout.env_timeout=2 s"),
+        ("await asyncio.sleep(1000)", "=2 s; until then the model has answered it 1 times"),
         ("return float('nan')", "to be finite"),
         ("return None", "run returned no reward, and the env file has no reward_fn"),
     ],
@@ -500,11 +500,28 @@ def test_an_agent_that_fails_costs_its_trajectory(tmp_path, fault, reason):
     assert not player.envs[""]._sessions._by_key and not player.envs[""].open_keys
 
 
-def test_an_agent_without_a_request_fails(tmp_path):
-    env = "def run(base_url): return 1.0"
+@pytest.mark.parametrize(
+    "request_, reason",
+    [
+        ("None", "no request has come to its base_url"),
+        ("send(base_url, {'model': 'gpt', 'messages': [user('a')]}, **own)", "model='gpt': "),
+        ("send(base_url, {'model': 'rl2', 'messages': []}, **own)", "cannot be answered"),
+        ("send(base_url, {'model': 'rl2', 'messages': [user('a')]})", "wrong API key"),
+        ("send(base_url, {}, '/embeddings', **own)", "/v1/embeddings is not served"),
+        ("send(base_url, {}, '/' + base_url, **own)", "/SECRET/v1 is not served"),
+    ],
+)
+def test_an_agent_without_an_answer_fails_with_the_reason(tmp_path, request_, reason):
+    """Also where the agent itself says nothing of a refusal."""
+    env = f"""
+        def run(base_url, api_key):
+            own = {{"Authorization": f"Bearer {{api_key}}"}}
+            {request_}
+            return 1.0
+    """
     (trajectory,), player = play(tmp_path, [], env)
     assert trajectory.finish_reason == "failed" and trajectory.messages[0]["content"] == "q0"
-    assert "no request was answered" in str(player.failures.last)
+    assert reason in str(player.failures.last) and "\n" not in str(player.failures.last)
 
 
 ARRIVED = threading.Event()  # at the engine

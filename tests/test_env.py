@@ -335,7 +335,7 @@ def test_preflight_tries_extract(tmp_path):
         ("def reward_fn(:", r"env.py:1: .*def reward_fn\(:"),
         (
             "import nothing_such",
-            "fails on import:\n(?s:.*)line 1(?s:.*)No module named 'nothing_such'",
+            "fails on import:\n(?s:.*)line 1(?s:.*)No module named 'nothing_such'\ninstall it for",
         ),
         ("import sys\nsys.exit(3)", "fails on import:\n(?s:.*)line 2(?s:.*)SystemExit: 3"),
         ("x = 1", r"expected a function reward_fn\(messages, answer\), found none"),

@@ -1,5 +1,6 @@
 """Env files as modules."""
 
+import sys
 from types import ModuleType
 
 from rl2.user_files import find_env_file, import_file
@@ -13,4 +14,7 @@ def import_env_file(path: str) -> ModuleType:
     try:
         return import_file(file)
     except ValueError as error:
-        raise ValueError(f"rollout.env_path={path} {error}") from error
+        hint = ""
+        if isinstance(error.__cause__, ModuleNotFoundError):
+            hint = f"install it for {sys.executable}; the first lines of {file.name} may say how"
+        raise ValueError(f"rollout.env_path={path} {error}{hint}") from error

@@ -12,10 +12,10 @@ from typing import Any
 
 from rl2.engine.base import SamplingParams, Seed
 from rl2.env.call import Env
-from rl2.env.contract import EnvError, add_parts
+from rl2.env.contract import EnvError, LateError, add_parts
 from rl2.rollout.agent_session import AgentSession
 from rl2.rollout.dialects.form import MODEL, RequestError
-from rl2.rollout.endpoint import LOCAL_HOST, Endpoint
+from rl2.rollout.endpoint import LOCAL_HOST, Address, Endpoint
 from rl2.rollout.generate import make_generate
 from rl2.rollout.player import Player
 from rl2.rollout.trajectory import Trajectory
@@ -74,12 +74,26 @@ class AgentPlayer(Player):
             raise result
         elif not (session.is_cut and env.judges):
             hide = address.hide if address else str  # errors of clients have the URL
-            raise EnvError(hide(str(result)), hide(result.kind)) from None
+            reason = hide(str(result))
+            if isinstance(result, LateError):
+                reason += f"; until then the model has answered it {session.num_answers} times"
+            raise EnvError(reason, hide(result.kind)) from None
         if not last_turn:
-            raise EnvError(f"{env.spec.agent} asked the model for nothing: no request was answered")
+            raise EnvError(_describe_silence(env, address))
         _check_trained(env, trajectory)
         is_cut = session.is_cut and not isinstance(result, dict)
         return {**last_turn, "finish_reason": "length"} if is_cut else last_turn
+
+
+def _describe_silence(env: Env, address: Address | None) -> str:
+    """Why there is no answer of the model in the trajectory of an agent that has ended well."""
+    name = env.spec.agent
+    if address is None:
+        return f"{name} asked the model for nothing: it must await generate(...)"
+    if address.refusal:
+        refusal = address.hide(address.refusal)
+        return f"{name} got no answer of the model, which refused its last request: {refusal}"
+    return f"{name} asked the model for nothing: no request has come to its base_url"
 
 
 def _check_trained(env: Env, trajectory: Trajectory) -> None:

@@ -55,6 +55,7 @@ class Address:
     params: SamplingParams  # of the run
     secret: str = field(default_factory=secrets.token_urlsafe)  # in its URL
     api_key: str = field(default_factory=secrets.token_urlsafe)
+    refusal: str = ""  # why a request for it was refused, the last one that was
 
     @property
     def base_url(self) -> str:
@@ -102,7 +103,7 @@ class Endpoint:
         try:
             self._find(request)
         except RequestError as error:
-            return _to_error(error, _find_dialect(request))
+            return self._to_error(error, request)
         return None
 
     async def _answer(self, request: Request) -> Response:
@@ -120,11 +121,20 @@ class Endpoint:
                 raise malformed_error(error) from error
             whole = dialect.write(await address.complete(chat), body)
         except RequestError as error:
-            return _to_error(error, dialect)
+            return self._to_error(error, request)
         if body.get("stream"):
             events = map(_encode_event, dialect.stream(whole, body))
             return Response(200, "text/event-stream", b"".join(events))
         return _to_json(200, whole)
+
+    def _to_error(self, error: RequestError, request: Request) -> Response:
+        """The refusal of a request, in its dialect. The address remembers it."""
+        secret, _ = _split(request.path)
+        if address := self.addresses.get(secret):
+            address.refusal = error.reason
+        dialect = _find_dialect(request)
+        write_error = dialect.write_error if dialect else openai_error
+        return _to_json(error.status, write_error(error.status, error.reason))
 
     def _find(self, request: Request) -> Address:
         """The address that a request is for. RequestError if it may not ask, or not for that."""
@@ -183,11 +193,6 @@ def _find_dialect(request: Request) -> Dialect | None:
 
 def _to_json(status: int, answer: dict[str, Any]) -> Response:
     return Response(status, "application/json", json.dumps(answer).encode())
-
-
-def _to_error(error: RequestError, dialect: Dialect | None) -> Response:
-    write_error = dialect.write_error if dialect else openai_error
-    return _to_json(error.status, write_error(error.status, error.reason))
 
 
 def _encode_event(event: dict[str, Any] | str) -> bytes:
