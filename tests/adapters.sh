@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The adapters of envs/ to GEM, verifiers and OpenEnv with the real packages: makes .venv-adapters and .venv-openenv (1.6 GB each, a
-# minute or two, once) and runs the tests that need them. A test that is skipped fails the suite. bash tests/adapters.sh [pytest arguments]
+# The adapters of envs/ to GEM, verifiers, mini-swe-agent and OpenEnv with the real packages: makes .venv-adapters (2 GB) and
+# .venv-openenv (1.6 GB), a minute or two each, once, and runs the tests that need them. A test that is skipped fails the suite.
+# bash tests/adapters.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -33,7 +34,7 @@ run_tests() {
     }
 }
 
-install .venv-adapters tests/adapters.txt reasoning-gym verifiers
-run_tests .venv-adapters "gem or verifiers" "$@"
+install .venv-adapters tests/adapters.txt reasoning-gym verifiers mini-swe-agent
+run_tests .venv-adapters "gem or verifiers or mini_swe_agent" "$@"
 install .venv-openenv tests/openenv.txt openenv
 run_tests .venv-openenv openenv "$@"

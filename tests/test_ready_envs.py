@@ -4,6 +4,7 @@ trajectory, and what attacks or needs a server."""
 import ast
 import asyncio
 import contextlib
+import glob
 import importlib.util
 import json
 import os
@@ -13,6 +14,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -21,8 +23,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from unittest import mock
 
 import pytest
-from common import ROOT, make_environment, make_tokenizer, pack_rows, read_cases, run
+from common import (
+    ROOT,
+    make_environment,
+    make_tokenizer,
+    pack_rows,
+    read_cases,
+    read_jsonl,
+    run,
+)
 from scripted import ScriptedEngine, process_group, write_nothing  # noqa: F401
+from test_env_objects import trained_text
 
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
@@ -33,8 +44,11 @@ from rl2.engine.base import SamplingParams
 from rl2.env.contract import EnvError, EnvFailures, select_arguments
 from rl2.env.load import load_env, preflight
 from rl2.env.tool_calls.call import ToolCall
+from rl2.rewards.sandbox import Limits
+from rl2.rollout.agent import player_class
+from rl2.rollout.agent_session import AgentSession
 from rl2.rollout.collect import Collector
-from rl2.rollout.player import Player
+from rl2.rollout.endpoint import Endpoint
 
 CASES = read_cases("ready_envs")
 QUESTION = {"messages": [{"role": "user", "content": "1+1="}], "answer": 2}
@@ -63,10 +77,22 @@ def load_ready(name, monkeypatch):
 
 def play(env, row, replies, max_turns):
     """The trajectory of a row in which the model gives these replies."""
+    trajectory, player = play_script(env, row, lambda turn, _: (replies[turn], "stop"), max_turns)
+    assert trajectory.finish_reason == "stop", player.failures.last
+    return trajectory
+
+
+def play_script(env, row, script, max_turns, engine_class=ScriptedEngine):
+    """(the trajectory of a row, which may fail, its player) with a script of the engine."""
     tokenizer = make_tokenizer()
-    engine = ScriptedEngine(tokenizer, lambda turn, _: (replies[turn], "stop"))
-    failures = EnvFailures(0.0)
-    player = Player(engine, {"": env}, ChatTemplate(tokenizer), failures, max_turns, 50_000)
+    player = player_class({"": env})(
+        engine=engine_class(tokenizer, script),
+        envs={"": env},
+        template=ChatTemplate(tokenizer),
+        failures=EnvFailures(1.0),
+        max_turns=max_turns,
+        max_length=50_000,
+    )
     params = SamplingParams(max_new_tokens=5000, stop_token_ids=(2,))
     collector = Collector(
         player, params=params, write_records=write_nothing, seed=0, deterministic=True
@@ -74,8 +100,7 @@ def play(env, row, replies, max_turns):
     tokens = player.template.encode_prompt(row["messages"])
     prompt = mock.Mock(row=row, tokens=tokens, index=0, source="")
     (trajectory,) = collector.play([prompt], params, 1, "train", 1)
-    assert trajectory.finish_reason == "stop", failures.last
-    return trajectory
+    return trajectory, player
 
 
 def reward(env, content, row):
@@ -114,6 +139,19 @@ def mend(row):
     if "palindrome" in program:
         return "sed -i 's/text ==/text.lower() ==/; s/text\\[::/text.lower()[::/' solution.py"
     return "sed -i 's/numbers.3:./numbers/' solution.py"
+
+
+END = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+
+
+def agent_commands(*commands):
+    """Replies as envs/mini_swe_agent.py asks for them."""
+    return [f"```bash\n{command}\n```" for command in commands]
+
+
+def mend_return(expression):
+    """A command that makes it the result of a function of one line."""
+    return f"sed -i 's|return .*|return {expression}|' solution.py"
 
 
 class DoOperations(ast.NodeTransformer):
@@ -179,6 +217,10 @@ SCRIPTS = {
     "gsm8k": (lambda row: [f"so\n#### {row['answer']}"], lambda row: ["#### 5"]),
     "judge": (lambda row: ["A good reply."], lambda row: ["A bad reply."]),
     "maths_steps": (lambda row: list(steps_of(row["expression"])), lambda row: ["1"] * 5),
+    "mini_swe_agent": (
+        lambda row: agent_commands("cat solution.py", mend_return(row["right"]), END),
+        lambda row: agent_commands("rm test_solution.py; touch test_solution.py", END),
+    ),
     "openenv_server": (
         lambda row: ["I do not know.", word_of(row)[::-1]],
         lambda row: [word_of(row)] * 3,
@@ -207,6 +249,7 @@ SCRIPTS = {
 PACKAGES = {
     "boxed": "math_verify",
     "gem_games": "gem",
+    "mini_swe_agent": "minisweagent",
     "openenv_server": "openenv",
     "reasoning": "reasoning_gym",
     "verifiers_tasks": "verifiers",
@@ -922,3 +965,153 @@ def test_verifiers_plays_an_environment_of_several_turns(monkeypatch):
     cut = play(env, rows[1], ["1", "1", "1", "no"], max_turns)
     assert cut.rewards == {"found": 0.0, "brief": 0.0} and cut.num_turns == 4
     env.close()
+
+
+@pytest.fixture
+def mini_swe_agent(monkeypatch):
+    """(the env of mini-swe-agent, its first row)."""
+    pytest.importorskip("minisweagent", reason="pip install mini-swe-agent")
+    pytest.importorskip("litellm")  # takes seconds
+    env, rows, _ = load_ready("mini_swe_agent", monkeypatch)
+    yield env, rows[0]
+    env.close()
+
+
+def trained_texts(trajectory, player):
+    """The text of the trained tokens of each sequence."""
+    return [trained_text(player, sample) for sample in trajectory.samples]
+
+
+def test_mini_swe_agent_trains_each_sampled_token_once_and_no_other(mini_swe_agent):
+    """All of its requests extend one sequence, which has what the model saw, token by token."""
+    env, row = mini_swe_agent
+    replies = agent_commands("cat solution.py", mend_return(row["right"]), END)
+    trajectory, player = play_script(env, row, lambda turn, _: (replies[turn], "stop"), 4)
+    assert trajectory.rewards == {"reward": 1.0}, player.failures.last
+    assert trained_texts(trajectory, player) == ["<|im_end|>".join([*replies, ""])]
+    (sample,) = trajectory.samples
+    for (_, prompt), reply in zip(player.engine.requests, replies, strict=True):
+        reply_tokens = [*player.template.tokenize(reply), player.template.tokenizer.eos_token_id]
+        end = len(prompt) + len(reply_tokens)
+        assert list(sample.tokens[:end]) == [*prompt, *reply_tokens]
+        assert list(sample.mask[len(prompt) : end]) == [1] * len(reply_tokens)
+    system, task, _, program, _, nothing, _ = trajectory.messages
+    assert task["content"] == row["messages"][-1]["content"]
+    assert program["content"] == row["files"]["solution.py"].strip()
+    assert nothing["content"] == "(succeeded)"
+
+
+def test_mini_swe_agent_asks_again_for_a_reply_without_a_command(mini_swe_agent):
+    """It leaves the reply out of its history. Both sequences are trained."""
+    env, row = mini_swe_agent
+    replies = ["Hm.", *agent_commands(mend_return(row["right"]), END)]
+    trajectory, player = play_script(env, row, lambda turn, _: (replies[turn], "stop"), 4)
+    assert trajectory.rewards == {"reward": 1.0}, player.failures.last
+    assert trained_texts(trajectory, player) == [
+        "Hm.<|im_end|>",
+        "<|im_end|>".join([*replies[1:], ""]),
+    ]
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_mini_swe_agent_is_judged_at_the_limit_of_turns(mini_swe_agent, isolation):
+    """A request that is refused ends the agent at once."""
+    _, row = mini_swe_agent
+    env = load_env("mini_swe_agent", 600, concurrency=1, isolation=isolation)
+    replies = agent_commands(mend_return(row["right"]), "python test_solution.py")
+    asked = []
+
+    def check_may_ask(session):
+        asked.append(session)
+        check_once(session)
+
+    check_once = AgentSession.check_may_ask
+    with mock.patch.object(AgentSession, "check_may_ask", check_may_ask):
+        trajectory, player = play_script(env, row, lambda turn, _: (replies[turn], "stop"), 2)
+    assert len(asked) == 3
+    assert trajectory.rewards == {"reward": 1.0}, player.failures.last
+    assert trajectory.finish_reason == "length" and trajectory.num_turns == 2
+    env.close()
+
+
+@pytest.mark.parametrize("command", ["rm solution.py", "echo 'x' > solution.py", "sleep 100"])
+def test_mini_swe_agent_earns_nothing_for_a_program_that_does_not_work(
+    mini_swe_agent, command, monkeypatch
+):
+    env, row = mini_swe_agent
+    limits = Limits(cpu_seconds=5, wall_seconds=3.0, memory_bytes=2**30)
+    monkeypatch.setitem(env.spec.run.__globals__, "LIMITS", limits)
+    trajectory = play(env, row, agent_commands(command, END), 4)
+    assert trajectory.rewards == {"reward": 0.0}
+    if command.startswith("sleep"):
+        assert trajectory.messages[3]["content"] == "(timed out)"
+
+
+def test_the_address_of_mini_swe_agent_stands_nowhere_but_in_the_agent(mini_swe_agent):
+    """Not in the environment of this process, what its commands see, or a command line."""
+    env, row = mini_swe_agent
+    seen = []
+
+    def script(turn, _):
+        if turn == 0:
+            return agent_commands("env; cat /proc/*/environ /proc/*/cmdline; true")[0], "stop"
+        for path in glob.glob("/proc/*/cmdline"):
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                seen.append(file.read().decode(errors="replace"))
+        seen.extend(os.environ.values())
+        return agent_commands(END)[0], "stop"
+
+    opened = []
+
+    def open_address(endpoint, *arguments):
+        opened.append(open_once(endpoint, *arguments))
+        return opened[-1]
+
+    open_once = Endpoint.open
+    with mock.patch.object(Endpoint, "open", open_address):
+        trajectory, player = play_script(env, row, script, 4)
+    assert trajectory.num_turns == 2, player.failures.last
+    seen += [message["content"] for message in trajectory.messages]
+    (address,) = opened
+    assert not [text for text in seen if address.secret in text or address.api_key in text]
+
+
+def test_mini_swe_agent_ends_with_its_time(mini_swe_agent):
+    """Its workspace and its thread end too, though its request has no answer."""
+    _, row = mini_swe_agent
+    folders = set(find_sandboxes())
+
+    class SilentEngine(ScriptedEngine):
+        async def generate(self, prompt, params, seed):
+            await asyncio.Event().wait()
+
+    env = load_env("mini_swe_agent", 5)
+    trajectory, player = play_script(env, row, None, 4, SilentEngine)
+    assert trajectory.is_failed
+    assert "run did not return within rollout.env_timeout=5 s" in str(player.failures.last)
+    end = time.monotonic() + 60
+    while set(find_sandboxes()) - folders or "run" in {t.name for t in threading.enumerate()}:
+        assert time.monotonic() < end, "the agent still runs"
+        time.sleep(0.1)
+    env.close()
+
+
+def find_sandboxes():
+    return glob.glob(f"{tempfile.gettempdir()}/rl2-sandbox-*")
+
+
+def test_the_rows_of_mini_swe_agent_can_be_solved(tmp_path):
+    """Each has a test that fails, and more tests, which only the right program passes."""
+    pytest.importorskip("minisweagent", reason="pip install mini-swe-agent")
+    path = tmp_path / "rows.jsonl"
+    run(ROOT / "envs/mini_swe_agent.py", "200", path)
+    rows = read_jsonl(path)
+    assert len({row["files"]["solution.py"] for row in rows}) > 150
+    for row in rows:
+        program, shown = row["files"]["solution.py"], row["files"]["test_solution.py"]
+        mended = program.replace(row["wrong"], row["right"])
+        tests = row["test_cases"]
+        exec(mended + tests, {})
+        with pytest.raises(AssertionError):
+            exec(program + shown.partition("\n")[2], {})
+        assert len(tests.splitlines()) >= 5 and shown.splitlines()[-1] in tests
