@@ -279,8 +279,9 @@ def test_lora_without_peft_is_refused(base, monkeypatch):
         ("local", False, 0, "adapter", "the embedded engine applies them"),
         ("local", True, 0, "merged", "gives its weights' memory of a GPU to the trainer"),
         ("local", True, 1, "adapter", "the embedded engine applies them"),
-        ("sglang", False, 0, "merged", "sglang is sent whole weights only"),
-        ("vllm", True, 1, "merged", "vllm is sent whole weights only"),
+        ("sglang", False, 0, "merged", "SGLang is sent whole weights only"),
+        ("vllm", False, 0, "merged", "vLLM generates slower with adapters on a CPU"),
+        ("vllm", True, 1, "merged", "not been tried with them on a GPU"),
     ],
 )
 def test_where_adapters_cannot_be_sent_merged_weights_are(
@@ -295,7 +296,8 @@ def test_where_adapters_cannot_be_sent_merged_weights_are(
     assert choice == expected and reason in why
     config.actor.quantize_base = "nf4"
     assert choose_lora(config)[0] == "merged"
-    refused = ["rollout.lora"] if expected == "merged" else []
+    can_be_asked_for = expected == "adapter" or engine == "vllm"
+    refused = [] if can_be_asked_for else ["rollout.lora"]
     assert problem_keys("ppo", *words, "rollout.lora=adapter") == refused
     assert warning_keys("ppo", "rollout.lora=merged") == ["rollout.lora"]
 

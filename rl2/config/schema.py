@@ -754,7 +754,7 @@ class RolloutConfig(PlayConfig):
     lora: str = key(
         "auto",
         "what the engine is sent of LoRA; merged: whole weights, with the adapters added to them; "
-        "adapter: the adapters alone, which it applies as the trainer does; auto: adapter with the "
+        "adapter: the adapters alone, which it applies, not with sglang; auto: adapter with the "
         "embedded engine on a CPU or on processes of its own, else merged",
         choices=("auto", "merged", "adapter"),
         only_if=Condition(

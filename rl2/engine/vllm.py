@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,8 @@ from rl2.engine.base import (
 from rl2.engine.sampler import Draws, sample, uniform_noise
 from rl2.engine.share import choose_share
 from rl2.engine.stop import StopSearch
+from rl2.engine.vllm_adapters import Adapters, lora_arguments
+from rl2.model import lora
 from rl2.progress import expecting, mark
 
 REQUIRED_VARIABLES = {
@@ -152,6 +154,7 @@ class VLLMEngine(Engine):
         self.max_running_requests = settings.max_running_requests
         self.version: int | None = 0
         self.asleep = False
+        self.adapters: Adapters | None = None
         self.loop = asyncio.new_event_loop()
         self.tokenizer: Any = None  # decodes answers to find stop strings
         if settings.stop:
@@ -160,12 +163,16 @@ class VLLMEngine(Engine):
         self.vocabulary = config.vocab_size
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(config)  # names and shapes alone
+        with torch.random.fork_rng(devices=[]):
+            lora.inject(self.model, settings.adapters)
         self.numbers = count()
         self.requests: dict[int, _Request] = {}  # in flight, by number
         self.errors: list[Exception] = []  # of the sampler
         self._task: asyncio.Task[None] | None = None
         with _preserved_process(self.device), expecting(SECONDS_TO_START):
             self.engine: Any = self._start(settings)
+        if settings.adapters is not None:
+            self._add_adapters(settings.adapters)
         self.max_length = max_request_tokens(config)
         room = self.engine.model_config.max_model_len  # less if the cache holds no longer request
         if room < self.max_length:
@@ -193,9 +200,11 @@ class VLLMEngine(Engine):
         if self.device.type == "cpu":
             _register_loader()
         sampler = _sampler_class(self.requests, self.errors)
+        arguments = _engine_arguments(settings, sampler)
+        if settings.adapters is not None:
+            arguments = lora_arguments(self.model) | arguments
         with _starting():
-            arguments = EngineArgs(**_engine_arguments(settings, sampler))
-            config = arguments.create_engine_config()
+            config = EngineArgs(**arguments).create_engine_config()
         _check_kind(settings.model_name, config.model_config)
         with _starting():
             engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
@@ -203,6 +212,20 @@ class VLLMEngine(Engine):
         engine.engine_core._finalizer.detach()
         gc.unfreeze()  # vLLM has frozen the trainer's objects too
         return engine
+
+    def _add_adapters(self, settings: lora.LoraSettings) -> None:
+        """Makes requests use adapters, with the values in settings.folder if there are any.
+
+        ValueError if vLLM cannot apply them.
+        """
+        try:
+            self.adapters = Adapters(self.engine, self.model)
+        except ValueError:
+            self.close()
+            raise
+        self.version = None
+        if settings.folder is not None:
+            self.load_weights(lora.read_values(self.model, settings).items(), 0)
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, seed: Seed
@@ -221,7 +244,10 @@ class VLLMEngine(Engine):
         self.requests[number] = request
         try:
             request.id = self.engine.add_request(
-                str(number), {"prompt_token_ids": list(prompt)}, _vllm_params(params, number)
+                str(number),
+                {"prompt_token_ids": list(prompt)},
+                _vllm_params(params, number),
+                lora_request=self.adapters.request if self.adapters else None,
             )
             if self._task is None or self._task.done():
                 self._task = self.loop.create_task(self._run())
@@ -279,12 +305,15 @@ class VLLMEngine(Engine):
         self._drop(requests)
 
     def sleep(self) -> None:
-        """Gives back the memory of weights, keys and values of a GPU; vLLM keeps a CPU's."""
+        """Gives back the memory of weights, keys and values of a GPU; vLLM keeps a CPU's.
+
+        With adapters the weights wait in host memory, since the trainer does not send them again.
+        """
         assert not self._unfinished(), "sleep with requests in flight"
         self.asleep = True
         self._forget_prefixes()
         if self.device.type != "cpu":
-            self.engine.sleep(level=2)  # level 1 would keep the weights in host memory
+            self.engine.sleep(level=2 if self.adapters is None else 1)
 
     def wake(self) -> None:
         """Takes the memory of the weights again.
@@ -303,32 +332,51 @@ class VLLMEngine(Engine):
         vLLM's reason if it refuses them.
         """
         assert not self._unfinished(), "load_weights with requests in flight"
+        self._load(named_tensors, version)
+
+    def _load(self, named_tensors: NamedTensors, version: int) -> dict[str, Tensor]:
+        """As `load_weights`. Returns the adapters among the tensors."""
         self.version = None
+        adapters: dict[str, Tensor] = {}
         errors: list[Exception] = []
-        tensors = self._until_error(named_tensors, errors)
-        try:
-            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
-        except (KeyError, AssertionError) as error:
-            raise RuntimeError(f"vLLM refuses the weights: {error!r}") from error
+        weights = self._until_error(named_tensors, adapters, errors)
+        first = next(weights, None)  # None: there are adapters alone
+        if first is not None:
+            weights = chain([first], weights)
+            try:
+                self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            except (KeyError, AssertionError) as error:
+                raise RuntimeError(f"vLLM refuses the weights: {error!r}") from error
         if errors:
             raise errors[0]
+        if self.adapters is not None:
+            self.adapters.load(adapters)
         if self.asleep and self.device.type != "cpu":
             torch.cuda.empty_cache()
             self.engine.wake_up(["kv_cache"])
         self._forget_prefixes()
         self.asleep = False
         self.version = version
+        return adapters
 
     def _until_error(
-        self, named_tensors: NamedTensors, errors: list[Exception]
+        self,
+        named_tensors: NamedTensors,
+        adapters: dict[str, Tensor],
+        errors: list[Exception],
     ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors, up to an error, which goes to `errors`.
+        """The tensors by vLLM's names, up to an error, which goes to `errors`.
 
-        Raised inside of vLLM's load, it would leave weights without memory, for good.
+        Raised inside of vLLM's load, it would leave weights without memory, for good. Adapters go
+        to `adapters`, by the trainer's names.
         """
         try:
             for name, _, tensor in pair_weights(self.model, named_tensors):
-                yield name, tensor.detach()
+                if lora.is_adapter(name):
+                    # A copy: tensors may be parts of a bucket, which would stay in memory.
+                    adapters[name] = tensor.detach().to("cpu", copy=True)
+                else:
+                    yield lora.base_name(name), tensor.detach()
         except Exception as error:
             errors.append(error)
 
@@ -341,13 +389,17 @@ class VLLMEngine(Engine):
         """Compares vLLM's weights with these, see Engine.verify_weights.
 
         vLLM joins weights and names them otherwise. So checksums of its own are taken, it is filled
-        with zeros, these are loaded in their place, and the checksums are taken again.
+        with zeros, these are loaded in their place, and the checksums are taken again. Adapters are
+        compared with what its layers held before.
         """
+        held = {} if self.adapters is None else self.adapters.held()
         before = self._checksums()
         self.engine.collective_rpc("reset_weights")
-        self.load_weights(named_tensors, version)
+        adapters = self._load(named_tensors, version)
         after = self._checksums()
         different = sorted(name for name in before if before[name] != after[name])
+        if self.adapters is not None:
+            different += self.adapters.different(held, adapters)
         if different:
             self.version = None  # it is unknown which of the two are wrong
             raise RuntimeError(

@@ -7,12 +7,12 @@ three NAME.base_layer.weight, NAME.lora_A.default.weight and NAME.lora_B.default
 outside this file knows that. An engine with the same layers has the same names.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from rl2.model.towers import find_towers
 from rl2.progress import track
 
 ADAPTER = "default"  # peft's name of the only adapter
+BASE = ".base_layer."  # in the names of the weights that have an adapter beside them
 PREFIX = "base_model.model."  # of names in its files, which leave the adapter's name out
 # peft refuses adapters of out_proj in models of these types.
 NO_OUT_PROJ = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
@@ -44,6 +45,14 @@ class LoraSettings:
     folder: str | None = None  # as peft writes it
     with_routers: bool = True  # whether layers of routers get adapters
     base: str | None = None  # nf4: the frozen linear layers are stored in 4 bits
+
+
+class LayerAdapter(NamedTuple):
+    """What a layer computes beside W x: scale B A x."""
+
+    a: torch.Tensor  # [rank, in]
+    b: torch.Tensor  # [out, rank]
+    scale: float
 
 
 def inject(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
@@ -84,6 +93,30 @@ def inject_for_engine(hf: PreTrainedModel, settings: LoraSettings, dtype: torch.
 def is_adapter(name: str) -> bool:
     """Whether the parameter of this name is a matrix of an adapter."""
     return ".lora_" in name
+
+
+def base_name(name: str) -> str:
+    """The Hugging Face name of a weight that is no adapter's."""
+    return name.replace(BASE, ".")
+
+
+def adapter_ranks(hf: PreTrainedModel) -> dict[str, int]:
+    """The rank of the adapter of each layer that has one, by the layer's name."""
+    return {name: layer.r[ADAPTER] for name, layer in _adapted_layers(hf).items()}
+
+
+def layer_adapters(
+    hf: PreTrainedModel, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, LayerAdapter]:
+    """The adapters of `hf`, by their layers' names, with the values of `tensors`."""
+    return {
+        name: LayerAdapter(
+            tensors[f"{name}.lora_A.{ADAPTER}.weight"],
+            tensors[f"{name}.lora_B.{ADAPTER}.weight"],
+            layer.scaling[ADAPTER],
+        )
+        for name, layer in _adapted_layers(hf).items()
+    }
 
 
 def _new_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
@@ -200,21 +233,33 @@ def read_weights(hf: PreTrainedModel, settings: LoraSettings | None) -> None:
     """
     if settings is None or settings.folder is None:
         return
+    parameters = dict(hf.named_parameters())
+    for name, value in read_values(hf, settings).items():
+        parameters[name].data.copy_(value)
+
+
+def read_values(hf: PreTrainedModel, settings: LoraSettings) -> dict[str, torch.Tensor]:
+    """What settings.folder has of `hf`, by the names in `hf`; it may be on the meta device.
+
+    ValueError as in `read_weights`.
+    """
     with _open_weights(settings) as file:
         values = {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}
+    found = {}
     for name, parameter in hf.named_parameters():
         value = values.pop(name.replace(f".{ADAPTER}.", "."), None)
         if value is None and not is_adapter(name):
             continue
         if value is None or value.shape != parameter.shape:
-            found = "missing" if value is None else list(value.shape)
+            shape = "missing" if value is None else list(value.shape)
             raise ValueError(
-                f"adapter={settings.folder}: {name} is {found} there and {list(parameter.shape)} "
+                f"adapter={settings.folder}: {name} is {shape} there and {list(parameter.shape)} "
                 "in this model, so the adapters were made for another one"
             )
-        parameter.data.copy_(value)
+        found[name] = value
     if values:
         raise ValueError(f"adapter={settings.folder}: this model has no {min(values)}")
+    return found
 
 
 def _check_targets(targets: list[str], linear_names: list[str], kinds: list[str]) -> None:
@@ -280,8 +325,8 @@ def merged(
     for name, parameter in track(list(hf.named_parameters()), "weights"):
         if is_adapter(name):
             continue
-        hf_name = name.replace(".base_layer.", ".")
-        layer = layers.get(name.removesuffix(".base_layer.weight"))
+        hf_name = base_name(name)
+        layer = layers.get(name.removesuffix(f"{BASE}weight"))
         if layer is None:
             yield hf_name, read_weight(parameter)
         else:

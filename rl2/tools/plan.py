@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from rl2.batch import Batch
+from rl2.config.adapters import sends_adapters
 from rl2.config.conditions import compares_pairs, count_samplers, has_full_kl
 from rl2.config.model_rules import check_lengths
 from rl2.config.parse import parse
@@ -157,6 +158,8 @@ def run_ppo(config: PPOConfig, recorder: PlanRecorder, device: torch.device) -> 
     recorder.enter("sync")
     weights = actor.iter_full_weights(actor.dtype)
     num_bytes = sum(weight.nbytes for _, weight in weights)
+    if sends_adapters(config):  # which the engine has beside these
+        num_bytes += sum(weight.nbytes for _, weight in actor.iter_adapters(actor.dtype))
     recorder.plan.engine_weights = num_bytes // config.rollout.tp_size
     recorder.plan.steady = recorder.memory.bytes
 

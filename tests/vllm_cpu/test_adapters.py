@@ -1,0 +1,325 @@
+"""Tests LoRA's adapters in the real vLLM on a CPU: the trainer's answers, wrong adapters, runs."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+pytest.importorskip("vllm", reason="run by tests/vllm_cpu/run.sh, in an environment with vllm")
+from common import letter_run, make_model, make_tokenizer, read_metrics, torchrun  # noqa: E402
+from engine_contract import check_abort, check_stop_strings, play  # noqa: E402
+from parity import make_batch, policy_loss, worker_config  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from rl2.batch import Sample, collate  # noqa: E402
+from rl2.engine.base import EngineSettings  # noqa: E402
+from rl2.engine.vllm import VLLMEngine  # noqa: E402
+from rl2.model.lora import LoraSettings  # noqa: E402
+from rl2.parallel.mesh import init_distributed  # noqa: E402
+from rl2.worker import Worker  # noqa: E402
+
+CPU = torch.device("cpu")
+SIZES = {"hidden_size": 128, "head_dim": 32}  # vLLM's attention on a CPU takes no smaller heads
+PROMPTS = [[5], [7, 8, 9] * 15, list(range(3, 73)), [90] * 33]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "llama", tied=True, **SIZES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    init_distributed()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def make_engine():
+    """Makes an engine with the adapters of a worker, and closes the one before: vLLM has one set of
+    process groups.
+    """
+    engines = []
+
+    def close():
+        if engines:
+            engines.pop().close()
+
+    def make(worker, **changes):
+        close()
+        options = {"adapters": worker.lora_settings, "max_running_requests": 8, **changes}
+        settings = EngineSettings(worker.config.model_name, worker.dtype, CPU, **options)
+        engines.append(VLLMEngine(settings))
+        return engines[-1]
+
+    yield make
+    close()
+
+
+def make_worker(name, **changes):
+    torch.manual_seed(0)
+    settings = {"lora_rank": 3, "lr": 1e-2, "max_grad_norm": 1.0, **changes}
+    return Worker(worker_config(name, **settings), CPU, num_updates=8)
+
+
+def update(worker):
+    worker.update(make_batch(), policy_loss, with_entropy=True)
+
+
+def send_adapters(engine, worker):
+    """As the trainer does after an update."""
+    engine.sleep()
+    engine.wake()
+    engine.load_weights(worker.iter_adapters(worker.dtype), worker.version)
+
+
+def verify(engine, worker):
+    engine.verify_weights(worker.iter_unmerged_weights(worker.dtype), worker.version)
+
+
+def answer(engine, **params):
+    """The answers to PROMPTS, as a batch with the engine's log-probabilities."""
+    answers = play(engine, PROMPTS, max_new_tokens=12, **params)
+    assert all(out.version == engine.version for out in answers)
+    samples = []
+    for i, (prompt, out) in enumerate(zip(PROMPTS, answers, strict=True)):
+        mask = [0] * len(prompt) + [1] * len(out.tokens)
+        logps = [0.0] * len(prompt) + out.logps
+        samples.append(Sample(prompt + out.tokens, mask, logps, [0.0] * len(mask), i, i))
+    return collate(samples)
+
+
+def gap(worker, batch):
+    """Mean difference of the engine's log-probabilities and the worker's."""
+    difference = (worker.infer(batch).logps - batch.engine_logps).abs()
+    return (difference * batch.mask).sum().item() / batch.mask.sum().item()
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "changes"),
+    [
+        ("llama", "float32", {}),
+        ("qwen3", "bfloat16", {"lora_rank": 16}),
+        ("qwen2", "float32", {"lora_targets": ["q_proj", "layers.1.mlp.down_proj"]}),
+        ("qwen3", "float32", {"lora_targets": ["up_proj"], "lora_alpha": 5.0, "lora_rank": 9}),
+        ("phi3", "float32", {}),
+        ("gemma3", "float32", {}),
+        ("mistral", "float32", {}),
+    ],
+)
+def test_log_probabilities_are_the_trainers(tmp_path, make_engine, family, dtype, changes):
+    """Before and after updates, as near as those of merged weights, also to the same prompts."""
+    name = make_model(tmp_path / family, family, tied=False, **SIZES)
+    worker = make_worker(name, dtype=dtype, **changes)
+    engine = make_engine(worker)
+    assert engine.version is None, "new adapters have no values yet"
+    send_adapters(engine, worker)
+    verify(engine, worker)
+    limit = 2e-5 if dtype == "float32" else 2e-2
+    start = answer(engine)
+    assert gap(worker, start) < limit
+    for _ in range(2):
+        update(worker)
+        send_adapters(engine, worker)
+        assert gap(worker, answer(engine)) < limit
+    assert gap(worker, start) > 20 * limit, "the updates change nothing that could be seen"
+    verify(engine, worker)
+    adapted = gap(worker, answer(engine))
+    merged = make_engine(worker, adapters=None)
+    merged.load_weights(worker.iter_full_weights(worker.dtype), worker.version)
+    merged_gap = gap(worker, answer(merged))
+    print(f"{family} {dtype}: mean gap {adapted:.1e} with adapters, {merged_gap:.1e} merged")
+    assert adapted < 2 * merged_gap + 1e-6
+
+
+def test_wrong_and_missing_adapters_are_found(llama, make_engine):
+    worker = make_worker(llama, lora_targets=["q_proj", "down_proj"])
+    update(worker)
+    engine = make_engine(worker)
+    with pytest.raises(RuntimeError, match="has no adapters"):
+        verify(engine, worker)
+    with pytest.raises(AssertionError, match="incomplete"):
+        play(engine, [[5]], max_new_tokens=1)
+    send_adapters(engine, worker)
+    verify(engine, worker)
+    old = answer(engine)
+    update(worker)
+    with pytest.raises(RuntimeError, match=r"4 weights of vLLM .*layers\.0\.mlp\.down_proj"):
+        verify(engine, worker)  # the adapters before the update
+    assert engine.version is None
+    verify(engine, worker)  # it has loaded them
+    assert engine.version == 2
+    assert gap(worker, answer(engine)) < 2e-5 < gap(worker, old)
+
+    layers = engine.adapters._layers()
+    number = engine.adapters.request.lora_int_id
+    for name, change in (
+        ("model.layers.1.self_attn.q_proj", lambda a: a[0, 0, 2, 5].view(torch.int32)),
+        ("model.layers.0.self_attn.v_proj", lambda a: a[0, 0, 2, 5].view(torch.int32)),
+    ):
+        change(layers[name][0]).bitwise_xor_(1)  # v_proj has no adapter
+        with pytest.raises(RuntimeError, match=f"1 weights of vLLM .*{name}"):
+            verify(engine, worker)
+        layers = engine.adapters._layers()
+    engine.engine.apply_model(lambda model: model.model.norm.weight.data.add_(1))
+    with pytest.raises(RuntimeError, match=r"1 weights of vLLM .*model\.norm"):
+        verify(engine, worker)
+
+    assert number != engine.adapters.request.lora_int_id
+    engine.engine.remove_lora(engine.adapters.request.lora_int_id)
+    with pytest.raises(RuntimeError, match="lost the adapters"):
+        engine.version = 2
+        play(engine, PROMPTS, max_new_tokens=2)
+    with pytest.raises(RuntimeError, match="has lost them"):
+        verify(engine, worker)
+
+    adapters = dict(worker.iter_adapters(torch.float32))
+    last = max(adapters)
+    for wrong, words in (
+        (dict(worker.iter_full_weights(torch.float32)), "is unknown to"),
+        ({**adapters, last: adapters[last][1:]}, f"weight {last} is"),
+        ({name: x for name, x in adapters.items() if name != last}, f"1 .*{last}"),
+        ({}, "weights did not arrive"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            engine.load_weights(wrong.items(), 3)
+        assert engine.version is None
+    send_adapters(engine, worker)
+    verify(engine, worker)
+    assert gap(worker, answer(engine)) < 2e-5
+
+
+def test_prefixes_of_older_adapters_are_not_found(llama, make_engine):
+    """Although none are thrown away here."""
+    worker = make_worker(llama)
+    engine = make_engine(worker)
+    send_adapters(engine, worker)
+    cached = []
+    schedule = engine.engine.engine_core.engine_core.scheduler.schedule
+
+    def counting_schedule(*args, **kwargs):
+        output = schedule(*args, **kwargs)
+        cached.extend(request.num_computed_tokens for request in output.scheduled_new_reqs)
+        return output
+
+    engine.engine.engine_core.engine_core.scheduler.schedule = counting_schedule
+    for expected in (0, 32 + 64 + 32):  # blocks of 32 tokens
+        answer(engine, temperature=0.0)
+        assert sum(cached) == expected
+        cached.clear()
+    for _ in range(2):
+        update(worker)
+        engine.adapters.load(dict(worker.iter_adapters(torch.float32)))
+        assert gap(worker, answer(engine)) < 2e-5
+        assert sum(cached) == 0
+        cached.clear()
+
+
+def test_answers_with_adapters_stop_and_are_aborted(llama, make_engine):
+    worker = make_worker(llama)
+    for _ in range(2):
+        update(worker)
+    engine = make_engine(worker, stop=["some"], max_running_requests=16)
+    send_adapters(engine, worker)
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    model.load_state_dict(dict(worker.iter_full_weights(torch.float32)), strict=False)
+    check_abort(engine, [*PROMPTS, [7, 5], [30] * 12], model)
+    check_stop_strings(engine, PROMPTS, make_tokenizer())
+    engine.sleep()
+    with pytest.raises(AssertionError, match="sleeping"):
+        play(engine, [[5]], max_new_tokens=1)
+
+
+def save_with_peft(folder, name, **settings):
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    torch.manual_seed(1)
+    model = get_peft_model(model, LoraConfig(**settings))
+    for key, parameter in model.named_parameters():
+        if ".lora_B" in key:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def test_adapters_of_a_folder(llama, make_engine, tmp_path):
+    """With other ranks and scales in single layers: from the start, and trained further."""
+    patterns = {"rank_pattern": {"o_proj": 5}, "alpha_pattern": {"up_proj": 3}}
+    folder = save_with_peft(
+        tmp_path / "adapter", llama, r=2, target_modules=["v_proj", "o_proj", "up_proj"], **patterns
+    )
+    worker = make_worker(llama, adapter=folder, lora_rank=2)
+    engine = make_engine(worker)
+    assert engine.version == 0
+    start = answer(engine)
+    assert gap(worker, start) < 2e-5
+    verify(engine, worker)
+    update(worker)
+    send_adapters(engine, worker)
+    assert gap(worker, answer(engine)) < 2e-5 < gap(worker, start)
+
+
+def test_what_vllm_cannot_adapt_is_refused(llama, make_engine):
+    worker = make_worker(llama)
+    with pytest.raises(ValueError, match=r"4 layers .*mlp\.down_proj.* set rollout.lora=merged"):
+        make_engine(worker, engine_args={"lora_target_modules": ["qkv_proj", "gate_up_proj"]})
+    with pytest.raises(ValueError, match="actor.lora_rank=600: .* up to 512"):
+        make_engine(worker, adapters=LoraSettings(600))
+    engine = make_engine(worker)  # after a start that has failed
+    send_adapters(engine, worker)
+    verify(engine, worker)
+
+
+def test_a_run_trains_adapters_and_resumes(llama, tmp_path):
+    """All weights are compared in every step. The last run samples on a process of its own."""
+    command = [
+        *["-m", "rl2.trainer.ppo", *letter_run(tmp_path, llama)],
+        "rollout.engine=vllm",
+        "rollout.check_weights=true",
+        "rollout.lora=adapter",
+        "actor.lora_rank=8",
+        "actor.lr=0.03",
+        "trainer.save_freq=6",
+    ]
+    torchrun(2, *command, f"trainer.save_dir={tmp_path / 'run'}")
+    lines = read_metrics(tmp_path / "run")
+    rewards = [line["reward/mean"] for line in lines]
+    assert rewards[0] < 0.25 and sum(rewards[-3:]) / 3 > 0.5
+    assert all((line["actor/mismatch_logp_difference"] or 0) < 1e-4 for line in lines)
+    resume = f"trainer.resume={tmp_path / 'run/checkpoints/step_6'}"
+    torchrun(2, *command, resume, f"trainer.save_dir={tmp_path / 'resumed'}")
+    resumed = [line["reward/mean"] for line in read_metrics(tmp_path / "resumed")]
+    # Rounding may move a draw, and what follows it has another context.
+    assert resumed == pytest.approx(rewards[6:], abs=0.05)
+    apart = ["rollout.num_processes=1", "trainer.max_steps=3"]
+    torchrun(2, *command, *apart, f"trainer.save_dir={tmp_path / 'apart'}")
+    assert len(read_metrics(tmp_path / "apart")) == 3
+
+
+def test_evaluations_of_adapters(llama, tmp_path):
+    """Those of a folder, without training; and before training, where B = 0 changes nothing."""
+    folder = save_with_peft(tmp_path / "adapter", llama, r=4, target_modules=["q_proj", "up_proj"])
+    common = [
+        *["-m", "rl2.trainer.ppo", *letter_run(tmp_path, llama)],
+        f"data.test_path={tmp_path / 'train.jsonl'}",
+        "rollout.engine=vllm",
+    ]
+    adapter = "rollout.lora=adapter"
+    variants = {
+        "base": ["trainer.eval_only=true"],
+        "folder": ["trainer.eval_only=true", f"actor.adapter={folder}", adapter],
+        "new": ["actor.lora_rank=4", "trainer.max_steps=1", adapter],
+        "further": [f"actor.adapter={folder}", "trainer.max_steps=1", adapter],
+    }
+    answers = {}
+    for name, words in variants.items():
+        torchrun(1, *common, *words, f"trainer.save_dir={tmp_path / name}")
+        path = tmp_path / name / "rollouts/test/step_0.jsonl"
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        answers[name] = [record["messages"][-1]["content"] for record in records]
+    assert answers["base"] == answers["new"] != answers["folder"] == answers["further"]
