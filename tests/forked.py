@@ -14,12 +14,16 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import pandas  # noqa: F401  (pyarrow imports it in each rank otherwise, with the first table)
+import pyarrow.pandas_compat  # noqa: F401  (pyarrow imports it with the first table)
 import torch.distributed as dist
+from transformers import conversion_mapping
 
+import rl2.engine.local  # noqa: F401  (trainers import the engine that their config names)
 from rl2.trainer import dpo, ppo, rm, sft
 
 MAINS = {"ppo": ppo.main, "sft": sft.main, "dpo": dpo.main, "rm": rm.main}
+# transformers keeps its table of renamed weights, which takes a tenth of a short run to build.
+conversion_mapping.get_checkpoint_conversion_mapping("llama")
 
 
 class ForkedRuns:
