@@ -6,7 +6,6 @@ import re
 import shutil
 from dataclasses import fields, is_dataclass
 
-import pytest
 from common import ROOT, run
 
 PACKAGE = ROOT / "rl2"
@@ -26,26 +25,31 @@ def is_within(module: str, room: str) -> bool:
     return module == room or module.startswith(room + ".")
 
 
-def modules_behind(name: str) -> set[str]:
-    """The modules of rl2 that importing `name` loads."""
-    code = f"import sys, {name}; print(*(m for m in sys.modules if m.startswith('rl2')))"
-    return set(run("-c", code).stdout.split())
+TRAINERS = [f"rl2.trainer.{name}" for name in ("ppo", "sft", "dpo", "rm")]
+# Imports each module in a process of its own, which begins with what all of them load.
+IMPORT_EACH = """
+import os, sys
+import rl2.worker
+
+for name in sys.argv[1:]:
+    if os.fork() == 0:
+        __import__(name)
+        sys.exit(print(name, *(module for module in sys.modules if module.startswith("rl2"))))
+    if os.wait()[1] != 0:
+        sys.exit(f"{name} cannot be imported")
+"""
 
 
-def test_sft_loads_no_environment_rollout_or_engine():
-    """But for the sampling parameters, whose defaults are those of the config."""
-    loaded = modules_behind("rl2.trainer.sft")
-    rooms = ("rl2.env", "rl2.rollout", "rl2.engine")
-    found = {module for module in loaded if any(is_within(module, room) for room in rooms)}
-    assert found == {"rl2.engine", "rl2.engine.sampling_params"}
-
-
-@pytest.mark.parametrize("trainer", ["ppo", "sft", "dpo", "rm"])
-def test_trainers_load_no_tool_and_no_other_trainer(trainer):
-    loaded = modules_behind(f"rl2.trainer.{trainer}")
-    assert not {module for module in loaded if is_within(module, "rl2.tools")}
-    mains = {f"rl2.trainer.{name}" for name in ("ppo", "sft", "dpo", "rm")}
-    assert loaded & mains == {f"rl2.trainer.{trainer}"}
+def test_trainers_load_no_tool_and_no_other_trainer():
+    """SFT loads no environment, rollout or engine but for the defaults of sampling parameters."""
+    for line in run("-c", IMPORT_EACH, *TRAINERS).stdout.splitlines():
+        trainer, *loaded = line.split()
+        assert not {module for module in loaded if is_within(module, "rl2.tools")}
+        assert set(loaded) & set(TRAINERS) == {trainer}
+        if trainer == "rl2.trainer.sft":
+            rooms = ("rl2.env", "rl2.rollout", "rl2.engine")
+            found = {module for module in loaded if any(is_within(module, room) for room in rooms)}
+            assert found == {"rl2.engine", "rl2.engine.sampling_params"}
 
 
 def test_envs_load_with_the_standard_library_and_the_rewards_alone():
