@@ -214,7 +214,7 @@ def write_letter_task(folder) -> list[str]:
         {"messages": [{"role": "user", "content": f"say a, {i}"}], "answer": "abcdefgh"}
         for i in range(24)
     ]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "train.jsonl", rows)
     (folder / "env.py").write_text(LETTER_ENV)
     return [f"data.path={folder / 'train.jsonl'}", f"rollout.env_path={folder / 'env.py'}"]
 
@@ -426,6 +426,10 @@ def launch_runs(world, runs) -> subprocess.CompletedProcess:
     for run_words in runs:
         words += ["--", *run_words]
     return launch(world, ROOT / "tests/several.py", *words[1:])
+
+
+def write_jsonl(path, objects) -> None:
+    Path(path).write_text("".join(json.dumps(each) + "\n" for each in objects))
 
 
 def read_jsonl(path) -> list[dict]:

@@ -34,3 +34,14 @@ def runs_here(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def device():
+    """Yields the device of a process group with one process."""
+    import torch.distributed as dist
+
+    from rl2.parallel.mesh import init_distributed
+
+    yield init_distributed()
+    dist.destroy_process_group()

@@ -69,13 +69,6 @@ REFUSED = {
 }
 
 
-@pytest.fixture
-def device():
-    """Yields the device of a process group with one process."""
-    yield init_distributed()
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("name", PASS)
 def test_families_that_pass(name):
     assert verdict(name) is None

@@ -8,7 +8,7 @@ import textwrap
 from itertools import takewhile
 
 import pytest
-from common import launch_runs, make_model, make_tokenizer, read_jsonl
+from common import launch_runs, make_model, make_tokenizer, read_jsonl, write_jsonl
 from safetensors.numpy import load_file, save_file
 from test_trainer import LETTER_ENV
 
@@ -64,10 +64,6 @@ PPO = [
 ]
 
 
-def write_lines(path, objects):
-    path.write_text("".join(json.dumps(each) + "\n" for each in objects))
-
-
 def write_inputs(folder):
     """Rows, an env file, a model, and another one of each."""
     rows, other_rows = [], []
@@ -81,7 +77,7 @@ def write_inputs(folder):
             made.append({"messages": [*row["messages"], {"role": "assistant", "content": reply}]})
     files = {"rows": rows, "edited": other_rows, "chats": conversations, "edited_chats": others}
     for name, made in files.items():
-        write_lines(folder / f"{name}.jsonl", made)
+        write_jsonl(folder / f"{name}.jsonl", made)
     env = textwrap.dedent(LETTER_ENV)
     (folder / "env.py").write_text(env)
     (folder / "edited.py").write_text(env.replace("letter in answer", "letter in 'xyz'"))
@@ -177,7 +173,7 @@ def copy(runs, tmp_path):
     folder = shutil.copytree(runs / "first", tmp_path / "copy", ignore=lambda *_: {"model"})
     lines = read_jsonl(folder / "metrics.jsonl")
     kept = [{name: line[name] for name in line if name != "weights"} for line in lines]
-    write_lines(folder / "metrics.jsonl", kept)
+    write_jsonl(folder / "metrics.jsonl", kept)
     return folder
 
 
@@ -185,7 +181,7 @@ def edit_lines(path, number, **changes):
     """Changes entries of an object of a JSONL file."""
     lines = read_jsonl(path)
     lines[number] |= changes
-    write_lines(path, lines)
+    write_jsonl(path, lines)
 
 
 def edit_tokens(folder, step, name, change):
@@ -281,7 +277,7 @@ def test_a_group_that_was_filtered_out_is_named_by_that(runs, copy):
 
 def test_an_answer_that_one_run_lacks_is_named(runs, copy):
     path = copy / "rollouts/train/step_1.jsonl"
-    write_lines(path, read_jsonl(path)[:-1])
+    write_jsonl(path, read_jsonl(path)[:-1])
     found = find_difference(runs / "first", copy, [1])
     assert (found.phase, found.name) == ("data", "ids of the answers")
     assert "[0, 1, 2, 3, 4, 5, 6, 7] and [0, 1, 2, 3, 4, 5, 6]" in str(found)

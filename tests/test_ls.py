@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from common import make_environment
+from common import make_environment, write_jsonl
 
 from rl2.run.lock import Process, RunLock, this_process
 from rl2.tools import ls
@@ -29,7 +29,7 @@ def write_run(folder, *, config=PPO, lines=LINES, lock=RELEASED, trainer="PPOCon
     (folder / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
     record = {"identity": {"trainer": trainer}, "starts": [{"step": 0, "num_steps": 3}], **record}
     (folder / "run.json").write_text(json.dumps(record))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_jsonl(folder / "metrics.jsonl", lines)
     if lock is not None:
         (folder / "lock").mkdir()
         (folder / "lock/1.json").write_text(json.dumps(lock))

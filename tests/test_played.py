@@ -3,13 +3,12 @@
 test_examples.py has the runs of several processes: kills, and layouts that equal one process.
 """
 
-import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
-from common import make_model, read_untimed_metrics
+from common import make_model, read_untimed_metrics, write_jsonl
 
 import rl2
 from rl2.config.arguments import read_arguments
@@ -49,10 +48,6 @@ def files(runs_here):
     """An env, and prompts, in the folder of the test."""
     Path("env.py").write_text(ENV)
     write_jsonl("prompts.jsonl", PROMPTS)
-
-
-def write_jsonl(path, rows):
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def train_sft(model, name, **keys):

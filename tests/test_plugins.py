@@ -3,7 +3,6 @@
 Runs of a tiny model name the plugins as the commands in their docstrings do.
 """
 
-import json
 import math
 import re
 import runpy
@@ -20,6 +19,7 @@ from common import (
     preference_inputs,
     read_jsonl,
     read_metrics,
+    write_jsonl,
 )
 
 from rl2.algorithms import losses
@@ -37,7 +37,7 @@ def read_setting(name):
 def train(program, tmp_path, rows, *settings):
     """The metrics of one step of the program on the rows, started in the root of the repository."""
     data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(data, rows)
     launch(
         1,
         *program,
@@ -142,7 +142,7 @@ def test_turns_and_ages_in_every_layout(tmp_path):
     """Turns of a trained conversation, and ages by the name of a parameter."""
     data = tmp_path / "rows.jsonl"
     rows = [{"messages": [message("user", text)]} for text in ("ab", "cd")]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(data, rows)
     (tmp_path / "env.py").write_text(TURNS_ENV)
     (tmp_path / "mine.py").write_text(
         "def loss(logps, advantages, ages): return -advantages * logps, {'age': ages}\n"

@@ -1,11 +1,11 @@
 """`python -m rl2 prove` finds each fault in its row, and none where there is none."""
 
-import json
 from datetime import date
 from types import SimpleNamespace
 
 import pytest
 from chat_families import FAMILIES, make_template
+from common import write_jsonl
 from prove_faults import FAULTS, MODELS, SIZES, arguments, make, plant, prove_planted, read_table
 from transformers import AutoModelForCausalLM, DogeConfig
 
@@ -89,7 +89,7 @@ def test_rows_of_the_data_are_tried_and_what_is_not_there_is_skipped(
         {"messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": "3+3?"}]},
     ]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     memory = SimpleNamespace(available=0)
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     tried = []

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import yaml
-from common import make_model
+from common import make_model, write_jsonl
 from huggingface_hub import ModelCard, constants
 
 from rl2.config.schema import PPOConfig, RMConfig, SFTConfig, dump
@@ -50,7 +50,7 @@ def write_run(folder, keys, kind=PPOConfig, lines=LINES, **start):
     identity = {"trainer": kind.__name__, "contents": {"data.path": "ab12"}}
     record = {"identity": identity, "date": "2026-11-22", "starts": [START | start]}
     (folder / "run.json").write_text(json.dumps(record | {"model_step": 40}))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_jsonl(folder / "metrics.jsonl", lines)
     return folder
 
 

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from common import write_jsonl
 
 from rl2.tools import recipes
 from rl2.tools.recipes import Evaluation, compare
@@ -27,7 +28,7 @@ def write_run(folder, scores, seed=0, split="test", step=4):
     ]
     path = folder / f"rollouts/{split}/step_{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_jsonl(path, records)
     (folder / "config.yaml").write_text(json.dumps({"trainer": {"seed": seed}}))
     return str(folder)
 

@@ -47,12 +47,6 @@ pytestmark = pytest.mark.skipif(not RECURRENT, reason="the engine needs a newer 
 
 
 @pytest.fixture
-def device():
-    yield init_distributed()
-    dist.destroy_process_group()
-
-
-@pytest.fixture
 def name(request, tmp_path):
     return make_model(tmp_path / "tiny", request.param, **RECURRENT[request.param])
 

@@ -8,15 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from common import launch, launch_runs, make_model, read_jsonl, read_metrics, run
+from common import launch, launch_runs, make_model, read_jsonl, read_metrics, run, write_jsonl
 from safetensors.numpy import load_file, save_file
 from test_trainer import LETTER_ENV
 
 from rl2.tools import replay
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def edit_json(path, change):
@@ -35,11 +31,11 @@ def data(tmp_path_factory):
     numbers = range(10)
     prompts = [{"messages": [{**user[0], "content": f"say {i}"}], "answer": "abc"} for i in numbers]
     reply = {"role": "assistant", "content": "aa"}
-    write_rows(folder / "ppo.jsonl", prompts)
-    write_rows(folder / "sft.jsonl", [{"messages": [*user, reply]} for _ in numbers])
+    write_jsonl(folder / "ppo.jsonl", prompts)
+    write_jsonl(folder / "sft.jsonl", [{"messages": [*user, reply]} for _ in numbers])
     pairs = [{"messages": user, "chosen": "a" * (1 + i % 3), "rejected": "z"} for i in numbers]
-    write_rows(folder / "dpo.jsonl", pairs)
-    write_rows(folder / "rm.jsonl", pairs)
+    write_jsonl(folder / "dpo.jsonl", pairs)
+    write_jsonl(folder / "rm.jsonl", pairs)
     return folder
 
 
@@ -195,7 +191,7 @@ def test_an_edited_reward_is_named(copied, replayed, steps_again):
     path = copied / "rollouts/train/step_3.jsonl"
     records = read_jsonl(path)
     records[5]["reward"] += 0.25
-    write_rows(path, records)
+    write_jsonl(path, records)
     status, output = replayed(copied, 3, run_processes=steps_again)
     assert status == 1 and "step 3, the reward (group 1, answer 1 of rollouts/train/" in output
     assert f"\n  reward: {records[5]['reward']} and " in output
@@ -204,7 +200,7 @@ def test_an_edited_reward_is_named(copied, replayed, steps_again):
 def test_a_changed_number_of_an_earlier_step_is_found_on_the_way(copied, replayed, steps_again):
     lines = read_metrics(copied)
     lines[2]["actor/grad_norm"] *= 1 + 1e-12
-    write_rows(copied / "metrics.jsonl", lines)
+    write_jsonl(copied / "metrics.jsonl", lines)
     shutil.rmtree(copied / "checkpoints/step_2")
     status, output = replayed(copied, 3, run_processes=steps_again)
     assert status == 1 and "step 2, the update (metrics.jsonl)\n  actor/grad_norm: " in output
@@ -213,7 +209,7 @@ def test_a_changed_number_of_an_earlier_step_is_found_on_the_way(copied, replaye
 def test_another_hash_of_the_weights_is_named(copied, replayed, steps_again):
     lines = read_metrics(copied)
     lines[-1]["weights"]["critic"] = "0" * 16
-    write_rows(copied / "metrics.jsonl", lines)
+    write_jsonl(copied / "metrics.jsonl", lines)
     status, output = replayed(copied, 3, run_processes=steps_again)
     assert status == 1 and "step 3, the weights after the update (metrics.jsonl)" in output
     assert "weights.critic: 0000000000000000 and " in output
@@ -261,7 +257,7 @@ def test_what_cannot_be_replayed_is_said_at_once(copied, runs, replayed, tmp_pat
     status, output = replayed(copied, 1, "--out", copied)
     assert status == 2 and "is not empty: give a new folder" in output
     (copied / "checkpoints/step_1").rename(tmp_path / "step_1")
-    write_rows(copied / "metrics.jsonl", read_metrics(copied)[2:])
+    write_jsonl(copied / "metrics.jsonl", read_metrics(copied)[2:])
     status, output = replayed(copied, 2)
     assert status == 2 and "from a checkpoint of another run" in output
     hosts = {"hosts": ["a", "b"], "world_size": 8}
@@ -280,11 +276,11 @@ def test_a_run_on_gpus_is_compared_with_a_tolerance_and_without_hashes(
     lines = read_metrics(copied)
     lines[-1]["weights"]["actor"] = "0" * 16
     lines[-1]["actor/grad_norm"] *= 1 + replay.GPU_TOLERANCE / 2
-    write_rows(copied / "metrics.jsonl", lines)
+    write_jsonl(copied / "metrics.jsonl", lines)
     status, output = replayed(copied, 3, run_processes=steps_again)
     assert status == 0 and "(compared: metrics, answers, tokens)" in output, output
     lines[-1]["actor/grad_norm"] *= 1 + replay.GPU_TOLERANCE
-    write_rows(copied / "metrics.jsonl", lines)
+    write_jsonl(copied / "metrics.jsonl", lines)
     status, output = replayed(copied, 3, run_processes=steps_again)
     assert status == 1 and "step 3, the update" in output
 

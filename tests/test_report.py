@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import make_tokenizer, read_cases
+from common import make_tokenizer, read_cases, write_jsonl
 from common import run as run_python
 from safetensors.numpy import save_file
 
@@ -604,7 +604,7 @@ def write_run(folder, num_steps=2, rollouts=None, end=""):
     for name, records in (rollouts or {}).items():
         path = folder / f"rollouts/{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_jsonl(path, records)
     return folder
 
 

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from common import make_model, make_tokenizer
 from parity import make_batch, policy_loss, worker_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl2.model.routers import find_routers
-from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
 MIXTURES = {
@@ -20,12 +18,6 @@ MIXTURES = {
         "first_k_dense_replace": 0,
     },
 }
-
-
-@pytest.fixture
-def device():
-    yield init_distributed()
-    dist.destroy_process_group()
 
 
 def update(name, device, **changes):

@@ -7,7 +7,7 @@ import textwrap
 import numpy as np
 import pytest
 import torch
-from common import launch_runs, make_model, make_tokenizer, read_jsonl, read_metrics
+from common import launch_runs, make_model, make_tokenizer, read_jsonl, read_metrics, write_jsonl
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from test_trainer import LETTER_ENV
@@ -136,7 +136,7 @@ def runs(tmp_path_factory):
     """A run of three steps that keeps its tokens, and runs on its rollouts, by their names."""
     folder = tmp_path_factory.mktemp("saved")
     rows = [{"messages": f"say a, {i}", "answer": "abcdefgh"} for i in range(12)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "train.jsonl", rows)
     (folder / "env.py").write_text(textwrap.dedent(LETTER_ENV))
     keys = [
         f"actor.model_name={make_model(folder / 'tiny')}",

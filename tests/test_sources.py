@@ -1,9 +1,7 @@
 """Runs on several sources of rows, each with an environment of its own."""
 
-import json
-
 import pytest
-from common import launch_runs, make_model, read_jsonl, read_metrics
+from common import launch_runs, make_model, read_jsonl, read_metrics, write_jsonl
 
 from rl2.config.parse import parse
 from rl2.config.schema import PPOConfig
@@ -22,7 +20,7 @@ def words(tmp_path, monkeypatch):
     make_model("model", max_position_embeddings=512)
     for name, column in (("a", "answer"), ("b", "label")):
         rows = [{"prompt": [{"role": "user", "content": str(i)}], column: "x"} for i in range(4)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
     for name, text in (("one", ONE), ("two", TWO), ("agent", AGENT)):
         (tmp_path / f"{name}.py").write_text(text)
     return [

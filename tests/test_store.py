@@ -2,7 +2,6 @@
 
 import datetime
 import hashlib
-import json
 import multiprocessing
 import os
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from common import make_tokenizer
+from common import make_tokenizer, write_jsonl
 from env_helpers import env_of
 
 from rl2.config.schema import SFTConfig
@@ -43,7 +42,7 @@ def make_rows(count=5):
 
 
 def write(file, rows):
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(file, rows)
     return str(file)
 
 

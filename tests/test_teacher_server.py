@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 import torch.distributed as dist
-from common import launch_runs, make_model, make_samples, read_metrics
+from common import launch_runs, make_model, make_samples, read_metrics, write_jsonl
 from transformers import AutoModelForCausalLM
 
 from rl2.batch import collate
@@ -174,7 +174,7 @@ def test_a_server_that_refuses_or_is_not_there_is_named():
 def test_a_run_with_a_server_learns_as_with_the_model(model, tmp_path):
     tiny = make_model(tmp_path / "tiny")
     rows = [{"messages": f"say {letter}", "answer": letter} for letter in "abcdefgh"]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "rows.jsonl", rows)
     (tmp_path / "env.py").write_text("def reward_fn(messages, answer):\n    return 0.0\n")
     common = [
         "ppo",

@@ -96,12 +96,6 @@ def name(request, tmp_path):
     return save_family(request.param, tmp_path / "model")
 
 
-@pytest.fixture
-def device():
-    yield init_distributed()
-    dist.destroy_process_group()
-
-
 def load_plain(name):
     return AutoModelForImageTextToText.from_pretrained(
         name, dtype=torch.float32, attn_implementation="eager"

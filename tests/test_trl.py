@@ -4,14 +4,12 @@ Loss, metrics and gradient norm are compared on the same rows and weights. The l
 of TRL's GRPO are compared in test_algorithms.py.
 """
 
-import json
 from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from common import (
     advantage_inputs,
     make_critic,
@@ -19,6 +17,7 @@ from common import (
     make_tokenizer,
     policy_inputs,
     preference_inputs,
+    write_jsonl,
 )
 from parity import worker_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -36,7 +35,6 @@ from rl2.config.schema import DPOLossConfig
 from rl2.data.chat import ChatTemplate
 from rl2.data.examples import LABELLED_ROWS, PAIR_ROWS, SFT_ROWS, Examples
 from rl2.data.rows import load_rows
-from rl2.parallel.mesh import init_distributed
 from rl2.trainer import dpo, rm, sft
 from rl2.worker import Worker
 
@@ -54,12 +52,6 @@ def make_pair(question_length, chosen_length, rejected_length):
 
 PAIRS = [make_pair(3, 1, 4), make_pair(9, 2, 2), make_pair(5, 6, 1)]
 CHOSEN_THEN_REJECTED = [0, 2, 4, 1, 3, 5]  # the order of the rows in TRL's batches
-
-
-@pytest.fixture
-def device():
-    yield init_distributed()
-    dist.destroy_process_group()
 
 
 def make_trl(cls, **settings):
@@ -99,7 +91,7 @@ def read_examples(tmp_path, rows, kind):
     The last three are the sequences of the examples, padded like TRL's collators do.
     """
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     tokenizer = make_tokenizer()
     template = ChatTemplate(tokenizer)
     loaded = load_rows(str(path), read=kind.read)

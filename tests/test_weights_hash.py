@@ -4,21 +4,12 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 from common import make_model
 from parity import worker_config
 
-from rl2.parallel.mesh import init_distributed
 from rl2.parallel.offload import WeightMemory
 from rl2.run.weights_hash import _sum_rows, hash_weights
 from rl2.worker import Worker
-
-
-@pytest.fixture
-def device():
-    """Yields the device of a process group with one process."""
-    yield init_distributed()
-    dist.destroy_process_group()
 
 
 def hash_of(worker):
