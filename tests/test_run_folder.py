@@ -15,7 +15,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from common import ROOT, launch, make_model, read_jsonl, read_metrics, read_untimed_metrics
+from common import (
+    ROOT,
+    launch,
+    make_model,
+    read_jsonl,
+    read_metrics,
+    read_untimed_metrics,
+    write_jsonl,
+)
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoTokenizer
@@ -43,19 +51,18 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest.fixture
-def setup(tmp_path, model, monkeypatch):
-    """Arguments of a small SFT run of six steps that saves every second one."""
+def set_up(folder, model):
+    """Writes rows into the folder. Returns the arguments of a small SFT run there, of six steps,
+    that saves every second one.
+    """
     rows = []
     for i in range(NUM_ROWS):
         messages = [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "a"}]
         rows.append({"messages": messages})
-    write_rows(tmp_path / "rows.jsonl", rows)
-    monkeypatch.chdir(tmp_path)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield [
+    write_jsonl(folder / "rows.jsonl", rows)
+    return [
         f"actor.model_name={model}",
-        f"data.path={tmp_path / 'rows.jsonl'}",
+        "data.path=rows.jsonl",
         "data.batch_size=2",
         "data.max_length=64",
         "actor.lr=0.01",
@@ -65,39 +72,67 @@ def setup(tmp_path, model, monkeypatch):
         "trainer.keep_checkpoints=null",
         "trainer.disable_wandb=true",
     ]
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def run_main(main, arguments):
+    """Runs a trainer in this process. Returns its status."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["trainer", *map(str, arguments)])
+            main()
+    except SystemExit as error:
+        return error.code
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return 0
 
 
 @pytest.fixture
-def train(setup, capsys, monkeypatch):
+def setup(tmp_path, model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return set_up(tmp_path, model)
+
+
+@pytest.fixture
+def train(setup, capsys):
     """Runs a trainer in this process. Returns (status, what it printed)."""
 
     def train_here(*arguments, main=sft.main):
-        monkeypatch.setattr(sys, "argv", ["trainer", *setup, *map(str, arguments)])
         capsys.readouterr()
-        status = 0
-        try:
-            main()
-        except SystemExit as error:
-            status = error.code
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        status = run_main(main, [*setup, *arguments])
         printed = capsys.readouterr()
         return status, printed.out + printed.err
 
     return train_here
 
 
+@pytest.fixture(scope="module")
+def trained_run(tmp_path_factory, model):
+    """The folder of a run of four steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert run_main(sft.main, [*set_up(folder, model), "trainer.max_steps=4"]) == 0
+    return folder / "runs/default"
+
+
+@pytest.fixture
+def run(setup, trained_run, tmp_path):
+    """A run of four steps of `setup`, with checkpoints of steps 2 and 4."""
+    ignored = shutil.ignore_patterns("lock")
+    return shutil.copytree(trained_run, tmp_path / "runs/default", ignore=ignored)
+
+
 @pytest.fixture
 def become_ppo(setup, tmp_path):
     """Makes the arguments of `setup` those of a PPO run with an environment."""
-    write_rows(tmp_path / "rows.jsonl", [{"messages": f"say {i}", "answer": "a"} for i in range(8)])
+    write_jsonl(
+        tmp_path / "rows.jsonl", [{"messages": f"say {i}", "answer": "a"} for i in range(8)]
+    )
     env = "def reward_fn(messages, answer): return len(set(messages[-1]['content'])) / 9"
     (tmp_path / "env.py").write_text(env)
     setup[:] = [argument for argument in setup if "batch_size" not in argument]
@@ -182,7 +217,7 @@ def test_every_trainer_takes_a_template_variables_and_a_system_prompt(
     (tmp_path / "env.py").write_text("def reward_fn(messages, answer): return 1.0")
     row = {"messages": [{"role": "user", "content": "say"}], "answer": "a"}
     row |= {"completion": "a"} if main is sft.main else {"chosen": "a", "rejected": "b"}
-    write_rows(tmp_path / "rows.jsonl", [row] * NUM_ROWS)
+    write_jsonl(tmp_path / "rows.jsonl", [row] * NUM_ROWS)
     setup[:] = [argument for argument in setup if not argument.startswith("actor.lr")]
     if main is rm.main:
         setup[:] = [argument.replace("actor.", "critic.") for argument in setup]
@@ -267,7 +302,7 @@ def test_another_experiment_is_refused_and_touches_nothing(train, tmp_path):
     train("trainer.max_steps=2")
     run = tmp_path / "runs/default"
     before = contents(run)
-    write_rows(
+    write_jsonl(
         tmp_path / "pairs.jsonl",
         [{"messages": "say a", "chosen": " a", "rejected": " b"} for _ in range(NUM_ROWS)],
     )
@@ -459,10 +494,8 @@ def test_edited_examples_and_one_of_several_envs_are_named(tmp_path, monkeypatch
         (tmp_path / name).write_text("before")
 
 
-def test_a_command_that_names_a_checkpoint_and_is_repeated_goes_on(train, tmp_path):
+def test_a_command_that_names_a_checkpoint_and_is_repeated_goes_on(train, run):
     """It keeps its own newer checkpoints. Another command begins there again."""
-    train("trainer.max_steps=4")
-    run = tmp_path / "runs/default"
     keys = [f"trainer.resume={run}/checkpoints/step_2", "actor.lr=0.1"]
     train(*keys, "trainer.max_steps=6")
     assert steps(run / "branches/1") == [3, 4]
@@ -665,22 +698,23 @@ def stop_after(monkeypatch, step):
     monkeypatch.setattr(Recorder, "finish_step", finish)
 
 
-def stop_and_start_again(train, tmp_path, monkeypatch, step, main):
-    """A run that is stopped in this step, and one that is not: both end with the same files."""
+def stop_and_start_again(train, tmp_path, monkeypatch, stops, main):
+    """A run that is stopped in these steps, and one that is not: both end with the same files."""
     rows = (tmp_path / "rows.jsonl").read_text().splitlines()[:3]
     (tmp_path / "test.jsonl").write_text("\n".join(rows))
     keys = ["data.test_path=test.jsonl", "trainer.test_freq=2", "trainer.max_steps=4"]
     status, output = train(*keys, "trainer.experiment_name=whole", main=main)
     assert status == 0, output
-    with monkeypatch.context() as patch:
-        stop_after(patch, step)
-        status, output = train(*keys, main=main)
     run, whole = tmp_path / "runs/default", tmp_path / "runs/whole"
-    assert status == 0 and f"the evaluation of step {step} is left out" in output
-    assert [line["step"] for line in read_metrics(run) if "test/" not in str(line)][-1] == step
-    assert listed(run) == ("finished" if step == 4 else "stopped", step, 4)
+    for step in stops:
+        with monkeypatch.context() as patch:
+            stop_after(patch, step)
+            status, output = train(*keys, main=main)
+        assert status == 0 and f"the evaluation of step {step} is left out" in output
+        assert [line["step"] for line in read_metrics(run) if "test/" not in str(line)][-1] == step
+        assert listed(run) == ("finished" if step == 4 else "stopped", step, 4)
     status, output = train(*keys, main=main)
-    assert status == 0 and f"{step} of 4 steps are done" in output, output
+    assert status == 0 and f"{stops[-1]} of 4 steps are done" in output, output
     assert read_untimed_metrics(run) == read_untimed_metrics(whole)
     for pattern in ("rollouts/*/*.jsonl", "model/*.safetensors"):
         for path in whole.glob(pattern):
@@ -689,60 +723,69 @@ def stop_and_start_again(train, tmp_path, monkeypatch, step, main):
     assert status == 0 and "all steps are done" in output
 
 
-@pytest.mark.parametrize("step", [2, 4])
-def test_a_stopped_run_evaluates_when_it_is_started_again(train, tmp_path, monkeypatch, step):
-    stop_and_start_again(train, tmp_path, monkeypatch, step, sft.main)
+def test_a_stopped_run_evaluates_when_it_is_started_again(train, tmp_path, monkeypatch):
+    stop_and_start_again(train, tmp_path, monkeypatch, [2, 4], sft.main)
 
 
 def test_so_does_ppo_whose_last_step_was_stopped(become_ppo, train, tmp_path, monkeypatch):
-    stop_and_start_again(train, tmp_path, monkeypatch, 4, ppo.main)
+    stop_and_start_again(train, tmp_path, monkeypatch, [4], ppo.main)
 
 
 # What a kill or a disk leaves.
 
 
 @pytest.mark.parametrize(
-    "name, damaged, words",
+    "name, damages",
     [
-        ("config.yaml", "a: [", "config.yaml is damaged: "),
-        ("run.json", '{"starts": [', "run.json is damaged: "),
-        ("run.json", "[]", "run.json is damaged: expected keys and values"),
-        ("metrics.jsonl", '{"step": 1}\n{"st\n{"step": 2}\n', "metrics.jsonl is damaged: line 2: "),
-        ("metrics.jsonl", '{"step": 1}\n7\n', "metrics.jsonl is damaged: line 2: it has no step"),
-        ("checkpoints/step_2/config.yaml", "a: [", "step_2 is damaged: config.yaml: "),
-        ("checkpoints/step_2/config.yaml", "", "step_2 is damaged: config.yaml: expected keys"),
-        ("checkpoints/step_2/run.json", '"', "step_2 is damaged: run.json: "),
+        ("config.yaml", {"a: [": "config.yaml is damaged: "}),
+        (
+            "run.json",
+            {
+                '{"starts": [': "run.json is damaged: ",
+                "[]": "run.json is damaged: expected keys and values",
+            },
+        ),
+        (
+            "metrics.jsonl",
+            {
+                '{"step": 1}\n{"st\n{"step": 2}\n': "metrics.jsonl is damaged: line 2: ",
+                '{"step": 1}\n7\n': "metrics.jsonl is damaged: line 2: it has no step",
+            },
+        ),
+        (
+            "checkpoints/step_4/config.yaml",
+            {
+                "a: [": "step_4 is damaged: config.yaml: ",
+                "": "step_4 is damaged: config.yaml: expected keys",
+            },
+        ),
+        ("checkpoints/step_4/run.json", {'"': "step_4 is damaged: run.json: "}),
     ],
 )
-def test_a_small_file_that_is_damaged_is_named(train, tmp_path, name, damaged, words):
+def test_a_small_file_that_is_damaged_is_named(train, run, name, damages):
     """Before a model loads. `trainer.resume=off` needs none of these files."""
-    has_checkpoint = name != "config.yaml"
-    save_freq = f"trainer.save_freq={2 if has_checkpoint else 'null'}"
-    keys = ["trainer.max_steps=2", save_freq]
-    train(*keys)
-    run = tmp_path / "runs/default"
-    (run / name).write_text(damaged)
-    status, output = train(*keys)
-    assert status == 1 and words in output, output
-    assert "Traceback" not in output and "loading" not in output
-    assert "restore" in output or "trainer.resume=off" in output
-    status, output = train(*keys, "trainer.resume=off")
-    assert status == 0 and steps(run) == [1, 2]
+    # Without a checkpoint before it; and the run's config is read where there is no checkpoint.
+    shutil.rmtree(run / ("checkpoints" if name == "config.yaml" else "checkpoints/step_2"))
+    for damaged, words in damages.items():
+        (run / name).write_text(damaged)
+        status, output = train("trainer.max_steps=4")
+        assert status == 1 and words in output, output
+        assert "Traceback" not in output and "loading" not in output
+        assert "restore" in output or "trainer.resume=off" in output
+    status, output = train("trainer.max_steps=1", "trainer.resume=off")
+    assert status == 0 and steps(run) == [1]
     assert (run / "branches/1" / name).read_text() == damaged
 
 
-def test_a_line_of_the_metrics_that_a_kill_cut_is_left_out(train, tmp_path):
-    train("trainer.max_steps=2")
-    run = tmp_path / "runs/default"
+def test_a_line_of_the_metrics_that_a_kill_cut_is_left_out(train, run):
     with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 3, "actor/lo')
-    status, output = train("trainer.max_steps=4")
-    assert status == 0 and steps(run) == [1, 2, 3, 4] and "damaged" not in output
+        file.write('{"step": 5, "actor/lo')
+    status, output = train()
+    assert status == 0 and steps(run) == [1, 2, 3, 4, 5, 6] and "damaged" not in output
 
 
-def test_leftovers_of_kills_are_swept(train, tmp_path, monkeypatch):
-    train("trainer.max_steps=4")
-    checkpoints = Checkpoints(tmp_path / "runs/default/checkpoints")
+def test_leftovers_of_kills_are_swept(train, run, monkeypatch):
+    checkpoints = Checkpoints(run / "checkpoints")
     expected = contents(checkpoints.path(4))
     checkpoints.path(4).rename(checkpoints.folder / "step_4.older")  # while it was replaced
     shutil.copytree(checkpoints.path(2), checkpoints.folder / "step_9.partial")
@@ -762,18 +805,21 @@ def test_leftovers_of_kills_are_swept(train, tmp_path, monkeypatch):
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step_4"]
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(train, tmp_path):
-    train("trainer.max_steps=4")
-    run = tmp_path / "runs/default"
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(train, run):
     newest = run / "checkpoints/step_4"
-    for name in ("__0_0.distcp", ".metadata", "random_0.pt", "run.json"):
+    for name, remaining_shares in (
+        ("__0_0.distcp", (0.5, None)),
+        (".metadata", (0.5, 0)),
+        ("random_0.pt", (0.5, 0, None)),
+        ("run.json", (None,)),
+    ):
         whole = (newest / name).read_bytes()
-        for damaged in (whole[: len(whole) // 2], b"", None):
+        for share in remaining_shares:
             (newest / name).unlink()
-            if damaged is not None:
-                (newest / name).write_bytes(damaged)
+            if share is not None:
+                (newest / name).write_bytes(whole[: int(share * len(whole))])
             status, output = train()
-            assert status == 1 and "Traceback" not in output, (name, damaged)
+            assert status == 1 and "Traceback" not in output, (name, share)
             assert "the checkpoint runs/default/checkpoints/step_4 is damaged" in output, name
             assert "trainer.resume=runs/default/checkpoints/step_2 resumes" in output
             (newest / name).write_bytes(whole)
@@ -784,9 +830,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(train, tmp_
 @pytest.mark.parametrize(
     "entry", [r"actor\.model\..*embed_tokens.*", r"actor\.optimizer\..*embed_tokens.*exp_avg_sq"]
 )
-def test_a_checkpoint_in_which_a_bit_has_changed_is_refused(train, tmp_path, entry):
-    train("trainer.max_steps=4")
-    newest = tmp_path / "runs/default/checkpoints/step_4"
+def test_a_checkpoint_in_which_a_bit_has_changed_is_refused(train, run, entry):
+    newest = run / "checkpoints/step_4"
     places = FileSystemReader(newest).read_metadata().storage_data
     [place] = [place for key, place in places.items() if re.fullmatch(entry, key.fqn)]
     path = newest / place.relative_path
@@ -799,7 +844,7 @@ def test_a_checkpoint_in_which_a_bit_has_changed_is_refused(train, tmp_path, ent
     assert "runs/default/checkpoints/step_4 is damaged: its actor has the hash " in output
     assert "trainer.resume=runs/default/checkpoints/step_2 resumes" in output
     path.write_bytes(whole)
-    assert train()[0] == 0
+    assert train("trainer.max_steps=5")[0] == 0
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_the_model_loads(
