@@ -1,7 +1,7 @@
 """test_checkpoint.py runs this in several ranks: two updates with a checkpoint between them,
 or the second one from the checkpoint.
 
-    moves.py MODEL FOLDER MODE ...    each MODE is save | load | load_hybrid | load_sp | load_tp
+    moves.py MODEL FOLDER MODE ...    each MODE is save | load | load_hybrid | load_tp
 """
 
 import sys
@@ -17,7 +17,7 @@ from rl2.run.checkpoints import Checkpoints
 from rl2.run.weights_hash import hash_states, hash_weights
 from rl2.worker import Worker
 
-LAYOUTS = {"hybrid": {"fsdp_size": 1}, "sp": {"sp_size": 2}, "tp": {"tp_size": 2}}
+LAYOUTS = {"hybrid": {"fsdp_size": 1}, "tp": {"tp_size": 2}}
 LOSSES = {
     "actor": policy_loss,
     "critic": value_loss,

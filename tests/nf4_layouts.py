@@ -10,27 +10,30 @@ from parity import SMALL_BUDGET, make_batch, two_steps
 
 from rl2.parallel.mesh import init_distributed
 
-# World size -> (fsdp_size, sp_size)
-LAYOUTS = {1: [(0, 1)], 2: [(0, 1), (1, 1), (0, 2)], 3: [(0, 1)]}
+# World size -> (critic, fsdp_size, sp_size)
+LAYOUTS = {
+    1: [(False, 0, 1), (True, 0, 1)],
+    2: [(False, 0, 1), (True, 1, 1), (False, 0, 2)],
+    3: [(True, 0, 1)],
+}
 
 
 def main(name, out):
     device = init_distributed()
     results = {}
-    for critic in (False, True):
-        for fsdp, sp in LAYOUTS[dist.get_world_size()]:
-            results[critic, fsdp, sp] = two_steps(
-                name,
-                critic,
-                device,
-                make_batch(),
-                max_length_per_device=SMALL_BUDGET,
-                fsdp_size=fsdp,
-                sp_size=sp,
-                gradient_checkpointing=1,  # of two layers
-                lora_rank=3,
-                quantize_base="nf4",
-            )
+    for critic, fsdp, sp in LAYOUTS[dist.get_world_size()]:
+        results[critic, fsdp, sp] = two_steps(
+            name,
+            critic,
+            device,
+            make_batch(),
+            max_length_per_device=SMALL_BUDGET,
+            fsdp_size=fsdp,
+            sp_size=sp,
+            gradient_checkpointing=1,  # of two layers
+            lora_rank=3,
+            quantize_base="nf4",
+        )
     if dist.get_rank() == 0:
         torch.save(results, out)
     dist.destroy_process_group()

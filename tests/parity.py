@@ -37,8 +37,8 @@ LAYOUTS = {
         (1, 1, 2),
     ],
 }
-# The same with adapters of rank 3. Of their matrices A [3, in] three processes hold one row each;
-# of four processes one holds none.
+# Adapters have rank 3. Of their matrices A [3, in] three processes hold one row each; of four
+# processes one holds none.
 ADAPTED = {
     1: [(0, 1, 1)],
     2: [(0, 1, 1), (1, 1, 1), (0, 2, 1), (1, 2, 1), (0, 1, 2)],
@@ -49,18 +49,23 @@ ADAPTED = {
 SMALL_BUDGET, LARGE_BUDGET = 60, 4096
 
 
-def combinations(family: str, world: int) -> list[tuple[bool, bool, int]]:
-    """(critic, share_prompts, max_length_per_device) of the runs in each layout.
+def combinations(family: str, world: int) -> list[tuple[bool, bool, int, tuple[int, int, int]]]:
+    """(critic, share_prompts, max_length_per_device, layout) of the runs of a model.
 
-    Each layout shares prompts and does not, and has many micro-batches and one. The combinations
-    that one family leaves out are those of the other. Four processes have many micro-batches only.
+    One process runs policies and critics with many micro-batches and with one. Of several, each
+    layout has one kind of micro-batches for policies and the other for critics; the models of the
+    other family have it the other way round. Prompts are shared in about half of the runs.
     """
-    budgets = [SMALL_BUDGET, LARGE_BUDGET] if world < 4 else [SMALL_BUDGET]
+    is_llama = family == "llama"
     cases = []
-    for critic, budget in product([False, True], budgets):
-        share = (family == "llama") ^ critic ^ (budget == LARGE_BUDGET)
-        cases.append((critic, share, budget))
-    return cases
+    for number, layout in enumerate(LAYOUTS[world]):
+        for critic, is_large in product([False, True], repeat=2):
+            if world == 1:
+                cases.append((critic, is_llama ^ critic ^ is_large, is_large, layout))
+            elif is_large == (critic == is_llama):
+                cases.append((critic, is_llama ^ bool(number % 2), is_large, layout))
+    budgets = (SMALL_BUDGET, LARGE_BUDGET)
+    return [(critic, share, budgets[large], layout) for critic, share, large, layout in cases]
 
 
 def worker_config(model_name: str, **changes) -> WorkerConfig:
@@ -147,9 +152,8 @@ def main(name, out, family):
     device = init_distributed()
     batch = make_batch()
     results = {}
-    layouts = LAYOUTS[dist.get_world_size()]
-    cases = combinations(family, dist.get_world_size())
-    for (critic, share, budget), layout in product(cases, layouts):
+    world = dist.get_world_size()
+    for critic, share, budget, layout in combinations(family, world):
         fsdp, sp, tp = layout
         results[critic, share, budget, layout] = two_steps(
             name,
@@ -163,7 +167,8 @@ def main(name, out, family):
             tp_size=tp,
             gradient_checkpointing=1 if budget == SMALL_BUDGET else False,  # of two layers
         )
-    for critic, (fsdp, sp, tp) in product([False, True], ADAPTED[dist.get_world_size()]):
+    for number, (fsdp, sp, tp) in enumerate(ADAPTED[world]):
+        critic = (family == "llama") == bool(number % 2)  # the other family has the others
         results[critic, "lora", (fsdp, sp, tp)] = two_steps(
             name,
             critic,

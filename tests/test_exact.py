@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 import re
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import SPECIAL, WINDOWED, launch_runs, make_model, read_metrics
+from common import SPECIAL, WINDOWED, launch_runs, make_model, read_metrics, write_jsonl
 from engine_contract import play
 from parity import policy_loss, worker_config
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -63,6 +62,7 @@ FAMILIES = {
 if "granite_swa" in SPECIAL:
     sinks = {**SPECIAL["granite_swa"], "sliding_window": 40}
     FAMILIES["granite_swa with sinks"] = ("granite_swa", sinks)
+OTHER_FAMILIES = [family for family in FAMILIES if family not in ("llama", "qwen3")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -171,7 +171,8 @@ def difference(batch, worker, temperature=1.0) -> float:
 @pytest.mark.parametrize(
     "family, dtype, num_threads",
     [
-        *itertools.product(FAMILIES, ["bfloat16", "float32"], [1]),
+        *itertools.product(["llama", "qwen3"], ["bfloat16", "float32"], [1]),
+        *zip(OTHER_FAMILIES, itertools.cycle(["bfloat16", "float32"]), itertools.repeat(1)),
         # Two threads wait for each other while other tests run, and divide all products alike.
         ("llama", "bfloat16", 2),
         ("mistral with a window", "bfloat16", 2),
@@ -418,7 +419,7 @@ def test_whole_runs_are_exact(models, tmp_path):
     """Two processes with FSDP, several turns and updates; and a run without exact."""
     skip_if_bits_depend_on_the_row_count(torch.bfloat16)
     rows = [{"messages": [{"role": "user", "content": f"say a, {i}"}]} for i in range(8)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "train.jsonl", rows)
     (tmp_path / "env.py").write_text(
         "def reward_fn(messages):\n    return sum(map(ord, messages[-1]['content'])) % 7\n"
         "def interact(messages):\n    return [{'role': 'user', 'content': 'and now?'}]\n"
