@@ -27,6 +27,7 @@ from common import (
     read_metrics,
     read_untimed_metrics,
     torchrun,
+    write_jsonl,
 )
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -497,7 +498,7 @@ def test_a_system_prompt_from_a_file(setup, tmp_path):
 def test_solved_examples_and_named_system_prompts_are_sampled_from(setup, tmp_path):
     talk = [{"role": "user", "content": "say z"}, {"role": "assistant", "content": "zzz"}]
     rows = [{"messages": talk}] * 3
-    (tmp_path / "shots.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "shots.jsonl", rows)
     shots = [f"data.few_shot={tmp_path / 'shots.jsonl'}", "data.max_length=250"]
     keys = ["trainer.save_tokens=true", "trainer.max_steps=1", "data.system_prompt=boxed"]
     train(1, *setup, *shots, *keys, "data.num_few_shot=2")
@@ -536,7 +537,7 @@ def test_lora_with_its_base_as_the_reference(setup, tmp_path):
         "actor.lora_rank=4",
         "kl.coef=0.01",
         "kl.type=reward",
-        "trainer.max_steps=4",
+        "trainer.max_steps=3",
         "trainer.save_freq=2",
         "adv.estimator=gae",
         "critic.lr=0.01",
