@@ -91,10 +91,13 @@ class Health:
         if self.has_told_of_cores or is_busy or seconds < MIN_UPDATE_SECONDS:
             return []
         self.has_told_of_cores = True
+        remedy = "start fewer processes"
+        if num_threads > 1:  # processes meet less often than threads do
+            remedy = "start processes in place of threads (OMP_NUM_THREADS=1)"
         return [
             f"an update took {seconds:.1f} s but had only {cpu_seconds:.1f} s of processor time on "
             f"{num_threads} threads: another program keeps cores busy, so threads wait for each "
-            "other. End that program, set OMP_NUM_THREADS=1 or start fewer processes to be faster"
+            f"other. End that program, or {remedy}, to be faster"
         ]
 
     def check(self, metrics: Metrics) -> list[Problem]:
