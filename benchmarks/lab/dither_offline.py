@@ -7,7 +7,8 @@ MODEL is the folder `model` that `python examples/quickstart.py prepare FOLDER` 
 worked answers to the problems of word_problems.py; DPO rejects those whose last result is wrong.
 Held-out rows give the loss before and after, and held-out questions are answered at temperature 1.
 All runs of a trainer and a seed see the same rows in the same order. Each finished run is a line of
-benchmarks/lab/results/dither_offline.jsonl; `report` prints the tables of docs/precision.md.
+benchmarks/lab/results/dither_offline.jsonl; `report` prints the tables of docs/precision.md and
+draws its figure.
 
 Needs the `test` and `quickstart` extras.
 """
@@ -37,6 +38,12 @@ KINDS = {
     "dithered": "actor.dither_weights=true",
     "fp32": "actor.dtype=float32",
 }
+LABELS = {
+    "stored": "bfloat16, weights as stored",
+    "dithered": "bfloat16, dithered",
+    "fp32": "float32",
+}
+DRAWN_RATE = "1e-5"
 SIZES = {"train": 96, "held_out": 48}  # no problem is in both
 STEPS, BATCH_SIZE = 12, 8
 
@@ -153,7 +160,7 @@ def make_jobs(arguments) -> list[Job]:
 
 
 def report() -> None:
-    """Prints a table for each trainer, in Markdown."""
+    """Prints a table for each trainer, in Markdown, and draws docs/precision.png."""
     results = list(read_results(RESULTS_FILE).values())
     for trainer in ("sft", "dpo"):
         print(f"\n{trainer}\n\n| rate | weights | runs | held-out loss before | after ", end="")
@@ -167,6 +174,30 @@ def report() -> None:
                 ]
                 if runs:
                     print(report_row(rate, kind, runs))
+    draw(results, ROOT / "docs" / "precision.png")
+
+
+def draw(results: list[dict], file: Path) -> None:
+    """Draws the training loss of SFT at DRAWN_RATE, mean of all seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for kind, style in (("stored", "-"), ("dithered", "-"), ("fp32", "k:")):
+        losses = [
+            run["loss"]
+            for run in results
+            if (run["trainer"], run["rate"], run["kind"]) == ("sft", DRAWN_RATE, kind)
+        ]
+        means = [sum(step) / len(step) for step in zip(*losses, strict=True)]
+        label = f"{LABELS[kind]} ({len(losses)} seed{'s' * (len(losses) > 1)})"
+        axes.plot(range(1, len(means) + 1), means, style, label=label)
+    axes.set(xlabel="step", ylabel=f"loss of SFT, rate {DRAWN_RATE}", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(file, dpi=120)
 
 
 def report_row(rate: str, kind: str, runs: list[dict]) -> str:
