@@ -15,7 +15,12 @@ from parity import policy_loss, worker_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl2.attention import pages as pages_module
-from rl2.attention.pages import attend_pages, exact_factors, queries_are_independent
+from rl2.attention.pages import (
+    PAGE_SIZE_TOKENS,
+    attend_pages,
+    exact_factors,
+    queries_are_independent,
+)
 from rl2.batch import Sample, collate
 from rl2.config.exactness import choose_exactness
 from rl2.config.parse import parse
@@ -135,13 +140,17 @@ def make_adapted_pair(name, dtype, **changes):
     return engine, worker
 
 
-def roll_out(engine, temperature=1.0, seed=0, **params):
-    """A batch of GROUP_SIZE answers to each of some prompts, with advantages."""
+def roll_out(engine, temperature=1.0, seed=0, num_shared=0, **params):
+    """A batch of GROUP_SIZE answers to each of some prompts, with advantages.
+
+    All prompts begin with the same `num_shared` tokens.
+    """
     generator = torch.Generator().manual_seed(seed)
+    beginning = torch.randint(3, 98, (num_shared,), generator=generator).tolist()
     prompts = []
     for length in PROMPT_LENGTHS:
         prompt = torch.randint(3, 98, (length,), generator=generator).tolist()
-        prompts += [prompt] * GROUP_SIZE
+        prompts += [beginning + prompt] * GROUP_SIZE
     answers = play(
         engine,
         prompts,
@@ -197,7 +206,8 @@ def test_log_probabilities_are_equal_before_and_after_an_update(
     engine.sleep()
     engine.wake()
     engine.load_weights(worker.iter_full_weights(getattr(torch, dtype)), 1)
-    assert difference(roll_out(engine, seed=1), worker) == 0
+    num_shared = PAGE_SIZE_TOKENS + 6
+    assert difference(roll_out(engine, seed=1, num_shared=num_shared), worker) == 0
     engine.close()
     with pytest.raises(RuntimeError, match="log-probabilities are not equal"):
         worker.infer(batch)  # of the weights before the update
@@ -294,10 +304,10 @@ def test_free_slots_are_not_decoded_and_change_no_bit(models, monkeypatch, dtype
         models("llama"), getattr(torch, dtype), CPU, max_running_requests=40, exact=True
     )
     results, rows = [], []
-    for decodes_free_slots in (True, False):
+    for has_constant_shapes in (True, False):
         engine = LocalEngine(settings)
-        assert not engine.decodes_free_slots
-        engine.decodes_free_slots = decodes_free_slots
+        assert not engine.has_constant_shapes
+        engine.has_constant_shapes = has_constant_shapes
         decode = engine._decode
 
         def count_rows(tokens, positions, decode=decode):
@@ -320,6 +330,44 @@ def test_free_slots_are_not_decoded_and_change_no_bit(models, monkeypatch, dtype
     assert min(rows[1]) == 16 and max(rows[1]) == 40 and sum(rows[1]) < 0.8 * sum(rows[0])
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral with a window"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_prompts_are_prefilled_together_and_change_no_bit(models, family, dtype):
+    """Alone, and among others with which they begin, or only some of their tokens, or none."""
+    skip_if_bits_depend_on_the_row_count(getattr(torch, dtype))
+    generator = torch.Generator().manual_seed(0)
+    prompts = []
+    for length in (0, 20, 90):  # which four prompts begin with
+        beginning = torch.randint(3, 98, (length,), generator=generator).tolist()
+        for own in (1, 2, 40, 70):
+            prompts.append(beginning + torch.randint(3, 98, (own,), generator=generator).tolist())
+    settings = EngineSettings(
+        models(family), getattr(torch, dtype), CPU, max_running_requests=24, exact=True
+    )
+    engine = LocalEngine(settings)
+    num_forwards = 0
+
+    def count_forwards(*_):
+        nonlocal num_forwards
+        num_forwards += 1
+
+    engine.model.base_model.register_forward_pre_hook(count_forwards)
+    seeds = [(0, i) for i in range(len(prompts))]
+
+    def answer(chosen):
+        answers = play(
+            engine, [prompts[i] for i in chosen], [seeds[i] for i in chosen], max_new_tokens=5
+        )
+        return {i: (out.tokens, out.logps) for i, out in zip(chosen, answers, strict=True)}
+
+    everything = range(len(prompts))
+    together = answer(everything)
+    assert num_forwards == 1 + 5, "a prefill and five steps"
+    for chosen in (range(4, 8), range(8, 12), *([i] for i in everything)):
+        assert answer(chosen).items() <= together.items()
+    engine.close()
+
+
 def test_free_slots_are_decoded_where_rows_depend_on_their_number(models, monkeypatch):
     name = models("qwen2")
     settings = EngineSettings(name, torch.float32, CPU, max_running_requests=24, exact=True)
@@ -333,7 +381,7 @@ def test_free_slots_are_decoded_where_rows_depend_on_their_number(models, monkey
 
     monkeypatch.setattr(LocalEngine, "_pack_linear_layers", one_layer_sums_few_rows_otherwise)
     engine = LocalEngine(settings)
-    assert engine.decodes_free_slots
+    assert engine.has_constant_shapes
     engine.close()
 
 

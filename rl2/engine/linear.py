@@ -93,11 +93,15 @@ def _head_products(head: nn.Linear, hidden: Tensor, dtype: torch.dtype) -> Tenso
 
 
 @torch.inference_mode()
-def rows_are_independent(model: Any, head_dtype: torch.dtype, max_rows: int) -> bool:
-    """Whether a step of any number of rows up to `max_rows` gives a row the same bits.
+def rows_are_independent(
+    model: Any, head_dtype: torch.dtype, max_rows: int, max_prefill_rows: int
+) -> bool:
+    """Whether a row has the same bits however many rows are computed with it.
 
-    Attention and linear layers are tried, one of each shape. Other modules with weights in
-    matrices, such as experts, are not tried: a model that has some is not independent.
+    In a step of up to `max_rows`, all of whose sizes are tried, and in a prefill of up to
+    `max_prefill_rows`, of which some are. Attention and linear layers are tried, one of each shape.
+    Other modules with weights in matrices, such as experts, are not tried: a model that has some is
+    not independent.
     """
     head = model.get_output_embeddings()
     linear_layers = {}  # by shape
@@ -112,18 +116,32 @@ def rows_are_independent(model: Any, head_dtype: torch.dtype, max_rows: int) -> 
             return False
     if not queries_are_independent(model.get_input_embeddings().weight.dtype):
         return False
+    steps = [*range(MIN_ROWS, max_rows, STEP_ROWS_MULTIPLE), max_rows]
+    sizes = [*steps, *_prefill_sizes(max_rows, max_prefill_rows)]
     for layer in linear_layers.values():
-        compute = partial(head_logits, head, dtype=head_dtype) if layer is head else layer
-        if not _is_independent(compute, layer.weight, max_rows):
+        if layer is head:  # a prefill has no logits
+            compute = partial(head_logits, head, dtype=head_dtype)
+            is_independent = _is_independent(compute, layer.weight, steps)
+        else:
+            is_independent = _is_independent(layer, layer.weight, sizes)
+        if not is_independent:
             return False
     return True
 
 
-def _is_independent(compute: Any, weight: Tensor, max_rows: int) -> bool:
-    """Whether steps of all sizes give the same bits. The rows of the weight are the input."""
-    rows = _repeat_rows(weight, max_rows)
+def _prefill_sizes(smallest: int, largest: int) -> list[int]:
+    """Numbers of rows from `smallest` to `largest`, each about twice the one before."""
+    sizes = [largest]
+    while sizes[-1] > 2 * smallest:
+        sizes.append(sizes[-1] // 2 // STEP_ROWS_MULTIPLE * STEP_ROWS_MULTIPLE)
+    return sizes
+
+
+def _is_independent(compute: Any, weight: Tensor, sizes: list[int]) -> bool:
+    """Whether these numbers of rows give the same bits. The rows of the weight are the input."""
+    rows = _repeat_rows(weight, max(sizes))
     expected = compute(rows)
-    for num_rows in range(MIN_ROWS, max_rows, STEP_ROWS_MULTIPLE):
+    for num_rows in sizes:
         if not torch.equal(compute(rows[:num_rows]), expected[:num_rows]):
             return False
     return True

@@ -1,23 +1,25 @@
 """The embedded engine: continuous batching of any Hugging Face causal LM in the trainer's process.
 
 A request waits for a slot. Then its prompt is prefilled, all but the last token, once for all
-requests with the same prompt. Then every step feeds one token of every slot and samples the next
-one. A slot is filled again before the next step once its request has ended. Recurrent layers have
-states in the place of keys and values, see states.py.
+requests with the same prompt. What all prompts of a forward begin with is computed once too. Then
+every step feeds one token of every slot and samples the next one. A slot is filled again before the
+next step once its request has ended. Recurrent layers have states in the place of keys and values,
+see states.py.
 
 Equal bits: a kernel chooses its order of summation by shape. So the rounding of a row can depend on
 how many rows and keys share its call, but not on their values. With `deterministic` every call has
 a constant shape: all slots decode in every step, busy or not; attention runs page by page; and each
 prompt is prefilled alone. Tokens and log-probabilities of a request are then bit-equal whatever
-else is in flight. With `exact` the busy slots alone decode, where a trial shows that the number of
-rows changes no bit.
+else is in flight. With `exact`, where a trial shows that the number of rows changes no bit, the
+busy slots alone decode, and several prompts are prefilled at a time.
 """
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +56,8 @@ from rl2.model.head import logit_cap, logit_divisor
 from rl2.model.recurrent import RecurrentLayers
 from rl2.model.towers import language_model_class
 
-PREFILL_BATCH_TOKENS = 2048  # most prompt tokens of one forward, without `deterministic`
+PREFILL_BATCH_TOKENS = 2048  # most prompt tokens of one forward
+MIN_SHARED_TOKENS = 8  # a shorter common beginning of prompts is not worth a call of its own
 
 
 class StepInput(NamedTuple):
@@ -181,10 +184,10 @@ class LocalEngine(Engine):
         self._prefill([trial])  # ValueError for attention that the cache does not know
         self.example_states = trial.states
         self.states = self._new_states()
-        self.decodes_free_slots = self.deterministic
+        self.has_constant_shapes = self.deterministic
         if self.exact:
-            self.decodes_free_slots = not rows_are_independent(
-                self.model, self.head_dtype, self.max_running_requests
+            self.has_constant_shapes = not rows_are_independent(
+                self.model, self.head_dtype, self.max_running_requests, PREFILL_BATCH_TOKENS
             )
 
     async def generate(
@@ -364,8 +367,8 @@ class LocalEngine(Engine):
         return admitted
 
     def _prefill_batches(self, prompts: list[_Prompt]) -> list[list[_Prompt]]:
-        """The prompts of each forward: one if deterministic, else up to PREFILL_BATCH_TOKENS."""
-        limit = 0 if self.deterministic else PREFILL_BATCH_TOKENS
+        """The prompts of each forward: one with constant shapes, else PREFILL_BATCH_TOKENS."""
+        limit = 0 if self.has_constant_shapes else PREFILL_BATCH_TOKENS
         batches: list[list[_Prompt]] = []
         for prompt in prompts:
             if not batches or sum(len(p.tokens) for p in [*batches[-1], prompt]) > limit:
@@ -377,26 +380,44 @@ class LocalEngine(Engine):
     def _prefill(self, prompts: list[_Prompt]) -> None:
         """Computes the keys, values and states of all tokens but the last of each prompt.
 
-        The last one is the first to decode.
+        The last one is the first to decode. What all prompts begin with, such as a system prompt,
+        is computed once.
         """
-        lengths = [len(prompt.tokens) - 1 for prompt in prompts]
-        tokens = [token for prompt in prompts for token in prompt.tokens[:-1]]
-        positions = [position for length in lengths for position in range(length)]
+        num_shared = self._num_shared([prompt.tokens[:-1] for prompt in prompts])
+        lengths = [len(prompt.tokens) - 1 - num_shared for prompt in prompts]
+        tokens = [*prompts[0].tokens[:num_shared]]
+        positions = [*range(num_shared)]
+        for prompt, length in zip(prompts, lengths, strict=True):
+            tokens += prompt.tokens[num_shared:-1]
+            positions += range(num_shared, num_shared + length)
         if self.exact:
-            missing = max(0, MIN_ROWS - len(tokens))
+            num_rows = -(-len(tokens) // STEP_ROWS_MULTIPLE) * STEP_ROWS_MULTIPLE
+            missing = max(MIN_ROWS, num_rows) - len(tokens)
             tokens += [0] * missing
             positions += [0] * missing
-        attention = PrefillAttention(lengths, self.device, self.exact)
+        attention = PrefillAttention(lengths, self.device, self.exact, num_shared)
         states = self.recurrent.run = Prefill(lengths)
         if tokens:
             inputs = torch.tensor([tokens, positions], device=self.device)
             self.model.base_model(
                 inputs[:1], position_ids=inputs[1:], use_cache=False, attend=attention
             )
-        for prompt, length, end in zip(prompts, lengths, accumulate(lengths), strict=True):
-            prompt.kv = attention.tokens(end - length, end)
+        ends = accumulate(lengths, initial=num_shared)
+        for prompt, (start, end) in zip(prompts, pairwise(ends), strict=True):
+            prompt.kv = attention.prompt(start, end)
         for prompt, prompt_states in zip(prompts, states.prompts, strict=True):
             prompt.states = prompt_states.states
+
+    def _num_shared(self, prompts: list[tuple[int, ...]]) -> int:
+        """How many tokens all prompts begin with, if they are computed once.
+
+        One token of each prompt is left. The state of recurrent layers is not continued.
+        """
+        if len(prompts) == 1 or self.recurrent:
+            return 0
+        longest = min(map(len, prompts)) - 1
+        common = os.path.commonprefix(prompts)[: max(longest, 0)]  # also of tuples
+        return len(common) if len(common) >= MIN_SHARED_TOKENS else 0
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -443,7 +464,7 @@ class LocalEngine(Engine):
 
         If free slots need not be decoded, busy ones move to the front.
         """
-        if self.decodes_free_slots:
+        if self.has_constant_shapes:
             return self.max_running_requests
         busy = [slot for slot, request in enumerate(self.slots) if request]
         num_rows = -(-len(busy) // STEP_ROWS_MULTIPLE) * STEP_ROWS_MULTIPLE

@@ -102,7 +102,7 @@ def _obstacle_to_equal_bits(engine: LocalEngine, worker: Any) -> str:
         return "the model divides its logits"
     if worker.lora_settings is not None and engine.adapters is None:
         return "the engine merges adapters"
-    if engine.decodes_free_slots:
+    if engine.has_constant_shapes:
         return "kernels of this CPU sum other numbers of rows in another order"
     return ""
 
