@@ -391,8 +391,10 @@ class LocalEngine(Engine):
             tokens += prompt.tokens[num_shared:-1]
             positions += range(num_shared, num_shared + length)
         if self.exact:
-            num_rows = -(-len(tokens) // STEP_ROWS_MULTIPLE) * STEP_ROWS_MULTIPLE
-            missing = max(MIN_ROWS, num_rows) - len(tokens)
+            num_rows = max(MIN_ROWS, len(tokens))
+            if len(prompts) > 1:  # such numbers were tried, see rows_are_independent
+                num_rows = -(-num_rows // STEP_ROWS_MULTIPLE) * STEP_ROWS_MULTIPLE
+            missing = num_rows - len(tokens)
             tokens += [0] * missing
             positions += [0] * missing
         attention = PrefillAttention(lengths, self.device, self.exact, num_shared)
