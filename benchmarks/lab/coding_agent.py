@@ -16,21 +16,27 @@ benchmarks/lab/results/coding_agent.jsonl.
 Needs the `test` and `quickstart` extras, and mini-swe-agent.
 """
 
-import json
 import random
-import shutil
 import sys
 from pathlib import Path
 
+from rows import write_rows
 from run_queue import (
     RESULTS,
     ROOT,
     Job,
+    make_job,
     make_parser,
     read_results,
     run_command,
-    run_itself,
-    train_in,
+)
+from stages import (
+    percentage,
+    print_stages,
+    right_by_step,
+    summarize,
+    summarize_stages,
+    train_stages,
 )
 
 sys.path.insert(0, str(ROOT))  # the env imports rl2
@@ -111,98 +117,47 @@ def make_data(folder: Path) -> None:
         "rl": draw_rows(2, RL_STEPS * PROMPTS, taken),
     }
     for name, rows in sets.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / f"{name}.jsonl", rows)
 
 
 def run_one(arguments) -> dict:
     """SFT and GRPO of one seed. GRPO's evaluation at its start is the one after SFT."""
-    model, folder, seed = arguments.model, arguments.folder, arguments.seed
+    folder, seed = arguments.folder, arguments.seed
     make_data(folder)
-    sft, rl = folder / f"sft-{seed}", folder / f"rl-{seed}"
-    sft_seconds = train_in(
-        sft,
-        "sft",
-        *COMMON,
-        *SFT_KEYS,
-        f"data.path={folder / 'sft.jsonl'}",
-        f"data.seed={seed}",
-        f"actor.model_name={model}",
-    )
-    rl_seconds = train_in(
-        rl,
-        "ppo",
-        *COMMON,
-        *RL_KEYS,
-        f"data.path={folder / 'rl.jsonl'}",
-        f"data.test_path={folder / 'test.jsonl'}",
-        f"data.seed={seed}",
-        f"trainer.seed={seed}",
-        f"actor.model_name={sft / 'model'}",
-    )
-    for run_folder in (sft, rl):  # 270 MB each
-        shutil.rmtree(run_folder / "model")
-    tests = [summarize(read_records(rl, "test", step)) for step in (0, RL_STEPS)]
-    steps = [summarize(read_records(rl, "train", step + 1)) for step in range(RL_STEPS)]
+    sft_keys, rl_keys = COMMON + SFT_KEYS, COMMON + RL_KEYS
+    rl, seconds = train_stages(arguments, str(seed), folder / "sft.jsonl", sft_keys, rl_keys)
     return {
         "seed": seed,
-        "after_sft": tests[0],
-        "after_rl": tests[1],
-        "sampled": steps,
-        "sft_cpu_seconds": sft_seconds,
-        "rl_cpu_seconds": rl_seconds,
-        "sft_keys": COMMON + SFT_KEYS,
-        "rl_keys": COMMON + RL_KEYS,
+        **summarize_stages(rl, RL_STEPS, summarize_cuts),
+        **seconds,
+        "sft_keys": sft_keys,
+        "rl_keys": rl_keys,
     }
 
 
-def read_records(run: Path, split: str, step: int) -> list[dict]:
-    """The trajectories of a step, as the run folder has them."""
-    text = (run / "rollouts" / split / f"step_{step}.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def summarize(records: list[dict]) -> dict:
-    """How many of the trajectories are right, and their mean length."""
-    return {
-        "trajectories": len(records),
-        "right": sum(record["reward"] for record in records),
-        "cut": sum(record["finish_reason"] == "length" for record in records),
-        "turns": sum(record["num_turns"] for record in records) / len(records),
-        "tokens": sum(record["length"] for record in records) / len(records),
-    }
+def summarize_cuts(records: list[dict]) -> dict:
+    """Also how many of the trajectories end at a limit."""
+    num_cut = sum(record["finish_reason"] == "length" for record in records)
+    return summarize(records) | {"cut": num_cut}
 
 
 def report() -> None:
     """Prints the table in Markdown."""
     runs = sorted(read_results(RESULTS_FILE).values(), key=lambda run: run["seed"])
-    print(f"{runs[0]['date']} to {runs[-1]['date']}, {runs[0]['machine']}\n")
-    columns = ["seed", "", "right, %", "at a limit, %", "turns", "tokens", "CPU s"]
-    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    for run in runs:
-        for stage in ("sft", "rl"):
-            test = run[f"after_{stage}"]
-            num = test["trajectories"]
-            cells = [
-                str(run["seed"]),
-                f"after {stage.upper()}",
-                f"{100 * test['right'] / num:.0f}",
-                f"{100 * test['cut'] / num:.0f}",
-                f"{test['turns']:.2f}",
-                f"{test['tokens']:.1f}",
-                f"{run[f'{stage}_cpu_seconds']:.0f}",
-            ]
-            print(f"| {' | '.join(cells)} |")
+    print_stages(
+        runs,
+        {"seed": lambda run: str(run["seed"])},
+        {"at a limit, %": lambda test: percentage(test, "cut")},
+    )
     print("\nright in the steps of GRPO, %:")
     for run in runs:
-        shares = [f"{100 * step['right'] / step['trajectories']:.0f}" for step in run["sampled"]]
-        print(f"  seed {run['seed']}: {', '.join(shares)}")
+        print(f"  seed {run['seed']}: {right_by_step(run)}")
 
 
 def make_jobs(arguments) -> list[Job]:
     jobs = []
     for seed in range(arguments.seeds):
-        command = run_itself("one", arguments.model, str(seed), "--folder", str(arguments.folder))
-        jobs.append(Job(f"seed-{seed}", command))
+        jobs.append(make_job(arguments, f"seed-{seed}", arguments.model, seed))
     return jobs
 
 

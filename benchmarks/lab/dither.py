@@ -22,6 +22,7 @@ Needs the `test` and `quickstart` extras.
 """
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,20 +33,20 @@ from learning import (
     make_data,
     make_trl_trainer,
     read_prompts,
-    read_rows,
     run_keys,
     trl_accuracy,
     without_paths,
 )
+from rows import read_rows
 from run_queue import (
     RESULTS,
     ROOT,
     Job,
+    make_job,
     make_parser,
     mean_and_error,
     read_results,
     run_command,
-    run_itself,
 )
 
 RESULTS_FILE = RESULTS / "dither.jsonl"
@@ -115,28 +116,34 @@ def run_trl(arguments, task, folder: Path) -> dict:
 
 def run_one(arguments) -> dict:
     """One run, in this process. Returns its result."""
+    if arguments.kind != "trl":
+        return run_grpo(arguments, KINDS[arguments.kind])
     task = HELD_OUT[arguments.task]
+    folder = prepare(arguments)
+    return identity(arguments) | run_trl(arguments, task, folder)
+
+
+def identity(arguments) -> dict:
+    """What tells a run from the others of its study."""
+    return {name: getattr(arguments, name) for name in ("task", "kind", "rate", "seed", "steps")}
+
+
+def prepare(arguments) -> Path:
+    """Writes the data of the run's task if it is missing. Returns the run's folder beside it."""
     data = arguments.folder / arguments.task
-    make_data(task, data)
-    folder = data / f"{arguments.kind}-{arguments.rate}-{arguments.seed}-{arguments.steps}"
-    names = ("task", "kind", "rate", "seed", "steps")
-    result = {name: getattr(arguments, name) for name in names}
-    if arguments.kind == "trl":
-        return result | run_trl(arguments, task, folder)
-    return result | run_grpo(arguments, folder, *KINDS[arguments.kind])
+    make_data(HELD_OUT[arguments.task], data)
+    return data / f"{arguments.kind}-{arguments.rate}-{arguments.seed}-{arguments.steps}"
 
 
-def run_grpo(arguments, folder: Path, *kind_keys: str) -> dict:
-    """GRPO of rl2 in `folder`, evaluated at the end. Returns its accuracy and curves.
-
-    `arguments` has model, task (a name in HELD_OUT), kind, rate, seed and steps.
-    """
+def run_grpo(arguments, kind_keys: list[str]) -> dict:
+    """GRPO of rl2, evaluated at the end. Returns its identity, accuracy and curves."""
     from rl2.config.parse import parse
     from rl2.config.schema import PPOConfig
     from rl2.trainer.ppo import train
     from rl2.trainer.ppo_run import PPORun
 
     task = HELD_OUT[arguments.task]
+    folder = prepare(arguments)
     keys = [
         *run_keys(task, arguments.model, arguments.seed, folder),
         f"data.responses_per_test_prompt={NUM_TEST_SAMPLES}",
@@ -171,7 +178,7 @@ def run_grpo(arguments, folder: Path, *kind_keys: str) -> dict:
     }
     if arguments.kind == "stochastic":
         result["rounding_cpu_seconds_an_update"] = rounding.seconds / len(lines) / UPDATES
-    return result
+    return identity(arguments) | result
 
 
 def make_jobs(arguments) -> list[Job]:
@@ -180,29 +187,26 @@ def make_jobs(arguments) -> list[Job]:
         for rate in arguments.rates:
             for task in arguments.tasks:
                 for kind in arguments.kinds:
-                    name = f"{task}-{kind}-{rate}-{seed}-{arguments.steps}"
-                    command = run_itself(
-                        "one",
-                        *(arguments.model, task, kind, rate, str(seed), str(arguments.steps)),
-                        *("--folder", str(arguments.folder)),
-                    )
-                    jobs.append(Job(name, command))
+                    words = (task, kind, rate, seed, arguments.steps)
+                    name = "-".join(map(str, words))
+                    jobs.append(make_job(arguments, name, arguments.model, *words))
     return jobs
 
 
-def report() -> None:
-    results = list(read_results(RESULTS_FILE).values())
+def print_tables(results_file: Path, kinds: Iterable[str]) -> None:
+    """Prints a table for each task and number of steps, in Markdown."""
+    results = list(read_results(results_file).values())
     for task in HELD_OUT:
         for steps in sorted({run["steps"] for run in results}):
-            print_table(task, steps, results)
+            print_table(task, steps, results, kinds)
 
 
-def print_table(task: str, steps: int, results: list[dict]) -> None:
+def print_table(task: str, steps: int, results: list[dict], kinds: Iterable[str]) -> None:
     print(f"\n{task}, {steps} steps\n")
     print("| rate | weights | runs | sampled, % | greedy, % | training, last 2 steps, % ", end="")
     print("| KL a step | visible update |\n|---|---|---|---|---|---|---|---|")
-    for rate in sorted(RATES, key=float):
-        for kind in KINDS:
+    for rate in sorted({run["rate"] for run in results}, key=float):
+        for kind in kinds:
             runs = [
                 run
                 for run in results
@@ -231,17 +235,27 @@ def report_row(rate: str, kind: str, runs: list[dict]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main() -> None:
-    parser, run, one = make_parser(__doc__, ROOT / "runs" / "dither")
+def report() -> None:
+    print_tables(RESULTS_FILE, KINDS)
+
+
+def add_arguments(run, one, kinds: Iterable[str], rates: Iterable[str]) -> None:
+    """Those of both commands. All kinds and rates are run unless the command line chooses some."""
     run.add_argument("model", help="folder of the model")
     run.add_argument("--tasks", nargs="*", choices=HELD_OUT, default=list(HELD_OUT))
-    run.add_argument("--rates", nargs="*", choices=RATES, default=RATES)
-    run.add_argument("--kinds", nargs="*", choices=KINDS, default=["stored", "dithered"])
+    run.add_argument("--rates", nargs="*", choices=rates, default=rates)
+    run.add_argument("--kinds", nargs="*", choices=kinds, default=list(kinds))
     run.add_argument("--steps", type=int, default=8)
     for name in ("model", "task", "kind", "rate"):
         one.add_argument(name)
     for name in ("seed", "steps"):
         one.add_argument(name, type=int)
+
+
+def main() -> None:
+    parser, run, one = make_parser(__doc__, ROOT / "runs" / "dither")
+    add_arguments(run, one, KINDS, RATES)
+    run.set_defaults(kinds=["stored", "dithered"])
     run_command(parser.parse_args(), RESULTS_FILE, make_jobs, run_one, report)
 
 

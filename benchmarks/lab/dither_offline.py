@@ -13,20 +13,20 @@ draws its figure.
 Needs the `test` and `quickstart` extras.
 """
 
-import json
 import random
 import shutil
 from pathlib import Path
 
+from rows import read_rows, write_rows
 from run_queue import (
     RESULTS,
     ROOT,
     Job,
+    make_job,
     make_parser,
     mean_and_error,
     read_results,
     run_command,
-    run_itself,
     train_in,
 )
 from word_problems import COMMON, draw_problems
@@ -46,6 +46,7 @@ LABELS = {
 DRAWN_RATE = "1e-5"
 SIZES = {"train": 96, "held_out": 48}  # no problem is in both
 STEPS, BATCH_SIZE = 12, 8
+NAMES = ("trainer", "kind", "rate", "seed")  # what tells a run from the others
 
 
 def make_data(folder: Path) -> None:
@@ -57,9 +58,9 @@ def make_data(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, size in SIZES.items():
         part = [next(remaining) for _ in range(size)]
-        write(folder / f"sft-{name}.jsonl", [make_conversation(problem) for problem in part])
-        write(folder / f"dpo-{name}.jsonl", [make_pair(problem, rng) for problem in part])
-    write(folder / "questions.jsonl", [make_question(problem) for problem in part])
+        write_rows(folder / f"sft-{name}.jsonl", [make_conversation(problem) for problem in part])
+        write_rows(folder / f"dpo-{name}.jsonl", [make_pair(problem, rng) for problem in part])
+    write_rows(folder / "questions.jsonl", [make_question(problem) for problem in part])
 
 
 def make_question(problem: dict) -> dict:
@@ -86,16 +87,12 @@ def make_pair(problem: dict, rng: random.Random) -> dict:
     }
 
 
-def write(path: Path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def run_one(arguments) -> dict:
     """One run. Returns its held-out metrics before and after."""
     trainer, kind, rate, seed = (getattr(arguments, name) for name in NAMES)
     data = arguments.folder
     make_data(data)
-    folder = data / name_of(trainer, kind, rate, seed)
+    folder = data / f"{trainer}-{kind}-{rate}-{seed}"
     keys = [
         *COMMON,
         f"data.batch_size={BATCH_SIZE}",
@@ -118,7 +115,7 @@ def run_one(arguments) -> dict:
         f"actor.model_name={arguments.model}",
         f"rollout.test_path={data / 'questions.jsonl'}",
     )
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_rows(folder / "metrics.jsonl")
     tests = [line for line in lines if "test/loss" in line]
     visible = [line["actor/visible_update"] for line in lines if "actor/visible_update" in line]
     shutil.rmtree(folder / "model")  # 270 MB
@@ -137,25 +134,15 @@ def run_one(arguments) -> dict:
     }
 
 
-NAMES = ("trainer", "kind", "rate", "seed")
-
-
-def name_of(trainer: str, kind: str, rate: str, seed: int) -> str:
-    return f"{trainer}-{kind}-{rate}-{seed}"
-
-
 def make_jobs(arguments) -> list[Job]:
     jobs = []
     for seed in range(arguments.seeds):
         for rate in arguments.rates:
             for trainer in arguments.trainers:
                 for kind in arguments.kinds:
-                    command = run_itself(
-                        "one",
-                        *(arguments.model, trainer, kind, rate, str(seed)),
-                        *("--folder", str(arguments.folder)),
-                    )
-                    jobs.append(Job(name_of(trainer, kind, rate, seed), command))
+                    words = (trainer, kind, rate, seed)
+                    name = "-".join(map(str, words))
+                    jobs.append(make_job(arguments, name, arguments.model, *words))
     return jobs
 
 

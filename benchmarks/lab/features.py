@@ -31,11 +31,11 @@ from run_queue import (
     RESULTS,
     ROOT,
     Job,
+    make_job,
     make_parser,
     mean_and_error,
     read_results,
     run_command,
-    run_itself,
 )
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -168,8 +168,7 @@ def make_jobs(arguments) -> list[Job]:
     jobs = []
     for seed in range(arguments.seeds):
         for task in ENVS:
-            command = run_itself("one", task, str(seed), "--folder", str(arguments.folder))
-            jobs.append(Job(f"{task}-{seed}", command))
+            jobs.append(make_job(arguments, f"{task}-{seed}", task, seed))
     return jobs
 
 

@@ -19,22 +19,22 @@ Needs the `test` and `quickstart` extras.
 """
 
 import importlib.util
-import json
 import os
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from rows import read_rows, write_rows
 from run_queue import (
     RESULTS,
     ROOT,
     Job,
+    make_job,
     make_parser,
     mean_and_error,
     read_results,
     run_command,
-    run_itself,
 )
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -133,11 +133,7 @@ def make_data(task: Task, folder: Path) -> None:
     assert not set(task.example) & set(held_out), "a prompt shows a held-out question"
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", rows[: task.num_train]), ("test", rows[task.num_train :])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-
-
-def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+        write_rows(folder / f"{name}.jsonl", part)
 
 
 class StopAtBudget:
@@ -381,9 +377,8 @@ def make_jobs(arguments) -> list[Job]:
     for seed in range(arguments.seeds):
         for algorithm in arguments.algorithms or [*ALGORITHMS, TRL]:
             for task in arguments.tasks or TASKS:
-                one = ["one", arguments.model, task, algorithm, str(seed)]
-                command = run_itself(*one, "--folder", str(arguments.folder))
-                jobs.append(Job(job_name(task, algorithm, seed), command))
+                name = job_name(task, algorithm, seed)
+                jobs.append(make_job(arguments, name, arguments.model, task, algorithm, seed))
     return jobs
 
 

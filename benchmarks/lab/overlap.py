@@ -24,10 +24,10 @@ from run_queue import (
     RESULTS,
     ROOT,
     Job,
+    make_job,
     make_parser,
     read_results,
     run_command,
-    run_itself,
 )
 
 RESULTS_FILE = RESULTS / "overlap.jsonl"
@@ -90,9 +90,8 @@ def make_jobs(arguments) -> list[Job]:
     jobs = []
     for seed in range(arguments.seeds):
         for kind in NUM_SAMPLERS:
-            one = ["one", arguments.model, kind, str(arguments.seconds), str(seed)]
-            command = run_itself(*one, "--folder", str(arguments.folder))
-            jobs.append(Job(f"{kind}-{arguments.seconds}-{seed}", command))
+            name = f"{kind}-{arguments.seconds}-{seed}"
+            jobs.append(make_job(arguments, name, arguments.model, kind, arguments.seconds, seed))
     return jobs
 
 

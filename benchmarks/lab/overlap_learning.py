@@ -27,17 +27,18 @@ import sys
 import time
 from pathlib import Path
 
-from learning import ALGORITHMS, RATE, TASKS, make_data, read_rows, run_keys, without_paths
+from learning import ALGORITHMS, RATE, TASKS, make_data, run_keys, without_paths
 from overlap import NUM_SAMPLERS
+from rows import read_rows
 from run_queue import (
     RESULTS,
     ROOT,
     Job,
+    make_job,
     make_parser,
     mean_and_error,
     read_results,
     run_command,
-    run_itself,
 )
 
 RESULTS_FILE = RESULTS / "overlap_learning.jsonl"
@@ -130,9 +131,8 @@ def make_jobs(arguments) -> list[Job]:
     jobs = []
     for seed in range(arguments.seeds):
         for kind in NUM_SAMPLERS:
-            values = [kind, str(arguments.ahead), str(arguments.seconds), str(seed)]
-            command = run_itself("one", arguments.model, *values, "--folder", str(arguments.folder))
-            jobs.append(Job(job_name(kind, arguments.ahead, arguments.seconds, seed), command))
+            values = (kind, arguments.ahead, arguments.seconds, seed)
+            jobs.append(make_job(arguments, job_name(*values), arguments.model, *values))
     return jobs
 
 

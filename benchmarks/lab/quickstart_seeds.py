@@ -17,15 +17,15 @@ import subprocess
 import time
 from pathlib import Path
 
+from rows import read_rows
 from run_queue import (
     RESULTS,
     ROOT,
-    Job,
     cpu_seconds_of,
+    make_job,
     make_parser,
     mean_and_error,
     read_results,
-    run_itself,
     run_missing,
 )
 
@@ -54,7 +54,7 @@ def run_one(checkout: Path, data: Path, seed: int, folder: Path) -> dict:
     start = time.perf_counter()
     cpu_seconds = cpu_seconds_of(command, cwd=checkout, env=environment)
     seconds = time.perf_counter() - start
-    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_rows(output / "metrics.jsonl")
     tests = [share_of_right(line) for line in metrics if "test/reward/mean" in line]
     return {
         "checkout": checkout.name,
@@ -105,9 +105,8 @@ def main() -> None:
         jobs = []
         for seed in range(arguments.seeds):
             for checkout in arguments.checkouts:
-                one = ["one", str(arguments.data), str(checkout), str(seed)]
-                command = run_itself(*one, "--folder", str(arguments.folder))
-                jobs.append(Job(f"{checkout.absolute().name}-{seed}", command))
+                name = f"{checkout.absolute().name}-{seed}"
+                jobs.append(make_job(arguments, name, arguments.data, checkout, seed))
         run_missing(jobs, RESULTS_FILE, arguments.folder)
 
 

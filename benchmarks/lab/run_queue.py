@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rows import read_rows
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "lab" / "results"
 
@@ -59,8 +61,7 @@ def read_results(results_file: Path) -> dict[str, dict]:
     """The results by the name of their run."""
     if not results_file.exists():
         return {}
-    lines = [json.loads(line) for line in results_file.read_text().splitlines()]
-    return {line["name"]: line for line in lines}
+    return {line["name"]: line for line in read_rows(results_file)}
 
 
 def circumstances() -> dict[str, str]:
@@ -158,9 +159,10 @@ def run_command(
         run_missing(make_jobs(arguments), results_file, arguments.folder)
 
 
-def run_itself(*arguments: str) -> list[str]:
-    """The command that runs the current script in a process of its own."""
-    return [sys.executable, sys.argv[0], *arguments]
+def make_job(arguments: argparse.Namespace, name: str, *words: object) -> Job:
+    """A job of the current script: its command `one` with `words`, in the folder of `arguments`."""
+    command = [sys.executable, sys.argv[0], "one", *map(str, words)]
+    return Job(name, [*command, "--folder", str(arguments.folder)])
 
 
 def mean_and_error(values: list[float]) -> str:

@@ -16,22 +16,21 @@ benchmarks/lab/results/tool_use.jsonl.
 Needs the `test` and `quickstart` extras.
 """
 
-import json
 import random
-import shutil
 import sys
 from pathlib import Path
 
+from rows import write_rows
 from run_queue import (
     RESULTS,
     ROOT,
     Job,
+    make_job,
     make_parser,
     read_results,
     run_command,
-    run_itself,
-    train_in,
 )
+from stages import print_stages, right_by_step, summarize, summarize_stages, train_stages
 
 sys.path.insert(0, str(ROOT))  # envs/calculator.py imports rl2
 sys.path.insert(0, str(ROOT / "envs"))
@@ -46,13 +45,11 @@ COMMON = [  # keys of both trainers
     "actor.max_length_per_device=4096",
     "actor.gradient_checkpointing=false",
 ]
-STORED = "actor.dither_weights=false"  # as when the rates were chosen
-SFT_KEYS = [f"data.batch_size={SFT_BATCH}", "actor.lr=5e-5", STORED, "trainer.n_epochs=1"]
+SFT_KEYS = [f"data.batch_size={SFT_BATCH}", "actor.lr=5e-5", "trainer.n_epochs=1"]
 RL_KEYS = [
     f"data.prompts_per_rollout={PROMPTS}",
     f"data.responses_per_prompt={SAMPLES}",
     "actor.lr=3e-5",
-    STORED,
     "adv.estimator=reinforce",
     "adv.norm_var=true",
     "rollout.env_path=calculator",
@@ -74,71 +71,35 @@ def make_data(folder: Path, sft_steps: int) -> None:
     for seed, (name, (make, size)) in enumerate(sets.items()):
         rng = random.Random(seed)
         rows = [make(rng) for _ in range(size)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / f"{name}.jsonl", rows)
 
 
 def run_one(arguments) -> dict:
     """SFT and GRPO of one seed. GRPO's evaluation at its start is the one after SFT."""
-    model, folder = arguments.model, arguments.folder
-    sft_steps, seed = arguments.sft_steps, arguments.seed
+    folder, sft_steps, seed = arguments.folder, arguments.sft_steps, arguments.seed
     make_data(folder, sft_steps)
-    sft, rl = folder / f"sft-{sft_steps}-{seed}", folder / f"rl-{sft_steps}-{seed}"
-    sft_seconds = train_in(
-        sft,
-        "sft",
-        *COMMON,
-        *SFT_KEYS,
-        f"data.path={folder / f'sft-{sft_steps}.jsonl'}",
-        f"data.seed={seed}",
-        f"actor.model_name={model}",
-    )
-    rl_seconds = train_in(
-        rl,
-        "ppo",
-        *COMMON,
-        *RL_KEYS,
-        f"data.path={folder / 'rl.jsonl'}",
-        f"data.test_path={folder / 'test.jsonl'}",
-        f"data.seed={seed}",
-        f"trainer.seed={seed}",
-        f"actor.model_name={sft / 'model'}",
-    )
-    for run_folder in (sft, rl):  # 270 MB each
-        shutil.rmtree(run_folder / "model")
-    tests = [summarize(read_records(rl, "test", step)) for step in (0, RL_STEPS)]
-    steps = [summarize(read_records(rl, "train", step + 1)) for step in range(RL_STEPS)]
+    sft_keys, rl_keys = COMMON + SFT_KEYS, COMMON + RL_KEYS
+    sft_rows = folder / f"sft-{sft_steps}.jsonl"
+    rl, seconds = train_stages(arguments, f"{sft_steps}-{seed}", sft_rows, sft_keys, rl_keys)
     return {
         "sft_steps": sft_steps,
         "seed": seed,
-        "after_sft": tests[0],
-        "after_rl": tests[1],
-        "sampled": steps,
-        "sft_cpu_seconds": sft_seconds,
-        "rl_cpu_seconds": rl_seconds,
-        "sft_keys": COMMON + SFT_KEYS,
-        "rl_keys": COMMON + RL_KEYS,
+        **summarize_stages(rl, RL_STEPS, summarize_calls),
+        **seconds,
+        "sft_keys": sft_keys,
+        "rl_keys": rl_keys,
     }
 
 
-def read_records(run: Path, split: str, step: int) -> list[dict]:
-    """The trajectories of a step, as the run folder has them."""
-    text = (run / "rollouts" / split / f"step_{step}.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def summarize(records: list[dict]) -> dict:
-    """How many of the trajectories are right and call the tool, and their mean length.
+def summarize_calls(records: list[dict]) -> dict:
+    """Also how many of the trajectories do not call the tool.
 
     A call that the tool answers with an error is a call too.
     """
     without = [record for record in records if not calls_tool(record)]
-    return {
-        "trajectories": len(records),
-        "right": sum(record["reward"] for record in records),
+    return summarize(records) | {
         "without_call": len(without),
         "right_without_call": sum(record["reward"] for record in without),
-        "turns": sum(record["num_turns"] for record in records) / len(records),
-        "tokens": sum(record["length"] for record in records) / len(records),
     }
 
 
@@ -146,30 +107,25 @@ def calls_tool(record: dict) -> bool:
     return any(message["role"] == "tool" for message in record["messages"])
 
 
+def share_without_call(test: dict) -> float:
+    return test["without_call"] / test["trajectories"]
+
+
 def report() -> None:
     """Prints the table in Markdown."""
     runs = list(read_results(RESULTS_FILE).values())
     runs.sort(key=lambda run: (run["sft_steps"], run["seed"]))
-    print(f"{runs[0]['date']} to {runs[-1]['date']}, {runs[0]['machine']}\n")
-    columns = ["steps of SFT, GRPO", "seed", "", "right, %", "call the tool, %"]
-    columns += ["right without a call", "turns", "tokens", "CPU s"]
-    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    for run in runs:
-        for stage in ("sft", "rl"):
-            test = run[f"after_{stage}"]
-            num = test["trajectories"]
-            cells = [
-                f"{run['sft_steps']}, {len(run['sampled'])}",
-                str(run["seed"]),
-                f"after {stage.upper()}",
-                f"{100 * test['right'] / num:.0f}",
-                f"{100 * (num - test['without_call']) / num:.0f}",
-                f"{test['right_without_call']:.0f} of {test['without_call']}",
-                f"{test['turns']:.2f}",
-                f"{test['tokens']:.1f}",
-                f"{run[f'{stage}_cpu_seconds']:.0f}",
-            ]
-            print(f"| {' | '.join(cells)} |")
+    run_columns = {
+        "steps of SFT, GRPO": lambda run: f"{run['sft_steps']}, {len(run['sampled'])}",
+        "seed": lambda run: str(run["seed"]),
+    }
+    test_columns = {
+        "call the tool, %": lambda test: f"{100 * (1 - share_without_call(test)):.0f}",
+        "right without a call": lambda test: (
+            f"{test['right_without_call']:.0f} of {test['without_call']}"
+        ),
+    }
+    print_stages(runs, run_columns, test_columns)
     steps = [step for run in runs for step in run["sampled"]]
     right, num = (
         sum(step[key] for step in steps) for key in ("right_without_call", "without_call")
@@ -177,16 +133,14 @@ def report() -> None:
     print(f"\nsampled in training without a call: {num}, of which {right:.0f} are right")
     print("right in the steps of GRPO, %:")
     for run in runs:
-        shares = [f"{100 * step['right'] / step['trajectories']:.0f}" for step in run["sampled"]]
-        print(f"  {run['sft_steps']} steps of SFT, seed {run['seed']}: {', '.join(shares)}")
+        print(f"  {run['sft_steps']} steps of SFT, seed {run['seed']}: {right_by_step(run)}")
 
 
 def make_jobs(arguments) -> list[Job]:
     jobs = []
     for seed in range(arguments.seeds):
-        numbers = [str(arguments.sft_steps), str(seed)]
-        command = run_itself("one", arguments.model, *numbers, "--folder", str(arguments.folder))
-        jobs.append(Job(f"sft-{arguments.sft_steps}-seed-{seed}", command))
+        name = f"sft-{arguments.sft_steps}-seed-{seed}"
+        jobs.append(make_job(arguments, name, arguments.model, arguments.sft_steps, seed))
     return jobs
 
 

@@ -16,22 +16,21 @@ benchmarks/lab/results/word_problems.jsonl.
 Needs the `test` and `quickstart` extras.
 """
 
-import json
 import random
-import shutil
 from pathlib import Path
 
+from rows import read_rows, write_rows
 from run_queue import (
     RESULTS,
     ROOT,
     Job,
+    make_job,
     make_parser,
     mean_and_error,
     read_results,
     run_command,
-    run_itself,
-    train_in,
 )
+from stages import train_stages
 
 RESULTS_FILE = RESULTS / "word_problems.jsonl"
 NAMES = ["Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry"]
@@ -72,7 +71,6 @@ KINDS = [
 LARGEST = 12  # of the numbers in a question
 SIZES = {"test": 100, "sft": 240, "rl": 1200}  # no problem is in two of these sets
 LONGEST = 32  # tokens of an answer
-STORED = "actor.dither_weights=false"  # as when the rates were chosen
 SFT_STEPS, SFT_BATCH = 10, 16
 RL_STEPS = 24
 COMMON = [  # keys of both trainers
@@ -129,32 +127,24 @@ def make_data(folder: Path) -> None:
             if name == "sft":
                 messages.append({"role": "assistant", "content": problem["worked"]})
             rows.append({"messages": messages, "answer": problem["answer"]})
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / f"{name}.jsonl", rows)
 
 
 def run_one(arguments) -> dict:
     """SFT and RL of one seed. The accuracy between them is that of RL's evaluation at its start."""
-    model, seed, folder = arguments.model, arguments.seed, arguments.folder
+    folder = arguments.folder
     make_data(folder)
-    sft, rl = folder / f"sft-{seed}", folder / f"rl-{seed}"
-    sft_seconds = train_in(
-        sft,
-        "sft",
+    sft_keys = [
         *COMMON,
-        f"data.path={folder / 'sft.jsonl'}",
         f"data.batch_size={SFT_BATCH}",
-        f"data.seed={seed}",
-        f"actor.model_name={model}",
         "actor.lr=5e-5",
-        STORED,
         "actor.scheduler=linear",
         f"trainer.max_steps={SFT_STEPS}",
-    )
+    ]
     keys = [
         "data.prompts_per_rollout=16",
         "data.responses_per_prompt=8",
         "actor.lr=3e-5",
-        STORED,
         "adv.estimator=reinforce",
         "kl.coef=0.01",
         "kl.type=loss",
@@ -163,30 +153,19 @@ def run_one(arguments) -> dict:
         "rollout.max_running=128",
         f"rollout.train_sampling_params.max_new_tokens={LONGEST}",
     ]
-    rl_seconds = train_in(
-        rl,
-        "ppo",
-        *COMMON,
-        f"data.path={folder / 'rl.jsonl'}",
-        f"data.test_path={folder / 'test.jsonl'}",
-        f"data.seed={seed}",
-        f"trainer.seed={seed}",
-        f"actor.model_name={sft / 'model'}",
-        f"trainer.max_steps={RL_STEPS}",
-        *keys,
+    rl_keys = [*COMMON, f"trainer.max_steps={RL_STEPS}", *keys]
+    rl, seconds = train_stages(
+        arguments, str(arguments.seed), folder / "sft.jsonl", sft_keys, rl_keys
     )
-    lines = [json.loads(line) for line in (rl / "metrics.jsonl").read_text().splitlines()]
+    lines = read_rows(rl / "metrics.jsonl")
     tests = [line["test/reward/right"] for line in lines if "test/reward/right" in line]
     sampled = [line["reward/right"] for line in lines if "reward/right" in line]
-    for run_folder in (sft, rl):  # 270 MB each
-        shutil.rmtree(run_folder / "model")
     return {
-        "seed": seed,
+        "seed": arguments.seed,
         "after_sft": tests[0],
         "after_rl": tests[-1],
         "sampled_right": [round(value, 4) for value in sampled],
-        "sft_cpu_seconds": sft_seconds,
-        "rl_cpu_seconds": rl_seconds,
+        **seconds,
         "keys": keys,
     }
 
@@ -210,9 +189,7 @@ def report() -> None:
 def make_jobs(arguments) -> list[Job]:
     jobs = []
     for seed in range(arguments.seeds):
-        options = ["--folder", str(arguments.folder)]
-        command = run_itself("one", arguments.model, str(seed), *options)
-        jobs.append(Job(f"seed-{seed}", command))
+        jobs.append(make_job(arguments, f"seed-{seed}", arguments.model, seed))
     return jobs
 
 
