@@ -29,7 +29,7 @@ import os
 import random
 
 from rl2.rewards import code, sandbox
-from rl2.rewards.workspace import Workspace
+from rl2.rewards.workspace import Workspace, shorten
 
 # Of the agent and of litellm, its client. Without them an import looks for prices on the internet,
 # and a request that the endpoint refuses is repeated for minutes.
@@ -83,9 +83,7 @@ class Shell:
         if has_succeeded and text.partition("\n")[0] == END:
             end = {"exit_status": "Submitted", "submission": ""}
             raise Submitted({"role": "exit", "content": "", "extra": end})
-        if len(text) > MAX_CHARACTERS:
-            half = MAX_CHARACTERS // 2
-            text = f"{text[:half]}\n...\n{text[-half:]}"
+        text = shorten(text, MAX_CHARACTERS)
         if not has_succeeded or not text:
             text = f"{text}\n({result.status})".strip()
         return {"output": text, "returncode": int(not has_succeeded), "exception_info": ""}
@@ -103,14 +101,13 @@ def run(row, base_url, model, api_key, state):
     from minisweagent.models.litellm_textbased_model import LitellmTextbasedModel
 
     litellm.suppress_debug_info = True
-    files = {name: content for name, content in row["files"].items() if content is not None}
     policy = LitellmTextbasedModel(
         model_name=f"openai/{model}",
         model_kwargs={"api_base": base_url, "api_key": api_key},
         cost_tracking="ignore_errors",
         **FORM,
     )
-    with Workspace(files, LIMITS) as workspace:
+    with Workspace(row["files"], LIMITS) as workspace:
         try:
             DefaultAgent(policy, Shell(workspace), **PROMPTS).run(row["messages"][-1]["content"])
         finally:  # also when the agent has met the limit of turns

@@ -16,7 +16,7 @@ One step on a CPU, with a small model that knows tools in the folder MODEL:
 """
 
 from rl2.rewards import code, sandbox
-from rl2.rewards.workspace import Workspace
+from rl2.rewards.workspace import Workspace, shorten
 
 # "namespaces", "user" or "process": the run does not start on a machine where sandboxes are weaker.
 REQUIRED_STRENGTH = "process"
@@ -32,9 +32,7 @@ class make_env:
 
     def reset(self, files, test_cases, **row):
         self.test_cases = test_cases
-        # Data sets in columns give each row the files of all, as None where it has none.
-        own = {name: content for name, content in files.items() if content is not None}
-        self.workspace = Workspace(own, LIMITS)
+        self.workspace = Workspace(files, LIMITS)
 
     def shell(self, command: str):
         """Runs a command in the folder of the program.
@@ -43,10 +41,7 @@ class make_env:
             command: a line for the shell, such as cat solution.py
         """
         result = self.workspace.run(command)
-        text = result.stdout + result.stderr
-        if len(text) > MAX_CHARACTERS:
-            half = MAX_CHARACTERS // 2
-            text = f"{text[:half]}\n...\n{text[-half:]}"
+        text = shorten(result.stdout + result.stderr, MAX_CHARACTERS)
         return text if result.status == "succeeded" else f"{text}\n({result.status})"
 
     def reward(self):

@@ -15,7 +15,7 @@ from test_sandbox import find_processes, folder, strength, wait_until  # noqa: F
 
 from rl2.rewards import sandbox
 from rl2.rewards.sandbox import Limits
-from rl2.rewards.workspace import Workspace
+from rl2.rewards.workspace import Workspace, shorten
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="sandboxes need Linux")
 QUICK = Limits(cpu_seconds=2, wall_seconds=30, memory_bytes=2**28, file_bytes=2**20)
@@ -35,6 +35,17 @@ def test_commands_share_files(workspace):
     assert workspace.run("cd src; pwd").stdout.strip().endswith("src")
     assert not workspace.run("pwd").stdout.strip().endswith("src")
     assert workspace.run("touch ~/c && ls c").stdout == "c\n"
+
+
+def test_a_file_without_content_is_left_out(strength):  # noqa: F811
+    """Data sets in columns give each row the files of all rows."""
+    with Workspace({"a.txt": "one\n", "b.txt": None}, QUICK, strength) as workspace:
+        assert workspace.run("ls").stdout == "a.txt\n"
+
+
+def test_the_middle_of_a_long_output_is_left_out():
+    assert shorten("abcdefgh", 8) == "abcdefgh"
+    assert shorten("abcdefghi", 8) == "abcd\n...\nfghi"
 
 
 def test_files_are_read_and_written(workspace):

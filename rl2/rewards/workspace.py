@@ -43,7 +43,9 @@ from rl2.rewards.sandbox import (
     remove_folder,
 )
 
-Files = Mapping[str, str | bytes]  # the content by the path in the workspace
+# The content by the path in the workspace. A file without content, None, is left out: data sets in
+# columns give each row the files of all rows.
+Files = Mapping[str, str | bytes | None]
 # What commands need besides: the shell, and the names that Debian gives to awk and others.
 SHELL_PATHS = {"/bin", "/etc/alternatives", "/dev/zero"}
 START_SECONDS = 60.0
@@ -153,6 +155,14 @@ class Workspace:
         return OSError(f"the workspace has ended{reason and ': '}{reason}")
 
 
+def shorten(text: str, max_characters: int) -> str:
+    """Leaves out the middle of a longer text, such as what a command prints."""
+    if len(text) <= max_characters:
+        return text
+    half = max_characters // 2
+    return f"{text[:half]}\n...\n{text[-half:]}"
+
+
 def _fill(folder: Path, files: Files | str | Path) -> None:
     """Writes the first files."""
     if not isinstance(files, Mapping):
@@ -161,6 +171,8 @@ def _fill(folder: Path, files: Files | str | Path) -> None:
         shutil.copytree(files, folder, symlinks=True, dirs_exist_ok=True)
         return
     for name, content in files.items():
+        if content is None:
+            continue
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()) or path == folder:
             raise ValueError(f"the path {name!r} leads out of the workspace: give a relative one")
