@@ -119,12 +119,9 @@ def rows_are_independent(
     steps = [*range(MIN_ROWS, max_rows, STEP_ROWS_MULTIPLE), max_rows]
     sizes = [*steps, *_prefill_sizes(max_rows, max_prefill_rows)]
     for layer in linear_layers.values():
-        if layer is head:  # a prefill has no logits
-            compute = partial(head_logits, head, dtype=head_dtype)
-            is_independent = _is_independent(compute, layer.weight, steps)
-        else:
-            is_independent = _is_independent(layer, layer.weight, sizes)
-        if not is_independent:
+        compute = partial(head_logits, head, dtype=head_dtype) if layer is head else layer
+        # A prefill has no logits.
+        if not _is_independent(compute, layer.weight, steps if layer is head else sizes):
             return False
     return True
 
@@ -139,9 +136,11 @@ def _prefill_sizes(smallest: int, largest: int) -> list[int]:
 
 def _is_independent(compute: Any, weight: Tensor, sizes: list[int]) -> bool:
     """Whether these numbers of rows give the same bits. The rows of the weight are the input."""
-    rows = _repeat_rows(weight, max(sizes))
+    largest = max(sizes)
+    rows = _repeat_rows(weight, largest)
     expected = compute(rows)
-    for num_rows in sizes:
-        if not torch.equal(compute(rows[:num_rows]), expected[:num_rows]):
-            return False
-    return True
+    return all(
+        torch.equal(compute(rows[:num_rows]), expected[:num_rows])
+        for num_rows in sizes
+        if num_rows < largest
+    )

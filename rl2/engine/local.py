@@ -383,7 +383,7 @@ class LocalEngine(Engine):
         The last one is the first to decode. What all prompts begin with, such as a system prompt,
         is computed once.
         """
-        num_shared = self._num_shared([prompt.tokens[:-1] for prompt in prompts])
+        num_shared = self._num_shared(prompts)
         lengths = [len(prompt.tokens) - 1 - num_shared for prompt in prompts]
         tokens = [*prompts[0].tokens[:num_shared]]
         positions = [*range(num_shared)]
@@ -410,15 +410,15 @@ class LocalEngine(Engine):
         for prompt, prompt_states in zip(prompts, states.prompts, strict=True):
             prompt.states = prompt_states.states
 
-    def _num_shared(self, prompts: list[tuple[int, ...]]) -> int:
-        """How many tokens all prompts begin with, if they are computed once.
+    def _num_shared(self, prompts: list[_Prompt]) -> int:
+        """How many tokens that all prompts begin with are computed once.
 
-        One token of each prompt is left. The state of recurrent layers is not continued.
+        At least one token of each prompt is prefilled behind them. None are shared with recurrent
+        layers, whose states are not continued.
         """
         if len(prompts) == 1 or self.recurrent:
             return 0
-        longest = min(map(len, prompts)) - 1
-        common = os.path.commonprefix(prompts)[: max(longest, 0)]  # also of tuples
+        common = os.path.commonprefix([prompt.tokens[:-2] for prompt in prompts])  # of tuples too
         return len(common) if len(common) >= MIN_SHARED_TOKENS else 0
 
     @torch.inference_mode()
