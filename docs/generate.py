@@ -1,10 +1,10 @@
-"""Writes the pages that are tables of data: keys.md and families.md.
+"""Writes the parts of the pages that are tables of data.
 
     python docs/generate.py
 
-keys.md comes from rl2/config/schema.py. families.md comes from tests/families.json, which
-`python tests/families.py` refreshes, and memory.md from tests/memory_fits.json, of
-`python tests/memory_fits.py`. tests/test_docs.py compares the committed pages with these.
+keys.md comes from rl2/config/schema.py. The families in models.md come from tests/families.json,
+which `python tests/families.py` refreshes, and the memory in gpus.md from tests/memory_fits.json,
+of `python tests/memory_fits.py`. tests/test_docs.py compares the committed pages with these.
 """
 
 import json
@@ -56,53 +56,30 @@ A line begins with the trainers that have the key if they differ from the rest o
 """
 
 FAMILIES_HEADER = """\
-# Model families
-
-<!-- Written by `python docs/generate.py` from tests/families.json. -->
-
-Every causal language model of transformers {transformers}, and some with
-[towers](models.md#towers), tried on {date} with torch {torch} in the way that
-[rl2 tries a model at start](models.md#how-a-model-is-admitted), with the defaults of
-its config class; other settings are in parentheses. rl2 trains {num_trained} of the {num_families},
-those with towers on text only.
-Your model is tried with its own config when a run starts, so this page is only a preview.
-[`tests/families.json`](../tests/families.json) has every reason in full, and
-`python tests/families.py FAMILY` tries one again.
+Every causal language model of transformers {transformers}, and some with [towers](#towers), tried
+on {date} with torch {torch} as at the [start of a run](#how-a-model-is-admitted), with the
+defaults of its config class; other settings are in parentheses. rl2 trains {num_trained} of the
+{num_families}, those with towers on text only. Your model is tried with its own config, so this is
+only a preview. [`tests/families.json`](../tests/families.json) has every reason in full.
 
 """
 
-MEMORY_PAGE = """\
-# What fits on one GPU
+MEMORY_TEXT = """\
+Predicted GiB on one GPU with the shapes of Qwen3, and the smallest card of 24, 48 or 80 GB that
+holds the job. These are numbers of [`rl2 plan`](#predict-memory-rl2-plan), not measurements: run it
+with your keys and model before you rent a GPU. LoRA is `actor.lora_rank=32`, and QLoRA also
+`actor.quantize_base=nf4`. Compute is in bfloat16, the optimizer AdamW, rows and micro-batches have
+up to 4,096 tokens, all layers are recomputed, and nothing is offloaded. Cards count with {cards},
+of which {outside} GiB are for what is not a tensor.
 
-<!-- Written by `python docs/generate.py` from tests/memory_fits.json. -->
-
-Predicted GiB on one GPU with the shapes of Qwen3, and the smallest card of 24, 48 or 80 GB on which
-the job fits. The code of [`rl2 plan`](gpus.md#predict-memory-rl2-plan) makes the numbers, and no
-plan has been compared with a GPU: run `rl2 plan` with your keys and model before you rent one.
-
-LoRA is `actor.lora_rank=32` and QLoRA also `actor.quantize_base=nf4`
-([LoRA](sft_dpo_rm_lora.md#lora), [QLoRA](sft_dpo_rm_lora.md#qlora)). Compute is in bfloat16, the
-optimizer AdamW, rows and micro-batches have up to 4,096 tokens, all layers are recomputed, and
-nothing is offloaded. Cards count with {cards}, of which {outside} GiB are for what is not a tensor.
-
-## SFT
-
-The most in any phase: weights, gradients, moments and activations. DPO with a reference takes the
-same with LoRA or QLoRA.
+**SFT**: the most in any phase. DPO with a reference takes the same with LoRA or QLoRA.
 
 {sft}
-## GRPO
+**GRPO**, with SGLang or vLLM on the same GPU. The engine holds merged weights in bfloat16, 2 bytes
+a weight also with QLoRA. The number is the most of the trainer, or of the trainer and the engine's
+weights during a sync. The card also has room for the engine's keys and values.
 
-One engine (SGLang or vLLM) on the same GPU, with the merged weights in bfloat16: it takes 2 bytes a
-weight also with QLoRA. The number is the most of the trainer, or of the trainer and the engine's
-weights during a sync. The card also has the room for keys and values that
-`rollout.gpu_memory_utilization=auto` asks for.
-
-{grpo}
-Where a job does not fit: `actor.offload_model=true` keeps the base in host memory while the engine
-generates, `actor.optimizer=adamw_8bit` and `actor.offload_optimizer=true` help full training, and
-more GPUs divide the weights ([gpus.md](gpus.md#when-memory-runs-out)).
-"""
+{grpo}"""
 
 # A part of a reason in families.json -> its heading on the page. The first one counts.
 REASONS = {
@@ -314,10 +291,11 @@ def support(verdict: dict[str, str]) -> str:
     )
 
 
-def families_page() -> str:
-    """Returns the page. Each family has a verdict: a reason for everything that does not work.
+def models_page() -> str:
+    """Returns docs/models.md with the families of today.
 
-    A refused family is not tried as a critic or in the engine.
+    Each family has a verdict: a reason for everything that does not work. A refused family is not
+    tried as a critic or in the engine.
     """
     record = json.loads(FAMILIES.read_text())
     families = record.pop("families")
@@ -331,12 +309,26 @@ def families_page() -> str:
     num_trained = sum(len(names) for names in trained.values())
     parts = [
         FAMILIES_HEADER.format(**record, num_trained=num_trained, num_families=len(families)),
-        "## Trained\n\n",
+        "### Trained\n\n",
         *family_lists(trained),
-        "\n## Refused\n\n",
+        "\n### Refused\n\n",
         *family_lists(refused),
     ]
-    return "".join(parts)
+    return with_section("docs/models.md", "families", "".join(parts))
+
+
+def with_section(page: str, section: str, text: str) -> str:
+    """Returns a page with `text` between the two comments that enclose its generated section.
+
+    Raises ValueError if the page lacks them.
+    """
+    begin = f"<!-- `python docs/generate.py` writes the section {section} -->\n\n"
+    end = "\n<!-- end -->"
+    before, found, rest = (ROOT / page).read_text(encoding="utf-8").partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"{page} lacks the comments around its section {section}")
+    return f"{before}{begin}{text}{end}{after}"
 
 
 def family_lists(groups: dict[str, list[str]]) -> list[str]:
@@ -345,8 +337,8 @@ def family_lists(groups: dict[str, list[str]]) -> list[str]:
     return [f"- **{heading}**: {', '.join(names)}\n" for heading, names in by_length]
 
 
-def memory_page() -> str:
-    """Returns the page: for each model the memory of three methods, and the smallest card."""
+def gpus_page() -> str:
+    """Returns docs/gpus.md with the memory that three methods take, and the card they need."""
     plans = {name: Plan(**plan) for name, plan in json.loads(MEMORY.read_text()).items()}
     models = list(dict.fromkeys(name.split()[0] for name in plans))
     head = f"| Qwen3 | {' | '.join(METHODS.values())} |\n|---|---|---|---|\n"
@@ -357,7 +349,8 @@ def memory_page() -> str:
             cells = [describe_fit(plans[f"{model} {method}"], trainer) for method in METHODS]
             tables[trainer] += f"| {size} | {' | '.join(cells)} |\n"
     cards = ", ".join(f"{gib} GiB" for gib in CARDS.values())
-    return MEMORY_PAGE.format(cards=cards, outside=OUTSIDE_BYTES // GIB, **tables)
+    text = MEMORY_TEXT.format(cards=cards, outside=OUTSIDE_BYTES // GIB, **tables)
+    return with_section("docs/gpus.md", "memory", text)
 
 
 def describe_fit(plan: Plan, trainer: str) -> str:
@@ -382,8 +375,8 @@ def fits(plan: Plan, trainer: str, gpu_bytes: float) -> bool:
 
 PAGES = {
     "docs/keys.md": keys_page,
-    "docs/families.md": families_page,
-    "docs/memory.md": memory_page,
+    "docs/models.md": models_page,
+    "docs/gpus.md": gpus_page,
 }
 
 

@@ -3,7 +3,7 @@
     python tests/families.py [FAMILY ...]
 
 With families it prints their verdicts. Without, which takes many minutes, it writes families.json
-and docs/families.md, and ends with status 1 if a family that was trained is now refused, or the
+and docs/models.md, and ends with status 1 if a family that was trained is now refused, or the
 other way round. No weights are read: a small random copy of each architecture is made from the
 defaults of its config class, which mostly are those of a released model, and from the variants
 below. What is trained also generates in the embedded engine, which must give the log-probabilities
@@ -157,7 +157,7 @@ def write_record(verdicts):
     lines = [f"  {json.dumps(name)}: {json.dumps(verdicts[name])}" for name in sorted(verdicts)]
     text = "\n".join(["{", *head, ' "families": {', ",\n".join(lines), " }", "}"])
     generate.FAMILIES.write_text(text + "\n")
-    (ROOT / "docs/families.md").write_text(generate.families_page())
+    (ROOT / "docs/models.md").write_text(generate.models_page(), encoding="utf-8")
 
 
 def main():

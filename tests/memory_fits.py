@@ -1,4 +1,4 @@
-"""Plans the memory of full training, LoRA and QLoRA on one GPU, for docs/memory.md.
+"""Plans the memory of full training, LoRA and QLoRA on one GPU, for docs/gpus.md.
 
     python tests/memory_fits.py [MODEL ...]      (such as qwen3-8b; all of them take some minutes)
 

@@ -89,7 +89,7 @@ def test_the_engine_refuses_layers_that_attend_twice_when_it_starts(tmp_path):
 
 
 def test_the_record_of_families_is_true():
-    """tests/families.json, which docs/families.md shows, agrees with what the tests here find."""
+    """tests/families.json, which docs/models.md shows, agrees with what the tests here find."""
     record = read_record()
     for name in PASS:
         assert "refused" not in record[name], name

@@ -15,7 +15,7 @@ order, and the first rollouts of stored and dithered weights are equal. Kinds of
     trl         TRL's GRPOTrainer, which rounds the stored weights as the first kind does
 
 `run` is a queue that can be stopped and started again, also in two processes. Each finished run is
-a line of benchmarks/lab/results/dither.jsonl; `report` prints the tables. docs/precision.md has a
+a line of benchmarks/lab/results/dither.jsonl; `report` prints the tables. docs/proofs.md has a
 part of them.
 
 Needs the `test` and `quickstart` extras.

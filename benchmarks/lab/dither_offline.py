@@ -7,8 +7,8 @@ MODEL is the folder `model` that `python examples/quickstart.py prepare FOLDER` 
 worked answers to the problems of word_problems.py; DPO rejects those whose last result is wrong.
 Held-out rows give the loss before and after, and held-out questions are answered at temperature 1.
 All runs of a trainer and a seed see the same rows in the same order. Each finished run is a line of
-benchmarks/lab/results/dither_offline.jsonl; `report` prints the tables of docs/precision.md and
-draws its figure.
+benchmarks/lab/results/dither_offline.jsonl; `report` prints the tables of learning.md and
+draws docs/precision.png.
 
 Needs the `test` and `quickstart` extras.
 """

@@ -1,4 +1,4 @@
-"""The table of docs/gpus.md: predicted GiB on each GPU by phase, of GRPO with Qwen's shapes.
+"""Predicts the GiB on each GPU by phase, of GRPO with Qwen's shapes: measured.md, docs/gpus.md.
 
     python benchmarks/lab/memory_table.py 0.6b 1.5b 7b 32b --gpus 1 2 8 64 [key=value ...]
 

@@ -63,7 +63,7 @@ def admit(name: str, config: PreTrainedConfig, critic: bool = False) -> None:
         section = "critic" if critic else "actor"
         raise ValueError(
             f"{section}.model_name={name} ({config.model_type}): {verdict}. Choose another model; "
-            "docs/families.md lists the families that work"
+            "docs/models.md lists the families that work"
         )
 
 

@@ -24,7 +24,7 @@ def plan_parser() -> argparse.ArgumentParser:
         usage="%(prog)s [ppo | sft | dpo | rm] [--gpus N] [--gpu-memory GIB] key=value ...",
         description="Predicts the memory of each phase of a job, and how to split its processes "
         "into those that sample and those that train. It needs no GPU, no weights and no data; the "
-        "model is its config.json. docs/memory.md has a table of what fits on 24, 48 and 80 GB.",
+        "model is its config.json. docs/gpus.md has a table of what fits on 24, 48 and 80 GB.",
         allow_abbrev=False,
     )
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
