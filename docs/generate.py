@@ -39,18 +39,17 @@ KEYS_HEADER = """\
 <!-- Written by `python docs/generate.py` from rl2/config/schema.py. -->
 
 Set keys as `key=value` on the command line, or in a YAML file (`--config-dir DIR --config-name
-NAME`). This page lists them with their defaults; `--help KEY`, `--help SECTION` and `--help all`
-explain them in full, and `--cfg job` prints the resolved config.
+NAME`). This page has the short help and the default of each; `--help KEY` explains one in full, and
+`--cfg job` prints the resolved config.
 
 Values out of range are refused before a model loads. So are keys that have no effect, if they would
 mislead about the algorithm (a clip that the loss ignores); the other ones, and unusual values, only
 warn. NaN is never accepted, `inf` only where it turns a bound off.
 
-In the topics from "Model" to "Optimizer" and in "Export", `actor.KEY` also describes `critic.KEY`,
-for the critic of PPO and for reward models. The teacher has the keys of a frozen model. Critic and
-teacher inherit `dtype` and the keys of "Layout and memory" from the actor unless they are set
-(except `critic.share_prompts`). The teacher also inherits `head_dtype`, and the critic
-`update_per_rollout` and `epochs_per_rollout`.
+From "Model" to "Optimizer" and in "Export", `actor.KEY` is also a key of `critic`, for the critic
+of PPO and for reward models; `teacher` has the keys of a frozen model. Critic and teacher inherit
+`dtype` and "Layout and memory" from the actor unless they are set (except `critic.share_prompts`),
+the teacher also `head_dtype`, the critic `update_per_rollout` and `epochs_per_rollout`.
 
 A line begins with the trainers that have the key if they differ from the rest of its topic.
 """

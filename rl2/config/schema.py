@@ -115,8 +115,8 @@ class DataConfig:
     )
     weights: dict[str, float] = key(
         {},
-        "share of each source in the rows of a step: data.weights.NAME=WEIGHT, relative to the "
-        "other weights; by default its number of rows",
+        "share of each source in a step: data.weights.NAME=WEIGHT; relative to the other "
+        "weights; by default its number of rows",
         above=0,
         identity=True,
         only_if=WITH_SOURCES,
@@ -130,7 +130,7 @@ class DataConfig:
     )
     test_ratio: NonNegativeFloat = key(
         0.0,
-        "fraction of the training rows to hold out as test rows, instead of data.test_path; "
+        "fraction of the training rows to hold out as test rows; instead of data.test_path; "
         "chosen by a hash of the prompt, so no prompt is in both sets",
         below=1,
         identity=True,
@@ -140,7 +140,7 @@ class DataConfig:
     )
     columns: dict[str, str] = key(
         {},
-        "columns to rename: data.columns.OLD=NEW, e.g. data.columns.question=prompt",
+        "columns to rename: data.columns.OLD=NEW; e.g. data.columns.question=prompt",
         identity=True,
     )
     chat_template: str | None = key(
@@ -151,7 +151,7 @@ class DataConfig:
     )
     chat_template_kwargs: dict[str, Any] = key(
         {},
-        "variables of the chat template, e.g. data.chat_template_kwargs.enable_thinking=false",
+        "variables of the chat template; e.g. data.chat_template_kwargs.enable_thinking=false",
         identity=True,
     )
     system_prompt: str | None = key(
@@ -211,8 +211,8 @@ class PromptConfig(DataConfig):
     )
     few_shot: str | None = key(
         None,
-        "rows of solved examples, conversations that end with the reply as for SFT, which stand in "
-        "front of every prompt",
+        "rows of solved examples to put in front of every prompt; conversations that end with "
+        "the reply, as for SFT",
         identity=True,
     )
     num_few_shot: PositiveInt | None = key(
@@ -224,8 +224,8 @@ class PromptConfig(DataConfig):
 
     curriculum: list[float] = key(
         [],
-        "[LOW,HIGH]: prompts whose newest answers have a mean reward, or rollout.score, between "
-        "the two come in every epoch, the others less often; e.g. [0.1,0.9]",
+        "[LOW,HIGH]: play prompts with a mean reward between the two more often; that of their "
+        "newest answers, or of rollout.score if set; e.g. [0.1,0.9]",
         only_if=Condition(
             lambda config, section: config.trainer.n_epochs > 1, "with trainer.n_epochs=1"
         ),
@@ -247,8 +247,8 @@ class SFTDataConfig(ExampleConfig):
     turns: str = key("all", "assistant turns to train on", choices=("all", "last"), identity=True)
     truncate: bool = key(
         False,
-        "cut rows longer than data.max_length at the end instead of dropping them; a cut reply "
-        "does not teach where to stop",
+        "cut rows longer than data.max_length instead of dropping them; their end is lost, so a "
+        "cut reply does not teach where to stop",
         identity=True,
     )
 
@@ -348,13 +348,13 @@ class WorkerConfig(ModelConfig):
     )
     adapter: str | None = key(
         None,
-        "folder of LoRA adapters, as peft and exports of rl2 write it, to train further; with "
+        "folder of LoRA adapters to train further; as peft and exports of rl2 write it; with "
         "their rank, scale and layers",
         identity=True,
     )
     quantize_base: str | None = key(
         None,
-        "nf4: store the frozen linear layers of the base in 4 bits (QLoRA), by bitsandbytes; the "
+        "nf4: store the frozen linear layers in 4 bits (QLoRA); needs bitsandbytes; the "
         "adapters are trained as without it",
         only_if=WITH_ADAPTERS,
         choices=("nf4",),
@@ -362,21 +362,21 @@ class WorkerConfig(ModelConfig):
     )
     freeze_router: bool = key(
         False,
-        "do not train the routers of a mixture of experts: the choice of experts then changes only "
-        "through the hidden states; no adapters in them either",
+        "do not train the routers of a mixture of experts; the choice of experts then changes "
+        "only through the hidden states; no adapters in them either",
         identity=True,
     )
     dither_weights: bool = key(
         True,
-        "start each weight at a random place among the numbers that round to its stored value, so "
-        "that updates below the precision of bfloat16 have an effect at once, as in float32; "
-        "without it a higher lr learns best",
+        "start each weight at a random place among the numbers that round to it; so updates "
+        "below the precision of bfloat16 have an effect at once, as in float32; without it a "
+        "higher lr learns best",
         only_if=WITH_ROUNDED_WEIGHTS,
     )
     optimizer: str = key(
         "adamw",
-        "adamw, muon (Muon for the matrices of the layers, AdamW for the rest) or adamw_8bit "
-        "(AdamW with 8-bit moments of these matrices, by bitsandbytes)",
+        "adamw, muon or adamw_8bit; muon: Muon for the matrices of the layers, AdamW for the "
+        "rest; adamw_8bit: AdamW with 8-bit moments of these matrices, by bitsandbytes",
         choices=("adamw", "muon", "adamw_8bit"),
         identity=True,
     )
@@ -395,8 +395,8 @@ class WorkerConfig(ModelConfig):
     )
     betas: list[float] = key(
         [0.9, 0.999],
-        "decay rates of AdamW's moving means of the gradient and of its square; Muon's own one is "
-        "0.95",
+        "AdamW's decay rates; of its moving means of the gradient and of its square; Muon's own "
+        "one is 0.95",
         at_least=0,
         below=1,
     )
@@ -500,8 +500,8 @@ class ActorConfig(RolloutWorkerConfig):
     )
     off_policy_mask: PositiveFloat | None = key(
         None,
-        "leave out bad answers whose tokens have become less likely than when they were sampled, "
-        "by more than this in the mean of the logarithm (DeepSeek-V3.2)",
+        "leave out bad answers that have become less likely by this (DeepSeek-V3.2); in the "
+        "mean over tokens of the log-probability since they were sampled",
     )
     average: str = key(
         "token",
@@ -513,13 +513,13 @@ class ActorConfig(RolloutWorkerConfig):
     )
     average_constant: PositiveInt | None = key(
         None,
-        "the length that average=constant divides by, in tokens (Dr. GRPO: the longest answer)",
+        "the length that average=constant divides by; in tokens; Dr. GRPO: the longest answer",
     )
     correction: str | None = key(  # follow_keys fills it in
         None,
         "corrects for engine probabilities that differ from the trainer's; token_tis: truncated "
-        "importance weights; the others mask what differs too much; by default token_tis with "
-        "partial rollouts, sequence_mask with SGLang and vLLM, else none",
+        "importance weights; the others mask what differs too much; by default sequence_mask "
+        "with SGLang and vLLM, token_tis with partial rollouts",
         choices=("none", *IMPORTANCE_CORRECTION_NAMES),
     )
     correction_cap: float | None = key(
@@ -533,8 +533,8 @@ class ActorConfig(RolloutWorkerConfig):
     )
     skip_threshold: float | None = key(
         None,
-        "skip an optimizer step, or with skip=sample an answer, if its mean probability ratio is "
-        "above this (PPO in TRL: 10)",
+        "skip an optimizer step if its mean probability ratio is above this; with skip=sample "
+        "single answers; PPO in TRL: 10",
         above=1,  # the ratio is 1 on the policy
         only_if=Condition(
             lambda config, section: clips_to_sampler(config) or section.updates_per_step > 1,
@@ -586,7 +586,7 @@ class TeacherConfig(ModelConfig):
     )
     base_url: str | None = key(
         None,
-        "URL of a server that runs the teacher, e.g. http://host:8000; the environment variable "
+        "URL of a server that runs the teacher; e.g. http://host:8000; the environment variable "
         "TEACHER_API_KEY is its key",
         identity=True,
     )
@@ -612,7 +612,7 @@ class TeacherConfig(ModelConfig):
     )
     coef: PositiveFloat = key(
         1.0,
-        "weight of the KL divergence, in the advantage of each token or in the loss",
+        "weight of the KL divergence; in the advantage of each token or in the loss",
         only_if=Condition(
             lambda config, section: "teacher_logps" not in estimator_needs(config.adv.estimator),
             "with adv.estimator={config.adv.estimator}, where it is the whole advantage",
@@ -684,8 +684,8 @@ class PlayConfig:
     )
     max_turns: PositiveInt = key(
         1,
-        "most assistant turns per trajectory, or requests per agent; more than 1 calls the env's "
-        "interact or tools",
+        "most assistant turns per trajectory, or requests per agent; more than 1 calls the "
+        "env's interact or tools",
         common=True,
     )
     reward_weights: dict[str, float] = key(
@@ -695,8 +695,8 @@ class PlayConfig:
     )
     score: str | None = key(
         None,
-        "the reward part that is success, 1 or 0, for avg@N, pass@k and maj@N, in PPO also for "
-        "filter and drop_solved; by default the whole reward",
+        "the reward part that is success, 1 or 0; for avg@N, pass@k and maj@N, in PPO also for "
+        "filter, drop_solved and curriculum; by default the whole reward",
     )
     max_running: PositiveInt | None = key(
         None,
@@ -715,13 +715,13 @@ class PlayConfig:
     )
     endpoint_host: str = key(
         "127.0.0.1",
-        "where agents, run() of the env file, find the model: an address of this machine, such as "
-        "that of a container bridge, or 0.0.0.0 for all of them; with one that others reach, run() "
-        "must ask for api_key",
+        "address of this machine where agents, run() of the env file, find the model; such as "
+        "that of a container bridge, or 0.0.0.0 for all of them; with one that others reach, "
+        "run() must ask for api_key",
     )
     max_env_failures: Ratio = key(
         0.1,
-        "stop the run if a larger fraction of a step's trajectories fails in the env",
+        "stop the run if a larger fraction of a step's trajectories fails",
     )
 
     @property
@@ -746,8 +746,8 @@ class RolloutConfig(PlayConfig):
     )
     num_processes: NonNegativeInt = key(
         0,
-        "processes that only sample, the last ones of the job, while the others train on an "
-        "earlier rollout; 0: all processes do both, one after the other",
+        "processes that only sample, while the others train on an earlier rollout; the last "
+        "ones of the job; 0: all processes do both, one after the other",
         common=True,
         identity=True,
     )
@@ -766,7 +766,7 @@ class RolloutConfig(PlayConfig):
     tp_size: PositiveInt = key(1, "GPUs per SGLang engine", only_if=WITH_ENGINE_PACKAGE)
     gpu_memory_utilization: PositiveFloat | str = key(
         "auto",
-        "fraction of the free GPU memory that SGLang or vLLM may take, or auto: what the trainer "
+        "fraction of the free GPU memory that SGLang or vLLM may take; auto: what the trainer "
         "is predicted to leave",
         choices=("auto",),
         at_most=1,
@@ -776,12 +776,12 @@ class RolloutConfig(PlayConfig):
     )
     exact: bool | None = key(
         None,
-        "equal log-probabilities in engine and trainer, to the bit, checked in each step; true "
+        "equal log-probabilities in engine and trainer; to the bit, checked in each step; true "
         "stops at a difference; by default on where a CPU can do it",
     )
     check_weights: bool = key(
         False,
-        "compare the engine's weights with the trainer's after every step, not only at the start",
+        "compare the engine's weights with the trainer's after every step; not only at the start",
     )
     train_sampling_params: SamplingConfig = section(SamplingConfig, "sampling of training answers")
     test_sampling_params: PPOTestSamplingConfig = section(
@@ -797,9 +797,9 @@ class RolloutConfig(PlayConfig):
     )
     max_staleness: PositiveInt | None = key(
         None,
-        "how many steps rollouts run ahead with rollout.num_processes (1 if unset), or the limit "
-        "of a token's age in updates when its answer continues or is trained, with partial "
-        "rollouts; older answers are sampled again",
+        "how far rollouts run ahead; with rollout.num_processes in steps, 1 if unset; with "
+        "partial rollouts the limit of a token's age in updates when its answer continues or is "
+        "trained, and older answers are sampled again",
         only_if=Condition(
             lambda config, section: section.partial or section.num_processes,
             "with rollout.num_processes=0 and rollout.partial=false",
@@ -814,14 +814,14 @@ class RolloutConfig(PlayConfig):
     )
     max_refills: PositiveInt = key(
         10,
-        "most prompts that a step plays to replace filtered ones, in multiples of "
+        "most prompts that replace filtered ones in a step; in multiples of "
         "data.prompts_per_rollout; then it trains what it has",
         only_if=WITH_FILTER,
     )
     drop_solved: float | None = key(
         None,
-        "leave out prompts after their answers reach this mean reward, or rollout.score, e.g. 0.9 "
-        "(ScaleRL)",
+        "leave out prompts after their answers reach this mean reward; of rollout.score if set; "
+        "e.g. 0.9 (ScaleRL)",
     )
     mask_truncated: bool = key(
         False,
@@ -830,8 +830,8 @@ class RolloutConfig(PlayConfig):
     )
     overlong_buffer: PositiveInt | None = key(
         None,
-        "tokens before max_new_tokens over which the reward falls (DAPO's soft overlong "
-        "punishment); logged as the reward part overlong; the longest turn counts",
+        "tokens before max_new_tokens over which the reward falls; DAPO's soft overlong "
+        "punishment; logged as the reward part overlong; the longest turn counts",
     )
     overlong_penalty: PositiveFloat = key(
         1.0,
@@ -842,8 +842,8 @@ class RolloutConfig(PlayConfig):
     )
     length_penalty: NonNegativeFloat = key(
         0.0,
-        "how much a training answer of max_new_tokens loses where all answers to its prompt "
-        "succeed; less where fewer do, e.g. 0.1 (ALP); logged as the reward part length_penalty",
+        "what a training answer of max_new_tokens loses where all answers to its prompt "
+        "succeed; less where fewer do; e.g. 0.1 (ALP); logged as the reward part length_penalty",
         unusual_above=1,
         unusual_effect="the penalty outweighs a reward of 1",
     )
@@ -868,7 +868,7 @@ class EvaluationConfig(PlayConfig):
         types=(str, dict, NoneType),
     )
     columns: dict[str, str] = key(
-        {}, "columns of these prompts to rename: rollout.columns.OLD=NEW, as data.columns of rows"
+        {}, "columns of these prompts to rename: rollout.columns.OLD=NEW; as data.columns of rows"
     )
     responses_per_test_prompt: PositiveInt = key(
         1, "answers sampled per test prompt; more than one gives pass@k and majority votes"
@@ -924,8 +924,9 @@ class KLConfig:
     )
     importance_weights: bool | None = key(
         None,
-        "weight the KL term in the loss by the ratio of the current to the sampling policy, which "
-        "makes its gradient that of the KL divergence; by default on with several updates per step",
+        "weight the KL term in the loss by the ratio of the current to the sampling policy; its "
+        "gradient is then that of the KL divergence; by default on with several updates per "
+        "step",
         only_if=Condition(
             lambda config, section: section.type == "loss", "with kl.type={section.type}"
         ),
@@ -987,8 +988,8 @@ class DPOLossConfig:
     )
     target_margin: NonNegativeFloat = key(
         0.5,
-        "by how much beta times the chosen reply's mean log-probability should be larger (SimPO's "
-        "gamma)",
+        "SimPO's gamma; by how much beta times the chosen reply's mean log-probability should "
+        "be larger",
         setting_of="loss",
     )
     desirable_weight: NonNegativeFloat = key(
@@ -1002,8 +1003,8 @@ class DPOLossConfig:
     )
     sft_coef: NonNegativeFloat = key(
         0.0,
-        "weight of an SFT loss on the chosen replies, which keeps them likely, e.g. 0.2 (Llama 3) "
-        "or 1 (RPO)",
+        "weight of an SFT loss on the chosen replies; keeps them likely; e.g. 0.2 (Llama 3) or "
+        "1 (RPO)",
         unusual_above=5,
         unusual_effect="the SFT loss outweighs the preferences",
         only_if=WITH_PAIRS,
@@ -1014,7 +1015,7 @@ class DPOLossConfig:
 class RewardLossConfig:
     center: NonNegativeFloat = key(
         0.0,
-        "weight of a squared error that keeps the mean reward of pairs near 0, e.g. 0.01",
+        "weight of a squared error that keeps the mean reward of pairs near 0; e.g. 0.01",
         common=True,
         unusual_above=1,
         unusual_effect="keeping the mean near 0 outweighs the order of the pairs",
@@ -1033,8 +1034,8 @@ class TrainerConfig:
     )
     loggers: list[str] = key(
         [],
-        "services that receive config, metrics and some transcripts, besides metrics.jsonl; wandb "
-        "is skipped if it is not installed or not logged in",
+        "services that receive config, metrics and some transcripts; metrics.jsonl is always "
+        "written; wandb is skipped if it is not installed or not logged in",
         choices=("wandb", "tensorboard", "trackio"),
     )
     disable_wandb: bool = key(False, "remove wandb from trainer.loggers")
@@ -1056,8 +1057,8 @@ class TrainerConfig:
     )
     max_skipped_updates: PositiveInt | None = key(
         10,
-        "stop with an error after this many updates in a row with a gradient that is not finite; "
-        "null = never",
+        "stop with an error after this many updates in a row without a finite gradient; null = "
+        "never",
     )
     resume: str = key(
         "auto",
@@ -1079,7 +1080,7 @@ class TrainerConfig:
     )
     patience: PositiveInt | None = key(
         None,
-        "end the run after this many evaluations in a row that are not better than the best one",
+        "end the run after this many evaluations in a row without a better one",
     )
     report_freq: PositiveInt | None = key(
         None, "steps between updates of report.html; by default only at the end"
@@ -1102,13 +1103,13 @@ class PPOTrainerConfig(TrainerConfig):
 
     save_tokens: bool = key(
         False,
-        "keep tokens, log-probabilities, masks and rewards of training answers, in "
+        "keep tokens, log-probabilities and rewards of training answers; in "
         "rollouts/train/step_N.safetensors",
     )
     rollouts_from: str | None = key(
         None,
-        "run folder with saved tokens to train on, step by step, instead of sampling; compares "
-        "losses on the same data",
+        "run folder with saved tokens to train on instead of sampling; compares losses on the "
+        "same data, step by step",
         identity=True,
     )
     eval_only: bool = key(
