@@ -670,12 +670,10 @@ def published_algorithms() -> list[list[str]]:
 
 @pytest.mark.parametrize("row", published_algorithms(), ids=lambda row: row[0])
 def test_the_keys_of_a_published_algorithm(base, capsys, row):
-    """They pass all checks without a warning, each changes a default, and the row agrees."""
-    overrides = row[5].strip("`").split()
+    """They pass all checks without a warning, and each changes a default."""
+    overrides = row[-1].strip("`").split()
     config = parse(PPOConfig, [*base, *overrides])
     assert "warning" not in capsys.readouterr().err
-    resolved = [config.adv.estimator, config.actor.loss, config.actor.average]
-    assert [cell.strip("`") for cell in row[2:5]] == resolved
     for override in overrides:
         name = override.partition("=")[0]
         assert get_value(config, name) != get_value(PPOConfig(), name), f"{name} is the default"
