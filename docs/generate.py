@@ -71,14 +71,12 @@ with your keys and model before you rent a GPU. LoRA is `actor.lora_rank=32`, an
 up to 4,096 tokens, all layers are recomputed, and nothing is offloaded. Cards count with {cards},
 of which {outside} GiB are for what is not a tensor.
 
-**SFT**: the most in any phase. DPO with a reference takes the same with LoRA or QLoRA.
+SFT is the most in any phase; DPO with a reference takes the same with LoRA or QLoRA. GRPO has
+SGLang or vLLM on the same GPU, with merged weights in bfloat16 also for QLoRA. Its number is the
+most of the trainer, or of the trainer and these weights during a sync, and the card also has room
+for keys and values.
 
-{sft}
-**GRPO**, with SGLang or vLLM on the same GPU. The engine holds merged weights in bfloat16, 2 bytes
-a weight also with QLoRA. The number is the most of the trainer, or of the trainer and the engine's
-weights during a sync. The card also has room for the engine's keys and values.
-
-{grpo}"""
+{table}"""
 
 # A part of a reason in families.json -> its heading on the page. The first one counts.
 REASONS = {
@@ -340,15 +338,15 @@ def gpus_page() -> str:
     """Returns docs/gpus.md with the memory that three methods take, and the card they need."""
     plans = {name: Plan(**plan) for name, plan in json.loads(MEMORY.read_text()).items()}
     models = list(dict.fromkeys(name.split()[0] for name in plans))
-    head = f"| Qwen3 | {' | '.join(METHODS.values())} |\n|---|---|---|---|\n"
-    tables = {"sft": head, "grpo": head}
+    columns = [(trainer, method) for trainer in ("sft", "grpo") for method in METHODS]
+    titles = [f"{trainer.upper()}, {METHODS[method]}" for trainer, method in columns]
+    table = f"| Qwen3 | {' | '.join(titles)} |\n|{'---|' * (len(columns) + 1)}\n"
     for model in models:
         size = model.removeprefix("qwen3-").upper()
-        for trainer in tables:
-            cells = [describe_fit(plans[f"{model} {method}"], trainer) for method in METHODS]
-            tables[trainer] += f"| {size} | {' | '.join(cells)} |\n"
+        cells = [describe_fit(plans[f"{model} {method}"], trainer) for trainer, method in columns]
+        table += f"| {size} | {' | '.join(cells)} |\n"
     cards = ", ".join(f"{gib} GiB" for gib in CARDS.values())
-    text = MEMORY_TEXT.format(cards=cards, outside=OUTSIDE_BYTES // GIB, **tables)
+    text = MEMORY_TEXT.format(cards=cards, outside=OUTSIDE_BYTES // GIB, table=table)
     return with_section("docs/gpus.md", "memory", text)
 
 
