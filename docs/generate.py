@@ -38,9 +38,9 @@ KEYS_HEADER = """\
 
 <!-- Written by `python docs/generate.py` from rl2/config/schema.py. -->
 
-Set keys as `key=value` on the command line, or in a YAML file (`--config-dir DIR --config-name
-NAME`). This page has the short help and the default of each; `--help KEY` explains one in full, and
-`--cfg job` prints the resolved config.
+The short help and the default of each key. Set it as `key=value` on the command line, or in a YAML
+file (`--config-dir DIR --config-name NAME`). `--help KEY` explains it in full, and `--cfg job`
+prints the resolved config.
 
 Values out of range are refused before a model loads. So are keys that have no effect, if they would
 mislead about the algorithm (a clip that the loss ignores); the other ones, and unusual values, only
