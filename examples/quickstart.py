@@ -97,13 +97,16 @@ def report(folder: Path) -> None:
     recent = [line["reward/mean"] for line in train[-NUM_RECENT_STEPS:]]
     recent_mean = sum(recent) / len(recent)
     first = train[0]["reward/mean"]
-    before, after = (show_share(line["test/reward/mean"]) for line in (tests[0], tests[-1]))
-    draw_rewards(folder / "reward.png", train, tests)
+    num_tests = len(read_jsonl(folder / f"rollouts/test/step_{tests[-1]['step']}.jsonl"))
+    before, after = (
+        show_share(line["test/reward/mean"], num_tests) for line in (tests[0], tests[-1])
+    )
+    draw_rewards(folder / "reward.png", train, tests, num_tests)
     print(f"""
 {show_answers(folder, tests[0]["step"], tests[-1]["step"])}
 
 training   {first:.0%} right at the first step, {recent_mean:.0%} over the last {len(recent)}
-test       {before} right before training, {after} after (greedy, {NUM_TEST} questions)
+test       {before} right before training, {after} after (greedy, {num_tests} questions)
 speed      {len(train)} steps in {seconds:.0f} s, {speed}
 report     {folder}/report.html, curves and answers for a browser
 curve      {folder}/reward.png
@@ -132,13 +135,13 @@ def show_answers(folder: Path, first: int, last: int) -> str:
     return "\n".join(lines)
 
 
-def show_share(share: float) -> str:
+def show_share(share: float, num_questions: int) -> str:
     """Formats a fraction of the test questions with its 95% error from the choice of questions."""
-    error = CONFIDENCE * math.sqrt(share * (1 - share) / NUM_TEST)
+    error = CONFIDENCE * math.sqrt(share * (1 - share) / num_questions)
     return f"{share:.0%} ± {error:.0%}"
 
 
-def draw_rewards(file: Path, train: list[dict], tests: list[dict]) -> None:
+def draw_rewards(file: Path, train: list[dict], tests: list[dict], num_tests: int) -> None:
     """Plots the fraction of right answers in the training steps and in the tests."""
     import matplotlib
 
@@ -151,7 +154,7 @@ def draw_rewards(file: Path, train: list[dict], tests: list[dict]) -> None:
     axes.plot(train_steps, train_rewards, label="training, sampled")
     test_steps = [line["step"] for line in tests]
     test_rewards = [line["test/reward/mean"] for line in tests]
-    axes.plot(test_steps, test_rewards, "o", label=f"{NUM_TEST} held-out questions, greedy")
+    axes.plot(test_steps, test_rewards, "o", label=f"{num_tests} held-out questions, greedy")
     axes.set(xlabel="step", ylabel="share of right answers", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend()

@@ -8,12 +8,13 @@
 # but three times as fast beside two busy programs, and with twice the memory for weights.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+processes="${PROCESSES:-1}"
+[[ $processes =~ ^[1-9][0-9]*$ ]] || { echo "PROCESSES=$processes: set a whole number, 1 or more" >&2; exit 1; }
 source examples/install.sh quickstart
 
 out="${OUT:-runs/quickstart}"
 python examples/quickstart.py prepare runs/quickstart-data ${MODEL:+--no-model}
 cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
-processes="${PROCESSES:-1}"
 threads=$((cores < processes ? 1 : cores / processes))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}" TOKENIZERS_PARALLELISM=false
 # A thread that waits for the others keeps its core busy for a while. A short while leaves the core

@@ -443,14 +443,14 @@ def test_the_tutorial_runs(tmp_path, left_by_quickstart):
 def test_the_quickstart_ends_with_answers_errors_the_report_and_the_next_command(
     tmp_path, capsys, monkeypatch
 ):
-    """3% and 97% of 100 questions are 3 points (95%) from being known."""
+    """4% and 96% of 25 questions are 8 points (95%) from being known."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     quickstart = importlib.import_module("quickstart")
     monkeypatch.setattr(quickstart, "draw_rewards", lambda *arguments: None)
     train = {"reward/mean": 0.5, "time/step": 1.0, "tokens/sampled": 9}
     lines = [
-        {"step": 0, "test/reward/mean": 0.03, "time/step": 1.0, "tokens/sampled": 0},
-        {"step": 1, "test/reward/mean": 0.97, **train},
+        {"step": 0, "test/reward/mean": 0.04, "time/step": 1.0, "tokens/sampled": 0},
+        {"step": 1, "test/reward/mean": 0.96, **train},
     ]
     write_jsonl(tmp_path / "metrics.jsonl", lines)
     (tmp_path / "rollouts/test").mkdir(parents=True)
@@ -458,12 +458,12 @@ def test_the_quickstart_ends_with_answers_errors_the_report_and_the_next_command
         question = {"role": "user", "content": "Which number?"}
         messages = [question, {"role": "assistant", "content": reply}]
         record = {"messages": messages, "finish_reason": "stop" if step else "length"}
-        write_jsonl(tmp_path / f"rollouts/test/step_{step}.jsonl", [record])
+        write_jsonl(tmp_path / f"rollouts/test/step_{step}.jsonl", [record] * 25)
     quickstart.report(tmp_path)
     printed = capsys.readouterr().out
     assert "before   To find the largest ...\n" in printed
     assert "after    The largest is 63.\n" in printed
-    assert "3% ± 3% right before training, 97% ± 3% after" in printed
+    assert "4% ± 8% right before training, 96% ± 8% after (greedy, 25 questions)" in printed
     assert f"{tmp_path}/report.html" in printed and "source .venv/bin/activate" in printed
     assert "source .venv/bin/activate" in (ROOT / "README.md").read_text()
 
