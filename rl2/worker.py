@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl2.batch import Batch
+from rl2.batch import Batch, Pack
 from rl2.config.schema import WorkerConfig
 from rl2.error_report import writing
 from rl2.model import lora
@@ -65,6 +65,9 @@ class UpdateResult:
     # The share of the update that the compute weights show; None if no weight moved, or if the
     # compute weights are the trained ones.
     visible_update: float | None
+    # How unequally the experts are used, see LoadBalance; None without that loss. It is not in
+    # `loss`.
+    load_balance: float | None
     metrics: dict[str, float]  # the loss function's, summed over all micro-batches and processes
 
     def to_log(self, total_weight: float = 1.0) -> dict[str, float]:
@@ -137,6 +140,7 @@ class Worker:
             exactness=exactness,
             lora_settings=self.lora_settings,
             freeze_router=is_trained and config.freeze_router,
+            router_aux_loss_coef=config.router_aux_loss_coef if is_trained and not critic else 0.0,
             dither_seed=seed if is_trained and config.dither_weights else None,
             source=source,
         )
@@ -234,9 +238,16 @@ class Worker:
             batch, self.config.max_length_per_device, keep_groups_together
         )
         fsdp_model: Any = self.model
+        balance = self.model.balance if micro_batches else None
+        load_balance = None
         with self.memory.on_device(changes=True), ExitStack() as stack:
             if teacher is not None:
                 stack.enter_context(teacher.passes())
+            if balance is not None:
+                run = partial(self._run_forward, batch, micro_batches)
+                # FSDP averages the gradients of its processes; this factor makes it a sum.
+                context = balance.in_update(run, all_reduce_sum_, self.mesh.fsdp.size())
+                load_balance = stack.enter_context(context)
             for i, rows in enumerate(track(micro_batches), 1):
                 micro_batch = batch.select(rows)
                 # Copies of the model sum their gradients once, after the last micro-batch.
@@ -255,7 +266,14 @@ class Worker:
             weights: Any = batch.token_weights
             skip = max_ratio is not None and sums["ratio"] > max_ratio * weights.sum().item()
             norm, lr, skipped, visible_update = self._step(skip)
-        return UpdateResult(sums.pop("loss"), norm, lr, skipped, visible_update, sums)
+        return UpdateResult(sums.pop("loss"), norm, lr, skipped, visible_update, load_balance, sums)
+
+    @torch.no_grad()
+    def _run_forward(self, batch: Batch, micro_batches: list[list[int]]) -> None:
+        """Runs the body of the model, for what its hooks count."""
+        for rows in track(micro_batches):
+            self.model.head_inputs(self._pack(batch.select(rows)))
+        reshard(self.model)
 
     def iter_full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yields every parameter by its Hugging Face name, whole and in `dtype`, one at a time.
@@ -353,9 +371,7 @@ class Worker:
 
         A ring splits the columns over its processes: a cell is 0 where another one computes it.
         """
-        ring = self.model.ring
-        packed = zigzag(pack(rows, self.config.share_prompts), ring.size, ring.rank)
-        packed = columns_to_device(packed, self.mesh.device)
+        packed = self._pack(rows)
         head_inputs = None
         if teacher is not None:  # which runs the same pack, and has no gradient
             with torch.no_grad():
@@ -364,6 +380,12 @@ class Worker:
         if scores.logps is not None:
             self.engine_check.compare(rows, packed, scores.logps)
         return scores.map(lambda pairs: unpack(packed, pairs, rows.mask.shape))
+
+    def _pack(self, rows: Batch) -> Pack:
+        """This process's part of the rows in one pack, on its device."""
+        ring = self.model.ring
+        packed = zigzag(pack(rows, self.config.share_prompts), ring.size, ring.rank)
+        return columns_to_device(packed, self.mesh.device)
 
     def _sum_over_processes(self, column: Tensor) -> Tensor:
         """Returns the cells of all processes in one column [B, T], in host memory.

@@ -88,10 +88,3 @@ def test_a_model_without_experts_is_told(tmp_path, device):
     name = make_model(tmp_path / "model")
     with pytest.raises(ValueError, match="freeze_router=true: .* has no router"):
         Worker(worker_config(name, freeze_router=True), device, False, 4)
-
-
-def test_a_load_balancing_loss_of_the_config_is_said_to_be_missing(tmp_path, device, capsys):
-    overrides = {**MIXTURES["gpt_oss"], "output_router_logits": True}
-    name = make_model(tmp_path / "model", "gpt_oss", tied=False, **overrides)
-    Worker(worker_config(name), device, False, 4)
-    assert "load-balancing loss of the routers" in capsys.readouterr().out

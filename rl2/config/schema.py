@@ -366,6 +366,13 @@ class WorkerConfig(ModelConfig):
         "only through the hidden states; no adapters in them either",
         identity=True,
     )
+    router_aux_loss_coef: NonNegativeFloat | None = key(
+        None,
+        "coefficient of the load-balancing loss of a mixture of experts; by default that of a model "
+        "whose config asks for it (output_router_logits), else 0",
+        only_if=WITH_LOGITS,
+        identity=True,
+    )
     dither_weights: bool = key(
         True,
         "start each weight at a random place among the numbers that round to it; so updates "

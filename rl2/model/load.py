@@ -27,6 +27,7 @@ from rl2.attention.kernels import NO_SOFTCAP_ON_GPUS
 from rl2.attention.ring import Ring, keep_attention
 from rl2.model import lora
 from rl2.model.admission import admit
+from rl2.model.balance import LoadBalance, choose_coefficient
 from rl2.model.dither import dither_
 from rl2.model.exact import Exactness
 from rl2.model.lora import LoraSettings
@@ -79,6 +80,7 @@ def load_model(
     exactness: Exactness = Exactness.OFF,
     lora_settings: LoraSettings | None = None,
     freeze_router: bool = False,
+    router_aux_loss_coef: float | None = 0.0,
     dither_seed: int | None = None,
     source: HuggingFaceFiles = FILES,
 ) -> TokenModel:
@@ -89,9 +91,10 @@ def load_model(
     `compile` compiles the elementwise parts, see `fuse`; `exactness` says whether the model has the
     log-probabilities of the embedded engine to the bit, see `TokenModel`. With `lora_settings` only
     the adapters and a critic's head are trained and in fp32, and linear layers of the base may be
-    in 4 bits. Towers are frozen, and with `freeze_router` the routers of experts. With
-    `dither_seed`, weights that are kept in fp32 and computed in bf16 are moved within their
-    rounding cells, see dither.py. All processes must call.
+    in 4 bits. Towers are frozen, and with `freeze_router` the routers of experts.
+    `router_aux_loss_coef` is that of `choose_coefficient`. With `dither_seed`, weights that are
+    kept in fp32 and computed in bf16 are moved within their rounding cells, see dither.py. All
+    processes must call.
     ValueError for a model that rl2 computes wrongly or cannot cut, and for weights that are
     incomplete.
     """
@@ -114,6 +117,8 @@ def load_model(
         lora.quantize_base(hf, lora_settings)
         if freeze_router:
             freeze_routers(name, hf)
+    coefficient = choose_coefficient(config, router_aux_loss_coef, freeze_router)
+    balance = _make_balance(name, hf, coefficient, mesh) if coefficient else None
     quantized = {f"{layer}.weight" for layer in nf4_layers(hf)}
     if quantized and is_first_rank():
         print(
@@ -121,17 +126,8 @@ def load_model(
             "exports get the dequantised weights, with the adapters merged in"
         )
     hf.tie_weights()  # meta parameters lose their ties
-    # Rank 0 reads the weights and scatters them: a node holds one full copy, not one a process.
-    full = None
-    problem = None
-    if dist.get_rank() == 0:
-        full_hf, missing = source.read(model_class, name, config, parameter_dtype)
-        lora.inject(full_hf, lora_settings)
-        lora.read_weights(full_hf, lora_settings)
-        full, problem = _complete(full_hf.state_dict(), missing)
-    problem = broadcast_object(problem)
-    if problem is not None:
-        raise ValueError(f"the weights of {name} cannot be used: {problem}")
+    read = partial(source.read, model_class, name, config, parameter_dtype)
+    full = _read_whole(name, read, lora_settings)
     tp_group = None
     if mesh.tp is not None:
         tensor.parallelize(hf, mesh.tp)
@@ -140,7 +136,7 @@ def load_model(
         exactness = Exactness.OFF
     elif exactness.is_on and not trainable:  # a frozen model has other weights than the engine
         exactness = Exactness.ASSUMED
-    model = TokenModel(hf, Ring(mesh.sp), tp_group, head_dtype, compile, exactness)
+    model = TokenModel(hf, Ring(mesh.sp), tp_group, head_dtype, compile, exactness, balance)
     fsdp.shard(
         model,
         mesh,
@@ -156,6 +152,26 @@ def load_model(
         change = partial(_quantize_some, quantized)
     fsdp.scatter(model, full, mesh, change)
     return model
+
+
+def _read_whole(
+    name: str, read: Callable[[], Any], lora_settings: LoraSettings | None
+) -> dict[str, Tensor] | None:
+    """The whole weights on rank 0, which `read` reads; None on the others.
+
+    So a node holds one full copy, not one a process. ValueError on all if they cannot be used.
+    """
+    full = None
+    problem = None
+    if dist.get_rank() == 0:
+        full_hf, missing = read()
+        lora.inject(full_hf, lora_settings)
+        lora.read_weights(full_hf, lora_settings)
+        full, problem = _complete(full_hf.state_dict(), missing)
+    problem = broadcast_object(problem)
+    if problem is not None:
+        raise ValueError(f"the weights of {name} cannot be used: {problem}")
+    return full
 
 
 def _quantize_some(names: Collection[str], name: str, weight: Tensor) -> Tensor:
@@ -182,8 +198,6 @@ def _announce(name: str, config: PreTrainedConfig, trainable: bool) -> None:
     for key, value in vars(config).items():
         if "drop" in key and isinstance(value, int | float) and value > 0:
             settings.append(f"{key}={value}")
-    if trainable:
-        _announce_balancing(name, config)
     if settings and trainable:
         print(
             f"{name}: dropout is off in training ({', '.join(settings)}), so that a token's "
@@ -191,14 +205,17 @@ def _announce(name: str, config: PreTrainedConfig, trainable: bool) -> None:
         )
 
 
-def _announce_balancing(name: str, config: PreTrainedConfig) -> None:
-    """Says that a loss which the config asks for is not trained."""
-    text: Any = config.get_text_config()
-    if getattr(text, "output_router_logits", False):
-        print(
-            f"{name}: its config asks for a load-balancing loss of the routers "
-            "(output_router_logits=true), which rl2 does not add"
+def _make_balance(name: str, hf: Any, coefficient: float, mesh: Mesh) -> LoadBalance:
+    """Says so. ValueError for a model or a layout that cannot have the loss."""
+    if mesh.tp is not None:
+        raise ValueError(
+            f"router_aux_loss_coef={coefficient:g} does not work with tp_size={mesh.tp.size()}: "
+            "set router_aux_loss_coef=0 or tp_size=1"
         )
+    balance = LoadBalance(name, hf, coefficient)
+    if is_first_rank():
+        print(f"{name}: load-balancing loss of the routers, times {coefficient:g}")
+    return balance
 
 
 def _complete(

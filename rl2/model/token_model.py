@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from rl2.attention.pages import MIN_ROWS
 from rl2.attention.ring import PackedAttention, Ring
 from rl2.batch import Pack
+from rl2.model.balance import LoadBalance
 from rl2.model.exact import Exactness
 from rl2.model.full_kl import HeadInputs, full_kl
 from rl2.model.fused import fuse
@@ -51,7 +52,7 @@ class TokenModel(nn.Module):
 
     Where `exactness` is on, log-probabilities have the bits of the embedded engine's on a CPU. It
     is off for a model that cannot have them; ValueError if they are demanded of it, and for a model
-    whose head cannot be replaced.
+    whose head cannot be replaced. `balance` is a loss on the routers of `hf`.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class TokenModel(nn.Module):
         head_dtype: torch.dtype = torch.float32,
         compile: bool = False,
         exactness: Exactness = Exactness.OFF,
+        balance: LoadBalance | None = None,
     ):
         super().__init__()
         if hf.base_model is hf:
@@ -74,6 +76,7 @@ class TokenModel(nn.Module):
         self.tp = tp
         self.head_dtype = head_dtype
         self.compile_head = compile
+        self.balance = balance
         if compile:
             fuse(hf)
         self.recurrent = RecurrentLayers(hf)
@@ -169,6 +172,10 @@ class TokenModel(nn.Module):
             self.recurrent.run = PackedRows(attend.layout)
         missing = max(0, MIN_ROWS - pack.tokens.shape[1]) if self.exactness.is_on else 0
         tokens, positions = (F.pad(x, (0, missing)) for x in (pack.tokens, pack.positions))
+        if self.balance is not None:
+            trained = torch.zeros(tokens.shape[1], device=tokens.device)
+            ones = torch.ones(len(pack.hidden_index), device=tokens.device)
+            self.balance.trained = trained.index_add_(0, pack.hidden_index, ones)
         body = self.hf.base_model(tokens, position_ids=positions, use_cache=False, attend=attend)
         return body.last_hidden_state[0, pack.hidden_index]
 

@@ -1,0 +1,127 @@
+"""actor.router_aux_loss_coef: the load-balancing loss of a mixture of experts."""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import launch, make_model
+from parity import SMALL_BUDGET, make_batch, use_sgd, worker_config
+from transformers import AutoModelForCausalLM
+
+from rl2.batch import scored_spans
+from rl2.parallel.mesh import init_distributed
+from rl2.worker import Worker
+
+COEFFICIENT = 0.1
+MIXTURES = {
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "decoder_sparse_step": 1,
+    },
+}
+LAYOUTS = {
+    "many micro-batches": {"max_length_per_device": SMALL_BUDGET, "gradient_checkpointing": True},
+    "unshared prompts": {"share_prompts": False},
+    "copies": {"fsdp_size": 1},
+    "sp": {"sp_size": 2},
+    "adapters": {"lora_rank": 2},
+}
+
+
+def make_worker(name, **changes):
+    changes = {"router_aux_loss_coef": COEFFICIENT, "max_grad_norm": float("inf"), **changes}
+    return Worker(worker_config(name, **changes), torch.device("cpu"), num_updates=4)
+
+
+def no_loss(batch, scores):
+    return (scores.logps * 0).sum(), {}
+
+
+def update(name, **changes):
+    """(the gradient by name, what the update reports), where the balance is the only loss."""
+    worker = make_worker(name, **changes)
+    use_sgd(worker)
+    before = {key: value.clone() for key, value in worker.iter_full_weights(torch.float32)}
+    result = worker.update(make_batch(), no_loss)
+    after = dict(worker.iter_full_weights(torch.float32))
+    assert result.loss == 0
+    gradients = {key: (before[key] - after[key]) / result.lr for key in before}
+    return gradients, result.load_balance
+
+
+def of_transformers(name):
+    """The gradient of the loss of transformers over the tokens that are trained, and its value.
+
+    The value is divided by the choices of a token.
+    """
+    hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    batch = make_batch()
+    logits, mask = [], []
+    for row, (_, end) in enumerate(scored_spans(batch)):
+        output = hf(batch.inputs[row : row + 1, :end], output_router_logits=True)
+        logits.append(output.router_logits)
+        mask.append(batch.mask[row, :end])
+    function = sys.modules[type(hf).__module__].load_balancing_loss_func
+    layers = tuple(map(torch.cat, zip(*logits, strict=True)))
+    value = function(layers, layers[0].shape[-1], hf.num_experts_per_tok, torch.cat(mask))
+    (COEFFICIENT * value).backward()
+    gradients = {key: p.grad for key, p in hf.named_parameters() if p.grad is not None}
+    return gradients, value.item() / hf.num_experts_per_tok
+
+
+def assert_equal_gradients(gradients, expected):
+    for name, gradient in gradients.items():
+        wanted = expected.get(name, torch.zeros(()))
+        torch.testing.assert_close(gradient, wanted.expand_as(gradient), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_gradient_and_value_are_those_of_transformers(tmp_path, device, family):
+    name = make_model(tmp_path / "model", family, tied=False, **MIXTURES[family])
+    expected, value = of_transformers(name)
+    assert (
+        max(g.abs().max() for key, g in expected.items() if "gate" in key or "rout" in key) > 1e-4
+    )
+    gradients, reported = update(name, **LAYOUTS["many micro-batches"])
+    assert_equal_gradients(gradients, expected)
+    assert reported == pytest.approx(value, rel=1e-4)
+
+
+if __name__ == "__main__":  # a process of the test below
+    init_distributed()
+    results = {layout: update(sys.argv[1], **changes) for layout, changes in LAYOUTS.items()}
+    if dist.get_rank() == 0:
+        torch.save(results, sys.argv[2])
+    dist.barrier()
+
+
+def test_every_layout_of_two_processes_equals_one_process(tmp_path, device):
+    name = make_model(tmp_path / "model", "mixtral", tied=False, **MIXTURES["mixtral"])
+    launch(2, __file__, name, tmp_path / "results")
+    for layout, (gradients, reported) in torch.load(tmp_path / "results").items():
+        adapters = {"lora_rank": 2} if layout == "adapters" else {}
+        expected, value = update(name, **adapters)
+        assert_equal_gradients(gradients, expected)
+        assert reported == pytest.approx(value, rel=1e-5)
+
+
+def test_the_config_of_a_model_may_ask_for_the_loss(tmp_path, device, capsys):
+    asking = {**MIXTURES["mixtral"], "output_router_logits": True, "router_aux_loss_coef": 0.25}
+    name = make_model(tmp_path / "model", "mixtral", tied=False, **asking)
+    assert make_worker(name, router_aux_loss_coef=None).model.balance.coefficient == 0.25
+    assert "0.25" in capsys.readouterr().out
+    assert make_worker(name, router_aux_loss_coef=0.0).model.balance is None
+    assert make_worker(name, router_aux_loss_coef=None, freeze_router=True).model.balance is None
+
+
+def test_a_model_without_experts_is_told(tmp_path, device):
+    name = make_model(tmp_path / "model")
+    with pytest.raises(
+        ValueError, match=r"router_aux_loss_coef=0.1: .* has no load-balancing loss"
+    ):
+        make_worker(name)
