@@ -48,7 +48,13 @@ from rl2.engine.linear import (
     unpack_linear_layers,
 )
 from rl2.engine.sampler import sample, uniform_noise
-from rl2.engine.states import Prefill, PromptStates, SlotStates, check_cache
+from rl2.engine.states import (
+    Prefill,
+    PromptStates,
+    SlotStates,
+    bound_time_steps,
+    check_cache,
+)
 from rl2.engine.stop import StopSearch
 from rl2.model import lora
 from rl2.model.exact_head import capped
@@ -162,6 +168,7 @@ class LocalEngine(Engine):
         self.model = model.eval().requires_grad_(False).to(self.device)
         self.recurrent = RecurrentLayers(self.model)
         check_cache(self.recurrent)
+        bound_time_steps(self.recurrent)
         self.exact = settings.exact and not self.recurrent  # see TokenModel
         self.tokenizer: Any = None  # decodes answers to find stop strings
         if settings.stop:

@@ -3,19 +3,22 @@
 A layer is given these in place of transformers' cache, of which it calls the methods below.
 """
 
+import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from rl2.model.recurrent import Compute, Inputs, RecurrentLayers, join
 
 StateKey = tuple[str, int, int]  # conv or recurrent, the layer, the number of the state in it
 PromptStates = dict[StateKey, Tensor]  # [1, ...] each; empty after no token
+NO_LIMITS = (0.0, math.inf)
 
 
 def check_cache(layers: RecurrentLayers) -> None:
@@ -26,6 +29,29 @@ def check_cache(layers: RecurrentLayers) -> None:
             "its states in a way that the embedded engine does not know: update transformers, or "
             "set rollout.engine"
         )
+
+
+def bound_time_steps(layers: RecurrentLayers) -> None:
+    """Makes single tokens bound the time steps of state spaces, as whole sequences do.
+
+    transformers applies the `time_step_limit` of Mamba2's layers to softplus(dt + dt_bias) of
+    sequences only. Here their projections give no dt beyond it.
+    """
+    layer: Any
+    for layer in layers.modules:
+        limits = getattr(layer, "time_step_limit", NO_LIMITS)
+        if tuple(limits) != NO_LIMITS:
+            layer.in_proj.register_forward_hook(partial(_bound_dt, layer.dt_bias, limits))
+
+
+def _bound_dt(
+    bias: Tensor, limits: tuple[float, float], layer: nn.Module, inputs: Any, projected: Tensor
+) -> Tensor:
+    """projected [.., gate, x, B, C, dt], dt of as many channels as `bias`."""
+    # The inverse of softplus.
+    low, high = (bias.new_tensor(limit).expm1().log() - bias for limit in limits)
+    rest, dt = projected.split([projected.shape[-1] - len(bias), len(bias)], -1)
+    return torch.cat([rest, dt.clamp(low.to(dt), high.to(dt))], -1)
 
 
 class PrefillStates:
