@@ -2,19 +2,23 @@
 lengths.
 
     python benchmarks/training.py MODEL [--groups 8] [--samples 8] [--prompt 94] [--shortest 8]
-                                  [--longest 64] [--budget 4096] [--repeats 3]
+                                  [--longest 64] [--budget 4096] [--repeats 3] [--only KIND]
 
 - padded: right-padded rows of the plain Hugging Face model, log_softmax over all logits, bf16
   autocast, as common loops do
 - packed: rl2's worker, where every sequence has its own prompt
 - shared: rl2's worker as it runs by default, with each group's prompt once
+
+--only measures one of them, and says how much memory the process had at its peak: on a GPU what
+torch allocated, else all of it.
 """
 
 import argparse
 import random
+import resource
 import statistics
 import time
-from types import SimpleNamespace
+from functools import partial
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -55,21 +59,17 @@ def make_padded_step(arguments, batch, device):
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True
     )
-    columns = {name: column for name, column in vars(batch).items() if column is not None}
-    batch = SimpleNamespace(**{name: column.to(device) for name, column in columns.items()})
+    inputs, targets = batch.inputs.to(device), batch.targets.to(device)
+    weights = batch.token_weights.to(device)
 
     def step():
-        num_rows = max(1, arguments.budget // batch.inputs.shape[1])
-        for start in range(0, len(batch.inputs), num_rows):
+        num_rows = max(1, arguments.budget // inputs.shape[1])
+        for start in range(0, len(inputs), num_rows):
             rows = slice(start, start + num_rows)
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                logits = model(input_ids=batch.inputs[rows], use_cache=False).logits
-            logps = (
-                logits.float()
-                .log_softmax(-1)
-                .gather(2, batch.targets[rows, :, None].long())[..., 0]
-            )
-            (logps * batch.token_weights[rows]).sum().backward()
+                logits = model(input_ids=inputs[rows], use_cache=False).logits
+            logps = logits.float().log_softmax(-1).gather(2, targets[rows, :, None].long())[..., 0]
+            (logps * weights[rows]).sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -94,6 +94,13 @@ def make_worker_step(arguments, batch, device, share_prompts):
     return lambda: worker.update(batch, weighted_logps)
 
 
+def peak_memory(device: torch.device) -> float:
+    """MiB of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -106,6 +113,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=64, help="tokens of the longest answer")
     parser.add_argument("--budget", type=int, default=4096, help="tokens of a micro-batch")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=("padded", "packed", "shared"))
     arguments = parser.parse_args()
     device = init_distributed()
     batch = make_batch(arguments)
@@ -114,11 +122,15 @@ def main() -> None:
         f"{len(batch.inputs)} sequences: {batch.inputs.numel()} padded, {num_packed} packed, "
         f"{pack(batch).tokens.numel()} shared"
     )
-    steps = {
-        "padded": make_padded_step(arguments, batch, device),
-        "packed": make_worker_step(arguments, batch, device, share_prompts=False),
-        "shared": make_worker_step(arguments, batch, device, share_prompts=True),
+    makers = {
+        "padded": make_padded_step,
+        "packed": partial(make_worker_step, share_prompts=False),
+        "shared": partial(make_worker_step, share_prompts=True),
     }
+    steps = {}
+    for name, make in makers.items():
+        if arguments.only in (None, name):
+            steps[name] = make(arguments, batch, device)
     seconds = {name: [] for name in steps}
     # In turn, since machines drift. The first round warms up.
     for repeat in range(arguments.repeats + 1):
@@ -129,11 +141,11 @@ def main() -> None:
                 seconds[name].append(time.perf_counter() - start)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     for name, median in medians.items():
-        print(
-            f"{name:7} {median:6.2f} s  {num_packed / median:7.0f} sequence tokens/s  "
-            f"x{medians['padded'] / median:.2f}",
-            flush=True,
-        )
+        line = f"{name:7} {median:6.2f} s  {num_packed / median:7.0f} sequence tokens/s"
+        if arguments.only:
+            print(f"{line}  {peak_memory(device):.0f} MiB")
+        else:
+            print(f"{line}  x{medians['padded'] / median:.2f}", flush=True)
 
 
 if __name__ == "__main__":
