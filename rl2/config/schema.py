@@ -368,8 +368,8 @@ class WorkerConfig(ModelConfig):
     )
     router_aux_loss_coef: NonNegativeFloat | None = key(
         None,
-        "coefficient of the load-balancing loss of a mixture of experts; by default that of a model "
-        "whose config asks for it (output_router_logits), else 0",
+        "coefficient of the load-balancing loss of a mixture of experts; by default that of a "
+        "model whose config asks for it (output_router_logits), else 0",
         only_if=WITH_LOGITS,
         identity=True,
     )
