@@ -273,6 +273,17 @@ def test_lora_without_peft_is_refused(base, monkeypatch):
     assert problem_keys("ppo") == []
 
 
+def test_adapters_have_a_higher_rate_unless_one_is_set(base):
+    def rates(*words):
+        config = parse(PPOConfig, [*base, "adv.estimator=gae", *words])
+        return config.actor.lr, config.critic.lr
+
+    assert rates() == (1e-6, 5e-6)
+    assert rates("actor.lora_rank=4") == (1e-5, 5e-6)
+    assert rates("actor.lora_rank=4", "critic.lora_rank=4") == (1e-5, 5e-5)
+    assert rates("actor.lora_rank=4", "actor.lr=1e-6") == (1e-6, 5e-6)
+
+
 @pytest.mark.parametrize(
     ("engine", "has_gpu", "samplers", "expected", "reason"),
     [

@@ -19,6 +19,9 @@ from rl2.config.synonyms import explain_algorithm
 from rl2.config.values import get_value
 from rl2.model.adapter_folder import read_adapter_config
 
+# The best rate of adapters is about ten times that of all weights: "LoRA without regret" (Schulman
+# 2025), and benchmarks/lab/lora.py.
+LORA_LR_FACTOR = 10
 Checked = tuple[list[Problem], list[Problem]]  # problems, warnings
 
 
@@ -105,7 +108,8 @@ def follow_keys(config: DictConfig, set_keys: set[str]) -> None:
     """Gives each key of FOLLOWED_KEYS that is not set, or null, the value of the key it follows.
 
     A key that is set to that value counts as not set. adv.norm_var follows the estimator,
-    actor.correction the engine, and lora_rank the adapters that are trained further.
+    actor.correction the engine, and lora_rank the adapters that are trained further. With adapters
+    the default of lr is higher.
     """
     root: Any = OmegaConf.get_type(config)
     known = schema_keys(root)
@@ -118,6 +122,8 @@ def follow_keys(config: DictConfig, set_keys: set[str]) -> None:
     for name in ("actor", "critic"):
         if f"{name}.adapter" in known:
             follow_adapter(config[name], f"{name}.lora_rank" in set_keys)
+            if config[name].lora_rank and f"{name}.lr" not in set_keys:
+                config[name].lr = round(LORA_LR_FACTOR * config[name].lr, 12)
     if "adv.norm_var" in known and config.adv.norm_var is None:
         # Every common PPO whitens the advantages of GAE; with groups it is a choice (GRPO or not).
         if "norm_var" in ESTIMATOR_CHOICES.settings_of(config.adv.estimator):

@@ -389,7 +389,7 @@ class WorkerConfig(ModelConfig):
     )
     lr: PositiveFloat = key(
         1e-6,
-        "learning rate",
+        "learning rate; by default ten times as high with LoRA adapters",
         common=True,
         unusual_above=0.01,
         unusual_effect="an AdamW update moves every weight by about this much",
