@@ -339,6 +339,29 @@ def test_the_share_of_sglang_is_a_number_or_auto(base):
         assert problem_keys("ppo", f"{key}={value}") == [key]
 
 
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_an_engine_of_several_ranks_fits_a_node_and_the_processes_that_sample(
+    base, monkeypatch, engine
+):
+    monkeypatch.setattr("rl2.config.ppo_rules.is_installed", lambda package: True)
+    monkeypatch.setattr("rl2.config.ppo_rules.installed_version", lambda *packages: "0.32.0")
+    monkeypatch.setattr("rl2.config.toolkit.version", lambda package: "0.5.23")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    words = [f"rollout.engine={engine}", "data.prompts_per_rollout=8"]
+    for tp_size, samplers, refused in ((2, 0, 0), (4, 4, 0), (8, 0, 1), (3, 0, 1), (4, 2, 1)):
+        sizes = [f"rollout.tp_size={tp_size}", f"rollout.num_processes={samplers}"]
+        assert problem_keys("ppo", *words, *sizes) == ["rollout.tp_size"] * refused, sizes
+    for tp_size, samplers, refused in ((2, 2, 0), (2, 0, 1)):  # of 3 on one node
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+        sizes = [f"rollout.tp_size={tp_size}", f"rollout.num_processes={samplers}"]
+        assert problem_keys("ppo", *words, *sizes) == ["rollout.tp_size"] * refused, sizes
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    sizes = ["rollout.tp_size=2", "actor.lora_rank=4", "rollout.lora=adapter"]
+    assert problem_keys("ppo", *words, *sizes) == ["rollout.lora"]
+
+
 @pytest.fixture
 def sglang_on_a_gpu(monkeypatch):
     """A machine that has a GPU and SGLang 0.5.23; the argument that chooses it."""
@@ -386,7 +409,6 @@ def with_vllm(monkeypatch):
 
 def test_vllm_is_refused_where_it_has_not_been_tried(base, with_vllm, monkeypatch):
     assert problem_keys("ppo", with_vllm) == []
-    assert problem_keys("ppo", with_vllm, "rollout.tp_size=2") == ["rollout.tp_size"]
     for version in ("0.31.1", "0.33.0", "0.3.2"):
         monkeypatch.setattr(
             "rl2.config.ppo_rules.installed_version", lambda *packages, v=version: v

@@ -13,6 +13,8 @@ def adapter_obstacle(config: Any) -> str | None:
     engine = choose_engine(config.rollout.engine)[0]
     if engine == "sglang":
         return "SGLang is sent whole weights only; the embedded engine and vLLM apply adapters"
+    if engine == "vllm" and config.rollout.tp_size > 1:
+        return "vLLM cuts adapters among rollout.tp_size ranks, and the parts cannot be compared"
     if engine == "local" and has_gpu() and not count_samplers(config):
         return (
             "the embedded engine gives its weights' memory of a GPU to the trainer in every step, "

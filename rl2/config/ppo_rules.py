@@ -270,7 +270,7 @@ def check_samplers(config: PPOConfig) -> Iterator[Problem]:
             f"--nproc_per_node={num_samplers + 1} or more, or set 0"
         )
         yield wrong_value("rollout.num_processes", num_samplers, reason)
-    if num_samplers and choose_engine(config.rollout.engine)[0] == "sglang":
+    if num_samplers and choose_engine(config.rollout.engine)[0] != "local":
         of = " of rollout.num_processes"
         yield from check_divides("rollout.tp_size", config.rollout.tp_size, num_samplers, of)
     if num_samplers and config.rollout.partial:
@@ -290,6 +290,15 @@ def check_engine(config: PPOConfig) -> Iterator[Problem]:
         yield from check_vllm(config)
 
 
+def check_engine_size(config: PPOConfig) -> Iterator[Problem]:
+    """Whether no engine spans two nodes."""
+    processes_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if 0 < count_samplers(config) <= processes_per_node:
+        return  # all engines are on the last node
+    tp_size = config.rollout.tp_size
+    yield from check_divides("rollout.tp_size", tp_size, processes_per_node, " of a node")
+
+
 def check_sglang(config: PPOConfig) -> Iterator[Problem]:
     """Whether SGLang is installed and can run here, its size divides the processes of a node, and
     torch's memory is of a kind that it can take over and give back.
@@ -299,8 +308,7 @@ def check_sglang(config: PPOConfig) -> Iterator[Problem]:
         reason = "it is not installed; pip install sglang, or set rollout.engine=local"
         yield wrong_value("rollout.engine", "sglang", reason)
         return
-    processes_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    yield from check_divides("rollout.tp_size", rollout.tp_size, processes_per_node, " of a node")
+    yield from check_engine_size(config)
     has_gpu = torch.cuda.is_available()
     # A user who set it has chosen between speed and the precision of the logits.
     has_float32_head = (
@@ -318,8 +326,9 @@ def check_sglang(config: PPOConfig) -> Iterator[Problem]:
 
 
 def check_vllm(config: PPOConfig) -> Iterator[Problem]:
-    """Whether a release of vLLM is installed that has been tried, and the engine has one rank."""
-    rollout = config.rollout
+    """Whether a release of vLLM is installed that has been tried, its size divides the processes of
+    a node, and torch's memory is of a kind that it can take over and give back.
+    """
     version = installed_version(*VLLM_PACKAGES)
     if version is None:
         reason = "it is not installed; pip install 'vllm==0.32.*', or set rollout.engine=local"
@@ -331,9 +340,7 @@ def check_vllm(config: PPOConfig) -> Iterator[Problem]:
             "pip install 'vllm==0.32.*', or set rollout.engine=local"
         )
         yield wrong_value("rollout.engine", "vllm", reason)
-    if rollout.tp_size > 1:
-        reason = "with vLLM every rank has an engine of its own; set 1, or rollout.engine=sglang"
-        yield wrong_value("rollout.tp_size", rollout.tp_size, reason)
+    yield from check_engine_size(config)
     if torch.cuda.is_available():
         yield from check_allocator("vLLM")
 

@@ -770,7 +770,9 @@ class RolloutConfig(PlayConfig):
             is_harmless=True,
         ),
     )
-    tp_size: PositiveInt = key(1, "GPUs per SGLang engine", only_if=WITH_ENGINE_PACKAGE)
+    tp_size: PositiveInt = key(
+        1, "GPUs that share an engine of SGLang or vLLM", only_if=WITH_ENGINE_PACKAGE
+    )
     gpu_memory_utilization: PositiveFloat | str = key(
         "auto",
         "fraction of the free GPU memory that SGLang or vLLM may take; auto: what the trainer "

@@ -3,9 +3,9 @@
 import asyncio
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from rl2.engine.sampling_params import SamplingParams as SamplingParams  # a par
 from rl2.model.lora import LoraSettings, is_adapter
 
 NamedTensors = Iterable[tuple[str, Tensor]]  # full weights by their Hugging Face names
+Result = TypeVar("Result")
 Seed = tuple[int, ...]  # of one answer; each number may be of any size
 
 
@@ -98,7 +99,15 @@ class Engine(Protocol):
     """of the weights, 0 at the start; None: a load failed, and a complete one has to follow, or
     new adapters have no values yet"""
     loop: asyncio.AbstractEventLoop
-    """runs `generate`; the caller runs it with run_until_complete, one rollout at a time"""
+    """runs `generate`; the caller runs it with `run`, one rollout at a time"""
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Runs a coroutine, which may call `generate`, on `loop`, and returns its result.
+
+        Each rank passes its own. A rank without an `index` may first serve the engine of another
+        rank, until the coroutine there has ended.
+        """
+        return self.loop.run_until_complete(coroutine)
 
     @abstractmethod
     async def generate(

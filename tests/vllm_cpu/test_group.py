@@ -1,0 +1,122 @@
+"""Tests engines that two ranks share (rollout.tp_size=2), in the real vLLM on a CPU."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+pytest.importorskip("vllm", reason="run by tests/vllm_cpu/run.sh, in an environment with vllm")
+from common import letter_run, make_model, read_metrics, torchrun, write_jsonl  # noqa: E402
+
+HERE = Path(__file__).parent
+SIZES = {"hidden_size": 128, "head_dim": 32}  # vLLM's attention on a CPU takes no smaller heads
+SECONDS_TO_END = 60  # after the first process has failed
+# Two turns; the environment takes a moment for the second message.
+TURNS_ENV = """
+import asyncio
+
+async def interact(messages):
+    await asyncio.sleep(0.2)
+    return [{"role": "user", "content": "again"}] if len(messages) < 4 else []
+
+def reward_fn(messages, answer):
+    replies = [message["content"] for message in messages if message["role"] == "assistant"]
+    return sum(letter in answer for reply in replies for letter in reply) / 16
+"""
+# It works with the replies by which the start of the run tries it.
+FAILING_ENV = """
+import os, time
+
+def reward_fn(messages, answer):
+    if messages[-1]["content"] in ("", "The answer is 42."):
+        return 0.0
+    print(f"failed at {{time.time()}}", flush=True)
+    {fail}
+"""
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "llama", "llama", tied=True, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "qwen2", "qwen2", tied=False, **SIZES)
+
+
+def test_the_contract(untied):
+    done = torchrun(2, HERE / "contract.py", untied, 2)
+    assert done.stdout.count("is done") == 2
+
+
+@pytest.mark.parametrize("check", ["answers", "turns", "weights"])
+def test_two_ranks(tied, check):
+    """What they check is said in group.py."""
+    done = torchrun(2, HERE / "group.py", check, tied)
+    assert done.stdout.count("is done") == 2
+
+
+def check_end(done):
+    """Checks that the job has ended soon after the first failure that it has printed."""
+    ended_at = time.time()
+    assert done.returncode != 0
+    [line, *_] = [line for line in done.stdout.splitlines() if "failed at" in line]
+    assert ended_at - float(line.split()[-1]) < SECONDS_TO_END, done.stderr
+
+
+def test_a_rank_that_draws_other_tokens_ends_the_job(tied):
+    done = torchrun(2, HERE / "group.py", "other_draws", tied, check=False)
+    check_end(done)
+    assert "no memory on this rank" in done.stderr
+    assert "this rank has drawn other tokens than the first rank" in done.stderr
+
+
+def arguments(tmp_path, model, *words):
+    return [
+        *["-m", "rl2.trainer.ppo", *letter_run(tmp_path, model)],
+        "rollout.engine=vllm",
+        "trainer.max_steps=3",
+        *words,
+    ]
+
+
+@pytest.mark.parametrize("fail", ["raise ValueError('no reward')", "os._exit(3)"])
+def test_an_environment_that_fails_ends_both_ranks(tmp_path, tied, fail):
+    command = arguments(tmp_path, tied, "rollout.tp_size=2")
+    (tmp_path / "env.py").write_text(FAILING_ENV.format(fail=fail))
+    done = torchrun(2, *command, f"trainer.save_dir={tmp_path / 'run'}", check=False)
+    check_end(done)
+    assert "exit" in fail or "rollout.max_env_failures" in done.stderr
+
+
+def test_a_run_is_that_of_engines_of_one_rank(tmp_path, tied):
+    """With several turns and an evaluation, also with LoRA, whose weights are sent merged."""
+    command = arguments(
+        tmp_path,
+        tied,
+        f"data.test_path={tmp_path / 'test.jsonl'}",
+        "data.max_length=100",
+        "rollout.max_turns=2",
+        "rollout.train_sampling_params.stop=[a,e,i,o,u,s,t]",
+        "rollout.check_weights=true",
+        "actor.lora_rank=8",
+        "actor.correction=none",
+        "trainer.test_freq=2",
+    )
+    rows = [{"messages": [{"role": "user", "content": "say b"}], "answer": "abc"}]
+    write_jsonl(tmp_path / "test.jsonl", rows)
+    (tmp_path / "env.py").write_text(TURNS_ENV)
+    runs = {}
+    for tp_size in (1, 2):
+        folder = tmp_path / f"tp_{tp_size}"
+        torchrun(2, *command, f"rollout.tp_size={tp_size}", f"trainer.save_dir={folder}")
+        runs[tp_size] = read_metrics(folder)
+    for one, two in zip(runs[1], runs[2], strict=True):
+        for name in ("reward/mean", "rollout/turns", "test/reward/mean"):
+            # Rounding may move a draw, and what follows it has another context.
+            assert two.get(name) == pytest.approx(one.get(name), abs=0.02), name
+        assert two.get("actor/mismatch_logp_difference", 0) < 1e-4
+    assert runs[2][-1]["rollout/turns"] > 1.3
