@@ -175,9 +175,9 @@ def check_turns(name):
 
 
 def check_weights(name):
-    """One wrong bit in the part of one rank is an error on both. Model errors are too, of requests.
+    """A wrong bit in the half of a matrix that one rank has is an error on both.
 
-    Each rank has half of a matrix.
+    A model that diverges fails the requests alone.
     """
     engine = make_engine(name)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
