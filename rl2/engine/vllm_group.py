@@ -24,7 +24,6 @@ class Group:
 
     def __init__(self, rank: int, tp_size: int):
         self.is_first = rank % tp_size == 0
-        self.is_told_to = False  # the others follow
         self.channel: Channel | None = None  # with one rank there is nobody to tell
         number = next(_group_numbers)
         if tp_size > 1:
