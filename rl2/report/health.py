@@ -193,23 +193,16 @@ class Health:
         if not metrics.get("step") or "reward/mean" not in metrics:
             return
         weights = self.config.rollout.reward_weights
-        golds = {reward_metric(name): name for name, weight in weights.items() if weight == 0}
-        for metric in ("reward/mean", *golds):
+        for metric in ("reward/mean", *map(reward_metric, untrained_parts(weights))):
             if metric in metrics:
                 self.rewards.setdefault(metric, []).append(metrics[metric])
-        rewards = self.rewards["reward/mean"]
-        if len(rewards) < 2 * GOLD_STEPS or not _rises(rewards, SURE_RISE):
-            return
-        for metric, name in golds.items():
-            values = self.rewards.get(metric, [])
-            if len(values) == len(rewards) and not _rises(values, POSSIBLE_RISE):
-                reason = (
-                    f"from the first {GOLD_STEPS} steps to the last {GOLD_STEPS} reward/mean went "
-                    f"{_describe_change(rewards)} and {metric}, which is not trained, "
-                    f"{_describe_change(values)}. The policy may exploit the reward: read the "
-                    f"answers that earn most in rollouts/train/step_{metrics['step']}.jsonl"
-                )
-                yield Problem(f"earned a reward that {name} does not confirm", reason)
+        for name, change in find_unconfirmed_parts(self.rewards, weights):
+            reason = (
+                f"from the first {GOLD_STEPS} steps to the last {GOLD_STEPS} {change}. The policy "
+                "may exploit the reward: read the answers that earn most in "
+                f"rollouts/train/step_{metrics['step']}.jsonl"
+            )
+            yield Problem(f"earned a reward that {name} does not confirm", reason)
 
     def _divergence(self, worker: str, updates: "SkippedUpdates") -> str:
         """Says why the run stops, and how to continue."""
@@ -276,14 +269,47 @@ def reward_metric(part: str) -> str:
     return f"reward/parts/{part}" if part in ("mean", "std") else f"reward/{part}"
 
 
-def _rises(values: list[float], num_errors: float) -> bool:
-    """Whether the last values are higher than the first ones by so many standard errors."""
+def untrained_parts(weights: dict[str, float]) -> list[str]:
+    """The names of the reward parts of weight 0. `weights` is rollout.reward_weights."""
+    return [name for name, weight in weights.items() if weight == 0]
+
+
+def find_unconfirmed_parts(
+    rewards: dict[str, list[float]], weights: dict[str, float]
+) -> Iterator[tuple[str, str]]:
+    """Yields (name, both changes in words) of parts of weight 0 that the reward rises without.
+
+    `rewards` has the values of reward/mean and of these parts in each step, by metric. Nothing is
+    found where reward/mean does not surely rise, or has too few steps.
+    """
+    means = rewards["reward/mean"]
+    if not rises(means, SURE_RISE):
+        return
+    for name in untrained_parts(weights):
+        metric = reward_metric(name)
+        values = rewards.get(metric, [])
+        if len(values) == len(means) and not rises(values, POSSIBLE_RISE):
+            change = (
+                f"reward/mean went {describe_change(means)} and {metric}, which is not trained, "
+                f"{describe_change(values)}"
+            )
+            yield name, change
+
+
+def rises(values: list[float], num_errors: float) -> bool:
+    """Whether the last values are higher than the first ones by so many standard errors.
+
+    False for fewer than 2 x GOLD_STEPS values.
+    """
+    if len(values) < 2 * GOLD_STEPS:
+        return False
     first, last = values[:GOLD_STEPS], values[-GOLD_STEPS:]
     error = math.sqrt((variance(first) + variance(last)) / GOLD_STEPS)
     return fmean(last) - fmean(first) > num_errors * error
 
 
-def _describe_change(values: list[float]) -> str:
+def describe_change(values: list[float]) -> str:
+    """Returns the means of the first and the last values, in words."""
     return f"from {fmean(values[:GOLD_STEPS]):.3g} to {fmean(values[-GOLD_STEPS:]):.3g}"
 
 

@@ -8,12 +8,19 @@ from pathlib import Path
 
 def env_parser() -> argparse.ArgumentParser:
     """The options of `rl2 env`; the other words are those of ppo."""
-    usage = "rl2 env FILE data.path=ROWS [--rows N] [--form TEXT] key=value ..."
+    usage = "rl2 env FILE data.path=ROWS [--rows N] [--form TEXT] [--attack] key=value ..."
     about = "Tries a file or a ready-made env; the keys are those of PPO. See docs/environments.md."
     parser = argparse.ArgumentParser(usage=usage, description=about)
     parser.add_argument("--rows", type=int, default=8, help="how many rows to use, the first (8)")
     form = "one more form of an answer, such as 'Result: {}'"
     parser.add_argument("--form", action="append", default=[], help=form)
+    attack = (
+        "also train a model on the reward for a minute or two, and report where the reward rises "
+        "but a part of weight 0 (rollout.reward_weights.NAME=0) does not. Without "
+        "actor.model_name it is a new model with the words of FILE and ROWS, which finds "
+        "lengths, words, marks and repetitions, but no argument that takes skill"
+    )
+    parser.add_argument("--attack", action="store_true", help=attack)
     return parser
 
 
