@@ -81,6 +81,7 @@ def make_agent(
     params=PARAMS,
     isolation="thread",
     timeout=20,
+    concurrency=32,
     **more,
 ):
     """(collector, prompts, player) of an env file that may use the client above."""
@@ -89,7 +90,7 @@ def make_agent(
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHATML_WITH_TOOLS
     replies = script if callable(script) else lambda turn, _: (script[turn], "stop")
-    env = load_env(str(tmp_path / "env.py"), timeout, isolation=isolation)
+    env = load_env(str(tmp_path / "env.py"), timeout, concurrency, isolation)
     player = player_class({"": env}, **more)(
         engine=ScriptedEngine(tokenizer, replies),
         envs={"": env},
@@ -762,6 +763,100 @@ def test_each_trajectory_has_an_address_and_a_key_of_its_own(tmp_path):
     """
     trajectories, player = play(tmp_path, lambda *_: ("b", "stop"), env, num_samples=2)
     assert [t.rewards for t in trajectories] == [{"run": 1.0}] * 2, player.failures.last
+
+
+class CrowdEngine(ScriptedEngine):
+    """Says what it is asked, and never ends an answer to "left"."""
+
+    max_running_requests = 64
+
+    async def generate(self, prompt, params, seed):
+        question = self.template.decode(prompt).split("user\n")[-1].partition("\n")[0]
+        question = question.removesuffix("<|im_end|>")
+        if "left" in question:
+            await asyncio.Event().wait()
+        self.script = lambda *_: (f"re {question}", "stop")
+        return await super().generate(prompt, params, seed)
+
+
+CROWD = """
+    import socket, threading, time
+    meeting = threading.Barrier(64)
+    def connect(base_url, path, api_key, body):
+        url = urlsplit(base_url)
+        client = socket.create_connection((url.hostname, url.port), timeout=30)
+        head = [f"POST {url.path}{path} HTTP/1.1", "Host: localhost", "Connection: close",
+                f"Authorization: Bearer {api_key}", f"Content-Length: {len(body)}", "", ""]
+        return client, "\\r\\n".join(head).encode() + body
+    def read_slowly(client):
+        parts = []
+        while part := client.recv(16):
+            parts.append(part)
+            time.sleep(0.01)
+        return json.loads(b"".join(parts).partition(b"\\r\\n\\r\\n")[2])
+    def disturb(kind, name, base_url, model, api_key):
+        body = json.dumps({"model": model, "messages": [user(f"{name} {kind}")]}).encode()
+        client, request = connect(base_url, "/chat/completions", api_key, body)
+        own = {"Authorization": f"Bearer {api_key}"}
+        if kind == "left":  # while the engine answers
+            client.sendall(request)
+            time.sleep(0.1)
+        elif kind == "malformed":
+            for garbage in (b"\\x00\\xff\\r\\n\\r\\n", request[:-9].replace(b" HTTP/1.1", b"")):
+                other, _ = connect(base_url, "", api_key, b"")
+                other.sendall(garbage)
+                other.close()
+            assert send(base_url, b"{'a': 1}", **own)[0] == 400
+            assert send(base_url, b"[" * 10_000, **own)[0] == 400
+            assert send(base_url, {"messages": 3}, **own)[0] == 400
+            assert send(base_url, body, "/nothing", **own)[0] == 404
+            assert send(base_url, body, Authorization="Bearer wrong")[0] == 401
+        elif kind == "slow":
+            for start in range(0, len(request), 32):
+                client.sendall(request[start:start + 32])
+                time.sleep(0.01)
+            answer = read_slowly(client)
+            assert answer["choices"][0]["message"]["content"] == f"re {name} slow", answer
+        elif kind == "flood":
+            others = [connect(base_url, "", api_key, b"")[0] for _ in range(12)]
+            for other in others:
+                other.sendall(request[:20])
+            try:
+                client.sendall(b"POST / HTTP/1.1\\r\\nA: " + b"x" * 2**20)
+            except ConnectionError:
+                pass
+            for _ in range(20):
+                assert send(base_url, b"{}", **own)[0] == 400
+            for other in others:
+                other.close()
+        client.close()
+    KINDS = ["left", "malformed", "slow", "flood", "", "", "", ""]
+    def run(row, base_url, model, api_key):
+        name, kind = row["messages"][0]["content"], KINDS[int(row["answer"]) % 8]
+        meeting.wait(30)
+        if kind:
+            disturb(kind, name, base_url, model, api_key)
+        messages = []
+        for letter in "ab":
+            messages.append(user(f"{name} {letter}"))
+            messages.append(ask(base_url, api_key, messages)["message"])
+            assert messages[-1]["content"] == f"re {name} {letter}", messages
+        return 1.0
+"""
+
+
+def test_64_agents_at_once_of_which_some_leave_flood_or_send_nonsense(tmp_path):
+    """No trajectory is lost, and none has a token of another one or of a client that has left."""
+    with mock.patch(f"{__name__}.ScriptedEngine", CrowdEngine):
+        trajectories, player = play(
+            tmp_path, [], CROWD, num_prompts=64, concurrency=64, max_turns=4, timeout=60
+        )
+    assert [t.rewards for t in trajectories] == [{"run": 1.0}] * 64, player.failures.last
+    assert player.num_requests == 0
+    for i, trajectory in enumerate(trajectories):
+        replies = [f"re q{i} slow"] * (i % 8 == 2) + [f"re q{i} a", f"re q{i} b"]
+        texts = "".join(trained_text(player, sample) for sample in trajectory.samples)
+        assert texts == "<|im_end|>".join([*replies, ""])
 
 
 def test_an_agent_that_fails_does_not_tell_its_secrets(tmp_path):
