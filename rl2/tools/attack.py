@@ -31,23 +31,24 @@ from rl2.trainer import ppo
 from rl2.trainer.given import Inputs
 from rl2.trainer.inside import train_inside
 
+MAX_PROMPTS, NUM_RESPONSES = 16, 8  # of a step
 # The keys of the attack, which those of the command line replace.
 DEFAULTS: dict[str, Any] = {
     "data.max_length": 4096,
-    "data.responses_per_prompt": 8,
+    "data.responses_per_prompt": NUM_RESPONSES,
     "actor.freeze_steps": GOLD_STEPS,  # what the model earns before it learns
     "actor.gradient_checkpointing": False,
     "actor.scheduler": "linear",
     "adv.norm_var": True,
     "rollout.train_sampling_params.max_new_tokens": 32,
     "rollout.engine": "local",
+    "rollout.max_running": MAX_PROMPTS * NUM_RESPONSES,
     "trainer.max_steps": 100,
     "trainer.n_epochs": 10_000,  # max_steps ends the run
     "trainer.watchdog": 0,
 }
 LEARNING_RATE = 0.01  # of the new model
 LEARNING_RATE_OF_OWN = 4e-5  # of actor.model_name; that of the quickstart, with 135M weights
-MAX_PROMPTS = 16  # of a step
 MAX_TEXTS = 3
 SHOWN_CHARACTERS = 100
 # The new model. It knows nothing, so its words are those of the env file and of the rows: the words
