@@ -188,6 +188,11 @@ def word_of(row):
     return random.Random(row["reset"]["seed"]).choice(words)
 
 
+DONE = {  # commands that do Harbor's tasks
+    "greeting": "echo 'Hello, world!' > /app/greeting.txt",
+    "rename": "for name in /app/*.txt; do mv $name ${name%.txt}.md; done",
+    "total": "echo 42 > /app/total.txt",
+}
 # Name -> the replies of a right and of a wrong trajectory, from the row.
 SCRIPTS = {
     "arithmetic": (lambda row: [row["answer"]], lambda row: ["0"]),
@@ -215,6 +220,10 @@ SCRIPTS = {
         lambda row: [rf"\boxed{{{number_of(row) % 10 + 1}}}", "I do not know."],
     ),
     "gsm8k": (lambda row: [f"so\n#### {row['answer']}"], lambda row: ["#### 5"]),
+    "harbor_tasks": (
+        lambda row: [shell_call("ls"), shell_call(DONE[row["task"].rpartition("/")[2]]), "Done."],
+        lambda row: [shell_call("mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt"), ""],
+    ),
     "judge": (lambda row: ["A good reply."], lambda row: ["A bad reply."]),
     "maths_steps": (lambda row: list(steps_of(row["expression"])), lambda row: ["1"] * 5),
     "mini_swe_agent": (
@@ -255,6 +264,7 @@ PACKAGES = {
     "verifiers_tasks": "verifiers",
 }  # what an env needs beside the standard library
 SERVERS = {  # their fixtures
+    "harbor_tasks": "fake_docker",
     "search": "search_address",
     "judge": "judge_server",
     "openenv_server": "backwards_server",
@@ -547,6 +557,18 @@ def backwards_server(monkeypatch):
             time.sleep(0.1)
         yield
         server.terminate()
+
+
+@pytest.fixture
+def fake_docker(tmp_path, monkeypatch):
+    """The folder of the containers of a stand-in for docker."""
+    state = tmp_path / "docker-state"
+    (tmp_path / "bin").mkdir()
+    state.mkdir()
+    (tmp_path / "bin/docker").symlink_to(ROOT / "tests/fake_docker.py")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_DOCKER", str(state))
+    return state
 
 
 def post(address, body):
@@ -941,6 +963,19 @@ def test_verifiers_plays_a_taskset_of_its_own(tmp_path, monkeypatch):
     env.close()
 
 
+def test_a_task_of_verifiers_that_needs_a_container_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("verifiers.v1", reason="pip install verifiers")
+    name = "sums_in_containers"
+    head = "class Sum(vf.Task[Data, vf.State, vf.TaskConfig]):\n"
+    (tmp_path / f"{name}.py").write_text(SUMS.replace(head, f"{head}    NEEDS_CONTAINER = True\n"))
+    monkeypatch.syspath_prepend(tmp_path)
+    [row] = import_env("verifiers_tasks").make_rows(name, {}, 1)
+    env = load_env("verifiers_tasks", 600)
+    with pytest.raises(EnvError, match="Sum needs a container or tools"):
+        reward_of_object(env, row, "5")
+    env.close()
+
+
 def reward_of_object(env, row, reply):
     """The reward parts of one turn with an object. Its failures are raised."""
 
@@ -1138,3 +1173,105 @@ def test_the_lab_of_mini_swe_agent_holds_programs_out(tmp_path, monkeypatch):
         assert row["messages"][-1]["content"].endswith(
             "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```"
         )
+
+
+def test_harbor_starts_a_container_as_its_task_says_and_ends_it(fake_docker, monkeypatch):
+    env, rows, max_turns = load_ready("harbor_tasks", monkeypatch)
+    trajectory = play(env, rows[2], SCRIPTS["harbor_tasks"][0](rows[2]), max_turns)
+    assert trajectory.rewards == {"environment": 1.0}
+    assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == ["numbers.txt", ""]
+    [options] = read_jsonl(fake_docker / "runs.jsonl")
+    assert ["--network", "none"] in options and ["--memory", "512m"] in options
+    names = [value for key, *value in options if key == "--name"]
+    assert not (fake_docker / names[0][0]).exists()
+    env.close()
+
+
+@pytest.mark.parametrize(
+    "replies",
+    [
+        [shell_call("rm -rf /app /tests"), "Done."],  # no test can run
+        [shell_call("exit 3"), "Done."],
+        ["Done."],
+    ],
+)
+def test_harbor_earns_nothing_where_the_tests_do_not_pass(replies, fake_docker, monkeypatch):
+    env, rows, max_turns = load_ready("harbor_tasks", monkeypatch)
+    trajectory = play(env, rows[0], replies, max_turns)
+    assert trajectory.rewards == {"environment": 0.0}
+    if "exit" in replies[0]:
+        assert trajectory.messages[-2]["content"].strip() == "(status 3)"
+    env.close()
+
+
+def make_harbor_task(folder, config="", reward="echo 0.5 > /logs/verifier/reward.txt"):
+    for name in ("environment", "tests"):
+        (folder / name).mkdir(parents=True)
+    (folder / "task.toml").write_text(config)
+    (folder / "instruction.md").write_text(f"Do {folder.name}.\n")
+    (folder / "tests/test.sh").write_text(f"#!/bin/sh\n{reward}\n")
+    return {"messages": [{"role": "user", "content": "Do it."}], "task": str(folder)}
+
+
+HARBOR_REWARDS = {
+    "echo 0.5 > /logs/verifier/reward.txt": {"environment": 0.5},
+    'printf \'{"right": 1,\\n"brief": 0.25}\' > /logs/verifier/reward.json': {
+        "right": 1.0,
+        "brief": 0.25,
+    },
+    'echo "$LEVEL" > /logs/verifier/reward.txt': {"environment": 0.75},
+    "echo good > /logs/verifier/reward.txt": {"environment": 0.0},
+    "ln -s /etc/passwd /logs/verifier/reward.txt": {"environment": 0.0},
+    "sleep 60; echo 1 > /logs/verifier/reward.txt": {"environment": 0.0},
+    "exit 1": {"environment": 0.0},
+}
+
+
+@pytest.mark.parametrize("reward", HARBOR_REWARDS)
+def test_harbor_reads_what_the_tests_write(reward, tmp_path, fake_docker, monkeypatch):
+    config = '[verifier]\ntimeout_sec = 2\n[verifier.env]\nLEVEL = "${RL2_LEVEL:-0.75}"\n'
+    row = make_harbor_task(tmp_path / "task", config, reward)
+    env = load_env("harbor_tasks", 60)
+    assert play(env, row, ["Done."], 2).rewards == HARBOR_REWARDS[reward]
+    env.close()
+
+
+def test_harbor_ends_a_command_that_is_late(tmp_path, fake_docker, monkeypatch):
+    text = (ROOT / "envs/harbor_tasks.py").read_text()
+    (tmp_path / "env.py").write_text(text.replace("COMMAND_SECONDS = 120", "COMMAND_SECONDS = 1"))
+    row = make_harbor_task(tmp_path / "task")
+    env = load_env(str(tmp_path / "env.py"), 60)
+    replies = [shell_call("echo start; sleep 50"), shell_call("yes"), "Done."]
+    trajectory = play(env, row, replies, 4)
+    late, long = (m["content"] for m in trajectory.messages if m["role"] == "tool")
+    assert late == "start\n(status 124)" and len(long) < 5000
+    assert trajectory.rewards == {"environment": 0.5}
+    env.close()
+
+
+HARBOR_REFUSED = {
+    "[[steps]]\nname = 'one'": "several steps",
+    "[environment]\ngpus = 1": "GPUs",
+    "[verifier]\nenvironment_mode = 'separate'": "a container of its own for the tests",
+    "[environment]\nnetwork_mode = 'allowlist'": "lists of allowed hosts",
+    "[environment]\nos = 'Windows'": "containers of Windows",
+}
+
+
+def test_harbor_leaves_out_tasks_that_need_more(tmp_path, fake_docker):
+    make_harbor_task(tmp_path / "tasks/good")
+    make_harbor_task(tmp_path / "tasks/composed")
+    (tmp_path / "tasks/composed/environment/docker-compose.yaml").touch()
+    for i, config in enumerate(HARBOR_REFUSED):
+        make_harbor_task(tmp_path / f"tasks/{i}", config)
+    path = tmp_path / "rows.jsonl"
+    printed = run(ROOT / "envs/harbor_tasks.py", tmp_path / "tasks", path).stdout
+    assert [row["messages"][0]["content"] for row in read_jsonl(path)] == ["Do good."]
+    for reason in [*HARBOR_REFUSED.values(), "Docker Compose"]:
+        assert f"harbor_tasks does not have {reason}" in printed
+
+
+def test_harbor_needs_docker(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="harbor_tasks needs Docker, which does not answer"):
+        load_env("harbor_tasks")
