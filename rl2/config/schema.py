@@ -333,9 +333,9 @@ class WorkerConfig(ModelConfig):
         common=True,
         identity=True,
     )
-    lora_alpha: PositiveFloat | None = key(
-        None,
-        "adapters are scaled by lora_alpha / lora_rank; by default twice the rank",
+    lora_alpha: PositiveFloat = key(
+        32.0,
+        "adapters are scaled by lora_alpha / lora_rank; so the best lr hardly depends on the rank",
         only_if=WITH_NEW_ADAPTERS,
         identity=True,
     )

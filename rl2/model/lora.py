@@ -40,7 +40,7 @@ class LoraSettings:
     """Which adapters a model gets: new ones, or those of a folder, which gives all of it."""
 
     rank: int
-    alpha: float | None = None  # the scale is alpha / rank; None = 2 * rank
+    alpha: float = 32.0  # the scale is alpha / rank
     targets: list[str] = field(default_factory=list)  # endings of layer names; empty = all layers
     folder: str | None = None  # as peft writes it
     with_routers: bool = True  # whether layers of routers get adapters
@@ -125,8 +125,7 @@ def _new_config(hf: PreTrainedModel, settings: LoraSettings) -> Any:
     linear_names, frozen_names = _linear_layers(hf, settings.with_routers)
     kinds = sorted({_kind(name) for name in linear_names})
     _check_targets(settings.targets, linear_names, kinds)
-    # peft takes a float, though its type says int.
-    alpha: Any = settings.alpha or 2 * settings.rank
+    alpha: Any = settings.alpha  # peft takes a float, though its type says int
     return LoraConfig(
         r=settings.rank,
         lora_alpha=alpha,
