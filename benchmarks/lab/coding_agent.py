@@ -43,9 +43,9 @@ sys.path.insert(0, str(ROOT))  # the env imports rl2
 sys.path.insert(0, str(ROOT / "envs"))
 
 RESULTS_FILE = RESULTS / "coding_agent.jsonl"
-NUM_TEST = 16  # programs
-SFT_STEPS, SFT_BATCH = 7, 16
-RL_STEPS, PROMPTS, SAMPLES = 8, 4, 4
+NUM_TEST = 32  # programs
+SFT_STEPS, SFT_BATCH = 5, 16
+RL_STEPS, PROMPTS, SAMPLES = 12, 4, 8
 COMMON = [  # keys of both trainers
     "data.max_length=512",
     "actor.max_length_per_device=4096",
@@ -55,7 +55,7 @@ SFT_KEYS = [f"data.batch_size={SFT_BATCH}", "actor.lr=1e-4", "trainer.n_epochs=1
 RL_KEYS = [
     f"data.prompts_per_rollout={PROMPTS}",
     f"data.responses_per_prompt={SAMPLES}",
-    "actor.lr=5e-5",
+    "actor.lr=2e-5",
     "adv.estimator=reinforce",
     "adv.norm_var=true",
     "rollout.env_path=mini_swe_agent",
