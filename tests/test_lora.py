@@ -84,7 +84,7 @@ def test_a_step_of_adamw_equals_peft_by_hand(make):
     worker, batch = make(lora_targets=["q_proj", "v_proj"]), make_batch()
     model = AutoModelForCausalLM.from_pretrained(worker.config.model_name, dtype=torch.float32)
     model = get_peft_model(
-        model, LoraConfig(r=3, lora_alpha=32, target_modules=["q_proj", "v_proj"])
+        model, LoraConfig(r=3, lora_alpha=64, target_modules=["q_proj", "v_proj"])
     )
     plain = {
         f"hf.{key.removeprefix('base_model.model.')}": p

@@ -16,14 +16,16 @@ from run_queue import RESULTS, ROOT, make_parser, run_command
 
 RESULTS_FILE = RESULTS / "lora.jsonl"
 RATES = ("1e-4", "3e-4", "1e-3")
-SCALE_2 = ["actor.lora_rank=32", "actor.lora_alpha=64"]
-KINDS = {
-    "rank32": SCALE_2,
-    "rank32-attention": [*SCALE_2, "actor.lora_targets=[q_proj,k_proj,v_proj,o_proj]"],
-    "rank32-nf4": [*SCALE_2, "actor.quantize_base=nf4"],
+KINDS = {  # without lora_alpha it is 64: rank 32 is scaled by 2
+    "rank32": ["actor.lora_rank=32"],
+    "rank32-attention": [
+        "actor.lora_rank=32",
+        "actor.lora_targets=[q_proj,k_proj,v_proj,o_proj]",
+    ],
+    "rank32-nf4": ["actor.lora_rank=32", "actor.quantize_base=nf4"],
     "rank1": ["actor.lora_rank=1", "actor.lora_alpha=2"],
-    "rank1-alpha32": ["actor.lora_rank=1"],
-    "rank32-alpha32": ["actor.lora_rank=32"],
+    "rank1-alpha32": ["actor.lora_rank=1", "actor.lora_alpha=32"],
+    "rank32-alpha32": ["actor.lora_rank=32", "actor.lora_alpha=32"],
 }
 
 

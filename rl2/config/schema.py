@@ -334,7 +334,7 @@ class WorkerConfig(ModelConfig):
         identity=True,
     )
     lora_alpha: PositiveFloat = key(
-        32.0,
+        64.0,
         "adapters are scaled by lora_alpha / lora_rank; so the best lr hardly depends on the rank",
         only_if=WITH_NEW_ADAPTERS,
         identity=True,
