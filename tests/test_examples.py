@@ -97,6 +97,7 @@ def check_resumed_and_lora(trainer, worker, arguments, tmp_path):
         *arguments,
         f"trainer.save_dir={tmp_path}/lora",
         f"{worker}.lora_rank=4",
+        f"{worker}.lora_alpha=8",  # logits are then as large as without adapters
         f"{worker}.lr=0.03",
         "trainer.save_freq=null",
     ]
