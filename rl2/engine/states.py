@@ -41,17 +41,16 @@ def bound_time_steps(layers: RecurrentLayers) -> None:
     for layer in layers.modules:
         limits = getattr(layer, "time_step_limit", NO_LIMITS)
         if tuple(limits) != NO_LIMITS:
-            layer.in_proj.register_forward_hook(partial(_bound_dt, layer.dt_bias, limits))
+            low, high = torch.tensor(limits).expm1().log().tolist()  # the inverse of softplus
+            layer.in_proj.register_forward_hook(partial(_bound_dt, layer.dt_bias, low, high))
 
 
 def _bound_dt(
-    bias: Tensor, limits: tuple[float, float], layer: nn.Module, inputs: Any, projected: Tensor
+    bias: Tensor, low: float, high: float, layer: nn.Module, inputs: Any, projected: Tensor
 ) -> Tensor:
-    """projected [.., gate, x, B, C, dt], dt of as many channels as `bias`."""
-    # The inverse of softplus.
-    low, high = (bias.new_tensor(limit).expm1().log() - bias for limit in limits)
+    """Bounds dt + bias. projected [.., gate, x, B, C, dt], dt of as many channels as `bias`."""
     rest, dt = projected.split([projected.shape[-1] - len(bias), len(bias)], -1)
-    return torch.cat([rest, dt.clamp(low.to(dt), high.to(dt))], -1)
+    return torch.cat([rest, dt.clamp((low - bias).to(dt), (high - bias).to(dt))], -1)
 
 
 class PrefillStates:
