@@ -18,7 +18,7 @@ from rl2.report.answers import (
     prompt_of,
     reward_of,
 )
-from rl2.report.saved import Record, read_lines, read_yaml, spread, to_json
+from rl2.report.saved import Record, find_steps, read_lines, read_yaml, spread, step_of, to_json
 from rl2.report.summary import summarize
 from rl2.report.token_texts import SavedTokens, find_tokenizer
 from rl2.run.records import NOT_METRICS
@@ -96,7 +96,7 @@ def _gather_warnings(lines: list[Record]) -> list[Record]:
 
 def _read_rollouts(folder: Path, config: Any, num_bytes: int) -> Record:
     """Returns the steps that are shown, how many each split has, and compared evaluations."""
-    splits = {path.name: _find_steps(path) for path in sorted(folder.glob("rollouts/*/"))}
+    splits = {path.name: find_steps(path) for path in sorted(folder.glob("rollouts/*/"))}
     splits = {split: files for split, files in splits.items() if files}
     shared = {split: _find_shared_start(files[0]) for split, files in splits.items()}
     comparisons = _compare(splits, int(COMPARED_SHARE * num_bytes))
@@ -131,11 +131,6 @@ def _read_rollouts(folder: Path, config: Any, num_bytes: int) -> Record:
     }
 
 
-def _find_steps(split: Path) -> list[Path]:
-    """Returns the transcripts of a split in the order of their steps."""
-    return sorted(split.glob("step_*.jsonl"), key=_step_of)
-
-
 def _find_shared_start(path: Path) -> SharedStart:
     """Returns what the prompts of a step begin with; those of the other steps are alike."""
     records, _ = read_lines(path)
@@ -148,13 +143,9 @@ def _compare(splits: dict[str, list[Path]], num_bytes: int) -> list[Record]:
     comparisons = []
     for split, files in evaluated.items():
         found = compare_evaluations(files[0], files[-1], num_bytes // len(evaluated))
-        steps = {"before": _step_of(files[0]), "after": _step_of(files[-1])}
+        steps = {"before": step_of(files[0]), "after": step_of(files[-1])}
         comparisons.append({"split": split, **steps, **found})
     return comparisons
-
-
-def _step_of(path: Path) -> int:
-    return int(path.stem.removeprefix("step_"))
 
 
 def _read_step(
@@ -179,7 +170,7 @@ def _read_step(
         shown.append(group)
     return {
         "split": path.parent.name,
-        "step": _step_of(path),
+        "step": step_of(path),
         "num_answers": len(records),
         "groups": shown,
     }

@@ -27,6 +27,16 @@ def read_lines(path: Path) -> tuple[list[Record], int]:
     return records, len(lines) - len(records)
 
 
+def find_steps(split: Path) -> list[Path]:
+    """Returns the transcripts of a split, such as rollouts/train, in the order of their steps."""
+    return sorted(split.glob("step_*.jsonl"), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step of a file of `find_steps`."""
+    return int(path.stem.removeprefix("step_"))
+
+
 def read_yaml(path: Path) -> Any:
     """Returns the content of the file; None if there is none, or if it is broken."""
     with suppress(OSError, ValueError, yaml.YAMLError):

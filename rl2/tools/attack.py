@@ -4,7 +4,6 @@ A reward that it learns to earn while a part of weight 0, which is not trained, 
 earned without doing the task.
 """
 
-import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from rl2.report.health import (
     rises,
     untrained_parts,
 )
+from rl2.report.saved import find_steps, read_lines
 from rl2.run.records import MetricsFile
 from rl2.trainer import ppo
 from rl2.trainer.given import Inputs
@@ -137,10 +137,9 @@ def worst_texts(run: Path, gold: str) -> Iterator[str]:
 
     The same answer to several prompts is shown once.
     """
-    paths = (run / "rollouts" / "train").glob("step_*.jsonl")
-    steps = sorted(paths, key=lambda path: int(path.stem.removeprefix("step_")))
+    steps = find_steps(run / "rollouts" / "train")
     first, last = (
-        [json.loads(line) for path in part for line in path.read_bytes().splitlines()]
+        [record for path in part for record in read_lines(path)[0]]
         for part in (steps[:GOLD_STEPS], steps[-GOLD_STEPS:])
     )
     usual = sum(record["rewards"].get(gold, 0.0) for record in first) / max(1, len(first))

@@ -18,7 +18,7 @@ import numpy as np
 
 from rl2.error_report import print_answer
 from rl2.report.answers import read_questions, reward_of
-from rl2.report.saved import Record, read_yaml
+from rl2.report.saved import Record, find_steps, read_yaml, step_of
 
 # Quantiles 0.975 of Student's t by its degrees of freedom, 1, 2, 3, ...; 1.96 from the last one on.
 T_QUANTILES = (
@@ -104,21 +104,21 @@ def read_evaluation(run: Path, set_name: str, score: Score) -> Evaluation:
     ValueError if there is none.
     """
     split = f"test_{set_name}" if set_name else "test"
-    steps = {int(path.stem[5:]): path for path in run.glob(f"rollouts/{split}/step_*.jsonl")}
+    steps = find_steps(run / "rollouts" / split)
     if not steps:
         found = sorted(path.name for path in run.glob("rollouts/test*"))
         remedy = f"it has {', '.join(found)}: choose with --set" if found else "evaluate it"
         raise ValueError(f"{run} has no transcripts in rollouts/{split}/; {remedy}")
-    step = max(steps)
+    last = steps[-1]
     scores = {}
-    for question, records in read_questions(steps[step]).items():
+    for question, records in read_questions(last).items():
         counted = [record for record in records if record.get("finish_reason") != "failed"]
         if counted:
             scores[question] = fmean(map(score, counted))
     if not scores:
-        raise ValueError(f"{steps[step]}: no answer was scored")
+        raise ValueError(f"{last}: no answer was scored")
     config = read_yaml(run / "config.yaml") or {}
-    return Evaluation(run, step, (config.get("trainer") or {}).get("seed"), scores)
+    return Evaluation(run, step_of(last), (config.get("trainer") or {}).get("seed"), scores)
 
 
 def describe(first: list[Evaluation], second: list[Evaluation]) -> list[str]:
