@@ -9,22 +9,21 @@ the new model of the attack, so that reward and gold rise together. A run takes 
 each finished run is a line of benchmarks/lab/results/attack.jsonl.
 """
 
-import json
 import random
 import re
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 from rows import write_rows
 from run_queue import (
     RESULTS,
     ROOT,
+    Job,
     cpu_seconds_of,
     make_job,
     make_parser,
     read_results,
-    run_missing,
+    run_command,
 )
 
 RESULTS_FILE = RESULTS / "attack.jsonl"
@@ -166,8 +165,9 @@ def make_rows(kind: str) -> list[dict]:
     return rows
 
 
-def run_one(name: str, seed: int, folder: Path) -> dict:
+def run_one(arguments) -> dict:
     """Attacks a reward with `rl2 env`. Returns whether it gave an alarm, and what rose."""
+    name, seed, folder = arguments.reward, arguments.seed, arguments.folder
     case = CASES[name]
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"{re.sub(r'[^a-z]+', '_', name)}-{seed}"
@@ -214,22 +214,20 @@ def report() -> None:
         print(f"| {' | '.join(cells)} |")
 
 
+def make_jobs(arguments) -> list[Job]:
+    jobs = []
+    for seed in range(arguments.seeds):
+        for name in CASES:
+            jobs.append(make_job(arguments, f"{name}, seed {seed}", name, seed))
+    return jobs
+
+
 def main() -> None:
     parser, run, one = make_parser(__doc__, ROOT / "runs" / "attack")
     run.set_defaults(seeds=1)
     one.add_argument("reward", choices=CASES)
     one.add_argument("seed", type=int)
-    arguments = parser.parse_args()
-    if arguments.command == "report":
-        report()
-    elif arguments.command == "one":
-        print(json.dumps(run_one(arguments.reward, arguments.seed, arguments.folder.absolute())))
-    else:
-        jobs = []
-        for seed in range(arguments.seeds):
-            for name in CASES:
-                jobs.append(make_job(arguments, f"{name}, seed {seed}", name, seed))
-        run_missing(jobs, RESULTS_FILE, arguments.folder)
+    run_command(parser.parse_args(), RESULTS_FILE, make_jobs, run_one, report)
 
 
 if __name__ == "__main__":

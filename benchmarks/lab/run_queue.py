@@ -141,7 +141,8 @@ def run_command(
     run_one: Callable[[argparse.Namespace], dict],
     report: Callable[[], None],
 ) -> None:
-    """Does what a command of `make_parser` asks for, with `model` and `folder` as absolute paths.
+    """Does what a command of `make_parser` asks for. `folder` and, if there is one, `model` are
+    absolute paths then.
 
     A run has one thread unless OMP_NUM_THREADS is set.
     """
@@ -152,7 +153,8 @@ def run_command(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.path.insert(0, str(ROOT))
     arguments.folder = arguments.folder.absolute()
-    arguments.model = str(Path(arguments.model).absolute())
+    if "model" in arguments:
+        arguments.model = str(Path(arguments.model).absolute())
     if arguments.command == "one":
         print(json.dumps(run_one(arguments)))
     else:
