@@ -91,6 +91,8 @@ CONFIGS = {
 }
 if hasattr(transformers, "GraniteSWAConfig"):  # newer than the oldest transformers of the suite
     CONFIGS["granite_swa"] = transformers.GraniteSWAConfig
+# Overrides of `make_model` for vLLM, whose attention on a CPU takes no smaller heads.
+VLLM_SIZES = {"hidden_size": 128, "head_dim": 32}
 # Small models with sliding windows: overrides of `make_model` by family. The windows are shorter
 # than the rows of `make_samples`, and two families mix layers with and without a window.
 WINDOWED = {

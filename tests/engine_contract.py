@@ -58,6 +58,13 @@ def play(engine, prompts, seeds=None, **params):
     return engine.run(generate_all())
 
 
+def make_prompts(count, longest=90):
+    """Random prompts of 1 to `longest` tokens, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
+    return [torch.randint(3, 98, (n,), generator=generator).tolist() for n in lengths]
+
+
 def serve(engine, times):
     """Makes the calls of `run` of a rank that serves another one's engine."""
     for _ in range(times):

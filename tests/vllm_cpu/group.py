@@ -10,7 +10,7 @@ import zlib
 
 import torch
 import torch.distributed as dist
-from engine_contract import play, serve
+from engine_contract import make_prompts, play, serve
 from transformers import AutoModelForCausalLM
 
 from rl2.engine import vllm
@@ -30,12 +30,6 @@ def make_engine(name, tp_size=2, **options):
         **options,
     )
     return vllm.VLLMEngine(settings)
-
-
-def make_prompts(count):
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 90, (count,), generator=generator).tolist()
-    return [torch.randint(3, 98, (n,), generator=generator).tolist() for n in lengths]
 
 
 def record_draws():

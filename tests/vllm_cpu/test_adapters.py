@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 pytest.importorskip("vllm", reason="run by tests/vllm_cpu/run.sh, in an environment with vllm")
-from common import letter_run, make_model, make_tokenizer, read_metrics, torchrun  # noqa: E402
+from common import VLLM_SIZES, letter_run, make_model, make_tokenizer, read_metrics, torchrun  # noqa: E402
 from engine_contract import check_abort, check_stop_strings, play  # noqa: E402
 from parity import make_batch, policy_loss, worker_config  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
@@ -20,24 +19,11 @@ from rl2.batch import Sample, collate  # noqa: E402
 from rl2.engine.base import EngineSettings  # noqa: E402
 from rl2.engine.vllm import VLLMEngine  # noqa: E402
 from rl2.model.lora import LoraSettings  # noqa: E402
-from rl2.parallel.mesh import init_distributed  # noqa: E402
 from rl2.worker import Worker  # noqa: E402
 
 CPU = torch.device("cpu")
-SIZES = {"hidden_size": 128, "head_dim": 32}  # vLLM's attention on a CPU takes no smaller heads
+pytestmark = pytest.mark.usefixtures("group")
 PROMPTS = [[5], [7, 8, 9] * 15, list(range(3, 73)), [90] * 33]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "llama", tied=True, **SIZES)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    init_distributed()
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -115,7 +101,7 @@ def gap(worker, batch):
 )
 def test_log_probabilities_are_the_trainers(tmp_path, make_engine, family, dtype, changes):
     """Before and after updates, as near as those of merged weights, also to the same prompts."""
-    name = make_model(tmp_path / family, family, tied=False, **SIZES)
+    name = make_model(tmp_path / family, family, tied=False, **VLLM_SIZES)
     worker = make_worker(name, dtype=dtype, **changes)
     engine = make_engine(worker)
     assert engine.version is None, "new adapters have no values yet"
@@ -138,8 +124,8 @@ def test_log_probabilities_are_the_trainers(tmp_path, make_engine, family, dtype
     assert adapted < 2 * merged_gap + 1e-6
 
 
-def test_wrong_and_missing_adapters_are_found(llama, make_engine):
-    worker = make_worker(llama, lora_targets=["q_proj", "down_proj"])
+def test_wrong_and_missing_adapters_are_found(tied, make_engine):
+    worker = make_worker(tied, lora_targets=["q_proj", "down_proj"])
     update(worker)
     engine = make_engine(worker)
     with pytest.raises(RuntimeError, match="has no adapters"):
@@ -195,9 +181,9 @@ def test_wrong_and_missing_adapters_are_found(llama, make_engine):
     assert gap(worker, answer(engine)) < 2e-5
 
 
-def test_prefixes_of_older_adapters_are_not_found(llama, make_engine):
+def test_prefixes_of_older_adapters_are_not_found(tied, make_engine):
     """Although none are thrown away here."""
-    worker = make_worker(llama)
+    worker = make_worker(tied)
     engine = make_engine(worker)
     send_adapters(engine, worker)
     cached = []
@@ -221,13 +207,13 @@ def test_prefixes_of_older_adapters_are_not_found(llama, make_engine):
         cached.clear()
 
 
-def test_answers_with_adapters_stop_and_are_aborted(llama, make_engine):
-    worker = make_worker(llama)
+def test_answers_with_adapters_stop_and_are_aborted(tied, make_engine):
+    worker = make_worker(tied)
     for _ in range(2):
         update(worker)
     engine = make_engine(worker, stop=["some"], max_running_requests=16)
     send_adapters(engine, worker)
-    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tied, dtype=torch.float32)
     model.load_state_dict(dict(worker.iter_full_weights(torch.float32)), strict=False)
     check_abort(engine, [*PROMPTS, [7, 5], [30] * 12], model)
     check_stop_strings(engine, PROMPTS, make_tokenizer())
@@ -247,13 +233,13 @@ def save_with_peft(folder, name, **settings):
     return str(folder)
 
 
-def test_adapters_of_a_folder(llama, make_engine, tmp_path):
+def test_adapters_of_a_folder(tied, make_engine, tmp_path):
     """With other ranks and scales in single layers: from the start, and trained further."""
     patterns = {"rank_pattern": {"o_proj": 5}, "alpha_pattern": {"up_proj": 3}}
     folder = save_with_peft(
-        tmp_path / "adapter", llama, r=2, target_modules=["v_proj", "o_proj", "up_proj"], **patterns
+        tmp_path / "adapter", tied, r=2, target_modules=["v_proj", "o_proj", "up_proj"], **patterns
     )
-    worker = make_worker(llama, adapter=folder, lora_rank=2)
+    worker = make_worker(tied, adapter=folder, lora_rank=2)
     engine = make_engine(worker)
     assert engine.version == 0
     start = answer(engine)
@@ -264,21 +250,21 @@ def test_adapters_of_a_folder(llama, make_engine, tmp_path):
     assert gap(worker, answer(engine)) < 2e-5 < gap(worker, start)
 
 
-def test_what_vllm_cannot_adapt_is_refused(llama, make_engine):
-    worker = make_worker(llama)
+def test_what_vllm_cannot_adapt_is_refused(tied, make_engine):
+    worker = make_worker(tied)
     with pytest.raises(ValueError, match=r"4 layers .*mlp\.down_proj.* set rollout.lora=merged"):
         make_engine(worker, engine_args={"lora_target_modules": ["qkv_proj", "gate_up_proj"]})
     with pytest.raises(ValueError, match="actor.lora_rank=600: .* up to 512"):
-        make_engine(worker, adapters=LoraSettings(600))
+        make_engine(worker, adapters=LoraSettings(600, 64.0))
     engine = make_engine(worker)  # after a start that has failed
     send_adapters(engine, worker)
     verify(engine, worker)
 
 
-def test_a_run_trains_adapters_and_resumes(llama, tmp_path):
+def test_a_run_trains_adapters_and_resumes(tied, tmp_path):
     """All weights are compared in every step. The last run samples on a process of its own."""
     command = [
-        *["-m", "rl2.trainer.ppo", *letter_run(tmp_path, llama)],
+        *["-m", "rl2.trainer.ppo", *letter_run(tmp_path, tied)],
         "rollout.engine=vllm",
         "rollout.check_weights=true",
         "rollout.lora=adapter",
@@ -301,11 +287,11 @@ def test_a_run_trains_adapters_and_resumes(llama, tmp_path):
     assert len(read_metrics(tmp_path / "apart")) == 3
 
 
-def test_evaluations_of_adapters(llama, tmp_path):
+def test_evaluations_of_adapters(tied, tmp_path):
     """Those of a folder, without training; and before training, where B = 0 changes nothing."""
-    folder = save_with_peft(tmp_path / "adapter", llama, r=4, target_modules=["q_proj", "up_proj"])
+    folder = save_with_peft(tmp_path / "adapter", tied, r=4, target_modules=["q_proj", "up_proj"])
     common = [
-        *["-m", "rl2.trainer.ppo", *letter_run(tmp_path, llama)],
+        *["-m", "rl2.trainer.ppo", *letter_run(tmp_path, tied)],
         f"data.test_path={tmp_path / 'train.jsonl'}",
         "rollout.engine=vllm",
     ]

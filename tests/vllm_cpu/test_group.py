@@ -8,10 +8,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 pytest.importorskip("vllm", reason="run by tests/vllm_cpu/run.sh, in an environment with vllm")
-from common import letter_run, make_model, read_metrics, torchrun, write_jsonl  # noqa: E402
+from common import letter_run, read_metrics, torchrun, write_jsonl  # noqa: E402
 
 HERE = Path(__file__).parent
-SIZES = {"hidden_size": 128, "head_dim": 32}  # vLLM's attention on a CPU takes no smaller heads
 SECONDS_TO_END = 60  # after the first process has failed
 # Two turns; the environment takes a moment for the second message.
 TURNS_ENV = """
@@ -35,16 +34,6 @@ def reward_fn(messages, answer):
     print(f"failed at {{time.time()}}", flush=True)
     {fail}
 """
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "llama", "llama", tied=True, **SIZES)
-
-
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "qwen2", "qwen2", tied=False, **SIZES)
 
 
 def test_the_contract(untied):

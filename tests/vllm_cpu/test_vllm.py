@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 pytest.importorskip("vllm", reason="run by tests/vllm_cpu/run.sh, in an environment with vllm")
-from common import WINDOWED, letter_run, make_model, read_metrics, torchrun  # noqa: E402
-from engine_contract import check_logps, check_refused, play  # noqa: E402
+from common import VLLM_SIZES, WINDOWED, letter_run, make_model, read_metrics, torchrun  # noqa: E402
+from engine_contract import check_logps, check_refused, make_prompts, play  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality  # noqa: E402
 
@@ -23,35 +22,16 @@ from rl2.engine.base import EngineSettings, SamplingParams  # noqa: E402
 from rl2.engine.local import LocalEngine  # noqa: E402
 from rl2.engine.vllm import VLLMEngine, _sampler_class, _vllm_params  # noqa: E402
 from rl2.model.lora import LoraSettings  # noqa: E402
-from rl2.parallel.mesh import init_distributed  # noqa: E402
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
-SIZES = {"hidden_size": 128, "head_dim": 32}  # vLLM's attention on a CPU takes no smaller heads
+pytestmark = pytest.mark.usefixtures("group")
 DENSE = [
     ("qwen3", {}),
     ("mistral", WINDOWED["mistral"]),
     ("phi3", {}),
     ("gemma3", WINDOWED["gemma3"]),
 ]
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "llama", "llama", tied=True, **SIZES)
-
-
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "qwen2", "qwen2", tied=False, **SIZES)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    """A process group of this process, as a trainer has one."""
-    init_distributed()
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -66,12 +46,6 @@ def make_engine():
     yield make
     for engine in engines:
         engine.close()
-
-
-def make_prompts(count, longest=90):
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
-    return [torch.randint(3, 98, (n,), generator=generator).tolist() for n in lengths]
 
 
 def load_weights(name):
@@ -135,7 +109,7 @@ def test_answers_are_those_of_the_embedded_engine(tied, make_engine):
 @pytest.mark.parametrize(("family", "overrides"), DENSE, ids=[family for family, _ in DENSE])
 def test_other_dense_models(tmp_path, make_engine, family, overrides):
     """The answers with loaded weights are those of transformers, also to the same prompts again."""
-    name = make_model(tmp_path / family, family, tied=False, **SIZES, **overrides)
+    name = make_model(tmp_path / family, family, tied=False, **VLLM_SIZES, **overrides)
     engine = make_engine(name, max_running_requests=4)
     model, weights = load_weights(name)
     engine.verify_weights(weights.items(), 0)
@@ -279,9 +253,9 @@ def test_the_start_leaves_the_process_as_it_was(tied, make_engine):
 
 def test_what_was_not_tried_is_refused(tmp_path, tied, make_engine):
     with pytest.raises(ValueError, match="rollout.tp_size=2: .* set rollout.lora=merged"):
-        make_engine(tied, tp_size=2, adapters=LoraSettings(4))
+        make_engine(tied, tp_size=2, adapters=LoraSettings(4, 64.0))
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2}
-    name = make_model(tmp_path / "glm4_moe", "glm4_moe", **SIZES, **experts)
+    name = make_model(tmp_path / "glm4_moe", "glm4_moe", **VLLM_SIZES, **experts)
     with pytest.raises(ValueError, match="glm4_moe has experts, which has not been tried"):
         make_engine(name)
     engine = make_engine(tied)  # after a start that has failed
