@@ -115,7 +115,7 @@ def make_adapted(name, **settings):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
         plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
-    lora.inject(model, LoraSettings(**{"rank": 3, **settings}))
+    lora.inject(model, LoraSettings(**{"rank": 3, "alpha": 64.0, **settings}))
     return model, StandIn(plain)
 
 

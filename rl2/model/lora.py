@@ -40,7 +40,7 @@ class LoraSettings:
     """Which adapters a model gets: new ones, or those of a folder, which gives all of it."""
 
     rank: int
-    alpha: float = 64.0  # the scale is alpha / rank
+    alpha: float  # the scale is alpha / rank
     targets: list[str] = field(default_factory=list)  # endings of layer names; empty = all layers
     folder: str | None = None  # as peft writes it
     with_routers: bool = True  # whether layers of routers get adapters
