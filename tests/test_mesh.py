@@ -8,10 +8,35 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from common import ROOT, launch, run
 
+from rl2.parallel import device
 from rl2.parallel.mesh import CPU_MEMORY, init_distributed
+
+
+@pytest.mark.parametrize(
+    ("amx", "avx512_bf16", "vendor", "expected"),
+    [
+        (True, True, "GenuineIntel", torch.bfloat16),
+        (False, True, "GenuineIntel", torch.float32),  # a virtual machine that hides AMX
+        (False, True, "AuthenticAMD", torch.bfloat16),
+        (False, True, None, torch.bfloat16),  # not Linux
+        (False, False, "AuthenticAMD", torch.float32),
+    ],
+)
+def test_auto_computes_in_the_dtype_that_the_processor_is_faster_at(
+    tmp_path, monkeypatch, amx, avx512_bf16, vendor, expected
+):
+    cpuinfo = tmp_path / "cpuinfo"
+    if vendor is not None:
+        cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+    monkeypatch.setattr(device, "CPUINFO", cpuinfo)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    assert device.compute_dtype("auto", torch.device("cpu")) == expected
+    assert device.compute_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
 
 
 def test_all_groups_have_the_same_timeout():

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rows import read_rows, write_rows
 from run_queue import (
+    DTYPE,
     RESULTS,
     ROOT,
     Job,
@@ -95,6 +96,7 @@ def run_one(arguments) -> dict:
     folder = data / f"{trainer}-{kind}-{rate}-{seed}"
     keys = [
         *COMMON,
+        f"actor.dtype={DTYPE}",
         f"data.batch_size={BATCH_SIZE}",
         f"actor.lr={rate}",
         KINDS[kind],

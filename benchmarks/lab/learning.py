@@ -27,6 +27,7 @@ from pathlib import Path
 
 from rows import read_rows, write_rows
 from run_queue import (
+    DTYPE,
     RESULTS,
     ROOT,
     Job,
@@ -168,6 +169,7 @@ def run_keys(task: Task, model: str, seed: int, folder: Path) -> list[str]:
         f"data.responses_per_prompt={SAMPLES}",
         f"data.seed={seed}",
         f"actor.model_name={model}",
+        f"actor.dtype={DTYPE}",
         f"actor.update_per_rollout={UPDATES}",
         "actor.max_length_per_device=4096",
         "actor.gradient_checkpointing=false",
@@ -275,8 +277,6 @@ def make_trl_trainer(task: Task, seed: int, model: str, folder: Path, callbacks=
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    from rl2.parallel.device import compute_dtype
-
     score = load_env(task)
 
     def right(prompts, completions, answer, **_):
@@ -300,7 +300,7 @@ def make_trl_trainer(task: Task, seed: int, model: str, folder: Path, callbacks=
         "per_device_train_batch_size": PROMPTS * SAMPLES // UPDATES,
         "steps_per_generation": UPDATES,
         "gradient_checkpointing": False,
-        "bf16": compute_dtype("auto", device) == torch.bfloat16,
+        "bf16": DTYPE == "bfloat16",
         "use_cpu": device.type == "cpu",
         "seed": seed,
         "logging_steps": 1,

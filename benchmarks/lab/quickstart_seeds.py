@@ -50,7 +50,8 @@ def run_one(checkout: Path, data: Path, seed: int, folder: Path) -> dict:
     script = "\n".join(["set -e", *lines[first : last + 1]])
     script = script.replace("runs/quickstart-data", str(own_data))
     output = folder / f"seed-{seed}"
-    command = ["bash", "-c", f"out={output}\n{script}", "quickstart.sh", "trainer.resume=off"]
+    variables = f"out={output}\nprocesses=${{PROCESSES:-1}}"
+    command = ["bash", "-c", f"{variables}\n{script}", "quickstart.sh", "trainer.resume=off"]
     start = time.perf_counter()
     cpu_seconds = cpu_seconds_of(command, cwd=checkout, env=environment)
     seconds = time.perf_counter() - start

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rows import read_rows
-from run_queue import train_in
+from run_queue import DTYPE, train_in
 
 # As when the rates of these studies were chosen: dithered weights learn best at lower ones.
 STORED = "actor.dither_weights=false"
@@ -34,6 +34,7 @@ def train_stages(
         "sft",
         *sft_keys,
         STORED,
+        f"actor.dtype={DTYPE}",
         f"data.path={sft_rows}",
         f"data.seed={seed}",
         f"actor.model_name={arguments.model}",
@@ -43,6 +44,7 @@ def train_stages(
         "ppo",
         *rl_keys,
         STORED,
+        f"actor.dtype={DTYPE}",
         f"data.path={folder / 'rl.jsonl'}",
         f"data.test_path={folder / 'test.jsonl'}",
         f"data.seed={seed}",

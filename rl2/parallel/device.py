@@ -5,13 +5,16 @@ It is the kind of the device itself, except for the device of a memory plan: tha
 and gets the choices of a GPU.
 """
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 GIB = 2**30
+CPUINFO = Path("/proc/cpuinfo")  # of Linux
 
 # The device of a memory plan. Real tensors are never on it: torch puts those on plain `cpu`.
 PLANNED_DEVICE = torch.device("cpu", 0)
@@ -49,9 +52,30 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
         )
     if name != "auto":
         return getattr(torch, name)
-    is_fast_at_bf16 = (
-        device_kind(device) == "cuda"
-        or torch.cpu._is_avx512_bf16_supported()
-        or torch.cpu._is_amx_tile_supported()
-    )
-    return torch.bfloat16 if is_fast_at_bf16 else torch.float32
+    is_fast = device_kind(device) == "cuda" or _is_cpu_fast_at_bf16()
+    return torch.bfloat16 if is_fast else torch.float32
+
+
+def _is_cpu_fast_at_bf16() -> bool:
+    """Whether this processor multiplies matrices faster in bf16 than in fp32.
+
+    AVX512-BF16 is twice as fast as fp32 on AMD's processors and half as fast on Intel's, which have
+    AMX for it (benchmarks/lab/measured.md). Some virtual machines hide AMX.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        return True
+    return torch.cpu._is_avx512_bf16_supported() and not _is_intel()
+
+
+def ask_for_equal_rows() -> None:
+    """Lets float32 products on Intel's processors give a row the same bits in every call.
+
+    Otherwise MKL may divide the sums of a row among threads, depending on the number of rows. It
+    reads the variable at its first product. Other processors would fall back to slow kernels.
+    """
+    if _is_intel():
+        os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+
+def _is_intel() -> bool:
+    return CPUINFO.exists() and "GenuineIntel" in CPUINFO.read_text()
