@@ -117,7 +117,7 @@ TOPICS = [
     Topic(
         "Optimizer",
         r"(actor|critic)\.(optimizer|lr|weight_decay|betas|max_grad_norm|warmup_ratio|scheduler|min_lr_ratio"
-        r"|\w+_per_rollout|freeze_steps|freeze_router|router_aux_loss_coef|optimizer_dir|dither_weights)",
+        r"|\w+_per_rollout|freeze_steps|freeze_router|router_aux_loss_coef|routing_replay|optimizer_dir|dither_weights)",
     ),
     Topic(
         "Policy loss",

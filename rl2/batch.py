@@ -8,13 +8,14 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
 @dataclass(init=False)
 class Sample:
-    """One training sequence of n tokens, in 13 bytes a token.
+    """One training sequence of n tokens, in 13 bytes a token without experts.
 
     A trajectory is one or several of them.
     """
@@ -31,6 +32,9 @@ class Sample:
     # [any] int32: what the teacher reads in the place of the tokens before the first sampled one,
     # with teacher.hint; else empty.
     teacher_prompt: "array[int]"
+    # With actor.routing_replay: int16 parts of [up to n - 1, routers, choices], which experts the
+    # engine sent each token to, in the order of the tokens. Else empty.
+    experts: list[np.ndarray]
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class Sample:
         trajectory: int,
         candidate_counts: Iterable[int] = (),
         candidate_ids: Iterable[int] = (),
+        experts: Iterable[np.ndarray] = (),
     ):
         """Copies the columns into typed arrays."""
         self.tokens = array("i", tokens)
@@ -53,6 +58,7 @@ class Sample:
         self.candidate_counts = array("i", candidate_counts)
         self.candidate_ids = array("i", candidate_ids)
         self.teacher_prompt = array("i")
+        self.experts = list(experts)
 
     def behind_teacher_prompt(self) -> "Sample":
         """The same answer after the prompt of the teacher. Rewards are 0."""
@@ -82,8 +88,23 @@ class Candidates:
 
     def __getitem__(self, rows: Tensor | Sequence[int]) -> "Candidates":
         """Those of these rows only, in this order."""
-        numbers = torch.arange(len(self.ids))[rows].tolist()
-        return Candidates(self.counts[rows], [self.ids[number] for number in numbers])
+        return Candidates(self.counts[rows], _pick(self.ids, rows))
+
+
+@dataclass
+class Experts:
+    """Which experts of each router compute each token, as the engine chose them."""
+
+    rows: list[Tensor]  # [end, routers, choices] int16 of each row, see `scored_spans`
+
+    def __getitem__(self, rows: Tensor | Sequence[int]) -> "Experts":
+        """Those of these rows only, in this order."""
+        return Experts(_pick(self.rows, rows))
+
+
+def _pick(values: list[Tensor], rows: Tensor | Sequence[int]) -> list[Tensor]:
+    """The values of these rows, which are numbers or a mask."""
+    return [values[number] for number in torch.arange(len(values))[rows].tolist()]
 
 
 @dataclass
@@ -113,6 +134,7 @@ class Batch:
     label: Tensor | None = None  # [B] 1 = a desirable reply, 0 = an undesirable one
     reference_point: Tensor | None = None  # [B] KTO's estimate of the KL, the same in all rows
     candidates: Candidates | None = None  # None: each token is drawn from the whole vocabulary
+    experts: Experts | None = None  # None: the routers of the model choose
     # The same answers after the prompts of the teacher, until it has scored them; with teacher.hint
     hinted: "Batch | None" = None
 
@@ -157,6 +179,7 @@ class Pack:
     columns: Tensor  # [P] int64
     candidate_counts: Tensor | None = None  # [P] int32, see `Candidates`
     candidate_ids: Tensor | None = None  # [sum of the counts] int32
+    experts: Tensor | None = None  # [L, routers, choices] int16, see `Experts`
     chunks: list[list[tuple[int, int]]] | None = None  # lengths [process][segment], see `zigzag`
 
 
@@ -176,6 +199,12 @@ def collate(samples: list[Sample]) -> Batch:
     if any(sample.candidate_ids for sample in samples):
         ids = [torch.tensor(sample.candidate_ids, dtype=torch.int32) for sample in samples]
         candidates = Candidates(column("candidate_counts", torch.int32), ids)
+    experts = None
+    parts = [part for sample in samples for part in sample.experts]
+    if parts:
+        none = parts[0][:0]  # of a sample without a generated token, which is not run
+        rows = [np.concatenate([none, *sample.experts]) for sample in samples]
+        experts = Experts([torch.from_numpy(row) for row in rows])
     hinted = None
     if any(sample.teacher_prompt for sample in samples):
         hinted = collate([sample.behind_teacher_prompt() for sample in samples])
@@ -187,6 +216,7 @@ def collate(samples: list[Sample]) -> Batch:
         group=torch.tensor([sample.group for sample in samples]),
         trajectory=torch.tensor([sample.trajectory for sample in samples]),
         candidates=candidates,
+        experts=experts,
         hinted=hinted,
     )
 

@@ -248,6 +248,7 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
     prefixes: list[tuple[int, int, int]] = []
     pairs = [(torch.zeros(0, dtype=torch.int64),) * 4]  # hidden index, target, row, column
     counts, ids = [], []  # of candidates
+    experts: list[Tensor] = []
     spans = scored_spans(batch)
     for group in _rows_by_prompt(batch, spans, range(len(spans)), share_prompts):
         prompt, end = spans[group[0]]
@@ -255,12 +256,16 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
             prompt = end
         prompt_start = cu_seqlens[-1]
         add_segment(batch.inputs[group[0], :prompt], 0)
+        if batch.experts is not None:  # of a shared prompt: those of the first answer
+            experts.append(batch.experts.rows[group[0]][:prompt])
         first_answer = len(tokens)
         for row in group:
             end = spans[row][1]
             answer_start = cu_seqlens[-1]
             if end > prompt:
                 add_segment(batch.inputs[row, prompt:end], prompt)
+                if batch.experts is not None:
+                    experts.append(batch.experts.rows[row][prompt:end])
             scored = batch.mask[row].nonzero().squeeze(1)
             pairs.append(
                 (
@@ -292,6 +297,7 @@ def pack(batch: Batch, share_prompts: bool = True) -> Pack:
         columns=columns,
         candidate_counts=torch.cat(counts) if counts else None,
         candidate_ids=torch.cat(ids) if ids else None,
+        experts=torch.cat(experts) if experts else None,
     )
 
 
@@ -345,6 +351,7 @@ def zigzag(pack: Pack, size: int, rank: int) -> Pack:
         columns=pack.columns[is_ours],
         candidate_counts=counts,
         candidate_ids=ids,
+        experts=None if pack.experts is None else pack.experts[local_tokens],
         chunks=chunks,
     )
 

@@ -8,7 +8,7 @@ same Batch; only the forward and backward passes are split.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl2.batch import Batch, Pack
-from rl2.config.schema import WorkerConfig
+from rl2.config.schema import ActorConfig, WorkerConfig
 from rl2.error_report import writing
 from rl2.model import lora
 from rl2.model.exact import EngineCheck, Exactness
@@ -141,6 +141,7 @@ class Worker:
             lora_settings=self.lora_settings,
             freeze_router=is_trained and config.freeze_router,
             router_aux_loss_coef=config.router_aux_loss_coef if is_trained and not critic else 0.0,
+            routing_replay=is_trained and isinstance(config, ActorConfig) and config.routing_replay,
             dither_seed=seed if is_trained and config.dither_weights else None,
             source=source,
         )
@@ -458,8 +459,9 @@ class Reference:
         self.mesh = worker.mesh
 
     def infer(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
-        """As `Worker.infer`."""
+        """As `Worker.infer`, where the routers choose."""
         worker = self.worker
+        batch = replace(batch, experts=None)
         context = lora.disabled(worker.model.hf)
         if worker.start_adapters is not None:
             context = lora.exchanged(worker.adapter_states(), worker.start_adapters)

@@ -13,9 +13,11 @@ import pickle
 import queue
 import sys
 import threading
+from base64 import b64encode
 from multiprocessing.reduction import ForkingPickler
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import torch
 
 
@@ -131,10 +133,24 @@ class FakeEngine:
     def release_memory_occupation(self, tags):
         self.release()
 
-    async def async_generate(self, input_ids, sampling_params, return_logprob):
-        """An answer of one token, which is 1."""
+    async def async_generate(
+        self,
+        input_ids,
+        sampling_params,
+        return_logprob,
+        return_routed_experts=False,
+        routed_experts_start_len=0,
+    ):
+        """An answer of one token, which is 1.
+
+        The two experts of token t in layer l are 10 t + l and one more, in three layers.
+        """
         version = self.arguments.get("weight_version", "default")
         meta = {"output_token_logprobs": [(-0.5, 1, None)], "finish_reason": {"type": "length"}}
+        if return_routed_experts and self.arguments.get("enable_return_routed_experts"):
+            tokens = np.arange(routed_experts_start_len, len(input_ids))[:, None, None]
+            experts = 10 * tokens + np.arange(3)[:, None] + np.arange(2)
+            meta["routed_experts"] = b64encode(experts.astype(np.int32).tobytes()).decode()
         return {"meta_info": {**meta, "weight_version": version}}
 
     def resume_memory_occupation(self, tags):

@@ -130,6 +130,20 @@ def check_evaluation(name, device):
         engine.close()
 
 
+def check_experts(name, device):
+    """Of three layers the last two have routers, and an answer tells of them alone."""
+    install()
+    engine = make_engine(name, device, with_experts=True)
+
+    def ask(**params):
+        request = engine.generate([3, 4, 5], SamplingParams(max_new_tokens=1, **params), (0,))
+        return engine.loop.run_until_complete(request)
+
+    assert ask(experts_from=1).experts.tolist() == [[[11, 12], [12, 13]], [[21, 22], [22, 23]]]
+    assert ask().experts is None
+    engine.close()
+
+
 def check_arguments(name, device):
     """Graphs reach up to the requests that run, and a scheduler sleeps while the trainer works."""
     install()

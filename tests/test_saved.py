@@ -123,6 +123,19 @@ def test_a_damaged_file_is_named(tmp_path, name, damage, words):
         SavedRollouts(folder, "tiny", 7).collect(1)
 
 
+def test_a_run_that_needs_experts_is_told_where_they_are_missing(tmp_path):
+    trajectory = Trajectory(0, 0, [])
+    trajectory.samples = [make_sample([5, 6, 7], 0)]
+    without = SavedRollouts(write_run(tmp_path / "a", [trajectory], 7), "tiny", 7)
+    assert without.collect(1)
+    with pytest.raises(ValueError, match="routing_replay=true: .*step_1.jsonl was sampled without"):
+        SavedRollouts(tmp_path / "a", "tiny", 7, needs_experts=True).collect(1)
+    trajectory.samples[0].experts = [np.ones((2, 3, 1), np.int16)]
+    folder = write_run(tmp_path / "b", [trajectory], 7)
+    [again] = SavedRollouts(folder, "tiny", 7, needs_experts=True).collect(1)
+    assert again.samples[0].experts[0].tolist() == trajectory.samples[0].experts[0].tolist()
+
+
 def test_the_checksum_is_that_of_the_vocabulary_and_the_temperature():
     tokenizer = make_tokenizer()
     expected = checksum(tokenizer, 1.0)

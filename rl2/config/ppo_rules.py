@@ -288,6 +288,9 @@ def check_engine(config: PPOConfig) -> Iterator[Problem]:
         yield from check_sglang(config)
     elif engine == "vllm":
         yield from check_vllm(config)
+        if config.actor.routing_replay:
+            reason = "vLLM does not tell rl2 which experts it chose; leave it out, or use another"
+            yield wrong_value("actor.routing_replay", True, f"{reason} rollout.engine")
 
 
 def check_engine_size(config: PPOConfig) -> Iterator[Problem]:

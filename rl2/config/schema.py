@@ -538,6 +538,11 @@ class ActorConfig(RolloutWorkerConfig):
             lambda config, section: section.correction != "none", "with actor.correction=none"
         ),
     )
+    routing_replay: bool = key(
+        False,
+        "train with the experts that the engine chose for each token of a mixture of experts (R3); "
+        "takes 2 bytes a token, layer and chosen expert; not with rollout.engine=vllm",
+    )
     skip_threshold: float | None = key(
         None,
         "skip an optimizer step if its mean probability ratio is above this; with skip=sample "

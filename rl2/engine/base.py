@@ -34,6 +34,9 @@ class Generation:
     candidates: list[np.ndarray] | None = None
     """for each token the ids int32 that top_p and top_k left to draw from, if the request asks for
     them and the engine can tell"""
+    experts: np.ndarray | None = None
+    """[tokens, routers, choices] int16: the experts of the tokens from `experts_from` of the
+    request to the last but one, if it asks for them"""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ class EngineSettings:
     """log-probabilities have the bits of the trainer's; needs `deterministic`"""
     tp_size: int = 1
     """ranks of one node that share an engine"""
+    with_experts: bool = False
+    """requests may have `experts_from`. ValueError for a model or an engine that cannot tell them
+    """
     adapters: LoraSettings | None = None
     """what the engine puts beside the weights of `model_name`, and applies; None: nothing, the
     trainer sends merged weights. Values of new adapters have to be loaded before the first

@@ -60,6 +60,7 @@ from rl2.model import lora
 from rl2.model.exact_head import capped
 from rl2.model.head import logit_cap, logit_divisor
 from rl2.model.recurrent import RecurrentLayers
+from rl2.model.routing import Routing
 from rl2.model.towers import language_model_class
 
 PREFILL_BATCH_TOKENS = 2048  # most prompt tokens of one forward
@@ -98,6 +99,7 @@ class _Prompt:
     # Of all tokens but the last, while requests wait for it.
     kv: PromptKV | None = None
     states: PromptStates = field(default_factory=dict)
+    experts: Tensor | None = None  # [all tokens but the last, R, K] once known, see `Routing`
 
 
 @dataclass(eq=False)
@@ -110,6 +112,7 @@ class _Request:
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     candidates: list[np.ndarray] = field(default_factory=list)  # of each token, or empty
+    experts: list[Tensor] = field(default_factory=list)  # [R, K] of each token that was fed
 
     def next_input(self) -> StepInput:
         num_new = len(self.tokens)
@@ -140,8 +143,22 @@ class _Request:
         """Returns the answer to the caller of `generate`, who may have cancelled it."""
         if not self.future.done():
             self.future.set_result(
-                Generation(self.tokens, self.logps, reason, version, self.candidates or None)
+                Generation(
+                    tokens=self.tokens,
+                    logps=self.logps,
+                    finish_reason=reason,
+                    version=version,
+                    candidates=self.candidates or None,
+                    experts=self._told_experts(),
+                )
             )
+
+    def _told_experts(self) -> np.ndarray | None:
+        """What the request asks for, see `Generation.experts`; None before it has a slot."""
+        if self.params.experts_from is None or self.prompt.experts is None:
+            return None
+        experts = torch.cat([self.prompt.experts, *(row[None] for row in self.experts)])
+        return experts[self.params.experts_from :].numpy()
 
 
 class LocalEngine(Engine):
@@ -170,6 +187,10 @@ class LocalEngine(Engine):
         check_cache(self.recurrent)
         bound_time_steps(self.recurrent)
         self.exact = settings.exact and not self.recurrent  # see TokenModel
+        self.routing: Routing | None = None
+        if settings.with_experts:
+            model_class = language_model_class(config)
+            self.routing = Routing(settings.model_name, config, model_class, self.model)
         self.tokenizer: Any = None  # decodes answers to find stop strings
         if settings.stop:
             self.tokenizer = AutoTokenizer.from_pretrained(settings.model_name)
@@ -411,9 +432,15 @@ class LocalEngine(Engine):
             self.model.base_model(
                 inputs[:1], position_ids=inputs[1:], use_cache=False, attend=attention
             )
+        experts = None
+        if self.routing is not None:
+            experts = self.routing.last_choices()
+            experts = experts if tokens else experts[:0]
         ends = accumulate(lengths, initial=num_shared)
         for prompt, (start, end) in zip(prompts, pairwise(ends), strict=True):
             prompt.kv = attention.prompt(start, end)
+            if experts is not None:
+                prompt.experts = torch.cat([experts[:num_shared], experts[start:end]])
         for prompt, prompt_states in zip(prompts, states.prompts, strict=True):
             prompt.states = prompt_states.states
 
@@ -434,6 +461,7 @@ class LocalEngine(Engine):
         requests = self.slots[: self._num_step_rows()]
         inputs = [request.next_input() if request else FREE_SLOT for request in requests]
         logits = self._decode([x.token for x in inputs], [x.position for x in inputs])
+        experts = None if self.routing is None else self.routing.last_choices()  # [n, R, K]
         device = self.device
         draws = sample(
             logits,
@@ -447,6 +475,8 @@ class LocalEngine(Engine):
         for slot, (request, token, logp) in enumerate(sampled):
             if request is None:
                 continue
+            if experts is not None:
+                request.experts.append(experts[slot])
             reason = request.append(token, logp, draws.candidates.get(slot))
             if reason is not None:
                 self.slots[slot] = None

@@ -24,6 +24,9 @@ class SamplingParams:
     with_candidates: bool = False
     """for training: an engine that can returns the tokens that top_p and top_k leave, and
     log-probabilities among these alone"""
+    experts_from: int | None = None
+    """for training: the engine tells the experts of each token of prompt and answer from this place
+    on; None: of none"""
     continued_tokens: int = 0
     """last tokens of the prompt that an aborted request sampled for this answer; a text of `stop`
     may begin in them"""

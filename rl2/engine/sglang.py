@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import time
+from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import current_process
@@ -42,6 +43,7 @@ from rl2.engine.base import (
 )
 from rl2.engine.share import choose_share
 from rl2.engine.stop import StopSearch
+from rl2.model.routing import find_router_layers
 from rl2.model.towers import language_model_class
 from rl2.parallel.device import GIB
 from rl2.parallel.mesh import COLLECTIVE_TIMEOUT
@@ -98,6 +100,10 @@ class SGLangEngine(Engine):
         if settings.stop:
             self.tokenizer = AutoTokenizer.from_pretrained(settings.model_name)
         self.vocabulary = config.vocab_size
+        # Of each router, in the order of the trainer: SGLang tells of all layers.
+        self.router_layers: list[int] = []
+        if settings.with_experts:
+            self.router_layers = find_router_layers(settings.model_name, config)
         self.max_length = max_request_tokens(config)
         _check_window(config, self.max_length)
         # With these arguments SGLang stores other weights than it is sent.
@@ -175,11 +181,18 @@ class SGLangEngine(Engine):
             "ignore_eos": not params.stop_token_ids,
             "sampling_seed": _mix_seed(seed),
         }
+        options: dict[str, Any] = {}  # releases before routing replay do not know
+        if params.experts_from is not None:
+            options["return_routed_experts"] = True
+            options["routed_experts_start_len"] = params.experts_from
         num_aborts = self.num_aborts
         marks = asyncio.create_task(_mark_regularly())
         try:
             answer = await self.engine.async_generate(
-                input_ids=list(prompt), sampling_params=sampling_params, return_logprob=True
+                input_ids=list(prompt),
+                sampling_params=sampling_params,
+                return_logprob=True,
+                **options,
             )
         finally:
             marks.cancel()
@@ -200,9 +213,19 @@ class SGLangEngine(Engine):
                 tokens, logps, reason = tokens[:end], logps[:end], "stop"
         version = meta["weight_version"]
         # It may be any text if the user's engine_args or other programs set it.
-        return Generation(
-            tokens, logps, reason, int(version) if version.isdecimal() else self.version
-        )
+        version = int(version) if version.isdecimal() else self.version
+        experts = None
+        if params.experts_from is not None and (told := meta.get("routed_experts")):
+            num_tokens = len(prompt) + len(tokens) - 1 - params.experts_from
+            experts = self._read_experts(told)[:num_tokens]
+        return Generation(tokens, logps, reason, version, experts=experts)
+
+    def _read_experts(self, told: str) -> np.ndarray:
+        """[tokens, routers, choices] from SGLang's [tokens, layers, choices] int32 in base64."""
+        text = self.model_config.get_text_config()
+        numbers = np.frombuffer(b64decode(told), np.int32)
+        shape = (-1, text.num_hidden_layers, text.num_experts_per_tok)
+        return numbers.reshape(shape)[:, self.router_layers].astype(np.int16)
 
     def abort(self) -> None:
         self.num_aborts += 1
@@ -445,6 +468,8 @@ def _server_arguments(
         "log_level": "error",
         "custom_sigquit_handler": _raise_child_failed,
     }
+    if settings.with_experts:
+        arguments["enable_return_routed_experts"] = True
     if settings.device.type == "cpu":
         arguments |= CPU_ARGUMENTS
     else:

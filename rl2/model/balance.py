@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rl2.model.routers import find_logit_routers
+
 DEFAULT_COEFFICIENT = 0.001  # of most configs in transformers
 
 
@@ -46,7 +48,7 @@ class LoadBalance:
     """
 
     def __init__(self, name: str, hf: PreTrainedModel, coefficient: float):
-        routers = list(_find_routers(hf))
+        routers = list(find_logit_routers(hf))
         module = sys.modules[type(hf).__module__]
         if not routers or not hasattr(module, "load_balancing_loss_func"):
             raise ValueError(
@@ -125,12 +127,3 @@ class _WithLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         [gradient] = gradients
         return gradient, gradient.new_ones((), dtype=torch.float32)
-
-
-def _find_routers(hf: PreTrainedModel) -> Iterator[tuple[nn.Module, int]]:
-    """The modules that give the logits of routers, and which of their outputs these are."""
-    recorders: Any = (getattr(hf, "_can_record_outputs", None) or {}).get("router_logits", [])
-    for recorder in recorders if isinstance(recorders, list) else [recorders]:
-        for name, module in hf.named_modules():
-            if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name:
-                yield module, recorder.index

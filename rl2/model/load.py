@@ -34,6 +34,7 @@ from rl2.model.lora import LoraSettings
 from rl2.model.nf4 import nf4_layers, quantize
 from rl2.model.recurrent import check_layout
 from rl2.model.routers import freeze_routers
+from rl2.model.routing import Routing
 from rl2.model.token_model import TokenModel
 from rl2.model.towers import find_towers, freeze_towers, language_model_class
 from rl2.parallel import fsdp, tensor
@@ -81,6 +82,7 @@ def load_model(
     lora_settings: LoraSettings | None = None,
     freeze_router: bool = False,
     router_aux_loss_coef: float | None = 0.0,
+    routing_replay: bool = False,
     dither_seed: int | None = None,
     source: HuggingFaceFiles = FILES,
 ) -> TokenModel:
@@ -92,7 +94,8 @@ def load_model(
     log-probabilities of the embedded engine to the bit, see `TokenModel`. With `lora_settings` only
     the adapters and a critic's head are trained and in fp32, and linear layers of the base may be
     in 4 bits. Towers are frozen, and with `freeze_router` the routers of experts.
-    `router_aux_loss_coef` is that of `choose_coefficient`. With `dither_seed`, weights that are
+    `router_aux_loss_coef` is that of `choose_coefficient`. With `routing_replay` tokens go to the
+    experts that a pack names, see routing.py. With `dither_seed`, weights that are
     kept in fp32 and computed in bf16 are moved within their rounding cells, see dither.py. All
     processes must call.
     ValueError for a model that rl2 computes wrongly or cannot cut, and for weights that are
@@ -119,6 +122,7 @@ def load_model(
             freeze_routers(name, hf)
     coefficient = choose_coefficient(config, router_aux_loss_coef, freeze_router)
     balance = _make_balance(name, hf, coefficient, mesh) if coefficient else None
+    routing = Routing(name, config, model_class, hf) if routing_replay else None
     quantized = {f"{layer}.weight" for layer in nf4_layers(hf)}
     if quantized and is_first_rank():
         print(
@@ -136,7 +140,9 @@ def load_model(
         exactness = Exactness.OFF
     elif exactness.is_on and not trainable:  # a frozen model has other weights than the engine
         exactness = Exactness.ASSUMED
-    model = TokenModel(hf, Ring(mesh.sp), tp_group, head_dtype, compile, exactness, balance)
+    model = TokenModel(
+        hf, Ring(mesh.sp), tp_group, head_dtype, compile, exactness, balance, routing
+    )
     fsdp.shard(
         model,
         mesh,

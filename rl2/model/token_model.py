@@ -23,6 +23,7 @@ from rl2.model.fused import fuse
 from rl2.model.head import candidate_mask, head_scores, logit_cap, logit_divisor
 from rl2.model.nf4 import num_weights
 from rl2.model.recurrent import PackedRows, RecurrentLayers
+from rl2.model.routing import Routing
 from rl2.model.towers import find_towers
 
 
@@ -52,7 +53,8 @@ class TokenModel(nn.Module):
 
     Where `exactness` is on, log-probabilities have the bits of the embedded engine's on a CPU. It
     is off for a model that cannot have them; ValueError if they are demanded of it, and for a model
-    whose head cannot be replaced. `balance` is a loss on the routers of `hf`.
+    whose head cannot be replaced. `balance` is a loss on the routers of `hf`. With `routing` tokens
+    go to the experts that a pack names, if it names them.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class TokenModel(nn.Module):
         compile: bool = False,
         exactness: Exactness = Exactness.OFF,
         balance: LoadBalance | None = None,
+        routing: Routing | None = None,
     ):
         super().__init__()
         if hf.base_model is hf:
@@ -77,6 +80,7 @@ class TokenModel(nn.Module):
         self.head_dtype = head_dtype
         self.compile_head = compile
         self.balance = balance
+        self.routing = routing
         if compile:
             fuse(hf)
         self.recurrent = RecurrentLayers(hf)
@@ -176,6 +180,11 @@ class TokenModel(nn.Module):
             trained = torch.zeros(tokens.shape[1], device=tokens.device)
             ones = torch.ones(len(pack.hidden_index), device=tokens.device)
             self.balance.trained = trained.index_add_(0, pack.hidden_index, ones)
+        if self.routing is not None:
+            experts = pack.experts
+            if experts is not None:
+                experts = F.pad(experts, (0, 0, 0, 0, 0, missing))
+            self.routing.replayed = experts
         body = self.hf.base_model(tokens, position_ids=positions, use_cache=False, attend=attend)
         return body.last_hidden_state[0, pack.hidden_index]
 

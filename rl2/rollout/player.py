@@ -346,6 +346,8 @@ class Player:
             max_new_tokens=params.max_new_tokens - num_sampled,
             continued_tokens=num_sampled,
         )
+        if params.experts_from is not None:
+            rest = replace(rest, experts_from=sum(map(len, sample.experts)))
         self.num_requests += 1
         try:
             generation = await self.engine.generate(sample.tokens, rest, seed)
@@ -356,6 +358,8 @@ class Player:
             "sampled with other weights than the engine has"
         )
         append_tokens(sample, generation.tokens, generation.logps, generation.candidates)
+        if generation.experts is not None:
+            sample.experts.append(generation.experts)
         trajectory.versions.append((generation.version, len(generation.tokens)))
         trajectory.partial_tokens += len(generation.tokens)
         return generation

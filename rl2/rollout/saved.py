@@ -22,7 +22,9 @@ def pack_tokens(trajectories: list[Trajectory], meaning: int) -> dict[str, np.nd
     """Packs the samples of a step.
 
     Returns COLUMNS [n] of all n tokens, `length` and `trajectory` [samples], and `meaning`, which
-    `checksum` returns. With candidates also their counts [n] and the ids of all one after another.
+    `checksum` returns. With candidates also their counts [n] and the ids of all one after another,
+    with routing replay the experts [tokens, routers, choices] of all samples and the tokens of each
+    sample that have them.
     """
     ordered = sorted(trajectories, key=lambda trajectory: trajectory.id)
     samples = [sample for trajectory in ordered for sample in trajectory.samples]
@@ -43,6 +45,11 @@ def pack_tokens(trajectories: list[Trajectory], meaning: int) -> dict[str, np.nd
         columns["candidate_ids"] = np.concatenate(
             [np.array(sample.candidate_ids, np.int32) for sample in samples]
         )
+    if any(sample.experts for sample in samples):
+        columns["experts"] = np.concatenate([part for sample in samples for part in sample.experts])
+        columns["expert_tokens"] = np.array(
+            [sum(map(len, sample.experts)) for sample in samples], np.int64
+        )
     return columns
 
 
@@ -59,8 +66,8 @@ class SavedRollouts:
 
     `path` is the folder of the run. Its steps come in order, and after the last one from the first
     one again. `is_own`: this run itself sampled them, with the weights that its actor has in each
-    step or, if it `was_ahead`, had before. ValueError if a step has no tokens, or if they have
-    another `meaning`.
+    step or, if it `was_ahead`, had before. ValueError if a step has no tokens, if they have another
+    `meaning`, or no experts where the run `needs_experts`.
     """
 
     is_exhausted = False  # the first step comes again after the last
@@ -72,10 +79,12 @@ class SavedRollouts:
         meaning: int,
         is_own: bool = False,
         was_ahead: bool = False,
+        needs_experts: bool = False,
     ):
         self.folder = Path(path, "rollouts", "train")
         self.is_own = is_own
         self.was_ahead = was_ahead
+        self.needs_experts = needs_experts
         self.meaning = meaning
         self.steps_done = 0  # over all epochs
         steps = sorted(int(file.stem[5:]) for file in self.folder.glob("step_*.safetensors"))
@@ -100,17 +109,25 @@ class SavedRollouts:
                 f"{path} was sampled with another tokenizer than that of actor.model_name, or with "
                 "another rollout.train_sampling_params.temperature: use those of its config.yaml"
             )
+        if self.needs_experts and len(saved["length"]) and "experts" not in saved:
+            raise ValueError(
+                f"actor.routing_replay=true: {path} was sampled without it and has no experts; "
+                "leave it out, or use a run that had it"
+            )
         ends = saved["length"].cumsum()
         columns = [np.split(saved[name], ends)[:-1] for name in COLUMNS]
         candidates = _split_candidates(saved, ends)
+        experts = _split_experts(saved)
         for number, *arrays in zip(
-            saved["trajectory"].tolist(), *columns, *candidates, strict=True
+            saved["trajectory"].tolist(), *columns, *candidates, experts, strict=True
         ):
-            tokens, mask, logps, rewards, counts, ids = arrays
+            tokens, mask, logps, rewards, counts, ids, chosen = arrays
             if number not in trajectories:
                 raise ValueError(_describe_damage(path, f"it has no answer with the id {number}"))
             trajectory = trajectories[number]
-            sample = Sample(tokens, mask, logps, rewards, trajectory.group, number, counts, ids)
+            sample = Sample(
+                tokens, mask, logps, rewards, trajectory.group, number, counts, ids, chosen
+            )
             trajectory.samples.append(sample)
         # The start model sampled the first step.
         is_other = not self.is_own and (step > 1 or not self.has_same_model)
@@ -172,6 +189,14 @@ def _split_candidates(
     counts, ids = saved["candidate_counts"], saved["candidate_ids"]
     id_ends = np.concatenate([[0], counts.cumsum()])[ends]
     return np.split(counts, ends)[:-1], np.split(ids, id_ends)[:-1]
+
+
+def _split_experts(saved: dict[str, np.ndarray]) -> list[list[np.ndarray]]:
+    """`Sample.experts` of each sequence."""
+    if "experts" not in saved:
+        return [[] for _ in saved["length"]]
+    parts = np.split(saved["experts"], saved["expert_tokens"].cumsum())[:-1]
+    return [[part] for part in parts]
 
 
 def _read_model_name(path: Path) -> str:

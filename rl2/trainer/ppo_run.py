@@ -216,8 +216,9 @@ class PPORun:
     ) -> tuple[SavedRollouts | None, int]:
         """(saved rollouts, None where they are sampled; the number of steps)."""
         model_name = self.config.actor.model_name
+        needs_experts = self.config.actor.routing_replay
         if path := self.config.trainer.rollouts_from:  # of another run
-            saved = SavedRollouts(path, model_name, self.meaning)
+            saved = SavedRollouts(path, model_name, self.meaning, needs_experts=needs_experts)
             num_steps = self.folder.count_steps(saved.num_steps, batch_size=1)
             self.folder.end_if_done(num_steps)
             return saved, num_steps
@@ -225,7 +226,9 @@ class PPORun:
         if replay is not None and replay.rollouts is not None:
             path = str(replay.rollouts)
             was_ahead = clips_to_sampler(self.config)
-            saved = SavedRollouts(path, model_name, self.meaning, is_own=True, was_ahead=was_ahead)
+            saved = SavedRollouts(
+                path, model_name, self.meaning, True, was_ahead, needs_experts=needs_experts
+            )
             return saved, num_steps
         return None, num_steps
 
@@ -445,7 +448,10 @@ def make_collector(setup: Setup, prompts: Examples | Mixture | None, num_steps: 
         _make_player(setup, _make_engine(setup, is_deterministic)),
         cursor=None if prompts is None else DataCursor(prompts),
         params=make_sampling_params(
-            rollout.train_sampling_params, setup.model_stop_ids, with_candidates=True
+            rollout.train_sampling_params,
+            setup.model_stop_ids,
+            with_candidates=True,
+            experts_from=0 if config.actor.routing_replay else None,
         ),
         samples_per_prompt=config.data.responses_per_prompt,
         num_steps=num_steps,
@@ -506,6 +512,7 @@ def _make_engine(setup: Setup, is_deterministic: bool) -> Engine:
     settings = EngineSettings(
         model_name=actor.model_name,
         adapters=_choose_adapters(setup.config),
+        with_experts=actor.routing_replay and not setup.config.trainer.eval_only,
         dtype=compute_dtype(actor.dtype, device),
         head_dtype=getattr(torch, actor.head_dtype),
         device=device,

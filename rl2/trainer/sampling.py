@@ -133,9 +133,11 @@ def make_player(
 
 
 def make_sampling_params(
-    section: SamplingConfig, model_stop_ids: Iterable[int], with_candidates: bool = False
+    section: SamplingConfig,
+    model_stop_ids: Iterable[int],
+    with_candidates: bool = False,
+    experts_from: int | None = None,
 ) -> SamplingParams:
     """A section of the config as the engine takes it, with the model's own stop tokens."""
-    stop_ids = (*section.stop_token_ids, *model_stop_ids)
-    values = vars(section) | {"stop_token_ids": stop_ids, "with_candidates": with_candidates}
-    return SamplingParams(**values)
+    values = vars(section) | {"stop_token_ids": (*section.stop_token_ids, *model_stop_ids)}
+    return SamplingParams(**values, with_candidates=with_candidates, experts_from=experts_from)

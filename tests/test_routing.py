@@ -1,0 +1,301 @@
+"""actor.routing_replay: the trainer computes with the experts that the engine chose."""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import (
+    EXPERTS,
+    GATED_DELTA,
+    LETTER_ENV,
+    ROOT,
+    launch,
+    launch_runs,
+    make_model,
+    read_jsonl,
+    write_jsonl,
+)
+from engine_contract import play
+from parity import LEARNING_RATE, SMALL_BUDGET, make_batch, use_sgd, worker_config
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rl2.batch import Experts, scored_spans
+from rl2.config.ppo_rules import check_engine
+from rl2.config.schema import ActorConfig, PPOConfig
+from rl2.engine.base import EngineSettings
+from rl2.engine.local import LocalEngine
+from rl2.model.routers import find_logit_routers
+from rl2.parallel.mesh import init_distributed
+from rl2.worker import Worker
+
+NUM_LAYERS, NUM_EXPERTS, NUM_CHOICES = 2, 4, 2
+LOCAL_EXPERTS = {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_CHOICES}
+PLAIN = {  # one softmax and one torch.topk a router
+    "gpt_oss": LOCAL_EXPERTS,
+    "mixtral": LOCAL_EXPERTS,
+    "qwen3_moe": {**EXPERTS, "decoder_sparse_step": 1},
+}
+MIXTURES = {
+    **PLAIN,
+    "glm4_moe": {  # groups of experts first, and a layer without experts
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": NUM_CHOICES,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 3,
+    },
+    "qwen3_next": {**GATED_DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
+}
+LAYOUTS = {
+    "many micro-batches": {"max_length_per_device": SMALL_BUDGET, "gradient_checkpointing": True},
+    "unshared prompts": {"share_prompts": False},
+    "copies": {"fsdp_size": 1},
+    "sp": {"sp_size": 2, "max_length_per_device": SMALL_BUDGET},
+}
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, end] for end in range(20, 23)] + [[30], [31, 32]]
+
+
+def chosen_by_transformers(name, tokens):
+    """[n - 1, R, K] of the tokens but the last, which run alone."""
+    hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    chosen = []
+    for router, _ in find_logit_routers(hf):
+        router.register_forward_hook(
+            lambda _, inputs, outputs: chosen.extend(x for x in outputs if x.dtype == torch.int64)
+        )
+    with torch.no_grad():
+        hf(torch.tensor([tokens[:-1]]))
+    return torch.stack(chosen, 1)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_engine_tells_what_the_routers_choose(tmp_path, family, exact):
+    name = make_model(tmp_path / "model", family, tied=False, **MIXTURES[family])
+    engine = LocalEngine(
+        EngineSettings(
+            name,
+            torch.float32,
+            torch.device("cpu"),
+            max_running_requests=2,
+            exact=exact,
+            with_experts=True,
+        )
+    )
+    for start in (0, 1):
+        answers = play(engine, PROMPTS, max_new_tokens=5, temperature=1.0, experts_from=start)
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            expected = chosen_by_transformers(name, prompt + answer.tokens)[start:]
+            told = torch.from_numpy(answer.experts).long()
+            assert told.shape == expected.shape
+            assert torch.equal(told.sort(-1).values, expected.sort(-1).values)
+    [answer] = play(engine, PROMPTS[:1], max_new_tokens=2)
+    assert answer.experts is None
+    engine.close()
+
+
+def make_routed_batch():
+    """Rows with experts that depend on token and position, so equal prompts have equal ones."""
+    batch = make_batch()
+    generator = torch.Generator().manual_seed(3)
+    shape = (98, 7, NUM_LAYERS, NUM_EXPERTS)
+    table = torch.rand(shape, generator=generator).argsort(-1)[..., :NUM_CHOICES].to(torch.int16)
+    rows = []
+    for row, (_, end) in enumerate(scored_spans(batch)):
+        tokens = batch.inputs[row, :end].long()
+        rows.append(table[tokens, torch.arange(end) % 7])
+    batch.experts = Experts(rows)
+    return batch
+
+
+def make_worker(name, **changes):
+    keys = vars(worker_config(name, max_grad_norm=float("inf"))) | {"routing_replay": True}
+    return Worker(ActorConfig(**keys | changes), torch.device("cpu"), num_updates=4)
+
+
+def loss_of(batch, logps):
+    return -(logps * batch.advantages * batch.token_weights).sum()
+
+
+def update(name, **changes):
+    """(log-probabilities before an SGD update, the gradient by name)."""
+    worker = make_worker(name, **changes)
+    use_sgd(worker)
+    batch = make_routed_batch()
+    logps = worker.infer(batch).logps
+    before = {key: value.clone() for key, value in worker.iter_full_weights(torch.float32)}
+    worker.update(batch, lambda rows, scores: (loss_of(rows, scores.logps), {}))
+    after = dict(worker.iter_full_weights(torch.float32))
+    return logps, {key: (before[key] - after[key]) / LEARNING_RATE for key in before}
+
+
+def route_by_hand(family, router, experts, hidden):
+    """What the router gives for these choices, by its family's formula."""
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    logits = F.linear(hidden, router.weight, getattr(router, "bias", None))
+    if family == "gpt_oss":
+        weights = logits.gather(-1, experts).softmax(-1)
+    else:
+        weights = logits.softmax(-1).gather(-1, experts)
+        if family == "mixtral" or router.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights, experts
+
+
+def update_by_hand(name, family):
+    """The results of `update`, each row alone, with routers that are told their choices."""
+    hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    batch = make_routed_batch()
+    logps = torch.zeros(batch.mask.shape)
+    for row, experts in enumerate(batch.experts.rows):
+        for index, (router, _) in enumerate(find_logit_routers(hf)):
+            chosen = experts[:, index].long()
+            router.forward = lambda hidden, router=router, chosen=chosen: route_by_hand(
+                family, router, chosen, hidden
+            )
+        end = len(experts)
+        log_p = hf(batch.inputs[row : row + 1, :end]).logits[0].log_softmax(-1)
+        logps[row, :end] = log_p.gather(1, batch.targets[row, :end, None].long())[:, 0]
+    logps = logps * batch.mask
+    loss_of(batch, logps).backward()
+    return logps.detach(), {key: p.grad for key, p in hf.named_parameters() if p.grad is not None}
+
+
+def assert_equal_results(results, expected):
+    (logps, gradients), (wanted_logps, wanted) = results, expected
+    torch.testing.assert_close(logps, wanted_logps, rtol=0, atol=1e-4)
+    for key, gradient in gradients.items():
+        other = wanted.get(key, torch.zeros(())).expand_as(gradient)
+        torch.testing.assert_close(gradient, other, rtol=1e-3, atol=2e-5, msg=key)
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_scores_and_gradients_are_those_of_the_given_experts(tmp_path, device, family):
+    name = make_model(tmp_path / "model", family, tied=False, **PLAIN[family])
+    expected = update_by_hand(name, family)
+    routers = [g for key, g in expected[1].items() if "gate.weight" in key or "router" in key]
+    assert max(gradient.abs().max() for gradient in routers) > 1e-3
+    assert_equal_results(update(name, **LAYOUTS["many micro-batches"]), expected)
+    own = make_worker(name).infer(make_batch()).logps
+    assert (own - expected[0]).abs().max() > 1e-2
+
+
+if __name__ == "__main__":  # a process of the test below
+    init_distributed()
+    results = {layout: update(sys.argv[1], **changes) for layout, changes in LAYOUTS.items()}
+    if dist.get_rank() == 0:
+        torch.save(results, sys.argv[2])
+    dist.barrier()
+
+
+def test_every_layout_of_two_processes_equals_one_process(tmp_path, device):
+    name = make_model(tmp_path / "model", "mixtral", tied=False, **PLAIN["mixtral"])
+    launch(2, __file__, name, tmp_path / "results")
+    expected = update(name)
+    for results in torch.load(tmp_path / "results").values():
+        assert_equal_results(results, expected)
+
+
+def test_the_reference_chooses_for_itself(tmp_path, device):
+    name = make_model(tmp_path / "model", "mixtral", tied=False, **PLAIN["mixtral"])
+    worker = make_worker(name, lora_rank=2)
+    batch = make_routed_batch()
+    replayed = worker.infer(batch).logps
+    own = worker.reference().infer(batch).logps
+    assert torch.equal(own, make_worker(name, lora_rank=2).infer(make_batch()).logps)
+    assert (own - replayed).abs().max() > 1e-2
+    assert torch.equal(worker.infer(batch).logps, replayed)
+
+
+TURNS_ENV = """
+def interact(messages):
+    return [{"role": "user", "content": "more"}]
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Runs of two turns on a mixture of experts, by their names."""
+    folder = tmp_path_factory.mktemp("routing")
+    rows = []
+    for number in range(12):
+        messages = [{"role": "user", "content": f"say a, {number}"}]
+        rows.append({"messages": messages, "answer": "abcdefgh"})
+    write_jsonl(folder / "train.jsonl", rows)
+    (folder / "env.py").write_text(LETTER_ENV + TURNS_ENV)
+    keys = [
+        f"actor.model_name={make_model(folder / 'tiny', 'qwen3_moe', **PLAIN['qwen3_moe'])}",
+        f"data.path={folder / 'train.jsonl'}",
+        f"rollout.env_path={folder / 'env.py'}",
+        "rollout.max_turns=2",
+        "data.prompts_per_rollout=4",
+        "data.responses_per_prompt=4",
+        "actor.lr=0.02",
+        "actor.dtype=float32",
+        "actor.update_per_rollout=2",
+        "rollout.train_sampling_params.max_new_tokens=8",
+        "trainer.disable_wandb=true",
+        "trainer.save_tokens=true",
+        "trainer.max_steps=2",
+    ]
+    settings = {
+        "replayed": ["actor.routing_replay=true"],
+        "plain": [],
+        "again": ["actor.routing_replay=true", f"trainer.rollouts_from={folder / 'replayed'}"],
+    }
+    commands = [
+        ["ppo", *keys, *own, f"trainer.save_dir={folder / name}"] for name, own in settings.items()
+    ]
+    launch_runs(1, commands)
+    return folder
+
+
+def test_a_run_keeps_the_experts_of_all_turns(runs):
+    tensors = load_file(runs / "replayed/rollouts/train/step_1.safetensors")
+    lengths, counts = tensors["length"].tolist(), tensors["expert_tokens"].tolist()
+    assert tensors["experts"].shape == (sum(counts), NUM_LAYERS, NUM_CHOICES)
+    for mask, count in zip(tensors["mask"].split(lengths), counts, strict=True):
+        assert count >= mask.nonzero().max()  # all tokens that predict a sampled one
+    name = str(runs / "tiny")
+    for tokens, experts in list(
+        zip(tensors["tokens"].split(lengths), tensors["experts"].split(counts), strict=True)
+    )[:3]:
+        expected = chosen_by_transformers(name, tokens[: len(experts) + 1].tolist())
+        assert torch.equal(experts.sort(-1).values.long(), expected.sort(-1).values)
+
+
+def test_replay_changes_what_the_second_update_of_a_rollout_computes(runs):
+    """With rollout.exact the first policy chooses what the engine chose."""
+    replayed, plain = (read_jsonl(runs / name / "metrics.jsonl") for name in ("replayed", "plain"))
+    assert replayed[0]["reward/mean"] == plain[0]["reward/mean"]
+    assert replayed[0]["actor/loss"] != plain[0]["actor/loss"]  # the mean of two updates
+
+
+def test_saved_rollouts_are_trained_with_their_experts(runs):
+    """The engine of the first step had the weights that the trainer begins with."""
+    replayed, again = (read_jsonl(runs / name / "metrics.jsonl") for name in ("replayed", "again"))
+    assert replayed[0]["actor/loss"] == again[0]["actor/loss"]
+
+
+def test_a_model_without_experts_is_told(tmp_path, device):
+    name = make_model(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"routing_replay=true: .* has no router"):
+        make_worker(name)
+
+
+def test_vllm_is_refused_before_it_starts():
+    config = PPOConfig()
+    config.rollout.engine = "vllm"
+    assert "actor.routing_replay" not in [problem.key for problem in check_engine(config)]
+    config.actor.routing_replay = True
+    assert "actor.routing_replay" in [problem.key for problem in check_engine(config)]
+
+
+def test_sglang_tells_of_all_layers(tmp_path):
+    name = make_model(tmp_path / "model", "glm4_moe", tied=False, **MIXTURES["glm4_moe"])
+    launch(1, ROOT / "tests/sglang_ranks.py", "experts", name, "cpu")
