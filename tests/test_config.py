@@ -29,7 +29,7 @@ from rl2.config.problem import Problem
 from rl2.config.schema import PPOConfig, dump
 from rl2.config.values import get_value
 from rl2.data.examples import PAIR_ROWS, SFT_ROWS
-from rl2.trainer.inputs import find_row_problems
+from rl2.trainer.offline_run import find_row_problems
 from rl2.trainer.ppo_inputs import find_ppo_problems, read_ppo_inputs
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rl2.config.conditions import plays_tests
 from rl2.config.problem import Problem
 from rl2.config.schema import (
     DataConfig,
@@ -73,19 +72,6 @@ def read_files(
             text = str(error).replace("data.columns", columns_key)
             problems.append(Problem(key, path, text))
     return rows
-
-
-def find_row_problems(kind: RowKind, config: Any) -> list[Problem]:
-    """The problems of the data and of what answers test prompts, for a config that has others.
-
-    Only the first rows of files that are on this machine are read.
-    """
-    _, problems = read_rows(config, kind, TRIAL_ROWS)
-    if plays_tests(config):
-        from rl2.trainer.played_tests import find_test_problems  # loads engine and environment
-
-        problems += find_test_problems(config)
-    return problems
 
 
 def read_examples(

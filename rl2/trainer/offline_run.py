@@ -18,7 +18,14 @@ from rl2.run.checkpoints import Parts
 from rl2.run.folder import RunFolder
 from rl2.run.memory_plan import Prediction, choose_checkpointing
 from rl2.run.start import claim_folder
-from rl2.trainer.inputs import check_layers, count_steps, make_chat_template, read_examples
+from rl2.trainer.inputs import (
+    TRIAL_ROWS,
+    check_layers,
+    count_steps,
+    make_chat_template,
+    read_examples,
+    read_rows,
+)
 from rl2.trainer.recorder import Recorder, Replay
 from rl2.worker import Loss, Reference, UpdateResult, Worker
 
@@ -26,6 +33,19 @@ if TYPE_CHECKING:
     from rl2.trainer.played_tests import PlayedTests, TestPrompts
 
 Measure = Callable[["OfflineRun", Batch], dict[str, float]]  # a test set -> its metrics
+
+
+def find_row_problems(kind: RowKind, config: Any) -> list[Problem]:
+    """The problems of the data and of what answers test prompts, for a config that has others.
+
+    Only the first rows of files that are on this machine are read.
+    """
+    _, problems = read_rows(config, kind, TRIAL_ROWS)
+    if plays_tests(config):
+        from rl2.trainer.played_tests import find_test_problems  # loads engine and environment
+
+        problems += find_test_problems(config)
+    return problems
 
 
 class OfflineRun:
