@@ -160,7 +160,7 @@ class StopAtBudget:
         return self.finish_step(step, metrics, *records) or is_last
 
 
-def run_keys(task: Task, model: str, seed: int, folder: Path) -> list[str]:
+def run_keys(task: Task, model: str, seed: int, folder: Path, dtype: str = DTYPE) -> list[str]:
     """The keys of every run of rl2 in `folder`. The data is beside it."""
     return [
         f"data.path={folder.parent / 'train.jsonl'}",
@@ -169,7 +169,7 @@ def run_keys(task: Task, model: str, seed: int, folder: Path) -> list[str]:
         f"data.responses_per_prompt={SAMPLES}",
         f"data.seed={seed}",
         f"actor.model_name={model}",
-        f"actor.dtype={DTYPE}",
+        f"actor.dtype={dtype}",
         f"actor.update_per_rollout={UPDATES}",
         "actor.max_length_per_device=4096",
         "actor.gradient_checkpointing=false",

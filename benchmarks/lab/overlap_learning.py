@@ -52,7 +52,7 @@ def run_one(arguments) -> dict:
     folder = arguments.folder / name
     make_data(TASK, arguments.folder)
     keys = [
-        *run_keys(TASK, arguments.model, arguments.seed, folder),
+        *run_keys(TASK, arguments.model, arguments.seed, folder, dtype="auto"),
         *ALGORITHMS["GRPO"],
         *RATE,
         "actor.fsdp_size=1",
