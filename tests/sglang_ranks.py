@@ -12,6 +12,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from fake_sglang import FlattenedTensorBucket, install
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from rl2 import progress
 from rl2.engine import sglang
@@ -61,6 +63,19 @@ def check_weights(name, device):
     assert set(manager.load_formats) == {"flattened_bucket"}
     assert all(len(dtypes) == 1 for dtypes in manager.dtypes)
     assert len(manager.load_formats) == 5
+    engine.close()
+
+
+def check_experts(name, device):
+    """The weights of a mixture of experts arrive as its files have them."""
+    install()
+    engine = make_engine(name, device)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    engine.load_weights([(key, x.detach()) for key, x in model.named_parameters()], 1)
+    (weights,) = engine.engine.tokenizer_manager.weights
+    stored = load_file(f"{name}/model.safetensors")
+    assert weights.keys() == stored.keys() and any(".experts.3." in key for key in stored)
+    assert all(torch.equal(weights[key], stored[key]) for key in stored)
     engine.close()
 
 

@@ -15,6 +15,12 @@ def test_schedulers_read_the_weights_of_their_ranks(name, world, device):
     launch(world, ROOT / "tests/sglang_ranks.py", "weights", name, device)
 
 
+def test_experts_arrive_as_in_files(tmp_path):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    name = make_model(tmp_path / "qwen3_moe", "qwen3_moe", tied=False, **sizes)
+    launch(1, ROOT / "tests/sglang_ranks.py", "experts", name, "cpu")
+
+
 @pytest.mark.parametrize(
     "check",
     ["overlap", "environment", "share", "evaluation", "arguments", "buffers", "kept"],

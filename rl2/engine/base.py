@@ -169,7 +169,8 @@ class Engine(Protocol):
 
 def max_request_tokens(model_config: Any) -> float:
     """Most tokens of prompt and answer: the model's positions, or infinity."""
-    return getattr(model_config, "max_position_embeddings", None) or math.inf
+    text = model_config.get_text_config()
+    return getattr(text, "max_position_embeddings", None) or math.inf
 
 
 def check_request(

@@ -17,7 +17,7 @@ import signal
 import socket
 import time
 from base64 import b64decode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import current_process
 from random import SystemRandom
@@ -41,6 +41,7 @@ from rl2.engine.base import (
     check_request,
     max_request_tokens,
 )
+from rl2.engine.checkpoint_format import CheckpointFormat
 from rl2.engine.share import choose_share
 from rl2.engine.stop import StopSearch
 from rl2.model.routing import find_router_layers
@@ -95,15 +96,19 @@ class SGLangEngine(Engine):
         self.asleep = False
         self.num_aborts = 0
         config = AutoConfig.from_pretrained(settings.model_name)
-        self.model_config = config
+        with torch.device("meta"):
+            model = language_model_class(config).from_config(config)  # names and shapes alone
+        self.files = CheckpointFormat(model)
         self.tokenizer: Any = None
         if settings.stop:
             self.tokenizer = AutoTokenizer.from_pretrained(settings.model_name)
-        self.vocabulary = config.vocab_size
+        text = config.get_text_config()
+        self.vocabulary = text.vocab_size
         # Of each router, in the order of the trainer: SGLang tells of all layers.
         self.router_layers: list[int] = []
         if settings.with_experts:
-            self.router_layers = find_router_layers(settings.model_name, config)
+            self.router_layers = find_router_layers(settings.model_name, model)
+            self.choices_shape = (-1, text.num_hidden_layers, text.num_experts_per_tok)
         self.max_length = max_request_tokens(config)
         _check_window(config, self.max_length)
         # With these arguments SGLang stores other weights than it is sent.
@@ -222,10 +227,8 @@ class SGLangEngine(Engine):
 
     def _read_experts(self, told: str) -> np.ndarray:
         """[tokens, routers, choices] from SGLang's [tokens, layers, choices] int32 in base64."""
-        text = self.model_config.get_text_config()
-        numbers = np.frombuffer(b64decode(told), np.int32)
-        shape = (-1, text.num_hidden_layers, text.num_experts_per_tok)
-        return numbers.reshape(shape)[:, self.router_layers].astype(np.int16)
+        choices = np.frombuffer(b64decode(told), np.int32).reshape(self.choices_shape)
+        return choices[:, self.router_layers].astype(np.int16)
 
     def abort(self) -> None:
         self.num_aborts += 1
@@ -302,7 +305,8 @@ class SGLangEngine(Engine):
         if has_sessions:
             _require(self.engine.begin_weight_update())
         sent = None
-        for bucket in _buckets(named_tensors):  # it is gathered while SGLang loads the one before
+        # A bucket is gathered while SGLang loads the one before.
+        for bucket in _buckets(self.files.convert(named_tensors)):
             self._wait_until_loaded(sent)
             sent = None  # its memory is free for this one
             sent = self._send(bucket, version)
@@ -333,7 +337,7 @@ class SGLangEngine(Engine):
             self.load_weights(named_tensors, version)
             return
         before = self._check_weights("checksum")
-        kept = _names_without_source(before, self.model_config)
+        kept = _names_without_source(before, self.files.names)
         if kept and not _can_keep_tensors():
             self.load_weights(named_tensors, version)
             return
@@ -503,16 +507,16 @@ def _can_keep_tensors() -> bool:
     return hasattr(CheckWeightsReqInput, "skip_tensor_list")
 
 
-def _names_without_source(answers: list[dict[str, Any]], config: Any) -> list[str]:
+def _names_without_source(answers: list[dict[str, Any]], sent: Iterable[str]) -> list[str]:
     """The tensors of SGLang's model that the trainer does not send, by schedulers' checksums.
+
+    `sent` are the names that it does send.
 
     SGLang's models have buffers of their own, which no checkpoint holds. It joins weights and gives
     them other names, but what follows the last dot stays, or is the end of a longer word
     (w13_weight): weight and bias, and in some models A_log, sinks and others.
     """
-    with torch.device("meta"):
-        model = language_model_class(config).from_config(config)
-    kinds = {name.rpartition(".")[2] for name in model.state_dict()}
+    kinds = {name.rpartition(".")[2] for name in sent}
     endings = tuple(f"_{kind}" for kind in kinds)
     names = set()
     for answer in answers:

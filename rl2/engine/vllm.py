@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from rl2.engine.base import (
     Engine,
@@ -36,12 +36,14 @@ from rl2.engine.base import (
     max_request_tokens,
     pair_weights,
 )
+from rl2.engine.checkpoint_format import CheckpointFormat
 from rl2.engine.sampler import Draws, sample, uniform_noise
 from rl2.engine.share import choose_share
 from rl2.engine.stop import StopSearch
 from rl2.engine.vllm_adapters import Adapters, lora_arguments
 from rl2.engine.vllm_group import END, Group
 from rl2.model import lora
+from rl2.model.towers import find_towers, language_model_class
 from rl2.parallel.mesh import all_gather_objects
 from rl2.progress import expecting, mark
 
@@ -168,9 +170,10 @@ class VLLMEngine(Engine):
         if settings.stop:
             self.tokenizer = AutoTokenizer.from_pretrained(settings.model_name)
         config = AutoConfig.from_pretrained(settings.model_name)
-        self.vocabulary = config.vocab_size
-        with torch.device("meta"):
-            self.model = AutoModelForCausalLM.from_config(config)  # names and shapes alone
+        self.vocabulary = config.get_text_config().vocab_size
+        with torch.device("meta"):  # names and shapes alone
+            self.model = language_model_class(config).from_config(config)
+        self.files = CheckpointFormat(self.model)
         with torch.random.fork_rng(devices=[]):
             lora.inject(self.model, settings.adapters)
         self.numbers = count()
@@ -215,9 +218,11 @@ class VLLMEngine(Engine):
         arguments = _engine_arguments(settings, sampler)
         if settings.adapters is not None:
             arguments = lora_arguments(self.model) | arguments
+        if find_towers(self.model):
+            arguments = {"language_model_only": True} | arguments  # without the towers
         with _starting():
             config = EngineArgs(**arguments).create_engine_config()
-        _check_kind(settings.model_name, config.model_config)
+        _check_kind(settings, config.model_config)
         with _starting():
             engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         # At the exit of this process it would destroy the trainer's process groups.
@@ -433,18 +438,22 @@ class VLLMEngine(Engine):
         adapters: dict[str, Tensor],
         errors: list[Exception],
     ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors by vLLM's names, up to an error, which goes to `errors`.
+        """The tensors as files have them, up to an error, which goes to `errors`.
 
         Raised inside of vLLM's load, it would leave weights without memory, for good. Adapters go
         to `adapters`, by the trainer's names.
         """
-        try:
+
+        def without_adapters() -> Iterator[tuple[str, Tensor]]:
             for name, _, tensor in pair_weights(self.model, named_tensors):
                 if lora.is_adapter(name):
                     # A copy: tensors may be parts of a bucket, which would stay in memory.
                     adapters[name] = tensor.detach().to("cpu", copy=True)
                 else:
                     yield lora.base_name(name), tensor.detach()
+
+        try:
+            yield from self.files.convert(without_adapters())
         except Exception as error:
             errors.append(error)
 
@@ -530,21 +539,32 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_kind(name: str, model_config: Any) -> None:
-    """ValueError for a kind of model whose weights have not been sent to vLLM yet.
-
-    On a CPU those of experts (GLM-4.5) were wrong after they had been loaded a second time.
-    """
+def _check_kind(settings: EngineSettings, model_config: Any) -> None:
+    """ValueError for a kind of model that vLLM computes or loads wrongly, or that was not tried."""
+    is_special = model_config.is_moe or model_config.is_hybrid
+    on_cpu = settings.device.type == "cpu"
     for is_kind, what in (
-        (model_config.is_moe, "has experts"),
-        (model_config.is_hybrid, "has layers with a state, such as Mamba's"),
-        (model_config.is_multimodal_model, "reads more than text"),
-        (model_config.is_quantized, "is quantized"),
+        (
+            model_config.hf_config.model_type == "gpt_oss",
+            "has experts and sinks that vLLM 0.32 leaves out when it is sent weights",
+        ),
+        (
+            model_config.use_mla and on_cpu,
+            "has latent attention, whose log-probabilities vLLM 0.32 computes wrongly on a CPU",
+        ),
+        (model_config.is_hybrid, "has layers with a state, such as Mamba's, which was not tried"),
+        (model_config.is_multimodal_model, "reads more than text, which was not tried"),
+        (model_config.is_quantized, "is quantized, which was not tried"),
     ):
         if is_kind:
             raise ValueError(
-                f"rollout.engine=vllm: {name} {what}, which has not been tried: set sglang or local"
+                f"rollout.engine=vllm: {settings.model_name} {what}: set sglang or local"
             )
+    if is_special and settings.adapters is not None:
+        raise ValueError(
+            f"rollout.lora=adapter: {settings.model_name} is not dense, which was not tried with "
+            "vLLM's adapters; set rollout.lora=merged"
+        )
 
 
 def _vllm_params(params: SamplingParams, number: int) -> Any:
@@ -590,8 +610,11 @@ def _register_loader() -> None:
     """Registers the load_format "rl2", for a CPU: it multiplies with the weights themselves.
 
     By default vLLM packs matrices there and drops them, so there is nothing to compare. Of a head
-    that is tied to the embedding it would go on using the first packed copy.
+    that is tied to the embedding it would go on using the first packed copy. Experts are packed in
+    their place, but in the first load alone.
     """
+    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
     from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
 
     class PlainLoader(DefaultModelLoader):
@@ -601,6 +624,15 @@ def _register_loader() -> None:
         def load_weights(self, model: Any, model_config: Any) -> None:
             for layer in model.modules():
                 layer._cpu_skip_gemm_dispatch = True  # of matrices, also in later loads
+            for layer in model.modules():
+                if isinstance(layer, GatedDeltaNetAttention):
+                    if model_config.dtype != torch.bfloat16:
+                        raise ValueError(
+                            f"{model_config.model} has gated delta rules, which it computes on a "
+                            "CPU in bfloat16 only; set actor.dtype=bfloat16"
+                        )
+                    # Its kernel takes nothing but packed weights, which are in their place.
+                    layer.conv1d._cpu_skip_gemm_dispatch = False
             super().load_weights(model, model_config)
 
         def load_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -608,9 +640,29 @@ def _register_loader() -> None:
             for layer in model.modules():
                 if hasattr(layer, "cpu_linear"):  # the head: a tied one is not packed again
                     layer.cpu_linear = torch.nn.functional.linear
+                method = getattr(layer, "quant_method", None)
+                if isinstance(method, UnquantizedFusedMoEMethod):
+                    _pack_in_every_load(method)
             return model
 
     register_model_loader(CPU_ARGUMENTS["load_format"])(PlainLoader)
+
+
+def _pack_in_every_load(method: Any) -> None:
+    """Makes vLLM's `method` of the experts of a layer pack them again when they are loaded again.
+
+    vLLM does so while there is no kernel. The first kernel stays: it reads the weights that are
+    compared.
+    """
+    process = method.process_weights_after_loading
+
+    def process_as_the_first_time(layer: Any) -> None:
+        kernel, config = method.moe_kernel, method.moe_quant_config
+        method.moe_kernel = None
+        process(layer)
+        method.moe_kernel, method.moe_quant_config = kernel, config
+
+    method.process_weights_after_loading = process_as_the_first_time
 
 
 def _avoid_shared_memory() -> None:

@@ -16,14 +16,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl2.model.routers import find_logit_routers
 from rl2.model.shrink import FIRST_PLAIN_TOKEN, shrink
-from rl2.model.towers import language_model_class
 
 CHOICE_DTYPE = torch.int16  # of the numbers of experts, as they travel
 
@@ -92,13 +90,11 @@ class _TopK(TorchFunctionMode):
         return result
 
 
-def find_router_layers(name: str, config: PreTrainedConfig) -> list[int]:
+def find_router_layers(name: str, hf: PreTrainedModel) -> list[int]:
     """The number of the layer of each router of the model `name`, in the order of `Routing`.
 
     ValueError if its layers have no numbers or several routers.
     """
-    with init_empty_weights():
-        hf = language_model_class(config).from_config(config)
     names = {module: module_name for module_name, module in hf.named_modules()}
     layers = []
     for router, _ in find_logit_routers(hf):
@@ -106,7 +102,7 @@ def find_router_layers(name: str, config: PreTrainedConfig) -> list[int]:
         layers.append(int(found[1]) if found else -1)
     if -1 in layers or len(set(layers)) < len(layers):
         raise ValueError(
-            f"routing_replay=true: the routers of {name} ({config.model_type}) are not one a "
+            f"routing_replay=true: the routers of {name} ({hf.config.model_type}) are not one a "
             "layer, as SGLang tells their choices; use rollout.engine=local"
         )
     return layers

@@ -42,6 +42,13 @@ def test_the_contract(request, world, tp_size, actor_tp_size):
     assert done.stdout.count("is done") == world
 
 
+def test_the_contract_with_experts(tmp_path):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    name = make_model(tmp_path / "qwen3_moe", "qwen3_moe", tied=False, **sizes)
+    done = torchrun(1, HERE / "contract.py", name, 1, 1, env={"SGLANG_CPU_OMP_THREADS_BIND": "0"})
+    assert done.stdout.count("is done") == 1
+
+
 def arguments(tmp_path, model):
     return ["-m", "rl2.trainer.ppo", *letter_run(tmp_path, model)]
 

@@ -1,9 +1,12 @@
-"""Models for the real vLLM on a CPU, and a process group."""
+"""Models and engines for the real vLLM on a CPU, and a process group."""
 
 import pytest
+import torch
 import torch.distributed as dist
 from common import VLLM_SIZES, make_model
 
+from rl2.engine.base import EngineSettings
+from rl2.engine.vllm import VLLMEngine
 from rl2.parallel.mesh import init_distributed
 
 
@@ -23,3 +26,27 @@ def group():
     init_distributed()
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def engine_of():
+    """Makes an engine for a worker, with its adapters, and closes the one before: vLLM has one set
+    of process groups.
+    """
+    engines = []
+
+    def close():
+        if engines:
+            engines.pop().close()
+
+    def make(worker, **changes):
+        close()
+        options = {"adapters": worker.lora_settings, "max_running_requests": 8, **changes}
+        settings = EngineSettings(
+            worker.config.model_name, worker.dtype, torch.device("cpu"), **options
+        )
+        engines.append(VLLMEngine(settings))
+        return engines[-1]
+
+    yield make
+    close()

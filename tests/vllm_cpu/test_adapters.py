@@ -11,51 +11,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 pytest.importorskip("vllm", reason="run by tests/vllm_cpu/run.sh, in an environment with vllm")
 from common import VLLM_SIZES, letter_run, make_model, make_tokenizer, read_metrics, torchrun  # noqa: E402
 from engine_contract import check_abort, check_stop_strings, play  # noqa: E402
-from parity import make_batch, policy_loss, worker_config  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
+from workers import PROMPTS, answer, gap, make_worker, update  # noqa: E402
 
-from rl2.batch import Sample, collate  # noqa: E402
-from rl2.engine.base import EngineSettings  # noqa: E402
-from rl2.engine.vllm import VLLMEngine  # noqa: E402
 from rl2.model.lora import LoraSettings  # noqa: E402
-from rl2.worker import Worker  # noqa: E402
 
-CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("group")
-PROMPTS = [[5], [7, 8, 9] * 15, list(range(3, 73)), [90] * 33]
 
 
-@pytest.fixture
-def make_engine():
-    """Makes an engine with the adapters of a worker, and closes the one before: vLLM has one set of
-    process groups.
-    """
-    engines = []
-
-    def close():
-        if engines:
-            engines.pop().close()
-
-    def make(worker, **changes):
-        close()
-        options = {"adapters": worker.lora_settings, "max_running_requests": 8, **changes}
-        settings = EngineSettings(worker.config.model_name, worker.dtype, CPU, **options)
-        engines.append(VLLMEngine(settings))
-        return engines[-1]
-
-    yield make
-    close()
-
-
-def make_worker(name, **changes):
-    torch.manual_seed(0)
-    settings = {"lora_rank": 3, "lr": 1e-2, "max_grad_norm": 1.0, **changes}
-    return Worker(worker_config(name, **settings), CPU, num_updates=8)
-
-
-def update(worker):
-    worker.update(make_batch(), policy_loss, with_entropy=True)
+def make_adapted(name, **changes):
+    return make_worker(name, **{"lora_rank": 3, **changes})
 
 
 def send_adapters(engine, worker):
@@ -67,24 +33,6 @@ def send_adapters(engine, worker):
 
 def verify(engine, worker):
     engine.verify_weights(worker.iter_unmerged_weights(worker.dtype), worker.version)
-
-
-def answer(engine, **params):
-    """The answers to PROMPTS, as a batch with the engine's log-probabilities."""
-    answers = play(engine, PROMPTS, max_new_tokens=12, **params)
-    assert all(out.version == engine.version for out in answers)
-    samples = []
-    for i, (prompt, out) in enumerate(zip(PROMPTS, answers, strict=True)):
-        mask = [0] * len(prompt) + [1] * len(out.tokens)
-        logps = [0.0] * len(prompt) + out.logps
-        samples.append(Sample(prompt + out.tokens, mask, logps, [0.0] * len(mask), i, i))
-    return collate(samples)
-
-
-def gap(worker, batch):
-    """Mean difference of the engine's log-probabilities and the worker's."""
-    difference = (worker.infer(batch).logps - batch.engine_logps).abs()
-    return (difference * batch.mask).sum().item() / batch.mask.sum().item()
 
 
 @pytest.mark.parametrize(
@@ -99,11 +47,11 @@ def gap(worker, batch):
         ("mistral", "float32", {}),
     ],
 )
-def test_log_probabilities_are_the_trainers(tmp_path, make_engine, family, dtype, changes):
+def test_log_probabilities_are_the_trainers(tmp_path, engine_of, family, dtype, changes):
     """Before and after updates, as near as those of merged weights, also to the same prompts."""
     name = make_model(tmp_path / family, family, tied=False, **VLLM_SIZES)
-    worker = make_worker(name, dtype=dtype, **changes)
-    engine = make_engine(worker)
+    worker = make_adapted(name, dtype=dtype, **changes)
+    engine = engine_of(worker)
     assert engine.version is None, "new adapters have no values yet"
     send_adapters(engine, worker)
     verify(engine, worker)
@@ -117,17 +65,17 @@ def test_log_probabilities_are_the_trainers(tmp_path, make_engine, family, dtype
     assert gap(worker, start) > 20 * limit, "the updates change nothing that could be seen"
     verify(engine, worker)
     adapted = gap(worker, answer(engine))
-    merged = make_engine(worker, adapters=None)
+    merged = engine_of(worker, adapters=None)
     merged.load_weights(worker.iter_full_weights(worker.dtype), worker.version)
     merged_gap = gap(worker, answer(merged))
     print(f"{family} {dtype}: mean gap {adapted:.1e} with adapters, {merged_gap:.1e} merged")
     assert adapted < 2 * merged_gap + 1e-6
 
 
-def test_wrong_and_missing_adapters_are_found(tied, make_engine):
-    worker = make_worker(tied, lora_targets=["q_proj", "down_proj"])
+def test_wrong_and_missing_adapters_are_found(tied, engine_of):
+    worker = make_adapted(tied, lora_targets=["q_proj", "down_proj"])
     update(worker)
-    engine = make_engine(worker)
+    engine = engine_of(worker)
     with pytest.raises(RuntimeError, match="has no adapters"):
         verify(engine, worker)
     with pytest.raises(AssertionError, match="incomplete"):
@@ -181,10 +129,10 @@ def test_wrong_and_missing_adapters_are_found(tied, make_engine):
     assert gap(worker, answer(engine)) < 2e-5
 
 
-def test_prefixes_of_older_adapters_are_not_found(tied, make_engine):
+def test_prefixes_of_older_adapters_are_not_found(tied, engine_of):
     """Although none are thrown away here."""
-    worker = make_worker(tied)
-    engine = make_engine(worker)
+    worker = make_adapted(tied)
+    engine = engine_of(worker)
     send_adapters(engine, worker)
     cached = []
     schedule = engine.engine.engine_core.engine_core.scheduler.schedule
@@ -207,11 +155,11 @@ def test_prefixes_of_older_adapters_are_not_found(tied, make_engine):
         cached.clear()
 
 
-def test_answers_with_adapters_stop_and_are_aborted(tied, make_engine):
-    worker = make_worker(tied)
+def test_answers_with_adapters_stop_and_are_aborted(tied, engine_of):
+    worker = make_adapted(tied)
     for _ in range(2):
         update(worker)
-    engine = make_engine(worker, stop=["some"], max_running_requests=16)
+    engine = engine_of(worker, stop=["some"], max_running_requests=16)
     send_adapters(engine, worker)
     model = AutoModelForCausalLM.from_pretrained(tied, dtype=torch.float32)
     model.load_state_dict(dict(worker.iter_full_weights(torch.float32)), strict=False)
@@ -233,14 +181,14 @@ def save_with_peft(folder, name, **settings):
     return str(folder)
 
 
-def test_adapters_of_a_folder(tied, make_engine, tmp_path):
+def test_adapters_of_a_folder(tied, engine_of, tmp_path):
     """With other ranks and scales in single layers: from the start, and trained further."""
     patterns = {"rank_pattern": {"o_proj": 5}, "alpha_pattern": {"up_proj": 3}}
     folder = save_with_peft(
         tmp_path / "adapter", tied, r=2, target_modules=["v_proj", "o_proj", "up_proj"], **patterns
     )
-    worker = make_worker(tied, adapter=folder, lora_rank=2)
-    engine = make_engine(worker)
+    worker = make_adapted(tied, adapter=folder, lora_rank=2)
+    engine = engine_of(worker)
     assert engine.version == 0
     start = answer(engine)
     assert gap(worker, start) < 2e-5
@@ -250,13 +198,13 @@ def test_adapters_of_a_folder(tied, make_engine, tmp_path):
     assert gap(worker, answer(engine)) < 2e-5 < gap(worker, start)
 
 
-def test_what_vllm_cannot_adapt_is_refused(tied, make_engine):
-    worker = make_worker(tied)
+def test_what_vllm_cannot_adapt_is_refused(tied, engine_of):
+    worker = make_adapted(tied)
     with pytest.raises(ValueError, match=r"4 layers .*mlp\.down_proj.* set rollout.lora=merged"):
-        make_engine(worker, engine_args={"lora_target_modules": ["qkv_proj", "gate_up_proj"]})
+        engine_of(worker, engine_args={"lora_target_modules": ["qkv_proj", "gate_up_proj"]})
     with pytest.raises(ValueError, match="actor.lora_rank=600: .* up to 512"):
-        make_engine(worker, adapters=LoraSettings(600, 64.0))
-    engine = make_engine(worker)  # after a start that has failed
+        engine_of(worker, adapters=LoraSettings(600, 64.0))
+    engine = engine_of(worker)  # after a start that has failed
     send_adapters(engine, worker)
     verify(engine, worker)
 

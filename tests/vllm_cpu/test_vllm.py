@@ -254,10 +254,13 @@ def test_the_start_leaves_the_process_as_it_was(tied, make_engine):
 def test_what_was_not_tried_is_refused(tmp_path, tied, make_engine):
     with pytest.raises(ValueError, match="rollout.tp_size=2: .* set rollout.lora=merged"):
         make_engine(tied, tp_size=2, adapters=LoraSettings(4, 64.0))
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2}
-    name = make_model(tmp_path / "glm4_moe", "glm4_moe", **VLLM_SIZES, **experts)
-    with pytest.raises(ValueError, match="glm4_moe has experts, which has not been tried"):
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    name = make_model(tmp_path / "gpt_oss", "gpt_oss", **VLLM_SIZES, **experts)
+    with pytest.raises(ValueError, match="gpt_oss has experts and sinks that vLLM 0.32 leaves out"):
         make_engine(name)
+    name = make_model(tmp_path / "mixtral", "mixtral", **VLLM_SIZES, **experts)
+    with pytest.raises(ValueError, match="mixtral is not dense, .* set rollout.lora=merged"):
+        make_engine(name, adapters=LoraSettings(4, 64.0))
     engine = make_engine(tied)  # after a start that has failed
     check_refused(engine, [5] * 510, "exceeds 512", max_new_tokens=3)
 

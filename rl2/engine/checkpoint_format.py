@@ -1,0 +1,70 @@
+"""Weights as the files of a model have them, which is what SGLang and vLLM load.
+
+transformers holds all experts of a layer in one tensor, and has other names for the weights of some
+models. Files have a matrix for each expert, and the names of the first release.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from rl2.engine.base import NamedTensors
+
+LAYER = re.compile(r".*?\.\d+\.")  # what the names of a layer's weights begin with
+
+
+class CheckpointFormat:
+    """Converts weights of `model` as its `save_pretrained` does, but one after the other.
+
+    `model` may be on the meta device. It has no adapters.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        weights = model.state_dict()
+        in_files = revert_weight_conversion(model, weights)
+        self.names = frozenset(in_files)
+        self.renamed: dict[str, str] = {}  # name in the model -> name in the files
+        # Names of weights that are joined with others, by layer.
+        self.joined: dict[str, set[str]] = defaultdict(set)
+        for name, weight in weights.items():
+            if in_files.get(name) is weight:
+                self.renamed[name] = name
+                continue
+            alone = revert_weight_conversion(model, {name: weight})
+            [first, *others] = alone
+            if alone[first] is weight and not others:
+                self.renamed[name] = first
+            elif any(
+                key not in in_files or part.shape != in_files[key].shape
+                for key, part in alone.items()
+            ):
+                self.joined[_layer(name)].add(name)
+
+    def convert(self, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights of `named_tensors` by their names in files.
+
+        Weights that are joined wait for the others of their layer. Tensors may be views.
+        """
+        waiting: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for name, tensor in named_tensors:
+            if name in self.renamed:
+                yield self.renamed[name], tensor
+                continue
+            group = {name: tensor}
+            layer = _layer(name)
+            if name in self.joined.get(layer, ()):
+                waiting[layer][name] = tensor
+                if len(waiting[layer]) < len(self.joined[layer]):
+                    continue
+                group = waiting.pop(layer)
+            yield from revert_weight_conversion(self.model, group).items()
+
+
+def _layer(name: str) -> str:
+    match = LAYER.match(name)
+    return match.group() if match else name

@@ -1,0 +1,75 @@
+"""Weights on their way to SGLang and vLLM are those of the model's files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from common import RECURRENT, SPECIAL, make_model
+from safetensors.torch import load_file
+from test_towers import save_family
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl2.engine.checkpoint_format import CheckpointFormat
+from rl2.model.towers import language_model_class
+from rl2.parallel.fsdp import persistent_buffers
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES = {
+    "glm4_moe": {"n_routed_experts": 4, "first_k_dense_replace": 1, **EXPERTS},  # has a buffer
+    "llama": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},  # has other names in files
+    "qwen3_moe": {"num_experts": 4, **EXPERTS},
+    **SPECIAL,
+    **RECURRENT,
+}
+
+
+def format_of(name):
+    config = AutoConfig.from_pretrained(name)
+    with torch.device("meta"):
+        return CheckpointFormat(language_model_class(config).from_config(config))
+
+
+def weights_of(name):
+    """Parameters and buffers as the trainer sends them: by their names in transformers."""
+    config = AutoConfig.from_pretrained(name)
+    model = language_model_class(config).from_pretrained(name, dtype=torch.float32)
+    return [*model.named_parameters(), *persistent_buffers(model)]
+
+
+def check_files(name):
+    """The converted weights and the stored ones are equal; a tied head is in neither."""
+    converted = list(format_of(name).convert(weights_of(name)))
+    stored = load_file(Path(name) / "model.safetensors")
+    assert sorted(key for key, _ in converted) == sorted(stored)
+    for key, weight in converted:
+        assert torch.equal(weight, stored[key]), key
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_those_of_the_files(tmp_path, family, tied):
+    check_files(make_model(tmp_path / "model", family, **{"tied": tied, **FAMILIES[family]}))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+def test_weights_of_models_with_a_tower(tmp_path, family):
+    check_files(save_family(family, tmp_path / "model"))
+
+
+def test_experts_leave_before_the_next_weight_is_made(tmp_path):
+    """So that no more than one whole weight is in memory."""
+    name = make_model(tmp_path / "model", "qwen3_moe", **FAMILIES["qwen3_moe"])
+    made = []
+
+    def make():
+        for key, weight in AutoModelForCausalLM.from_pretrained(name).named_parameters():
+            made.append(key)
+            yield key, weight
+
+    sources = {}
+    for key, _ in format_of(name).convert(make()):
+        sources.setdefault(made[-1], []).append(key)
+    assert list(sources) == made
+    prefix = "model.layers.1.mlp.experts"
+    assert sources[f"{prefix}.down_proj"] == [f"{prefix}.{i}.down_proj.weight" for i in range(4)]
