@@ -52,8 +52,8 @@ VISION = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 TOP = {"tie_word_embeddings": True, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
 
 
-def gemma3():
-    text = {**TEXT, "head_dim": 8, "sliding_window": 6}
+def gemma3(**sizes):
+    text = {**TEXT, "head_dim": 8, "sliding_window": 6, **sizes}
     text["layer_types"] = ["sliding_attention", "full_attention"]
     vision = {**VISION, "num_hidden_layers": 2, "image_size": 8, "patch_size": 2}
     config = Gemma3Config(
@@ -62,12 +62,12 @@ def gemma3():
     return Gemma3ForConditionalGeneration, config
 
 
-def qwen2_5_vl():
+def qwen2_5_vl(**sizes):
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
     vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
     vision |= {"out_hidden_size": 32, "patch_size": 2, "fullatt_block_indexes": [1]}
     config = Qwen2_5_VLConfig(
-        text_config={**TEXT, "rope_parameters": rope},
+        text_config={**TEXT, "rope_parameters": rope, **sizes},
         vision_config=vision,
         image_token_id=97,
         video_token_id=96,
@@ -81,9 +81,12 @@ def qwen2_5_vl():
 FAMILIES = {"gemma3": gemma3, "qwen2_5_vl": qwen2_5_vl}
 
 
-def save_family(family, folder) -> str:
-    """Saves a small random model, with a file of its processor, and returns its path."""
-    model_class, config = FAMILIES[family]()
+def save_family(family, folder, **sizes) -> str:
+    """Saves a small random model, with a file of its processor, and returns its path.
+
+    `sizes` are those of the text model.
+    """
+    model_class, config = FAMILIES[family](**sizes)
     torch.manual_seed(0)
     model_class(config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)

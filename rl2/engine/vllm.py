@@ -43,6 +43,7 @@ from rl2.engine.stop import StopSearch
 from rl2.engine.vllm_adapters import Adapters, lora_arguments
 from rl2.engine.vllm_group import END, Group
 from rl2.model import lora
+from rl2.model.recurrent import is_recurrent
 from rl2.model.towers import find_towers, language_model_class
 from rl2.parallel.mesh import all_gather_objects
 from rl2.progress import expecting, mark
@@ -52,6 +53,8 @@ REQUIRED_VARIABLES = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # its logits processors have another interface
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads stay as they are
 }
+# In 0.32.0 log-probabilities are wrong with the cache of latents and q_lora_rank (DeepSeek-V3).
+CPU_VARIABLES = {"VLLM_MLA_DISABLE": "1"}
 DEFAULT_VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 OWN_VARIABLES = "VLLM_"  # what their names begin with; vLLM reads some of them later
 CPU_ARGUMENTS = {
@@ -59,7 +62,13 @@ CPU_ARGUMENTS = {
     "kv_cache_memory_bytes": 2**30,
     "block_size": 32,  # tokens, of the prefix cache; 128, the default, exceed many prompts
     "load_format": "rl2",  # see _register_loader
+    # In 0.32.0 the kernel is wrong for queries [tokens, heads, size] (LFM2, DeepSeek-V3).
+    "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
 }
+TRIED_RECURRENT = ("falcon_h1", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_next")  # model types
+# Relative, of a number that vLLM keeps in a finer dtype than the trainer sends: vLLM has read it
+# from the files as it is, or computes exp of it. In bfloat16 a number is off by up to 2^-9.
+FINER_TOLERANCE = 2.0**-6
 NUMBER_KEY = "rl2_number"  # of a request's number in vLLM's SamplingParams.extra_args
 SECONDS_TO_START = 900.0  # a GPU compiles kernels and records graphs: minutes in the first run
 
@@ -161,6 +170,7 @@ class VLLMEngine(Engine):
         self.count = settings.world_size // tp_size
         self.tp_size = tp_size
         self.device = settings.device
+        self.dtype = settings.dtype
         self.max_running_requests = settings.max_running_requests
         self.version: int | None = 0
         self.asleep = False
@@ -203,7 +213,9 @@ class VLLMEngine(Engine):
         os.environ.update(REQUIRED_VARIABLES)
         for name, value in DEFAULT_VARIABLES.items():
             os.environ.setdefault(name, value)
-        if settings.deterministic and self.device.type != "cpu":
+        if self.device.type == "cpu":
+            os.environ.update(CPU_VARIABLES)
+        elif settings.deterministic:
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
         # vLLM makes its groups among the ranks of the default process group, as these.
         os.environ["RANK"] = str(settings.rank)
@@ -220,6 +232,9 @@ class VLLMEngine(Engine):
             arguments = lora_arguments(self.model) | arguments
         if find_towers(self.model):
             arguments = {"language_model_only": True} | arguments  # without the towers
+        if self.device.type == "cpu" and any(map(is_recurrent, self.model.modules())):
+            # There the kernel of Mamba2 does not give the states within a prompt.
+            arguments = {"enable_prefix_caching": False} | arguments
         with _starting():
             config = EngineArgs(**arguments).create_engine_config()
         _check_kind(settings, config.model_config)
@@ -463,13 +478,19 @@ class VLLMEngine(Engine):
         vLLM joins weights and names them otherwise. So checksums of its own are taken, it is filled
         with zeros, these are loaded in their place, and the checksums are taken again. Adapters are
         compared with what its layers held before. A difference on one rank is an error on all.
+        Numbers that vLLM keeps in a finer dtype than it is sent are compared up to rounding.
         """
         held = {} if self.adapters is None else self.adapters.held()
-        before = self._checksums()
+        before, finer_before = self._checksums(), self._finer_weights()
         self.engine.collective_rpc("reset_weights")
         adapters = self._load(named_tensors, version)
-        after = self._checksums()
-        different = sorted(name for name in before if before[name] != after[name])
+        after, finer_after = self._checksums(), self._finer_weights()
+        different = sorted(
+            name
+            for name in before
+            if before[name] != after[name]
+            and not _is_rounded(finer_before.get(name), finer_after.get(name))
+        )
         if self.adapters is not None:
             different += self.adapters.different(held, adapters)
         different = sorted({name for part in all_gather_objects(different) for name in part})
@@ -483,6 +504,17 @@ class VLLMEngine(Engine):
         """By the names of vLLM's model, which it gives with the number of the rank in front."""
         [checksums] = self.engine.collective_rpc("compute_weight_checksums")
         return {name.rpartition(":")[2]: value for name, value in checksums.items()}
+
+    def _finer_weights(self) -> dict[str, Tensor]:
+        """Copies of the weights that vLLM keeps in a finer dtype, such as A_log, by its names."""
+        size = self.dtype.itemsize
+
+        def copies(model: Any) -> dict[str, Tensor]:
+            weights = model.named_parameters()
+            return {name: x.detach().clone() for name, x in weights if x.dtype.itemsize > size}
+
+        [finer] = self.engine.apply_model(copies)
+        return finer
 
     def close(self) -> None:
         """Cancels what is in flight and frees the memory."""
@@ -541,30 +573,40 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _check_kind(settings: EngineSettings, model_config: Any) -> None:
     """ValueError for a kind of model that vLLM computes or loads wrongly, or that was not tried."""
-    is_special = model_config.is_moe or model_config.is_hybrid
-    on_cpu = settings.device.type == "cpu"
+    kind = model_config.hf_text_config.model_type
+    is_recurrent = model_config.is_hybrid or model_config.has_inner_state
     for is_kind, what in (
         (
-            model_config.hf_config.model_type == "gpt_oss",
+            kind == "gpt_oss",
             "has experts and sinks that vLLM 0.32 leaves out when it is sent weights",
         ),
         (
-            model_config.use_mla and on_cpu,
-            "has latent attention, whose log-probabilities vLLM 0.32 computes wrongly on a CPU",
+            kind == "nemotron_h",
+            "has a least time step (time_step_min), which vLLM 0.32 does not compute",
         ),
-        (model_config.is_hybrid, "has layers with a state, such as Mamba's, which was not tried"),
-        (model_config.is_multimodal_model, "reads more than text, which was not tried"),
+        (
+            is_recurrent and kind not in TRIED_RECURRENT,
+            f"has layers with a state, and was not tried ({', '.join(TRIED_RECURRENT)} were)",
+        ),
         (model_config.is_quantized, "is quantized, which was not tried"),
     ):
         if is_kind:
             raise ValueError(
                 f"rollout.engine=vllm: {settings.model_name} {what}: set sglang or local"
             )
-    if is_special and settings.adapters is not None:
+    is_dense = not (model_config.is_moe or is_recurrent or model_config.is_multimodal_model)
+    if settings.adapters is not None and not is_dense:
         raise ValueError(
-            f"rollout.lora=adapter: {settings.model_name} is not dense, which was not tried with "
-            "vLLM's adapters; set rollout.lora=merged"
+            f"rollout.lora=adapter: {settings.model_name} is not a dense model of text, which was "
+            "not tried with vLLM's adapters; set rollout.lora=merged"
         )
+
+
+def _is_rounded(before: Tensor | None, after: Tensor | None) -> bool:
+    """Whether a weight of a finer dtype is the same up to the rounding of what was sent."""
+    if before is None or after is None:
+        return False
+    return torch.allclose(before, after, rtol=FINER_TOLERANCE, atol=0.0)
 
 
 def _vllm_params(params: SamplingParams, number: int) -> Any:

@@ -259,8 +259,17 @@ def test_what_was_not_tried_is_refused(tmp_path, tied, make_engine):
     with pytest.raises(ValueError, match="gpt_oss has experts and sinks that vLLM 0.32 leaves out"):
         make_engine(name)
     name = make_model(tmp_path / "mixtral", "mixtral", **VLLM_SIZES, **experts)
-    with pytest.raises(ValueError, match="mixtral is not dense, .* set rollout.lora=merged"):
+    with pytest.raises(ValueError, match="mixtral is not a dense .* set rollout.lora=merged"):
         make_engine(name, adapters=LoraSettings(4, 64.0))
+    states = {"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2}
+    layers = {"layers_block_type": ["linear_attention", "full_attention"]}
+    name = make_model(tmp_path / "nemotron_h", "nemotron_h", **VLLM_SIZES, **states, **layers)
+    with pytest.raises(ValueError, match="nemotron_h has a least time step"):
+        make_engine(name)
+    layers = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}
+    name = make_model(tmp_path / "jamba", "jamba", **VLLM_SIZES, **layers)
+    with pytest.raises(ValueError, match="jamba has layers with a state, and was not tried"):
+        make_engine(name)
     engine = make_engine(tied)  # after a start that has failed
     check_refused(engine, [5] * 510, "exceeds 512", max_new_tokens=3)
 
