@@ -145,7 +145,7 @@ def check_evaluation(name, device):
         engine.close()
 
 
-def check_experts(name, device):
+def check_routing(name, device):
     """Of three layers the last two have routers, and an answer tells of them alone."""
     install()
     engine = make_engine(name, device, with_experts=True)

@@ -298,4 +298,4 @@ def test_vllm_is_refused_before_it_starts():
 
 def test_sglang_tells_of_all_layers(tmp_path):
     name = make_model(tmp_path / "model", "glm4_moe", tied=False, **MIXTURES["glm4_moe"])
-    launch(1, ROOT / "tests/sglang_ranks.py", "experts", name, "cpu")
+    launch(1, ROOT / "tests/sglang_ranks.py", "routing", name, "cpu")
