@@ -9,6 +9,7 @@ from parity import make_batch, policy_loss
 from transformers import AutoModelForCausalLM
 
 from rl2.engine.base import Engine, EngineSettings, SamplingParams
+from rl2.model.routers import find_logit_routers
 
 VERBS = ["generate", "abort", "sleep", "wake", "load_weights", "verify_weights", "close"]
 ATTRIBUTES = ["index", "count", "max_running_requests", "version", "loop"]
@@ -260,3 +261,31 @@ def check_contract(engine, settings, actor, package):
     check_other_weights(engine, actor, prompts, settings.model_name)
     moved = play(engine, prompts, temperature=0.0, max_new_tokens=10)
     assert engine.index is None or moved != greedy
+
+
+def chosen_by_transformers(name, tokens):
+    """[n - 1, R, K] of the tokens but the last, which run alone."""
+    hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    chosen = []
+    for router, _ in find_logit_routers(hf):
+        router.register_forward_hook(
+            lambda _, inputs, outputs: chosen.extend(x for x in outputs if x.dtype == torch.int64)
+        )
+    with torch.no_grad():
+        hf(torch.tensor([tokens[:-1]]))
+    return torch.stack(chosen, 1)
+
+
+def check_routing(engine, name) -> None:
+    """Checks that an engine with the weights of the model `name` tells what its routers choose."""
+    prompts = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, end] for end in range(20, 23)]
+    prompts += [[30], [31, 32]]
+    for start in (0, 1):
+        answers = play(engine, prompts, max_new_tokens=5, experts_from=start)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            expected = chosen_by_transformers(name, prompt + answer.tokens)[start:]
+            told = torch.from_numpy(answer.experts).long()
+            assert told.shape == expected.shape
+            assert torch.equal(told.sort(-1).values, expected.sort(-1).values)
+    [answer] = play(engine, prompts[:1], max_new_tokens=2)
+    assert answer.experts is None

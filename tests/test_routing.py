@@ -17,7 +17,7 @@ from common import (
     read_jsonl,
     write_jsonl,
 )
-from engine_contract import play
+from engine_contract import check_routing, chosen_by_transformers
 from parity import LEARNING_RATE, SMALL_BUDGET, make_batch, use_sgd, worker_config
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -57,20 +57,6 @@ LAYOUTS = {
     "copies": {"fsdp_size": 1},
     "sp": {"sp_size": 2, "max_length_per_device": SMALL_BUDGET},
 }
-PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, end] for end in range(20, 23)] + [[30], [31, 32]]
-
-
-def chosen_by_transformers(name, tokens):
-    """[n - 1, R, K] of the tokens but the last, which run alone."""
-    hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    chosen = []
-    for router, _ in find_logit_routers(hf):
-        router.register_forward_hook(
-            lambda _, inputs, outputs: chosen.extend(x for x in outputs if x.dtype == torch.int64)
-        )
-    with torch.no_grad():
-        hf(torch.tensor([tokens[:-1]]))
-    return torch.stack(chosen, 1)
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -87,15 +73,7 @@ def test_the_engine_tells_what_the_routers_choose(tmp_path, family, exact):
             with_experts=True,
         )
     )
-    for start in (0, 1):
-        answers = play(engine, PROMPTS, max_new_tokens=5, temperature=1.0, experts_from=start)
-        for prompt, answer in zip(PROMPTS, answers, strict=True):
-            expected = chosen_by_transformers(name, prompt + answer.tokens)[start:]
-            told = torch.from_numpy(answer.experts).long()
-            assert told.shape == expected.shape
-            assert torch.equal(told.sort(-1).values, expected.sort(-1).values)
-    [answer] = play(engine, PROMPTS[:1], max_new_tokens=2)
-    assert answer.experts is None
+    check_routing(engine, name)
     engine.close()
 
 
@@ -288,9 +266,11 @@ def test_a_model_without_experts_is_told(tmp_path, device):
         make_worker(name)
 
 
-def test_vllm_is_refused_before_it_starts():
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_engines_that_tell_no_experts_are_refused_before_they_start(engine):
+    """On a CPU SGLang 0.5.23 fails when it is asked for them: it pins memory for a GPU."""
     config = PPOConfig()
-    config.rollout.engine = "vllm"
+    config.rollout.engine = engine
     assert "actor.routing_replay" not in [problem.key for problem in check_engine(config)]
     config.actor.routing_replay = True
     assert "actor.routing_replay" in [problem.key for problem in check_engine(config)]

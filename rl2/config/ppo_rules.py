@@ -284,13 +284,18 @@ def check_samplers(config: PPOConfig) -> Iterator[Problem]:
 def check_engine(config: PPOConfig) -> Iterator[Problem]:
     """Whether the engine is installed and can run here, on as many processes as it is given."""
     engine = choose_engine(config.rollout.engine)[0]
+    silent = None  # an engine that does not tell which experts it chose
     if engine == "sglang":
         yield from check_sglang(config)
+        if not torch.cuda.is_available():
+            silent = "SGLang without a GPU"
     elif engine == "vllm":
         yield from check_vllm(config)
-        if config.actor.routing_replay:
-            reason = "vLLM does not tell rl2 which experts it chose; leave it out, or use another"
-            yield wrong_value("actor.routing_replay", True, f"{reason} rollout.engine")
+        silent = "vLLM"
+    if silent is not None and config.actor.routing_replay:
+        reason = f"{silent} does not tell rl2 which experts it chose"
+        advice = "leave it out, or set rollout.engine=local"
+        yield wrong_value("actor.routing_replay", True, f"{reason}; {advice}")
 
 
 def check_engine_size(config: PPOConfig) -> Iterator[Problem]:
