@@ -17,7 +17,6 @@ from rl2.run.lock import RunLock
 HOLD_LOCK = """
 import sys, time
 from pathlib import Path
-from rl2 import worker
 from rl2.run import lock as run_lock
 
 run_lock.BEAT_SECONDS = 0.05
@@ -106,7 +105,6 @@ def test_a_lock_of_another_machine_is_watched(tmp_path, monkeypatch, capsys):
 RACE = """
 import json, multiprocessing, sys
 from pathlib import Path
-from rl2 import worker
 from rl2.run import lock as run_lock
 
 def compete(folder, start, end, winners):
