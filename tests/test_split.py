@@ -4,10 +4,11 @@ import random
 import re
 
 import pytest
-from common import CONFIGS, run
+from common import CONFIGS
 from transformers import Qwen3MoeConfig
 
 from rl2.config.schema import PPOConfig
+from rl2.tools import plan
 from rl2.tools.split import describe_times
 from rl2.tools.step_time import (
     MATMUL_FLOPS,
@@ -147,9 +148,13 @@ def test_longer_answers_need_more_processes_that_sample(tmp_path, monkeypatch):
     assert few < many
 
 
-def test_the_command_prints_the_split(tmp_path):
+def test_the_command_prints_the_split(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "1")  # which the command sets
     config = make_config(tmp_path, num_hidden_layers=2, vocab_size=1000)
-    arguments = [f"actor.model_name={config.actor.model_name}", "--gpus", "2"]
-    done = run("-m", "rl2", "plan", *arguments, "--answer-tokens", "77")
-    assert "more than 77" in done.stdout
-    assert read_splits([done.stdout]).keys() == {1}
+    words = [f"actor.model_name={config.actor.model_name}", "--gpus", "2", "--answer-tokens", "77"]
+    monkeypatch.setattr("sys.argv", ["rl2 plan", *words])
+    with pytest.raises(SystemExit) as ended:
+        plan.main()
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0 and "more than 77" in printed
+    assert read_splits([printed]).keys() == {1}
