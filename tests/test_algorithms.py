@@ -1,7 +1,6 @@
 """Tests of rl2/algorithms.
 
-Every formula is compared with loops in plain Python, cases worked by hand, closed-form gradients,
-and TRL's own code.
+Formulas are compared with loops in plain Python, closed-form gradients and TRL's own code.
 """
 
 import math
@@ -21,12 +20,12 @@ from common import (
     preference_inputs,
     unpaired_inputs,
 )
+from torch.nn.functional import softplus
 
 from rl2.algorithms import advantages, losses, names
 from rl2.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
     RewardPart,
-    distillation,
     gae,
     gdpo,
     group_advantages,
@@ -59,7 +58,7 @@ from rl2.batch import collate
 from rl2.config.schema import PPOConfig
 from rl2.trainer.ppo import actor_loss, average_updates, can_drop_rows, check_no_gradient
 
-SEEDS = range(12)
+SEEDS = range(6)
 CORRECTIONS = ("token_tis", "token_mask", "sequence_mask", "geometric_mask")
 LOSSES = [
     dict(loss="ppo", clip=0.2),
@@ -354,44 +353,6 @@ def test_an_estimator_is_its_loop(seed, estimator, settings, loop):
     assert_cells(advantages, loop(case))
 
 
-HAND_WORKED = [  # (estimator, mask, rewards, group, advantages)
-    # The rewards 1, 3, 5 and a failed trajectory; a group of one.
-    (
-        leave_one_out,
-        [[1, 1], [1, 0], [0, 1], [0, 0], [1, 0]],
-        [[0, 1], [3, 0], [0, 5], [9, 9], [7, 0]],
-        [4, 4, 4, 4, 2],
-        [[1.0 - 4, 1 - 4], [3 - 3, 0], [0, 5 - 2], [0, 0], [0, 0]],
-    ),
-    # KL penalties of 1 and 2 and the reward 4; the reward -1. The sums from each token on are 1, 2
-    # and -1, with the mean 2/3 and the variance 7/3.
-    (
-        reinforce_plus_plus,
-        [[1, 1], [1, 0]],
-        [[-1, 4 - 2], [-1, 0]],
-        [0, 0],
-        [[1 / 3 / (7 / 3) ** 0.5, 4 / 3 / (7 / 3) ** 0.5], [-5 / 3 / (7 / 3) ** 0.5, 0]],
-    ),
-    # The tokens' differences from their groups are 1/2, 1/2, -1/2, 0 and 0: mean 0.1, variance
-    # 0.175.
-    (
-        reinforce_plus_plus_baseline,
-        [[1, 1], [1, 0], [1, 0], [1, 0]],
-        [[0, 1], [0, 0], [2, 0], [2, 0]],
-        [0, 0, 1, 1],
-        [[0.4 / 0.175**0.5] * 2, [-0.6 / 0.175**0.5, 0], *[[-0.1 / 0.175**0.5, 0]] * 2],
-    ),
-]
-
-
-def test_turns_by_hand():
-    """Trajectory 7 has rows 0 and 2, with two turns and one; 3 has one turn of one token."""
-    mask = torch.tensor([[0, 1, 1, 0, 1], [0, 0, 1, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
-    inputs = advantage_inputs(mask.float(), trajectory=torch.tensor([7, 3, 7, 9]))
-    expected = [[0, 1, 1, 0, 2], [0, 0, 1, 0, 0], [3, 3, 0, 0, 0], [0, 0, 0, 0, 0]]
-    assert inputs.turns.tolist() == expected and inputs.turns.dtype == torch.int64
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_turns_are_their_loop(seed):
     case = make_case(seed)
@@ -406,69 +367,10 @@ def test_turns_are_their_loop(seed):
     assert inputs_of(case).turns.equal(expected.long())
 
 
-def test_maxrl_by_hand():
-    """One success of four counts three times as much as a failure counts against."""
-    rewards = torch.tensor([[1.0], [0], [0], [0], [1], [1], [0], [0], [0.3]])
-    group = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 3])
-    advantages = maxrl(advantage_inputs(torch.ones(9, 1), rewards, group))
-    assert advantages[:, 0].tolist() == pytest.approx([3, -1, -1, -1, 0, 0, 0, 0, 0])
-    rewards[1] = -4
+def test_maxrl_needs_a_mean_that_is_not_negative():
+    rewards = torch.tensor([[1.0], [-4.0], [0.0], [0.0]])
     with pytest.raises(ValueError, match="-0.75"):
-        maxrl(advantage_inputs(torch.ones(9, 1), rewards, group))
-
-
-def test_gdpo_tells_rewards_of_equal_sums_apart():
-    """The sums 2, 1, 1, 0 of two parts, which GRPO cannot tell from (1, 1), (0, 1), (0, 1), (0, 0).
-
-    The example of section 2 of the paper in small: the part that three of four have says less.
-    """
-    right, short = torch.tensor([1.0, 1, 0, 0]), torch.tensor([1.0, 0, 1, 0])
-    alone = torch.tensor([1.0, 0, 0, 0])
-    mask = torch.ones(4, 1)
-
-    def advantages(**parts):
-        parts = {name: RewardPart(values, 1.0) for name, values in parts.items()}
-        return gdpo(advantage_inputs(mask, reward_parts=parts))[:, 0].tolist()
-
-    balanced = advantages(right=right, short=short)
-    assert balanced == pytest.approx([1.5**0.5, 0, 0, -(1.5**0.5)], abs=1e-3)
-    most = torch.tensor([1.0, 1, 1, 0])
-    # (1 - 1/4) / (1/2) + (1 - 3/4) / (1/2) = 2, then 0, 0 and -2, over a deviation of (8/3)^0.5.
-    assert advantages(right=alone, short=most) == pytest.approx(
-        [1.5**0.5, 0, 0, -(1.5**0.5)], abs=1e-3
-    )
-    weighted = {"right": RewardPart(right, 3.0), "short": RewardPart(short, 1.0)}
-    found = gdpo(advantage_inputs(mask, reward_parts=weighted))[:, 0]
-    assert found[1] > 0 > found[2] and found[1] == pytest.approx(-found[2].item())
-
-
-@pytest.mark.parametrize(("estimator", "mask", "rewards", "group", "expected"), HAND_WORKED)
-def test_an_estimator_by_hand(estimator, mask, rewards, group, expected):
-    mask, rewards, expected = map(torch.tensor, (mask, rewards, expected))
-    inputs = advantage_inputs(mask.float(), rewards.float(), torch.tensor(group))
-    torch.testing.assert_close(estimator(inputs), expected)
-
-
-def test_group_advantages_by_hand():
-    """Three groups of different kinds.
-
-    Group 3: trajectory 7 has two rows and the reward 1 + 2, trajectory 5 has the reward 0, and
-    trajectory 6 failed. Group 0: one trajectory of two failed. Group 1: three rewards of 0.1, whose
-    mean in floating point is not 0.1.
-    """
-    mask = torch.tensor([[0.0, 1], [1, 0], [1, 1], [0, 0], [1, 1], [0, 0], [1, 0], [1, 0], [1, 0]])
-    rewards = torch.tensor(
-        [[0.0, 1], [2, 0], [0, 0], [0, 9], [0, 5], [4, 0], [0.1, 0], [0.1, 0], [0.1, 0]]
-    )
-    group = torch.tensor([3, 3, 3, 3, 0, 0, 1, 1, 1])
-    trajectory = torch.tensor([7, 7, 5, 6, 4, 3, 0, 1, 2])
-    expected = torch.tensor([[0, 1.5], [1.5, 0], [-1.5, -1.5], *[[0, 0]] * 6])
-    inputs = advantage_inputs(mask, rewards, group, trajectory)
-    assert group_advantages(inputs).equal(expected)
-    scale = 3 / math.sqrt(2) + 1e-4  # the unbiased standard deviation of 3 and 0
-    normed = group_advantages(replace(inputs, norm_var=True))
-    torch.testing.assert_close(normed, expected / scale)
-    assert normed[6:].eq(0).all()
+        maxrl(advantage_inputs(torch.ones(4, 1), rewards))
 
 
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e6 + 0.1])
@@ -484,16 +386,6 @@ def test_equal_rewards_give_exactly_zero(reward):
     for function in functions:
         assert function(inputs).eq(0).all()
     assert whiten(inputs.rewards, inputs.mask).eq(0).all()
-
-
-def test_distillation_by_hand():
-    """The teacher finds the first token likelier than the policy does, the second less likely."""
-    inputs = advantage_inputs(
-        torch.tensor([[1.0, 1, 0]]),
-        old_logps=torch.tensor([[-2.0, -1.0, 5e30]]),
-        teacher_logps=torch.tensor([[-0.5, -4.0, -5e30]]),
-    )
-    assert distillation(inputs).tolist() == [[1.5, -3, 0]]
 
 
 @pytest.mark.parametrize("gamma, lamda", [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.97, 1.0)])
@@ -522,22 +414,6 @@ def test_gae_takes_some_trajectories_at_a_time(seed, monkeypatch):
     monkeypatch.setattr(advantages, "TRAJECTORIES_AT_A_TIME", 2)
     for column, expected in zip(gae(inputs), at_once, strict=True):
         assert column.equal(expected)
-
-
-def test_gae_by_hand():
-    """Trajectory 4 has rows 0 and 2, a tool's token between them, and the reward 1 at its end.
-
-    Trajectory 2 has row 1.
-    """
-    mask = torch.tensor([[1.0, 0, 1], [0, 1, 0], [0, 1, 0]])
-    values = torch.tensor([[0.5, 9, 0.25], [9, 2, 9], [9, 0.75, 9]])
-    rewards = torch.tensor([[0.0, 0, 0], [0, -1, 0], [0, 1, 0]])
-    columns = dict(trajectory=torch.tensor([4, 2, 4]), values=values)
-    advantages, returns = gae(advantage_inputs(mask, rewards, **columns, gamma=0.5, lamda=0.5))
-    # The deltas are 0.5 * 0.25 - 0.5, 0.5 * 0.75 - 0.25 and 1 - 0.75.
-    # Each advantage adds a quarter of the next one.
-    assert advantages.tolist() == [[-0.328125, 0, 0.1875], [0, -3, 0], [0, 0.25, 0]]
-    assert returns.tolist() == [[0.171875, 0, 0.4375], [0, -1, 0], [0, 1, 0]]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -581,21 +457,11 @@ def test_token_weights(seed):
     assert_cells(weights, by_prompt)
 
 
-def test_token_weights_by_hand_and_wrong_arguments():
-    mask = torch.tensor([[1.0, 1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 1]])
-    trajectory = torch.tensor([5, 5, 6, 2])
-    assert token_weights(mask, trajectory, "token")[0].tolist() == pytest.approx([0.2, 0.2, 0])
-    assert token_weights(mask, trajectory, "sequence").sum(1).tolist() == [0.25, 0.25, 0, 0.5]
-    assert token_weights(mask, trajectory, "constant", 4)[3].tolist() == [0, 0, 0.125]
-    # Prompt 8 has trajectory 5 with four tokens, prompt 3 the one token of trajectory 2.
-    by_prompt = token_weights(mask, trajectory, "prompt", group=torch.tensor([8, 8, 9, 3]))
-    assert by_prompt[:, :2].flatten().tolist() == [0.125] * 4 + [0] * 4 and by_prompt[3, 2] == 0.5
-    # The token mean of all answers of a prompt, not the mean of their token means.
-    by_prompt = token_weights(mask, trajectory, "prompt", group=torch.tensor([8, 8, 9, 8]))
-    assert by_prompt.sum(1).tolist() == pytest.approx([0.4, 0.4, 0, 0.2])
-    ids = torch.tensor([0, 1])
+def test_token_weights_of_no_token_and_wrong_arguments():
+    mask, trajectory = torch.ones(2, 3), torch.tensor([0, 1])
     for average in AVERAGES:
-        assert token_weights(torch.zeros(2, 3), ids, average, 4, ids).eq(0).all()
+        weights = token_weights(0 * mask, trajectory, average, 4, trajectory)
+        assert weights.eq(0).all()
     with pytest.raises(AssertionError, match="mean"):
         token_weights(mask, trajectory, "mean")
     with pytest.raises(AssertionError, match="needs the group of each row"):
@@ -685,25 +551,6 @@ def test_the_random_cases_reach_every_branch():
     assert sum(clip_ratios(**LOSSES[2])) > sum(clip_ratios(loss="ppo", clip=0.1))
 
 
-def test_policy_loss_by_hand():
-    """The ratios 2 and 1/2, each with the advantages 1 and -1; clip=0.2 and clip_high=0.5."""
-    logps = torch.tensor([[2.0, 2.0, 0.5, 0.5]]).log().requires_grad_()
-    case = SimpleNamespace(
-        logps=logps,
-        old_logps=torch.zeros(1, 4),
-        advantages=torch.tensor([[1.0, -1, 1, -1]]),
-        mask=torch.ones(1, 4),
-        weights=torch.full((1, 4), 0.25),
-    )
-    loss, metrics = policy_loss(case, clip_high=0.5)
-    assert loss.item() == pytest.approx((-1.5 + 2 - 0.5 + 0.8) / 4)
-    assert metrics["clip_ratio"].item() == 0.5 and metrics["ratio"].item() == pytest.approx(1.25)
-    assert torch.autograd.grad(loss, logps)[0].tolist() == [pytest.approx([0, 0.5, -0.125, 0])]
-    loss, metrics = policy_loss(case, clip_high=0.5, dual_clip=1.75)
-    assert loss.item() == pytest.approx((-1.5 + 1.75 - 0.5 + 0.8) / 4)
-    assert metrics["clip_ratio"].item() == 0.75
-
-
 def test_dppo_by_hand():
     """The region is one of probabilities, 0.2 down and 0.3 up.
 
@@ -761,31 +608,6 @@ def test_at_ratio_one_the_gradient_is_exactly_the_policy_gradient(seed, options)
     assert options["loss"] == "reinforce" or metrics["clip_ratio"].item() == 0
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_gspo_has_the_gradient_of_the_sequence_objective(seed):
-    """The objective is the mean over rows of min(s A, clip(s) A), equation 5 of GSPO.
-
-    That holds with sequence weights and one advantage a row.
-    """
-    case = make_case(seed)
-    mask = case.mask
-    logps = case.logps.requires_grad_()
-    rows = torch.arange(len(mask))
-    advantages = case.advantages[:, :1].expand_as(mask)
-    alive = mask.sum(1) > 0
-    if not alive.any():
-        return
-    s = ((logps - case.old_logps) * mask)[alive].sum(1).div(mask[alive].sum(1)).exp()
-    a = advantages[alive, 0]
-    objective = -torch.min(s * a, s.clamp(0.95, 1.1) * a).mean()
-    weights = token_weights(mask, rows, "sequence")
-    loss, _ = policy_loss(case, "gspo", 0.05, 0.1, advantages=advantages, weights=weights)
-    assert loss.item() == pytest.approx(objective.item())
-    gradient = torch.autograd.grad(loss, logps)[0]
-    expected_gradient = torch.autograd.grad(objective, logps)[0]
-    torch.testing.assert_close(gradient, expected_gradient)
-
-
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
 @pytest.mark.parametrize("shift", [1e3, -1e3])
 def test_an_extreme_ratio_gives_finite_numbers(loss, shift):
@@ -828,21 +650,6 @@ def test_importance_weights(seed, cap):
         assert_cells(weights * case.mask, expected[correction])
 
 
-@pytest.mark.parametrize(
-    ("correction", "cap", "expected"),
-    [
-        ("token_tis", 2.0, [[2.0, 0.5], [1.1, 1.2]]),
-        ("token_mask", 2.0, [[0.0, 0.5], [1.1, 1.2]]),
-        ("geometric_mask", 2.0, [[1.0, 1.0], [1.0, 1.0]]),
-        ("sequence_mask", 1.9, [[0.0, 0.0], [1.32, 1.32]]),
-    ],
-)
-def test_importance_weights_by_hand(correction, cap, expected):
-    old = torch.tensor([[4.0, 0.5], [1.1, 1.2]]).log()
-    weights = importance_weights(old, torch.zeros(2, 2), torch.ones(2, 2), correction, cap)
-    torch.testing.assert_close(weights, torch.tensor(expected))
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rollout_mismatch(seed):
     case = make_case(seed)
@@ -861,29 +668,10 @@ def test_rollout_mismatch(seed):
     assert_metrics(rollout_mismatch(old_logps, case.engine_logps, case.weights), expected)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_effective_sample_size(seed):
-    """(sum of r)^2 / (sum of r^2) over all tokens of the step, divided by their number."""
-    case = make_case(seed)
-    columns = (case.old_logps, case.engine_logps)
-    ratios = (case.old_logps - case.engine_logps).exp()[case.mask > 0].tolist()
-    if not ratios:
-        return
-    weights = token_weights(case.mask, case.trajectory, "token")
-    means = {name: value.item() for name, value in rollout_mismatch(*columns, weights).items()}
-    # Two updates that saw the same tokens have the effective sample size of each.
-    update = {f"mismatch_{name}": mean for name, mean in means.items()}
-    logged = average_updates("actor", [update, update])
-    expected = sum(ratios) ** 2 / sum(ratio**2 for ratio in ratios) / len(ratios)
-    assert logged["actor/effective_sample_size"] == pytest.approx(expected)
-    assert 0 < expected <= 1
-    assert "actor/mismatch_ratio_squared" not in logged
+def test_effective_sample_size():
+    """(sum of r)^2 / (sum of r^2) over all tokens of the step, divided by their number.
 
-
-def test_effective_sample_size_by_hand():
-    """One update saw a token with the ratio 1, the other one with the ratio 3.
-
-    The mean ratio is 2 and the mean of the squares 5.
+    One update saw a token with the ratio 1, the other one with the ratio 3: 2^2 / 5.
     """
     updates = [
         {"mismatch_ratio": 1.0, "mismatch_ratio_squared": 1.0},
@@ -924,23 +712,6 @@ def test_value_loss_and_its_gradient(seed):
     assert_cells(torch.autograd.grad(loss, values)[0], gradient)
 
 
-def test_value_loss_by_hand():
-    """Three values with a clip of 0.5. The loss has no factor 1/2.
-
-    One value did not move, one moved by 1 away from the return, and one moved by 1 towards it.
-    """
-    values = torch.tensor([[1.0, 2.0, 2.0]], requires_grad=True)
-    old = torch.ones(1, 3, requires_grad=True)
-    returns = torch.tensor([[3.0, 0.0, 3.0]])
-    weights = torch.ones(1, 3)
-    loss, metrics = value_loss(values, old, returns, weights, 0.5)
-    assert loss.item() == 4 + 4 + 1.5**2
-    assert metrics["clip_ratio"].item() == 1
-    assert metrics["value"].item() == 5
-    gradients = torch.autograd.grad(loss, (values, old), allow_unused=True)
-    assert gradients[0].tolist() == [[-4, 4, 0]] and gradients[1] is None
-
-
 # Losses of data sets
 
 
@@ -966,16 +737,35 @@ def make_pairs(seed):
     return case
 
 
+def trained_parts(column, mask):
+    """The trained cells [t] of each row of a column."""
+    return [row[is_trained > 0] for row, is_trained in zip(column, mask, strict=True)]
+
+
+def pairs_of(rows):
+    return zip(rows[::2], rows[1::2], strict=True)
+
+
 def add_pair_metrics(metrics, chosen_reward, rejected_reward):
     """Add the metrics of one of four pairs to the means in `metrics`."""
-    metrics["chosen_reward"] += chosen_reward / 4
-    metrics["rejected_reward"] += rejected_reward / 4
-    metrics["accuracy"] += (chosen_reward > rejected_reward) / 4
-    metrics["margin"] += (chosen_reward - rejected_reward) / 4
+    metrics["chosen_reward"] += chosen_reward.item() / 4
+    metrics["rejected_reward"] += rejected_reward.item() / 4
+    metrics["accuracy"] += (chosen_reward > rejected_reward).item() / 4
+    metrics["margin"] += (chosen_reward - rejected_reward).item() / 4
 
 
-def softplus(x):
-    return math.log1p(math.exp(-abs(x))) + max(x, 0)
+def sum_of_k3(log_ratios):
+    return (log_ratios.exp() - 1 - log_ratios).sum().item()
+
+
+def check_loss(column, found, expected, expected_metrics):
+    """Compare (loss, metrics) with an expected loss and metrics, also the gradients in a column."""
+    loss, metrics = found
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
+    assert_metrics(metrics, expected_metrics)
+    gradients = [torch.autograd.grad(value, column)[0] for value in (loss, expected)]
+    assert gradients[1].abs().max() > 0
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
 
 
 DPO = [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("ipo", 0.0)]
@@ -988,36 +778,22 @@ WITHOUT_REFERENCE = ("simpo", "orpo")
 def test_preference_losses_without_a_reference(seed, loss, sft_coef):
     case = make_pairs(seed)
     beta, target = 0.7, 0.4
-    total, gradient = 0.0, {}
-    expected_metrics = defaultdict(float)
-    for pair in range(4):
-        rows = (2 * pair, 2 * pair + 1)
-        logps = [case.logps[row][case.mask[row] > 0].tolist() for row in rows]
-        chosen, rejected = (sum(row) / len(row) for row in logps)
+    logps = case.logps.requires_grad_()
+    expected, expected_metrics = 0.0, defaultdict(float)
+    means = [row.mean() for row in trained_parts(logps, case.mask)]
+    for chosen, rejected in pairs_of(means):
         if loss == "simpo":
-            x = beta * (chosen - rejected) - target
-            total += softplus(-x) / 4
-            slope = -1 / (1 + math.exp(x))
-            slopes = [beta * slope, -beta * slope]
+            value = softplus(target - beta * (chosen - rejected))
         else:
-            odds = [math.log(math.exp(p) / (1 - math.exp(p))) for p in (chosen, rejected)]
-            x = odds[0] - odds[1]
-            total += (-chosen + beta * softplus(-x)) / 4
-            slope = -beta / (1 + math.exp(x))
-            slopes = [slope / (1 - math.exp(chosen)) - 1, -slope / (1 - math.exp(rejected))]
-        total += sft_coef * -chosen / 4
-        slopes[0] -= sft_coef
-        for slope, row, length in zip(slopes, rows, map(len, logps), strict=True):
-            gradient |= {(row, t): slope / length / 4 for t in range(5) if case.mask[row, t]}
+            odds = [mean - (1 - mean.exp()).log() for mean in (chosen, rejected)]
+            value = -chosen + beta * softplus(odds[1] - odds[0])
+        expected += (value - sft_coef * chosen) / 4
         add_pair_metrics(expected_metrics, beta * chosen, beta * rejected)
         if sft_coef:
-            expected_metrics["chosen_loss"] -= chosen / 4
-    logps = case.logps.requires_grad_()
+            expected_metrics["chosen_loss"] -= chosen.item() / 4
     settings = dict(loss=loss, beta=beta, target_margin=target, sft_coef=sft_coef)
-    value, metrics = dpo_loss(logps, None, case.mask, case.weights, **settings)
-    assert value.item() == pytest.approx(total, rel=1e-9)
-    assert_metrics(metrics, expected_metrics)
-    assert_cells(torch.autograd.grad(value, logps)[0], gradient)
+    found = dpo_loss(logps, None, case.mask, case.weights, **settings)
+    check_loss(logps, found, expected, expected_metrics)
 
 
 @pytest.mark.parametrize("logp", [0.0, -1e-30, -1e3])
@@ -1034,34 +810,24 @@ def test_orpo_is_finite_where_a_reply_is_certain_or_impossible(logp):
 def test_dpo_loss(seed, loss, smoothing):
     case = make_pairs(seed)
     beta = 0.3
-    total, gradient = 0.0, {}
-    expected_metrics = defaultdict(float)
-    for pair in range(4):
-        rows = (2 * pair, 2 * pair + 1)
-        log_ratios = [(case.logps - case.ref_logps)[row][case.mask[row] > 0] for row in rows]
-        log_ratios = [row.tolist() for row in log_ratios]
-        sizes = [len(row) if loss == "ipo" else 1 for row in log_ratios]
-        m = sum(log_ratios[0]) / sizes[0] - sum(log_ratios[1]) / sizes[1]
-        if loss == "sigmoid":
-            total += ((1 - smoothing) * softplus(-beta * m) + smoothing * softplus(beta * m)) / 4
-            slope = beta * (smoothing - 1 / (1 + math.exp(beta * m)))
-        elif loss == "hinge":
-            total += max(0.0, 1 - beta * m) / 4
-            slope = -beta * (beta * m < 1)
-        else:
-            total += (m - 1 / (2 * beta)) ** 2 / 4
-            slope = 2 * (m - 1 / (2 * beta))
-        for sign, row, size in zip((1, -1), rows, sizes, strict=True):
-            gradient |= {(row, t): sign * slope / size / 4 for t in range(5) if case.mask[row, t]}
-        for row in log_ratios:
-            expected_metrics["kl"] += sum(math.exp(x) - 1 - x for x in row) / len(row) / 8
-        add_pair_metrics(expected_metrics, *(beta * sum(row) for row in log_ratios))
     logps = case.logps.requires_grad_()
+    expected, expected_metrics = 0.0, defaultdict(float)
+    for rows in pairs_of(trained_parts(logps - case.ref_logps, case.mask)):
+        chosen, rejected = (row.mean() if loss == "ipo" else row.sum() for row in rows)
+        m = chosen - rejected
+        if loss == "sigmoid":
+            value = (1 - smoothing) * softplus(-beta * m) + smoothing * softplus(beta * m)
+        elif loss == "hinge":
+            value = (1 - beta * m).clamp(min=0)
+        else:
+            value = (m - 1 / (2 * beta)) ** 2
+        expected += value / 4
+        for row in rows:
+            expected_metrics["kl"] += sum_of_k3(row) / len(row) / 8
+        add_pair_metrics(expected_metrics, *(beta * row.sum() for row in rows))
     columns = (logps, case.ref_logps, case.mask, case.weights)
-    value, metrics = dpo_loss(*columns, loss=loss, beta=beta, label_smoothing=smoothing)
-    assert value.item() == pytest.approx(total, rel=1e-9)
-    assert_metrics(metrics, expected_metrics)
-    assert_cells(torch.autograd.grad(value, logps)[0], gradient)
+    found = dpo_loss(*columns, loss=loss, beta=beta, label_smoothing=smoothing)
+    check_loss(logps, found, expected, expected_metrics)
 
 
 def kto_loss(case, **settings):
@@ -1076,28 +842,20 @@ def test_kto(seed):
     beta, weights, z0 = 0.3, {1: 1.5, 0: 0.7}, 0.4
     case.label = (torch.arange(8) % 3 == 0).double()
     case.z0 = torch.full((8,), z0, dtype=torch.float64)
-    total, gradient = 0.0, {}
-    expected_metrics = defaultdict(float)
-    for row in range(8):
-        columns = [t for t in range(5) if case.mask[row, t]]
-        log_ratios = (case.logps - case.ref_logps)[row][columns].tolist()
-        label = int(case.label[row])
-        sign = 1 if label else -1
-        reward = beta * (sum(log_ratios) - z0)
-        value = 1 / (1 + math.exp(-sign * reward))
-        total += weights[label] * (1 - value) / 8
-        slope = -sign * weights[label] * value * (1 - value) * beta
-        gradient |= {(row, t): slope / 8 for t in columns}
-        expected_metrics["reward"] += reward / 8
-        expected_metrics["margin"] += sign * reward / 8
-        expected_metrics["accuracy"] += (sign * reward > 0) / 8
-        expected_metrics["reference_point"] += z0 / 8
-        expected_metrics["kl"] += sum(math.exp(x) - 1 - x for x in log_ratios) / len(columns) / 8
     logps = case.logps.requires_grad_()
-    loss, metrics = kto_loss(case, beta=beta, desirable_weight=1.5, undesirable_weight=0.7)
-    assert loss.item() == pytest.approx(total, rel=1e-9)
-    assert_metrics(metrics, expected_metrics)
-    assert_cells(torch.autograd.grad(loss, logps)[0], gradient)
+    expected, expected_metrics = 0.0, defaultdict(float)
+    rows = trained_parts(logps - case.ref_logps, case.mask)
+    for log_ratios, label in zip(rows, case.label.tolist(), strict=True):
+        reward = beta * (log_ratios.sum() - z0)
+        margin = reward if label else -reward
+        expected += weights[label] * (1 - margin.sigmoid()) / 8
+        expected_metrics["reward"] += reward.item() / 8
+        expected_metrics["margin"] += margin.item() / 8
+        expected_metrics["accuracy"] += (margin > 0).item() / 8
+        expected_metrics["reference_point"] += z0 / 8
+        expected_metrics["kl"] += sum_of_k3(log_ratios) / len(log_ratios) / 8
+    found = kto_loss(case, beta=beta, desirable_weight=1.5, undesirable_weight=0.7)
+    check_loss(logps, found, expected, expected_metrics)
 
 
 def test_the_reference_point_by_hand():
@@ -1114,26 +872,18 @@ def test_the_reference_point_by_hand():
 @pytest.mark.parametrize("seed", range(6))
 def test_reward_loss(seed, center):
     case = make_pairs(seed)
-    total, gradient = 0.0, {}
-    last_columns = [max(t for t in range(5) if case.mask[row, t]) for row in range(8)]
+    last_columns = [int(row.nonzero()[-1]) for row in case.mask]
     weights = torch.zeros_like(case.mask)
-    for row, t in enumerate(last_columns):
-        weights[row, t] = 1 / 8
-    expected_metrics = defaultdict(float)
-    for pair in range(4):
-        cells = [(row, last_columns[row]) for row in (2 * pair, 2 * pair + 1)]
-        chosen, rejected = (case.values[cell].item() for cell in cells)
-        x = chosen - rejected - case.margin[2 * pair].item()
-        total += (softplus(-x) + center * (chosen + rejected) ** 2) / 4
-        for sign, cell in zip((1, -1), cells, strict=True):
-            slope = -sign / (1 + math.exp(x)) + 2 * center * (chosen + rejected)
-            gradient[cell] = slope / 4
-        add_pair_metrics(expected_metrics, chosen, rejected)
+    weights[range(8), last_columns] = 1 / 8
     values = case.values.requires_grad_()
-    loss, metrics = reward_loss(values, weights, case.margin, center)
-    assert loss.item() == pytest.approx(total, rel=1e-9)
-    assert_metrics(metrics, expected_metrics)
-    assert_cells(torch.autograd.grad(loss, values)[0], gradient)
+    expected, expected_metrics = 0.0, defaultdict(float)
+    pairs = pairs_of(values[range(8), last_columns])
+    for (chosen, rejected), margin in zip(pairs, case.margin[::2], strict=True):
+        expected += softplus(margin - (chosen - rejected)) / 4
+        expected += center * (chosen + rejected) ** 2 / 4
+        add_pair_metrics(expected_metrics, chosen, rejected)
+    found = reward_loss(values, weights, case.margin, center)
+    check_loss(values, found, expected, expected_metrics)
 
 
 @pytest.mark.parametrize("garbage", [0.0, 1e30, -3e38])
