@@ -185,14 +185,14 @@ def test_a_template_with_the_date_is_the_same_after_midnight(train, tmp_path, mo
     tokenizer = AutoTokenizer.from_pretrained(name)
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + tokenizer.chat_template
     tokenizer.save_pretrained(name)
-    arguments = [f"actor.model_name={name}", "trainer.max_steps=4"]
+    arguments = [f"actor.model_name={name}", "trainer.max_steps=2"]
     set_clock(monkeypatch, 5)
     train(*arguments, "trainer.experiment_name=whole")
-    train(*arguments, "trainer.max_steps=2")
+    train(*arguments, "trainer.max_steps=1")
     set_clock(monkeypatch, 6)
     train(*arguments)
     whole = read_untimed_metrics(tmp_path / "runs/whole")
-    assert read_untimed_metrics(tmp_path / "runs/default") == whole and len(whole) == 4
+    assert read_untimed_metrics(tmp_path / "runs/default") == whole and len(whole) == 2
     run = json.loads((tmp_path / "runs/default/run.json").read_text())
     assert run["date"] == "2026-03-05"
 
@@ -298,9 +298,7 @@ def test_a_finished_run_started_again_says_how_to_go_on(train, tmp_path):
     assert Checkpoints(run / "checkpoints").steps() == [1], "the last step was not saved"
 
 
-def test_another_experiment_is_refused_and_touches_nothing(train, tmp_path):
-    train("trainer.max_steps=2")
-    run = tmp_path / "runs/default"
+def test_another_experiment_is_refused_and_touches_nothing(train, run, tmp_path):
     before = contents(run)
     write_jsonl(
         tmp_path / "pairs.jsonl",
@@ -314,7 +312,7 @@ def test_another_experiment_is_refused_and_touches_nothing(train, tmp_path):
     assert "actor.lr: 0.01" not in output, "a change that would be allowed"
     for remedy in ("experiment_name=NAME", "trainer.resume=off", "trainer.resume=force"):
         assert remedy in output
-    status, output = train("actor.lora_rank=2", "trainer.resume=force", "trainer.max_steps=4")
+    status, output = train("actor.lora_rank=2", "trainer.resume=force")
     assert status == 1 and "is of another model" in output and "Traceback" not in output
     assert "lora" in output and len(output.splitlines()) < 12
     assert contents(run) == before
@@ -323,28 +321,33 @@ def test_another_experiment_is_refused_and_touches_nothing(train, tmp_path):
     rows = (tmp_path / "rows.jsonl").read_text()
     (tmp_path / "moved.jsonl").write_text(rows)
     moved = f"data.path={tmp_path}/moved.jsonl"
-    status, output = train(moved, "trainer.max_steps=3", "actor.lr=0.5")
-    assert status == 0 and "2 of 3 steps are done" in output
+    status, output = train(moved, "trainer.max_steps=5", "actor.lr=0.5")
+    assert status == 0 and "4 of 5 steps are done" in output
     assert "actor.lr: 0.01 -> 0.5" in output and "moved.jsonl" in output
     (tmp_path / "moved.jsonl").write_text(rows + rows.splitlines()[0] + "\n")
-    status, output = train(moved, "trainer.max_steps=4")
+    status, output = train(moved, "trainer.max_steps=6")
     assert status == 1 and "moved.jsonl has another content" in output
-    status, output = train(moved, "trainer.max_steps=4", "trainer.resume=force")
-    assert status == 0 and "3 of 4 steps are done" in output and steps(run) == [1, 2, 3, 4]
-    record = json.loads((run / "checkpoints/step_4/run.json").read_text())
+    status, output = train(moved, "trainer.max_steps=6", "trainer.resume=force")
+    assert status == 0 and "5 of 6 steps are done" in output and steps(run) == [1, 2, 3, 4, 5, 6]
+    record = json.loads((run / "checkpoints/step_6/run.json").read_text())
     assert record["rows"] == 2, "other rows begin with their first one"
 
 
-def test_a_run_without_checkpoints_is_compared_too(train, tmp_path):
+def test_a_run_without_checkpoints_is_compared_too_and_starts_over(train, tmp_path):
     no_checkpoints = ["trainer.save_freq=null", "trainer.max_steps=1"]
-    train(*no_checkpoints)
+    _, output = train(*no_checkpoints)
+    assert "no checkpoints: trainer.save_freq is not set" in output
+    assert "no checkpoint to resume from" not in output
     run = tmp_path / "runs/default"
     before = contents(run)
     status, output = train(*no_checkpoints, "data.seed=3")
     assert status == 1 and "data.seed: 0 -> 3" in output and contents(run) == before
     status, output = train(*no_checkpoints)
     assert status == 0 and "the earlier run is now in runs/default/branches/1" in output
+    assert "has no checkpoint to resume from: the run starts over at step 0" in output
     assert load_file(run / "branches/1/model/model.safetensors") and steps(run) == [1]
+    _, output = train("trainer.max_steps=1", "trainer.resume=off")
+    assert "no checkpoint" not in output
 
 
 def test_no_row_is_skipped_or_repeated_with_another_batch_size(train, tmp_path, monkeypatch):
@@ -357,7 +360,7 @@ def test_no_row_is_skipped_or_repeated_with_another_batch_size(train, tmp_path, 
 
     monkeypatch.setattr(sft, "make_batch", record_rows)
     train("trainer.max_steps=4")
-    status, output = train("data.batch_size=1", "trainer.n_epochs=2")
+    status, output = train("data.batch_size=1", "trainer.n_epochs=2", "trainer.save_freq=null")
     assert status == 0 and "data.batch_size: 2 -> 1" in output
     rows = [index for batch in taken for index in batch]
     assert sorted(rows[:NUM_ROWS]) == sorted(rows[NUM_ROWS:]) == list(range(NUM_ROWS))
@@ -368,8 +371,7 @@ def test_no_row_is_skipped_or_repeated_with_another_batch_size(train, tmp_path, 
 
 
 @pytest.mark.parametrize("is_mount_point", [False, True])
-def test_an_older_checkpoint_begins_a_branch(train, tmp_path, monkeypatch, is_mount_point):
-    run = tmp_path / "runs/default"
+def test_an_older_checkpoint_begins_a_branch(train, run, tmp_path, monkeypatch, is_mount_point):
     rename = os.rename
 
     def rename_all_but_the_folder(source, target):
@@ -379,7 +381,6 @@ def test_an_older_checkpoint_begins_a_branch(train, tmp_path, monkeypatch, is_mo
 
     if is_mount_point:
         monkeypatch.setattr(os, "rename", rename_all_but_the_folder)
-    train()
     old_step_4 = contents(run / "checkpoints/step_4")
     status, output = train(
         f"trainer.resume={run}/checkpoints/step_2",
@@ -388,8 +389,8 @@ def test_an_older_checkpoint_begins_a_branch(train, tmp_path, monkeypatch, is_mo
         "trainer.keep_checkpoints=1",
     )
     assert status == 0 and "what came after step 2 is now in runs/default/branches/1" in output
-    assert steps(run) == [1, 2, 3, 4] and steps(run / "branches/1") == [3, 4, 5, 6]
-    assert Checkpoints(run / "branches/1/checkpoints").steps() == [4, 6]
+    assert steps(run) == [1, 2, 3, 4] and steps(run / "branches/1") == [3, 4]
+    assert Checkpoints(run / "branches/1/checkpoints").steps() == [4]
     assert contents(run / "branches/1/checkpoints/step_4") == old_step_4
     assert (run / "branches/1/model/config.json").exists()
     assert "lr: 0.01" in (run / "branches/1/config.yaml").read_text()
@@ -532,20 +533,20 @@ def test_a_run_of_which_all_prompts_are_solved_can_be_started_again(become_ppo, 
 def test_a_falling_rate_ends_with_the_run_after_updates_per_rollout_are_lowered(
     become_ppo, train, tmp_path
 ):
-    keys = ["actor.scheduler=linear", "trainer.n_epochs=4", "trainer.max_steps=8"]
+    keys = ["actor.scheduler=linear", "trainer.max_steps=4"]
     more = [*keys, "actor.update_per_rollout=3", "data.responses_per_prompt=3"]
     status, output = train(*more, "trainer.experiment_name=whole", main=ppo.main)
     assert status == 0, output
     run, whole = tmp_path / "runs/default", tmp_path / "runs/whole"
-    keys.append(f"trainer.resume={whole}/checkpoints/step_4")
+    keys.append(f"trainer.resume={whole}/checkpoints/step_2")
     status, output = train(*keys, "data.responses_per_prompt=3", main=ppo.main)
     assert status == 0, output
-    # 12 of 16 updates are done after step 4, in place of 12 of 24.
+    # 6 of 8 updates are done after step 2, in place of 6 of 12.
     rates = [line["actor/lr"] for line in read_metrics(run)]
-    assert rates == pytest.approx([0.01 * (1 - done / 16) for done in range(12, 16)])
+    assert rates == pytest.approx([0.01 * (1 - done / 8) for done in (6, 7)])
     status, output = train(*more, keys[-1], "trainer.save_dir=same", main=ppo.main)
     assert status == 0
-    assert read_untimed_metrics(tmp_path / "same") == read_untimed_metrics(whole)[4:]
+    assert read_untimed_metrics(tmp_path / "same") == read_untimed_metrics(whole)[2:]
 
 
 def ruin_the_third_update(monkeypatch, factor):
@@ -557,7 +558,7 @@ def ruin_the_third_update(monkeypatch, factor):
     monkeypatch.setattr(worker, "schedule", ruin)
 
 
-DIVERGING = ["trainer.max_steps=9", "trainer.n_epochs=9", "trainer.save_freq=1"]
+DIVERGING = ["trainer.max_steps=6", "trainer.n_epochs=9", "trainer.save_freq=1"]
 DIVERGING += ["trainer.keep_checkpoints=1", "trainer.max_skipped_updates=2"]
 
 
@@ -572,7 +573,7 @@ def test_ppo_that_diverges_names_its_last_good_checkpoint(become_ppo, train, tmp
         assert status == 1 and "Traceback" not in output, output
         assert "lower actor.lr=0.01" in output and f"trainer.resume={good}" in output
     status, output = train(*DIVERGING, f"trainer.resume={good}", main=ppo.main)
-    assert status == 0 and steps(tmp_path / "runs/default") == list(range(1, 10))
+    assert status == 0 and steps(tmp_path / "runs/default") == list(range(1, 7))
 
 
 def test_ppo_that_earns_nothing_after_an_update_keeps_the_checkpoint_before_it(
@@ -582,7 +583,7 @@ def test_ppo_that_earns_nothing_after_an_update_keeps_the_checkpoint_before_it(
     ruin_the_third_update(monkeypatch, 1e4)
     status, output = train(*DIVERGING, main=ppo.main)
     assert status == 0 and "taught nothing" in output, output
-    assert Checkpoints(tmp_path / "runs/default/checkpoints").steps() == [2, 9]
+    assert Checkpoints(tmp_path / "runs/default/checkpoints").steps() == [2, 6]
 
 
 def test_weights_that_are_no_numbers_are_not_saved(train, tmp_path, monkeypatch):
@@ -593,17 +594,6 @@ def test_weights_that_are_no_numbers_are_not_saved(train, tmp_path, monkeypatch)
         status, output = train("trainer.save_freq=1")
     assert status == 0 and "step 3 gets no checkpoint" in output
     assert Checkpoints(tmp_path / "runs/default/checkpoints").steps() == [1, 2]
-
-
-def test_a_run_without_checkpoints_says_so_and_that_it_starts_over(train, tmp_path):
-    arguments = ("trainer.save_freq=null", "trainer.max_steps=1")
-    _, output = train(*arguments)
-    assert "no checkpoints: trainer.save_freq is not set" in output
-    assert "no checkpoint to resume from" not in output
-    _, output = train(*arguments)
-    assert "has no checkpoint to resume from: the run starts over at step 0" in output
-    _, output = train("trainer.max_steps=1", "trainer.resume=off")
-    assert "no checkpoint" not in output
 
 
 GB = 10**9
@@ -699,10 +689,13 @@ def stop_after(monkeypatch, step):
 
 
 def stop_and_start_again(train, tmp_path, monkeypatch, stops, main):
-    """A run that is stopped in these steps, and one that is not: both end with the same files."""
+    """A run that is stopped in these steps, of which the last one is the last of the run, and one
+    that is not stopped: both end with the same files.
+    """
     rows = (tmp_path / "rows.jsonl").read_text().splitlines()[:3]
     (tmp_path / "test.jsonl").write_text("\n".join(rows))
-    keys = ["data.test_path=test.jsonl", "trainer.test_freq=2", "trainer.max_steps=4"]
+    num_steps = stops[-1]
+    keys = ["data.test_path=test.jsonl", "trainer.test_freq=2", f"trainer.max_steps={num_steps}"]
     status, output = train(*keys, "trainer.experiment_name=whole", main=main)
     assert status == 0, output
     run, whole = tmp_path / "runs/default", tmp_path / "runs/whole"
@@ -712,9 +705,10 @@ def stop_and_start_again(train, tmp_path, monkeypatch, stops, main):
             status, output = train(*keys, main=main)
         assert status == 0 and f"the evaluation of step {step} is left out" in output
         assert [line["step"] for line in read_metrics(run) if "test/" not in str(line)][-1] == step
-        assert listed(run) == ("finished" if step == 4 else "stopped", step, 4)
+        state = "finished" if step == num_steps else "stopped"
+        assert listed(run) == (state, step, num_steps)
     status, output = train(*keys, main=main)
-    assert status == 0 and f"{stops[-1]} of 4 steps are done" in output, output
+    assert status == 0 and f"{num_steps} of {num_steps} steps are done" in output, output
     assert read_untimed_metrics(run) == read_untimed_metrics(whole)
     for pattern in ("rollouts/*/*.jsonl", "model/*.safetensors"):
         for path in whole.glob(pattern):
@@ -728,53 +722,51 @@ def test_a_stopped_run_evaluates_when_it_is_started_again(train, tmp_path, monke
 
 
 def test_so_does_ppo_whose_last_step_was_stopped(become_ppo, train, tmp_path, monkeypatch):
-    stop_and_start_again(train, tmp_path, monkeypatch, [4], ppo.main)
+    stop_and_start_again(train, tmp_path, monkeypatch, [2], ppo.main)
 
 
 # What a kill or a disk leaves.
 
 
-@pytest.mark.parametrize(
-    "name, damages",
-    [
-        ("config.yaml", {"a: [": "config.yaml is damaged: "}),
-        (
-            "run.json",
-            {
-                '{"starts": [': "run.json is damaged: ",
-                "[]": "run.json is damaged: expected keys and values",
-            },
-        ),
-        (
-            "metrics.jsonl",
-            {
-                '{"step": 1}\n{"st\n{"step": 2}\n': "metrics.jsonl is damaged: line 2: ",
-                '{"step": 1}\n7\n': "metrics.jsonl is damaged: line 2: it has no step",
-            },
-        ),
-        (
-            "checkpoints/step_4/config.yaml",
-            {
-                "a: [": "step_4 is damaged: config.yaml: ",
-                "": "step_4 is damaged: config.yaml: expected keys",
-            },
-        ),
-        ("checkpoints/step_4/run.json", {'"': "step_4 is damaged: run.json: "}),
-    ],
-)
-def test_a_small_file_that_is_damaged_is_named(train, run, name, damages):
+# File -> its damaged content -> what is said of it.
+DAMAGES = {
+    "run.json": {
+        '{"starts": [': "run.json is damaged: ",
+        "[]": "run.json is damaged: expected keys and values",
+    },
+    "metrics.jsonl": {
+        '{"step": 1}\n{"st\n{"step": 2}\n': "metrics.jsonl is damaged: line 2: ",
+        '{"step": 1}\n7\n': "metrics.jsonl is damaged: line 2: it has no step",
+    },
+    "checkpoints/step_4/config.yaml": {
+        "a: [": "step_4 is damaged: config.yaml: ",
+        "": "step_4 is damaged: config.yaml: expected keys",
+    },
+    "checkpoints/step_4/run.json": {'"': "step_4 is damaged: run.json: "},
+    "config.yaml": {"a: [": "config.yaml is damaged: "},  # read where there is no checkpoint
+}
+
+
+def test_a_small_file_that_is_damaged_is_named(train, run):
     """Before a model loads. `trainer.resume=off` needs none of these files."""
-    # Without a checkpoint before it; and the run's config is read where there is no checkpoint.
-    shutil.rmtree(run / ("checkpoints" if name == "config.yaml" else "checkpoints/step_2"))
-    for damaged, words in damages.items():
-        (run / name).write_text(damaged)
-        status, output = train("trainer.max_steps=4")
-        assert status == 1 and words in output, output
-        assert "Traceback" not in output and "loading" not in output
-        assert "restore" in output or "trainer.resume=off" in output
+    shutil.rmtree(run / "checkpoints/step_2")  # or it would be offered
+    for name, damages in DAMAGES.items():
+        if name == "config.yaml":
+            shutil.rmtree(run / "checkpoints")
+        whole = (run / name).read_text()
+        for damaged, words in damages.items():
+            (run / name).write_text(damaged)
+            status, output = train("trainer.max_steps=4")
+            assert status == 1 and words in output, output
+            assert "Traceback" not in output and "loading" not in output
+            assert "restore" in output or "trainer.resume=off" in output
+        (run / name).write_text(whole)
+    for name in ("run.json", "metrics.jsonl", "config.yaml"):
+        (run / name).write_text(f"{name} [")
     status, output = train("trainer.max_steps=1", "trainer.resume=off")
     assert status == 0 and steps(run) == [1]
-    assert (run / "branches/1" / name).read_text() == damaged
+    for name in ("run.json", "metrics.jsonl", "config.yaml"):
+        assert (run / "branches/1" / name).read_text() == f"{name} ["
 
 
 def test_a_line_of_the_metrics_that_a_kill_cut_is_left_out(train, run):
@@ -827,23 +819,22 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(train, run)
     assert status == 0 and steps(run) == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize(
-    "entry", [r"actor\.model\..*embed_tokens.*", r"actor\.optimizer\..*embed_tokens.*exp_avg_sq"]
-)
-def test_a_checkpoint_in_which_a_bit_has_changed_is_refused(train, run, entry):
+def test_a_checkpoint_in_which_a_bit_has_changed_is_refused(train, run):
     newest = run / "checkpoints/step_4"
     places = FileSystemReader(newest).read_metadata().storage_data
-    [place] = [place for key, place in places.items() if re.fullmatch(entry, key.fqn)]
-    path = newest / place.relative_path
-    whole = bytearray(path.read_bytes())
-    damaged = whole.copy()
-    damaged[place.offset + place.length // 2] ^= 1
-    path.write_bytes(damaged)
-    status, output = train()
-    assert status == 1 and "Traceback" not in output
-    assert "runs/default/checkpoints/step_4 is damaged: its actor has the hash " in output
-    assert "trainer.resume=runs/default/checkpoints/step_2 resumes" in output
-    path.write_bytes(whole)
+    entries = (r"actor\.model\..*embed_tokens.*", r"actor\.optimizer\..*embed_tokens.*exp_avg_sq")
+    for entry in entries:
+        [place] = [place for key, place in places.items() if re.fullmatch(entry, key.fqn)]
+        path = newest / place.relative_path
+        whole = bytearray(path.read_bytes())
+        damaged = whole.copy()
+        damaged[place.offset + place.length // 2] ^= 1
+        path.write_bytes(damaged)
+        status, output = train()
+        assert status == 1 and "Traceback" not in output
+        assert "runs/default/checkpoints/step_4 is damaged: its actor has the hash " in output
+        assert "trainer.resume=runs/default/checkpoints/step_2 resumes" in output
+        path.write_bytes(whole)
     assert train("trainer.max_steps=5")[0] == 0
 
 
