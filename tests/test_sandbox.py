@@ -9,7 +9,9 @@ import tempfile
 import textwrap
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from common import read_cases
@@ -25,13 +27,25 @@ PYTHON = sys.executable
 QUICK = Limits(cpu_seconds=1, wall_seconds=2, memory_bytes=2**28, file_bytes=2**16)
 
 
+@cache
+def find_python(strength):
+    """A Python that programs of this strength can run, or None.
+
+    That of the tests may be in a folder that only root may enter, such as /root.
+    """
+    for python in (PYTHON, "/usr/bin/python3"):
+        with mock.patch.object(sys, "executable", python):
+            if sandbox.works(strength):
+                return python
+    return None
+
+
 @pytest.fixture(params=TESTED)
 def strength(request, monkeypatch):
-    if request.param == "user" and not sandbox.works("user"):
-        # Python is in a folder that only root may enter, such as /root.
-        monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
-    if not sandbox.works(request.param):
+    python = find_python(request.param)
+    if python is None:
         pytest.skip(f"sandboxes of strength {request.param!r} do not work on this machine")
+    monkeypatch.setattr(sys, "executable", python)
     return request.param
 
 
@@ -87,11 +101,10 @@ def test_fork_bombs_are_ended_beside_busy_processes(strength, folder):
     command = [sys.executable, "-c", "while True: pass"]
     busy = [subprocess.Popen(command, start_new_session=True) for _ in range(12)]
     try:
-        for _ in range(2):
-            limits = replace(QUICK, wall_seconds=4)
-            result = run_one(BAD_ENDS["fork bomb"], limits=limits, strength=strength)
-            assert result.status in ("failed", "killed", "timed out", "starved")
-            assert not find_processes(folder)
+        limits = replace(QUICK, wall_seconds=4)
+        result = run_one(BAD_ENDS["fork bomb"], limits=limits, strength=strength)
+        assert result.status in ("failed", "killed", "timed out", "starved")
+        assert not find_processes(folder)
     finally:
         for process in busy:
             process.kill()
@@ -277,7 +290,7 @@ def test_a_program_that_gets_no_core_is_told_from_one_that_sleeps():
         os.kill(busy, signal.SIGKILL)
         os.waitpid(busy, 0)
         asleep = start(lambda: time.sleep(0.5))
-        end = time.monotonic() + 2
+        end = time.monotonic() + 1
         while time.monotonic() < end:
             pass
         print(launcher.waited(proc) < 0.5)
