@@ -4,13 +4,11 @@ import fnmatch
 import json
 import shutil
 import sys
-import textwrap
 from itertools import takewhile
 
 import pytest
-from common import launch_runs, make_model, make_tokenizer, read_jsonl, write_jsonl
+from common import LETTER_ENV, launch_runs, make_model, make_tokenizer, read_jsonl, write_jsonl
 from safetensors.numpy import load_file, save_file
-from test_trainer import LETTER_ENV
 
 from rl2.config.key import schema_keys
 from rl2.config.schema import DPOConfig, PPOConfig, RMConfig, SFTConfig
@@ -19,7 +17,7 @@ from rl2.tools import diff
 from rl2.tools.compare import find_difference
 
 SAMPLED = ("answer", "engine")  # the first token differs, or only its log-probability
-# Name of a run -> (its keys, the phases in which it may part from the first run, what is listed).
+# Name of a run -> (its keys, the phases in which it may part from `short`, what is listed).
 PLANTED = {
     "seed": (["trainer.seed=1"], ["answer"], ["trainer.seed"]),
     "order": (["data.seed=1"], ["data"], ["data.seed"]),
@@ -48,13 +46,11 @@ PLANTED = {
     ),
     "estimator": (["adv.estimator=rloo"], ["advantage"], ["adv.estimator", "adv.norm_var"]),
     "lr": (["actor.lr=0.01"], ["update"], ["actor.lr"]),
-    "clip": (["actor.clip=0.001"], ["update"], ["actor.clip"]),
-    "loss": (["actor.loss=cispo"], ["update"], ["actor.loss"]),
-    "decay": (["actor.weight_decay=0.5"], ["update"], ["actor.weight_decay"]),
 }
 
 
-KEYS = ["actor.lr=0.02", "actor.dtype=float32", "trainer.disable_wandb=true", "trainer.max_steps=2"]
+KEYS = ["actor.lr=0.02", "actor.dtype=float32", "trainer.disable_wandb=true", "trainer.max_steps=1"]
+TWO_STEPS = "trainer.max_steps=2"
 PPO = [
     "data.prompts_per_rollout=2",
     "data.responses_per_prompt=4",
@@ -78,9 +74,8 @@ def write_inputs(folder):
     files = {"rows": rows, "edited": other_rows, "chats": conversations, "edited_chats": others}
     for name, made in files.items():
         write_jsonl(folder / f"{name}.jsonl", made)
-    env = textwrap.dedent(LETTER_ENV)
-    (folder / "env.py").write_text(env)
-    (folder / "edited.py").write_text(env.replace("letter in answer", "letter in 'xyz'"))
+    (folder / "env.py").write_text(LETTER_ENV)
+    (folder / "edited.py").write_text(LETTER_ENV.replace("letter in answer", "letter in 'xyz'"))
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ mood }}" + tokenizer.chat_template
     for name, seed in (("tiny", 0), ("other", 1)):
@@ -90,7 +85,10 @@ def write_inputs(folder):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder of runs of two steps: `first`, `again`, `resumed`, those of PLANTED and of SFT."""
+    """A folder of runs: `first`, `again` and `resumed` have two steps, `short` and the others one.
+
+    The others are those of PLANTED, `processes`, `sft` and `sft_row`.
+    """
     folder = tmp_path_factory.mktemp("diff")
     write_inputs(folder)
 
@@ -101,10 +99,11 @@ def runs(tmp_path_factory):
 
     ppo = ["data.path={}/rows.jsonl", "rollout.env_path={}/env.py", *PPO]
     sft = ["data.batch_size=2", "data.path={}/chats.jsonl"]
-    resumed = command("ppo", "resumed", *ppo, "trainer.save_freq=1")
+    resumed = command("ppo", "resumed", *ppo, TWO_STEPS, "trainer.save_freq=1")
     commands = [
-        command("ppo", "first", *ppo),
-        command("ppo", "again", *ppo),
+        command("ppo", "first", *ppo, TWO_STEPS),
+        command("ppo", "again", *ppo, TWO_STEPS),
+        command("ppo", "short", *ppo),
         *(command("ppo", name, *ppo, *keys) for name, (keys, *_) in PLANTED.items()),
         ["kill=3", *resumed],
         resumed,
@@ -147,15 +146,15 @@ def is_entry(line):
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_cause_is_listed_with_where_the_runs_part(runs, capsys, monkeypatch, name):
     _, phases, causes = PLANTED[name]
-    status, text = call(capsys, monkeypatch, runs / "first", runs / name)
-    found = find_difference(runs / "first", runs / name, [1, 2])
+    status, text = call(capsys, monkeypatch, runs / "short", runs / name)
+    found = find_difference(runs / "short", runs / name, [1])
     assert status == 1
     check(text, found, phases, causes)
 
 
 def test_another_number_of_processes_is_found(runs, capsys, monkeypatch):
-    status, text = call(capsys, monkeypatch, runs / "first", runs / "processes")
-    found = find_difference(runs / "first", runs / "processes", [1])
+    status, text = call(capsys, monkeypatch, runs / "short", runs / "processes")
+    found = find_difference(runs / "short", runs / "processes", [1])
     assert status == 1
     check(text, found, [*SAMPLED, "advantage", "update"], ["world_size"])
 
@@ -244,9 +243,9 @@ def test_without_tokens_the_messages_are_compared(runs, copy, capsys, monkeypatc
     shutil.copy(runs / "system/config.yaml", copy / "config.yaml")
     for path in copy.glob("rollouts/train/*.safetensors"):
         path.unlink()
-    status, text = call(capsys, monkeypatch, runs / "first", copy)
+    status, text = call(capsys, monkeypatch, runs / "short", copy)
     assert status == 1
-    check(text, find_difference(runs / "first", copy, [1]), ["answer"], ["data.system_prompt"])
+    check(text, find_difference(runs / "short", copy, [1]), ["answer"], ["data.system_prompt"])
 
 
 def test_what_the_environment_says_is_a_phase_of_its_own(copy, tmp_path):
