@@ -80,37 +80,32 @@ def check_same_weights(folder, expected_folder):
     assert all((weights[key] == expected[key]).all() for key in weights)
 
 
-def check_resumed_and_lora(trainer, worker, arguments, tmp_path):
-    """Two runs in one launch.
+def check_resumed(trainer, arguments, tmp_path):
+    """A run that resumes from a checkpoint folder equals the run in `run` to the bit."""
+    resumed = [f"trainer.save_dir={tmp_path}/resumed"]
+    resumed.append(f"trainer.resume={tmp_path}/run/checkpoints/step_8")
+    done = launch_runs(2, [[trainer, *arguments, *resumed]])
+    assert done.stdout.count("step_8: 8 of 12 steps are done") == 1, done.stdout
+    last_lines = [line for line in read_untimed_metrics(tmp_path / "run") if line["step"] > 8]
+    assert read_untimed_metrics(tmp_path / "resumed") == last_lines
+    check_same_weights(tmp_path / "resumed", tmp_path / "run")
 
-    - One resumes from a checkpoint folder. It must equal the run in `run` to the bit.
-    - One trains LoRA adapters, and must learn.
-    """
-    resumed = [
-        trainer,
-        *arguments,
-        f"trainer.save_dir={tmp_path}/resumed",
-        f"trainer.resume={tmp_path}/run/checkpoints/step_8",
-    ]
+
+def check_lora(trainer, worker, arguments, tmp_path):
+    """Adapters begin with the model of the run in `run`, and learn."""
     lora = [
-        trainer,
-        *arguments,
         f"trainer.save_dir={tmp_path}/lora",
         f"{worker}.lora_rank=4",
         f"{worker}.lora_alpha=8",  # logits are then as large as without adapters
         f"{worker}.lr=0.03",
         "trainer.save_freq=null",
     ]
-    done = launch_runs(2, [resumed, lora])
-    assert done.stdout.count("step_8: 8 of 12 steps are done") == 1, done.stdout
-    expected_lines = read_untimed_metrics(tmp_path / "run")
-    last_lines = [line for line in expected_lines if line["step"] > 8]
-    assert read_untimed_metrics(tmp_path / "resumed") == last_lines
-    check_same_weights(tmp_path / "resumed", tmp_path / "run")
+    launch_runs(2, [[trainer, *arguments, *lora]])
+    expected_line = read_untimed_metrics(tmp_path / "run")[0]
     lines = read_metrics(tmp_path / "lora")
-    first_line = {key: lines[0][key] for key in expected_lines[0]}
-    assert first_line.pop("weights") != expected_lines[0].pop("weights"), "other ones are trained"
-    assert first_line == expected_lines[0], "untrained adapters change the model"
+    first_line = {key: lines[0][key] for key in expected_line}
+    assert first_line.pop("weights") != expected_line.pop("weights"), "other ones are trained"
+    assert first_line == expected_line, "untrained adapters change the model"
     assert lines[-1]["test/loss"] < 0.7 * lines[0]["test/loss"]
     cls = AutoModelForSequenceClassification if trainer == "rm" else AutoModelForCausalLM
     check_adapter(cls, tmp_path / "tiny", tmp_path / "lora/model")
@@ -179,7 +174,6 @@ def test_sft(tmp_path):
     assert rates[:3] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])
     assert rates[-1] == pytest.approx(0.01 / 9)
     check_killed("sft", arguments, tmp_path)  # the other trainers have the same loop
-    check_resumed_and_lora("sft", "actor", arguments, tmp_path)
 
 
 LETTER_ENV = """
@@ -209,31 +203,22 @@ def evaluation_arguments(tmp_path):
 def test_the_model_is_evaluated_by_its_answers(tmp_path):
     """SFT on replies of one letter: the answers to test prompts become that letter.
 
-    A run that is killed and resumed samples the same answers. A run without the evaluation trains
-    the same weights.
+    A run without the evaluation trains the same weights.
     """
     row = preference(0)
     talk = [*row["messages"], {"role": "assistant", "content": "a" * 6}]
     rows = [{"messages": talk}] * 8
     arguments = make_arguments(tmp_path, rows, "actor", "actor.lr=0.02", "data.test_path=null")
     played = ["sft", *arguments, *evaluation_arguments(tmp_path)]
-    killed = [*played, f"trainer.save_dir={tmp_path}/killed"]
     silent = ["sft", *arguments, f"trainer.save_dir={tmp_path}/silent"]
-    launch_runs(2, [played, ["kill=5", *killed], killed, silent])
+    launch_runs(2, [played, silent])
     lines = read_metrics(tmp_path / "run")
     rewards = {line["step"]: line["test/reward/mean"] for line in lines if "test/avg@2" in line}
     assert list(rewards) == [0, 6]
     assert rewards[0] < 0.2 and rewards[6] > 0.6, rewards
-    assert read_untimed_metrics(tmp_path / "killed") == read_untimed_metrics(tmp_path / "run")
     for step in rewards:
-        records = [
-            read_jsonl(tmp_path / name / f"rollouts/test/step_{step}.jsonl")
-            for name in ("run", "killed")
-        ]
-        answers = [[record["messages"][-1]["content"] for record in each] for each in records]
-        assert len(answers[0]) == 10 and answers[0] == answers[1]
-    weights, others = read_weights(tmp_path / "run"), read_weights(tmp_path / "silent")
-    assert all((weights[key] == others[key]).all() for key in weights)
+        assert len(read_jsonl(tmp_path / f"run/rollouts/test/step_{step}.jsonl")) == 10
+    check_same_weights(tmp_path / "silent", tmp_path / "run")
 
 
 def preference(i, **columns):
@@ -294,7 +279,8 @@ def test_dpo(tmp_path):
     assert last["test/rejected_reward"] == pytest.approx(sum(rejected) / 3, abs=1e-4)
     losses = [math.log1p(math.exp(r - c)) for c, r in zip(chosen, rejected, strict=True)]
     assert last["test/loss"] == pytest.approx(sum(losses) / 3, abs=1e-5)
-    check_resumed_and_lora("dpo", "actor", arguments, tmp_path)
+    check_resumed("dpo", arguments, tmp_path)
+    check_lora("dpo", "actor", arguments, tmp_path)
 
 
 @pytest.mark.nightly
@@ -313,7 +299,8 @@ def test_kto(tmp_path):
     last = lines[-1]
     assert last["actor/accuracy"] == 1 and last["test/loss"] < 0.7 * lines[0]["test/loss"]
     assert max(line["actor/reference_point"] for line in lines[1:]) > 0
-    check_resumed_and_lora("dpo", "actor", arguments, tmp_path)
+    check_resumed("dpo", arguments, tmp_path)
+    check_lora("dpo", "actor", arguments, tmp_path)
 
 
 @pytest.mark.nightly
@@ -344,7 +331,8 @@ def test_reward_model(tmp_path, monkeypatch):
     margins = torch.tensor([0, 0.1, 0.2])
     losses = -(chosen - rejected - margins).sigmoid().log() + 0.01 * (chosen + rejected) ** 2
     assert last["test/loss"] == pytest.approx(losses.mean().item(), abs=1e-5)
-    check_resumed_and_lora("rm", "critic", arguments, tmp_path)
+    check_resumed("rm", arguments, tmp_path)
+    check_lora("rm", "critic", arguments, tmp_path)
     first_rewards = {"chosen": chosen[0].item(), "rejected": rejected[0].item()}
     check_rewards_of_a_policy(tmp_path, monkeypatch, first_rewards)
 
