@@ -33,17 +33,16 @@ def layouts_of(family):
     return [(0, 2, 1), (0, 1, 2)] if family in ("gemma2", "phi") else [(0, 2, 1)]
 
 
-def run_layouts(name, family, out):
-    """Saves the results of two updates in each layout."""
+def run_layouts(folder, out):
+    """Saves the results of two updates of each family in each of its layouts."""
     device = init_distributed()
-    batch = make_batch()
-    results = {}
-    for fsdp, sp, tp in layouts_of(family):
-        results[fsdp, sp, tp] = two_steps(
-            name,
+    results = {family: {} for family in FAMILIES}
+    for family, (fsdp, sp, tp) in [(f, layout) for f in FAMILIES for layout in layouts_of(f)]:
+        results[family][fsdp, sp, tp] = two_steps(
+            f"{folder}/{family}",
             False,
             device,
-            batch,
+            make_batch(),
             fsdp_size=fsdp,
             sp_size=sp,
             tp_size=tp,
@@ -55,14 +54,30 @@ def run_layouts(name, family, out):
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a model of each family."""
+    folder = tmp_path_factory.mktemp("models")
+    for family, overrides in FAMILIES.items():
+        make_model(folder / family, family, **overrides)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    """What two processes have saved in `run_layouts`."""
+    launch(2, __file__, folder, folder / "out")
+    return torch.load(folder / "out")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layouts_give_the_updates_of_one_process(tmp_path, device, family):
+def test_layouts_give_the_updates_of_one_process(folder, results, device, family):
     """Their gradients are clipped, so that a wrong sum shows in the norm."""
-    name = make_model(tmp_path / "model", family, **FAMILIES[family])
-    launch(2, __file__, name, family, tmp_path / "out")
+    name = str(folder / family)
     expected = two_steps(name, False, device, make_batch(), share_prompts=False)
     start = AutoModelForCausalLM.from_pretrained(name).state_dict()
-    for layout, result in torch.load(tmp_path / "out").items():
+    assert list(results[family]) == layouts_of(family)
+    for layout, result in results[family].items():
         for key, scores in expected["scores"].items():
             if scores is not None:
                 torch.testing.assert_close(
@@ -76,8 +91,8 @@ def test_layouts_give_the_updates_of_one_process(tmp_path, device, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_export_is_the_trained_model(tmp_path, device, family):
-    name = make_model(tmp_path / "model", family, **FAMILIES[family])
+def test_an_export_is_the_trained_model(folder, tmp_path, device, family):
+    name = str(folder / family)
     batch = make_batch()
     worker = Worker(worker_config(name, lr=1e-2), device, False, 4)
     before = worker.infer(batch).logps

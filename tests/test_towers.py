@@ -1,6 +1,7 @@
 """Models with a frozen vision tower: trained on text, against plain Hugging Face models."""
 
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -94,9 +95,18 @@ def save_family(family, folder, **sizes) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a model of each family."""
+    folder = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        save_family(family, folder / family)
+    return folder
+
+
 @pytest.fixture(params=FAMILIES)
-def name(request, tmp_path):
-    return save_family(request.param, tmp_path / "model")
+def name(request, folder):
+    return str(folder / request.param)
 
 
 def load_plain(name):
@@ -138,19 +148,19 @@ def reference(name):
     return first_scores, updates, dict(model.named_parameters())
 
 
-def run_layouts(name, out):
-    """Saves the results of two updates, of one pack with shared prompts and of many without."""
+def run_layouts(folder, out):
+    """Saves the results of two updates by two processes, which share the model or sequences too:
+    of one pack with shared prompts, and of many packs without.
+    """
     device = init_distributed()
     results = {}
-    layouts = [(0, 1)] if dist.get_world_size() == 1 else [(0, 1), (0, 2)]
-    for fsdp, sp in layouts:
+    for family, sp in product(FAMILIES, (1, 2)):
         for share, budget, recomputed in ((True, 4096, False), (False, SMALL_BUDGET, 1)):
-            results[fsdp, sp, share] = two_steps(
-                name,
+            results.setdefault(family, {})[sp, share] = two_steps(
+                f"{folder}/{family}",
                 False,
                 device,
                 make_batch(),
-                fsdp_size=fsdp,
                 sp_size=sp,
                 share_prompts=share,
                 max_length_per_device=budget,
@@ -161,13 +171,22 @@ def run_layouts(name, out):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_updates_on_text_are_those_of_transformers(tmp_path, name, world):
-    """And the towers keep their bits."""
-    launch(world, __file__, name, tmp_path / "out")
+@pytest.fixture(scope="module")
+def results(folder):
+    """What two processes have saved in `run_layouts`."""
+    launch(2, __file__, folder, folder / "out")
+    return torch.load(folder / "out")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_updates_on_text_are_those_of_transformers(folder, results, device, family):
+    """Of one process, and of two in each layout. The towers keep their bits."""
+    name = str(folder / family)
     scores, updates, weights = reference(name)
     towers = tower_weights(load_plain(name))
-    for layout, result in torch.load(tmp_path / "out").items():
+    assert len(results[family]) == 4
+    alone = two_steps(name, False, device, make_batch())
+    for layout, result in {"alone": alone, **results[family]}.items():
         for key in ("logps", "entropy"):
             torch.testing.assert_close(
                 result["scores"][key], scores[key], rtol=0, atol=5e-5, msg=f"{layout} {key}"
@@ -235,6 +254,7 @@ def test_only_the_text_model_is_stored_in_4_bits(tmp_path, device, monkeypatch):
         assert torch.equal(weights[key], weight) == (key not in stored), key
 
 
+@pytest.mark.nightly  # its proofs are those of the tests above, of a smaller copy
 def test_prove_finds_nothing(name, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "1")
     words = ["rl2 prove", "--processes=1", f"actor.model_name={name}"]
