@@ -18,8 +18,8 @@ LAYOUTS = {
 }
 
 
-def main(name, out):
-    device = init_distributed()
+def run_layouts(name, device):
+    """The results by (critic, fsdp_size, sp_size)."""
     results = {}
     for critic, fsdp, sp in LAYOUTS[dist.get_world_size()]:
         results[critic, fsdp, sp] = two_steps(
@@ -34,6 +34,11 @@ def main(name, out):
             lora_rank=3,
             quantize_base="nf4",
         )
+    return results
+
+
+def main(name, out):
+    results = run_layouts(name, init_distributed())
     if dist.get_rank() == 0:
         torch.save(results, out)
     dist.destroy_process_group()
