@@ -12,14 +12,21 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-import pyarrow.pandas_compat  # noqa: F401  (pyarrow imports it with the first table)
+import pandas  # noqa: F401  (pyarrow imports it with the first table, and the next one too)
+import pyarrow.pandas_compat  # noqa: F401
 import torch.distributed as dist
 from transformers import conversion_mapping
 
 import rl2.engine.local  # noqa: F401  (trainers import the engine that their config names)
+from rl2.parallel.mesh import GPU_FILE
 from rl2.trainer import dpo, ppo, rm, sft
+
+if not os.path.exists(GPU_FILE):  # bitsandbytes asks the GPU, which no fork could use afterwards
+    with suppress(ImportError):  # some suites have no peft
+        import peft  # noqa: F401  (adapters, and bitsandbytes with it)
 
 MAINS = {"ppo": ppo.main, "sft": sft.main, "dpo": dpo.main, "rm": rm.main}
 # transformers keeps its table of renamed weights, which takes a tenth of a short run to build.
