@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import textwrap
 import threading
 import time
 import urllib.request
@@ -16,7 +15,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from common import launch, make_model, read_untimed_metrics, run
+from common import LETTER_ENV, launch, make_model, read_untimed_metrics, run
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 import rl2
@@ -48,13 +47,6 @@ SFT_KEYS = {"data.batch_size": 4, "actor.lr": 0.02, "trainer.max_steps": 3}
 def reward_fn(messages, answer):
     reply = messages[-1]["content"]
     return sum(letter in answer for letter in reply) / max(len(reply), 1)
-
-
-ENV_FILE = """
-    def reward_fn(messages, answer):
-        reply = messages[-1]["content"]
-        return sum(letter in answer for letter in reply) / max(len(reply), 1)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +121,7 @@ def test_ppo_has_the_bits_of_the_command_line(model, tmp_path):
     ours = train_ppo(model, "python", test_rows=ROWS[:3])
     [rows] = tmp_path.glob("runs/python/inputs/rows-*.jsonl")
     [test_rows] = tmp_path.glob("runs/python/inputs/test_rows-*.jsonl")
-    (tmp_path / "env.py").write_text(textwrap.dedent(ENV_FILE))
+    (tmp_path / "env.py").write_text(LETTER_ENV)
     files = [f"data.path={rows}", f"data.test_path={test_rows}", "rollout.env_path=env.py"]
     name = ["trainer.experiment_name=shell", f"actor.model_name={model}"]
     launch(1, "-m", "rl2.trainer.ppo", *words(KEYS), *files, *name)
@@ -162,7 +154,7 @@ def test_the_problems_are_those_of_the_command_line(model, tmp_path):
         train_ppo(model, "wrong", **wrong)
     assert not (tmp_path / "runs/wrong").exists()
     (tmp_path / "rows.jsonl").write_text('{"messages": "say a", "answer": "a"}\n')
-    (tmp_path / "env.py").write_text(textwrap.dedent(ENV_FILE))
+    (tmp_path / "env.py").write_text(LETTER_ENV)
     files = ["data.path=rows.jsonl", "rollout.env_path=env.py", f"actor.model_name={model}"]
     done = launch(1, "-m", "rl2.trainer.ppo", *files, *words({**KEYS, **wrong}), check=False)
     assert done.returncode == 1 and str(raised.value) in done.stderr
@@ -172,29 +164,29 @@ def test_the_problems_are_those_of_the_command_line(model, tmp_path):
 # The process.
 
 
-@pytest.mark.parametrize("train", [train_ppo, train_in_event_loop])
-def test_runs_follow_each_other_in_a_process(train, model, unchanged_process):
-    first, second = train_ppo(model, "first"), train(model, "second")
-    assert read_untimed_metrics(first.path) == read_untimed_metrics(second.path)
-    assert weights(first) == weights(second)
+def test_runs_follow_each_other_in_a_process(model, unchanged_process):
+    first = train_ppo(model, "first")
+    for train, name in ((train_ppo, "second"), (train_in_event_loop, "third")):
+        again = train(model, name)
+        assert read_untimed_metrics(again.path) == read_untimed_metrics(first.path)
+        assert weights(again) == weights(first)
 
 
-@pytest.mark.parametrize("train", [train_ppo, train_in_event_loop])
-def test_a_failing_reward_leaves_a_process_that_can_train(train, model, unchanged_process):
+def test_a_failing_reward_leaves_a_process_that_can_train(model, unchanged_process):
     def fail(messages, answer):
         raise KeyError("nope")
-
-    with pytest.raises(ValueError, match="KeyError: 'nope'"):  # when it is tried
-        train(model, "run", fail)
 
     def fail_later(messages, answer):
         if len(messages[-1]["content"]) not in (0, len("The answer is 42.")):
             raise KeyError("later")
         return 0.0
 
-    with pytest.raises(RuntimeError, match="environment failed on .*(?s:.*)KeyError: 'later'"):
-        train(model, "run", fail_later, **{"trainer.resume": "off"})
-    train(model, "run", **{"trainer.resume": "off"})
+    for train in (train_ppo, train_in_event_loop):
+        with pytest.raises(ValueError, match="KeyError: 'nope'"):  # when it is tried
+            train(model, "run", fail)
+        with pytest.raises(RuntimeError, match="failed on .*(?s:.*)KeyError: 'later'"):
+            train(model, "run", fail_later, **{"trainer.resume": "off"})
+    train_ppo(model, "run", **{"trainer.resume": "off"})
 
 
 def test_a_run_that_fails_ends_its_services(model, monkeypatch):
@@ -294,7 +286,7 @@ def test_importing_rl2_is_light():
 
 
 def test_paths_and_an_env_file_work_as_well(model, tmp_path, unchanged_process):
-    (tmp_path / "env.py").write_text(textwrap.dedent(ENV_FILE))
+    (tmp_path / "env.py").write_text(LETTER_ENV)
     first = rl2.train(
         "ppo",
         rows=ROWS,
