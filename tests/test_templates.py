@@ -337,8 +337,9 @@ def test_sft_trains_every_reply_once_and_nothing_else(name):
         for tokens, mask in sequences:
             pairs = zip(tokens, mask, strict=True)
             trained += template.decode([token for token, trains in pairs if trains])
-        check_sequences(template, row, writer.family, sequences)
-        check_trained_text(template, row, writer.family, trained)
+        parts = [expected_parts(template, row, writer.family, i) for i in reply_places(row)]
+        check_sequences(template, parts, sequences)
+        check_trained_text(template, parts, writer.family, trained)
         for message in row["messages"]:
             markers = re.findall(r"m\d+", str(message))
             is_reply = message["role"] == "assistant"
@@ -363,10 +364,12 @@ def reply_places(row: dict) -> list[int]:
     return [i for i, message in enumerate(row["messages"]) if message["role"] == "assistant"]
 
 
-def check_sequences(template, row, family, sequences):
-    """Each sequence is the conversation up to a reply, and the last one that up to the last."""
-    texts = ["".join(expected_parts(template, row, family, i)) for i in reply_places(row)]
-    wholes = [template.tokenize(text) for text in texts]
+def check_sequences(template, parts, sequences):
+    """Each sequence is the conversation up to a reply, and the last one that up to the last.
+
+    `parts` has the text before each reply, and the reply.
+    """
+    wholes = [template.tokenize(before + reply) for before, reply in parts]
     eos = template.tokenizer.eos_token_id
     for tokens, _ in sequences:
         assert any(tokens in (whole, [*whole, eos]) for whole in wholes)
@@ -384,11 +387,10 @@ def expected_parts(template, row, family, i) -> tuple[str, str]:
     return common, whole[len(common) :]
 
 
-def check_trained_text(template, row, family, trained):
+def check_trained_text(template, parts, family, trained):
     """The replies as the template writes them, up to the end of turn, or the end of sequence."""
     special = "|".join(re.escape(template.decode([token])) for token in template.special_ids)
-    for i in reply_places(row):
-        _, reply = expected_parts(template, row, family, i)
+    for _, reply in parts:
         match = re.fullmatch(rf"(.*(?:{special}))\s*", reply, re.DOTALL)
         reply = match[1] if match else reply + template.tokenizer.eos_token
         if family.strips_right:  # the header takes the white space behind it
