@@ -9,7 +9,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import contextmanager
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pyarrow
@@ -437,6 +439,44 @@ def launch_runs(world, runs) -> subprocess.CompletedProcess:
     for run_words in runs:
         words += ["--", *run_words]
     return launch(world, ROOT / "tests/several.py", *words[1:])
+
+
+@contextmanager
+def serve_json(answer):
+    """Serves JSON in a thread. Yields (URL, requests), a list with (headers, body) of each request.
+
+    `answer(path, body)` returns (status, value), and headers if it likes. The body of a GET is
+    None. A value of bytes is sent as it is.
+    """
+    requests = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.reply(None)
+
+        def do_POST(self):
+            self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def reply(self, body):
+            requests.append((dict(self.headers), body))
+            status, value, headers = (*answer(self.path, body), {})[:3]
+            data = value if isinstance(value, bytes) else json.dumps(value).encode()
+            self.send_response(status)
+            for name, text in {"Content-Length": len(data), **headers}.items():
+                self.send_header(name, str(text))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", requests
+    server.shutdown()
+    server.server_close()
+    thread.join()
 
 
 def write_jsonl(path, objects) -> None:

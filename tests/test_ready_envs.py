@@ -19,7 +19,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -31,6 +31,7 @@ from common import (
     read_cases,
     read_jsonl,
     run,
+    serve_json,
 )
 from scripted import ScriptedEngine, process_group, write_nothing  # noqa: F401
 from test_env_objects import trained_text
@@ -358,42 +359,20 @@ def test_calculator_answers_a_call_of_another_type(calculator):
     assert "missing a required argument" in call_calculator(calculator, {"x": 7})[0]["content"]
 
 
-@contextlib.contextmanager
-def serving(answer):
-    """(the address, the requests) of a server. `answer` makes a status and JSON of a request."""
-    requests = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            status, value = answer(requests[-1])
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(value).encode())
-
-        def log_message(self, *arguments):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", requests
-    server.shutdown()
-
-
 def test_a_reward_model_server_gets_the_text_of_the_chat_template(monkeypatch):
     """A refused call is an EnvError."""
 
-    def answer(request):
+    def answer(path, request):
         text = request["text"]
         return 500 if "fail" in text else 200, [{"embedding": [len(text) / 2]}]
 
-    with serving(answer) as (address, requests):
+    with serve_json(answer) as (address, requests):
         monkeypatch.setenv("RL2_REWARD_URL", f"{address}/classify")
         env = load_env("reward_model", 10)
         messages = [*QUESTION["messages"], *conversation("2")]
         text = make_tokenizer().apply_chat_template(messages, tokenize=False)
         assert asyncio.run(env.score(messages, QUESTION)) == {"reward": len(text) / 2}
-        assert [request["text"] for request in requests] == [text]
+        assert [request["text"] for _, request in requests] == [text]
         with pytest.raises(EnvError, match="500"):
             asyncio.run(env.score([{"role": "user", "content": "fail"}], QUESTION))
 
@@ -402,13 +381,13 @@ def test_a_reward_model_server_gets_the_text_of_the_chat_template(monkeypatch):
 def search(monkeypatch):
     """(the env, the requests it sends)"""
 
-    def answer(request):
+    def answer(path, request):
         [query] = request["queries"]
         contents = ['"France"\nIts capital is Paris. ', "x" * 9999] if query != "nothing" else []
         documents = [{"document": {"contents": text}, "score": 1.0} for text in contents]
         return 500 if query == "fail" else 200, {"result": [documents]}
 
-    with serving(answer) as (address, requests):
+    with serve_json(answer) as (address, requests):
         monkeypatch.setenv("RL2_SEARCH_URL", f"{address}/retrieve")
         yield load_env("search", 10), requests
 
@@ -425,7 +404,8 @@ def test_search_looks_up_the_first_query_of_the_last_turn(search):
         '[1] "France"\nIts capital is Paris.\n\n[2] xx'
     )
     assert len(message["content"]) < 1700
-    assert requests == [{"queries": ["capital of France"], "topk": 3, "return_scores": True}]
+    [(_, request)] = requests
+    assert request == {"queries": ["capital of France"], "topk": 3, "return_scores": True}
     assert answered("<search>nothing</search>")[0]["content"] == "nothing was found"
     assert answered("<search> </search>")[0]["content"] == "the query is empty"
     assert len(requests) == 2
@@ -714,51 +694,30 @@ def test_the_rows_of_reasoning_come_from_its_command(tmp_path):
     assert file.read_text() == (ROOT / "examples/rows/reasoning.jsonl").read_text()
 
 
-class JudgeServer(ThreadingHTTPServer):
-    """A server of the OpenAI protocol. `answers` are its next (status, reply, headers)."""
-
-    def __init__(self):
-        self.answers = []
-        self.requests = []  # (headers, body)
-        super().__init__(("127.0.0.1", 0), JudgeHandler)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    def answer(self, body):
-        if self.answers:
-            answer = self.answers.pop(0)
-            return answer() if callable(answer) else answer
-        quoted = body["messages"][0]["content"].partition("in JSON:\n\n")[2]
-        parts, _ = json.JSONDecoder().raw_decode(quoted)
-        score = 10 if "good" in parts["reply"] else 1
-        return 200, f"It says so.\nSCORE: {score}", {}
-
-
-class JudgeHandler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append((dict(self.headers), body))
-        status, reply, headers = self.server.answer(body)
-        message = {"role": "assistant", "content": reply}
-        data = json.dumps({"choices": [{"message": message}]}).encode()
-        self.send_response(status)
-        for name, value in {"Content-Length": len(data), **headers}.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *arguments):
-        pass
-
-
 @pytest.fixture
 def judge_server(monkeypatch):
-    server = JudgeServer()
-    monkeypatch.setenv("RL2_JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1/")
-    monkeypatch.setenv("RL2_JUDGE_MODEL", "judge-7b")
-    monkeypatch.setenv("RL2_JUDGE_KEY", "secret")
-    yield server
-    server.shutdown()
-    server.server_close()
+    """A server of the OpenAI protocol. `answers` are its next (status, reply, headers), or return
+    them.
+    """
+    answers = []
+
+    def answer(path, body):
+        if answers:
+            given = answers.pop(0)
+            status, reply, headers = given() if callable(given) else given
+        else:
+            quoted = body["messages"][0]["content"].partition("in JSON:\n\n")[2]
+            parts, _ = json.JSONDecoder().raw_decode(quoted)
+            score = 10 if "good" in parts["reply"] else 1
+            status, reply, headers = 200, f"It says so.\nSCORE: {score}", {}
+        message = {"role": "assistant", "content": reply}
+        return status, {"choices": [{"message": message}]}, headers
+
+    with serve_json(answer) as (url, requests):
+        monkeypatch.setenv("RL2_JUDGE_URL", f"{url}/v1/")
+        monkeypatch.setenv("RL2_JUDGE_MODEL", "judge-7b")
+        monkeypatch.setenv("RL2_JUDGE_KEY", "secret")
+        yield SimpleNamespace(answers=answers, requests=requests)
 
 
 class Clock:

@@ -1,14 +1,11 @@
 """A teacher on a server: what it is asked, what its answers are worth, and what is told of it."""
 
-import json
 import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 import torch.distributed as dist
-from common import launch_runs, make_model, make_samples, read_metrics, write_jsonl
+from common import launch_runs, make_model, make_samples, read_metrics, serve_json, write_jsonl
 from transformers import AutoModelForCausalLM
 
 from rl2.batch import collate
@@ -17,39 +14,6 @@ from rl2.trainer import teacher_server
 from rl2.trainer.teacher_server import connect
 
 CPU = torch.device("cpu")
-
-
-@contextmanager
-def serve(answer):
-    """A server: `answer(path, body)` returns (status, JSON). Yields (URL, headers of requests)."""
-    headers = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.reply(None)
-
-        def do_POST(self):
-            self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-        def reply(self, body):
-            headers.append(dict(self.headers))
-            status, value = answer(self.path, body)
-            data = value if isinstance(value, bytes) else json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", headers
-    server.shutdown()
-    server.server_close()
-    thread.join()
 
 
 def as_teacher(name, change=lambda path, value: value):
@@ -105,9 +69,9 @@ def test_the_trained_tokens_have_the_scores_of_the_model(model, protocol, monkey
     monkeypatch.setenv("TEACHER_API_KEY", "secret")
     batch = collate(make_samples(seed=1, num_groups=3, group_size=3))
     batch.mask[2] = 0  # nothing of this row is trained
-    with serve(as_teacher(model)) as (url, headers):
+    with serve_json(as_teacher(model)) as (url, requests):
         logps = connect(f"{url}/v1/", protocol, None, CPU).infer(batch).logps
-    assert all(of_request["Authorization"] == "Bearer secret" for of_request in headers)
+    assert all(headers["Authorization"] == "Bearer secret" for headers, _ in requests)
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         log_p = plain(batch.inputs).logits.log_softmax(-1)
@@ -124,7 +88,7 @@ def test_a_server_that_is_busy_for_a_while_is_asked_again(model):
         calls.append(path)
         return (503, b"loading") if len(calls) in (1, 2, 4) else teacher(path, body)
 
-    with serve(answer) as (url, _):
+    with serve_json(answer) as (url, _):
         assert len(connect(url, "openai", None, CPU).score([5, 6, 7])) == 2
     assert len(calls) == 6
 
@@ -157,16 +121,16 @@ def not_a_number(path, value):
     ],
 )
 def test_answers_that_are_no_scores_of_the_tokens_are_refused(model, protocol, change, words):
-    with serve(as_teacher(model, change)) as (url, _):
+    with serve_json(as_teacher(model, change)) as (url, _):
         with pytest.raises(RuntimeError, match=f"teacher.base_url={url}: .*{words}"):
             connect(url, protocol, None, CPU)
 
 
 def test_a_server_that_refuses_or_is_not_there_is_named():
-    with serve(lambda path, body: (404, b'{"error": "no such model"}')) as (url, headers):
+    with serve_json(lambda path, body: (404, b'{"error": "no such model"}')) as (url, requests):
         with pytest.raises(RuntimeError, match=f"{url}: /v1/completions failed.*no such model"):
             connect(url, "openai", "gone", CPU)
-    assert len(headers) == 1, "a refusal is final"
+    assert len(requests) == 1, "a refusal is final"
     with pytest.raises(RuntimeError, match=f"{url}: /generate failed: .*refused"):
         connect(url, "sglang", None, CPU)
 
@@ -181,11 +145,11 @@ def test_a_run_with_a_server_learns_as_with_the_model(model, tmp_path):
         *(f"actor.model_name={tiny}", "actor.dtype=float32", "actor.lr=0.01"),
         *(f"data.path={tmp_path / 'rows.jsonl'}", f"rollout.env_path={tmp_path / 'env.py'}"),
         *("data.prompts_per_rollout=4", "data.responses_per_prompt=4"),
-        *("rollout.train_sampling_params.max_new_tokens=8", "trainer.max_steps=3"),
+        *("rollout.train_sampling_params.max_new_tokens=8", "trainer.max_steps=2"),
         *("adv.estimator=distillation", "actor.loss=reinforce", "trainer.disable_wandb=true"),
         *("trainer.n_epochs=9", "actor.update_per_rollout=2"),
     ]
-    with serve(as_teacher(model)) as (url, _):
+    with serve_json(as_teacher(model)) as (url, _):
         in_process = [f"teacher.model_name={model}", f"trainer.save_dir={tmp_path / 'model'}"]
         on_server = [f"teacher.base_url={url}", f"trainer.save_dir={tmp_path / 'server'}"]
         launch_runs(2, [[*common, *in_process], [*common, *on_server]])
