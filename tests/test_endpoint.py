@@ -664,40 +664,31 @@ def test_the_columns_of_a_row_do_not_hide_the_address(tmp_path):
 
 
 @pytest.mark.parametrize("key", [None, "the user's own"])
-def test_the_client_of_openai(tmp_path, key):
-    """As people write it: with the arguments of the issue, tools, an error and its own timeouts."""
+def test_the_client_of_openai_without_a_key(tmp_path, key):
+    """As people write it; test_agent_clients.py has tools and the other clients."""
     pytest.importorskip("openai", reason="comes with rl2[test]")
     env = """
         import openai
         async def run(row, base_url, model):
             async with openai.AsyncOpenAI(base_url=base_url) as client:
                 assert [m.id async for m in client.models.list()] == [model]
-                messages = list(row["messages"])
-                tools = [{"type": "function", "function": {"name": "double"}}]
-                first = await client.chat.completions.create(
-                    model=model, messages=messages, tools=tools, max_tokens=5)
-                [call] = first.choices[0].message.tool_calls
-                assert call.function.name == "double" and call.function.arguments == '{"x": 3}'
-                assert first.usage.total_tokens > first.usage.completion_tokens > 0
-                messages.append(first.choices[0].message)
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": "6"})
-                second = await client.chat.completions.create(
-                    model=model, messages=messages, tools=tools)
+                asked = {"model": model, "messages": row["messages"], "max_tokens": 5}
+                answer = await client.chat.completions.create(**asked)
+                assert answer.usage.total_tokens > answer.usage.completion_tokens > 0
                 try:
-                    await client.chat.completions.create(model=model, messages=messages, n=2)
+                    await client.chat.completions.create(**asked, n=2)
                 except openai.BadRequestError as error:
                     assert "only 1 is supported" in error.message
-                return float(second.choices[0].message.content)
+                return float(answer.choices[0].message.content)
     """
-    script = [call_text("double", x=3), "6"]
     with mock.patch.dict("os.environ"):
         os.environ.pop("OPENAI_API_KEY", None)
         if key:
             os.environ["OPENAI_API_KEY"] = key
-        (trajectory,), player = play(tmp_path, script, env)
+        (trajectory,), player = play(tmp_path, ["6"], env)
     assert trajectory.rewards == {"run": 6.0}, player.failures.last
     (sample,) = trajectory.samples
-    assert trained_text(player, sample) == "<|im_end|>".join([*script, ""])
+    assert trained_text(player, sample) == "6<|im_end|>"
 
 
 def test_processes_that_began_before_the_endpoint_have_its_key(tmp_path):
