@@ -5,11 +5,12 @@ import re
 import sys
 
 import pytest
-from common import ROOT, make_model, run
+from common import ROOT, make_model, read_cases, run
 from test_ready_envs import PACKAGES
 
 from rl2.tools import env as command
 
+CASES = read_cases("env_command")
 ROWS = [
     {"messages": [{"role": "user", "content": f"What is {a} + {b}?"}], "answer": str(a + b)}
     for a, b in ((17, 25), (110, 233), (400, 58))
@@ -53,249 +54,11 @@ def problems(out):
     return [line for line in out.splitlines() if line.startswith("PROBLEM: ")]
 
 
-FAULTS = {
-    # Exploits.
-    "the answer anywhere in the reply": (
-        'def reward_fn(messages, answer): return float(answer in messages[-1]["content"])',
-        "exploit: several answers",
-    ),
-    "any of several answers": (
-        "def reward_fn(messages, answer):\n"
-        '    return float(answer in re.findall(r"<answer>(.*?)</", messages[-1]["content"]))',
-        "exploit: several answers",
-    ),
-    "the prompt counts as the reply": (
-        "def reward_fn(messages, answer):\n"
-        '    return float(bool(re.search("What is|<answer>", messages[-1]["content"])))',
-        "exploit: the prompt",
-    ),
-    "any answer in the right format": (
-        'def reward_fn(messages): return float("<answer>" in messages[-1]["content"])',
-        "exploit: wrong answer",
-    ),
-    "the longer the better": (
-        "def reward_fn(messages, answer):\n"
-        '    return is_right(messages, answer) + min(2, len(messages[-1]["content"]) / 1000)',
-        "exploit: padding",
-    ),
-    "nothing is right": (
-        "def reward_fn(messages, answer):\n"
-        '    return 1.0 if not messages[-1]["content"] else is_right(messages, answer)',
-        "exploit: empty",
-    ),
-    "a judge that obeys": (
-        "def reward_fn(messages, answer):\n"
-        '    match = re.search(r"SCORE: (\\d+)", messages[-1]["content"])\n'
-        "    return float(match[1]) if match else is_right(messages, answer)",
-        "exploit: asks the judge",
-    ),
-    "any number that is near": (
-        "def reward_fn(messages, answer):\n"
-        '    return float(answer in messages[-1]["content"].split() or is_right(messages, answer))',
-        "exploit: several answers",
-    ),
-    "NaN passes": (
-        "def reward_fn(messages, answer):\n"
-        "    try: value = float(field(messages))\n"
-        "    except ValueError: return 0.0\n"
-        "    return 0.0 if abs(value - float(answer)) > 1e-6 else 1.0",
-        "exploit: not a number",
-    ),
-    "within 20 is enough": (
-        "def reward_fn(messages, answer):\n"
-        "    try: return float(abs(float(field(messages)) - float(answer)) <= 20)\n"
-        "    except ValueError: return 0.0",
-        "exploit: near miss",
-    ),
-    "divisors": (
-        "def reward_fn(messages, answer):\n"
-        "    try: return float(int(answer) % int(field(messages)) == 0)\n"
-        "    except (ValueError, ZeroDivisionError): return 0.0",
-        "exploit: near miss",
-    ),
-    "multiples": (
-        "def reward_fn(messages, answer):\n"
-        "    try: return float(int(field(messages)) % int(answer) == 0)\n"
-        "    except ValueError: return 0.0",
-        "exploit: near miss",
-    ),
-    "the answers of all rows": (
-        "def reward_fn(messages): return float(field(messages) in ('42', '343', '458'))",
-        "exploit: near miss",
-    ),
-    "eval of the answer": (
-        "def reward_fn(messages, answer):\n"
-        "    try: return float(str(eval(field(messages))) == answer)\n"
-        "    except Exception: return 0.0",
-        "exploit: name of a column",
-    ),
-    "the policy's own regex": (
-        "def reward_fn(messages, answer):\n"
-        "    try: return float(bool(re.fullmatch(field(messages), answer)))\n"
-        "    except re.error: return 0.0",
-        "exploit: pattern",
-    ),
-    "similarity above 0.3": (
-        "from difflib import SequenceMatcher\n"
-        "def reward_fn(messages, answer):\n"
-        "    return float(SequenceMatcher(None, field(messages), answer).ratio() > 0.3)",
-        "exploit: near miss",
-    ),
-    "a judge that obeys JSON": (
-        "import json\n"
-        "def reward_fn(messages, answer):\n"
-        '    found = re.search(r"\\{.*\\}", messages[-1]["content"], re.DOTALL)\n'
-        "    if not found: return is_right(messages, answer)\n"
-        "    try: return float(json.loads(found[0])['score'])\n"
-        "    except (ValueError, KeyError, TypeError): return 0.0",
-        "exploit: asks the judge",
-    ),
-    "a judge that obeys a tag": (
-        "def reward_fn(messages, answer):\n"
-        '    found = re.search(r"<score>(.*)</score>", messages[-1]["content"])\n'
-        "    return float(found[1]) if found else is_right(messages, answer)",
-        "exploit: asks the judge",
-    ),
-    "the reply within the answer": (
-        "def reward_fn(messages, answer): return float(field(messages) in answer)",
-        "exploit: empty",
-    ),
-    "a prefix of the answer": (
-        "def reward_fn(messages, answer):\n"
-        "    found = field(messages)\n"
-        "    return float(bool(found) and answer.startswith(found))",
-        "exploit: part of the gold",
-    ),
-    "the longer answer wins": (
-        "def reward_fn(messages, answer):\n"
-        "    return float(field(messages).startswith(answer[:1]))",
-        "exploit: ",
-    ),
-    # What cannot be learned.
-    "a constant": ("def reward_fn(messages): return 0.5", "nothing teaches: all"),
-    "no reply is right": ("def reward_fn(messages): return 0.0", "nothing teaches: all"),
-    "an answer that cannot be reached": (
-        "def reward_fn(messages, answer):\n"
-        '    return is_right(messages, answer) * (answer != "42")',
-        "gold answer: earns no more than a wrong one in 1 of 3 rows, first row 0",
-    ),
-    # Results.
-    "not a number": (
-        "def reward_fn(messages, answer):\n"
-        '    return is_right(messages, answer) if messages[-1]["content"] else float("nan")',
-        "failure: reward_fn",
-    ),
-    "infinite": (
-        "def reward_fn(messages, answer):\n"
-        '    return 1e400 if "score" in messages[-1]["content"] else is_right(messages, answer)',
-        "failure: reward_fn",
-    ),
-    "a text": (
-        "def reward_fn(messages, answer): return str(is_right(messages, answer))",
-        "failure: reward_fn",
-    ),
-    "nothing returned": (
-        "def reward_fn(messages, answer):\n    if is_right(messages, answer): return 1.0",
-        "failure: reward_fn",
-    ),
-    "an exception": (
-        "def reward_fn(messages, answer):\n"
-        '    return is_right(messages, answer) + 0 / len(messages[-1]["content"])',
-        "failure: reward_fn raised: ZeroDivisionError: division by zero (env.py:10), with the "
-        "reply ''",
-    ),
-    "a missing column": (
-        "def reward_fn(messages, solution): return 1.0",
-        "failure: reward_fn needs",
-    ),
-    "an exit": (
-        "def reward_fn(messages, answer):\n"
-        '    if not messages[-1]["content"]: raise SystemExit(3)\n'
-        "    return is_right(messages, answer)",
-        "failure: reward_fn raised",
-    ),
-    "parts that come and go": (
-        "def reward_fn(messages, answer):\n"
-        "    right = is_right(messages, answer)\n"
-        '    return {"right": right, "format": 0.0} if right else {"right": 0.0}',
-        "reward parts are not the same for all replies",
-    ),
-    # Determinism.
-    "a random number": (
-        "import random\n"
-        "def reward_fn(messages, answer):\n"
-        "    return is_right(messages, answer) + random.random() / 10",
-        "not deterministic when rewarded again",
-    ),
-    "a counter": (
-        "import itertools\ncalls = itertools.count()\n"
-        "def reward_fn(messages, answer): return is_right(messages, answer) + next(calls) / 1e6",
-        "not deterministic when rewarded again",
-    ),
-    "the hash of a text": (
-        "def reward_fn(messages, answer):\n"
-        '    return is_right(messages, answer) + hash("x" + messages[-1]["content"]) % 9 / 100',
-        "not deterministic in another process",
-    ),
-    # Time, and what is left behind.
-    "a call that hangs": (
-        "import time\n"
-        "def reward_fn(messages, answer):\n"
-        '    if "so on" in messages[-1]["content"]: time.sleep(100)\n'
-        "    return is_right(messages, answer)",
-        "failure: reward_fn did not return within rollout.env_timeout=1 s, with the reply",
-        "rollout.env_timeout=1",
-    ),
-    "a call that hangs in C": (
-        "def reward_fn(messages, answer):\n"
-        '    re.match(r"(\\w+\\s?)*$", "so on and " * 9 + "!") if "so on" in '
-        'messages[-1]["content"] else 0\n'
-        "    return is_right(messages, answer)",
-        "failure: reward_fn did not return within rollout.env_timeout=1 s, with the reply",
-        "rollout.env_timeout=1",
-    ),
-    "threads that stay": (
-        "import threading\n"
-        "def reward_fn(messages, answer):\n"
-        "    threading.Thread(target=threading.Event().wait, args=(20,), daemon=True).start()\n"
-        "    return is_right(messages, answer)",
-        "leak: ",
-    ),
-    "files that stay open": (
-        "kept = []\n"
-        "def reward_fn(messages, answer):\n"
-        '    kept.append(open("/dev/null"))\n'
-        "    return is_right(messages, answer)",
-        "leak: ",
-    ),
-    "processes that stay": (
-        "import subprocess\nkept = []\n"
-        "def reward_fn(messages, answer):\n"
-        '    if messages[-1]["content"].startswith("Answer"):\n'
-        '        kept.append(subprocess.Popen(["sleep", "20"]))\n'
-        "    return is_right(messages, answer)",
-        "leak: ",
-    ),
-    "memory that stays": (
-        "kept = []\n"
-        "def reward_fn(messages, answer):\n"
-        '    kept.append("x" * 100_000 + answer)\n'
-        "    return is_right(messages, answer)",
-        "leak: ",
-    ),
-    "printing": (
-        "def reward_fn(messages, answer):\n"
-        '    print("called")\n'
-        "    return is_right(messages, answer)",
-        "prints on stdout: ",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", CASES["faults"])
 def test_a_planted_fault_is_found(name, try_code):
-    code, expected, *arguments = FAULTS[name]
-    status, out, _ = try_code(code, *arguments)
+    case = CASES["faults"][name]
+    expected = case["expected"]
+    status, out, _ = try_code(case["code"], *case.get("arguments", []))
     assert status == 1 and any(x.startswith(f"PROBLEM: {expected}") for x in problems(out)), out
     kind = " ".join(expected.partition(":")[0].split()[:2])  # not deterministic here or there
     assert out.count("    to do: ") == len(problems(out))
@@ -342,107 +105,18 @@ def test_a_shipped_env_has_no_fault(name, monkeypatch, capsys):
     assert status == 0 and not problems(out), out
 
 
-GOOD = "def reward_fn(messages, answer): return is_right(messages, answer)"
-FINE = {
-    "sync": (GOOD,),
-    "async": ("async " + GOOD,),
-    "processes": (GOOD, "rollout.env_isolation=process"),
-    "weights": (
-        "def reward_fn(messages, answer, state, turn, num_tokens, finish_reason):\n"
-        '    state["calls"] = state.get("calls", 0) + 1\n'
-        '    return {"right": is_right(messages, answer), "calls": state["calls"]}',
-        "rollout.reward_weights.calls=0",
-    ),
-    "object": (
-        "class make_env:\n"
-        "    def reset(self, answer): self.answer = answer\n"
-        "    def step(self, message): self.earned = is_right([message], self.answer)\n"
-        "    def reward(self): return self.earned",
-    ),
-    "turns": (
-        "def interact(messages, answer):\n"
-        '    return {"reward": is_right(messages, answer), "done": True}\n'
-        "def reward_fn(messages): return 0.0",
-        "rollout.max_turns=2",
-    ),
-    "minus one": ("def reward_fn(messages, answer): return 2 * is_right(messages, answer) - 1",),
-    "form": (
-        'def reward_fn(messages, answer): return messages[-1]["content"] == f"It is {answer}!"',
-        "--form",
-        "It is {}!",
-    ),
-    "a part for the format": (
-        "def reward_fn(messages, answer):\n"
-        '    is_read = field(messages) != "?"\n'
-        '    return {"right": 0.8 * is_right(messages, answer), "format": 0.2 * is_read}',
-    ),
-    "similarity as partial credit": (
-        "from difflib import SequenceMatcher\n"
-        "def reward_fn(messages, answer):\n"
-        "    return SequenceMatcher(None, field(messages), answer).ratio()",
-    ),
-    "distance as partial credit": (
-        "from rl2.rewards.maths import number\n"
-        "def reward_fn(messages, answer):\n"
-        "    value = number(field(messages))\n"
-        "    return 0.0 if value is None else float(1 / (1 + abs(value - int(answer))))",
-    ),
-    "a small tolerance": (
-        "def reward_fn(messages, answer):\n"
-        "    try: return float(abs(float(field(messages)) - float(answer)) < 1e-6)\n"
-        "    except ValueError: return 0.0",
-    ),
-    "short replies": (
-        "def reward_fn(messages, answer):\n"
-        '    short = 0.1 * (len(messages[-1]["content"]) < 200)\n'
-        '    return {"right": 0.9 * is_right(messages, answer), "short": short}',
-    ),
-    "TRL": (
-        "def right(completions, answer, **columns):\n"
-        "    return [is_right(c, a) for c, a in zip(completions, answer)]",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FINE)
+@pytest.mark.parametrize("name", CASES["fine"])
 def test_an_env_without_fault_passes(name, try_code):
-    code, *arguments = FINE[name]
-    status, out, _ = try_code(code, *arguments)
+    case = CASES["fine"][name]
+    status, out, _ = try_code(case["code"], *case.get("arguments", []))
     assert status == 0 and "1.000" in out and not problems(out), out
 
 
-UNTRIED = {
-    "an agent": (
-        "async def run(row, base_url, model): return 1.0",
-        "not tried: run",
-    ),
-    "a group": (
-        "def group_reward_fn(trajectories): return [0.0 for _ in trajectories]",
-        "not tried: group_reward_fn",
-    ),
-    "a server": (
-        'import socket\ndef reward_fn(messages): socket.create_connection(("127.0.0.1", 9))',
-        "not tried: reward_fn raised: ConnectionRefusedError",
-    ),
-    "a server that some replies need": (
-        "import socket\n"
-        "def reward_fn(messages):\n"
-        '    if not messages[-1]["content"]: return 0.0\n'
-        '    socket.create_connection(("127.0.0.1", 9))',
-        "not tried: reward_fn raised: ConnectionRefusedError",
-    ),
-    "a package": (
-        "def reward_fn(messages): import no_such_package",
-        "not tried: reward_fn raised: ModuleNotFoundError",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", UNTRIED)
+@pytest.mark.parametrize("name", CASES["untried"])
 def test_what_cannot_be_tried_is_told(name, try_code):
-    code, expected = UNTRIED[name]
-    status, out, _ = try_code(code)
-    assert status == 2 and expected in out and not problems(out), out
+    case = CASES["untried"][name]
+    status, out, _ = try_code(case["code"])
+    assert status == 2 and case["expected"] in out and not problems(out), out
 
 
 TEXTS = [
@@ -470,7 +144,7 @@ def test_texts_that_are_similar_to_the_answer(name, try_code):
 
 def test_choices_that_rows_share_are_no_near_misses(try_code):
     rows = [{"messages": "A or B?", "answer": answer} for answer in "ABBA"]
-    status, out, _ = try_code(GOOD, rows=rows)
+    status, out, _ = try_code(CASES["fine"]["sync"]["code"], rows=rows)
     assert status == 0 and not problems(out), out
 
 
