@@ -98,7 +98,7 @@ for interface in ("", "lo"):
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     init_distributed()
     group = dist.group.WORLD.group_name
-    for _ in range(1500):
+    for _ in range(2500):
         gathered = [functional.all_gather_into_tensor(torch.zeros(4), 1, group) for _ in range(50)]
         for tensor in gathered:
             functional.wait_tensor(tensor)
