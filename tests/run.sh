@@ -19,4 +19,4 @@ python -m pytest $options tests/test_faults.py "$@" || [ $? = 5 ]
 # is named twice runs where it is named first.
 others=$(ls tests/test_*.py | grep -vE '(faults|env_command|prove|gpu|memory_plan|fused)\.py')
 python -m pytest $options -m "not nightly" -n 2 --dist loadfile --no-loadscope-reorder \
-    tests/test_{run_folder,trainer,worker,examples,exact,diff,replay,sandbox,checkpoint,templates,engine,windows,api,notebook}.py $others "$@"
+    tests/test_{trainer,worker,examples,replay,exact,diff,run_folder,sandbox,checkpoint,engine,endpoint,ready_envs,windows,api}.py $others "$@"
