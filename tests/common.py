@@ -132,6 +132,13 @@ GATED_DELTA = {
     "linear_value_head_dim": 8,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# Small mixtures of experts whose routers have a softmax and one torch.topk.
+MIXTURES = {
+    "gpt_oss": LOCAL_EXPERTS,
+    "mixtral": LOCAL_EXPERTS,
+    "qwen3_moe": {**EXPERTS, "decoder_sparse_step": 1},
+}
 # Small models with recurrent layers: gated delta rules, state spaces of two kinds, convolutions.
 RECURRENT = {
     "jamba": {

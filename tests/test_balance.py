@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from common import launch, make_model
+from common import MIXTURES, launch, make_model
 from parity import SMALL_BUDGET, make_batch, use_sgd, worker_config
 from transformers import AutoModelForCausalLM
 
@@ -14,16 +14,6 @@ from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
 COEFFICIENT = 0.1
-MIXTURES = {
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "decoder_sparse_step": 1,
-    },
-}
 LAYOUTS = {
     "many micro-batches": {"max_length_per_device": SMALL_BUDGET, "gradient_checkpointing": True},
     "unshared prompts": {"share_prompts": False},

@@ -10,6 +10,7 @@ from common import (
     EXPERTS,
     GATED_DELTA,
     LETTER_ENV,
+    MIXTURES,
     ROOT,
     launch,
     launch_runs,
@@ -32,14 +33,8 @@ from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
 NUM_LAYERS, NUM_EXPERTS, NUM_CHOICES = 2, 4, 2
-LOCAL_EXPERTS = {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_CHOICES}
-PLAIN = {  # one softmax and one torch.topk a router
-    "gpt_oss": LOCAL_EXPERTS,
-    "mixtral": LOCAL_EXPERTS,
-    "qwen3_moe": {**EXPERTS, "decoder_sparse_step": 1},
-}
-MIXTURES = {
-    **PLAIN,
+FAMILIES = {
+    **MIXTURES,
     "glm4_moe": {  # groups of experts first, and a layer without experts
         "n_routed_experts": 8,
         "n_group": 2,
@@ -59,10 +54,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_engine_tells_what_the_routers_choose(tmp_path, family, exact):
-    name = make_model(tmp_path / "model", family, tied=False, **MIXTURES[family])
+    name = make_model(tmp_path / "model", family, tied=False, **FAMILIES[family])
     engine = LocalEngine(
         EngineSettings(
             name,
@@ -152,9 +147,9 @@ def assert_equal_results(results, expected):
         torch.testing.assert_close(gradient, other, rtol=1e-3, atol=2e-5, msg=key)
 
 
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", MIXTURES)
 def test_scores_and_gradients_are_those_of_the_given_experts(tmp_path, device, family):
-    name = make_model(tmp_path / "model", family, tied=False, **PLAIN[family])
+    name = make_model(tmp_path / "model", family, tied=False, **MIXTURES[family])
     expected = update_by_hand(name, family)
     routers = [g for key, g in expected[1].items() if "gate.weight" in key or "router" in key]
     assert max(gradient.abs().max() for gradient in routers) > 1e-3
@@ -172,7 +167,7 @@ if __name__ == "__main__":  # a process of the test below
 
 
 def test_every_layout_of_two_processes_equals_one_process(tmp_path, device):
-    name = make_model(tmp_path / "model", "mixtral", tied=False, **PLAIN["mixtral"])
+    name = make_model(tmp_path / "model", "mixtral", tied=False, **MIXTURES["mixtral"])
     launch(2, __file__, name, tmp_path / "results")
     expected = update(name)
     for results in torch.load(tmp_path / "results").values():
@@ -180,7 +175,7 @@ def test_every_layout_of_two_processes_equals_one_process(tmp_path, device):
 
 
 def test_the_reference_chooses_for_itself(tmp_path, device):
-    name = make_model(tmp_path / "model", "mixtral", tied=False, **PLAIN["mixtral"])
+    name = make_model(tmp_path / "model", "mixtral", tied=False, **MIXTURES["mixtral"])
     worker = make_worker(name, lora_rank=2)
     batch = make_routed_batch()
     replayed = worker.infer(batch).logps
@@ -207,7 +202,7 @@ def runs(tmp_path_factory):
     write_jsonl(folder / "train.jsonl", rows)
     (folder / "env.py").write_text(LETTER_ENV + TURNS_ENV)
     keys = [
-        f"actor.model_name={make_model(folder / 'tiny', 'qwen3_moe', **PLAIN['qwen3_moe'])}",
+        f"actor.model_name={make_model(folder / 'tiny', 'qwen3_moe', **MIXTURES['qwen3_moe'])}",
         f"data.path={folder / 'train.jsonl'}",
         f"rollout.env_path={folder / 'env.py'}",
         "rollout.max_turns=2",
@@ -277,5 +272,5 @@ def test_engines_that_tell_no_experts_are_refused_before_they_start(engine):
 
 
 def test_sglang_tells_of_all_layers(tmp_path):
-    name = make_model(tmp_path / "model", "glm4_moe", tied=False, **MIXTURES["glm4_moe"])
+    name = make_model(tmp_path / "model", "glm4_moe", tied=False, **FAMILIES["glm4_moe"])
     launch(1, ROOT / "tests/sglang_ranks.py", "routing", name, "cpu")
