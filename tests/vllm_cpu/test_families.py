@@ -1,4 +1,4 @@
-"""Tests other kinds of models in the real vLLM on a CPU: experts, recurrent layers, a tower."""
+"""Tests other kinds of models in the real vLLM on a CPU: experts, states, caps, a tower."""
 
 import sys
 from pathlib import Path
@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 pytest.importorskip("vllm", reason="run by tests/vllm_cpu/run.sh, in an environment with vllm")
 from common import (  # noqa: E402
     GATED_DELTA,
+    SPECIAL,
     VLLM_SIZES,
     letter_run,
     make_model,
@@ -40,6 +41,7 @@ FAMILIES = {
         "scoring_func": "sigmoid",
     },
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16},
+    "gemma2": {**SPECIAL["gemma2"], "initializer_range": 0.05, "tied": True},  # with caps
     "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1},
     "lfm2_moe": {
         **EXPERTS,
@@ -106,7 +108,7 @@ def check_wrong_weight(engine, worker, name):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_experts_and_recurrent_layers(tmp_path, engine_of, family):
+def test_a_family(tmp_path, engine_of, family):
     sizes = {"tied": False, **VLLM_SIZES, **FAMILIES[family]}
     worker = make_worker(make_model(tmp_path / family, family, **sizes))
     engine = engine_of(worker)
