@@ -5,7 +5,7 @@ models. Files have a matrix for each expert, and the names of the first release.
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -31,19 +31,19 @@ class CheckpointFormat:
         self.renamed: dict[str, str] = {}  # name in the model -> name in the files
         # Names of weights that are joined with others, by layer.
         self.joined: dict[str, set[str]] = defaultdict(set)
+        alone = {}  # what each weight with another form in files becomes without the others
         for name, weight in weights.items():
             if in_files.get(name) is weight:
                 self.renamed[name] = name
-                continue
-            alone = revert_weight_conversion(model, {name: weight})
-            [first, *others] = alone
-            if alone[first] is weight and not others:
-                self.renamed[name] = first
-            elif any(
-                key not in in_files or part.shape != in_files[key].shape
-                for key, part in alone.items()
-            ):
+            else:
+                alone[name] = revert_weight_conversion(model, {name: weight})
+        num_sources = Counter(key for parts in alone.values() for key in parts)
+        for name, parts in alone.items():
+            [first, *others] = parts
+            if any(num_sources[key] > 1 for key in parts):
                 self.joined[_layer(name)].add(name)
+            elif parts[first] is weights[name] and not others:
+                self.renamed[name] = first
 
     def convert(self, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights of `named_tensors` by their names in files.
