@@ -42,7 +42,7 @@ JOBS = {
 }
 # The same for a model of more layers and fewer tokens. What is gathered of an embedding takes more
 # than is predicted, which would be a large part of a model whose layers take 4 bits.
-NF4 = {"lora_rank": 4, "quantize_base": "nf4"}
+NF4 = {"dtype": "bfloat16", "lora_rank": 4, "quantize_base": "nf4"}  # as on a GPU
 JOBS_OF_4_BITS = {
     1: {"dpo of 4 bits": (DPOConfig, NF4)},
     2: {"sft of 4 bits": (SFTConfig, {**NF4, "gradient_checkpointing": False})},

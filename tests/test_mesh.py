@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from common import ROOT, launch, run
 
-from rl2.parallel import device, mesh
+from rl2.parallel import device, mesh, processor
 from rl2.parallel.mesh import CPU_MEMORY, init_distributed
 
 
@@ -32,11 +32,34 @@ def test_auto_computes_in_the_dtype_that_the_processor_is_faster_at(
     cpuinfo = tmp_path / "cpuinfo"
     if vendor is not None:
         cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
-    monkeypatch.setattr(device, "CPUINFO", cpuinfo)
+    monkeypatch.setattr(processor, "CPUINFO", cpuinfo)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
     assert device.compute_dtype("auto", torch.device("cpu")) == expected
     assert device.compute_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
+
+
+@pytest.mark.parametrize("vendor", ["GenuineIntel", "AuthenticAMD"])
+def test_mkl_is_asked_for_equal_rows_on_intel_alone(tmp_path, monkeypatch, vendor):
+    (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\n")
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setenv("MKL_CBWR", "")  # so that it is taken back after the test
+    monkeypatch.delenv("MKL_CBWR")
+    processor.ask_for_equal_rows()
+    assert ("MKL_CBWR" in os.environ) == (vendor == "GenuineIntel")
+
+
+@pytest.mark.skipif(not processor.is_intel(), reason="other processors have other kernels")
+def test_a_row_has_the_same_bits_however_many_share_its_product():
+    """Of 57 to 128 rows MKL would divide the sums among its threads."""
+    code = """
+import torch, rl2
+rows, weight = torch.randn(600, 1536), torch.randn(576, 1536)
+expected = rows @ weight.T
+assert all(torch.equal(rows[:n] @ weight.T, expected[:n]) for n in (16, 57, 64, 100, 128, 300))
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 def test_all_groups_have_the_same_timeout():

@@ -5,16 +5,15 @@ It is the kind of the device itself, except for the device of a memory plan: tha
 and gets the choices of a GPU.
 """
 
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rl2.parallel.processor import is_intel
+
 GIB = 2**30
-CPUINFO = Path("/proc/cpuinfo")  # of Linux
 
 # The device of a memory plan. Real tensors are never on it: torch puts those on plain `cpu`.
 PLANNED_DEVICE = torch.device("cpu", 0)
@@ -64,18 +63,4 @@ def _is_cpu_fast_at_bf16() -> bool:
     """
     if torch.cpu._is_amx_tile_supported():
         return True
-    return torch.cpu._is_avx512_bf16_supported() and not _is_intel()
-
-
-def ask_for_equal_rows() -> None:
-    """Lets float32 products on Intel's processors give a row the same bits in every call.
-
-    Otherwise MKL may divide the sums of a row among threads, depending on the number of rows. It
-    reads the variable at its first product. Other processors would fall back to slow kernels.
-    """
-    if _is_intel():
-        os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-
-
-def _is_intel() -> bool:
-    return CPUINFO.exists() and "GenuineIntel" in CPUINFO.read_text()
+    return torch.cpu._is_avx512_bf16_supported() and not is_intel()

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl2 import cleanup
-from rl2.parallel.device import ask_for_equal_rows
 
 try:
     from torch.distributed import set_timeout  # type: ignore[attr-defined]
@@ -78,7 +77,6 @@ def init_distributed() -> torch.device:
         device = torch.device("cpu")
         for variable in CPU_MEMORY.items():
             os.environ.setdefault(*variable)
-        ask_for_equal_rows()
     _run_gloo_in_one_thread()
     store: Any = dist.HashStore()
     rank, world_size = 0, 1
