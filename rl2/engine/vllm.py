@@ -574,7 +574,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _check_kind(settings: EngineSettings, model_config: Any) -> None:
     """ValueError for a kind of model that vLLM computes or loads wrongly, or that was not tried."""
     kind = model_config.hf_text_config.model_type
-    is_recurrent = model_config.is_hybrid or model_config.has_inner_state
+    has_state = model_config.is_hybrid or model_config.has_inner_state
     for is_kind, what in (
         (
             kind == "gpt_oss",
@@ -585,7 +585,7 @@ def _check_kind(settings: EngineSettings, model_config: Any) -> None:
             "has a least time step (time_step_min), which vLLM 0.32 does not compute",
         ),
         (
-            is_recurrent and kind not in TRIED_RECURRENT,
+            has_state and kind not in TRIED_RECURRENT,
             f"has layers with a state, and was not tried ({', '.join(TRIED_RECURRENT)} were)",
         ),
         (model_config.is_quantized, "is quantized, which was not tried"),
@@ -594,7 +594,7 @@ def _check_kind(settings: EngineSettings, model_config: Any) -> None:
             raise ValueError(
                 f"rollout.engine=vllm: {settings.model_name} {what}: set sglang or local"
             )
-    is_dense = not (model_config.is_moe or is_recurrent or model_config.is_multimodal_model)
+    is_dense = not (model_config.is_moe or has_state or model_config.is_multimodal_model)
     if settings.adapters is not None and not is_dense:
         raise ValueError(
             f"rollout.lora=adapter: {settings.model_name} is not a dense model of text, which was "

@@ -4,11 +4,15 @@ import os
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")  # of Linux
+BYTES_OF_ONE = 1000  # about what it says of a processor; it says as much of each of hundreds
 
 
 def is_intel() -> bool:
     """Whether it is one of Intel's; False where that is not known."""
-    return CPUINFO.exists() and "GenuineIntel" in CPUINFO.read_text()
+    if not CPUINFO.exists():
+        return False
+    with CPUINFO.open() as file:
+        return "GenuineIntel" in file.read(BYTES_OF_ONE)
 
 
 def ask_for_equal_rows() -> None:
