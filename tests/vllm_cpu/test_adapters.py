@@ -13,7 +13,7 @@ from common import VLLM_SIZES, letter_run, make_model, make_tokenizer, read_metr
 from engine_contract import check_abort, check_stop_strings, play  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
-from workers import PROMPTS, answer, gap, make_worker, update  # noqa: E402
+from workers import PROMPTS, answer, gap, make_worker, send, update  # noqa: E402
 
 from rl2.model.lora import LoraSettings  # noqa: E402
 
@@ -25,10 +25,7 @@ def make_adapted(name, **changes):
 
 
 def send_adapters(engine, worker):
-    """As the trainer does after an update."""
-    engine.sleep()
-    engine.wake()
-    engine.load_weights(worker.iter_adapters(worker.dtype), worker.version)
+    send(engine, worker.iter_adapters(worker.dtype), worker.version)
 
 
 def verify(engine, worker):

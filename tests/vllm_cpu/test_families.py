@@ -19,7 +19,7 @@ from common import (  # noqa: E402
 )
 from test_towers import save_family  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
-from workers import answer, gap, make_worker, update  # noqa: E402
+from workers import answer, gap, make_worker, send, update  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("group")
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -65,11 +65,8 @@ QWEN3_NEXT = {
 }
 
 
-def send(engine, worker):
-    """As the trainer does after an update."""
-    engine.sleep()
-    engine.wake()
-    engine.load_weights(worker.iter_full_weights(worker.dtype), worker.version)
+def send_all(engine, worker):
+    send(engine, worker.iter_full_weights(worker.dtype), worker.version)
 
 
 def verify(engine, worker):
@@ -86,7 +83,7 @@ def check_updates(engine, worker, limit, least_change):
     assert gap(worker, start) < limit
     assert gap(worker, answer(engine)) < limit, "with prompts that it has seen"
     update(worker)
-    send(engine, worker)
+    send_all(engine, worker)
     verify(engine, worker)
     assert gap(worker, answer(engine)) < limit
     assert gap(worker, start) > least_change, "the update changes nothing that could be seen"
@@ -104,7 +101,7 @@ def check_wrong_weight(engine, worker, name):
 
     with pytest.raises(RuntimeError, match=r"1 weights of vLLM are not the trainer's"):
         engine.verify_weights(wrong(), worker.version)
-    send(engine, worker)
+    send_all(engine, worker)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -20,6 +20,13 @@ def update(worker):
     worker.update(make_batch(), policy_loss, with_entropy=True)
 
 
+def send(engine, weights, version):
+    """As the trainer does after an update."""
+    engine.sleep()
+    engine.wake()
+    engine.load_weights(weights, version)
+
+
 def answer(engine, **params):
     """The answers to PROMPTS, as a batch with the engine's log-probabilities."""
     answers = play(engine, PROMPTS, max_new_tokens=12, **params)
