@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl2.batch import Batch, Pack
-from rl2.config.schema import ActorConfig, WorkerConfig
+from rl2.config.schema import WorkerConfig
 from rl2.error_report import writing
 from rl2.model import lora
 from rl2.model.exact import EngineCheck, Exactness
@@ -105,7 +105,7 @@ class Worker:
     rate's schedule is laid out for; 0 makes a frozen model without an optimizer, such as the
     reference. `exactness` says whether it computes with the bits of the embedded engine. `source`
     gives the model; `new_optimizer` takes what `make_optimizer` takes. `seed` is for
-    config.dither_weights.
+    config.dither_weights. With `routing_replay` tokens go to the experts that a batch names.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class Worker:
         source: HuggingFaceFiles = FILES,
         new_optimizer: Callable[..., Any] = make_optimizer,
         seed: int = 0,
+        routing_replay: bool = False,
     ):
         self.config = config
         self.exactness = exactness
@@ -141,7 +142,7 @@ class Worker:
             lora_settings=self.lora_settings,
             freeze_router=is_trained and config.freeze_router,
             router_aux_loss_coef=config.router_aux_loss_coef if is_trained and not critic else 0.0,
-            routing_replay=is_trained and isinstance(config, ActorConfig) and config.routing_replay,
+            routing_replay=routing_replay,
             dither_seed=seed if is_trained and config.dither_weights else None,
             source=source,
         )

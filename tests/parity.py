@@ -148,6 +148,33 @@ def use_sgd(worker):
     worker.optimizer = Sgd(list(worker.trained_parameters.values()))
 
 
+def gradients_by_sgd(worker, batch, loss):
+    """(the gradient of an update by the name of the weight, what the update reports)."""
+    use_sgd(worker)
+    before = {key: value.clone() for key, value in worker.iter_full_weights(torch.float32)}
+    result = worker.update(batch, loss)
+    after = dict(worker.iter_full_weights(torch.float32))
+    return {key: (before[key] - after[key]) / result.lr for key in before}, result
+
+
+def assert_equal_gradients(gradients, expected, atol):
+    """Where nothing is expected of a weight, its gradient is 0."""
+    for key, gradient in gradients.items():
+        wanted = expected.get(key, torch.zeros(())).expand_as(gradient)
+        torch.testing.assert_close(
+            gradient, wanted, rtol=1e-3, atol=atol, msg=lambda text, key=key: f"{key}: {text}"
+        )
+
+
+def save_layouts(update, layouts, name, out):
+    """Saves update(name, **changes) of each layout. Every process of a test calls it."""
+    init_distributed()
+    results = {layout: update(name, **changes) for layout, changes in layouts.items()}
+    if dist.get_rank() == 0:
+        torch.save(results, out)
+    dist.barrier()
+
+
 def main(name, out, family):
     device = init_distributed()
     batch = make_batch()

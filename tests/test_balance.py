@@ -4,13 +4,18 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from common import MIXTURES, launch, make_model
-from parity import SMALL_BUDGET, make_batch, use_sgd, worker_config
+from parity import (
+    SMALL_BUDGET,
+    assert_equal_gradients,
+    gradients_by_sgd,
+    make_batch,
+    save_layouts,
+    worker_config,
+)
 from transformers import AutoModelForCausalLM
 
 from rl2.batch import scored_spans
-from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
 COEFFICIENT = 0.1
@@ -34,13 +39,8 @@ def no_loss(batch, scores):
 
 def update(name, **changes):
     """(the gradient by name, what the update reports), where the balance is the only loss."""
-    worker = make_worker(name, **changes)
-    use_sgd(worker)
-    before = {key: value.clone() for key, value in worker.iter_full_weights(torch.float32)}
-    result = worker.update(make_batch(), no_loss)
-    after = dict(worker.iter_full_weights(torch.float32))
+    gradients, result = gradients_by_sgd(make_worker(name, **changes), make_batch(), no_loss)
     assert result.loss == 0
-    gradients = {key: (before[key] - after[key]) / result.lr for key in before}
     return gradients, result.load_balance
 
 
@@ -64,12 +64,6 @@ def of_transformers(name):
     return gradients, value.item() / hf.num_experts_per_tok
 
 
-def assert_equal_gradients(gradients, expected):
-    for name, gradient in gradients.items():
-        wanted = expected.get(name, torch.zeros(()))
-        torch.testing.assert_close(gradient, wanted.expand_as(gradient), rtol=1e-3, atol=1e-6)
-
-
 @pytest.mark.parametrize("family", MIXTURES)
 def test_gradient_and_value_are_those_of_transformers(tmp_path, device, family):
     name = make_model(tmp_path / "model", family, tied=False, **MIXTURES[family])
@@ -78,16 +72,12 @@ def test_gradient_and_value_are_those_of_transformers(tmp_path, device, family):
         max(g.abs().max() for key, g in expected.items() if "gate" in key or "rout" in key) > 1e-4
     )
     gradients, reported = update(name, **LAYOUTS["many micro-batches"])
-    assert_equal_gradients(gradients, expected)
+    assert_equal_gradients(gradients, expected, atol=1e-6)
     assert reported == pytest.approx(value, rel=1e-4)
 
 
 if __name__ == "__main__":  # a process of the test below
-    init_distributed()
-    results = {layout: update(sys.argv[1], **changes) for layout, changes in LAYOUTS.items()}
-    if dist.get_rank() == 0:
-        torch.save(results, sys.argv[2])
-    dist.barrier()
+    save_layouts(update, LAYOUTS, *sys.argv[1:])
 
 
 def test_every_layout_of_two_processes_equals_one_process(tmp_path, device):
@@ -96,7 +86,7 @@ def test_every_layout_of_two_processes_equals_one_process(tmp_path, device):
     for layout, (gradients, reported) in torch.load(tmp_path / "results").items():
         adapters = {"lora_rank": 2} if layout == "adapters" else {}
         expected, value = update(name, **adapters)
-        assert_equal_gradients(gradients, expected)
+        assert_equal_gradients(gradients, expected, atol=1e-6)
         assert reported == pytest.approx(value, rel=1e-5)
 
 

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from common import (
     EXPERTS,
@@ -19,17 +18,23 @@ from common import (
     write_jsonl,
 )
 from engine_contract import check_routing, chosen_by_transformers
-from parity import LEARNING_RATE, SMALL_BUDGET, make_batch, use_sgd, worker_config
+from parity import (
+    SMALL_BUDGET,
+    assert_equal_gradients,
+    gradients_by_sgd,
+    make_batch,
+    save_layouts,
+    worker_config,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rl2.batch import Experts, scored_spans
 from rl2.config.ppo_rules import check_engine
-from rl2.config.schema import ActorConfig, PPOConfig
+from rl2.config.schema import PPOConfig
 from rl2.engine.base import EngineSettings
 from rl2.engine.local import LocalEngine
 from rl2.model.routers import find_logit_routers
-from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
 NUM_LAYERS, NUM_EXPERTS, NUM_CHOICES = 2, 4, 2
@@ -87,8 +92,8 @@ def make_routed_batch():
 
 
 def make_worker(name, **changes):
-    keys = vars(worker_config(name, max_grad_norm=float("inf"))) | {"routing_replay": True}
-    return Worker(ActorConfig(**keys | changes), torch.device("cpu"), num_updates=4)
+    config = worker_config(name, max_grad_norm=float("inf"), **changes)
+    return Worker(config, torch.device("cpu"), num_updates=4, routing_replay=True)
 
 
 def loss_of(batch, logps):
@@ -98,13 +103,12 @@ def loss_of(batch, logps):
 def update(name, **changes):
     """(log-probabilities before an SGD update, the gradient by name)."""
     worker = make_worker(name, **changes)
-    use_sgd(worker)
     batch = make_routed_batch()
     logps = worker.infer(batch).logps
-    before = {key: value.clone() for key, value in worker.iter_full_weights(torch.float32)}
-    worker.update(batch, lambda rows, scores: (loss_of(rows, scores.logps), {}))
-    after = dict(worker.iter_full_weights(torch.float32))
-    return logps, {key: (before[key] - after[key]) / LEARNING_RATE for key in before}
+    gradients, _ = gradients_by_sgd(
+        worker, batch, lambda rows, scores: (loss_of(rows, scores.logps), {})
+    )
+    return logps, gradients
 
 
 def route_by_hand(family, router, experts, hidden):
@@ -142,9 +146,7 @@ def update_by_hand(name, family):
 def assert_equal_results(results, expected):
     (logps, gradients), (wanted_logps, wanted) = results, expected
     torch.testing.assert_close(logps, wanted_logps, rtol=0, atol=1e-4)
-    for key, gradient in gradients.items():
-        other = wanted.get(key, torch.zeros(())).expand_as(gradient)
-        torch.testing.assert_close(gradient, other, rtol=1e-3, atol=2e-5, msg=key)
+    assert_equal_gradients(gradients, wanted, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -159,11 +161,7 @@ def test_scores_and_gradients_are_those_of_the_given_experts(tmp_path, device, f
 
 
 if __name__ == "__main__":  # a process of the test below
-    init_distributed()
-    results = {layout: update(sys.argv[1], **changes) for layout, changes in LAYOUTS.items()}
-    if dist.get_rank() == 0:
-        torch.save(results, sys.argv[2])
-    dist.barrier()
+    save_layouts(update, LAYOUTS, *sys.argv[1:])
 
 
 def test_every_layout_of_two_processes_equals_one_process(tmp_path, device):

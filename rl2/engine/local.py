@@ -189,8 +189,7 @@ class LocalEngine(Engine):
         self.exact = settings.exact and not self.recurrent  # see TokenModel
         self.routing: Routing | None = None
         if settings.with_experts:
-            model_class = language_model_class(config)
-            self.routing = Routing(settings.model_name, config, model_class, self.model)
+            self.routing = Routing(settings.model_name, self.model)
         self.tokenizer: Any = None  # decodes answers to find stop strings
         if settings.stop:
             self.tokenizer = AutoTokenizer.from_pretrained(settings.model_name)

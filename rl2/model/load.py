@@ -122,7 +122,7 @@ def load_model(
             freeze_routers(name, hf)
     coefficient = choose_coefficient(config, router_aux_loss_coef, freeze_router)
     balance = _make_balance(name, hf, coefficient, mesh) if coefficient else None
-    routing = Routing(name, config, model_class, hf) if routing_replay else None
+    routing = Routing(name, hf) if routing_replay else None
     quantized = {f"{layer}.weight" for layer in nf4_layers(hf)}
     if quantized and is_first_rank():
         print(

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl2.model.routers import find_logit_routers
 from rl2.model.shrink import FIRST_PLAIN_TOKEN, shrink
+from rl2.model.towers import language_model_class
 
 CHOICE_DTYPE = torch.int16  # of the numbers of experts, as they travel
 
@@ -29,21 +30,20 @@ CHOICE_DTYPE = torch.int16  # of the numbers of experts, as they travel
 class Routing:
     """What the routers of the model `hf` choose: told, or replaced by what another model chose.
 
-    `name` and `config` are the model's, `model_class` is the auto class that made it. ValueError
-    for a model whose choices cannot be replayed.
+    ValueError for a model, which is called `name`, whose choices cannot be replayed.
     """
 
-    def __init__(self, name: str, config: PreTrainedConfig, model_class: Any, hf: PreTrainedModel):
+    def __init__(self, name: str, hf: PreTrainedModel):
         self.replayed: Tensor | None = None
         """[L, R, K] for the next forward passes, also those that are computed again in a backward
         pass; None: the routers choose"""
         routers = [router for router, _ in find_logit_routers(hf)]
         if not routers:
             raise ValueError(
-                f"routing_replay=true: {name} ({config.model_type}) has no router; leave the key "
-                "out"
+                f"routing_replay=true: {name} ({hf.config.model_type}) has no router; leave the "
+                "key out"
             )
-        self.num_calls = _count_calls(name, config, model_class)
+        self.num_calls = _count_calls(name, hf.config)
         self._chosen: list[Tensor | None] = [None] * len(routers)
         for index, router in enumerate(routers):
             router.forward = partial(self._route, index, router.forward)
@@ -108,12 +108,13 @@ def find_router_layers(name: str, hf: PreTrainedModel) -> list[int]:
     return layers
 
 
-def _count_calls(name: str, config: PreTrainedConfig, model_class: Any) -> int:
+def _count_calls(name: str, config: PreTrainedConfig) -> int:
     """How often each router calls torch.topk, seen in a small copy of the model.
 
     Some choose groups of experts first (DeepSeek-V3). ValueError if a router never does, or if they
     differ.
     """
+    model_class = language_model_class(config)
     with torch.random.fork_rng(devices=[]):
         small = model_class.from_config(
             shrink(model_class, config), attn_implementation="eager", dtype=torch.float32

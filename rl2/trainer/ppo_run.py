@@ -227,7 +227,12 @@ class PPORun:
             path = str(replay.rollouts)
             was_ahead = clips_to_sampler(self.config)
             saved = SavedRollouts(
-                path, model_name, self.meaning, True, was_ahead, needs_experts=needs_experts
+                path,
+                model_name,
+                self.meaning,
+                is_own=True,
+                was_ahead=was_ahead,
+                needs_experts=needs_experts,
             )
             return saved, num_steps
         return None, num_steps
@@ -417,6 +422,7 @@ def make_ppo_workers(
         num_updates=count_updates("actor", config.actor),
         exactness=exactness,
         seed=config.trainer.seed,
+        routing_replay=config.actor.routing_replay,
     )
     workers = {"actor": actor}
     frozen: dict[str, Worker | Reference] = {}
