@@ -9,7 +9,7 @@ run_tests() { # run_tests ENVIRONMENT [pytest arguments]
     local python=$1/bin/python
     shift
     "$python" -c 'import torch, transformers as t; print("torch", torch.__version__, "transformers", t.__version__)'
-    OMP_NUM_THREADS=1 "$python" -m pytest -x -q --durations=10 -n 2 --dist loadfile --no-loadscope-reorder "$@"
+    OMP_NUM_THREADS=1 "$python" -m pytest -x -q --durations=10 -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder "$@"
 }
 
 env=.venv-newest

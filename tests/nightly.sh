@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source examples/install.sh test
 export OMP_NUM_THREADS=1
-options="-x -q --durations=10 -n 2 --no-loadscope-reorder"
+options="-x -q --durations=10 -n 2 --max-worker-restart 0 --no-loadscope-reorder"
 python -m pytest $options --dist loadfile tests/test_{env_command,prove,gpu,memory_plan,fused}.py "$@"
 # Those of other files have a mark. Status 5: the arguments select none of them.
 marked=$(grep -l 'mark\.nightly' tests/test_*.py)

@@ -20,4 +20,4 @@ if ! grep -qxF "$wanted" "$env/installed" 2>/dev/null; then
     pip pytest pytest-xdist peft -e .
     echo "$wanted" >"$env/installed"
 fi
-OMP_NUM_THREADS=1 "$env/bin/python" -m pytest -x -q --durations=10 -n 2 --dist loadfile tests/cuda "$@"
+OMP_NUM_THREADS=1 "$env/bin/python" -m pytest -x -q --durations=10 -n 2 --max-worker-restart 0 --dist loadfile tests/cuda "$@"
