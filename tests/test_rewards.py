@@ -3,6 +3,7 @@ that writes anything."""
 
 import contextlib
 import importlib.util
+import os
 import signal
 import time
 from collections import Counter
@@ -40,7 +41,9 @@ needs_math_verify = pytest.mark.skipif(
 @pytest.fixture(scope="module", autouse=True)
 def two_processes():
     """Fewer processes of math-verify, whose start takes seconds, for all tests of this file."""
+    maths._pool(os.getpid()).shutdown()
     maths._pool.cache_clear()
+    psutil.wait_procs(math_verify_processes(), timeout=60)  # those of an earlier file
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(maths, "MAX_PROCESSES", 2)
         yield
