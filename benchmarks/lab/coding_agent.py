@@ -31,6 +31,7 @@ from run_queue import (
     run_command,
 )
 from stages import (
+    STORED,
     percentage,
     print_stages,
     right_by_step,
@@ -55,6 +56,7 @@ SFT_KEYS = [f"data.batch_size={SFT_BATCH}", "actor.lr=1e-4", "trainer.n_epochs=1
 RL_KEYS = [
     f"data.prompts_per_rollout={PROMPTS}",
     f"data.responses_per_prompt={SAMPLES}",
+    STORED,
     "actor.lr=2e-5",
     "adv.estimator=reinforce",
     "adv.norm_var=true",

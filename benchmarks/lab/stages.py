@@ -4,6 +4,7 @@ For word_problems.py, tool_use.py and coding_agent.py.
 """
 
 import shutil
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,20 @@ from typing import Any
 from rows import read_rows
 from run_queue import DTYPE, train_in
 
-# As when the rates of these studies were chosen: dithered weights learn best at lower ones.
+# As when the rates of SFT here were chosen.
 STORED = "actor.dither_weights=false"
+# How RL starts, with the rate at which such weights learn best (dither.py).
+RL_WEIGHTS = {
+    "stored": [STORED, "actor.lr=3e-5"],
+    "dithered": ["actor.dither_weights=true", "actor.lr=1e-5"],
+}
+
+
+def add_weights(run: ArgumentParser, one: ArgumentParser) -> None:
+    """Adds the kinds of RL_WEIGHTS to the commands of a study: all that `run` compares."""
+    run.add_argument("--weights", nargs="*", choices=RL_WEIGHTS, default=["stored"])
+    one.add_argument("model")
+    one.add_argument("weights", choices=RL_WEIGHTS)
 
 
 def train_stages(
@@ -43,7 +56,6 @@ def train_stages(
         rl,
         "ppo",
         *rl_keys,
-        STORED,
         f"actor.dtype={DTYPE}",
         f"data.path={folder / 'rl.jsonl'}",
         f"data.test_path={folder / 'test.jsonl'}",

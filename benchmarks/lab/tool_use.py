@@ -1,6 +1,6 @@
 """Arithmetic that a small model can solve with a calculator only: SFT, then GRPO.
 
-    python benchmarks/lab/tool_use.py run MODEL [--folder runs/tool_use] [--seeds 3]
+    python benchmarks/lab/tool_use.py run MODEL [--seeds 3] [--weights stored dithered]
     python benchmarks/lab/tool_use.py report
 
 MODEL is the folder `model` that `python examples/quickstart.py prepare FOLDER` makes. It is
@@ -30,7 +30,15 @@ from run_queue import (
     read_results,
     run_command,
 )
-from stages import print_stages, right_by_step, summarize, summarize_stages, train_stages
+from stages import (
+    RL_WEIGHTS,
+    add_weights,
+    print_stages,
+    right_by_step,
+    summarize,
+    summarize_stages,
+    train_stages,
+)
 
 sys.path.insert(0, str(ROOT))  # envs/calculator.py imports rl2
 sys.path.insert(0, str(ROOT / "envs"))
@@ -49,7 +57,6 @@ SFT_KEYS = [f"data.batch_size={SFT_BATCH}", "actor.lr=5e-5", "trainer.n_epochs=1
 RL_KEYS = [
     f"data.prompts_per_rollout={PROMPTS}",
     f"data.responses_per_prompt={SAMPLES}",
-    "actor.lr=3e-5",
     "adv.estimator=reinforce",
     "adv.norm_var=true",
     "rollout.env_path=calculator",
@@ -78,10 +85,13 @@ def run_one(arguments) -> dict:
     """SFT and GRPO of one seed. GRPO's evaluation at its start is the one after SFT."""
     folder, sft_steps, seed = arguments.folder, arguments.sft_steps, arguments.seed
     make_data(folder, sft_steps)
-    sft_keys, rl_keys = COMMON + SFT_KEYS, COMMON + RL_KEYS
+    sft_keys = COMMON + SFT_KEYS
+    rl_keys = COMMON + RL_KEYS + RL_WEIGHTS[arguments.weights]
     sft_rows = folder / f"sft-{sft_steps}.jsonl"
-    rl, seconds = train_stages(arguments, f"{sft_steps}-{seed}", sft_rows, sft_keys, rl_keys)
+    name = job_name(arguments.weights, sft_steps, seed)
+    rl, seconds = train_stages(arguments, name, sft_rows, sft_keys, rl_keys)
     return {
+        "weights": arguments.weights,
         "sft_steps": sft_steps,
         "seed": seed,
         **summarize_stages(rl, RL_STEPS, summarize_calls),
@@ -114,8 +124,9 @@ def share_without_call(test: dict) -> float:
 def report() -> None:
     """Prints the table in Markdown."""
     runs = list(read_results(RESULTS_FILE).values())
-    runs.sort(key=lambda run: (run["sft_steps"], run["seed"]))
+    runs.sort(key=lambda run: (run["weights"], run["sft_steps"], run["seed"]))
     run_columns = {
+        "weights": lambda run: run["weights"],
         "steps of SFT, GRPO": lambda run: f"{run['sft_steps']}, {len(run['sampled'])}",
         "seed": lambda run: str(run["seed"]),
     }
@@ -133,14 +144,20 @@ def report() -> None:
     print(f"\nsampled in training without a call: {num}, of which {right:.0f} are right")
     print("right in the steps of GRPO, %:")
     for run in runs:
-        print(f"  {run['sft_steps']} steps of SFT, seed {run['seed']}: {right_by_step(run)}")
+        start = f"{run['weights']}, {run['sft_steps']} steps of SFT"
+        print(f"  {start}, seed {run['seed']}: {right_by_step(run)}")
+
+
+def job_name(weights: str, sft_steps: int, seed: int) -> str:
+    return f"{weights}-sft-{sft_steps}-seed-{seed}"
 
 
 def make_jobs(arguments) -> list[Job]:
     jobs = []
     for seed in range(arguments.seeds):
-        name = f"sft-{arguments.sft_steps}-seed-{seed}"
-        jobs.append(make_job(arguments, name, arguments.model, arguments.sft_steps, seed))
+        for weights in arguments.weights:
+            values = (weights, arguments.sft_steps, seed)
+            jobs.append(make_job(arguments, job_name(*values), arguments.model, *values))
     return jobs
 
 
@@ -148,7 +165,7 @@ def main() -> None:
     parser, run, one = make_parser(__doc__, ROOT / "runs" / "tool_use")
     run.add_argument("model", help="folder of the model")
     run.add_argument("--sft-steps", type=int, default=5)
-    one.add_argument("model")
+    add_weights(run, one)
     one.add_argument("sft_steps", type=int)
     one.add_argument("seed", type=int)
     run_command(parser.parse_args(), RESULTS_FILE, make_jobs, run_one, report)

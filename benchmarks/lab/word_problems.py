@@ -1,6 +1,6 @@
 """Word problems that the model must first learn to format: SFT, then REINFORCE.
 
-    python benchmarks/lab/word_problems.py run MODEL [--folder runs/word_problems] [--seeds 3]
+    python benchmarks/lab/word_problems.py run MODEL [--seeds 3] [--weights stored dithered]
     python benchmarks/lab/word_problems.py report
 
 MODEL is the folder `model` that `python examples/quickstart.py prepare FOLDER` makes. It is
@@ -30,7 +30,7 @@ from run_queue import (
     read_results,
     run_command,
 )
-from stages import train_stages
+from stages import RL_WEIGHTS, add_weights, train_stages
 
 RESULTS_FILE = RESULTS / "word_problems.jsonl"
 NAMES = ["Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry"]
@@ -144,7 +144,7 @@ def run_one(arguments) -> dict:
     keys = [
         "data.prompts_per_rollout=16",
         "data.responses_per_prompt=8",
-        "actor.lr=3e-5",
+        *RL_WEIGHTS[arguments.weights],
         "adv.estimator=reinforce",
         "kl.coef=0.01",
         "kl.type=loss",
@@ -154,13 +154,13 @@ def run_one(arguments) -> dict:
         f"rollout.train_sampling_params.max_new_tokens={LONGEST}",
     ]
     rl_keys = [*COMMON, f"trainer.max_steps={RL_STEPS}", *keys]
-    rl, seconds = train_stages(
-        arguments, str(arguments.seed), folder / "sft.jsonl", sft_keys, rl_keys
-    )
+    name = job_name(arguments.weights, arguments.seed)
+    rl, seconds = train_stages(arguments, name, folder / "sft.jsonl", sft_keys, rl_keys)
     lines = read_rows(rl / "metrics.jsonl")
     tests = [line["test/reward/right"] for line in lines if "test/reward/right" in line]
     sampled = [line["reward/right"] for line in lines if "reward/right" in line]
     return {
+        "weights": arguments.weights,
         "seed": arguments.seed,
         "after_sft": tests[0],
         "after_rl": tests[-1],
@@ -172,8 +172,15 @@ def run_one(arguments) -> dict:
 
 def report() -> None:
     """Prints the table in Markdown."""
-    runs = sorted(read_results(RESULTS_FILE).values(), key=lambda run: run["seed"])
-    print(f"{runs[0]['date']} to {runs[-1]['date']}, {runs[0]['machine']}\n")
+    results = read_results(RESULTS_FILE).values()
+    for weights in RL_WEIGHTS:
+        runs = [run for run in results if run["weights"] == weights]
+        if runs:
+            print_table(weights, sorted(runs, key=lambda run: run["seed"]))
+
+
+def print_table(weights: str, runs: list[dict]) -> None:
+    print(f"\n{weights}, {runs[0]['date']} to {runs[-1]['date']}, {runs[0]['machine']}\n")
     print("| seed | after SFT, % | after RL, % | points | CPU s of SFT | CPU s of RL |")
     print("|---|---|---|---|---|---|")
     for run in runs:
@@ -186,17 +193,23 @@ def report() -> None:
     print(f"| mean | {means[0]} | {means[1]} | {gain} | | |")
 
 
+def job_name(weights: str, seed: int) -> str:
+    return f"{weights}-seed-{seed}"
+
+
 def make_jobs(arguments) -> list[Job]:
     jobs = []
     for seed in range(arguments.seeds):
-        jobs.append(make_job(arguments, f"seed-{seed}", arguments.model, seed))
+        for weights in arguments.weights:
+            name = job_name(weights, seed)
+            jobs.append(make_job(arguments, name, arguments.model, weights, seed))
     return jobs
 
 
 def main() -> None:
     parser, run, one = make_parser(__doc__, ROOT / "runs" / "word_problems")
     run.add_argument("model", help="folder of the model")
-    one.add_argument("model")
+    add_weights(run, one)
     one.add_argument("seed", type=int)
     run_command(parser.parse_args(), RESULTS_FILE, make_jobs, run_one, report)
 
