@@ -148,7 +148,7 @@ FAULTS = {
     ),
     "wrong temperature": Fault(
         "engine",
-        "rl2.model.token_model:TokenModel.forward",
+        "rl2.model.token_model:TokenModel._head_inputs",
         "temperature * self.logit_divisor",
         "self.logit_divisor",
     ),

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from rl2.model import fused
 from rl2.model import head as head_module
 from rl2.model.candidates import CandidateMask
-from rl2.model.full_kl import HeadInputs, full_kl
+from rl2.model.full_kl import full_kl
+from rl2.model.head import HeadInputs
 
 NUM_PAIRS, VOCABULARY = 23, 37
 
@@ -29,6 +30,11 @@ def make_heads(dtype=torch.float32, teacher_vocabulary=VOCABULARY):
         dtype=torch.float32,
     )
     return hidden, weight, teacher
+
+
+def kl_of(heads, temperature, **options):
+    hidden, weight, teacher = heads
+    return full_kl(HeadInputs(hidden, weight, temperature), teacher, **options)
 
 
 def plain_kl(hidden, weight, teacher, temperature, ids):
@@ -65,7 +71,7 @@ def all_tokens(count=VOCABULARY):
 def test_chunked_kl_equals_log_softmax(monkeypatch, temperature, chunk_columns, dtype):
     monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", chunk_columns * NUM_PAIRS)
     heads = make_heads(dtype)
-    kl = full_kl(*heads, temperature)
+    kl = kl_of(heads, temperature)
     assert (kl > 0.1).all()
     check(kl, heads, temperature, all_tokens(), 1e-5 if dtype == torch.float32 else 5e-3)
 
@@ -73,7 +79,7 @@ def test_chunked_kl_equals_log_softmax(monkeypatch, temperature, chunk_columns, 
 def test_the_kl_from_itself_is_zero():
     hidden, weight, _ = make_heads()
     itself = HeadInputs(hidden.detach(), weight.detach(), 0.7, torch.float32)
-    kl = full_kl(hidden, weight, itself, 0.7)
+    kl = kl_of((hidden, weight, itself), 0.7)
     torch.testing.assert_close(kl, torch.zeros(NUM_PAIRS), rtol=0, atol=1e-6)
     gradients = torch.autograd.grad(kl.sum(), (hidden, weight))
     assert all(gradient.abs().max() < 1e-5 for gradient in gradients)
@@ -85,7 +91,7 @@ def test_the_kl_among_candidates(monkeypatch):
     heads = make_heads()
     counts = torch.arange(NUM_PAIRS) % 8
     ids = [torch.randperm(VOCABULARY)[:count] for count in counts]
-    kl = full_kl(*heads, 0.7, candidates=CandidateMask.of(counts, torch.cat(ids)))
+    kl = kl_of(heads, 0.7, candidates=CandidateMask.of(counts, torch.cat(ids)))
     among = [x if len(x) else torch.arange(VOCABULARY) for x in ids]
     check(kl, heads, 0.7, among)
 
@@ -93,14 +99,14 @@ def test_the_kl_among_candidates(monkeypatch):
 @pytest.mark.parametrize("teacher_vocabulary", [33, 40])
 def test_vocabularies_that_are_padded_differently(teacher_vocabulary):
     heads = make_heads(teacher_vocabulary=teacher_vocabulary)
-    kl = full_kl(*heads, 0.7)
+    kl = kl_of(heads, 0.7)
     check(kl, heads, 0.7, all_tokens(min(VOCABULARY, teacher_vocabulary)))
 
 
 def test_extreme_logits_stay_finite():
     hidden, weight, teacher = make_heads()
     far = HeadInputs(1e3 * teacher.hidden, teacher.weight, 1.0, torch.float32)
-    kl = full_kl(1e3 * hidden, weight, far)
+    kl = kl_of((1e3 * hidden, weight, far), 1.0)
     assert kl.isfinite().all() and (kl >= 0).all()
     assert all(x.isfinite().all() for x in torch.autograd.grad(kl.sum(), (hidden, weight)))
 
@@ -112,7 +118,7 @@ def test_a_compiled_kl_is_the_same(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 7 * NUM_PAIRS)
     heads = make_heads()
-    check(full_kl(*heads, 0.7, compile=True), heads, 0.7, all_tokens())
+    check(kl_of(heads, 0.7, compile=True), heads, 0.7, all_tokens())
     assert backend.frame_count == 2
     fused.compiled.cache_clear()
 
@@ -122,7 +128,7 @@ def test_no_logits_of_all_tokens_are_kept(monkeypatch):
     hidden, weight, teacher = make_heads()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, id):
-        full_kl(hidden, weight, teacher, 0.7)
+        kl_of((hidden, weight, teacher), 0.7)
     assert max(saved) < NUM_PAIRS * VOCABULARY
 
 

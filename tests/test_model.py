@@ -5,6 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rl2.model import head as head_module
+from rl2.model.candidates import CandidateMask
 from rl2.model.head import head_scores
 
 
@@ -68,8 +69,7 @@ def test_a_softmax_among_candidates(monkeypatch, exact, most_kept, dtype):
         temperature=0.7,
         with_entropy=True,
         exact=exact,
-        candidate_counts=counts,
-        candidate_ids=torch.cat(ids),
+        candidates=CandidateMask.of(counts, torch.cat(ids)),
     )
     doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     plain, plain_entropy = [], []
@@ -138,13 +138,14 @@ def test_the_weight_is_converted_once_and_not_as_a_whole(monkeypatch):
     monkeypatch.setitem(head_module.LOGITS_PER_CHUNK, "cpu", 40 * 700)
     hidden, weight, targets = bf16_head()
     converted = []
-    plain = head_module.products
+    plain = head_module.LogitSettings.products
 
-    def counted(hidden, weight, *rest):
-        converted.append(len(weight))
-        return plain(hidden, weight, *rest)
+    def counted(*arguments):
+        products = plain(*arguments)
+        converted.append(products.shape[1])
+        return products
 
-    monkeypatch.setattr(head_module, "products", counted)
+    monkeypatch.setattr(head_module.LogitSettings, "products", counted)
     logps, _ = head_scores(hidden, weight.requires_grad_(), targets)
     assert sum(converted) == 3000 and max(converted) <= 700
     logps.sum().backward()

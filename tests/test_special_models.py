@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from rl2.model import head as head_module
 from rl2.model.candidates import CandidateMask
-from rl2.model.full_kl import HeadInputs, full_kl
-from rl2.model.head import head_scores
+from rl2.model.full_kl import full_kl
+from rl2.model.head import HeadInputs, head_scores
 from rl2.parallel.mesh import init_distributed
 from rl2.worker import Worker
 
@@ -145,14 +145,11 @@ def test_a_biased_and_capped_head(monkeypatch, exact, most_kept, candidates):
     factors = make_head()
     targets = torch.randint(37, (23,))
     outside = torch.zeros(23, 37, dtype=torch.bool)
-    chosen = {}
+    mask = None
     if candidates:
         outside = torch.rand(23, 37) < 0.5
         outside[range(23), targets] = False
-        chosen = {
-            "candidate_counts": (~outside).sum(1),
-            "candidate_ids": (~outside).nonzero()[:, 1],
-        }
+        mask = CandidateMask.of((~outside).sum(1), (~outside).nonzero()[:, 1])
     logps, entropy = head_scores(
         factors[0],
         factors[1],
@@ -161,8 +158,8 @@ def test_a_biased_and_capped_head(monkeypatch, exact, most_kept, candidates):
         True,
         exact=exact,
         bias=factors[2],
+        candidates=mask,
         cap=2.5,
-        **chosen,
     )
     doubles = [x.detach().double().requires_grad_() for x in factors]
     logits = plain_logits(*doubles, 2.5, 0.7).masked_fill(outside, -1e9)
@@ -180,13 +177,14 @@ def test_the_kl_of_biased_and_capped_heads(monkeypatch, candidates):
     torch.manual_seed(0)
     factors = make_head()
     teacher = [x.detach() for x in make_head(width=12)]
-    inputs = HeadInputs(teacher[0], teacher[1], 1.3, torch.float32, teacher[2], 4.0)
+    teacher_head = HeadInputs(teacher[0], teacher[1], 1.3, bias=teacher[2], cap=4.0)
     outside = torch.zeros(23, 37, dtype=torch.bool)
     mask = None
     if candidates:
         outside = torch.rand(23, 37) < 0.5
         mask = CandidateMask.of((~outside).sum(1), (~outside).nonzero()[:, 1])
-    kl = full_kl(factors[0], factors[1], inputs, 0.7, candidates=mask, bias=factors[2], cap=2.5)
+    head = HeadInputs(factors[0], factors[1], 0.7, bias=factors[2], cap=2.5)
+    kl = full_kl(head, teacher_head, candidates=mask)
     doubles = [x.detach().double().requires_grad_() for x in factors]
     log_p = plain_logits(*doubles, 2.5, 0.7).masked_fill(outside, -1e9).log_softmax(-1)
     log_q = plain_logits(*[x.double() for x in teacher], 4.0, 1.3)

@@ -1,7 +1,6 @@
 """KL(policy || teacher) over the whole vocabulary, without holding the logits of all tokens.
 
-Shapes: P scored pairs, E hidden size of the policy, F that of the teacher, V vocabulary (or this
-process's part of it).
+Shapes: P scored pairs, V vocabulary (or this process's part of it).
 """
 
 from dataclasses import dataclass
@@ -12,85 +11,64 @@ from torch import Tensor
 
 from rl2.model.candidates import CandidateMask
 from rl2.model.fused import compiled
-from rl2.model.head import cap_slope, chunks, divided, products
+from rl2.model.head import HeadInputs, LogitSettings, cap_slope, chunks
 from rl2.parallel.tensor import sum_softmax
-
-
-@dataclass(frozen=True)
-class HeadInputs:
-    """What the head of a model multiplies."""
-
-    hidden: Tensor  # [P, F]
-    weight: Tensor  # [V, F], or this process's part of V
-    divisor: float  # of the logits: the temperature, times the model's own divisor
-    dtype: torch.dtype  # what the logits are rounded to, see `head_scores`
-    bias: Tensor | None = None  # [V], or this process's part
-    cap: float | None = None  # of the logits before their division
 
 
 @dataclass(frozen=True)
 class KLSettings:
     """How the divergences of a call are computed, see `full_kl`."""
 
-    temperature: float  # of the policy's logits, with its divisor
-    teacher_temperature: float
-    teacher_dtype: torch.dtype
+    policy: LogitSettings
+    teacher: LogitSettings
     group: dist.ProcessGroup | None
-    dtype: torch.dtype
     compile: bool
-    candidates: CandidateMask | None
-    cap: float | None
-    teacher_cap: float | None
 
 
 def full_kl(
-    hidden: Tensor,
-    weight: Tensor,
+    policy: HeadInputs,
     teacher: HeadInputs,
-    temperature: float = 1.0,
+    *,
     group: dist.ProcessGroup | None = None,
-    dtype: torch.dtype = torch.float32,
     compile: bool = False,
     candidates: CandidateMask | None = None,
-    bias: Tensor | None = None,
-    cap: float | None = None,
 ) -> Tensor:
-    """hidden [P, E], weight [V, E] -> KL(policy || teacher) [P] in fp32, in nats.
+    """KL(policy || teacher) of each pair [P] in fp32, in nats.
 
-    The policy's logits are divided by `temperature`, the teacher's by `teacher.divisor`. With
-    `candidates` both distributions are among these tokens only. `hidden` and `weight` get a
-    gradient, the teacher gets none. `group`, `dtype`, `compile`, `bias` and `cap` are as in
-    `head_scores`.
+    With `candidates` both distributions are among these tokens only. The tensors of the policy get
+    a gradient, those of the teacher get none. `group` and `compile` are as in `head_scores`.
 
     Models with the same tokens may pad their vocabularies to different sizes. Then both
     distributions are among the ids that both have; not with `group`, where the parts would not
     have the same ids: ValueError.
     """
-    shared = min(len(weight), len(teacher.weight))
-    if group is not None and len(weight) != len(teacher.weight):
+    if group is not None and len(policy.weight) != len(teacher.weight):
         raise ValueError(
-            f"the parts of the vocabulary have {len(weight)} tokens in the policy and "
+            f"the parts of the vocabulary have {len(policy.weight)} tokens in the policy and "
             f"{len(teacher.weight)} in the teacher"
         )
-    teacher_weight, teacher_bias = teacher.weight, teacher.bias
-    if len(weight) != len(teacher_weight):
-        weight, teacher_weight = weight[:shared], teacher_weight[:shared]
-        bias = None if bias is None else bias[:shared]
-        teacher_bias = None if teacher_bias is None else teacher_bias[:shared]
+    num_shared = min(len(policy.weight), len(teacher.weight))
     settings = KLSettings(
-        temperature=temperature,
-        teacher_temperature=teacher.divisor,
-        teacher_dtype=torch.promote_types(teacher.dtype, teacher.hidden.dtype),
+        policy=_logit_settings(policy, candidates),
+        teacher=_logit_settings(teacher, candidates),
         group=group,
-        dtype=torch.promote_types(dtype, hidden.dtype),
         compile=compile,
-        candidates=candidates,
-        cap=cap,
-        teacher_cap=teacher.cap,
     )
     return _FullKL.apply(
-        hidden, weight, bias, teacher.hidden, teacher_weight, teacher_bias, settings
+        *_first_tokens(policy, num_shared), *_first_tokens(teacher, num_shared), settings
     )
+
+
+def _logit_settings(head: HeadInputs, candidates: CandidateMask | None) -> LogitSettings:
+    dtype = torch.promote_types(head.dtype, head.hidden.dtype)
+    return LogitSettings(head.divisor, dtype, head.cap, candidates)
+
+
+def _first_tokens(head: HeadInputs, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(hidden states, weight, bias) of a head that has the first `count` tokens only."""
+    if count == len(head.weight):
+        return head.hidden, head.weight, head.bias
+    return head.hidden, head.weight[:count], None if head.bias is None else head.bias[:count]
 
 
 class _FullKL(torch.autograd.Function):
@@ -101,18 +79,28 @@ class _FullKL(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, *teacher_and_settings):
-        *teacher, settings = teacher_and_settings
+    def forward(
+        ctx,
+        hidden,
+        weight,
+        bias,
+        teacher_hidden,
+        teacher_weight,
+        teacher_bias,
+        settings: KLSettings,
+    ):
         ctx.settings = settings
         zeros = torch.zeros(len(hidden), device=hidden.device)
         lowest = zeros - torch.inf
-        # See `_add_chunk`. Each is a tensor of its own: a function is compiled anew for aliases.
+        # See `_add_chunk`. Each is a tensor of its own: torch.compile would compile again for
+        # arguments that are the same tensor.
         sums: tuple[Tensor, ...] = tuple(
             first.clone() for first in (lowest, zeros, zeros, lowest, zeros)
         )
         add_chunk = compiled(_add_chunk, 0) if settings.compile else _add_chunk
         for columns in chunks(hidden, weight):
-            z, y = _both_logits((hidden, weight, bias), teacher, columns, settings)
+            z = settings.policy.compute(hidden, weight, bias, columns)
+            y = settings.teacher.compute(teacher_hidden, teacher_weight, teacher_bias, columns)
             sums = add_chunk(z, y, *sums)
         top, total, difference, teacher_top, teacher_total = sums
         lse, teacher_lse = total.log() + top, teacher_total.log() + teacher_top
@@ -121,23 +109,36 @@ class _FullKL(torch.autograd.Function):
             lse, _, difference = sum_softmax(lse, zeros, difference, settings.group)
             teacher_lse, _, _ = sum_softmax(teacher_lse, zeros, zeros, settings.group)
         kl = difference - lse + teacher_lse
-        ctx.save_for_backward(hidden, weight, bias, *teacher, lse, teacher_lse, kl)
+        ctx.save_for_backward(
+            hidden,
+            weight,
+            bias,
+            teacher_hidden,
+            teacher_weight,
+            teacher_bias,
+            lse,
+            teacher_lse,
+            kl,
+        )
         return kl
 
     @staticmethod
     def backward(ctx, d_kl):
-        hidden, weight, bias, *teacher, lse, teacher_lse, kl = ctx.saved_tensors
-        settings = ctx.settings
+        hidden, weight, bias, *teacher_head, lse, teacher_lse, kl = ctx.saved_tensors
+        teacher_hidden, teacher_weight, teacher_bias = teacher_head
+        settings: KLSettings = ctx.settings
         gradient = compiled(_gradient_of_chunk, 0) if settings.compile else _gradient_of_chunk
-        scale = d_kl / settings.temperature
+        temperature, cap = settings.policy.divisor, settings.policy.cap
+        scale = d_kl / temperature
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # None: frozen
         d_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
         for columns in chunks(hidden, weight):
-            z, y = _both_logits((hidden, weight, bias), teacher, columns, settings)
+            z = settings.policy.compute(hidden, weight, bias, columns)
+            y = settings.teacher.compute(teacher_hidden, teacher_weight, teacher_bias, columns)
             d_logits = gradient(z, y, lse, teacher_lse, kl, scale)
-            if settings.cap is not None:
-                d_logits = d_logits * cap_slope(z, settings.temperature, settings.cap)
+            if cap is not None:
+                d_logits = d_logits * cap_slope(z, temperature, cap)
             d_logits = d_logits.to(hidden.dtype)
             d_hidden += d_logits @ weight[columns]
             if d_weight is not None:
@@ -146,24 +147,8 @@ class _FullKL(torch.autograd.Function):
                 d_bias[columns] = d_logits.sum(0, dtype=torch.float32)
         if settings.group:
             dist.all_reduce(d_hidden, group=settings.group)
-        return d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None, None
-
-
-def _both_logits(policy, teacher, columns: slice, settings: KLSettings) -> tuple[Tensor, Tensor]:
-    """The logits [P, columns] of the policy and the teacher, divided by their temperatures.
-
-    Each of the two is (hidden, weight, bias).
-    """
-    logits = []
-    for (hidden, weight, bias), temperature, cap, dtype in (
-        (policy, settings.temperature, settings.cap, settings.dtype),
-        (teacher, settings.teacher_temperature, settings.teacher_cap, settings.teacher_dtype),
-    ):
-        chunk = divided(products(hidden, weight[columns], dtype, bias, columns), temperature, cap)
-        if settings.candidates is not None:
-            settings.candidates.exclude_others_(chunk, columns)
-        logits.append(chunk)
-    return logits[0], logits[1]
+        no_gradients_of_teacher = (None, None, None)
+        return d_hidden.to(hidden.dtype), d_weight, d_bias, *no_gradients_of_teacher, None
 
 
 def _add_chunk(z, y, top, total, difference, teacher_top, teacher_total) -> tuple[Tensor, ...]:

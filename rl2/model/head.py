@@ -27,21 +27,68 @@ MOST_KEPT_LOGITS = 2**27
 
 
 @dataclass(frozen=True)
+class HeadInputs:
+    """What the head of a model multiplies, and what becomes of the products."""
+
+    hidden: Tensor  # [P, E]
+    weight: Tensor  # [V, E], or this process's part of V
+    divisor: float = 1.0  # of the logits: the temperature, times the model's own divisor
+    dtype: torch.dtype = torch.float32  # what the products are rounded to, see `head_scores`
+    bias: Tensor | None = None  # [V], or this process's part
+    cap: float | None = None  # of the logits before their division
+
+
+@dataclass(frozen=True)
+class LogitSettings:
+    """How a head computes its logits: products, plus bias, capped, divided."""
+
+    divisor: float
+    dtype: torch.dtype
+    """the products are rounded to it; not coarser than the hidden states"""
+    cap: float | None
+    """logits x count as cap * tanh(x / cap)"""
+    candidates: CandidateMask | None
+    """the tokens of each softmax; None: all of them"""
+
+    def products(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice
+    ) -> Tensor:
+        """hidden [P, E], weight [V, E], bias [V] -> their products [P, columns] in fp32."""
+        weight = weight[columns]
+        if hidden.dtype != self.dtype and device_kind(hidden.device) == "cuda":
+            products = torch.mm(hidden, weight.T, out_dtype=self.dtype)
+        else:
+            with exact_factors(hidden.dtype):  # on a CPU the product has the type of its factors
+                products = (hidden.to(self.dtype) @ weight.to(self.dtype).T).float()
+        return products if bias is None else products.add_(bias[columns])
+
+    def finish(self, products: Tensor, columns: slice) -> Tensor:
+        """products [P, columns] -> logits of the softmax. The products may be overwritten."""
+        logits = products if self.cap is None else capped(products, self.cap)
+        if self.divisor != 1.0:
+            logits.div_(self.divisor)
+        if self.candidates is not None:
+            self.candidates.exclude_others_(logits, columns)
+        return logits
+
+    def compute(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice
+    ) -> Tensor:
+        """hidden [P, E], weight [V, E], bias [V] -> logits of the softmax [P, columns] in fp32."""
+        return self.finish(self.products(hidden, weight, bias, columns), columns)
+
+
+@dataclass(frozen=True)
 class HeadSettings:
     """How the scores of a call are computed, see `head_scores`."""
 
-    temperature: float
+    logits: LogitSettings
     with_entropy: bool
     group: dist.ProcessGroup | None
-    dtype: torch.dtype
     compile: bool
     exact: bool
     keeps_logits: bool
     """the backward pass reads the logits of the forward pass instead of computing them again"""
-    candidates: CandidateMask | None
-    """the tokens of each softmax; None: all of them"""
-    cap: float | None
-    """logits x count as cap * tanh(x / cap)"""
 
 
 def logit_divisor(config: Any) -> float:
@@ -67,8 +114,7 @@ def head_scores(
     dtype: torch.dtype = torch.float32,
     compile: bool = False,
     exact: bool = False,
-    candidate_counts: Tensor | None = None,
-    candidate_ids: Tensor | None = None,
+    candidates: CandidateMask | None = None,
     bias: Tensor | None = None,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -82,13 +128,9 @@ def head_scores(
     The entropies are None without `with_entropy`. With `group`, weight is this process's part of
     the vocabulary; the parts are in order of rank. With `compile`, what is done with the logits is
     one compiled kernel a chunk, forward and backward. With `exact` the log-probabilities have the
-    bits of the embedded engine's.
-
-    With `candidate_counts` [P], the softmax of pair i is among so many tokens only, and
-    `candidate_ids` has their ids, pair after pair. A count of 0 is the whole vocabulary.
+    bits of the embedded engine's. With `candidates`, see `candidate_mask`, each softmax is among
+    these tokens only.
     """
-    candidates = candidate_mask(candidate_counts, candidate_ids, len(weight), group)
-    dtype = torch.promote_types(dtype, hidden.dtype)
     keeps_logits = (
         torch.is_grad_enabled()
         and hidden.requires_grad
@@ -97,15 +139,17 @@ def head_scores(
         and len(hidden) * len(weight) <= MOST_KEPT_LOGITS
     )
     settings = HeadSettings(
-        temperature=temperature,
+        logits=LogitSettings(
+            divisor=temperature,
+            dtype=torch.promote_types(dtype, hidden.dtype),
+            cap=cap,
+            candidates=candidates,
+        ),
         with_entropy=with_entropy,
         group=group,
-        dtype=dtype,
         compile=compile,
         exact=exact,
         keeps_logits=keeps_logits,
-        candidates=candidates,
-        cap=cap,
     )
     return _Head.apply(hidden, weight, bias, targets, settings)
 
@@ -113,7 +157,12 @@ def head_scores(
 def candidate_mask(
     counts: Tensor | None, ids: Tensor | None, num_columns: int, group: dist.ProcessGroup | None
 ) -> CandidateMask | None:
-    """The candidates of `head_scores` as columns of this process's part of the vocabulary."""
+    """The candidates of each pair, as columns of this process's part of the vocabulary.
+
+    The softmax of pair i is among counts[i] tokens; 0 is the whole vocabulary. `ids` has the tokens
+    of all pairs, one pair after the other. `num_columns` is the size of the part; the parts are in
+    order of rank in `group`. None if one of the two is None.
+    """
     if counts is None or ids is None:
         return None
     offset = num_columns * dist.get_rank(group) if group else 0
@@ -140,14 +189,14 @@ class _Head(torch.autograd.Function):
                 hidden,
                 weight,
                 targets,
-                temperature=settings.temperature,
+                temperature=settings.logits.divisor,
                 with_entropy=settings.with_entropy,
-                dtype=settings.dtype,
+                dtype=settings.logits.dtype,
                 logits_per_slice=LOGITS_PER_CHUNK["cpu"],
                 keeps_logits=settings.keeps_logits,
-                candidates=settings.candidates,
+                candidates=settings.logits.candidates,
                 bias=bias,
-                cap=settings.cap,
+                cap=settings.logits.cap,
             )
         else:
             logps, lse, entropy, kept = _scores_by_chunks(hidden, weight, bias, targets, settings)
@@ -166,12 +215,10 @@ class _Head(torch.autograd.Function):
         d_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
         for columns in chunks(hidden, weight):
             if kept is None:
-                logits = products(hidden, weight[columns], settings.dtype, bias, columns)
+                products = settings.logits.products(hidden, weight, bias, columns)
             else:
-                logits = kept[: len(hidden), columns].float()
-            logits = divided(logits, settings.temperature, settings.cap)
-            if settings.candidates is not None:
-                settings.candidates.exclude_others_(logits, columns)
+                products = kept[: len(hidden), columns].float()
+            logits = settings.logits.finish(products, columns)
             index, is_here = _targets_within(targets, columns)
             d_logits = gradient_of_chunk(
                 logits,
@@ -181,8 +228,8 @@ class _Head(torch.autograd.Function):
                 d_entropy,
                 index,
                 d_logps * is_here,
-                settings.temperature,
-                settings.cap,
+                settings.logits.divisor,
+                settings.logits.cap,
                 hidden.dtype,
                 settings.compile,
             )
@@ -211,12 +258,10 @@ def _scores_by_chunks(
     top = total - torch.inf  # of the columns so far, like the sums over exp(z - top) beside it
     add_chunk = compiled(_add_chunk, 0) if settings.compile else _add_chunk
     for columns in chunks(hidden, weight):
-        logits = products(hidden, weight[columns], settings.dtype, bias, columns)
+        products = settings.logits.products(hidden, weight, bias, columns)
         if kept is not None:
-            kept[:, columns] = logits
-        logits = divided(logits, settings.temperature, settings.cap)
-        if settings.candidates is not None:
-            settings.candidates.exclude_others_(logits, columns)
+            kept[:, columns] = products
+        logits = settings.logits.finish(products, columns)
         index, is_here = _targets_within(targets, columns)
         target_logit = target_logit + logits.gather(1, index).squeeze(1) * is_here
         top, total, weighted = add_chunk(
@@ -284,26 +329,6 @@ def _gradient_of_chunk(
         d_logits = d_logits * slope
     # The gradients end in the type of the weights, so their products need no more.
     return (d_logits if temperature == 1.0 else d_logits.div_(temperature)).to(dtype)
-
-
-def products(hidden, weight, dtype, bias=None, columns=slice(None)) -> Tensor:
-    """[P, E] and [V, E] -> [P, V] in fp32, of products that are rounded to `dtype`.
-
-    `bias` is the whole one, of which the `columns` are added.
-    """
-    if hidden.dtype != dtype and device_kind(hidden.device) == "cuda":
-        logits = torch.mm(hidden, weight.T, out_dtype=dtype)
-    else:
-        with exact_factors(hidden.dtype):  # on a CPU the product has the type of its factors
-            logits = (hidden.to(dtype) @ weight.to(dtype).T).float()
-    return logits if bias is None else logits.add_(bias[columns])
-
-
-def divided(logits, temperature, cap=None) -> Tensor:
-    """The logits, capped and divided by the temperature; they may be overwritten."""
-    if cap is not None:
-        logits = capped(logits, cap)
-    return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def cap_slope(logits: Tensor, temperature: float, cap: float) -> Tensor:

@@ -18,9 +18,9 @@ from rl2.attention.ring import PackedAttention, Ring
 from rl2.batch import Pack
 from rl2.model.balance import LoadBalance
 from rl2.model.exact import Exactness
-from rl2.model.full_kl import HeadInputs, full_kl
+from rl2.model.full_kl import full_kl
 from rl2.model.fused import fuse
-from rl2.model.head import candidate_mask, head_scores, logit_cap, logit_divisor
+from rl2.model.head import HeadInputs, candidate_mask, head_scores, logit_cap, logit_divisor
 from rl2.model.nf4 import num_weights
 from rl2.model.recurrent import PackedRows, RecurrentLayers
 from rl2.model.routing import Routing
@@ -123,36 +123,28 @@ class TokenModel(nn.Module):
         if self.is_critic:
             # In fp32: bf16 has too few numbers to tell similar rewards apart.
             return TokenScores(values=hidden.float() @ self.hf.score.weight[0].float())
-        weight, bias = self._head_weights()
-        temperature = temperature * self.logit_divisor
+        head = self._head_inputs(hidden, temperature)
+        candidates = candidate_mask(
+            pack.candidate_counts, pack.candidate_ids, len(head.weight), self.tp
+        )
         logps, entropy = head_scores(
-            hidden,
-            weight,
+            head.hidden,
+            head.weight,
             pack.targets,
-            temperature,
-            with_entropy,
-            self.tp,
-            self.head_dtype,
-            self.compile_head,
-            self.exactness.is_on,
-            pack.candidate_counts,
-            pack.candidate_ids,
-            bias,
-            self.logit_cap,
+            temperature=head.divisor,
+            with_entropy=with_entropy,
+            group=self.tp,
+            dtype=head.dtype,
+            compile=self.compile_head,
+            exact=self.exactness.is_on,
+            candidates=candidates,
+            bias=head.bias,
+            cap=head.cap,
         )
         scores = TokenScores(logps=logps, entropy=entropy)
         if teacher is not None:
             scores.teacher_kl = full_kl(
-                hidden,
-                weight,
-                teacher,
-                temperature,
-                self.tp,
-                self.head_dtype,
-                self.compile_head,
-                candidate_mask(pack.candidate_counts, pack.candidate_ids, len(weight), self.tp),
-                bias,
-                self.logit_cap,
+                head, teacher, group=self.tp, compile=self.compile_head, candidates=candidates
             )
         return scores
 
@@ -161,10 +153,7 @@ class TokenModel(nn.Module):
 
         The weight is that of FSDP, which is valid until the model is resharded.
         """
-        hidden = self._hidden(pack)
-        divisor = temperature * self.logit_divisor
-        weight, bias = self._head_weights()
-        return HeadInputs(hidden, weight, divisor, self.head_dtype, bias, self.logit_cap)
+        return self._head_inputs(self._hidden(pack), temperature)
 
     def _hidden(self, pack: Pack) -> Tensor:
         """The last hidden states [P, E] of the pairs."""
@@ -188,14 +177,21 @@ class TokenModel(nn.Module):
         body = self.hf.base_model(tokens, position_ids=positions, use_cache=False, attend=attend)
         return body.last_hidden_state[0, pack.hidden_index]
 
-    def _head_weights(self) -> tuple[Tensor, Tensor | None]:
-        """The weight [V, E] and the bias [V] or None, or this process's part of V."""
+    def _head_inputs(self, hidden: Tensor, temperature: float) -> HeadInputs:
+        """What the head multiplies the hidden states [P, E] with."""
         head = self.hf.get_output_embeddings()
         weight, bias = head.weight, getattr(head, "bias", None)
         if self.tp is not None:
             weight = weight.to_local()
             bias = None if bias is None else bias.to_local()
-        return weight, bias
+        return HeadInputs(
+            hidden=hidden,
+            weight=weight,
+            divisor=temperature * self.logit_divisor,
+            dtype=self.head_dtype,
+            bias=bias,
+            cap=self.logit_cap,
+        )
 
 
 def attention_cost(hf: PreTrainedModel) -> float:
