@@ -73,33 +73,27 @@ def load_model(
     mesh: Mesh,
     *,
     compute_dtype: torch.dtype,
-    head_dtype: torch.dtype = torch.float32,
+    head_dtype: torch.dtype = torch.float32,  # of the logits, see `head_scores`
     critic: bool = False,
     trainable: bool = False,
-    gradient_checkpointing: bool | int | str = False,
-    compile: bool = False,
-    exactness: Exactness = Exactness.OFF,
+    gradient_checkpointing: bool | int | str = False,  # see `fsdp.shard`
+    compile: bool = False,  # the elementwise parts, see `fuse`
+    exactness: Exactness = Exactness.OFF,  # bits of the embedded engine's, see `TokenModel`
     lora_settings: LoraSettings | None = None,
     freeze_router: bool = False,
-    router_aux_loss_coef: float | None = 0.0,
-    routing_replay: bool = False,
-    dither_seed: int | None = None,
+    router_aux_loss_coef: float | None = 0.0,  # see `choose_coefficient`
+    routing_replay: bool = False,  # tokens go to the experts that a pack names, see routing.py
+    dither_seed: int | None = None,  # of random places in bf16's rounding cells, see dither.py
     source: HuggingFaceFiles = FILES,
 ) -> TokenModel:
-    """A Hugging Face causal LM, or a critic (its body with a scalar head), sharded over `mesh`.
+    """Loads a Hugging Face causal LM, or a critic (its body with a scalar head), over `mesh`.
 
     A trainable model keeps its parameters in fp32 and casts them to `compute_dtype` for compute; a
-    frozen one keeps them in `compute_dtype`. The logits are in `head_dtype`, see `head_scores`;
-    `compile` compiles the elementwise parts, see `fuse`; `exactness` says whether the model has the
-    log-probabilities of the embedded engine to the bit, see `TokenModel`. With `lora_settings` only
-    the adapters and a critic's head are trained and in fp32, and linear layers of the base may be
-    in 4 bits. Towers are frozen, and with `freeze_router` the routers of experts.
-    `router_aux_loss_coef` is that of `choose_coefficient`. With `routing_replay` tokens go to the
-    experts that a pack names, see routing.py. With `dither_seed`, weights that are
-    kept in fp32 and computed in bf16 are moved within their rounding cells, see dither.py. All
-    processes must call.
-    ValueError for a model that rl2 computes wrongly or cannot cut, and for weights that are
-    incomplete.
+    frozen one keeps them in `compute_dtype`. With `lora_settings` only the adapters and a critic's
+    head are trained and in fp32, and linear layers of the base may be in 4 bits. Towers are frozen.
+
+    All processes must call. ValueError for a model that rl2 computes wrongly or cannot cut, and for
+    weights that are incomplete.
     """
     labels = {"num_labels": 1} if critic else {}
     config = AutoConfig.from_pretrained(name, **labels)
@@ -110,6 +104,8 @@ def load_model(
     if device_kind(mesh.device) == "cuda":
         _check_softcap(name, config)
     source.admit(name, config, critic)
+
+    # Every process builds the model without memory, as it will be trained.
     all_in_fp32 = trainable and lora_settings is None
     parameter_dtype = torch.float32 if all_in_fp32 else compute_dtype
     with init_empty_weights(include_buffers=False):
@@ -123,25 +119,27 @@ def load_model(
     coefficient = choose_coefficient(config, router_aux_loss_coef, freeze_router)
     balance = _make_balance(name, hf, coefficient, mesh) if coefficient else None
     routing = Routing(name, hf) if routing_replay else None
-    quantized = {f"{layer}.weight" for layer in nf4_layers(hf)}
-    if quantized and is_first_rank():
-        print(
-            f"{name}: {len(quantized)} linear layers of the base are stored in nf4; engines and "
-            "exports get the dequantised weights, with the adapters merged in"
-        )
+    quantized = _find_quantized(name, hf)
     hf.tie_weights()  # meta parameters lose their ties
+
+    # The first process reads the weights, before the model is cut: a problem ends all of them here.
     read = partial(source.read, model_class, name, config, parameter_dtype)
     full = _read_whole(name, read, lora_settings)
+
+    # Tensor parallelism cuts the model, then FSDP. Each process gets its part of every weight.
     tp_group = None
     if mesh.tp is not None:
         tensor.parallelize(hf, mesh.tp)
         tp_group = mesh.tp.get_group()
-    if device_kind(mesh.device) != "cpu":  # of a memory plan
-        exactness = Exactness.OFF
-    elif exactness.is_on and not trainable:  # a frozen model has other weights than the engine
-        exactness = Exactness.ASSUMED
     model = TokenModel(
-        hf, Ring(mesh.sp), tp_group, head_dtype, compile, exactness, balance, routing
+        hf,
+        Ring(mesh.sp),
+        tp=tp_group,
+        head_dtype=head_dtype,
+        compile=compile,
+        exactness=_reachable_exactness(exactness, mesh.device, trainable),
+        balance=balance,
+        routing=routing,
     )
     fsdp.shard(
         model,
@@ -160,12 +158,33 @@ def load_model(
     return model
 
 
+def _find_quantized(name: str, hf: Any) -> set[str]:
+    """The names of the weights that are stored in 4 bits. The first process prints their number."""
+    quantized = {f"{layer}.weight" for layer in nf4_layers(hf)}
+    if quantized and is_first_rank():
+        print(
+            f"{name}: {len(quantized)} linear layers of the base are stored in nf4; engines and "
+            "exports get the dequantised weights, with the adapters merged in"
+        )
+    return quantized
+
+
+def _reachable_exactness(exactness: Exactness, device: torch.device, trainable: bool) -> Exactness:
+    """`exactness` as far as a model on this device can have it."""
+    if device_kind(device) != "cpu":  # a GPU, or the device of a memory plan
+        return Exactness.OFF
+    if exactness.is_on and not trainable:  # a frozen model has other weights than the engine
+        return Exactness.ASSUMED
+    return exactness
+
+
 def _read_whole(
     name: str, read: Callable[[], Any], lora_settings: LoraSettings | None
 ) -> dict[str, Tensor] | None:
     """The whole weights on rank 0, which `read` reads; None on the others.
 
-    So a node holds one full copy, not one a process. ValueError on all if they cannot be used.
+    A node then holds one full copy, not one for each process. ValueError on all processes if the
+    weights cannot be used.
     """
     full = None
     problem = None
@@ -212,7 +231,10 @@ def _announce(name: str, config: PreTrainedConfig, trainable: bool) -> None:
 
 
 def _make_balance(name: str, hf: Any, coefficient: float, mesh: Mesh) -> LoadBalance:
-    """Says so. ValueError for a model or a layout that cannot have the loss."""
+    """Adds the load-balancing loss to the routers, and prints that it does.
+
+    ValueError for a model or a layout that cannot have the loss.
+    """
     if mesh.tp is not None:
         raise ValueError(
             f"router_aux_loss_coef={coefficient:g} does not work with tp_size={mesh.tp.size()}: "
